@@ -31,7 +31,6 @@ from posttrain.checks.rules import check_log
 from posttrain.data.chat import terminal_token_ids
 from posttrain.data.forest import unbatched_answers
 from posttrain.data.formats import PreparationReport, maybe_convert_to_chatml
-from posttrain.data.picture_rows import prepare_picture_rows
 from posttrain.data.preference import (
     AnswerOptions,
     answer_rows,
@@ -48,7 +47,6 @@ from posttrain.models.vision import install_pictures
 from posttrain.training.checks import Checks
 from posttrain.training.config import PostTrainingConfig
 from posttrain.training.data_report import note_suspects
-from posttrain.training.pictures import picture_options
 from posttrain.training.trainer import PostTrainer
 from posttrain.types import Batch, Finding, LossTerms, ModelOutputs, Row
 
@@ -473,8 +471,7 @@ class PreferenceTrainer(PostTrainer):
         keep = (*self.reference_columns, *self.keep)
         about: dict[str, Any] = {"name": name, "num_proc": self.args.dataset_num_proc, "keep": keep}
         if self.vision.reader is not None:
-            options = picture_options(self.args, branches=self.branches)
-            prepared, self.reports[name] = prepare_picture_rows(dataset, self.vision.reader, options, **about)
+            prepared, self.reports[name] = self.vision.prepare_rows(dataset, branches=self.branches, **about)
         else:
             found = prepare_answers(dataset, self.processing_class, self.answer_options(), **about)
             prepared, self.reports[name] = found

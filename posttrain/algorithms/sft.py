@@ -13,7 +13,6 @@ from torch import nn
 from posttrain.data.forest import unbatched
 from posttrain.data.formats import PreparationReport
 from posttrain.data.packing import STRATEGIES
-from posttrain.data.picture_rows import prepare_picture_rows
 from posttrain.data.sft import (
     SupervisedOptions,
     check_prepared,
@@ -27,7 +26,7 @@ from posttrain.metrics import mean
 from posttrain.models.forward import learns_prompts
 from posttrain.training.config import PostTrainingConfig, attributes, takes, warn_keep_end
 from posttrain.training.evaluation import full_logits
-from posttrain.training.pictures import PictureConfig, picture_options
+from posttrain.training.pictures import PictureConfig
 from posttrain.training.trainer import PostTrainer
 from posttrain.types import Batch, LossTerms, ModelOutputs, Row
 
@@ -207,11 +206,13 @@ class SFTTrainer(PostTrainer):
         args = self.args
         if self.vision.reader is not None:
             self._refuse_with_images()
-            options = picture_options(
-                args, train_prompt=args.completion_only_loss is False, text_field=args.dataset_text_field
+            prepared, self.reports[name] = self.vision.prepare_rows(
+                dataset,
+                name=name,
+                num_proc=args.dataset_num_proc,
+                train_prompt=args.completion_only_loss is False,
+                text_field=args.dataset_text_field,
             )
-            about: dict[str, Any] = {"name": name, "num_proc": args.dataset_num_proc}
-            prepared, self.reports[name] = prepare_picture_rows(dataset, self.vision.reader, options, **about)
             return prepared.shuffle(seed=args.seed) if args.shuffle_dataset else prepared
         if (args.dataset_kwargs or {}).get("skip_prepare_dataset"):
             check_prepared(dataset, name, len(self.processing_class))

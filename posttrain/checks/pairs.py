@@ -11,7 +11,7 @@ from typing import Any
 from posttrain.checks.registry import finding
 from posttrain.checks.rows import answers_of, count_of, where
 from posttrain.data.chat import common_prefix
-from posttrain.data.formats import has_pictures
+from posttrain.data.formats import PROMPT_COLUMNS, has_pictures
 from posttrain.types import Finding, Row
 
 __all__ = [
@@ -133,7 +133,6 @@ def check_judged(rows: Sequence[Row]) -> Finding | None:
 
 # Pairs as text -------------------------------------------------------------------------------------------------------
 
-PICTURED = ("prompt", "image", "images")
 # chosen_score, score_chosen, ...
 SCORES = ("score", "rating", "reward", "score_overall")
 # Difference of two texts that count as equal, of the longer one; and share of such pairs that every real set has.
@@ -242,7 +241,9 @@ def scan_pairs(rows: Iterable[Mapping[str, Any]], scores: tuple[str, str] | None
         if chosen == rejected:
             continue
         # One question about another picture is another prompt.
-        asked = str([row.get(name) for name in PICTURED]) if has_pictures([row]) else answers_of(row.get("prompt"))
+        asked = (
+            str([row.get(name) for name in PROMPT_COLUMNS]) if has_pictures([row]) else answers_of(row.get("prompt"))
+        )
         key = (hash(asked), *sorted((hash(chosen), hash(rejected))))
         seen.setdefault(key, []).append((index, chosen < rejected))
         if nearly_equal(chosen, rejected):

@@ -234,7 +234,9 @@ class Checkup:
         config = self.parsed[1]
         with inspect._no_progress_bars():
             drawn, _, _ = inspect._drawn(usable, self.examples, config.seed)
-            made = inspect.ROWS[self.command](drawn, tokenizer, config)
+            made, vision = inspect.rows_of(self.command, drawn, tokenizer, self.parsed)
+        if vision:
+            self.known["processor"] = vision.processor
         self.known["rows"] = made.rows
         limit = None if made.cut == 0 else getattr(config, "max_length", None)
         milder = {"error": "warning"}
@@ -248,7 +250,6 @@ class Checkup:
         script_args, config, model_args, _ = self.parsed
         fields = {name: value for name, value in self.known.items() if name in Context.__dataclass_fields__}
         parts = {name: value for name, value in self.known.items() if name not in fields}
-        parts.setdefault("processor", self.known.get("tokenizer"))
         kind = train._load(train.COMMANDS[self.command].trainer)
         return Context(
             trainer=kind.__name__.removesuffix("Trainer").lower(),

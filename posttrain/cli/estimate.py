@@ -226,12 +226,9 @@ def _longest_rows(trainer: str, parsed: Sequence[Any]) -> tuple[list[Any], Any]:
         dataset = undecoded(data[train._train_split(script_args, mixture)])
         examples = datasets.Dataset.from_list(longest_examples(dataset, EXAMPLES), features=dataset.features)
         drawn, _, _ = inspect._drawn(examples, EXAMPLES, config.seed)
-        vision = inspect._vision(trainer, model_args.model_name_or_path, config, drawn)
-        if vision:
-            return inspect.picture_rows(trainer, drawn, vision, config).rows, vision
         tokenizer = inspect._tokenizer(model_args, config, generative=trainer != "reward")
-        made = inspect.ROWS["grpo" if trainer == "ppo" else trainer](drawn, tokenizer, config)
-    return made.rows, None
+        made, vision = inspect.rows_of(trainer, drawn, tokenizer, parsed)
+    return made.rows, vision
 
 
 def _changes(work: Workload) -> dict[str, Workload]:

@@ -93,20 +93,17 @@ def prompt_rows(examples: Any, tokenizer: Any, config: Any) -> Prepared:
 def picture_rows(name: str, examples: Any, vision: Any, config: Any) -> Prepared:
     """Rows of command ``name`` with their images, as its trainer makes them; ``vision`` is its `Vision`."""
     from posttrain.data.formats import ROW, listed
-    from posttrain.data.picture_rows import prepare_picture_rows
     from posttrain.data.preference import answer_rows, extract_and_unpair
     from posttrain.data.sft import document_rows
-    from posttrain.training.pictures import picture_options
 
     if ROWS[name] is prompt_rows:
         return Prepared(vision.prompt_rows(list(vision.checked_prompts(examples, "train_dataset"))))
     branches = {"sft": (), "dpo": ("chosen", "rejected")}.get(name, ("completion",))
     examples = extract_and_unpair(examples) if branches == ("completion",) else examples
-    more: dict[str, Any] = {"branches": branches}
+    more: dict[str, Any] = {}
     if not branches:
         more = {"train_prompt": config.completion_only_loss is False, "text_field": config.dataset_text_field}
-    options = picture_options(config, **more)
-    prepared, report = prepare_picture_rows(examples, vision.reader, options, keep=(ROW,))
+    prepared, report = vision.prepare_rows(examples, branches=branches, keep=(ROW,), **more)
     rows = answer_rows(prepared, branches) if branches else document_rows(prepared)
     placed = vision.placed(rows, list(prepared))
     return Prepared(placed, cut=report.truncated, numbers=_numbers(prepared), reasons=listed(report.dropped))
@@ -226,8 +223,7 @@ def inspect_rows(
         if split not in data:
             raise DataError("there is no dataset to inspect: the environment makes the prompts while it trains.")
         drawn, total, places = _drawn(data[split], examples, config.seed)
-        vision = _vision(name, model_args.model_name_or_path, config, drawn)
-        made = picture_rows(name, drawn, vision, config) if vision else ROWS[name](drawn, tokenizer, config)
+        made, vision = rows_of(name, drawn, tokenizer, parsed)
     rows, cut = made.rows, made.cut
     numbers = made.numbers if made.numbers is not None else places if len(rows) == len(places) else None
     limit = getattr(config, "max_length", None)
@@ -256,14 +252,16 @@ def inspect_rows(
     return summary
 
 
-def _vision(name: str, source: str, config: Any, examples: Any) -> Any:
-    """What the trainer of a command reads images with; None where rows are text, or the method takes text alone."""
+def rows_of(name: str, examples: Any, tokenizer: Any, parsed: Sequence[Any]) -> tuple[Prepared, Any]:
+    """Rows of command ``name`` as its trainer makes them, and what it reads images with; None where rows are text."""
     from posttrain.training.pictures import Vision
 
-    if not train._load(train.COMMANDS[name].trainer).takes_images:
-        return None
-    vision = Vision(config, None, source, (examples,), takes=True)
-    return vision if vision.images else None
+    _, config, model_args, _ = parsed
+    if train._load(train.COMMANDS[name].trainer).takes_images:
+        vision = Vision(config, None, model_args.model_name_or_path, (examples,), takes=True)
+        if vision.images:
+            return picture_rows(name, examples, vision, config), vision
+    return ROWS["grpo" if name == "ppo" else name](examples, tokenizer, config), None
 
 
 def _tokenizer(model_args: Any, config: Any, *, generative: bool) -> Any:

@@ -16,6 +16,9 @@ from posttrain.types import Row
 
 __all__ = [
     "MESSAGE_COLUMNS",
+    "PICTURE_BLOCKS",
+    "PICTURE_COLUMNS",
+    "PROMPT_COLUMNS",
     "ROW",
     "DatasetDescription",
     "PreparationReport",
@@ -47,6 +50,8 @@ logger = logging.getLogger(__name__)
 MESSAGE_COLUMNS = ("prompt", "chosen", "rejected", "completion", "messages")  # In this order: never a set's.
 NESTED_COLUMNS = ("messages", "prompt", "completion", "chosen", "rejected", "tools")
 LOOK = 64  # Rows that decide the format of a dataset; row 0 alone misleads on mixed data.
+PICTURE_COLUMNS = ("image", "images")
+PROMPT_COLUMNS = ("prompt", *PICTURE_COLUMNS)  # What a model is asked.
 PICTURE_BLOCKS = ("image", "image_url", "image_pil")  # Types of blocks of a message that show a picture.
 STREAMED = 8  # Rows of a stream that are read for pictures; of a dataset it is `LOOK`, spread over it.
 
@@ -281,7 +286,6 @@ ROW = "_row"  # A column of row numbers, kept through preparation so that what i
 
 FIRST_BATCH = 32  # Rows of a stream that are prepared at once while the first one to train is looked for.
 PEEKED = 1000  # Rows of a stream of which at least one must be trainable.
-IMAGES = ("image", "images", "pixel_values")
 
 
 def first_row(dataset: Any, name: str, *, images: bool = False) -> dict[str, Any]:
@@ -381,7 +385,7 @@ def refuse_images(dataset: Any, name: str) -> None:
     Raises:
         DataError: Names the columns, and how to leave them out.
     """
-    pictures = [column for column in get_dataset_column_names(dataset) if column in IMAGES]
+    pictures = [column for column in get_dataset_column_names(dataset) if column in (*PICTURE_COLUMNS, "pixel_values")]
     if pictures or shows_pictures(dataset):
         raise DataError(
             f"the {name} rows have images ({f'columns {pictures}' if pictures else 'inside their messages'}), and this trainer "

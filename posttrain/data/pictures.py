@@ -9,37 +9,48 @@ import io
 import logging
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from itertools import groupby
+from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import unquote, urlparse
 
-from posttrain.data.formats import PICTURE_BLOCKS, picture_blocks
+from posttrain.data.chat import RENDERED, common_prefix, template_arguments
+from posttrain.data.formats import (
+    PICTURE_BLOCKS,
+    PICTURE_COLUMNS,
+    is_messages,
+    picture_blocks,
+    pictures_of,
+    strip_none,
+)
 from posttrain.errors import DataError
 from posttrain.integrations import require
+from posttrain.types import Prompt, Row
+
+if TYPE_CHECKING:
+    from posttrain.data.processors import PictureProcessor
 
 __all__ = [
     "Picture",
+    "conversation_of",
     "conversation_pictures",
     "filled",
-    "image_size",
     "observed_blocks",
+    "once",
     "open_source",
+    "picture_prompt",
+    "picture_prompts",
+    "place_pictures",
     "read_picture",
+    "row_segments",
     "without_pictures",
 ]
 
 logger = logging.getLogger(__name__)
 
-ALIASES = (
-    "image",
-    "image_url",
-    "image_pil",
-    "path",
-    "url",
-    "base64",
-    "bytes",
-)  # Keys of a block that may hold its picture.
+# Keys of a block that may hold its picture.
+ALIASES = ("image", "image_url", "image_pil", "path", "url", "base64", "bytes")
 WIDE = ("F", "I")  # Modes of more than 8 bits: what a processor makes of them is black, white or noise.
 ORIENTATION = 274  # The EXIF tag.
 TURNED = (5, 6, 7, 8)  # Orientations that exchange width and height.
@@ -79,8 +90,8 @@ class Picture:
             return image if image.size == self.size else image.resize(self.size)
         except Exception as error:  # Image libraries raise whatever their format's decoder raises.
             raise DataError(
-                f"{self.where}: the picture cannot be read: {type(error).__name__}: {error}. Fix: write the file again, or "
-                "leave this row out."
+                f"{self.where}: the picture cannot be read (PT-G003): {type(error).__name__}: {error}. Fix: write the file "
+                "again, or leave this row out."
             ) from error
 
     def opened(self) -> Any:
@@ -156,8 +167,8 @@ def read_picture(
         frames = getattr(with_header, "n_frames", 1)
     except Exception as error:  # As above.
         raise DataError(
-            f"{where}: this is no readable picture ({type(error).__name__}: {error}). Fix: leave this row out, or write the file "
-            "again."
+            f"{where}: this is no readable picture (PT-G003, {type(error).__name__}: {error}). Fix: leave this row out, or "
+            "write the file again."
         ) from error
     if mode in WIDE or mode.startswith("I;16"):
         raise DataError(
@@ -167,16 +178,6 @@ def read_picture(
     if frames > 1:
         logger.warning("%s: the picture is animated; its first frame is used.", where)
     return Picture(_digest(source), (size[1], size[0]) if turned else size, source, background, where)
-
-
-def image_size(value: Any) -> tuple[int, int]:
-    """Height and width in pixels of any accepted form, from its header.
-
-    Raises:
-        DataError: See `read_picture`.
-    """
-    width, height = read_picture(value).size
-    return height, width
 
 
 def open_source(source: Any) -> Any:
@@ -302,8 +303,8 @@ def conversation_pictures(
         found, empty = [*found[:before], *(None for _ in given), *found[before:]], len(given)
     if empty != len(given):
         raise DataError(
-            f"the messages have {empty} empty image blocks and there are {len(given)} images. Fix: one {{'type': 'image'}} "
-            "block an image, or none of these blocks."
+            f"the messages have {empty} empty image blocks and there are {len(given)} images (PT-G002). Fix: one {{'type': "
+            "'image'}} block an image, or none of these blocks."
         )
     filling = iter(given)
     return made, [next(filling) if held is None else held for held in found]
@@ -336,12 +337,7 @@ def _block(block: Any, role: str) -> tuple[dict[str, Any], Any]:
 def filled(messages: Sequence[Mapping[str, Any]], images: Iterable[Any]) -> list[dict[str, Any]]:
     """Undo `conversation_pictures`: messages whose image blocks hold these images, in reading order."""
     rest = iter(images)
-    return [
-        {**m, "content": [{**b, "image": next(rest)} if b["type"] == "image" else b for b in m["content"]]}
-        if isinstance(m.get("content"), list)
-        else dict(m)
-        for m in messages
-    ]
+    return _with_blocks(messages, lambda b: {**b, "image": next(rest)} if b["type"] == "image" else b)
 
 
 def observed_blocks(content: Any, where: str, background: Background) -> list[dict[str, Any]]:
@@ -360,9 +356,168 @@ def observed_blocks(content: Any, where: str, background: Background) -> list[di
 
 def without_pictures(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Messages with ``{"type": "image"}`` where pictures were: what may be written into a table."""
+    return _with_blocks(messages, lambda b: {"type": "image"} if b.get("type") in PICTURE_BLOCKS else b)
+
+
+def _with_blocks(messages: Sequence[Mapping[str, Any]], change: Callable[[Any], Any]) -> list[dict[str, Any]]:
+    """Messages with another block in place of each of theirs; content that is text stays."""
     return [
-        {**m, "content": [{"type": "image"} if b.get("type") in PICTURE_BLOCKS else b for b in m["content"]]}
-        if isinstance(m.get("content"), list)
-        else dict(m)
+        {**m, "content": list(map(change, m["content"]))} if isinstance(m.get("content"), list) else dict(m)
         for m in messages
     ]
+
+
+# Rows --------------------------------------------------------------------------------------------------------------
+
+
+def row_segments(
+    row: Mapping[str, Any], reader: PictureProcessor, branches: Sequence[str], text_field: str
+) -> tuple[list[tuple[str, list[Any]]], bool]:
+    """Text and pictures of the prompt and of each answer, or of a whole document; and whether they are plain text.
+
+    Args:
+        row: Conversational or of text.
+        reader: Renders conversations.
+        branches: Columns of answers; empty: ``completion`` behind a prompt, or documents.
+        text_field: Column of plain documents.
+
+    Raises:
+        DataError: Columns of another kind, or a template that shows the prompt's pictures differently before an answer.
+    """
+    images, documents = pictures_of(row), not branches and "prompt" not in row
+    branches = branches or ("completion",)
+    if documents:
+        whole = row.get("messages", row.get(text_field))
+        if is_messages(whole):
+            if reader.family.block == "prompt":
+                raise DataError("this model reads a prompt both ways. Fix: give 'prompt' and 'completion' apart.")
+            return [reader.conversation(whole, images, **template_arguments(row))], False
+        return [(_text(whole, text_field), images)], True
+    prompt = row.get("prompt")
+    answers = [row.get(branch) for branch in branches]
+    if not is_messages(prompt):
+        texts = [_text(value, column) for column, value in zip(("prompt", *branches), (prompt, *answers), strict=True)]
+        return [(texts[0], images), *((text, []) for text in texts[1:])], True
+    blocks, shown = conversation_pictures(prompt, images)
+    begin = reader.render(blocks, **template_arguments(row), add_generation_prompt=True)
+    wholes, inside = [], []
+    for branch, answer in zip(branches, answers, strict=True):
+        if not is_messages(answer):
+            raise DataError(f"column 'prompt' holds messages and column {branch!r} is {str(answer)[:60]!r}.")
+        more, held = conversation_pictures(answer)
+        wholes.append(reader.render([*blocks, *more], **template_arguments(row)))
+        inside.append(held)
+    # Where a template writes the prompt differently before an answer, the boundary is where the texts part.
+    begin = begin[: min(common_prefix(begin, whole) for whole in wholes)]
+    if reader.places(begin) != len(shown):
+        raise DataError("the chat template writes the prompt's images differently before an answer.")
+    return [(begin, shown), *((w[len(begin) :], held) for w, held in zip(wholes, inside, strict=True))], False
+
+
+def _text(value: Any, column: str) -> str:
+    if not isinstance(value, str):
+        raise DataError(f"column {column!r} must be text or messages, and it is {str(value)[:60]!r}.")
+    return value
+
+
+def place_pictures(rows: list[Row], examples: Iterable[Mapping[str, Any]], reader: PictureProcessor) -> list[Row]:
+    """Put the pictures of prepared examples on their rows, one row an example; rows without pictures stay as they are.
+
+    A document (a row without prompt) gets what stands before its first trained token as prompt, because what a family reads
+    both ways is the prompt.
+
+    Raises:
+        DataError: A row's ids hold other placeholders than its pictures have; or an answer has some, for a model that takes
+            none there.
+    """
+    for row, example in zip(rows, examples, strict=True):
+        held = example.get("pictures") or ()
+        if not held:
+            continue
+        pictures = [reader.fitted(read_picture(value, "column 'pictures'", reader.background)) for value in held]
+        if not row.prompt_ids:
+            (ids,), (mask,) = row.completions, row.loss_masks
+            first = mask.index(1) if 1 in mask else 0
+            row.prompt_ids, row.completions, row.loss_masks = ids[:first], [ids[first:]], [mask[first:]]
+        row.pictures = reader.place_all([row.prompt_ids, *row.completions], pictures)
+        if reader.family.cross and any(row.pictures[1:]):
+            raise DataError(
+                "an answer holds images, and text before an image attends to it in this model: prompt and other answers would "
+                "see it. Fix: images in prompts alone, or leave this row out."
+            )
+    return rows
+
+
+def picture_prompts(
+    reader: PictureProcessor,
+    rows: Sequence[Mapping[str, Any]],
+    kwargs: Mapping[str, Any],
+    ids_of: Callable[[str], list[int]] | None = None,
+) -> list[Prompt]:
+    """Prompts as the model reads them, with their pictures placed; equal neighbours are read once.
+
+    Args:
+        reader: Of the run.
+        rows: With a conversational ``prompt``.
+        kwargs: For the chat template; a row's own win.
+        ids_of: See `PictureProcessor.encode`.
+
+    Raises:
+        DataError: A prompt is no conversation, holds more than ``max_images_per_row`` images, or cannot be read.
+    """
+    return once(rows, (*RENDERED, *PICTURE_COLUMNS), lambda row: picture_prompt(reader, row, kwargs, ids_of))
+
+
+def once(rows: Iterable[Mapping[str, Any]], names: Sequence[str], make: Callable[[Any], Any]) -> list[Any]:
+    """What ``make`` gives for each row; neighbours that agree in these columns share it."""
+    made: list[Any] = []
+    for _, alike in groupby(rows, key=lambda row: [row.get(name) for name in names]):
+        first, *others = alike
+        made += [make(first)] * (1 + len(others))
+    return made
+
+
+def picture_prompt(
+    reader: PictureProcessor,
+    row: Mapping[str, Any],
+    kwargs: Mapping[str, Any],
+    ids_of: Callable[[str], list[int]] | None = None,
+    pictures: Sequence[Picture] | None = None,
+) -> Prompt:
+    """One of `picture_prompts`.
+
+    Args:
+        reader: Of the run.
+        row: With a conversational ``prompt``.
+        kwargs: For the chat template; the row's own win.
+        ids_of: See `PictureProcessor.encode`.
+        pictures: That were read before, of a row whose messages hold them again; None: read those of the row.
+    """
+    # The messages hold what the columns hold where pictures were read before.
+    row = strip_none({k: v for k, v in row.items() if pictures is None or k not in PICTURE_COLUMNS})
+    blocks, held = conversation_of(row)
+    if reader.per_row is not None and len(held) > reader.per_row:
+        raise DataError(
+            f"a prompt has {len(held)} images, and max_images_per_row={reader.per_row}. Fix: leave this row out."
+        )
+    goes_on = blocks[-1].get("role") == "assistant"
+    how = {"continue_final_message": True} if goes_on else {"add_generation_prompt": True}
+    text = reader.render(blocks, **how, **{**kwargs, **template_arguments(row)})
+    reader.sanitized += reader.escaped(text)
+    if pictures is None:
+        read = [read_picture(value, "column 'images' of a prompt", reader.background) for value in held]
+        pictures = [reader.fitted(picture).encoded() for picture in read]
+        reader.resized += sum(a != b for a, b in zip(read, pictures, strict=True))
+    return Prompt(*reader.encode(text, pictures, prompt=True, ids_of=ids_of))
+
+
+def conversation_of(row: Mapping[str, Any]) -> tuple[list[dict[str, Any]], list[Any]]:
+    """Messages of a prompt with empty image blocks, and what belongs in them.
+
+    Raises:
+        DataError: The prompt is no conversation, or has other places than images.
+    """
+    row = strip_none(dict(row))
+    if not is_messages(row["prompt"]):
+        raise DataError("rows with images need conversational prompts: [{'role': 'user', 'content': ...}].")
+    return conversation_pictures(row["prompt"], pictures_of(row))

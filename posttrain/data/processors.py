@@ -373,10 +373,6 @@ class PictureProcessor:
         bos, first = self.tokenizer.bos_token, self.tokenizer("")["input_ids"][:1]
         return text if first != [self.tokenizer.bos_token_id] or text.startswith(bos) else bos + text
 
-    def unplaced(self, text: str) -> str:
-        """The text without placeholders, for a row that is left out."""
-        return text.replace(self.placeholder, "")
-
     def expansion(self, picture: Picture) -> Expansion:
         """What stands in the text for a picture; it depends on the size alone."""
         if picture.size not in self._expansions:
@@ -437,8 +433,7 @@ class PictureProcessor:
         Raises:
             DataError: It cannot be read, or the image processor refuses it.
         """
-        image = picture.load()
-        return self._pixels(image, picture.where) if self._alone else self._whole(image, picture.where)
+        return self._tensors(picture.load(), picture.where, alone=self._alone)
 
     @functools.cached_property
     def _alone(self) -> bool:
@@ -448,32 +443,26 @@ class PictureProcessor:
         if self.family.cross:
             return True
         image = Image.linear_gradient("L").resize(LARGE).convert("RGB")
-        whole, alone = self._whole(image, "a shaded picture"), self._pixels(image, "a shaded picture")
+        whole, alone = (self._tensors(image, "a shaded picture", alone=one) for one in (False, True))
         return whole.keys() == alone.keys() and all(torch.equal(value, alone[name]) for name, value in whole.items())
 
-    def _whole(self, image: Any, where: str) -> dict[str, Tensor]:
-        return {name: value for name, value in self._call(image, where).items() if name not in TEXT_KEYS}
+    def _tensors(self, image: Any, where: str, *, alone: bool) -> dict[str, Tensor]:
+        """Of one image of PIL; from the image processor alone, or from all of the processor."""
+        found = self._call(image, where, alone=alone)
+        return {name: value for name, value in found.items() if name not in (COUNTS if alone else TEXT_KEYS)}
 
-    def _pixels(self, image: Any, where: str) -> dict[str, Tensor]:
-        images = [[image]] if self.family.tiled else [image]
+    def _call(self, image: Any, where: str, *, alone: bool = False) -> Any:
         try:
-            found = self.processor.image_processor(images=images, return_tensors="pt")
-        except (ValueError, ZeroDivisionError) as error:
-            raise self._refused(image, where, error) from error
-        return {name: value for name, value in found.items() if name not in COUNTS}
-
-    def _refused(self, image: Any, where: str, error: Exception) -> DataError:
-        return DataError(
-            f"{where}: the processor refuses a picture of {image.size[0]}×{image.size[1]}: {error}. Fix: another shape, or "
-            "leave this row out."
-        )
-
-    def _call(self, image: Any, where: str) -> Any:
-        options = {"return_tensors": "pt", "return_text_replacement_offsets": True, "add_special_tokens": False}
-        try:
+            if alone:
+                images = [[image]] if self.family.tiled else [image]
+                return self.processor.image_processor(images=images, return_tensors="pt")
+            options = {"return_tensors": "pt", "return_text_replacement_offsets": True, "add_special_tokens": False}
             return self.processor(text=[self.placeholder], images=[image], **options)
         except (ValueError, ZeroDivisionError) as error:
-            raise self._refused(image, where, error) from error
+            raise DataError(
+                f"{where}: the processor refuses a picture of {image.size[0]}×{image.size[1]}: {error}. Fix: another shape, "
+                "or leave this row out."
+            ) from error
 
     def join(self, prepared: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
         """Tensors of several pictures as the tower takes them at once, in the given order."""
@@ -494,17 +483,19 @@ class PictureProcessor:
             pictures: In reading order.
             prompt: How many of the ids are the prompt.
         """
-        kinds = (ids == self.token_id).long()  # (1, T)
         inputs = dict(self.join([self.prepare(picture) for picture in pictures])) if pictures else {}
-        if self.family.positions == "grid":
-            inputs["mm_token_type_ids"] = kinds
-        elif self.family.block == "image":
-            inputs["token_type_ids"] = kinds
-        elif self.family.cross and pictures:
+        if self.family.cross and pictures:
             inputs["cross_attention_mask"] = self.cross_mask(ids, inputs["aspect_ratio_mask"][0])
-        elif self.family.block == "prompt":
-            inputs["token_type_ids"] = (torch.arange(ids.shape[1])[None] >= prompt).long()
-        return inputs
+        return inputs | self.token_types(ids, prompt)
+
+    def token_types(self, ids: Tensor, prompt: int) -> dict[str, Tensor]:
+        """What the family's forward is told of each of ids ``(B, T)``, the first ``prompt`` of which are the prompt."""
+        kinds = (ids == self.token_id).long()
+        if self.family.positions == "grid":
+            return {"mm_token_type_ids": kinds}
+        if self.family.block == "prompt":
+            kinds = (torch.arange(ids.shape[1], device=ids.device) >= prompt).long().expand_as(ids)
+        return {} if self.family.block == "none" else {"token_type_ids": kinds}
 
     def cross_mask(self, ids: Tensor, tiles: Tensor) -> Tensor:
         """``(1, T, N, tiles)`` which tiles of which picture a token attends to: of the last before it, or of several in a row.

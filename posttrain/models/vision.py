@@ -43,7 +43,7 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-PROJECTOR = (
+PROJECTOR = {
     "projector",
     "connector",
     "merger",
@@ -51,7 +51,7 @@ PROJECTOR = (
     "deepstack_merger_list",
     "image_newline",
     "multi_modal_projector",
-)
+}
 SAMPLES = 16  # Numbers of a trained weight that are compared.
 PROBED = ((56, 56), (112, 56), (84, 140))  # Width and height of pictures whose features are counted at the start.
 
@@ -158,13 +158,11 @@ class PictureEncoder:
 
     def _encode(self, model: Any, pictures: list[Picture], counts: dict[Picture, int]) -> list[list[Tensor]]:
         """Features ``(tokens, H)`` of each picture, and one such tensor more a level of deepstack."""
-        weight = next(iter(tower_parameters(model).values()))
         pixels = [self.given.get(picture) or self.processor.prepare(picture) for picture in pictures]
         self.given = {}
         if self.next is not None:
             self.next.given = dict(zip(pictures, pixels, strict=True))
-        joined = self.processor.join(pixels)
-        joined = {k: v.to(weight.device, weight.dtype if v.is_floating_point() else None) for k, v in joined.items()}
+        joined = _for_tower(model, self.processor.join(pixels))
         if self.processor.family.cross:
             return self._beside(model, joined)
         self._listed, flat = image_features(model, joined)
@@ -288,9 +286,7 @@ def plain_inputs(model: Any, sequence: Tensor, row: Row, index: int) -> dict[str
     pictures = [one.picture for segment in segments for one in segment]
     if encoder is None or not pictures:
         return {}
-    inputs = encoder.processor.plain_inputs(sequence.cpu(), pictures, len(row.prompt_ids))
-    dtype = next(iter(tower_parameters(model).values())).dtype
-    return {k: v.to(sequence.device, dtype if v.is_floating_point() else None) for k, v in inputs.items()}
+    return _for_tower(model, encoder.processor.plain_inputs(sequence.cpu(), pictures, len(row.prompt_ids)))
 
 
 def prefill_inputs(model: Any, ids: Tensor, placed: Sequence[Sequence[Placed]]) -> dict[str, Any]:
@@ -316,27 +312,28 @@ def prefill_inputs(model: Any, ids: Tensor, placed: Sequence[Sequence[Placed]]) 
     if processor.family.cross:
         return _crossed_prompts(model, ids, placed)
     flat = [one for row in placed for one in row]
-    inputs = encoder.inputs(causal_lm(model), flat)
+    inputs = encoder.inputs(causal_lm(model), flat) | processor.token_types(ids, ids.shape[1])
     if processor.family.positions == "grid":
         merge = int(processor.processor.image_processor.merge_size)
         grids = [(one.grid[0], one.grid[1] * merge, one.grid[2] * merge) for one in flat if one.grid]
-        inputs |= {"mm_token_type_ids": found.long(), "image_grid_thw": torch.tensor(grids, device=ids.device)}
-    elif processor.family.block == "image":
-        inputs["token_type_ids"] = found.long()
-    elif processor.family.block == "prompt":
-        inputs["token_type_ids"] = torch.zeros_like(ids)
+        inputs["image_grid_thw"] = torch.tensor(grids, device=ids.device)
     return inputs
 
 
 def _crossed_prompts(model: Any, ids: Tensor, placed: Sequence[Sequence[Placed]]) -> dict[str, Any]:
     """The processor's own keys of prompts with equally many pictures each; ``generate`` encodes them."""
-    processor, weight = picture_encoder(model).processor, next(iter(tower_parameters(model).values()))
+    processor = picture_encoder(model).processor
     rows = [
         processor.plain_inputs(line[None].cpu(), [one.picture for one in held], 0)
         for line, held in zip(ids, placed, strict=True)
     ]
-    joined = {name: torch.cat([row[name] for row in rows]) for name in rows[0]}
-    return {k: v.to(ids.device, weight.dtype if v.is_floating_point() else None) for k, v in joined.items()}
+    return _for_tower(model, {name: torch.cat([row[name] for row in rows]) for name in rows[0]})
+
+
+def _for_tower(model: Any, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Inputs on the tower's device, pixels in its dtype."""
+    weight = next(iter(tower_parameters(model).values()))
+    return {k: v.to(weight.device, weight.dtype if v.is_floating_point() else None) for k, v in inputs.items()}
 
 
 def tower_parameters(model: Any) -> dict[str, nn.Parameter]:
@@ -356,7 +353,7 @@ def frozen_parameters(model: Any, choice: Any, *, images: bool) -> dict[str, nn.
     tower = tower_parameters(model)
     if choice is True or (choice == "auto" and not images):
         return tower
-    chosen = {name for name in tower if choice == "tower" and not set(PROJECTOR) & set(name.split("."))}
+    chosen = {name for name in tower if choice == "tower" and not PROJECTOR & set(name.split("."))}
     encoder: PictureEncoder | None = model.__dict__.get("picture_encoder")
     unreached = encoder.unreached(model) if encoder is not None and choice != False else set()  # noqa: E712
     return {name: parameter for name, parameter in tower.items() if name in chosen | unreached}

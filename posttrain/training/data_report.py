@@ -20,12 +20,13 @@ import pyarrow
 import pyarrow.compute
 import transformers
 
-from posttrain.checks.pairs import PAIR_TEXT_CODES, PICTURED, PairScan, scan_pairs, score_columns
+from posttrain.checks.pairs import PAIR_TEXT_CODES, PairScan, scan_pairs, score_columns
 from posttrain.checks.registry import Severity, describe
 from posttrain.checks.rows import ROW_CODES, WHOLE, RowSample, answers_of, columns_of, count_of, doubt, fault, is_open
 from posttrain.data.chat import tokenize_prompts
 from posttrain.data.forest import to_rows
 from posttrain.data.formats import (
+    PROMPT_COLUMNS,
     get_dataset_column_names,
     maybe_convert_to_chatml,
     shown_pieces,
@@ -495,7 +496,7 @@ def _pairs(dataset: datasets.Dataset, columns: Sequence[str]) -> PairScan:
     if not _is_pairs(columns):
         return PairScan()
     scores = score_columns(dataset.column_names)
-    wanted = [name for name in (*PICTURED, "chosen", "rejected", *(scores or ())) if name in dataset.column_names]
+    wanted = [name for name in (*PROMPT_COLUMNS, "chosen", "rejected", *(scores or ())) if name in dataset.column_names]
     return scan_pairs(_plain_rows(undecoded(dataset), wanted, PAIRS), scores)
 
 

@@ -1,4 +1,4 @@
-"""Training on images: its options, which parameters are trained, and which layers an adapter may reach."""
+"""Training on images: its options, rows with images as token ids, and what else a trainer of text does not have."""
 
 from __future__ import annotations
 
@@ -13,18 +13,37 @@ from typing import Any, Literal
 
 from transformers.utils.hub import cached_file
 
-from posttrain.data.formats import STREAMED, is_messages, pictures_of, shows_pictures, strip_none, undecoded
-from posttrain.data.picture_rows import (
-    IMAGES,
-    PictureOptions,
+from posttrain.data.formats import (
+    PICTURE_COLUMNS,
+    PROMPT_COLUMNS,
+    STREAMED,
+    PreparationReport,
+    first_row,
+    get_dataset_column_names,
+    is_messages,
+    maybe_convert_to_chatml,
+    one_eos,
+    pictures_of,
+    shows_pictures,
+    strip_none,
+    tokenized,
+    undecoded,
+)
+from posttrain.data.pictures import (
+    Picture,
     conversation_of,
+    conversation_pictures,
+    filled,
+    once,
     picture_prompt,
     picture_prompts,
     place_pictures,
+    read_picture,
+    row_segments,
 )
-from posttrain.data.pictures import Picture, conversation_pictures, filled, read_picture
-from posttrain.data.processors import PictureProcessor, family_of, load_processor
-from posttrain.errors import ConfigError, DataError, ModelError
+from posttrain.data.preference import maybe_extract_prompt
+from posttrain.data.processors import PictureProcessor, Placed, family_of, load_processor
+from posttrain.errors import ConfigError, DataError, ModelError, check_choice
 from posttrain.losses.advantages import weighted_total
 from posttrain.metrics import Metric, mean
 from posttrain.models.heads import causal_lm, has_tower, picture_encoder
@@ -34,11 +53,21 @@ from posttrain.rewards.model import ModelReward
 from posttrain.rollouts.batch import RolloutBatch
 from posttrain.types import Prompt, Rollout, Row, Sampling
 
-__all__ = ["PictureConfig", "Vision", "picture_options", "prepare_vision"]
+__all__ = ["PictureConfig", "Vision"]
 
 logger = logging.getLogger(__name__)
 
 COMPARED = 64  # Of so many rollouts, the pictures of one are compared with its row's.
+IGNORED = -100
+RARE = 0.005  # Share of rows that do not fit which is dropped and counted; more of them is an error.
+HINT = "Fix: a larger max_length (None: no limit), or smaller images; posttrain inspect shows the rows."
+LONG = "longer than max_length with their images"
+LARGE = "with an image of more than image_max_tokens"
+MANY = "with more than max_images_per_row images"
+UNREADABLE = "with an unreadable image"
+EMPTY = "with an empty answer"
+EQUAL = "with equal answers"
+COUNTERS = ("_truncated", "_tokens", "_resized", "_escaped")
 
 # What a checkpoint of a multimodal model has beside its weights and its tokenizer.
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
@@ -83,19 +112,15 @@ class PictureConfig:
     )
 
     def __post_init__(self) -> None:
-        self.freeze_vision = {"True": True, "False": False}.get(
-            str(self.freeze_vision).capitalize(), self.freeze_vision
-        )  # type: ignore[assignment]
-        if self.freeze_vision not in ("auto", "tower", True, False):
-            raise ConfigError(f"freeze_vision={self.freeze_vision!r} must be 'auto', 'tower', True or False.")
-        if self.image_fit not in ("error", "drop", "resize"):
-            raise ConfigError(f"image_fit={self.image_fit!r} must be 'error', 'drop' or 'resize'.")
+        choices = {"True": True, "False": False}
+        self.freeze_vision = choices.get(str(self.freeze_vision).capitalize(), self.freeze_vision)  # type: ignore[assignment]
+        check_choice("freeze_vision", self.freeze_vision, ("auto", "tower", True, False))
+        check_choice("image_fit", self.image_fit, ("error", "drop", "resize"))
+        check_choice("image_background", self.image_background, ("white", "black"))
         if self.image_max_tokens is not None and self.image_max_tokens < 1:
             raise ConfigError(f"image_max_tokens={self.image_max_tokens} must be at least 1, or None.")
         if self.image_fit == "resize" and self.image_max_tokens is None:
             raise ConfigError("image_fit='resize' needs a size. Fix: image_max_tokens=256, say.")
-        if self.image_background not in ("white", "black"):
-            raise ConfigError(f"image_background={self.image_background!r} must be 'white' or 'black'.")
         if self.image_cache_gb < 0:
             raise ConfigError(f"image_cache_gb={self.image_cache_gb} must be at least 0.")
         post = getattr(super(), "__post_init__", None)
@@ -103,15 +128,24 @@ class PictureConfig:
             post()
 
 
-def picture_options(args: Any, **more: Any) -> PictureOptions:
-    """How rows of images are prepared, by the trainer's config."""
-    return PictureOptions(
-        max_length=args.max_length,
-        fit=args.image_fit,
-        most=args.max_images_per_row,
-        background=args.image_background,
-        **more,
-    )
+@dataclass(frozen=True)
+class PictureOptions:
+    """How rows with pictures become ids; hashable by value, so that the dataset's fingerprint is stable from run to run.
+
+    Attributes:
+        branches: Columns of answers; empty: documents with labels (SFT).
+        max_length: Tokens of prompt and answer, images included; None: no limit.
+        fit: ``error`` refuses a set in which more than 0.5 % of the rows do not fit or cannot be read, ``drop`` leaves them out;
+            ``resize`` is ``error``, but images of too many placeholders are made smaller (`PictureProcessor.fitted`).
+        train_prompt: SFT: whether the prompt is trained too.
+        text_field: SFT: column of plain text.
+    """
+
+    branches: tuple[str, ...] = ()
+    max_length: int | None = 1024
+    fit: Literal["error", "drop", "resize"] = "error"
+    train_prompt: bool = False
+    text_field: str = "text"
 
 
 class Vision:
@@ -182,7 +216,59 @@ class Vision:
 
     def placed(self, rows: list[Row], examples: list[dict[str, Any]]) -> list[Row]:
         """Rows with the pictures of their examples, one row an example."""
-        return place_pictures(rows, examples, self.reader, self.args.image_background) if self.images else rows
+        return rows if self.reader is None else place_pictures(rows, examples, self.reader)
+
+    def prepare_rows(
+        self, dataset: Any, *, name: str = "train", num_proc: int | None = None, keep: Sequence[str] = (), **more: Any
+    ) -> tuple[Any, PreparationReport]:
+        """Ids of rows and their pictures as encoded bytes or paths; lengths are counted with images, and nothing is decoded.
+
+        Args:
+            dataset: Raw rows with answers, or documents.
+            name: Of the dataset, in messages.
+            num_proc: Processes.
+            keep: Columns that stay.
+            more: See `PictureOptions`.
+
+        Returns:
+            The dataset with ``pictures`` and either ``input_ids`` and ``labels``, or ``prompt_ids`` with ``<branch>_ids`` and
+            ``<branch>_mask``; and a report (counted for map-style datasets).
+
+        Raises:
+            DataError: A row that cannot be read, by number and column; more than 0.5 % of the rows do not fit; or none is left.
+        """
+        first_row(dataset, name, images=True)
+        dataset = undecoded(dataset)
+        columns = get_dataset_column_names(dataset)
+        if "pictures" in columns:
+            return dataset, PreparationReport(name)
+        options = PictureOptions(max_length=self.args.max_length, fit=self.args.image_fit, **more)
+        drop = [column for column in columns if column not in keep]
+        about: dict[str, Any] = {"drop": drop, "counters": COUNTERS, "num_proc": num_proc, "hint": HINT}
+        mapped, kept, report = tokenized(dataset, name, _batch, {"reader": self.reader, "options": options}, **about)
+        if isinstance(report.rows_in, int) and report.rows_in > 0:
+            self._tell(mapped, report)
+        return kept, report
+
+    def _tell(self, mapped: Any, report: PreparationReport) -> None:
+        """Warn of what was changed, and refuse a set of which too much is left out."""
+        lost = {reason: count for reason, count in report.dropped.items() if reason in (LONG, UNREADABLE, MANY)}
+        resized, escaped = (sum(mapped[column][:]) for column in ("_resized", "_escaped"))
+        if resized:
+            logger.warning(
+                "%s dataset: %d images are made smaller, to image_max_tokens=%s.",
+                report.name, resized, self.args.image_max_tokens,
+            )  # fmt: skip
+        if escaped:
+            logger.warning("%s dataset: PT-G008: %d strings that stand for an image stay text.", report.name, escaped)
+        if self.args.image_fit != "drop" and sum(lost.values()) > RARE * report.rows_in:
+            worst = max(range(len(mapped)), key=lambda i: mapped[i]["_tokens"] * (mapped[i]["_reason"] in lost))
+            tokens = mapped[worst]["_tokens"]
+            raise DataError(
+                f"PT-G001: {sum(lost.values())} of {report.rows_in} {report.name} rows are left out ({lost}); row {worst} has "
+                f"{tokens} tokens with its images, and max_length={self.args.max_length}. Fix: max_length of at least {tokens} "
+                "(None: no limit), smaller images, or image_fit='drop'."
+            )
 
     # Prompts that are completed while the run goes on -------------------------------------------------------------
 
@@ -207,14 +293,11 @@ class Vision:
         """
         if not self.images:
             return examples
-        made: list[dict[str, Any]] = []
-        before: Mapping[str, Any] = {}
-        for example in examples:
-            same = bool(made) and all(example.get(name) == before.get(name) for name in ("prompt", *IMAGES))
-            shown = {name: made[-1].get(name) for name in ("prompt", *IMAGES)} if same else _opened(example)
-            made.append({**example, **{name: value for name, value in shown.items() if name in example}})
-            before = example
-        return made
+        shown = once(examples, PROMPT_COLUMNS, _opened)
+        return [
+            {**example, **{name: value for name, value in images.items() if name in example}}
+            for example, images in zip(examples, shown, strict=True)
+        ]
 
     def prompt_rows(self, examples: Sequence[Mapping[str, Any]]) -> list[Row]:
         """Rows of prompts alone, with their pictures; none where rows are text."""
@@ -237,7 +320,7 @@ class Vision:
         dataset = undecoded(dataset)
         for index, row in enumerate(dataset if hasattr(dataset, "__len__") else islice(dataset, STREAMED)):
             try:
-                blocks, held = conversation_of(strip_none(dict(row)))
+                blocks, held = conversation_of(row)
                 self.reader.refuse_controls(blocks)
                 for value in held:
                     self.reader.fitted(read_picture(value, "column 'images'"))
@@ -286,7 +369,7 @@ class Vision:
         if self.reader is None:
             return set(), {}
         for i in range(0, len(rollouts), COMPARED):
-            held = conversation_of(strip_none(dict(examples[i])))[1]
+            held = conversation_of(examples[i])[1]
             wanted = [self.reader.fitted(read_picture(one, "column 'images' of a prompt")).digest for one in held]
             if wanted != [one.picture.digest for one in rollouts[i].pictures]:
                 raise ModelError(
@@ -321,8 +404,8 @@ class Vision:
             examples: Groups of ``size`` consecutive.
             size: Rows of one prompt.
         """
-        rows = [conversation_of(strip_none(dict(example))) for example in examples]
-        made = [{k: v for k, v in example.items() if k not in IMAGES} for example in examples]
+        rows = [conversation_of(example) for example in examples]
+        made = [{k: v for k, v in example.items() if k not in PICTURE_COLUMNS} for example in examples]
         for count in {len(held) for _, held in rows}:
             alike = [i for i, (_, held) in enumerate(rows) if len(held) == count]
             for place, i in enumerate(alike):
@@ -348,12 +431,31 @@ class Vision:
         return {"images/exchanged_reward": mean(totals, ~totals.isnan())}
 
     def prepare(self, model: Any, peft_config: Any) -> Any:
-        """See `prepare_vision`."""
-        if not self.takes:
+        """Let the model's passes hold pictures, freeze what is not trained, and keep a new adapter to the text model.
+
+        Args:
+            model: As it was loaded, before any adapter.
+            peft_config: Of a new adapter, or None.
+
+        Returns:
+            The adapter's config, with module paths in place of names that would reach the tower.
+        """
+        if not self.takes or not has_tower(model):
             return peft_config
-        if not has_tower(model):
-            return peft_config
-        return prepare_vision(model, self.processor, self.args, peft_config, images=self.images)
+        inner: Any = causal_lm(model)
+        if self.images:
+            install_pictures(inner, self.processor, cache_bytes=int(self.args.image_cache_gb * 2**30))
+        choice = self.args.freeze_vision
+        peft_config = adapter_of_text(inner, peft_config, choice)
+        frozen, tower = frozen_parameters(inner, choice, images=self.images), tower_parameters(inner)
+        for parameter in frozen.values():
+            parameter.requires_grad_(False)
+        count = lambda kept: sum(p.numel() for p in kept) / 1e6  # noqa: E731
+        logger.info(
+            "vision: %.2f of %.2f M parameters are frozen; text: %.2f M.",
+            count(frozen.values()), count(tower.values()), count(inner.parameters()) - count(tower.values()),
+        )  # fmt: skip
+        return peft_config
 
     def save(self, folder: str) -> None:
         """Save the processor beside the model; its tokenizer is saved anyway."""
@@ -392,31 +494,102 @@ def _processor_of(processing_class: Any, model_id: str, *, images: bool) -> Any:
     return load_processor(model_id) if images else None
 
 
-def prepare_vision(model: Any, processor: Any, args: Any, peft_config: Any, *, images: bool) -> Any:
-    """Let the model's passes hold pictures, freeze what is not trained, and keep a new adapter to the text model.
+# Rows with answers as ids ----------------------------------------------------------------------------------------
 
-    Args:
-        model: As it was loaded, before any adapter.
-        processor: Of `transformers`, of any family where rows are text; None: the run has none.
-        args: A `PictureConfig`.
-        peft_config: Of a new adapter, or None.
-        images: Whether the training set has pictures.
 
-    Returns:
-        The adapter's config, with module paths in place of names that would reach the tower.
-    """
-    inner: Any = causal_lm(model)
-    if processor is not None and images:
-        install_pictures(inner, processor, cache_bytes=int(args.image_cache_gb * 2**30))
-    choice = getattr(args, "freeze_vision", "auto")
-    peft_config = adapter_of_text(inner, peft_config, choice)
-    frozen = frozen_parameters(inner, choice, images=images)
-    for parameter in frozen.values():
-        parameter.requires_grad_(False)
-    count = lambda kept: sum(p.numel() for p in kept) / 1e6  # noqa: E731
-    tower = tower_parameters(inner)
-    logger.info(
-        "vision: %.2f of %.2f M parameters are frozen; text: %.2f M.",
-        count(frozen.values()), count(tower.values()), count(inner.parameters()) - count(tower.values()),
-    )  # fmt: skip
-    return peft_config
+def _batch(
+    batch: dict[str, list], indices: list[int], reader: PictureProcessor, options: PictureOptions
+) -> dict[str, list]:
+    made: list[dict[str, Any]] = []
+    for position, index in enumerate(indices):
+        row = strip_none({name: column[position] for name, column in batch.items() if column[position] is not None})
+        try:
+            made.append(_row(row, reader, options))
+        except DataError as error:
+            raise DataError(f"row {index}: {error}") from error
+    return {name: [one[name] for one in made] for name in made[0]}
+
+
+def _row(row: dict[str, Any], reader: PictureProcessor, options: PictureOptions) -> dict[str, Any]:
+    """One row as columns of ids, with the reason why it is left out."""
+    row = dict(maybe_extract_prompt(maybe_convert_to_chatml(row)))
+    segments, plain = row_segments(row, reader, options.branches, options.text_field)
+    reason, found, resized = "", [], 0
+    try:
+        reason, where = UNREADABLE, "column 'images'"
+        read = [(text, [read_picture(v, where, reader.background) for v in values]) for text, values in segments]
+        reason = LARGE
+        found = [(text, [reader.fitted(picture) for picture in held]) for text, held in read]
+        reason = ""
+        resized = sum(
+            a != b for (_, old), (_, new) in zip(read, found, strict=True) for a, b in zip(old, new, strict=True)
+        )
+    except DataError:
+        if options.fit != "drop":
+            raise
+        # The row is left out, so any text will do.
+        found = [(part.replace(reader.placeholder, ""), []) for part, _ in segments]
+    counts = {"_resized": resized, "_escaped": sum(reader.escaped(text) for text, _ in found)}
+    pictures = [picture for _, held in found for picture in held]
+    if not pictures and not reason and reader.family.block == "prompt":
+        raise DataError(
+            "the row has no image, and this model's processor takes no prompt without one. Fix: leave it out."
+        )
+    if reader.per_row is not None and len(pictures) > reader.per_row:
+        reason = reason or MANY
+    if plain and reader.family.block != "prompt":
+        found[0] = (reader.begun(found[0][0]), found[0][1])
+    placed = [reader.encode(text, held, prompt=not at and len(found) > 1) for at, (text, held) in enumerate(found)]
+    (prompt, _), answers = placed[0] if len(found) > 1 else ([], []), placed[min(1, len(found) - 1) :]
+    answers = [(one_eos(ids, reader.tokenizer) if plain else ids, where) for ids, where in answers]
+    return _columns(prompt, answers, pictures, reason, reader, options) | counts
+
+
+def _columns(
+    prompt: list[int],
+    answers: list[tuple[list[int], list[Placed]]],
+    pictures: list[Picture],
+    reason: str,
+    reader: PictureProcessor,
+    options: PictureOptions,
+) -> dict[str, Any]:
+    limit, cut = options.max_length, False
+    length = len(prompt) + max(len(ids) for ids, _ in answers)
+    if limit is not None and length > limit:
+        ends = [max((_end(ids, one, reader) for one in placed), default=1) for ids, placed in answers]
+        if len(prompt) + max(ends) > limit:
+            reason = reason or LONG
+        else:
+            answers, cut = [(ids[: limit - len(prompt)], placed) for ids, placed in answers], True
+    if any(not ids for ids, _ in answers):
+        reason = reason or EMPTY
+    if len(answers) == 2 and answers[0][0] == answers[1][0] and not answers[0][1]:
+        reason = reason or EQUAL
+    silent = set(reader.controls.values()) | {reader.token_id}
+    masks = [[int(token not in silent) for token in ids] for ids, _ in answers]
+    made: dict[str, Any] = {}
+    if options.branches:
+        made["prompt_ids"] = prompt
+        for branch, (ids, _), mask in zip(options.branches, answers, masks, strict=True):
+            made |= {f"{branch}_ids": ids, f"{branch}_mask": mask}
+    else:
+        ids, trained = prompt + answers[0][0], [int(options.train_prompt)] * len(prompt) + masks[0]
+        made["input_ids"] = ids
+        made["labels"] = [t if m and t not in silent else IGNORED for t, m in zip(ids, trained, strict=True)]
+    made["pictures"] = [_stored(picture) for picture in pictures]
+    return made | {"_reason": reason, "_truncated": int(cut), "_tokens": length}
+
+
+def _end(ids: list[int], placed: Placed, reader: PictureProcessor) -> int:
+    """Index behind the last placeholder of a picture."""
+    at, left = placed.start, placed.count
+    while left:
+        left -= ids[at] == reader.token_id
+        at += 1
+    return at
+
+
+def _stored(picture: Picture) -> dict[str, Any]:
+    """A picture as a row of Arrow holds it: encoded bytes or a path."""
+    source = picture.encoded().source
+    return {"bytes": source, "path": None} if isinstance(source, bytes) else {"bytes": None, "path": source}

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import datasets
 
 from posttrain.data.chat import tokenize_prompts
-from posttrain.data.formats import is_conversational, refuse_images, shown_prompt
+from posttrain.data.formats import PROMPT_COLUMNS, is_conversational, refuse_images, shown_prompt
 from posttrain.data.samplers import RepeatSampler, check_prompts, repeat_iterable_dataset
 from posttrain.errors import ConfigError, DataError
 from posttrain.metrics import Metric, mean
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from posttrain.rollouts.episodes.loop import Batches, Episode
 
 __all__ = [
-    "PROMPT_COLUMNS",
     "PromptSource",
     "Rolled",
     "RolloutSource",
@@ -50,7 +49,6 @@ logger = logging.getLogger(__name__)
 IN_PROCESS = {"dataloader_num_workers": 0, "dataloader_prefetch_factor": None, "dataloader_persistent_workers": False}
 # Tokens of a prompt that an error quotes.
 BEGINNING = 40
-PROMPT_COLUMNS = ("prompt", "image", "images")
 # Prompts that are tokenised before anything is generated.
 TRIED = 256
 # Characters of the first prompt that are logged, and of its end where it is longer.

@@ -8,9 +8,7 @@ import numpy as np
 import pytest
 
 from posttrain.checks import images as checks
-from posttrain.checks.images import image_size, unreadable
 from posttrain.checks.registry import Context
-from tests.wordings import raises
 
 Image = pytest.importorskip("PIL.Image")
 
@@ -21,128 +19,62 @@ def png(height, width):
     return buffer.getvalue()
 
 
-@pytest.fixture(scope="module")
-def qwen():
-    """Qwen2-VL's image processor, made here: patches of 14 pixels, four of them a token."""
-    from transformers import Qwen2VLImageProcessor
+def pictured_row(number, counts, text):
+    """A prompt of so many tokens of text, with pictures of so many placeholders."""
+    from posttrain.data.pictures import read_picture
+    from posttrain.data.processors import Placed
+    from posttrain.types import Row
 
-    return Qwen2VLImageProcessor(min_pixels=56 * 56, max_pixels=28 * 28 * 1280)
-
-
-def processor_of(qwen, tokenizer):
-    return types.SimpleNamespace(image_processor=qwen, tokenizer=tokenizer)
+    placed = [Placed(read_picture(png(8, 8)), 0, count) for count in counts]
+    return Row([1] * (sum(counts) + text), [], [], pictures=[placed])
 
 
-@pytest.mark.parametrize("size", [(56, 56), (100, 300), (280, 420), (1000, 1400)])
-def test_tokens_counted_from_a_size_are_those_that_the_processor_makes_of_the_pixels(qwen, size):
-    (counted,) = checks.image_tokens(qwen, [size])
-    made = qwen(images=[Image.new("RGB", (size[1], size[0]))], return_tensors="pt")
-    assert counted == int(made["image_grid_thw"].prod()) // qwen.merge_size**2
-
-
-def test_a_processors_own_function_is_preferred_and_one_without_any_says_nothing():
-    class Whole:
-        def _get_num_multimodal_tokens(self, image_sizes=None):
-            return {"num_image_tokens": [height * width // 100 for height, width in image_sizes]}
-
-    assert checks.image_tokens(Whole(), [(10, 20), (30, 10)]) == [2, 3]
-    assert checks.image_tokens(object(), [(10, 20)]) is None
-    rows = [checks.ImageRow(0, ((10, 20),), 5)]
-    assert checks.check_image_fit(rows, lambda sizes: None, limit=1) is None
-
-
-def test_a_row_beyond_the_limit_is_told_with_its_numbers_and_two_ways_out(qwen):
-    rows = [checks.ImageRow(number, ((280, 280),), 20) for number in range(10)]
-    rows.append(checks.ImageRow(88, ((1000, 1400),) * 3, 212))
-
-    def tokens(sizes):
-        return checks.image_tokens(qwen, sizes)
-
-    total = sum(tokens(rows[-1].sizes))
-    found = checks.check_image_fit(rows, tokens, limit=1024, completion=100)
-    assert (found.code, found.severity) == ("PT-G001", "error")
+def test_a_row_beyond_the_context_is_told_with_its_numbers_and_a_way_out():
+    rows = [pictured_row(number, (100,), 20) for number in range(10)]
+    rows.append(pictured_row(10, (400, 300, 500), 212))
+    found = checks.check_image_fit(rows, 1024, 100)
+    assert (found.code, found.severity, found.where) == ("PT-G001", "error", "rows 10")
     assert (
-        f"row 88: 3 images -> {total} tokens + 212 text + 100 to be generated > max_length=1024. 1 of 11 rows"
-        in found.what
+        "row 10: 3 images -> 1200 tokens + 212 text + 100 to be generated > the model's context of 1024" in found.what
     )
-    assert f"max_length to {total + 312} or more" in found.fix
-    pixels = int(found.fix.split("max_pixels to ")[1].split()[0])
-    smaller = type(qwen)(min_pixels=56 * 56, max_pixels=pixels)
-    assert checks.check_image_fit(rows, lambda s: checks.image_tokens(smaller, s), limit=1024, completion=100) is None
-    assert checks.check_image_fit(rows, tokens, limit=total + 312, completion=100) is None
-    assert checks.check_image_fit(rows, tokens, limit=None) is None
-    many = [checks.ImageRow(number, ((280, 280),), 20) for number in range(300)] + rows[-1:]
-    assert (
-        checks.check_image_fit(many, tokens, limit=1024).severity == "warning"
-    )  # One of 301: less than half a percent.
+    assert "1 of 11 rows" in found.what
+    # Three images of 237 tokens, 212 of text and 100 more are 1023.
+    assert "image_max_tokens=237 " in found.fix
+    assert checks.check_image_fit(rows, 1512, 100) is None
+    assert checks.check_image_fit(rows, 1511, 100) is not None
+    many = [pictured_row(number, (100,), 20) for number in range(300)] + rows[-1:]
+    # One of 301: less than half a percent.
+    assert checks.check_image_fit(many, 1024).severity == "warning"
+    # Rows of text have a check of their own.
+    text = pictured_row(0, (), 5000)
+    assert checks.check_image_fit([text], 1024) is None
 
 
-def test_placeholders_and_images_must_be_as_many():
-    block = {"type": "image"}
-    example = {
-        "images": [png(8, 8)],
-        "messages": [{"role": "user", "content": [block, block, {"type": "text", "text": "x"}]}],
-    }
-    (row,) = checks.image_rows([example], lambda row: 1, start=7)
-    assert (row.number, row.sizes, row.places) == (7, ((8, 8),), 2)
-    (found,) = checks.check_image_places([row])
-    assert (found.code, found.severity) == ("PT-G002", "error") and "row 7: 2 and 1" in found.what
-    assert (
-        checks.check_image_places([checks.ImageRow(0, ((8, 8),), 1, 1), checks.ImageRow(1, ((8, 8),), 1, None)]) == []
-    )
-
-
-def test_sizes_come_from_headers_of_files_bytes_and_objects(tmp_path):
-    data = png(30, 50)
-    (tmp_path / "a.png").write_bytes(data)
-    for picture in (data, {"bytes": data, "path": None}, {"bytes": None, "path": str(tmp_path / "a.png")}):
-        assert image_size(picture) == (30, 50)
-    assert image_size(Image.new("RGB", (50, 30))) == (30, 50)
-    assert unreadable(data) == "" and unreadable(Image.new("RGB", (5, 3))) == ""
-    assert unreadable(data[: len(data) // 2])
-    for nothing in (None, {"bytes": None, "path": None}):
-        with raises(ValueError):
-            image_size(nothing)
-
-
-def test_a_dataset_with_images_is_looked_at_without_decoding_them(qwen, tiny_tokenizer, monkeypatch):
-    def row(data, **more):
-        return {
-            "images": [{"bytes": data, "path": None}],
-            "prompt": [{"role": "user", "content": "What is it?"}],
-            **more,
-        }
-
+def test_a_set_is_looked_at_whole_where_it_is_small_and_no_picture_is_decoded_by_the_dataset(monkeypatch):
     features = datasets.Features(
         {
             "images": datasets.List(datasets.Image()),
             "prompt": [{"role": datasets.Value("string"), "content": datasets.Value("string")}],
         }
     )
-    good, large = png(60, 60), png(900, 900)
-    data = datasets.Dataset.from_list([row(good), row(good)], features=features)
-    args = types.SimpleNamespace(max_length=64, max_completion_length=0)
+    torn = png(70, 70)
+    broken = {"torn": torn[: len(torn) // 2], "no image": b"no image at all"}
+    good = [picture(i) for i in range(30)]
 
-    def found(dataset, **limits):
-        context = Context(
-            "sft", types.SimpleNamespace(**(vars(args) | limits)), tokenizer=processor_of(qwen, tiny_tokenizer)
-        )
-        context.train_dataset = dataset
-        return [finding for finding in checks.images(context) if finding is not None]
+    def found(files, fit="error"):
+        rows = [{"images": [{"bytes": f, "path": None}], "prompt": [{"role": "user", "content": "?"}]} for f in files]
+        args = types.SimpleNamespace(image_fit=fit)
+        context = Context("sft", args, train_dataset=datasets.Dataset.from_list(rows, features=features))
+        return checks.pictures(context)
 
-    assert found(data) == []
     decoded = []
     monkeypatch.setattr(datasets.Image, "decode_example", lambda *a, **k: decoded.append(1))
-    (finding,) = found(datasets.Dataset.from_list([row(good), row(large)], features=features))
-    assert finding.code == "PT-G001" and "row 1: 1 images" in finding.what
-    torn = png(70, 70)
-    (finding,) = found(datasets.Dataset.from_list([row(good), row(torn[: len(torn) // 2])], features=features))
-    assert (finding.code, finding.severity) == ("PT-G003", "error") and "row 1" in finding.what
-    (finding,) = found(datasets.Dataset.from_list([row(good), row(b"no image at all")], features=features))
-    assert finding.code == "PT-G003"
+    assert found(good) == []
+    for data in broken.values():
+        (one,) = found([*good[:7], data, *good[7:]])
+        assert (one.code, one.severity, one.where) == ("PT-G003", "error", "rows 7")
+        assert found([data], "drop")[0].severity == "warning"
     assert decoded == []
-    text_only = Context("sft", args, tokenizer=tiny_tokenizer, train_dataset=data)
-    assert checks.images(text_only) == []
 
 
 # What images are, and what they do -----------------------------------------------------------------------------------

@@ -25,3 +25,26 @@ def sums():
         }
         for i in range(12)
     ]
+
+
+@pytest.fixture
+def pictured(tmp_path, monkeypatch):
+    """A model folder with a processor, and rows of which one in three has no image."""
+    import datasets
+
+    from tests.algorithms.test_vision_trainers import assistant, png, user
+    from tests.vision_families import build, noise
+
+    model, processor = build("idefics3")
+    model.config.save_pretrained(tmp_path / "model")
+    processor.save_pretrained(tmp_path / "model")
+    images = [[png(noise(84, 56, i))] if i % 3 else [] for i in range(6)]
+    rows = [
+        {"prompt": user(f"which {i}?", len(held)), "images": held, **{n: assistant(n) for n in ("chosen", "rejected")}}
+        for i, held in enumerate(images)
+    ]
+    dataset = datasets.Dataset.from_list(rows).cast_column("images", datasets.List(datasets.Image()))
+    dataset.to_parquet(tmp_path / "pairs.parquet")
+    dataset.rename_column("chosen", "completion").remove_columns("rejected").to_parquet(tmp_path / "answers.parquet")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path

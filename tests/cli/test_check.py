@@ -129,3 +129,34 @@ def test_the_defaults_that_differ_on_purpose_are_those_of_the_configs(tmp_path):
     for (kind, field), (theirs, _, _) in DIFFERENT.items():
         config = getattr(posttrain, f"{kind}Config")(str(tmp_path), use_cpu=True)
         assert getattr(config, field) != theirs, (kind, field)
+
+
+@pytest.mark.parametrize("broken", ["", "torn", "cut"])
+def test_rows_of_images_are_read_as_their_trainer_reads_them(pictured, broken, capsys):
+    import datasets
+
+    from tests.algorithms.test_vision_trainers import png
+    from tests.vision_families import noise
+
+    rows = datasets.load_dataset("parquet", data_files="answers.parquet")["train"]
+    rows = rows.cast_column("images", datasets.List(datasets.Image(decode=False))).to_list()
+    if broken == "torn":
+        data = png(noise(84, 56, 9))["bytes"]
+        rows[4]["images"] = [{"bytes": data[: len(data) // 2], "path": None}]
+    elif broken == "cut":
+        rows[4]["prompt"][0]["content"][-1]["text"] = "x" * 300
+    dataset = datasets.Dataset.from_list(rows).cast_column("images", datasets.List(datasets.Image()))
+    dataset.to_parquet("rows.parquet")
+    flags = ["--output_dir", "o", "--model_name_or_path", "model", "--report_to", "none", "--bf16", "False"]
+    limit = ["--max_length", "250"] if broken == "cut" else []
+    code, found = checked(capsys, "sft", *flags, *limit, "--dataset_name", "rows.parquet")
+    told = [stage["error"] for stage in found["stages"] if stage["error"]]
+    codes = {(one["code"], one["severity"]) for one in found["findings"]}
+    assert code == (78 if broken else 0), (told, codes)
+    if broken == "torn":
+        assert "row 4" in told[0] and "PT-G003" in told[0], (told, codes)
+    elif broken == "cut":
+        assert "PT-G001" in told[0]
+    else:
+        assert not told and not any(severity == "error" for _, severity in codes)
+        assert any("rows of" in stage["said"] for stage in found["stages"])

@@ -32,7 +32,6 @@ from posttrain.algorithms.distillation.teacher import (
 from posttrain.algorithms.grpo.trainer import grpo_objective, scored_groups
 from posttrain.checks.tokenizers import compare_tokenizers, require_same_tokens
 from posttrain.data.chat import terminal_token_ids
-from posttrain.data.picture_rows import prepare_picture_rows
 from posttrain.errors import ConfigError, DataError
 from posttrain.losses.reduce import spread
 from posttrain.models import load, parallel
@@ -47,7 +46,7 @@ from posttrain.rollouts.batch import RolloutBatch, completions_for_rewards
 from posttrain.rollouts.server.client import VLLMClient
 from posttrain.training.config import choose_layout, takes
 from posttrain.training.online import OnlineTrainer
-from posttrain.training.pictures import Vision, picture_options
+from posttrain.training.pictures import Vision
 from posttrain.training.prompts import PromptSource
 from posttrain.types import Batch, LossTerms, ModelOutputs, Prompt, Request, Rollout, Row
 
@@ -289,8 +288,7 @@ class DistillationTrainer(OnlineTrainer):
                 "column, seq_kd=True (the teacher samples them), or lmbda=1 (the student does)."
             )
         if answered and self.vision.reader is not None:
-            options = picture_options(args, branches=("completion",))
-            dataset, _ = prepare_picture_rows(dataset, self.vision.reader, options, name=name, keep=columns)
+            dataset, _ = self.vision.prepare_rows(dataset, branches=("completion",), name=name, keep=columns)
         elif answered:
             limits = {"max_length": args.max_length, "max_prompt_length": args.max_prompt_length}
             dataset = tokenized_answers(dataset, self.processing_class, name=name, **limits)
