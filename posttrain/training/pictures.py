@@ -6,7 +6,7 @@ import logging
 import math
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
@@ -24,7 +24,7 @@ from posttrain.data.picture_rows import (
 )
 from posttrain.data.pictures import Picture, conversation_pictures, filled, read_picture
 from posttrain.data.processors import PictureProcessor, family_of, load_processor
-from posttrain.errors import ConfigError, DataError, ModelError
+from posttrain.errors import ConfigError, DataError, ModelError, check_rules
 from posttrain.losses.advantages import weighted_total
 from posttrain.metrics import Metric, mean
 from posttrain.models.heads import causal_lm, has_tower, picture_encoder
@@ -40,6 +40,7 @@ logger = logging.getLogger(__name__)
 
 COMPARED = 64  # Of so many rollouts, the pictures of one are compared with its row's.
 
+NO_IMAGES = "would change nothing: this run reads rows of text alone. Fix: leave it out"
 # What a checkpoint of a multimodal model has beside its weights and its tokenizer.
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
 MAY_LACK = {
@@ -133,7 +134,8 @@ class Vision:
 
     Raises:
         DataError: Rows have images, and a tokenizer was given.
-        ConfigError: ``check_image_use`` beside tools or environments, or ``chat_template_path`` beside images.
+        ConfigError: ``check_image_use`` beside tools or environments, ``chat_template_path`` beside images, or a setting of
+            images where the method reads text alone.
     """
 
     def __init__(
@@ -147,6 +149,11 @@ class Vision:
         returned: bool = False,
     ) -> None:
         self.args, self.takes, self.tokenizer = args, takes, processing_class
+        if not takes and isinstance(args, PictureConfig):
+            # A tower is frozen or trained on rows of text too.
+            unread = [one for one in fields(PictureConfig) if one.name != "freeze_vision"]
+            rules = [(one.name, getattr(args, one.name) == one.default, NO_IMAGES) for one in unread]
+            check_rules(args, rules)
         if returned := takes and returned:
             family = family_of(processing_class)
             returned = family is not None and family.several_turns
