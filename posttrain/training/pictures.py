@@ -6,7 +6,7 @@ import logging
 import math
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
@@ -43,7 +43,7 @@ from posttrain.data.pictures import (
 )
 from posttrain.data.preference import maybe_extract_prompt
 from posttrain.data.processors import PictureProcessor, Placed, family_of, load_processor
-from posttrain.errors import ConfigError, DataError, ModelError, check_choice
+from posttrain.errors import ConfigError, DataError, ModelError, check_choice, check_rules
 from posttrain.losses.advantages import weighted_total
 from posttrain.metrics import Metric, mean
 from posttrain.models.heads import causal_lm, has_tower, picture_encoder
@@ -69,6 +69,7 @@ EMPTY = "with an empty answer"
 EQUAL = "with equal answers"
 COUNTERS = ("_truncated", "_tokens", "_resized", "_escaped")
 
+NO_IMAGES = "would change nothing: this run reads rows of text alone. Fix: leave it out"
 # What a checkpoint of a multimodal model has beside its weights and its tokenizer.
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
 MAY_LACK = {
@@ -167,7 +168,8 @@ class Vision:
 
     Raises:
         DataError: Rows have images, and a tokenizer was given.
-        ConfigError: ``check_image_use`` beside tools or environments, or ``chat_template_path`` beside images.
+        ConfigError: ``check_image_use`` beside tools or environments, ``chat_template_path`` beside images, or a setting of
+            images where the method reads text alone.
     """
 
     def __init__(
@@ -181,6 +183,11 @@ class Vision:
         returned: bool = False,
     ) -> None:
         self.args, self.takes, self.tokenizer = args, takes, processing_class
+        if not takes and isinstance(args, PictureConfig):
+            # A tower is frozen or trained on rows of text too.
+            unread = [one for one in fields(PictureConfig) if one.name != "freeze_vision"]
+            rules = [(one.name, getattr(args, one.name) == one.default, NO_IMAGES) for one in unread]
+            check_rules(args, rules)
         if returned := takes and returned:
             family = family_of(processing_class)
             returned = family is not None and family.several_turns

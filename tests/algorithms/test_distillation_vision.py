@@ -39,17 +39,22 @@ def make(folder, name, *, kind="Distillation", teacher=None, data=None, settings
     return getattr(pt, kind + "Trainer")(model, teacher, args, train_dataset=data, processing_class=processor, **given)
 
 
-def jsd(student, teacher, pairs, token):
-    """Mean over answer tokens of the symmetric divergence; ``token`` stands for images and is no answer."""
+def jsd(student, teacher, pairs, never):
+    """Mean over answer tokens of the symmetric divergence; ids that stand for images or mark them are ``never`` drawn."""
     total, count = 0.0, 0
     for processor, example, answer in pairs:
         (x, tail), (y, _) = (answer_logits(m, processor, example, answer) for m in (student, teacher))
-        kept = [i for i in range(x.shape[1]) if i != token]
+        kept = [i for i in range(x.shape[1]) if i not in never]
         q, p = (z[:, kept].double().softmax(-1) for z in (x, y))
         m = (p + q) / 2
         total = total + ((p * (p / m).log()).sum(-1) / 2 + (q * (q / m).log()).sum(-1) / 2).sum()
         count += len(tail)
     return total / count
+
+
+def never_drawn(vision):
+    """The placeholder, and every id that marks an image."""
+    return {vision.reader.token_id, *vision.reader.controls.values()}
 
 
 def undecoded(dataset):
@@ -62,7 +67,7 @@ def test_a_step_on_the_dataset_is_the_divergence_of_each_sequence_alone(kind, na
     trainer = make(tmp_path, name, kind=kind, settings={"lmbda": 0.0})
     (student, processor), (teacher, _) = build(name), teacher_of(name)
     pairs = [(processor, row, row["completion"]) for row in undecoded(rows("completion"))]
-    loss = jsd(student, teacher, pairs, trainer.vision.reader.token_id)
+    loss = jsd(student, teacher, pairs, never_drawn(trainer.vision))
     loss.backward()
     trainer.train()
     assert losses(trainer)[0] == pytest.approx(loss.item(), abs=1e-4)
@@ -87,8 +92,36 @@ def test_on_policy_both_see_the_picture_of_what_was_sampled(name, engine, tmp_pa
         assert len(rollout.pictures) == len(example["images"])
         row = {"images": example["images"], "prompt": example["prompt"]}
         pairs.append((processor, row, list(rollout.token_ids)))
-    loss = jsd(student, teacher, pairs, trainer.vision.reader.token_id)
+    loss = jsd(student, teacher, pairs, never_drawn(trainer.vision))
     assert losses(trainer)[0] == pytest.approx(loss.item(), abs=1e-4)
+
+
+@pytest.mark.parametrize("engine", ["native", "hf"])
+def test_iw_opd_weighs_early_tokens_more_under_the_pictures(engine, tmp_path):
+    settings = {"num_generations": 2, "rollout_engine": engine}
+    trainer = make(tmp_path, "llava", kind="IWOPD", data=prompts(), settings=settings)
+    seen, generated = [], trainer.generated
+    trainer.generated = lambda *given: seen.append(generated(*given)) or seen[-1]
+    trainer.train()
+    (student, processor), (teacher, _) = build("llava"), teacher_of("llava")
+    width = student.config.get_text_config().vocab_size
+    kept = [i for i in range(width) if i not in never_drawn(trainer.vision)]
+    total, count = 0.0, 0
+    for rollout, example in zip(seen[0].rollouts, seen[0].examples, strict=True):
+        places = torch.tensor([[kept.index(token)] for token in rollout.token_ids])
+        q, p = (
+            answer_logits(m, processor, example, list(rollout.token_ids))[0][:, kept].log_softmax(-1).gather(1, places)
+            for m in (student, teacher)
+        )
+        a = (p - q).detach()[:, 0]
+        weights = 1 + 0.5 * (1 - (a.abs().cumsum(0) - a.abs()) / a.abs().sum())
+        total, count = total - (q[:, 0] * weights * a).sum(), count + len(a)
+    (total / count).backward()
+    assert losses(trainer)[0] == pytest.approx((total / count).item(), abs=1e-4)
+    for (path, ours), theirs in zip(trainer.model.named_parameters(), student.parameters(), strict=True):
+        if ours.requires_grad:
+            grad = torch.zeros_like(theirs) if theirs.grad is None else theirs.grad
+            assert torch.allclose(ours, theirs - 0.1 * grad, atol=1e-4), path
 
 
 def test_the_teacher_samples_under_the_picture_where_the_student_does_not(tmp_path):
@@ -121,8 +154,8 @@ def test_across_families_groups_of_bytes_are_compared_under_each_models_own_prom
     trainer = make(tmp_path, "llava", kind="GOLD", teacher=teacher, settings=settings, teacher_processing_class=reads)
     trainer.train()
     (student, processor), (teacher, reads) = build("llava"), teacher_of("qwen2_vl")
-    tokens = (trainer.vision.reader.token_id, trainer.teacher_vision.reader.token_id)
-    assert tokens[0] != tokens[1]
+    assert trainer.vision.reader.token_id != trainer.teacher_vision.reader.token_id
+    never = [never_drawn(one) for one in (trainer.vision, trainer.teacher_vision)]
     total, count = 0.0, 0
     for row in undecoded(rows("completion")):
         (x, tail), (y, _) = (
@@ -131,8 +164,8 @@ def test_across_families_groups_of_bytes_are_compared_under_each_models_own_prom
         length = tail.index(processor.tokenizer.eos_token_id)  # One token a byte on both sides, until the turn ends.
         width = min(len(processor.tokenizer), x.shape[1])
         q, p = (
-            z[:length, [i for i in range(width) if i != token]].softmax(-1).sort(-1, descending=True).values
-            for z, token in zip((x, y), tokens, strict=True)
+            z[:length, [i for i in range(width) if i not in ids]].softmax(-1).sort(-1, descending=True).values
+            for z, ids in zip((x, y), never, strict=True)
         )
         total, count = total + (q - p).abs().sum().item(), count + length
     assert losses(trainer)[0] == pytest.approx(total / count, abs=1e-4)
@@ -167,3 +200,15 @@ def test_methods_that_read_text_alone_refuse_columns_of_images(kind, tmp_path):
         getattr(pt, kind + "Trainer")(
             model, args=args, train_dataset=data, processing_class=processor.tokenizer, **more
         )
+
+
+@pytest.mark.parametrize("kind", ["MiniLLM", "SDFT", "SDPO", "SSD"])
+@pytest.mark.parametrize("setting", [{"image_fit": "drop"}, {"image_cache_gb": 2.0}, {"check_image_use": True}])
+def test_methods_that_read_text_alone_refuse_settings_of_images(kind, setting, tmp_path, tiny_tokenizer):
+    args = getattr(pt, kind + "Config")(str(tmp_path), use_cpu=True, bf16=False, report_to="none", **setting)
+    data = datasets.Dataset.from_list([{"prompt": "a", "privileged_context": "b"}] * 4)
+    more = {"teacher_model": build_model(len(tiny_tokenizer), seed=1)} if kind == "MiniLLM" else {}
+    more |= {"reward_funcs": lambda completions, **_: [0.0] * len(completions)} if kind == "SDPO" else {}
+    student = build_model(len(tiny_tokenizer))
+    with pytest.raises(ConfigError, match=next(iter(setting))):
+        getattr(pt, kind + "Trainer")(student, args=args, train_dataset=data, processing_class=tiny_tokenizer, **more)

@@ -243,7 +243,8 @@ class GOLDTrainer(DistillationTrainer, config=GOLDConfig, arguments=OF_GKD):
         matched = (self._pairs[0], self._pairs[1]) if self.args.uld_use_hybrid_loss else None
         options: dict[str, Any] = {"weights": self._weights, "widths": self._widths}
         if self.vision.images:
-            options["without"] = (self.placeholders(self.vision), self.placeholders(self.teacher_vision))
+            pairs = zip((self.vision, self.teacher_vision), self._widths, strict=True)
+            options["without"] = tuple(self.never_written(vision, width) for vision, width in pairs)
         return AlignedComparison(self.axes, chosen, mine, matched, **options)
 
 

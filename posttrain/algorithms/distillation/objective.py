@@ -36,7 +36,7 @@ COLUMNS = ("divergence", "logp", "gap", "entropy", "mass", "agree")
 
 
 def kept(logits: Tensor, columns: int | None, without: Tensor | None) -> Tensor:
-    """The first ``columns`` of ``(n, W)`` logits; those ``without`` a place in the distribution (image placeholders) are -inf."""
+    """The first ``columns`` of ``(n, W)`` logits; those ``without`` a place in the distribution (marks of images) are -inf."""
     logits = logits[:, :columns]
     return logits if without is None else logits.index_fill(1, without, -torch.inf)
 
@@ -118,7 +118,7 @@ class Comparison:
         teacher: `HiddenTeacher` or `TokenScores` at the same positions.
         columns: Ids that both models have a token for; those beyond are padding. None: all.
         policy_temperature: Divides the logits of the log-probs that are not part of the divergence.
-        without: Ids that have no probability on either side: those that stand for images.
+        without: Ids that have no probability on either side: placeholders and markers of images, which nobody writes.
     """
 
     axes: Axes
@@ -206,7 +206,7 @@ class AlignedComparison:
         matched: Ids of equal bytes, for the hybrid loss; None: sorted probabilities alone.
         weights: Of the matched and the unmatched part.
         widths: Ids of each tokenizer.
-        without: Of each, ids that have no probability: those that stand for images.
+        without: Of each, ids that have no probability: placeholders and markers of images, which nobody writes.
     """
 
     axes: Axes

@@ -466,7 +466,7 @@ class DistillationTrainer(OnlineTrainer):
         if self.axes.support == "none":
             return None
         options: dict[str, Any] = {"columns": self.columns, "policy_temperature": self.temperature}
-        options["without"] = self.placeholders(self.vision)
+        options["without"] = self.never_written(self.vision, self.columns or logit_width(self.model))
         if self.score_files or self.server is not None:
             return Comparison(self.axes, scores_of_batch(batch, self._fact), **options)
         assert self.teacher is not None
@@ -481,9 +481,9 @@ class DistillationTrainer(OnlineTrainer):
                 "an optimiser step has no answer token: there is nothing to learn. Fix: longer completions."
             )
 
-    def placeholders(self, vision: Vision) -> Tensor | None:
-        """Ids that stand for images and are never written; None for text."""
-        return None if vision.reader is None else torch.tensor([vision.reader.token_id], device=self.args.device)
+    def never_written(self, vision: Vision, width: int) -> Tensor | None:
+        """Ids below ``width`` that stand for images or mark them, which no engine draws either; None for text."""
+        return None if vision.reader is None else torch.tensor(vision.reader.never(width), device=self.args.device)
 
     def objective(self, outputs: ModelOutputs, batch: Batch) -> LossTerms:
         """See `distillation_objective`; in training the tokens on which the two differ most are remembered."""
