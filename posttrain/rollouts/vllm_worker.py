@@ -145,6 +145,11 @@ class SharedMemoryTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         if update is not None:
             update.end()
 
+    @staticmethod
+    def trainer_send_weights(iterator: Any, trainer_args: Any) -> None:
+        """Asked of every backend by vLLM up to 0.29 or so; `posttrain.rollouts.server.weight_sync.Pusher` is what sends."""
+        raise NotImplementedError("buckets in shared memory are written by posttrain's trainer.")
+
     def shutdown(self) -> None:
         """Nothing is held."""
 
