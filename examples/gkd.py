@@ -1,7 +1,7 @@
 """Distil a model that can add into one that cannot: python examples/gkd.py STUDENT TEACHER [--scores FILE]
 
-TEACHER is a model that examples/grpo_add.py or `posttrain demo` trained. With --scores its scores of the dataset's answers are
-written to a file first, and the student is trained from the file, without the teacher in memory.
+TEACHER is a model that examples/grpo_add.py or `posttrain demo` trained. With --scores the teacher answers the questions itself,
+its scores of those answers are written to a file, and the student is trained from the file, without the teacher in memory.
 """
 
 import argparse
@@ -64,6 +64,10 @@ def main() -> None:
         from transformers import AutoTokenizer
 
         tokenizer = AutoTokenizer.from_pretrained(args.student)
+        # Not the dataset's bare number: this teacher writes the sum out first, and hardly knows the number without it.
+        said = complete(teacher, tokenizer, train["prompt"][:], max_new_tokens=LIMIT)
+        answers = [[{"role": "assistant", "content": text}] for text in said]
+        train = train.remove_columns("completion").add_column("completion", answers)
         score_dataset(teacher, train, tokenizer, args.scores, max_length=config.max_length)
     trainer = GKDTrainer(args.student, None if args.scores else teacher, config, train_dataset=train)
     before = exam(trainer, held_out)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from dataclasses import dataclass, field
 
@@ -23,6 +24,7 @@ class TeacherScoresArguments:
         default=1024, metadata={"help": "As in the config that reads the file; GKD has 1024."}
     )
     max_prompt_length: int | None = field(default=None, metadata={"help": "As in the config that reads the file."})
+    chat_template_kwargs: str | None = field(default=None, metadata={"help": "As there, as JSON."})
     batch_size: int = field(default=16, metadata={"help": "Rows that the teacher reads at a time."})
     trust_remote_code: bool = field(default=False, metadata={"help": "Allow code from the models' repositories."})
 
@@ -42,7 +44,8 @@ def run(argv: list[str]) -> int:
     trust = {"trust_remote_code": given.trust_remote_code}
     teacher = create_model_from_path(given.teacher_model_name_or_path, dtype="auto", **trust)
     tokenizer = load_tokenizer(given.model_name_or_path, **trust)
-    names = ("top_k", "max_length", "max_prompt_length", "batch_size")
+    given.chat_template_kwargs = json.loads(given.chat_template_kwargs or "{}")
+    names = ("top_k", "chat_template_kwargs", "max_length", "max_prompt_length", "batch_size")
     rows = score_dataset(teacher, data, tokenizer, given.output, **{name: getattr(given, name) for name in names})
     sys.stdout.write(f"{given.output}: scores of {rows} answers, {given.top_k} ids a token\n")
     return 0

@@ -294,3 +294,27 @@ def test_the_loss_never_holds_more_than_a_chunk_of_logits_however_many_tokens(su
         compare(hidden, layer, LogitRule(), head)["divergence"].sum().backward()
     # Of a top-k both log-probs and positions are as large as a chunk; the hidden states are larger than that here.
     assert seen.most <= max(2 * chunk * size, tokens * width) < tokens * size / 10
+
+
+TEMPLATE = (
+    "{{ tone }} {% for tool in tools or [] %}{{ tool }} {% endfor %}{% for m in messages %}[{{ m.role }}] {{ m.content }} "
+    "{% endfor %}{% if add_generation_prompt %}[assistant] {% endif %}"
+)
+
+
+def test_answers_of_the_dataset_follow_the_same_prompt_as_samples(tmp_path, tiny_tokenizer):
+    tiny_tokenizer.chat_template = TEMPLATE
+    tool = {"type": "function", "function": {"name": "add", "description": "adds", "parameters": {}}}
+    rows = [
+        {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], "tools": [tool]},
+        {"messages": [{"role": "user", "content": "c"}, {"role": "assistant", "content": "d"}], "tools": None},
+    ]
+    rows[1]["chat_template_kwargs"] = {"tone": "rude"}
+    data = datasets.Dataset.from_list([{"chat_template_kwargs": None} | row for row in rows])
+    settings = {"lmbda": 0.5, "chat_template_kwargs": {"tone": "kind"}}
+    trainer = make(tmp_path, tiny_tokenizer, data=data, per_device_train_batch_size=2, shuffle_dataset=False, **settings)
+    examples = [trainer.train_dataset[i] for i in range(2)]
+    sampled = [list(ids) for ids in trainer.tokenize(examples)]
+    assert [example["prompt_ids"] for example in examples] == sampled
+    texts = [tiny_tokenizer.decode(ids, clean_up_tokenization_spaces=False) for ids in sampled]
+    assert texts[0].startswith("kind") and "adds" in texts[0] and texts[1].startswith("rude [user]")

@@ -10,7 +10,7 @@ import torch
 import posttrain as pt
 from posttrain.errors import ConfigError, DataError
 from tests.algorithms.helpers import count_a, losses, prompts
-from tests.algorithms.test_distillation import answers, dense_loss, make
+from tests.algorithms.test_distillation import TEMPLATE, answers, dense_loss, make
 from tests.conftest import build_model
 from tests.wordings import raises
 
@@ -123,6 +123,17 @@ def test_the_hint_is_cut_and_the_question_is_not(tmp_path, tiny_tokenizer):
     for key in trainer.kept["train"]:
         ids = trainer.kept["train"][key]
         assert 40 < len(ids) <= 60 and tiny_tokenizer.decode(ids, skip_special_tokens=True).startswith("What is")
+
+
+@pytest.mark.parametrize("name", ["SDFT", "SDPO"])
+def test_the_teachers_prompt_is_rendered_as_the_students(name, tmp_path, tiny_tokenizer):
+    tiny_tokenizer.chat_template = TEMPLATE
+    data = hinted(4).add_column("chat_template_kwargs", [{"tone": "rude"}] * 4)
+    settings = {"include_environment_feedback": True} if name == "SDPO" else {}
+    trainer = preset(name, tmp_path, tiny_tokenizer, data=data, **settings)
+    trainer.train()
+    shown = [trainer._fact(int(key)) for key in trainer.seen[0].columns["key"]]
+    assert all(tiny_tokenizer.decode(ids).startswith("rude") for ids in shown)
 
 
 def test_skipped_tokens_and_samples_of_the_teachers_prompt(tmp_path, tiny_tokenizer):

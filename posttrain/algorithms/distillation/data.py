@@ -8,13 +8,21 @@ from typing import Any
 
 import datasets
 
-from posttrain.data.chat import tokenize_prompts
-from posttrain.data.formats import is_messages
+from posttrain.data.chat import RENDERED, tokenize_prompts
+from posttrain.data.formats import is_messages, strip_none
 from posttrain.data.sft import IGNORED, SupervisedOptions, label_batch
 from posttrain.errors import DataError
 from posttrain.types import Prompt, Rollout, Row
 
-__all__ = ["as_rollout", "cut_prompt", "joined_text", "privileged_prompt", "tokenized_answers", "with_prompt_column"]
+__all__ = [
+    "as_rollout",
+    "cut_prompt",
+    "joined_text",
+    "privileged_prompt",
+    "tokenized_answers",
+    "with_prompt_column",
+    "with_template_arguments",
+]
 
 
 def with_prompt_column(dataset: Any) -> Any:
@@ -23,6 +31,14 @@ def with_prompt_column(dataset: Any) -> Any:
     if "messages" not in names or "prompt" in names:
         return dataset
     return dataset.map(_divided, remove_columns=["messages"])
+
+
+def with_template_arguments(dataset: Any, kwargs: dict[str, Any] | None) -> Any:
+    """``chat_template_kwargs`` of the run in every row, whose own win: answers follow the prompts that are sampled from."""
+    if not kwargs:
+        return dataset
+    column = "chat_template_kwargs"
+    return dataset.map(lambda row: {column: kwargs | (strip_none(row).get(column) or {})})
 
 
 def _divided(row: dict[str, Any]) -> dict[str, Any]:
@@ -52,7 +68,7 @@ def _tokenized(
     batch: dict[str, list], indices: list[int], *, tokenizer: Any, name: str, max_length: int | None,
     max_prompt_length: int | None,
 ) -> dict[str, list]:  # fmt: skip
-    texts = {column: batch[column] for column in ("prompt", "completion")}
+    texts = {column: batch[column] for column in (*RENDERED, "completion") if column in batch}
     empty = next((i for i, answer in zip(indices, texts["completion"], strict=True) if not answer), None)
     if empty is not None:
         raise DataError(
@@ -107,21 +123,22 @@ def as_rollout(row: Row, tokenizer: Any) -> Rollout:
 
 
 def privileged_prompt(
-    prompt: Any, extra: str, template: str, tokenizer: Any, *, most: int | None, kwargs: dict[str, Any]
+    example: dict[str, Any], extra: str, template: str, tokenizer: Any, *, most: int | None, kwargs: dict[str, Any]
 ) -> list[int]:
-    """Ids of a prompt whose last user turn is ``template`` of its text and of what only the teacher sees.
+    """Ids of an example's prompt whose last user turn is ``template`` of its text and of what only the teacher sees.
 
     Where there are more than ``most`` tokens the extra text is cut, from its end, never the question.
     """
-    ids = _filled(prompt, extra, template, tokenizer, kwargs)
+    ids = _filled(example, extra, template, tokenizer, kwargs)
     if most is None or len(ids) <= most:
         return ids
     pieces = tokenizer(extra, add_special_tokens=False)["input_ids"]
     kept = tokenizer.decode(pieces[: max(len(pieces) - (len(ids) - most), 0)])
-    return cut_prompt(_filled(prompt, kept, template, tokenizer, kwargs), most)
+    return cut_prompt(_filled(example, kept, template, tokenizer, kwargs), most)
 
 
-def _filled(prompt: Any, extra: str, template: str, tokenizer: Any, kwargs: dict[str, Any]) -> list[int]:
+def _filled(example: dict[str, Any], extra: str, template: str, tokenizer: Any, kwargs: dict[str, Any]) -> list[int]:
+    prompt = example["prompt"]
     text = prompt if isinstance(prompt, str) else prompt[-1]["content"]
     whole = extra.join(piece.replace("{prompt}", text) for piece in template.split("{privileged_context}"))
     if isinstance(prompt, str):
@@ -132,7 +149,7 @@ def _filled(prompt: Any, extra: str, template: str, tokenizer: Any, kwargs: dict
         )
     else:
         filled = [*prompt[:-1], {**prompt[-1], "content": whole}]
-    return tokenize_prompts([{"prompt": filled}], tokenizer, chat_template_kwargs=kwargs)[0]
+    return tokenize_prompts([{**example, "prompt": filled}], tokenizer, chat_template_kwargs=kwargs)[0]
 
 
 def joined_text(value: Any) -> str:

@@ -312,7 +312,7 @@ class SDFTTrainer(DistillationTrainer, config=SDFTConfig, arguments=OF_SELF):
 
     def _hinted(self, example: dict[str, Any]) -> list[int]:
         extra, args = joined_text(example.get("privileged_context")), self.args
-        return self.teacher_prompt(example["prompt"], extra, args.teacher_prompt_template, args.max_prompt_length)
+        return self.teacher_prompt(example, extra, args.teacher_prompt_template, args.max_prompt_length)
 
     def student_rollouts(self, examples: list[dict[str, Any]], mode: str) -> tuple[list[Rollout], list[Any]]:
         """As the parent's, from the teacher's prompts where that is asked for; the first tokens may carry no loss."""
@@ -400,7 +400,7 @@ class SDPOTrainer(DistillationTrainer, config=SDPOConfig, arguments=f"model, rew
             group = range(i // size * size, min(i // size * size + size, count))
             hint = self._hint(example, [generation.rollouts[j] for j in self._successes(mine, i, group)], draw)
             active.append(float(bool(hint)))
-            prompts.append(rollout.prompt_ids if not hint else self._shown(example["prompt"], hint))
+            prompts.append(rollout.prompt_ids if not hint else self._shown(example, hint))
         generation.columns["active"] = active
         self.log_metrics_now({"self_distillation/reprompt_sample_fraction": mean(torch.tensor(active))}, mode)
         return prompts
@@ -425,9 +425,9 @@ class SDPOTrainer(DistillationTrainer, config=SDPOConfig, arguments=f"model, rew
             hint += args.feedback_template.replace("{feedback_raw}", feedback)
         return hint
 
-    def _shown(self, prompt: Any, hint: str) -> list[int]:
+    def _shown(self, example: dict[str, Any], hint: str) -> list[int]:
         template = self.args.reprompt_template.replace("{solution}", "{privileged_context}").replace("{feedback}", "")
-        return self.teacher_prompt(prompt, hint, template, self.args.max_reprompt_len)
+        return self.teacher_prompt(example, hint, template, self.args.max_reprompt_len)
 
     def objective(self, outputs: ModelOutputs, batch: Batch) -> LossTerms:
         """``(1 - w) GRPO + w divergence``, the divergence over completions whose teacher saw more."""

@@ -15,7 +15,7 @@ import torch
 import tqdm
 
 from posttrain.algorithms.distillation.config import logit_width
-from posttrain.algorithms.distillation.data import tokenized_answers, with_prompt_column
+from posttrain.algorithms.distillation.data import tokenized_answers, with_prompt_column, with_template_arguments
 from posttrain.algorithms.distillation.objective import TokenScores
 from posttrain.algorithms.distillation.teacher import ModelTeacher, frozen
 from posttrain.errors import ConfigError, DataError, ModelError
@@ -68,6 +68,7 @@ def score_dataset(
     top_k: int = 64,
     max_length: int | None = None,
     max_prompt_length: int | None = None,
+    chat_template_kwargs: dict[str, Any] | None = None,
     batch_size: int = 16,
 ) -> int:
     """Write the teacher's scores of every answer of a dataset, for ``teacher_scores`` of a config; returns the rows.
@@ -82,6 +83,7 @@ def score_dataset(
         top_k: Ids per position, at least 1.
         max_length: As in the config that will read the file.
         max_prompt_length: Likewise.
+        chat_template_kwargs: Likewise.
         batch_size: Rows that the teacher reads at a time.
 
     Raises:
@@ -96,7 +98,8 @@ def score_dataset(
             f"the teacher has {width} logits, and the tokenizer {len(tokenizer)} tokens: they do not belong together."
         )
     limits = {"max_length": max_length, "max_prompt_length": max_prompt_length}
-    dataset = tokenized_answers(with_prompt_column(dataset), tokenizer, name="dataset", **limits)
+    dataset = with_template_arguments(with_prompt_column(dataset), chat_template_kwargs)
+    dataset = tokenized_answers(dataset, tokenizer, name="dataset", **limits)
     install_token_head(teacher)
     running = functools.partial(frozen, teacher.requires_grad_(False).eval())
     runner = ModelTeacher(running, probe_layout(teacher), True, load.resolve_pad_token(tokenizer, teacher))

@@ -18,6 +18,7 @@ from posttrain.algorithms.distillation.data import (
     privileged_prompt,
     tokenized_answers,
     with_prompt_column,
+    with_template_arguments,
 )
 from posttrain.algorithms.distillation.objective import Comparison, TokenScores, distillation_objective
 from posttrain.algorithms.distillation.scores import ScoreFile
@@ -32,6 +33,7 @@ from posttrain.algorithms.distillation.teacher import (
 from posttrain.algorithms.grpo.trainer import grpo_objective, scored_groups
 from posttrain.checks.tokenizers import compare_tokenizers, require_same_tokens
 from posttrain.data.chat import terminal_token_ids
+from posttrain.data.forest import Layout
 from posttrain.errors import ConfigError, DataError
 from posttrain.losses.reduce import spread
 from posttrain.models import load, parallel
@@ -260,6 +262,10 @@ class DistillationTrainer(OnlineTrainer):
         require_same_tokens(match, on_policy=self.args.lmbda > 0, **options)
         self.columns = match.columns if match.verdict != "identical" else None
 
+    def _choose_layout(self) -> Layout:
+        """As the parent's, one row a pass: beside a teacher, activations of a second row have no room."""
+        return replace(super()._choose_layout(), pass_tokens=0)
+
     # Data --------------------------------------------------------------------------------------------------------
 
     def make_prompt_source(self) -> PromptSource:
@@ -287,6 +293,7 @@ class DistillationTrainer(OnlineTrainer):
                 f"{name} has no completion column, and lmbda={args.lmbda} trains on the dataset's completions. Fix: a completion "
                 "column, seq_kd=True (the teacher samples them), or lmbda=1 (the student does)."
             )
+        dataset = with_template_arguments(dataset, args.chat_template_kwargs if answered else None)
         if answered and self.vision.reader is not None:
             dataset, _ = self.vision.prepare_rows(dataset, branches=("completion",), name=name, keep=columns)
         elif answered:
@@ -441,12 +448,12 @@ class DistillationTrainer(OnlineTrainer):
             return self.score_files[mode].read(fact)
         return fact if self.server is None else TokenScores(**{name: torch.tensor(x) for name, x in fact.items()})
 
-    def teacher_prompt(self, prompt: Any, extra: str, template: str, most: int | None) -> list[int]:
-        """Ids of ``template`` of the prompt and what only the teacher sees, with room for a completion."""
+    def teacher_prompt(self, example: dict[str, Any], extra: str, template: str, most: int | None) -> list[int]:
+        """Ids of ``template`` of the example's prompt and what only the teacher sees, with room for a completion."""
         room = None if self.context is None else self.context - self.args.max_completion_length
         most = min((limit for limit in (most, room) if limit is not None), default=None)
         kwargs = self.args.chat_template_kwargs or {}
-        return privileged_prompt(prompt, extra, template, self.processing_class, most=most, kwargs=kwargs)
+        return privileged_prompt(example, extra, template, self.processing_class, most=most, kwargs=kwargs)
 
     def needs_old_logp(self, mode: str) -> bool:
         """Where ratios are clipped: in the policy's loss, with ``is_clip``, in IW-OPD; exact divergences have none."""
