@@ -15,15 +15,12 @@ from transformers.utils.hub import cached_file
 
 from posttrain.data.formats import (
     PICTURE_COLUMNS,
-    PROMPT_COLUMNS,
     STREAMED,
     PreparationReport,
     first_row,
     get_dataset_column_names,
-    is_messages,
     maybe_convert_to_chatml,
     one_eos,
-    pictures_of,
     shows_pictures,
     strip_none,
     tokenized,
@@ -32,9 +29,7 @@ from posttrain.data.formats import (
 from posttrain.data.pictures import (
     Picture,
     conversation_of,
-    conversation_pictures,
-    filled,
-    once,
+    opened,
     picture_prompt,
     picture_prompts,
     place_pictures,
@@ -291,13 +286,7 @@ class Vision:
 
         Equal neighbours share their images.
         """
-        if not self.images:
-            return examples
-        shown = once(examples, PROMPT_COLUMNS, _opened)
-        return [
-            {**example, **{name: value for name, value in images.items() if name in example}}
-            for example, images in zip(examples, shown, strict=True)
-        ]
+        return opened(examples) if self.images else examples
 
     def prompt_rows(self, examples: Sequence[Mapping[str, Any]]) -> list[Row]:
         """Rows of prompts alone, with their pictures; none where rows are text."""
@@ -466,21 +455,6 @@ class Vision:
         for path in filter(None, self._settings):
             if Path(path).parent.resolve() != Path(folder).resolve():
                 shutil.copy(path, folder)
-
-
-def _opened(example: Mapping[str, Any]) -> dict[str, Any]:
-    """Prompt and columns of images of one example, with images of PIL."""
-
-    def read(value: Any) -> Any:
-        return read_picture(value, "column 'images' of a prompt").opened()
-
-    images = [read(value) for value in pictures_of(example)]
-    made: dict[str, Any] = {"image": images[0] if example.get("image") is not None else None, "images": images}
-    prompt: Any = example.get("prompt")
-    if is_messages(prompt):
-        blocks, held = conversation_pictures(prompt, range(len(images)))
-        made["prompt"] = filled(blocks, [images[one] if isinstance(one, int) else read(one) for one in held])
-    return made
 
 
 def _processor_of(processing_class: Any, model_id: str, *, images: bool) -> Any:
