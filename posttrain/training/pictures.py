@@ -206,7 +206,7 @@ class Vision:
             self.tokenizer.chat_template = self.tokenizer.chat_template or self.processor.chat_template
         # A run on text that read the tokenizer alone keeps the image settings of its checkpoint.
         alone = self.processor is None and bool(model_id)
-        self._counted = (0, 0, 0, 0)
+        self._counted: tuple[float, ...] = (0.0, 0.0, 0.0, 0.0, 0.0)
         self._settings = [cached_file(model_id, name, **MAY_LACK) for name in PROCESSOR_FILES] if alone else []
 
     def placed(self, rows: list[Row], examples: list[dict[str, Any]]) -> list[Row]:
@@ -350,7 +350,8 @@ class Vision:
     ) -> tuple[set[int], dict[str, Metric]]:
         """Completions in which an engine drew a placeholder all the same, overwritten with padding; and what to log.
 
-        Logged: images a row and their tokens, pictures encoded and reused since the last call, completions masked.
+        Logged: images a row and their tokens, pictures encoded and reused since the last call, seconds of that, and
+        completions masked.
 
         Raises:
             ModelError: PT-G015: a rollout's pictures are not those of its row; one row of 64 is compared.
@@ -374,8 +375,10 @@ class Vision:
             odd |= {i} if drawn else set()
         encoder, counts = picture_encoder(model), [[p.count for p in (*r.pictures, *r.shown)] for r in rollouts]
         read, before = self.reader, self._counted
-        self._counted = (encoder.encoded, encoder.reused, read.resized, read.sanitized)
-        encoded, reused, resized, escaped = (now - then for now, then in zip(self._counted, before, strict=True))
+        self._counted = (encoder.encoded, encoder.reused, read.resized, read.sanitized, encoder.seconds)
+        encoded, reused, resized, escaped, seconds = (
+            now - then for now, then in zip(self._counted, before, strict=True)
+        )
         return odd, {
             "images/per_row": mean(sum(map(len, counts)) / max(len(counts), 1), weight=len(counts)),
             "images/tokens_mean": mean(sum(map(sum, counts)) / max(len(counts), 1), weight=len(counts)),
@@ -384,6 +387,7 @@ class Vision:
             "images/sampled_placeholders": mean(float(len(odd))),
             "images/encoded": mean(float(encoded)),
             "images/reused": mean(float(reused)),
+            "images/seconds": mean(seconds),
         }
 
     def exchanged(self, examples: Sequence[Mapping[str, Any]], size: int) -> list[dict[str, Any]]:

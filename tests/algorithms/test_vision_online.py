@@ -103,6 +103,7 @@ def test_sampled_and_trained_log_probs_are_those_of_each_row_alone(kind, name, e
     assert len(seen) >= 2 and max(seen) < 1e-4
     trainer.attach_logps = original
     trainer.train()
+    assert all(row["images/seconds"] > 0 for row in trainer.state.log_history if "images/encoded" in row)
 
 
 def test_two_prompts_that_differ_in_their_picture_alone_share_nothing(tmp_path):

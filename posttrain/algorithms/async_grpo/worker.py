@@ -253,7 +253,7 @@ class GroupGenerator:
 
 
 def _call_metrics(episode: Episode) -> dict[str, float]:
-    found = {"tools/call_frequency": float(episode.calls)}
+    found = {"tools/call_frequency": float(episode.calls), "tools/escaped_control_tokens": float(episode.escaped)}
     return found | ({"tools/failure_frequency": episode.failures / episode.calls} if episode.calls else {})
 
 
