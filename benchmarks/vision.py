@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import json
 import random
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -27,6 +29,12 @@ SIZES = {
 }
 GOALS = {"grpo": 3.0, "dpo": 1.8, "sft": 1.1}
 ROWS = {"grpo": GROUP, "dpo": 4, "sft": 8}  # Sequences of a GRPO step; rows of the others.
+# Runs of our side whose memory is compared with the estimate, on both sizes.
+MEMORY: dict[str, tuple[str, dict[str, Any]]] = {
+    **{method: (method, {}) for method in ROWS},
+    "sft, recomputed": ("sft", {"gradient_checkpointing": True}),
+    "dpo, frozen tower": ("dpo", {"freeze_vision": True}),
+}
 SPECIAL = ["<unk>", "<s>", "</s>", "<image>", "<user>", "<assistant>"]
 TEMPLATE = (
     "<s>{%- for message in messages %}{{- '<' + message['role'] + '>' }}"
@@ -115,8 +123,8 @@ def reward(completions: list, **_: Any) -> list[float]:
     return [float(i % GROUP) for i in range(len(completions))]
 
 
-def trainer_of(side: str, folder: str, method: str, steps: int) -> Any:
-    """The trainer of one side."""
+def trainer_of(side: str, folder: str, method: str, steps: int, **more: Any) -> Any:
+    """The trainer of one side; ``more`` are options of its config."""
     import transformers
 
     library = harness.import_side(side)
@@ -124,7 +132,7 @@ def trainer_of(side: str, folder: str, method: str, steps: int) -> Any:
     rows_a_step = 1 if method == "grpo" else ROWS[method]
     options: dict[str, Any] = {
         "per_device_train_batch_size": ROWS[method], "gradient_checkpointing": False, "learning_rate": 1e-5,
-        "output_dir": str(Path(folder) / "run"),
+        "output_dir": str(Path(folder) / "run"), **more,
     }  # fmt: skip
     common = {"train_dataset": rows(method, rows_a_step * steps), "processing_class": processor}
     if method == "grpo":
@@ -167,8 +175,8 @@ def profile(folder: str, method: str, steps: int) -> None:
     pstats.Stats(profiler).sort_stats("tottime").print_stats(25)
 
 
-def memory(folder: Path, method: str) -> dict[str, Any]:
-    """The estimate of a run of the large model against the most memory that it held, less what was held before."""
+def memory(folder: Path, case: str, size: str) -> dict[str, Any]:
+    """The estimate of a run against the most memory that it held, less what was held before."""
     import ctypes
     import gc
 
@@ -178,30 +186,42 @@ def memory(folder: Path, method: str) -> dict[str, Any]:
     from posttrain.checks.memory import Lengths, plan, sampled_pictures
     from posttrain.models.memory_estimate import estimate_memory
 
-    for size in SIZES:
-        build(folder / size, size)
+    method, options = MEMORY[case]
+    for name in SIZES:
+        build(folder / name, name)
     # Libraries are loaded and their pages touched by a step of the tiny one.
-    trainer_of("ours", str(folder / "tiny"), method, 1).train()
+    trainer_of("ours", str(folder / "tiny"), method, 1, **options).train()
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")
     before = estimate.rss("VmRSS")
-    trainer = trainer_of("ours", str(folder / "large"), method, 2)
+    trainer = trainer_of("ours", str(folder / size), method, 2, **options)
     trainer.train()
     measured = estimate.rss("VmHWM") - before
-    examples = [trainer.train_dataset[i] for i in range(2)]
-    made = trainer._rows_of(examples)
+    made = trainer._rows_of([trainer.train_dataset[i] for i in range(2)])
     longest = {"prompt": max(len(row.prompt_ids) for row in made), "completion": ANSWER + 1}
-    config = transformers.AutoConfig.from_pretrained(folder / "large")
+    config = transformers.AutoConfig.from_pretrained(folder / size)
     work = plan(
         trainer, trainer.args, config, lengths=Lengths(**longest), pictures=sampled_pictures(trainer.vision, made)
     )
     found = estimate_memory(work)
     return {
-        "measured_mb": round(measured / 1e6), "estimate_mb": round(found.peak / 1e6),
+        "model": size, "case": case, "measured_mb": round(measured / 1e6), "estimate_mb": round(found.peak / 1e6),
         "error": round(found.peak / measured - 1, 3), "moment": found.fullest,
         "components_mb": {name: round(size / 1e6) for name, size in found.components.items()},
     }  # fmt: skip
+
+
+def memories(sizes: list[str]) -> None:
+    """Every case of `MEMORY` in a process of its own."""
+    rows = []
+    for size in sizes:
+        for case in MEMORY:
+            command = [sys.executable, __file__, "--memory", "--case", case, "--size", size]
+            done = subprocess.run(command, capture_output=True, text=True, check=True)
+            rows.append(json.loads(done.stdout.splitlines()[-1]))
+            print(f"{size}, {case}: {rows[-1]['measured_mb']} MB, estimate {rows[-1]['error']:+.1%}", flush=True)
+    harness.save("vision_memory", {"worst_error": max(abs(row["error"]) for row in rows), "rows": rows})
 
 
 def main() -> None:
@@ -212,10 +232,14 @@ def main() -> None:
     options.add_argument("--method", choices=list(GOALS), help="one of them; all when left out")
     options.add_argument("--profile", action="store_true", help="profile our side and stop")
     options.add_argument("--memory", action="store_true", help="the estimate against what was measured, and stop")
+    options.add_argument("--case", choices=list(MEMORY), help="of --memory, in this process; all when left out")
     args = options.parse_args()
+    if args.memory and args.case is None:
+        memories([args.size] if args.size else list(SIZES))
+        return
     if args.memory:
         with tempfile.TemporaryDirectory() as folder:
-            print(json.dumps(memory(Path(folder), args.method or "sft")))
+            print(json.dumps(memory(Path(folder), args.case, args.size or "large")))
         return
     if args.side:
         print(json.dumps(harness.timed(trainer_of(args.side, args.model, args.method, args.steps))))

@@ -19,6 +19,7 @@ from posttrain.data.chat import RENDERED, common_prefix, template_arguments
 from posttrain.data.formats import (
     PICTURE_BLOCKS,
     PICTURE_COLUMNS,
+    PROMPT_COLUMNS,
     is_messages,
     picture_blocks,
     pictures_of,
@@ -37,8 +38,8 @@ __all__ = [
     "conversation_pictures",
     "filled",
     "observed_blocks",
-    "once",
     "open_source",
+    "opened",
     "picture_prompt",
     "picture_prompts",
     "place_pictures",
@@ -465,15 +466,39 @@ def picture_prompts(
     Raises:
         DataError: A prompt is no conversation, holds more than ``max_images_per_row`` images, or cannot be read.
     """
-    return once(rows, (*RENDERED, *PICTURE_COLUMNS), lambda row: picture_prompt(reader, row, kwargs, ids_of))
+    return _once(rows, (*RENDERED, *PICTURE_COLUMNS), lambda row: picture_prompt(reader, row, kwargs, ids_of))
 
 
-def once(rows: Iterable[Mapping[str, Any]], names: Sequence[str], make: Callable[[Any], Any]) -> list[Any]:
+def _once(rows: Iterable[Mapping[str, Any]], names: Sequence[str], make: Callable[[Any], Any]) -> list[Any]:
     """What ``make`` gives for each row; neighbours that agree in these columns share it."""
     made: list[Any] = []
     for _, alike in groupby(rows, key=lambda row: [row.get(name) for name in names]):
         first, *others = alike
         made += [make(first)] * (1 + len(others))
+    return made
+
+
+def opened(examples: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Examples with images of PIL in columns and messages, decoded when they are touched; equal neighbours share theirs."""
+    shown = _once(examples, PROMPT_COLUMNS, _opened)
+    return [
+        {**example, **{name: value for name, value in images.items() if name in example}}
+        for example, images in zip(examples, shown, strict=True)
+    ]
+
+
+def _opened(example: Mapping[str, Any]) -> dict[str, Any]:
+    """Prompt and columns of images of one example, with images of PIL."""
+
+    def read(value: Any) -> Any:
+        return read_picture(value, "column 'images' of a prompt").opened()
+
+    images = [read(value) for value in pictures_of(example)]
+    made: dict[str, Any] = {"image": images[0] if example.get("image") is not None else None, "images": images}
+    prompt: Any = example.get("prompt")
+    if is_messages(prompt):
+        blocks, held = conversation_pictures(prompt, range(len(images)))
+        made["prompt"] = filled(blocks, [images[one] if isinstance(one, int) else read(one) for one in held])
     return made
 
 

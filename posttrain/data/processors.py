@@ -555,8 +555,14 @@ def image_only(kind: type) -> type:
         return base.validate_init_kwargs(processor_config, [parameter.name for parameter in kept[1:]])
 
     vars(build)["__signature__"] = inspect.Signature(kept)
+    # A worker process finds the class by the one that it was made of.
     methods = {"__init__": build, "validate_init_kwargs": staticmethod(accepted)}
+    methods["__reduce__"] = lambda self: (_image_only_again, (kind,), vars(self))
     return type(kind.__name__, (kind,), {**methods, "__module__": kind.__module__, "__doc__": kind.__doc__})
+
+
+def _image_only_again(kind: type) -> Any:
+    return object.__new__(image_only(kind))
 
 
 def load_processor(model_id: str, **options: Any) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -65,6 +66,7 @@ class PictureEncoder:
 
     Attributes:
         encoded, reused: Pictures since the start.
+        seconds: That preparing and encoding took; on an accelerator, until its work was queued.
         next: Encoder of another model that sees the same pictures in its next pass, and gets the pixels.
         given: Pixels from such a model.
     """
@@ -74,6 +76,7 @@ class PictureEncoder:
         self.next: PictureEncoder | None = None
         self.given: dict[Picture, dict[str, Tensor]] = {}
         self.encoded = self.reused = 0
+        self.seconds = 0.0
         # Whether the model's forward wants features as a list of images or as one tensor.
         self._listed = False
         self._kept: OrderedDict[Any, list[Tensor]] = OrderedDict()
@@ -101,10 +104,12 @@ class PictureEncoder:
         missing = [picture for picture, features in found.items() if features is None]
         self.encoded, self.reused = self.encoded + len(missing), self.reused + len(counts) - len(missing)
         if missing:
+            began = time.perf_counter()
             for picture, features in zip(missing, self._encode(model, missing, counts), strict=True):
                 found[picture] = features
                 if not trains:
                     self._keep((picture.digest, versions), features)
+            self.seconds += time.perf_counter() - began
         features = [found[one.picture] or [] for one in placed]
         levels = [torch.cat(level) for level in zip(*features, strict=True)]
         if self.processor.family.cross:

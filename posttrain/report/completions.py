@@ -287,26 +287,47 @@ def _line(row: dict[str, Any]) -> str:
 def _to_wandb(name: str, columns: list[str], data: list[list[Any]]) -> None:
     wandb: Any = require("wandb", "report_to='wandb'")
     if wandb.run is not None:
-        wandb.log({name: wandb.Table(columns=columns, data=data)})
+        wandb.log({name: wandb.Table(columns=columns, data=_with_images(wandb, columns, data))})
 
 
 def _to_comet(name: str, columns: list[str], data: list[list[Any]]) -> None:
     experiment = require("comet_ml", "report_to='comet_ml'").get_running_experiment()
     if experiment is not None:
+        columns, data = _without_images(columns, data)
         experiment.log_table(f"{name}.csv", tabular_data=data, headers=columns)
 
 
 def _to_trackio(name: str, columns: list[str], data: list[list[Any]]) -> None:
     trackio: Any = require("trackio", "report_to='trackio'")
-    trackio.log({name: trackio.Table(columns=columns, data=data)})
+    trackio.log({name: trackio.Table(columns=columns, data=_with_images(trackio, columns, data))})
 
 
 def _to_mlflow(name: str, columns: list[str], data: list[list[Any]]) -> None:
     mlflow: Any = require("mlflow", "report_to='mlflow'")
     if mlflow.active_run() is not None:
+        columns, data = _without_images(columns, data)
         # mlflow appends to the table it has.
         latest = [row for row in data if row[0] == data[-1][0]]
         mlflow.log_table(dict(zip(columns, map(list, zip(*latest, strict=True)), strict=True)), f"{name}.json")
+
+
+def _with_images(tracker: Any, columns: list[str], data: list[list[Any]]) -> list[list[Any]]:
+    """Data whose thumbnails are images of the tracker's own type, a list a row, empty where the row has none."""
+    if THUMBNAILS not in columns:
+        return data
+    from posttrain.data.pictures import read_picture
+
+    place = columns.index(THUMBNAILS)
+    return [
+        [*row[:place], [tracker.Image(read_picture(one).load()) for one in row[place] or ()], *row[place + 1 :]]
+        for row in data
+    ]
+
+
+def _without_images(columns: list[str], data: list[list[Any]]) -> tuple[list[str], list[list[Any]]]:
+    """For trackers whose tables hold text alone."""
+    kept = [i for i, name in enumerate(columns) if name != THUMBNAILS]
+    return [columns[i] for i in kept], [[row[i] for i in kept] for row in data]
 
 
 TRACKERS: dict[str, Callable[[str, list[str], list[list[Any]]], None]] = {
@@ -341,7 +362,8 @@ class _Attempts:
 
 
 MINUTES = 2  # Between two pushes to the hub.
-PER_TOKEN = ("tokens", "logps", "thumbnails")  # For the report, not for tables.
+PER_TOKEN = ("tokens", "logps")  # For the report, not for tables.
+THUMBNAILS = "thumbnails"  # Column of `completion_rows` in trackers that show images.
 WIDE = 400  # Characters of a text in the table.
 
 

@@ -172,9 +172,10 @@ def _prompt(rollout: Rollout) -> tuple[list[int], tuple[Any, ...]]:
 
 def by_context(samples: Sequence[RolloutSample]) -> list[RolloutSample]:
     """Samples of one group and context side by side, so that their rows share the prompt; groups in the order they came."""
-    together: dict[tuple[int, tuple[int, ...]], list[RolloutSample]] = {}
+    together: dict[tuple[int, tuple[Any, ...]], list[RolloutSample]] = {}
     for sample in samples:
-        together.setdefault((sample.group_id, tuple(sample.input_ids[: sample.start])), []).append(sample)
+        context = (*sample.pictures, *sample.input_ids[: sample.start])
+        together.setdefault((sample.group_id, context), []).append(sample)
     return [sample for members in together.values() for sample in members]
 
 

@@ -15,15 +15,12 @@ from transformers.utils.hub import cached_file
 
 from posttrain.data.formats import (
     PICTURE_COLUMNS,
-    PROMPT_COLUMNS,
     STREAMED,
     PreparationReport,
     first_row,
     get_dataset_column_names,
-    is_messages,
     maybe_convert_to_chatml,
     one_eos,
-    pictures_of,
     shows_pictures,
     strip_none,
     tokenized,
@@ -32,9 +29,7 @@ from posttrain.data.formats import (
 from posttrain.data.pictures import (
     Picture,
     conversation_of,
-    conversation_pictures,
-    filled,
-    once,
+    opened,
     picture_prompt,
     picture_prompts,
     place_pictures,
@@ -218,7 +213,7 @@ class Vision:
             self.tokenizer.chat_template = self.tokenizer.chat_template or self.processor.chat_template
         # A run on text that read the tokenizer alone keeps the image settings of its checkpoint.
         alone = self.processor is None and bool(model_id)
-        self._counted = (0, 0, 0, 0)
+        self._counted: tuple[float, ...] = (0.0, 0.0, 0.0, 0.0, 0.0)
         self._settings = [cached_file(model_id, name, **MAY_LACK) for name in PROCESSOR_FILES] if alone else []
 
     def placed(self, rows: list[Row], examples: list[dict[str, Any]]) -> list[Row]:
@@ -298,13 +293,7 @@ class Vision:
 
         Equal neighbours share their images.
         """
-        if not self.images:
-            return examples
-        shown = once(examples, PROMPT_COLUMNS, _opened)
-        return [
-            {**example, **{name: value for name, value in images.items() if name in example}}
-            for example, images in zip(examples, shown, strict=True)
-        ]
+        return opened(examples) if self.images else examples
 
     def prompt_rows(self, examples: Sequence[Mapping[str, Any]]) -> list[Row]:
         """Rows of prompts alone, with their pictures; none where rows are text."""
@@ -368,7 +357,8 @@ class Vision:
     ) -> tuple[set[int], dict[str, Metric]]:
         """Completions in which an engine drew a placeholder all the same, overwritten with padding; and what to log.
 
-        Logged: images a row and their tokens, pictures encoded and reused since the last call, completions masked.
+        Logged: images a row and their tokens, pictures encoded and reused since the last call, seconds of that, and
+        completions masked.
 
         Raises:
             ModelError: PT-G015: a rollout's pictures are not those of its row; one row of 64 is compared.
@@ -392,8 +382,10 @@ class Vision:
             odd |= {i} if drawn else set()
         encoder, counts = picture_encoder(model), [[p.count for p in (*r.pictures, *r.shown)] for r in rollouts]
         read, before = self.reader, self._counted
-        self._counted = (encoder.encoded, encoder.reused, read.resized, read.sanitized)
-        encoded, reused, resized, escaped = (now - then for now, then in zip(self._counted, before, strict=True))
+        self._counted = (encoder.encoded, encoder.reused, read.resized, read.sanitized, encoder.seconds)
+        encoded, reused, resized, escaped, seconds = (
+            now - then for now, then in zip(self._counted, before, strict=True)
+        )
         return odd, {
             "images/per_row": mean(sum(map(len, counts)) / max(len(counts), 1), weight=len(counts)),
             "images/tokens_mean": mean(sum(map(sum, counts)) / max(len(counts), 1), weight=len(counts)),
@@ -402,6 +394,7 @@ class Vision:
             "images/sampled_placeholders": mean(float(len(odd))),
             "images/encoded": mean(float(encoded)),
             "images/reused": mean(float(reused)),
+            "images/seconds": mean(seconds),
         }
 
     def exchanged(self, examples: Sequence[Mapping[str, Any]], size: int) -> list[dict[str, Any]]:
@@ -473,21 +466,6 @@ class Vision:
         for path in filter(None, self._settings):
             if Path(path).parent.resolve() != Path(folder).resolve():
                 shutil.copy(path, folder)
-
-
-def _opened(example: Mapping[str, Any]) -> dict[str, Any]:
-    """Prompt and columns of images of one example, with images of PIL."""
-
-    def read(value: Any) -> Any:
-        return read_picture(value, "column 'images' of a prompt").opened()
-
-    images = [read(value) for value in pictures_of(example)]
-    made: dict[str, Any] = {"image": images[0] if example.get("image") is not None else None, "images": images}
-    prompt: Any = example.get("prompt")
-    if is_messages(prompt):
-        blocks, held = conversation_pictures(prompt, range(len(images)))
-        made["prompt"] = filled(blocks, [images[one] if isinstance(one, int) else read(one) for one in held])
-    return made
 
 
 def _processor_of(processing_class: Any, model_id: str, *, images: bool) -> Any:

@@ -549,4 +549,5 @@ def _call_metrics(episodes: list[Episode], *, pictures: bool) -> dict[str, Metri
     return {
         "tools/call_frequency": mean(calls / max(len(episodes), 1), weight=len(episodes)),
         "tools/failure_frequency": mean(failures / calls, weight=calls) if calls else mean(0.0, weight=1e-9),
+        "tools/escaped_control_tokens": mean(float(sum(e.escaped for e in episodes))),
     } | ({"images/masked_episodes": mean(float(sum(e.masked for e in episodes)))} if pictures else {})

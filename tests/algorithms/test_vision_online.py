@@ -103,6 +103,7 @@ def test_sampled_and_trained_log_probs_are_those_of_each_row_alone(kind, name, e
     assert len(seen) >= 2 and max(seen) < 1e-4
     trainer.attach_logps = original
     trainer.train()
+    assert all(row["images/seconds"] > 0 for row in trainer.state.log_history if "images/encoded" in row)
 
 
 def test_two_prompts_that_differ_in_their_picture_alone_share_nothing(tmp_path):
@@ -396,3 +397,79 @@ def test_a_generation_of_64_large_pictures_waits_as_their_files(tmp_path):
     held = {one.picture.digest: one.picture for rollout in generation.rollouts for one in rollout.pictures}
     assert len(held) == 64 and all(isinstance(one.source, bytes) for one in held.values())
     assert len(pickle.dumps((generation.rollouts, generation.rows(range(128), skip_truncated=False)))) < 64 * 0.3e6
+
+
+# Asynchronous --------------------------------------------------------------------------------------------------------
+
+# One step is 4 prompts x 4 completions. Adam makes whole steps of rounding errors.
+SAME = {"per_device_train_batch_size": 16, "optim": "sgd", "max_steps": 3, "lr_scheduler_type": "constant"}
+
+
+def asynchronous(tmp_path, make=None, name="llava", **options):
+    """With a worker that hands over what ``make`` gives, or with a process of its own."""
+    from posttrain import AsyncGRPOConfig, AsyncGRPOTrainer
+    from tests.algorithms.async_helpers import StubTransfer, StubWorker
+
+    model, processor = build(name)
+    given = {} if make is None else {"rollout_worker": StubWorker(make), "weight_transfer": StubTransfer()}
+    given |= {key: options.pop(key) for key in ("tools", "train_dataset", "reward_funcs") if key in options}
+    args = AsyncGRPOConfig(str(tmp_path), **QUICK | {"worker_threads": 1} | options)
+    about = {"reward_funcs": short, "train_dataset": prompts(), "processing_class": processor} | given
+    return AsyncGRPOTrainer(model, args=args, **about)
+
+
+def test_asynchronous_updates_on_equal_rollouts_are_synchronous_grpo_s(tmp_path):
+    from posttrain.algorithms.async_grpo.worker import score_group
+    from posttrain.rewards.runner import RewardRunner
+    from tests.algorithms.async_helpers import steps
+    from tests.algorithms.test_async_against_sync import recorded
+
+    sync = trainer_of("grpo", tmp_path / "a", **SAME)
+    groups = recorded(sync)
+    sync.train()
+    how = {"scale_rewards": "group", "mask_truncated": False}
+    scored = [one for group in groups for one in score_group(group, RewardRunner(short), sync.processing_class, **how)]
+    # What goes through a queue is bytes and text; no decoded picture is among it.
+    assert "PngImageFile" not in repr(scored[0].samples[0].prompt)
+
+    def make(number, version):
+        (scored[number].samples[0]).model_version = version
+        return scored[number]
+
+    run = asynchronous(tmp_path / "b", make, scale_rewards="group", **SAME)
+    run.train()
+    for name in ("loss", "grad_norm", "reward", "entropy"):
+        theirs = [row[name] for row in steps(sync)]
+        assert [row[name] for row in steps(run)] == pytest.approx(theirs, rel=1e-4, abs=1e-6), name
+    for (name, own), other in zip(run.model.named_parameters(), sync.model.parameters(), strict=True):
+        assert torch.allclose(own, other, atol=1e-6), name
+
+
+def seen_width(completions, images, **_):
+    """The width of the row's picture, and a little for the answer."""
+    return [(held[0].size[0] if held else 0) + 0.001 * len(str(c)) for held, c in zip(images, completions, strict=True)]
+
+
+def test_a_worker_process_samples_under_the_pictures_of_its_prompts(tmp_path):
+    from tests.algorithms.async_helpers import steps
+
+    how = {"max_staleness": 0, "max_steps": 2, "per_device_train_batch_size": 16, "max_inflight_tasks": 16}
+    run = asynchronous(tmp_path, name="qwen2_vl", reward_funcs=seen_width, **how)
+    add, table = run.record.add_completions, []
+    run.source.add_completions = lambda rows: (table.extend(rows), add(rows))
+    run.train()
+    for row in steps(run):
+        # Another picture, or none, would move the log-probs of the worker away from those of the trainer.
+        assert row["ratio/max"] == pytest.approx(1.0, abs=2e-3) and row["kl"] == pytest.approx(0.0, abs=1e-5)
+    widths = [row["image_sizes"][0][0] if row["image_sizes"] else 0 for row in table]
+    assert [round(row["seen_width"]) for row in table] == widths and {56, 84} <= set(widths)
+
+
+def look():
+    """Look."""
+    return ""
+
+
+def test_tools_beside_prompts_with_pictures_are_refused_in_asynchronous_training(tmp_path):
+    with pytest.raises(DataError, match="images"):
+        asynchronous(tmp_path, tools=[look])

@@ -330,6 +330,35 @@ def test_a_tracker_that_is_not_asked_for_gets_nothing_and_one_that_fails_does_no
     assert len(lines(tmp_path)) == 3
 
 
+def test_thumbnails_go_to_trackers_as_images_of_their_own_type_and_to_others_not_at_all(monkeypatch):
+    from posttrain.data.pictures import read_picture
+    from posttrain.report.completions import RolloutTableCallback
+    from tests.vision_families import noise
+
+    logged = {"wandb": [], "trackio": [], "comet_ml": [], "mlflow": []}
+    for name in ("wandb", "trackio"):
+        own = {"Image": lambda image, name=name: (name, image.size), "Table": table, "log": logged[name].append}
+        fake(monkeypatch, name, run=object(), **own)
+    experiment = types.SimpleNamespace(log_table=lambda *a, **k: logged["comet_ml"].append(k))
+    fake(monkeypatch, "comet_ml", get_running_experiment=lambda: experiment)
+    fake(monkeypatch, "mlflow", active_run=object, log_table=lambda *a: logged["mlflow"].append(a[0]))
+    shown = [read_picture(noise(640, 480)).thumbnail()]
+    rows = [
+        {"step": 1, "prompt": "p", "completion": "c", "thumbnails": shown},
+        {"step": 1, "prompt": "q", "completion": "d"},
+    ]
+    callback = RolloutTableCallback(types.SimpleNamespace(listeners=[]), [], rows=4)
+    monkeypatch.setattr(callback, "_print", lambda *_: None)
+    callback.add(rows, False)
+    callback.on_log(types.SimpleNamespace(report_to=list(logged)), types.SimpleNamespace(global_step=1), None)
+    for name in ("wandb", "trackio"):
+        (sent,) = (one["completions"] for one in logged[name])
+        place = sent["columns"].index("thumbnails")
+        # A row without an image has an empty list: no row is shown another's.
+        assert [row[place] for row in sent["data"]] == [[(name, (64, 48))], []]
+    assert logged["comet_ml"][0]["headers"] == ["step", "prompt", "completion"] == list(logged["mlflow"][0])
+
+
 # Weave -----------------------------------------------------------------------------------------------------------
 
 

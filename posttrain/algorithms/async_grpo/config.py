@@ -10,6 +10,7 @@ from posttrain.errors import ConfigError, check_choice, check_rules
 from posttrain.losses.policy import CORRECTIONS
 from posttrain.rewards.runner import transform_names
 from posttrain.training.online_config import EpisodeFields, OnlineConfig
+from posttrain.training.pictures import PictureConfig
 
 __all__ = ["AsyncGRPOConfig"]
 
@@ -34,7 +35,7 @@ MEANINGLESS = {
 
 
 @dataclass
-class AsyncGRPOConfig(EpisodeFields, OnlineConfig):
+class AsyncGRPOConfig(PictureConfig, EpisodeFields, OnlineConfig):
     """Arguments of `AsyncGRPOTrainer`: GRPO whose rollouts are written in processes of their own, while it trains.
 
     One optimiser step takes ``samples_per_step`` rollouts from a queue, in as many forward passes as their tokens need;

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from posttrain.algorithms.async_grpo.config import AsyncGRPOConfig
 from posttrain.algorithms.async_grpo.worker import RolloutJob
+from posttrain.data.processors import PictureProcessor
 from posttrain.errors import RolloutError
 from posttrain.metrics import Metric, maximum, mean, total
 from posttrain.models import parallel
@@ -73,6 +74,7 @@ class RolloutService:
         tokenizer: Of the policy.
         pad_token_id: Of the policy.
         sampling: Settings of the workers' engines.
+        reader: Reads prompts with pictures; None: prompts are text.
 
     Attributes:
         worker: Writes rollouts; None before the first step, and on processes other than the main one.
@@ -91,10 +93,11 @@ class RolloutService:
         tokenizer: Any,
         pad_token_id: int,
         sampling: Callable[[], Sampling],
+        reader: PictureProcessor | None = None,
     ) -> None:
         self.args, self.given, self.sync, self.accelerator = args, given, sync, sync.accelerator
         self.tasks, self.ledger, self.sampling = tasks, ledger, sampling
-        self.tokenizer, self.pad_token_id = tokenizer, pad_token_id
+        self.tokenizer, self.pad_token_id, self.reader = tokenizer, pad_token_id, reader
         self.worker: Any = None
         self.transfer: Any = None
         self.version = 0
@@ -247,6 +250,7 @@ class RolloutService:
             threads=shared,
             segment_s=args.worker_segment_s,
             slots=max(args.num_generations, -(-args.max_inflight_tasks // args.num_rollout_workers)),
+            reader=self.reader,
         )
 
     def _engine_spec(self) -> EngineSpec:
@@ -264,6 +268,7 @@ class RolloutService:
             trust_remote_code=self.args.trust_remote_code,
             weights=str(self.transfer.folder) if isinstance(self.transfer, SharedWeights) else "",
             factory=factory,
+            processor=None if self.reader is None else self.reader.processor,
         )
 
 

@@ -119,6 +119,7 @@ class AsyncGRPOTrainer(OnlineTrainer):
 
     config_class: ClassVar[type[AsyncGRPOConfig]] = AsyncGRPOConfig
     takes_episodes: ClassVar[bool] = True
+    takes_images: bool = True
     needs = NEEDS
     _tag_names: ClassVar[list[str]] = ["posttrain", "async-grpo"]
     _name: ClassVar[str] = "AsyncGRPO"
@@ -153,6 +154,8 @@ class AsyncGRPOTrainer(OnlineTrainer):
                 "rollout_func runs in the trainer; rollouts are written elsewhere here. Give rollout_worker."
             )
         self.given = {**sent, "rollout_worker": rollout_worker, "weight_transfer": weight_transfer}
+        # What tools and environments show comes after the prompt, and a sample has pictures in its prompt alone.
+        self.takes_images = not (kwargs.get("tools") or kwargs.get("environment_factory"))
         super().__init__(
             model, reward_funcs, args, train_dataset=train_dataset, processing_class=processing_class, **kwargs
         )
@@ -187,6 +190,7 @@ class AsyncGRPOTrainer(OnlineTrainer):
             tokenizer=self.processing_class,
             pad_token_id=self.pad_token_id,
             sampling=lambda: self.sampling("train"),
+            reader=self.vision.reader,
         )
         return AsyncRollouts(service, self.rewards, self.reward_watch, lambda rows: self.record.add_completions(rows))
 

@@ -19,7 +19,9 @@ import torch
 from torch import Tensor
 
 from posttrain.data.chat import tokenize_prompts
-from posttrain.data.formats import is_conversational
+from posttrain.data.formats import is_conversational, is_messages
+from posttrain.data.pictures import opened, picture_prompt, without_pictures
+from posttrain.data.processors import PictureProcessor
 from posttrain.errors import RolloutError
 from posttrain.losses.advantages import MOST, centred, group_advantages, weighted_total
 from posttrain.rewards.runner import RewardRunner, RewardTable
@@ -38,7 +40,7 @@ from posttrain.rollouts.workers.samples import GroupTask, RolloutSample, Traject
 from posttrain.rollouts.workers.shared_weights import remove_weights
 from posttrain.rollouts.workers.worker import Link
 from posttrain.training.scoring import reward_runner, score_rollouts
-from posttrain.types import Request, Rollout, Sampling
+from posttrain.types import Prompt, Request, Rollout, Sampling
 
 __all__ = ["GroupGenerator", "RolloutGroup", "RolloutJob", "RolloutWorkerLoop", "population_advantages", "score_group"]
 
@@ -68,6 +70,7 @@ class RolloutJob:
         threads: Of torch; None: all.
         segment_s: Seconds after which a call to the engine is interrupted, so that what is finished is handed over.
         slots: Rollouts of one call, at most.
+        reader: Reads prompts with pictures; None: prompts are text.
     """
 
     engine: EngineSpec
@@ -81,6 +84,7 @@ class RolloutJob:
     threads: int | None = None
     segment_s: float = 30.0
     slots: int = 256
+    reader: PictureProcessor | None = None
 
     def run(self, link: Link) -> None:
         """Make the engine and the reward functions, then serve."""
@@ -128,6 +132,7 @@ class GroupGenerator:
         tokenizer: With its chat template.
         sampling: The seed is each group's own.
         context: Most tokens the model can read.
+        reader: See `RolloutJob`.
     """
 
     def __init__(
@@ -137,8 +142,9 @@ class GroupGenerator:
         tokenizer: Any,
         sampling: Sampling,
         context: int | None = None,
+        reader: PictureProcessor | None = None,
     ) -> None:
-        self.driver, self.generator, self.tokenizer = driver, generator, tokenizer
+        self.driver, self.generator, self.tokenizer, self.reader = driver, generator, tokenizer, reader
         self.base, self.context = sampling, context
         driver.use_tokenizer(tokenizer)
         # Whether groups need more than one call to the engine.
@@ -151,7 +157,10 @@ class GroupGenerator:
             RolloutError: It leaves no room for an answer.
         """
         kwargs = self.driver.setup.template_kwargs
-        (ids,) = tokenize_prompts([task.row], self.tokenizer, chat_template_kwargs=kwargs)
+        if self.reader is None:
+            (ids,) = tokenize_prompts([task.row], self.tokenizer, chat_template_kwargs=kwargs)
+        else:
+            ids = picture_prompt(self.reader, task.row, kwargs)
         return ids, replace(self.base, max_new_tokens=self._room(ids), seed=task.seed)
 
     def _room(self, ids: list[int]) -> int:
@@ -168,7 +177,8 @@ class GroupGenerator:
         """Completions of one prompt, decoded."""
         chat = is_conversational({"prompt": task.row["prompt"]})
         completions = completions_for_rewards(self.tokenizer, rollouts, conversational=chat)
-        return RolloutGroup(task, version, RolloutBatch([task.row] * len(rollouts), rollouts, completions))
+        (row,) = [task.row] if self.reader is None else opened([task.row])
+        return RolloutGroup(task, version, RolloutBatch([row] * len(rollouts), rollouts, completions))
 
     def groups(self, tasks: Sequence[GroupTask], version: int) -> list[RolloutGroup]:
         """All completions of some prompts, from the reset of their environments to their last turn."""
@@ -207,7 +217,8 @@ class GroupGenerator:
             ids, sampling = self.prompt(task)
         except RolloutError as error:
             return RolloutGroup(task, version, RolloutBatch([], [], []), [_text(error)] * task.size)
-        return self.single_turn(task, version, self.generator.finish([Request(ids, task.size)], sampling))
+        request = Request(ids, task.size, pictures=Prompt.pictures_of(ids))
+        return self.single_turn(task, version, self.generator.finish([request], sampling))
 
     def _episodes(
         self, rows: list[dict[str, Any]], environments: list[Any] | None, errors: dict[int, str]
@@ -242,7 +253,7 @@ class GroupGenerator:
 
 
 def _call_metrics(episode: Episode) -> dict[str, float]:
-    found = {"tools/call_frequency": float(episode.calls)}
+    found = {"tools/call_frequency": float(episode.calls), "tools/escaped_control_tokens": float(episode.escaped)}
     return found | ({"tools/failure_frequency": episode.failures / episode.calls} if episode.calls else {})
 
 
@@ -336,8 +347,10 @@ def _sample(group: RolloutGroup, index: int, advantage: float, metrics: dict[str
     mask = rollout.tool_mask or [1] * count
     logp = rollout.logp if len(rollout.logp) == count else [math.nan] * count
     versions = [version for version, _ in rollout.spans or [(rollout.version, count)]]
+    prompt = group.batch.examples[index]["prompt"]
     return RolloutSample(
-        prompt=group.batch.examples[index]["prompt"],
+        # Opened images stay with the reward functions.
+        prompt=without_pictures(prompt) if is_messages(prompt) else prompt,
         completion=group.batch.completions[index],
         input_ids=[*rollout.prompt_ids, *rollout.token_ids],
         completion_mask=[*[0] * before, *mask],
@@ -347,6 +360,7 @@ def _sample(group: RolloutGroup, index: int, advantage: float, metrics: dict[str
         group_id=group.task.group_id,
         metrics=metrics,
         spans=list(rollout.spans or [(rollout.version, sum(mask))]),
+        pictures=rollout.pictures,
     )
 
 
@@ -373,7 +387,7 @@ class RolloutWorkerLoop:
         self.job, self.link, self.handle = job, link, handle
         driver = EpisodeDriver(job.episodes)
         generator = ResumableGenerator(handle.engine, self.refresh)
-        self.generator = GroupGenerator(driver, generator, job.tokenizer, job.sampling, job.context)
+        self.generator = GroupGenerator(driver, generator, job.tokenizer, job.sampling, job.context, job.reader)
         self.rewards = reward_runner(RewardRunner, job.rewards, driver.pool)
         self.rewards.start("cpu")
         self.parallel = job.engine.kind == "server"
@@ -440,7 +454,8 @@ class RolloutWorkerLoop:
             except Exception as error:
                 self._send(GroupResult(task.group_id, errors=[_text(error)] * task.size))
                 continue
-            completions = begin_completions([Request(prompt_ids, task.size, sampling)], sampling)
+            request = Request(prompt_ids, task.size, sampling, Prompt.pictures_of(prompt_ids))
+            completions = begin_completions([request], sampling)
             self.active.append(_Open(task, self.handle.version, completions))
 
     def _generate_chunk(self) -> None:

@@ -54,6 +54,7 @@ class Episode:
         spans: Runs of (version, tokens) of what the model wrote.
         shown: Pictures that tools answered with, placed in ``token_ids``.
         masked: Whether nothing of it is trained, because an answer's pictures could not be placed.
+        escaped: Special tokens that tools spelled, and that stayed text.
         calls: Tool calls so far.
         failures: Those that ended in an error.
     """
@@ -71,6 +72,7 @@ class Episode:
     spans: list[tuple[int, int]] = field(default_factory=list)
     shown: list[Placed] = field(default_factory=list)
     masked: bool = False
+    escaped: int = 0
     calls: int = 0
     failures: int = 0
     waiting: list[dict[str, Any]] = field(default_factory=list)
@@ -196,8 +198,11 @@ class ToolLoop:
 
     def _suffix(self, episode: Episode, messages: list[dict[str, Any]]) -> Prompt | None:
         """Tokens of the results; None, and the episode is masked, where their pictures cannot be placed."""
+        before = self.suffix.text.escaped
         try:
-            return self.suffix(messages)
+            found = self.suffix(messages)
+            episode.escaped += self.suffix.text.escaped - before
+            return found
         except DataError as error:
             if not any(isinstance(message["content"], list) for message in messages):
                 raise

@@ -73,6 +73,9 @@ class PlainText:
     Args:
         tokenizer: Whose special tokens are meant.
         read: Text to ids; None: the tokenizer, without special tokens of its own.
+
+    Attributes:
+        escaped: Special tokens that were hidden so far.
     """
 
     def __init__(self, tokenizer: Any, read: Callable[[str], list[int]] | None = None) -> None:
@@ -83,12 +86,15 @@ class PlainText:
         self.pattern = re.compile("|".join(map(re.escape, self.special))) if self.special else None
         self.word = f"zq{secrets.token_hex(8)}n{{}}zq"
         self.hidden = re.compile(self.word.format(r"(\d+)"))
+        self.escaped = 0
 
     def hide(self, text: str, drop: bool = False) -> str:
         """Special tokens as words that no template and no tokenizer takes for anything else."""
         if self.pattern is None:
             return text
-        return self.pattern.sub(lambda m: "" if drop else self.word.format(self.special.index(m[0])), text)
+        found, count = self.pattern.subn(lambda m: "" if drop else self.word.format(self.special.index(m[0])), text)
+        self.escaped += count
+        return found
 
     def ids(self, text: str) -> list[int]:
         """Token ids of a text; what was hidden in it is spelled without being a token of the added vocabulary."""

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from posttrain.errors import ConfigError, RolloutError, RolloutInterrupted, check_choice
+from posttrain.models.vision import install_pictures
 from posttrain.rollouts.base import RolloutEngine, create_engine, require_engine
 from posttrain.rollouts.workers.shared_weights import copy_into, read_weights
 from posttrain.types import FinishReason, Request, Rollout, Sampling
@@ -35,6 +36,7 @@ class EngineSpec:
         kind: ``native`` or ``hf``: the worker holds a copy of the model; ``server``: it asks rollout servers, which get their
             weights from the trainer; ``custom``: ``factory`` makes it, and `load_weights` gives it what the trainer shares.
         config: Of the model, for copies.
+        processor: Of a model that sees pictures; None: it reads text alone.
         dtype: Of the copy, as ``torch`` calls it.
         pad_token_id: Of the tokenizer.
         trust_remote_code: For models whose code is in their repository.
@@ -49,6 +51,7 @@ class EngineSpec:
     trust_remote_code: bool = False
     weights: str = ""
     factory: Callable[[], RolloutEngine] | None = None
+    processor: Any = None
 
     def __post_init__(self) -> None:
         check_choice("worker_engine", self.kind, WORKER_ENGINES)
@@ -74,11 +77,14 @@ class WorkerEngine:
         if spec.factory is not None:
             self.engine: Any = require_engine(spec.factory(), "engine_factory")
             return
-        from transformers import AutoModelForCausalLM
+        from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-        self.model = AutoModelForCausalLM.from_config(
+        kind = AutoModelForCausalLM if spec.processor is None else AutoModelForImageTextToText
+        self.model = kind.from_config(
             spec.config, dtype=getattr(torch, spec.dtype), trust_remote_code=spec.trust_remote_code
         ).eval()
+        if spec.processor is not None:
+            install_pictures(self.model, spec.processor)
         self.engine = create_engine(spec.kind, self.model, pad_token_id=spec.pad_token_id)
 
     def refresh(self, wanted: int, holders: Any = None) -> bool:
@@ -116,6 +122,7 @@ class PartialCompletion:
 
     Attributes:
         prompt_ids: What it continues.
+        pictures: In it.
         sampling: Of the whole completion.
         index: Among the completions of its call.
         token_ids: So far.
@@ -134,6 +141,7 @@ class PartialCompletion:
     spans: list[tuple[int, int]] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     processed: bool = False
+    pictures: Sequence[Any] = ()
 
     def request(self) -> Request:
         """What is still to be written."""
@@ -145,7 +153,7 @@ class PartialCompletion:
             min_new_tokens=max(0, own.min_new_tokens - written),
             seed=seed,
         )
-        return Request(self.prompt_ids + self.token_ids, 1, left)
+        return Request(self.prompt_ids + self.token_ids, 1, left, self.pictures)
 
     def add(self, rollout: Rollout) -> None:
         """What one call to the engine added."""
@@ -175,14 +183,17 @@ class PartialCompletion:
         oldest = min((version for version, _ in self.spans), default=0)
         drawn = self.processed_logp if self.processed else None
         spans = self.spans if len(self.spans) > 1 else None
-        more = {"processed_logp": drawn, "spans": spans}
+        more = {"processed_logp": drawn, "spans": spans, "pictures": self.pictures}
         return Rollout(self.prompt_ids, self.token_ids, self.logp, self.finish_reason, oldest, **more)
 
 
 def begin_completions(requests: Sequence[Request], sampling: Sampling) -> list[PartialCompletion]:
     """Every completion of some requests, nothing written yet."""
     everyone = [request for request in requests for _ in range(request.n)]
-    return [PartialCompletion(list(r.prompt_ids), r.sampling or sampling, index) for index, r in enumerate(everyone)]
+    return [
+        PartialCompletion(list(r.prompt_ids), r.sampling or sampling, index, pictures=r.pictures)
+        for index, r in enumerate(everyone)
+    ]
 
 
 class ResumableGenerator:
@@ -207,7 +218,8 @@ class ResumableGenerator:
             if fresh:
                 own = chosen[0].sampling
                 # The call's own sampling numbers its draws over all requests; equal ones of requests would repeat them.
-                requests.append(Request(chosen[0].prompt_ids, len(chosen), None if own is common else own))
+                sampling = None if own is common else own
+                requests.append(Request(chosen[0].prompt_ids, len(chosen), sampling, chosen[0].pictures))
             else:
                 requests += [completion.request() for completion in chosen]
         try:
@@ -229,8 +241,8 @@ class ResumableGenerator:
         return [completion.rollout() for completion in everything]
 
 
-def _shared(completion: PartialCompletion) -> tuple[bool, tuple[int, ...] | int]:
+def _shared(completion: PartialCompletion) -> tuple[bool, tuple[Any, ...] | int]:
     """Completions with nothing written share their prompt's request; begun ones stand alone."""
     if completion.token_ids:
         return False, id(completion)
-    return True, (id(completion.sampling), *completion.prompt_ids)
+    return True, (id(completion.sampling), *completion.pictures, *completion.prompt_ids)

@@ -7,7 +7,7 @@ import math
 import queue
 import threading
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -46,6 +46,7 @@ class RolloutSample:
         group_id: Completions of one prompt share it.
         metrics: Numbers to log: rewards by name, tool calls, seconds.
         spans: Runs of (weights version, tokens) of what the model wrote.
+        pictures: Of the context, as `Prompt.pictures`: encoded bytes or paths, never pixels.
     """
 
     prompt: Any
@@ -58,6 +59,7 @@ class RolloutSample:
     group_id: int
     metrics: dict[str, float] = field(default_factory=dict)
     spans: list[tuple[int, int]] = field(default_factory=list)
+    pictures: Sequence[Any] = ()
 
     def __len__(self) -> int:
         return len(self.input_ids)
@@ -72,7 +74,15 @@ class RolloutSample:
         start = self.start
         mask = self.completion_mask[start:]
         logp, tools = self.old_log_probs[start:], None if all(mask) else mask
-        return Rollout(self.input_ids[:start], self.input_ids[start:], logp, "stop", self.model_version, tools)
+        return Rollout(
+            self.input_ids[:start],
+            self.input_ids[start:],
+            logp,
+            "stop",
+            self.model_version,
+            tools,
+            pictures=self.pictures,
+        )
 
     def check(self) -> None:
         """Refuse a row that would train the wrong thing.
