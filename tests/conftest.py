@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -13,6 +14,18 @@ import torch
 if not torch.cuda.is_available():
     # Triton decides when it is first imported, by whichever library, whether kernels are interpreted.
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+def pytest_collection_finish() -> None:
+    """Half a million objects of imported libraries are looked at by each full collection, of which trainers ask for some."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_sessionfinish() -> None:
+    """Libraries look for leaks as the interpreter ends."""
+    gc.unfreeze()
+
 
 CHAT_TEMPLATE = (
     "{%- for message in messages %}"

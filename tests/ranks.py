@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import faulthandler
 import functools
+import gc
 import json
 import os
 import runpy
@@ -126,6 +127,7 @@ def _serve() -> None:
 
     for name in ("SFTTrainer", "DPOTrainer", "GRPOTrainer", "PPOTrainer", "KTOTrainer", "RewardTrainer"):
         getattr(posttrain, name)
+    gc.freeze()
     for line in sys.stdin:
         pid = os.fork()
         if pid == 0:
