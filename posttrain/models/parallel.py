@@ -29,6 +29,7 @@ __all__ = [
     "flattens_parameters",
     "gather_objects",
     "gathered",
+    "gathers_in_forward",
     "in_step",
     "is_deepspeed",
     "is_prepared_late",
@@ -37,6 +38,7 @@ __all__ = [
     "refuse_lost_sharding",
     "run_and_share",
     "scatter_objects",
+    "shard_present_layers",
     "shards_parameters",
     "summoned",
     "whole_parameters",
@@ -45,6 +47,7 @@ __all__ = [
 ]
 
 T = TypeVar("T")
+SHARDING = ("torch.distributed.fsdp", "deepspeed.")  # Where the hooks come from that gather parameters and free them.
 
 
 def all_gather_objects(items: list[Any], accelerator: Accelerator) -> list[Any]:
@@ -140,6 +143,18 @@ def refuse_lost_sharding(accelerator: Accelerator, args: Any) -> None:
         )
 
 
+def shard_present_layers(accelerator: Accelerator, model: torch.nn.Module) -> None:
+    """FSDP's units are, by default, layers of all classes that a family may hold: accelerate ends at one that is not there.
+
+    LLaVA lists the text half of CLIP, of which it takes the tower alone.
+    """
+    plugin = getattr(accelerator.state, "fsdp_plugin", None)
+    if plugin is not None and plugin.transformer_cls_names_to_wrap is None:
+        present = {type(module).__name__ for module in model.modules()}
+        named = getattr(model, "_no_split_modules", None) or ()
+        plugin.transformer_cls_names_to_wrap = [name for name in named if name in present]
+
+
 def is_prepared_late(accelerator: Accelerator) -> bool:
     """Whether a model only runs once training has prepared it, and gradients are no longer at the parameters.
 
@@ -230,18 +245,47 @@ def no_sync(model: Any, last: bool) -> Iterator[None]:
 
 @contextmanager
 def whole_parameters(model: torch.nn.Module, accelerator: Accelerator) -> Iterator[torch.nn.Module]:
-    """The bare model with all its parameters present, for in-process generation."""
+    """The bare model with all its parameters present, for in-process generation: a forward in it is no collective."""
     name = str(accelerator.distributed_type)
     bare = accelerator.unwrap_model(model, keep_torch_compile=False)
     if "DEEPSPEED" in name and shards_parameters(accelerator):
         deepspeed = require("deepspeed", "ZeRO")
-        with deepspeed.zero.GatheredParameters(list(bare.parameters())):
+        with deepspeed.zero.GatheredParameters(list(bare.parameters())), _without_sharding(bare):
             yield bare
     elif "FSDP" in name:
-        with _summon_fsdp(model, bare) as whole:
+        with _summon_fsdp(model, bare) as whole, _without_sharding(bare):
             yield whole
     else:
         yield bare
+
+
+@contextmanager
+def _without_sharding(model: torch.nn.Module) -> Iterator[None]:
+    """No module gathers or frees its parameters in its forward: ranks run different numbers of forwards meanwhile."""
+    held: list[tuple[Any, list[Any], dict[Any, Any]]] = []
+    for module in model.modules():
+        for hooks in (module._forward_pre_hooks, module._forward_hooks):
+            held.append((hooks, list(hooks), {key: hook for key, hook in hooks.items() if _shards(hook)}))
+    for hooks, _, taken in held:
+        for key in taken:
+            del hooks[key]
+    try:
+        yield
+    finally:
+        for hooks, order, taken in held:
+            hooks.update(taken)
+            for key in order:
+                if key in hooks:
+                    hooks.move_to_end(key)
+
+
+def gathers_in_forward(modules: Iterable[torch.nn.Module]) -> bool:
+    """Whether a forward of any of these modules is a collective by itself; not inside `whole_parameters`."""
+    return any(_shards(hook) for module in modules for hook in module._forward_pre_hooks.values())
+
+
+def _shards(hook: Any) -> bool:
+    return str(getattr(hook, "__module__", "")).startswith(SHARDING)
 
 
 @contextmanager

@@ -130,6 +130,7 @@ class PostTrainer(transformers.Trainer):
 
     def _begin(self) -> None:
         parallel.refuse_lost_sharding(self.accelerator, self.args)
+        parallel.shard_present_layers(self.accelerator, self.model)
         if hasattr(self.model, "add_model_tags"):
             self.model.add_model_tags(self._tag_names)
         self.layout = self._choose_layout()
