@@ -16,7 +16,7 @@ SAMPLED = "grpo native/plain"
 @pytest.fixture(scope="module")
 def both(tmp_path_factory):
     folder = tmp_path_factory.mktemp("matrix")
-    cells = {"FSDP2": [*CELLS, SAMPLED, RESUME], "FSDP2-4": [RESUME], "one": CELLS, "DDP": [SAMPLED]}
+    cells = {"FSDP2": [*CELLS, SAMPLED, RESUME], "FSDP2-4": [RESUME], "one": [*CELLS, RESUME], "DDP": [SAMPLED]}
     return {way: run(way, of_way, folder / way) for way, of_way in cells.items()}, folder
 
 
@@ -34,9 +34,10 @@ def test_fsdp2_on_two_ranks_is_one_process(both, cell):
 
 
 @pytest.mark.distributed
-def test_four_ranks_go_on_from_a_checkpoint_of_two(both):
+@pytest.mark.parametrize("way", ["FSDP2-4", "one"])
+def test_four_ranks_and_one_process_go_on_from_a_checkpoint_of_two(both, way):
     found, folder = both
-    apart = compared(found, folder, "FSDP2-4", RESUME)
+    apart = compared(found, folder, way, RESUME)
     assert isinstance(apart, dict), apart
     assert max(apart.values()) < TOLERANCE, apart
 

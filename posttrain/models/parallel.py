@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import pickle
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from accelerate.state import GradientState
 
-from posttrain.errors import ConfigError, PosttrainError
+from posttrain.errors import CheckpointError, ConfigError, PosttrainError
 from posttrain.integrations import require
 
 if TYPE_CHECKING:
@@ -35,8 +36,11 @@ __all__ = [
     "is_prepared_late",
     "main_process_first",
     "no_sync",
+    "reading_fsdp",
     "refuse_lost_sharding",
+    "refuse_other_optimizer",
     "run_and_share",
+    "saved_whole",
     "scatter_objects",
     "shard_present_layers",
     "shards_parameters",
@@ -304,6 +308,64 @@ def _summon_fsdp(model: Any, bare: torch.nn.Module) -> Iterator[torch.nn.Module]
     finally:
         for module in modules:
             module.reshard()
+
+
+def refuse_other_optimizer(folder: Path, accelerator: Any) -> None:
+    """Refuse a checkpoint whose optimizer this run cannot read: transformers would begin with a new one, or end in its depths.
+
+    FSDP's is read by any number of processes with FSDP and by one without, DeepSpeed's by as many as wrote it.
+    """
+    kinds = {"DEEPSPEED": "global_step*", "FSDP": "pytorch_model_fsdp*", "": "optimizer.pt"}
+    wrote = next((kind for kind, files in kinds.items() if any(folder.glob(files))), None)
+    runs = next(kind for kind in kinds if kind in str(accelerator.distributed_type))
+    before, now = len(list(folder.glob("rng_state*.pth"))), accelerator.num_processes
+    fits = wrote == runs and (runs != "DEEPSPEED" or before == now)
+    if wrote is None or fits or (wrote == "FSDP" and now == 1):
+        return
+    said = [f"{count} process{'es' if count > 1 else ''}" for count in (before, now)]
+    fix = f"resume on {said[0]} {f'with {wrote}' if wrote else 'without FSDP and DeepSpeed'}"
+    raise CheckpointError(
+        f"the optimizer of {str(folder)!r} was written by {said[0]} {f'with {wrote}' if wrote else 'that held it whole'}, and "
+        f"this run is {said[1]} {f'with {runs}' if runs else 'without FSDP and DeepSpeed'}: it would go on with a new one. "
+        f"Fix: {fix}, or give the folder as the model of a new run."
+    )
+
+
+@contextmanager
+def reading_fsdp(trainer: Any, folder: str | None) -> Iterator[None]:
+    """A checkpoint of FSDP is read as it was written, whole or in shards, by a process without FSDP too."""
+    found = sorted(Path(folder).glob("pytorch_model_fsdp*")) if folder is not None else []
+    if not found:
+        yield
+        return
+    from accelerate import FullyShardedDataParallelPlugin
+
+    state, shards = trainer.accelerator.state, trainer.is_fsdp_enabled
+    plugin = getattr(state, "fsdp_plugin", None)
+    reader = copy.copy(plugin) if shards else FullyShardedDataParallelPlugin(fsdp_version=2)
+    reader.state_dict_config = reader.optim_state_dict_config = None
+    reader.set_state_dict_type("SHARDED_STATE_DICT" if found[0].is_dir() else "FULL_STATE_DICT")
+    if not shards:
+        reader.state_dict_config.rank0_only = False  # Nobody waits for what it read.
+    trainer.is_fsdp_enabled, state.fsdp_plugin = True, reader
+    try:
+        yield
+    finally:
+        trainer.is_fsdp_enabled, state.fsdp_plugin = shards, plugin
+
+
+@contextmanager
+def saved_whole(accelerator: Accelerator, wanted: bool) -> Iterator[None]:
+    """What FSDP saves is the whole model, where it is wanted: of a run with sharded checkpoints transformers saves nothing."""
+    plugin = getattr(accelerator.state, "fsdp_plugin", None)
+    if plugin is None or not wanted:
+        yield
+        return
+    kind, plugin.state_dict_type = plugin.state_dict_type, "FULL_STATE_DICT"
+    try:
+        yield
+    finally:
+        plugin.state_dict_type = kind
 
 
 @contextmanager
