@@ -18,13 +18,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils.data import SequentialSampler
 
 from tests.ranks import leave, part, run_ranks
 
 STEPS, TOLERANCE = 3, 1e-5
+WATCHDOG = 60  # Seconds that a cell may take, and the start of the processes.
 SERVER = "POSTTRAIN_TEST_SERVER"
 BEGIN, END = "<!-- ranks -->", "<!-- end of ranks -->"
 KINDS = ("sft", "sft moe", "reward", "dpo", "kto", "grpo", "grpo native", "grpo server", "ppo", "gkd")
+# With pictures that the second rank has none of.
+PICTURED = tuple(f"{method} {family}" for method in ("sft", "dpo", "grpo") for family in ("qwen2_vl", "llava"))
 FSDP2 = {"version": 2, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "state_dict_type": "FULL_STATE_DICT"}
 # Way: processes, arguments of the config.
 WAYS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -34,6 +38,8 @@ WAYS: dict[str, tuple[int, dict[str, Any]]] = {
     "FSDP2-4": (4, {"fsdp": True, "fsdp_config": FSDP2}),
     # Two copies of the model, each in two shards.
     "FSDP2-2x2": (4, {"fsdp": True, "fsdp_config": FSDP2, "hybrid": True}),
+    # Checkpoints in shards, of torch.distributed.checkpoint.
+    "FSDP2-sharded": (2, {"fsdp": True, "fsdp_config": FSDP2 | {"state_dict_type": "SHARDED_STATE_DICT"}}),
     "ZeRO-2": (2, {"zero": 2}),
     "ZeRO-3": (2, {"zero": 3}),
 }
@@ -43,13 +49,16 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "lora": {"lora": True},
     "passes": {"max_row_tokens": 40},
     "checkpointing": {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}},
+    "frozen": {"freeze_vision": True},
 }
 
 
 def zero(stage: int) -> dict[str, Any]:
     """A DeepSpeed config that leaves everything else to the trainer."""
     return {
-        "zero_optimization": {"stage": stage, "stage3_gather_16bit_weights_on_model_save": True},
+        "zero_optimization": {"stage": stage, "stage3_gather_16bit_weights_on_model_save": True}
+        # Else every parameter of a tiny model is too small to be sharded.
+        | {"stage3_param_persistence_threshold": 0},
         "train_micro_batch_size_per_gpu": "auto",
         "gradient_accumulation_steps": "auto",
         "gradient_clipping": "auto",
@@ -70,6 +79,8 @@ def trainer_of(kind: str, folder: Path, tokenizer: Any, **settings: Any) -> Any:
 
         own = {"cls": GKDTrainer, "config": GKDConfig, "lmbda": 0.0, "max_new_tokens": 8}
         return make(folder, tokenizer, data=answers(24), eval_dataset=answers(5), **adapter(lora), **own, **common)
+    if kind in PICTURED:
+        return pictured(*kind.split(), folder, common | adapter(lora))
     name = kind.split()[0]
     if name in ("reward", "dpo", "kto", "ppo"):
         common.pop("shuffle_dataset")
@@ -103,6 +114,44 @@ def grpo_of(kind: str, folder: Path, tokenizer: Any, settings: dict[str, Any]) -
     return grpo(folder, tokenizer, data=prompts(24), eval_dataset=prompts(3), **engine, **(own | settings))
 
 
+def pictured(method: str, family: str, folder: Path, settings: dict[str, Any]) -> Any:
+    """A trainer of a tiny vision-language model; what GRPO trains on is of the native engine."""
+    import posttrain as pt
+    from tests.algorithms.helpers import SHORT, count_a
+    from tests.vision_families import build
+
+    model, processor = build(family)
+    with torch.no_grad():
+        for parameter in model.parameters():  # As large as they are made, rounding grows tenfold in a step.
+            parameter.mul_(0.5 if parameter.dim() > 1 else 1.0)
+    keys = {"model": model, "processing_class": processor, "peft_config": settings.pop("peft_config", None)}
+    keys |= {"train_dataset": half_pictured(method, 24), "eval_dataset": half_pictured(method, 5)}
+    if method == "grpo":
+        own = {"num_generations": 2, "beta": 0.05, "max_completion_length": 8, "preflight": "off"}
+        return pt.GRPOTrainer(reward_funcs=count_a, args=pt.GRPOConfig(str(folder), **(SHORT | own | settings)), **keys)
+    settings.pop("shuffle_dataset")
+    config, kind = (pt.SFTConfig, pt.SFTTrainer) if method == "sft" else (pt.DPOConfig, pt.DPOTrainer)
+    trainer = kind(args=config(str(folder), **(SHORT | {"max_length": None} | settings)), **keys)
+    trainer._get_train_sampler = lambda dataset=None: SequentialSampler(trainer.train_dataset)
+    return trainer
+
+
+def half_pictured(method: str, count: int) -> Any:
+    """Rows of which two with a picture and two without follow each other, as batches of two are dealt to two ranks."""
+    import datasets
+
+    from tests.algorithms.test_vision_trainers import assistant, png, user
+    from tests.vision_families import noise
+
+    columns = {"sft": ("completion",), "dpo": ("chosen", "rejected"), "grpo": ()}[method]
+    rows = []
+    for i in range(count):
+        held = [png(noise(84, 56, i))] if i // 2 % 2 == 0 else []
+        answers = {name: assistant(f"{name[0]}{i} is it{' indeed' * (i % 3)}") for name in columns}
+        rows.append({"prompt": user(f"which {i}?", len(held)), "images": held} | answers)
+    return datasets.Dataset.from_list(rows).cast_column("images", datasets.List(datasets.Image()))
+
+
 def allow_fsdp_on_cpu() -> None:
     """Let accelerate shard on a CPU, where it makes DDP of FSDP without a word."""
     from accelerate.state import AcceleratorState, PartialState
@@ -121,6 +170,8 @@ def allow_fsdp_on_cpu() -> None:
 
 def work(way: str, folder: Path, cells: list[str]) -> None:
     """What each process runs; the first one leaves what every cell found, as soon as it is known."""
+    from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
     from tests.conftest import build_tokenizer
 
     processes, given = WAYS[way]
@@ -157,6 +208,7 @@ def work(way: str, folder: Path, cells: list[str]) -> None:
         if trainer.accelerator.is_main_process:
             leave(found)
         del trainer
+        unset_hf_deepspeed_config()  # One of ZeRO-3 that is still there shards parts of the next model as they are made.
 
 
 def resumed(way: str, folder: Path, origin: str, tokenizer: Any, given: dict[str, Any]) -> Any:
@@ -202,19 +254,26 @@ def server(folder: Path, wanted: bool) -> Iterator[None]:
 
 
 def saved(folder: Path) -> dict[str, Any]:
-    """Tensors of a saved folder."""
+    """Tensors of a saved folder; of a model with a tower as they are loaded, since not every way writes the hub's names."""
     from safetensors.torch import load_file
 
+    if (folder / "preprocessor_config.json").exists() or (folder / "processor_config.json").exists():
+        from transformers import AutoModelForImageTextToText as Auto
+
+        model, told = Auto.from_pretrained(folder, output_loading_info=True)
+        assert not any(told[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")), told
+        return model.state_dict()
     return {k: v for file in sorted(folder.glob("*.safetensors")) for k, v in load_file(file).items()}
 
 
 def far(one: dict[str, Any], other: dict[str, Any], one_folder: Path, other_folder: Path) -> dict[str, float]:
     """The largest difference of each figure, absolute below 1 and relative above."""
     a, b = saved(one_folder), saved(other_folder)
-    for name in b.keys() - a.keys():  # DeepSpeed saves a tied head too.
-        assert torch.equal(b[name], b["model.embed_tokens.weight"]), name
-    assert a and a.keys() <= b.keys(), sorted(a.keys() - b.keys())[:4]
-    apart = {"weights": max(float((a[k].float() - b[k].float()).abs().max()) for k in a)}
+    for more, less in ((a, b), (b, a)):
+        for name in more.keys() - less.keys():  # Sharded ways save a tied head too.
+            assert torch.equal(more[name], more["model.embed_tokens.weight"]), name
+    shared = a.keys() & b.keys()
+    apart = {"weights": max(float((a[k].float() - b[k].float()).abs().max()) for k in shared)}
     for name in ("loss", "norm", "eval"):
         pairs = zip(*(x[name] if isinstance(x[name], list) else [x[name]] for x in (one, other)), strict=True)
         apart[name] = max(abs(p - q) / max(1.0, abs(p)) for p, q in pairs)
@@ -231,7 +290,10 @@ def run(way: str, cells: list[str], folder: Path, python: str | None = None) -> 
         try:
             arguments = ("--worker", way, folder, ",".join(rest))
             with server(folder, any(cell.startswith("grpo server/") for cell in rest)):
-                run_ranks("tests.matrix", *arguments, processes=WAYS[way][0], folder=folder, timeout=420, python=python)
+                limit = WATCHDOG * (1 + len(rest))
+                run_ranks(
+                    "tests.matrix", *arguments, processes=WAYS[way][0], folder=folder, timeout=limit, python=python
+                )
         except (AssertionError, subprocess.TimeoutExpired) as error:
             failure = str(error)
         if (folder / "result.json").exists():
@@ -247,7 +309,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--worker", nargs=3, metavar=("WAY", "FOLDER", "CELLS"))
     parser.add_argument("--ways", default="DDP,FSDP2")
-    parser.add_argument("--kinds", default=",".join(KINDS))
+    parser.add_argument("--kinds", default=",".join(KINDS + PICTURED))
     parser.add_argument("--variants", default=",".join(VARIANTS))
     parser.add_argument("--page", type=Path, help="page whose table is written")
     parser.add_argument("--keep", type=Path, help="folder to keep results in; None takes a temporary one")
@@ -259,11 +321,13 @@ def main() -> None:
         part()
         return
     cells = [f"{kind}/{variant}" for variant in args.variants.split(",") for kind in args.kinds.split(",")]
+    cells = [cell for cell in cells if not cell.endswith("/frozen") or cell.split("/")[0] in PICTURED]
     with tempfile.TemporaryDirectory() as temporary:
         folder = args.keep or Path(temporary)
         ways = args.ways.split(",")
         found = {way: run(way, cells, folder / way, args.python if "zero" in WAYS[way][1] else None) for way in ways}
-        found["one"] = run("one", [cell for cell in cells if not cell.startswith("resume/")], folder / "one")
+        own = [cell for cell in cells if "one" in ways or not cell.startswith("resume/")]
+        found["one"] = run("one", own, folder / "one")
         results = {(way, cell): compared(found, folder, way, cell) for way in ways for cell in cells}
     for (way, cell), result in results.items():
         print(way, cell, result, flush=True)
@@ -278,8 +342,9 @@ def compared(found: dict[str, Any], folder: Path, way: str, cell: str) -> Any:
 
     The native engine draws with a seed for each rank, so what ranks sample with it is compared with what two ranks do.
     """
-    base = "DDP" if cell.startswith(("grpo native/", "grpo server/")) else "one"
-    if cell.startswith("resume/"):  # Beside the way that wrote the checkpoint: transformers lets no other kind read it.
+    sampled = ("grpo native/", "grpo server/", *(f"{kind}/" for kind in PICTURED if kind.startswith("grpo")))
+    base = "DDP" if cell.startswith(sampled) else "one"
+    if cell.startswith("resume/"):  # Beside the way that wrote the checkpoint.
         base = cell.split("/")[1]
     if way == base and cell.startswith("resume/") and not isinstance(found[way][cell], str):
         whole, again = saved(folder / way / cell / "whole" / "saved"), saved(folder / way / cell / "saved")

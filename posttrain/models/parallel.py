@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import pickle
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from accelerate.state import GradientState
 
-from posttrain.errors import ConfigError, PosttrainError
+from posttrain.errors import CheckpointError, ConfigError, PosttrainError
 from posttrain.integrations import require
 
 if TYPE_CHECKING:
@@ -29,14 +30,19 @@ __all__ = [
     "flattens_parameters",
     "gather_objects",
     "gathered",
+    "gathers_in_forward",
     "in_step",
     "is_deepspeed",
     "is_prepared_late",
     "main_process_first",
     "no_sync",
+    "reading_fsdp",
     "refuse_lost_sharding",
+    "refuse_other_optimizer",
     "run_and_share",
+    "saved_whole",
     "scatter_objects",
+    "shard_present_layers",
     "shards_parameters",
     "summoned",
     "whole_parameters",
@@ -45,6 +51,7 @@ __all__ = [
 ]
 
 T = TypeVar("T")
+SHARDING = ("torch.distributed.fsdp", "deepspeed.")  # Where the hooks come from that gather parameters and free them.
 
 
 def all_gather_objects(items: list[Any], accelerator: Accelerator) -> list[Any]:
@@ -140,6 +147,18 @@ def refuse_lost_sharding(accelerator: Accelerator, args: Any) -> None:
         )
 
 
+def shard_present_layers(accelerator: Accelerator, model: torch.nn.Module) -> None:
+    """FSDP's units are, by default, layers of all classes that a family may hold: accelerate ends at one that is not there.
+
+    LLaVA lists the text half of CLIP, of which it takes the tower alone.
+    """
+    plugin = getattr(accelerator.state, "fsdp_plugin", None)
+    if plugin is not None and plugin.transformer_cls_names_to_wrap is None:
+        present = {type(module).__name__ for module in model.modules()}
+        named = getattr(model, "_no_split_modules", None) or ()
+        plugin.transformer_cls_names_to_wrap = [name for name in named if name in present]
+
+
 def is_prepared_late(accelerator: Accelerator) -> bool:
     """Whether a model only runs once training has prepared it, and gradients are no longer at the parameters.
 
@@ -230,18 +249,47 @@ def no_sync(model: Any, last: bool) -> Iterator[None]:
 
 @contextmanager
 def whole_parameters(model: torch.nn.Module, accelerator: Accelerator) -> Iterator[torch.nn.Module]:
-    """The bare model with all its parameters present, for in-process generation."""
+    """The bare model with all its parameters present, for in-process generation: a forward in it is no collective."""
     name = str(accelerator.distributed_type)
     bare = accelerator.unwrap_model(model, keep_torch_compile=False)
     if "DEEPSPEED" in name and shards_parameters(accelerator):
         deepspeed = require("deepspeed", "ZeRO")
-        with deepspeed.zero.GatheredParameters(list(bare.parameters())):
+        with deepspeed.zero.GatheredParameters(list(bare.parameters())), _without_sharding(bare):
             yield bare
     elif "FSDP" in name:
-        with _summon_fsdp(model, bare) as whole:
+        with _summon_fsdp(model, bare) as whole, _without_sharding(bare):
             yield whole
     else:
         yield bare
+
+
+@contextmanager
+def _without_sharding(model: torch.nn.Module) -> Iterator[None]:
+    """No module gathers or frees its parameters in its forward: ranks run different numbers of forwards meanwhile."""
+    held: list[tuple[Any, list[Any], dict[Any, Any]]] = []
+    for module in model.modules():
+        for hooks in (module._forward_pre_hooks, module._forward_hooks):
+            held.append((hooks, list(hooks), {key: hook for key, hook in hooks.items() if _shards(hook)}))
+    for hooks, _, taken in held:
+        for key in taken:
+            del hooks[key]
+    try:
+        yield
+    finally:
+        for hooks, order, taken in held:
+            hooks.update(taken)
+            for key in order:
+                if key in hooks:
+                    hooks.move_to_end(key)
+
+
+def gathers_in_forward(modules: Iterable[torch.nn.Module]) -> bool:
+    """Whether a forward of any of these modules is a collective by itself; not inside `whole_parameters`."""
+    return any(_shards(hook) for module in modules for hook in module._forward_pre_hooks.values())
+
+
+def _shards(hook: Any) -> bool:
+    return str(getattr(hook, "__module__", "")).startswith(SHARDING)
 
 
 @contextmanager
@@ -260,6 +308,64 @@ def _summon_fsdp(model: Any, bare: torch.nn.Module) -> Iterator[torch.nn.Module]
     finally:
         for module in modules:
             module.reshard()
+
+
+def refuse_other_optimizer(folder: Path, accelerator: Any) -> None:
+    """Refuse a checkpoint whose optimizer this run cannot read: transformers would begin with a new one, or end in its depths.
+
+    FSDP's is read by any number of processes with FSDP and by one without, DeepSpeed's by as many as wrote it.
+    """
+    kinds = {"DEEPSPEED": "global_step*", "FSDP": "pytorch_model_fsdp*", "": "optimizer.pt"}
+    wrote = next((kind for kind, files in kinds.items() if any(folder.glob(files))), None)
+    runs = next(kind for kind in kinds if kind in str(accelerator.distributed_type))
+    before, now = len(list(folder.glob("rng_state*.pth"))), accelerator.num_processes
+    fits = wrote == runs and (runs != "DEEPSPEED" or before == now)
+    if wrote is None or fits or (wrote == "FSDP" and now == 1):
+        return
+    said = [f"{count} process{'es' if count > 1 else ''}" for count in (before, now)]
+    fix = f"resume on {said[0]} {f'with {wrote}' if wrote else 'without FSDP and DeepSpeed'}"
+    raise CheckpointError(
+        f"the optimizer of {str(folder)!r} was written by {said[0]} {f'with {wrote}' if wrote else 'that held it whole'}, and "
+        f"this run is {said[1]} {f'with {runs}' if runs else 'without FSDP and DeepSpeed'}: it would go on with a new one. "
+        f"Fix: {fix}, or give the folder as the model of a new run."
+    )
+
+
+@contextmanager
+def reading_fsdp(trainer: Any, folder: str | None) -> Iterator[None]:
+    """A checkpoint of FSDP is read as it was written, whole or in shards, by a process without FSDP too."""
+    found = sorted(Path(folder).glob("pytorch_model_fsdp*")) if folder is not None else []
+    if not found:
+        yield
+        return
+    from accelerate import FullyShardedDataParallelPlugin
+
+    state, shards = trainer.accelerator.state, trainer.is_fsdp_enabled
+    plugin = getattr(state, "fsdp_plugin", None)
+    reader = copy.copy(plugin) if shards else FullyShardedDataParallelPlugin(fsdp_version=2)
+    reader.state_dict_config = reader.optim_state_dict_config = None
+    reader.set_state_dict_type("SHARDED_STATE_DICT" if found[0].is_dir() else "FULL_STATE_DICT")
+    if not shards:
+        reader.state_dict_config.rank0_only = False  # Nobody waits for what it read.
+    trainer.is_fsdp_enabled, state.fsdp_plugin = True, reader
+    try:
+        yield
+    finally:
+        trainer.is_fsdp_enabled, state.fsdp_plugin = shards, plugin
+
+
+@contextmanager
+def saved_whole(accelerator: Accelerator, wanted: bool) -> Iterator[None]:
+    """What FSDP saves is the whole model, where it is wanted: of a run with sharded checkpoints transformers saves nothing."""
+    plugin = getattr(accelerator.state, "fsdp_plugin", None)
+    if plugin is None or not wanted:
+        yield
+        return
+    kind, plugin.state_dict_type = plugin.state_dict_type, "FULL_STATE_DICT"
+    try:
+        yield
+    finally:
+        plugin.state_dict_type = kind
 
 
 @contextmanager

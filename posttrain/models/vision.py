@@ -6,7 +6,7 @@ import copy
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from posttrain.data.pictures import Picture, read_picture
 from posttrain.data.processors import PictureProcessor, Placed
 from posttrain.errors import ModelError
 from posttrain.models.heads import LANGUAGE, causal_lm, picture_encoder, unwrapped
-from posttrain.models.parallel import shards_parameters
+from posttrain.models.parallel import gathers_in_forward, shards_parameters
 from posttrain.types import Batch, Row
 
 __all__ = [
@@ -97,17 +97,22 @@ class PictureEncoder:
         """
         counts = {one.picture: one.count for one in placed}
         weights = tower_parameters(model).values()
-        # Features that are kept have no graph, so a pass that trains the tower must make its own.
+        # Features that are kept have no graph, so a pass that trains the tower must make its own. And a sharded tower is
+        # entered in every pass, since other processes may have to.
         trains = torch.is_grad_enabled() and any(weight.requires_grad for weight in weights)
-        versions = None if trains else hash(tuple(map(_state, weights)))
-        found = {picture: None if trains else self._recall((picture.digest, versions)) for picture in counts}
+        fresh = trains or gathers_in_forward(_tower(model))
+        versions = None if fresh else hash(tuple(map(_state, weights)))
+        found = {picture: None if fresh else self._recall((picture.digest, versions)) for picture in counts}
         missing = [picture for picture, features in found.items() if features is None]
         self.encoded, self.reused = self.encoded + len(missing), self.reused + len(counts) - len(missing)
         if missing:
             began = time.perf_counter()
-            for picture, features in zip(missing, self._encode(model, missing, counts), strict=True):
+            # A frozen tower has no graph, whatever else asks for gradients of its inputs: other processes have none either.
+            with torch.set_grad_enabled(trains):
+                encoded = self._encode(model, missing, counts)
+            for picture, features in zip(missing, encoded, strict=True):
                 found[picture] = features
-                if not trains:
+                if not fresh:
                     self._keep((picture.digest, versions), features)
             self.seconds += time.perf_counter() - began
         features = [found[one.picture] or [] for one in placed]
@@ -133,9 +138,13 @@ class PictureEncoder:
         """Of a pass without pictures beside processes that may have some: the tower's gradient is zero instead of missing.
 
         Processes add up gradients in the order in which they come: one that has none would stop the others, or send them
-        what belongs to another parameter. So a picture is encoded, and its features count zero times.
+        what belongs to another parameter. So a picture is encoded, and its features count zero times. A sharded tower is
+        entered without gradients too: its layers are gathered from all processes.
         """
         if not torch.is_grad_enabled() or not any(w.requires_grad for w in tower_parameters(model).values()):
+            if gathers_in_forward(_tower(model)):
+                with torch.no_grad():
+                    self._probe_sum(model)
             return {}
         zero = self._probe_sum(model) * 0
 
@@ -343,8 +352,16 @@ def _for_tower(model: Any, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def tower_parameters(model: Any) -> dict[str, nn.Parameter]:
     """Parameters of tower and projector by name: all that are not of the text model and its head."""
-    named = causal_lm(model).named_parameters()
-    return {name: one for name, one in named if not any(part in name.split(".") for part in LANGUAGE)}
+    return {name: one for name, one in causal_lm(model).named_parameters() if not _of_text(name)}
+
+
+def _tower(model: Any) -> Iterator[nn.Module]:
+    """Modules of tower and projector."""
+    return (module for name, module in causal_lm(model).named_modules() if name and not _of_text(name))
+
+
+def _of_text(name: str) -> bool:
+    return any(part in name.split(".") for part in LANGUAGE)
 
 
 def frozen_parameters(model: Any, choice: Any, *, images: bool) -> dict[str, nn.Parameter]:

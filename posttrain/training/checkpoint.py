@@ -44,7 +44,6 @@ __all__ = [
     "mark",
     "marker",
     "publish",
-    "refuse_other_optimizer",
     "resolve_resume",
     "rotate",
     "special_token_findings",
@@ -309,6 +308,8 @@ class Checkpointer:
         resume = parallel.run_and_share(
             lambda: resolve_resume(resume_from_checkpoint, self.args.output_dir), self.accelerator
         )
+        if resume:
+            parallel.refuse_other_optimizer(Path(resume), self.accelerator)
         own = (marker(Path(resume)) or {}).get("run") if resume else None
         self._run = parallel.all_gather_objects([own or self.lock.run], self.accelerator)[0]
         self.lock.run = self._run
@@ -386,15 +387,6 @@ class Checkpointer:
                 )
                 + ", or set save_total_limit, save_only_model=True, or another output_dir."
             ) from error
-
-
-def refuse_other_optimizer(folder: Path, kind: str) -> None:
-    """Refuse a checkpoint of DeepSpeed's in a run without it: transformers would begin with a new optimizer and not say so."""
-    if any(folder.glob("global_step*")) and "DEEPSPEED" not in kind:
-        raise CheckpointError(
-            f"the optimizer of {str(folder)!r} was written by DeepSpeed, and this run is {kind.rpartition('.')[2]}: it would "
-            "go on with a new one. Fix: resume with DeepSpeed, or give the folder as the model of a new run."
-        )
 
 
 def export_callbacks(callbacks: Iterable[Any], state: Any) -> None:

@@ -130,6 +130,7 @@ class PostTrainer(transformers.Trainer):
 
     def _begin(self) -> None:
         parallel.refuse_lost_sharding(self.accelerator, self.args)
+        parallel.shard_present_layers(self.accelerator, self.model)
         if hasattr(self.model, "add_model_tags"):
             self.model.add_model_tags(self._tag_names)
         self.layout = self._choose_layout()
@@ -454,7 +455,8 @@ class PostTrainer(transformers.Trainer):
             self._tokens_checked = True
             with self.checks.preflight.record_check("config", ("PT-K101", "PT-K102", "PT-K103")):
                 self.checks.report(checkpoint.special_token_findings(self.model, self.processing_class))
-        super().save_model(output_dir, _internal_call)
+        with parallel.saved_whole(self.accelerator, not _internal_call):
+            super().save_model(output_dir, _internal_call)
         self.vision.save(output_dir or self.args.output_dir)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
@@ -483,9 +485,8 @@ class PostTrainer(transformers.Trainer):
         self._own_state(output_dir).write_text(json.dumps(self.state_to_save()), encoding="utf-8")
 
     def _load_optimizer_and_scheduler(self, folder: str | None) -> None:
-        if folder is not None:
-            checkpoint.refuse_other_optimizer(Path(folder), str(self.accelerator.distributed_type))
-        super()._load_optimizer_and_scheduler(folder)
+        with parallel.reading_fsdp(self, folder):
+            super()._load_optimizer_and_scheduler(folder)
         if folder is not None and (path := self._own_state(folder)).is_file():
             self.load_saved_state(json.loads(path.read_text(encoding="utf-8")))
 
@@ -493,7 +494,8 @@ class PostTrainer(transformers.Trainer):
         return Path(folder, f"{self.accelerator.process_index}_{checkpoint.STATE_FILE}")
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        super()._load_from_checkpoint(resume_from_checkpoint, model)
+        with parallel.reading_fsdp(self, resume_from_checkpoint):
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
         load_renamed(model or self.model, resume_from_checkpoint, self.accelerator)
 
     def _load_best_model(self) -> None:

@@ -11,10 +11,12 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from posttrain.errors import CheckpointError, ConfigError
+from posttrain.models import parallel
 from posttrain.report.record import LOCK, FolderLock
 from posttrain.training import checkpoint as checkpoints
 from tests.algorithms.helpers import losses, sft, weights
@@ -346,9 +348,28 @@ def test_the_estimate_of_a_checkpoint_is_near_what_is_written(tmp_path, tiny_tok
     assert abs(written - expected) < 0.15 * expected
 
 
-def test_a_checkpoint_of_deepspeed_is_refused_without_it(tmp_path):
-    """Its optimizer would be left behind without a word."""
-    (tmp_path / "global_step2").mkdir()
-    checkpoints.refuse_other_optimizer(tmp_path, "DistributedType.DEEPSPEED")
-    with pytest.raises(CheckpointError, match=r"written by DeepSpeed, and this run is MULTI_GPU.*Fix: "):
-        checkpoints.refuse_other_optimizer(tmp_path, "DistributedType.MULTI_GPU")
+@pytest.mark.parametrize(
+    ("wrote", "runs", "processes", "fits"),
+    [
+        ("global_step2", "DEEPSPEED", 2, True), ("global_step2", "DEEPSPEED", 4, False),
+        ("global_step2", "DEEPSPEED", 1, False), ("global_step2", "NO", 1, False), ("global_step2", "MULTI_GPU", 2, False),
+        ("pytorch_model_fsdp_0", "FSDP", 4, True), ("pytorch_model_fsdp.bin", "NO", 1, True),
+        ("pytorch_model_fsdp.bin", "MULTI_CPU", 2, False), ("pytorch_model_fsdp.bin", "DEEPSPEED", 2, False),
+        ("optimizer.pt", "MULTI_CPU", 4, True), ("optimizer.pt", "FSDP", 2, False), ("optimizer.pt", "DEEPSPEED", 2, False),
+        ("model.safetensors", "FSDP", 2, True),
+    ],
+)  # fmt: skip
+def test_an_optimizer_that_cannot_be_read_is_refused_with_both_numbers_of_processes(
+    wrote, runs, processes, fits, tmp_path
+):
+    """Left to transformers it would be left behind without a word, or end in the depths of another library."""
+    for name in (wrote, "rng_state_0.pth", "rng_state_1.pth"):
+        (tmp_path / name).mkdir()
+    run = SimpleNamespace(distributed_type=f"DistributedType.{runs}", num_processes=processes)
+    if fits:
+        parallel.refuse_other_optimizer(tmp_path, run)
+        return
+    with pytest.raises(
+        CheckpointError, match=rf"written by 2 processes .*this run is {processes} process.*Fix: resume on 2"
+    ):
+        parallel.refuse_other_optimizer(tmp_path, run)
