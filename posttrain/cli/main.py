@@ -97,6 +97,20 @@ def _serve(argv: list[str]) -> int:
     return run_server(config)
 
 
+def _vllm_serve(argv: list[str]) -> int:
+    """Becomes vLLM's server, unless this vLLM is none that a trainer can push weights to."""
+    from posttrain.checks.machine import check_versions
+    from posttrain.checks.registry import describe
+    from posttrain.errors import MissingDependencyError
+    from posttrain.rollouts.vllm import run_server
+
+    for finding in check_versions({"vllm-serve": True}):
+        if finding.severity == "error":
+            raise MissingDependencyError(describe(finding))
+        logging.getLogger("posttrain").warning("%s", describe(finding))
+    return run_server(argv)
+
+
 COMMANDS: dict[str, Callable[[list[str]], int]] = {
     **{name: _lazy("cli.train:run", name) for name in TRAINING},
     "teacher-scores": _lazy("cli.teacher_scores:run"),
@@ -106,7 +120,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "report": _lazy("cli.report:run"),
     "watch": _lazy("cli.report:watch"),
     "serve": _serve,
-    "vllm-serve": _lazy("rollouts.vllm:run_server"),
+    "vllm-serve": _vllm_serve,
     "demo": _lazy("cli.demo:run"),
     "env": _env,
 }

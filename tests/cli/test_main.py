@@ -34,6 +34,14 @@ def test_env_shows_versions_and_no_secret(capsys, monkeypatch):
     assert "hf_secret_value" not in out
 
 
+@pytest.mark.parametrize("version", ["0.26.0", None])
+def test_a_vllm_that_does_not_tell_versions_of_weights_is_not_started(version, capsys, monkeypatch):
+    monkeypatch.setattr("posttrain.checks.machine.installed_version", lambda name: version)
+    assert main(["vllm-serve", "--model", "m"]) == 1
+    said = capsys.readouterr().err
+    assert "vllm>=0.27.0" in said and (version or "not installed") in said and "pip install" in said
+
+
 def test_a_config_error_is_one_line_and_exit_1(capsys):
     assert main(["sft", "--output_dir", "x"]) == 1
     err = capsys.readouterr().err

@@ -317,6 +317,13 @@ def test_a_server_of_another_machine_takes_no_weights_through_shared_memory(engi
     assert caught.value.phase == "begin"
 
 
+def test_a_server_that_tells_no_version_of_its_weights_is_said_to_take_none(made, stub):
+    stub.on_weight_info = None  # vLLM before 0.27.
+    client = VLLMClient(stub.url, connection_timeout=5)
+    made.append(client)
+    assert "0.27" in client.info()["takes_no_weights"]
+
+
 # Who is there
 
 
