@@ -178,7 +178,7 @@ class Need:
     """One package that a feature needs.
 
     Attributes:
-        package: What works, as pip reads it: ``vllm>=0.17.0``.
+        package: What works, as pip reads it: ``vllm>=0.27.0``.
         feature: What needs it, a key of `FEATURES`.
         tested: Latest version that was tried; None: none is known to be too new.
         broken: Versions that do not work, as specifiers: ``>=5.0.0,<=5.5.3``; empty: none.
@@ -214,7 +214,6 @@ FEATURES = {
     "fsdp2": "FSDP2",
     "fsdp2-ram-efficient": "FSDP2 with fsdp_cpu_ram_efficient_loading",
     "vllm": "use_vllm=True",
-    "vllm-sleep": "vllm_enable_sleep_mode=True",
     "vllm-serve": "posttrain vllm-serve",
     "paged": "use_transformers_continuous_batching=True",
     "environments": "environment_factory",
@@ -236,8 +235,7 @@ NEEDS = (
     Need("accelerate>=1.11", "context-parallel"),
     Need("accelerate>=1.7", "fsdp2"),
     Need("transformers", "fsdp2-ram-efficient", broken=">=5.4.0,<5.6", reason="weights of all ranks but the first become NaN"),
-    Need("vllm>=0.17.0", "vllm", "0.32.0"),
-    Need("vllm>=0.10.2", "vllm-sleep", reason="sleep level 2"),
+    Need("vllm>=0.27.0", "vllm", "0.32.0", reason="an engine in the trainer's own process"),
     Need("vllm>=0.27.0", "vllm-serve", "0.32.0", reason="versions of weights, by which a trainer knows what it samples from"),
     Need("transformers>=5.8", "paged", reason="continuous batching with log-probs"),
     Need("jmespath", "environments"),
@@ -331,7 +329,6 @@ def features_in_use(args: Any, *, parts: Mapping[str, Any] | None = None) -> dic
         "sequence-parallel": ranks["sp_size"] > 1,
         "context-parallel": ranks["cp_size"] > 1,
         "vllm": vllm,
-        "vllm-sleep": vllm and bool(given("vllm_enable_sleep_mode")),
         "paged": bool(given("use_transformers_continuous_batching")),
         "environments": bool((parts or {}).get("environment_factory")),
         "flash-attention-2": init.get("attn_implementation") == "flash_attention_2",

@@ -312,7 +312,9 @@ def test_answers_of_the_dataset_follow_the_same_prompt_as_samples(tmp_path, tiny
     rows[1]["chat_template_kwargs"] = {"tone": "rude"}
     data = datasets.Dataset.from_list([{"chat_template_kwargs": None} | row for row in rows])
     settings = {"lmbda": 0.5, "chat_template_kwargs": {"tone": "kind"}}
-    trainer = make(tmp_path, tiny_tokenizer, data=data, per_device_train_batch_size=2, shuffle_dataset=False, **settings)
+    trainer = make(
+        tmp_path, tiny_tokenizer, data=data, per_device_train_batch_size=2, shuffle_dataset=False, **settings
+    )
     examples = [trainer.train_dataset[i] for i in range(2)]
     sampled = [list(ids) for ids in trainer.tokenize(examples)]
     assert [example["prompt_ids"] for example in examples] == sampled

@@ -31,15 +31,15 @@ def codes(*arguments, **installed):
 def test_below_the_minimum_is_an_error_with_both_versions_and_the_command():
     (finding,) = found("vllm", vllm="0.16.3")
     assert (finding.code, finding.severity) == ("PT-V002", "error")
-    assert finding.what == "use_vllm=True needs vllm>=0.17.0; found 0.16.3."
+    assert finding.what == "use_vllm=True needs vllm>=0.27.0; found 0.16.3."
     assert finding.fix.startswith("pip install 'vllm==0.32.0'")
 
 
 def test_above_the_last_tested_version_is_a_warning_and_inside_the_range_is_silent():
     (finding,) = found("vllm", vllm="0.33.0")
     assert (finding.code, finding.severity) == ("PT-V003", "warning")
-    assert "tested with vllm>=0.17.0,<=0.32.0; found 0.33.0" in finding.what
-    for inside in ("0.17.0", "0.22.1+cu129", "0.32.0", "0.32.0.dev3+g12"):
+    assert "tested with vllm>=0.27.0,<=0.32.0; found 0.33.0" in finding.what
+    for inside in ("0.27.0", "0.28.1+cu129", "0.32.0", "0.32.0.dev3+g12"):
         assert found("vllm", vllm=inside) == []
     assert codes("liger", liger_kernel="0.8.1") == [("PT-V003", "warning")]
     assert codes("liger", liger_kernel="0.7.0") == [("PT-V002", "error")]
@@ -71,7 +71,6 @@ def test_a_package_that_is_not_there_is_told_before_anything_is_loaded():
 @pytest.mark.parametrize(
     ("feature", "package", "minimum"),
     [
-        ("vllm-sleep", "vllm", "0.10.2"),
         ("vllm-serve", "vllm", "0.27.0"),
         ("paged", "transformers", "5.8"),
         ("deepspeed", "deepspeed", "0.14.4"),
@@ -168,7 +167,7 @@ def test_availability_of_vllm_warns_outside_the_range_and_is_false_below_the_min
     monkeypatch.setattr(available, "installed_version", lambda package: "0.33.0")
     with caplog.at_level(logging.WARNING):
         assert available.is_vllm_available()
-    assert "vllm 0.33.0 is installed; vllm<=0.32.0,>=0.17.0 was tested" in caplog.text
+    assert "vllm 0.33.0 is installed; vllm<=0.32.0,>=0.27.0 was tested" in caplog.text
     assert available.is_vllm_available("0.33") and not available.is_vllm_available("0.34")
     assert not available.is_deepspeed_available()
 

@@ -222,7 +222,11 @@ class VLLMClient:
             known = {"model": card.get("root") or card.get("id"), "max_model_len": card.get("max_model_len")}
             self.facts = known | {"served": card.get("id")} | self._facts()
         version = self.weight_version()
-        lacks = {} if version else {"takes_no_weights": "it does not tell the version of its weights, as vLLM does from 0.27"}
+        lacks = (
+            {}
+            if version
+            else {"takes_no_weights": "it does not tell the version of its weights, as vLLM does from 0.27"}
+        )
         return lacks | self.facts | {"weight_version": version}
 
     def _facts(self) -> dict[str, Any]:
