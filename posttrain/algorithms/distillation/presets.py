@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
+import datasets
 import torch
 
 from posttrain.algorithms.distillation.config import (
@@ -304,10 +305,12 @@ class SDFTTrainer(DistillationTrainer, config=SDFTConfig, arguments=OF_SELF):
     takes_images: bool = False
 
     def prepare(self, dataset: Any, name: str, *, training: bool = False) -> Any:
-        """Refuse a dataset without ``privileged_context``."""
+        """Refuse a dataset without ``privileged_context``, and a row where it is None."""
         names = getattr(dataset, "column_names", None)
-        if training and names is not None and "privileged_context" not in names:
+        if names is not None and "privileged_context" not in names:
             raise DataError(f"{name} has no column 'privileged_context'; its columns are {sorted(names)}.")
+        for row, value in enumerate(dataset["privileged_context"] if isinstance(dataset, datasets.Dataset) else ()):
+            joined_text(value, f"{name} row {row}: ")
         return super().prepare(dataset, name, training=training)
 
     def _hinted(self, example: dict[str, Any]) -> list[int]:

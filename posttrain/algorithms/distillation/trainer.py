@@ -223,6 +223,7 @@ class DistillationTrainer(OnlineTrainer):
             self.show_pictures(model)
         self.teacher_model, self.teacher_tokenizer = model, tokenizer or self.processing_class
         self.check_vocabularies(model, self.teacher_tokenizer)
+        self.checks.knows(parts={"teacher_model": model if self.shares_tokens else None})
         layout = choose_layout(model, self.args, padded=False)
         shared = layout.kind == self.layout.kind == "tree" and layout.rope_switch is None
         running = functools.partial(frozen, model, self.accelerator.autocast)
@@ -313,7 +314,8 @@ class DistillationTrainer(OnlineTrainer):
                 "(posttrain teacher-scores) and set eval_teacher_scores, or leave eval_dataset out."
             )
         file = self.score_files["train" if training else "eval"] = ScoreFile(path)
-        file.check(dataset, self.processing_class, temperature=self.args.axes().teacher_temperature)
+        file.check(dataset, self.processing_class, self.args.axes())
+        self.columns = len(self.processing_class)  # The teacher's scores are over these.
 
     def rows(self, examples: list[dict[str, Any]]) -> list[Row]:
         """Rows of the dataset's own answers; without them completions come later."""
@@ -447,7 +449,7 @@ class DistillationTrainer(OnlineTrainer):
         mode = "train" if key > 0 else "eval"
         fact = self.kept[mode][key]
         if self.score_files:
-            return self.score_files[mode].read(fact)
+            return self.score_files[mode].read(fact, self.axes.top_k)
         return fact if self.server is None else TokenScores(**{name: torch.tensor(x) for name, x in fact.items()})
 
     def teacher_prompt(self, example: dict[str, Any], extra: str, template: str, most: int | None) -> list[int]:
