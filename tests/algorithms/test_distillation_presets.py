@@ -287,7 +287,7 @@ def test_rows_and_teachers_that_mean_nothing_are_refused_before_training(tmp_pat
         make(tmp_path, tiny_tokenizer, lmbda=0.5, data=prompts(4))
     with pytest.raises(DataError, match="privileged_context"):
         preset("SDFT", tmp_path, tiny_tokenizer, data=prompts(4))
-    with pytest.raises(DataError, match="eval.*privileged_context"):
+    with pytest.raises(DataError, match=r"eval.*privileged_context"):
         preset("SDFT", tmp_path, tiny_tokenizer, eval_dataset=prompts(4))
     silent = [row | {"privileged_context": None if i == 2 else "b"} for i, row in enumerate(hinted(4))]
     with pytest.raises(DataError, match="row 2"):

@@ -34,7 +34,7 @@ def with_prompt_column(dataset: Any) -> Any:
 
 
 def with_template_arguments(dataset: Any, kwargs: dict[str, Any] | None) -> Any:
-    """``chat_template_kwargs`` of the run in every row, where a row's own win: answers follow the prompts that are sampled from."""
+    """``chat_template_kwargs`` of the run in every row, where a row's own win: answers follow the prompts that are sampled."""
     if not kwargs:
         return dataset
     column = "chat_template_kwargs"

@@ -127,7 +127,6 @@ class GKDTrainer(DistillationTrainer, config=GKDConfig, arguments=f"{OF_GKD}, fo
         "use_teacher_server": (False, "teacher_model_server_url names the server."),
     },
     loss_top_k=(1, "jsd: ids per position, see DistillationConfig; 0: all."), max_length=1024, disable_dropout=True,
-    max_prompt_length=(None, "Tokens of a prompt; the end is kept. None: max_length less max_completion_length."),
     vllm_server_port=8001,
 )  # fmt: skip
 class IWOPDConfig(DistillationConfig):
@@ -138,11 +137,6 @@ class IWOPDConfig(DistillationConfig):
     )
     iw_opd_gamma: float = option(0.5, "How much more the first token weighs, at least 0.")
     iw_opd_epsilon: float = option(1e-8, "Least sum of advantages that is divided by, above 0.")
-
-    def __post_init__(self) -> None:
-        if self.max_prompt_length is None and self.max_length is not None:
-            self.max_prompt_length = max(self.max_length - self.max_completion_length, 1)
-        super().__post_init__()
 
     def _rules(self) -> list[tuple[str, bool, str]]:
         jsd = self.distillation_objective == "jsd"
@@ -270,11 +264,10 @@ class SelfDistillationFields(DistillationFields):
     def axes(self) -> Axes:
         """By ``distillation_mode``; every sequence weighs the same."""
         modes: dict[str, Support] = {"sampled_token": "sampled", "full_logits": "full", "topk_logits": "student_topk"}
-        row = replace(super().axes(), support=modes[self.distillation_mode], reduction="sequence_token")
-        row = replace(row, tail=self.distillation_add_tail, is_clip=self.distillation_is_clip)
-        return replace(
-            row, top_k=self.distillation_topk or 0, estimator="score" if row.support == "sampled" else "exact"
-        )
+        support, tail = modes[self.distillation_mode], self.distillation_add_tail
+        row = replace(super().axes(), support=support, top_k=self.distillation_topk or 0, tail=tail)
+        estimator: Any = "score" if support == "sampled" else "exact"
+        return replace(row, estimator=estimator, is_clip=self.distillation_is_clip, reduction="sequence_token")
 
 
 @dataclass

@@ -160,8 +160,8 @@ class ScoreFile:
             replace(axes, top_k=1).check()
         if axes.teacher_temperature != 1:
             raise ConfigError(
-                f"temperature={axes.teacher_temperature} with teacher_scores: the file has log-probs at temperature 1, and its tails cannot "
-                "be tempered. Fix: temperature=1.0."
+                f"temperature={axes.teacher_temperature} with teacher_scores: the file has log-probs at temperature 1, and "
+                "its tails cannot be tempered. Fix: temperature=1.0."
             )
         for name, value in identity(dataset, tokenizer).items():
             if self.facts[name] != value:
