@@ -84,6 +84,14 @@ OF_BUFFER: dict[str, tuple[Any, str]] = {
     ),
     "log_completions_steps": (100, "Use logging_steps."),
 }
+# Of a teacher and its divergence, which SSD has not.
+OF_TEACHER: dict[str, tuple[Any, str]] = {
+    name: (default, "SSD trains on its own samples, without a teacher.")
+    for name, default in {
+        "beta": 1.0, "loss_top_k": 0, "loss_add_tail": True, "seq_kd": False, "teacher_model_kind": "model",
+        "teacher_model_name_or_path": None, "teacher_model_server_url": None, "teacher_scores": None,
+    }.items()
+}  # fmt: skip
 
 
 # GKD --------------------------------------------------------------------------------------------------------------------
@@ -144,6 +152,8 @@ class IWOPDConfig(DistillationConfig):
             *super()._rules(),
             ("iw_opd_gamma", self.iw_opd_gamma >= 0, "must be at least 0"),
             ("iw_opd_epsilon", self.iw_opd_epsilon > 0, "must be above 0"),
+            *((name, jsd or getattr(self, name) in known, "is not read with iw_opd. Fix: distillation_objective='jsd'")
+              for name, known in (("beta", (1,)), ("loss_top_k", (0, 1)))),
             ("lmbda", jsd or self.lmbda == 1, "with iw_opd: its gradient is right for the student's own tokens alone. Fix: "
              "lmbda=1.0, or distillation_objective='jsd'"),
         ]  # fmt: skip
@@ -236,7 +246,11 @@ class MiniLLMTrainer(DistillationTrainer, config=MiniLLMConfig, arguments=OF_MIN
     learning_rate=5e-5, max_prompt_length=512, num_generations=8, teacher_model_kind=("base", "base, live or ema."),
     max_completion_length=(256, "Most tokens of a completion, EOS included."),
     disable_dropout=(True, "Set every dropout to 0."),
-    unread={"use_teacher_server": (False, "teacher_model_kind='live' needs no second model.")},
+    unread={
+        "use_teacher_server": (False, "teacher_model_kind='live' needs no second model."),
+        "loss_top_k": (0, "Use distillation_topk."),
+        "loss_add_tail": (True, "Use distillation_add_tail."),
+    },
 )  # fmt: skip
 class SelfDistillationFields(DistillationFields):
     """Fields of methods whose teacher is the student with more in its prompt."""
@@ -271,6 +285,7 @@ class SelfDistillationFields(DistillationFields):
 
 
 @dataclass
+@preset(unread={"beta": (1.0, "Use distillation_alpha.")})
 class SDFTConfig(SelfDistillationFields, DistillationConfig):
     """Arguments of `SDFTTrainer`."""
 
@@ -441,7 +456,7 @@ class SDPOTrainer(DistillationTrainer, config=SDPOConfig, arguments=f"model, rew
 
 @dataclass
 @preset(
-    learning_rate=5e-5, max_prompt_length=512, max_completion_length=256, disable_dropout=True,
+    unread=OF_TEACHER, learning_rate=5e-5, max_prompt_length=512, max_completion_length=256, disable_dropout=True,
     temperature=(1.0, "Sampling only: the cross-entropy is at temperature 1; > 0."),
 )  # fmt: skip
 class SSDConfig(DistillationConfig):

@@ -175,6 +175,13 @@ class DistillationTrainer(OnlineTrainer):
             raise ConfigError(
                 "the rows have images, and a file or a server scores text alone. Fix: a teacher model in this process."
             )
+        named = args.teacher_model_name_or_path
+        if isinstance(given, str) and named not in (None, given):
+            raise ConfigError(
+                f"teacher_model={given!r} and teacher_model_name_or_path={named!r}. Fix: set one of them."
+            )
+        if self.axes.support == "none" and (given is not None or server is not None):
+            raise ConfigError(f"{self._name} has no teacher, and one is given. Fix: leave it out.")
         if self.axes.support == "none" or self.score_files:
             return
         if args.teacher_model_server_url or server is not None:
@@ -257,6 +264,11 @@ class DistillationTrainer(OnlineTrainer):
         if self.args.tokenizer_check == "off":
             self.columns = min(widths)
             return
+        if widths[1] < len(tokenizer) and self.args.tokenizer_check == "error":
+            raise ConfigError(
+                f"the teacher has {widths[1]} logits, and its tokenizer {len(tokenizer)} tokens: it cannot say how likely the "
+                "others are. Fix: teacher_processing_class, if its own tokenizer is another, or tokenizer_check='warn'."
+            )
         pairs = ((self.processing_class, self.model), (tokenizer, teacher))
         stops: Any = tuple(terminal_token_ids(t, getattr(causal_lm(m), "generation_config", None)) for t, m in pairs)
         match = compare_tokenizers(self.processing_class, tokenizer, widths=widths, stops=stops)
