@@ -19,7 +19,6 @@ __all__ = ["Axes", "DistillationConfig", "DistillationFields", "Support", "logit
 logger = logging.getLogger(__name__)
 
 FLAT = 0.05  # A beta this close to 0 or 1, and not there, has hardly any gradient.
-EMA = {"teacher_update_rate": 0.05, "teacher_sync_steps": 1}
 Support = Literal["none", "full", "teacher_topk", "student_topk", "union_topk", "sampled", "top1_pair", "aligned"]
 
 
@@ -147,10 +146,8 @@ class DistillationFields:
         "model: another model. The student itself: live, as it is now; base, as it was given (with LoRA the adapter off); "
         "ema, a moving average of its weights (with LoRA of its adapter's).",
     )
-    teacher_update_rate: float = option(
-        EMA["teacher_update_rate"], "ema: share of the student in each update, in (0, 1]."
-    )
-    teacher_sync_steps: int = option(EMA["teacher_sync_steps"], "ema: optimiser steps between two updates, at least 1.")
+    teacher_update_rate: float = option(0.05, "ema: share of the student in each update, in (0, 1].")
+    teacher_sync_steps: int = option(1, "ema: optimiser steps between two updates, at least 1.")
     teacher_scores: str | None = option(
         None, "File of `posttrain teacher-scores` of the training set, read instead of a teacher model."
     )
@@ -197,7 +194,8 @@ class DistillationFields:
             )
 
     def _rules(self) -> list[tuple[str, bool, str]]:
-        refused = self._refused.items()
+        refused, names = self._refused.items(), ("teacher_update_rate", "teacher_sync_steps")
+        ema = [(f.name, getattr(self, f.name) == f.default) for f in dataclasses.fields(self) if f.name in names]
         return [
             *((name, getattr(self, name) == old, f"would change nothing. Fix: {new}") for name, (old, new) in refused),
             ("lmbda", 0 <= self.lmbda <= 1, "must be in [0, 1]: the share of prompts that the student completes"),
@@ -205,12 +203,8 @@ class DistillationFields:
             ("teacher_update_rate", 0 < self.teacher_update_rate <= 1, "must be in (0, 1]"),
             ("teacher_sync_steps", self.teacher_sync_steps >= 1, "must be at least 1"),
             *(
-                (
-                    name,
-                    self.teacher_model_kind == "ema" or getattr(self, name) == default,
-                    "is read with teacher_model_kind='ema' alone",
-                )
-                for name, default in EMA.items()
+                (name, self.teacher_model_kind == "ema" or kept, "is read with teacher_model_kind='ema' alone")
+                for name, kept in ema
             ),
             ("max_length", (self.max_length or 2) >= 2, "must be at least 2: a prompt token and one of the answer"),
             ("max_prompt_length", (self.max_prompt_length or 1) >= 1, "must be at least 1, or None"),
