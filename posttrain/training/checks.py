@@ -234,14 +234,16 @@ class Checks(transformers.TrainerCallback):
     # Steps and gradients -----------------------------------------------------------------------------------------
 
     def has_overlong_sequence(self, batches: Sequence[Batch]) -> float:
-        """Return 1.0 if a local sequence exceeds max_position_embeddings (reported once); all-reduced with the counts."""
+        """Return 1.0 if a local sequence exceeds max_position_embeddings, of the model or of a teacher beside it.
+
+        It is reported once, and all-reduced with the counts.
+        """
         longest = max((int(batch.position_ids.max()) + 1 for batch in batches if batch.position_ids.numel()), default=0)
-        config = getattr(self.context.model, "config", None)
-        text = None if config is None or self._lengths_reported else config.get_text_config()
-        rotary = any(getattr(text, name, None) for name in ("rope_parameters", "rope_scaling", "rope_theta"))
-        finding = check_positions(longest, getattr(text, "max_position_embeddings", None), rotary=rotary)
-        self._lengths_reported = self._lengths_reported or finding is not None
-        self._overlong = [finding] if finding is not None else []
+        models = [] if self._lengths_reported else [self.context.model, self.context.parts.get("teacher_model")]
+        configs = [getattr(model, "config", None) for model in models]
+        found = [_positions_of(config.get_text_config(), longest) for config in configs if config is not None]
+        self._overlong = [finding for finding in found if finding is not None][:1]
+        self._lengths_reported = self._lengths_reported or bool(self._overlong)
         return float(len(self._overlong))
 
     def _check_economy(self, state: Any) -> None:
@@ -467,6 +469,11 @@ def check_padding(real: int, computed: int) -> Finding | None:
         "that part of the time is spent on nothing.",
         "set packing=True (or use an attention backend that takes packed rows), or group_by_length=True.",
     )
+
+
+def _positions_of(text: Any, longest: int) -> Finding | None:
+    rotary = any(getattr(text, name, None) for name in ("rope_parameters", "rope_scaling", "rope_theta"))
+    return check_positions(longest, getattr(text, "max_position_embeddings", None), rotary=rotary)
 
 
 def check_positions(longest: int, known: int | None, *, rotary: bool) -> Finding | None:

@@ -320,3 +320,10 @@ def test_answers_of_the_dataset_follow_the_same_prompt_as_samples(tmp_path, tiny
     assert [example["prompt_ids"] for example in examples] == sampled
     texts = [tiny_tokenizer.decode(ids, clean_up_tokenization_spaces=False) for ids in sampled]
     assert texts[0].startswith("kind") and "adds" in texts[0] and texts[1].startswith("rude [user]")
+
+
+def test_a_sequence_beyond_the_teachers_positions_is_told(tmp_path, tiny_tokenizer, caplog):
+    teacher = build_model(len(tiny_tokenizer), seed=1)
+    teacher.config.max_position_embeddings = 8
+    make(tmp_path, tiny_tokenizer, teacher=teacher, lmbda=0.0, max_steps=1).train()
+    assert "PT-T003" in caplog.text

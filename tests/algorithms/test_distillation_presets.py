@@ -253,6 +253,14 @@ def test_sparse_supports_with_a_tail_tend_to_the_whole(support, tmp_path, tiny_t
         ("IWOPD", {"lmbda": 0.5}, ConfigError),
         ("IWOPD", {"reverse_kl_top_1_mode": "argmax"}, ConfigError),
         ("IWOPD", {"vllm_sync_frequency": 2}, ConfigError),
+        ("IWOPD", {"beta": 0.5}, ConfigError),
+        ("IWOPD", {"loss_top_k": 7}, ConfigError),
+        ("SDFT", {"beta": 0.5}, ConfigError),
+        ("SDFT", {"loss_top_k": 7}, ConfigError),
+        ("SDFT", {"teacher_update_rate": 0.5}, ConfigError),
+        ("SDPO", {"loss_add_tail": False}, ConfigError),
+        ("SSD", {"beta": 0.5}, ConfigError),
+        ("SSD", {"teacher_model_kind": "ema"}, ConfigError),
         ("Distillation", {"loss_top_k": 1, "loss_add_tail": False}, ConfigError),
         ("Distillation", {"use_liger_kernel": True}, ConfigError),
         ("Distillation", {"teacher_scores": "x.arrow"}, ConfigError),
@@ -287,9 +295,20 @@ def test_rows_and_teachers_that_mean_nothing_are_refused_before_training(tmp_pat
         make(tmp_path, tiny_tokenizer, lmbda=0.5, data=prompts(4))
     with pytest.raises(DataError, match="privileged_context"):
         preset("SDFT", tmp_path, tiny_tokenizer, data=prompts(4))
+    with pytest.raises(DataError, match=r"eval.*privileged_context"):
+        preset("SDFT", tmp_path, tiny_tokenizer, eval_dataset=prompts(4))
+    silent = [row | {"privileged_context": None if i == 2 else "b"} for i, row in enumerate(hinted(4))]
+    with pytest.raises(DataError, match="row 2"):
+        preset("SDFT", tmp_path, tiny_tokenizer, data=datasets.Dataset.from_list(silent))
     student = build_model(len(tiny_tokenizer))
     with raises(ConfigError):
         make(tmp_path, tiny_tokenizer, model=student, teacher=student)
+    with pytest.raises(ConfigError, match="SSD"):
+        preset("SSD", tmp_path, tiny_tokenizer, teacher=build_model(len(tiny_tokenizer), seed=1))
+    with pytest.raises(ConfigError, match="nope/one"):
+        make(tmp_path, tiny_tokenizer, teacher="nope/one", teacher_model_name_or_path="nope/two")
+    with pytest.raises(ConfigError, match="logits"):
+        make(tmp_path, tiny_tokenizer, teacher=build_model(len(tiny_tokenizer) - 4, seed=1))
     with pytest.raises(ConfigError, match="formatting_func"):
         make(tmp_path, tiny_tokenizer, cls=pt.GKDTrainer, config=pt.GKDConfig, formatting_func=str)
     nothing = datasets.Dataset.from_list([{"prompt": "a ", "completion": [{"role": "assistant", "content": ""}]}] * 4)

@@ -45,6 +45,38 @@ def test_few_ids_say_what_mass_they_hold(tmp_path, tiny_tokenizer):
     assert 0 < trainer.state.log_history[0]["distill/support_mass"] < 1
 
 
+def test_of_a_file_the_first_ids_are_read_where_fewer_are_asked_for(tmp_path, tiny_tokenizer):
+    paths = [scored(tmp_path / f"{k}.arrow", tiny_tokenizer, top_k=k) for k in (9, 3)]
+    wide, narrow = (
+        from_file(tmp_path / str(k), tiny_tokenizer, path, beta=0.0, loss_top_k=k)
+        for path, k in zip(paths, (3, 0), strict=True)
+    )
+    wide.train()
+    narrow.train()
+    assert losses(wide)[0] == pytest.approx(losses(narrow)[0], abs=1e-6)
+    with pytest.raises(ConfigError, match="loss_top_k=4"):
+        from_file(tmp_path, tiny_tokenizer, paths[1], beta=0.0, loss_top_k=4)
+    one = scored(tmp_path / "one.arrow", tiny_tokenizer, top_k=1)
+    with pytest.raises(ConfigError, match="tail"):
+        from_file(tmp_path, tiny_tokenizer, one, beta=0.0, loss_add_tail=False)
+
+
+def test_padded_rows_of_the_student_have_no_mass_beside_a_file(tmp_path, tiny_tokenizer):
+    size = len(tiny_tokenizer)
+    path = scored(tmp_path / "scores.arrow", tiny_tokenizer, top_k=size)
+    student, same = build_model(size + 16), build_model(size + 16)
+    trainer = from_file(tmp_path, tiny_tokenizer, path, beta=0.5, model=student)
+    rows, total, count = [(r["prompt_ids"], r["completion_ids"]) for r in trainer.train_dataset], 0.0, 0
+    for prompt, answer in rows:
+        ids = torch.tensor([prompt + answer])
+        x, y = (m(input_ids=ids).logits[0, len(prompt) - 1 : -1, :size] for m in (same, build_model(size, seed=1)))
+        q, p = x.double().softmax(-1), y.double().softmax(-1)
+        m = (p + q) / 2
+        total, count = total + (p * (p / m).log() + q * (q / m).log()).sum() / 2, count + len(answer)
+    trainer.train()
+    assert losses(trainer)[0] == pytest.approx((total / count).item(), abs=1e-5)
+
+
 def test_evaluation_reads_a_file_of_its_own(tmp_path, tiny_tokenizer):
     size, held_out = len(tiny_tokenizer), answers(5)
     paths = {"teacher_scores": scored(tmp_path / "train.arrow", tiny_tokenizer, top_k=size - 1)}

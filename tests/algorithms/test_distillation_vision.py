@@ -98,7 +98,7 @@ def test_on_policy_both_see_the_picture_of_what_was_sampled(name, engine, tmp_pa
 
 @pytest.mark.parametrize("engine", ["native", "hf"])
 def test_iw_opd_weighs_early_tokens_more_under_the_pictures(engine, tmp_path):
-    settings = {"num_generations": 2, "rollout_engine": engine}
+    settings = {"num_generations": 2, "rollout_engine": engine, "beta": 1.0}
     trainer = make(tmp_path, "llava", kind="IWOPD", data=prompts(), settings=settings)
     seen, generated = [], trainer.generated
     trainer.generated = lambda *given: seen.append(generated(*given)) or seen[-1]

@@ -26,8 +26,8 @@ def test_a_taken_port_and_a_package_that_does_not_fit_are_named(monkeypatch):
         monkeypatch.setattr(env, "PORTS", {port: "rollout server"})
         assert env._ports() == f"{port} (rollout server) in use"
     assert env._ports() == f"{port} (rollout server) free"
-    monkeypatch.setattr(versions, "installed_version", lambda name: "0.26.0" if name == "vllm" else None)
-    assert "\n  - PT-V003 (warning): use_vllm=True was tested with vllm>=0.17.0,<=0.25.1" in env._compatibility()
+    monkeypatch.setattr(versions, "installed_version", lambda name: "0.33.0" if name == "vllm" else None)
+    assert "\n  - PT-V003 (warning): use_vllm=True was tested with vllm>=0.27.0,<=0.32.0" in env._compatibility()
 
 
 def test_the_commit_is_that_of_the_checkout(tmp_path, monkeypatch):

@@ -194,13 +194,18 @@ class DistillationFields:
             )
 
     def _rules(self) -> list[tuple[str, bool, str]]:
-        refused = self._refused.items()
+        refused, names = self._refused.items(), ("teacher_update_rate", "teacher_sync_steps")
+        ema = [(f.name, getattr(self, f.name) == f.default) for f in dataclasses.fields(self) if f.name in names]
         return [
             *((name, getattr(self, name) == old, f"would change nothing. Fix: {new}") for name, (old, new) in refused),
             ("lmbda", 0 <= self.lmbda <= 1, "must be in [0, 1]: the share of prompts that the student completes"),
             ("loss_top_k", self.loss_top_k >= 0, "must be 0 (the whole vocabulary) or positive"),
             ("teacher_update_rate", 0 < self.teacher_update_rate <= 1, "must be in (0, 1]"),
             ("teacher_sync_steps", self.teacher_sync_steps >= 1, "must be at least 1"),
+            *(
+                (name, self.teacher_model_kind == "ema" or kept, "is read with teacher_model_kind='ema' alone")
+                for name, kept in ema
+            ),
             ("max_length", (self.max_length or 2) >= 2, "must be at least 2: a prompt token and one of the answer"),
             ("max_prompt_length", (self.max_prompt_length or 1) >= 1, "must be at least 1, or None"),
             ("use_liger_kernel", not self.use_liger_kernel, "is not needed: the loss is computed in chunks anyway"),

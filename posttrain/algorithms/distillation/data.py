@@ -152,11 +152,15 @@ def _filled(example: dict[str, Any], extra: str, template: str, tokenizer: Any, 
     return tokenize_prompts([{**example, "prompt": filled}], tokenizer, chat_template_kwargs=kwargs)[0]
 
 
-def joined_text(value: Any) -> str:
-    """Privileged context as text: a string, or the texts of messages."""
+def joined_text(value: Any, where: str = "") -> str:
+    """Privileged context as text: a string, or the texts of messages.
+
+    Raises:
+        DataError: There is none; ``where`` names the row.
+    """
     if value is None:
         raise DataError(
-            "privileged_context is None: the teacher would see no more than the student. Fix: leave the row out."
+            f"{where}privileged_context is None: the teacher would see no more than the student. Fix: leave the row out."
         )
     if isinstance(value, Sequence) and not isinstance(value, str):
         return "\n".join(str(item["content"] if isinstance(item, dict) else item) for item in value)

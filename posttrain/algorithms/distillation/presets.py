@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
+import datasets
 import torch
 
 from posttrain.algorithms.distillation.config import (
@@ -83,6 +84,14 @@ OF_BUFFER: dict[str, tuple[Any, str]] = {
     ),
     "log_completions_steps": (100, "Use logging_steps."),
 }
+# Of a teacher and its divergence, which SSD has not.
+OF_TEACHER: dict[str, tuple[Any, str]] = {
+    name: (default, "SSD trains on its own samples, without a teacher.")
+    for name, default in {
+        "beta": 1.0, "loss_top_k": 0, "loss_add_tail": True, "seq_kd": False, "teacher_model_kind": "model",
+        "teacher_model_name_or_path": None, "teacher_model_server_url": None, "teacher_scores": None,
+    }.items()
+}  # fmt: skip
 
 
 # GKD --------------------------------------------------------------------------------------------------------------------
@@ -126,7 +135,6 @@ class GKDTrainer(DistillationTrainer, config=GKDConfig, arguments=f"{OF_GKD}, fo
         "use_teacher_server": (False, "teacher_model_server_url names the server."),
     },
     loss_top_k=(1, "jsd: ids per position, see DistillationConfig; 0: all."), max_length=1024, disable_dropout=True,
-    max_prompt_length=(None, "Tokens of a prompt; the end is kept. None: max_length less max_completion_length."),
     vllm_server_port=8001,
 )  # fmt: skip
 class IWOPDConfig(DistillationConfig):
@@ -138,17 +146,14 @@ class IWOPDConfig(DistillationConfig):
     iw_opd_gamma: float = option(0.5, "How much more the first token weighs, at least 0.")
     iw_opd_epsilon: float = option(1e-8, "Least sum of advantages that is divided by, above 0.")
 
-    def __post_init__(self) -> None:
-        if self.max_prompt_length is None and self.max_length is not None:
-            self.max_prompt_length = max(self.max_length - self.max_completion_length, 1)
-        super().__post_init__()
-
     def _rules(self) -> list[tuple[str, bool, str]]:
         jsd = self.distillation_objective == "jsd"
         return [
             *super()._rules(),
             ("iw_opd_gamma", self.iw_opd_gamma >= 0, "must be at least 0"),
             ("iw_opd_epsilon", self.iw_opd_epsilon > 0, "must be above 0"),
+            *((name, jsd or getattr(self, name) in known, "is not read with iw_opd. Fix: distillation_objective='jsd'")
+              for name, known in (("beta", (1,)), ("loss_top_k", (0, 1)))),
             ("lmbda", jsd or self.lmbda == 1, "with iw_opd: its gradient is right for the student's own tokens alone. Fix: "
              "lmbda=1.0, or distillation_objective='jsd'"),
         ]  # fmt: skip
@@ -241,7 +246,11 @@ class MiniLLMTrainer(DistillationTrainer, config=MiniLLMConfig, arguments=OF_MIN
     learning_rate=5e-5, max_prompt_length=512, num_generations=8, teacher_model_kind=("base", "base, live or ema."),
     max_completion_length=(256, "Most tokens of a completion, EOS included."),
     disable_dropout=(True, "Set every dropout to 0."),
-    unread={"use_teacher_server": (False, "teacher_model_kind='live' needs no second model.")},
+    unread={
+        "use_teacher_server": (False, "teacher_model_kind='live' needs no second model."),
+        "loss_top_k": (0, "Use distillation_topk."),
+        "loss_add_tail": (True, "Use distillation_add_tail."),
+    },
 )  # fmt: skip
 class SelfDistillationFields(DistillationFields):
     """Fields of methods whose teacher is the student with more in its prompt."""
@@ -269,14 +278,14 @@ class SelfDistillationFields(DistillationFields):
     def axes(self) -> Axes:
         """By ``distillation_mode``; every sequence weighs the same."""
         modes: dict[str, Support] = {"sampled_token": "sampled", "full_logits": "full", "topk_logits": "student_topk"}
-        row = replace(super().axes(), support=modes[self.distillation_mode], reduction="sequence_token")
-        row = replace(row, tail=self.distillation_add_tail, is_clip=self.distillation_is_clip)
-        return replace(
-            row, top_k=self.distillation_topk or 0, estimator="score" if row.support == "sampled" else "exact"
-        )
+        support, tail = modes[self.distillation_mode], self.distillation_add_tail
+        row = replace(super().axes(), support=support, top_k=self.distillation_topk or 0, tail=tail)
+        estimator: Any = "score" if support == "sampled" else "exact"
+        return replace(row, estimator=estimator, is_clip=self.distillation_is_clip, reduction="sequence_token")
 
 
 @dataclass
+@preset(unread={"beta": (1.0, "Use distillation_alpha.")})
 class SDFTConfig(SelfDistillationFields, DistillationConfig):
     """Arguments of `SDFTTrainer`."""
 
@@ -304,10 +313,12 @@ class SDFTTrainer(DistillationTrainer, config=SDFTConfig, arguments=OF_SELF):
     takes_images: bool = False
 
     def prepare(self, dataset: Any, name: str, *, training: bool = False) -> Any:
-        """Refuse a dataset without ``privileged_context``."""
+        """Refuse a dataset without ``privileged_context``, and a row where it is None."""
         names = getattr(dataset, "column_names", None)
-        if training and names is not None and "privileged_context" not in names:
+        if names is not None and "privileged_context" not in names:
             raise DataError(f"{name} has no column 'privileged_context'; its columns are {sorted(names)}.")
+        for row, value in enumerate(dataset["privileged_context"] if isinstance(dataset, datasets.Dataset) else ()):
+            joined_text(value, f"{name} row {row}: ")
         return super().prepare(dataset, name, training=training)
 
     def _hinted(self, example: dict[str, Any]) -> list[int]:
@@ -445,7 +456,7 @@ class SDPOTrainer(DistillationTrainer, config=SDPOConfig, arguments=f"model, rew
 
 @dataclass
 @preset(
-    learning_rate=5e-5, max_prompt_length=512, max_completion_length=256, disable_dropout=True,
+    unread=OF_TEACHER, learning_rate=5e-5, max_prompt_length=512, max_completion_length=256, disable_dropout=True,
     temperature=(1.0, "Sampling only: the cross-entropy is at temperature 1; > 0."),
 )  # fmt: skip
 class SSDConfig(DistillationConfig):

@@ -6,6 +6,7 @@ import functools
 import hashlib
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import pyarrow as pa
 import torch
 import tqdm
 
-from posttrain.algorithms.distillation.config import logit_width
+from posttrain.algorithms.distillation.config import Axes, logit_width
 from posttrain.algorithms.distillation.data import tokenized_answers, with_prompt_column, with_template_arguments
 from posttrain.algorithms.distillation.objective import TokenScores
 from posttrain.algorithms.distillation.teacher import ModelTeacher, frozen
@@ -142,17 +143,25 @@ class ScoreFile:
             raise ConfigError(f"teacher_scores={self.path!r} was not written by posttrain teacher-scores.")
         self.facts: dict[str, Any] = json.loads(metadata[b"facts"])
 
-    def check(self, dataset: Any, tokenizer: Any, *, temperature: float) -> None:
-        """Refuse a file of another dataset, tokenizer or template, and a temperature that its numbers are not of.
+    def check(self, dataset: Any, tokenizer: Any, axes: Axes) -> None:
+        """Refuse a file of another dataset, tokenizer or template, and a loss that its numbers are not of.
 
         Raises:
             DataError: A hash differs; names what and both hashes.
-            ConfigError: ``temperature`` is not 1.
+            ConfigError: The temperature is not 1; more ids than the file has, or one without a tail.
         """
-        if temperature != 1:
+        size = self.facts["top_k"]
+        if axes.top_k > size:
             raise ConfigError(
-                f"temperature={temperature} with teacher_scores: the file has log-probs at temperature 1, and its tails cannot "
-                "be tempered. Fix: temperature=1.0."
+                f"loss_top_k={axes.top_k} with teacher_scores={self.path!r}, which has {size} ids a token. Fix: at most {size}, "
+                f"or compute the file again with --top_k {axes.top_k}."
+            )
+        if size == 1:
+            replace(axes, top_k=1).check()
+        if axes.teacher_temperature != 1:
+            raise ConfigError(
+                f"temperature={axes.teacher_temperature} with teacher_scores: the file has log-probs at temperature 1, and "
+                "its tails cannot be tempered. Fix: temperature=1.0."
             )
         for name, value in identity(dataset, tokenizer).items():
             if self.facts[name] != value:
@@ -161,11 +170,12 @@ class ScoreFile:
                     f"{value[:12]}. Fix: compute the file again (posttrain teacher-scores) with this run's data and lengths."
                 )
 
-    def read(self, row: int) -> TokenScores:
-        """Scores of the dataset's row of that number."""
+    def read(self, row: int, top_k: int = 0) -> TokenScores:
+        """Scores of the dataset's row of that number; its ``top_k`` likeliest ids, 0: all that there are."""
         size = self.facts["batch_size"]
         one = self.reader.get_batch(row // size).slice(row % size, 1)
         ids, logps, actual = (np.array(one.column(name)[0].values) for name in COLUMNS)
         length = len(actual)
-        arrays = (ids.astype(np.int64).reshape(length, -1), logps.reshape(length, -1), actual)
+        ids, logps = (x.reshape(length, -1)[:, : top_k or None] for x in (ids.astype(np.int64), logps))
+        arrays = (ids, logps, actual)
         return TokenScores(*map(torch.from_numpy, arrays))

@@ -174,6 +174,13 @@ class DistillationTrainer(OnlineTrainer):
             raise ConfigError(
                 "the rows have images, and a file or a server scores text alone. Fix: a teacher model in this process."
             )
+        named = args.teacher_model_name_or_path
+        if isinstance(given, str) and named not in (None, given):
+            raise ConfigError(
+                f"teacher_model={given!r} and teacher_model_name_or_path={named!r}. Fix: set one of them."
+            )
+        if self.axes.support == "none" and (given is not None or server is not None):
+            raise ConfigError(f"{self._name} has no teacher, and one is given. Fix: leave it out.")
         if self.axes.support == "none" or self.score_files:
             return
         if args.teacher_model_server_url or server is not None:
@@ -222,6 +229,7 @@ class DistillationTrainer(OnlineTrainer):
             self.show_pictures(model)
         self.teacher_model, self.teacher_tokenizer = model, tokenizer or self.processing_class
         self.check_vocabularies(model, self.teacher_tokenizer)
+        self.checks.knows(parts={"teacher_model": model if self.shares_tokens else None})
         layout = choose_layout(model, self.args, padded=False)
         shared = layout.kind == self.layout.kind == "tree" and layout.rope_switch is None
         running = functools.partial(frozen, model, self.accelerator.autocast)
@@ -255,6 +263,11 @@ class DistillationTrainer(OnlineTrainer):
         if self.args.tokenizer_check == "off":
             self.columns = min(widths)
             return
+        if widths[1] < len(tokenizer) and self.args.tokenizer_check == "error":
+            raise ConfigError(
+                f"the teacher has {widths[1]} logits, and its tokenizer {len(tokenizer)} tokens: it cannot say how likely the "
+                "others are. Fix: teacher_processing_class, if its own tokenizer is another, or tokenizer_check='warn'."
+            )
         pairs = ((self.processing_class, self.model), (tokenizer, teacher))
         stops: Any = tuple(terminal_token_ids(t, getattr(causal_lm(m), "generation_config", None)) for t, m in pairs)
         match = compare_tokenizers(self.processing_class, tokenizer, widths=widths, stops=stops)
@@ -311,7 +324,8 @@ class DistillationTrainer(OnlineTrainer):
                 "(posttrain teacher-scores) and set eval_teacher_scores, or leave eval_dataset out."
             )
         file = self.score_files["train" if training else "eval"] = ScoreFile(path)
-        file.check(dataset, self.processing_class, temperature=self.args.axes().teacher_temperature)
+        file.check(dataset, self.processing_class, self.args.axes())
+        self.columns = len(self.processing_class)  # The teacher's scores are over these.
 
     def rows(self, examples: list[dict[str, Any]]) -> list[Row]:
         """Rows of the dataset's own answers; without them completions come later."""
@@ -445,7 +459,7 @@ class DistillationTrainer(OnlineTrainer):
         mode = "train" if key > 0 else "eval"
         fact = self.kept[mode][key]
         if self.score_files:
-            return self.score_files[mode].read(fact)
+            return self.score_files[mode].read(fact, self.axes.top_k)
         return fact if self.server is None else TokenScores(**{name: torch.tensor(x) for name, x in fact.items()})
 
     def teacher_prompt(self, example: dict[str, Any], extra: str, template: str, most: int | None) -> list[int]:
