@@ -16,9 +16,6 @@ from posttrain.types import Row
 
 __all__ = [
     "MESSAGE_COLUMNS",
-    "PICTURE_BLOCKS",
-    "PICTURE_COLUMNS",
-    "PROMPT_COLUMNS",
     "ROW",
     "DatasetDescription",
     "PreparationReport",
@@ -366,7 +363,7 @@ def picture_blocks(messages: Any) -> list[dict[str, Any]]:
 
 
 def shows_pictures(dataset: Any) -> bool:
-    """Whether rows have pictures, in columns or inside messages: by a sample that is spread over the set."""
+    """Whether rows have pictures, in columns or inside messages; a stream is told by its first rows."""
     import datasets
 
     if isinstance(dataset, Mapping):
@@ -375,8 +372,13 @@ def shows_pictures(dataset: Any) -> bool:
         return has_pictures(islice(undecoded(dataset.with_format(None)), STREAMED))
     if not isinstance(dataset, datasets.Dataset):
         return False
-    step = max(1, len(dataset) // LOOK)
-    return has_pictures(undecoded(dataset.with_format(None).select(range(0, len(dataset), step))))
+    if {*PICTURE_COLUMNS} & {*dataset.column_names}:
+        return True
+    # Blocks have a key of their own for an image where any of the column holds one: then every row is looked at.
+    names = [name for name in MESSAGE_COLUMNS if name in dataset.column_names]
+    keyed = any(kind in str(dataset.features[name]) for name in names for kind in PICTURE_BLOCKS)
+    step = 1 if keyed else max(1, len(dataset) // LOOK)
+    return has_pictures(undecoded(dataset.with_format(None).select_columns(names)).select(range(0, len(dataset), step)))
 
 
 def refuse_images(dataset: Any, name: str) -> None:
