@@ -43,7 +43,6 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-
 MESSAGE_COLUMNS = ("prompt", "chosen", "rejected", "completion", "messages")  # In this order: never a set's.
 NESTED_COLUMNS = ("messages", "prompt", "completion", "chosen", "rejected", "tools")
 LOOK = 64  # Rows that decide the format of a dataset; row 0 alone misleads on mixed data.
@@ -51,7 +50,6 @@ PICTURE_COLUMNS = ("image", "images")
 PROMPT_COLUMNS = ("prompt", *PICTURE_COLUMNS)  # What a model is asked.
 PICTURE_BLOCKS = ("image", "image_url", "image_pil")  # Types of blocks of a message that show a picture.
 STREAMED = 8  # Rows of a stream that are read for pictures; of a dataset it is `LOOK`, spread over it.
-
 # ShareGPT's speakers, as chat templates call them.
 ROLES = {
     "human": "user",
@@ -492,6 +490,7 @@ def tokenized(
     counters: Sequence[str] = (),
     num_proc: int | None = None,
     hint: str,
+    features: Any = None,
 ) -> tuple[Any, Any, PreparationReport]:
     """Map a dataset batch by batch to ids, and leave out the rows that the function gives a reason for.
 
@@ -505,6 +504,7 @@ def tokenized(
         counters: Columns of numbers; those named like a field of the report are summed into it.
         num_proc: Processes.
         hint: What to look at where no row is left.
+        features: Types of all columns of a ``Dataset``; None: those of the first rows.
 
     Returns:
         All rows with reasons and counters, the rows that are left without them, and the report (counted for map-style
@@ -517,7 +517,7 @@ def tokenized(
 
     streaming = isinstance(dataset, datasets.IterableDataset)
     extra: dict[str, Any] = {} if streaming else {"num_proc": num_proc}
-    described = {} if streaming else {"desc": f"Tokenizing {name} dataset"}
+    described = {} if streaming else {"desc": f"Tokenizing {name} dataset", "features": features}
     options = {"batched": True, "with_indices": True, "remove_columns": drop, "fn_kwargs": arguments}
     if streaming:
         first = dataset.map(function, **options, batch_size=FIRST_BATCH)

@@ -241,6 +241,8 @@ class Vision:
         options = PictureOptions(max_length=self.args.max_length, fit=self.args.image_fit, **more)
         drop = [column for column in columns if column not in keep]
         about: dict[str, Any] = {"drop": drop, "counters": COUNTERS, "num_proc": num_proc, "hint": HINT}
+        if hasattr(dataset, "__len__"):
+            about["features"] = _features(dataset.features, options.branches, drop)
         mapped, kept, report = tokenized(dataset, name, _batch, {"reader": self.reader, "options": options}, **about)
         if isinstance(report.rows_in, int) and report.rows_in > 0:
             self._tell(mapped, report)
@@ -491,6 +493,19 @@ def _batch(
         except DataError as error:
             raise DataError(f"row {index}: {error}") from error
     return {name: [one[name] for one in made] for name in made[0]}
+
+
+def _features(given: Any, branches: Sequence[str], drop: Sequence[str]) -> Any:
+    """Types of all columns: a thousand rows of text, from which they would be taken, say nothing of pictures."""
+    from datasets import Features, List, Value
+
+    ids = ["prompt_ids", *(f"{b}_ids" for b in branches)] if branches else ["input_ids", "labels"]
+    kept = {name: kind for name, kind in given.items() if name not in drop}
+    kept |= {name: List(Value("int64")) for name in [*ids, *(f"{b}_mask" for b in branches)]}
+    kept |= {name: Value("int64") for name in COUNTERS} | {"_reason": Value("string")}
+    return Features(
+        kept | {"pictures": List({"bytes": Value("binary"), "path": Value("string"), "row": Value("int64")})}
+    )
 
 
 def _row(row: dict[str, Any], reader: PictureProcessor, options: PictureOptions) -> dict[str, Any]:

@@ -473,8 +473,9 @@ def test_a_remote_picture_that_was_dropped_stops_nothing(tmp_path):
 @pytest.mark.parametrize("inside", [True, False])
 def test_one_image_far_behind_rows_of_text_is_seen(tmp_path, inside):
     """A sample of 64 rows would miss it, and its row would be trained on without its picture."""
-    found = [{"prompt": user(f"which {i}?"), "completion": assistant("a"), "images": []} for i in range(300)]
-    found[293] |= {"prompt": user("which?", 1), "images": [png(noise(84, 56))]}
+    # More than a batch of `datasets`, from which it would take the types of columns.
+    found = [{"prompt": user(f"which {i}?"), "completion": assistant("a"), "images": []} for i in range(1010)]
+    found[1003] |= {"prompt": user("which?", 1), "images": [png(noise(84, 56))]}
     if inside:
         for row in found:
             (held, row["prompt"][0]["content"][0]["image"]) = (row.pop("images"), None)
@@ -482,7 +483,7 @@ def test_one_image_far_behind_rows_of_text_is_seen(tmp_path, inside):
                 row["prompt"][0]["content"][0]["image"] = held[0]
     dataset = datasets.Dataset.from_list(found)
     trainer = sft(tmp_path, dataset)
-    assert trainer.vision.images and len(trainer.train_dataset[293]["pictures"]) == 1
+    assert trainer.vision.images and len(trainer.train_dataset[1003]["pictures"]) == 1
     if inside:
         # Keys that Arrow filled in make no pictures of text.
         assert not sft(tmp_path / "b", dataset.select(range(200))).vision.images
