@@ -366,12 +366,12 @@ def shows_pictures(dataset: Any) -> bool:
 
     if isinstance(dataset, Mapping):
         return any(shows_pictures(one) for one in dataset.values())
+    if {*PICTURE_COLUMNS} & {*(getattr(dataset, "column_names", None) or ())}:
+        return True
     if isinstance(dataset, datasets.IterableDataset):
         return has_pictures(islice(undecoded(dataset.with_format(None)), STREAMED))
     if not isinstance(dataset, datasets.Dataset):
         return False
-    if {*PICTURE_COLUMNS} & {*dataset.column_names}:
-        return True
     # Blocks have a key of their own for an image where any of the column holds one: then every row is looked at.
     names = [name for name in MESSAGE_COLUMNS if name in dataset.column_names]
     keyed = any(kind in str(dataset.features[name]) for name in names for kind in PICTURE_BLOCKS)

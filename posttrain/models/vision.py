@@ -481,8 +481,8 @@ def view(model: Any, batch: Batch) -> VisionView:
         if token is not None and bool((batch.input_ids == token).any()):
             raise ModelError(
                 f"PT-G011: a pass has the image placeholder {token} and no pictures: {type(causal_lm(model)).__name__} reads "
-                "its own embedding in the place of an image. Fix: images in the columns 'image' or 'images' or inside messages, "
-                "or text without it."
+                "its own embedding in the place of an image. Fix: images in the columns 'image' or 'images' (inside messages, "
+                "the first rows of a stream tell whether it has any), or text without it."
             )
         return VisionView(batch.position_ids)
     found = batch.input_ids == encoder.processor.token_id
