@@ -16,9 +16,6 @@ from posttrain.types import Row
 
 __all__ = [
     "MESSAGE_COLUMNS",
-    "PICTURE_BLOCKS",
-    "PICTURE_COLUMNS",
-    "PROMPT_COLUMNS",
     "ROW",
     "DatasetDescription",
     "PreparationReport",
@@ -46,7 +43,6 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-
 MESSAGE_COLUMNS = ("prompt", "chosen", "rejected", "completion", "messages")  # In this order: never a set's.
 NESTED_COLUMNS = ("messages", "prompt", "completion", "chosen", "rejected", "tools")
 LOOK = 64  # Rows that decide the format of a dataset; row 0 alone misleads on mixed data.
@@ -54,7 +50,6 @@ PICTURE_COLUMNS = ("image", "images")
 PROMPT_COLUMNS = ("prompt", *PICTURE_COLUMNS)  # What a model is asked.
 PICTURE_BLOCKS = ("image", "image_url", "image_pil")  # Types of blocks of a message that show a picture.
 STREAMED = 8  # Rows of a stream that are read for pictures; of a dataset it is `LOOK`, spread over it.
-
 # ShareGPT's speakers, as chat templates call them.
 ROLES = {
     "human": "user",
@@ -366,17 +361,22 @@ def picture_blocks(messages: Any) -> list[dict[str, Any]]:
 
 
 def shows_pictures(dataset: Any) -> bool:
-    """Whether rows have pictures, in columns or inside messages: by a sample that is spread over the set."""
+    """Whether rows have pictures, in columns or inside messages; a stream is told by its first rows."""
     import datasets
 
     if isinstance(dataset, Mapping):
         return any(shows_pictures(one) for one in dataset.values())
+    if {*PICTURE_COLUMNS} & {*(getattr(dataset, "column_names", None) or ())}:
+        return True
     if isinstance(dataset, datasets.IterableDataset):
         return has_pictures(islice(undecoded(dataset.with_format(None)), STREAMED))
     if not isinstance(dataset, datasets.Dataset):
         return False
-    step = max(1, len(dataset) // LOOK)
-    return has_pictures(undecoded(dataset.with_format(None).select(range(0, len(dataset), step))))
+    # Blocks have a key of their own for an image where any of the column holds one: then every row is looked at.
+    names = [name for name in MESSAGE_COLUMNS if name in dataset.column_names]
+    keyed = any(kind in str(dataset.features[name]) for name in names for kind in PICTURE_BLOCKS)
+    step = 1 if keyed else max(1, len(dataset) // LOOK)
+    return has_pictures(undecoded(dataset.with_format(None).select_columns(names)).select(range(0, len(dataset), step)))
 
 
 def refuse_images(dataset: Any, name: str) -> None:
@@ -490,6 +490,7 @@ def tokenized(
     counters: Sequence[str] = (),
     num_proc: int | None = None,
     hint: str,
+    features: Any = None,
 ) -> tuple[Any, Any, PreparationReport]:
     """Map a dataset batch by batch to ids, and leave out the rows that the function gives a reason for.
 
@@ -503,6 +504,7 @@ def tokenized(
         counters: Columns of numbers; those named like a field of the report are summed into it.
         num_proc: Processes.
         hint: What to look at where no row is left.
+        features: Types of all columns of a ``Dataset``; None: those of the first rows.
 
     Returns:
         All rows with reasons and counters, the rows that are left without them, and the report (counted for map-style
@@ -515,7 +517,7 @@ def tokenized(
 
     streaming = isinstance(dataset, datasets.IterableDataset)
     extra: dict[str, Any] = {} if streaming else {"num_proc": num_proc}
-    described = {} if streaming else {"desc": f"Tokenizing {name} dataset"}
+    described = {} if streaming else {"desc": f"Tokenizing {name} dataset", "features": features}
     options = {"batched": True, "with_indices": True, "remove_columns": drop, "fn_kwargs": arguments}
     if streaming:
         first = dataset.map(function, **options, batch_size=FIRST_BATCH)

@@ -435,7 +435,8 @@ def place_pictures(rows: list[Row], examples: Iterable[Mapping[str, Any]], reade
         held = example.get("pictures") or ()
         if not held:
             continue
-        pictures = [reader.fitted(read_picture(value, "column 'pictures'", reader.background)) for value in held]
+        read = [read_picture(value, f"row {value.get('row')}", reader.background) for value in held]
+        pictures = [reader.fitted(picture) for picture in read]
         if not row.prompt_ids:
             (ids,), (mask,) = row.completions, row.loss_masks
             first = mask.index(1) if 1 in mask else 0

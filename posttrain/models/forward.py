@@ -22,7 +22,6 @@ from posttrain.models.heads import (
     causal_lm,
     install_token_head,
     learns_prompts,
-    picture_encoder,
     unwrapped,
     virtual_tokens,
 )
@@ -172,8 +171,9 @@ def inverse_lengths(batch: Batch) -> Tensor:
 
 def _view(model: Any, batch: Batch) -> VisionView:
     """See `view`; a text model has nothing to see."""
-    known = picture_encoder(model) is None and not batch.pictures
-    return VisionView(batch.position_ids) if known else view(model, batch)
+    config = getattr(model, "config", None)
+    reads_images = any(getattr(config, name, None) is not None for name in ("image_token_id", "image_token_index"))
+    return view(model, batch) if reads_images or batch.pictures else VisionView(batch.position_ids)
 
 
 def _attention(model: nn.Module, inner: Any, batch: Batch, seen: VisionView) -> dict[str, Any]:

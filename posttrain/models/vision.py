@@ -423,7 +423,7 @@ def install_pictures(model: Any, processor: Any, *, cache_bytes: int = 2**30) ->
         return given
     encoder = PictureEncoder(PictureProcessor(processor), cache_bytes)
     family, config = encoder.processor.family, inner.config
-    wanted = getattr(config, "image_token_id", None) or getattr(config, "image_token_index", None)
+    wanted = _placeholder(inner)
     if config.model_type not in family.models or wanted != encoder.processor.token_id:
         raise ModelError(
             f"PT-G004: {type(processor).__name__} is of {', '.join(family.models)} with the placeholder id "
@@ -436,6 +436,12 @@ def install_pictures(model: Any, processor: Any, *, cache_bytes: int = 2**30) ->
         encoder._encode(inner, [picture], counts)
     inner.picture_encoder = encoder
     return encoder
+
+
+def _placeholder(model: Any) -> int | None:
+    """The id that a feature replaces, by the model's config; None: it reads no images."""
+    config = getattr(model, "config", None)
+    return getattr(config, "image_token_id", None) or getattr(config, "image_token_index", None)
 
 
 def load_renamed(model: Any, folder: str, accelerator: Any) -> None:
@@ -487,6 +493,13 @@ def view(model: Any, batch: Batch) -> VisionView:
         if placed:
             raise ModelError(
                 f"a batch has {len(placed)} pictures, and {type(model).__name__} was not prepared for pictures."
+            )
+        token = _placeholder(causal_lm(model))
+        if token is not None and bool((batch.input_ids == token).any()):
+            raise ModelError(
+                f"PT-G011: a pass has the image placeholder {token} and no pictures: {type(causal_lm(model)).__name__} reads "
+                "its own embedding in the place of an image. Fix: images in the columns 'image' or 'images' (inside messages, "
+                "the first rows of a stream tell whether it has any), or text without it."
             )
         return VisionView(batch.position_ids)
     found = batch.input_ids == encoder.processor.token_id

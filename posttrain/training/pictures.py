@@ -52,6 +52,7 @@ __all__ = ["PictureConfig", "Vision"]
 
 logger = logging.getLogger(__name__)
 
+TRIED = 2  # Rows whose pictures are read whole at the start.
 COMPARED = 64  # Of so many rollouts, the pictures of one are compared with its row's.
 IGNORED = -100
 RARE = 0.005  # Share of rows that do not fit which is dropped and counted; more of them is an error.
@@ -247,6 +248,8 @@ class Vision:
         options = PictureOptions(max_length=self.args.max_length, fit=self.args.image_fit, **more)
         drop = [column for column in columns if column not in keep]
         about: dict[str, Any] = {"drop": drop, "counters": COUNTERS, "num_proc": num_proc, "hint": HINT}
+        if hasattr(dataset, "__len__"):
+            about["features"] = _features(dataset.features, options.branches, drop)
         mapped, kept, report = tokenized(dataset, name, _batch, {"reader": self.reader, "options": options}, **about)
         if isinstance(report.rows_in, int) and report.rows_in > 0:
             self._tell(mapped, report)
@@ -318,8 +321,10 @@ class Vision:
             try:
                 blocks, held = conversation_of(row)
                 self.reader.refuse_controls(blocks)
-                for value in held:
-                    self.reader.fitted(read_picture(value, "column 'images'"))
+                read = [self.reader.fitted(read_picture(value, "column 'images'")) for value in held]
+                # On the first rows reward functions are tried.
+                for picture in read if index < TRIED else ():
+                    picture.load()
             except DataError as error:
                 raise DataError(f"{name} row {index}: {error}") from error
         return dataset
@@ -490,9 +495,24 @@ def _batch(
         row = strip_none({name: column[position] for name, column in batch.items() if column[position] is not None})
         try:
             made.append(_row(row, reader, options))
+            for picture in made[-1]["pictures"]:
+                picture["row"] = index
         except DataError as error:
             raise DataError(f"row {index}: {error}") from error
     return {name: [one[name] for one in made] for name in made[0]}
+
+
+def _features(given: Any, branches: Sequence[str], drop: Sequence[str]) -> Any:
+    """Types of all columns: a thousand rows of text, from which they would be taken, say nothing of pictures."""
+    from datasets import Features, List, Value
+
+    ids = ["prompt_ids", *(f"{b}_ids" for b in branches)] if branches else ["input_ids", "labels"]
+    kept = {name: kind for name, kind in given.items() if name not in drop}
+    kept |= {name: List(Value("int64")) for name in [*ids, *(f"{b}_mask" for b in branches)]}
+    kept |= {name: Value("int64") for name in COUNTERS} | {"_reason": Value("string")}
+    return Features(
+        kept | {"pictures": List({"bytes": Value("binary"), "path": Value("string"), "row": Value("int64")})}
+    )
 
 
 def _row(row: dict[str, Any], reader: PictureProcessor, options: PictureOptions) -> dict[str, Any]:
@@ -505,6 +525,11 @@ def _row(row: dict[str, Any], reader: PictureProcessor, options: PictureOptions)
         read = [(text, [read_picture(v, where, reader.background) for v in values]) for text, values in segments]
         reason = LARGE
         found = [(text, [reader.fitted(picture) for picture in held]) for text, held in read]
+        if options.fit == "drop":
+            # A file that was cut has a fine header; read now, it stops no run later.
+            reason = UNREADABLE
+            for picture in (one for _, held in read for one in held):
+                picture.load()
         reason = ""
         resized = sum(
             a != b for (_, old), (_, new) in zip(read, found, strict=True) for a, b in zip(old, new, strict=True)

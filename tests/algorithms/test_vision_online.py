@@ -20,7 +20,7 @@ from posttrain.errors import ConfigError, DataError, ModelError
 from posttrain.models.forward import sequence_logps
 from posttrain.models.heads import picture_encoder
 from posttrain.types import Row
-from tests.algorithms.test_vision_trainers import png, user
+from tests.algorithms.test_vision_trainers import png, torn, user
 from tests.vision_families import build, noise
 
 QUICK = {
@@ -301,6 +301,14 @@ def test_evaluation_under_exchanged_pictures_tells_a_reward_that_needs_none(tmp_
     metrics = trainer.evaluate(prompts([(84, 56, i) for i in range(4)]))
     assert metrics["eval_images/exchanged_reward"] == 1
     assert "PT-G017" in {found.code for found in trainer.preflight.told}
+
+
+def test_a_file_that_was_cut_is_named_by_its_row_before_the_model_is_loaded(tmp_path):
+    held = [torn()]
+    rows = [{"prompt": user(f"{i}?", 1), "images": held if i == 1 else [png(noise(84, 56))]} for i in range(4)]
+    dataset = datasets.Dataset.from_list(rows).cast_column("images", datasets.List(datasets.Image()))
+    with pytest.raises(DataError, match=r"row 1: .*PT-G003"):
+        trainer_of("grpo", tmp_path, dataset=dataset)
 
 
 def test_exchanged_examples_show_another_rows_pictures_and_ask_the_same(tmp_path):

@@ -439,3 +439,57 @@ def test_a_broken_picture_is_dropped_and_counted_where_that_is_asked_for(tmp_pat
         sft(tmp_path, dataset)
     trainer = sft(tmp_path, dataset, image_fit="drop")
     assert len(trainer.train_dataset) == 3 and trainer.reports["train"].dropped == {"with an unreadable image": 1}
+
+
+def torn():
+    """A JPEG file whose header is fine, cut in its middle."""
+    buffer = io.BytesIO()
+    noise(600, 400).save(buffer, "JPEG")
+    return {"bytes": buffer.getvalue()[: buffer.tell() // 2], "path": None}
+
+
+def test_a_file_that_was_cut_is_dropped_where_that_is_asked_for_else_named_by_its_row(tmp_path):
+    found = [dict(row) for row in rows("completion").cast_column("images", datasets.List(datasets.Image(decode=False)))]
+    found[3]["images"] = [torn()]
+    dataset = datasets.Dataset.from_list(found).cast_column("images", datasets.List(datasets.Image()))
+    trainer = sft(tmp_path, dataset, image_fit="drop")
+    assert len(trainer.train_dataset) == 3 and trainer.reports["train"].dropped == {"with an unreadable image": 1}
+    trainer.train()
+    unchecked = sft(tmp_path, dataset, preflight="off")
+    with pytest.raises(DataError, match=r"row 3: the picture cannot be read \(PT-G003\)"):
+        unchecked.train()
+
+
+def test_a_remote_picture_that_was_dropped_stops_nothing(tmp_path):
+    found = [dict(row) for row in rows("completion").cast_column("images", datasets.List(datasets.Image(decode=False)))]
+    found[3]["images"] = [{"bytes": None, "path": "https://example.com/cat.png"}]
+    dataset = datasets.Dataset.from_list(found).cast_column("images", datasets.List(datasets.Image()))
+    trainer = sft(tmp_path, dataset, image_fit="drop")
+    trainer.train()
+    assert trainer.reports["train"].dropped == {"with an unreadable image": 1}
+    assert ("PT-G010", "warning") in {(one.code, one.severity) for one in trainer.preflight.told}
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_one_image_far_behind_rows_of_text_is_seen(tmp_path, inside):
+    """A sample of 64 rows would miss it, and its row would be trained on without its picture."""
+    # More than a batch of `datasets`, from which it would take the types of columns.
+    found = [{"prompt": user(f"which {i}?"), "completion": assistant("a"), "images": []} for i in range(1010)]
+    found[1003] |= {"prompt": user("which?", 1), "images": [png(noise(84, 56))]}
+    if inside:
+        for row in found:
+            (held, row["prompt"][0]["content"][0]["image"]) = (row.pop("images"), None)
+            if held:
+                row["prompt"][0]["content"][0]["image"] = held[0]
+    dataset = datasets.Dataset.from_list(found)
+    trainer = sft(tmp_path, dataset)
+    assert trainer.vision.images and len(trainer.train_dataset[1003]["pictures"]) == 1
+    if inside:
+        # Keys that Arrow filled in make no pictures of text.
+        assert not sft(tmp_path / "b", dataset.select(range(200))).vision.images
+
+
+def test_a_placeholder_in_a_run_on_text_stops_it_instead_of_training_on_no_picture(tmp_path):
+    dataset = datasets.Dataset.from_list([{"prompt": "see <image> there", "completion": " yes"}] * 4)
+    with pytest.raises(ModelError, match="PT-G011"):
+        sft(tmp_path, dataset).train()

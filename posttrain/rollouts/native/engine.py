@@ -346,7 +346,8 @@ def _true_logps(model: nn.Module, rollouts: Sequence[Rollout]) -> list[Tensor]:
 
 def _random_prompts(vocabulary: int, sizes: tuple[int, ...]) -> list[list[int]]:
     generator = torch.Generator().manual_seed(0)
-    return [torch.randint(0, vocabulary, (n,), generator=generator).tolist() for n in sizes]
+    # Placeholders of images, which would want some, are added behind the words.
+    return [torch.randint(0, vocabulary // 2, (n,), generator=generator).tolist() for n in sizes]
 
 
 def _compare(model: nn.Module) -> str | None:
