@@ -264,7 +264,16 @@ def test_grpo_trains_two_steps_with_a_server_that_ray_started(cluster, folder, t
 @pytest.mark.distributed
 def test_two_ranks_and_their_server_train_on_two_nodes(two_nodes, folder, tiny_model_dir):
     """Each node has room for one of the two: strictly spread, and three processes take part."""
-    more = ["--num_processes", "2", "--trainer_cpus", "2", "--rollout_server_cpus", "2", "--ray_placement", "STRICT_SPREAD"]
+    more = [
+        "--num_processes",
+        "2",
+        "--trainer_cpus",
+        "2",
+        "--rollout_server_cpus",
+        "2",
+        "--ray_placement",
+        "STRICT_SPREAD",
+    ]
     run = command(folder, tiny_model_dir, two_nodes, *more)
     out, _ = run.communicate(timeout=280)
     assert run.returncode == 0, out[-4000:]
@@ -272,8 +281,7 @@ def test_two_ranks_and_their_server_train_on_two_nodes(two_nodes, folder, tiny_m
     lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
     steps = [line for line in lines if "sampling/sampling_logp_difference/max" in line]
     assert len(steps) == 2 and max(step["sampling/sampling_logp_difference/max"] for step in steps) < 1e-3
-    # Completions of both ranks: each has a batch of 4.
-    assert [step["num_completions"] for step in steps if "num_completions" in step] in ([], [8.0, 8.0])
+    assert (folder / "run" / "checkpoint-2" / "rng_state_1.pth").is_file()  # Of the second rank.
     assert (folder / "run" / "model.safetensors").is_file()
     assert wait_until(lambda: not left(folder)), left(folder)
 
