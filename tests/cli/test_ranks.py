@@ -129,7 +129,7 @@ def test_processes_are_started_without_a_config_too(monkeypatch, tmp_path):
     assert train._started_all(["--num_processes", "2"]) == ["--multi_gpu", "--num_processes", "2"]
     for said in (["--num_processes", "1"], ["--num_processes", "2", "--use_fsdp"], ["--config_file", "x.yaml"], []):
         assert train._started_all(said) == said
-    with pytest.raises(ConfigError, match="one process.*num_processes=2.*Fix: "):
+    with pytest.raises(ConfigError, match=r"one process.*num_processes=2.*Fix: "):
         train._started_all(["--cpu", "--num_processes", "2"])
 
 
