@@ -61,7 +61,7 @@ def planned(way: str, kind: str, variant: str) -> bool:
     if way == "FSDP2-2x2" and kind in SAMPLED:  # Four ranks draw other completions than two.
         return False
     if variant == "frozen":
-        return kind in PICTURED and way in ("FSDP2", "ZeRO-3")
+        return kind in PICTURED and way in ("DDP", "FSDP2", "ZeRO-3")
     if variant in VARIANTS and variant != "plain":
         few = variant == "passes" or way == "ZeRO-2"
         return (
@@ -327,7 +327,7 @@ def main() -> None:
     """Be a worker, or run cells and print how far they are from one process."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--worker", nargs=3, metavar=("WAY", "FOLDER", "CELLS"))
-    parser.add_argument("--ways", default="DDP,FSDP2")
+    parser.add_argument("--ways", help="by default all; those with DeepSpeed where --python is given")
     parser.add_argument("--kinds", default=",".join(KINDS + PICTURED))
     parser.add_argument("--variants", default=",".join(VARIANTS))
     parser.add_argument("--page", type=Path, help="page whose table is written")
@@ -340,7 +340,8 @@ def main() -> None:
         part()
         return
     named = [(kind, variant) for variant in args.variants.split(",") for kind in args.kinds.split(",")]
-    ways = args.ways.split(",")
+    every = ["DDP", "FSDP2", "FSDP2-2x2", *(["ZeRO-2", "ZeRO-3"] if args.python else [])]
+    ways = args.ways.split(",") if args.ways else every
     cells = {way: [f"{k}/{v}" for k, v in named if planned(way, k, v)] for way in ways}
     # "one" is a way too where it resumes what several wrote.
     base = dict.fromkeys(cell for way in ways for cell in cells[way] if "one" in ways or not cell.startswith("resume/"))
