@@ -3,7 +3,8 @@
 The tests that are marked gpu; log-probs of the token forest in bf16 beside each sequence alone, with SDPA and
 FlexAttention; steps of SFT, DPO and GRPO on the shape of Qwen2.5-0.5B, beside TRL's where it is installed, and of SFT on
 4-bit weights (bitsandbytes); rollouts of each engine beside `generate`, of continuous batching and of vLLM. A part that
-fails says so and the others go on; one that lacks a package, a GPU or time is skipped and says which. Writes ``results/verify_gpu.json`` and, with ``--page docs/verified.md``, a table.
+fails says so and the others go on; one that lacks a package, a GPU or time is skipped and says which. Writes
+``results/verify_gpu.json`` and, with ``--page docs/verified.md``, a table.
 ``--dry-run``: a tiny shape, on the CPU, one step of everything.
 """
 
@@ -32,8 +33,8 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 2, "max_position_embeddings": 32768, "tie_word_embeddings": True, "rope_theta": 1e6,
     },
     "tiny": {
-        "vocab_size": 2048, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "max_position_embeddings": 1024, "tie_word_embeddings": True,
+        "vocab_size": 2048, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
+        "num_key_value_heads": 1, "max_position_embeddings": 1024, "tie_word_embeddings": True,
     },
 }  # fmt: skip
 # Of a run: steps, sequences of a step, tokens of a prompt and most of a completion, completions of a prompt.
