@@ -55,7 +55,7 @@ test-serving: $(SERVING_NEEDS)  ## a real vLLM, and servers in processes of thei
 	$(REAL_VLLM) tests/rollouts/test_vllm_training.py $(ARGS)
 	$(DEV_PYTHON) -m pytest tests/rollouts/test_real_servers.py tests/algorithms/test_async_servers.py -m "not gpu" $(ARGS)
 
-# Ways with DeepSpeed: make test-ranks ARGS="--ways ZeRO-2,ZeRO-3 --python PATH/TO/PYTHON", an environment that has it.
+# With DeepSpeed's ways: make test-ranks ARGS="--python PATH/TO/PYTHON", an environment that has it.
 test-ranks: $(VENV)/.dev  ## every method on two processes beside one, into docs/verified.md
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(DEV_PYTHON) -m tests.matrix --page docs/verified.md $(ARGS)
 

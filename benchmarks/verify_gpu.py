@@ -1,14 +1,17 @@
 """What only an accelerator can show, in one command: ``make verify-gpu``; no network, random weights, minutes.
 
 The tests that are marked gpu; log-probs of the token forest in bf16 beside each sequence alone, with SDPA and
-FlexAttention; steps of SFT, DPO and GRPO on the shape of Qwen2.5-0.5B; rollouts of each engine beside `generate`. A part
-that fails says so and the others go on. Writes ``results/verify_gpu.json`` and, with ``--page docs/verified.md``, a table.
+FlexAttention; steps of SFT, DPO and GRPO on the shape of Qwen2.5-0.5B, beside TRL's where it is installed, and of SFT on
+4-bit weights (bitsandbytes); rollouts of each engine beside `generate`, of continuous batching and of vLLM. A part that
+fails says so and the others go on; one that lacks a package, a GPU or time is skipped and says which. Writes
+``results/verify_gpu.json`` and, with ``--page docs/verified.md``, a table.
 ``--dry-run``: a tiny shape, on the CPU, one step of everything.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import random
 import subprocess
 import sys
@@ -30,13 +33,26 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 2, "max_position_embeddings": 32768, "tie_word_embeddings": True, "rope_theta": 1e6,
     },
     "tiny": {
-        "vocab_size": 2048, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "max_position_embeddings": 1024, "tie_word_embeddings": True,
+        "vocab_size": 2048, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
+        "num_key_value_heads": 1, "max_position_embeddings": 1024, "tie_word_embeddings": True,
     },
 }  # fmt: skip
 # Of a run: steps, sequences of a step, tokens of a prompt and most of a completion, completions of a prompt.
 SIZES = {"Qwen2.5-0.5B": (6, 32, 256, 128, 8), "tiny": (1, 4, 12, 6, 2)}
+LIMIT = 540.0  # Seconds after which no part begins.
 FAR = 3.0  # The forest may be so many times further from each sequence alone than padding is.
+
+
+class Skipped(Exception):
+    """A part cannot run here; the text says what is missing."""
+
+
+def needs(package: str) -> Any:
+    """The package, where it is installed."""
+    try:
+        return importlib.import_module(package)
+    except ImportError as error:
+        raise Skipped(f"{package} is not installed") from error
 
 
 def model_of(shape: str, device: str, attention: str = "sdpa", dtype: torch.dtype = torch.bfloat16) -> Any:
@@ -67,6 +83,8 @@ def gpu_tests(shape: str, device: str) -> dict[str, Any]:
 
 def parity(shape: str, device: str, attention: str) -> dict[str, Any]:
     """Mean and largest distance of log-probs from each sequence alone, of the forest and of padded rows, in nats."""
+    if attention == "flex_attention" and device == "cpu":
+        raise Skipped("FlexAttention is compiled for a GPU")
     from posttrain.data.forest import Layout, collate
     from posttrain.models.forward import batch_logps, sequence_logps
     from posttrain.types import Row
@@ -92,9 +110,13 @@ def parity(shape: str, device: str, attention: str) -> dict[str, Any]:
     return found
 
 
-def trained(shape: str, device: str, method: str) -> dict[str, Any]:
-    """Some steps; tokens a second after the first one, and the most memory."""
-    import posttrain as pt
+def trained(shape: str, device: str, method: str, library: str = "posttrain") -> dict[str, Any]:
+    """Some steps of ours or of TRL's: losses, seconds, and the most memory; ``qlora`` is SFT of an adapter on 4-bit weights."""
+    pt = needs(library)
+    quantised = method == "qlora"
+    if quantised:
+        needs("bitsandbytes")
+        method = "sft"
     from tests.algorithms.helpers import prompts
 
     steps, count, prompt, longest, group = SIZES[shape]
@@ -121,9 +143,15 @@ def trained(shape: str, device: str, method: str) -> dict[str, Any]:
         {"reward_funcs": lambda completions, **_: [float(len(c) % 3) for c in completions]} if method == "grpo" else {}
     )
     with tempfile.TemporaryDirectory() as folder:
+        model = model_of(shape, device, dtype=torch.float32)
+        if quantised:
+            model, adapter = in_four_bits(model, folder)
+            extra = {"peft_config": adapter}
+        elif method == "dpo":  # TRL would load it again by its name, which random weights have none of.
+            extra = {"ref_model": model_of(shape, device, dtype=torch.float32)}
         made = trainer(
-            model=model_of(shape, device, dtype=torch.float32), args=config(folder, **common, **own.get(method, {})),
-            train_dataset=data, processing_class=tokenizer_of(), **extra,
+            model=model, args=config(folder, **common, **own.get(method, {})), train_dataset=data,
+            processing_class=tokenizer_of(), **extra,
         )  # fmt: skip
         if device == "cuda":
             torch.cuda.reset_peak_memory_stats()
@@ -135,6 +163,50 @@ def trained(shape: str, device: str, method: str) -> dict[str, Any]:
         raise RuntimeError(f"{steps} steps left the losses {losses}")
     memory = torch.cuda.max_memory_allocated() / 2**30 if device == "cuda" else None
     return {"losses": losses, "seconds_per_step": seconds / steps, "peak_gib": memory}
+
+
+def in_four_bits(model: Any, folder: str) -> tuple[Any, Any]:
+    """The model, loaded again with weights of bitsandbytes, and an adapter for it."""
+    from peft import LoraConfig
+    from transformers import AutoModelForCausalLM
+
+    from posttrain.models.load import ModelConfig, get_quantization_config
+
+    model.save_pretrained(Path(folder, "whole"))
+    quantisation = get_quantization_config(ModelConfig(load_in_4bit=True))
+    quantised = AutoModelForCausalLM.from_pretrained(Path(folder, "whole"), quantization_config=quantisation)
+    return quantised, LoraConfig(r=8, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+
+
+def sampled(shape: str, device: str, engine: str) -> dict[str, Any]:
+    """Tokens a second of one engine in this process after a first call, and how far its log-probs are from a forward pass."""
+    from posttrain.rollouts.base import Request
+    from posttrain.rollouts.native.engine import logp_gaps
+    from posttrain.rollouts.paged import PagedEngine
+    from posttrain.rollouts.sampling import Sampling
+    from posttrain.rollouts.vllm import VLLMEngine
+
+    _, count, prompt, longest, group = SIZES[shape]
+    rng, model = random.Random(0), model_of(shape, device)
+    prompts = [[rng.randrange(3, SHAPES[shape]["vocab_size"]) for _ in range(prompt)] for _ in range(count // group)]
+    requests, sampling = [Request(ids, group) for ids in prompts], Sampling(max_new_tokens=longest, seed=0)
+    with tempfile.TemporaryDirectory() as folder:
+        if engine == "vllm":
+            needs("vllm")
+            model.save_pretrained(folder)
+            tokenizer_of().save_pretrained(folder)
+            options = {"dtype": "bfloat16", "max_model_len": 2 * (prompt + longest), "enforce_eager": True}
+            options |= {"gpu_memory_utilization": 0.3} if device == "cuda" else {}
+            made: Any = VLLMEngine.create(folder, **options)
+        else:
+            made = PagedEngine(model, pad_token_id=2)
+        made.generate(requests, sampling)
+        began = time.perf_counter()
+        found = made.generate(requests, sampling)
+        seconds = time.perf_counter() - began
+        made.close()
+    gaps = torch.cat(logp_gaps(model, found[:4]))
+    return {"tokens_per_second": sum(len(one.token_ids) for one in found) / seconds, "gap": float(gaps.mean())}
 
 
 def rollouts(shape: str, device: str) -> dict[str, Any]:
@@ -153,19 +225,27 @@ def rollouts(shape: str, device: str) -> dict[str, Any]:
 def parts(shape: str, device: str) -> dict[str, Callable[[], dict[str, Any]]]:
     """Everything that is shown, by name."""
     found: dict[str, Callable[[], dict[str, Any]]] = {"tests marked gpu": lambda: gpu_tests(shape, device)}
-    for attention in ("sdpa", "flex_attention") if device == "cuda" else ("sdpa",):
+    for attention in ("sdpa", "flex_attention"):
         found[f"forest beside padded, bf16, {attention}"] = lambda a=attention: parity(shape, device, a)
     for method in ("sft", "dpo", "grpo"):
         found[f"{method}, {shape}"] = lambda m=method: trained(shape, device, m)
-    return found | {"rollouts beside generate": lambda: rollouts(shape, device)}
+        found[f"{method}, {shape}, TRL"] = lambda m=method: trained(shape, device, m, "trl")
+    found[f"sft in 4 bits, {shape}"] = lambda: trained(shape, device, "qlora")
+    found["rollouts beside generate"] = lambda: rollouts(shape, device)
+    for engine in ("paged", "vllm"):
+        found[f"rollouts of {engine}"] = lambda e=engine: sampled(shape, device, e)
+    return found
 
 
 def table(found: dict[str, Any], where: str) -> str:
     """Markdown: what held, where, and its figures."""
     lines = ["| what | hardware | figures |", "|---|---|---|"]
     for name, result in found.items():
-        shown = result.get("failed") or ", ".join(
-            f"{key} {said(value)}" for key, value in result.items() if key != "losses"
+        skipped = "skipped" in result and f"not run: {result['skipped']}"
+        shown = (
+            result.get("failed")
+            or skipped
+            or ", ".join(f"{key} {said(value)}" for key, value in result.items() if key != "losses")
         )
         lines.append(f"| {name} | {where} | {shown.replace(chr(10), ' ')} |")
     return "\n".join(lines)
@@ -192,10 +272,15 @@ def main(argv: list[str] | None = None) -> int:
         )
     where = torch.cuda.get_device_name() if device == "cuda" else "CPU (dry run)"
     found: dict[str, Any] = {}
+    first = time.perf_counter()
     for name, part in parts(shape, device).items():
         began = time.perf_counter()
         try:
+            if began - first > LIMIT:
+                raise Skipped(f"{LIMIT:g} seconds had passed")
             found[name] = part()
+        except Skipped as missing:
+            found[name] = {"skipped": str(missing)}
         except Exception as error:
             found[name] = {"failed": f"{type(error).__name__}: {error}"[-1500:]}
         found[name]["seconds"] = round(time.perf_counter() - began, 1)

@@ -53,6 +53,25 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
+SAMPLED = ("grpo native", "grpo server", "grpo qwen2_vl", "grpo llava")  # By seeds of each rank.
+
+
+def planned(way: str, kind: str, variant: str) -> bool:
+    """Whether a cell is one of the table: each method on every way, and each variant where it changes what is exchanged."""
+    if way == "FSDP2-2x2" and kind in SAMPLED:  # Four ranks draw other completions than two.
+        return False
+    if variant == "frozen":
+        return kind in PICTURED and way in ("DDP", "FSDP2", "ZeRO-3")
+    if variant in VARIANTS and variant != "plain":
+        few = variant == "passes" or way == "ZeRO-2"
+        return (
+            kind in (("sft", "dpo", "grpo") if few else KINDS)
+            and kind not in SAMPLED
+            and way in ("DDP", "FSDP2", "ZeRO-2")
+        )
+    return True
+
+
 def zero(stage: int) -> dict[str, Any]:
     """A DeepSpeed config that leaves everything else to the trainer."""
     return {
@@ -308,7 +327,7 @@ def main() -> None:
     """Be a worker, or run cells and print how far they are from one process."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--worker", nargs=3, metavar=("WAY", "FOLDER", "CELLS"))
-    parser.add_argument("--ways", default="DDP,FSDP2")
+    parser.add_argument("--ways", help="by default all; those with DeepSpeed where --python is given")
     parser.add_argument("--kinds", default=",".join(KINDS + PICTURED))
     parser.add_argument("--variants", default=",".join(VARIANTS))
     parser.add_argument("--page", type=Path, help="page whose table is written")
@@ -320,15 +339,18 @@ def main() -> None:
         work(way, Path(folder), cells.split(","))
         part()
         return
-    cells = [f"{kind}/{variant}" for variant in args.variants.split(",") for kind in args.kinds.split(",")]
-    cells = [cell for cell in cells if not cell.endswith("/frozen") or cell.split("/")[0] in PICTURED]
+    named = [(kind, variant) for variant in args.variants.split(",") for kind in args.kinds.split(",")]
+    every = ["DDP", "FSDP2", "FSDP2-2x2", *(["ZeRO-2", "ZeRO-3"] if args.python else [])]
+    ways = args.ways.split(",") if args.ways else every
+    cells = {way: [f"{k}/{v}" for k, v in named if planned(way, k, v)] for way in ways}
+    # "one" is a way too where it resumes what several wrote.
+    base = dict.fromkeys(cell for way in ways for cell in cells[way] if "one" in ways or not cell.startswith("resume/"))
+    cells["one"] = [cell for cell in base if cell.split("/")[0] not in SAMPLED]
     with tempfile.TemporaryDirectory() as temporary:
         folder = args.keep or Path(temporary)
-        ways = args.ways.split(",")
-        found = {way: run(way, cells, folder / way, args.python if "zero" in WAYS[way][1] else None) for way in ways}
-        own = [cell for cell in cells if "one" in ways or not cell.startswith("resume/")]
-        found["one"] = run("one", own, folder / "one")
-        results = {(way, cell): compared(found, folder, way, cell) for way in ways for cell in cells}
+        python = {way: args.python for way in ways if "zero" in WAYS[way][1]}
+        found = {way: run(way, of_way, folder / way, python.get(way)) for way, of_way in cells.items()}
+        results = {(way, cell): compared(found, folder, way, cell) for way in ways for cell in cells[way]}
     for (way, cell), result in results.items():
         print(way, cell, result, flush=True)
     if args.page:
@@ -342,8 +364,7 @@ def compared(found: dict[str, Any], folder: Path, way: str, cell: str) -> Any:
 
     The native engine draws with a seed for each rank, so what ranks sample with it is compared with what two ranks do.
     """
-    sampled = ("grpo native/", "grpo server/", *(f"{kind}/" for kind in PICTURED if kind.startswith("grpo")))
-    base = "DDP" if cell.startswith(sampled) else "one"
+    base = "DDP" if cell.split("/")[0] in SAMPLED else "one"
     if cell.startswith("resume/"):  # Beside the way that wrote the checkpoint.
         base = cell.split("/")[1]
     if way == base and cell.startswith("resume/") and not isinstance(found[way][cell], str):

@@ -460,7 +460,16 @@ def _launch(name: str, argv: list[str], launch: list[str]) -> int:
         # Processes that are started again must not meet at the addresses that those before them left in a store.
         again = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
         launch = ["--rdzv_backend", "c10d", *launch]
-    command = [sys.executable, "-m", "posttrain.cli.ranks", *launch, "-m", "posttrain.cli.main", name, *argv]
+    command = [
+        sys.executable,
+        "-m",
+        "posttrain.cli.ranks",
+        *_started_all(launch),
+        "-m",
+        "posttrain.cli.main",
+        name,
+        *argv,
+    ]
     with tempfile.TemporaryDirectory() as folder:
         process = subprocess.Popen(command, env=os.environ | again | {ranks.EXIT_CODES: folder})
         try:
@@ -473,6 +482,23 @@ def _launch(name: str, argv: list[str], launch: list[str]) -> int:
         return code
     sys.stderr.write(f"{failed}\n")
     return failed.code
+
+
+def _started_all(launch: list[str]) -> list[str]:
+    """With the flag without which accelerate starts one process, whatever ``--num_processes`` says, where it sees no GPUs."""
+    from accelerate.commands.config.config_args import default_config_file
+    from accelerate.commands.launch import launch_command_parser
+
+    given = launch_command_parser().parse_args([*launch, "script"])
+    several = (given.num_processes or 1) > 1
+    if several and given.cpu:
+        raise ConfigError(
+            f"accelerate launch starts one process under --cpu, and num_processes={given.num_processes} was asked for. Fix: "
+            "--use_cpu true in its place."
+        )
+    said = given.config_file or given.multi_gpu or given.use_deepspeed or given.use_fsdp or given.tpu
+    said = said or given.use_megatron_lm or Path(default_config_file).is_file()
+    return ["--multi_gpu", *launch] if several and not said else launch
 
 
 def _end(process: subprocess.Popen) -> None:

@@ -36,6 +36,7 @@ __all__ = [
     "prefill_inputs",
     "probe_rows",
     "prompt_view",
+    "refuse_skipped_layers",
     "text_offset",
     "tower_parameters",
     "traced_features",
@@ -464,6 +465,21 @@ def load_renamed(model: Any, folder: str, accelerator: Any) -> None:
             names |= set(file.keys())
     if not names <= set(inner.state_dict()):
         inner.load_state_dict(type(inner).from_pretrained(folder, dtype=inner.dtype).state_dict(), strict=False)
+
+
+def refuse_skipped_layers(model: Any, accelerator: Any) -> None:
+    """Refuse shards of a model that skips layers in a pass without pictures: a process with some would gather them alone.
+
+    Raises:
+        ModelError: Pictures stand beside the text (Mllama), and the parameters are sharded.
+    """
+    encoder = picture_encoder(model)
+    if encoder is not None and encoder.processor.family.cross and shards_parameters(accelerator):
+        raise ModelError(
+            f"{type(causal_lm(model)).__name__} on {accelerator.num_processes} processes with sharded parameters "
+            f"({str(accelerator.distributed_type).rpartition('.')[2]}): its cross-attention layers are skipped where a pass has "
+            "no picture, and processes that have some would wait for them. Fix: DDP or ZeRO-2."
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -89,7 +89,7 @@ def refuse_cut_sequences(config: Any) -> None:
         said = ", ".join(f"{name}={size}" for name, size in sizes.items())
         raise ConfigError(
             f"parallelism_config with {said}: rows cannot be cut along their tokens here, since sequences share their prompt by "
-            "a mask that ring attention does not know. Fix: set the three to 1; shard the model (FSDP2, ZeRO-3) for long rows."
+            "a mask that accelerate would drop. Fix: set the three to 1; shard the model (FSDP2, ZeRO-3) for long rows."
         )
 
 

@@ -25,6 +25,22 @@ def test_every_part_of_a_dry_run_holds(dry):
     assert all(name in page for name in parts)
 
 
+@pytest.mark.slow
+def test_a_part_that_lacks_something_says_what(dry):
+    _, parts, page = dry
+    assert {name for name, part in parts.items() if "skipped" in part} >= {"forest beside padded, bf16, flex_attention"}
+    assert "not run: FlexAttention is compiled for a GPU" in page
+    for name in ("sft, tiny", "rollouts of paged"):
+        assert "skipped" not in parts[name]
+
+
+def test_no_part_begins_after_the_limit(tmp_path, monkeypatch):
+    monkeypatch.setattr(verify_gpu, "LIMIT", -1.0)
+    assert verify_gpu.main(["--dry-run", "--out", str(tmp_path / "found.json")]) == 0
+    parts = json.loads((tmp_path / "found.json").read_text())["parts"]
+    assert all("seconds had passed" in part["skipped"] for part in parts.values())
+
+
 def test_a_part_that_fails_is_told_and_the_others_run(tmp_path, monkeypatch, capsys):
     def broken():
         raise RuntimeError("no such kernel")

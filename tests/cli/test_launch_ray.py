@@ -188,6 +188,19 @@ def cluster():
 
 
 @pytest.fixture
+def two_nodes():
+    """A cluster of two nodes with two cores each, both on this machine."""
+    pytest.importorskip("ray")
+    from ray.cluster_utils import Cluster
+
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "num_gpus": 0})
+    cluster.add_node(num_cpus=2, num_gpus=0)
+    yield cluster.address
+    cluster.shutdown()
+
+
+@pytest.fixture
 def folder(tmp_path):
     """Where a run begins: prompts, and a reward that counts how often it was asked."""
     rows = [{"prompt": [{"role": "user", "content": f"{i} + 1"}]} for i in range(8)]
@@ -243,6 +256,32 @@ def test_grpo_trains_two_steps_with_a_server_that_ray_started(cluster, folder, t
     steps = [line for line in lines if "sampling/sampling_logp_difference/mean" in line]
     assert len(steps) == 2  # Only a foreign engine's log-probs are compared with the trainer's.
     assert max(step["sampling/sampling_logp_difference/max"] for step in steps) < 1e-3
+    assert (folder / "run" / "model.safetensors").is_file()
+    assert wait_until(lambda: not left(folder)), left(folder)
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_two_ranks_and_their_server_train_on_two_nodes(two_nodes, folder, tiny_model_dir):
+    """Each node has room for one of the two: strictly spread, and three processes take part."""
+    more = [
+        "--num_processes",
+        "2",
+        "--trainer_cpus",
+        "2",
+        "--rollout_server_cpus",
+        "2",
+        "--ray_placement",
+        "STRICT_SPREAD",
+    ]
+    run = command(folder, tiny_model_dir, two_nodes, *more)
+    out, _ = run.communicate(timeout=280)
+    assert run.returncode == 0, out[-4000:]
+    assert out.count("posttrain: rollout server") == 1
+    lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    steps = [line for line in lines if "sampling/sampling_logp_difference/max" in line]
+    assert len(steps) == 2 and max(step["sampling/sampling_logp_difference/max"] for step in steps) < 1e-3
+    assert (folder / "run" / "checkpoint-2" / "rng_state_1.pth").is_file()  # Of the second rank.
     assert (folder / "run" / "model.safetensors").is_file()
     assert wait_until(lambda: not left(folder)), left(folder)
 

@@ -9,7 +9,9 @@ import time
 import pytest
 from transformers import AutoModelForCausalLM
 
+from posttrain.cli import train
 from posttrain.cli.ranks import EXIT_CODES, Failure, first_failure
+from posttrain.errors import ConfigError
 from posttrain.training.checkpoint import complete_checkpoints
 
 SLACK = 10  # Seconds beyond the launcher's 30 in which interpreters end.
@@ -119,6 +121,24 @@ def test_each_packaged_config_trains_on_two_processes(name, tiny_model_dir, tmp_
     own = {"ddp": "optimizer.pt", "zero2": "global_step2", "zero3": "global_step2"}
     assert {"rng_state_0.pth", "rng_state_1.pth", own[name]} <= saved
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "run").num_parameters() > 0
+
+
+def test_processes_are_started_without_a_config_too(monkeypatch, tmp_path):
+    """Accelerate runs one on a machine without GPUs, and says nothing."""
+    monkeypatch.setattr("accelerate.commands.config.config_args.default_config_file", str(tmp_path / "none"))
+    assert train._started_all(["--num_processes", "2"]) == ["--multi_gpu", "--num_processes", "2"]
+    for said in (["--num_processes", "1"], ["--num_processes", "2", "--use_fsdp"], ["--config_file", "x.yaml"], []):
+        assert train._started_all(said) == said
+    with pytest.raises(ConfigError, match=r"one process.*num_processes=2.*Fix: "):
+        train._started_all(["--cpu", "--num_processes", "2"])
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_two_processes_train_without_a_config(tiny_model_dir, tmp_path, sums):
+    done = command("sft", tiny_model_dir, tmp_path, "--max_steps", "1", "--save_steps", "1", rows=sums)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert (tmp_path / "run" / "checkpoint-1" / "rng_state_1.pth").is_file()
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from posttrain.data.pictures import read_picture
 from posttrain.errors import ModelError
 from posttrain.models.attention import probe_layout
 from posttrain.models.forward import forward
-from posttrain.models.vision import grid_positions, install_pictures, tower_parameters
+from posttrain.models.vision import grid_positions, install_pictures, refuse_skipped_layers, tower_parameters
 from posttrain.types import Row
 from tests.vision_families import NAMES, build, noise
 from tests.wordings import raises
@@ -324,3 +325,16 @@ def test_the_probe_of_a_layout_holds_pictures(family, monkeypatch):
     monkeypatch.setattr(attention, "PROBED", {})
     with raises(ModelError):
         attention.probe_layout(model)
+
+
+def test_shards_of_a_model_that_skips_layers_without_pictures_are_refused():
+    """Two processes with FSDP2, one of them without pictures, gathered different layers."""
+    for name, kind, fits in (("mllama", "FSDP", False), ("mllama", "MULTI_GPU", True), ("llava", "FSDP", True)):
+        model, processor = build(name)
+        install_pictures(model, processor)
+        run = SimpleNamespace(distributed_type=f"DistributedType.{kind}", num_processes=2, state=SimpleNamespace())
+        if fits:
+            refuse_skipped_layers(model, run)
+        else:
+            with pytest.raises(ModelError, match=r"Mllama.* on 2 processes .*FSDP.*Fix: DDP"):
+                refuse_skipped_layers(model, run)
