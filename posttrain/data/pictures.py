@@ -36,6 +36,7 @@ __all__ = [
     "Picture",
     "conversation_of",
     "conversation_pictures",
+    "exchanged",
     "filled",
     "observed_blocks",
     "open_source",
@@ -547,3 +548,19 @@ def conversation_of(row: Mapping[str, Any]) -> tuple[list[dict[str, Any]], list[
     if not is_messages(row["prompt"]):
         raise DataError("rows with images need conversational prompts: [{'role': 'user', 'content': ...}].")
     return conversation_pictures(row["prompt"], pictures_of(row))
+
+
+def exchanged(examples: Sequence[Mapping[str, Any]], size: int) -> list[dict[str, Any]]:
+    """Examples of which each prompt shows the images of another that has as many; of text stay as they are.
+
+    Args:
+        examples: Groups of ``size`` consecutive.
+        size: Rows of one prompt.
+    """
+    rows = [conversation_of(example) for example in examples]
+    made = [{k: v for k, v in example.items() if k not in PICTURE_COLUMNS} for example in examples]
+    for count in {len(held) for _, held in rows}:
+        alike = [i for i, (_, held) in enumerate(rows) if len(held) == count]
+        for place, i in enumerate(alike):
+            made[i] |= {"prompt": rows[i][0], "images": rows[alike[(place + size) % len(alike)]][1]}
+    return made

@@ -14,7 +14,6 @@ from typing import Any, Literal
 from transformers.utils.hub import cached_file
 
 from posttrain.data.formats import (
-    PICTURE_COLUMNS,
     STREAMED,
     PreparationReport,
     first_row,
@@ -29,6 +28,7 @@ from posttrain.data.formats import (
 from posttrain.data.pictures import (
     Picture,
     conversation_of,
+    exchanged,
     opened,
     picture_prompt,
     picture_prompts,
@@ -402,21 +402,6 @@ class Vision:
             "images/seconds": mean(seconds),
         }
 
-    def exchanged(self, examples: Sequence[Mapping[str, Any]], size: int) -> list[dict[str, Any]]:
-        """Examples of which each prompt shows the images of another that has as many; of text stay as they are.
-
-        Args:
-            examples: Groups of ``size`` consecutive.
-            size: Rows of one prompt.
-        """
-        rows = [conversation_of(example) for example in examples]
-        made = [{k: v for k, v in example.items() if k not in PICTURE_COLUMNS} for example in examples]
-        for count in {len(held) for _, held in rows}:
-            alike = [i for i, (_, held) in enumerate(rows) if len(held) == count]
-            for place, i in enumerate(alike):
-                made[i] |= {"prompt": rows[i][0], "images": rows[alike[(place + size) % len(alike)]][1]}
-        return made
-
     def control(
         self, examples: list[dict[str, Any]], size: int, roll_out: Callable[..., Any], score: Callable[..., Any]
     ) -> dict[str, Metric]:
@@ -430,7 +415,7 @@ class Vision:
         """
         if not self.images or not self.args.check_image_use:
             return {}
-        rollouts, completions = roll_out(self.exchanged(examples, size), "eval")
+        rollouts, completions = roll_out(exchanged(examples, size), "eval")
         table = score(RolloutBatch(self.opened(examples), rollouts, completions))
         totals = weighted_total(table.values, table.weights)
         return {"images/exchanged_reward": mean(totals, ~totals.isnan())}

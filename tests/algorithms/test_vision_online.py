@@ -16,6 +16,7 @@ from posttrain import (
     RLOOConfig,
     RLOOTrainer,
 )
+from posttrain.data.pictures import exchanged
 from posttrain.errors import ConfigError, DataError, ModelError
 from posttrain.models.forward import sequence_logps
 from posttrain.models.heads import picture_encoder
@@ -314,7 +315,7 @@ def test_a_file_that_was_cut_is_named_by_its_row_before_the_model_is_loaded(tmp_
 def test_exchanged_examples_show_another_rows_pictures_and_ask_the_same(tmp_path):
     trainer = trainer_of("grpo", tmp_path, check_image_use=True)
     examples = [dict(trainer.train_dataset[i]) for i in (0, 1, 2, 3) for _ in range(2)]
-    own, other = trainer.vision.prompts(examples), trainer.vision.prompts(trainer.vision.exchanged(examples, 2))
+    own, other = trainer.vision.prompts(examples), trainer.vision.prompts(exchanged(examples, 2))
     assert own[2] == other[2] and own[2].pictures == ()
     for i in (0, 4, 6):
         assert own[i].pictures[0].picture != other[i].pictures[0].picture and other[i] == other[i + 1]
