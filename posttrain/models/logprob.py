@@ -300,10 +300,10 @@ def chunked_rows(
         columns: The first so many of the K numbers are differentiable.
         logit_scale: As in `token_logprobs`.
         softcap: Likewise.
-        chunk_size: Positions at a time; None picks a quarter of `token_logprobs`': ``measure`` keeps several tensors of each.
+        chunk_size: Likewise.
     """
     hidden, weight, bias, chunk = _prepared(hidden, weight, bias, chunk_size)
-    rule = _Rule(logit_scale, softcap, 1.0, chunk_size or max(16, chunk // 4))
+    rule = _Rule(logit_scale, softcap, 1.0, chunk)
     with torch.autocast(hidden.device.type, enabled=False):
         return _ChunkedRows.apply(hidden, weight, bias, rule, measure, columns)
 
