@@ -131,7 +131,8 @@ class PostTrainer(transformers.Trainer):
     def _begin(self) -> None:
         parallel.refuse_lost_sharding(self.accelerator, self.args)
         parallel.shard_present_layers(self.accelerator, self.model)
-        refuse_skipped_layers(self.model, self.accelerator)
+        if self.vision.reader is not None:
+            refuse_skipped_layers(self.model, self.accelerator)
         if hasattr(self.model, "add_model_tags"):
             self.model.add_model_tags(self._tag_names)
         self.layout = self._choose_layout()
