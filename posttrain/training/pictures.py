@@ -42,7 +42,13 @@ from posttrain.errors import ConfigError, DataError, ModelError, check_choice, c
 from posttrain.losses.advantages import weighted_total
 from posttrain.metrics import Metric, mean
 from posttrain.models.heads import causal_lm, has_tower, picture_encoder
-from posttrain.models.vision import adapter_of_text, frozen_parameters, install_pictures, tower_parameters
+from posttrain.models.vision import (
+    adapter_of_text,
+    frozen_parameters,
+    install_pictures,
+    refuse_skipped_layers,
+    tower_parameters,
+)
 from posttrain.rewards.judges import JudgeReward
 from posttrain.rewards.model import ModelReward
 from posttrain.rollouts.batch import RolloutBatch
@@ -446,6 +452,11 @@ class Vision:
             count(frozen.values()), count(tower.values()), count(inner.parameters()) - count(tower.values()),
         )  # fmt: skip
         return peft_config
+
+    def check_shards(self, model: Any, accelerator: Any) -> None:
+        """Refuse a model with pictures that cannot be sharded on processes of which some have none."""
+        if picture_encoder(model) is not None:
+            refuse_skipped_layers(model, accelerator)
 
     def save(self, folder: str) -> None:
         """Save the processor beside the model; its tokenizer is saved anyway."""

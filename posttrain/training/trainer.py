@@ -27,7 +27,7 @@ from posttrain.losses.reduce import Denominators, reduce
 from posttrain.metrics import Metric, MetricBuffer, mean
 from posttrain.models import load, memory, parallel
 from posttrain.models.forward import add_router_term, causal_lm, forward, noisy_embeddings, router_coefficient
-from posttrain.models.vision import load_renamed, refuse_skipped_layers
+from posttrain.models.vision import load_renamed
 from posttrain.report.card import create_model_card
 from posttrain.report.record import RunRecordCallback
 from posttrain.training import checkpoint, config
@@ -131,8 +131,7 @@ class PostTrainer(transformers.Trainer):
     def _begin(self) -> None:
         parallel.refuse_lost_sharding(self.accelerator, self.args)
         parallel.shard_present_layers(self.accelerator, self.model)
-        if self.vision.reader is not None:
-            refuse_skipped_layers(self.model, self.accelerator)
+        self.vision.check_shards(self.model, self.accelerator)
         if hasattr(self.model, "add_model_tags"):
             self.model.add_model_tags(self._tag_names)
         self.layout = self._choose_layout()
