@@ -188,8 +188,7 @@ class Vision:
         if not takes and isinstance(args, PictureConfig):
             # A tower is frozen or trained on rows of text too.
             unread = [one for one in fields(PictureConfig) if one.name != "freeze_vision"]
-            rules = [(one.name, getattr(args, one.name) == one.default, NO_IMAGES) for one in unread]
-            check_rules(args, rules)
+            check_rules(args, [(one.name, getattr(args, one.name) == one.default, NO_IMAGES) for one in unread])
         if returned := takes and returned:
             family = family_of(processing_class)
             returned = family is not None and family.several_turns
