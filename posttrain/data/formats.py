@@ -370,10 +370,10 @@ def shows_pictures(dataset: Any) -> bool:
         return True
     if isinstance(dataset, datasets.IterableDataset):
         return has_pictures(islice(undecoded(dataset.with_format(None)), STREAMED))
-    if not isinstance(dataset, datasets.Dataset):
+    names = [name for name in MESSAGE_COLUMNS if name in (getattr(dataset, "column_names", None) or ())]
+    if not names or not isinstance(dataset, datasets.Dataset):
         return False
     # Blocks have a key of their own for an image where any of the column holds one: then every row is looked at.
-    names = [name for name in MESSAGE_COLUMNS if name in dataset.column_names]
     keyed = any(kind in str(dataset.features[name]) for name in names for kind in PICTURE_BLOCKS)
     step = 1 if keyed else max(1, len(dataset) // LOOK)
     return has_pictures(undecoded(dataset.with_format(None).select_columns(names)).select(range(0, len(dataset), step)))

@@ -96,7 +96,17 @@ def test_an_unknown_command_names_the_closest(folder, capsys):
 @pytest.mark.distributed
 def test_launched_processes_hand_their_exit_code_on(folder):
     """A launcher makes 1 of every failure; the command says 78 all the same."""
-    argv = ["sft", "--config", "sft.yaml", "--dataset_name", "broken.jsonl", "--num_processes", "2", "--cpu"]
+    argv = [
+        "sft",
+        "--config",
+        "sft.yaml",
+        "--dataset_name",
+        "broken.jsonl",
+        "--num_processes",
+        "2",
+        "--use_cpu",
+        "true",
+    ]
     done = subprocess.run(
         [sys.executable, "-m", "posttrain.cli.main", *argv], capture_output=True, text=True, check=False, timeout=200
     )
