@@ -104,7 +104,8 @@ def _vllm_serve(argv: list[str]) -> int:
     from posttrain.errors import MissingDependencyError
     from posttrain.rollouts.vllm import run_server
 
-    for finding in check_versions({"vllm-serve": True}):
+    starts = bool(argv) and not {"-h", "--help"} & set(argv)
+    for finding in check_versions({"vllm-serve": starts}):
         if finding.severity == "error":
             raise MissingDependencyError(describe(finding))
         logging.getLogger("posttrain").warning("%s", describe(finding))

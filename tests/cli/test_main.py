@@ -40,6 +40,7 @@ def test_a_vllm_that_does_not_tell_versions_of_weights_is_not_started(version, c
     assert main(["vllm-serve", "--model", "m"]) == 1
     said = capsys.readouterr().err
     assert "vllm>=0.27.0" in said and (version or "not installed") in said and "pip install" in said
+    assert main(["vllm-serve", "--help"]) == 0  # That needs none.
 
 
 def test_a_config_error_is_one_line_and_exit_1(capsys):
