@@ -460,16 +460,8 @@ def _launch(name: str, argv: list[str], launch: list[str]) -> int:
         # Processes that are started again must not meet at the addresses that those before them left in a store.
         again = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
         launch = ["--rdzv_backend", "c10d", *launch]
-    command = [
-        sys.executable,
-        "-m",
-        "posttrain.cli.ranks",
-        *_started_all(launch),
-        "-m",
-        "posttrain.cli.main",
-        name,
-        *argv,
-    ]
+    launch = _started_all(launch)
+    command = [sys.executable, "-m", "posttrain.cli.ranks", *launch, "-m", "posttrain.cli.main", name, *argv]
     with tempfile.TemporaryDirectory() as folder:
         process = subprocess.Popen(command, env=os.environ | again | {ranks.EXIT_CODES: folder})
         try:

@@ -473,8 +473,8 @@ def _processor_of(processing_class: Any, model_id: str, *, images: bool) -> Any:
         return processing_class
     if images and processing_class is not None:
         raise DataError(
-            f"rows have images, inside messages or in a column 'images' or 'image', and {type(processing_class).__name__} reads "
-            "text alone. Fix: processing_class=AutoProcessor.from_pretrained(the model), or leave the images out."
+            f"rows have images, and processing_class is {type(processing_class).__name__}, which reads text alone. They are in a "
+            "column 'images' or 'image', or inside messages. Fix: processing_class=AutoProcessor.from_pretrained(the model)."
         )
     return load_processor(model_id) if images else None
 

@@ -221,13 +221,10 @@ class VLLMClient:
             card = next((card for card in cards if card.get("parent") is None), cards[0])
             known = {"model": card.get("root") or card.get("id"), "max_model_len": card.get("max_model_len")}
             self.facts = known | {"served": card.get("id")} | self._facts()
-        version = self.weight_version()
-        lacks = (
-            {}
-            if version
-            else {"takes_no_weights": "it does not tell the version of its weights, as vLLM does from 0.27"}
-        )
-        return lacks | self.facts | {"weight_version": version}
+        known = self.facts | {"weight_version": self.weight_version()}
+        if not known["weight_version"]:
+            known.setdefault("takes_no_weights", "it does not tell the version of its weights, as vLLM does from 0.27")
+        return known
 
     def _facts(self) -> dict[str, Any]:
         """By the worker extension; without it, by the server's own config, which developer mode shows."""
