@@ -16,7 +16,6 @@ from posttrain.metrics import mean
 from posttrain.models.attention import attention_mask
 from posttrain.models.heads import (
     PER_TOKEN,
-    LogitRule,
     ScoreHead,
     TokenHead,
     causal_lm,
@@ -29,11 +28,9 @@ from posttrain.models.vision import VisionView, plain_inputs, view
 from posttrain.types import Batch, LossTerms, ModelOutputs, Row
 
 __all__ = [
-    "LogitRule",
     "TokenHead",
     "add_router_term",
     "batch_logps",
-    "causal_lm",
     "forward",
     "install_token_head",
     "inverse_lengths",

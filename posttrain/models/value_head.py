@@ -10,8 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from posttrain.errors import ModelError
-from posttrain.models.forward import causal_lm, install_token_head
-from posttrain.models.heads import score_layer
+from posttrain.models.heads import causal_lm, install_token_head, score_layer
 
 __all__ = [
     "ValueHead",

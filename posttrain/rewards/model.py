@@ -13,7 +13,8 @@ from posttrain.data.forest import collate
 from posttrain.data.templates import supports_tool_calling
 from posttrain.errors import ModelError, RewardError
 from posttrain.models.attention import probe_layout
-from posttrain.models.forward import forward, install_token_head
+from posttrain.models.forward import forward
+from posttrain.models.heads import install_token_head
 from posttrain.models.load import check_model_source
 from posttrain.types import Row
 

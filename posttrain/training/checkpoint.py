@@ -24,7 +24,7 @@ from posttrain.data.chat import turn_end
 from posttrain.errors import CheckpointError
 from posttrain.integrations.machine import free_disk, gpu_memory, gpu_processes
 from posttrain.models import parallel
-from posttrain.models.forward import causal_lm
+from posttrain.models.heads import causal_lm
 from posttrain.training.checks import Checks
 from posttrain.types import Finding
 

@@ -22,8 +22,8 @@ from posttrain.data.forest import Layout
 from posttrain.data.samplers import with_lengths
 from posttrain.errors import ArgumentTypeError, ConfigError, DataError, check_choice
 from posttrain.models.attention import padded_layout, probe_head, probe_layout
-from posttrain.models.forward import install_token_head, learns_prompts
-from posttrain.models.heads import train_new_tokens, train_score_head
+from posttrain.models.forward import learns_prompts
+from posttrain.models.heads import install_token_head, train_new_tokens, train_score_head
 from posttrain.models.load import check_model_source, with_dtype, wrap_with_peft
 from posttrain.models.memory import check_offloading
 from posttrain.models.parallel import bf16_is_faster

@@ -24,7 +24,8 @@ from posttrain.data.samplers import longest_examples
 from posttrain.errors import ConfigError, ModelError
 from posttrain.metrics import MetricBuffer, mean, total
 from posttrain.models import parallel
-from posttrain.models.forward import causal_lm, forward
+from posttrain.models.forward import forward
+from posttrain.models.heads import causal_lm
 from posttrain.models.memory import (
     available_memory,
     compute_flops_per_token,
@@ -437,6 +438,7 @@ def _check_dry(trainer: PostTrainer, step: DryStep) -> None:
 
 
 def largest_pass(trainer: PostTrainer, batch_size: int) -> Batch:
+    """The pass with most tokens of a micro-batch of so many rows, each as long as the longest."""
     rows = longest_rows(trainer, batch_size)
     batches = collate(
         rows,

@@ -26,7 +26,8 @@ from posttrain.data.samplers import Deal
 from posttrain.losses.reduce import Denominators, reduce
 from posttrain.metrics import Metric, MetricBuffer, mean
 from posttrain.models import load, memory, parallel
-from posttrain.models.forward import add_router_term, causal_lm, forward, noisy_embeddings, router_coefficient
+from posttrain.models.forward import add_router_term, forward, noisy_embeddings, router_coefficient
+from posttrain.models.heads import causal_lm
 from posttrain.models.vision import load_renamed
 from posttrain.report.card import create_model_card
 from posttrain.report.record import RunRecordCallback

@@ -209,7 +209,7 @@ def test_train_and_test_part_the_rows(jsonl):
 def test_trap_s32_two_processes_draw_the_same_split(jsonl):
     path = jsonl("a", 30)
     code = (
-        "import sys\nfrom posttrain.data.mixture import *\n"
+        "import sys\nfrom posttrain.data.mixture import DatasetMixtureConfig, get_dataset\n"
         "d = get_dataset(DatasetMixtureConfig([sys.argv[1]], test_split_size=0.3), seed=7)\nprint(d['test']['answer'][:])\n"
     )
     runs = [

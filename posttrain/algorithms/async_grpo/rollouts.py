@@ -22,7 +22,7 @@ from posttrain.data.processors import PictureProcessor
 from posttrain.errors import RolloutError
 from posttrain.metrics import Metric, maximum, mean, total
 from posttrain.models import parallel
-from posttrain.models.forward import causal_lm
+from posttrain.models.heads import causal_lm
 from posttrain.rewards.runner import RewardRunner, RewardTable
 from posttrain.rollouts.batch import RolloutBatch, by_context, completions_for_rewards, rollout_batch
 from posttrain.rollouts.episodes.driver import EpisodeSetup

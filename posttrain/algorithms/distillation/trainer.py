@@ -37,8 +37,7 @@ from posttrain.data.forest import Layout
 from posttrain.errors import ConfigError, DataError
 from posttrain.losses.reduce import spread
 from posttrain.models import load, parallel
-from posttrain.models.forward import causal_lm, install_token_head
-from posttrain.models.heads import has_tower, picture_encoder
+from posttrain.models.heads import causal_lm, has_tower, install_token_head, picture_encoder
 from posttrain.models.memory_estimate import Part
 from posttrain.models.reference import Reference
 from posttrain.models.vision import install_pictures

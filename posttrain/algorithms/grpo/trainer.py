@@ -38,8 +38,7 @@ from posttrain.losses.policy import (
 from posttrain.losses.reduce import Denominators, reduce, spread
 from posttrain.metrics import Metric, maximum, mean, minimum
 from posttrain.models import parallel
-from posttrain.models.forward import causal_lm
-from posttrain.models.heads import cast_head_to_fp32
+from posttrain.models.heads import cast_head_to_fp32, causal_lm
 from posttrain.report.completions import CompletionsHubCallback
 from posttrain.report.sync_reference import SyncRefModelCallback
 from posttrain.rewards.runner import RewardTable

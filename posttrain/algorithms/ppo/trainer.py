@@ -35,7 +35,8 @@ from posttrain.losses.ppo import Moments, merge_moments
 from posttrain.metrics import MetricBuffer, mean
 from posttrain.models import parallel
 from posttrain.models.attention import probe_layout
-from posttrain.models.forward import causal_lm, forward
+from posttrain.models.forward import forward
+from posttrain.models.heads import causal_lm
 from posttrain.models.load import create_model_from_path, get_config_model_id, load_classifier, resolve_pad_token
 from posttrain.models.reference import Reference, disable_dropout_in_model
 from posttrain.models.value_head import (

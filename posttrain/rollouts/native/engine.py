@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from posttrain.errors import ConfigError, RolloutError, RolloutInterrupted, check_choice
 from posttrain.models.attention import coarsest_dtype, disagreement, probe_cases, probe_key
-from posttrain.models.forward import LogitRule, causal_lm, sequence_logps
-from posttrain.models.heads import picture_encoder, placeholder_of, trunk
+from posttrain.models.forward import sequence_logps
+from posttrain.models.heads import LogitRule, causal_lm, picture_encoder, placeholder_of, trunk
 from posttrain.models.vision import probe_rows
 from posttrain.rollouts.base import (
     Capabilities,
