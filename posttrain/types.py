@@ -53,7 +53,14 @@ __all__ = [
     "Rollout",
     "Row",
     "Sampling",
+    "option",
 ]
+
+
+def option(default: Any, text: str) -> Any:
+    """A field of a config with its help text."""
+    return field(default=default, metadata={"help": text})
+
 
 FinishReason = Literal["stop", "length", "abort"]
 Reduction = Literal["token", "sequence_token", "sequence", "constant", "local_token"]

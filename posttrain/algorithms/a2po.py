@@ -8,7 +8,7 @@ import json
 import logging
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -31,7 +31,7 @@ from posttrain.training.online import OnlineTrainer
 from posttrain.training.online_config import OnlineConfig
 from posttrain.training.prompts import named_sets
 from posttrain.training.scoring import score_rollouts
-from posttrain.types import Batch, LossTerms, ModelOutputs, Rollout, Sampling
+from posttrain.types import Batch, LossTerms, ModelOutputs, Rollout, Sampling, option
 
 __all__ = [
     "A2POConfig",
@@ -62,27 +62,19 @@ class A2POConfig(OnlineConfig):
 
     _least_generations: ClassVar[int] = 1
 
-    learning_rate: float = field(default=5e-5, metadata={"help": "Peak learning rate."})
-    num_generations: int = field(default=1, metadata={"help": "Completions per prompt in training: always 1."})
-    max_prompt_length: int | None = field(
-        default=512, metadata={"help": "Most prompt tokens; longer prompts lose their beginning. None: no limit."}
+    learning_rate: float = option(5e-5, "Peak learning rate.")
+    num_generations: int = option(1, "Completions per prompt in training: always 1.")
+    max_prompt_length: int | None = option(
+        512, "Most prompt tokens; longer prompts lose their beginning. None: no limit."
     )
-    max_completion_length: int = field(default=256, metadata={"help": "Most tokens of a completion, EOS included."})
-    top_k: int | None = field(default=None, metadata={"help": "Keep the k most likely tokens; None or 0 is off."})  # type: ignore[assignment]
-    num_value_samples: int = field(
-        default=8,
-        metadata={"help": "Completions of the reference that a prompt's value is estimated from, at least 1."},
+    max_completion_length: int = option(256, "Most tokens of a completion, EOS included.")
+    top_k: int | None = option(None, "Keep the k most likely tokens; None or 0 is off.")  # type: ignore[assignment]
+    num_value_samples: int = option(
+        8, "Completions of the reference that a prompt's value is estimated from, at least 1."
     )
-    beta1: float = field(
-        default=0.5,
-        metadata={"help": "Temperature of the value: near 0 the best sample's reward, large their mean; > 0."},
-    )
-    filter_all_incorrect: bool = field(
-        default=True, metadata={"help": "Leave out training prompts that no sample of the reference solved."}
-    )
-    beta2: float = field(
-        default=1e-3, metadata={"help": "Weight of the log-ratio to the reference that advantages are fitted by; > 0."}
-    )
+    beta1: float = option(0.5, "Temperature of the value: near 0 the best sample's reward, large their mean; > 0.")
+    filter_all_incorrect: bool = option(True, "Leave out training prompts that no sample of the reference solved.")
+    beta2: float = option(1e-3, "Weight of the log-ratio to the reference that advantages are fitted by; > 0.")
 
     def __post_init__(self) -> None:
         self.top_k = self.top_k or 0

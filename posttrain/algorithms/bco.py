@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -22,7 +22,7 @@ from posttrain.losses.unpaired import BCO_LOSSES, Moments, density_weight, updat
 from posttrain.metrics import mean
 from posttrain.models import parallel
 from posttrain.models.forward import forward
-from posttrain.types import Batch, LossTerms, ModelOutputs, Row
+from posttrain.types import Batch, LossTerms, ModelOutputs, Row, option
 
 __all__ = [
     "BCOConfig",
@@ -99,12 +99,10 @@ class PromptDensity:
 class BCOConfig(ComparedConfig):
     """Arguments of `BCOTrainer`."""
 
-    learning_rate: float = field(default=5e-7, metadata={"help": "Peak learning rate; about ten times more for LoRA."})
-    prompt_sample_size: int = field(
-        default=1024, metadata={"help": "Prompts of each label that the density is fitted on."}
-    )
-    min_density_ratio: float = field(default=0.5, metadata={"help": "Least weight of a bad answer."})
-    max_density_ratio: float = field(default=10.0, metadata={"help": "Most weight of a bad answer."})
+    learning_rate: float = option(5e-7, "Peak learning rate; about ten times more for LoRA.")
+    prompt_sample_size: int = option(1024, "Prompts of each label that the density is fitted on.")
+    min_density_ratio: float = option(0.5, "Least weight of a bad answer.")
+    max_density_ratio: float = option(10.0, "Most weight of a bad answer.")
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from torch import nn
@@ -14,7 +14,7 @@ from posttrain.errors import ConfigError, check_choice
 from posttrain.losses.divergence import alpha_reward, mean_logp
 from posttrain.losses.preference import CPO_LOSSES
 from posttrain.training.config import attributes, takes
-from posttrain.types import Batch, LossTerms, ModelOutputs
+from posttrain.types import Batch, LossTerms, ModelOutputs, option
 
 __all__ = ["CPOConfig", "CPOTrainer"]
 
@@ -25,15 +25,13 @@ logger = logging.getLogger(__name__)
 class CPOConfig(UnreadFields, AnswerConfig):
     """Arguments of `CPOTrainer`."""
 
-    loss_type: Literal["sigmoid", "hinge", "ipo", "simpo", "alphapo"] = field(
-        default="sigmoid", metadata={"help": "alphapo is simpo with cpo_alpha=0 and a shaped reward (alpha)."}
+    loss_type: Literal["sigmoid", "hinge", "ipo", "simpo", "alphapo"] = option(
+        "sigmoid", "alphapo is simpo with cpo_alpha=0 and a shaped reward (alpha)."
     )
-    cpo_alpha: float = field(
-        default=1.0, metadata={"help": "Weight of the chosen answers' likelihood; 0: none (SimPO)."}
-    )
-    simpo_gamma: float = field(default=0.5, metadata={"help": "Margin of simpo; about beta / 2."})
-    alpha: float = field(default=0.0, metadata={"help": "AlphaPO's shape of the reward; 0 is the log-likelihood."})
-    label_smoothing: float = field(default=0.0, metadata={"help": "Chance that a label is wrong; sigmoid and simpo."})
+    cpo_alpha: float = option(1.0, "Weight of the chosen answers' likelihood; 0: none (SimPO).")
+    simpo_gamma: float = option(0.5, "Margin of simpo; about beta / 2.")
+    alpha: float = option(0.0, "AlphaPO's shape of the reward; 0 is the log-likelihood.")
+    label_smoothing: float = option(0.0, "Chance that a label is wrong; sigmoid and simpo.")
 
     def __post_init__(self) -> None:
         super().__post_init__()

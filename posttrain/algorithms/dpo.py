@@ -19,7 +19,7 @@ from posttrain.losses.reduce import row_terms, sequence_sum
 from posttrain.metrics import mean
 from posttrain.training.config import attributes, takes, warn_keep_end
 from posttrain.training.pictures import PictureConfig
-from posttrain.types import Batch, LossTerms, ModelOutputs
+from posttrain.types import Batch, LossTerms, ModelOutputs, option
 
 __all__ = ["DPOConfig", "DPOTrainer", "dpo_objective"]
 
@@ -42,28 +42,18 @@ class DPOConfig(PictureConfig, ComparedConfig):
     loss_type: list[str] = field(
         default_factory=lambda: ["sigmoid"], metadata={"help": f"One or more of: {', '.join(DPO_LOSSES)}."}
     )
-    loss_weights: list[float] | None = field(
-        default=None, metadata={"help": "Weights of the losses, one each; None: all 1."}
+    loss_weights: list[float] | None = option(None, "Weights of the losses, one each; None: all 1.")
+    ld_alpha: float | None = option(None, "Weight in [0, 1] of tokens beyond the shorter answer (LD-DPO); None: 1.")
+    f_divergence_type: Literal["reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"] = option(
+        "reverse_kl", "Which divergence from the reference is charged."
     )
-    ld_alpha: float | None = field(
-        default=None, metadata={"help": "Weight in [0, 1] of tokens beyond the shorter answer (LD-DPO); None: 1."}
-    )
-    f_divergence_type: Literal["reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"] = field(
-        default="reverse_kl", metadata={"help": "Which divergence from the reference is charged."}
-    )
-    f_alpha_divergence_coef: float = field(default=0.5, metadata={"help": "Coefficient of alpha_divergence."})
-    label_smoothing: float = field(
-        default=0.0, metadata={"help": "Chance that a label is wrong; read by robust, exo_pair, aot, aot_unpaired."}
-    )
-    use_weighting: bool = field(
-        default=False, metadata={"help": "Weigh pairs by how likely the policy finds them (WPO)."}
-    )
-    discopop_tau: float = field(default=0.05, metadata={"help": "Temperature of discopop, above 0."})
-    padding_free: bool = field(
-        default=False, metadata={"help": "For compatibility: pairs carry no padding either way."}
-    )
+    f_alpha_divergence_coef: float = option(0.5, "Coefficient of alpha_divergence.")
+    label_smoothing: float = option(0.0, "Chance that a label is wrong; read by robust, exo_pair, aot, aot_unpaired.")
+    use_weighting: bool = option(False, "Weigh pairs by how likely the policy finds them (WPO).")
+    discopop_tau: float = option(0.05, "Temperature of discopop, above 0.")
+    padding_free: bool = option(False, "For compatibility: pairs carry no padding either way.")
 
-    pad_token: str | None = field(default=None, metadata={"help": "Deprecated: set pad_token on the tokenizer."})
+    pad_token: str | None = option(None, "Deprecated: set pad_token on the tokenizer.")
 
     def __post_init__(self) -> None:
         self.loss_type = [self.loss_type] if isinstance(self.loss_type, str) else list(self.loss_type)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -22,7 +22,7 @@ from posttrain.models.forward import forward
 from posttrain.models.reference import Reference, precomputed_logps
 from posttrain.training.config import attributes, takes
 from posttrain.training.pictures import PictureConfig
-from posttrain.types import Batch, LossTerms, ModelOutputs, Row
+from posttrain.types import Batch, LossTerms, ModelOutputs, Row, option
 
 __all__ = ["KTOConfig", "KTOTrainer", "fixed_partners", "partners"]
 
@@ -33,11 +33,11 @@ logger = logging.getLogger(__name__)
 class KTOConfig(PictureConfig, ComparedConfig):
     """Arguments of `KTOTrainer`."""
 
-    loss_type: Literal["kto", "apo_zero_unpaired"] = field(
-        default="kto", metadata={"help": "kto compares with mismatched answers; apo_zero_unpaired with 0."}
+    loss_type: Literal["kto", "apo_zero_unpaired"] = option(
+        "kto", "kto compares with mismatched answers; apo_zero_unpaired with 0."
     )
-    desirable_weight: float = field(default=1.0, metadata={"help": "Weight of good answers."})
-    undesirable_weight: float = field(default=1.0, metadata={"help": "Weight of bad answers."})
+    desirable_weight: float = option(1.0, "Weight of good answers.")
+    undesirable_weight: float = option(1.0, "Weight of bad answers.")
 
     def __post_init__(self) -> None:
         super().__post_init__()

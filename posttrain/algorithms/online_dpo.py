@@ -27,7 +27,7 @@ from posttrain.training.config import takes
 from posttrain.training.online import OnlineTrainer
 from posttrain.training.online_config import OnlineConfig
 from posttrain.training.pictures import PictureConfig
-from posttrain.types import Batch, LossTerms, ModelOutputs, Prompt, Rollout, Sampling
+from posttrain.types import Batch, LossTerms, ModelOutputs, Prompt, Rollout, Sampling, option
 
 __all__ = [
     "PAIR_LOSS_TYPES",
@@ -53,32 +53,24 @@ class OnlineDPOConfig(PictureConfig, OnlineConfig):
     A list instead of a number has one value per epoch; the last one stays.
     """
 
-    learning_rate: float = field(default=5e-7, metadata={"help": "Peak learning rate."})
-    disable_dropout: bool = field(default=True, metadata={"help": "Set every dropout to 0."})
-    reward_model_path: str | None = field(default=None, metadata={"help": "For scripts; the trainer does not read it."})
-    max_new_tokens: int = field(default=64, metadata={"help": "Most tokens of a completion, EOS included."})
-    max_completion_length: int | None = field(  # type: ignore[assignment]
-        default=None, metadata={"help": "Another name of max_new_tokens."}
-    )
-    max_length: int = field(
-        default=512, metadata={"help": "Most tokens of prompt and completion; a longer prompt loses its beginning."}
-    )
-    temperature: float = field(
-        default=0.9, metadata={"help": "Of sampling alone: log-probs of the loss are those at temperature 1."}
-    )
-    missing_eos_penalty: float | None = field(
-        default=None, metadata={"help": "Taken from the reward of a completion that did not end, > 0."}
-    )
+    learning_rate: float = option(5e-7, "Peak learning rate.")
+    disable_dropout: bool = option(True, "Set every dropout to 0.")
+    reward_model_path: str | None = option(None, "For scripts; the trainer does not read it.")
+    max_new_tokens: int = option(64, "Most tokens of a completion, EOS included.")
+    max_completion_length: int | None = option(None, "Another name of max_new_tokens.")
+    max_length: int = option(512, "Most tokens of prompt and completion; a longer prompt loses its beginning.")
+    temperature: float = option(0.9, "Of sampling alone: log-probs of the loss are those at temperature 1.")
+    missing_eos_penalty: float | None = option(None, "Taken from the reward of a completion that did not end, > 0.")
     beta: list[float] = field(  # type: ignore[assignment]
         default_factory=lambda: [0.1], metadata={"help": "Strength of the tie to the reference; several: by epoch."}
     )
-    loss_type: Literal["sigmoid", "ipo"] = field(default="sigmoid", metadata={"help": "Loss of a pair."})
-    num_generations: int = field(default=2, metadata={"help": "Always 2: a pair is compared."})
-    num_generations_eval: int | None = field(default=1, metadata={"help": "Always 1: evaluation compares nothing."})
-    keep_eos_for_rewards: bool = field(
-        default=False, metadata={"help": "Reward functions see the end-of-sequence token of plain text that has ended."}
+    loss_type: Literal["sigmoid", "ipo"] = option("sigmoid", "Loss of a pair.")
+    num_generations: int = option(2, "Always 2: a pair is compared.")
+    num_generations_eval: int | None = option(1, "Always 1: evaluation compares nothing.")
+    keep_eos_for_rewards: bool = option(
+        False, "Reward functions see the end-of-sequence token of plain text that has ended."
     )
-    vllm_gpu_memory_utilization: float = field(default=0.55, metadata={"help": "Share of GPU memory, colocate."})
+    vllm_gpu_memory_utilization: float = option(0.55, "Share of GPU memory, colocate.")
 
     def __post_init__(self) -> None:
         if self.max_completion_length not in (None, self.max_new_tokens):

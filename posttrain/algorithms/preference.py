@@ -7,7 +7,7 @@ import functools
 import itertools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
 import datasets
@@ -48,7 +48,7 @@ from posttrain.training.checks import Checks
 from posttrain.training.config import PostTrainingConfig
 from posttrain.training.data_report import note_suspects
 from posttrain.training.trainer import PostTrainer
-from posttrain.types import Batch, Finding, LossTerms, ModelOutputs, Row
+from posttrain.types import Batch, Finding, LossTerms, ModelOutputs, Row, option
 
 __all__ = [
     "PRECOMPUTED",
@@ -224,24 +224,16 @@ CHECKED_ROWS = 1000
 class AnswerConfig(PostTrainingConfig):
     """Fields of every method on given answers."""
 
-    learning_rate: float = field(default=1e-6, metadata={"help": "Peak learning rate; about 1e-5 for LoRA."})
-    disable_dropout: bool = field(default=True, metadata={"help": "Set every dropout to 0."})
-    max_length: int | None = field(
-        default=1024, metadata={"help": "Tokens of prompt and answer, at least 2; None never cuts."}
-    )
-    truncation_mode: Literal["keep_start", "keep_end"] = field(
-        default="keep_start", metadata={"help": "Which end of a long answer is kept."}
-    )
-    mask_inner_turns: bool = field(
-        default=False, metadata={"help": "Turns of the user or of tools within an answer have no loss."}
-    )
-    dataset_num_proc: int | None = field(default=None, metadata={"help": "Processes that prepare the dataset."})
-    pad_to_multiple_of: int | str | None = field(
-        default=None, metadata={"help": "Rounds row widths up; auto or None: what the layout wants."}
-    )
-    beta: float = field(default=0.1, metadata={"help": "Strength of the tie to the reference, above 0."})
-    pair_reward_model: str | None = field(
-        default=None, metadata={"help": "A reward model that up to 512 pairs are shown to: how often does it agree?"}
+    learning_rate: float = option(1e-6, "Peak learning rate; about 1e-5 for LoRA.")
+    disable_dropout: bool = option(True, "Set every dropout to 0.")
+    max_length: int | None = option(1024, "Tokens of prompt and answer, at least 2; None never cuts.")
+    truncation_mode: Literal["keep_start", "keep_end"] = option("keep_start", "Which end of a long answer is kept.")
+    mask_inner_turns: bool = option(False, "Turns of the user or of tools within an answer have no loss.")
+    dataset_num_proc: int | None = option(None, "Processes that prepare the dataset.")
+    pad_to_multiple_of: int | str | None = option(None, "Rounds row widths up; auto or None: what the layout wants.")
+    beta: float = option(0.1, "Strength of the tie to the reference, above 0.")
+    pair_reward_model: str | None = option(
+        None, "A reward model that up to 512 pairs are shown to: how often does it agree?"
     )
 
     def __post_init__(self) -> None:
@@ -267,10 +259,10 @@ UNREAD = {
 class UnreadFields:
     """Fields of TRL's CPO and ORPO that nothing reads here; they are refused where they are set."""
 
-    max_completion_length: int | None = field(default=None, metadata={"help": "Leave it out: max_length cuts answers."})
-    generate_during_eval: bool = field(default=False, metadata={"help": "Leave it out: use LogCompletionsCallback."})
-    is_encoder_decoder: bool | None = field(default=None, metadata={"help": "Leave it out: models are causal."})
-    padding_value: int | None = field(default=None, metadata={"help": "Leave it out: the tokenizer has a pad token."})
+    max_completion_length: int | None = option(None, "Leave it out: max_length cuts answers.")
+    generate_during_eval: bool = option(False, "Leave it out: use LogCompletionsCallback.")
+    is_encoder_decoder: bool | None = option(None, "Leave it out: models are causal.")
+    padding_value: int | None = option(None, "Leave it out: the tokenizer has a pad token.")
 
     def refuse_unread(self) -> None:
         """Raise for each that is set.
@@ -288,13 +280,13 @@ class UnreadFields:
 class ComparedConfig(AnswerConfig):
     """Fields of every method that compares the policy with a reference."""
 
-    precompute_ref_log_probs: bool = field(
-        default=False, metadata={"help": "Compute the reference's log-probs once, before training, and free it."}
+    precompute_ref_log_probs: bool = option(
+        False, "Compute the reference's log-probs once, before training, and free it."
     )
-    precompute_ref_batch_size: int | None = field(default=None, metadata={"help": "Rows a pass; None: as in training."})
-    sync_ref_model: bool = field(default=False, metadata={"help": "Let the reference follow the policy (TR-DPO)."})
-    ref_model_mixup_alpha: float = field(default=0.6, metadata={"help": "Share of the policy in a sync, in (0, 1]."})
-    ref_model_sync_steps: int = field(default=512, metadata={"help": "Optimiser steps between two syncs."})
+    precompute_ref_batch_size: int | None = option(None, "Rows a pass; None: as in training.")
+    sync_ref_model: bool = option(False, "Let the reference follow the policy (TR-DPO).")
+    ref_model_mixup_alpha: float = option(0.6, "Share of the policy in a sync, in (0, 1].")
+    ref_model_sync_steps: int = option(512, "Optimiser steps between two syncs.")
 
     def __post_init__(self) -> None:
         super().__post_init__()

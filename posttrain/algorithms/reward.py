@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
@@ -20,7 +20,7 @@ from posttrain.models.forward import forward
 from posttrain.models.load import load_classifier
 from posttrain.training.config import PostTrainingConfig, takes
 from posttrain.training.trainer import PostTrainer
-from posttrain.types import Batch, LossTerms, ModelOutputs, Row
+from posttrain.types import Batch, LossTerms, ModelOutputs, Row, option
 
 __all__ = ["RewardConfig", "RewardTrainer", "reward_objective"]
 
@@ -31,24 +31,19 @@ logger = logging.getLogger(__name__)
 class RewardConfig(PostTrainingConfig):
     """Arguments of `RewardTrainer`."""
 
-    learning_rate: float = field(default=1e-4, metadata={"help": "Peak learning rate; about ten times more for LoRA."})
-    disable_dropout: bool = field(default=True, metadata={"help": "Set every dropout to 0."})
-    chat_template_path: str | None = field(
-        default=None,
-        metadata={"help": "A .jinja file with the template's text, or a tokenizer to clone with its tokens."},
+    learning_rate: float = option(1e-4, "Peak learning rate; about ten times more for LoRA.")
+    disable_dropout: bool = option(True, "Set every dropout to 0.")
+    chat_template_path: str | None = option(
+        None, "A .jinja file with the template's text, or a tokenizer to clone with its tokens."
     )
-    eos_token: str | None = field(default=None, metadata={"help": "Token that ends a sequence; None: the tokenizer's."})
-    pad_token: str | None = field(default=None, metadata={"help": "Deprecated: set pad_token on the tokenizer."})
-    max_length: int | None = field(
-        default=1024, metadata={"help": "Pairs with a longer side are left out; None keeps all."}
+    eos_token: str | None = option(None, "Token that ends a sequence; None: the tokenizer's.")
+    pad_token: str | None = option(None, "Deprecated: set pad_token on the tokenizer.")
+    max_length: int | None = option(1024, "Pairs with a longer side are left out; None keeps all.")
+    dataset_num_proc: int | None = option(None, "Processes that prepare the dataset.")
+    center_rewards_coefficient: float | None = option(
+        None, "Weight of (r+ + r-)^2, which keeps scores near 0; 0.01 is usual. None: off."
     )
-    dataset_num_proc: int | None = field(default=None, metadata={"help": "Processes that prepare the dataset."})
-    center_rewards_coefficient: float | None = field(
-        default=None, metadata={"help": "Weight of (r+ + r-)^2, which keeps scores near 0; 0.01 is usual. None: off."}
-    )
-    pad_to_multiple_of: int | str | None = field(
-        default=None, metadata={"help": "Rounds row widths up; auto or None: what the layout wants."}
-    )
+    pad_to_multiple_of: int | str | None = option(None, "Rounds row widths up; auto or None: what the layout wants.")
 
     def __post_init__(self) -> None:
         super().__post_init__()

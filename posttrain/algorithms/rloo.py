@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -23,7 +23,7 @@ from posttrain.training.online import OnlineTrainer
 from posttrain.training.online_config import OnlineConfig, reject_truncated_sampling
 from posttrain.training.pictures import PictureConfig
 from posttrain.training.scoring import FIXED, FIXED_PATHS, SETTABLE, SETTABLE_PATHS, last_logged
-from posttrain.types import Batch, LossTerms, ModelOutputs
+from posttrain.types import Batch, LossTerms, ModelOutputs, option
 
 __all__ = ["RLOOConfig", "RLOOTrainer", "rloo_objective"]
 
@@ -40,14 +40,12 @@ class RLOOConfig(PictureConfig, OnlineConfig):
     Reference: Back to basics, arXiv:2402.14740.
     """
 
-    num_generations: int = field(default=2, metadata={"help": "Completions per prompt, at least 2."})
-    beta: float = field(default=0.05, metadata={"help": "Weight of the KL that is charged to the reward; 0: none."})
-    reward_clip_range: list[float] | None = field(
-        default=None, metadata={"help": "Lowest and highest reward, before the KL is charged; None: as they are."}
+    num_generations: int = option(2, "Completions per prompt, at least 2.")
+    beta: float = option(0.05, "Weight of the KL that is charged to the reward; 0: none.")
+    reward_clip_range: list[float] | None = option(
+        None, "Lowest and highest reward, before the KL is charged; None: as they are."
     )
-    normalize_advantages: bool = field(
-        default=False, metadata={"help": "Standardise advantages over the whole generation."}
-    )
+    normalize_advantages: bool = option(False, "Standardise advantages over the whole generation.")
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -28,7 +28,7 @@ from posttrain.training.config import PostTrainingConfig, attributes, takes, war
 from posttrain.training.evaluation import full_logits
 from posttrain.training.pictures import PictureConfig
 from posttrain.training.trainer import PostTrainer
-from posttrain.types import Batch, LossTerms, ModelOutputs, Row
+from posttrain.types import Batch, LossTerms, ModelOutputs, Row, option
 
 __all__ = ["SFTConfig", "SFTTrainer", "sft_objective"]
 
@@ -41,55 +41,37 @@ class SFTConfig(PictureConfig, PostTrainingConfig):
 
     _VALID_DICT_FIELDS = [*PostTrainingConfig._VALID_DICT_FIELDS, "dataset_kwargs"]  # noqa: RUF012
 
-    learning_rate: float = field(default=2e-5, metadata={"help": "Peak learning rate; about ten times more for LoRA."})
-    dataset_text_field: str = field(default="text", metadata={"help": "Column of plain language modelling."})
-    dataset_kwargs: dict[str, Any] | str | None = field(
-        default=None,
-        metadata={"help": "Only key: skip_prepare_dataset, for rows that already hold input_ids and labels."},
+    learning_rate: float = option(2e-5, "Peak learning rate; about ten times more for LoRA.")
+    dataset_text_field: str = option("text", "Column of plain language modelling.")
+    dataset_kwargs: dict[str, Any] | str | None = option(
+        None, "Only key: skip_prepare_dataset, for rows that already hold input_ids and labels."
     )
-    dataset_num_proc: int | None = field(default=None, metadata={"help": "Processes that prepare the dataset."})
-    eos_token: str | None = field(default=None, metadata={"help": "Token that ends a sequence; None: the tokenizer's."})
-    pad_token: str | None = field(default=None, metadata={"help": "Deprecated: set pad_token on the tokenizer."})
-    chat_template_path: str | None = field(
-        default=None,
-        metadata={"help": "A .jinja file with the template's text, or a tokenizer to clone with its tokens."},
+    dataset_num_proc: int | None = option(None, "Processes that prepare the dataset.")
+    eos_token: str | None = option(None, "Token that ends a sequence; None: the tokenizer's.")
+    pad_token: str | None = option(None, "Deprecated: set pad_token on the tokenizer.")
+    chat_template_path: str | None = option(
+        None, "A .jinja file with the template's text, or a tokenizer to clone with its tokens."
     )
-    max_length: int | None = field(
-        default=1024, metadata={"help": "Tokens a row may have, and of a packed row; None never cuts."}
+    max_length: int | None = option(1024, "Tokens a row may have, and of a packed row; None never cuts.")
+    truncation_mode: Literal["keep_start", "keep_end"] = option("keep_start", "Which end of a long row is kept.")
+    completion_only_loss: bool | None = option(
+        None, "Train the completion alone. None: yes where rows have prompt and completion."
     )
-    truncation_mode: Literal["keep_start", "keep_end"] = field(
-        default="keep_start", metadata={"help": "Which end of a long row is kept."}
+    assistant_only_loss: bool = option(False, "Train only what the assistant says.")
+    allow_untrained_stop: bool = option(False, "Go on when assistant_only_loss trains no token that ends a turn.")
+    loss_type: Literal["nll", "chunked_nll", "dft"] | None = option(
+        "nll", "nll, a chunk of logits at a time, and chunked_nll its other name; dft weighs it by the probability."
     )
-    completion_only_loss: bool | None = field(
-        default=None, metadata={"help": "Train the completion alone. None: yes where rows have prompt and completion."}
+    packing: bool = option(
+        False, "Put several documents in a dataset row, so that a step holds about max_length tokens a row."
     )
-    assistant_only_loss: bool = field(default=False, metadata={"help": "Train only what the assistant says."})
-    allow_untrained_stop: bool = field(
-        default=False, metadata={"help": "Go on when assistant_only_loss trains no token that ends a turn."}
+    packing_strategy: Literal["bfd", "bfd_split", "wrapped"] = option(
+        "bfd", "bfd cuts long documents, bfd_split splits them, wrapped cuts anywhere."
     )
-    loss_type: Literal["nll", "chunked_nll", "dft"] | None = field(
-        default="nll",
-        metadata={
-            "help": "nll, a chunk of logits at a time, and chunked_nll its other name; dft weighs it by the probability."
-        },
-    )
-    packing: bool = field(
-        default=False,
-        metadata={
-            "help": "Put several documents in a dataset row, so that a step holds about max_length tokens a row."
-        },
-    )
-    packing_strategy: Literal["bfd", "bfd_split", "wrapped"] = field(
-        default="bfd", metadata={"help": "bfd cuts long documents, bfd_split splits them, wrapped cuts anywhere."}
-    )
-    eval_packing: bool | None = field(default=None, metadata={"help": "Packing of evaluation sets; None: as packing."})
-    padding_free: bool = field(
-        default=False, metadata={"help": "For compatibility: batches carry no padding either way."}
-    )
-    shuffle_dataset: bool = field(default=False, metadata={"help": "Shuffle once before training."})
-    pad_to_multiple_of: int | str | None = field(
-        default=None, metadata={"help": "Rounds row widths up; auto or None: what the layout wants."}
-    )
+    eval_packing: bool | None = option(None, "Packing of evaluation sets; None: as packing.")
+    padding_free: bool = option(False, "For compatibility: batches carry no padding either way.")
+    shuffle_dataset: bool = option(False, "Shuffle once before training.")
+    pad_to_multiple_of: int | str | None = option(None, "Rounds row widths up; auto or None: what the layout wants.")
 
     def __post_init__(self) -> None:
         self._rename_deprecated()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from torch import nn
@@ -14,7 +14,7 @@ from posttrain.losses.divergence import mean_logp
 from posttrain.losses.preference import TPO_LOSSES
 from posttrain.metrics import mean
 from posttrain.training.config import attributes, takes
-from posttrain.types import Batch, LossTerms, ModelOutputs
+from posttrain.types import Batch, LossTerms, ModelOutputs, option
 
 __all__ = ["TPOConfig", "TPOTrainer"]
 
@@ -23,14 +23,14 @@ __all__ = ["TPOConfig", "TPOTrainer"]
 class TPOConfig(AnswerConfig):
     """Arguments of `TPOTrainer`."""
 
-    learning_rate: float = field(default=5e-7, metadata={"help": "Peak learning rate; about ten times more for LoRA."})
-    loss_type: Literal["sigmoid", "hinge", "ipo", "tpo-l"] = field(
-        default="sigmoid", metadata={"help": "On sums of log-probs (sigmoid, hinge) or means a token (ipo, tpo-l)."}
+    learning_rate: float = option(5e-7, "Peak learning rate; about ten times more for LoRA.")
+    loss_type: Literal["sigmoid", "hinge", "ipo", "tpo-l"] = option(
+        "sigmoid", "On sums of log-probs (sigmoid, hinge) or means a token (ipo, tpo-l)."
     )
-    beta: float = field(default=0.01, metadata={"help": "Scale of the reward, above 0."})
-    label_smoothing: float = field(default=0.0, metadata={"help": "Chance that a label is wrong; sigmoid and tpo-l."})
-    tpo_alpha: float = field(default=1.0, metadata={"help": "Weight of the gold answers' NLL; 0 leaves them out."})
-    tpo_l_gamma: float = field(default=0.5, metadata={"help": "Margin of tpo-l."})
+    beta: float = option(0.01, "Scale of the reward, above 0.")
+    label_smoothing: float = option(0.0, "Chance that a label is wrong; sigmoid and tpo-l.")
+    tpo_alpha: float = option(1.0, "Weight of the gold answers' NLL; 0 leaves them out.")
+    tpo_l_gamma: float = option(0.5, "Margin of tpo-l.")
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -17,7 +17,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from posttrain.cli import ranks
@@ -27,6 +27,7 @@ from posttrain.integrations import is_available, require
 from posttrain.rollouts.server.replies import API_KEY_VARIABLE
 from posttrain.rollouts.vllm import vllm_command
 from posttrain.serve.server import ServeConfig
+from posttrain.types import option
 
 __all__ = ["SERVED", "RayArguments", "RayRun", "is_wanted", "run", "split"]
 
@@ -50,7 +51,7 @@ PR_SET_PDEATHSIG = 1
 
 
 def _help(text: str, default: Any) -> Any:
-    return field(default=default, metadata={"help": text})
+    return option(default, text)
 
 
 @dataclass
@@ -129,10 +130,10 @@ class RayRun:
                 f"posttrain {name} does not generate with rollout servers{did_you_mean(name, SERVED)}. Fix: use "
                 f"--rollout_servers 0 to place the trainer alone, or one of {', '.join(SERVED)}."
             )
-        for option in ("vllm_server_base_url", "vllm_mode", "worker_engine"):
-            if getattr(self.trained, option) is not None:
+        for field in ("vllm_server_base_url", "vllm_mode", "worker_engine"):
+            if getattr(self.trained, field) is not None:
                 raise ConfigError(
-                    f"{option}={getattr(self.trained, option)!r} and --launcher ray both say where rollouts come from. Fix: "
+                    f"{field}={getattr(self.trained, field)!r} and --launcher ray both say where rollouts come from. Fix: "
                     "leave it out, or use --rollout_servers 0 to keep your own servers."
                 )
         if not self.trained.model_name_or_path:

@@ -6,6 +6,8 @@ import json
 import sys
 from dataclasses import dataclass, field
 
+from posttrain.types import option
+
 __all__ = ["TeacherScoresArguments", "run"]
 
 
@@ -17,16 +19,14 @@ class TeacherScoresArguments:
     model_name_or_path: str = field(metadata={"help": "The student; only its tokenizer is loaded."})
     dataset_name: str = field(metadata={"help": "Hub id, folder or file, with prompt and completion, or messages."})
     output: str = field(metadata={"help": "Path of the file, which a config reads as teacher_scores."})
-    dataset_config: str | None = field(default=None, metadata={"help": "Configuration of a hub dataset."})
-    dataset_train_split: str = field(default="train", metadata={"help": "Split to score."})
-    top_k: int = field(default=64, metadata={"help": "Ids per position; the mass outside is kept as one number."})
-    max_length: int | None = field(
-        default=1024, metadata={"help": "As in the config that reads the file; GKD has 1024."}
-    )
-    max_prompt_length: int | None = field(default=None, metadata={"help": "As in the config that reads the file."})
-    chat_template_kwargs: str | None = field(default=None, metadata={"help": "As there, as JSON."})
-    batch_size: int = field(default=16, metadata={"help": "Rows that the teacher reads at a time."})
-    trust_remote_code: bool = field(default=False, metadata={"help": "Allow code from the models' repositories."})
+    dataset_config: str | None = option(None, "Configuration of a hub dataset.")
+    dataset_train_split: str = option("train", "Split to score.")
+    top_k: int = option(64, "Ids per position; the mass outside is kept as one number.")
+    max_length: int | None = option(1024, "As in the config that reads the file; GKD has 1024.")
+    max_prompt_length: int | None = option(None, "As in the config that reads the file.")
+    chat_template_kwargs: str | None = option(None, "As there, as JSON.")
+    batch_size: int = option(16, "Rows that the teacher reads at a time.")
+    trust_remote_code: bool = option(False, "Allow code from the models' repositories.")
 
 
 def run(argv: list[str]) -> int:

@@ -13,12 +13,13 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from posttrain.cli import launch_ray, ranks
 from posttrain.errors import ConfigError, did_you_mean
+from posttrain.types import option
 
 __all__ = [
     "COMMANDS",
@@ -130,10 +131,10 @@ def episode_parts(script_args: Any) -> dict[str, Any]:
     parts: dict[str, Any] = {}
     if script_args.tools:
         parts["tools"] = [_callable(named_object(name, "tools"), name, "tools") for name in script_args.tools]
-    for option in ("environment_factory", "rollout_func"):
-        name = getattr(script_args, option)
+    for part in ("environment_factory", "rollout_func"):
+        name = getattr(script_args, part)
         if name:
-            parts[option] = _callable(named_object(name, option), name, option)
+            parts[part] = _callable(named_object(name, part), name, part)
     return parts
 
 
@@ -184,62 +185,49 @@ SHOWN = ("posttrain.training.prompts", "posttrain.rewards.runner")
 class ScriptArguments:
     """Which data to train on."""
 
-    dataset_name: str | None = field(
-        default=None,
-        metadata={
-            "help": "Hub id, folder, or .jsonl, .json, .csv, .parquet file; reasoning_gym/TASK where it generates."
-        },
+    dataset_name: str | None = option(
+        None, "Hub id, folder, or .jsonl, .json, .csv, .parquet file; reasoning_gym/TASK where it generates."
     )
-    dataset_config: str | None = field(default=None, metadata={"help": "Configuration of a hub dataset."})
-    dataset_train_split: str = field(default="train", metadata={"help": "Split to train on."})
-    dataset_test_split: str = field(default="test", metadata={"help": "Split to evaluate on."})
-    dataset_streaming: bool = field(default=False, metadata={"help": "Stream the dataset."})
-    ignore_bias_buffers: bool = field(default=False, metadata={"help": "Leave bool buffers out of DDP's broadcasts."})
+    dataset_config: str | None = option(None, "Configuration of a hub dataset.")
+    dataset_train_split: str = option("train", "Split to train on.")
+    dataset_test_split: str = option("test", "Split to evaluate on.")
+    dataset_streaming: bool = option(False, "Stream the dataset.")
+    ignore_bias_buffers: bool = option(False, "Leave bool buffers out of DDP's broadcasts.")
 
 
 @dataclass
 class GRPOScriptArguments(ScriptArguments):
     """Which data, and how completions are rewarded."""
 
-    reward_model_name_or_path: str | None = field(default=None, metadata={"help": "A sequence-classification model."})
-    reward_funcs: list[str] | None = field(
-        default=None, metadata={"help": "Names, dotted paths module.function, or file.py:function."}
-    )
+    reward_model_name_or_path: str | None = option(None, "A sequence-classification model.")
+    reward_funcs: list[str] | None = option(None, "Names, dotted paths module.function, or file.py:function.")
 
 
 @dataclass
 class EpisodeScriptArguments(GRPOScriptArguments):
     """Which data, how completions are rewarded, and what the model may do in them."""
 
-    tools: list[str] | None = field(
-        default=None, metadata={"help": "Functions the model may call: module.function, or file.py:function."}
+    tools: list[str] | None = option(None, "Functions the model may call: module.function, or file.py:function.")
+    environment_factory: str | None = option(
+        None, "A class, or a function that makes an environment; it may do without a dataset."
     )
-    environment_factory: str | None = field(
-        default=None,
-        metadata={"help": "A class, or a function that makes an environment; it may do without a dataset."},
-    )
-    rollout_func: str | None = field(
-        default=None, metadata={"help": "A function (prompts, trainer) that generates instead of the engine."}
-    )
+    rollout_func: str | None = option(None, "A function (prompts, trainer) that generates instead of the engine.")
 
 
 @dataclass
 class JudgedScriptArguments(GRPOScriptArguments):
     """Which data, and what says which of two completions is better."""
 
-    judge_url: str | None = field(
-        default=None, metadata={"help": "A judge's OpenAI-compatible server instead of rewards: http://host:8000/v1"}
-    )
-    judge_model: str = field(default="judge", metadata={"help": "The name that server knows the judge by."})
+    judge_url: str | None = option(None, "A judge's OpenAI-compatible server instead of rewards: http://host:8000/v1")
+    judge_model: str = option("judge", "The name that server knows the judge by.")
 
 
 @dataclass
 class PPOScriptArguments(GRPOScriptArguments):
     """Which data, what responses are worth, and what learns to foretell it."""
 
-    value_model_name_or_path: str | None = field(
-        default=None,
-        metadata={"help": "A sequence-classification model; None: a value head on the policy's own trunk."},
+    value_model_name_or_path: str | None = option(
+        None, "A sequence-classification model; None: a value head on the policy's own trunk."
     )
 
 

@@ -19,6 +19,7 @@ from huggingface_hub.errors import HFValidationError
 from posttrain.data.chat import check_unicode
 from posttrain.errors import ConfigError, DataError, check_choice, did_you_mean
 from posttrain.integrations.hub import not_found
+from posttrain.types import option
 
 __all__ = [
     "LOADERS",
@@ -110,19 +111,15 @@ class DatasetConfig:
     """One member of a mixture; a bare string on the command line is a path."""
 
     path: str = field(metadata={"help": "Hub id, folder (saved by datasets, or of files), or one data file."})
-    name: str | None = field(default=None, metadata={"help": "Configuration of a hub dataset."})
-    data_dir: str | None = field(default=None, metadata={"help": "Folder inside a hub dataset."})
-    data_files: str | list[str] | dict[str, Any] | None = field(
-        default=None,
-        metadata={"help": "Files of a folder or hub dataset: a path, a list, or a mapping of splits to paths."},
+    name: str | None = option(None, "Configuration of a hub dataset.")
+    data_dir: str | None = option(None, "Folder inside a hub dataset.")
+    data_files: str | list[str] | dict[str, Any] | None = option(
+        None, "Files of a folder or hub dataset: a path, a list, or a mapping of splits to paths."
     )
-    split: str = field(default="train", metadata={"help": "Split to load; slices like 'train[:10%]' work."})
-    columns: list[str] | None = field(default=None, metadata={"help": "Columns to keep; none given keeps all."})
-    fraction: float | None = field(
-        default=None,
-        metadata={
-            "help": "Weight in the mixture, 0 or more (weights are normalised). All members have one, or none has."
-        },
+    split: str = option("train", "Split to load; slices like 'train[:10%]' work.")
+    columns: list[str] | None = option(None, "Columns to keep; none given keeps all.")
+    fraction: float | None = option(
+        None, "Weight in the mixture, 0 or more (weights are normalised). All members have one, or none has."
     )
 
 
@@ -134,15 +131,12 @@ class DatasetMixtureConfig:
         default_factory=list,
         metadata={"help": "Members: paths, or mappings with path and optionally name, split, columns, fraction."},
     )
-    streaming: bool = field(
-        default=False, metadata={"help": "Read while training; no fractions and no test split then."}
+    streaming: bool = option(False, "Read while training; no fractions and no test split then.")
+    test_split_size: float | None = option(
+        None, "Share of rows held out as split 'test', between 0 and 1; the split is seeded."
     )
-    test_split_size: float | None = field(
-        default=None, metadata={"help": "Share of rows held out as split 'test', between 0 and 1; the split is seeded."}
-    )
-    sample: Literal["head", "random"] = field(
-        default="head",
-        metadata={"help": "Which rows a fraction takes: the first ('head') or a seeded choice ('random')."},
+    sample: Literal["head", "random"] = option(
+        "head", "Which rows a fraction takes: the first ('head') or a seeded choice ('random')."
     )
 
     def __post_init__(self) -> None:

@@ -6,7 +6,7 @@ import logging
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import count, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -19,6 +19,7 @@ from posttrain.errors import ArgumentTypeError, ConfigError, DataError, ModelErr
 from posttrain.integrations import require
 from posttrain.integrations.hub import explained, not_found
 from posttrain.models.heads import causal_lm
+from posttrain.types import option
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -64,29 +65,27 @@ DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.
 class ModelConfig:
     """The model as the command line describes it."""
 
-    model_name_or_path: str | None = field(default=None, metadata={"help": "Hub id or folder of the model."})
-    model_revision: str = field(default="main", metadata={"help": "Branch, tag or commit on the hub."})
-    dtype: Literal["auto", "bfloat16", "float16", "float32"] = field(
-        default="float32", metadata={"help": "Precision of the weights; 'auto' follows the checkpoint."}
+    model_name_or_path: str | None = option(None, "Hub id or folder of the model.")
+    model_revision: str = option("main", "Branch, tag or commit on the hub.")
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = option(
+        "float32", "Precision of the weights; 'auto' follows the checkpoint."
     )
-    attn_implementation: str | None = field(default=None, metadata={"help": "Attention backend; None lets it choose."})
-    use_peft: bool = field(default=False, metadata={"help": "Train a LoRA adapter instead of all weights."})
-    lora_r: int = field(default=16, metadata={"help": "Rank of the adapter."})
-    lora_alpha: int = field(default=32, metadata={"help": "Scale of the adapter, divided by its rank."})
-    lora_dropout: float = field(default=0.05, metadata={"help": "Dropout on the adapter's input."})
-    lora_target_modules: list[str] | None = field(default=None, metadata={"help": "Module names that get an adapter."})
-    lora_target_parameters: list[str] | None = field(
-        default=None, metadata={"help": "Parameter names that get an adapter (expert tensors)."}
-    )
-    lora_modules_to_save: list[str] | None = field(default=None, metadata={"help": "Modules trained and saved whole."})
-    lora_task_type: str = field(default="CAUSAL_LM", metadata={"help": "SEQ_CLS for reward models."})
-    use_rslora: bool = field(default=False, metadata={"help": "Scale by alpha / sqrt(r)."})
-    use_dora: bool = field(default=False, metadata={"help": "Train magnitude and direction apart."})
-    load_in_8bit: bool = field(default=False, metadata={"help": "8-bit weights (bitsandbytes)."})
-    load_in_4bit: bool = field(default=False, metadata={"help": "4-bit weights (bitsandbytes)."})
-    bnb_4bit_quant_type: Literal["fp4", "nf4"] = field(default="nf4", metadata={"help": "4-bit data type."})
-    use_bnb_nested_quant: bool = field(default=False, metadata={"help": "Quantise the quantisation constants too."})
-    bnb_4bit_quant_storage: str | None = field(default=None, metadata={"help": "Storage dtype; None is uint8."})
+    attn_implementation: str | None = option(None, "Attention backend; None lets it choose.")
+    use_peft: bool = option(False, "Train a LoRA adapter instead of all weights.")
+    lora_r: int = option(16, "Rank of the adapter.")
+    lora_alpha: int = option(32, "Scale of the adapter, divided by its rank.")
+    lora_dropout: float = option(0.05, "Dropout on the adapter's input.")
+    lora_target_modules: list[str] | None = option(None, "Module names that get an adapter.")
+    lora_target_parameters: list[str] | None = option(None, "Parameter names that get an adapter (expert tensors).")
+    lora_modules_to_save: list[str] | None = option(None, "Modules trained and saved whole.")
+    lora_task_type: str = option("CAUSAL_LM", "SEQ_CLS for reward models.")
+    use_rslora: bool = option(False, "Scale by alpha / sqrt(r).")
+    use_dora: bool = option(False, "Train magnitude and direction apart.")
+    load_in_8bit: bool = option(False, "8-bit weights (bitsandbytes).")
+    load_in_4bit: bool = option(False, "4-bit weights (bitsandbytes).")
+    bnb_4bit_quant_type: Literal["fp4", "nf4"] = option("nf4", "4-bit data type.")
+    use_bnb_nested_quant: bool = option(False, "Quantise the quantisation constants too.")
+    bnb_4bit_quant_storage: str | None = option(None, "Storage dtype; None is uint8.")
 
     def __post_init__(self) -> None:
         if self.load_in_8bit and self.load_in_4bit:

@@ -10,6 +10,7 @@ from typing import Any, Literal
 from posttrain.errors import ConfigError, check_choice
 from posttrain.integrations import require
 from posttrain.rollouts.server.replies import API_KEY_VARIABLE, check_token
+from posttrain.types import option
 
 __all__ = ["ServeConfig", "run_server"]
 
@@ -20,7 +21,7 @@ DRAIN_S = 120
 
 
 def _help(text: str, default: Any) -> Any:
-    return field(default=default, metadata={"help": text})
+    return option(default, text)
 
 
 @dataclass

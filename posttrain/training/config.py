@@ -9,7 +9,7 @@ import logging
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import datasets
@@ -30,6 +30,7 @@ from posttrain.models.parallel import bf16_is_faster
 from posttrain.models.reference import disable_dropout_in_model
 from posttrain.report.record import check_writable
 from posttrain.training.checks import Checks, log_codes
+from posttrain.types import option
 
 if TYPE_CHECKING:
     from posttrain.training.trainer import PostTrainer
@@ -110,90 +111,58 @@ class PostTrainingConfig(transformers.TrainingArguments):
         "max_prompt_length": "filter the data, or set max_length",
     }
 
-    per_device_train_batch_size: int | str = field(
-        default=PLANNED,
-        metadata={
-            "help": "Rows of a micro-batch on each device. auto: the largest that fits 90 % of the memory at the longest "
-            "lengths, found by dry steps; with gradient_accumulation_steps it makes the effective batch that 8 would make."
-        },
+    per_device_train_batch_size: int | str = option(
+        PLANNED,
+        "Rows of a micro-batch on each device. auto: the largest that fits 90 % of the memory at the longest "
+        "lengths, found by dry steps; with gradient_accumulation_steps it makes the effective batch that 8 would make.",
     )
-    dry_step: bool | None = field(
-        default=None,
-        metadata={
-            "help": "Before step 0, try a step at the longest lengths without an update. None: on a GPU yes, on a CPU no (a step "
-            "takes long there, and a system out of memory ends the process instead of telling it)."
-        },
+    dry_step: bool | None = option(
+        None,
+        "Before step 0, try a step at the longest lengths without an update. None: on a GPU yes, on a CPU no (a step "
+        "takes long there, and a system out of memory ends the process instead of telling it).",
     )
-    memory_limit_gib: float | None = field(
-        default=None, metadata={"help": "Most memory of the device to plan with, in GiB; None: what is free."}
+    memory_limit_gib: float | None = option(None, "Most memory of the device to plan with, in GiB; None: what is free.")
+    logits_chunk_size: int | None = option(
+        None,
+        "Positions whose logits exist at once, in the loss and its backward; None: as many as 24 MiB hold on a "
+        "CPU, 64 on an accelerator.",
     )
-    logits_chunk_size: int | None = field(
-        default=None,
-        metadata={
-            "help": "Positions whose logits exist at once, in the loss and its backward; None: as many as 24 MiB hold on a "
-            "CPU, 64 on an accelerator."
-        },
+    logging_steps: float = option(10, "Optimiser steps between two log lines; below 1 a share of all steps.")
+    bf16: bool | None = option(
+        None, "Autocast to bfloat16. None turns it on where fp16 is off and the device is really faster."
     )
-    logging_steps: float = field(
-        default=10, metadata={"help": "Optimiser steps between two log lines; below 1 a share of all steps."}
+    lr_scheduler_kwargs: dict | str | None = option(None, "Extra arguments of the schedule.")
+    model_init_kwargs: dict[str, Any] | str | None = option(
+        None, "Keywords for from_pretrained when the model is given as a string."
     )
-    bf16: bool | None = field(
-        default=None,
-        metadata={"help": "Autocast to bfloat16. None turns it on where fp16 is off and the device is really faster."},
+    trust_remote_code: bool = option(False, "Allow code from the model's repository, for model and tokenizer.")
+    router_aux_loss_coef: float | None = option(
+        None, "Weight of the load-balancing term of mixtures of experts. None: the model's own; 0: none."
     )
-    lr_scheduler_kwargs: dict | str | None = field(default=None, metadata={"help": "Extra arguments of the schedule."})
-    model_init_kwargs: dict[str, Any] | str | None = field(
-        default=None, metadata={"help": "Keywords for from_pretrained when the model is given as a string."}
+    activation_offloading: bool = option(
+        False, "Keep activations in the host's memory between forward and backward (CUDA)."
     )
-    trust_remote_code: bool = field(
-        default=False, metadata={"help": "Allow code from the model's repository, for model and tokenizer."}
+    kept_layers: int | None = option(
+        None,
+        "With gradient_checkpointing: last layers that keep their activations instead of computing them again. "
+        "None: as many as fit where full logits and their gradient would have been; 0: none.",
     )
-    router_aux_loss_coef: float | None = field(
-        default=None,
-        metadata={"help": "Weight of the load-balancing term of mixtures of experts. None: the model's own; 0: none."},
+    disable_dropout: bool = option(False, "Set every dropout to 0.")
+    strict_data: bool = option(False, "Make every warning about the data, while it is prepared and after, an error.")
+    preflight: Literal["error", "warn", "off"] = option(
+        "error", "Checks: error stops on what cannot be meant and warns of the rest; warn never stops; off: none."
     )
-    activation_offloading: bool = field(
-        default=False, metadata={"help": "Keep activations in the host's memory between forward and backward (CUDA)."}
+    silence_findings: dict[str, str] | str | None = option(
+        None, "Findings that are known to be fine here: a reason by code or name, {'PT-D013': 'a control group'}."
     )
-    kept_layers: int | None = field(
-        default=None,
-        metadata={
-            "help": "With gradient_checkpointing: last layers that keep their activations instead of computing them again. "
-            "None: as many as fit where full logits and their gradient would have been; 0: none."
-        },
+    bad_rows: Literal["error", "drop"] = option(
+        "error", "Rows that cannot be trained: error refuses them, drop leaves them out and lists them in a file."
     )
-    disable_dropout: bool = field(default=False, metadata={"help": "Set every dropout to 0."})
-    strict_data: bool = field(
-        default=False, metadata={"help": "Make every warning about the data, while it is prepared and after, an error."}
-    )
-    preflight: Literal["error", "warn", "off"] = field(
-        default="error",
-        metadata={
-            "help": "Checks: error stops on what cannot be meant and warns of the rest; warn never stops; off: none."
-        },
-    )
-    silence_findings: dict[str, str] | str | None = field(
-        default=None,
-        metadata={
-            "help": "Findings that are known to be fine here: a reason by code or name, {'PT-D013': 'a control group'}."
-        },
-    )
-    bad_rows: Literal["error", "drop"] = field(
-        default="error",
-        metadata={
-            "help": "Rows that cannot be trained: error refuses them, drop leaves them out and lists them in a file."
-        },
-    )
-    bad_rows_max: float = field(
-        default=0.05,
-        metadata={"help": "Share of rows that bad_rows='drop' may leave out before it refuses, in [0, 1]."},
-    )
-    max_row_tokens: int | None = field(
-        default=None,
-        metadata={
-            "help": "Tokens a packed row may hold. None picks 512 on a CPU, 2048 with dense masks on a GPU, 16384 with "
-            "FlexAttention. More fills a GPU better; less needs less memory."
-        },
+    bad_rows_max: float = option(0.05, "Share of rows that bad_rows='drop' may leave out before it refuses, in [0, 1].")
+    max_row_tokens: int | None = option(
+        None,
+        "Tokens a packed row may hold. None picks 512 on a CPU, 2048 with dense masks on a GPU, 16384 with "
+        "FlexAttention. More fills a GPU better; less needs less memory.",
     )
 
     def __new__(cls, *args: Any, **kwargs: Any) -> PostTrainingConfig:

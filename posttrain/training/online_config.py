@@ -6,7 +6,7 @@ import json
 import logging
 import math
 import warnings
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 import transformers
@@ -15,6 +15,7 @@ from posttrain.errors import ConfigError, MissingDependencyError, check_choice, 
 from posttrain.rollouts.base import choose_engine
 from posttrain.rollouts.sampling import GENERATION_NAMES, generation_fields, structured_guide
 from posttrain.training.config import PostTrainingConfig, check_gathering
+from posttrain.types import option
 
 __all__ = [
     "EpisodeFields",
@@ -32,119 +33,94 @@ logger = logging.getLogger(__name__)
 class GenerationFields:
     """How completions are sampled during training."""
 
-    num_generations: int = field(default=8, metadata={"help": "Completions per prompt, the group G; at least 2."})
-    num_generations_eval: int | None = field(default=None, metadata={"help": "G in evaluation; None or 0: the same."})
-    max_completion_length: int = field(default=512, metadata={"help": "Most tokens of a completion, EOS included."})
-    shuffle_dataset: bool = field(default=True, metadata={"help": "Shuffle the prompts of the training set."})
-    generation_batch_size: int | None = field(
-        default=None,
-        metadata={
-            "help": "Completions of one generation over all processes. None: per-device batch x processes x steps_per_generation."
-        },
+    num_generations: int = option(8, "Completions per prompt, the group G; at least 2.")
+    num_generations_eval: int | None = option(None, "G in evaluation; None or 0: the same.")
+    max_completion_length: int = option(512, "Most tokens of a completion, EOS included.")
+    shuffle_dataset: bool = option(True, "Shuffle the prompts of the training set.")
+    generation_batch_size: int | None = option(
+        None,
+        "Completions of one generation over all processes. None: per-device batch x processes x steps_per_generation.",
     )
-    steps_per_generation: int | None = field(
-        default=None, metadata={"help": "Micro-batches trained per generation. None: gradient_accumulation_steps."}
+    steps_per_generation: int | None = option(
+        None, "Micro-batches trained per generation. None: gradient_accumulation_steps."
     )
-    temperature: float = field(
-        default=1.0, metadata={"help": "Divides the logits, in sampling and in every log-prob; > 0."}
+    temperature: float = option(1.0, "Divides the logits, in sampling and in every log-prob; > 0.")
+    top_p: float = option(1.0, "Nucleus mass in (0, 1]; 1 is off.")
+    top_k: int | None = option(0, "Keep the k most likely tokens; 0 or None is off.")
+    min_p: float | None = option(None, "Least share of the top probability; None is off.")
+    repetition_penalty: float = option(1.0, "Above 1 discourages repeats; 1 is off.")
+    generation_kwargs: dict | str | None = option(None, "Override sampling settings by name.")
+    chat_template_kwargs: dict | str | None = option(None, "Passed at every template call.")
+    cache_implementation: str | None = option(None, "Cache of the hf engine.")
+    rollout_engine: str = option(
+        "auto",
+        "native (in process, on the trainer's weights), hf (transformers generate), paged, vllm, or auto: native if "
+        "exact; on a GPU vllm, else paged, first.",
     )
-    top_p: float = field(default=1.0, metadata={"help": "Nucleus mass in (0, 1]; 1 is off."})
-    top_k: int | None = field(default=0, metadata={"help": "Keep the k most likely tokens; 0 or None is off."})
-    min_p: float | None = field(default=None, metadata={"help": "Least share of the top probability; None is off."})
-    repetition_penalty: float = field(default=1.0, metadata={"help": "Above 1 discourages repeats; 1 is off."})
-    generation_kwargs: dict | str | None = field(default=None, metadata={"help": "Override sampling settings by name."})
-    chat_template_kwargs: dict | str | None = field(default=None, metadata={"help": "Passed at every template call."})
-    cache_implementation: str | None = field(default=None, metadata={"help": "Cache of the hf engine."})
-    rollout_engine: str = field(
-        default="auto",
-        metadata={
-            "help": "native (in process, on the trainer's weights), hf (transformers generate), paged, vllm, or auto: native if "
-            "exact; on a GPU vllm, else paged, first."
-        },
-    )
-    pad_to_multiple_of: int | str | None = field(
-        default=None, metadata={"help": "Rounds row widths up; auto or None: what the layout wants."}
-    )
-    ds3_gather_for_generation: bool = field(default=True, metadata={"help": "Gather ZeRO-3 shards to generate."})
+    pad_to_multiple_of: int | str | None = option(None, "Rounds row widths up; auto or None: what the layout wants.")
+    ds3_gather_for_generation: bool = option(True, "Gather ZeRO-3 shards to generate.")
 
 
 @dataclass
 class VllmFields:
     """Generation by vLLM or by rollout servers."""
 
-    use_vllm: bool = field(default=False, metadata={"help": "Generate with rollout servers, or vLLM."})
-    vllm_mode: Literal["server", "colocate"] = field(default="colocate", metadata={"help": "Where vLLM runs."})
-    vllm_model_impl: str = field(default="vllm", metadata={"help": "vllm or transformers."})
-    vllm_enable_sleep_mode: bool = field(default=False, metadata={"help": "Free vLLM's memory while training."})
-    vllm_structured_outputs_regex: str | None = field(default=None, metadata={"help": "Completions match this."})
-    vllm_server_base_url: str | None = field(default=None, metadata={"help": "Overrides host and port."})
-    vllm_server_host: str = field(default="0.0.0.0", metadata={"help": "Host of the rollout server."})
-    vllm_server_port: int = field(default=8000, metadata={"help": "Port of the rollout server."})
-    vllm_server_timeout: float = field(default=240.0, metadata={"help": "Seconds to wait for the server."})
-    vllm_group_port: int = field(default=51216, metadata={"help": "Port of the weight-update group."})
-    vllm_gpu_memory_utilization: float = field(default=0.3, metadata={"help": "Share of GPU memory, colocate."})
-    vllm_max_model_length: int | None = field(default=None, metadata={"help": "Context length."})
-    vllm_tensor_parallel_size: int = field(default=1, metadata={"help": "Colocate only."})
-    vllm_importance_sampling_correction: bool = field(default=True, metadata={"help": "Correct for engine mismatch."})
+    use_vllm: bool = option(False, "Generate with rollout servers, or vLLM.")
+    vllm_mode: Literal["server", "colocate"] = option("colocate", "Where vLLM runs.")
+    vllm_model_impl: str = option("vllm", "vllm or transformers.")
+    vllm_enable_sleep_mode: bool = option(False, "Free vLLM's memory while training.")
+    vllm_structured_outputs_regex: str | None = option(None, "Completions match this.")
+    vllm_server_base_url: str | None = option(None, "Overrides host and port.")
+    vllm_server_host: str = option("0.0.0.0", "Host of the rollout server.")
+    vllm_server_port: int = option(8000, "Port of the rollout server.")
+    vllm_server_timeout: float = option(240.0, "Seconds to wait for the server.")
+    vllm_group_port: int = option(51216, "Port of the weight-update group.")
+    vllm_gpu_memory_utilization: float = option(0.3, "Share of GPU memory, colocate.")
+    vllm_max_model_length: int | None = option(None, "Context length.")
+    vllm_tensor_parallel_size: int = option(1, "Colocate only.")
+    vllm_importance_sampling_correction: bool = option(True, "Correct for engine mismatch.")
     vllm_importance_sampling_mode: Literal[
         "token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "geometric"
-    ] = field(default="sequence_mask", metadata={"help": "How the ratio of trainer to engine is bounded."})
-    vllm_importance_sampling_clip_max: float | None = field(default=3.0, metadata={"help": "Upper bound of the ratio."})
-    vllm_importance_sampling_clip_min: float | None = field(default=None, metadata={"help": "Lower bound; None is 0."})
-    vllm_importance_sampling_cap: float | None = field(
-        default=None, metadata={"help": "The old name of vllm_importance_sampling_clip_max."}
-    )
-    use_transformers_continuous_batching: bool = field(default=False, metadata={"help": "Paged generation."})
-    transformers_continuous_batching_config: dict | str | None = field(default=None, metadata={"help": "Its settings."})
-    use_transformers_paged: bool | None = field(
-        default=None, metadata={"help": "The old name of use_transformers_continuous_batching."}
-    )
+    ] = option("sequence_mask", "How the ratio of trainer to engine is bounded.")
+    vllm_importance_sampling_clip_max: float | None = option(3.0, "Upper bound of the ratio.")
+    vllm_importance_sampling_clip_min: float | None = option(None, "Lower bound; None is 0.")
+    vllm_importance_sampling_cap: float | None = option(None, "The old name of vllm_importance_sampling_clip_max.")
+    use_transformers_continuous_batching: bool = option(False, "Paged generation.")
+    transformers_continuous_batching_config: dict | str | None = option(None, "Its settings.")
+    use_transformers_paged: bool | None = option(None, "The old name of use_transformers_continuous_batching.")
 
 
 @dataclass
 class ReferenceFields:
     """The KL penalty and the model it is measured against."""
 
-    beta: float = field(default=0.0, metadata={"help": "Weight of the KL penalty; 0 needs no reference model."})
-    sync_ref_model: bool = field(default=False, metadata={"help": "Let the reference follow the policy (TR-DPO)."})
-    ref_model_mixup_alpha: float = field(default=0.6, metadata={"help": "Share of the policy in each sync."})
-    ref_model_sync_steps: int = field(default=512, metadata={"help": "Optimiser steps between two syncs."})
+    beta: float = option(0.0, "Weight of the KL penalty; 0 needs no reference model.")
+    sync_ref_model: bool = option(False, "Let the reference follow the policy (TR-DPO).")
+    ref_model_mixup_alpha: float = option(0.6, "Share of the policy in each sync.")
+    ref_model_sync_steps: int = option(512, "Optimiser steps between two syncs.")
 
 
 @dataclass
 class VllmSyncFields:
     """Fields of ``use_vllm`` that say how weights are pushed and checked."""
 
-    vllm_weight_bucket_mb: int = field(
-        default=512, metadata={"help": "MiB of weights sent in one request, at least 1."}
+    vllm_weight_bucket_mb: int = option(512, "MiB of weights sent in one request, at least 1.")
+    vllm_sync_timeout: float = option(720.0, "Seconds one call of a weight update may take.")
+    vllm_request_timeout: float | None = option(
+        None, "Seconds one request to a server may take; None: 600, or 30 and 0.02 a requested token."
     )
-    vllm_sync_timeout: float = field(default=720.0, metadata={"help": "Seconds one call of a weight update may take."})
-    vllm_request_timeout: float | None = field(
-        default=None,
-        metadata={"help": "Seconds one request to a server may take; None: 600, or 30 and 0.02 a requested token."},
+    vllm_sync_retries: int = option(2, "Whole weight updates that are tried again before the run stops.")
+    vllm_sleep_level: Literal["auto", "1", "2"] = option(
+        "auto",
+        "With vllm_enable_sleep_mode: 1 keeps weights in host memory, 2 drops them. auto: 1 where a push serves "
+        "several generations, else 2.",
     )
-    vllm_sync_retries: int = field(
-        default=2, metadata={"help": "Whole weight updates that are tried again before the run stops."}
+    vllm_server_api_key: str | None = option(None, "Bearer token of the rollout servers.")
+    weight_parity_every: int = option(
+        50, "Pushes between two comparisons of log-probs with the engine, beside that after the first; 0: only that."
     )
-    vllm_sleep_level: Literal["auto", "1", "2"] = field(
-        default="auto",
-        metadata={
-            "help": "With vllm_enable_sleep_mode: 1 keeps weights in host memory, 2 drops them. auto: 1 where a push serves "
-            "several generations, else 2."
-        },
-    )
-    vllm_server_api_key: str | None = field(default=None, metadata={"help": "Bearer token of the rollout servers."})
-    weight_parity_every: int = field(
-        default=50,
-        metadata={
-            "help": "Pushes between two comparisons of log-probs with the engine, beside that after the first; 0: only that."
-        },
-    )
-    allow_biased_is: bool = field(
-        default=False,
-        metadata={
-            "help": "Allow the correction of engine log-probs with truncated sampling, which biases every ratio."
-        },
+    allow_biased_is: bool = option(
+        False, "Allow the correction of engine log-probs with truncated sampling, which biases every ratio."
     )
 
     def validate_weight_sync(self) -> None:
@@ -234,60 +210,38 @@ class OnlineConfig(VllmSyncFields, VllmFields, GenerationFields, ReferenceFields
 
     _least_generations: ClassVar[int] = 2  # Of a group: one completion has nothing to be compared with.
 
-    learning_rate: float = field(default=1e-6, metadata={"help": "Peak learning rate."})
-    remove_unused_columns: bool | None = field(
-        default=False, metadata={"help": "Keep only the prompt column; rewards then see no other column."}
+    learning_rate: float = option(1e-6, "Peak learning rate.")
+    remove_unused_columns: bool | None = option(False, "Keep only the prompt column; rewards then see no other column.")
+    num_iterations: int = option(1, "Passes over each generation, mu >= 1.")
+    epsilon: float = option(0.2, "Lower clip of the importance ratio: 1 - epsilon.")
+    epsilon_high: float | None = option(None, "Upper clip: 1 + epsilon_high; None: epsilon.")
+    reward_weights: list[float] | None = option(None, "One weight per reward; None: ones.")
+    reward_timeout: float | None = option(
+        None, "Seconds a reward function may take for one generation; None waits for ever."
     )
-    num_iterations: int = field(default=1, metadata={"help": "Passes over each generation, mu >= 1."})
-    epsilon: float = field(default=0.2, metadata={"help": "Lower clip of the importance ratio: 1 - epsilon."})
-    epsilon_high: float | None = field(default=None, metadata={"help": "Upper clip: 1 + epsilon_high; None: epsilon."})
-    reward_weights: list[float] | None = field(default=None, metadata={"help": "One weight per reward; None: ones."})
-    reward_timeout: float | None = field(
-        default=None, metadata={"help": "Seconds a reward function may take for one generation; None waits for ever."}
+    reward_transform: list[str] | None = option(
+        None, "One per reward, applied before weights: none, clip:a:b, log1p, rank, tanh:s, zscore or running."
     )
-    reward_transform: list[str] | None = field(
-        default=None,
-        metadata={
-            "help": "One per reward, applied before weights: none, clip:a:b, log1p, rank, tanh:s, zscore or running."
-        },
+    mask_truncated_completions: bool = option(False, "Leave completions that hit the length limit out of the loss.")
+    dynamic_sampling: int = option(
+        0, "Rounds in which groups whose rewards are all equal are replaced by fresh prompts (DAPO); 0 is off."
     )
-    mask_truncated_completions: bool = field(
-        default=False, metadata={"help": "Leave completions that hit the length limit out of the loss."}
+    balance_ranks: bool = option(
+        True, "Exchange rows between processes where that evens out their tokens; the gradient stays."
     )
-    dynamic_sampling: int = field(
-        default=0,
-        metadata={
-            "help": "Rounds in which groups whose rewards are all equal are replaced by fresh prompts (DAPO); 0 is off."
-        },
+    check_rewards: bool = option(
+        True, "Call each reward function once on two rows before the model loads, to find its mistakes early."
     )
-    balance_ranks: bool = field(
-        default=True,
-        metadata={"help": "Exchange rows between processes where that evens out their tokens; the gradient stays."},
+    stop_without_signal: int | None = option(
+        None, "Generations in a row with all advantages 0, after which the run ends; None: it warns and goes on."
     )
-    check_rewards: bool = field(
-        default=True,
-        metadata={
-            "help": "Call each reward function once on two rows before the model loads, to find its mistakes early."
-        },
+    check_reward_determinism: bool = option(
+        False, "Score 4 rows of the first generation a second time, and warn where a reward changed its mind."
     )
-    stop_without_signal: int | None = field(
-        default=None,
-        metadata={
-            "help": "Generations in a row with all advantages 0, after which the run ends; None: it warns and goes on."
-        },
-    )
-    check_reward_determinism: bool = field(
-        default=False,
-        metadata={
-            "help": "Score 4 rows of the first generation a second time, and warn where a reward changed its mind."
-        },
-    )
-    log_completions: bool = field(default=False, metadata={"help": "Print a sample of completions at each log step."})
-    log_multimodal: bool = field(default=True, metadata={"help": "Include images in logged tables."})
-    num_completions_to_print: int | None = field(
-        default=None, metadata={"help": "Rows of the printed table; None: all."}
-    )
-    log_unique_prompts: bool = field(default=False, metadata={"help": "One row a prompt in trackers' tables."})
+    log_completions: bool = option(False, "Print a sample of completions at each log step.")
+    log_multimodal: bool = option(True, "Include images in logged tables.")
+    num_completions_to_print: int | None = option(None, "Rows of the printed table; None: all.")
+    log_unique_prompts: bool = option(False, "One row a prompt in trackers' tables.")
 
     def __post_init__(self) -> None:
         for name in ("generation_kwargs", "chat_template_kwargs"):
@@ -518,25 +472,19 @@ def _near(value: int, step: int) -> str:
 class EpisodeFields:
     """Fields of configs whose trainers let the model call tools; the others do not have them."""
 
-    max_tool_calling_iterations: int | None = field(
-        default=None, metadata={"help": "Rounds of tool calls per completion; None: 32; -1: no limit but the tokens."}
+    max_tool_calling_iterations: int | None = option(
+        None, "Rounds of tool calls per completion; None: 32; -1: no limit but the tokens."
     )
-    max_tool_output_tokens: int | None = field(
-        default=None, metadata={"help": "A longer tool result is cut in its middle; None: it is left whole."}
+    max_tool_output_tokens: int | None = option(
+        None, "A longer tool result is cut in its middle; None: it is left whole."
     )
-    tool_workers: int | None = field(
-        default=None,
-        metadata={"help": "Rollouts whose tools run at once; None: all, at most 32; 0: in turn, on the main thread."},
+    tool_workers: int | None = option(
+        None, "Rollouts whose tools run at once; None: all, at most 32; 0: in turn, on the main thread."
     )
-    tool_timeout: float | None = field(
-        default=60.0,
-        metadata={
-            "help": "Seconds a tool call, a reset or a get_reward may take; None: for ever. Not with tool_workers=0."
-        },
+    tool_timeout: float | None = option(
+        60.0, "Seconds a tool call, a reset or a get_reward may take; None: for ever. Not with tool_workers=0."
     )
-    environment_retries: int = field(
-        default=0, metadata={"help": "Further attempts when an environment's reset or get_reward raises."}
-    )
+    environment_retries: int = option(0, "Further attempts when an environment's reset or get_reward raises.")
 
     def __post_init__(self) -> None:
         super().__post_init__()  # type: ignore[misc]

@@ -6,7 +6,7 @@ import logging
 import math
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
@@ -52,7 +52,7 @@ from posttrain.models.vision import (
 from posttrain.rewards.judges import JudgeReward
 from posttrain.rewards.model import ModelReward
 from posttrain.rollouts.batch import RolloutBatch
-from posttrain.types import Prompt, Rollout, Row, Sampling
+from posttrain.types import Prompt, Rollout, Row, Sampling, option
 
 __all__ = ["PictureConfig", "Vision"]
 
@@ -86,33 +86,22 @@ class PictureConfig:
     """Options of training on images; a text model refuses them."""
 
     # True and False too; a command line has no such union.
-    freeze_vision: str = field(
-        default="auto",
-        metadata={
-            "help": "True: tower and projector; tower: the tower alone; False: nothing; auto: nothing, with an adapter both."
-        },
+    freeze_vision: str = option(
+        "auto",
+        "True: tower and projector; tower: the tower alone; False: nothing; auto: nothing, with an adapter both.",
     )
-    image_fit: Literal["error", "drop", "resize"] = field(
-        default="error",
-        metadata={
-            "help": "Rows whose images do not fit or cannot be read: an error above 0.5 %, or dropped and counted; resize: an "
-            "error, but images above image_max_tokens are made smaller."
-        },
+    image_fit: Literal["error", "drop", "resize"] = option(
+        "error",
+        "Rows whose images do not fit or cannot be read: an error above 0.5 %, or dropped and counted; resize: an "
+        "error, but images above image_max_tokens are made smaller.",
     )
-    image_max_tokens: int | None = field(
-        default=None, metadata={"help": "Placeholders an image may have; None: any number."}
+    image_max_tokens: int | None = option(None, "Placeholders an image may have; None: any number.")
+    max_images_per_row: int | None = option(None, "Images a row may have; None: any number.")
+    image_background: Literal["white", "black"] = option("white", "What shows through transparent pixels.")
+    check_image_use: bool = option(
+        False, "Online: evaluation also samples with images exchanged between rows, for PT-G017."
     )
-    max_images_per_row: int | None = field(default=None, metadata={"help": "Images a row may have; None: any number."})
-    image_background: Literal["white", "black"] = field(
-        default="white", metadata={"help": "What shows through transparent pixels."}
-    )
-    check_image_use: bool = field(
-        default=False,
-        metadata={"help": "Online: evaluation also samples with images exchanged between rows, for PT-G017."},
-    )
-    image_cache_gb: float = field(
-        default=1.0, metadata={"help": "Host memory for features of a frozen tower, in GB; 0 keeps none."}
-    )
+    image_cache_gb: float = option(1.0, "Host memory for features of a frozen tower, in GB; 0 keeps none.")
 
     def __post_init__(self) -> None:
         choices = {"True": True, "False": False}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from posttrain.errors import ConfigError, check_choice, check_rules
@@ -11,6 +11,7 @@ from posttrain.losses.policy import CORRECTIONS
 from posttrain.rewards.runner import transform_names
 from posttrain.training.online_config import EpisodeFields, OnlineConfig
 from posttrain.training.pictures import PictureConfig
+from posttrain.types import option
 
 __all__ = ["AsyncGRPOConfig"]
 
@@ -44,114 +45,75 @@ class AsyncGRPOConfig(PictureConfig, EpisodeFields, OnlineConfig):
 
     _least_generations: ClassVar[int] = 2
 
-    lr_scheduler_type: str = field(default="constant", metadata={"help": "Schedule of the learning rate."})
-    logging_steps: float = field(default=1, metadata={"help": "Optimiser steps between two log lines."})
-    max_completion_length: int = field(
-        default=2048, metadata={"help": "Most tokens of a rollout beyond its prompt, over all its turns."}
+    lr_scheduler_type: str = option("constant", "Schedule of the learning rate.")
+    logging_steps: float = option(1, "Optimiser steps between two log lines.")
+    max_completion_length: int = option(2048, "Most tokens of a rollout beyond its prompt, over all its turns.")
+    samples_per_step: int | None = option(
+        None, "Rollouts of one optimiser step. None: per-device batch x accumulation x processes."
     )
-    samples_per_step: int | None = field(
-        default=None,
-        metadata={"help": "Rollouts of one optimiser step. None: per-device batch x accumulation x processes."},
+    token_budget: int | None = option(
+        None,
+        "Most tokens of a row of one process; a longer rollout is dropped. None: the model's context; 0 or less: no "
+        "bound, rollouts are dealt to processes by length alone.",
     )
-    token_budget: int | None = field(
-        default=None,
-        metadata={
-            "help": "Most tokens of a row of one process; a longer rollout is dropped. None: the model's context; 0 or less: no "
-            "bound, rollouts are dealt to processes by length alone."
-        },
+    max_inflight_tasks: int = option(
+        -1, "Rollouts written at once, rounded up to whole groups. -1: (max_staleness + 1) x samples_per_step."
     )
-    max_inflight_tasks: int = field(
-        default=-1,
-        metadata={
-            "help": "Rollouts written at once, rounded up to whole groups. -1: (max_staleness + 1) x samples_per_step."
-        },
+    max_staleness: int = option(4, "Weight versions a rollout may be behind when it arrives; 0: none.")
+    max_staleness_hard: int | None = option(
+        None, "Weight versions it may be behind when it is trained, never more. None: max_staleness."
     )
-    max_staleness: int = field(
-        default=4, metadata={"help": "Weight versions a rollout may be behind when it arrives; 0: none."}
+    staleness_policy: Literal["drop", "pace"] = option(
+        "drop",
+        "drop: write as much as fits, throw away what gets too old; pace: write no more than can be trained in time.",
     )
-    max_staleness_hard: int | None = field(
-        default=None,
-        metadata={"help": "Weight versions it may be behind when it is trained, never more. None: max_staleness."},
+    queue_maxsize: int = option(1024, "Most rollouts that wait to be trained, at least a group.")
+    queue_max_tokens: int | None = option(
+        None, "Most tokens that wait, those still being written counted with their limit. None: no such bound."
     )
-    staleness_policy: Literal["drop", "pace"] = field(
-        default="drop",
-        metadata={
-            "help": "drop: write as much as fits, throw away what gets too old; pace: write no more than can be trained in time."
-        },
+    weight_sync_steps: int = option(1, "Optimiser steps between two weight versions.")
+    num_rollout_workers: int = option(1, "Processes that write rollouts.")
+    worker_engine: str = option(
+        "auto",
+        "native or hf: workers hold a copy of the model on the CPU; server: they ask the rollout servers at "
+        "vllm_server_base_url. auto: server where that is set, else native.",
     )
-    queue_maxsize: int = field(
-        default=1024, metadata={"help": "Most rollouts that wait to be trained, at least a group."}
+    worker_threads: int | None = option(
+        None, "Threads of a worker. None: an equal share of the cores with the trainer."
     )
-    queue_max_tokens: int | None = field(
-        default=None,
-        metadata={
-            "help": "Most tokens that wait, those still being written counted with their limit. None: no such bound."
-        },
+    worker_segment_s: float = option(
+        30.0, "Seconds after which a worker hands over what is finished and goes on with the rest and new prompts."
     )
-    weight_sync_steps: int = field(default=1, metadata={"help": "Optimiser steps between two weight versions."})
-    num_rollout_workers: int = field(default=1, metadata={"help": "Processes that write rollouts."})
-    worker_engine: str = field(
-        default="auto",
-        metadata={
-            "help": "native or hf: workers hold a copy of the model on the CPU; server: they ask the rollout servers at "
-            "vllm_server_base_url. auto: server where that is set, else native."
-        },
+    vllm_server_base_url: list[str] | None = option(
+        None,
+        "URL of the rollout server for worker_engine='server', several, or a file with one a line that is read "
+        "again, so that servers may come and go. None: http://localhost:8000.",
     )
-    worker_threads: int | None = field(
-        default=None, metadata={"help": "Threads of a worker. None: an equal share of the cores with the trainer."}
-    )
-    worker_segment_s: float = field(
-        default=30.0,
-        metadata={
-            "help": "Seconds after which a worker hands over what is finished and goes on with the rest and new prompts."
-        },
-    )
-    vllm_server_base_url: list[str] | None = field(  # type: ignore[assignment]
-        default=None,
-        metadata={
-            "help": "URL of the rollout server for worker_engine='server', several, or a file with one a line that is read "
-            "again, so that servers may come and go. None: http://localhost:8000."
-        },
-    )
-    request_timeout: int = field(default=600, metadata={"help": "Seconds one request to a server may take."})
-    heartbeat_stale_after_s: float = field(
-        default=300.0, metadata={"help": "Silence after which a worker counts as hung and is replaced."}
-    )
-    weight_sync_timeout: float = field(default=1800, metadata={"help": "Seconds new weights may take to arrive."})
-    sync_timeout_s: float | None = field(default=None, metadata={"help": "The same; None: weight_sync_timeout."})
-    max_worker_restarts: int = field(
-        default=8, metadata={"help": "Workers that may be replaced within ten minutes before the run stops."}
-    )
-    rollout_failure_budget: float = field(
-        default=0.05, metadata={"help": "Share of the last 200 rollouts that may fail before the run stops."}
-    )
-    reward_timeout_s: float = field(default=120.0, metadata={"help": "Seconds a reward function may take for a group."})
-    tool_timeout_s: float | None = field(
-        default=None, metadata={"help": "Seconds a tool may take; None: tool_timeout (60)."}
-    )
-    fork_threshold_tokens: int = field(
-        default=1024, metadata={"help": "Rewritten tokens of a conversation from which a new row begins."}
-    )
-    scale_rewards: Literal["population", "group", "none"] = field(
-        default="population",
-        metadata={
-            "help": "Divide advantages by the group's population std + 1e-8; group: its sample std + 1e-4, as GRPOConfig; none."
-        },
+    request_timeout: int = option(600, "Seconds one request to a server may take.")
+    heartbeat_stale_after_s: float = option(300.0, "Silence after which a worker counts as hung and is replaced.")
+    weight_sync_timeout: float = option(1800, "Seconds new weights may take to arrive.")
+    sync_timeout_s: float | None = option(None, "The same; None: weight_sync_timeout.")
+    max_worker_restarts: int = option(8, "Workers that may be replaced within ten minutes before the run stops.")
+    rollout_failure_budget: float = option(0.05, "Share of the last 200 rollouts that may fail before the run stops.")
+    reward_timeout_s: float = option(120.0, "Seconds a reward function may take for a group.")
+    tool_timeout_s: float | None = option(None, "Seconds a tool may take; None: tool_timeout (60).")
+    fork_threshold_tokens: int = option(1024, "Rewritten tokens of a conversation from which a new row begins.")
+    scale_rewards: Literal["population", "group", "none"] = option(
+        "population",
+        "Divide advantages by the group's population std + 1e-8; group: its sample std + 1e-4, as GRPOConfig; none.",
     )
     is_correction: Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "geometric"] | None = (
-        field(
-            default=None,
-            metadata={
-                "help": "None: the clipped ratio is that of policy to sampler. Else the policy gradient is weighted by that "
-                "ratio, bounded so."
-            },
+        option(
+            None,
+            "None: the clipped ratio is that of policy to sampler. Else the policy gradient is weighted by that "
+            "ratio, bounded so.",
         )
     )
-    is_clip_max: float | None = field(default=2.0, metadata={"help": "Upper bound of the correction's ratio."})
-    is_clip_min: float | None = field(default=None, metadata={"help": "Lower bound of it; None is 0."})
-    delta: float | None = field(default=None, metadata={"help": "Cap of the unclipped ratio; above 1 + epsilon_high."})
-    dtype: Literal["auto", "bfloat16", "float16", "float32"] = field(
-        default="float32", metadata={"help": "Of a model that is loaded by its name; dtype of model_init_kwargs wins."}
+    is_clip_max: float | None = option(2.0, "Upper bound of the correction's ratio.")
+    is_clip_min: float | None = option(None, "Lower bound of it; None is 0.")
+    delta: float | None = option(None, "Cap of the unclipped ratio; above 1 + epsilon_high.")
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = option(
+        "float32", "Of a model that is loaded by its name; dtype of model_init_kwargs wins."
     )
 
     def __post_init__(self) -> None:

@@ -6,25 +6,21 @@ import dataclasses
 import json
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args, get_origin, get_type_hints
 
 from posttrain.errors import ConfigError, check_choice, check_rules
 from posttrain.models.heads import causal_lm
 from posttrain.training.online_config import OnlineConfig, truncated_sampling
 from posttrain.training.pictures import PictureConfig
+from posttrain.types import option
 
-__all__ = ["Axes", "DistillationConfig", "DistillationFields", "Support", "logit_width", "option", "preset"]
+__all__ = ["Axes", "DistillationConfig", "DistillationFields", "Support", "logit_width", "preset"]
 
 logger = logging.getLogger(__name__)
 
 FLAT = 0.05  # A beta this close to 0 or 1, and not there, has hardly any gradient.
 Support = Literal["none", "full", "teacher_topk", "student_topk", "union_topk", "sampled", "top1_pair", "aligned"]
-
-
-def option(default: Any, text: str) -> Any:
-    """A field of a config with its help text."""
-    return field(default=default, metadata={"help": text})
 
 
 def preset(unread: dict[str, tuple[Any, str]] | None = None, **defaults: Any) -> Callable[[Any], Any]:

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal
 
 import torch
 
-from posttrain.algorithms.distillation.config import Axes, logit_width, option, preset
+from posttrain.algorithms.distillation.config import Axes, logit_width, preset
 from posttrain.algorithms.distillation.objective import AlignedComparison
 from posttrain.algorithms.distillation.presets import OF_BUFFER, OF_GKD, GKDConfig
 from posttrain.algorithms.distillation.trainer import DistillationTrainer
@@ -22,7 +22,7 @@ from posttrain.models import load
 from posttrain.rewards.runner import RewardTable
 from posttrain.rollouts.batch import RolloutBatch
 from posttrain.training.pictures import Vision
-from posttrain.types import Batch, Rollout, Row
+from posttrain.types import Batch, Rollout, Row, option
 
 __all__ = ["GOLDConfig", "GOLDTrainer", "byte_groups"]
 

@@ -14,7 +14,6 @@ from posttrain.algorithms.distillation.config import (
     DistillationConfig,
     DistillationFields,
     Support,
-    option,
     preset,
 )
 from posttrain.algorithms.distillation.data import joined_text
@@ -26,7 +25,7 @@ from posttrain.losses.distillation import discounted_returns
 from posttrain.metrics import mean
 from posttrain.rewards.runner import RewardTable
 from posttrain.rollouts.batch import RolloutBatch, completions_for_rewards
-from posttrain.types import Batch, LossTerms, ModelOutputs, Rollout
+from posttrain.types import Batch, LossTerms, ModelOutputs, Rollout, option
 
 __all__ = [
     "GKDConfig",

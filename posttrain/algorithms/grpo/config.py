@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 import logging
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 from posttrain.errors import ConfigError, check_choice, check_rules
 from posttrain.losses.policy import CORRECTIONS, LOSS_TYPES
 from posttrain.training.online_config import EpisodeFields, OnlineConfig, reject_truncated_sampling, truncated_sampling
 from posttrain.training.pictures import PictureConfig
+from posttrain.types import option
 
 __all__ = [
     "GRPOConfig",
@@ -182,54 +183,42 @@ class GRPOConfig(PictureConfig, EpisodeFields, OnlineConfig):
     Reference: DeepSeekMath (arXiv:2402.03300), equation 3; DAPO (2503.14476); Dr. GRPO (2503.20783); GSPO (2507.18071).
     """
 
-    loss_type: Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo", "gmpo"] = field(
-        default="dapo", metadata={"help": "A row of the loss table: ratio level, surrogate and reduction."}
+    loss_type: Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo", "gmpo"] = option(
+        "dapo", "A row of the loss table: ratio level, surrogate and reduction."
     )
-    importance_sampling_level: Literal["token", "sequence", "sequence_token"] = field(
-        default="token", metadata={"help": "One ratio a token (GRPO), or a sequence (GSPO)."}
+    importance_sampling_level: Literal["token", "sequence", "sequence_token"] = option(
+        "token", "One ratio a token (GRPO), or a sequence (GSPO)."
     )
-    delta: float | None = field(default=None, metadata={"help": "Cap of the unclipped ratio; above 1 + epsilon_high."})
-    scale_rewards: str = field(  # True and False, as older scripts have it, are group and none.
-        default="group", metadata={"help": "Divide advantages by the std of the group, of the batch, or not (none)."}
+    delta: float | None = option(None, "Cap of the unclipped ratio; above 1 + epsilon_high.")
+    scale_rewards: str = option("group", "Divide advantages by the std of the group, of the batch, or not (none).")
+    multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = option(
+        "sum_then_normalize", "Weigh rewards before or after normalising each (GDPO)."
     )
-    multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = field(
-        default="sum_then_normalize", metadata={"help": "Weigh rewards before or after normalising each (GDPO)."}
+    min_group_std: float = option(0.0, "A group whose rewards spread less than this counts as having no signal.")
+    sapo_temperature_neg: float = option(1.05, "SAPO: sharpness for negative advantages, > 0.")
+    sapo_temperature_pos: float = option(1.0, "SAPO: sharpness for positive advantages, > 0.")
+    vespo_k_pos: float = option(2.0, "VESPO exponent, positive advantages.")
+    vespo_lambda_pos: float = option(3.0, "VESPO decay, positive advantages.")
+    vespo_k_neg: float = option(3.0, "VESPO exponent, negative advantages.")
+    vespo_lambda_neg: float = option(2.0, "VESPO decay, negative advantages.")
+    mask_zero_variance_groups: bool = option(
+        False, "Leave groups whose rewards are all equal out of loss and denominators, their KL included."
     )
-    min_group_std: float = field(
-        default=0.0, metadata={"help": "A group whose rewards spread less than this counts as having no signal."}
+    log_ref_kl: bool = option(False, "With beta=0: measure the KL to the start of training without charging it.")
+    use_bias_correction_kl: bool = option(True, "Multiply the KL by the importance ratio.")
+    top_entropy_quantile: float = option(1.0, "Train this share of the most uncertain tokens.")
+    entropy_coef: float = option(0.0, "Weight of the entropy bonus.")
+    off_policy_mask_threshold: float | None = option(
+        None, "Drop bad sequences the policy has moved away from by more than this, > 0."
     )
-    sapo_temperature_neg: float = field(
-        default=1.05, metadata={"help": "SAPO: sharpness for negative advantages, > 0."}
-    )
-    sapo_temperature_pos: float = field(default=1.0, metadata={"help": "SAPO: sharpness for positive advantages, > 0."})
-    vespo_k_pos: float = field(default=2.0, metadata={"help": "VESPO exponent, positive advantages."})
-    vespo_lambda_pos: float = field(default=3.0, metadata={"help": "VESPO decay, positive advantages."})
-    vespo_k_neg: float = field(default=3.0, metadata={"help": "VESPO exponent, negative advantages."})
-    vespo_lambda_neg: float = field(default=2.0, metadata={"help": "VESPO decay, negative advantages."})
-    mask_zero_variance_groups: bool = field(
-        default=False,
-        metadata={"help": "Leave groups whose rewards are all equal out of loss and denominators, their KL included."},
-    )
-    log_ref_kl: bool = field(
-        default=False,
-        metadata={"help": "With beta=0: measure the KL to the start of training without charging it."},
-    )
-    use_bias_correction_kl: bool = field(default=True, metadata={"help": "Multiply the KL by the importance ratio."})
-    top_entropy_quantile: float = field(
-        default=1.0, metadata={"help": "Train this share of the most uncertain tokens."}
-    )
-    entropy_coef: float = field(default=0.0, metadata={"help": "Weight of the entropy bonus."})
-    off_policy_mask_threshold: float | None = field(
-        default=None, metadata={"help": "Drop bad sequences the policy has moved away from by more than this, > 0."}
-    )
-    cast_lm_head_to_fp32: bool = field(default=False, metadata={"help": "Compute the output layer in float32."})
-    use_adaptive_entropy: bool = field(default=False, metadata={"help": "Steer entropy_coef towards entropy_target."})
-    entropy_coef_min: float = field(default=0.0, metadata={"help": "Lower bound of the steered coefficient."})
-    entropy_coef_max: float = field(default=1.0, metadata={"help": "Upper bound of the steered coefficient."})
-    entropy_coef_delta: float = field(default=0.005, metadata={"help": "Step of the steered coefficient."})
-    entropy_target: float = field(default=0.2, metadata={"help": "Entropy in nats to hold."})
-    log_completions_hub_repo: str | None = field(
-        default=None, metadata={"help": "Dataset repository that completions are pushed to every 2 minutes."}
+    cast_lm_head_to_fp32: bool = option(False, "Compute the output layer in float32.")
+    use_adaptive_entropy: bool = option(False, "Steer entropy_coef towards entropy_target.")
+    entropy_coef_min: float = option(0.0, "Lower bound of the steered coefficient.")
+    entropy_coef_max: float = option(1.0, "Upper bound of the steered coefficient.")
+    entropy_coef_delta: float = option(0.005, "Step of the steered coefficient.")
+    entropy_target: float = option(0.2, "Entropy in nats to hold.")
+    log_completions_hub_repo: str | None = option(
+        None, "Dataset repository that completions are pushed to every 2 minutes."
     )
 
     def __post_init__(self) -> None:

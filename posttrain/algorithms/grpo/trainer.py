@@ -8,7 +8,7 @@ import logging
 import math
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -47,7 +47,7 @@ from posttrain.training.config import attributes, takes
 from posttrain.training.dynamic_sampling import groups_without_signal
 from posttrain.training.online import OnlineTrainer
 from posttrain.training.scoring import FIXED, FIXED_PATHS, SETTABLE, SETTABLE_PATHS, last_logged
-from posttrain.types import Batch, LossTerms, ModelOutputs
+from posttrain.types import Batch, LossTerms, ModelOutputs, option
 
 if TYPE_CHECKING:
     pass
@@ -499,9 +499,9 @@ class GRPOTrainer(OnlineTrainer):
 class GMPOConfig(GRPOConfig):
     """Arguments of `GMPOTrainer`; the clip bounds are in log space: ratios in (e^-0.4, e^0.4) = (0.670, 1.492) stay."""
 
-    loss_type: Literal["gmpo"] = field(default="gmpo", metadata={"help": "Only gmpo: the row of `LOSS_TYPES`."})
-    epsilon: float = field(default=0.4, metadata={"help": "Lower clip of the log-ratio: -epsilon."})
-    epsilon_high: float | None = field(default=None, metadata={"help": "Upper clip of the log-ratio; None: epsilon."})
+    loss_type: Literal["gmpo"] = option("gmpo", "Only gmpo: the row of `LOSS_TYPES`.")
+    epsilon: float = option(0.4, "Lower clip of the log-ratio: -epsilon.")
+    epsilon_high: float | None = option(None, "Upper clip of the log-ratio; None: epsilon.")
 
     def _check_choices(self) -> None:
         check_choice("loss_type", self.loss_type, ("gmpo",))

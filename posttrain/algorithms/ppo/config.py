@@ -11,6 +11,7 @@ from posttrain.errors import ConfigError, check_choice, check_rules, exact_div
 from posttrain.rewards.runner import transform_names
 from posttrain.training.config import PostTrainingConfig, check_gathering
 from posttrain.training.online_config import ENGINES
+from posttrain.types import option
 
 __all__ = ["PPOConfig"]
 
@@ -47,99 +48,68 @@ class PPOConfig(_OneCompletion, PostTrainingConfig):
 
     _VALID_DICT_FIELDS = [*PostTrainingConfig._VALID_DICT_FIELDS, "chat_template_kwargs"]  # noqa: RUF012
 
-    learning_rate: float = field(default=3e-6, metadata={"help": "Peak learning rate, constant during an update."})
-    disable_dropout: bool = field(default=True, metadata={"help": "Set every dropout of all four models to 0."})
-    num_ppo_epochs: int = field(default=4, metadata={"help": "Passes over each rollout batch, at least 1."})
-    num_mini_batches: int = field(
-        default=1, metadata={"help": "Optimiser steps of a pass; divides the rollout batch of a process exactly."}
+    learning_rate: float = option(3e-6, "Peak learning rate, constant during an update.")
+    disable_dropout: bool = option(True, "Set every dropout of all four models to 0.")
+    num_ppo_epochs: int = option(4, "Passes over each rollout batch, at least 1.")
+    num_mini_batches: int = option(1, "Optimiser steps of a pass; divides the rollout batch of a process exactly.")
+    total_episodes: int | None = option(
+        None,
+        "Responses to train on, rounded up to whole rollout batches. None: num_train_epochs times the rows of "
+        "train_dataset, or as many as max_steps needs where that is set.",
     )
-    total_episodes: int | None = field(
-        default=None,
-        metadata={
-            "help": "Responses to train on, rounded up to whole rollout batches. None: num_train_epochs times the rows of "
-            "train_dataset, or as many as max_steps needs where that is set."
-        },
+    local_rollout_forward_batch_size: int = option(
+        64, "Most responses of a process that are evaluated together without gradients."
     )
-    local_rollout_forward_batch_size: int = field(
-        default=64, metadata={"help": "Most responses of a process that are evaluated together without gradients."}
+    num_sample_generations: int = option(
+        10, "Tables of sampled answers to eval_dataset during training; 0, or no eval_dataset: none."
     )
-    num_sample_generations: int = field(
-        default=10,
-        metadata={"help": "Tables of sampled answers to eval_dataset during training; 0, or no eval_dataset: none."},
+    response_length: int = option(53, "Most tokens of a response, the stop token included.")
+    stop_token: str | None = option(
+        None,
+        "'eos' ends a response at any token that ends a turn. None without stop_token_id: nothing does, and "
+        "every response has response_length tokens.",
     )
-    response_length: int = field(default=53, metadata={"help": "Most tokens of a response, the stop token included."})
-    stop_token: str | None = field(
-        default=None,
-        metadata={
-            "help": "'eos' ends a response at any token that ends a turn. None without stop_token_id: nothing does, and "
-            "every response has response_length tokens."
-        },
+    stop_token_id: int | None = option(None, "Ends a response; instead of stop_token.")
+    temperature: float = option(0.7, "Divides the logits, in sampling and in every log-prob; > 0.")
+    missing_eos_penalty: float | None = option(
+        None, "Taken off the score of a response without an end token, > 0; None: nothing."
     )
-    stop_token_id: int | None = field(default=None, metadata={"help": "Ends a response; instead of stop_token."})
-    temperature: float = field(
-        default=0.7, metadata={"help": "Divides the logits, in sampling and in every log-prob; > 0."}
+    kl_coef: float = option(0.05, "Weight of the divergence from the reference in the rewards.")
+    kl_estimator: Literal["k1", "k3"] = option(
+        "k1", "k1 is unbiased and may be negative; k3 has less variance and is never negative."
     )
-    missing_eos_penalty: float | None = field(
-        default=None, metadata={"help": "Taken off the score of a response without an end token, > 0; None: nothing."}
+    cliprange: float = option(0.2, "Clip of the importance ratio, 1 +- cliprange.")
+    cliprange_value: float = option(0.2, "How far a value may move in one update.")
+    vf_coef: float = option(0.1, "Weight of the value loss.")
+    gamma: float = option(1.0, "Discount a token, in [0, 1].")
+    lam: float = option(0.95, "Lambda of generalised advantage estimation, in [0, 1].")
+    whiten_rewards: bool = option(False, "Divide token rewards by their spread; needs 8 responses a local mini-batch.")
+    reward_weights: list[float] | None = option(None, "One weight per reward; None: ones.")
+    reward_transform: list[str] | None = option(
+        None, "One per reward, applied before weights: none, clip:a:b, log1p, tanh:s, zscore or running."
     )
-    kl_coef: float = field(
-        default=0.05, metadata={"help": "Weight of the divergence from the reference in the rewards."}
+    reward_timeout: float | None = option(
+        None, "Seconds a reward function may take for one rollout batch; None waits for ever."
     )
-    kl_estimator: Literal["k1", "k3"] = field(
-        default="k1",
-        metadata={"help": "k1 is unbiased and may be negative; k3 has less variance and is never negative."},
+    check_rewards: bool = option(True, "Call each reward function on two rows before the model loads.")
+    check_reward_determinism: bool = option(
+        False, "Score 4 rows of the first rollout batch a second time, and warn where a reward changed its mind."
     )
-    cliprange: float = field(default=0.2, metadata={"help": "Clip of the importance ratio, 1 +- cliprange."})
-    cliprange_value: float = field(default=0.2, metadata={"help": "How far a value may move in one update."})
-    vf_coef: float = field(default=0.1, metadata={"help": "Weight of the value loss."})
-    gamma: float = field(default=1.0, metadata={"help": "Discount a token, in [0, 1]."})
-    lam: float = field(default=0.95, metadata={"help": "Lambda of generalised advantage estimation, in [0, 1]."})
-    whiten_rewards: bool = field(
-        default=False, metadata={"help": "Divide token rewards by their spread; needs 8 responses a local mini-batch."}
+    model_adapter_name: str | None = option(
+        None, "Adapter to train, of a peft model that has several; None: the active one."
     )
-    reward_weights: list[float] | None = field(default=None, metadata={"help": "One weight per reward; None: ones."})
-    reward_transform: list[str] | None = field(
-        default=None,
-        metadata={"help": "One per reward, applied before weights: none, clip:a:b, log1p, tanh:s, zscore or running."},
+    ref_adapter_name: str | None = option(None, "Adapter that is the reference, of a peft model that has several.")
+    shuffle_dataset: bool = option(True, "Shuffle the prompts of the training set.")
+    chat_template_kwargs: dict[str, Any] | str | None = option(None, "Passed at every template call.")
+    rollout_engine: str = option(
+        "auto", "native (in process, on the trainer's weights), hf (transformers), or auto: native if exact."
     )
-    reward_timeout: float | None = field(
-        default=None,
-        metadata={"help": "Seconds a reward function may take for one rollout batch; None waits for ever."},
+    sft_model_path: str = option("EleutherAI/pythia-160m", "Policy; read by `posttrain ppo` alone, without a model.")
+    reward_model_path: str = option(
+        "EleutherAI/pythia-160m", "Reward and value model; read by `posttrain ppo` alone, where no reward is given."
     )
-    check_rewards: bool = field(
-        default=True, metadata={"help": "Call each reward function on two rows before the model loads."}
-    )
-    check_reward_determinism: bool = field(
-        default=False,
-        metadata={
-            "help": "Score 4 rows of the first rollout batch a second time, and warn where a reward changed its mind."
-        },
-    )
-    model_adapter_name: str | None = field(
-        default=None, metadata={"help": "Adapter to train, of a peft model that has several; None: the active one."}
-    )
-    ref_adapter_name: str | None = field(
-        default=None, metadata={"help": "Adapter that is the reference, of a peft model that has several."}
-    )
-    shuffle_dataset: bool = field(default=True, metadata={"help": "Shuffle the prompts of the training set."})
-    chat_template_kwargs: dict[str, Any] | str | None = field(
-        default=None, metadata={"help": "Passed at every template call."}
-    )
-    rollout_engine: str = field(
-        default="auto",
-        metadata={
-            "help": "native (in process, on the trainer's weights), hf (transformers), or auto: native if exact."
-        },
-    )
-    sft_model_path: str = field(
-        default="EleutherAI/pythia-160m", metadata={"help": "Policy; read by `posttrain ppo` alone, without a model."}
-    )
-    reward_model_path: str = field(
-        default="EleutherAI/pythia-160m",
-        metadata={"help": "Reward and value model; read by `posttrain ppo` alone, where no reward is given."},
-    )
-    ds3_gather_for_generation: bool = field(default=True, metadata={"help": "Gather ZeRO-3 shards to generate."})
-    dataset_num_proc: int | None = field(default=None, metadata={"help": "Accepted; prompts need no preparation."})
+    ds3_gather_for_generation: bool = option(True, "Gather ZeRO-3 shards to generate.")
+    dataset_num_proc: int | None = option(None, "Accepted; prompts need no preparation.")
     micro_batch_size: int = field(default=0, init=False, metadata={"help": "Filled in: per device x processes."})
     local_batch_size: int = field(default=0, init=False, metadata={"help": "Filled in: responses of one process."})
     batch_size: int = field(default=0, init=False, metadata={"help": "Filled in: responses of a rollout batch."})
