@@ -7,8 +7,10 @@ import pytest
 import torch
 
 import posttrain as pt
+from posttrain.algorithms.distillation import scores
 from posttrain.algorithms.distillation.scores import ScoreFile, score_dataset
 from posttrain.cli.main import main
+from posttrain.cli.teacher_scores import run as teacher_scores
 from posttrain.errors import ConfigError, DataError, ModelError
 from posttrain.rollouts.native.engine import NativeEngine
 from posttrain.serve.engine import ServedEngine
@@ -145,6 +147,65 @@ def test_the_command_writes_what_gkd_reads(tmp_path, tiny_model_dir, capsys):
     train += ["--per_device_train_batch_size", "4", "--report_to", "none", "--bf16", "False", "--use_cpu", "True"]
     assert main(["gkd", *train, "--num_generations", "1"]) == 0
     assert (tmp_path / "out" / "model.safetensors").is_file()
+
+
+def test_a_file_that_could_not_be_finished_leaves_the_one_before(tmp_path, tiny_tokenizer, monkeypatch):
+    path = scored(tmp_path / "scores.arrow", tiny_tokenizer)
+    before = (tmp_path / "scores.arrow").read_bytes()
+    real, calls = scores._scores, []
+
+    def fails_later(*args, **settings):
+        calls.append(1)
+        if len(calls) > 1:
+            raise KeyboardInterrupt
+        return real(*args, **settings)
+
+    monkeypatch.setattr(scores, "_scores", fails_later)
+    with pytest.raises(KeyboardInterrupt):
+        scored(path, tiny_tokenizer, top_k=3)
+    assert (tmp_path / "scores.arrow").read_bytes() == before and len(list(tmp_path.iterdir())) == 1
+
+
+@pytest.mark.parametrize("name", ["top_k", "batch_size"])
+def test_sizes_below_one_are_refused(name, tmp_path, tiny_tokenizer):
+    with pytest.raises(ConfigError, match=f"{name}=0"):
+        score_dataset(build_model(len(tiny_tokenizer)), answers(), tiny_tokenizer, tmp_path / "x.arrow", **{name: 0})
+
+
+TEMPLATE = "{{ word | default('plain') }}{% for m in messages %} {{ m['content'] }}{% endfor %}"
+
+
+def test_the_command_renders_with_the_same_template_arguments_as_the_run(tmp_path, tiny_model_dir, tiny_tokenizer):
+    tiny_tokenizer.chat_template = TEMPLATE
+    tiny_tokenizer.save_pretrained(tmp_path / "tokenizer")
+    turns = [{"prompt": [{"role": "user", "content": "ab"}], "completion": [{"role": "assistant", "content": "c"}]}]
+    data = datasets.Dataset.from_list(turns * 2)
+    data.to_json(tmp_path / "rows.jsonl")
+    options = ["--teacher_model_name_or_path", tiny_model_dir, "--model_name_or_path", str(tmp_path / "tokenizer")]
+    options += ["--dataset_name", str(tmp_path / "rows.jsonl"), "--top_k", "8", "--output"]
+    own = tmp_path / "new" / "folder" / "own.arrow"
+    assert main(["teacher-scores", *options, str(own), "--chat_template_kwargs", '{"word": "other"}']) == 0
+    assert main(["teacher-scores", *options, str(tmp_path / "plain.arrow")]) == 0
+    kwargs = {"word": "other"}
+    expected = scored(tmp_path / "expected.arrow", tiny_tokenizer, data, chat_template_kwargs=kwargs, max_length=1024)
+    hashes = [ScoreFile(path).facts["dataset"] for path in (own, expected, tmp_path / "plain.arrow")]
+    assert hashes[0] == hashes[1] != hashes[2]
+
+
+@pytest.mark.parametrize("text", ["{word: 1}", "[1]", "3"])
+def test_the_command_refuses_template_arguments_that_are_no_object_before_it_loads(text, tmp_path):
+    options = ["--teacher_model_name_or_path", "absent", "--model_name_or_path", "absent", "--dataset_name", "absent"]
+    options += ["--output", str(tmp_path / "x.arrow"), "--chat_template_kwargs", text]
+    with pytest.raises(ConfigError, match="chat_template_kwargs"):
+        teacher_scores(options)
+
+
+def test_the_command_names_a_split_that_is_not_there(tmp_path):
+    answers().to_json(tmp_path / "rows.jsonl")
+    options = ["--teacher_model_name_or_path", "absent", "--model_name_or_path", "absent", "--dataset_name"]
+    options += [str(tmp_path / "rows.jsonl"), "--output", str(tmp_path / "x.arrow"), "--dataset_train_split", "dev"]
+    with pytest.raises(DataError, match="dev"):
+        teacher_scores(options)
 
 
 class FakeServer:

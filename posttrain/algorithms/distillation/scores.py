@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -74,7 +75,8 @@ def score_dataset(
 ) -> int:
     """Write the teacher's scores of every answer of a dataset, for ``teacher_scores`` of a config; returns the rows.
 
-    The file is Arrow's: a row an answer, in the order of the dataset, ``batch_size`` rows a record batch.
+    The file is Arrow's: a row an answer, in the order of the dataset, ``batch_size`` rows a record batch. It is there when it
+    is whole.
 
     Args:
         teacher: A causal language model of the student's tokenizer.
@@ -88,11 +90,12 @@ def score_dataset(
         batch_size: Rows that the teacher reads at a time.
 
     Raises:
-        ConfigError: ``top_k`` below 1.
+        ConfigError: ``top_k`` or ``batch_size`` below 1.
         ModelError: The teacher has fewer logits than the tokenizer has tokens.
     """
-    if top_k < 1:
-        raise ConfigError(f"top_k={top_k} must be at least 1.")
+    for field, value in (("top_k", top_k), ("batch_size", batch_size)):
+        if value < 1:
+            raise ConfigError(f"{field}={value} must be at least 1.")
     width = logit_width(teacher)
     if width < len(tokenizer):
         raise ModelError(
@@ -108,7 +111,7 @@ def score_dataset(
     facts = identity(dataset, tokenizer) | {"teacher": name, "top_k": top_k, "batch_size": batch_size}
     fields = [(name, pa.list_(kind)) for name, kind in COLUMNS.items()]
     schema = pa.schema(fields, metadata={"format": FORMAT, "facts": json.dumps(facts)})
-    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, schema) as writer:
+    with _whole_file(Path(path)) as draft, pa.OSFile(str(draft), "wb") as sink, pa.ipc.new_file(sink, schema) as writer:
         for start in tqdm.trange(0, len(dataset), batch_size, desc="teacher scores", unit="batch"):
             found = dataset[start : start + batch_size]
             pairs = zip(found["prompt_ids"], found["completion_ids"], strict=True)
@@ -116,6 +119,18 @@ def score_dataset(
             scores = _scores(runner, rows, top_k=top_k, columns=len(tokenizer))
             writer.write_batch(pa.RecordBatch.from_pylist(scores, schema))
     return len(dataset)
+
+
+@contextmanager
+def _whole_file(path: Path) -> Iterator[Path]:
+    """A draft that takes the file's place where nothing was raised, and else is removed."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_name(path.name + ".draft")
+    try:
+        yield draft
+        draft.replace(path)
+    finally:
+        draft.unlink(missing_ok=True)
 
 
 class ScoreFile:
