@@ -31,7 +31,17 @@ from posttrain.training.online import OnlineTrainer
 from posttrain.training.online_config import OnlineConfig
 from posttrain.training.prompts import named_sets
 from posttrain.training.scoring import score_rollouts
-from posttrain.types import Batch, LossTerms, ModelOutputs, Rollout, Sampling, option
+from posttrain.types import (
+    Batch,
+    LossTerms,
+    ModelOutputs,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Rollout,
+    Sampling,
+    option,
+)
 
 __all__ = [
     "A2POConfig",
@@ -63,18 +73,20 @@ class A2POConfig(OnlineConfig):
     _least_generations: ClassVar[int] = 1
 
     learning_rate: float = option(5e-5, "Peak learning rate.")
-    num_generations: int = option(1, "Completions per prompt in training: always 1.")
-    max_prompt_length: int | None = option(
+    num_generations: PositiveInt = option(1, "Completions per prompt in training: always 1.")
+    max_prompt_length: PositiveInt | None = option(
         512, "Most prompt tokens; longer prompts lose their beginning. None: no limit."
     )
-    max_completion_length: int = option(256, "Most tokens of a completion, EOS included.")
-    top_k: int | None = option(None, "Keep the k most likely tokens; None or 0 is off.")  # type: ignore[assignment]
-    num_value_samples: int = option(
+    max_completion_length: PositiveInt = option(256, "Most tokens of a completion, EOS included.")
+    top_k: NonNegativeInt | None = option(None, "Keep the k most likely tokens; None or 0 is off.")  # type: ignore[assignment]
+    num_value_samples: PositiveInt = option(
         8, "Completions of the reference that a prompt's value is estimated from, at least 1."
     )
-    beta1: float = option(0.5, "Temperature of the value: near 0 the best sample's reward, large their mean; > 0.")
+    beta1: PositiveFloat = option(
+        0.5, "Temperature of the value: near 0 the best sample's reward, large their mean; > 0."
+    )
     filter_all_incorrect: bool = option(True, "Leave out training prompts that no sample of the reference solved.")
-    beta2: float = option(1e-3, "Weight of the log-ratio to the reference that advantages are fitted by; > 0.")
+    beta2: PositiveFloat = option(1e-3, "Weight of the log-ratio to the reference that advantages are fitted by; > 0.")
 
     def __post_init__(self) -> None:
         self.top_k = self.top_k or 0
@@ -83,13 +95,6 @@ class A2POConfig(OnlineConfig):
             "num_generations": (
                 self.num_generations == 1,
                 "must be 1: the baseline is the prompt's value, not a group",
-            ),
-            "num_value_samples": (self.num_value_samples >= 1, "must be at least 1"),
-            "beta1": (self.beta1 > 0, "must be above 0: rewards are divided by it"),
-            "beta2": (self.beta2 > 0, "must be above 0: nothing would be learned"),
-            "max_prompt_length": (
-                self.max_prompt_length is None or self.max_prompt_length >= 1,
-                "must be at least 1, or None",
             ),
             "beta": (self.beta == 0, "must be 0.0: the pull of the reference is beta2"),
             "epsilon": (self.epsilon == 0.2 and self.epsilon_high is None, "is not read: nothing is clipped here"),

@@ -22,7 +22,7 @@ from posttrain.losses.unpaired import BCO_LOSSES, Moments, density_weight, updat
 from posttrain.metrics import mean
 from posttrain.models import parallel
 from posttrain.models.forward import forward
-from posttrain.types import Batch, LossTerms, ModelOutputs, Row, option
+from posttrain.types import Batch, LossTerms, ModelOutputs, NonNegativeFloat, PositiveInt, Row, option
 
 __all__ = [
     "BCOConfig",
@@ -100,9 +100,9 @@ class BCOConfig(ComparedConfig):
     """Arguments of `BCOTrainer`."""
 
     learning_rate: float = option(5e-7, "Peak learning rate; about ten times more for LoRA.")
-    prompt_sample_size: int = option(1024, "Prompts of each label that the density is fitted on.")
-    min_density_ratio: float = option(0.5, "Least weight of a bad answer.")
-    max_density_ratio: float = option(10.0, "Most weight of a bad answer.")
+    prompt_sample_size: PositiveInt = option(1024, "Prompts of each label that the density is fitted on.")
+    min_density_ratio: NonNegativeFloat = option(0.5, "Least weight of a bad answer.")
+    max_density_ratio: NonNegativeFloat = option(10.0, "Most weight of a bad answer.")
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -10,11 +10,11 @@ from torch import nn
 
 from posttrain.algorithms.answers import branch_sums, likelihood_terms, reference_free_metrics
 from posttrain.algorithms.preference import AnswerConfig, PreferenceTrainer, UnreadFields
-from posttrain.errors import ConfigError, check_choice
+from posttrain.errors import ConfigError
 from posttrain.losses.divergence import alpha_reward, mean_logp
 from posttrain.losses.preference import CPO_LOSSES
 from posttrain.training.config import attributes, takes
-from posttrain.types import Batch, LossTerms, ModelOutputs, option
+from posttrain.types import Batch, LossTerms, ModelOutputs, NonNegativeFloat, Share, option
 
 __all__ = ["CPOConfig", "CPOTrainer"]
 
@@ -28,15 +28,14 @@ class CPOConfig(UnreadFields, AnswerConfig):
     loss_type: Literal["sigmoid", "hinge", "ipo", "simpo", "alphapo"] = option(
         "sigmoid", "alphapo is simpo with cpo_alpha=0 and a shaped reward (alpha)."
     )
-    cpo_alpha: float = option(1.0, "Weight of the chosen answers' likelihood; 0: none (SimPO).")
+    cpo_alpha: NonNegativeFloat = option(1.0, "Weight of the chosen answers' likelihood; 0: none (SimPO).")
     simpo_gamma: float = option(0.5, "Margin of simpo; about beta / 2.")
     alpha: float = option(0.0, "AlphaPO's shape of the reward; 0 is the log-likelihood.")
-    label_smoothing: float = option(0.0, "Chance that a label is wrong; sigmoid and simpo.")
+    label_smoothing: Share = option(0.0, "Chance that a label is wrong; sigmoid and simpo.")
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.refuse_unread()
-        check_choice("loss_type", self.loss_type, CPO_LOSSES)
         if self.loss_type == "alphapo":
             self.loss_type, self.cpo_alpha = "simpo", 0.0
         formula = CPO_LOSSES[self.loss_type]

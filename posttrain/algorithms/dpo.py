@@ -12,14 +12,14 @@ from torch import Tensor, nn
 from posttrain.algorithms.answers import answer_mask, pair_metrics, sequence_logp
 from posttrain.algorithms.preference import PRECOMPUTED, ComparedConfig, PreferenceTrainer
 from posttrain.errors import ConfigError, check_choice
-from posttrain.losses.divergence import DIVERGENCES, desensitized_sum, pair_values, wpo_weight
+from posttrain.losses.divergence import desensitized_sum, pair_values, wpo_weight
 from posttrain.losses.likelihood import nll
 from posttrain.losses.preference import DPO_LOSSES
 from posttrain.losses.reduce import row_terms, sequence_sum
 from posttrain.metrics import mean
 from posttrain.training.config import attributes, takes, warn_keep_end
 from posttrain.training.pictures import PictureConfig
-from posttrain.types import Batch, LossTerms, ModelOutputs, option
+from posttrain.types import Batch, LossTerms, ModelOutputs, PositiveFloat, Share, option
 
 __all__ = ["DPOConfig", "DPOTrainer", "dpo_objective"]
 
@@ -43,14 +43,14 @@ class DPOConfig(PictureConfig, ComparedConfig):
         default_factory=lambda: ["sigmoid"], metadata={"help": f"One or more of: {', '.join(DPO_LOSSES)}."}
     )
     loss_weights: list[float] | None = option(None, "Weights of the losses, one each; None: all 1.")
-    ld_alpha: float | None = option(None, "Weight in [0, 1] of tokens beyond the shorter answer (LD-DPO); None: 1.")
+    ld_alpha: Share | None = option(None, "Weight in [0, 1] of tokens beyond the shorter answer (LD-DPO); None: 1.")
     f_divergence_type: Literal["reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"] = option(
         "reverse_kl", "Which divergence from the reference is charged."
     )
     f_alpha_divergence_coef: float = option(0.5, "Coefficient of alpha_divergence.")
-    label_smoothing: float = option(0.0, "Chance that a label is wrong; read by robust, exo_pair, aot, aot_unpaired.")
+    label_smoothing: Share = option(0.0, "Chance that a label is wrong; read by robust, exo_pair, aot, aot_unpaired.")
     use_weighting: bool = option(False, "Weigh pairs by how likely the policy finds them (WPO).")
-    discopop_tau: float = option(0.05, "Temperature of discopop, above 0.")
+    discopop_tau: PositiveFloat = option(0.05, "Temperature of discopop, above 0.")
     padding_free: bool = option(False, "For compatibility: pairs carry no padding either way.")
 
     pad_token: str | None = option(None, "Deprecated: set pad_token on the tokenizer.")
@@ -64,7 +64,6 @@ class DPOConfig(PictureConfig, ComparedConfig):
             if hint:
                 raise ConfigError(f"loss_type={name!r} is not known{hint}.")
             check_choice("loss_type", name, DPO_LOSSES)
-        check_choice("f_divergence_type", self.f_divergence_type, DIVERGENCES)
         if self.loss_weights is not None and len(self.loss_weights) != len(self.loss_type):
             raise ConfigError(
                 f"loss_weights has {len(self.loss_weights)} values for {len(self.loss_type)} losses {self.loss_type}."
@@ -72,10 +71,6 @@ class DPOConfig(PictureConfig, ComparedConfig):
         self._check_ranges()
 
     def _check_ranges(self) -> None:
-        if self.ld_alpha is not None and not 0 <= self.ld_alpha <= 1:
-            raise ConfigError(f"ld_alpha={self.ld_alpha} must be in [0, 1].")
-        if not self.discopop_tau > 0:
-            raise ConfigError(f"discopop_tau={self.discopop_tau} must be above 0.")
         smoothed = [name for name in self.loss_type if "label_smoothing" in DPO_LOSSES[name].scalars]
         if self.label_smoothing and not smoothed:
             raise ConfigError(

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from posttrain.algorithms.answers import judged_metrics, sequence_logp
 from posttrain.algorithms.preference import PRECOMPUTED, ComparedConfig, PreferenceTrainer
 from posttrain.data.forest import collate
-from posttrain.errors import ConfigError, check_choice
+from posttrain.errors import ConfigError
 from posttrain.losses.reduce import row_terms
 from posttrain.losses.unpaired import KTO_LOSSES, kl_baseline, kl_totals
 from posttrain.metrics import mean
@@ -22,7 +22,7 @@ from posttrain.models.forward import forward
 from posttrain.models.reference import Reference, precomputed_logps
 from posttrain.training.config import attributes, takes
 from posttrain.training.pictures import PictureConfig
-from posttrain.types import Batch, LossTerms, ModelOutputs, Row, option
+from posttrain.types import Batch, LossTerms, ModelOutputs, NonNegativeFloat, Row, option
 
 __all__ = ["KTOConfig", "KTOTrainer", "fixed_partners", "partners"]
 
@@ -36,12 +36,11 @@ class KTOConfig(PictureConfig, ComparedConfig):
     loss_type: Literal["kto", "apo_zero_unpaired"] = option(
         "kto", "kto compares with mismatched answers; apo_zero_unpaired with 0."
     )
-    desirable_weight: float = option(1.0, "Weight of good answers.")
-    undesirable_weight: float = option(1.0, "Weight of bad answers.")
+    desirable_weight: NonNegativeFloat = option(1.0, "Weight of good answers.")
+    undesirable_weight: NonNegativeFloat = option(1.0, "Weight of bad answers.")
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_choice("loss_type", self.loss_type, KTO_LOSSES)
         for name in ("per_device_train_batch_size", "per_device_eval_batch_size"):
             if self.loss_type == "kto" and getattr(self, name) < 2:
                 raise ConfigError(

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from posttrain.errors import ConfigError, DataError, RewardError, check_choice
+from posttrain.errors import ConfigError, DataError, RewardError
 from posttrain.losses.advantages import weighted_total
 from posttrain.losses.preference import sigmoid, squared_gap
 from posttrain.losses.reduce import sequence_sum
@@ -27,7 +27,19 @@ from posttrain.training.config import takes
 from posttrain.training.online import OnlineTrainer
 from posttrain.training.online_config import OnlineConfig
 from posttrain.training.pictures import PictureConfig
-from posttrain.types import Batch, LossTerms, ModelOutputs, Prompt, Rollout, Sampling, option
+from posttrain.types import (
+    Batch,
+    LossTerms,
+    ModelOutputs,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    PositiveShare,
+    Prompt,
+    Rollout,
+    Sampling,
+    option,
+)
 
 __all__ = [
     "PAIR_LOSS_TYPES",
@@ -56,21 +68,23 @@ class OnlineDPOConfig(PictureConfig, OnlineConfig):
     learning_rate: float = option(5e-7, "Peak learning rate.")
     disable_dropout: bool = option(True, "Set every dropout to 0.")
     reward_model_path: str | None = option(None, "For scripts; the trainer does not read it.")
-    max_new_tokens: int = option(64, "Most tokens of a completion, EOS included.")
-    max_completion_length: int | None = option(None, "Another name of max_new_tokens.")
-    max_length: int = option(512, "Most tokens of prompt and completion; a longer prompt loses its beginning.")
-    temperature: float = option(0.9, "Of sampling alone: log-probs of the loss are those at temperature 1.")
-    missing_eos_penalty: float | None = option(None, "Taken from the reward of a completion that did not end, > 0.")
+    max_new_tokens: PositiveInt = option(64, "Most tokens of a completion, EOS included.")
+    max_completion_length: PositiveInt | None = option(None, "Another name of max_new_tokens.")
+    max_length: PositiveInt = option(512, "Most tokens of prompt and completion; a longer prompt loses its beginning.")
+    temperature: PositiveFloat = option(0.9, "Of sampling alone: log-probs of the loss are those at temperature 1.")
+    missing_eos_penalty: PositiveFloat | None = option(
+        None, "Taken from the reward of a completion that did not end, > 0."
+    )
     beta: list[float] = field(  # type: ignore[assignment]
         default_factory=lambda: [0.1], metadata={"help": "Strength of the tie to the reference; several: by epoch."}
     )
     loss_type: Literal["sigmoid", "ipo"] = option("sigmoid", "Loss of a pair.")
-    num_generations: int = option(2, "Always 2: a pair is compared.")
-    num_generations_eval: int | None = option(1, "Always 1: evaluation compares nothing.")
+    num_generations: PositiveInt = option(2, "Always 2: a pair is compared.")
+    num_generations_eval: NonNegativeInt | None = option(1, "Always 1: evaluation compares nothing.")
     keep_eos_for_rewards: bool = option(
         False, "Reward functions see the end-of-sequence token of plain text that has ended."
     )
-    vllm_gpu_memory_utilization: float = option(0.55, "Share of GPU memory, colocate.")
+    vllm_gpu_memory_utilization: PositiveShare = option(0.55, "Share of GPU memory, colocate.")
 
     def __post_init__(self) -> None:
         if self.max_completion_length not in (None, self.max_new_tokens):
@@ -85,15 +99,10 @@ class OnlineDPOConfig(PictureConfig, OnlineConfig):
         self._check_pairs()
 
     def _check_pairs(self) -> None:
-        check_choice("loss_type", self.loss_type, PAIR_LOSS_TYPES)
         if self.max_new_tokens >= self.max_length:
             raise ConfigError(
                 f"max_new_tokens={self.max_new_tokens} leaves no prompt token within max_length={self.max_length}. Lower it, or "
                 "raise max_length."
-            )
-        if self.missing_eos_penalty is not None and not self.missing_eos_penalty > 0:
-            raise ConfigError(
-                f"missing_eos_penalty={self.missing_eos_penalty} must be above 0 (it is subtracted), or None."
             )
         if self.num_generations != 2 or (self.num_generations_eval or 1) != 1:
             raise ConfigError(

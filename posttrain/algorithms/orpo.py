@@ -14,7 +14,7 @@ from posttrain.losses.divergence import mean_logp
 from posttrain.losses.preference import log_odds_ratio, orpo
 from posttrain.metrics import mean
 from posttrain.training.config import attributes, takes
-from posttrain.types import Batch, LossTerms, ModelOutputs, Row, option
+from posttrain.types import Batch, LossTerms, ModelOutputs, PositiveFloat, Row, option
 
 __all__ = ["ORPOConfig", "ORPOTrainer"]
 
@@ -23,7 +23,7 @@ __all__ = ["ORPOConfig", "ORPOTrainer"]
 class ORPOConfig(UnreadFields, AnswerConfig):
     """Arguments of `ORPOTrainer`."""
 
-    beta: float = option(0.1, "Weight of the odds-ratio term, the paper's lambda, above 0.")
+    beta: PositiveFloat = option(0.1, "Weight of the odds-ratio term, the paper's lambda, above 0.")
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -38,7 +38,7 @@ from posttrain.data.preference import (
     maybe_extract_prompt,
     prepare_answers,
 )
-from posttrain.errors import ArgumentTypeError, ConfigError, DataError, check_choice
+from posttrain.errors import ArgumentTypeError, ConfigError, DataError
 from posttrain.losses.reduce import sequence_lengths
 from posttrain.models import parallel
 from posttrain.models.forward import forward
@@ -48,7 +48,17 @@ from posttrain.training.checks import Checks
 from posttrain.training.config import PostTrainingConfig
 from posttrain.training.data_report import note_suspects
 from posttrain.training.trainer import PostTrainer
-from posttrain.types import Batch, Finding, LossTerms, ModelOutputs, Row, option
+from posttrain.types import (
+    Batch,
+    Finding,
+    LossTerms,
+    ModelOutputs,
+    PositiveFloat,
+    PositiveInt,
+    PositiveShare,
+    Row,
+    option,
+)
 
 __all__ = [
     "PRECOMPUTED",
@@ -229,22 +239,19 @@ class AnswerConfig(PostTrainingConfig):
     max_length: int | None = option(1024, "Tokens of prompt and answer, at least 2; None never cuts.")
     truncation_mode: Literal["keep_start", "keep_end"] = option("keep_start", "Which end of a long answer is kept.")
     mask_inner_turns: bool = option(False, "Turns of the user or of tools within an answer have no loss.")
-    dataset_num_proc: int | None = option(None, "Processes that prepare the dataset.")
+    dataset_num_proc: PositiveInt | None = option(None, "Processes that prepare the dataset.")
     pad_to_multiple_of: int | str | None = option(None, "Rounds row widths up; auto or None: what the layout wants.")
-    beta: float = option(0.1, "Strength of the tie to the reference, above 0.")
+    beta: PositiveFloat = option(
+        0.1, "Strength of the tie to the reference: with 0 the loss is constant, and some losses divide by it."
+    )
     pair_reward_model: str | None = option(
         None, "A reward model that up to 512 pairs are shown to: how often does it agree?"
     )
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_choice("truncation_mode", self.truncation_mode, ("keep_start", "keep_end"))
         if self.max_length is not None and self.max_length < 2:
             raise ConfigError(f"max_length={self.max_length} leaves no room for a prompt and an answer; at least 2.")
-        if not isinstance(self.beta, int | float) or not self.beta > 0:
-            raise ConfigError(
-                f"beta={self.beta!r} must be above 0, as a number: with 0 the loss is constant, and some losses divide by it."
-            )
 
 
 UNREAD = {
@@ -283,10 +290,10 @@ class ComparedConfig(AnswerConfig):
     precompute_ref_log_probs: bool = option(
         False, "Compute the reference's log-probs once, before training, and free it."
     )
-    precompute_ref_batch_size: int | None = option(None, "Rows a pass; None: as in training.")
+    precompute_ref_batch_size: PositiveInt | None = option(None, "Rows a pass; None: as in training.")
     sync_ref_model: bool = option(False, "Let the reference follow the policy (TR-DPO).")
-    ref_model_mixup_alpha: float = option(0.6, "Share of the policy in a sync, in (0, 1].")
-    ref_model_sync_steps: int = option(512, "Optimiser steps between two syncs.")
+    ref_model_mixup_alpha: PositiveShare = option(0.6, "Share of the policy in a sync, in (0, 1].")
+    ref_model_sync_steps: PositiveInt = option(512, "Optimiser steps between two syncs.")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -294,10 +301,6 @@ class ComparedConfig(AnswerConfig):
             raise ConfigError(
                 "sync_ref_model=True moves the reference, whose log-probs precompute_ref_log_probs=True fixes."
             )
-        if not 0 < self.ref_model_mixup_alpha <= 1:
-            raise ConfigError(f"ref_model_mixup_alpha={self.ref_model_mixup_alpha} must be in (0, 1].")
-        if self.ref_model_sync_steps < 1:
-            raise ConfigError(f"ref_model_sync_steps={self.ref_model_sync_steps} must be at least 1.")
 
 
 def check_given(model: Any, ref_model: Any, tokenizer: Any) -> None:

@@ -12,7 +12,7 @@ from torch import nn
 
 from posttrain.data.forest import unbatched_answers
 from posttrain.data.preference import pair_rows, prepare_reward_dataset
-from posttrain.errors import ConfigError, ModelError
+from posttrain.errors import ModelError
 from posttrain.losses.preference import bradley_terry, centering
 from posttrain.losses.reduce import row_terms
 from posttrain.metrics import maximum, mean, minimum
@@ -20,7 +20,7 @@ from posttrain.models.forward import forward
 from posttrain.models.load import load_classifier
 from posttrain.training.config import PostTrainingConfig, takes
 from posttrain.training.trainer import PostTrainer
-from posttrain.types import Batch, LossTerms, ModelOutputs, Row, option
+from posttrain.types import Batch, LossTerms, ModelOutputs, NonNegativeFloat, PositiveInt, Row, option
 
 __all__ = ["RewardConfig", "RewardTrainer", "reward_objective"]
 
@@ -38,17 +38,12 @@ class RewardConfig(PostTrainingConfig):
     )
     eos_token: str | None = option(None, "Token that ends a sequence; None: the tokenizer's.")
     pad_token: str | None = option(None, "Deprecated: set pad_token on the tokenizer.")
-    max_length: int | None = option(1024, "Pairs with a longer side are left out; None keeps all.")
-    dataset_num_proc: int | None = option(None, "Processes that prepare the dataset.")
-    center_rewards_coefficient: float | None = option(
+    max_length: PositiveInt | None = option(1024, "Pairs with a longer side are left out; None keeps all.")
+    dataset_num_proc: PositiveInt | None = option(None, "Processes that prepare the dataset.")
+    center_rewards_coefficient: NonNegativeFloat | None = option(
         None, "Weight of (r+ + r-)^2, which keeps scores near 0; 0.01 is usual. None: off."
     )
     pad_to_multiple_of: int | str | None = option(None, "Rounds row widths up; auto or None: what the layout wants.")
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.max_length is not None and self.max_length < 1:
-            raise ConfigError(f"max_length={self.max_length} must be at least 1, or None for no limit.")
 
 
 def reward_objective(out: ModelOutputs, batch: Batch, *, center: float | None) -> LossTerms:

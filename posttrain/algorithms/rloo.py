@@ -23,7 +23,7 @@ from posttrain.training.online import OnlineTrainer
 from posttrain.training.online_config import OnlineConfig, reject_truncated_sampling
 from posttrain.training.pictures import PictureConfig
 from posttrain.training.scoring import FIXED, FIXED_PATHS, SETTABLE, SETTABLE_PATHS, last_logged
-from posttrain.types import Batch, LossTerms, ModelOutputs, option
+from posttrain.types import Batch, LossTerms, ModelOutputs, NonNegativeFloat, PositiveInt, option
 
 __all__ = ["RLOOConfig", "RLOOTrainer", "rloo_objective"]
 
@@ -40,8 +40,8 @@ class RLOOConfig(PictureConfig, OnlineConfig):
     Reference: Back to basics, arXiv:2402.14740.
     """
 
-    num_generations: int = option(2, "Completions per prompt, at least 2.")
-    beta: float = option(0.05, "Weight of the KL that is charged to the reward; 0: none.")
+    num_generations: PositiveInt = option(2, "Completions per prompt, at least 2.")
+    beta: NonNegativeFloat = option(0.05, "Weight of the KL that is charged to the reward; 0: none.")
     reward_clip_range: list[float] | None = option(
         None, "Lowest and highest reward, before the KL is charged; None: as they are."
     )

@@ -12,7 +12,6 @@ from torch import nn
 
 from posttrain.data.forest import unbatched
 from posttrain.data.formats import PreparationReport
-from posttrain.data.packing import STRATEGIES
 from posttrain.data.sft import (
     SupervisedOptions,
     check_prepared,
@@ -20,7 +19,7 @@ from posttrain.data.sft import (
     prepare_sft_dataset,
     with_training_template,
 )
-from posttrain.errors import ConfigError, check_choice
+from posttrain.errors import ConfigError
 from posttrain.losses.likelihood import dft, nll, uniform_nll
 from posttrain.metrics import mean
 from posttrain.models.forward import learns_prompts
@@ -28,7 +27,7 @@ from posttrain.training.config import PostTrainingConfig, attributes, takes, war
 from posttrain.training.evaluation import full_logits
 from posttrain.training.pictures import PictureConfig
 from posttrain.training.trainer import PostTrainer
-from posttrain.types import Batch, LossTerms, ModelOutputs, Row, option
+from posttrain.types import Batch, LossTerms, ModelOutputs, PositiveInt, Row, option
 
 __all__ = ["SFTConfig", "SFTTrainer", "sft_objective"]
 
@@ -46,13 +45,13 @@ class SFTConfig(PictureConfig, PostTrainingConfig):
     dataset_kwargs: dict[str, Any] | str | None = option(
         None, "Only key: skip_prepare_dataset, for rows that already hold input_ids and labels."
     )
-    dataset_num_proc: int | None = option(None, "Processes that prepare the dataset.")
+    dataset_num_proc: PositiveInt | None = option(None, "Processes that prepare the dataset.")
     eos_token: str | None = option(None, "Token that ends a sequence; None: the tokenizer's.")
     pad_token: str | None = option(None, "Deprecated: set pad_token on the tokenizer.")
     chat_template_path: str | None = option(
         None, "A .jinja file with the template's text, or a tokenizer to clone with its tokens."
     )
-    max_length: int | None = option(1024, "Tokens a row may have, and of a packed row; None never cuts.")
+    max_length: PositiveInt | None = option(1024, "Tokens a row may have, and of a packed row; None never cuts.")
     truncation_mode: Literal["keep_start", "keep_end"] = option("keep_start", "Which end of a long row is kept.")
     completion_only_loss: bool | None = option(
         None, "Train the completion alone. None: yes where rows have prompt and completion."
@@ -77,12 +76,7 @@ class SFTConfig(PictureConfig, PostTrainingConfig):
         self._rename_deprecated()
         super().__post_init__()
         self.loss_type = self.loss_type or "nll"
-        check_choice("loss_type", self.loss_type, LOSSES)
-        check_choice("truncation_mode", self.truncation_mode, ("keep_start", "keep_end"))
-        check_choice("packing_strategy", self.packing_strategy, STRATEGIES)
         warn_keep_end(self.truncation_mode)
-        if self.max_length is not None and self.max_length < 1:
-            raise ConfigError(f"max_length={self.max_length} must be at least 1, or None for no limit.")
         if (self.packing or self.eval_packing) and self.max_length is None:
             raise ConfigError("packing=True fills rows of max_length tokens, and max_length is None. Set it.")
         if self.loss_type == "dft" and self.label_smoothing_factor:

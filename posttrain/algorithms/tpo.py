@@ -9,12 +9,12 @@ from torch import nn
 
 from posttrain.algorithms.answers import answer_mask, branch_sums, likelihood_terms, reference_free_metrics
 from posttrain.algorithms.preference import AnswerConfig, PreferenceTrainer
-from posttrain.errors import ConfigError, check_choice
+from posttrain.errors import ConfigError
 from posttrain.losses.divergence import mean_logp
 from posttrain.losses.preference import TPO_LOSSES
 from posttrain.metrics import mean
 from posttrain.training.config import attributes, takes
-from posttrain.types import Batch, LossTerms, ModelOutputs, option
+from posttrain.types import Batch, LossTerms, ModelOutputs, NonNegativeFloat, PositiveFloat, Share, option
 
 __all__ = ["TPOConfig", "TPOTrainer"]
 
@@ -27,14 +27,13 @@ class TPOConfig(AnswerConfig):
     loss_type: Literal["sigmoid", "hinge", "ipo", "tpo-l"] = option(
         "sigmoid", "On sums of log-probs (sigmoid, hinge) or means a token (ipo, tpo-l)."
     )
-    beta: float = option(0.01, "Scale of the reward, above 0.")
-    label_smoothing: float = option(0.0, "Chance that a label is wrong; sigmoid and tpo-l.")
-    tpo_alpha: float = option(1.0, "Weight of the gold answers' NLL; 0 leaves them out.")
+    beta: PositiveFloat = option(0.01, "Scale of the reward, above 0.")
+    label_smoothing: Share = option(0.0, "Chance that a label is wrong; sigmoid and tpo-l.")
+    tpo_alpha: NonNegativeFloat = option(1.0, "Weight of the gold answers' NLL; 0 leaves them out.")
     tpo_l_gamma: float = option(0.5, "Margin of tpo-l.")
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_choice("loss_type", self.loss_type, TPO_LOSSES)
         if self.label_smoothing and "label_smoothing" not in TPO_LOSSES[self.loss_type].scalars:
             raise ConfigError(
                 f"label_smoothing={self.label_smoothing} is not read by loss_type={self.loss_type!r}; sigmoid and tpo-l read it."

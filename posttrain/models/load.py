@@ -19,7 +19,7 @@ from posttrain.errors import ArgumentTypeError, ConfigError, DataError, ModelErr
 from posttrain.integrations import require
 from posttrain.integrations.hub import explained, not_found
 from posttrain.models.heads import causal_lm
-from posttrain.types import option
+from posttrain.types import PositiveInt, Share, check_fields, option
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -72,9 +72,9 @@ class ModelConfig:
     )
     attn_implementation: str | None = option(None, "Attention backend; None lets it choose.")
     use_peft: bool = option(False, "Train a LoRA adapter instead of all weights.")
-    lora_r: int = option(16, "Rank of the adapter.")
-    lora_alpha: int = option(32, "Scale of the adapter, divided by its rank.")
-    lora_dropout: float = option(0.05, "Dropout on the adapter's input.")
+    lora_r: PositiveInt = option(16, "Rank of the adapter.")
+    lora_alpha: PositiveInt = option(32, "Scale of the adapter, divided by its rank.")
+    lora_dropout: Share = option(0.05, "Dropout on the adapter's input.")
     lora_target_modules: list[str] | None = option(None, "Module names that get an adapter.")
     lora_target_parameters: list[str] | None = option(None, "Parameter names that get an adapter (expert tensors).")
     lora_modules_to_save: list[str] | None = option(None, "Modules trained and saved whole.")
@@ -88,6 +88,7 @@ class ModelConfig:
     bnb_4bit_quant_storage: str | None = option(None, "Storage dtype; None is uint8.")
 
     def __post_init__(self) -> None:
+        check_fields(self, beside=object)
         if self.load_in_8bit and self.load_in_4bit:
             raise ConfigError("load_in_8bit=True and load_in_4bit=True contradict each other. Set one of them.")
         modules: Any = self.lora_target_modules

@@ -17,10 +17,10 @@ import torch
 import transformers
 from torch import nn
 
-from posttrain.checks.registry import MODES, silenced_codes
+from posttrain.checks.registry import silenced_codes
 from posttrain.data.forest import Layout
 from posttrain.data.samplers import with_lengths
-from posttrain.errors import ArgumentTypeError, ConfigError, DataError, check_choice
+from posttrain.errors import ArgumentTypeError, ConfigError, DataError
 from posttrain.models.attention import padded_layout, probe_head, probe_layout
 from posttrain.models.forward import learns_prompts
 from posttrain.models.heads import install_token_head, train_new_tokens, train_score_head
@@ -30,7 +30,7 @@ from posttrain.models.parallel import bf16_is_faster
 from posttrain.models.reference import disable_dropout_in_model
 from posttrain.report.record import check_writable
 from posttrain.training.checks import Checks, log_codes
-from posttrain.types import option
+from posttrain.types import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Share, check_fields, option
 
 if TYPE_CHECKING:
     from posttrain.training.trainer import PostTrainer
@@ -121,8 +121,10 @@ class PostTrainingConfig(transformers.TrainingArguments):
         "Before step 0, try a step at the longest lengths without an update. None: on a GPU yes, on a CPU no (a step "
         "takes long there, and a system out of memory ends the process instead of telling it).",
     )
-    memory_limit_gib: float | None = option(None, "Most memory of the device to plan with, in GiB; None: what is free.")
-    logits_chunk_size: int | None = option(
+    memory_limit_gib: PositiveFloat | None = option(
+        None, "Most memory of the device to plan with, in GiB; None: what is free."
+    )
+    logits_chunk_size: PositiveInt | None = option(
         None,
         "Positions whose logits exist at once, in the loss and its backward; None: as many as 24 MiB hold on a "
         "CPU, 64 on an accelerator.",
@@ -136,13 +138,13 @@ class PostTrainingConfig(transformers.TrainingArguments):
         None, "Keywords for from_pretrained when the model is given as a string."
     )
     trust_remote_code: bool = option(False, "Allow code from the model's repository, for model and tokenizer.")
-    router_aux_loss_coef: float | None = option(
+    router_aux_loss_coef: NonNegativeFloat | None = option(
         None, "Weight of the load-balancing term of mixtures of experts. None: the model's own; 0: none."
     )
     activation_offloading: bool = option(
         False, "Keep activations in the host's memory between forward and backward (CUDA)."
     )
-    kept_layers: int | None = option(
+    kept_layers: NonNegativeInt | None = option(
         None,
         "With gradient_checkpointing: last layers that keep their activations instead of computing them again. "
         "None: as many as fit where full logits and their gradient would have been; 0: none.",
@@ -158,8 +160,8 @@ class PostTrainingConfig(transformers.TrainingArguments):
     bad_rows: Literal["error", "drop"] = option(
         "error", "Rows that cannot be trained: error refuses them, drop leaves them out and lists them in a file."
     )
-    bad_rows_max: float = option(0.05, "Share of rows that bad_rows='drop' may leave out before it refuses, in [0, 1].")
-    max_row_tokens: int | None = option(
+    bad_rows_max: Share = option(0.05, "Share of rows that bad_rows='drop' may leave out before it refuses, in [0, 1].")
+    max_row_tokens: PositiveInt | None = option(
         None,
         "Tokens a packed row may hold. None picks 512 on a CPU, 2048 with dense masks on a GPU, 16384 with "
         "FlexAttention. More fills a GPU better; less needs less memory.",
@@ -172,7 +174,12 @@ class PostTrainingConfig(transformers.TrainingArguments):
                 raise ConfigError(f"{cls.__name__} has no option {name}={kwargs[name]!r}. Fix: {cls.removed[name]}.")
         return super().__new__(cls)
 
+    def check_fields(self) -> None:
+        """Refuse a value that is not of its field's type, or out of its range; see `posttrain.types.check_fields`."""
+        check_fields(self, beside=transformers.TrainingArguments)
+
     def __post_init__(self) -> None:
+        self.check_fields()
         refuse_cut_sequences(self)
         self._resolve_checkpointing()
         if hasattr(self, "pad_to_multiple_of"):
@@ -194,10 +201,6 @@ class PostTrainingConfig(transformers.TrainingArguments):
         self.logging_nan_inf_filter = False
 
     def _resolve_batch_size(self) -> None:
-        if self.logits_chunk_size is not None and self.logits_chunk_size < 1:
-            raise ConfigError(
-                f"logits_chunk_size={self.logits_chunk_size} must be at least 1, or None for a size that is fast."
-            )
         given = self.per_device_train_batch_size
         self.auto_batch_size = given == AUTO
         if self.auto_batch_size:
@@ -206,14 +209,8 @@ class PostTrainingConfig(transformers.TrainingArguments):
             if not given.strip().isdigit():
                 raise ConfigError(f"per_device_train_batch_size={given!r} must be a number or {AUTO!r}.")
             self.per_device_train_batch_size = int(given)
-        if self.memory_limit_gib is not None and not self.memory_limit_gib > 0:
-            raise ConfigError(f"memory_limit_gib={self.memory_limit_gib} must be above 0, or None for what is free.")
 
     def _check_preflight(self) -> None:
-        check_choice("preflight", self.preflight, MODES)
-        check_choice("bad_rows", self.bad_rows, ("error", "drop"))
-        if not 0 <= self.bad_rows_max <= 1:
-            raise ConfigError(f"bad_rows_max={self.bad_rows_max} must be a share of the rows, from 0 to 1.")
         silenced_codes(self.silence_findings)  # type: ignore[arg-type]
 
     def _resolve_checkpointing(self) -> None:

@@ -7,15 +7,26 @@ import logging
 import math
 import warnings
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import transformers
 
-from posttrain.errors import ConfigError, MissingDependencyError, check_choice, check_rules
+from posttrain.errors import ConfigError, MissingDependencyError, check_choice
 from posttrain.rollouts.base import choose_engine
 from posttrain.rollouts.sampling import GENERATION_NAMES, generation_fields, structured_guide
 from posttrain.training.config import PostTrainingConfig, check_gathering
-from posttrain.types import option
+from posttrain.types import (
+    NonNegativeFloat,
+    NonNegativeInt,
+    OneOf,
+    Port,
+    PositiveFloat,
+    PositiveInt,
+    PositiveShare,
+    Range,
+    Share,
+    option,
+)
 
 __all__ = [
     "EpisodeFields",
@@ -33,26 +44,26 @@ logger = logging.getLogger(__name__)
 class GenerationFields:
     """How completions are sampled during training."""
 
-    num_generations: int = option(8, "Completions per prompt, the group G; at least 2.")
-    num_generations_eval: int | None = option(None, "G in evaluation; None or 0: the same.")
-    max_completion_length: int = option(512, "Most tokens of a completion, EOS included.")
+    num_generations: PositiveInt = option(8, "Completions per prompt, the group G; at least 2.")
+    num_generations_eval: NonNegativeInt | None = option(None, "G in evaluation; None or 0: the same.")
+    max_completion_length: PositiveInt = option(512, "Most tokens of a completion, EOS included.")
     shuffle_dataset: bool = option(True, "Shuffle the prompts of the training set.")
-    generation_batch_size: int | None = option(
+    generation_batch_size: PositiveInt | None = option(
         None,
         "Completions of one generation over all processes. None: per-device batch x processes x steps_per_generation.",
     )
-    steps_per_generation: int | None = option(
+    steps_per_generation: PositiveInt | None = option(
         None, "Micro-batches trained per generation. None: gradient_accumulation_steps."
     )
-    temperature: float = option(1.0, "Divides the logits, in sampling and in every log-prob; > 0.")
-    top_p: float = option(1.0, "Nucleus mass in (0, 1]; 1 is off.")
-    top_k: int | None = option(0, "Keep the k most likely tokens; 0 or None is off.")
-    min_p: float | None = option(None, "Least share of the top probability; None is off.")
-    repetition_penalty: float = option(1.0, "Above 1 discourages repeats; 1 is off.")
+    temperature: PositiveFloat = option(1.0, "Divides the logits, in sampling and in every log-prob; > 0.")
+    top_p: PositiveShare = option(1.0, "Nucleus mass in (0, 1]; 1 is off.")
+    top_k: NonNegativeInt | None = option(0, "Keep the k most likely tokens; 0 or None is off.")
+    min_p: Share | None = option(None, "Least share of the top probability; None is off.")
+    repetition_penalty: PositiveFloat = option(1.0, "Above 1 discourages repeats; 1 is off.")
     generation_kwargs: dict | str | None = option(None, "Override sampling settings by name.")
     chat_template_kwargs: dict | str | None = option(None, "Passed at every template call.")
     cache_implementation: str | None = option(None, "Cache of the hf engine.")
-    rollout_engine: str = option(
+    rollout_engine: Annotated[str, OneOf((*ENGINES, ROUNDED, *FAR_ENGINES))] = option(
         "auto",
         "native (in process, on the trainer's weights), hf (transformers generate), paged, vllm, or auto: native if "
         "exact; on a GPU vllm, else paged, first.",
@@ -72,19 +83,21 @@ class VllmFields:
     vllm_structured_outputs_regex: str | None = option(None, "Completions match this.")
     vllm_server_base_url: str | None = option(None, "Overrides host and port.")
     vllm_server_host: str = option("0.0.0.0", "Host of the rollout server.")
-    vllm_server_port: int = option(8000, "Port of the rollout server.")
-    vllm_server_timeout: float = option(240.0, "Seconds to wait for the server.")
-    vllm_group_port: int = option(51216, "Port of the weight-update group.")
-    vllm_gpu_memory_utilization: float = option(0.3, "Share of GPU memory, colocate.")
-    vllm_max_model_length: int | None = option(None, "Context length.")
-    vllm_tensor_parallel_size: int = option(1, "Colocate only.")
+    vllm_server_port: Port = option(8000, "Port of the rollout server.")
+    vllm_server_timeout: PositiveFloat = option(240.0, "Seconds to wait for the server.")
+    vllm_group_port: Port = option(51216, "Port of the weight-update group.")
+    vllm_gpu_memory_utilization: PositiveShare = option(0.3, "Share of GPU memory, colocate.")
+    vllm_max_model_length: PositiveInt | None = option(None, "Context length.")
+    vllm_tensor_parallel_size: PositiveInt = option(1, "Colocate only.")
     vllm_importance_sampling_correction: bool = option(True, "Correct for engine mismatch.")
     vllm_importance_sampling_mode: Literal[
         "token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "geometric"
     ] = option("sequence_mask", "How the ratio of trainer to engine is bounded.")
-    vllm_importance_sampling_clip_max: float | None = option(3.0, "Upper bound of the ratio.")
-    vllm_importance_sampling_clip_min: float | None = option(None, "Lower bound; None is 0.")
-    vllm_importance_sampling_cap: float | None = option(None, "The old name of vllm_importance_sampling_clip_max.")
+    vllm_importance_sampling_clip_max: PositiveFloat | None = option(3.0, "Upper bound of the ratio.")
+    vllm_importance_sampling_clip_min: NonNegativeFloat | None = option(None, "Lower bound; None is 0.")
+    vllm_importance_sampling_cap: PositiveFloat | None = option(
+        None, "The old name of vllm_importance_sampling_clip_max."
+    )
     use_transformers_continuous_batching: bool = option(False, "Paged generation.")
     transformers_continuous_batching_config: dict | str | None = option(None, "Its settings.")
     use_transformers_paged: bool | None = option(None, "The old name of use_transformers_continuous_batching.")
@@ -94,46 +107,34 @@ class VllmFields:
 class ReferenceFields:
     """The KL penalty and the model it is measured against."""
 
-    beta: float = option(0.0, "Weight of the KL penalty; 0 needs no reference model.")
+    beta: NonNegativeFloat = option(0.0, "Weight of the KL penalty; 0 needs no reference model.")
     sync_ref_model: bool = option(False, "Let the reference follow the policy (TR-DPO).")
-    ref_model_mixup_alpha: float = option(0.6, "Share of the policy in each sync.")
-    ref_model_sync_steps: int = option(512, "Optimiser steps between two syncs.")
+    ref_model_mixup_alpha: PositiveShare = option(0.6, "Share of the policy in each sync.")
+    ref_model_sync_steps: PositiveInt = option(512, "Optimiser steps between two syncs.")
 
 
 @dataclass
 class VllmSyncFields:
     """Fields of ``use_vllm`` that say how weights are pushed and checked."""
 
-    vllm_weight_bucket_mb: int = option(512, "MiB of weights sent in one request, at least 1.")
-    vllm_sync_timeout: float = option(720.0, "Seconds one call of a weight update may take.")
-    vllm_request_timeout: float | None = option(
+    vllm_weight_bucket_mb: PositiveInt = option(512, "MiB of weights sent in one request, at least 1.")
+    vllm_sync_timeout: PositiveFloat = option(720.0, "Seconds one call of a weight update may take.")
+    vllm_request_timeout: PositiveFloat | None = option(
         None, "Seconds one request to a server may take; None: 600, or 30 and 0.02 a requested token."
     )
-    vllm_sync_retries: int = option(2, "Whole weight updates that are tried again before the run stops.")
+    vllm_sync_retries: NonNegativeInt = option(2, "Whole weight updates that are tried again before the run stops.")
     vllm_sleep_level: Literal["auto", "1", "2"] = option(
         "auto",
         "With vllm_enable_sleep_mode: 1 keeps weights in host memory, 2 drops them. auto: 1 where a push serves "
         "several generations, else 2.",
     )
     vllm_server_api_key: str | None = option(None, "Bearer token of the rollout servers.")
-    weight_parity_every: int = option(
+    weight_parity_every: NonNegativeInt = option(
         50, "Pushes between two comparisons of log-probs with the engine, beside that after the first; 0: only that."
     )
     allow_biased_is: bool = option(
         False, "Allow the correction of engine log-probs with truncated sampling, which biases every ratio."
     )
-
-    def validate_weight_sync(self) -> None:
-        """Refuse what no engine could do with these fields."""
-        check_choice("vllm_sleep_level", str(self.vllm_sleep_level), ("auto", "1", "2"))
-        rules = {
-            "vllm_weight_bucket_mb": (self.vllm_weight_bucket_mb >= 1, "must be at least 1"),
-            "vllm_sync_timeout": (self.vllm_sync_timeout > 0, "must be above 0 (seconds)"),
-            "vllm_request_timeout": ((self.vllm_request_timeout or 1) > 0, "must be above 0 (seconds), or None"),
-            "vllm_sync_retries": (self.vllm_sync_retries >= 0, "must be 0 or more"),
-            "weight_parity_every": (self.weight_parity_every >= 0, "must be 0 (after the first push alone) or more"),
-        }
-        check_rules(self, ((name, *rule) for name, rule in rules.items()))
 
 
 def truncated_sampling(cfg: Any) -> str:
@@ -212,18 +213,18 @@ class OnlineConfig(VllmSyncFields, VllmFields, GenerationFields, ReferenceFields
 
     learning_rate: float = option(1e-6, "Peak learning rate.")
     remove_unused_columns: bool | None = option(False, "Keep only the prompt column; rewards then see no other column.")
-    num_iterations: int = option(1, "Passes over each generation, mu >= 1.")
-    epsilon: float = option(0.2, "Lower clip of the importance ratio: 1 - epsilon.")
-    epsilon_high: float | None = option(None, "Upper clip: 1 + epsilon_high; None: epsilon.")
+    num_iterations: PositiveInt = option(1, "Passes over each generation, mu >= 1.")
+    epsilon: NonNegativeFloat = option(0.2, "Lower clip of the importance ratio: 1 - epsilon.")
+    epsilon_high: NonNegativeFloat | None = option(None, "Upper clip: 1 + epsilon_high; None: epsilon.")
     reward_weights: list[float] | None = option(None, "One weight per reward; None: ones.")
-    reward_timeout: float | None = option(
+    reward_timeout: PositiveFloat | None = option(
         None, "Seconds a reward function may take for one generation; None waits for ever."
     )
     reward_transform: list[str] | None = option(
         None, "One per reward, applied before weights: none, clip:a:b, log1p, rank, tanh:s, zscore or running."
     )
     mask_truncated_completions: bool = option(False, "Leave completions that hit the length limit out of the loss.")
-    dynamic_sampling: int = option(
+    dynamic_sampling: NonNegativeInt = option(
         0, "Rounds in which groups whose rewards are all equal are replaced by fresh prompts (DAPO); 0 is off."
     )
     balance_ranks: bool = option(
@@ -232,7 +233,7 @@ class OnlineConfig(VllmSyncFields, VllmFields, GenerationFields, ReferenceFields
     check_rewards: bool = option(
         True, "Call each reward function once on two rows before the model loads, to find its mistakes early."
     )
-    stop_without_signal: int | None = option(
+    stop_without_signal: PositiveInt | None = option(
         None, "Generations in a row with all advantages 0, after which the run ends; None: it warns and goes on."
     )
     check_reward_determinism: bool = option(
@@ -240,7 +241,7 @@ class OnlineConfig(VllmSyncFields, VllmFields, GenerationFields, ReferenceFields
     )
     log_completions: bool = option(False, "Print a sample of completions at each log step.")
     log_multimodal: bool = option(True, "Include images in logged tables.")
-    num_completions_to_print: int | None = option(None, "Rows of the printed table; None: all.")
+    num_completions_to_print: NonNegativeInt | None = option(None, "Rows of the printed table; None: all.")
     log_unique_prompts: bool = option(False, "One row a prompt in trackers' tables.")
 
     def __post_init__(self) -> None:
@@ -248,6 +249,7 @@ class OnlineConfig(VllmSyncFields, VllmFields, GenerationFields, ReferenceFields
             value = getattr(self, name)
             if isinstance(value, str):
                 setattr(self, name, json.loads(value))
+        self.vllm_sleep_level = str(self.vllm_sleep_level)  # type: ignore[assignment]
         super().__post_init__()
         self.top_k = self.top_k or 0
         if self.vllm_importance_sampling_cap is not None:
@@ -270,6 +272,7 @@ class OnlineConfig(VllmSyncFields, VllmFields, GenerationFields, ReferenceFields
             if given.get(name) is not None:
                 setattr(self, name, given[name])
             given.pop(name, None)
+        self.check_fields()
         if (structured := given.pop("structured_outputs", None)) is not None:
             given["guide"] = structured_guide(structured)
         if given.get("guide") is not None and self.vllm_structured_outputs_regex:
@@ -281,34 +284,10 @@ class OnlineConfig(VllmSyncFields, VllmFields, GenerationFields, ReferenceFields
         self.generation_kwargs = given or None
 
     def _check_sampling(self) -> None:
-        rules = [
-            ("temperature", self.temperature > 0, "must be above 0 (logits are divided by it)"),
-            ("top_p", 0 < self.top_p <= 1, "must be in (0, 1]; 1 is off"),
-            ("top_k", self.top_k >= 0, "must be 0 (off) or positive"),
-            ("min_p", self.min_p is None or 0 <= self.min_p <= 1, "must be in [0, 1] or None"),
-            ("repetition_penalty", self.repetition_penalty > 0, "must be above 0; 1 is off"),
-            ("num_iterations", self.num_iterations >= 1, "must be at least 1"),
-            ("dynamic_sampling", self.dynamic_sampling >= 0, "must be 0 (off) or a number of rounds"),
-            (
-                "num_generations",
-                self.num_generations >= self._least_generations,
-                "must be at least 2: a group of one has nothing to compare with",
-            ),
-            (
-                "num_generations_eval",
-                (self.num_generations_eval or 1) >= 1,
-                "must be at least 1, or None for num_generations",
-            ),
-            (
-                "stop_without_signal",
-                self.stop_without_signal is None or self.stop_without_signal >= 1,
-                "must be at least 1, or None to go on",
-            ),
-            ("max_completion_length", self.max_completion_length >= 1, "must be at least 1"),
-            ("beta", self.beta >= 0, "must be 0 (no penalty) or positive"),
-            ("epsilon", self.epsilon >= 0, "must be 0 or positive"),
-        ]
-        check_rules(self, rules)
+        if self.num_generations < self._least_generations:
+            raise ConfigError(
+                f"num_generations={self.num_generations} must be at least 2: a group of one has nothing to compare with."
+            )
         if self.sync_ref_model and self.beta == 0:
             raise ConfigError(
                 "sync_ref_model=True with beta=0.0: there is no reference model to sync. Set beta above 0."
@@ -346,12 +325,9 @@ class OnlineConfig(VllmSyncFields, VllmFields, GenerationFields, ReferenceFields
             )
 
     def _check_engine(self) -> None:
-        check_choice("rollout_engine", self.rollout_engine, (*ENGINES, ROUNDED, *FAR_ENGINES))
-        check_choice("vllm_mode", self.vllm_mode, ("server", "colocate"))
         if self.rollout_engine in FAR_ENGINES:
             # Two spellings of one choice; engines for other models (a reference that generates) stay in process.
             self.use_vllm, self.vllm_mode, self.rollout_engine = True, FAR_ENGINES[self.rollout_engine], "auto"
-        self.validate_weight_sync()
         if self.use_vllm:
             self.check_vllm_settings()
         check_gathering(self)
@@ -472,34 +448,18 @@ def _near(value: int, step: int) -> str:
 class EpisodeFields:
     """Fields of configs whose trainers let the model call tools; the others do not have them."""
 
-    max_tool_calling_iterations: int | None = option(
+    max_tool_calling_iterations: Annotated[int, Range(least=-1)] | None = option(
         None, "Rounds of tool calls per completion; None: 32; -1: no limit but the tokens."
     )
-    max_tool_output_tokens: int | None = option(
+    max_tool_output_tokens: PositiveInt | None = option(
         None, "A longer tool result is cut in its middle; None: it is left whole."
     )
-    tool_workers: int | None = option(
+    tool_workers: NonNegativeInt | None = option(
         None, "Rollouts whose tools run at once; None: all, at most 32; 0: in turn, on the main thread."
     )
-    tool_timeout: float | None = option(
+    tool_timeout: PositiveFloat | None = option(
         60.0, "Seconds a tool call, a reset or a get_reward may take; None: for ever. Not with tool_workers=0."
     )
-    environment_retries: int = option(0, "Further attempts when an environment's reset or get_reward raises.")
-
-    def __post_init__(self) -> None:
-        super().__post_init__()  # type: ignore[misc]
-        check_rules(self, self._tool_rules())
-
-    def _tool_rules(self) -> list[tuple[str, bool, str]]:
-        rounds, tokens, seconds = self.max_tool_calling_iterations, self.max_tool_output_tokens, self.tool_timeout
-        return [
-            (
-                "max_tool_calling_iterations",
-                rounds is None or rounds >= -1,
-                "must be -1 (no limit), 0 or positive, or None",
-            ),
-            ("max_tool_output_tokens", tokens is None or tokens >= 1, "must be at least 1, or None"),
-            ("tool_workers", self.tool_workers is None or self.tool_workers >= 0, "must be 0 or positive, or None"),
-            ("tool_timeout", seconds is None or seconds > 0, "must be above 0 seconds, or None"),
-            ("environment_retries", self.environment_retries >= 0, "must be 0 or positive"),
-        ]
+    environment_retries: NonNegativeInt = option(
+        0, "Further attempts when an environment's reset or get_reward raises."
+    )

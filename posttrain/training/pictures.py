@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from transformers.utils.hub import cached_file
 
@@ -38,7 +38,7 @@ from posttrain.data.pictures import (
 )
 from posttrain.data.preference import maybe_extract_prompt
 from posttrain.data.processors import PictureProcessor, Placed, family_of, load_processor
-from posttrain.errors import ConfigError, DataError, ModelError, check_choice, check_rules
+from posttrain.errors import ConfigError, DataError, ModelError, check_rules
 from posttrain.losses.advantages import weighted_total
 from posttrain.metrics import Metric, mean
 from posttrain.models.heads import causal_lm, has_tower, picture_encoder
@@ -52,7 +52,7 @@ from posttrain.models.vision import (
 from posttrain.rewards.judges import JudgeReward
 from posttrain.rewards.model import ModelReward
 from posttrain.rollouts.batch import RolloutBatch
-from posttrain.types import Prompt, Rollout, Row, Sampling, option
+from posttrain.types import NonNegativeFloat, NonNegativeInt, OneOf, PositiveInt, Prompt, Rollout, Row, Sampling, option
 
 __all__ = ["PictureConfig", "Vision"]
 
@@ -85,8 +85,7 @@ MAY_LACK = {
 class PictureConfig:
     """Options of training on images; a text model refuses them."""
 
-    # True and False too; a command line has no such union.
-    freeze_vision: str = option(
+    freeze_vision: Annotated[str, OneOf(("auto", "tower", True, False))] = option(
         "auto",
         "True: tower and projector; tower: the tower alone; False: nothing; auto: nothing, with an adapter both.",
     )
@@ -95,26 +94,19 @@ class PictureConfig:
         "Rows whose images do not fit or cannot be read: an error above 0.5 %, or dropped and counted; resize: an "
         "error, but images above image_max_tokens are made smaller.",
     )
-    image_max_tokens: int | None = option(None, "Placeholders an image may have; None: any number.")
-    max_images_per_row: int | None = option(None, "Images a row may have; None: any number.")
+    image_max_tokens: PositiveInt | None = option(None, "Placeholders an image may have; None: any number.")
+    max_images_per_row: NonNegativeInt | None = option(None, "Images a row may have; None: any number.")
     image_background: Literal["white", "black"] = option("white", "What shows through transparent pixels.")
     check_image_use: bool = option(
         False, "Online: evaluation also samples with images exchanged between rows, for PT-G017."
     )
-    image_cache_gb: float = option(1.0, "Host memory for features of a frozen tower, in GB; 0 keeps none.")
+    image_cache_gb: NonNegativeFloat = option(1.0, "Host memory for features of a frozen tower, in GB; 0 keeps none.")
 
     def __post_init__(self) -> None:
         choices = {"True": True, "False": False}
         self.freeze_vision = choices.get(str(self.freeze_vision).capitalize(), self.freeze_vision)  # type: ignore[assignment]
-        check_choice("freeze_vision", self.freeze_vision, ("auto", "tower", True, False))
-        check_choice("image_fit", self.image_fit, ("error", "drop", "resize"))
-        check_choice("image_background", self.image_background, ("white", "black"))
-        if self.image_max_tokens is not None and self.image_max_tokens < 1:
-            raise ConfigError(f"image_max_tokens={self.image_max_tokens} must be at least 1, or None.")
         if self.image_fit == "resize" and self.image_max_tokens is None:
             raise ConfigError("image_fit='resize' needs a size. Fix: image_max_tokens=256, say.")
-        if self.image_cache_gb < 0:
-            raise ConfigError(f"image_cache_gb={self.image_cache_gb} must be at least 0.")
         post = getattr(super(), "__post_init__", None)
         if post is not None:
             post()

@@ -122,7 +122,7 @@ LOSSES = [
 @pytest.mark.parametrize(("method", "settings"), LOSSES)
 @pytest.mark.parametrize("beta", [0.0, -1.0, float("nan"), "0.1"])
 def test_p13_a_beta_that_is_not_above_zero_is_refused_in_the_config(tmp_path, method, settings, beta):
-    with pytest.raises(ConfigError, match=f"beta={beta!r} must be above 0, as a number: with 0 the loss is constant"):
+    with pytest.raises(ConfigError, match=f"beta={beta!r} must be .*above 0"):
         METHODS[method][1](str(tmp_path), beta=beta, **settings)
 
 

@@ -163,7 +163,7 @@ def test_a_silenced_finding_stops_nothing_and_is_kept_with_its_reason(tiny_token
     [
         ({"preflight": "warning"}, "preflight='warning' is not known \\(did you mean 'warn'"),
         ({"bad_rows": "skip"}, "bad_rows='skip' is not known"),
-        ({"bad_rows_max": 5}, "bad_rows_max=5 must be a share"),
+        ({"bad_rows_max": 5}, "bad_rows_max=5 must be at least 0 and at most 1"),
         ({"silence_findings": {"PT-Q001": "x"}}, "'PT-Q001' is neither code nor name"),
         ({"silence_findings": "loud"}, "silence_findings='loud' must be a mapping"),
     ],

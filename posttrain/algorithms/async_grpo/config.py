@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
-from posttrain.errors import ConfigError, check_choice, check_rules
-from posttrain.losses.policy import CORRECTIONS
+from posttrain.errors import ConfigError, check_rules
 from posttrain.rewards.runner import transform_names
 from posttrain.training.online_config import EpisodeFields, OnlineConfig
 from posttrain.training.pictures import PictureConfig
-from posttrain.types import option
+from posttrain.types import NonNegativeFloat, NonNegativeInt, OneOf, PositiveFloat, PositiveInt, Share, option
 
 __all__ = ["AsyncGRPOConfig"]
 
@@ -47,8 +46,8 @@ class AsyncGRPOConfig(PictureConfig, EpisodeFields, OnlineConfig):
 
     lr_scheduler_type: str = option("constant", "Schedule of the learning rate.")
     logging_steps: float = option(1, "Optimiser steps between two log lines.")
-    max_completion_length: int = option(2048, "Most tokens of a rollout beyond its prompt, over all its turns.")
-    samples_per_step: int | None = option(
+    max_completion_length: PositiveInt = option(2048, "Most tokens of a rollout beyond its prompt, over all its turns.")
+    samples_per_step: PositiveInt | None = option(
         None, "Rollouts of one optimiser step. None: per-device batch x accumulation x processes."
     )
     token_budget: int | None = option(
@@ -59,29 +58,29 @@ class AsyncGRPOConfig(PictureConfig, EpisodeFields, OnlineConfig):
     max_inflight_tasks: int = option(
         -1, "Rollouts written at once, rounded up to whole groups. -1: (max_staleness + 1) x samples_per_step."
     )
-    max_staleness: int = option(4, "Weight versions a rollout may be behind when it arrives; 0: none.")
-    max_staleness_hard: int | None = option(
+    max_staleness: NonNegativeInt = option(4, "Weight versions a rollout may be behind when it arrives; 0: none.")
+    max_staleness_hard: NonNegativeInt | None = option(
         None, "Weight versions it may be behind when it is trained, never more. None: max_staleness."
     )
     staleness_policy: Literal["drop", "pace"] = option(
         "drop",
         "drop: write as much as fits, throw away what gets too old; pace: write no more than can be trained in time.",
     )
-    queue_maxsize: int = option(1024, "Most rollouts that wait to be trained, at least a group.")
-    queue_max_tokens: int | None = option(
+    queue_maxsize: PositiveInt = option(1024, "Most rollouts that wait to be trained, at least a group.")
+    queue_max_tokens: PositiveInt | None = option(
         None, "Most tokens that wait, those still being written counted with their limit. None: no such bound."
     )
-    weight_sync_steps: int = option(1, "Optimiser steps between two weight versions.")
-    num_rollout_workers: int = option(1, "Processes that write rollouts.")
-    worker_engine: str = option(
+    weight_sync_steps: PositiveInt = option(1, "Optimiser steps between two weight versions.")
+    num_rollout_workers: PositiveInt = option(1, "Processes that write rollouts.")
+    worker_engine: Annotated[str, OneOf(ENGINES)] = option(
         "auto",
         "native or hf: workers hold a copy of the model on the CPU; server: they ask the rollout servers at "
         "vllm_server_base_url. auto: server where that is set, else native.",
     )
-    worker_threads: int | None = option(
+    worker_threads: PositiveInt | None = option(
         None, "Threads of a worker. None: an equal share of the cores with the trainer."
     )
-    worker_segment_s: float = option(
+    worker_segment_s: PositiveFloat = option(
         30.0, "Seconds after which a worker hands over what is finished and goes on with the rest and new prompts."
     )
     vllm_server_base_url: list[str] | None = option(
@@ -89,15 +88,19 @@ class AsyncGRPOConfig(PictureConfig, EpisodeFields, OnlineConfig):
         "URL of the rollout server for worker_engine='server', several, or a file with one a line that is read "
         "again, so that servers may come and go. None: http://localhost:8000.",
     )
-    request_timeout: int = option(600, "Seconds one request to a server may take.")
-    heartbeat_stale_after_s: float = option(300.0, "Silence after which a worker counts as hung and is replaced.")
-    weight_sync_timeout: float = option(1800, "Seconds new weights may take to arrive.")
-    sync_timeout_s: float | None = option(None, "The same; None: weight_sync_timeout.")
-    max_worker_restarts: int = option(8, "Workers that may be replaced within ten minutes before the run stops.")
-    rollout_failure_budget: float = option(0.05, "Share of the last 200 rollouts that may fail before the run stops.")
-    reward_timeout_s: float = option(120.0, "Seconds a reward function may take for a group.")
-    tool_timeout_s: float | None = option(None, "Seconds a tool may take; None: tool_timeout (60).")
-    fork_threshold_tokens: int = option(1024, "Rewritten tokens of a conversation from which a new row begins.")
+    request_timeout: PositiveInt = option(600, "Seconds one request to a server may take.")
+    heartbeat_stale_after_s: PositiveFloat = option(
+        300.0, "Silence after which a worker counts as hung and is replaced."
+    )
+    weight_sync_timeout: PositiveFloat = option(1800, "Seconds new weights may take to arrive.")
+    sync_timeout_s: PositiveFloat | None = option(None, "The same; None: weight_sync_timeout.")
+    max_worker_restarts: NonNegativeInt = option(
+        8, "Workers that may be replaced within ten minutes before the run stops."
+    )
+    rollout_failure_budget: Share = option(0.05, "Share of the last 200 rollouts that may fail before the run stops.")
+    reward_timeout_s: PositiveFloat = option(120.0, "Seconds a reward function may take for a group.")
+    tool_timeout_s: PositiveFloat | None = option(None, "Seconds a tool may take; None: tool_timeout (60).")
+    fork_threshold_tokens: PositiveInt = option(1024, "Rewritten tokens of a conversation from which a new row begins.")
     scale_rewards: Literal["population", "group", "none"] = option(
         "population",
         "Divide advantages by the group's population std + 1e-8; group: its sample std + 1e-4, as GRPOConfig; none.",
@@ -109,14 +112,15 @@ class AsyncGRPOConfig(PictureConfig, EpisodeFields, OnlineConfig):
             "ratio, bounded so.",
         )
     )
-    is_clip_max: float | None = option(2.0, "Upper bound of the correction's ratio.")
-    is_clip_min: float | None = option(None, "Lower bound of it; None is 0.")
-    delta: float | None = option(None, "Cap of the unclipped ratio; above 1 + epsilon_high.")
+    is_clip_max: PositiveFloat | None = option(2.0, "Upper bound of the correction's ratio.")
+    is_clip_min: NonNegativeFloat | None = option(None, "Lower bound of it; None is 0.")
+    delta: PositiveFloat | None = option(None, "Cap of the unclipped ratio; above 1 + epsilon_high.")
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = option(
         "float32", "Of a model that is loaded by its name; dtype of model_init_kwargs wins."
     )
 
     def __post_init__(self) -> None:
+        self.check_fields()
         self._refuse_meaningless()
         if self.rollout_engine == "server":  # Of the trainer's own process, which only evaluates.
             self.rollout_engine, self.worker_engine = "auto", "server"
@@ -124,7 +128,6 @@ class AsyncGRPOConfig(PictureConfig, EpisodeFields, OnlineConfig):
         self.tool_timeout = self.tool_timeout if self.tool_timeout_s is None else self.tool_timeout_s
         self.sync_timeout_s = self.weight_sync_timeout if self.sync_timeout_s is None else self.sync_timeout_s
         super().__post_init__()
-        check_choice("dtype", self.dtype, ("auto", "bfloat16", "float16", "float32"))
         self._check_ranges()
         self._check_choices()
         if self.max_staleness_hard is None:
@@ -159,21 +162,9 @@ class AsyncGRPOConfig(PictureConfig, EpisodeFields, OnlineConfig):
 
     def _check_ranges(self) -> None:
         assert self.samples_per_step is not None
-        counts = ("samples_per_step", "queue_maxsize", "weight_sync_steps", "num_rollout_workers", "request_timeout")
-        rules: list[tuple[str, bool, str]] = [(name, getattr(self, name) > 0, "must be above 0") for name in counts]
-        rules += [
-            (name, getattr(self, name) > 0, "must be above 0 seconds")
-            for name in ("worker_segment_s", "heartbeat_stale_after_s", "sync_timeout_s", "reward_timeout_s")
-        ]
-        rules += [
-            ("max_staleness", self.max_staleness >= 0, "must be 0 (on-policy) or positive"),
+        rules: list[tuple[str, bool, str]] = [
             ("max_inflight_tasks", self.max_inflight_tasks == -1 or self.max_inflight_tasks > 0, "must be -1 or above 0"),
             ("queue_maxsize", self.queue_maxsize >= self.num_generations, "must hold a group (num_generations)"),
-            ("queue_max_tokens", self.queue_max_tokens is None or self.queue_max_tokens > 0, "must be above 0, or None"),
-            ("max_worker_restarts", self.max_worker_restarts >= 0, "must be 0 or positive"),
-            ("rollout_failure_budget", 0 <= self.rollout_failure_budget <= 1, "must be in [0, 1]"),
-            ("fork_threshold_tokens", self.fork_threshold_tokens > 0, "must be above 0"),
-            ("worker_threads", self.worker_threads is None or self.worker_threads > 0, "must be above 0, or None"),
             (
                 "samples_per_step",
                 self.samples_per_step >= self.world_size,
@@ -183,12 +174,8 @@ class AsyncGRPOConfig(PictureConfig, EpisodeFields, OnlineConfig):
         check_rules(self, rules)
 
     def _check_choices(self) -> None:
-        check_choice("staleness_policy", self.staleness_policy, POLICIES)
-        check_choice("worker_engine", self.worker_engine, ENGINES)
-        check_choice("scale_rewards", self.scale_rewards, SCALES)
         if self.is_correction is None:
             return
-        check_choice("is_correction", self.is_correction, CORRECTIONS)
         low, high = self.is_clip_min, self.is_clip_max
         if low is None and high is None and "truncate" in self.is_correction:
             raise ConfigError(f"is_correction={self.is_correction!r} truncates to nothing: set is_clip_max.")

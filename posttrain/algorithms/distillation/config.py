@@ -7,13 +7,13 @@ import json
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_type_hints
 
-from posttrain.errors import ConfigError, check_choice, check_rules
+from posttrain.errors import ConfigError, check_rules
 from posttrain.models.heads import causal_lm
 from posttrain.training.online_config import OnlineConfig, truncated_sampling
 from posttrain.training.pictures import PictureConfig
-from posttrain.types import option
+from posttrain.types import NonNegativeInt, PositiveFloat, PositiveInt, PositiveShare, Share, option
 
 __all__ = ["Axes", "DistillationConfig", "DistillationFields", "Support", "logit_width", "preset"]
 
@@ -34,12 +34,15 @@ def preset(unread: dict[str, tuple[Any, str]] | None = None, **defaults: Any) ->
     def decorate(cls: Any) -> Any:
         bases = [base for base in cls.__mro__[:0:-1] if dataclasses.is_dataclass(base)]
         known: dict[str, Any] = {f.name: f for base in bases for f in dataclasses.fields(base)}
+        kinds: dict[str, Any] = {}
+        for base in (OnlineConfig, *bases):
+            kinds |= get_type_hints(base, include_extras=True)
         made = {name: (value[0], f"Not read. {value[1]}") for name, value in (unread or {}).items()}
         cls._refused = cls._refused | (unread or {})
         for name, value in (defaults | made).items():
             default, text = value if isinstance(value, tuple) else (value, known[name].metadata["help"])
-            kind = known[name].type if name in known else "str | None" if default is None else type(default).__name__
-            cls.__annotations__[name] = kind
+            kind = "str | None" if default is None else type(default).__name__
+            cls.__annotations__[name] = kinds.get(name, kind)
             setattr(cls, name, option(default, text))
         return cls
 
@@ -117,16 +120,18 @@ class DistillationFields:
     """Fields of every distillation config, whatever it builds on."""
 
     learning_rate: float = option(1e-6, "Peak learning rate.")
-    num_generations: int = option(1, "Completions per prompt, at least 1.")
-    temperature: float = option(1.0, "Sampling and loss: divides the logits of student and teacher; > 0.")
-    lmbda: float = option(
+    num_generations: PositiveInt = option(1, "Completions per prompt, at least 1.")
+    temperature: PositiveFloat = option(1.0, "Sampling and loss: divides the logits of student and teacher; > 0.")
+    lmbda: Share = option(
         1.0,
         "Share of prompts whose completions the student samples, in [0, 1]; the others train on the dataset's completion "
         "column, or on the teacher's samples with seq_kd. 0 never generates.",
     )
     seq_kd: bool = option(False, "Where the student does not sample, the teacher does.")
     max_length: int | None = option(None, "Tokens of a dataset row; of a longer one the end is kept. None: no limit.")
-    max_prompt_length: int | None = option(None, "Tokens of a prompt; of a longer one the end is kept. None: no limit.")
+    max_prompt_length: PositiveInt | None = option(
+        None, "Tokens of a prompt; of a longer one the end is kept. None: no limit."
+    )
     eval_mode: Literal["auto", "dataset", "student"] = option(
         "auto",
         "Completions that evaluation scores: the dataset's, or samples of the student; auto: the dataset's where it has a "
@@ -142,8 +147,8 @@ class DistillationFields:
         "model: another model. The student itself: live, as it is now; base, as it was given (with LoRA the adapter off); "
         "ema, a moving average of its weights (with LoRA of its adapter's).",
     )
-    teacher_update_rate: float = option(0.05, "ema: share of the student in each update, in (0, 1].")
-    teacher_sync_steps: int = option(1, "ema: optimiser steps between two updates, at least 1.")
+    teacher_update_rate: PositiveShare = option(0.05, "ema: share of the student in each update, in (0, 1].")
+    teacher_sync_steps: PositiveInt = option(1, "ema: optimiser steps between two updates, at least 1.")
     teacher_scores: str | None = option(
         None, "File of `posttrain teacher-scores` of the training set, read instead of a teacher model."
     )
@@ -151,7 +156,7 @@ class DistillationFields:
     teacher_model_server_url: str | None = option(
         None, "Server that scores completions instead of a teacher model in this process."
     )
-    loss_top_k: int = option(
+    loss_top_k: NonNegativeInt = option(
         0,
         "Ids per position that the divergence sees: the teacher's most likely ones for beta=0, the student's for beta=1, both "
         "between; 1: the sampled token takes the student's place. 0: the whole vocabulary.",
@@ -175,12 +180,9 @@ class DistillationFields:
     def __post_init__(self) -> None:
         if isinstance(self.teacher_model_init_kwargs, str):
             self.teacher_model_init_kwargs = json.loads(self.teacher_model_init_kwargs)
+        super().__post_init__()  # type: ignore[misc]
         # The names under which `SyncRefModelCallback` reads them.
         self.ref_model_mixup_alpha, self.ref_model_sync_steps = self.teacher_update_rate, self.teacher_sync_steps
-        super().__post_init__()  # type: ignore[misc]
-        for name, kind in get_type_hints(type(self)).items():
-            if get_origin(kind) is Literal:
-                check_choice(name, getattr(self, name), get_args(kind))
         check_rules(self, self._rules())
         self._check_sources()
         axes = self.axes().check()
@@ -194,16 +196,11 @@ class DistillationFields:
         ema = [(f.name, getattr(self, f.name) == f.default) for f in dataclasses.fields(self) if f.name in names]
         return [
             *((name, getattr(self, name) == old, f"would change nothing. Fix: {new}") for name, (old, new) in refused),
-            ("lmbda", 0 <= self.lmbda <= 1, "must be in [0, 1]: the share of prompts that the student completes"),
-            ("loss_top_k", self.loss_top_k >= 0, "must be 0 (the whole vocabulary) or positive"),
-            ("teacher_update_rate", 0 < self.teacher_update_rate <= 1, "must be in (0, 1]"),
-            ("teacher_sync_steps", self.teacher_sync_steps >= 1, "must be at least 1"),
             *(
                 (name, self.teacher_model_kind == "ema" or kept, "is read with teacher_model_kind='ema' alone")
                 for name, kept in ema
             ),
             ("max_length", (self.max_length or 2) >= 2, "must be at least 2: a prompt token and one of the answer"),
-            ("max_prompt_length", (self.max_prompt_length or 1) >= 1, "must be at least 1, or None"),
             ("use_liger_kernel", not self.use_liger_kernel, "is not needed: the loss is computed in chunks anyway"),
             ("eval_teacher_scores", self.teacher_scores or not self.eval_teacher_scores, "needs teacher_scores"),
         ]

@@ -22,13 +22,9 @@ from posttrain.models import load
 from posttrain.rewards.runner import RewardTable
 from posttrain.rollouts.batch import RolloutBatch
 from posttrain.training.pictures import Vision
-from posttrain.types import Batch, Rollout, Row, option
+from posttrain.types import Batch, NonNegativeFloat, PositiveFloat, Rollout, Row, option
 
 __all__ = ["GOLDConfig", "GOLDTrainer", "byte_groups"]
-
-
-WEIGHTS = ("uld_crossentropy_weight", "uld_distillation_weight")
-TEMPERATURES = ("uld_student_temperature", "uld_teacher_temperature")
 
 
 def byte_groups(first: Sequence[bytes], second: Sequence[bytes]) -> list[tuple[range, range]]:
@@ -72,29 +68,26 @@ class GOLDConfig(GKDConfig):
         "observed", "The distribution before the first token of a group, or before its last."
     )
     uld_use_hybrid_loss: bool = option(False, "Compare tokens of equal bytes by the divergence of beta.")
-    uld_hybrid_matched_weight: float | None = option(
+    uld_hybrid_matched_weight: NonNegativeFloat | None = option(
         None, "Of tokens of equal bytes; None: their share of the teacher's vocabulary."
     )
-    uld_hybrid_unmatched_weight: float | None = option(None, "Of the others; None: the rest to 1.")
-    uld_crossentropy_weight: float = option(0.0, "Of -log p of the answer's tokens.")
-    uld_distillation_weight: float = option(1.0, "Of the loss between both models.")
-    uld_student_temperature: float = option(1.0, "Loss only: divides the student's logits; > 0.")
-    uld_teacher_temperature: float = option(1.0, "Loss only: divides the teacher's logits; > 0.")
+    uld_hybrid_unmatched_weight: NonNegativeFloat | None = option(None, "Of the others; None: the rest to 1.")
+    uld_crossentropy_weight: NonNegativeFloat = option(0.0, "Of -log p of the answer's tokens.")
+    uld_distillation_weight: NonNegativeFloat = option(1.0, "Of the loss between both models.")
+    uld_student_temperature: PositiveFloat = option(1.0, "Loss only: divides the student's logits; > 0.")
+    uld_teacher_temperature: PositiveFloat = option(1.0, "Loss only: divides the teacher's logits; > 0.")
 
     def _rules(self) -> list[tuple[str, bool, str]]:
         matched, unmatched = self.uld_hybrid_matched_weight, self.uld_hybrid_unmatched_weight
         far = self.seq_kd or self.teacher_scores or self.teacher_model_server_url or self.loss_top_k
-        both = (matched is None) == (unmatched is None) and min(matched or 0, unmatched or 0) >= 0
         text = "with seq_kd, teacher_scores, teacher_model_server_url or loss_top_k: samples and scores are of another "
         return [
             *super()._rules(),
             (
                 "uld_hybrid_matched_weight",
-                both,
-                f"and uld_hybrid_unmatched_weight={unmatched}: set both or neither, at least 0",
+                (matched is None) == (unmatched is None),
+                f"and uld_hybrid_unmatched_weight={unmatched}: set both or neither",
             ),
-            *((name, getattr(self, name) >= 0, "must be at least 0") for name in WEIGHTS),
-            *((name, getattr(self, name) > 0, "must be above 0: logits are divided by it") for name in TEMPERATURES),
             ("use_uld_loss", not (self.use_uld_loss and far), text + "tokenizer. Fix: a teacher model in this process"),
         ]
 

@@ -25,7 +25,18 @@ from posttrain.losses.distillation import discounted_returns
 from posttrain.metrics import mean
 from posttrain.rewards.runner import RewardTable
 from posttrain.rollouts.batch import RolloutBatch, completions_for_rewards
-from posttrain.types import Batch, LossTerms, ModelOutputs, Rollout, option
+from posttrain.types import (
+    Batch,
+    LossTerms,
+    ModelOutputs,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Rollout,
+    Share,
+    option,
+)
 
 __all__ = [
     "GKDConfig",
@@ -105,7 +116,7 @@ class GKDConfig(DistillationConfig):
     """Arguments of `GKDTrainer`."""
 
     _loss_temperature: ClassVar[str | float] = 1.0
-    max_new_tokens: int | None = option(None, "TRL's name of max_completion_length.")
+    max_new_tokens: PositiveInt | None = option(None, "TRL's name of max_completion_length.")
     chat_template_path: str | None = option(
         None, "Template file, or a folder or hub id whose template and tokens to take."
     )
@@ -113,6 +124,7 @@ class GKDConfig(DistillationConfig):
     pad_token: str | None = option(None, "Padding token; None: the tokenizer's, else its end-of-sequence token.")
 
     def __post_init__(self) -> None:
+        self.check_fields()
         self.max_new_tokens = self.max_completion_length = self.max_new_tokens or self.max_completion_length
         super().__post_init__()
 
@@ -142,15 +154,13 @@ class IWOPDConfig(DistillationConfig):
     distillation_objective: Literal["iw_opd", "jsd"] = option(
         "iw_opd", "iw_opd: policy gradient with prefix weights; jsd: the divergence of beta."
     )
-    iw_opd_gamma: float = option(0.5, "How much more the first token weighs, at least 0.")
-    iw_opd_epsilon: float = option(1e-8, "Least sum of advantages that is divided by, above 0.")
+    iw_opd_gamma: NonNegativeFloat = option(0.5, "How much more the first token weighs, at least 0.")
+    iw_opd_epsilon: PositiveFloat = option(1e-8, "Least sum of advantages that is divided by, above 0.")
 
     def _rules(self) -> list[tuple[str, bool, str]]:
         jsd = self.distillation_objective == "jsd"
         return [
             *super()._rules(),
-            ("iw_opd_gamma", self.iw_opd_gamma >= 0, "must be at least 0"),
-            ("iw_opd_epsilon", self.iw_opd_epsilon > 0, "must be above 0"),
             *((name, jsd or getattr(self, name) in known, "is not read with iw_opd. Fix: distillation_objective='jsd'")
               for name, known in (("beta", (1,)), ("loss_top_k", (0, 1)))),
             ("lmbda", jsd or self.lmbda == 1, "with iw_opd: its gradient is right for the student's own tokens alone. Fix: "
@@ -186,8 +196,8 @@ class MiniLLMConfig(DistillationFields, GRPOConfig):
     _loss_temperature: ClassVar[str | float] = "kd_temperature"
     rkl_advantage: bool = option(True, "Add log p - log q of each token to its advantage.")
     single_step_decomposition: bool = option(True, "Add KL(student || teacher) of each position.")
-    kd_temperature: float = option(1.0, "Loss only: divides both models' logits; > 0.")
-    gamma: float = option(0.0, "Discount of later tokens' rewards, in [0, 1]; 0: the token's own.")
+    kd_temperature: PositiveFloat = option(1.0, "Loss only: divides both models' logits; > 0.")
+    gamma: Share = option(0.0, "Discount of later tokens' rewards, in [0, 1]; 0: the token's own.")
     length_normalization: bool = option(True, "Divide by the sum of the discounts.")
 
     def __post_init__(self) -> None:
@@ -199,7 +209,6 @@ class MiniLLMConfig(DistillationFields, GRPOConfig):
         read = self.rkl_advantage or self.single_step_decomposition
         return [
             *super()._rules(),
-            ("gamma", 0 <= self.gamma <= 1, "must be in [0, 1]"),
             (
                 "rkl_advantage",
                 read,
@@ -259,9 +268,9 @@ class SelfDistillationFields(DistillationFields):
     distillation_mode: Literal["sampled_token", "full_logits", "topk_logits"] = option(
         "topk_logits", "What the divergence sees: the token, all ids, the student's likeliest."
     )
-    distillation_topk: int | None = option(100, "Ids of topk_logits.")
+    distillation_topk: PositiveInt | None = option(100, "Ids of topk_logits.")
     distillation_add_tail: bool = option(False, "One category more for the mass outside them.")
-    distillation_is_clip: float | None = option(
+    distillation_is_clip: PositiveFloat | None = option(
         2.0, "Most of the importance weight of tokens that older weights sampled; None: no weight."
     )
 
@@ -271,7 +280,7 @@ class SelfDistillationFields(DistillationFields):
         return [
             *super()._rules(),
             ("distillation_alpha", sampled, "with sampled_token, which estimates the reverse KL alone. Fix: 1.0"),
-            ("distillation_topk", mode != "topk_logits" or k >= 1, "must be at least 1 with topk_logits"),
+            ("distillation_topk", mode != "topk_logits" or k, "must be set with topk_logits"),
         ]
 
     def axes(self) -> Axes:
@@ -292,7 +301,7 @@ class SDFTConfig(SelfDistillationFields, DistillationConfig):
         "{prompt}\n\n{privileged_context}", "The teacher's last user turn; both names are needed."
     )
     generate_from_teacher: bool = option(False, "Sample from the teacher's prompt.")
-    num_loss_tokens_to_skip: int = option(0, "First tokens of a completion that are not trained.")
+    num_loss_tokens_to_skip: NonNegativeInt = option(0, "First tokens of a completion that are not trained.")
 
     def _rules(self) -> list[tuple[str, bool, str]]:
         both = all(name in self.teacher_prompt_template for name in ("{prompt}", "{privileged_context}"))
@@ -356,8 +365,8 @@ class SDFTTrainer(DistillationTrainer, config=SDFTConfig, arguments=OF_SELF):
 class SDPOConfig(SelfDistillationFields, GRPOConfig):
     """Arguments of `SDPOTrainer`: those of GRPO, whose ``beta`` is a KL penalty, and of the teacher."""
 
-    distillation_weight: float = option(1.0, "w in (1 - w) policy + w distillation, in [0, 1].")
-    max_reprompt_len: int = option(10240, "Tokens of the teacher's prompt; the hint is cut.")
+    distillation_weight: Share = option(1.0, "w in (1 - w) policy + w distillation, in [0, 1].")
+    max_reprompt_len: PositiveInt = option(10240, "Tokens of the teacher's prompt; the hint is cut.")
     use_successful_as_teacher: bool = option(True, "Show the teacher a successful completion.")
     success_reward_threshold: float = option(1.0, "Reward from which a completion is a success.")
     dont_reprompt_on_self_success: bool = option(True, "Never show a completion itself.")
@@ -375,9 +384,6 @@ class SDPOConfig(SelfDistillationFields, GRPOConfig):
     include_environment_feedback: bool = option(False, "Show the column privileged_context.")
     environment_feedback_only_without_solution: bool = option(False, "Only where none succeeded.")
     remove_thinking_from_demonstration: bool = option(False, "Cut <think> blocks out.")
-
-    def _rules(self) -> list[tuple[str, bool, str]]:
-        return [*super()._rules(), ("distillation_weight", 0 <= self.distillation_weight <= 1, "must be in [0, 1]")]
 
     def axes(self) -> Axes:
         """The mean over sequences whose teacher sees more."""

@@ -5,13 +5,12 @@ from __future__ import annotations
 import importlib.util
 import logging
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
-from posttrain.errors import ConfigError, check_choice, check_rules
-from posttrain.losses.policy import CORRECTIONS, LOSS_TYPES
+from posttrain.errors import ConfigError
 from posttrain.training.online_config import EpisodeFields, OnlineConfig, reject_truncated_sampling, truncated_sampling
 from posttrain.training.pictures import PictureConfig
-from posttrain.types import option
+from posttrain.types import NonNegativeFloat, OneOf, PositiveFloat, Share, option
 
 __all__ = [
     "GRPOConfig",
@@ -189,14 +188,18 @@ class GRPOConfig(PictureConfig, EpisodeFields, OnlineConfig):
     importance_sampling_level: Literal["token", "sequence", "sequence_token"] = option(
         "token", "One ratio a token (GRPO), or a sequence (GSPO)."
     )
-    delta: float | None = option(None, "Cap of the unclipped ratio; above 1 + epsilon_high.")
-    scale_rewards: str = option("group", "Divide advantages by the std of the group, of the batch, or not (none).")
+    delta: PositiveFloat | None = option(None, "Cap of the unclipped ratio; above 1 + epsilon_high.")
+    scale_rewards: Annotated[str, OneOf(SCALES)] = option(
+        "group", "Divide advantages by the std of the group, of the batch, or not (none)."
+    )
     multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = option(
         "sum_then_normalize", "Weigh rewards before or after normalising each (GDPO)."
     )
-    min_group_std: float = option(0.0, "A group whose rewards spread less than this counts as having no signal.")
-    sapo_temperature_neg: float = option(1.05, "SAPO: sharpness for negative advantages, > 0.")
-    sapo_temperature_pos: float = option(1.0, "SAPO: sharpness for positive advantages, > 0.")
+    min_group_std: NonNegativeFloat = option(
+        0.0, "A group whose rewards spread less than this counts as having no signal."
+    )
+    sapo_temperature_neg: PositiveFloat = option(1.05, "SAPO: sharpness for negative advantages, > 0.")
+    sapo_temperature_pos: PositiveFloat = option(1.0, "SAPO: sharpness for positive advantages, > 0.")
     vespo_k_pos: float = option(2.0, "VESPO exponent, positive advantages.")
     vespo_lambda_pos: float = option(3.0, "VESPO decay, positive advantages.")
     vespo_k_neg: float = option(3.0, "VESPO exponent, negative advantages.")
@@ -206,17 +209,17 @@ class GRPOConfig(PictureConfig, EpisodeFields, OnlineConfig):
     )
     log_ref_kl: bool = option(False, "With beta=0: measure the KL to the start of training without charging it.")
     use_bias_correction_kl: bool = option(True, "Multiply the KL by the importance ratio.")
-    top_entropy_quantile: float = option(1.0, "Train this share of the most uncertain tokens.")
+    top_entropy_quantile: Share = option(1.0, "Train this share of the most uncertain tokens.")
     entropy_coef: float = option(0.0, "Weight of the entropy bonus.")
-    off_policy_mask_threshold: float | None = option(
+    off_policy_mask_threshold: PositiveFloat | None = option(
         None, "Drop bad sequences the policy has moved away from by more than this, > 0."
     )
     cast_lm_head_to_fp32: bool = option(False, "Compute the output layer in float32.")
     use_adaptive_entropy: bool = option(False, "Steer entropy_coef towards entropy_target.")
     entropy_coef_min: float = option(0.0, "Lower bound of the steered coefficient.")
     entropy_coef_max: float = option(1.0, "Upper bound of the steered coefficient.")
-    entropy_coef_delta: float = option(0.005, "Step of the steered coefficient.")
-    entropy_target: float = option(0.2, "Entropy in nats to hold.")
+    entropy_coef_delta: PositiveFloat = option(0.005, "Step of the steered coefficient.")
+    entropy_target: NonNegativeFloat = option(0.2, "Entropy in nats to hold.")
     log_completions_hub_repo: str | None = option(
         None, "Dataset repository that completions are pushed to every 2 minutes."
     )
@@ -224,7 +227,6 @@ class GRPOConfig(PictureConfig, EpisodeFields, OnlineConfig):
     def __post_init__(self) -> None:
         spelled = {"True": "group", "true": "group", "False": "none", "false": "none"}
         self.scale_rewards = spelled.get(str(self.scale_rewards), self.scale_rewards)
-        self._check_choices()
         self._resolve_liger()
         if self.loss_type == "bnpo":
             self.balance_ranks = False  # Its mean is one of each rank's own rows.
@@ -236,13 +238,6 @@ class GRPOConfig(PictureConfig, EpisodeFields, OnlineConfig):
         """See `check_correction`."""
         check_correction(self)
 
-    def _check_choices(self) -> None:
-        check_choice("loss_type", self.loss_type, LOSS_TYPES)
-        check_choice("importance_sampling_level", self.importance_sampling_level, LEVELS)
-        check_choice("scale_rewards", self.scale_rewards, SCALES)
-        check_choice("multi_objective_aggregation", self.multi_objective_aggregation, AGGREGATIONS)
-        check_choice("vllm_importance_sampling_mode", self.vllm_importance_sampling_mode, CORRECTIONS)
-
     def _resolve_liger(self) -> None:
         if self.use_liger_kernel and importlib.util.find_spec("liger_kernel") is None:
             # Its loss is what people turn it on for, and ours never holds the logits either, with every option.
@@ -253,23 +248,10 @@ class GRPOConfig(PictureConfig, EpisodeFields, OnlineConfig):
             self.use_liger_kernel = False
 
     def _check_ranges(self) -> None:
-        rules: list[tuple[str, bool, str]] = [
-            ("top_entropy_quantile", 0 <= self.top_entropy_quantile <= 1, "must be in [0, 1]"),
-            ("off_policy_mask_threshold", _above_zero(self.off_policy_mask_threshold), "must be above 0, or None"),
-            ("sapo_temperature_neg", self.sapo_temperature_neg > 0, "must be above 0"),
-            ("sapo_temperature_pos", self.sapo_temperature_pos > 0, "must be above 0"),
-            ("delta", _above_zero(self.delta), "must be above 0, or None"),
-            ("epsilon_high", self.epsilon_high is None or self.epsilon_high >= 0, "must be 0 or positive, or None"),
-            ("min_group_std", self.min_group_std >= 0, "must be 0 (off) or positive"),
-            ("entropy_coef_delta", self.entropy_coef_delta > 0, "must be above 0"),
-            ("entropy_target", self.entropy_target >= 0, "must be 0 or positive (nats)"),
-            (
-                "entropy_coef_min",
-                self.entropy_coef_min <= self.entropy_coef_max,
-                f"must not be above entropy_coef_max={self.entropy_coef_max}",
-            ),
-        ]
-        check_rules(self, rules)
+        if self.entropy_coef_min > self.entropy_coef_max:
+            raise ConfigError(
+                f"entropy_coef_min={self.entropy_coef_min} must not be above entropy_coef_max={self.entropy_coef_max}."
+            )
         if self.log_completions_hub_repo and not self.log_completions:
             raise ConfigError(
                 f"log_completions_hub_repo={self.log_completions_hub_repo!r} is set but log_completions=False. Turn "
@@ -279,7 +261,3 @@ class GRPOConfig(PictureConfig, EpisodeFields, OnlineConfig):
     def _check_combinations(self) -> None:
         check_combinations(self)
         warn_ineffective_options(self)
-
-
-def _above_zero(value: float | None) -> bool:
-    return value is None or value > 0

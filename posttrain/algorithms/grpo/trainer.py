@@ -47,7 +47,7 @@ from posttrain.training.config import attributes, takes
 from posttrain.training.dynamic_sampling import groups_without_signal
 from posttrain.training.online import OnlineTrainer
 from posttrain.training.scoring import FIXED, FIXED_PATHS, SETTABLE, SETTABLE_PATHS, last_logged
-from posttrain.types import Batch, LossTerms, ModelOutputs, option
+from posttrain.types import Batch, LossTerms, ModelOutputs, NonNegativeFloat, option
 
 if TYPE_CHECKING:
     pass
@@ -500,8 +500,8 @@ class GMPOConfig(GRPOConfig):
     """Arguments of `GMPOTrainer`; the clip bounds are in log space: ratios in (e^-0.4, e^0.4) = (0.670, 1.492) stay."""
 
     loss_type: Literal["gmpo"] = option("gmpo", "Only gmpo: the row of `LOSS_TYPES`.")
-    epsilon: float = option(0.4, "Lower clip of the log-ratio: -epsilon.")
-    epsilon_high: float | None = option(None, "Upper clip of the log-ratio; None: epsilon.")
+    epsilon: NonNegativeFloat = option(0.4, "Lower clip of the log-ratio: -epsilon.")
+    epsilon_high: NonNegativeFloat | None = option(None, "Upper clip of the log-ratio; None: epsilon.")
 
     def _check_choices(self) -> None:
         check_choice("loss_type", self.loss_type, ("gmpo",))

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from posttrain.errors import ConfigError, check_choice, check_rules, exact_div
+from posttrain.errors import ConfigError, exact_div
 from posttrain.rewards.runner import transform_names
 from posttrain.training.config import PostTrainingConfig, check_gathering
 from posttrain.training.online_config import ENGINES
-from posttrain.types import option
+from posttrain.types import NonNegativeFloat, NonNegativeInt, OneOf, PositiveFloat, PositiveInt, Share, option
 
 __all__ = ["PPOConfig"]
 
@@ -50,45 +50,47 @@ class PPOConfig(_OneCompletion, PostTrainingConfig):
 
     learning_rate: float = option(3e-6, "Peak learning rate, constant during an update.")
     disable_dropout: bool = option(True, "Set every dropout of all four models to 0.")
-    num_ppo_epochs: int = option(4, "Passes over each rollout batch, at least 1.")
-    num_mini_batches: int = option(1, "Optimiser steps of a pass; divides the rollout batch of a process exactly.")
-    total_episodes: int | None = option(
+    num_ppo_epochs: PositiveInt = option(4, "Passes over each rollout batch, at least 1.")
+    num_mini_batches: PositiveInt = option(
+        1, "Optimiser steps of a pass; divides the rollout batch of a process exactly."
+    )
+    total_episodes: PositiveInt | None = option(
         None,
         "Responses to train on, rounded up to whole rollout batches. None: num_train_epochs times the rows of "
         "train_dataset, or as many as max_steps needs where that is set.",
     )
-    local_rollout_forward_batch_size: int = option(
+    local_rollout_forward_batch_size: PositiveInt = option(
         64, "Most responses of a process that are evaluated together without gradients."
     )
-    num_sample_generations: int = option(
+    num_sample_generations: NonNegativeInt = option(
         10, "Tables of sampled answers to eval_dataset during training; 0, or no eval_dataset: none."
     )
-    response_length: int = option(53, "Most tokens of a response, the stop token included.")
+    response_length: PositiveInt = option(53, "Most tokens of a response, the stop token included.")
     stop_token: str | None = option(
         None,
         "'eos' ends a response at any token that ends a turn. None without stop_token_id: nothing does, and "
         "every response has response_length tokens.",
     )
-    stop_token_id: int | None = option(None, "Ends a response; instead of stop_token.")
-    temperature: float = option(0.7, "Divides the logits, in sampling and in every log-prob; > 0.")
-    missing_eos_penalty: float | None = option(
+    stop_token_id: NonNegativeInt | None = option(None, "Ends a response; instead of stop_token.")
+    temperature: PositiveFloat = option(0.7, "Divides the logits, in sampling and in every log-prob; > 0.")
+    missing_eos_penalty: PositiveFloat | None = option(
         None, "Taken off the score of a response without an end token, > 0; None: nothing."
     )
-    kl_coef: float = option(0.05, "Weight of the divergence from the reference in the rewards.")
+    kl_coef: NonNegativeFloat = option(0.05, "Weight of the divergence from the reference in the rewards.")
     kl_estimator: Literal["k1", "k3"] = option(
         "k1", "k1 is unbiased and may be negative; k3 has less variance and is never negative."
     )
-    cliprange: float = option(0.2, "Clip of the importance ratio, 1 +- cliprange.")
-    cliprange_value: float = option(0.2, "How far a value may move in one update.")
-    vf_coef: float = option(0.1, "Weight of the value loss.")
-    gamma: float = option(1.0, "Discount a token, in [0, 1].")
-    lam: float = option(0.95, "Lambda of generalised advantage estimation, in [0, 1].")
+    cliprange: NonNegativeFloat = option(0.2, "Clip of the importance ratio, 1 +- cliprange.")
+    cliprange_value: NonNegativeFloat = option(0.2, "How far a value may move in one update.")
+    vf_coef: NonNegativeFloat = option(0.1, "Weight of the value loss.")
+    gamma: Share = option(1.0, "Discount a token, in [0, 1].")
+    lam: Share = option(0.95, "Lambda of generalised advantage estimation, in [0, 1].")
     whiten_rewards: bool = option(False, "Divide token rewards by their spread; needs 8 responses a local mini-batch.")
     reward_weights: list[float] | None = option(None, "One weight per reward; None: ones.")
     reward_transform: list[str] | None = option(
         None, "One per reward, applied before weights: none, clip:a:b, log1p, tanh:s, zscore or running."
     )
-    reward_timeout: float | None = option(
+    reward_timeout: PositiveFloat | None = option(
         None, "Seconds a reward function may take for one rollout batch; None waits for ever."
     )
     check_rewards: bool = option(True, "Call each reward function on two rows before the model loads.")
@@ -101,7 +103,7 @@ class PPOConfig(_OneCompletion, PostTrainingConfig):
     ref_adapter_name: str | None = option(None, "Adapter that is the reference, of a peft model that has several.")
     shuffle_dataset: bool = option(True, "Shuffle the prompts of the training set.")
     chat_template_kwargs: dict[str, Any] | str | None = option(None, "Passed at every template call.")
-    rollout_engine: str = option(
+    rollout_engine: Annotated[str, OneOf(ENGINES)] = option(
         "auto", "native (in process, on the trainer's weights), hf (transformers), or auto: native if exact."
     )
     sft_model_path: str = option("EleutherAI/pythia-160m", "Policy; read by `posttrain ppo` alone, without a model.")
@@ -109,7 +111,7 @@ class PPOConfig(_OneCompletion, PostTrainingConfig):
         "EleutherAI/pythia-160m", "Reward and value model; read by `posttrain ppo` alone, where no reward is given."
     )
     ds3_gather_for_generation: bool = option(True, "Gather ZeRO-3 shards to generate.")
-    dataset_num_proc: int | None = option(None, "Accepted; prompts need no preparation.")
+    dataset_num_proc: PositiveInt | None = option(None, "Accepted; prompts need no preparation.")
     micro_batch_size: int = field(default=0, init=False, metadata={"help": "Filled in: per device x processes."})
     local_batch_size: int = field(default=0, init=False, metadata={"help": "Filled in: responses of one process."})
     batch_size: int = field(default=0, init=False, metadata={"help": "Filled in: responses of a rollout batch."})
@@ -128,31 +130,15 @@ class PPOConfig(_OneCompletion, PostTrainingConfig):
         self._resolve_batches()
 
     def _check_ranges(self) -> None:
-        check_choice("kl_estimator", self.kl_estimator, ESTIMATORS)
-        check_choice("rollout_engine", self.rollout_engine, ENGINES)
         check_gathering(self)
-        penalty, total = self.missing_eos_penalty, self.total_episodes
-        rules: list[tuple[str, bool, str]] = [
-            ("temperature", self.temperature > 0, "must be above 0 (logits are divided by it)"),
-            ("missing_eos_penalty", penalty is None or penalty > 0, "must be above 0 (it is subtracted), or None"),
-            ("total_episodes", total is None or total >= 1, "must be at least 1, or None"),
-            ("num_sample_generations", self.num_sample_generations >= 0, "must be 0 (never) or positive"),
-        ]
-        for name in ("num_ppo_epochs", "num_mini_batches", "response_length", "local_rollout_forward_batch_size"):
-            rules.append((name, getattr(self, name) >= 1, "must be at least 1"))
-        for name in ("kl_coef", "cliprange", "cliprange_value", "vf_coef"):
-            rules.append((name, getattr(self, name) >= 0, "must be 0 or positive"))
-        for name in ("gamma", "lam"):
-            rules.append((name, 0 <= getattr(self, name) <= 1, "must be in [0, 1]"))
-        check_rules(self, rules)
         if "rank" in transform_names(self.reward_transform):
             raise ConfigError(
                 "reward_transform='rank' compares the completions of a prompt, and PPO samples one: every rank would be 0.5. "
                 "Take clip:a:b, log1p, tanh:s, zscore or running."
             )
-        if total is not None and self.max_steps > 0:
+        if self.total_episodes is not None and self.max_steps > 0:
             raise ConfigError(
-                f"total_episodes={total} and max_steps={self.max_steps} both say how long to train. Set one of them."
+                f"total_episodes={self.total_episodes} and max_steps={self.max_steps} both say how long to train. Set one."
             )
         if self.auto_find_batch_size:
             raise ConfigError("auto_find_batch_size=True would change what a rollout batch is. Turn it off.")
