@@ -29,6 +29,7 @@ hidden state predicts it. There are no shifted labels.
 
 from __future__ import annotations
 
+import json
 import math
 import numbers
 import os
@@ -69,6 +70,7 @@ __all__ = [
     "Share",
     "check_fields",
     "option",
+    "read_mapping",
 ]
 
 
@@ -107,6 +109,26 @@ _KINDS = {int: numbers.Integral, float: numbers.Real, str: str | os.PathLike, ty
 def option(default: Any, text: str) -> Any:
     """A field of a config with its help text."""
     return field(default=default, metadata={"help": text})
+
+
+def read_mapping(name: str, value: Any) -> Any:
+    """The mapping that a field holds as a JSON object, which is how a command line gives it; anything else as it is.
+
+    Raises:
+        ConfigError: A string that is no JSON object.
+
+    >>> read_mapping("chat_template_kwargs", '{"enable_thinking": false}')
+    {'enable_thinking': False}
+    """
+    if not isinstance(value, str):
+        return value
+    try:
+        found = json.loads(value)
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise ConfigError(f"{name}={value!r} must be a mapping, or a JSON object such as '{{\"key\": 1}}'.")
+    return found
 
 
 def check_fields(config: Any, *, beside: type) -> None:

@@ -1,6 +1,7 @@
 """Fields of configs: their types and ranges are declared once, and every config is held to them."""
 
 import dataclasses
+import itertools
 import math
 from types import NoneType, UnionType
 from typing import Annotated, Union, get_args, get_origin, get_type_hints
@@ -61,6 +62,17 @@ def test_numbers_out_of_their_range_are_refused_by_name(name, tmp_path):
         wrong = [limits.least - 1, limits.above, limits.most + 1]
         for value in (int(number) for number in wrong if math.isfinite(number)):
             refuses(name, tmp_path, field, value)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_mapping_may_be_json_and_a_string_that_is_no_mapping_is_refused_by_name(name, tmp_path):
+    config = getattr(pt, name)
+    fields = set(config._VALID_DICT_FIELDS) - set(TRAINING._VALID_DICT_FIELDS)
+    assert "model_init_kwargs" in fields
+    for field, value in itertools.product(fields, ("{key: 1}", "[1]", "none")):
+        refuses(name, tmp_path, field, value)
+    made = config(str(tmp_path), bf16=False, use_cpu=True, report_to="none", model_init_kwargs='{"revision": "x"}')
+    assert made.model_init_kwargs["revision"] == "x"
 
 
 @dataclasses.dataclass

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from dataclasses import dataclass, field
-from typing import Any
 
-from posttrain.errors import ConfigError
-from posttrain.types import option
+from posttrain.types import option, read_mapping
 
 __all__ = ["TeacherScoresArguments", "run"]
 
@@ -41,7 +38,7 @@ def run(argv: list[str]) -> int:
     (given,) = PosttrainArgumentParser(TeacherScoresArguments, prog="posttrain teacher-scores").parse_args_and_config(
         argv
     )
-    given.chat_template_kwargs = _mapping("chat_template_kwargs", given.chat_template_kwargs)
+    given.chat_template_kwargs = read_mapping("chat_template_kwargs", given.chat_template_kwargs)
     data = load_rows(given.dataset_name, name=given.dataset_config, split=given.dataset_train_split)
     trust = {"trust_remote_code": given.trust_remote_code}
     teacher = create_model_from_path(given.teacher_model_name_or_path, dtype="auto", **trust)
@@ -50,14 +47,3 @@ def run(argv: list[str]) -> int:
     rows = score_dataset(teacher, data, tokenizer, given.output, **{name: getattr(given, name) for name in names})
     sys.stdout.write(f"{given.output}: scores of {rows} answers, {given.top_k} ids a token\n")
     return 0
-
-
-def _mapping(name: str, text: str | None) -> dict[str, Any]:
-    try:
-        found = json.loads(text or "{}")
-    except ValueError:
-        found = None
-    if not isinstance(found, dict):
-        example = '{"enable_thinking": false}'
-        raise ConfigError(f"{name}={text!r} must be a JSON object. Fix: write it as in --{name} '{example}'.")
-    return found

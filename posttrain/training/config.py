@@ -9,7 +9,7 @@ import logging
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import datasets
@@ -30,7 +30,16 @@ from posttrain.models.parallel import bf16_is_faster
 from posttrain.models.reference import disable_dropout_in_model
 from posttrain.report.record import check_writable
 from posttrain.training.checks import Checks, log_codes
-from posttrain.types import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Share, check_fields, option
+from posttrain.types import (
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Share,
+    check_fields,
+    option,
+    read_mapping,
+)
 
 if TYPE_CHECKING:
     from posttrain.training.trainer import PostTrainer
@@ -180,6 +189,8 @@ class PostTrainingConfig(transformers.TrainingArguments):
 
     def __post_init__(self) -> None:
         self.check_fields()
+        for name in set(self._VALID_DICT_FIELDS) - set(transformers.TrainingArguments._VALID_DICT_FIELDS):
+            setattr(self, name, read_mapping(name, getattr(self, name)))
         refuse_cut_sequences(self)
         self._resolve_checkpointing()
         if hasattr(self, "pad_to_multiple_of"):
@@ -187,11 +198,6 @@ class PostTrainingConfig(transformers.TrainingArguments):
         self._resolve_bf16()
         self._resolve_batch_size()
         super().__post_init__()
-        for item in fields(self):
-            if item.name in type(self)._VALID_DICT_FIELDS and isinstance(getattr(self, item.name), str):
-                value = getattr(self, item.name)
-                if item.name in ("model_init_kwargs", "silence_findings"):
-                    raise ConfigError(f"{item.name}={value!r} must be a mapping or a JSON object string.")
         if self.model_init_kwargs is not None:
             self.model_init_kwargs = with_dtype(self.model_init_kwargs)  # type: ignore[arg-type]
         if getattr(self, "pad_token", None) is not None:

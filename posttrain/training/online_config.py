@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import warnings
@@ -245,10 +244,6 @@ class OnlineConfig(VllmSyncFields, VllmFields, GenerationFields, ReferenceFields
     log_unique_prompts: bool = option(False, "One row a prompt in trackers' tables.")
 
     def __post_init__(self) -> None:
-        for name in ("generation_kwargs", "chat_template_kwargs"):
-            value = getattr(self, name)
-            if isinstance(value, str):
-                setattr(self, name, json.loads(value))
         self.vllm_sleep_level = str(self.vllm_sleep_level)  # type: ignore[assignment]
         super().__post_init__()
         self.top_k = self.top_k or 0

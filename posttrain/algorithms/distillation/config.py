@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -178,8 +177,6 @@ class DistillationFields:
     _refused: ClassVar[dict[str, tuple[Any, str]]] = {}  # See `preset`.
 
     def __post_init__(self) -> None:
-        if isinstance(self.teacher_model_init_kwargs, str):
-            self.teacher_model_init_kwargs = json.loads(self.teacher_model_init_kwargs)
         super().__post_init__()  # type: ignore[misc]
         # The names under which `SyncRefModelCallback` reads them.
         self.ref_model_mixup_alpha, self.ref_model_sync_steps = self.teacher_update_rate, self.teacher_sync_steps

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
@@ -122,8 +121,6 @@ class PPOConfig(_OneCompletion, PostTrainingConfig):
     )
 
     def __post_init__(self) -> None:
-        if isinstance(self.chat_template_kwargs, str):
-            self.chat_template_kwargs = json.loads(self.chat_template_kwargs)
         super().__post_init__()
         self._check_ranges()
         self._check_stop()
