@@ -402,12 +402,13 @@ def _judged(rows: Sequence[Row]) -> Tensor:
     return torch.tensor([bool(m) for row in rows for mask in row.loss_masks for m in mask])
 
 
-def _probe_rows(vocabulary: int, prompt: int = 7) -> list[Row]:
+def random_prompts(vocabulary: int, sizes: Sequence[int]) -> list[list[int]]:
+    """Made-up sequences of these lengths, the same at every call."""
     generator = torch.Generator().manual_seed(0)
+    # Placeholders of images, which would want some, are added behind the words.
+    return [torch.randint(0, vocabulary // 2, (n,), generator=generator).tolist() for n in sizes]
 
-    def draw(n: int) -> list[int]:
-        # Placeholders of images, which would want some, are added behind the words.
-        return torch.randint(0, vocabulary // 2, (n,), generator=generator).tolist()
 
-    group = [draw(5), draw(3), draw(4)]
-    return [Row(draw(prompt), group, [[1] * len(c) for c in group]), Row([], [draw(6)], [[0] + [1] * 5])]
+def _probe_rows(vocabulary: int, prompt: int = 7) -> list[Row]:
+    *group, shared, alone = random_prompts(vocabulary, (5, 3, 4, prompt, 6))
+    return [Row(shared, group, [[1] * len(c) for c in group]), Row([], [alone], [[0] + [1] * 5])]

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from posttrain.errors import ConfigError, RolloutError, RolloutInterrupted, check_choice
-from posttrain.models.attention import coarsest_dtype, disagreement, probe_cases, probe_key
+from posttrain.models.attention import coarsest_dtype, disagreement, probe_cases, probe_key, random_prompts
 from posttrain.models.forward import sequence_logps
 from posttrain.models.heads import LogitRule, causal_lm, picture_encoder, placeholder_of, trunk
 from posttrain.models.vision import probe_rows
@@ -305,7 +305,7 @@ def bfloat16_gap(model: nn.Module, *, completions: int = 16, tokens: int = 24) -
     Over what the model writes by itself from one token on: random tokens are nothing that it will see.
     """
     vocabulary = causal_lm(model).config.get_text_config().vocab_size
-    prompts = _random_prompts(vocabulary, (1, 1, 1, 1))
+    prompts = random_prompts(vocabulary, (1, 1, 1, 1))
     engine = NativeEngine(model, pad_token_id=0, products="bfloat16")
     requests = [Request(prompt, completions // len(prompts)) for prompt in prompts]
     return float(torch.cat(logp_gaps(model, engine.generate(requests, Sampling(tokens, seed=0)))).mean())
@@ -344,12 +344,6 @@ def _true_logps(model: nn.Module, rollouts: Sequence[Rollout]) -> list[Tensor]:
         return sequence_logps(model, rows)
 
 
-def _random_prompts(vocabulary: int, sizes: tuple[int, ...]) -> list[list[int]]:
-    generator = torch.Generator().manual_seed(0)
-    # Placeholders of images, which would want some, are added behind the words.
-    return [torch.randint(0, vocabulary // 2, (n,), generator=generator).tolist() for n in sizes]
-
-
 def _compare(model: nn.Module) -> str | None:
     inner: Any = causal_lm(model)
     share, encoder = TOLERANCE.get(coarsest_dtype(inner), 0.05), picture_encoder(inner)
@@ -358,7 +352,7 @@ def _compare(model: nn.Module) -> str | None:
     never = encoder.processor.never(vocabulary) if encoder is not None else []
     sampling = Sampling(max_new_tokens=6, seed=0, logit_bias=tuple((token, -math.inf) for token in never))
     for longest, context in probe_cases(model):
-        prompts = _random_prompts(vocabulary, (longest, 3))
+        prompts = random_prompts(vocabulary, (longest, 3))
         requests = [Request([0 if token in never else token for token in p], 2) for p in prompts]
         pictured = [] if encoder is None else probe_rows(inner)
         requests += [Request(row.prompt_ids, 2, pictures=row.pictures[0]) for row in pictured]
