@@ -342,7 +342,7 @@ def _cards(verdicts: Sequence[Sequence[Verdict]]) -> list[Card]:
 
 
 def content(runs: Sequence[Run]) -> dict[str, Any]:
-    """What changes while a run goes on: ``sections``, HTML by name, and ``data``, what is drawn."""
+    """What the page holds: ``sections``, HTML by name, and ``data``, what is drawn."""
     verdicts = [review(run.rows) for run in runs]
     panels = panels_of(runs)
     make: Any = environment().get_template("sections.html.jinja").module
@@ -407,13 +407,8 @@ def _change(first: float | None, value: float | None) -> str:
 # The file --------------------------------------------------------------------------------------------------------
 
 
-def render(runs: Sequence[Run], *, live: bool = False) -> str:
-    """The whole page.
-
-    Args:
-        runs: See `posttrain.report.page.read_runs`.
-        live: Whether the page asks the server it came from for news; else it may connect to nothing.
-    """
+def render(runs: Sequence[Run]) -> str:
+    """The whole page, of `posttrain.report.page.read_runs`."""
     made = content(runs)
     script = (TEMPLATES / "page.js").read_text(encoding="utf-8")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
@@ -422,7 +417,6 @@ def render(runs: Sequence[Run], *, live: bool = False) -> str:
         .get_template("page.html.jinja")
         .render(
             runs=runs,
-            live=live,
             title=" · ".join(run.name for run in runs) or "no run",
             titles=TITLES | ({"compare": "Comparison"} if len(runs) > 1 else {}),
             sections={name: Markup(html) for name, html in made["sections"].items()},
@@ -431,7 +425,7 @@ def render(runs: Sequence[Run], *, live: bool = False) -> str:
             style=Markup((TEMPLATES / "page.css").read_text(encoding="utf-8")),
             policy=Markup(
                 f"default-src 'none'; script-src 'sha256-{digest}'; style-src 'unsafe-inline'; img-src data: blob:; "
-                f"connect-src '{'self' if live else 'none'}'; base-uri 'none'; form-action 'none'"
+                "connect-src 'none'; base-uri 'none'; form-action 'none'"
             ),
         )
     )
