@@ -13,7 +13,7 @@ import posttrain
 
 # Module -> its names that users import from here.
 _PUBLIC = {
-    "call": ("environment_rewards", "parallel"),
+    "call": ("parallel",),
     "code": ("CodeTestsReward", "Limits", "get_code_tests_reward", "run_tests"),
     "format": (
         "get_cosine_scaled_reward",
