@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import yaml
 from markupsafe import Markup
 
 from posttrain.checks.rules import Rule, Verdict, review
@@ -58,69 +59,8 @@ TITLES = {
 
 MOST_POINTS = 1500  # Of one curve in the page.
 
-# Heading -> (title with its unit, pattern of metric names without ``eval_``), in the order of the page.
-LAYOUT: dict[str, tuple[tuple[str, str], ...]] = {
-    "Learning": (
-        ("loss", r"loss"),
-        ("token accuracy", r"mean_token_accuracy|accuracy"),
-        ("parts of the loss", r"(loss/.*|.*_loss)"),
-        ("preference accuracy", r"rewards/accuracies"),
-        ("gradient norm", r"grad_norm"),
-        ("learning rate", r"learning_rate"),
-    ),
-    "Rewards": (
-        ("reward", r"reward"),
-        ("rewards of chosen and rejected", r"rewards/(chosen|rejected)"),
-        ("margin", r"rewards/margins"),
-        ("spread of rewards in a group", r"reward_std"),
-        ("groups without spread (share)", r"frac_reward_zero_std"),
-        ("mean of each reward function", r"rewards/.*/mean"),
-        ("spread of each reward function", r"rewards/.*/std"),
-        ("least and most of each reward function", r"rewards/.*/(min|max)"),
-        ("rows a reward function applies to (share)", r"rewards/.*/applicable"),
-        ("share of the rewards' variance", r"rewards/.*/variance_share"),
-        ("correlation of reward and length", r"rewards/length_corr"),
-        ("largest advantage", r"advantages/.*"),
-    ),
-    "Distance from the start": (
-        ("KL to the reference (nats)", r"kl|objective/kl"),
-        ("entropy (nats a token)", r"entropy|objective/entropy|policy/entropy_avg"),
-        ("log-probs of answers (nats)", r"logps/.*"),
-        ("logits of answers", r"logits/.*"),
-        ("clipped tokens (share)", r"clip_ratio/region_mean|cispo_clip_ratio|policy/clipfrac_avg"),
-        ("clipped low and high (share)", r"clip_ratio/.*"),
-        ("probability ratio", r"ratio/.*|val/ratio"),
-        ("trainer and engine apart (nats)", r"sampling/sampling_logp_difference/.*"),
-        ("importance weights of the engine's tokens", r"sampling/importance_sampling_ratio/.*"),
-        ("age of the rollouts (updates)", r"staleness/.*"),
-    ),
-    "Teacher": (
-        ("divergence of student and teacher (nats a token)", r"distill/divergence"),
-        ("the tokens they disagree on most (nats)", r"distill/divergence_max|distill/k1_max"),
-        ("same likeliest token (share)", r"distill/agreement"),
-        ("KL to the teacher, estimated from tokens (nats)", r"distill/k[13]"),
-        ("mass of the teacher that the loss sees (share)", r"distill/support_mass"),
-        ("loss by whose tokens", r"(on|off)_policy_loss"),
-    ),
-    "Lengths": (
-        ("length of completions (tokens)", r"completions/(mean|min|max)_length"),
-        ("length of ended completions (tokens)", r"completions/(mean|min|max)_terminated_length"),
-        ("length of answers (tokens)", r"completions/(chosen|rejected)_length"),
-        ("cut, masked and repeated completions (share)", r"completions/.*_ratio"),
-    ),
-    "Time and data": (
-        ("seconds a step", r"step_time"),
-        ("seconds of generation", r"rollouts/seconds"),
-        ("tokens per second", r".*tokens_per_second.*"),
-        ("seconds of each reward function", r"rewards/.*/seconds"),
-        ("seconds inside a step", r"profiling/.*|.*seconds|.*_time|runtime"),
-        ("per second", r".*_per_second"),
-        ("tokens seen", r"num_tokens"),
-        ("trained tokens a step", r"trained_tokens"),
-        ("sequences a step", r"documents"),
-        ("padding (share)", r"padding_share"),
-    ),
-}
+# Heading -> {title with its unit: pattern of metric names}, in the order of the page.
+LAYOUT: dict[str, dict[str, str]] = yaml.safe_load((TEMPLATES / "layout.yaml").read_text(encoding="utf-8"))
 OTHER = "More"
 
 
@@ -197,7 +137,7 @@ def panel_of(name: str) -> tuple[str, str]:
     """
     bare = name.removeprefix("eval_")
     for group, entries in LAYOUT.items():
-        for title, pattern in entries:
+        for title, pattern in entries.items():
             if re.fullmatch(pattern, bare):
                 return group, title
     return OTHER, bare
@@ -208,7 +148,7 @@ def panels_of(runs: Sequence[Run]) -> list[Panel]:
     found: dict[tuple[str, str], list[str]] = {}
     for name in dict.fromkeys(name for run in runs for name in run.series):
         found.setdefault(panel_of(name), []).append(name)
-    order = [(group, title) for group, entries in LAYOUT.items() for title, _ in entries]
+    order = [(group, title) for group, entries in LAYOUT.items() for title in entries]
     places = sorted(found, key=lambda place: (order.index(place) if place in order else len(order), place[1]))
     panels = []
     for at, (group, title) in enumerate(places):
