@@ -16,14 +16,6 @@ from posttrain.cli import inspect, train
 from posttrain.errors import PreflightError, check_choice
 from posttrain.types import Finding
 
-__all__ = [
-    "Checkup",
-    "Stage",
-    "report",
-    "run",
-]
-
-
 REFUSED = PreflightError.exit_code
 EXAMPLES = 1000
 STYLES = {"error": "bold red", "warning": "yellow", "info": "cyan"}

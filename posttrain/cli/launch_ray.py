@@ -28,8 +28,6 @@ from posttrain.rollouts.server.replies import API_KEY_VARIABLE
 from posttrain.rollouts.vllm import vllm_command
 from posttrain.serve.server import ServeConfig
 
-__all__ = ["SERVED", "RayArguments", "RayRun", "is_wanted", "run", "split"]
-
 # Commands that can generate with rollout servers.
 SERVED = (
     "grpo", "gmpo", "a2po", "rloo", "online-dpo", "async-grpo",

@@ -11,9 +11,6 @@ from typing import Any
 
 from posttrain.cli import ranks
 
-__all__ = ["TRAINING", "main"]
-
-
 # Training commands, and what each is for.
 TRAINING = {
     "sft": "supervised fine-tuning",

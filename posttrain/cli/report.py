@@ -9,8 +9,6 @@ from pathlib import Path
 from posttrain.report.page.build import write_page
 from posttrain.report.page.run import read_runs
 
-__all__ = ["run"]
-
 
 def run(argv: list[str]) -> int:
     """`posttrain report RUN [RUN...]`: write one HTML file with all that runs recorded; prints its path.

@@ -6,8 +6,6 @@ import json
 import sys
 from dataclasses import dataclass, field
 
-__all__ = ["TeacherScoresArguments", "run"]
-
 
 @dataclass
 class TeacherScoresArguments:

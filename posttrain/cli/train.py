@@ -20,23 +20,6 @@ from typing import Any
 from posttrain.cli import launch_ray, ranks
 from posttrain.errors import ConfigError, did_you_mean
 
-__all__ = [
-    "COMMANDS",
-    "GYM",
-    "EpisodeScriptArguments",
-    "GRPOScriptArguments",
-    "JudgedScriptArguments",
-    "ScriptArguments",
-    "episode_parts",
-    "named_object",
-    "ppo_parts",
-    "reasoning_gym_data",
-    "resume_from",
-    "reward_functions",
-    "run",
-]
-
-
 # The beginning of a dataset name that is a generated task.
 GYM = "reasoning_gym/"
 # Rows of a generated test split.

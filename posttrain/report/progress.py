@@ -13,8 +13,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 if TYPE_CHECKING:
     from transformers import TrainerControl, TrainerState, TrainingArguments
 
-__all__ = ["RichProgressCallback", "use_rich_progress"]
-
 
 # Shown in this order where the run logs them; what else it logs is in the page of `posttrain report`.
 MAIN: dict[str, str] = {

@@ -21,22 +21,6 @@ from torch import Tensor
 from posttrain.errors import ConfigError, MissingDependencyError, RewardError, did_you_mean, scalar
 from posttrain.metrics import Metric, mean, total
 
-__all__ = [
-    "OURS",
-    "RESERVED",
-    "RewardCall",
-    "as_callable",
-    "awaited",
-    "columns_read",
-    "head",
-    "is_concurrent",
-    "one_each",
-    "parallel",
-    "reward_name",
-    "run_concurrently",
-    "unique",
-]
-
 RESERVED = ("prompt", "completion", "completion_ids")
 # Arguments that the trainer gives, besides prompts, completions and dataset columns.
 OURS = ("trainer_state", "prompt_suffixes", "environments", "log_extra", "log_metric")

@@ -23,21 +23,6 @@ from posttrain.errors import ConfigError, MissingDependencyError, RewardError, d
 from posttrain.rewards.format import completion_text
 from posttrain.rewards.remote import post_json
 
-__all__ = [
-    "CaseResult",
-    "CodeTestsReward",
-    "Limits",
-    "Outcome",
-    "check_sandbox",
-    "code_block",
-    "get_code_tests_reward",
-    "open_sandbox",
-    "read_tests",
-    "run_program",
-    "run_tests",
-]
-
-
 EXAMPLES = (
     "sandbox='bubblewrap', sandbox='container:docker run --rm -i --network none python:3.12-slim', or the URL of a "
     "SandboxFusion service"

@@ -14,17 +14,6 @@ from posttrain.errors import ArgumentTypeError, ConfigError, RewardError
 from posttrain.rewards.remote import post_json
 from posttrain.rewards.runner import RewardRunner, RewardTable
 
-__all__ = [
-    "BaseBinaryJudge",
-    "BaseJudge",
-    "BasePairwiseJudge",
-    "BaseRankJudge",
-    "JudgeReward",
-    "OpenAIPairwiseJudge",
-    "PairRewards",
-    "as_text",
-]
-
 logger = logging.getLogger(__name__)
 
 NO_VERDICT = -1

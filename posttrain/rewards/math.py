@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import multiprocessing
 import os
 import re
 import sys
@@ -17,15 +16,6 @@ from typing import Any, NamedTuple
 from posttrain.errors import RewardError
 from posttrain.integrations import is_available, math_verify, require
 from posttrain.rewards.format import completion_text, text_with_reasoning
-
-__all__ = [
-    "accuracy_reward",
-    "answer_box",
-    "answers_match",
-    "bare",
-    "boxed",
-    "reasoning_accuracy_reward",
-]
 
 logger = logging.getLogger(__name__)
 

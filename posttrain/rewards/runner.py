@@ -34,18 +34,6 @@ from posttrain.rewards.call import (
     unique,
 )
 
-__all__ = [
-    "TRANSFORMS",
-    "RewardRunner",
-    "RewardTable",
-    "RunningScale",
-    "correlation",
-    "describe_shares",
-    "parse_transform",
-    "transform_names",
-    "variance_shares",
-]
-
 logger = logging.getLogger(__name__)
 
 # Rollout batches after which the shares of the variance are shown.

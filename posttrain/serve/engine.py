@@ -19,8 +19,6 @@ from posttrain.rollouts.server.replies import INCOMPLETE, shape_of
 from posttrain.types import Request as Prompt
 from posttrain.types import Rollout
 
-__all__ = ["NOT_WHOLE", "Job", "ServedEngine", "score_sequence"]
-
 # Seconds without a new request after which those that wait are begun: clients send the prompts of a step one by one.
 GATHER_S = 0.01
 NOT_WHOLE = "the weights are not whole: an update failed midway. Push all of them again."

@@ -33,17 +33,6 @@ from posttrain.serve.server import ServeConfig
 from posttrain.types import Request as Prompt
 from posttrain.types import Rollout, Sampling
 
-__all__ = [
-    "Completions",
-    "Host",
-    "TokenGuard",
-    "choices_of",
-    "create_app",
-    "make_host",
-    "score_choice",
-]
-
-
 TokenIds = Annotated[list[Annotated[int, Field(ge=0, strict=True)]], Field(min_length=1)]
 # What divides logits: a smaller number makes them infinite, which no engine can sample from.
 LEAST, MOST = 1e-5, 1e5

@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from posttrain.errors import ConfigError, RewardError
+from posttrain.errors import ConfigError
 from posttrain.rewards.runner import RewardRunner, correlation, describe_shares, variance_shares
 from tests.wordings import raises
 

@@ -29,19 +29,6 @@ from posttrain.report.page.run import Run, Series, flat
 from posttrain.report.progress import MAIN
 from posttrain.report.templates import TEMPLATES, environment
 
-__all__ = [
-    "Panel",
-    "content",
-    "figures",
-    "final",
-    "groups_of",
-    "panel_of",
-    "panels_of",
-    "render",
-    "thinned",
-    "write_page",
-]
-
 LONGEST = 4000  # Characters of a completion before its middle is left out.
 TAIL = 0.1  # Share of the latest points whose mean is the final value.
 ABSENT = "—"

@@ -14,8 +14,6 @@ from posttrain.errors import ConfigError, DataError
 from posttrain.report.record import LOCK, FolderLock, read_rows
 from posttrain.types import Finding
 
-__all__ = ["Mark", "Run", "Sample", "Series", "flat", "read_run", "read_runs"]
-
 NOT_CURVES = {"step", "time", "epoch"}
 SUMMARY = "train_runtime"  # The line that a trainer logs last.
 FILES = ("manifest.json", "metrics.jsonl", "findings.jsonl", "preflight.json", "data.json", "completions.parquet")
