@@ -186,7 +186,7 @@ class Checkup:
         script_args, config, _, mixture = self.parsed
         split = train._train_split(script_args, mixture)
         with inspect._no_progress_bars():
-            data, _ = train._datasets(script_args, mixture, config)
+            data = train._datasets(script_args, mixture, config)
             if split not in data:
                 return "made by the environment while it trains"
             self.known["train_dataset"] = data[split]

@@ -221,7 +221,7 @@ def _longest_rows(trainer: str, parsed: Sequence[Any]) -> tuple[list[Any], Any]:
 
     script_args, config, model_args, mixture = parsed
     with inspect._no_progress_bars():
-        data, _ = train._datasets(script_args, mixture, config)
+        data = train._datasets(script_args, mixture, config)
         dataset = undecoded(data[train._train_split(script_args, mixture)])
         examples = datasets.Dataset.from_list(longest_examples(dataset, EXAMPLES), features=dataset.features)
         drawn, _, _ = inspect._drawn(examples, EXAMPLES, config.seed)

@@ -218,7 +218,7 @@ def inspect_rows(
     tokenizer = _tokenizer(model_args, config, generative=name != "reward")
     split = train._train_split(script_args, mixture)
     with _no_progress_bars():
-        data, _ = train._datasets(script_args, mixture, config)
+        data = train._datasets(script_args, mixture, config)
         if split not in data:
             raise DataError("there is no dataset to inspect: the environment makes the prompts while it trains.")
         drawn, total, places = _drawn(data[split], examples, config.seed)
