@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from posttrain.errors import CheckpointError, ModelError
+from posttrain.errors import ModelError
 
 SCRIPT = "grpo_add.py"
 HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -95,9 +95,11 @@ def run(argv: list[str]) -> int:
     import transformers
     from rich.console import Console
 
+    from posttrain.training.checkpoint import resolve_resume
+
     transformers.utils.logging.disable_progress_bar()
     console = Console()
-    last = _last_checkpoint(args.output_dir) if args.resume else None
+    last = resolve_resume(args.resume, args.output_dir)
     console.print("[bold]Finding the model[/] ...")
     model = args.model or find_model()
     from posttrain.report.progress import use_rich_progress
@@ -129,17 +131,6 @@ def run(argv: list[str]) -> int:
     del trainer
     gc.collect()
     return 0
-
-
-def _last_checkpoint(folder: str) -> str:
-    from posttrain.training.checkpoint import last_complete_checkpoint
-
-    last = last_complete_checkpoint(folder)
-    if last is None:
-        raise CheckpointError(
-            f"--resume: there is no complete checkpoint in {folder!r}. Start without --resume, or name the run's folder."
-        )
-    return str(last)
 
 
 def _show(console: Any, exams: dict[str, list[tuple[str, str, str]]], count_right: Any) -> None:
