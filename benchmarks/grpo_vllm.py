@@ -78,9 +78,9 @@ def main() -> None:
     options.add_argument("--record", action="store_true", help=f"also into {RESULTS.name}, by mode")
     args = options.parse_args()
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")  # GB.
-    from posttrain.cli.demo import load_script
+    from posttrain.cli.demo import example
 
-    demo = load_script()
+    demo = example("grpo_add")
 
     with server(args.mode, args.model, args.core, args.dtype) as settings, tempfile.TemporaryDirectory() as passing:
         folder = str(args.folder or passing)

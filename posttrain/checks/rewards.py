@@ -280,37 +280,33 @@ def check_reward_columns(functions: Mapping[str, Callable], columns: Sequence[st
 MANY, ROWS = 0.05, 100_000
 
 
-def reference_column(function: Callable) -> tuple[str, str] | None:
-    """Column and mode (see `answers_match`) of a reward of this package that compares with a reference; None of any other.
+def reference_column(function: Callable) -> str | None:
+    """The column that a reward of this package compares answers with; None of any other.
 
-    >>> from posttrain.rewards import string_match_reward
-    >>> reference_column(string_match_reward("gold", mode="number"))
-    ('gold', 'number')
+    >>> from posttrain.rewards import accuracy_reward
+    >>> reference_column(accuracy_reward)
+    'solution'
     """
     from posttrain.rewards import accuracy_reward, reasoning_accuracy_reward
     from posttrain.rewards.format import CosineScaledReward
-    from posttrain.rewards.math import StringMatchReward
 
     while isinstance(function, functools.partial):
         function = function.func
-    if isinstance(function, StringMatchReward):
-        return function.column, function.mode
     reads = function in (accuracy_reward, reasoning_accuracy_reward) or isinstance(function, CosineScaledReward)
-    return ("solution", "auto") if reads else None
+    return "solution" if reads else None
 
 
-def check_references(name: str, column: str, golds: Sequence[Any], *, mode: str = "auto") -> Finding | None:
+def check_references(name: str, column: str, golds: Sequence[Any]) -> Finding | None:
     """Rows whose reference scores no answer: over 5 % is a warning, all of them an error.
 
     Args:
         name: Of the reward function.
         column: Where references stand.
         golds: Their values.
-        mode: How the function compares, see `answers_match`.
     """
-    from posttrain.rewards.math import answers_match
+    from posttrain.rewards.math import bare
 
-    unread = [row for row, gold in enumerate(golds) if answers_match(None, gold, mode) is None]  # type: ignore[arg-type]
+    unread = [row for row, gold in enumerate(golds) if gold is None or not bare(gold)]
     if len(unread) <= MANY * len(golds):
         return None
     shown = ", ".join(f"row {row}: {golds[row]!r:.60}" for row in unread[:3])
@@ -333,7 +329,7 @@ def references_of_rewards(context: Context) -> Iterable[Finding | None]:
     if rewards is None or not hasattr(dataset, "select"):  # A stream is read as it comes.
         return
     for name, function in zip(rewards.names, rewards.functions, strict=True):
-        column, mode = reference_column(function) or (None, "")
+        column = reference_column(function)
         if column in names:
             head = dataset.select(range(min(ROWS, len(dataset)))).select_columns([column]).with_format(None)
-            yield check_references(name, str(column), head[column][:], mode=mode)
+            yield check_references(name, str(column), head[column][:])

@@ -410,8 +410,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "PT-R017", (), 10, _slow_reward,
         "the model waits meanwhile.",
-        "make it `async def` where it waits for something, mark it with posttrain.rewards.parallel, or use "
-        "posttrain.rewards.pooled where it computes.",
+        "make it `async def` where it waits for something, or mark it with posttrain.rewards.parallel.",
     ),
     Rule(
         "PT-B002", ("loss", "grad_norm"), 1, _not_finite,

@@ -4,31 +4,17 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from posttrain import __version__
 from posttrain.checks.machine import installed_version
 from posttrain.cli import inspect, train
 from posttrain.errors import PreflightError, check_choice
-from posttrain.integrations.machine import free_disk, port_is_free
 from posttrain.types import Finding
-
-__all__ = [
-    "Checkup",
-    "Stage",
-    "report",
-    "run",
-]
-
 
 REFUSED = PreflightError.exit_code
 EXAMPLES = 1000
@@ -200,7 +186,7 @@ class Checkup:
         script_args, config, _, mixture = self.parsed
         split = train._train_split(script_args, mixture)
         with inspect._no_progress_bars():
-            data, _ = train._datasets(script_args, mixture, config)
+            data = train._datasets(script_args, mixture, config)
             if split not in data:
                 return "made by the environment while it trains"
             self.known["train_dataset"] = data[split]
@@ -344,73 +330,21 @@ def show(checkup: Checkup) -> None:
 
 # What `posttrain env` shows ------------------------------------------------------------------------------------------------
 
-CORE = ("transformers", "accelerate", "datasets", "peft", "huggingface_hub")
 OPTIONAL = (
     "bitsandbytes", "deepspeed", "liger-kernel", "vllm", "flash-attn", "kernels", "math-verify", "fastapi", "uvicorn",
     "tensorboard", "wandb", "trackio",
 )  # fmt: skip
-PORTS = {8000: "rollout server", 51216: "weight updates"}
-
-
-def _accelerators() -> str:
-    import torch
-
-    if not torch.cuda.is_available():
-        return "MPS" if torch.backends.mps.is_available() else "cpu"
-    gpus = [(torch.cuda.get_device_name(i), *torch.cuda.mem_get_info(i)) for i in range(torch.cuda.device_count())]
-    return "; ".join(f"{name} ({free / 2**30:.1f} of {total / 2**30:.1f} GiB free)" for name, free, total in gpus)
-
-
-def _commit() -> str:
-    """Seven digits of the checkout that this package is imported from; nothing where it was installed."""
-    folder = Path(__file__).parents[2]
-    if not (folder / ".git").exists():
-        return ""
-    command = ["git", "-C", str(folder), "rev-parse", "--short=7", "HEAD"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    return f" ({done.stdout.strip()})" if done.returncode == 0 else ""
-
-
-def _accelerate_config() -> str:
-    from accelerate.commands.config.config_args import default_config_file
-
-    path = Path(default_config_file)
-    if not path.is_file():
-        return "not found"
-    return "".join(f"\n  - {line}" for line in path.read_text(encoding="utf-8").splitlines() if line.strip())
-
-
-def _compatibility() -> str:
-    from posttrain.checks.machine import verdict
-
-    lines = verdict()
-    return "all installed packages fit" if not lines else "".join(f"\n  - {line}" for line in lines)
-
-
-def _ports() -> str:
-    return ", ".join(f"{port} ({use}) {'free' if port_is_free(port) else 'in use'}" for port, use in PORTS.items())
 
 
 def report() -> str:
-    """Versions, hardware and settings as text, one key a line."""
-    import torch
+    """What a run's manifest says of this machine, optional packages, and whether all fit together; one key a line."""
+    from posttrain.checks.machine import verdict
+    from posttrain.report.page.run import flat
+    from posttrain.report.record import describe_run
 
-    from posttrain.models.parallel import bf16_is_faster
-
-    rows = {
-        "Platform": platform.platform(),
-        "Python version": platform.python_version(),
-        "posttrain version": f"{__version__}{_commit()}",
-        "torch version": torch.__version__,
-        "CUDA version": torch.version.cuda or "none",
-        "Accelerator": _accelerators(),
-        "Visible devices": os.environ.get("CUDA_VISIBLE_DEVICES", "all"),
-        "CPU cores / torch threads": f"{os.cpu_count()} / {torch.get_num_threads()}",
-        "bf16 used by default": "yes" if bf16_is_faster() else "no",
-        **{f"{name} version": installed_version(name) or "not installed" for name in (*CORE, *OPTIONAL)},
-        "Accelerate config": _accelerate_config(),
-        "Ports": _ports(),
-        "Free disk here": f"{free_disk('.') / 2**30:.1f} GiB",
-        "Compatibility": _compatibility(),
-    }
-    return "\n".join(f"- {key}: {value}" for key, value in rows.items())
+    found = describe_run()
+    found["versions"] |= {name: installed_version(name) for name in OPTIONAL}
+    lines = [f"- {name}: {'none' if value is None else value}" for name, value in flat(found).items()]
+    misfits = verdict()
+    said = "".join(f"\n  - {line}" for line in misfits) if misfits else " all installed packages fit"
+    return "\n".join([*lines, f"- compatibility:{said}"])

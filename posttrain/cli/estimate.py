@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from posttrain.models.memory import Available
     from posttrain.models.memory_estimate import MemoryEstimate, Workload
 
-__all__ = ["DOES_NOT_FIT", "Answer", "estimate", "run"]
 
 # EX_CONFIG of sysexits.h, as for a run that a check refuses.
 DOES_NOT_FIT = 78
@@ -222,7 +221,7 @@ def _longest_rows(trainer: str, parsed: Sequence[Any]) -> tuple[list[Any], Any]:
 
     script_args, config, model_args, mixture = parsed
     with inspect._no_progress_bars():
-        data, _ = train._datasets(script_args, mixture, config)
+        data = train._datasets(script_args, mixture, config)
         dataset = undecoded(data[train._train_split(script_args, mixture)])
         examples = datasets.Dataset.from_list(longest_examples(dataset, EXAMPLES), features=dataset.features)
         drawn, _, _ = inspect._drawn(examples, EXAMPLES, config.seed)

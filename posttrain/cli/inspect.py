@@ -21,7 +21,6 @@ from posttrain.types import Finding, Row
 if TYPE_CHECKING:
     from posttrain.report.inspect import Summary
 
-__all__ = ["ROWS", "Prepared", "RowsFunction", "inspect_rows", "prompt_rows", "run", "sft_rows"]
 
 EXAMPLES = 1000
 CAPTION, CAPTION_WIDTH = 16, 240  # Pixels of a line of text over a picture.
@@ -219,7 +218,7 @@ def inspect_rows(
     tokenizer = _tokenizer(model_args, config, generative=name != "reward")
     split = train._train_split(script_args, mixture)
     with _no_progress_bars():
-        data, _ = train._datasets(script_args, mixture, config)
+        data = train._datasets(script_args, mixture, config)
         if split not in data:
             raise DataError("there is no dataset to inspect: the environment makes the prompts while it trains.")
         drawn, total, places = _drawn(data[split], examples, config.seed)

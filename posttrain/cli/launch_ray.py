@@ -29,8 +29,6 @@ from posttrain.rollouts.vllm import vllm_command
 from posttrain.serve.server import ServeConfig
 from posttrain.types import option
 
-__all__ = ["SERVED", "RayArguments", "RayRun", "is_wanted", "run", "split"]
-
 # Commands that can generate with rollout servers.
 SERVED = (
     "grpo", "gmpo", "a2po", "rloo", "online-dpo", "async-grpo",

@@ -11,9 +11,6 @@ from typing import Any
 
 from posttrain.cli import ranks
 
-__all__ = ["TRAINING", "main"]
-
-
 # Training commands, and what each is for.
 TRAINING = {
     "sft": "supervised fine-tuning",
@@ -54,7 +51,6 @@ other commands:
   estimate  memory by component, the largest batch that fits; exit code 78 where the run does not
   inspect show the rows a training command would train on: text, masks, lengths, findings
   report  make one HTML file of what runs recorded: curves, findings, completions, comparison
-  watch   show a run while it trains, on the terminal or as a live page on this machine
   serve   a rollout server for machines without vLLM: an engine behind HTTP, whose weights a trainer replaces
   vllm-serve   vLLM's own server, started with what training needs of it
   teacher-scores  compute a teacher's scores of a dataset once, for training without the teacher
@@ -119,7 +115,6 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "estimate": _lazy("cli.estimate:run"),
     "inspect": _lazy("cli.inspect:run"),
     "report": _lazy("cli.report:run"),
-    "watch": _lazy("cli.report:watch"),
     "serve": _serve,
     "vllm-serve": _vllm_serve,
     "demo": _lazy("cli.demo:run"),

@@ -16,8 +16,6 @@ from transformers import HfArgumentParser
 
 from posttrain.errors import ConfigError, did_you_mean
 
-__all__ = ["PosttrainArgumentParser", "TrlParser"]
-
 
 class PosttrainArgumentParser(HfArgumentParser):
     """`transformers.HfArgumentParser` that also reads a YAML file; every boolean field has a ``--no_`` flag.

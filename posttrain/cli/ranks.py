@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
-__all__ = ["EXIT_CODES", "Failure", "first_failure", "keep_stderr", "launch", "leave_code"]
-
 EXIT_CODES = "POSTTRAIN_EXIT_CODES"  # A folder in which a process that fails leaves its code: launchers make 1 of it.
 LINES = 30  # Of stderr that are shown.
 CRASH = "Fatal Python error"  # As `faulthandler` writes it.

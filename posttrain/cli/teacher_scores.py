@@ -7,8 +7,6 @@ from dataclasses import dataclass, field
 
 from posttrain.types import option, read_mapping
 
-__all__ = ["TeacherScoresArguments", "run"]
-
 
 @dataclass
 class TeacherScoresArguments:

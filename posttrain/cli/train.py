@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import importlib
 import importlib.util
-import json
 import logging
 import os
 import signal
@@ -20,28 +19,6 @@ from typing import Any
 from posttrain.cli import launch_ray, ranks
 from posttrain.errors import ConfigError, did_you_mean
 from posttrain.types import option
-
-__all__ = [
-    "COMMANDS",
-    "GYM",
-    "EpisodeScriptArguments",
-    "GRPOScriptArguments",
-    "JudgedScriptArguments",
-    "ScriptArguments",
-    "episode_parts",
-    "named_object",
-    "ppo_parts",
-    "reasoning_gym_data",
-    "resume_from",
-    "reward_functions",
-    "run",
-]
-
-
-# The beginning of a dataset name that is a generated task.
-GYM = "reasoning_gym/"
-# Rows of a generated test split.
-HELD_OUT = 100
 
 
 def named_object(path: str, option: str) -> Any:
@@ -117,10 +94,9 @@ def reward_functions(script_args: Any) -> list[Any]:
     return functions
 
 
-def ppo_parts(script_args: Any, config: Any, task_reward: Any = None) -> dict[str, Any]:
+def ppo_parts(script_args: Any, config: Any) -> dict[str, Any]:
     """Rewards and value model; without any reward ``reward_model_path`` is both."""
     rewards, value = reward_functions(script_args), script_args.value_model_name_or_path
-    rewards = rewards or ([task_reward] if task_reward is not None else [])
     if rewards:
         return {"reward_model": rewards, "value_model": value}
     return {"reward_model": config.reward_model_path, "value_model": value or config.reward_model_path}
@@ -144,34 +120,6 @@ def _callable(found: Any, name: str, option: str) -> Callable:
     return found
 
 
-def reasoning_gym_data(script_args: Any, seed: int) -> tuple[dict[str, Any], Any]:
-    """The splits of ``dataset_name: reasoning_gym/TASK`` and the reward that scores them.
-
-    ``dataset_config`` may hold a JSON object: ``size`` (1000) and ``test_size`` (100) rows, ``seed`` (the run's),
-    ``system_prompt``, ``extract``, and settings of the task.
-    """
-    from posttrain.rewards.reasoning_gym import reasoning_gym_task
-
-    try:
-        options = json.loads(script_args.dataset_config or "{}")
-    except json.JSONDecodeError as error:
-        raise ConfigError(
-            f"dataset_config={script_args.dataset_config!r}: for {script_args.dataset_name!r} it must be a JSON object of the "
-            f"task's settings, like '{{\"size\": 1000}}' ({error})."
-        ) from error
-    if not isinstance(options, dict):
-        raise ConfigError(
-            f"dataset_config={script_args.dataset_config!r} must be a JSON object of the task's settings."
-        )
-    size, held_out = options.pop("size", 1000), options.pop("test_size", HELD_OUT)
-    task, seed = script_args.dataset_name.removeprefix(GYM), options.pop("seed", seed)
-    rows, reward = reasoning_gym_task(task, size + held_out, seed, **options)
-    splits = {script_args.dataset_train_split: rows.select(range(size))}
-    if held_out:
-        splits[script_args.dataset_test_split] = rows.select(range(size, size + held_out))
-    return splits, reward
-
-
 # 128 + SIGINT, as a shell reports it.
 INTERRUPTED = 130
 # Seconds that processes have to save after Ctrl-C.
@@ -185,9 +133,7 @@ SHOWN = ("posttrain.training.prompts", "posttrain.rewards.runner")
 class ScriptArguments:
     """Which data to train on."""
 
-    dataset_name: str | None = option(
-        None, "Hub id, folder, or .jsonl, .json, .csv, .parquet file; reasoning_gym/TASK where it generates."
-    )
+    dataset_name: str | None = option(None, "Hub id, folder, or .jsonl, .json, .csv, .parquet file.")
     dataset_config: str | None = option(None, "Configuration of a hub dataset.")
     dataset_train_split: str = option("train", "Split to train on.")
     dataset_test_split: str = option("test", "Split to evaluate on.")
@@ -329,7 +275,7 @@ def train(name: str, script_args: Any, config: Any, model_args: Any, mixture: An
     resume = resume_from(config)
     given = dict(config.model_init_kwargs or {})
     config.model_init_kwargs = model_args.model_init_kwargs(config.trust_remote_code) | given
-    data, task_reward = _datasets(script_args, mixture, config)
+    data = _datasets(script_args, mixture, config)
     strategy = str(getattr(config.eval_strategy, "value", config.eval_strategy))
     evaluate = strategy != "no"
     if evaluate and script_args.dataset_test_split not in data:
@@ -337,7 +283,7 @@ def train(name: str, script_args: Any, config: Any, model_args: Any, mixture: An
             f"eval_strategy={strategy!r} needs a split {script_args.dataset_test_split!r}, and the data has "
             f"{sorted(data)}. Set dataset_test_split or test_split_size, or eval_strategy to 'no'."
         )
-    extra = _parts(script_args, config, task_reward)
+    extra = _parts(script_args, config)
     trainer = _load(COMMANDS[name].trainer)(
         model=model,
         args=config,
@@ -361,40 +307,38 @@ def _train_split(script_args: Any, mixture: Any) -> str:
     return "train" if mixture.datasets else script_args.dataset_train_split
 
 
-def _parts(script_args: Any, config: Any, task_reward: Any) -> dict[str, Any]:
+def _parts(script_args: Any, config: Any) -> dict[str, Any]:
     """What the trainer takes besides model, config and data."""
     if isinstance(script_args, PPOScriptArguments):
-        return ppo_parts(script_args, config, task_reward)
+        return ppo_parts(script_args, config)
     if not isinstance(script_args, GRPOScriptArguments):
         return {}
-    extra: dict[str, Any] = {"reward_funcs": reward_functions(script_args) or task_reward}
+    extra: dict[str, Any] = {"reward_funcs": reward_functions(script_args) or None}
     if isinstance(script_args, EpisodeScriptArguments):
         extra |= episode_parts(script_args)
     if getattr(script_args, "judge_url", None):
         from posttrain.rewards.judges import OpenAIPairwiseJudge
 
         judge = OpenAIPairwiseJudge(script_args.judge_model, base_url=script_args.judge_url, max_requests=None)
-        extra |= {"judge": judge, "reward_funcs": reward_functions(script_args) or None}
+        extra["judge"] = judge
     return extra
 
 
-def _datasets(script_args: Any, mixture: Any, config: Any) -> tuple[Any, Any]:
-    """Splits by name, and the reward of a task that was generated."""
+def _datasets(script_args: Any, mixture: Any, config: Any) -> Any:
+    """Splits by name."""
     from posttrain.data.mixture import get_dataset, load_rows
 
     if mixture.datasets:
-        return get_dataset(mixture, seed=config.seed), None
+        return get_dataset(mixture, seed=config.seed)
     if not script_args.dataset_name and getattr(script_args, "environment_factory", None):
-        return {}, None  # The environment says what is to be done.
-    if isinstance(script_args, GRPOScriptArguments) and (script_args.dataset_name or "").startswith(GYM):
-        return reasoning_gym_data(script_args, config.seed)
+        return {}  # The environment says what is to be done.
     if not script_args.dataset_name:
         raise ConfigError("neither --dataset_name nor datasets is given: what shall the model be trained on?")
     data = load_rows(script_args.dataset_name, name=script_args.dataset_config, streaming=script_args.dataset_streaming)
     data = data if isinstance(data, dict) else {"train": data}
     if script_args.dataset_train_split not in data:
         raise ConfigError(f"dataset_train_split={script_args.dataset_train_split!r} is not among {sorted(data)}.")
-    return data, None
+    return data
 
 
 def _accelerate_shortcut(argv: list[str]) -> tuple[list[str], list[str]]:

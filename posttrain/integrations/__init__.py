@@ -17,7 +17,7 @@ EXTRAS = {
     "fastapi": "serve",
     "liger_kernel": "liger",
     "math_verify": "math",
-    "pebble": "rewards",
+    "pebble": "math",
     "PIL": "vision",
     "prometheus_client": "serve",
     "pydantic": "serve",

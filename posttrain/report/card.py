@@ -18,7 +18,6 @@ from posttrain.report.templates import TEMPLATES
 if TYPE_CHECKING:
     from huggingface_hub import ModelCard
 
-__all__ = ["create_model_card", "generate_model_card"]
 
 logger = logging.getLogger(__name__)
 

@@ -34,15 +34,6 @@ from posttrain.types import Request, Sampling
 if TYPE_CHECKING:
     from transformers import GenerationConfig, TrainerControl, TrainerState, TrainingArguments
 
-__all__ = [
-    "CompletionsHubCallback",
-    "EvalPrompts",
-    "LogCompletionsCallback",
-    "RolloutTableCallback",
-    "print_prompt_completions_sample",
-    "rollout_table",
-    "to_sampling",
-]
 
 logger = logging.getLogger(__name__)
 

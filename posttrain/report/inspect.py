@@ -20,8 +20,6 @@ from posttrain.errors import DataError
 from posttrain.report.templates import TEMPLATES, environment, visible
 from posttrain.types import Finding, Row
 
-__all__ = ["Bin", "Piece", "Shown", "SpecialToken", "Summary", "histogram", "summarise", "to_console", "to_html"]
-
 BINS = 12
 TAIL = 3  # Lengths beyond this many times those of 99 in 100 rows would squeeze the others into one bin.
 ROLES = ("bos", "eos", "pad", "unk", "sep", "cls", "mask")

@@ -31,18 +31,6 @@ if TYPE_CHECKING:
     import pyarrow as pa
     from transformers import TrainerControl, TrainerState, TrainingArguments
 
-__all__ = [
-    "LOCK",
-    "FolderLock",
-    "RunRecord",
-    "RunRecordCallback",
-    "check_writable",
-    "describe_run",
-    "hide_secrets",
-    "merge_parquet",
-    "read_rows",
-    "write_rows",
-]
 
 logger = logging.getLogger(__name__)
 

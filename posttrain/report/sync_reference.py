@@ -21,7 +21,6 @@ from posttrain.models.reference import Reference
 if TYPE_CHECKING:
     from transformers import TrainerControl, TrainerState, TrainingArguments
 
-__all__ = ["SyncRefModelCallback", "bare", "has_adapter", "is_sharded", "resumed_from", "write_tensors"]
 
 logger = logging.getLogger(__name__)
 

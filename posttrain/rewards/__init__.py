@@ -1,6 +1,6 @@
 """The calling contract of reward functions, and the functions that ship.
 
-Names are imported when they are asked for: a process that runs a `pooled` function starts without torch.
+Names are imported when they are asked for.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import posttrain
 
 # Module -> its names that users import from here.
 _PUBLIC = {
-    "call": ("environment_rewards", "parallel"),
+    "call": ("parallel",),
     "code": ("CodeTestsReward", "Limits", "get_code_tests_reward", "run_tests"),
     "format": (
         "get_cosine_scaled_reward",
@@ -24,12 +24,9 @@ _PUBLIC = {
     "math": (
         "accuracy_reward",
         "answers_match",
-        "normalize_answer",
         "reasoning_accuracy_reward",
-        "string_match_reward",
     ),
     "model": ("ModelReward",),
-    "pool": ("pooled",),
     "runner": ("RewardRunner", "RewardTable"),
 }
 _MODULES = {name: module for module, names in _PUBLIC.items() for name in names}
@@ -61,6 +58,5 @@ def _rewards() -> dict[str, Callable]:
         "get_soft_overlong_punishment": format.get_soft_overlong_punishment(1280, 256),
         "reasoning_accuracy_reward": math.reasoning_accuracy_reward,
         "repetition_penalty_reward": format.get_repetition_penalty_reward(),
-        "string_match_reward": math.string_match_reward(),
         "think_format_reward": format.think_format_reward,
     }

@@ -21,24 +21,6 @@ from torch import Tensor
 from posttrain.errors import ConfigError, MissingDependencyError, RewardError, did_you_mean, scalar
 from posttrain.metrics import Metric, mean, total
 
-__all__ = [
-    "OURS",
-    "RESERVED",
-    "EnvironmentReward",
-    "RewardCall",
-    "as_callable",
-    "awaited",
-    "columns_read",
-    "environment_rewards",
-    "head",
-    "is_concurrent",
-    "one_each",
-    "parallel",
-    "reward_name",
-    "run_concurrently",
-    "unique",
-]
-
 RESERVED = ("prompt", "completion", "completion_ids")
 # Arguments that the trainer gives, besides prompts, completions and dataset columns.
 OURS = ("trainer_state", "prompt_suffixes", "environments", "log_extra", "log_metric")
@@ -116,54 +98,6 @@ def head(value: Any, limit: int = 120) -> str:
     """The beginning of a prompt, for a message."""
     text = str(value)
     return repr(text if len(text) <= limit else text[:limit] + "...")
-
-
-class EnvironmentReward:
-    """The rewards of ``get_reward()`` of all environments of one class; None on the rows of other classes.
-
-    Args:
-        kind: The class; its subclasses have a column of their own.
-    """
-
-    def __init__(self, kind: type) -> None:
-        self.kind = kind
-        self.__name__ = kind.__name__
-
-    async def __call__(self, environments: Sequence[Any], **_: Any) -> list[float | None]:
-        """One number (or None) a row; ``get_reward`` may be asynchronous.
-
-        Raises:
-            RewardError: It raised; names the class and the row.
-        """
-        rewards: list[float | None] = [None] * len(environments)
-        for row, environment in enumerate(environments):
-            if type(environment) is not self.kind:
-                continue
-            try:
-                reward = environment.get_reward()
-                rewards[row] = await reward if inspect.isawaitable(reward) else reward
-            except Exception as error:
-                raise RewardError(
-                    f"{self.__name__}.get_reward() raised {type(error).__name__}: {error} (row {row}). Fix: return a "
-                    "number, or None for 'does not apply', however the episode went."
-                ) from error
-        return rewards
-
-
-def environment_rewards(probes: Sequence[Any]) -> list[EnvironmentReward]:
-    """One reward function for each class (exact type, once) of the environments that have ``get_reward``.
-
-    Args:
-        probes: One instance of each environment.
-
-    >>> class Game:
-    ...     def get_reward(self):
-    ...         return 1.0
-    >>> [reward.__name__ for reward in environment_rewards([Game(), Game(), object()])]
-    ['Game']
-    """
-    kinds = dict.fromkeys(type(probe) for probe in probes if callable(getattr(probe, "get_reward", None)))
-    return [EnvironmentReward(kind) for kind in kinds]
 
 
 # One call -------------------------------------------------------------------------------------------------------------

@@ -14,7 +14,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import astuple, dataclass
@@ -23,24 +22,6 @@ from typing import Any
 from posttrain.errors import ConfigError, MissingDependencyError, RewardError, did_you_mean
 from posttrain.rewards.format import completion_text
 from posttrain.rewards.remote import post_json
-
-__all__ = [
-    "Bubblewrap",
-    "CaseResult",
-    "CodeTestsReward",
-    "Container",
-    "Limits",
-    "Outcome",
-    "Sandbox",
-    "SandboxService",
-    "check_sandbox",
-    "code_block",
-    "get_code_tests_reward",
-    "open_sandbox",
-    "read_tests",
-    "run_tests",
-]
-
 
 EXAMPLES = (
     "sandbox='bubblewrap', sandbox='container:docker run --rm -i --network none python:3.12-slim', or the URL of a "
@@ -62,6 +43,12 @@ exec(compile(program, "completion.py", "exec"), {"__name__": "__main__", "__buil
 PYTHON_FLAGS = ("-I", "-X", "utf8", "-c", LOADER)
 # Seconds for a container or a service to start.
 START_SECONDS = 60.0
+# How to make each work, where it cannot run Python.
+REPAIRS = {
+    "bubblewrap": "install bubblewrap 0.7 or later and allow user namespaces (in a container: run it with "
+    "`--security-opt seccomp=unconfined`, or privileged), or ",
+    "container": "let the command start a container with `python3` and `timeout` and pass stdin on (-i), or ",
+}
 # What Python needs to start; everything else of the machine's files stays outside.
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc/alternatives", "/etc/ld.so.cache")
 
@@ -103,147 +90,104 @@ class Outcome:
     errors: str = ""
 
 
-class Sandbox(ABC):
-    """Runs Python programs where they can do little harm."""
-
-    hint = f"choose another sandbox ({EXAMPLES})."
-
-    @abstractmethod
-    def run(self, program: str, stdin: str, limits: Limits) -> Outcome:
-        """Run one program from its beginning, in an empty folder.
-
-        Args:
-            program: Python code.
-            stdin: What it reads from its standard input.
-            limits: See `Limits`.
-
-        Raises:
-            MissingDependencyError: The sandbox's program is not installed.
-            RewardError: The sandbox itself failed.
-        """
-
-
-class Bubblewrap(Sandbox):
-    """The program ``bwrap`` (0.7 or later): new namespaces, no network, a folder in memory, the system and Python read-only."""
-
-    hint = (
-        "install bubblewrap 0.7 or later and allow user namespaces (in a container: run it with "
-        f"`--security-opt seccomp=unconfined`, or privileged), or choose another sandbox ({EXAMPLES})."
-    )
-
-    def run(self, program: str, stdin: str, limits: Limits) -> Outcome:
-        """See `Sandbox.run`."""
-        bwrap = _program("bwrap", "apt-get install bubblewrap, or dnf install bubblewrap")
-        folder = ("--size", str(limits.file_mb << 22), "--tmpfs", "/tmp", "--dir", "/tmp/work", "--chdir", "/tmp/work")
-        visible = [part for path in (*SYSTEM, sys.base_prefix, sys.prefix) for part in ("--ro-bind-try", path, path)]
-        names = {"HOME": "/tmp/work", "TMPDIR": "/tmp/work", "PATH": os.defpath, "OMP_NUM_THREADS": "1"}
-        environment = [part for name, value in names.items() for part in ("--setenv", name, value)]
-        command = [bwrap, "--unshare-all", "--die-with-parent", "--new-session", "--clearenv", *environment]
-        command += ["--proc", "/proc", "--dev", "/dev", *folder, *visible, "--remount-ro", "/", "--", sys.executable]
-        # The environment of bwrap itself can be read inside as that of process 1.
-        return _execute([*command, *PYTHON_FLAGS], program, stdin, limits, 2 * limits.timeout, {"PATH": os.defpath})
-
-
-@dataclass(frozen=True, slots=True)
-class Container(Sandbox):
-    """A command line that starts a container with ``python3`` and ``timeout`` and passes stdin on.
+def run_program(sandbox: str, program: str, stdin: str, limits: Limits) -> Outcome:
+    """Run one Python program from its beginning, in an empty folder, where it can do little harm.
 
     Args:
-        command: For example ``docker run --rm -i --network none --read-only python:3.12-slim``; also ``podman run``.
+        sandbox: See `run_tests`.
+        program: Python code.
+        stdin: What it reads from its standard input.
+        limits: See `Limits`.
+
+    Raises:
+        MissingDependencyError: The sandbox's program is not installed.
+        RewardError: The sandbox itself failed.
     """
-
-    command: str
-
-    @property
-    def hint(self) -> str:
-        """How to repair a container that does not run Python."""
-        return f"let {self.command!r} start a container with `python3` and `timeout` and pass stdin on (-i), or {Sandbox.hint}"
-
-    def run(self, program: str, stdin: str, limits: Limits) -> Outcome:
-        """See `Sandbox.run`; the container ends itself when the time is up, as killing its client would not end it."""
-        words = shlex.split(self.command)
-        words[0] = _program(words[0], f"install {words[0]}")
-        bound = ["timeout", "-s", "KILL", f"{2 * limits.timeout:g}", "python3", *PYTHON_FLAGS]
-        outcome = _execute([*words, *bound], program, stdin, limits, 2 * limits.timeout + START_SECONDS, None)
-        # 125 to 127: the container engine, or `timeout` in it, could not start the program.
-        if outcome.status in (125, 126, 127):
-            raise RewardError(
-                f"{self.command!r} failed (exit status {outcome.status}): {outcome.errors.strip()[-400:]}"
-            )
-        return outcome
+    if sandbox == "bubblewrap":
+        return _in_bubblewrap(program, stdin, limits)
+    if sandbox.startswith("container:"):
+        return _in_container(sandbox.partition(":")[2].strip(), program, stdin, limits)
+    return _in_service(sandbox, program, stdin, limits)
 
 
-@dataclass(frozen=True, slots=True)
-class SandboxService(Sandbox):
-    """A SandboxFusion service: its endpoint ``/run_code`` runs a program. Its own settings limit files and processes.
-
-    Args:
-        url: With or without ``/run_code``.
-
-    Reference: https://github.com/bytedance/SandboxFusion
-    """
-
-    url: str
-
-    def run(self, program: str, stdin: str, limits: Limits) -> Outcome:
-        """See `Sandbox.run`."""
-        url = f"{self.url.rstrip('/').removesuffix('/run_code')}/run_code"
-        request = {"code": program, "language": "python", "stdin": stdin, "memory_limit_MB": limits.memory_mb}
-        request["run_timeout"] = 2 * limits.timeout
-        response = post_json(url, request, who="sandbox service", timeout=2 * limits.timeout + START_SECONDS)
-        try:
-            reply = response.json()
-            result = reply["run_result"] or {}
-            if reply["status"] == "SandboxError" or result["status"] == "Error":
-                raise RewardError(f"the sandbox service at {url} failed: {str(reply.get('message'))[:400]}.")
-            late = result["status"] == "TimeLimitExceeded"
-            status = None if late else int(result["return_code"])
-        except (ValueError, KeyError, TypeError) as error:
-            raise RewardError(
-                f"the sandbox service at {url} answered {response.text[:200]!r}, which is no result of SandboxFusion's "
-                "run_code. Fix: give the URL of such a service."
-            ) from error
-        return Outcome(status if status is None or status >= 0 else 128 - status, result["stdout"], result["stderr"])
+def _in_bubblewrap(program: str, stdin: str, limits: Limits) -> Outcome:
+    """New namespaces, no network, a folder in memory, the system and Python read-only; needs ``bwrap`` 0.7 or later."""
+    bwrap = _program("bwrap", "apt-get install bubblewrap, or dnf install bubblewrap")
+    folder = ("--size", str(limits.file_mb << 22), "--tmpfs", "/tmp", "--dir", "/tmp/work", "--chdir", "/tmp/work")
+    visible = [part for path in (*SYSTEM, sys.base_prefix, sys.prefix) for part in ("--ro-bind-try", path, path)]
+    names = {"HOME": "/tmp/work", "TMPDIR": "/tmp/work", "PATH": os.defpath, "OMP_NUM_THREADS": "1"}
+    environment = [part for name, value in names.items() for part in ("--setenv", name, value)]
+    command = [bwrap, "--unshare-all", "--die-with-parent", "--new-session", "--clearenv", *environment]
+    command += ["--proc", "/proc", "--dev", "/dev", *folder, *visible, "--remount-ro", "/", "--", sys.executable]
+    # The environment of bwrap itself can be read inside as that of process 1.
+    return _execute([*command, *PYTHON_FLAGS], program, stdin, limits, 2 * limits.timeout, {"PATH": os.defpath})
 
 
-def check_sandbox(name: str) -> Sandbox:
-    """The sandbox of that name, not yet tried.
+def _in_container(command: str, program: str, stdin: str, limits: Limits) -> Outcome:
+    """The container ends itself when the time is up, as killing its client would not end it."""
+    words = shlex.split(command)
+    words[0] = _program(words[0], f"install {words[0]}")
+    bound = ["timeout", "-s", "KILL", f"{2 * limits.timeout:g}", "python3", *PYTHON_FLAGS]
+    outcome = _execute([*words, *bound], program, stdin, limits, 2 * limits.timeout + START_SECONDS, None)
+    # 125 to 127: the container engine, or `timeout` in it, could not start the program.
+    if outcome.status in (125, 126, 127):
+        raise RewardError(f"{command!r} failed (exit status {outcome.status}): {outcome.errors.strip()[-400:]}")
+    return outcome
 
-    Args:
-        name: ``bubblewrap``, ``container:<command>`` or a URL.
+
+def _in_service(url: str, program: str, stdin: str, limits: Limits) -> Outcome:
+    """The endpoint ``/run_code`` of SandboxFusion, https://github.com/bytedance/SandboxFusion; its settings limit files."""
+    url = f"{url.rstrip('/').removesuffix('/run_code')}/run_code"
+    request = {"code": program, "language": "python", "stdin": stdin, "memory_limit_MB": limits.memory_mb}
+    request["run_timeout"] = 2 * limits.timeout
+    response = post_json(url, request, who="sandbox service", timeout=2 * limits.timeout + START_SECONDS)
+    try:
+        reply = response.json()
+        result = reply["run_result"] or {}
+        if reply["status"] == "SandboxError" or result["status"] == "Error":
+            raise RewardError(f"the sandbox service at {url} failed: {str(reply.get('message'))[:400]}.")
+        late = result["status"] == "TimeLimitExceeded"
+        status = None if late else int(result["return_code"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise RewardError(
+            f"the sandbox service at {url} answered {response.text[:200]!r}, which is no result of SandboxFusion's "
+            "run_code. Fix: give the URL of such a service."
+        ) from error
+    return Outcome(status if status is None or status >= 0 else 128 - status, result["stdout"], result["stderr"])
+
+
+def check_sandbox(name: str) -> None:
+    """Refuse a name that is neither ``bubblewrap`` nor ``container:<command>`` nor a URL.
 
     Raises:
         ConfigError: Another name.
     """
     kind, _, rest = name.partition(":")
-    if name == "bubblewrap":
-        return Bubblewrap()
-    if kind == "container" and rest.strip():
-        return Container(rest.strip())
-    if kind in ("http", "https") and rest.startswith("//"):
-        return SandboxService(name)
-    raise ConfigError(
-        f"sandbox={name!r} is no sandbox{did_you_mean(kind, ('bubblewrap', 'container'))}. Fix: give {EXAMPLES}."
-    )
+    if name == "bubblewrap" or (kind == "container" and rest.strip()):
+        return
+    if kind not in ("http", "https") or not rest.startswith("//"):
+        raise ConfigError(
+            f"sandbox={name!r} is no sandbox{did_you_mean(kind, ('bubblewrap', 'container'))}. Fix: give {EXAMPLES}."
+        )
 
 
 @functools.lru_cache(maxsize=16)
-def open_sandbox(name: str) -> Sandbox:
-    """The sandbox of that name, after it ran a program of one line.
+def open_sandbox(name: str) -> None:
+    """Let the sandbox of that name run a program of one line.
 
     Raises:
         ConfigError: See `check_sandbox`.
         MissingDependencyError: Its program is not installed.
         RewardError: It cannot run Python here.
     """
-    sandbox = check_sandbox(name)
-    outcome = sandbox.run("print(input())", "ready", Limits(timeout=START_SECONDS / 2))
+    check_sandbox(name)
+    outcome = run_program(name, "print(input())", "ready", Limits(timeout=START_SECONDS / 2))
     if outcome != Outcome(0, "ready\n", outcome.errors):
         raise RewardError(
-            f"{type(sandbox).__name__} cannot run Python here: exit status {outcome.status}, stdout {outcome.output[-200:]!r}, "
-            f"stderr {outcome.errors.strip()[-400:]!r}. Fix: {sandbox.hint}"
+            f"the sandbox {name!r} cannot run Python here: exit status {outcome.status}, stdout {outcome.output[-200:]!r}, "
+            f"stderr {outcome.errors.strip()[-400:]!r}. Fix: {REPAIRS.get(name.partition(':')[0], '')}choose another "
+            f"sandbox ({EXAMPLES})."
         )
-    return sandbox
 
 
 def _program(name: str, install: str) -> str:
@@ -389,18 +333,19 @@ def run_tests(
     >>> [result.passed for result in run_tests("def f(x): return 2 * x", tests)]  # doctest: +SKIP
     [True, False]
     """
-    box, results = open_sandbox(sandbox), []
+    open_sandbox(sandbox)
+    results: list[CaseResult] = []
     for test in tests:
-        results.append(_run_one(box, source, test, limits or Limits()))
+        results.append(_run_one(sandbox, source, test, limits or Limits()))
         if stop and not results[-1].passed:
             break
     return results
 
 
-def _run_one(box: Sandbox, source: str, test: Mapping[str, str], limits: Limits) -> CaseResult:
+def _run_one(sandbox: str, source: str, test: Mapping[str, str], limits: Limits) -> CaseResult:
     word = secrets.token_hex(16)
     program = source if "code" not in test else TESTED.format(source=source, test=test["code"], word=word)
-    outcome = box.run(program, test.get("input", ""), limits)
+    outcome = run_program(sandbox, program, test.get("input", ""), limits)
     reason = _reason(outcome, limits)
     if reason:
         return CaseResult(False, reason)

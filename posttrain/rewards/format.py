@@ -10,19 +10,6 @@ from posttrain.data.chat import REASONING
 from posttrain.data.responses import ParsedMessage
 from posttrain.errors import ConfigError
 
-__all__ = [
-    "CosineScaledReward",
-    "RepetitionPenalty",
-    "SoftOverlongPunishment",
-    "completion_text",
-    "get_cosine_scaled_reward",
-    "get_repetition_penalty_reward",
-    "get_soft_overlong_punishment",
-    "text_with_reasoning",
-    "think_format_reward",
-]
-
-
 OPEN, CLOSE = "<think>", "</think>"
 
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
-import math
 import os
 import random
 from abc import ABC, abstractmethod
@@ -15,17 +13,6 @@ from typing import Any
 from posttrain.errors import ArgumentTypeError, ConfigError, RewardError
 from posttrain.rewards.remote import post_json
 from posttrain.rewards.runner import RewardRunner, RewardTable
-
-__all__ = [
-    "BaseBinaryJudge",
-    "BaseJudge",
-    "BasePairwiseJudge",
-    "BaseRankJudge",
-    "JudgeReward",
-    "OpenAIPairwiseJudge",
-    "PairRewards",
-    "as_text",
-]
 
 logger = logging.getLogger(__name__)
 
@@ -78,10 +65,7 @@ class BaseRankJudge(BaseJudge):
 
 
 class BasePairwiseJudge(BaseJudge):
-    """Compares two completions of a prompt.
-
-    A judge that knows how sure it is takes ``return_scores=True`` too and then returns the probability that the first wins.
-    """
+    """Compares two completions of a prompt."""
 
     @abstractmethod
     def judge(self, prompts: list[str], completions: list[list[str]], shuffle_order: bool = True) -> list[int]:
@@ -153,23 +137,13 @@ class OpenAIPairwiseJudge(BasePairwiseJudge):
         self._random = random.Random(seed)
         self._warned: set[str] = set()
 
-    def judge(
-        self,
-        prompts: list[str],
-        completions: list[list[str]],
-        shuffle_order: bool = True,
-        return_scores: bool = False,
-        temperature: float = 1.0,
-    ) -> list:
+    def judge(self, prompts: list[str], completions: list[list[str]], shuffle_order: bool = True) -> list[int]:
         """See `BasePairwiseJudge.judge`.
 
         Args:
             prompts: n texts.
             completions: n pairs.
             shuffle_order: Show about half of the pairs the other way round; verdicts are turned back.
-            return_scores: Return the probability that the first wins (from the log-probs of "0" and "1", where the server
-                gives them), 0.5 where there is no verdict.
-            temperature: Divides these log-probs.
 
         Raises:
             RewardError: The server is down or refuses.
@@ -179,7 +153,7 @@ class OpenAIPairwiseJudge(BasePairwiseJudge):
                 "budget", "the judge has been asked max_requests=%d times: from here on no pair has a verdict.",
                 self.max_requests,
             )  # fmt: skip
-            return [0.5 if return_scores else NO_VERDICT] * len(prompts)
+            return [NO_VERDICT] * len(prompts)
         self.num_requests += len(prompts)
         turned = [shuffle_order and self._random.random() < 0.5 for _ in prompts]
         shown = [pair[::-1] if turn else pair for pair, turn in zip(completions, turned, strict=True)]
@@ -187,53 +161,39 @@ class OpenAIPairwiseJudge(BasePairwiseJudge):
             self.system_prompt.format(prompt=prompt, response0=first, response1=second)
             for prompt, (first, second) in zip(prompts, shown, strict=True)
         ]
-        choices = self._ask_all(texts, {"logprobs": True, "top_logprobs": 5} if return_scores else {})
-        if return_scores:
-            scores = [self._score(choice, temperature) for choice in choices]
-            return [1.0 - p if turn else p for p, turn in zip(scores, turned, strict=True)]
-        verdicts = [self._verdict(choice) for choice in choices]
+        verdicts = [self._verdict(answer) for answer in self._ask_all(texts)]
         return [v if v == NO_VERDICT or not turn else 1 - v for v, turn in zip(verdicts, turned, strict=True)]
 
-    def _ask_all(self, texts: list[str], options: dict[str, Any]) -> list[dict[str, Any]]:
-        """The first choice of each answer, in order; one failure ends the other requests."""
+    def _ask_all(self, texts: list[str]) -> list[str]:
+        """The answers, in order; one failure ends the other requests."""
         if not texts:
             return []
         with ThreadPoolExecutor(min(self.concurrency, len(texts)), "judge") as pool:
-            futures = [pool.submit(self._ask, text, options | self.options) for text in texts]
+            futures = [pool.submit(self._ask, text) for text in texts]
             wait(futures, return_when=FIRST_EXCEPTION)
             pool.shutdown(wait=False, cancel_futures=True)
             failed = next((f for f in futures if f.done() and not f.cancelled() and f.exception()), None)
             return [(failed or future).result() for future in futures]
 
-    def _ask(self, text: str, options: dict[str, Any]) -> dict[str, Any]:
-        body = {"model": self.model, "messages": [{"role": "user", "content": text}], **options}
+    def _ask(self, text: str) -> str:
+        body = {"model": self.model, "messages": [{"role": "user", "content": text}], **self.options}
         body = {key: value for key, value in body.items() if value is not None}
         settings: dict[str, Any] = {"who": f"judge ({self.model})", "api_key": self._api_key, **self.request}
         response = post_json(self.url, body, **settings)
         try:
-            choice = response.json()["choices"][0]
-            return choice | {"message": dict(choice["message"])}
-        except (ValueError, KeyError, IndexError, TypeError) as error:
+            return str(response.json()["choices"][0]["message"].get("content") or "")
+        except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
             raise RewardError(
                 f"the judge at {self.url} answered {response.content[:200]!r}, which is no chat completion. Fix: let base_url be "
                 "that of an OpenAI-compatible server, with its version (.../v1)."
             ) from error
 
-    def _verdict(self, choice: dict[str, Any]) -> int:
-        answer = str(choice["message"].get("content") or "").strip().strip(".\"'`*")
+    def _verdict(self, answer: str) -> int:
+        answer = answer.strip().strip(".\"'`*")
         if answer in ("0", "1"):
             return int(answer)
         self._warn("verdict", "the judge answered %r instead of 0 or 1; such pairs are ties.", answer[:80])
         return NO_VERDICT
-
-    def _score(self, choice: dict[str, Any], temperature: float) -> float:
-        """Probability of "0" among "0" and "1", from the server's log-probs of the first token."""
-        first = ((choice.get("logprobs") or {}).get("content") or [{}])[0]
-        found = {entry["token"].strip(): entry["logprob"] for entry in reversed(first.get("top_logprobs") or [])}
-        if "0" in found and "1" in found:
-            gap = (found["1"] - found["0"]) / temperature
-            return 1.0 / (1.0 + math.exp(min(gap, 700.0)))
-        return {0: 1.0, 1: 0.0, NO_VERDICT: 0.5}[self._verdict(choice)]
 
     def _warn(self, key: str, message: str, *values: Any) -> None:
         if key not in self._warned:
@@ -251,7 +211,6 @@ class JudgeReward:
         judge: `BasePairwiseJudge` (groups of two), `BaseRankJudge` or `BaseBinaryJudge`.
         group_size: Completions of a prompt, next to each other.
         halves: For groups of two: all first completions come before all second ones.
-        soft: Give a pair the probabilities that each wins, where the judge knows them.
 
     >>> class Longer(BasePairwiseJudge):
     ...     def judge(self, prompts, completions, shuffle_order=True):
@@ -263,7 +222,7 @@ class JudgeReward:
     # It waits for a server; other functions go on meanwhile.
     runs_in_thread = True
 
-    def __init__(self, judge: BaseJudge, *, group_size: int = 2, halves: bool = False, soft: bool = False) -> None:
+    def __init__(self, judge: BaseJudge, *, group_size: int = 2, halves: bool = False) -> None:
         if not isinstance(judge, BaseJudge):
             raise ArgumentTypeError(
                 f"judge must be a BasePairwiseJudge, BaseRankJudge or BaseBinaryJudge, not {type(judge).__name__}."
@@ -271,7 +230,6 @@ class JudgeReward:
         if isinstance(judge, BasePairwiseJudge) and group_size != 2:
             raise ConfigError(f"{type(judge).__name__} compares two completions, and group_size={group_size}.")
         self.judge, self.group_size, self.halves = judge, group_size, halves
-        self.soft = soft and "return_scores" in inspect.signature(judge.judge).parameters
         self.__name__ = type(judge).__name__
 
     def __call__(
@@ -291,9 +249,7 @@ class JudgeReward:
             rewards = [self._binary([verdicts[i] for i in group]) for group in groups]
         else:
             answers = [[texts[i] for i in group] for group in groups]
-            options = {"return_scores": True} if self.soft else {}
-            judge: Any = self.judge
-            verdicts = judge.judge(asked, answers, **options)
+            verdicts: list[Any] = self.judge.judge(asked, answers)
             if len(verdicts) != len(groups):
                 raise RewardError(f"{self.__name__} gave {len(verdicts)} verdicts for {len(groups)} prompts.")
             read = self._pair if isinstance(self.judge, BasePairwiseJudge) else self._ranking
@@ -315,11 +271,6 @@ class JudgeReward:
     def _pair(self, verdict: Any, size: int) -> list[float]:
         if size == 1:
             return [0.5]
-        if self.soft:
-            first = float(verdict)
-            if not 0 <= first <= 1:
-                raise RewardError(f"{self.__name__} gave the score {verdict!r}; a probability is between 0 and 1.")
-            return [first, 1.0 - first]
         if verdict not in (NO_VERDICT, 0, 1):
             raise RewardError(
                 f"{self.__name__} returned {verdict!r}; a pairwise judge returns 0, 1 or -1 (no verdict)."

@@ -6,34 +6,19 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures.process import BrokenProcessPool
-from decimal import Decimal
-from fractions import Fraction
-from typing import Any, Literal, NamedTuple
+from importlib.machinery import ModuleSpec
+from multiprocessing.context import SpawnContext, SpawnProcess
+from typing import Any, NamedTuple
 
-from posttrain.errors import ConfigError, RewardError, check_choice
+from posttrain.errors import RewardError
 from posttrain.integrations import is_available, math_verify, require
 from posttrain.rewards.format import completion_text, text_with_reasoning
-from posttrain.rewards.pool import BoundedProcesses, WithoutMain
-
-__all__ = [
-    "StringMatchReward",
-    "accuracy_reward",
-    "answer_box",
-    "answers_match",
-    "bare",
-    "boxed",
-    "normalize_answer",
-    "reasoning_accuracy_reward",
-    "string_match_reward",
-]
 
 logger = logging.getLogger(__name__)
 
-
-Mode = Literal["auto", "exact", "number", "percent", "text"]
-MODES = ("auto", "exact", "number", "percent", "text")
 
 WRAPPERS = [
     (re.compile(r"\\(?:text|textbf|textit|mathrm|mathbf|mbox|operatorname)\{([^{}]*)\}"), r"\1"),
@@ -44,64 +29,8 @@ WRAPPERS = [
     (re.compile(r"^\*\*(.*)\*\*$", re.S), r"\1"),
     (re.compile(r'^"(.*)"$', re.S), r"\1"),
     (re.compile(r"^\(([A-Za-z])\)$"), r"\1"),  # A choice: (B) is B.
-    (re.compile(r"\\(?:left|right)(?![A-Za-z])|\\[!;]|\\,(?!\d)"), ""),
 ]
-# What names something is not computed with: 007 is not 7, a date no difference, a telephone number no subtraction.
-IDENTIFIER = re.compile(
-    r"0\d+(?:[-/:.]\d+)*|\d+(?:[-/.]\d+){2,}|\d{3,}-\d{4,}|(?=[\w-]*\d)(?=[\w-]*[A-Za-z])[A-Za-z0-9][\w-]*"
-)
 LISTED = re.compile(r"[\s$]*(?:,|,?\s*and|,?\s*or)[\s$]*")  # Between two boxes: a list of answers.
-FORMULA = re.compile(r"[\\^_=+*/(){}\[\]]|\d")
-# Words are not formulas: math-verify would read them as products (yes = sey) or drop them (5 km = 5).
-WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2,}")
-LONGEST_FORMULA = 1000  # Characters; an answer beyond is prose.
-
-DIGITS = r"(?:\d{1,3}(?:[,\s]\d{3})+|\d+)(?:\.\d+)?|\.\d+"
-DECIMAL = re.compile(rf"({DIGITS})(?:e([+-]?\d{{1,3}}))?", re.I)
-RATIO = re.compile(rf"({DIGITS})\s*/\s*({DIGITS})|\\[dt]?frac\s*\{{(-?\d+)\}}\s*\{{(\d+)\}}")
-LONGEST_NUMBER = 400  # Characters; beyond, a "number" is an attack on the arithmetic.
-CLOSE = Fraction(1, 10**6)
-
-
-def parse_number(text: str) -> tuple[Fraction, bool] | None:
-    r"""Read a text that is one number and nothing else: its exact value, and whether a percent sign follows it.
-
-    >>> parse_number("1,000.5"), parse_number(r"\frac{3}{4}"), parse_number("50%"), parse_number("5 apples")
-    ((Fraction(2001, 2), False), (Fraction(3, 4), False), (Fraction(50, 1), True), None)
-    """
-    if len(text) > LONGEST_NUMBER:
-        return None
-    body, percent = text.strip().replace("−", "-"), False
-    if body.endswith("%"):
-        body, percent = body[:-1].rstrip("\\ "), True
-    sign = -1 if body.startswith("-") else 1
-    body = body.removeprefix("-").removeprefix("+").strip()
-    for space in ("{,}", r"\,"):
-        body = body.replace(space, ",")
-    if found := DECIMAL.fullmatch(body):
-        return sign * _exact(found[1]) * Fraction(10) ** int(found[2] or 0), percent
-    if found := RATIO.fullmatch(body):
-        top, bottom = (_exact(found[i] or found[i + 2]) for i in (1, 2))
-        return (sign * top / bottom, percent) if bottom else None
-    return None
-
-
-def _exact(digits: str) -> Fraction:
-    return Fraction(re.sub(r"[,\s]", "", digits))
-
-
-def _same_number(answer: tuple[Fraction, bool], gold: tuple[Fraction, bool], percent: bool) -> bool:
-    """Equal within ``max(1e-6, 1e-6 |gold|)``; ``50%`` is also ``0.5`` if the reference has the sign, or with ``percent``."""
-    (value, signed), (wanted, gold_signed) = answer, gold
-    if _close(value, wanted):
-        return True
-    if gold_signed and not signed:
-        return _close(value, wanted / 100)
-    return percent and signed and not gold_signed and _close(value / 100, wanted)
-
-
-def _close(a: Fraction, b: Fraction) -> bool:
-    return abs(a - b) <= max(CLOSE, abs(b) * CLOSE)
 
 
 def boxed(text: str) -> str | None:
@@ -152,137 +81,25 @@ def bare(answer: Any) -> str:
     return text
 
 
-def _is_identifier(text: str) -> bool:
-    return IDENTIFIER.fullmatch(text) is not None and (text.startswith("0") or parse_number(text) is None)
-
-
-def normalize_answer(text: Any) -> str:
-    r"""One spelling for equal answers, for use in exact-match rewards.
-
-    Numbers become their shortest exact form (a percent sign is kept), identifiers stay as they are, other text loses its
-    case and doubled spaces.
-
-    >>> [normalize_answer(t) for t in ("42.0", r"\boxed{1,000}", "1/3", "0.50", "007", "Yes.", "50 %")]
-    ['42', '1000', '1/3', '0.5', '007', 'yes', '50%']
-    """
-    plain = bare(text)
-    if _is_identifier(plain):
-        return plain
-    number = parse_number(plain)
-    if number is None:
-        return re.sub(r"\s*([,;:=+*/^()\[\]{}])\s*", r"\1", " ".join(plain.casefold().split()))
-    value, percent = number
-    # A fraction with up to 12 decimal places is written with them.
-    places = next((n for n in range(13) if (value * 10**n).denominator == 1), None)
-    shown = str(value) if places is None else f"{Decimal(int(value * 10**places)).scaleb(-places):f}"
-    return shown + ("%" if percent else "")
-
-
-def answers_match(pred: Any, gold: Any, mode: Mode = "auto") -> bool | None:
-    r"""Whether an answer equals the reference.
-
-    ``auto`` compares identifiers exactly, numbers by value (``|a - b| <= max(1e-6, 1e-6 |b|)``), formulas by math-verify
-    where it is installed (``posttrain[math]``), and the rest as text without case. ``50%`` is ``0.5`` only when
-    the reference has the percent sign, or in mode ``percent``. Units and number words are text.
+def answers_match(pred: Any, gold: Any) -> bool | None:
+    r"""Whether an answer equals the reference: words as text without case, everything else by math-verify.
 
     Args:
         pred: The answer; None or empty matches nothing.
         gold: The reference.
-        mode: ``auto``, ``exact`` (identifiers: only boxes and formatting are removed), ``number``, ``percent`` or ``text``.
 
     Returns:
-        None when the reference says nothing (empty, or no number in a number mode): it can score no answer.
+        None when the reference says nothing (empty, or nothing can be read in it): it can score no answer.
 
     Raises:
-        ConfigError: An unknown mode.
+        MissingDependencyError: math-verify is not installed.
 
-    >>> answers_match("42.0", "42"), answers_match("1,000", "1000.0"), answers_match("7", "007")
-    (True, True, False)
-    >>> answers_match("x", "") is None
-    True
+    >>> answers_match("1,000", "1000.0"), answers_match("Paris.", "paris")  # doctest: +SKIP
+    (True, True)
     """
-    check_choice("mode", mode, MODES)
-    reference, answer = ("" if value is None else bare(value) for value in (gold, pred))
-    number = None if mode in ("exact", "text") else parse_number(reference)
-    if not reference or (mode in ("number", "percent") and number is None):
-        return None
-    if not answer:
-        return False
-    if mode == "exact" or (mode == "auto" and _is_identifier(reference)):
-        return answer == reference
-    given = parse_number(answer)
-    if number is not None and given is not None:
-        return _same_number(given, number, mode == "percent")
-    if mode in ("number", "percent"):
-        return False
-    return normalize_answer(answer) == normalize_answer(reference) or (mode == "auto" and _formulas(answer, reference))
-
-
-def _formulas(answer: str, gold: str) -> bool:
-    """Whether two formulas are equal, where math-verify is installed to compare them."""
-    for text in (answer, gold):
-        if len(text) > LONGEST_FORMULA or not FORMULA.search(text) or WORD.search(text):
-            return False
-    if not (is_available("math_verify") and is_available("pebble")):
-        return False
-    verdict = in_time(math_verify.compare, [(f"${gold}$", f"\\boxed{{{answer}}}", False)])[0]
-    return isinstance(verdict, tuple) and verdict[1]
-
-
-class StringMatchReward:
-    r"""1 where the answer equals the reference in a column, 0 where not, None where the column says nothing.
-
-    Args:
-        column: The dataset column with the reference.
-        extract: A function, or a regular expression whose last match (its first group) is the answer. None takes the
-            last ``\boxed{}`` (unless it continues a list: "1 or 2" is no answer), or else the whole text.
-        mode: See `answers_match`.
-
-    Against the reference ``42``: ``\boxed{42.0}`` 1, ``42.0`` 1, ``It is 42`` 0, ``\boxed{42} or \boxed{41}`` 0;
-    an empty reference gives None.
-    """
-
-    __name__ = "string_match_reward"
-
-    def __init__(
-        self, column: str = "answer", extract: Callable[[str], str | None] | str | None = None, mode: Mode = "auto"
-    ) -> None:
-        check_choice("mode", mode, MODES)
-        if isinstance(extract, str):
-            try:
-                re.compile(extract)
-            except re.error as error:
-                raise ConfigError(f"extract={extract!r} is not a regular expression: {error}.") from error
-        self.column, self.extract = column, extract
-        self.mode: Mode = mode
-
-    def __call__(self, completions: list[Any], **columns: Any) -> list[float | None]:
-        """One number a completion."""
-        if self.column not in columns:
-            raise ConfigError(f"string_match_reward needs the column {self.column!r}; it got {sorted(columns)}.")
-        rows = zip(completions, columns[self.column], strict=True)
-        matches = [answers_match(self._answer(completion_text(c)), gold, self.mode) for c, gold in rows]
-        return [None if match is None else float(match) for match in matches]
-
-    def _answer(self, text: str) -> str | None:
-        if self.extract is None:
-            inside = answer_box(text)
-            return text if inside is None else inside
-        if callable(self.extract):
-            return self.extract(text)
-        found = list(re.finditer(self.extract, text))
-        return (found[-1][1] if found[-1].re.groups else found[-1][0]) if found else None
-
-
-def string_match_reward(
-    column: str = "answer", extract: Callable[[str], str | None] | str | None = None, mode: Mode = "auto"
-) -> StringMatchReward:
-    r"""See `StringMatchReward`.
-
-    >>> string_match_reward("gold", extract=r"is (\d+)")(completions=["It is 42.", "7"], gold=["42.0", "7"])
-    [1.0, 0.0]
-    """
-    return StringMatchReward(column, extract, mode)
+    answer = "" if pred is None else bare(pred)
+    reward = _judge([f"\\boxed{{{answer}}}" if answer else ""], [gold], False, "answers_match")[0].reward
+    return None if reward is None else bool(reward)
 
 
 UNPARSEABLE, SKIPPED, INCOMPLETE, TIMED_OUT = "[unparseable]", "[skipped]", "[incomplete reasoning]", "[timed out]"
@@ -400,13 +217,16 @@ def _judge(texts: Sequence[str], solution: Sequence[Any], lenient: bool, name: s
 
 def _judge_words(text: str, gold: str, lenient: bool) -> Verdict:
     """For a reference that is a word, not a formula; or that says nothing."""
-    if not gold:
+    wanted = _plain(gold)
+    if not wanted:
         return Verdict(None, UNPARSEABLE, SKIPPED)
     answer = answer_box(text)
-    answer = text if answer is None and lenient else answer
-    match = answers_match(answer, gold)
-    shown = UNPARSEABLE if answer is None else normalize_answer(answer)
-    return Verdict(None if match is None else float(match), normalize_answer(gold), shown)
+    said = _plain(text if answer is None and lenient else answer or "")
+    return Verdict(float(said == wanted), wanted, said or UNPARSEABLE)
+
+
+def _plain(text: str) -> str:
+    return " ".join(bare(text).casefold().split())
 
 
 def in_time(function: Callable, calls: Sequence[tuple]) -> list[Any]:
@@ -428,9 +248,55 @@ def in_time(function: Callable, calls: Sequence[tuple]) -> list[Any]:
     return results
 
 
-_processes = BoundedProcesses(
-    max(1, min(4, (os.cpu_count() or 1) // 2)), math_verify.start_process, context=WithoutMain()
-)
+class _WithoutMain(SpawnProcess):
+    def start(self) -> None:
+        main: Any = sys.modules["__main__"]
+        with _spawning:
+            spec, main.__spec__ = main.__spec__, ModuleSpec("__main__", None)
+            try:
+                super().start()
+            finally:
+                main.__spec__ = spec
+
+
+_spawning = threading.Lock()
+
+
+class WithoutMain(SpawnContext):
+    """Spawns processes that do not run the script of the main process again, which may have no main guard."""
+
+    Process = _WithoutMain
+
+
+class BoundedProcesses:
+    """Processes of pebble, started at the first call and again after a fork or a crash.
+
+    A thread would not do: nothing can stop one. A signal works on the main thread only, and not inside native code. A killed
+    process is always gone. Processes are spawned, since a fork would copy the locks of threads and the GPU's context.
+    """
+
+    def __init__(self) -> None:
+        self.pool: Any = None
+        self._owner = os.getpid()
+        self._starting = threading.Lock()
+
+    def submit(self, function: Callable, calls: Iterable[tuple], seconds: float) -> list[Any]:
+        """Futures of ``function(*call)``, one a call, in order.
+
+        A result raises TimeoutError after ``seconds``, ``pebble.ProcessExpired`` where the process died, and
+        `BrokenProcessPool` where no process could be started.
+        """
+        with self._starting:
+            if self.pool is None or self._owner != os.getpid() or not self.pool.active:
+                workers = max(1, min(4, (os.cpu_count() or 1) // 2))
+                # The clock of a first call begins after `start_process`.
+                options = {"initializer": math_verify.start_process, "context": WithoutMain()}
+                self.pool = require("pebble", "math-verify").ProcessPool(workers, **options)
+                self._owner = os.getpid()
+            return [self.pool.schedule(function, args=call, timeout=seconds) for call in calls]
+
+
+_processes = BoundedProcesses()
 
 
 def _explain_silence(texts: Sequence[str], verdicts: Sequence[Verdict]) -> None:

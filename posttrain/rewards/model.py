@@ -18,12 +18,6 @@ from posttrain.models.heads import install_token_head
 from posttrain.models.load import check_model_source
 from posttrain.types import Row
 
-__all__ = [
-    "ModelReward",
-    "TokenReward",
-    "WholeTextReward",
-]
-
 logger = logging.getLogger(__name__)
 
 

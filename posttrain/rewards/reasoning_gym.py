@@ -13,8 +13,6 @@ from posttrain.integrations import require
 from posttrain.rewards.format import completion_text
 from posttrain.rewards.math import boxed
 
-__all__ = ["ReasoningGymReward", "extract_answer", "reasoning_gym_task"]
-
 SPACING = 10_000_019  # reasoning-gym draws row i from seed + i: seeds 0 and 1 would share all rows but one.
 EXTRACT = ("auto", "tag", "last_number", "text")
 TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL | re.IGNORECASE)

@@ -13,8 +13,6 @@ import tenacity
 
 from posttrain.errors import RewardError
 
-__all__ = ["post_json"]
-
 logger = logging.getLogger(__name__)
 
 # Busy, starting or overloaded; any other refusal is final.

@@ -26,7 +26,6 @@ from posttrain.rewards.call import (
     as_callable,
     awaited,
     columns_read,
-    environment_rewards,
     head,
     is_concurrent,
     one_each,
@@ -34,18 +33,6 @@ from posttrain.rewards.call import (
     run_concurrently,
     unique,
 )
-
-__all__ = [
-    "TRANSFORMS",
-    "RewardRunner",
-    "RewardTable",
-    "RunningScale",
-    "correlation",
-    "describe_shares",
-    "parse_transform",
-    "transform_names",
-    "variance_shares",
-]
 
 logger = logging.getLogger(__name__)
 
@@ -279,7 +266,7 @@ class RewardRunner:
         transforms: One a function (of this module), applied before the weights; None is none.
         timeout: Seconds a function may take for one batch; None waits for ever. A plain function then runs on a thread.
         model_options: Keywords for `posttrain.rewards.model.ModelReward`.
-        environments: One instance of each environment; those with ``get_reward`` add a column a class, with weight 1.
+        of_environments: Further functions, with weight 1: the rewards that environments give themselves.
         score_twice: Score 4 rows of the first batch a second time and warn where they differ.
 
     Raises:
@@ -301,25 +288,24 @@ class RewardRunner:
         transforms: Sequence[str | None] | str | None = None,
         timeout: float | None = None,
         model_options: Mapping[str, Any] | None = None,
-        environments: Sequence[Any] = (),
+        of_environments: Sequence[Callable] = (),
         score_twice: bool = False,
     ) -> None:
         functions = list(reward_funcs) if isinstance(reward_funcs, list | tuple) else [reward_funcs]
         functions = [] if functions == [None] else functions
-        own = environment_rewards(environments)
-        if not functions and not own:
+        if not functions and not of_environments:
             raise ConfigError(
                 "reward_funcs is empty: online training needs at least one reward function, or an environment with "
                 "get_reward."
             )
         if timeout is not None and timeout <= 0:
             raise ConfigError(f"reward_timeout={timeout} must be above 0 seconds, or None to wait for ever.")
-        count, none = len(functions), [None] * len(own)
+        count, none = len(functions), [None] * len(of_environments)
         transforms = [transforms] * count if isinstance(transforms, str) else transforms
         tokenizers = [*one_each("reward_processing_classes", processing_classes, count), *none]
         weights = [*one_each("reward_weights", reward_weights, count), *none]
         self._specs = [*one_each("reward_transform", transforms, count), *none]
-        functions += own
+        functions += of_environments
         self.names = unique([reward_name(f) for f in functions])
         options = dict(model_options or {})
         self.functions = [as_callable(f, t, options) for f, t in zip(functions, tokenizers, strict=True)]

@@ -19,8 +19,6 @@ from posttrain.rollouts.server.replies import INCOMPLETE, shape_of
 from posttrain.types import Request as Prompt
 from posttrain.types import Rollout
 
-__all__ = ["NOT_WHOLE", "Job", "ServedEngine", "score_sequence"]
-
 # Seconds without a new request after which those that wait are begun: clients send the prompts of a step one by one.
 GATHER_S = 0.01
 NOT_WHOLE = "the weights are not whole: an update failed midway. Push all of them again."
@@ -173,11 +171,6 @@ class ServedEngine:
 
     # Other
 
-    def score(self, ids: Sequence[int], top: int) -> list[dict[int, float] | None]:
-        """See `score_sequence`."""
-        with evaluating(self.model):
-            return score_sequence(self.model, ids, top)
-
     def facts(self) -> dict[str, Any]:
         """What a trainer compares with its own model, and how it may send weights."""
         text = causal_lm(self.model).config.get_text_config()
@@ -196,25 +189,26 @@ class ServedEngine:
         }
 
 
-def score_sequence(model: nn.Module, ids: Sequence[int], top: int) -> list[dict[int, float] | None]:
-    """For each position the log-probs of its ``top`` most likely tokens and of the token that stands there.
+def score_choice(model: nn.Module, ids: Sequence[int], top: int) -> dict[str, Any]:
+    """The log-probs of a given sequence, as a choice of ``/v1/completions`` with ``prompt_logprobs`` and no completion.
 
     Args:
-        model: In eval mode.
+        model: That scores.
         ids: T token ids.
-        top: k; 0 leaves only the token's own.
-
-    Returns:
-        T entries as vLLM's ``prompt_logprobs`` has them; the first is None, because nothing predicts the first token.
+        top: k; beside each token its k most likely ones are told.
     """
     inner: Any = causal_lm(model)
     rule, tokens = LogitRule.of(inner.config), torch.tensor(list(ids), device=next(model.parameters()).device)
-    hidden = trunk(inner)(input_ids=tokens[None], use_cache=False).last_hidden_state[0, :-1]  # (T - 1, H)
-    found: list[dict[int, float] | None] = [None]
-    for part, own in zip(hidden.split(CHUNK), tokens[1:].split(CHUNK), strict=True):
-        logits = rule.logits(inner.get_output_embeddings()(part))  # (c, V)
-        for line, token in zip(logits.log_softmax(-1), own.tolist(), strict=True):
-            best = line.topk(min(top, len(line)))
-            pairs = zip(best.indices.tolist(), best.values.tolist(), strict=True)
-            found.append(dict(pairs) | {token: float(line[token])})
-    return found[: len(ids)]
+    # Nothing predicts the first token.
+    found: list[dict[str, Any] | None] = [None]
+    with evaluating(model):
+        hidden = trunk(inner)(input_ids=tokens[None], use_cache=False).last_hidden_state[0, :-1]  # (T - 1, H)
+        for part, own in zip(hidden.split(CHUNK), tokens[1:].split(CHUNK), strict=True):
+            logits = rule.logits(inner.get_output_embeddings()(part))  # (c, V)
+            for line, token in zip(logits.log_softmax(-1), own.tolist(), strict=True):
+                best = line.topk(min(top, len(line)))
+                pairs = dict(zip(best.indices.tolist(), best.values.tolist(), strict=True)) | {
+                    token: float(line[token])
+                }
+                found.append({str(other): {"logprob": logp} for other, logp in pairs.items()})
+    return {"token_ids": [], "prompt_token_ids": ids, "prompt_logprobs": found[: len(ids)]}

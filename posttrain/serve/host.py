@@ -28,21 +28,10 @@ from posttrain.rollouts.native.engine import NativeEngine
 from posttrain.rollouts.sampling import structured_guide
 from posttrain.rollouts.server.replies import API_KEY_VARIABLE, LOOPBACK
 from posttrain.rollouts.server.weight_sync import file_tensors, shared_path
-from posttrain.serve.engine import NOT_WHOLE, Job, ServedEngine
+from posttrain.serve.engine import NOT_WHOLE, Job, ServedEngine, score_choice
 from posttrain.serve.server import ServeConfig
 from posttrain.types import Request as Prompt
 from posttrain.types import Rollout, Sampling
-
-__all__ = [
-    "Completions",
-    "Host",
-    "TokenGuard",
-    "choices_of",
-    "create_app",
-    "make_host",
-    "score_choice",
-]
-
 
 TokenIds = Annotated[list[Annotated[int, Field(ge=0, strict=True)]], Field(min_length=1)]
 # What divides logits: a smaller number makes them infinite, which no engine can sample from.
@@ -201,12 +190,6 @@ def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def score_choice(ids: Sequence[int], entries: Sequence[dict[int, float] | None]) -> dict[str, Any]:
-    """Scores of a given sequence as a choice with ``prompt_logprobs`` and no completion."""
-    listed = [at and {str(token): {"logprob": logp} for token, logp in at.items()} for at in entries]
-    return {"token_ids": [], "prompt_token_ids": ids, "prompt_logprobs": listed}
-
-
 # The endpoints
 
 logger = logging.getLogger(__name__)
@@ -298,8 +281,8 @@ class Host:
         if self.served.state == "failed":
             raise WeightSyncError(NOT_WHOLE, phase="generate")
         if body.prompt_logprobs is not None:
-            scores = [await self.do(self.served.score, one.prompt_ids, body.prompt_logprobs) for one in requests]
-            choices = [score_choice(one.prompt_ids, entries) for one, entries in zip(requests, scores, strict=True)]
+            model, top = self.served.model, body.prompt_logprobs
+            choices = [await self.do(score_choice, model, one.prompt_ids, top) for one in requests]
         else:
             jobs = [Job(request) for request in requests]
             self.served.submit(jobs)
@@ -347,18 +330,15 @@ class Host:
         if request.client is None or request.client.host not in LOOPBACK or "x-forwarded-for" in request.headers:
             raise HTTPException(403, "a bucket in shared memory can come from this machine alone.")
         try:
-            await self.do(self._take, update_info)
+            if update_info.complete:
+                await self.do(self.served.complete_update)
+            else:
+                path, checksum = update_info.path, update_info.checksum
+                await self.do(lambda: self.served.load(file_tensors(shared_path(path), checksum).items()))
         except Exception as error:
             await self.do(self.served.end_update, None)
             raise HTTPException(409, f"{type(error).__name__}: {error}") from error
         return {"message": "Weights updated"}
-
-    def _take(self, info: Update) -> None:
-        """A bucket in shared memory, or that all came."""
-        if info.complete:
-            self.served.complete_update()
-        else:
-            self.served.load(file_tensors(shared_path(info.path), info.checksum).items())
 
     async def finish_weight_update(
         self, weight_version: Annotated[str | None, Body(embed=True)] = None

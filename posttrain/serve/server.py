@@ -12,8 +12,6 @@ from posttrain.integrations import require
 from posttrain.rollouts.server.replies import API_KEY_VARIABLE, check_token
 from posttrain.types import option
 
-__all__ = ["ServeConfig", "run_server"]
-
 # Seconds. Clients keep connections between steps of training; closed ones would cost them a retry.
 KEEP_ALIVE_S = 120
 # Seconds that a shutdown waits for running requests.

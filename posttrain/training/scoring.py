@@ -17,11 +17,10 @@ from posttrain.errors import RewardError
 from posttrain.losses.advantages import MOST
 from posttrain.metrics import Metric, maximum, mean, minimum
 from posttrain.models import parallel
-from posttrain.rewards.call import EnvironmentReward
 from posttrain.rewards.format import SoftOverlongPunishment
 from posttrain.rewards.runner import RewardRunner, RewardTable, correlation
 from posttrain.rollouts.batch import RolloutBatch, prompt_suffixes
-from posttrain.rollouts.episodes.environments import EnvironmentPool, PooledReward
+from posttrain.rollouts.episodes.environments import EnvironmentPool
 from posttrain.training.checks import Checks
 
 __all__ = [
@@ -197,11 +196,7 @@ def reward_runner(
         options: See `reward_options`.
         pool: Environments; those with ``get_reward`` are reward functions too, on the tools' threads and within their time.
     """
-    if pool is None:
-        return runner_class(**options)
-    runner = runner_class(**options, environments=pool.probes)
-    runner.functions = [PooledReward(f.kind, pool) if isinstance(f, EnvironmentReward) else f for f in runner.functions]
-    return runner
+    return runner_class(**options, of_environments=() if pool is None else pool.rewards())
 
 
 def score_rollouts(rewards: RewardRunner, batch: RolloutBatch, tokenizer: Any, state: Any) -> RewardTable:

@@ -609,17 +609,14 @@ def test_o17_every_function_has_its_mean(tiny_tokenizer, tmp_path):
 
 
 class Longer(BasePairwiseJudge):
-    """Longer is better; knows how sure it is; no verdict on even prompts."""
+    """Longer is better; no verdict on even prompts."""
 
     def __init__(self, doubt=False):
-        self.doubt, self.calls, self.soft = doubt, [], 0
+        self.doubt, self.calls = doubt, []
 
-    def judge(self, prompts, completions, shuffle_order=True, return_scores=False):
+    def judge(self, prompts, completions, shuffle_order=True):
         self.calls.append((prompts, completions))
-        self.soft += return_scores
         verdicts = [int(len(b) > len(a)) for a, b in completions]
-        if return_scores:
-            return [0.9 if v == 0 else 0.1 for v in verdicts]
         return [-1 if self.doubt else v for v in verdicts]
 
 

@@ -7,16 +7,16 @@ import pytest
 
 from posttrain import ScriptedEngine
 from posttrain.errors import PreflightError
-from posttrain.rewards import string_match_reward, think_format_reward
+from posttrain.rewards import accuracy_reward, think_format_reward
 from tests.algorithms.helpers import grpo
 from tests.algorithms.test_tools import Walk, qwen, speaker, trainer_of
 from tests.wordings import raises
 
 
 def test_references_that_say_nothing_end_the_run_before_anything_is_generated(tiny_tokenizer, tmp_path):
-    rows = datasets.Dataset.from_list([{"prompt": f"Say {i}", "answer": ""} for i in range(16)])
-    with raises(PreflightError, "16", "string_match_reward"):
-        grpo(tmp_path, tiny_tokenizer, rewards=string_match_reward(), data=rows)
+    rows = datasets.Dataset.from_list([{"prompt": f"Say {i}", "solution": ""} for i in range(16)])
+    with raises(PreflightError, "16", "accuracy_reward"):
+        grpo(tmp_path, tiny_tokenizer, rewards=accuracy_reward, data=rows)
 
 
 @pytest.mark.parametrize(("opens", "reward"), [(True, 1.0), (False, 0.0)])

@@ -13,15 +13,13 @@ from posttrain.rewards import (
     accuracy_reward,
     get_cosine_scaled_reward,
     reasoning_accuracy_reward,
-    string_match_reward,
 )
 
 
 def test_rewards_of_the_package_say_which_column_they_compare_with():
     for function in (accuracy_reward, reasoning_accuracy_reward, get_cosine_scaled_reward(100)):
-        assert reference_column(function) == ("solution", "auto")
-    assert reference_column(functools.partial(accuracy_reward, lenient=True)) == ("solution", "auto")
-    assert reference_column(string_match_reward("gold", mode="number")) == ("gold", "number")
+        assert reference_column(function) == "solution"
+    assert reference_column(functools.partial(accuracy_reward, lenient=True)) == "solution"
     assert reference_column(lambda completions, solution: [0.0]) is None
 
 
@@ -36,13 +34,8 @@ def test_more_than_a_twentieth_is_told_and_all_of_them_are_an_error():
     assert check_references("accuracy_reward", "solution", ["", None]).severity == "error"
 
 
-def test_a_word_is_no_number_where_numbers_are_compared():
-    assert check_references("string_match_reward", "answer", ["yes", "no"]) is None
-    assert check_references("string_match_reward", "answer", ["yes", "no"], mode="number").severity == "error"
-
-
 def test_the_column_of_a_training_set_is_read_once_a_reward():
-    rewards = SimpleNamespace(names=["a", "b"], functions=[accuracy_reward, string_match_reward("missing")])
+    rewards = SimpleNamespace(names=["a", "b"], functions=[accuracy_reward, lambda completions: [0.0]])
     rows = datasets.Dataset.from_list([{"prompt": str(i), "solution": "" if i % 2 else "1"} for i in range(10)])
     context = Context(trainer="grpo", args=None, train_dataset=rows, parts={"rewards": rewards})
     (found,) = references_of_rewards(context)

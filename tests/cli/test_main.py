@@ -30,7 +30,7 @@ def test_env_shows_versions_and_no_secret(capsys, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "hf_secret_value")
     assert main(["env"]) == 0
     out = capsys.readouterr().out
-    assert "transformers version" in out
+    assert "versions.transformers: " in out
     assert "hf_secret_value" not in out
 
 
@@ -149,31 +149,6 @@ def test_every_variant_trains_from_the_command_line_with_a_reward_in_a_file(comm
     assert (tmp_path / "out" / "model.safetensors").is_file()
 
 
-def test_a_task_of_reasoning_gym_is_dataset_reward_and_held_out_split(tiny_model_dir, tmp_path):
-    pytest.importorskip("reasoning_gym")
-    settings = json.dumps({"size": 8, "test_size": 4, "min_terms": 2, "max_terms": 2})
-    words = flags(
-        tiny_model_dir, tmp_path, dataset_name="reasoning_gym/chain_sum", dataset_config=settings, num_generations=4,
-        eval_strategy="steps", eval_steps=1, per_device_eval_batch_size=4,
-    )  # fmt: skip
-    assert main(["grpo", *words]) == 0
-    lines = (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()
-    logged = {key for line in lines for key in json.loads(line)}
-    assert {"rewards/chain_sum/mean", "eval_rewards/chain_sum/mean"} <= logged
-
-
-def test_the_reward_of_a_task_reaches_ppo_too(tiny_model_dir, tmp_path):
-    pytest.importorskip("reasoning_gym")
-    words = flags(
-        tiny_model_dir, tmp_path, dataset_name="reasoning_gym/chain_sum", dataset_config='{"size": 8, "test_size": 0}',
-        response_length=6,
-    )  # fmt: skip
-    at = words.index("--max_completion_length")
-    assert main(["ppo", *words[:at], *words[at + 2 :]]) == 0
-    lines = (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()
-    assert "rewards/chain_sum/mean" in {key for line in lines for key in json.loads(line)}
-
-
 def test_tools_and_an_environment_are_named_like_rewards(tmp_path, monkeypatch):
     from posttrain.cli.train import episode_parts, parser_for
 
@@ -209,15 +184,11 @@ def test_tools_and_an_environment_are_named_like_rewards(tmp_path, monkeypatch):
         ("rloo", {"tools": "bad.py:short"}, "unknown argument '--tools'"),
         ("rloo", {"tool_timeout": "3"}, "unknown argument '--tool_timeout'"),
         ("grpo", {"tools": "nowhere.tool", "reward_funcs": "bad.py:short"}, "tools: 'nowhere.tool' cannot be imported"),
-        ("rloo", {"dataset_name": "reasoning_gym/chain_sun"}, "did you mean 'chain_sum'"),
-        ("rloo", {"dataset_name": "reasoning_gym/chain_sum", "dataset_config": "hard"}, "must be a JSON object"),
     ],
 )
 def test_a_name_that_leads_nowhere_is_told_in_one_line(
     command, given, match, tiny_model_dir, tmp_path, monkeypatch, capsys
 ):
-    if "gym" in given.get("dataset_name", ""):
-        pytest.importorskip("reasoning_gym")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "bad.py").write_text("LIMIT = 3\ndef short(completions, **kw):\n    return [0.0] * len(completions)\n")
     (tmp_path / "broken.py").write_text("1 / 0\n")

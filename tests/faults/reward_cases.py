@@ -8,7 +8,7 @@ import datasets
 import torch
 
 from posttrain import ScriptedEngine
-from posttrain.rewards import string_match_reward
+from posttrain.rewards import accuracy_reward
 from tests.algorithms.helpers import scripted
 from tests.conftest import build_model
 from tests.faults import build
@@ -79,9 +79,9 @@ def missing_argument(scene: Scene) -> None:
 
 
 def unread_references(scene: Scene) -> None:
-    """References that hold no number, for a reward that compares numbers."""
-    rows = [{"prompt": [{"role": "user", "content": f"{i}+1?"}], "gold": "see the book"} for i in range(16)]
-    build.online(scene, string_match_reward("gold", mode="number"), data=datasets.Dataset.from_list(rows))
+    """References that hold nothing."""
+    rows = [{"prompt": [{"role": "user", "content": f"{i}+1?"}], "solution": "$$"} for i in range(16)]
+    build.online(scene, accuracy_reward, data=datasets.Dataset.from_list(rows))
 
 
 def constant(scene: Scene) -> None:

@@ -5,6 +5,7 @@ import json
 import re
 import shutil
 import subprocess
+import sys
 
 import pytest
 
@@ -13,6 +14,7 @@ from posttrain.cli.main import main
 from posttrain.errors import ConfigError, DataError
 from posttrain.report.page import read_run, read_runs, render
 from posttrain.report.page.build import content, panels_of
+from posttrain.report.record import FolderLock
 from tests.report.page_runs import EVIL, break_record, dpo_record, grpo_record
 from tests.wordings import raises
 
@@ -60,8 +62,31 @@ def test_a_record_is_read_whole(tmp_path):
     assert run.series["reward"].values[-1] == 1.0
     assert [(mark.step, mark.finding.code) for mark in run.marks] == [(25, "PT-R004")]
     assert [run.samples[0][0], run.samples[-1][0]] == [1, 40]
-    assert run.latest.advantage == 0.7
+    assert run.samples[-1][1][0][0].advantage == 0.7
     assert "<dt>loss</dt><dd>nan</dd>" in content([run])["sections"]["overview"]  # An older number must not hide it.
+
+
+TRAINS = """
+import sys
+from posttrain.report.record import FolderLock
+lock = FolderLock(sys.argv[1])
+lock.acquire()
+print("ready", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_run_goes_on_while_another_process_holds_its_folder_not_this_one(tmp_path):
+    grpo_record(tmp_path, steps=1)
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", TRAINS, str(tmp_path)], **pipes) as process:
+        assert process.stdout.readline() == "ready\n"
+        assert read_run(tmp_path).state == "running"
+        process.communicate("", timeout=30)
+    lock = FolderLock(tmp_path)
+    lock.acquire()
+    assert read_run(tmp_path).state == "stopped"
+    lock.release()
 
 
 def test_a_broken_record_is_shown_with_notes_and_never_fails(tmp_path):

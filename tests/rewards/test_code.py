@@ -14,16 +14,15 @@ import pytest
 from posttrain.errors import ConfigError, MissingDependencyError, RewardError
 from posttrain.rewards import code
 from posttrain.rewards.code import (
-    Bubblewrap,
     CaseResult,
     CodeTestsReward,
     Limits,
     Outcome,
-    SandboxService,
     code_block,
     get_code_tests_reward,
     open_sandbox,
     read_tests,
+    run_program,
     run_tests,
 )
 from posttrain.rewards.runner import RewardRunner
@@ -59,7 +58,7 @@ def one(source, test="pass", limits=PATIENT, **options):
 
 def wrote(source):
     """What a program prints."""
-    return Bubblewrap().run(source, "", PATIENT).output
+    return run_program("bubblewrap", source, "", PATIENT).output
 
 
 @in_bubblewrap
@@ -278,10 +277,10 @@ def test_a_service_runs_the_code_and_ours_judges():
 def test_what_a_service_answers_is_read():
     late = {"status": "TimeLimitExceeded", "return_code": None, "stdout": "a", "stderr": ""}
     with Service({"status": "Failed", "message": "", "run_result": late}) as service:
-        assert SandboxService(service.url).run("x", "", QUICK) == Outcome(None, "a", "")
+        assert run_program(service.url, "x", "", QUICK) == Outcome(None, "a", "")
         service.answer = {"status": "SandboxError", "message": "no disk", "run_result": None}
         with raises(RewardError):
-            SandboxService(service.url).run("x", "", QUICK)
+            run_program(service.url, "x", "", QUICK)
         service.answer = {"hello": 1}
         with raises(RewardError):
             one("pass", sandbox=service.url)

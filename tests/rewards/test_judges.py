@@ -1,7 +1,6 @@
 """Judges against a chat server of our own on this machine: verdicts, order, budget, failures; and judges as rewards."""
 
 import json
-import math
 import socket
 import threading
 import time
@@ -116,27 +115,6 @@ def test_p41_no_verdict_stays_no_verdict_when_the_order_was_turned(server):
     assert judge_of(server).judge(PROMPTS, PAIRS) == [-1] * 12
 
 
-def test_scores_are_probabilities_that_the_first_wins(server):
-    def answer(text, number):
-        _, first, _ = parts(text)
-        gap = 1.0 if first.startswith("a") else -1.0  # The server favours a, wherever it stands.
-        top = [{"token": "0", "logprob": gap - 2}, {"token": "x", "logprob": -9.0}, {"token": "1", "logprob": -2.0}]
-        return {"message": {"content": "0"}, "logprobs": {"content": [{"token": "0", "top_logprobs": top}]}}
-
-    server.answer = answer
-    expected = 1 / (1 + math.exp(-1.0))
-    assert judge_of(server).judge(PROMPTS, PAIRS, return_scores=True) == pytest.approx([expected] * 12)
-    softer = judge_of(server).judge(PROMPTS[:1], PAIRS[:1], return_scores=True, temperature=2.0)
-    assert softer == pytest.approx([1 / (1 + math.exp(-0.5))])
-    assert server.requests[0]["logprobs"] is True
-
-
-def test_scores_without_logprobs_are_the_verdict(server):
-    server.answer = longer
-    scores = judge_of(server).judge(PROMPTS, PAIRS, return_scores=True)
-    assert scores == [1.0 - truth for truth in TRUTH]
-
-
 def test_requests_run_at_once_up_to_the_limit(server):
     server.answer = lambda text, number: (time.sleep(0.15), "0")[1]
     started = time.monotonic()
@@ -217,7 +195,6 @@ def test_over_budget_nobody_has_a_verdict_and_one_warning_says_so(server, caplog
     assert judge.judge(PROMPTS[:2], PAIRS[:2], shuffle_order=False) == [0, 0]  # 2 < 3: still within, as a batch.
     for _ in range(3):
         assert judge.judge(PROMPTS[:2], PAIRS[:2]) == [-1, -1]
-    assert judge.judge(PROMPTS[:1], PAIRS[:1], return_scores=True) == [0.5]
     assert len(server.requests) == 4
     assert sum("max_requests=3" in r.message for r in caplog.records) == 1
 
@@ -273,11 +250,6 @@ class Pairwise(BasePairwiseJudge):
         return self.verdicts
 
 
-class Soft(Pairwise):
-    def judge(self, prompts, completions, shuffle_order=True, return_scores=False):
-        return [0.8] * len(prompts) if return_scores else [1] * len(prompts)
-
-
 class Rank(BaseRankJudge):
     def __init__(self, *orders):
         self.orders = list(orders)
@@ -294,13 +266,6 @@ def test_a_pairwise_judge_rewards_the_better_one_and_calls_no_verdict_a_tie():
     halves = JudgeReward(judge, halves=True)
     assert halves(prompts=["p", "q", "r"] * 2, completions=list("abcdef")) == [1, 0, 0.5, 0, 1, 0.5]
     assert judge.seen == (["p", "q", "r"], [["a", "d"], ["b", "e"], ["c", "f"]])
-
-
-def test_soft_rewards_are_probabilities_where_the_judge_knows_them():
-    pair = {"prompts": ["p", "p"], "completions": ["a", "b"]}
-    assert JudgeReward(Soft(), soft=True)(**pair) == pytest.approx([0.8, 0.2])
-    assert JudgeReward(Soft())(**pair) == [0.0, 1.0]
-    assert JudgeReward(Pairwise(1), soft=True)(**pair) == [0.0, 1.0]  # It knows only verdicts.
 
 
 def test_a_rank_judge_spreads_its_group():

@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from posttrain.errors import ConfigError, RewardError
+from posttrain.errors import ConfigError
 from posttrain.rewards.runner import RewardRunner, correlation, describe_shares, variance_shares
 from tests.wordings import raises
 
@@ -117,36 +117,16 @@ def test_scoring_twice_is_off_by_default_and_never_ends_a_run(caplog):
 # Environments ---------------------------------------------------------------------------------------------------------
 
 
-class Game:
-    def __init__(self, score=1.0):
-        self.score = score
+def test_rewards_of_environments_have_weight_one_and_may_be_the_only_ones():
+    def game(environments, **_):
+        return [e if isinstance(e, float) else None for e in environments]
 
-    def get_reward(self):
-        if self.score is None:
-            raise RuntimeError("no board")
-        return self.score
-
-
-class Maze:
-    async def get_reward(self):
-        return 5.0
-
-
-def test_each_class_of_environments_has_a_column_and_its_weight_is_one():
-    probes = [Game(), Maze(), Game(), object()]
-    runner = RewardRunner(lambda **_: [1.0, 2.0, 3.0], [0.5], environments=probes)
-    assert (runner.names, runner.weights.tolist()) == (["<lambda>", "Game", "Maze"], [0.5, 1.0, 1.0])
-    table = runner(
-        prompts=["p"] * 3, completions=["a"] * 3, completion_ids=[[1]] * 3, environments=[Game(7.0), Maze(), Game(2.0)]
-    )
+    runner = RewardRunner(lambda **_: [1.0, 2.0, 3.0], [0.5], of_environments=[game])
+    assert (runner.names, runner.weights.tolist()) == (["<lambda>", "game"], [0.5, 1.0])
+    three = {"prompts": ["p"] * 3, "completions": ["a"] * 3, "completion_ids": [[1]] * 3}
+    table = runner(**three, environments=[7.0, object(), 2.0])
     assert table.values[:, 1].tolist()[::2] == [7.0, 2.0]
     assert table.values[:, 1].isnan().tolist() == [False, True, False]
-    assert table.values[1, 2] == 5.0
-
-
-def test_an_environment_may_be_the_only_reward_and_its_error_names_it():
-    runner = RewardRunner(None, environments=[Game()])
-    with raises(RewardError, "get_reward", "row 1"):
-        runner(prompts=["p"] * 2, completions=["a"] * 2, completion_ids=[[1]] * 2, environments=[Game(), Game(None)])
+    assert RewardRunner(None, of_environments=[game]).names == ["game"]
     with raises(ConfigError, "reward_funcs"):
-        RewardRunner(None, environments=[object()])
+        RewardRunner(None)

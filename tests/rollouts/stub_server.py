@@ -17,8 +17,8 @@ from safetensors.torch import load as load_safetensors
 
 from posttrain.errors import BadRequest
 from posttrain.rollouts.native.engine import NativeEngine
-from posttrain.serve.engine import Job, score_sequence
-from posttrain.serve.host import Completions, choices_of, score_choice
+from posttrain.serve.engine import Job, score_choice
+from posttrain.serve.host import Completions, choices_of
 
 VOCABULARY = 10**6  # Ids beyond the model's own are for the trainer to notice.
 ONE_AT_A_TIME = threading.RLock()  # The native engine plugs into a table of transformers: one run a process.
@@ -186,7 +186,7 @@ class StubServer:
     def on_score(self, asked):
         ids = asked["prompt"]
         with self.lock, torch.no_grad():
-            return {"choices": [score_choice(ids, score_sequence(self.model, ids, asked["prompt_logprobs"]))]}
+            return {"choices": [score_choice(self.model, ids, asked["prompt_logprobs"])]}
 
     def on_pause(self, asked):
         self.paused = True

@@ -240,9 +240,11 @@ def test_rewards_are_of_exactly_the_class_and_an_error_names_the_row():
 
     pool = EnvironmentPool({"a": Counter, "b": Broken})
     environments, _ = pool.begin([{"environment": "a", "start": 4}, {"environment": "b"}])
-    assert PooledReward(Counter, pool)([None] * 2, environments=environments) == [4.0, None]
+    counter, broken = pool.rewards()
+    assert (counter.__name__, broken.__name__) == ("Counter", "Broken")
+    assert counter([None] * 2, environments=environments) == [4.0, None]
     with raises(RolloutError, "row 1", "get_reward"):
-        PooledReward(Broken, pool)([None] * 2, environments=environments)
+        broken([None] * 2, environments=environments)
 
 
 def test_what_a_call_never_came_back_from_is_not_used_again():

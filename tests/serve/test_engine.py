@@ -6,7 +6,7 @@ import torch
 from posttrain.errors import ModelError, WeightSyncError
 from posttrain.rollouts.hf import HFEngine
 from posttrain.rollouts.native.engine import NativeEngine
-from posttrain.serve.engine import Job, ServedEngine
+from posttrain.serve.engine import Job, ServedEngine, score_choice
 from posttrain.types import Request, Sampling
 from tests.conftest import build_model
 
@@ -83,12 +83,12 @@ def test_weights_that_are_pushed_are_the_weights_that_write_and_score(kind):
     jobs = submit(engine, PROMPTS, 2, Sampling(5, temperature=0.0))
     same(jobs, new, PROMPTS, 2, Sampling(5, temperature=0.0))
     assert {job.version for job in jobs} == {"1"}
-    entries = engine.score([5, 6, 7, 8], 3)
+    entries = score_choice(engine.model, [5, 6, 7, 8], 3)["prompt_logprobs"]
     logps = new(torch.tensor([[5, 6, 7]])).logits[0].detach().log_softmax(-1)
     assert entries[0] is None
     for at, token, line in zip(entries[1:], [6, 7, 8], logps, strict=True):
-        assert at[token] == pytest.approx(float(line[token]), abs=1e-5)
-        assert set(line.topk(3).indices.tolist()) <= set(at) and len(at) <= 4
+        assert at[str(token)]["logprob"] == pytest.approx(float(line[token]), abs=1e-5)
+        assert set(map(str, line.topk(3).indices.tolist())) <= set(at) and len(at) <= 4
 
 
 def test_trap_s7_weights_that_did_not_come_or_are_not_known_or_of_another_shape_are_refused():

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import yaml
 from markupsafe import Markup
 
 from posttrain.checks.rules import Rule, Verdict, review
@@ -27,19 +28,6 @@ from posttrain.report.inspect import histogram
 from posttrain.report.page.run import Run, Series, flat
 from posttrain.report.progress import MAIN
 from posttrain.report.templates import TEMPLATES, environment
-
-__all__ = [
-    "Panel",
-    "content",
-    "figures",
-    "final",
-    "groups_of",
-    "panel_of",
-    "panels_of",
-    "render",
-    "thinned",
-    "write_page",
-]
 
 LONGEST = 4000  # Characters of a completion before its middle is left out.
 TAIL = 0.1  # Share of the latest points whose mean is the final value.
@@ -58,69 +46,8 @@ TITLES = {
 
 MOST_POINTS = 1500  # Of one curve in the page.
 
-# Heading -> (title with its unit, pattern of metric names without ``eval_``), in the order of the page.
-LAYOUT: dict[str, tuple[tuple[str, str], ...]] = {
-    "Learning": (
-        ("loss", r"loss"),
-        ("token accuracy", r"mean_token_accuracy|accuracy"),
-        ("parts of the loss", r"(loss/.*|.*_loss)"),
-        ("preference accuracy", r"rewards/accuracies"),
-        ("gradient norm", r"grad_norm"),
-        ("learning rate", r"learning_rate"),
-    ),
-    "Rewards": (
-        ("reward", r"reward"),
-        ("rewards of chosen and rejected", r"rewards/(chosen|rejected)"),
-        ("margin", r"rewards/margins"),
-        ("spread of rewards in a group", r"reward_std"),
-        ("groups without spread (share)", r"frac_reward_zero_std"),
-        ("mean of each reward function", r"rewards/.*/mean"),
-        ("spread of each reward function", r"rewards/.*/std"),
-        ("least and most of each reward function", r"rewards/.*/(min|max)"),
-        ("rows a reward function applies to (share)", r"rewards/.*/applicable"),
-        ("share of the rewards' variance", r"rewards/.*/variance_share"),
-        ("correlation of reward and length", r"rewards/length_corr"),
-        ("largest advantage", r"advantages/.*"),
-    ),
-    "Distance from the start": (
-        ("KL to the reference (nats)", r"kl|objective/kl"),
-        ("entropy (nats a token)", r"entropy|objective/entropy|policy/entropy_avg"),
-        ("log-probs of answers (nats)", r"logps/.*"),
-        ("logits of answers", r"logits/.*"),
-        ("clipped tokens (share)", r"clip_ratio/region_mean|cispo_clip_ratio|policy/clipfrac_avg"),
-        ("clipped low and high (share)", r"clip_ratio/.*"),
-        ("probability ratio", r"ratio/.*|val/ratio"),
-        ("trainer and engine apart (nats)", r"sampling/sampling_logp_difference/.*"),
-        ("importance weights of the engine's tokens", r"sampling/importance_sampling_ratio/.*"),
-        ("age of the rollouts (updates)", r"staleness/.*"),
-    ),
-    "Teacher": (
-        ("divergence of student and teacher (nats a token)", r"distill/divergence"),
-        ("the tokens they disagree on most (nats)", r"distill/divergence_max|distill/k1_max"),
-        ("same likeliest token (share)", r"distill/agreement"),
-        ("KL to the teacher, estimated from tokens (nats)", r"distill/k[13]"),
-        ("mass of the teacher that the loss sees (share)", r"distill/support_mass"),
-        ("loss by whose tokens", r"(on|off)_policy_loss"),
-    ),
-    "Lengths": (
-        ("length of completions (tokens)", r"completions/(mean|min|max)_length"),
-        ("length of ended completions (tokens)", r"completions/(mean|min|max)_terminated_length"),
-        ("length of answers (tokens)", r"completions/(chosen|rejected)_length"),
-        ("cut, masked and repeated completions (share)", r"completions/.*_ratio"),
-    ),
-    "Time and data": (
-        ("seconds a step", r"step_time"),
-        ("seconds of generation", r"rollouts/seconds"),
-        ("tokens per second", r".*tokens_per_second.*"),
-        ("seconds of each reward function", r"rewards/.*/seconds"),
-        ("seconds inside a step", r"profiling/.*|.*seconds|.*_time|runtime"),
-        ("per second", r".*_per_second"),
-        ("tokens seen", r"num_tokens"),
-        ("trained tokens a step", r"trained_tokens"),
-        ("sequences a step", r"documents"),
-        ("padding (share)", r"padding_share"),
-    ),
-}
+# Heading -> {title with its unit: pattern of metric names}, in the order of the page.
+LAYOUT: dict[str, dict[str, str]] = yaml.safe_load((TEMPLATES / "layout.yaml").read_text(encoding="utf-8"))
 OTHER = "More"
 
 
@@ -197,7 +124,7 @@ def panel_of(name: str) -> tuple[str, str]:
     """
     bare = name.removeprefix("eval_")
     for group, entries in LAYOUT.items():
-        for title, pattern in entries:
+        for title, pattern in entries.items():
             if re.fullmatch(pattern, bare):
                 return group, title
     return OTHER, bare
@@ -208,7 +135,7 @@ def panels_of(runs: Sequence[Run]) -> list[Panel]:
     found: dict[tuple[str, str], list[str]] = {}
     for name in dict.fromkeys(name for run in runs for name in run.series):
         found.setdefault(panel_of(name), []).append(name)
-    order = [(group, title) for group, entries in LAYOUT.items() for title, _ in entries]
+    order = [(group, title) for group, entries in LAYOUT.items() for title in entries]
     places = sorted(found, key=lambda place: (order.index(place) if place in order else len(order), place[1]))
     panels = []
     for at, (group, title) in enumerate(places):
@@ -342,7 +269,7 @@ def _cards(verdicts: Sequence[Sequence[Verdict]]) -> list[Card]:
 
 
 def content(runs: Sequence[Run]) -> dict[str, Any]:
-    """What changes while a run goes on: ``sections``, HTML by name, and ``data``, what is drawn."""
+    """What the page holds: ``sections``, HTML by name, and ``data``, what is drawn."""
     verdicts = [review(run.rows) for run in runs]
     panels = panels_of(runs)
     make: Any = environment().get_template("sections.html.jinja").module
@@ -407,13 +334,8 @@ def _change(first: float | None, value: float | None) -> str:
 # The file --------------------------------------------------------------------------------------------------------
 
 
-def render(runs: Sequence[Run], *, live: bool = False) -> str:
-    """The whole page.
-
-    Args:
-        runs: See `posttrain.report.page.read_runs`.
-        live: Whether the page asks the server it came from for news; else it may connect to nothing.
-    """
+def render(runs: Sequence[Run]) -> str:
+    """The whole page, of `posttrain.report.page.read_runs`."""
     made = content(runs)
     script = (TEMPLATES / "page.js").read_text(encoding="utf-8")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
@@ -422,7 +344,6 @@ def render(runs: Sequence[Run], *, live: bool = False) -> str:
         .get_template("page.html.jinja")
         .render(
             runs=runs,
-            live=live,
             title=" · ".join(run.name for run in runs) or "no run",
             titles=TITLES | ({"compare": "Comparison"} if len(runs) > 1 else {}),
             sections={name: Markup(html) for name, html in made["sections"].items()},
@@ -431,7 +352,7 @@ def render(runs: Sequence[Run], *, live: bool = False) -> str:
             style=Markup((TEMPLATES / "page.css").read_text(encoding="utf-8")),
             policy=Markup(
                 f"default-src 'none'; script-src 'sha256-{digest}'; style-src 'unsafe-inline'; img-src data: blob:; "
-                f"connect-src '{'self' if live else 'none'}'; base-uri 'none'; form-action 'none'"
+                "connect-src 'none'; base-uri 'none'; form-action 'none'"
             ),
         )
     )

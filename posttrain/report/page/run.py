@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,8 +13,6 @@ from typing import Any
 from posttrain.errors import ConfigError, DataError
 from posttrain.report.record import LOCK, FolderLock, read_rows
 from posttrain.types import Finding
-
-__all__ = ["Mark", "Run", "Sample", "Series", "flat", "read_run", "read_runs", "version"]
 
 NOT_CURVES = {"step", "time", "epoch"}
 SUMMARY = "train_runtime"  # The line that a trainer logs last.
@@ -174,11 +171,6 @@ class Run:
         return sorted(kinds.values(), key=lambda marks: SEVERITIES.index(marks[0].finding.severity))
 
     @property
-    def latest(self) -> Sample | None:
-        """The best completion of the latest step that has any."""
-        return self.samples[-1][1][0][0] if self.samples else None
-
-    @property
     def shaded(self) -> bool:
         """Whether any completion has log-probs."""
         return any(sample.logps for _, groups in self.samples for group in groups for sample in group)
@@ -243,18 +235,6 @@ def read_run(folder: str | Path) -> Run:
     run.samples = read_samples(path, run.notes)
     run.state = _state(run)
     return run
-
-
-def version(folder: Path) -> tuple[tuple[str, int, int], ...]:
-    """Names, sizes and times of the files that a page is made of: equal as long as nothing new was written."""
-    found = []
-    for name in (*FILES, "completions", LOCK):
-        try:
-            stat = os.stat(folder / name)
-        except OSError:
-            continue
-        found.append((name, stat.st_size, stat.st_mtime_ns))
-    return tuple(found)
 
 
 def _json(path: Path, notes: list[str], *, optional: bool = False) -> dict[str, Any]:

@@ -9,8 +9,6 @@ from typing import Any
 import jinja2
 from markupsafe import Markup
 
-__all__ = ["TEMPLATES", "environment", "visible"]
-
 TEMPLATES = Path(__file__).parent
 JOINER = "\u200d"  # Holds the parts of an emoji together; shown as a code it would take them apart.
 

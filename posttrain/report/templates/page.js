@@ -2,7 +2,7 @@
 (() => {
   const $ = (selector, root = document) => root.querySelector(selector);
   const $$ = (selector, root = document) => [...root.querySelectorAll(selector)];
-  let page = JSON.parse($("#page-data").textContent);
+  const page = JSON.parse($("#page-data").textContent);
   const view = { smooth: 0, axis: "step", log: false, marks: true, hidden: new Set(), range: null };
   const drawn = new Set();
   const DASHES = ["", "7 4", "2 3", "7 3 2 3", "12 4"];
@@ -167,7 +167,7 @@
   }
 
   function redraw() {
-    for (const element of drawn) element.isConnected ? draw(element) : drawn.delete(element);
+    for (const element of drawn) draw(element);
   }
 
   function controls() {
@@ -188,8 +188,7 @@
   function timelines() {
     for (const timeline of $$(".timeline")) {
       const moments = $$(".moment", timeline), input = $("input[type=range]", timeline);
-      if (!input || input.dataset.ready) continue;
-      input.dataset.ready = "yes";
+      if (!input) continue;
       const show = () => {
         moments.forEach((moment, at) => { moment.hidden = at !== +input.value; });
         $("output", timeline).textContent = moments[+input.value].dataset.label;
@@ -211,46 +210,8 @@
     });
   }
 
-  // Live: sections that changed are put in place of their old selves; what was open stays open.
-  const shown = new Map();
-  let stamp = null;
-  function replace(name, html) {
-    const place = $(`[data-section="${name}"]`);
-    if (!place || shown.get(name) === html) return;
-    shown.set(name, html);
-    if (name === "curves") {
-      const keys = (root) => $$("[data-panel]", root).map((element) => element.dataset.panel).join();
-      const fresh = document.createElement("div");
-      fresh.innerHTML = html;
-      if (keys(fresh) === keys(place)) return; // The plots stand; only what they draw is new.
-    }
-    const open = new Map($$("details", place).map((item) => [item.dataset.keep, item.open]));
-    const sliders = $$(".timeline input", place).map((input) => (input.value === input.max ? null : input.value));
-    place.innerHTML = html;
-    for (const item of $$("details", place)) if (open.has(item.dataset.keep)) item.open = open.get(item.dataset.keep);
-    $$(".timeline input", place).forEach((input, at) => { if (sliders[at] != null) input.value = sliders[at]; });
-    $$("[data-panel]", place).forEach(draw);
-  }
-
-  async function refresh() {
-    const said = $("#live");
-    try {
-      const answer = await fetch("live.json", { cache: "no-cache" });
-      if (!answer.ok) throw new Error(answer.statusText);
-      if (stamp !== null && answer.headers.get("ETag") === stamp) return;
-      stamp = answer.headers.get("ETag");
-      const news = await answer.json();
-      for (const [name, html] of Object.entries(news.sections)) replace(name, html);
-      timelines();
-      page = news.data;
-      redraw();
-      said.textContent = "live";
-    } catch { said.textContent = "the server is gone: this is the last state it sent"; } finally { setTimeout(refresh, 4000); }
-  }
-
   theme();
   controls();
   timelines();
   $$("[data-panel]").forEach(draw);
-  if (document.body.hasAttribute("data-live")) refresh();
 })();

@@ -156,6 +156,11 @@ class EnvironmentPool:
         """One instance of each kind."""
         return [kind.instances[0] for kind in self.kinds.values()]
 
+    def rewards(self) -> list[PooledReward]:
+        """A reward function for each class (exact type, once) that has ``get_reward``."""
+        kinds = dict.fromkeys(type(probe) for probe in self.probes if callable(getattr(probe, "get_reward", None)))
+        return [PooledReward(kind, self) for kind in kinds]
+
     def begin(
         self,
         rows: Sequence[dict[str, Any]],

@@ -35,8 +35,6 @@ from posttrain.rollouts.server.replies import (
     scores_of,
 )
 
-__all__ = ["VLLMClient"]
-
 logger = logging.getLogger(__name__)
 
 # Seconds to connect, and to be answered where nothing is to be computed: health, versions.

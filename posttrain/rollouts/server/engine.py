@@ -24,8 +24,6 @@ from posttrain.rollouts.server.weight_sync import Pusher
 from posttrain.rollouts.workers.shared_weights import as_dtype
 from posttrain.types import Request, Rollout, Sampling
 
-__all__ = ["FollowingEngine", "ServerEngine", "ServerTransfer", "ServerVersions", "VLLMClient"]
-
 logger = logging.getLogger(__name__)
 
 RETRIES = 3

@@ -18,8 +18,6 @@ from filelock import FileLock, Timeout
 from posttrain.errors import ConfigError, RolloutServerError, ServerBusy, ServerUnreachable
 from posttrain.rollouts.server.client import VLLMClient
 
-__all__ = ["AWAY", "Server", "ServerPool", "Urls"]
-
 logger = logging.getLogger(__name__)
 
 # Seconds between two looks at who has come or gone.

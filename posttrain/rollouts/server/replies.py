@@ -11,23 +11,6 @@ from typing import Any
 from posttrain.errors import ConfigError, RolloutServerError
 from posttrain.types import Request, Rollout, Sampling
 
-__all__ = [
-    "API_KEY_VARIABLE",
-    "INCOMPLETE",
-    "LOOPBACK",
-    "Scores",
-    "check_token",
-    "checked_choices",
-    "derived_seed",
-    "pictures_body",
-    "ranked",
-    "read_choice",
-    "sampling_body",
-    "scores_of",
-    "shape_of",
-    "truncates",
-]
-
 # The token in the environment, where no list of processes shows it.
 API_KEY_VARIABLE = "POSTTRAIN_API_KEY"
 # Addresses of this machine, whose memory can be shared.

@@ -26,22 +26,6 @@ from posttrain.integrations import require
 if TYPE_CHECKING:
     from posttrain.rollouts.server.client import VLLMClient
 
-__all__ = [
-    "BUCKET_BYTES",
-    "SHARED_FOLDER",
-    "Bucket",
-    "NcclSender",
-    "Pusher",
-    "SharedFolder",
-    "buckets",
-    "checksum",
-    "file_tensors",
-    "hold",
-    "remove_orphans",
-    "shared_path",
-    "shared_root",
-    "write_tensors",
-]
 
 Bucket = list[tuple[str, Tensor]]
 
