@@ -42,6 +42,10 @@ WAYS: dict[str, tuple[int, dict[str, Any]]] = {
     "FSDP2-sharded": (2, {"fsdp": True, "fsdp_config": FSDP2 | {"state_dict_type": "SHARDED_STATE_DICT"}}),
     "ZeRO-2": (2, {"zero": 2}),
     "ZeRO-3": (2, {"zero": 3}),
+    "ZeRO-2-4": (4, {"zero": 2}),
+    "ZeRO-3-4": (4, {"zero": 3}),
+    "ZeRO-2-1": (1, {"zero": 2}),
+    "ZeRO-3-1": (1, {"zero": 3}),
 }
 SHARDED = {"FSDP2": "FSDP", "ZeRO": "DEEPSPEED"}  # What accelerate must call a way, so that none is another by mistake.
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -209,8 +213,8 @@ def work(way: str, folder: Path, cells: list[str]) -> None:
         tokenizer = build_tokenizer()
         tokenizer.pad_token = "<|endoftext|>"
         settings = {**VARIANTS.get(variant, {}), **given, "gradient_accumulation_steps": 4 // processes}
-        if kind == "resume":
-            trainer = resumed(way, folder / cell, variant, tokenizer, given)
+        if kind.startswith("resume"):
+            trainer = resumed(way, folder / cell, variant, tokenizer, given | adapter("lora" in kind))
         else:
             trainer = trainer_of(kind, folder / cell, tokenizer, **settings)
             trainer.train()
@@ -240,6 +244,7 @@ def resumed(way: str, folder: Path, origin: str, tokenizer: Any, given: dict[str
     processes, _ = WAYS[way]
     common = {"max_steps": 4, "use_cpu": True, "save_strategy": "steps", "save_steps": 2, "lr_scheduler_type": "linear"}
     common |= {
+        "weight_decay": 0.1,  # Of some parameters alone.
         "per_device_train_batch_size": min(2, 4 // processes),
         "gradient_accumulation_steps": max(1, 2 // processes),
     }
@@ -344,7 +349,7 @@ def main() -> None:
     ways = args.ways.split(",") if args.ways else every
     cells = {way: [f"{k}/{v}" for k, v in named if planned(way, k, v)] for way in ways}
     # "one" is a way too where it resumes what several wrote.
-    base = dict.fromkeys(cell for way in ways for cell in cells[way] if "one" in ways or not cell.startswith("resume/"))
+    base = dict.fromkeys(cell for way in ways for cell in cells[way] if "one" in ways or not cell.startswith("resume"))
     cells["one"] = [cell for cell in base if cell.split("/")[0] not in SAMPLED]
     with tempfile.TemporaryDirectory() as temporary:
         folder = args.keep or Path(temporary)
@@ -365,9 +370,9 @@ def compared(found: dict[str, Any], folder: Path, way: str, cell: str) -> Any:
     The native engine draws with a seed for each rank, so what ranks sample with it is compared with what two ranks do.
     """
     base = "DDP" if cell.split("/")[0] in SAMPLED else "one"
-    if cell.startswith("resume/"):  # Beside the way that wrote the checkpoint.
+    if cell.startswith("resume"):  # Beside the way that wrote the checkpoint.
         base = cell.split("/")[1]
-    if way == base and cell.startswith("resume/") and not isinstance(found[way][cell], str):
+    if way == base and cell.startswith("resume") and not isinstance(found[way][cell], str):
         whole, again = saved(folder / way / cell / "whole" / "saved"), saved(folder / way / cell / "saved")
         return {"weights": max(float((whole[name] - again[name]).abs().max()) for name in whole)}
     if way == base:

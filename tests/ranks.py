@@ -48,7 +48,7 @@ def run_ranks(
         failed = _forked([module, *map(str, arguments)], env, processes, folder, time.monotonic() + timeout)
     else:
         launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
-        command = [python, *(launch if processes > 1 else []), "-m", module, *map(str, arguments)]
+        command = [python, *launch, "-m", module, *map(str, arguments)]
         done = subprocess.run(
             command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=timeout, check=False
         )  # fmt: skip

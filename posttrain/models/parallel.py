@@ -5,9 +5,12 @@ from __future__ import annotations
 import copy
 import os
 import pickle
+import shutil
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -319,7 +322,7 @@ def refuse_other_optimizer(folder: Path, accelerator: Any) -> None:
     wrote = next((kind for kind, files in kinds.items() if any(folder.glob(files))), None)
     runs = next(kind for kind in kinds if kind in str(accelerator.distributed_type))
     before, now = len(list(folder.glob("rng_state*.pth"))), accelerator.num_processes
-    fits = wrote == runs and (runs != "DEEPSPEED" or before == now)
+    fits = wrote == runs
     if wrote is None or fits or (wrote == "FSDP" and now == 1):
         return
     said = [f"{count} process{'es' if count > 1 else ''}" for count in (before, now)]
@@ -329,6 +332,61 @@ def refuse_other_optimizer(folder: Path, accelerator: Any) -> None:
         f"this run is {said[1]} {f'with {runs}' if runs else 'without FSDP and DeepSpeed'}: it would go on with a new one. "
         f"Fix: {fix}, or give the folder as the model of a new run."
     )
+
+
+@contextmanager
+def reading_zero(trainer: Any, folder: str | None) -> Iterator[None]:
+    """Shards of ZeRO are read by another number of processes through DeepSpeed's universal checkpoint.
+
+    It is made beside the shards by the first process, and removed once it was read; one that the user made stays.
+    """
+    shards = zero_shards(Path(folder)) if folder is not None and trainer.is_deepspeed_enabled else []
+    if not shards or len(shards) == trainer.accelerator.num_processes:
+        yield
+        return
+    config = trainer.accelerator.state.deepspeed_plugin.deepspeed_config
+    before, latest = config.get("checkpoint"), Path(folder, "latest_universal")
+    theirs = latest.is_file()
+    run_and_share(lambda: trainer.accelerator.is_main_process and not theirs and _universal(shards), trainer.accelerator)
+    universal = Path(folder, latest.read_text(encoding="utf-8").strip())
+    # The engine that is made meanwhile reads the config, one that is there has read it.
+    config["checkpoint"] = {**(before or {}), "load_universal": True}
+    if is_deepspeed(trainer.model_wrapped):
+        trainer.model_wrapped._config.load_universal_checkpoint = True
+    try:
+        yield
+        # Stage 3 gives all groups the settings of the first, its weight decay too, and one count of steps that each advances.
+        optimizer = trainer.model_wrapped.optimizer.optimizer
+        saved = torch.load(universal / "zero" / "optimizer_state.pt", weights_only=False)["param_groups"]
+        for group, was in zip(optimizer.param_groups, saved, strict=True):
+            group.update({name: value for name, value in was.items() if name != "params"})
+        for state in optimizer.state.values():
+            state.update({"step": copy.deepcopy(state["step"])})
+        trainer.accelerator.wait_for_everyone()
+    finally:
+        config["checkpoint"] = before or {}
+        if is_deepspeed(trainer.model_wrapped):
+            trainer.model_wrapped._config.load_universal_checkpoint = False
+    if trainer.accelerator.is_main_process and not theirs:
+        latest.unlink()
+        shutil.rmtree(universal)
+
+
+def zero_shards(folder: Path) -> list[Path]:
+    """The optimizer's shards in a checkpoint of ZeRO, in the order of their processes; empty for another."""
+    return sorted(folder.glob("global_step*[0-9]/*_optim_states.pt"), key=lambda path: int(path.name.split("_rank_")[1].split("_")[0]))
+
+
+def _universal(shards: list[Path]) -> None:
+    """Let DeepSpeed make one folder a parameter of all shards; it names that folder last, so that half of it is never read."""
+    from deepspeed.checkpoint.ds_to_universal import main
+
+    made = shards[0].parent.with_name(f"{shards[0].parent.name}_universal")
+    shutil.rmtree(made, ignore_errors=True)
+    places = {"input_folder": str(shards[0].parent), "output_folder": str(made)}
+    options = {"num_extract_workers": 1, "num_merge_workers": 1, "inject_missing_state": True, "strict": True, "keep_temp_folder": False}
+    with redirect_stdout(sys.stderr):
+        main(SimpleNamespace(**places, **options))
 
 
 @contextmanager

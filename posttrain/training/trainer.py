@@ -499,8 +499,13 @@ class PostTrainer(transformers.Trainer):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
         load_renamed(model or self.model, resume_from_checkpoint, self.accelerator)
 
+    def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None) -> Any:
+        with parallel.reading_zero(self, resume_from_checkpoint):
+            return super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
+
     def _load_best_model(self) -> None:
-        super()._load_best_model()
+        with parallel.reading_zero(self, self.state.best_model_checkpoint):
+            super()._load_best_model()
         load_renamed(self.model, str(self.state.best_model_checkpoint), self.accelerator)
 
     def state_to_save(self) -> dict[str, Any]:
