@@ -323,7 +323,7 @@ def refuse_other_optimizer(folder: Path, accelerator: Any) -> None:
     runs = next(kind for kind in kinds if kind in str(accelerator.distributed_type))
     before, now = len(list(folder.glob("rng_state*.pth"))), accelerator.num_processes
     fits = wrote == runs
-    if wrote is None or fits or (wrote == "FSDP" and now == 1):
+    if wrote is None or fits or (wrote == "FSDP" and runs == ""):
         return
     said = [f"{count} process{'es' if count > 1 else ''}" for count in (before, now)]
     fix = f"resume on {said[0]} {f'with {wrote}' if wrote else 'without FSDP and DeepSpeed'}"
@@ -396,20 +396,23 @@ def reading_fsdp(trainer: Any, folder: str | None) -> Iterator[None]:
     if not found:
         yield
         return
-    from accelerate import FullyShardedDataParallelPlugin
+    from accelerate import DistributedType, FullyShardedDataParallelPlugin
 
     state, shards = trainer.accelerator.state, trainer.is_fsdp_enabled
     plugin = getattr(state, "fsdp_plugin", None)
     reader = copy.copy(plugin) if shards else FullyShardedDataParallelPlugin(fsdp_version=2)
     reader.state_dict_config = reader.optim_state_dict_config = None
     reader.set_state_dict_type("SHARDED_STATE_DICT" if found[0].is_dir() else "FULL_STATE_DICT")
+    kind = state.distributed_type
     if not shards:
-        reader.state_dict_config.rank0_only = False  # Nobody waits for what it read.
+        # One process has nobody that waits for what it read.
+        reader.state_dict_config.rank0_only = state.num_processes > 1 and not found[0].is_dir()
+        state.distributed_type = DistributedType.FSDP
     trainer.is_fsdp_enabled, state.fsdp_plugin = True, reader
     try:
         yield
     finally:
-        trainer.is_fsdp_enabled, state.fsdp_plugin = shards, plugin
+        trainer.is_fsdp_enabled, state.fsdp_plugin, state.distributed_type = shards, plugin, kind
 
 
 @contextmanager
