@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import os
 import pickle
 import shutil
@@ -40,6 +41,7 @@ __all__ = [
     "main_process_first",
     "no_sync",
     "reading_fsdp",
+    "reading_zero",
     "refuse_lost_sharding",
     "refuse_other_optimizer",
     "run_and_share",
@@ -51,9 +53,13 @@ __all__ = [
     "whole_parameters",
     "whole_tensor",
     "without_ddp",
+    "zero_shards",
 ]
 
+logger = logging.getLogger(__name__)
+
 T = TypeVar("T")
+WHOLE = "the whole optimizer on each process"
 SHARDING = ("torch.distributed.fsdp", "deepspeed.")  # Where the hooks come from that gather parameters and free them.
 
 
@@ -316,77 +322,114 @@ def _summon_fsdp(model: Any, bare: torch.nn.Module) -> Iterator[torch.nn.Module]
 def refuse_other_optimizer(folder: Path, accelerator: Any) -> None:
     """Refuse a checkpoint whose optimizer this run cannot read: transformers would begin with a new one, or end in its depths.
 
-    FSDP's is read by any number of processes with FSDP and by one without, DeepSpeed's by as many as wrote it.
+    Of FSDP it is read with FSDP and without, of ZeRO with the same division of parameters, by any number of processes.
+
+    Raises:
+        CheckpointError: It is of another kind, or a shard is not there.
     """
-    kinds = {"DEEPSPEED": "global_step*", "FSDP": "pytorch_model_fsdp*", "": "optimizer.pt"}
-    wrote = next((kind for kind, files in kinds.items() if any(folder.glob(files))), None)
-    runs = next(kind for kind in kinds if kind in str(accelerator.distributed_type))
+    files = {
+        "ZeRO-3": "global_step*/zero_pp_rank_*_model_states.pt", "ZeRO below 3": "global_step*/*_model_states.pt",
+        "FSDP": "pytorch_model_fsdp*", WHOLE: "optimizer.pt",
+    }  # fmt: skip
+    wrote = next((kind for kind, pattern in files.items() if any(folder.glob(pattern))), None)
+    name, runs = str(accelerator.distributed_type), WHOLE
+    if "FSDP" in name:
+        runs = "FSDP"
+    elif "DEEPSPEED" in name:
+        runs = "ZeRO-3" if shards_parameters(accelerator) else "ZeRO below 3"
     before, now = len(list(folder.glob("rng_state*.pth"))), accelerator.num_processes
-    fits = wrote == runs
-    if wrote is None or fits or (wrote == "FSDP" and runs == ""):
-        return
-    said = [f"{count} process{'es' if count > 1 else ''}" for count in (before, now)]
-    fix = f"resume on {said[0]} {f'with {wrote}' if wrote else 'without FSDP and DeepSpeed'}"
-    raise CheckpointError(
-        f"the optimizer of {str(folder)!r} was written by {said[0]} {f'with {wrote}' if wrote else 'that held it whole'}, and "
-        f"this run is {said[1]} {f'with {runs}' if runs else 'without FSDP and DeepSpeed'}: it would go on with a new one. "
-        f"Fix: {fix}, or give the folder as the model of a new run."
-    )
+    said = [f"{count} process{'' if count == 1 else 'es'}" for count in (before, now)]
+    if wrote is not None and wrote != runs and (wrote, runs) != ("FSDP", WHOLE):
+        raise CheckpointError(
+            f"the optimizer of {str(folder)!r} was written by {said[0]} with {wrote}, and this run is {said[1]} with {runs}: "
+            f"it would go on with a new one. Fix: resume with {wrote}, or give the folder as the model of a new run."
+        )
+    shards = zero_shards(folder)
+    if shards and len(shards) != before:
+        raise CheckpointError(
+            f"{str(shards[0].parent)!r} holds {len(shards)} of {before} shards of the optimizer: the run would go on with a new "
+            "one. Fix: bring them back (each node may have kept its own), or resume from another checkpoint."
+        )
+
+
+def zero_shards(folder: Path) -> list[Path]:
+    """The optimizer's shards in a checkpoint of ZeRO, one a process; empty for another."""
+    return list(folder.glob("global_step*[0-9]/*_optim_states.pt"))
 
 
 @contextmanager
 def reading_zero(trainer: Any, folder: str | None) -> Iterator[None]:
     """Shards of ZeRO are read by another number of processes through DeepSpeed's universal checkpoint.
 
-    It is made beside the shards by the first process, and removed once it was read; one that the user made stays.
+    The first process makes it beside the shards and removes it once it was read; one that a user made is taken and stays.
     """
     shards = zero_shards(Path(folder)) if folder is not None and trainer.is_deepspeed_enabled else []
     if not shards or len(shards) == trainer.accelerator.num_processes:
         yield
         return
-    config = trainer.accelerator.state.deepspeed_plugin.deepspeed_config
-    before, latest = config.get("checkpoint"), Path(folder, "latest_universal")
-    theirs = latest.is_file()
-    run_and_share(lambda: trainer.accelerator.is_main_process and not theirs and _universal(shards), trainer.accelerator)
-    universal = Path(folder, latest.read_text(encoding="utf-8").strip())
-    # The engine that is made meanwhile reads the config, one that is there has read it.
-    config["checkpoint"] = {**(before or {}), "load_universal": True}
-    if is_deepspeed(trainer.model_wrapped):
-        trainer.model_wrapped._config.load_universal_checkpoint = True
-    try:
+    accelerator, latest = trainer.accelerator, Path(folder or "", "latest_universal")
+    makes = accelerator.is_main_process and not latest.is_file()
+    run_and_share(lambda: _make_universal(shards) if makes else None, accelerator)
+    universal = latest.with_name(latest.read_text(encoding="utf-8").strip())
+    with _loading_universal(trainer):
         yield
-        # Stage 3 gives all groups the settings of the first, its weight decay too, and one count of steps that each advances.
-        optimizer = trainer.model_wrapped.optimizer.optimizer
-        saved = torch.load(universal / "zero" / "optimizer_state.pt", weights_only=False)["param_groups"]
-        for group, was in zip(optimizer.param_groups, saved, strict=True):
-            group.update({name: value for name, value in was.items() if name != "params"})
-        for state in optimizer.state.values():
-            state.update({"step": copy.deepcopy(state["step"])})
-        trainer.accelerator.wait_for_everyone()
-    finally:
-        config["checkpoint"] = before or {}
-        if is_deepspeed(trainer.model_wrapped):
-            trainer.model_wrapped._config.load_universal_checkpoint = False
-    if trainer.accelerator.is_main_process and not theirs:
+    # Stage 3 gives all groups of parameters the settings of the first, its weight decay too, and one count of steps to share.
+    optimizer = trainer.model_wrapped.optimizer.optimizer
+    saved = torch.load(universal / "zero" / "optimizer_state.pt", weights_only=False)["param_groups"]
+    for group, settings in zip(optimizer.param_groups, saved, strict=True):
+        group.update({name: value for name, value in settings.items() if name != "params"})
+    for state in optimizer.state.values():
+        state["step"] = copy.deepcopy(state["step"])
+    accelerator.wait_for_everyone()
+    if makes:
         latest.unlink()
         shutil.rmtree(universal)
 
 
-def zero_shards(folder: Path) -> list[Path]:
-    """The optimizer's shards in a checkpoint of ZeRO, in the order of their processes; empty for another."""
-    return sorted(folder.glob("global_step*[0-9]/*_optim_states.pt"), key=lambda path: int(path.name.split("_rank_")[1].split("_")[0]))
+@contextmanager
+def _loading_universal(trainer: Any) -> Iterator[None]:
+    """What DeepSpeed loads is a universal checkpoint: an engine made inside reads the config, one that is there has read it."""
+    config = trainer.accelerator.state.deepspeed_plugin.deepspeed_config
+    before = config.get("checkpoint", {})
+    config["checkpoint"] = before | {"load_universal": True}
+    if is_deepspeed(trainer.model_wrapped):
+        trainer.model_wrapped._config.load_universal_checkpoint = True
+    try:
+        yield
+    finally:
+        config["checkpoint"] = before
+        if is_deepspeed(trainer.model_wrapped):
+            trainer.model_wrapped._config.load_universal_checkpoint = False
 
 
-def _universal(shards: list[Path]) -> None:
-    """Let DeepSpeed make one folder a parameter of all shards; it names that folder last, so that half of it is never read."""
-    from deepspeed.checkpoint.ds_to_universal import main
+def _make_universal(shards: list[Path]) -> None:
+    """DeepSpeed's ``ds_to_universal``; it names the folder it made last, in a file, so that half of one is never read."""
+    convert = require("deepspeed.checkpoint.ds_to_universal", "ZeRO").main
+    source, count = shards[0].parent, len(shards)
+    made = source.with_name(f"{source.name}_universal")
+    shutil.rmtree(made, ignore_errors=True)  # Half of one, of a run that was killed.
+    places = {"input_folder": str(source), "output_folder": str(made)}
+    work = {"num_extract_workers": 1, "num_merge_workers": 1, "keep_temp_folder": False}
+    logger.info("The shards of %d processes in %s are joined for another number, in %s.", count, source, made.name)
+    try:
+        _refuse_other_states(shards[0])
+        with redirect_stdout(sys.stderr):
+            convert(SimpleNamespace(**places, **work, inject_missing_state=True, strict=True))
+    except Exception as error:
+        shutil.rmtree(made, ignore_errors=True)
+        raise CheckpointError(
+            f"the shards of {count} processes in {str(source)!r} could not be joined for another number: "
+            f"{type(error).__name__}: {error}. Fix: resume on {count}, or from another checkpoint."
+        ) from error
 
-    made = shards[0].parent.with_name(f"{shards[0].parent.name}_universal")
-    shutil.rmtree(made, ignore_errors=True)
-    places = {"input_folder": str(shards[0].parent), "output_folder": str(made)}
-    options = {"num_extract_workers": 1, "num_merge_workers": 1, "inject_missing_state": True, "strict": True, "keep_temp_folder": False}
-    with redirect_stdout(sys.stderr):
-        main(SimpleNamespace(**places, **options))
+
+def _refuse_other_states(shard: Path) -> None:
+    """DeepSpeed joins Adam's moments, and would leave out what another optimizer keeps beside them."""
+    state = torch.load(shard, map_location="cpu", weights_only=False, mmap=True)["optimizer_state_dict"]
+    groups = (state.get("base_optimizer_state") or state["optimizer_state_dict"])["state"].values()
+    kept = sorted({name for group in groups for name in group})
+    if kept != ["exp_avg", "exp_avg_sq", "step"]:
+        raise ValueError(f"DeepSpeed joins the states of Adam, and this optimizer keeps {kept}")
 
 
 @contextmanager

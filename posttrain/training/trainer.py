@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import json
 import logging
 import math
 import time
@@ -21,6 +20,7 @@ from torch.utils.data import DataLoader
 from transformers.trainer_utils import EvalLoopOutput, set_seed
 
 from posttrain.checks.registry import Preflight
+from posttrain.checks.tokenizers import special_token_findings
 from posttrain.data.forest import Layout, collate, halves
 from posttrain.data.samplers import Deal
 from posttrain.losses.reduce import Denominators, reduce
@@ -455,7 +455,7 @@ class PostTrainer(transformers.Trainer):
         if not self._tokens_checked:
             self._tokens_checked = True
             with self.checks.preflight.record_check("config", ("PT-K101", "PT-K102", "PT-K103")):
-                self.checks.report(checkpoint.special_token_findings(self.model, self.processing_class))
+                self.checks.report(special_token_findings(self.model, self.processing_class))
         with parallel.saved_whole(self.accelerator, not _internal_call):
             super().save_model(output_dir, _internal_call)
         self.vision.save(output_dir or self.args.output_dir)
@@ -477,22 +477,16 @@ class PostTrainer(transformers.Trainer):
             self._save_optimizer_and_scheduler(str(part))
             self._save_scaler(str(part))
             self._save_rng_state(str(part))
+            checkpoint.save_state(part, self.state_to_save(), self.accelerator)
         if self.args.should_save:
             checkpoint.export_callbacks((*self.callback_handler.callbacks, self.control), self.state)
             self.state.save_to_json(str(part / "trainer_state.json"))
 
-    def _save_rng_state(self, output_dir: str) -> None:
-        super()._save_rng_state(output_dir)
-        self._own_state(output_dir).write_text(json.dumps(self.state_to_save()), encoding="utf-8")
-
     def _load_optimizer_and_scheduler(self, folder: str | None) -> None:
         with parallel.reading_fsdp(self, folder):
             super()._load_optimizer_and_scheduler(folder)
-        if folder is not None and (path := self._own_state(folder)).is_file():
-            self.load_saved_state(json.loads(path.read_text(encoding="utf-8")))
-
-    def _own_state(self, folder: str) -> Path:
-        return Path(folder, f"{self.accelerator.process_index}_{checkpoint.STATE_FILE}")
+        if state := checkpoint.saved_state(folder, self.accelerator):
+            self.load_saved_state(state)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         with parallel.reading_fsdp(self, resume_from_checkpoint):
