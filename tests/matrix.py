@@ -214,7 +214,7 @@ def work(way: str, folder: Path, cells: list[str]) -> None:
         tokenizer.pad_token = "<|endoftext|>"
         settings = {**VARIANTS.get(variant, {}), **given, "gradient_accumulation_steps": 4 // processes}
         if kind.startswith("resume"):
-            trainer = resumed(way, folder / cell, variant, tokenizer, given | adapter("lora" in kind))
+            trainer = resumed(way, folder / cell, kind, variant, tokenizer, given)
         else:
             trainer = trainer_of(kind, folder / cell, tokenizer, **settings)
             trainer.train()
@@ -234,7 +234,7 @@ def work(way: str, folder: Path, cells: list[str]) -> None:
         unset_hf_deepspeed_config()  # One of ZeRO-3 that is still there shards parts of the next model as they are made.
 
 
-def resumed(way: str, folder: Path, origin: str, tokenizer: Any, given: dict[str, Any]) -> Any:
+def resumed(way: str, folder: Path, kind: str, origin: str, tokenizer: Any, given: dict[str, Any]) -> Any:
     """A trainer that went on from a checkpoint of ``origin`` after two of four steps.
 
     Ranks write that checkpoint first, in a run of their own that is not interrupted, and end at the same weights bit for bit.
@@ -245,16 +245,22 @@ def resumed(way: str, folder: Path, origin: str, tokenizer: Any, given: dict[str
     common = {"max_steps": 4, "use_cpu": True, "save_strategy": "steps", "save_steps": 2, "lr_scheduler_type": "linear"}
     common |= {
         "weight_decay": 0.1,  # Of some parameters alone.
-        "per_device_train_batch_size": min(2, 4 // processes),
-        "gradient_accumulation_steps": max(1, 2 // processes),
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 4 // processes,
     }
-    common |= given
+    common |= given | adapter("lora" in kind)
+
+    def trainer_in(place: Path) -> Any:
+        if "grpo" in kind:
+            return grpo_of("grpo", place, tokenizer, common)
+        return sft(place, tokenizer, data=chats(24), eval_dataset=chats(5), **common)
+
     whole = Path(str(folder).replace(f"/{way}/", f"/{origin}/")) / "whole"
     if way == origin:
-        trainer = sft(whole, tokenizer, data=chats(24), **common)
+        trainer = trainer_in(whole)
         trainer.train()
         trainer.save_model(str(whole / "saved"))
-    trainer = sft(folder, tokenizer, data=chats(24), eval_dataset=chats(5), **common)
+    trainer = trainer_in(folder)
     trainer.train(resume_from_checkpoint=str(whole / "checkpoint-2"))
     return trainer
 
