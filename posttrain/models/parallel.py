@@ -404,7 +404,6 @@ def _loading_universal(trainer: Any) -> Iterator[None]:
 
 def _make_universal(shards: list[Path]) -> None:
     """DeepSpeed's ``ds_to_universal``; it names the folder it made last, in a file, so that half of one is never read."""
-    convert = require("deepspeed.checkpoint.ds_to_universal", "ZeRO").main
     source, count = shards[0].parent, len(shards)
     made = source.with_name(f"{source.name}_universal")
     shutil.rmtree(made, ignore_errors=True)  # Half of one, of a run that was killed.
@@ -414,7 +413,8 @@ def _make_universal(shards: list[Path]) -> None:
     try:
         _refuse_other_states(shards[0])
         with redirect_stdout(sys.stderr):
-            convert(SimpleNamespace(**places, **work, inject_missing_state=True, strict=True))
+            converter = require("deepspeed.checkpoint.ds_to_universal", "ZeRO")
+            converter.main(SimpleNamespace(**places, **work, inject_missing_state=True, strict=True))
     except Exception as error:
         shutil.rmtree(made, ignore_errors=True)
         raise CheckpointError(

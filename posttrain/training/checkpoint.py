@@ -47,6 +47,7 @@ __all__ = [
     "saved_state",
     "staging",
     "strangers",
+    "warn_of_other_rows",
 ]
 
 logger = logging.getLogger(__name__)
@@ -401,6 +402,17 @@ def saved_state(folder: str | None, accelerator: Any) -> dict[str, Any]:
         return {}
     own = accelerator.process_index if len(files) == accelerator.num_processes else 0
     return json.loads((files[0].parent / f"{own}_{STATE_FILE}").read_text(encoding="utf-8"))
+
+
+def warn_of_other_rows(state: dict[str, Any], now: int) -> None:
+    """Tell of an optimiser step that takes another number of rows than when the checkpoint was written."""
+    before = state.get("step_rows", now)
+    if before != now:
+        logger.warning(
+            "a step of this checkpoint took %d rows, and one of this run takes %d: the place in the epoch is counted in steps, "
+            "so rows are passed over or trained twice. Fix: let per_device_train_batch_size * gradient_accumulation_steps * "
+            "processes be %d.", before, now, before,
+        )  # fmt: skip
 
 
 def export_callbacks(callbacks: Iterable[Any], state: Any) -> None:

@@ -504,11 +504,12 @@ class PostTrainer(transformers.Trainer):
 
     def state_to_save(self) -> dict[str, Any]:
         """What a checkpoint must hold beyond the parent's, as JSON, for a resumed run to equal an uninterrupted one."""
-        return {"counters": self.counters}
+        return {"counters": self.counters, "step_rows": self.get_total_train_batch_size(self.args)}
 
     def load_saved_state(self, state: dict[str, Any]) -> None:
         """Undo `state_to_save`."""
         self.counters = state["counters"]
+        checkpoint.warn_of_other_rows(state, self.get_total_train_batch_size(self.args))
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Reduce this window's metrics over ranks, once, and pass everything on."""

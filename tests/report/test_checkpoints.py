@@ -408,3 +408,14 @@ def test_another_number_of_processes_goes_on_from_the_state_of_the_first(tmp_pat
     assert (
         checkpoints.saved_state(str(tmp_path / "none"), state_of(1)) == {} == checkpoints.saved_state(None, state_of(1))
     )
+
+
+@pytest.mark.parametrize(("accumulated", "told"), [(2, True), (1, False)])
+def test_a_resumed_step_of_another_number_of_rows_is_told_with_both(
+    tmp_path, tiny_tokenizer, caplog, accumulated, told
+):
+    settings = {"max_steps": 2, "save_strategy": "steps", "save_steps": 1}
+    sft(tmp_path, tiny_tokenizer, **settings).train()
+    again = sft(tmp_path, tiny_tokenizer, gradient_accumulation_steps=accumulated, **settings)
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    assert ("took 4 rows, and one of this run takes 8" in caplog.text) == told
