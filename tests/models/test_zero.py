@@ -3,6 +3,7 @@
 That whole ones go on is shown by `tests.matrix`, in the cells ``resume``.
 """
 
+import os
 import shutil
 import sys
 from pathlib import Path
@@ -45,7 +46,7 @@ def write(folder, stage):
         "load_best_model_at_end": True,
         "metric_for_best_model": "eval_loss",
     }
-    best |= {"greater_is_better": True, "save_total_limit": 1}  # The worst is the first.
+    best |= {"greater_is_better": True, "save_total_limit": 2}  # The worst is the first.
     trainer = trainer_of(folder / "adam", stage, eval_dataset=chats(1), **best)
     trainer.train()
     ended = trainer.evaluate()["eval_loss"]
@@ -116,3 +117,4 @@ if __name__ == "__main__":
     action, place, which, *others = sys.argv[1:]
     globals()[action](Path(place), int(which), *others)
     part()
+    os._exit(0)  # Threads of an engine that is not the last abort at the interpreter's end.
