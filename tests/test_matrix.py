@@ -18,7 +18,12 @@ SAMPLED = "grpo native/plain"
 def both(tmp_path_factory):
     folder = tmp_path_factory.mktemp("matrix")
     resumed = [RESUME, RESUME_GRPO]
-    cells = {"FSDP2": [*CELLS, SAMPLED, *resumed], "FSDP2-4": resumed, "one": [*CELLS, *resumed], "DDP": [SAMPLED, *resumed]}
+    cells = {
+        "FSDP2": [*CELLS, SAMPLED, *resumed],
+        "FSDP2-4": resumed,
+        "one": [*CELLS, *resumed],
+        "DDP": [SAMPLED, *resumed],
+    }
     return {way: run(way, of_way, folder / way) for way, of_way in cells.items()}, folder
 
 

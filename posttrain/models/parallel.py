@@ -241,9 +241,8 @@ def no_sync(model: Any, last: bool) -> Iterator[None]:
     if last or not hasattr(model, "no_sync"):
         yield
         return
-    if is_deepspeed(
-        model
-    ):  # Its own no_sync refuses stages 2 and 3, and accelerate steps at every backward of the last batch.
+    # Its own no_sync refuses stages 2 and 3, and accelerate steps at every backward of the last batch.
+    if is_deepspeed(model):
         state = GradientState()
         before = state.sync_gradients
         state._set_sync_gradients(False)
@@ -354,7 +353,7 @@ def refuse_other_optimizer(folder: Path, accelerator: Any) -> None:
 
 def zero_shards(folder: Path) -> list[Path]:
     """The optimizer's shards in a checkpoint of ZeRO, one a process; empty for another."""
-    return list(folder.glob("global_step*[0-9]/*_optim_states.pt"))
+    return sorted(folder.glob("global_step*[0-9]/*_optim_states.pt"))
 
 
 @contextmanager
@@ -364,12 +363,14 @@ def reading_zero(trainer: Any, folder: str | None) -> Iterator[None]:
     The first process makes it beside the shards and removes it once it was read; one that a user made is taken and stays.
     """
     shards = zero_shards(Path(folder)) if folder is not None and trainer.is_deepspeed_enabled else []
-    if not shards or len(shards) == trainer.accelerator.num_processes:
+    accelerator, latest, wrote = trainer.accelerator, Path(folder or "", "latest_universal"), 0
+    if shards:  # In DeepSpeed's hands the process that fails would leave the others in a collective.
+        wrote = run_and_share(lambda: _read(shards[accelerator.process_index % len(shards)])["processes"], accelerator)
+    if not shards or wrote == accelerator.num_processes:
         yield
         return
-    accelerator, latest = trainer.accelerator, Path(folder or "", "latest_universal")
     makes = accelerator.is_main_process and not latest.is_file()
-    run_and_share(lambda: _make_universal(shards) if makes else None, accelerator)
+    run_and_share(lambda: _make_universal(shards, wrote) if makes else None, accelerator)
     universal = latest.with_name(latest.read_text(encoding="utf-8").strip())
     with _loading_universal(trainer):
         yield
@@ -402,34 +403,42 @@ def _loading_universal(trainer: Any) -> Iterator[None]:
             trainer.model_wrapped._config.load_universal_checkpoint = False
 
 
-def _make_universal(shards: list[Path]) -> None:
+def _make_universal(shards: list[Path], wrote: int) -> None:
     """DeepSpeed's ``ds_to_universal``; it names the folder it made last, in a file, so that half of one is never read."""
-    source, count = shards[0].parent, len(shards)
+    source = shards[0].parent
     made = source.with_name(f"{source.name}_universal")
     shutil.rmtree(made, ignore_errors=True)  # Half of one, of a run that was killed.
     places = {"input_folder": str(source), "output_folder": str(made)}
     work = {"num_extract_workers": 1, "num_merge_workers": 1, "keep_temp_folder": False}
-    logger.info("The shards of %d processes in %s are joined for another number, in %s.", count, source, made.name)
+    logger.info("The shards of %d processes in %s are joined for another number, in %s.", wrote, source, made.name)
     try:
-        _refuse_other_states(shards[0])
+        if len(shards) != wrote:
+            raise ValueError(f"{len(shards)} of them are here")
+        if (kept := _read(shards[0])["kept"]) != ["exp_avg", "exp_avg_sq", "step"]:
+            raise ValueError(f"DeepSpeed joins the states of Adam, and this optimizer keeps {kept}")
         with redirect_stdout(sys.stderr):
             converter = require("deepspeed.checkpoint.ds_to_universal", "ZeRO")
             converter.main(SimpleNamespace(**places, **work, inject_missing_state=True, strict=True))
     except Exception as error:
         shutil.rmtree(made, ignore_errors=True)
         raise CheckpointError(
-            f"the shards of {count} processes in {str(source)!r} could not be joined for another number: "
-            f"{type(error).__name__}: {error}. Fix: resume on {count}, or from another checkpoint."
+            f"the shards of {wrote} processes in {str(source)!r} could not be joined for another number: "
+            f"{type(error).__name__}: {error}. Fix: resume on {wrote}, or from another checkpoint."
         ) from error
 
 
-def _refuse_other_states(shard: Path) -> None:
-    """DeepSpeed joins Adam's moments, and would leave out what another optimizer keeps beside them."""
-    state = torch.load(shard, map_location="cpu", weights_only=False, mmap=True)["optimizer_state_dict"]
-    groups = (state.get("base_optimizer_state") or state["optimizer_state_dict"])["state"].values()
-    kept = sorted({name for group in groups for name in group})
-    if kept != ["exp_avg", "exp_avg_sq", "step"]:
-        raise ValueError(f"DeepSpeed joins the states of Adam, and this optimizer keeps {kept}")
+def _read(shard: Path) -> dict[str, Any]:
+    """How many processes wrote theirs, and which states the optimizer keeps."""
+    try:  # Mapped: no tensor is read.
+        saved = torch.load(shard, map_location="cpu", weights_only=False, mmap=True)["optimizer_state_dict"]
+        count, inner = saved["partition_count"], saved.get("base_optimizer_state") or saved["optimizer_state_dict"]
+        kept = sorted({name for group in inner["state"].values() for name in group})
+    except Exception as error:
+        raise CheckpointError(
+            f"{str(shard)!r} cannot be read: {error}. Fix: resume from another checkpoint."
+        ) from error
+    kept = sorted({name for group in inner["state"].values() for name in group})
+    return {"processes": count[0] if isinstance(count, list) else count, "kept": kept}
 
 
 @contextmanager

@@ -58,6 +58,8 @@ def write(folder, stage):
 
 def resume(folder, stage, *cases):
     """Errors of resuming each checkpoint, by its path; an empty one where there is none."""
+    from accelerate import PartialState
+
     found = {}
     for case in cases:
         kind = KINDS[Path(case).parent.name]
@@ -66,7 +68,8 @@ def resume(folder, stage, *cases):
             found[case] = ""
         except Exception as error:
             found[case] = f"{type(error).__name__}: {error}"
-    leave(found)
+    if PartialState().is_main_process:
+        leave(found)
 
 
 @pytest.fixture(scope="module", params=[2, 3])
@@ -87,7 +90,7 @@ def test_the_best_model_is_loaded_and_kept_with_the_last_where_a_set_leaves_a_ra
 
 @pytest.mark.slow
 @pytest.mark.distributed
-def test_another_number_is_an_error_for_what_cannot_be_joined_and_half_a_conversion_is_made_anew(written):
+def test_what_cannot_be_read_or_joined_is_an_error_on_all_ranks_and_half_a_conversion_is_made_anew(written):
     folder, stage, _ = written
     whole = folder / "adam" / "checkpoint-1"
     cases = {name: folder / name / "adam" / "checkpoint-1" for name in ("damaged", "short", "half")}
@@ -110,6 +113,9 @@ def test_another_number_is_an_error_for_what_cannot_be_joined_and_half_a_convers
     assert said["half"] == ""
     for place in cases.values():
         assert not list(place.glob("*universal"))
+    arguments = (*arguments[:4], cases["damaged"])
+    found = run_ranks(*arguments, processes=2, folder=folder, python=sys.executable)
+    assert found[str(cases["damaged"])].startswith("CheckpointError: process 1: ")
 
 
 if __name__ == "__main__":
