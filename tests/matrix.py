@@ -42,6 +42,10 @@ WAYS: dict[str, tuple[int, dict[str, Any]]] = {
     "FSDP2-sharded": (2, {"fsdp": True, "fsdp_config": FSDP2 | {"state_dict_type": "SHARDED_STATE_DICT"}}),
     "ZeRO-2": (2, {"zero": 2}),
     "ZeRO-3": (2, {"zero": 3}),
+    "ZeRO-2-4": (4, {"zero": 2}),
+    "ZeRO-3-4": (4, {"zero": 3}),
+    "ZeRO-2-1": (1, {"zero": 2}),
+    "ZeRO-3-1": (1, {"zero": 3}),
 }
 SHARDED = {"FSDP2": "FSDP", "ZeRO": "DEEPSPEED"}  # What accelerate must call a way, so that none is another by mistake.
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -209,8 +213,8 @@ def work(way: str, folder: Path, cells: list[str]) -> None:
         tokenizer = build_tokenizer()
         tokenizer.pad_token = "<|endoftext|>"
         settings = {**VARIANTS.get(variant, {}), **given, "gradient_accumulation_steps": 4 // processes}
-        if kind == "resume":
-            trainer = resumed(way, folder / cell, variant, tokenizer, given)
+        if kind.startswith("resume"):
+            trainer = resumed(way, folder / cell, kind, variant, tokenizer, given)
         else:
             trainer = trainer_of(kind, folder / cell, tokenizer, **settings)
             trainer.train()
@@ -230,7 +234,7 @@ def work(way: str, folder: Path, cells: list[str]) -> None:
         unset_hf_deepspeed_config()  # One of ZeRO-3 that is still there shards parts of the next model as they are made.
 
 
-def resumed(way: str, folder: Path, origin: str, tokenizer: Any, given: dict[str, Any]) -> Any:
+def resumed(way: str, folder: Path, kind: str, origin: str, tokenizer: Any, given: dict[str, Any]) -> Any:
     """A trainer that went on from a checkpoint of ``origin`` after two of four steps.
 
     Ranks write that checkpoint first, in a run of their own that is not interrupted, and end at the same weights bit for bit.
@@ -240,16 +244,23 @@ def resumed(way: str, folder: Path, origin: str, tokenizer: Any, given: dict[str
     processes, _ = WAYS[way]
     common = {"max_steps": 4, "use_cpu": True, "save_strategy": "steps", "save_steps": 2, "lr_scheduler_type": "linear"}
     common |= {
-        "per_device_train_batch_size": min(2, 4 // processes),
-        "gradient_accumulation_steps": max(1, 2 // processes),
+        "weight_decay": 0.1,  # Of some parameters alone.
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 4 // processes,
     }
-    common |= given
+    common |= given | adapter("lora" in kind)
+
+    def trainer_in(place: Path) -> Any:
+        if "grpo" in kind:
+            return grpo_of("grpo", place, tokenizer, common)
+        return sft(place, tokenizer, data=chats(24), eval_dataset=chats(5), **common)
+
     whole = Path(str(folder).replace(f"/{way}/", f"/{origin}/")) / "whole"
     if way == origin:
-        trainer = sft(whole, tokenizer, data=chats(24), **common)
+        trainer = trainer_in(whole)
         trainer.train()
         trainer.save_model(str(whole / "saved"))
-    trainer = sft(folder, tokenizer, data=chats(24), eval_dataset=chats(5), **common)
+    trainer = trainer_in(folder)
     trainer.train(resume_from_checkpoint=str(whole / "checkpoint-2"))
     return trainer
 
@@ -344,7 +355,7 @@ def main() -> None:
     ways = args.ways.split(",") if args.ways else every
     cells = {way: [f"{k}/{v}" for k, v in named if planned(way, k, v)] for way in ways}
     # "one" is a way too where it resumes what several wrote.
-    base = dict.fromkeys(cell for way in ways for cell in cells[way] if "one" in ways or not cell.startswith("resume/"))
+    base = dict.fromkeys(cell for way in ways for cell in cells[way] if "one" in ways or not cell.startswith("resume"))
     cells["one"] = [cell for cell in base if cell.split("/")[0] not in SAMPLED]
     with tempfile.TemporaryDirectory() as temporary:
         folder = args.keep or Path(temporary)
@@ -365,9 +376,9 @@ def compared(found: dict[str, Any], folder: Path, way: str, cell: str) -> Any:
     The native engine draws with a seed for each rank, so what ranks sample with it is compared with what two ranks do.
     """
     base = "DDP" if cell.split("/")[0] in SAMPLED else "one"
-    if cell.startswith("resume/"):  # Beside the way that wrote the checkpoint.
+    if cell.startswith("resume"):  # Beside the way that wrote the checkpoint.
         base = cell.split("/")[1]
-    if way == base and cell.startswith("resume/") and not isinstance(found[way][cell], str):
+    if way == base and cell.startswith("resume") and not isinstance(found[way][cell], str):
         whole, again = saved(folder / way / cell / "whole" / "saved"), saved(folder / way / cell / "saved")
         return {"weights": max(float((whole[name] - again[name]).abs().max()) for name in whole)}
     if way == base:

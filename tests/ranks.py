@@ -48,11 +48,16 @@ def run_ranks(
         failed = _forked([module, *map(str, arguments)], env, processes, folder, time.monotonic() + timeout)
     else:
         launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
-        command = [python, *(launch if processes > 1 else []), "-m", module, *map(str, arguments)]
-        done = subprocess.run(
-            command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=timeout, check=False
-        )  # fmt: skip
-        failed = done.stdout[-2000:] + done.stderr[-6000:] if done.returncode else ""
+        command = [python, *launch, "-m", module, *map(str, arguments)]
+        with subprocess.Popen(
+            command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        ) as run:
+            try:
+                said, _ = run.communicate(timeout=timeout)
+            except subprocess.TimeoutExpired:
+                run.terminate()  # Its ranks would outlive a launcher that is killed.
+                raise
+        failed = said[-8000:] if run.returncode else ""
     assert not failed and result.exists(), failed
     return json.loads(result.read_text(encoding="utf-8"))
 

@@ -10,13 +10,20 @@ CELLS, RESUME = (
     ["sft/plain", "dpo/lora", "grpo/checkpointing", "dpo qwen2_vl/plain", "sft llava/frozen"],
     "resume/FSDP2",
 )
+RESUME_GRPO = "resume grpo/FSDP2"
 SAMPLED = "grpo native/plain"
 
 
 @pytest.fixture(scope="module")
 def both(tmp_path_factory):
     folder = tmp_path_factory.mktemp("matrix")
-    cells = {"FSDP2": [*CELLS, SAMPLED, RESUME], "FSDP2-4": [RESUME], "one": [*CELLS, RESUME], "DDP": [SAMPLED]}
+    resumed = [RESUME, RESUME_GRPO]
+    cells = {
+        "FSDP2": [*CELLS, SAMPLED, *resumed],
+        "FSDP2-4": resumed,
+        "one": [*CELLS, *resumed],
+        "DDP": [SAMPLED, *resumed],
+    }
     return {way: run(way, of_way, folder / way) for way, of_way in cells.items()}, folder
 
 
@@ -34,10 +41,11 @@ def test_fsdp2_on_two_ranks_is_one_process(both, cell):
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("way", ["FSDP2-4", "one"])
-def test_four_ranks_and_one_process_go_on_from_a_checkpoint_of_two(both, way):
+@pytest.mark.parametrize("cell", [RESUME, RESUME_GRPO])
+@pytest.mark.parametrize("way", ["FSDP2-4", "DDP", "one"])
+def test_four_ranks_two_without_shards_and_one_process_go_on_from_a_checkpoint_of_two(both, way, cell):
     found, folder = both
-    apart = compared(found, folder, way, RESUME)
+    apart = compared(found, folder, way, cell)
     assert isinstance(apart, dict), apart
     assert max(apart.values()) < TOLERANCE, apart
 

@@ -25,7 +25,7 @@ from posttrain.models import parallel
 from posttrain.models.reference import Reference, disable_dropout_in_model
 from posttrain.rewards.runner import RewardTable, transform_names
 from posttrain.rollouts.batch import RolloutBatch
-from posttrain.training.checkpoint import STATE_FILE, last_complete_checkpoint
+from posttrain.training.checkpoint import last_complete_checkpoint, saved_state
 from posttrain.training.config import takes
 from posttrain.training.online import OnlineTrainer
 from posttrain.training.online_config import OnlineConfig
@@ -394,10 +394,7 @@ class A2POTrainer(OnlineTrainer):
         """Values from the checkpoint, before the dataset is filtered by them: the place in it must not move."""
         if checkpoint is True:
             checkpoint = last_complete_checkpoint(self.args.output_dir)
-        path = Path(checkpoint, f"{self.accelerator.process_index}_{STATE_FILE}") if checkpoint else None
-        if path is None or not path.is_file():
-            return
-        self._restored = json.loads(path.read_text(encoding="utf-8")).get("values") or {}
+        self._restored = saved_state(checkpoint or None, self.accelerator).get("values") or {}
 
     # Stage 2: one completion a prompt ----------------------------------------------------------------------------------
 

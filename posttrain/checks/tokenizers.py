@@ -5,23 +5,27 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from posttrain.checks.registry import finding, register
+from posttrain.data.chat import turn_end
 from posttrain.errors import ConfigError
+from posttrain.models.forward import causal_lm
 from posttrain.types import Finding
 
 __all__ = [
     "PROBE_TEXTS",
     "TokenizerMatch",
     "check_match",
+    "check_special_tokens",
     "check_tokenizers",
     "compare_tokenizers",
     "probe_conversations",
     "probe_texts",
     "require_same_tokens",
+    "special_token_findings",
     "token_bytes",
 ]
 
@@ -395,3 +399,65 @@ def require_same_tokens(match: TokenizerMatch, *, mode: str, trainer: str, on_po
         if one.severity == "error" and mode == "error":
             raise ConfigError(f"{trainer}: {one.what} {one.why} Fix: {one.fix}")
         logger.warning("%s: %s %s", one.code, one.what, one.why)
+
+
+# Special tokens of a model that is saved --------------------------------------------------------------------------------
+
+
+def special_token_findings(model: Any, tokenizer: Any) -> list[Finding]:
+    """What the configs that are saved say of padding and stopping."""
+    generation = getattr(causal_lm(model), "generation_config", None)
+    if generation is None:
+        return []
+    end = turn_end(tokenizer)
+    return check_special_tokens(
+        pad=tokenizer.pad_token_id,
+        eos=tokenizer.eos_token_id,
+        generation_pad=generation.pad_token_id,
+        generation_eos=generation.eos_token_id,
+        turn_end=tokenizer.convert_tokens_to_ids(end) if end else None,
+    )
+
+
+def check_special_tokens(
+    *,
+    pad: int | None,
+    eos: int | None,
+    generation_pad: int | None = None,
+    generation_eos: int | Collection[int] | None = None,
+    turn_end: int | None = None,
+) -> list[Finding]:
+    """Pad, eos and what the generation config says of them: a model must stop where training ended, and only there.
+
+    Args:
+        pad: Of the tokenizer.
+        eos: Of the tokenizer.
+        generation_pad: Of the model's generation config.
+        generation_eos: Likewise: one id, several, or None.
+        turn_end: The token that the chat template ends a turn with.
+    """
+    stops = {generation_eos} if isinstance(generation_eos, int) else set(generation_eos or ())
+    found = []
+    if generation_pad is not None and generation_pad in stops:
+        what = f"the generation config pads with token {generation_pad}, which is also one that ends a text ({sorted(stops)})."
+        why = (
+            "programs that tell padding by its id take the end of a text for padding: they cut it off, or never see it and "
+            "generate on. Training here is not affected: masks are positional."
+        )
+        fix = "set tokenizer.pad_token to a token that nothing else uses before the model is saved."
+        found.append(Finding("PT-K101", "warning", what, "generation_config", why, fix))
+    if pad is None:
+        why = "batches of different lengths cannot be made by programs that load this model."
+        fix = "set tokenizer.pad_token to a token that nothing else uses."
+        found.append(Finding("PT-K102", "warning", "the tokenizer has no pad token.", "the tokenizer", why, fix))
+    ends = {name: token for name, token in (("eos", eos), ("end of turn", turn_end)) if token is not None}
+    missing = {name: token for name, token in ends.items() if stops and token not in stops}
+    if missing:
+        named = ", ".join(f"{name} {token}" for name, token in missing.items())
+        what = f"training ends texts with {named}, and the generation config stops at {sorted(stops)} only."
+        why = (
+            "the model learns to end with a token at which generation does not stop, so it runs on to the length limit."
+        )
+        fix = f"set model.generation_config.eos_token_id = {sorted(stops | set(missing.values()))}."
+        found.append(Finding("PT-K103", "warning", what, "generation_config.eos_token_id", why, fix))
+    return found

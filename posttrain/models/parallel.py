@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import copy
+import logging
 import os
 import pickle
+import shutil
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -37,6 +41,7 @@ __all__ = [
     "main_process_first",
     "no_sync",
     "reading_fsdp",
+    "reading_zero",
     "refuse_lost_sharding",
     "refuse_other_optimizer",
     "run_and_share",
@@ -48,9 +53,13 @@ __all__ = [
     "whole_parameters",
     "whole_tensor",
     "without_ddp",
+    "zero_shards",
 ]
 
+logger = logging.getLogger(__name__)
+
 T = TypeVar("T")
+WHOLE = "the whole optimizer on each process"
 SHARDING = ("torch.distributed.fsdp", "deepspeed.")  # Where the hooks come from that gather parameters and free them.
 
 
@@ -232,9 +241,8 @@ def no_sync(model: Any, last: bool) -> Iterator[None]:
     if last or not hasattr(model, "no_sync"):
         yield
         return
-    if is_deepspeed(
-        model
-    ):  # Its own no_sync refuses stages 2 and 3, and accelerate steps at every backward of the last batch.
+    # Its own no_sync refuses stages 2 and 3, and accelerate steps at every backward of the last batch.
+    if is_deepspeed(model):
         state = GradientState()
         before = state.sync_gradients
         state._set_sync_gradients(False)
@@ -313,22 +321,124 @@ def _summon_fsdp(model: Any, bare: torch.nn.Module) -> Iterator[torch.nn.Module]
 def refuse_other_optimizer(folder: Path, accelerator: Any) -> None:
     """Refuse a checkpoint whose optimizer this run cannot read: transformers would begin with a new one, or end in its depths.
 
-    FSDP's is read by any number of processes with FSDP and by one without, DeepSpeed's by as many as wrote it.
+    Of FSDP it is read with FSDP and without, of ZeRO with the same division of parameters, by any number of processes.
+
+    Raises:
+        CheckpointError: It is of another kind, or a shard is not there.
     """
-    kinds = {"DEEPSPEED": "global_step*", "FSDP": "pytorch_model_fsdp*", "": "optimizer.pt"}
-    wrote = next((kind for kind, files in kinds.items() if any(folder.glob(files))), None)
-    runs = next(kind for kind in kinds if kind in str(accelerator.distributed_type))
+    files = {
+        "ZeRO-3": "global_step*/zero_pp_rank_*_model_states.pt", "ZeRO below 3": "global_step*/*_model_states.pt",
+        "FSDP": "pytorch_model_fsdp*", WHOLE: "optimizer.pt",
+    }  # fmt: skip
+    wrote = next((kind for kind, pattern in files.items() if any(folder.glob(pattern))), None)
+    name, runs = str(accelerator.distributed_type), WHOLE
+    if "FSDP" in name:
+        runs = "FSDP"
+    elif "DEEPSPEED" in name:
+        runs = "ZeRO-3" if shards_parameters(accelerator) else "ZeRO below 3"
     before, now = len(list(folder.glob("rng_state*.pth"))), accelerator.num_processes
-    fits = wrote == runs and (runs != "DEEPSPEED" or before == now)
-    if wrote is None or fits or (wrote == "FSDP" and now == 1):
+    said = [f"{count} process{'' if count == 1 else 'es'}" for count in (before, now)]
+    if wrote is not None and wrote != runs and (wrote, runs) != ("FSDP", WHOLE):
+        raise CheckpointError(
+            f"the optimizer of {str(folder)!r} was written by {said[0]} with {wrote}, and this run is {said[1]} with {runs}: "
+            f"it would go on with a new one. Fix: resume with {wrote}, or give the folder as the model of a new run."
+        )
+    shards = zero_shards(folder)
+    if shards and len(shards) != before:
+        raise CheckpointError(
+            f"{str(shards[0].parent)!r} holds {len(shards)} of {before} shards of the optimizer: the run would go on with a new "
+            "one. Fix: bring them back (each node may have kept its own), or resume from another checkpoint."
+        )
+
+
+def zero_shards(folder: Path) -> list[Path]:
+    """The optimizer's shards in a checkpoint of ZeRO, one a process; empty for another."""
+    return sorted(folder.glob("global_step*[0-9]/*_optim_states.pt"))
+
+
+@contextmanager
+def reading_zero(trainer: Any, folder: str | None) -> Iterator[None]:
+    """Shards of ZeRO are read by another number of processes through DeepSpeed's universal checkpoint.
+
+    The first process makes it beside the shards and removes it once it was read; one that a user made is taken and stays.
+    """
+    shards = zero_shards(Path(folder)) if folder is not None and trainer.is_deepspeed_enabled else []
+    accelerator, latest, wrote = trainer.accelerator, Path(folder or "", "latest_universal"), 0
+    if shards:  # In DeepSpeed's hands the process that fails would leave the others in a collective.
+        wrote = run_and_share(lambda: _read(shards[accelerator.process_index % len(shards)])["processes"], accelerator)
+    if not shards or wrote == accelerator.num_processes:
+        yield
         return
-    said = [f"{count} process{'es' if count > 1 else ''}" for count in (before, now)]
-    fix = f"resume on {said[0]} {f'with {wrote}' if wrote else 'without FSDP and DeepSpeed'}"
-    raise CheckpointError(
-        f"the optimizer of {str(folder)!r} was written by {said[0]} {f'with {wrote}' if wrote else 'that held it whole'}, and "
-        f"this run is {said[1]} {f'with {runs}' if runs else 'without FSDP and DeepSpeed'}: it would go on with a new one. "
-        f"Fix: {fix}, or give the folder as the model of a new run."
-    )
+    makes = accelerator.is_main_process and not latest.is_file()
+    run_and_share(lambda: _make_universal(shards, wrote) if makes else None, accelerator)
+    universal = latest.with_name(latest.read_text(encoding="utf-8").strip())
+    with _loading_universal(trainer):
+        yield
+    # Stage 3 gives all groups of parameters the settings of the first, its weight decay too, and one count of steps to share.
+    optimizer = trainer.model_wrapped.optimizer.optimizer
+    saved = torch.load(universal / "zero" / "optimizer_state.pt", weights_only=False)["param_groups"]
+    for group, settings in zip(optimizer.param_groups, saved, strict=True):
+        group.update({name: value for name, value in settings.items() if name != "params"})
+    for state in optimizer.state.values():
+        state["step"] = copy.deepcopy(state["step"])
+    accelerator.wait_for_everyone()
+    if makes:
+        latest.unlink()
+        shutil.rmtree(universal)
+
+
+@contextmanager
+def _loading_universal(trainer: Any) -> Iterator[None]:
+    """What DeepSpeed loads is a universal checkpoint: an engine made inside reads the config, one that is there has read it."""
+    config = trainer.accelerator.state.deepspeed_plugin.deepspeed_config
+    before = config.get("checkpoint", {})
+    config["checkpoint"] = before | {"load_universal": True}
+    if is_deepspeed(trainer.model_wrapped):
+        trainer.model_wrapped._config.load_universal_checkpoint = True
+    try:
+        yield
+    finally:
+        config["checkpoint"] = before
+        if is_deepspeed(trainer.model_wrapped):
+            trainer.model_wrapped._config.load_universal_checkpoint = False
+
+
+def _make_universal(shards: list[Path], wrote: int) -> None:
+    """DeepSpeed's ``ds_to_universal``; it names the folder it made last, in a file, so that half of one is never read."""
+    source = shards[0].parent
+    made = source.with_name(f"{source.name}_universal")
+    shutil.rmtree(made, ignore_errors=True)  # Half of one, of a run that was killed.
+    places = {"input_folder": str(source), "output_folder": str(made)}
+    work = {"num_extract_workers": 1, "num_merge_workers": 1, "keep_temp_folder": False}
+    logger.info("The shards of %d processes in %s are joined for another number, in %s.", wrote, source, made.name)
+    try:
+        if len(shards) != wrote:
+            raise ValueError(f"{len(shards)} of them are here")
+        if (kept := _read(shards[0])["kept"]) != ["exp_avg", "exp_avg_sq", "step"]:
+            raise ValueError(f"DeepSpeed joins the states of Adam, and this optimizer keeps {kept}")
+        with redirect_stdout(sys.stderr):
+            converter = require("deepspeed.checkpoint.ds_to_universal", "ZeRO")
+            converter.main(SimpleNamespace(**places, **work, inject_missing_state=True, strict=True))
+    except Exception as error:
+        shutil.rmtree(made, ignore_errors=True)
+        raise CheckpointError(
+            f"the shards of {wrote} processes in {str(source)!r} could not be joined for another number: "
+            f"{type(error).__name__}: {error}. Fix: resume on {wrote}, or from another checkpoint."
+        ) from error
+
+
+def _read(shard: Path) -> dict[str, Any]:
+    """How many processes wrote theirs, and which states the optimizer keeps."""
+    try:  # Mapped: no tensor is read.
+        saved = torch.load(shard, map_location="cpu", weights_only=False, mmap=True)["optimizer_state_dict"]
+        count, inner = saved["partition_count"], saved.get("base_optimizer_state") or saved["optimizer_state_dict"]
+        kept = sorted({name for group in inner["state"].values() for name in group})
+    except Exception as error:
+        raise CheckpointError(
+            f"{str(shard)!r} cannot be read: {error}. Fix: resume from another checkpoint."
+        ) from error
+    kept = sorted({name for group in inner["state"].values() for name in group})
+    return {"processes": count[0] if isinstance(count, list) else count, "kept": kept}
 
 
 @contextmanager
@@ -338,20 +448,23 @@ def reading_fsdp(trainer: Any, folder: str | None) -> Iterator[None]:
     if not found:
         yield
         return
-    from accelerate import FullyShardedDataParallelPlugin
+    from accelerate import DistributedType, FullyShardedDataParallelPlugin
 
     state, shards = trainer.accelerator.state, trainer.is_fsdp_enabled
     plugin = getattr(state, "fsdp_plugin", None)
     reader = copy.copy(plugin) if shards else FullyShardedDataParallelPlugin(fsdp_version=2)
     reader.state_dict_config = reader.optim_state_dict_config = None
     reader.set_state_dict_type("SHARDED_STATE_DICT" if found[0].is_dir() else "FULL_STATE_DICT")
+    kind = state.distributed_type
     if not shards:
-        reader.state_dict_config.rank0_only = False  # Nobody waits for what it read.
+        # One process has nobody that waits for what it read.
+        reader.state_dict_config.rank0_only = state.num_processes > 1 and not found[0].is_dir()
+        state.distributed_type = DistributedType.FSDP
     trainer.is_fsdp_enabled, state.fsdp_plugin = True, reader
     try:
         yield
     finally:
-        trainer.is_fsdp_enabled, state.fsdp_plugin = shards, plugin
+        trainer.is_fsdp_enabled, state.fsdp_plugin, state.distributed_type = shards, plugin, kind
 
 
 @contextmanager

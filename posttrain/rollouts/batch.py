@@ -13,6 +13,7 @@ import torch
 
 from posttrain.data.processors import Placed
 from posttrain.data.responses import parse_response
+from posttrain.errors import CheckpointError
 from posttrain.losses.policy import engine_gap
 from posttrain.metrics import Metric, mean
 from posttrain.models import parallel
@@ -206,7 +207,7 @@ class RolloutWindow:
 
     Attributes:
         slices: Rows of each micro-batch; None before the first generation.
-        step: Micro-batches that were trained since the run began.
+        step: Micro-batches that were trained of these slices.
         generations: That were made since the run began; seeds follow from their number.
         born: Optimiser step at which the rollout batch was sampled.
 
@@ -227,7 +228,7 @@ class RolloutWindow:
 
     def fill(self, slices: Sequence[list[Row]], born: int) -> None:
         """Put the slices of a new generation in the place of the old ones."""
-        self.slices, self.born = slices, born
+        self.slices, self.born, self.step = slices, born, 0
 
     def take(self) -> list[Row]:
         """Rows of the next micro-batch."""
@@ -248,11 +249,26 @@ class RolloutWindow:
 
     def state(self) -> dict[str, Any]:
         """The place, with the scored rollouts that were not trained yet."""
-        slices = None if self.slices is None else [[row_state(row) for row in rows] for rows in self.slices]
+        slices = None if self.used_up else [[row_state(row) for row in rows] for rows in self.slices or ()]
         return {"step": self.step, "generations": self.generations, "born": self.born, "buffer": slices}
 
-    def load(self, state: dict[str, Any]) -> None:
-        """Undo `state`."""
+    def load(self, state: dict[str, Any], *, before: int, now: int) -> None:
+        """Undo `state`.
+
+        Args:
+            state: Of one process.
+            before: How many processes wrote theirs.
+            now: How many go on.
+
+        Raises:
+            CheckpointError: Rollouts wait to be trained, and are dealt to another number of processes.
+        """
+        if state["buffer"] is not None and before != now:
+            raise CheckpointError(
+                f"this checkpoint holds rollouts that {before} processes have trained in part, and this run is {now}. Fix: "
+                f"resume on {before}, or from a checkpoint whose rollouts are used up: one every steps_per_generation * "
+                "num_iterations / gradient_accumulation_steps steps."
+            )
         self.step, self.generations, self.born = state["step"], state["generations"], state["born"]
         saved = state["buffer"]
         self.slices = None if saved is None else [[row_again(row) for row in rows] for rows in saved]

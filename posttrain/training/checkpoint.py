@@ -12,7 +12,7 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,21 +20,18 @@ import transformers
 from transformers.trainer_callback import ExportableState
 
 from posttrain.checks.machine import check_disk_space, check_gpu_memory, check_strangers, gib
-from posttrain.data.chat import turn_end
 from posttrain.errors import CheckpointError
 from posttrain.integrations.machine import free_disk, gpu_memory, gpu_processes
 from posttrain.models import parallel
-from posttrain.models.heads import causal_lm
+from posttrain.models.memory_estimate import optimizer_bytes
 from posttrain.training.checks import Checks
 from posttrain.types import Finding
 
 __all__ = [
     "MARKER",
-    "STATE_FILE",
     "Checkpointer",
     "GracefulInterrupt",
     "MachineChecks",
-    "check_special_tokens",
     "checkpoint_bytes",
     "complete_checkpoints",
     "damage",
@@ -46,9 +43,11 @@ __all__ = [
     "publish",
     "resolve_resume",
     "rotate",
-    "special_token_findings",
+    "save_state",
+    "saved_state",
     "staging",
     "strangers",
+    "warn_of_other_rows",
 ]
 
 logger = logging.getLogger(__name__)
@@ -274,8 +273,6 @@ def _flush_folder(folder: Path) -> None:
 
 STATE_FILE = "posttrain_state.json"
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # The disk, the quota or the size a file may have is used up.
-# Numbers of optimiser state a parameter, by what the optimiser's name holds; others keep two, as Adam does.
-STATES = {"sgd": 0, "adafactor": 0, "lion": 1, "adagrad": 1, "rmsprop": 1}
 
 
 class Checkpointer:
@@ -389,6 +386,35 @@ class Checkpointer:
             ) from error
 
 
+def save_state(folder: Path, state: dict[str, Any], accelerator: Any) -> None:
+    """Write what a trainer must know beside its weights, a file for each process."""
+    content = json.dumps(state | {"processes": accelerator.num_processes})
+    (folder / f"{accelerator.process_index}_{STATE_FILE}").write_text(content, encoding="utf-8")
+
+
+def saved_state(folder: str | None, accelerator: Any) -> dict[str, Any]:
+    """What `save_state` wrote for this process, or for the first one where others are as many; empty without a file.
+
+    All that differs between processes is waiting rollouts (`OnlineTrainer` refuses those of another number) and rows of logs.
+    """
+    files = [] if folder is None else sorted(Path(folder).glob(f"*_{STATE_FILE}"))
+    if not files:
+        return {}
+    own = accelerator.process_index if len(files) == accelerator.num_processes else 0
+    return json.loads((files[0].parent / f"{own}_{STATE_FILE}").read_text(encoding="utf-8"))
+
+
+def warn_of_other_rows(state: dict[str, Any], now: int) -> None:
+    """Tell of an optimiser step that takes another number of rows than when the checkpoint was written."""
+    before = state.get("step_rows", now)
+    if before != now:
+        logger.warning(
+            "a step of this checkpoint took %d rows, and one of this run takes %d: the place in the epoch is counted in steps, "
+            "so rows are passed over or trained twice. Fix: let per_device_train_batch_size * gradient_accumulation_steps * "
+            "processes be %d.", before, now, before,
+        )  # fmt: skip
+
+
 def export_callbacks(callbacks: Iterable[Any], state: Any) -> None:
     """Put the state of callbacks that have one into the trainer's, as `transformers` reads it on resuming."""
     for holder in callbacks:
@@ -398,65 +424,6 @@ def export_callbacks(callbacks: Iterable[Any], state: Any) -> None:
                 kept[name].append(holder.state())
             else:
                 kept[name] = holder.state()
-
-
-def special_token_findings(model: Any, tokenizer: Any) -> list[Finding]:
-    """What the configs that are saved say of padding and stopping."""
-    generation = getattr(causal_lm(model), "generation_config", None)
-    if generation is None:
-        return []
-    end = turn_end(tokenizer)
-    return check_special_tokens(
-        pad=tokenizer.pad_token_id,
-        eos=tokenizer.eos_token_id,
-        generation_pad=generation.pad_token_id,
-        generation_eos=generation.eos_token_id,
-        turn_end=tokenizer.convert_tokens_to_ids(end) if end else None,
-    )
-
-
-def check_special_tokens(
-    *,
-    pad: int | None,
-    eos: int | None,
-    generation_pad: int | None = None,
-    generation_eos: int | Collection[int] | None = None,
-    turn_end: int | None = None,
-) -> list[Finding]:
-    """Pad, eos and what the generation config says of them: a model must stop where training ended, and only there.
-
-    Args:
-        pad: Of the tokenizer.
-        eos: Of the tokenizer.
-        generation_pad: Of the model's generation config.
-        generation_eos: Likewise: one id, several, or None.
-        turn_end: The token that the chat template ends a turn with.
-    """
-    stops = {generation_eos} if isinstance(generation_eos, int) else set(generation_eos or ())
-    found = []
-    if generation_pad is not None and generation_pad in stops:
-        what = f"the generation config pads with token {generation_pad}, which is also one that ends a text ({sorted(stops)})."
-        why = (
-            "programs that tell padding by its id take the end of a text for padding: they cut it off, or never see it and "
-            "generate on. Training here is not affected: masks are positional."
-        )
-        fix = "set tokenizer.pad_token to a token that nothing else uses before the model is saved."
-        found.append(Finding("PT-K101", "warning", what, "generation_config", why, fix))
-    if pad is None:
-        why = "batches of different lengths cannot be made by programs that load this model."
-        fix = "set tokenizer.pad_token to a token that nothing else uses."
-        found.append(Finding("PT-K102", "warning", "the tokenizer has no pad token.", "the tokenizer", why, fix))
-    ends = {name: token for name, token in (("eos", eos), ("end of turn", turn_end)) if token is not None}
-    missing = {name: token for name, token in ends.items() if stops and token not in stops}
-    if missing:
-        named = ", ".join(f"{name} {token}" for name, token in missing.items())
-        what = f"training ends texts with {named}, and the generation config stops at {sorted(stops)} only."
-        why = (
-            "the model learns to end with a token at which generation does not stop, so it runs on to the length limit."
-        )
-        fix = f"set model.generation_config.eos_token_id = {sorted(stops | set(missing.values()))}."
-        found.append(Finding("PT-K103", "warning", what, "generation_config.eos_token_id", why, fix))
-    return found
 
 
 class MachineChecks:
@@ -503,8 +470,8 @@ class MachineChecks:
             logger.warning("%s was left half-written by a run that was killed; it is removed.", path)
             shutil.rmtree(path, ignore_errors=True)
         yield check_strangers([path.name for path in others], folder=str(folder), resumed=resumed)
-        needs = checkpoint_bytes(self.model, self.args)
         if self.saves:
+            needs = checkpoint_bytes(self.model, self.args)
             yield check_disk_space(free_disk(folder), needs, folder=str(folder), limit=self.args.save_total_limit)
         if self.fills_gpu:
             free, total = gpu_memory(self.args.device)
@@ -523,11 +490,8 @@ def checkpoint_bytes(model: Any, args: Any) -> int:
 
 
 def _state_bytes(model: Any, args: Any) -> int:
-    """Bytes of an optimiser's state, in the dtype of the weights; one byte a number where its name says 8 bits."""
-    name = str(getattr(args.optim, "value", args.optim)).lower()
-    states = next((count for part, count in STATES.items() if part in name), 2)
-    trained = [p for p in model.parameters() if p.requires_grad]
-    return states * sum(p.numel() * (1 if "8bit" in name else p.element_size()) for p in trained)
+    sizes = [(p.numel(), p.nbytes) for p in model.parameters() if p.requires_grad]
+    return optimizer_bytes(str(getattr(args.optim, "value", args.optim)), sizes)
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:

@@ -596,4 +596,5 @@ class OnlineTrainer(PostTrainer):
         self.rewards.load_transforms(state.get("rewards", ()))
         if "fresh_prompts" in state:
             self.dynamic_sampler.prompts.load(state["fresh_prompts"])
-        self.window.load(state["online"])
+        processes = self.accelerator.num_processes
+        self.window.load(state["online"], before=state.get("processes", processes), now=processes)

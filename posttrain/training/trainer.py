@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import json
 import logging
 import math
 import time
@@ -21,6 +20,7 @@ from torch.utils.data import DataLoader
 from transformers.trainer_utils import EvalLoopOutput, set_seed
 
 from posttrain.checks.registry import Preflight
+from posttrain.checks.tokenizers import special_token_findings
 from posttrain.data.forest import Layout, collate, halves
 from posttrain.data.samplers import Deal
 from posttrain.losses.reduce import Denominators, reduce
@@ -456,7 +456,7 @@ class PostTrainer(transformers.Trainer):
         if not self._tokens_checked:
             self._tokens_checked = True
             with self.checks.preflight.record_check("config", ("PT-K101", "PT-K102", "PT-K103")):
-                self.checks.report(checkpoint.special_token_findings(self.model, self.processing_class))
+                self.checks.report(special_token_findings(self.model, self.processing_class))
         with parallel.saved_whole(self.accelerator, not _internal_call):
             super().save_model(output_dir, _internal_call)
         self.vision.save(output_dir or self.args.output_dir)
@@ -478,39 +478,39 @@ class PostTrainer(transformers.Trainer):
             self._save_optimizer_and_scheduler(str(part))
             self._save_scaler(str(part))
             self._save_rng_state(str(part))
+            checkpoint.save_state(part, self.state_to_save(), self.accelerator)
         if self.args.should_save:
             checkpoint.export_callbacks((*self.callback_handler.callbacks, self.control), self.state)
             self.state.save_to_json(str(part / "trainer_state.json"))
 
-    def _save_rng_state(self, output_dir: str) -> None:
-        super()._save_rng_state(output_dir)
-        self._own_state(output_dir).write_text(json.dumps(self.state_to_save()), encoding="utf-8")
-
     def _load_optimizer_and_scheduler(self, folder: str | None) -> None:
         with parallel.reading_fsdp(self, folder):
             super()._load_optimizer_and_scheduler(folder)
-        if folder is not None and (path := self._own_state(folder)).is_file():
-            self.load_saved_state(json.loads(path.read_text(encoding="utf-8")))
-
-    def _own_state(self, folder: str) -> Path:
-        return Path(folder, f"{self.accelerator.process_index}_{checkpoint.STATE_FILE}")
+        if state := checkpoint.saved_state(folder, self.accelerator):
+            self.load_saved_state(state)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         with parallel.reading_fsdp(self, resume_from_checkpoint):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
         load_renamed(model or self.model, resume_from_checkpoint, self.accelerator)
 
+    def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None) -> Any:
+        with parallel.reading_zero(self, resume_from_checkpoint):
+            return super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
+
     def _load_best_model(self) -> None:
-        super()._load_best_model()
+        with parallel.reading_zero(self, self.state.best_model_checkpoint):
+            super()._load_best_model()
         load_renamed(self.model, str(self.state.best_model_checkpoint), self.accelerator)
 
     def state_to_save(self) -> dict[str, Any]:
         """What a checkpoint must hold beyond the parent's, as JSON, for a resumed run to equal an uninterrupted one."""
-        return {"counters": self.counters}
+        return {"counters": self.counters, "step_rows": self.get_total_train_batch_size(self.args)}
 
     def load_saved_state(self, state: dict[str, Any]) -> None:
         """Undo `state_to_save`."""
         self.counters = state["counters"]
+        checkpoint.warn_of_other_rows(state, self.get_total_train_batch_size(self.args))
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Reduce this window's metrics over ranks, once, and pass everything on."""

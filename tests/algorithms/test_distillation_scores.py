@@ -258,14 +258,18 @@ def test_servers_that_cannot_give_what_the_loss_needs_are_refused_at_the_start(t
 
 
 def test_scores_of_completions_that_wait_are_in_the_checkpoint(tmp_path, tiny_tokenizer):
-    trainer = served(tmp_path, tiny_tokenizer, teacher_model_server_url="http://teacher", loss_top_k=1)
+    settings = {"teacher_model_server_url": "http://teacher", "loss_top_k": 1, "steps_per_generation": 2}
+    settings |= {"per_device_train_batch_size": 2}
+    trainer = served(tmp_path, tiny_tokenizer, **settings)
     trainer.train()
     state = trainer.state_to_save()
-    other = served(tmp_path / "b", tiny_tokenizer, teacher_model_server_url="http://teacher", loss_top_k=1)
+    other = served(tmp_path / "b", tiny_tokenizer, **settings)
     other.load_saved_state(__import__("json").loads(__import__("json").dumps(state)))
     assert other.kept["train"].keys() == trainer.kept["train"].keys()
     key = next(iter(other.kept["train"]))
     assert other.kept["train"][key] == trainer.kept["train"][key]
+    trainer.window.take()  # The second half: nothing waits.
+    assert trainer.state_to_save()["kept"] == {} and trainer.state_to_save()["online"]["buffer"] is None
 
 
 def test_streams_and_splits_are_scored_by_the_number_of_their_row(tmp_path, tiny_tokenizer):

@@ -8,8 +8,10 @@ from hypothesis import strategies as st
 
 from posttrain import ConfigError
 from posttrain.data.samplers import PromptStream
-from posttrain.rollouts.batch import deal
+from posttrain.errors import CheckpointError
+from posttrain.rollouts.batch import RolloutWindow, deal
 from posttrain.training.dynamic_sampling import flat_groups
+from posttrain.types import Row
 from tests.algorithms.helpers import grpo, grpo_args, prompts, scripted, weights
 from tests.wordings import raises
 
@@ -289,3 +291,24 @@ def test_fresh_groups_and_those_they_join_are_divided_by_one_spread(tiny_tokeniz
     ((table,), (scale,)) = tables, trainer.rewards.transforms
     assert scale.count > len(table.raw)
     assert torch.equal(table.values[:, 0], scale(table.raw[:, 0], None))
+
+
+def test_another_number_of_processes_goes_on_from_used_up_rollouts_and_not_from_waiting_ones():
+    """Of fewer processes each trains a generation in more micro-batches: the place in the old ones means nothing there."""
+    window, slices = RolloutWindow(passes=1), [[Row([1], [[2]], [[1]])] for _ in range(2)]
+    window.fill(slices, born=3)
+    window.take()
+    waiting = window.state()
+    window.take()
+    used_up = window.state()
+    assert used_up["buffer"] is None
+    again = RolloutWindow(passes=1)
+    again.load(used_up, before=2, now=1)
+    assert again.used_up
+    again.fill(slices * 2, born=4)
+    taken = [again.take() and again.used_up for _ in range(4)]
+    assert taken == [False, False, False, True]
+    again.load(waiting, before=2, now=2)
+    assert not again.used_up and again.take() == slices[1] and again.used_up
+    with pytest.raises(CheckpointError, match=r"2 processes .* this run is 1"):
+        again.load(waiting, before=2, now=1)

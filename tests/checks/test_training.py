@@ -7,7 +7,7 @@ import torch
 
 from posttrain.checks.machine import check_dense_masks, check_devices, check_launch, check_precision, smallest_update
 from posttrain.checks.registry import Context
-from posttrain.training.checkpoint import check_special_tokens
+from posttrain.checks.tokenizers import check_special_tokens
 from posttrain.training.checks import (
     Checks,
     check_first_gradients,

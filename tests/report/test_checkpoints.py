@@ -348,28 +348,74 @@ def test_the_estimate_of_a_checkpoint_is_near_what_is_written(tmp_path, tiny_tok
     assert abs(written - expected) < 0.15 * expected
 
 
+def run_of(kind, processes, stage=2):
+    """As much of an accelerator as says what a run is."""
+    state = SimpleNamespace(deepspeed_plugin=SimpleNamespace(zero_stage=stage))
+    return SimpleNamespace(distributed_type=f"DistributedType.{kind}", num_processes=processes, state=state)
+
+
+ZERO2, ZERO3 = "global_step2/mp_rank_00_model_states.pt", "global_step2/zero_pp_rank_0_mp_rank_00_model_states.pt"
+
+
 @pytest.mark.parametrize(
-    ("wrote", "runs", "processes", "fits"),
+    ("wrote", "runs", "fits"),
     [
-        ("global_step2", "DEEPSPEED", 2, True), ("global_step2", "DEEPSPEED", 4, False),
-        ("global_step2", "DEEPSPEED", 1, False), ("global_step2", "NO", 1, False), ("global_step2", "MULTI_GPU", 2, False),
-        ("pytorch_model_fsdp_0", "FSDP", 4, True), ("pytorch_model_fsdp.bin", "NO", 1, True),
-        ("pytorch_model_fsdp.bin", "MULTI_CPU", 2, False), ("pytorch_model_fsdp.bin", "DEEPSPEED", 2, False),
-        ("optimizer.pt", "MULTI_CPU", 4, True), ("optimizer.pt", "FSDP", 2, False), ("optimizer.pt", "DEEPSPEED", 2, False),
-        ("model.safetensors", "FSDP", 2, True),
+        (ZERO2, ("DEEPSPEED", 2), True), (ZERO2, ("DEEPSPEED", 4), True), (ZERO2, ("DEEPSPEED", 2, 3), False),
+        (ZERO3, ("DEEPSPEED", 1, 3), True), (ZERO3, ("DEEPSPEED", 2, 2), False), (ZERO3, ("NO", 1), False),
+        (ZERO2, ("MULTI_GPU", 2), False), (ZERO2, ("FSDP", 2), False),
+        ("pytorch_model_fsdp_0", ("FSDP", 4), True), ("pytorch_model_fsdp.bin", ("NO", 1), True),
+        ("pytorch_model_fsdp.bin", ("MULTI_CPU", 2), True), ("pytorch_model_fsdp.bin", ("DEEPSPEED", 2), False),
+        ("optimizer.pt", ("MULTI_CPU", 4), True), ("optimizer.pt", ("FSDP", 2), False),
+        ("optimizer.pt", ("DEEPSPEED", 2), False), ("model.safetensors", ("FSDP", 2), True),
     ],
 )  # fmt: skip
-def test_an_optimizer_that_cannot_be_read_is_refused_with_both_numbers_of_processes(
-    wrote, runs, processes, fits, tmp_path
+def test_an_optimizer_that_cannot_be_read_is_refused_with_both_kinds_and_numbers_of_processes(
+    wrote, runs, fits, tmp_path
 ):
     """Left to transformers it would be left behind without a word, or end in the depths of another library."""
     for name in (wrote, "rng_state_0.pth", "rng_state_1.pth"):
-        (tmp_path / name).mkdir()
-    run = SimpleNamespace(distributed_type=f"DistributedType.{runs}", num_processes=processes)
+        (tmp_path / name).mkdir(parents=True)
+    run = run_of(*runs)
     if fits:
         parallel.refuse_other_optimizer(tmp_path, run)
         return
+    kinds = {ZERO2: "ZeRO below 3", ZERO3: "ZeRO-3", "optimizer.pt": "the whole optimizer"}
+    written = kinds.get(wrote, "FSDP")
     with pytest.raises(
-        CheckpointError, match=rf"written by 2 processes .*this run is {processes} process.*Fix: resume on 2"
+        CheckpointError, match=rf"by 2 processes with {written}.* run is {runs[1]} process.*Fix: resume with {written}"
     ):
         parallel.refuse_other_optimizer(tmp_path, run)
+
+
+@pytest.mark.parametrize("processes", [2, 4])
+def test_a_shard_that_is_not_there_is_an_error_on_any_number_of_processes(tmp_path, processes):
+    """DeepSpeed warns, and goes on with a new optimizer."""
+    for name in (ZERO2, "global_step2/zero_pp_rank_0_mp_rank_00_optim_states.pt", "rng_state_0.pth", "rng_state_1.pth"):
+        (tmp_path / name).mkdir(parents=True)
+    with pytest.raises(CheckpointError, match="holds 1 of 2 shards"):
+        parallel.refuse_other_optimizer(tmp_path, run_of("DEEPSPEED", processes))
+
+
+def state_of(processes, index=0):
+    return SimpleNamespace(num_processes=processes, process_index=index)
+
+
+def test_another_number_of_processes_goes_on_from_the_state_of_the_first(tmp_path):
+    for index in range(2):
+        checkpoints.save_state(tmp_path, {"of": index}, state_of(2, index))
+    assert [checkpoints.saved_state(str(tmp_path), state_of(2, i))["of"] for i in range(2)] == [0, 1]
+    assert [checkpoints.saved_state(str(tmp_path), state_of(4, i)) for i in (0, 3)] == [{"of": 0, "processes": 2}] * 2
+    assert (
+        checkpoints.saved_state(str(tmp_path / "none"), state_of(1)) == {} == checkpoints.saved_state(None, state_of(1))
+    )
+
+
+@pytest.mark.parametrize(("accumulated", "told"), [(2, True), (1, False)])
+def test_a_resumed_step_of_another_number_of_rows_is_told_with_both(
+    tmp_path, tiny_tokenizer, caplog, accumulated, told
+):
+    settings = {"max_steps": 2, "save_strategy": "steps", "save_steps": 1}
+    sft(tmp_path, tiny_tokenizer, **settings).train()
+    again = sft(tmp_path, tiny_tokenizer, gradient_accumulation_steps=accumulated, **settings)
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    assert ("took 4 rows, and one of this run takes 8" in caplog.text) == told

@@ -536,7 +536,7 @@ class DistillationTrainer(OnlineTrainer):
 
     def state_to_save(self) -> dict[str, Any]:
         """As the parent's, with what the teacher must know of completions that wait."""
-        return super().state_to_save() | {"kept": self.kept["train"]}
+        return super().state_to_save() | {"kept": {} if self.window.used_up else self.kept["train"]}
 
     def load_saved_state(self, state: dict[str, Any]) -> None:
         """Undo `state_to_save`."""

@@ -274,12 +274,12 @@ class PPOTrainer(OnlineTrainer):
         args = self.args
         pieces = args.num_mini_batches * args.gradient_accumulation_steps
         window = self.window
-        place = window.step % (args.num_ppo_epochs * pieces)
+        window.passes = args.num_ppo_epochs * pieces
         self._clock = self._clock or (self.counters["episode"], time.perf_counter())
-        if window.slices is None or place == 0:
+        if window.used_up:
             generation = self.next_rollouts(self.prompt_source.readable(inputs))
             window.fill([self._training_rows(generation)], self.state.global_step)
-        rows = window.take()
+        place, rows = window.step, window.take()
         self.log_metrics_now({"staleness/mean_updates": mean(float(self.state.global_step - window.born))})
         return self.collate(share_prompts(self._piece(rows, *divmod(place, pieces)))[0])
 
