@@ -16,7 +16,7 @@ from posttrain.data.processors import Placed
 from posttrain.errors import DataError
 from posttrain.models.forward import forward
 from posttrain.models.heads import picture_encoder
-from posttrain.models.vision import tower_parameters
+from posttrain.models.vision import shaded, tower_parameters
 from posttrain.types import Batch, Finding, Row
 
 __all__ = ["check_exchanged", "check_image_fit", "check_pictures", "check_reach", "check_tower_gradients"]
@@ -232,10 +232,7 @@ def check_reach(model: Any, batch: Batch) -> Finding | None:
 
 def _another(placed: Placed) -> Placed:
     """The same place with another picture of the same size."""
-    from PIL import Image
-
-    shade = Image.linear_gradient("L").rotate(90).resize(placed.picture.size).convert("RGB")
-    return replace(placed, picture=read_picture(shade, "a shaded picture"))
+    return replace(placed, picture=shaded(placed.picture.size, turned=True))
 
 
 def check_tower_gradients(norms: Mapping[str, float | None], model: Any, pictured: bool) -> Finding | None:

@@ -7,6 +7,7 @@ import functools
 import hashlib
 import inspect
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -14,9 +15,11 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from posttrain.data.pictures import Background, Picture, conversation_pictures, read_picture
 from posttrain.errors import DataError, ModelError
+from posttrain.integrations import require
 
 __all__ = [
     "FAMILIES",
@@ -35,21 +38,24 @@ class Family:
     """What is particular about the models of a processor.
 
     Attributes:
-        models: Model types of their configs.
-        tiled: Whether a picture's tensors are ``(1, tiles, ...)``, joined along tiles.
-        padded: Whether they are ``(1, tiles, ...)``, joined along pictures with empty tiles.
+        models: Model types of their configs; empty: not known, and proven with pictures before it trains.
+        tiled: Whether a picture's tensors are ``(1, tiles, ...)``, joined along tiles; else along pictures.
         positions: ``grid`` for rotary positions of three rows (time, height, width); else one.
+        types: What the forward calls the kinds of tokens: 1 for a placeholder (PaliGemma: behind the prompt); None: nothing.
         block: What attends both ways: the placeholders of one ``image``, the whole ``prompt``, or nothing.
         cross: Whether text attends to features beside it instead of reading them in the place of placeholders. Text before the
             first picture then attends to all pictures of its row, so every tree is a pass of its own.
+        whole: Whether the model gets its processor's own tensors of all pictures of a pass instead of features; each sequence is
+            a padded row, and its pictures are encoded with it.
     """
 
     models: tuple[str, ...]
     tiled: bool = False
-    padded: bool = False
     positions: Literal["plain", "grid"] = "plain"
+    types: str | None = None
     block: Literal["none", "image", "prompt"] = "none"
     cross: bool = False
+    whole: bool = False
 
     @property
     def several_turns(self) -> bool:
@@ -57,23 +63,25 @@ class Family:
         return self.block != "prompt" and not self.cross
 
 
+KINDS = "mm_token_type_ids"
 # Each proven with tiny models: log-probs and gradients of a tree equal those of its sequences alone.
 FAMILIES = {
-    "Qwen2VLProcessor": Family(("qwen2_vl",), positions="grid"),
-    "Qwen2_5_VLProcessor": Family(("qwen2_5_vl",), positions="grid"),
-    "Qwen3VLProcessor": Family(("qwen3_vl",), positions="grid"),
+    "Qwen2VLProcessor": Family(("qwen2_vl",), positions="grid", types=KINDS),
+    "Qwen2_5_VLProcessor": Family(("qwen2_5_vl",), positions="grid", types=KINDS),
+    "Qwen3VLProcessor": Family(("qwen3_vl",), positions="grid", types=KINDS),
     "Idefics3Processor": Family(("idefics3",), tiled=True),
     "SmolVLMProcessor": Family(("smolvlm",), tiled=True),
     "LlavaProcessor": Family(("llava",)),
-    "LlavaNextProcessor": Family(("llava_next",), padded=True),
-    "Gemma3Processor": Family(("gemma3",), block="image"),
-    "PaliGemmaProcessor": Family(("paligemma",), block="prompt"),
+    "LlavaNextProcessor": Family(("llava_next",)),
+    "Gemma3Processor": Family(("gemma3",), types="token_type_ids", block="image"),
+    "PaliGemmaProcessor": Family(("paligemma",), types="token_type_ids", block="prompt"),
     "InternVLProcessor": Family(("internvl",)),
     "MllamaProcessor": Family(("mllama",), tiled=True, cross=True),
 }
 # Strings that stand for pictures or around them; a user who types one would change what the model sees.
 CONTROL = re.compile(r"image|img|vision|video|<row_\d", re.IGNORECASE)
-TEXT_KEYS = {"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "labels", "text_replacement_offsets"}
+TEXT_KEYS = {"input_ids", "attention_mask", "token_type_ids", KINDS, "labels", "text_replacement_offsets"}
+GRID = "image_grid_thw"
 COUNTS = {"num_crops", "num_patches", "num_tiles", "rows", "cols"}  # Of an image processor, for its processor's text.
 LARGE = (1500, 1000)  # A picture that is cut into tiles where any is.
 REMEMBERED = 4096  # Sizes whose expansion is kept.
@@ -154,19 +162,17 @@ class PictureProcessor:
         background: Background = "white",
     ) -> None:
         self.most, self.resize, self.per_row, self.background = most, resize, per_row, background
-        family, kind = family_of(processor), type(processor).__name__
-        if family is None:
-            raise ModelError(
-                f"{kind} is of no family that trains on images here ({', '.join(FAMILIES)}). Fix: use a model of one of "
-                "these, or rows without images."
-            )
-        self.processor, self.tokenizer, self.family = processor, processor.tokenizer, family
+        self.processor, self.tokenizer = processor, getattr(processor, "tokenizer", None)
+        self.family = family_of(processor) or _guessed(processor)
         self.placeholder: str = processor.image_token
-        token = getattr(self.tokenizer, "image_token", None) or self.placeholder
-        self.token_id = int(
-            self.tokenizer.convert_tokens_to_ids(token if family.block == "image" else self.placeholder)
-        )
-        state = f"{kind} {type(processor.image_processor).__name__} {processor.image_processor.to_json_string()}"
+        self.token_id = int(processor.image_token_ids[0])
+        if not self.family.models:
+            # It may read one string and write others, with rows and ends of a picture between them.
+            found = self._call(require("PIL.Image", "reading images").new("RGB", (56, 56)), "a blank picture")[
+                "input_ids"
+            ][0].tolist()
+            self.token_id = self.token_id if self.token_id in found else Counter(found).most_common(1)[0][0]
+        state = f"{type(processor).__name__} {type(processor.image_processor).__name__} {processor.image_processor.to_json_string()}"
         self.settings = hashlib.blake2b(state.encode(), digest_size=8).hexdigest()
         self._expansions: dict[tuple[int, int], Expansion] = {}
         self._sizes: dict[tuple[int, int], tuple[int, int]] = {}
@@ -421,7 +427,7 @@ class PictureProcessor:
         grid = None
         if self.family.positions == "grid":
             merge = int(self.processor.image_processor.merge_size)
-            t, h, w = found["image_grid_thw"][0].tolist()
+            t, h, w = found[GRID][0].tolist()
             grid = (t, h // merge, w // merge)
         return Expansion(text, count, grid)
 
@@ -437,14 +443,15 @@ class PictureProcessor:
 
     @functools.cached_property
     def _alone(self) -> bool:
-        """Whether the image processor by itself, at a third of the cost, prepares a large picture as the processor does."""
+        """Whether the image processor by itself, at a third of the cost, prepares a large picture as the processor does; of
+        a family that is not known it is not asked."""
         from PIL import Image
 
-        if self.family.cross:
-            return True
+        if self.family.cross or not self.family.models:
+            return self.family.cross
         image = Image.linear_gradient("L").resize(LARGE).convert("RGB")
         whole, alone = (self._tensors(image, "a shaded picture", alone=one) for one in (False, True))
-        return whole.keys() == alone.keys() and all(torch.equal(value, alone[name]) for name, value in whole.items())
+        return _equal(whole, alone)
 
     def _tensors(self, image: Any, where: str, *, alone: bool) -> dict[str, Tensor]:
         """Of one image of PIL; from the image processor alone, or from all of the processor."""
@@ -466,14 +473,18 @@ class PictureProcessor:
 
     def join(self, prepared: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
         """Tensors of several pictures as the tower takes them at once, in the given order."""
-        joined = {}
-        for name in prepared[0]:
-            parts = [one[name] for one in prepared]
-            if self.family.padded and name == "pixel_values":
-                most = max(part.shape[1] for part in parts)
-                parts = [torch.cat([p, p.new_zeros(1, most - p.shape[1], *p.shape[2:])], 1) for p in parts]
-            joined[name] = torch.cat(parts, 1 if self.family.tiled else 0)
-        return joined
+        return joined_tensors(prepared, tiled=self.family.tiled)
+
+    def row_inputs(self, ids: Tensor, rows: Sequence[Sequence[Picture]]) -> dict[str, Tensor]:
+        """The processor's own tensors of all pictures of a pass with ids ``(B, T)``, which has these pictures in each row."""
+        texts, images = (
+            [" ".join([self.placeholder] * len(row)) for row in rows],
+            [[p.load() for p in row] for row in rows],
+        )
+        made = self.processor(text=texts, images=images, return_tensors="pt", padding=True)
+        return {name: value for name, value in made.items() if name not in TEXT_KEYS} | self.token_types(
+            ids, ids.shape[1]
+        )
 
     def plain_inputs(self, ids: Tensor, pictures: Sequence[Picture], prompt: int) -> dict[str, Tensor]:
         """The processor's own keys for one sequence: what the model's forward takes without us.
@@ -491,11 +502,15 @@ class PictureProcessor:
     def token_types(self, ids: Tensor, prompt: int) -> dict[str, Tensor]:
         """What the family's forward is told of each of ids ``(B, T)``, the first ``prompt`` of which are the prompt."""
         kinds = (ids == self.token_id).long()
-        if self.family.positions == "grid":
-            return {"mm_token_type_ids": kinds}
         if self.family.block == "prompt":
             kinds = (torch.arange(ids.shape[1], device=ids.device) >= prompt).long().expand_as(ids)
-        return {} if self.family.block == "none" else {"token_type_ids": kinds}
+        return {self.family.types: kinds} if self.family.types else {}
+
+    def whole_inputs(self, text: str, pictures: Sequence[Picture]) -> dict[str, Tensor]:
+        """All that the processor makes of a text with one placeholder a picture, as a user of `transformers` gets it."""
+        images = [[picture.load() for picture in pictures]] if pictures else None
+        made = self.processor(text=[text], images=images, return_tensors="pt", add_special_tokens=False)
+        return {name: value for name, value in made.items() if name not in ("attention_mask", "labels")}
 
     def cross_mask(self, ids: Tensor, tiles: Tensor) -> Tensor:
         """``(1, T, N, tiles)`` which tiles of which picture a token attends to: of the last before it, or of several in a row.
@@ -519,6 +534,71 @@ class PictureProcessor:
         """Rendered text of messages with pictures inside them or beside them, and the pictures in reading order."""
         blocks, pictures = conversation_pictures(messages, images)
         return self.render(blocks, **options), pictures
+
+
+def joined_tensors(prepared: Sequence[Mapping[str, Tensor]], *, tiled: bool) -> dict[str, Tensor]:
+    """Tensors of pictures by name, joined along tiles or pictures; what is shorter in another axis gets zeros behind it."""
+    joined, along = {}, int(tiled)
+    for name in prepared[0]:
+        parts = [one[name] for one in prepared]
+        most = [max(sizes) for sizes in zip(*(part.shape for part in parts), strict=True)]
+        behind = [
+            [(0, n - m) for n, m in zip(most[along + 1 :], part.shape[along + 1 :], strict=True)] for part in parts
+        ]
+        pads = [[side for pair in reversed(one) for side in pair] for one in behind]
+        joined[name] = torch.cat(
+            [pad(part, add) if any(add) else part for part, add in zip(parts, pads, strict=True)], along
+        )
+    return joined
+
+
+def _equal(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(value, other[name]) for name, value in one.items())
+
+
+def _guessed(processor: Any) -> Family:
+    """Of a processor that `FAMILIES` does not name, by its own output; `install_pictures` proves it with the model.
+
+    Raises:
+        ModelError: It does not tell what it writes for a picture, or prepares pictures together otherwise than apart.
+    """
+    from PIL import Image
+
+    shade, kind = Image.linear_gradient("L"), type(processor).__name__
+    images = [shade.resize(size).convert("RGB") for size in (LARGE, (112, 56), (56, 112))]
+    try:
+        mark = processor.image_token
+
+        def call(rows: list[list[Any]]) -> dict[str, Any]:
+            text = [" ".join([mark] * len(row)) for row in rows]
+            options = {"return_tensors": "pt", "add_special_tokens": False, "padding": True}
+            found = processor(text=text, images=rows, return_text_replacement_offsets=True, **options)
+            if [len(one) for one in found["text_replacement_offsets"]] != [len(row) for row in rows]:
+                raise ValueError("it does not write one string a picture")
+            return dict(found)
+
+        whole = call([images])
+        types = next((name for name in (KINDS, "token_type_ids") if name in whole and whole[name].any()), None)
+        # In one row, and in a row each: some say how many a row has.
+        together, rows, *apart = (
+            {name: value for name, value in one.items() if name not in TEXT_KEYS}
+            for one in (whole, call([[image] for image in images]), *(call([[image]]) for image in images))
+        )
+        for tiled in (False, True):
+            try:
+                joined = joined_tensors(apart, tiled=tiled)
+            except (IndexError, RuntimeError):  # Shapes that this axis cannot join.
+                continue
+            if any(_equal(joined, one) for one in (together, rows)):
+                grid = GRID in joined and hasattr(processor.image_processor, "merge_size")
+                return Family((), tiled=tiled, positions="grid" if grid else "plain", types=types)
+        reason = f"its pictures ({', '.join(map(str, together))}) come out otherwise together than apart"
+    except Exception as error:  # Whatever it raises says why nothing can be known of it.
+        reason = f"{type(error).__name__}: {error}"
+    raise ModelError(
+        f"{kind} is of no family that is known to train on images here ({', '.join(FAMILIES)}), and what it does with images "
+        f"cannot be found out: {reason:.300}. Fix: a model of one of these, or rows without images."
+    )
 
 
 def family_of(processor: Any) -> Family | None:

@@ -10,7 +10,7 @@ from posttrain.cli.inspect import seen_by_model
 from posttrain.data.pictures import read_picture
 from posttrain.data.processors import PictureProcessor, is_processor, load_processor
 from posttrain.errors import DataError, ModelError
-from tests.vision_families import NAMES, build, noise
+from tests.vision_families import UNKNOWN, NAMES, build, noise
 
 
 @pytest.fixture(scope="module", params=NAMES)
@@ -117,14 +117,27 @@ def test_settings_of_the_image_processor_are_part_of_its_key():
     assert PictureProcessor(processor).settings != before
 
 
-def test_a_processor_of_no_known_family_is_refused(tiny_tokenizer):
+def test_what_does_not_tell_how_it_writes_pictures_is_refused_with_the_reason(tiny_tokenizer):
     assert not is_processor(tiny_tokenizer)
 
     class OtherProcessor:
         pass
 
-    with pytest.raises(ModelError, match="OtherProcessor"):
+    with pytest.raises(ModelError, match="OtherProcessor.*no attribute 'image_token'"):
         PictureProcessor(OtherProcessor())
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_ids_and_tensors_of_an_unknown_family_are_those_of_its_processor(name):
+    _, processor = build(name)
+    reader = PictureProcessor(processor)
+    held = [read_picture(noise(84, 56, 1))]
+    text = f"a {reader.placeholder} b"
+    ids, (placed,) = reader.encode(text, held)
+    whole = processor(text=[text], images=[[held[0].load()]], return_tensors="pt", add_special_tokens=False)
+    assert ids == whole["input_ids"][0].tolist()
+    assert placed.count == ids.count(reader.token_id) and ids[placed.start] == reader.token_id
+    assert all(torch.equal(value, whole[key]) for key, value in reader.prepare(held[0]).items())
 
 
 @pytest.mark.parametrize("name", ["llava", "qwen2_vl", "internvl"])
@@ -150,7 +163,7 @@ def test_a_sequence_is_shown_with_one_piece_a_picture():
     from posttrain.data.pictures import read_picture
     from posttrain.data.processors import PictureProcessor
     from posttrain.types import Row
-    from tests.vision_families import build, noise
+    from tests.vision_families import UNKNOWN, build, noise
 
     for name in ("llava", "idefics3", "qwen2_vl"):
         reader = PictureProcessor(build(name)[1])
