@@ -348,7 +348,7 @@ class PictureProcessor:
             )
         placed, first = [], 0
         # Where a run of placeholders is taken for one image: by rotary positions, or by attention.
-        runs = self.family.positions == "grid" or self.family.block == "image"
+        runs = self.family.positions == "grid" or (self.family.block == "image" and self.family.models)
         for picture, one in zip(pictures, expansions, strict=True):
             if runs and first and at[first] == at[first - 1] + 1:
                 raise DataError(
@@ -475,28 +475,25 @@ class PictureProcessor:
         """Tensors of several pictures as the tower takes them at once, in the given order."""
         return joined_tensors(prepared, tiled=self.family.tiled)
 
-    def row_inputs(self, ids: Tensor, rows: Sequence[Sequence[Picture]]) -> dict[str, Tensor]:
-        """The processor's own tensors of all pictures of a pass with ids ``(B, T)``, which has these pictures in each row."""
-        texts, images = (
-            [" ".join([self.placeholder] * len(row)) for row in rows],
-            [[p.load() for p in row] for row in rows],
-        )
-        made = self.processor(text=texts, images=images, return_tensors="pt", padding=True)
-        return {name: value for name, value in made.items() if name not in TEXT_KEYS} | self.token_types(
-            ids, ids.shape[1]
-        )
-
-    def plain_inputs(self, ids: Tensor, pictures: Sequence[Picture], prompt: int) -> dict[str, Tensor]:
-        """The processor's own keys for one sequence: what the model's forward takes without us.
+    def plain_inputs(self, ids: Tensor, rows: Sequence[Sequence[Picture]], prompt: int = 0) -> dict[str, Tensor]:
+        """The processor's own tensors of all pictures of a pass: what the model's forward takes without us.
 
         Args:
-            ids: ``(1, T)``.
-            pictures: In reading order.
+            ids: ``(B, T)``.
+            rows: Pictures of each row, in reading order.
             prompt: How many of the ids are the prompt.
         """
-        inputs = dict(self.join([self.prepare(picture) for picture in pictures])) if pictures else {}
-        if self.family.cross and pictures:
-            inputs["cross_attention_mask"] = self.cross_mask(ids, inputs["aspect_ratio_mask"][0])
+        inputs: dict[str, Tensor] = {}
+        if any(rows):
+            texts, images = (
+                [" ".join([self.placeholder] * len(row)) for row in rows],
+                [[p.load() for p in row] for row in rows],
+            )
+            found = self.processor(text=texts, images=images, return_tensors="pt", padding=True)
+            inputs = {name: value for name, value in found.items() if name not in TEXT_KEYS}
+        if inputs and self.family.cross:
+            masks = [self.cross_mask(*pair) for pair in zip(ids[:, None], inputs["aspect_ratio_mask"], strict=True)]
+            inputs["cross_attention_mask"] = torch.cat(masks)
         return inputs | self.token_types(ids, prompt)
 
     def token_types(self, ids: Tensor, prompt: int) -> dict[str, Tensor]:
@@ -505,12 +502,6 @@ class PictureProcessor:
         if self.family.block == "prompt":
             kinds = (torch.arange(ids.shape[1], device=ids.device) >= prompt).long().expand_as(ids)
         return {self.family.types: kinds} if self.family.types else {}
-
-    def whole_inputs(self, text: str, pictures: Sequence[Picture]) -> dict[str, Tensor]:
-        """All that the processor makes of a text with one placeholder a picture, as a user of `transformers` gets it."""
-        images = [[picture.load() for picture in pictures]] if pictures else None
-        made = self.processor(text=[text], images=images, return_tensors="pt", add_special_tokens=False)
-        return {name: value for name, value in made.items() if name not in ("attention_mask", "labels")}
 
     def cross_mask(self, ids: Tensor, tiles: Tensor) -> Tensor:
         """``(1, T, N, tiles)`` which tiles of which picture a token attends to: of the last before it, or of several in a row.

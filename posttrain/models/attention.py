@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from posttrain.data.forest import Layout, collate
-from posttrain.data.pictures import read_picture
+from posttrain.data.pictures import Picture, read_picture
 from posttrain.errors import ModelError
 from posttrain.models.heads import causal_lm, learns_prompts, picture_encoder, unwrapped
 from posttrain.models.vision import for_tower, probe_pictures, probe_rows
@@ -379,7 +379,7 @@ def _picture_fault(model: Any, reader: PictureProcessor) -> str:
     for text, held in ((f"a {mark} b", [first]), (several, [second, first, second]), ("no picture", [])):
         for answer in (" left, or right?", " it is blue"):
             ids, placed = reader.encode(text + answer, held)
-            inputs = reader.whole_inputs(text + answer, held)
+            inputs = _own_inputs(reader, text + answer, held)
             if ids != inputs["input_ids"][0].tolist():
                 return f"the processor writes {inputs['input_ids'].shape[1]} tokens, and {len(ids)} were expected"
             # Pictures behind the first stand in the answer.
@@ -394,12 +394,19 @@ def _picture_fault(model: Any, reader: PictureProcessor) -> str:
             ):
                 return f"earlier tokens see later ones: {gap}"
             others = [read_picture(one.load().rotate(180)) for one in held]
-            moved.append(_own_logps(model, reader.whole_inputs(text + answer, others))[start - 1 :])
+            moved.append(_own_logps(model, _own_inputs(reader, text + answer, others))[start - 1 :])
     judged = _judged(rows)
     told, other = torch.cat(truth)[judged], torch.cat(moved)[judged]
     if not disagreement(other, told, 10 * share):
         return f"PT-G005: other images move log-probs by {float((other - told).abs().max()):.2g} alone"
     return disagreement(_fast(model, rows, Layout("padded", row_tokens=4096)), told, share)
+
+
+def _own_inputs(reader: PictureProcessor, text: str, pictures: Sequence[Picture]) -> dict[str, Tensor]:
+    """What a user of `transformers` gets of a text with one placeholder a picture."""
+    images = [[picture.load() for picture in pictures]] if pictures else None
+    made = reader.processor(text=[text], images=images, return_tensors="pt", add_special_tokens=False)
+    return {name: value for name, value in made.items() if name not in ("attention_mask", "labels")}
 
 
 def _own_logps(model: Any, inputs: Mapping[str, Tensor]) -> Tensor:

@@ -128,7 +128,7 @@ class PictureEncoder:
     def whole(self, model: Any, ids: Tensor, rows: Sequence[Sequence[Placed]]) -> dict[str, Any]:
         """The processor's own tensors of the pictures of each row, for a model that takes no features."""
         began, pictures = time.perf_counter(), [[one.picture for one in row] for row in rows]
-        made = self.processor.row_inputs(ids, pictures)
+        made = self.processor.plain_inputs(ids.cpu(), pictures)
         self.encoded, self.seconds = self.encoded + sum(map(len, rows)), self.seconds + time.perf_counter() - began
         return for_tower(model, made)
 
@@ -316,7 +316,7 @@ def plain_inputs(model: Any, sequence: Tensor, row: Row, index: int) -> dict[str
     pictures = [one.picture for segment in segments for one in segment]
     if encoder is None or not pictures:
         return {}
-    return for_tower(model, encoder.processor.plain_inputs(sequence.cpu(), pictures, len(row.prompt_ids)))
+    return for_tower(model, encoder.processor.plain_inputs(sequence.cpu(), [pictures], len(row.prompt_ids)))
 
 
 def prefill_inputs(model: Any, ids: Tensor, placed: Sequence[Sequence[Placed]]) -> dict[str, Any]:
@@ -339,9 +339,8 @@ def prefill_inputs(model: Any, ids: Tensor, placed: Sequence[Sequence[Placed]]) 
         raise ModelError(
             f"PT-G011: prompts have {found.sum(1).tolist()} image placeholders and their pictures have {wanted}."
         )
-    if processor.family.cross:
-        return _crossed_prompts(model, ids, placed)
-    if processor.family.whole:
+    if processor.family.cross or processor.family.whole:
+        # The model encodes them by itself; in the first, rows of a call have equally many.
         return encoder.whole(causal_lm(model), ids, placed)
     flat = [one for row in placed for one in row]
     inputs = encoder.inputs(causal_lm(model), flat) | processor.token_types(ids, ids.shape[1])
@@ -350,16 +349,6 @@ def prefill_inputs(model: Any, ids: Tensor, placed: Sequence[Sequence[Placed]]) 
         grids = [(one.grid[0], one.grid[1] * merge, one.grid[2] * merge) for one in flat if one.grid]
         inputs["image_grid_thw"] = torch.tensor(grids, device=ids.device)
     return inputs
-
-
-def _crossed_prompts(model: Any, ids: Tensor, placed: Sequence[Sequence[Placed]]) -> dict[str, Any]:
-    """The processor's own keys of prompts with equally many pictures each; ``generate`` encodes them."""
-    processor = picture_encoder(model).processor
-    rows = [
-        processor.plain_inputs(line[None].cpu(), [one.picture for one in held], 0)
-        for line, held in zip(ids, placed, strict=True)
-    ]
-    return for_tower(model, {name: torch.cat([row[name] for row in rows]) for name in rows[0]})
 
 
 def for_tower(model: Any, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
