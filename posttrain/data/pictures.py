@@ -11,11 +11,11 @@ import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import groupby
+from itertools import groupby, islice, pairwise
 from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import unquote, urlparse
 
-from posttrain.data.chat import RENDERED, common_prefix, template_arguments
+from posttrain.data.chat import RENDERED, AssistantSpans, common_prefix, template_arguments
 from posttrain.data.formats import (
     PICTURE_BLOCKS,
     PICTURE_COLUMNS,
@@ -46,6 +46,8 @@ __all__ = [
     "place_pictures",
     "read_picture",
     "row_segments",
+    "spoken_segments",
+    "stored",
     "without_pictures",
 ]
 
@@ -416,6 +418,34 @@ def row_segments(
     return [(begin, shown), *((w[len(begin) :], held) for w, held in zip(wholes, inside, strict=True))], False
 
 
+def spoken_segments(
+    row: Mapping[str, Any], reader: PictureProcessor, *, prompt_too: bool
+) -> list[tuple[str, list[Any]]]:
+    """Text and pictures before the assistant speaks, while it speaks, and so on in turn (``assistant_only_loss``).
+
+    Args:
+        row: With ``messages``, or a conversational ``prompt`` with ``completion``.
+        reader: Renders conversations.
+        prompt_too: Whether what the assistant says in the prompt counts.
+
+    Raises:
+        DataError: The row is no conversation.
+    """
+    prompt, rest = row.get("prompt", []), row.get("completion", row.get("messages"))
+    if not is_messages(rest) or not (prompt == [] or is_messages(prompt)):
+        raise DataError(
+            "assistant_only_loss=True needs conversations: 'messages', or 'prompt' and 'completion' of messages."
+        )
+    blocks, held = conversation_pictures([*prompt, *rest], pictures_of(row))
+    text, spans = AssistantSpans(reader.tokenizer, reader.render).by_rendering(blocks, **template_arguments(row))
+    given = 0 if prompt_too else sum(message.get("role") == "assistant" for message in prompt)
+    # A conversation in which nothing is said has an empty turn.
+    said = spans[given:] or [(len(text), len(text))]
+    cuts, pictures = [0, *(at for span in said for at in span), len(text)], iter(held)
+    pieces = [text[a:b] for a, b in pairwise(cuts)]
+    return [(piece, list(islice(pictures, reader.places(piece)))) for piece in pieces]
+
+
 def _text(value: Any, column: str) -> str:
     if not isinstance(value, str):
         raise DataError(f"column {column!r} must be text or messages, and it is {str(value)[:60]!r}.")
@@ -423,32 +453,50 @@ def _text(value: Any, column: str) -> str:
 
 
 def place_pictures(rows: list[Row], examples: Iterable[Mapping[str, Any]], reader: PictureProcessor) -> list[Row]:
-    """Put the pictures of prepared examples on their rows, one row an example; rows without pictures stay as they are.
+    """Put the pictures of prepared examples on their rows, one row an example, or one a document of a packed one.
 
     A document (a row without prompt) gets what stands before its first trained token as prompt, because what a family reads
-    both ways is the prompt.
+    both ways is the prompt. Rows without pictures stay as they are.
 
     Raises:
         DataError: A row's ids hold other placeholders than its pictures have; or an answer has some, for a model that takes
             none there.
     """
-    for row, example in zip(rows, examples, strict=True):
-        held = example.get("pictures") or ()
-        if not held:
-            continue
-        read = [read_picture(value, f"row {value.get('row')}", reader.background) for value in held]
-        pictures = [reader.fitted(picture) for picture in read]
-        if not row.prompt_ids:
-            (ids,), (mask,) = row.completions, row.loss_masks
-            first = mask.index(1) if 1 in mask else 0
-            row.prompt_ids, row.completions, row.loss_masks = ids[:first], [ids[first:]], [mask[first:]]
-        row.pictures = reader.place_all([row.prompt_ids, *row.completions], pictures)
-        if reader.family.cross and any(row.pictures[1:]):
-            raise DataError(
-                "an answer holds images, and text before an image attends to it in this model: prompt and other answers would "
-                "see it. Fix: images in prompts alone, or leave this row out."
-            )
+    rest = iter(rows)
+    for example in examples:
+        pictures = [stored_picture(value, reader.background) for value in example.get("pictures") or ()]
+        for row in islice(rest, len(example.get("seq_lengths") or (0,))):
+            if pictures and any(reader.token_id in ids for ids in (row.prompt_ids, *row.completions)):
+                _place(row, pictures, reader)
+        if pictures:
+            raise DataError(f"PT-G011: {len(pictures)} images have no placeholders in their row.")
     return rows
+
+
+def _place(row: Row, pictures: list[Picture], reader: PictureProcessor) -> None:
+    """Take the pictures of one row from the front of those of its example."""
+    if not row.prompt_ids:
+        (ids,), (mask,) = row.completions, row.loss_masks
+        first = mask.index(1) if 1 in mask else 0
+        row.prompt_ids, row.completions, row.loss_masks = ids[:first], [ids[first:]], [mask[first:]]
+    row.pictures = reader.place_all([row.prompt_ids, *row.completions], pictures)
+    if reader.family.cross and any(row.pictures[1:]):
+        raise DataError(
+            "an answer holds images, and text before an image attends to it in this model: prompt and other answers would "
+            "see it. Fix: images in prompts alone, or leave this row out."
+        )
+
+
+def stored(picture: Picture) -> dict[str, Any]:
+    """A picture as a row of Arrow holds it: encoded bytes or a path, and the size that the model sees."""
+    source = picture.encoded().source
+    data, path = (source, None) if isinstance(source, bytes) else (None, source)
+    return {"bytes": data, "path": path, "size": list(picture.size)}
+
+
+def stored_picture(value: Mapping[str, Any], background: Background) -> Picture:
+    """Undo `stored`, of a row whose number was added."""
+    return read_picture(value, f"row {value.get('row')}", background).resized(tuple(value["size"]))
 
 
 def picture_prompts(

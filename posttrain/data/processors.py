@@ -6,6 +6,7 @@ import base64
 import functools
 import hashlib
 import inspect
+import math
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -137,6 +138,7 @@ class PictureProcessor:
     Args:
         processor: With a tokenizer and an image processor.
         most: Placeholders a picture may have; None: any number.
+        pixels: Pixels it may have; None: any number.
         resize: Whether `fitted` makes pictures smaller that have more.
         per_row: Pictures a prompt, or an episode, may have; None: any number.
         background: What shows through transparent pixels.
@@ -157,11 +159,12 @@ class PictureProcessor:
         processor: Any,
         *,
         most: int | None = None,
+        pixels: int | None = None,
         resize: bool = False,
         per_row: int | None = None,
         background: Background = "white",
     ) -> None:
-        self.most, self.resize, self.per_row, self.background = most, resize, per_row, background
+        self.most, self.pixels, self.resize, self.per_row, self.background = most, pixels, resize, per_row, background
         self.processor, self.tokenizer = processor, getattr(processor, "tokenizer", None)
         self.family = family_of(processor) or _guessed(processor)
         self.placeholder: str = processor.image_token
@@ -175,7 +178,7 @@ class PictureProcessor:
         state = f"{type(processor).__name__} {type(processor.image_processor).__name__} {processor.image_processor.to_json_string()}"
         self.settings = hashlib.blake2b(state.encode(), digest_size=8).hexdigest()
         self._expansions: dict[tuple[int, int], Expansion] = {}
-        self._sizes: dict[tuple[int, int], tuple[int, int]] = {}
+        self._sizes: dict[Any, tuple[int, int]] = {}
         self.resized = self.sanitized = 0
 
     def __getstate__(self) -> dict[str, Any]:
@@ -358,20 +361,22 @@ class PictureProcessor:
             first += one.count
         return placed
 
-    def place_all(self, segments: Sequence[Sequence[int]], pictures: Sequence[Picture]) -> list[list[Placed]]:
+    def place_all(self, segments: Sequence[Sequence[int]], pictures: list[Picture]) -> list[list[Placed]]:
         """Pictures of a prompt and its completions, in reading order, each in the segment that holds its placeholders.
 
+        Args:
+            segments: Ids of the prompt, and of each completion.
+            pictures: Theirs are taken from the front; those of later rows stay.
+
         Raises:
-            DataError: As in `place`; or pictures are left over.
+            DataError: As in `place`.
         """
-        placed, rest = [], list(pictures)
+        placed = []
         for ids in segments:
             wanted, mine = list(ids).count(self.token_id), []
-            while rest and sum(self.expansion(one).count for one in mine) < wanted:
-                mine.append(rest.pop(0))
+            while pictures and sum(self.expansion(one).count for one in mine) < wanted:
+                mine.append(pictures.pop(0))
             placed.append(self.place(ids, mine))
-        if rest:
-            raise DataError(f"PT-G011: {len(rest)} of {len(pictures)} images have no placeholders in their row.")
         return placed
 
     def begun(self, text: str) -> str:
@@ -387,34 +392,45 @@ class PictureProcessor:
             self._expansions[picture.size] = self._expand(picture)
         return self._expansions[picture.size]
 
-    def fitted(self, picture: Picture) -> Picture:
-        """The picture, at the largest scale found at which it has at most ``most`` placeholders.
+    def fitted(self, picture: Picture, most: int | None = None) -> Picture:
+        """The picture, at the largest scale found at which it has at most ``most`` placeholders and ``pixels`` pixels.
+
+        Args:
+            picture: As it is in the dataset.
+            most: Placeholders it may have; None: as the run says.
 
         Raises:
             DataError: PT-G001: it has more, and ``resize`` is not set; or no smaller size has fewer (some processors write as
                 many placeholders for every picture).
         """
-        count = self.expansion(picture).count if self.most is not None else 0
-        if self.most is None or count <= self.most:
+        most = self.most if most is None else min(most, self.most or most)
+        if self._fits(picture, most):
             return picture
+        count, area = self.expansion(picture).count, math.prod(picture.size)
         about = (
-            f"PT-G001: {picture.where}: a picture of {picture.size[0]}×{picture.size[1]} has {count} placeholders, and "
+            f"PT-G001: {picture.where}: a picture of {picture.size[0]}×{picture.size[1]} has {count} placeholders and {area} "
+            f"pixels, and image_max_tokens={most}, image_max_pixels={self.pixels}. Fix: "
         )
-        about += f"image_max_tokens={self.most}. Fix: "
         if not self.resize:
             raise DataError(f"{about}image_fit='resize', a larger limit, or leave this row out.")
-        if picture.size not in self._sizes:
-            width, height = picture.size
-            scale, smallest = min(0.95, (self.most / count) ** 0.5), 1 / max(min(picture.size), 1)
-            while self.expansion(picture.resized((width, height))).count > self.most and scale > smallest:
-                width, height = (max(1, round(side * scale)) for side in picture.size)
+        key = picture.size, most
+        if key not in self._sizes:
+            scale = min(1.0, *(limit / have for limit, have in ((most, count), (self.pixels, area)) if limit)) ** 0.5
+            smaller, smallest = picture, 1 / max(min(picture.size), 1)
+            while not self._fits(smaller, most) and scale > smallest:
+                smaller = picture.resized(tuple(max(1, int(side * scale)) for side in picture.size))
                 scale *= 0.9
-            if self.expansion(picture.resized((width, height))).count > self.most:
+            if not self._fits(smaller, most):
                 raise DataError(
                     f"{about}a larger limit: this processor has no size with so few (see its own settings)."
                 )
-            self._sizes[picture.size] = (width, height)
-        return picture.resized(self._sizes[picture.size])
+            self._sizes[key] = smaller.size
+        return picture.resized(self._sizes[key])
+
+    def _fits(self, picture: Picture, most: int | None) -> bool:
+        if self.pixels is not None and math.prod(picture.size) > self.pixels:
+            return False
+        return most is None or self.expansion(picture).count <= most
 
     def _expand(self, picture: Picture) -> Expansion:
         from PIL import Image

@@ -11,6 +11,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
+from datasets import Features, List, Value
 from transformers.utils.hub import cached_file
 
 from posttrain.data.formats import (
@@ -35,9 +37,13 @@ from posttrain.data.pictures import (
     place_pictures,
     read_picture,
     row_segments,
+    spoken_segments,
+    stored,
 )
+from posttrain.data.packing import LENGTHS, best_fit_decreasing
 from posttrain.data.preference import maybe_extract_prompt
-from posttrain.data.processors import PictureProcessor, Placed, family_of, load_processor
+from posttrain.data.processors import PictureProcessor, family_of, load_processor
+from posttrain.data.sft import CUT, NO_ASSISTANT
 from posttrain.errors import ConfigError, DataError, ModelError, check_choice, check_rules
 from posttrain.losses.advantages import weighted_total
 from posttrain.metrics import Metric, mean
@@ -61,6 +67,7 @@ logger = logging.getLogger(__name__)
 TRIED = 2  # Rows whose pictures are read whole at the start.
 COMPARED = 64  # Of so many rollouts, the pictures of one are compared with its row's.
 IGNORED = -100
+PACKED = 256  # Rows that are packed together; their encoded images are in memory at once.
 RARE = 0.005  # Share of rows that do not fit which is dropped and counted; more of them is an error.
 HINT = "Fix: a larger max_length (None: no limit), or smaller images; posttrain inspect shows the rows."
 LONG = "longer than max_length with their images"
@@ -96,11 +103,14 @@ class PictureConfig:
         default="error",
         metadata={
             "help": "Rows whose images do not fit or cannot be read: an error above 0.5 %, or dropped and counted; resize: an "
-            "error, but images above image_max_tokens are made smaller."
+            "error, but images above their limits, or of rows above max_length, are made smaller."
         },
     )
     image_max_tokens: int | None = field(
         default=None, metadata={"help": "Placeholders an image may have; None: any number."}
+    )
+    image_max_pixels: int | None = field(
+        default=None, metadata={"help": "Pixels an image may have before it is prepared; None: any number."}
     )
     max_images_per_row: int | None = field(default=None, metadata={"help": "Images a row may have; None: any number."})
     image_background: Literal["white", "black"] = field(
@@ -120,9 +130,12 @@ class PictureConfig:
         check_choice("freeze_vision", self.freeze_vision, ("auto", "tower", True, False))
         check_choice("image_fit", self.image_fit, ("error", "drop", "resize"))
         check_choice("image_background", self.image_background, ("white", "black"))
-        if self.image_max_tokens is not None and self.image_max_tokens < 1:
-            raise ConfigError(f"image_max_tokens={self.image_max_tokens} must be at least 1, or None.")
-        if self.image_fit == "resize" and self.image_max_tokens is None:
+        limits = {name: getattr(self, name) for name in ("image_max_tokens", "image_max_pixels", "max_images_per_row")}
+        for name, limit in limits.items():
+            if limit is not None and limit < 1:
+                raise ConfigError(f"{name}={limit} must be at least 1, or None.")
+        lengths = (self.image_max_tokens, self.image_max_pixels, getattr(self, "max_length", None))
+        if self.image_fit == "resize" and lengths == (None, None, None):
             raise ConfigError("image_fit='resize' needs a size. Fix: image_max_tokens=256, say.")
         if self.image_cache_gb < 0:
             raise ConfigError(f"image_cache_gb={self.image_cache_gb} must be at least 0.")
@@ -139,8 +152,10 @@ class PictureOptions:
         branches: Columns of answers; empty: documents with labels (SFT).
         max_length: Tokens of prompt and answer, images included; None: no limit.
         fit: ``error`` refuses a set in which more than 0.5 % of the rows do not fit or cannot be read, ``drop`` leaves them out;
-            ``resize`` is ``error``, but images of too many placeholders are made smaller (`PictureProcessor.fitted`).
+            ``resize`` is ``error``, but images above their limits (`PictureProcessor.fitted`), and those of a row that would
+            not fit ``max_length``, are made smaller.
         train_prompt: SFT: whether the prompt is trained too.
+        spoken: SFT: whether what the assistant says is trained alone.
         text_field: SFT: column of plain text.
     """
 
@@ -148,6 +163,7 @@ class PictureOptions:
     max_length: int | None = 1024
     fit: Literal["error", "drop", "resize"] = "error"
     train_prompt: bool = False
+    spoken: bool = False
     text_field: str = "text"
 
 
@@ -210,6 +226,7 @@ class Vision:
             self.reader = PictureProcessor(
                 self.processor,
                 most=args.image_max_tokens,
+                pixels=args.image_max_pixels,
                 resize=args.image_fit == "resize",
                 per_row=args.max_images_per_row,
                 background=args.image_background,
@@ -227,7 +244,14 @@ class Vision:
         return rows if self.reader is None else place_pictures(rows, examples, self.reader)
 
     def prepare_rows(
-        self, dataset: Any, *, name: str = "train", num_proc: int | None = None, keep: Sequence[str] = (), **more: Any
+        self,
+        dataset: Any,
+        *,
+        name: str = "train",
+        num_proc: int | None = None,
+        keep: Sequence[str] = (),
+        packs: bool = False,
+        **more: Any,
     ) -> tuple[Any, PreparationReport]:
         """Ids of rows and their pictures as encoded bytes or paths; lengths are counted with images, and nothing is decoded.
 
@@ -236,6 +260,7 @@ class Vision:
             name: Of the dataset, in messages.
             num_proc: Processes.
             keep: Columns that stay.
+            packs: Whether whole rows are placed side by side up to ``max_length``.
             more: See `PictureOptions`.
 
         Returns:
@@ -258,6 +283,11 @@ class Vision:
         mapped, kept, report = tokenized(dataset, name, _batch, {"reader": self.reader, "options": options}, **about)
         if isinstance(report.rows_in, int) and report.rows_in > 0:
             self._tell(mapped, report)
+        if packs:
+            columns, kinds = get_dataset_column_names(kept), kept.features
+            kinds = None if kinds is None else Features(kinds | {LENGTHS: List(Value("int64"))})
+            about = {"batched": True, "batch_size": PACKED, "remove_columns": columns, "features": kinds}
+            kept = kept.map(side_by_side, fn_kwargs={"size": self.args.max_length}, **about)
         return kept, report
 
     def _tell(self, mapped: Any, report: PreparationReport) -> None:
@@ -266,8 +296,8 @@ class Vision:
         resized, escaped = (sum(mapped[column][:]) for column in ("_resized", "_escaped"))
         if resized:
             logger.warning(
-                "%s dataset: %d images are made smaller, to image_max_tokens=%s.",
-                report.name, resized, self.args.image_max_tokens,
+                "%s dataset: %d images are made smaller (image_max_tokens=%s, image_max_pixels=%s, max_length=%s).",
+                report.name, resized, self.args.image_max_tokens, self.args.image_max_pixels, self.args.max_length,
             )  # fmt: skip
         if escaped:
             logger.warning("%s dataset: PT-G008: %d strings that stand for an image stay text.", report.name, escaped)
@@ -479,6 +509,9 @@ def _processor_of(processing_class: Any, model_id: str, *, images: bool) -> Any:
     return load_processor(model_id) if images else None
 
 
+Segments = list[tuple[str, list[Picture]]]  # Text, and the pictures of its placeholders.
+Answer = tuple[list[int], list[int]]  # Ids, and 1 where one is trained.
+
 # Rows with answers as ids ----------------------------------------------------------------------------------------
 
 
@@ -499,22 +532,22 @@ def _batch(
 
 def _features(given: Any, branches: Sequence[str], drop: Sequence[str]) -> Any:
     """Types of all columns: a thousand rows of text, from which they would be taken, say nothing of pictures."""
-    from datasets import Features, List, Value
-
     ids = ["prompt_ids", *(f"{b}_ids" for b in branches)] if branches else ["input_ids", "labels"]
     kept = {name: kind for name, kind in given.items() if name not in drop}
     kept |= {name: List(Value("int64")) for name in [*ids, *(f"{b}_mask" for b in branches)]}
     kept |= {name: Value("int64") for name in COUNTERS} | {"_reason": Value("string")}
-    return Features(
-        kept | {"pictures": List({"bytes": Value("binary"), "path": Value("string"), "row": Value("int64")})}
-    )
+    picture = {"bytes": Value("binary"), "path": Value("string"), "size": List(Value("int64")), "row": Value("int64")}
+    return Features(kept | {"pictures": List(picture)})
 
 
 def _row(row: dict[str, Any], reader: PictureProcessor, options: PictureOptions) -> dict[str, Any]:
     """One row as columns of ids, with the reason why it is left out."""
     row = dict(maybe_extract_prompt(maybe_convert_to_chatml(row)))
-    segments, plain = row_segments(row, reader, options.branches, options.text_field)
-    reason, found, resized = "", [], 0
+    if options.spoken:
+        segments, plain = spoken_segments(row, reader, prompt_too=options.train_prompt), False
+    else:
+        segments, plain = row_segments(row, reader, options.branches, options.text_field)
+    reason, read, found = "", [], []
     try:
         reason, where = UNREADABLE, "column 'images'"
         read = [(text, [read_picture(v, where, reader.background) for v in values]) for text, values in segments]
@@ -523,78 +556,122 @@ def _row(row: dict[str, Any], reader: PictureProcessor, options: PictureOptions)
         if options.fit == "drop":
             # A file that was cut has a fine header; read now, it stops no run later.
             reason = UNREADABLE
-            for picture in (one for _, held in read for one in held):
+            for picture in _held(read):
                 picture.load()
         reason = ""
-        resized = sum(
-            a != b for (_, old), (_, new) in zip(read, found, strict=True) for a, b in zip(old, new, strict=True)
-        )
     except DataError:
         if options.fit != "drop":
             raise
         # The row is left out, so any text will do.
-        found = [(part.replace(reader.placeholder, ""), []) for part, _ in segments]
-    counts = {"_resized": resized, "_escaped": sum(reader.escaped(text) for text, _ in found)}
-    pictures = [picture for _, held in found for picture in held]
-    if not pictures and not reason and reader.family.block == "prompt":
+        read = found = [(part.replace(reader.placeholder, ""), []) for part, _ in segments]
+    if not _held(found) and not reason and reader.family.block == "prompt":
         raise DataError(
             "the row has no image, and this model's processor takes no prompt without one. Fix: leave it out."
         )
-    if reader.per_row is not None and len(pictures) > reader.per_row:
+    if reader.per_row is not None and len(_held(found)) > reader.per_row:
         reason = reason or MANY
     if plain and reader.family.block != "prompt":
         found[0] = (reader.begun(found[0][0]), found[0][1])
-    placed = [reader.encode(text, held, prompt=not at and len(found) > 1) for at, (text, held) in enumerate(found)]
-    (prompt, _), answers = placed[0] if len(found) > 1 else ([], []), placed[min(1, len(found) - 1) :]
-    answers = [(one_eos(ids, reader.tokenizer) if plain else ids, where) for ids, where in answers]
-    return _columns(prompt, answers, pictures, reason, reader, options) | counts
+    if options.fit == "resize" and not reason:
+        found = _smaller(found, reader, options, plain)
+    counts = {
+        "_resized": sum(old != new for old, new in zip(_held(read), _held(found), strict=True)),
+        "_escaped": sum(reader.escaped(text) for text, _ in found),
+    }
+    return _columns(*_encoded(found, reader, options, plain), _held(found), reason, reader, options) | counts
+
+
+def _held(segments: Segments) -> list[Picture]:
+    """Pictures of a row, in reading order."""
+    return [picture for _, held in segments for picture in held]
+
+
+def _encoded(
+    segments: Segments, reader: PictureProcessor, options: PictureOptions, plain: bool
+) -> tuple[list[int], list[Answer]]:
+    """Ids of the prompt (none of a document), and ids of each answer with which of them are trained."""
+    several = len(segments) > 1
+    made = [reader.encode(text, held, prompt=several and not at)[0] for at, (text, held) in enumerate(segments)]
+    prompt, *answers = made if several else ([], *made)
+    silent = {*reader.controls.values(), reader.token_id}
+    if options.spoken:
+        # Behind the prompt, every other piece is the assistant's.
+        turns = [(token, int(not at % 2 and token not in silent)) for at, ids in enumerate(answers) for token in ids]
+        return prompt, [([token for token, _ in turns], [said for _, said in turns])]
+    answers = [one_eos(ids, reader.tokenizer) if plain else ids for ids in answers]
+    return prompt, [(ids, [int(token not in silent) for token in ids]) for ids in answers]
+
+
+def _length(prompt: list[int], answers: list[Answer]) -> int:
+    return len(prompt) + max(len(ids) for ids, _ in answers)
+
+
+def _least(prompt: list[int], answers: list[Answer], reader: PictureProcessor) -> int:
+    """Tokens of a row that was cut behind its last image; at least one of each answer."""
+    return len(prompt) + max(
+        max((at + 1 for at, token in enumerate(ids) if token == reader.token_id), default=1) for ids, _ in answers
+    )
+
+
+def _smaller(segments: Segments, reader: PictureProcessor, options: PictureOptions, plain: bool) -> Segments:
+    """The row's pictures at a size at which it fits ``max_length``; as they are where no size does."""
+    limit, most, shown = options.max_length, 0, segments
+    while limit is not None and _held(segments):
+        prompt, answers = _encoded(shown, reader, options, plain)
+        if _least(prompt, answers, reader) <= limit:
+            return shown
+        counts = [reader.expansion(picture).count for picture in _held(shown)]
+        # What the text leaves to each. What stands around images grows with them, so that a few tries may be needed.
+        room = (limit - _length(prompt, answers) + sum(counts)) // len(counts)
+        most = max(min(room, max(counts) - 1), 1) if not most else int(0.9 * most)
+        try:
+            shown = [(text, [reader.fitted(picture, most) for picture in held]) for text, held in segments]
+        except DataError:
+            break
+        if most <= 1:
+            break
+    return segments
 
 
 def _columns(
     prompt: list[int],
-    answers: list[tuple[list[int], list[Placed]]],
+    answers: list[Answer],
     pictures: list[Picture],
     reason: str,
     reader: PictureProcessor,
     options: PictureOptions,
 ) -> dict[str, Any]:
-    limit, cut = options.max_length, False
-    length = len(prompt) + max(len(ids) for ids, _ in answers)
+    limit, cut, length = options.max_length, False, _length(prompt, answers)
     if limit is not None and length > limit:
-        ends = [max((_end(ids, one, reader) for one in placed), default=1) for ids, placed in answers]
-        if len(prompt) + max(ends) > limit:
+        if _least(prompt, answers, reader) > limit:
             reason = reason or LONG
         else:
-            answers, cut = [(ids[: limit - len(prompt)], placed) for ids, placed in answers], True
+            answers, cut = [(ids[: limit - len(prompt)], mask[: limit - len(prompt)]) for ids, mask in answers], True
+    if options.spoken and not any(answers[0][1]):
+        reason = reason or (CUT if cut else NO_ASSISTANT)
     if any(not ids for ids, _ in answers):
         reason = reason or EMPTY
-    if len(answers) == 2 and answers[0][0] == answers[1][0] and not answers[0][1]:
+    if len(answers) == 2 and answers[0][0] == answers[1][0] and reader.token_id not in answers[0][0]:
         reason = reason or EQUAL
-    silent = set(reader.controls.values()) | {reader.token_id}
-    masks = [[int(token not in silent) for token in ids] for ids, _ in answers]
     made: dict[str, Any] = {}
     if options.branches:
         made["prompt_ids"] = prompt
-        for branch, (ids, _), mask in zip(options.branches, answers, masks, strict=True):
+        for branch, (ids, mask) in zip(options.branches, answers, strict=True):
             made |= {f"{branch}_ids": ids, f"{branch}_mask": mask}
     else:
-        ids, trained = prompt + answers[0][0], [int(options.train_prompt)] * len(prompt) + masks[0]
-        made["input_ids"] = ids
-        made["labels"] = [t if m and t not in silent else IGNORED for t, m in zip(ids, trained, strict=True)]
-    made["pictures"] = [_stored(picture) for picture in pictures]
+        ((ids, said),), silent = answers, {*reader.controls.values(), reader.token_id}
+        whole = options.train_prompt and not options.spoken
+        trained = [int(whole and token not in silent) for token in prompt] + said
+        made["input_ids"] = prompt + ids
+        made["labels"] = [token if m else IGNORED for token, m in zip(prompt + ids, trained, strict=True)]
+    made["pictures"] = [stored(picture) for picture in pictures]
     return made | {"_reason": reason, "_truncated": int(cut), "_tokens": length}
 
 
-def _end(ids: list[int], placed: Placed, reader: PictureProcessor) -> int:
-    """Index behind the last placeholder of a picture."""
-    at, left = placed.start, placed.count
-    while left:
-        left -= ids[at] == reader.token_id
-        at += 1
-    return at
-
-
-def _stored(picture: Picture) -> dict[str, Any]:
-    """A picture as a row of Arrow holds it: encoded bytes or a path."""
-    source = picture.encoded().source
-    return {"bytes": source, "path": None} if isinstance(source, bytes) else {"bytes": None, "path": source}
+def side_by_side(batch: dict[str, list], size: int) -> dict[str, list]:
+    """Whole rows with their pictures, packed into rows of at most ``size`` tokens by best fit, none of them cut."""
+    lengths = np.array([len(ids) for ids in batch["input_ids"]])
+    order, counts = best_fit_decreasing(lengths, size)
+    packs = np.split(order, np.cumsum(counts)[:-1])
+    made = {name: [[one for i in pack for one in rows[i]] for pack in packs] for name, rows in batch.items()}
+    return made | {LENGTHS: [lengths[pack].tolist() for pack in packs]}
