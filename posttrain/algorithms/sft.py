@@ -212,9 +212,6 @@ class SFTTrainer(PostTrainer):
                 name=name,
                 num_proc=args.dataset_num_proc,
                 packs=packs,
-                train_prompt=args.completion_only_loss is False,
-                spoken=args.assistant_only_loss,
-                text_field=args.dataset_text_field,
             )
             return prepared.shuffle(seed=args.seed) if args.shuffle_dataset else prepared
         if (args.dataset_kwargs or {}).get("skip_prepare_dataset"):

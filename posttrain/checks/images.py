@@ -11,12 +11,11 @@ import torch
 
 from posttrain.checks.registry import Context, finding, probe, register
 from posttrain.data.formats import MESSAGE_COLUMNS, picture_blocks, pictures_of, undecoded
-from posttrain.data.pictures import ALIASES, ORIENTATION, Picture, open_source, read_picture
-from posttrain.data.processors import Placed
+from posttrain.data.pictures import ALIASES, ORIENTATION, Picture, Placed, open_source, read_picture, shaded
 from posttrain.errors import DataError
 from posttrain.models.forward import forward
 from posttrain.models.heads import picture_encoder
-from posttrain.models.vision import shaded, tower_parameters
+from posttrain.models.vision import tower_parameters
 from posttrain.types import Batch, Finding, Row
 
 __all__ = ["check_exchanged", "check_image_fit", "check_pictures", "check_reach", "check_tower_gradients"]

@@ -100,10 +100,7 @@ def picture_rows(name: str, examples: Any, vision: Any, config: Any) -> Prepared
         return Prepared(vision.prompt_rows(list(vision.checked_prompts(examples, "train_dataset"))))
     branches = {"sft": (), "dpo": ("chosen", "rejected")}.get(name, ("completion",))
     examples = extract_and_unpair(examples) if branches == ("completion",) else examples
-    more: dict[str, Any] = {}
-    if not branches:
-        more = {"train_prompt": config.completion_only_loss is False, "text_field": config.dataset_text_field}
-    prepared, report = vision.prepare_rows(examples, branches=branches, keep=(ROW,), **more)
+    prepared, report = vision.prepare_rows(examples, branches=branches, keep=(ROW,))
     rows = answer_rows(prepared, branches) if branches else document_rows(prepared)
     placed = vision.placed(rows, list(prepared))
     return Prepared(placed, cut=report.truncated, numbers=_numbers(prepared), reasons=listed(report.dropped))

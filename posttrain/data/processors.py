@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import base64
 import functools
-import hashlib
 import inspect
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -18,15 +17,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from posttrain.data.pictures import Background, Picture, conversation_pictures, read_picture
+from posttrain.data.pictures import Background, Picture, Placed, conversation_pictures, shaded
 from posttrain.errors import DataError, ModelError
-from posttrain.integrations import require
 
 __all__ = [
     "FAMILIES",
     "Family",
     "PictureProcessor",
-    "Placed",
     "family_of",
     "image_only",
     "is_processor",
@@ -81,44 +78,12 @@ FAMILIES = {
 }
 # Strings that stand for pictures or around them; a user who types one would change what the model sees.
 CONTROL = re.compile(r"image|img|vision|video|<row_\d", re.IGNORECASE)
-TEXT_KEYS = {"input_ids", "attention_mask", "token_type_ids", KINDS, "labels", "text_replacement_offsets"}
-GRID = "image_grid_thw"
-COUNTS = {"num_crops", "num_patches", "num_tiles", "rows", "cols"}  # Of an image processor, for its processor's text.
+GRID, PARTS, PARTS_ASKED = "image_grid_thw", "text_replacement_offsets", "return_text_replacement_offsets"
+# Of a processor's output what its text needs, or a loss.
+TEXT_KEYS = {"input_ids", "attention_mask", "token_type_ids", KINDS, "labels", PARTS, "cross_attention_mask"}
+TEXT_KEYS |= {"num_crops", "num_patches", "num_tiles", "rows", "cols"}
 LARGE = (1500, 1000)  # A picture that is cut into tiles where any is.
 REMEMBERED = 4096  # Sizes whose expansion is kept.
-
-
-@dataclass(frozen=True, slots=True)
-class Placed:
-    """A picture in a prompt or a completion.
-
-    Attributes:
-        picture: Which.
-        start: Index of its first placeholder in the ids of its segment.
-        count: Its placeholders, markers between them aside.
-        grid: Patches by time, height and width after merging, for positions of three rows; None elsewhere.
-    """
-
-    picture: Picture
-    start: int
-    count: int
-    grid: tuple[int, int, int] | None = None
-
-    def to_dict(self) -> dict[str, Any]:
-        """For JSON: a path, or encoded bytes in base64."""
-        picture = self.picture.encoded()
-        data = base64.b64encode(picture.source).decode() if isinstance(picture.source, bytes) else None
-        kept = {"path": None if data else picture.source, "background": picture.background, "where": picture.where}
-        kept["size"] = picture.size
-        return {"start": self.start, "count": self.count, "grid": self.grid, "data": data, **kept}
-
-    @classmethod
-    def of(
-        cls, *, start: int, count: int, grid: Any, size: Any, data: str | None, path: str | None, **about: Any
-    ) -> Placed:
-        """Undo `to_dict`."""
-        picture = read_picture(path if data is None else base64.b64decode(data), **about)
-        return cls(picture.resized(tuple(size)), start, count, None if grid is None else tuple(grid))
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,12 +109,11 @@ class PictureProcessor:
         background: What shows through transparent pixels.
 
     Raises:
-        ModelError: It belongs to no family that is known.
+        ModelError: It belongs to no family that is known, and does not tell by its output what it does with pictures.
 
     Attributes:
         family: See `Family`.
         token_id: Of the placeholder that a feature replaces.
-        settings: A digest of the image processor's settings: part of every key of prepared pictures.
         resized: Pictures of prompts that were made smaller so far.
         sanitized: Strings of users, in prompts so far, that name a placeholder and stayed text.
     """
@@ -166,20 +130,12 @@ class PictureProcessor:
     ) -> None:
         self.most, self.pixels, self.resize, self.per_row, self.background = most, pixels, resize, per_row, background
         self.processor, self.tokenizer = processor, getattr(processor, "tokenizer", None)
-        self.family = family_of(processor) or _guessed(processor)
-        self.placeholder: str = processor.image_token
-        self.token_id = int(processor.image_token_ids[0])
-        if not self.family.models:
-            # It may read one string and write others, with rows and ends of a picture between them.
-            found = self._call(require("PIL.Image", "reading images").new("RGB", (56, 56)), "a blank picture")[
-                "input_ids"
-            ][0].tolist()
-            self.token_id = self.token_id if self.token_id in found else Counter(found).most_common(1)[0][0]
-        state = f"{type(processor).__name__} {type(processor.image_processor).__name__} {processor.image_processor.to_json_string()}"
-        self.settings = hashlib.blake2b(state.encode(), digest_size=8).hexdigest()
         self._expansions: dict[tuple[int, int], Expansion] = {}
         self._sizes: dict[Any, tuple[int, int]] = {}
         self.resized = self.sanitized = 0
+        self.placeholder: str = getattr(processor, "image_token", None) or ""
+        known = family_of(processor)
+        self.family, self.token_id = self._guessed() if known is None else (known, int(processor.image_token_ids[0]))
 
     def __getstate__(self) -> dict[str, Any]:
         # What was remembered is no part of a dataset's fingerprint.
@@ -207,9 +163,7 @@ class PictureProcessor:
     @functools.cached_property
     def escapes(self) -> bool:
         """Whether a placeholder or a marker that a user typed can stay text; tried on one conversation with all of them."""
-        from PIL import Image
-
-        picture, typed = read_picture(Image.new("RGB", (56, 56), "gray")), " ".join(self.controls)
+        picture, typed = shaded((56, 56)), " ".join(self.controls)
         try:
             plain, hostile = (
                 self.encode(self._template([{"role": "user", "content": [{"type": "image"}, block]}]), [picture])[0]
@@ -433,14 +387,11 @@ class PictureProcessor:
         return most is None or self.expansion(picture).count <= most
 
     def _expand(self, picture: Picture) -> Expansion:
-        from PIL import Image
-
         if self.family.cross:
             return Expansion(self.placeholder, 1, None)
-        found = self._call(Image.new("RGB", picture.size, "gray"), picture.where)
+        found = self._read([[shaded(picture.size).load()]], picture.where)
         count = int((torch.as_tensor(found["input_ids"]) == self.token_id).sum())
-        text = found["text_replacement_offsets"][0][0]["replacement"]
-        grid = None
+        text, grid = found[PARTS][0][0]["replacement"], None
         if self.family.positions == "grid":
             merge = int(self.processor.image_processor.merge_size)
             t, h, w = found[GRID][0].tolist()
@@ -455,41 +406,34 @@ class PictureProcessor:
         Raises:
             DataError: It cannot be read, or the image processor refuses it.
         """
-        return self._tensors(picture.load(), picture.where, alone=self._alone)
+        read = self._read_alone if self._alone else self._read
+        return _pixels(read([[picture.load()]], picture.where))
 
     @functools.cached_property
     def _alone(self) -> bool:
-        """Whether the image processor by itself, at a third of the cost, prepares a large picture as the processor does; of
-        a family that is not known it is not asked."""
-        from PIL import Image
-
+        """Whether the image processor by itself, at a third of the cost, prepares a large picture as the processor does."""
         if self.family.cross or not self.family.models:
             return self.family.cross
-        image = Image.linear_gradient("L").resize(LARGE).convert("RGB")
-        whole, alone = (self._tensors(image, "a shaded picture", alone=one) for one in (False, True))
-        return _equal(whole, alone)
+        rows = [[shaded(LARGE).load()]]
+        return _equal(_pixels(self._read(rows)), _pixels(self._read_alone(rows)))
 
-    def _tensors(self, image: Any, where: str, *, alone: bool) -> dict[str, Tensor]:
-        """Of one image of PIL; from the image processor alone, or from all of the processor."""
-        found = self._call(image, where, alone=alone)
-        return {name: value for name, value in found.items() if name not in (COUNTS if alone else TEXT_KEYS)}
+    def _read(self, rows: Sequence[Sequence[Any]], where: str = "") -> dict[str, Any]:
+        """All that the processor makes of the images of PIL of each row, with a placeholder for each and nothing else."""
+        texts = [" ".join([self.placeholder] * len(row)) for row in rows]
+        options = {"return_tensors": "pt", PARTS_ASKED: True, "add_special_tokens": False, "padding": len(rows) > 1}
+        with _refusing(rows, where):
+            return dict(self.processor(text=texts, images=[list(row) for row in rows], **options))
 
-    def _call(self, image: Any, where: str, *, alone: bool = False) -> Any:
-        try:
-            if alone:
-                images = [[image]] if self.family.tiled else [image]
-                return self.processor.image_processor(images=images, return_tensors="pt")
-            options = {"return_tensors": "pt", "return_text_replacement_offsets": True, "add_special_tokens": False}
-            return self.processor(text=[self.placeholder], images=[image], **options)
-        except (ValueError, ZeroDivisionError) as error:
-            raise DataError(
-                f"{where}: the processor refuses a picture of {image.size[0]}×{image.size[1]}: {error}. Fix: another shape, "
-                "or leave this row out."
-            ) from error
+    def _read_alone(self, rows: Sequence[Sequence[Any]], where: str = "") -> dict[str, Any]:
+        """The same of its image processor by itself, without text."""
+        with _refusing(rows, where):
+            return dict(
+                self.processor.image_processor(images=rows if self.family.tiled else rows[0], return_tensors="pt")
+            )
 
     def join(self, prepared: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
         """Tensors of several pictures as the tower takes them at once, in the given order."""
-        return joined_tensors(prepared, tiled=self.family.tiled)
+        return _joined(prepared, tiled=self.family.tiled)
 
     def plain_inputs(self, ids: Tensor, rows: Sequence[Sequence[Picture]], prompt: int = 0) -> dict[str, Tensor]:
         """The processor's own tensors of all pictures of a pass: what the model's forward takes without us.
@@ -499,18 +443,41 @@ class PictureProcessor:
             rows: Pictures of each row, in reading order.
             prompt: How many of the ids are the prompt.
         """
-        inputs: dict[str, Tensor] = {}
-        if any(rows):
-            texts, images = (
-                [" ".join([self.placeholder] * len(row)) for row in rows],
-                [[p.load() for p in row] for row in rows],
-            )
-            found = self.processor(text=texts, images=images, return_tensors="pt", padding=True)
-            inputs = {name: value for name, value in found.items() if name not in TEXT_KEYS}
+        inputs = _pixels(self._read([[picture.load() for picture in row] for row in rows])) if any(rows) else {}
         if inputs and self.family.cross:
             masks = [self.cross_mask(*pair) for pair in zip(ids[:, None], inputs["aspect_ratio_mask"], strict=True)]
             inputs["cross_attention_mask"] = torch.cat(masks)
         return inputs | self.token_types(ids, prompt)
+
+    def _guessed(self) -> tuple[Family, int]:
+        """Of a processor that `FAMILIES` does not name, by its own output; `install_pictures` proves it with the model.
+
+        Raises:
+            ModelError: It does not tell what it writes for a picture, or prepares pictures together otherwise than apart.
+        """
+        images = [shaded(size).load() for size in (LARGE, (112, 56), (56, 112))]
+        try:
+            first, *_ = apart = [self._read([[image]]) for image in images]
+            # In one row, and in a row each: some say how many a row has.
+            together = [self._read([images]), self._read([[image] for image in images])]
+            if [len(row) for row in together[0][PARTS]] != [len(images)]:
+                raise ValueError("it does not write one string a picture")
+            ids, token = first["input_ids"][0].tolist(), int(self.processor.image_token_ids[0])
+            # It may read one string and write others, with rows and ends of a picture between them.
+            token = token if token in ids else Counter(ids).most_common(1)[0][0]
+            types = next((name for name in (KINDS, "token_type_ids") if name in first and first[name].any()), None)
+            grid = GRID in first and hasattr(self.processor.image_processor, "merge_size")
+            for tiled in (False, True):
+                joined = _joined([_pixels(one) for one in apart], tiled=tiled)
+                if any(_equal(joined, _pixels(one)) for one in together):
+                    return Family((), tiled=tiled, positions="grid" if grid else "plain", types=types), token
+            reason = f"its {', '.join(_pixels(first))} come out otherwise together than apart"
+        except Exception as error:  # Whatever it raises says why nothing can be known of it.
+            reason = f"{type(error).__name__}: {error}"
+        raise ModelError(
+            f"{type(self.processor).__name__} is of no family that is known to train on images here ({', '.join(FAMILIES)}), and "
+            f"what it does with images cannot be found out: {reason:.300}. Fix: a model of one of these, or rows without images."
+        )
 
     def token_types(self, ids: Tensor, prompt: int) -> dict[str, Tensor]:
         """What the family's forward is told of each of ids ``(B, T)``, the first ``prompt`` of which are the prompt."""
@@ -543,69 +510,39 @@ class PictureProcessor:
         return self.render(blocks, **options), pictures
 
 
-def joined_tensors(prepared: Sequence[Mapping[str, Tensor]], *, tiled: bool) -> dict[str, Tensor]:
-    """Tensors of pictures by name, joined along tiles or pictures; what is shorter in another axis gets zeros behind it."""
-    joined, along = {}, int(tiled)
-    for name in prepared[0]:
-        parts = [one[name] for one in prepared]
-        most = [max(sizes) for sizes in zip(*(part.shape for part in parts), strict=True)]
-        behind = [
-            [(0, n - m) for n, m in zip(most[along + 1 :], part.shape[along + 1 :], strict=True)] for part in parts
-        ]
-        pads = [[side for pair in reversed(one) for side in pair] for one in behind]
-        joined[name] = torch.cat(
-            [pad(part, add) if any(add) else part for part, add in zip(parts, pads, strict=True)], along
-        )
-    return joined
+@contextmanager
+def _refusing(rows: Sequence[Sequence[Any]], where: str) -> Iterator[None]:
+    """What a processor raises for a shape, with the picture's place in the dataset."""
+    try:
+        yield
+    except (ValueError, ZeroDivisionError) as error:
+        shapes = ", ".join(f"{image.size[0]}×{image.size[1]}" for row in rows for image in row)
+        raise DataError(
+            f"{where}: the processor refuses a picture of {shapes}: {error}. Fix: another shape, or leave this row out."
+        ) from error
+
+
+def _pixels(found: Mapping[str, Any]) -> dict[str, Tensor]:
+    """What the tower takes of a processor's output."""
+    return {name: value for name, value in found.items() if name not in TEXT_KEYS}
 
 
 def _equal(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(value, other[name]) for name, value in one.items())
 
 
-def _guessed(processor: Any) -> Family:
-    """Of a processor that `FAMILIES` does not name, by its own output; `install_pictures` proves it with the model.
-
-    Raises:
-        ModelError: It does not tell what it writes for a picture, or prepares pictures together otherwise than apart.
-    """
-    from PIL import Image
-
-    shade, kind = Image.linear_gradient("L"), type(processor).__name__
-    images = [shade.resize(size).convert("RGB") for size in (LARGE, (112, 56), (56, 112))]
-    try:
-        mark = processor.image_token
-
-        def call(rows: list[list[Any]]) -> dict[str, Any]:
-            text = [" ".join([mark] * len(row)) for row in rows]
-            options = {"return_tensors": "pt", "add_special_tokens": False, "padding": True}
-            found = processor(text=text, images=rows, return_text_replacement_offsets=True, **options)
-            if [len(one) for one in found["text_replacement_offsets"]] != [len(row) for row in rows]:
-                raise ValueError("it does not write one string a picture")
-            return dict(found)
-
-        whole = call([images])
-        types = next((name for name in (KINDS, "token_type_ids") if name in whole and whole[name].any()), None)
-        # In one row, and in a row each: some say how many a row has.
-        together, rows, *apart = (
-            {name: value for name, value in one.items() if name not in TEXT_KEYS}
-            for one in (whole, call([[image] for image in images]), *(call([[image]]) for image in images))
-        )
-        for tiled in (False, True):
-            try:
-                joined = joined_tensors(apart, tiled=tiled)
-            except (IndexError, RuntimeError):  # Shapes that this axis cannot join.
-                continue
-            if any(_equal(joined, one) for one in (together, rows)):
-                grid = GRID in joined and hasattr(processor.image_processor, "merge_size")
-                return Family((), tiled=tiled, positions="grid" if grid else "plain", types=types)
-        reason = f"its pictures ({', '.join(map(str, together))}) come out otherwise together than apart"
-    except Exception as error:  # Whatever it raises says why nothing can be known of it.
-        reason = f"{type(error).__name__}: {error}"
-    raise ModelError(
-        f"{kind} is of no family that is known to train on images here ({', '.join(FAMILIES)}), and what it does with images "
-        f"cannot be found out: {reason:.300}. Fix: a model of one of these, or rows without images."
-    )
+def _joined(prepared: Sequence[Mapping[str, Tensor]], *, tiled: bool) -> dict[str, Tensor]:
+    """Tensors of pictures by name, joined along tiles or pictures; what is shorter in an axis behind that gets zeros."""
+    joined, along = {}, int(tiled)
+    for name, first in prepared[0].items():
+        parts = [one[name] for one in prepared]
+        axes = range(along + 1, first.dim())
+        most = [max(part.shape[axis] for part in parts) for axis in axes]
+        for i, part in enumerate(parts):
+            behind = [(0, n - part.shape[axis]) for n, axis in zip(most, axes, strict=True)]
+            parts[i] = pad(part, [side for pair in reversed(behind) for side in pair])
+        joined[name] = torch.cat(parts, min(along, first.dim() - 1))
+    return joined
 
 
 def family_of(processor: Any) -> Family | None:

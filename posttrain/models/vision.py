@@ -16,8 +16,8 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
-from posttrain.data.pictures import Picture, read_picture
-from posttrain.data.processors import PictureProcessor, Placed
+from posttrain.data.pictures import Picture, Placed, shaded
+from posttrain.data.processors import PictureProcessor
 from posttrain.errors import ModelError
 from posttrain.models.heads import LANGUAGE, causal_lm, picture_encoder, unwrapped
 from posttrain.models.parallel import gathers_in_forward, shards_parameters
@@ -39,7 +39,6 @@ __all__ = [
     "probe_rows",
     "prompt_view",
     "refuse_skipped_layers",
-    "shaded",
     "text_offset",
     "tower_parameters",
     "traced_features",
@@ -283,15 +282,6 @@ def _flat(features: Any) -> Tensor:
     return torch.cat([one.flatten(0, -2) for one in features])
 
 
-def shaded(size: tuple[int, int], *, turned: bool = False) -> Picture:
-    """A picture from black to white, downwards or sideways."""
-    from PIL import Image
-
-    shade = Image.linear_gradient("L")
-    image = (shade.rotate(90) if turned else shade).resize(size).convert("RGB")
-    return read_picture(image, f"a shaded picture of {size}")
-
-
 def probe_pictures() -> list[Picture]:
     """Pictures of three sizes, every other one turned."""
     return [shaded(size, turned=i % 2 == 0) for i, size in enumerate(PROBED)]
@@ -434,7 +424,7 @@ def install_pictures(model: Any, processor: Any, *, cache_bytes: int = 2**30) ->
     wanted = _placeholder(inner)
     if config.model_type not in (family.models or (config.model_type,)) or wanted != encoder.processor.token_id:
         raise ModelError(
-            f"PT-G004: {type(processor).__name__} is of {', '.join(family.models) or 'a family not known'} with the placeholder id "
+            f"PT-G004: {type(processor).__name__} is of {', '.join(family.models) or 'no known family'} with the placeholder id "
             f"{encoder.processor.token_id}, and the model is {config.model_type} with {wanted}. Fix: the processor of this model "
             "as processing_class."
         )
@@ -493,7 +483,7 @@ def refuse_skipped_layers(model: Any, accelerator: Any) -> None:
     if (family.cross and sharded) or (family.whole and (sharded or trained)):
         raise ModelError(
             f"{type(causal_lm(model)).__name__} on {accelerator.num_processes} processes"
-            f" ({str(accelerator.distributed_type).rpartition('.')[2]}): layers of it are skipped where a pass has no picture, and "
+            f" ({str(accelerator.distributed_type).rpartition('.')[2]}): layers are skipped where a pass has no picture, and "
             f"processes that have some would wait for them. Fix: DDP or ZeRO-2{', with freeze_vision=True' * family.whole}."
         )
 

@@ -11,7 +11,6 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
 from datasets import Features, List, Value
 from transformers.utils.hub import cached_file
 
@@ -20,30 +19,29 @@ from posttrain.data.formats import (
     PreparationReport,
     first_row,
     get_dataset_column_names,
-    maybe_convert_to_chatml,
-    one_eos,
     shows_pictures,
-    strip_none,
     tokenized,
     undecoded,
 )
-from posttrain.data.pictures import (
-    Picture,
+from posttrain.data.packing import LENGTHS
+from posttrain.data.picture_rows import (
+    COUNTERS,
+    HINT,
+    LOST,
+    PACKED,
+    PictureOptions,
     conversation_of,
     exchanged,
     opened,
     picture_prompt,
     picture_prompts,
     place_pictures,
-    read_picture,
-    row_segments,
-    spoken_segments,
-    stored,
+    row_batch,
+    row_features,
+    side_by_side,
 )
-from posttrain.data.packing import LENGTHS, best_fit_decreasing
-from posttrain.data.preference import maybe_extract_prompt
+from posttrain.data.pictures import Picture, read_picture
 from posttrain.data.processors import PictureProcessor, family_of, load_processor
-from posttrain.data.sft import CUT, NO_ASSISTANT
 from posttrain.errors import ConfigError, DataError, ModelError, check_choice, check_rules
 from posttrain.losses.advantages import weighted_total
 from posttrain.metrics import Metric, mean
@@ -66,17 +64,7 @@ logger = logging.getLogger(__name__)
 
 TRIED = 2  # Rows whose pictures are read whole at the start.
 COMPARED = 64  # Of so many rollouts, the pictures of one are compared with its row's.
-IGNORED = -100
-PACKED = 256  # Rows that are packed together; their encoded images are in memory at once.
 RARE = 0.005  # Share of rows that do not fit which is dropped and counted; more of them is an error.
-HINT = "Fix: a larger max_length (None: no limit), or smaller images; posttrain inspect shows the rows."
-LONG = "longer than max_length with their images"
-LARGE = "with an image of more than image_max_tokens"
-MANY = "with more than max_images_per_row images"
-UNREADABLE = "with an unreadable image"
-EMPTY = "with an empty answer"
-EQUAL = "with equal answers"
-COUNTERS = ("_truncated", "_tokens", "_resized", "_escaped")
 
 NO_IMAGES = "would change nothing: this run reads rows of text alone. Fix: leave it out"
 # What a checkpoint of a multimodal model has beside its weights and its tokenizer.
@@ -142,29 +130,6 @@ class PictureConfig:
         post = getattr(super(), "__post_init__", None)
         if post is not None:
             post()
-
-
-@dataclass(frozen=True)
-class PictureOptions:
-    """How rows with pictures become ids; hashable by value, so that the dataset's fingerprint is stable from run to run.
-
-    Attributes:
-        branches: Columns of answers; empty: documents with labels (SFT).
-        max_length: Tokens of prompt and answer, images included; None: no limit.
-        fit: ``error`` refuses a set in which more than 0.5 % of the rows do not fit or cannot be read, ``drop`` leaves them out;
-            ``resize`` is ``error``, but images above their limits (`PictureProcessor.fitted`), and those of a row that would
-            not fit ``max_length``, are made smaller.
-        train_prompt: SFT: whether the prompt is trained too.
-        spoken: SFT: whether what the assistant says is trained alone.
-        text_field: SFT: column of plain text.
-    """
-
-    branches: tuple[str, ...] = ()
-    max_length: int | None = 1024
-    fit: Literal["error", "drop", "resize"] = "error"
-    train_prompt: bool = False
-    spoken: bool = False
-    text_field: str = "text"
 
 
 class Vision:
@@ -261,7 +226,7 @@ class Vision:
             num_proc: Processes.
             keep: Columns that stay.
             packs: Whether whole rows are placed side by side up to ``max_length``.
-            more: See `PictureOptions`.
+            more: ``branches`` of `PictureOptions`, whose other fields are those of the run.
 
         Returns:
             The dataset with ``pictures`` and either ``input_ids`` and ``labels``, or ``prompt_ids`` with ``<branch>_ids`` and
@@ -275,12 +240,16 @@ class Vision:
         columns = get_dataset_column_names(dataset)
         if "pictures" in columns:
             return dataset, PreparationReport(name)
-        options = PictureOptions(max_length=self.args.max_length, fit=self.args.image_fit, **more)
+        args = self.args
+        if not more.get("branches"):
+            more |= {"train_prompt": args.completion_only_loss is False, "spoken": args.assistant_only_loss}
+            more |= {"text_field": args.dataset_text_field}
+        options = PictureOptions(max_length=args.max_length, fit=args.image_fit, **more)
         drop = [column for column in columns if column not in keep]
         about: dict[str, Any] = {"drop": drop, "counters": COUNTERS, "num_proc": num_proc, "hint": HINT}
         if hasattr(dataset, "__len__"):
-            about["features"] = _features(dataset.features, options.branches, drop)
-        mapped, kept, report = tokenized(dataset, name, _batch, {"reader": self.reader, "options": options}, **about)
+            about["features"] = row_features(dataset.features, options.branches, drop)
+        mapped, kept, report = tokenized(dataset, name, row_batch, {"reader": self.reader, "options": options}, **about)
         if isinstance(report.rows_in, int) and report.rows_in > 0:
             self._tell(mapped, report)
         if packs:
@@ -292,7 +261,7 @@ class Vision:
 
     def _tell(self, mapped: Any, report: PreparationReport) -> None:
         """Warn of what was changed, and refuse a set of which too much is left out."""
-        lost = {reason: count for reason, count in report.dropped.items() if reason in (LONG, UNREADABLE, MANY)}
+        lost = {reason: count for reason, count in report.dropped.items() if reason in LOST}
         resized, escaped = (sum(mapped[column][:]) for column in ("_resized", "_escaped"))
         if resized:
             logger.warning(
@@ -507,171 +476,3 @@ def _processor_of(processing_class: Any, model_id: str, *, images: bool) -> Any:
             "column 'images' or 'image', or inside messages. Fix: processing_class=AutoProcessor.from_pretrained(the model)."
         )
     return load_processor(model_id) if images else None
-
-
-Segments = list[tuple[str, list[Picture]]]  # Text, and the pictures of its placeholders.
-Answer = tuple[list[int], list[int]]  # Ids, and 1 where one is trained.
-
-# Rows with answers as ids ----------------------------------------------------------------------------------------
-
-
-def _batch(
-    batch: dict[str, list], indices: list[int], reader: PictureProcessor, options: PictureOptions
-) -> dict[str, list]:
-    made: list[dict[str, Any]] = []
-    for position, index in enumerate(indices):
-        row = strip_none({name: column[position] for name, column in batch.items() if column[position] is not None})
-        try:
-            made.append(_row(row, reader, options))
-            for picture in made[-1]["pictures"]:
-                picture["row"] = index
-        except DataError as error:
-            raise DataError(f"row {index}: {error}") from error
-    return {name: [one[name] for one in made] for name in made[0]}
-
-
-def _features(given: Any, branches: Sequence[str], drop: Sequence[str]) -> Any:
-    """Types of all columns: a thousand rows of text, from which they would be taken, say nothing of pictures."""
-    ids = ["prompt_ids", *(f"{b}_ids" for b in branches)] if branches else ["input_ids", "labels"]
-    kept = {name: kind for name, kind in given.items() if name not in drop}
-    kept |= {name: List(Value("int64")) for name in [*ids, *(f"{b}_mask" for b in branches)]}
-    kept |= {name: Value("int64") for name in COUNTERS} | {"_reason": Value("string")}
-    picture = {"bytes": Value("binary"), "path": Value("string"), "size": List(Value("int64")), "row": Value("int64")}
-    return Features(kept | {"pictures": List(picture)})
-
-
-def _row(row: dict[str, Any], reader: PictureProcessor, options: PictureOptions) -> dict[str, Any]:
-    """One row as columns of ids, with the reason why it is left out."""
-    row = dict(maybe_extract_prompt(maybe_convert_to_chatml(row)))
-    if options.spoken:
-        segments, plain = spoken_segments(row, reader, prompt_too=options.train_prompt), False
-    else:
-        segments, plain = row_segments(row, reader, options.branches, options.text_field)
-    reason, read, found = "", [], []
-    try:
-        reason, where = UNREADABLE, "column 'images'"
-        read = [(text, [read_picture(v, where, reader.background) for v in values]) for text, values in segments]
-        reason = LARGE
-        found = [(text, [reader.fitted(picture) for picture in held]) for text, held in read]
-        if options.fit == "drop":
-            # A file that was cut has a fine header; read now, it stops no run later.
-            reason = UNREADABLE
-            for picture in _held(read):
-                picture.load()
-        reason = ""
-    except DataError:
-        if options.fit != "drop":
-            raise
-        # The row is left out, so any text will do.
-        read = found = [(part.replace(reader.placeholder, ""), []) for part, _ in segments]
-    if not _held(found) and not reason and reader.family.block == "prompt":
-        raise DataError(
-            "the row has no image, and this model's processor takes no prompt without one. Fix: leave it out."
-        )
-    if reader.per_row is not None and len(_held(found)) > reader.per_row:
-        reason = reason or MANY
-    if plain and reader.family.block != "prompt":
-        found[0] = (reader.begun(found[0][0]), found[0][1])
-    if options.fit == "resize" and not reason:
-        found = _smaller(found, reader, options, plain)
-    counts = {
-        "_resized": sum(old != new for old, new in zip(_held(read), _held(found), strict=True)),
-        "_escaped": sum(reader.escaped(text) for text, _ in found),
-    }
-    return _columns(*_encoded(found, reader, options, plain), _held(found), reason, reader, options) | counts
-
-
-def _held(segments: Segments) -> list[Picture]:
-    """Pictures of a row, in reading order."""
-    return [picture for _, held in segments for picture in held]
-
-
-def _encoded(
-    segments: Segments, reader: PictureProcessor, options: PictureOptions, plain: bool
-) -> tuple[list[int], list[Answer]]:
-    """Ids of the prompt (none of a document), and ids of each answer with which of them are trained."""
-    several = len(segments) > 1
-    made = [reader.encode(text, held, prompt=several and not at)[0] for at, (text, held) in enumerate(segments)]
-    prompt, *answers = made if several else ([], *made)
-    silent = {*reader.controls.values(), reader.token_id}
-    if options.spoken:
-        # Behind the prompt, every other piece is the assistant's.
-        turns = [(token, int(not at % 2 and token not in silent)) for at, ids in enumerate(answers) for token in ids]
-        return prompt, [([token for token, _ in turns], [said for _, said in turns])]
-    answers = [one_eos(ids, reader.tokenizer) if plain else ids for ids in answers]
-    return prompt, [(ids, [int(token not in silent) for token in ids]) for ids in answers]
-
-
-def _length(prompt: list[int], answers: list[Answer]) -> int:
-    return len(prompt) + max(len(ids) for ids, _ in answers)
-
-
-def _least(prompt: list[int], answers: list[Answer], reader: PictureProcessor) -> int:
-    """Tokens of a row that was cut behind its last image; at least one of each answer."""
-    return len(prompt) + max(
-        max((at + 1 for at, token in enumerate(ids) if token == reader.token_id), default=1) for ids, _ in answers
-    )
-
-
-def _smaller(segments: Segments, reader: PictureProcessor, options: PictureOptions, plain: bool) -> Segments:
-    """The row's pictures at a size at which it fits ``max_length``; as they are where no size does."""
-    limit, most, shown = options.max_length, 0, segments
-    while limit is not None and _held(segments):
-        prompt, answers = _encoded(shown, reader, options, plain)
-        if _least(prompt, answers, reader) <= limit:
-            return shown
-        counts = [reader.expansion(picture).count for picture in _held(shown)]
-        # What the text leaves to each. What stands around images grows with them, so that a few tries may be needed.
-        room = (limit - _length(prompt, answers) + sum(counts)) // len(counts)
-        most = max(min(room, max(counts) - 1), 1) if not most else int(0.9 * most)
-        try:
-            shown = [(text, [reader.fitted(picture, most) for picture in held]) for text, held in segments]
-        except DataError:
-            break
-        if most <= 1:
-            break
-    return segments
-
-
-def _columns(
-    prompt: list[int],
-    answers: list[Answer],
-    pictures: list[Picture],
-    reason: str,
-    reader: PictureProcessor,
-    options: PictureOptions,
-) -> dict[str, Any]:
-    limit, cut, length = options.max_length, False, _length(prompt, answers)
-    if limit is not None and length > limit:
-        if _least(prompt, answers, reader) > limit:
-            reason = reason or LONG
-        else:
-            answers, cut = [(ids[: limit - len(prompt)], mask[: limit - len(prompt)]) for ids, mask in answers], True
-    if options.spoken and not any(answers[0][1]):
-        reason = reason or (CUT if cut else NO_ASSISTANT)
-    if any(not ids for ids, _ in answers):
-        reason = reason or EMPTY
-    if len(answers) == 2 and answers[0][0] == answers[1][0] and reader.token_id not in answers[0][0]:
-        reason = reason or EQUAL
-    made: dict[str, Any] = {}
-    if options.branches:
-        made["prompt_ids"] = prompt
-        for branch, (ids, mask) in zip(options.branches, answers, strict=True):
-            made |= {f"{branch}_ids": ids, f"{branch}_mask": mask}
-    else:
-        ((ids, said),), silent = answers, {*reader.controls.values(), reader.token_id}
-        whole = options.train_prompt and not options.spoken
-        trained = [int(whole and token not in silent) for token in prompt] + said
-        made["input_ids"] = prompt + ids
-        made["labels"] = [token if m else IGNORED for token, m in zip(prompt + ids, trained, strict=True)]
-    made["pictures"] = [stored(picture) for picture in pictures]
-    return made | {"_reason": reason, "_truncated": int(cut), "_tokens": length}
-
-
-def side_by_side(batch: dict[str, list], size: int) -> dict[str, list]:
-    """Whole rows with their pictures, packed into rows of at most ``size`` tokens by best fit, none of them cut."""
-    lengths = np.array([len(ids) for ids in batch["input_ids"]])
-    order, counts = best_fit_decreasing(lengths, size)
-    packs = np.split(order, np.cumsum(counts)[:-1])
-    made = {name: [[one for i in pack for one in rows[i]] for pack in packs] for name, rows in batch.items()}
-    return made | {LENGTHS: [lengths[pack].tolist() for pack in packs]}

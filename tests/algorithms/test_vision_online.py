@@ -16,7 +16,7 @@ from posttrain import (
     RLOOConfig,
     RLOOTrainer,
 )
-from posttrain.data.pictures import exchanged
+from posttrain.data.picture_rows import exchanged
 from posttrain.errors import ConfigError, DataError, ModelError
 from posttrain.models.forward import sequence_logps
 from posttrain.models.heads import picture_encoder

@@ -478,7 +478,8 @@ def test_a_method_that_reads_text_refuses_pictures_inside_messages(tmp_path):
     "wrong",
     [
         {"freeze_vision": "all"},
-        {"image_fit": "resize"},
+        {"image_fit": "resize", "max_length": None},
+        {"image_max_pixels": 0},
         {"image_fit": "crop"},
         {"image_max_tokens": 0},
         {"image_background": "red"},

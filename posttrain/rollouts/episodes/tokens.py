@@ -19,7 +19,8 @@ from posttrain.data.chat import (
     with_template,
 )
 from posttrain.data.formats import strip_none
-from posttrain.data.pictures import Picture, picture_prompts
+from posttrain.data.picture_rows import picture_prompts
+from posttrain.data.pictures import Picture
 from posttrain.data.processors import PictureProcessor
 from posttrain.data.responses import add_response_schema
 from posttrain.data.templates import (
