@@ -90,7 +90,7 @@ def prompt_rows(examples: Any, tokenizer: Any, config: Any) -> Prepared:
     return Prepared([Row(ids, [], []) for ids in tokens])
 
 
-def picture_rows(name: str, examples: Any, vision: Any, config: Any) -> Prepared:
+def picture_rows(name: str, examples: Any, vision: Any) -> Prepared:
     """Rows of command ``name`` with their images, as its trainer makes them; ``vision`` is its `Vision`."""
     from posttrain.data.formats import ROW, listed
     from posttrain.data.preference import answer_rows, extract_and_unpair
@@ -257,7 +257,7 @@ def rows_of(name: str, examples: Any, tokenizer: Any, parsed: Sequence[Any]) -> 
     if train._load(train.COMMANDS[name].trainer).takes_images:
         vision = Vision(config, None, model_args.model_name_or_path, (examples,), takes=True)
         if vision.images:
-            return picture_rows(name, examples, vision, config), vision
+            return picture_rows(name, examples, vision), vision
     return ROWS["grpo" if name == "ppo" else name](examples, tokenizer, config), None
 
 

@@ -273,7 +273,8 @@ def row_segments(
         if is_messages(whole):
             if reader.family.block == "prompt":
                 raise DataError("this model reads a prompt both ways. Fix: give 'prompt' and 'completion' apart.")
-            return [reader.conversation(whole, images, **template_arguments(row))], False
+            blocks, held = conversation_pictures(whole, images)
+            return [(reader.render(blocks, **template_arguments(row)), held)], False
         return [(_text(whole, text_field), images)], True
     prompt = row.get("prompt")
     answers = [row.get(branch) for branch in branches]

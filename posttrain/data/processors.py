@@ -7,8 +7,7 @@ import inspect
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from posttrain.data.pictures import Background, Picture, Placed, conversation_pictures, shaded
+from posttrain.data.pictures import Background, Picture, Placed, shaded
 from posttrain.errors import DataError, ModelError
 
 __all__ = [
@@ -406,8 +405,7 @@ class PictureProcessor:
         Raises:
             DataError: It cannot be read, or the image processor refuses it.
         """
-        read = self._read_alone if self._alone else self._read
-        return _pixels(read([[picture.load()]], picture.where))
+        return _pixels(self._read([[picture.load()]], picture.where, alone=self._alone))
 
     @functools.cached_property
     def _alone(self) -> bool:
@@ -415,21 +413,27 @@ class PictureProcessor:
         if self.family.cross or not self.family.models:
             return self.family.cross
         rows = [[shaded(LARGE).load()]]
-        return _equal(_pixels(self._read(rows)), _pixels(self._read_alone(rows)))
+        return _equal(_pixels(self._read(rows)), _pixels(self._read(rows, alone=True)))
 
-    def _read(self, rows: Sequence[Sequence[Any]], where: str = "") -> dict[str, Any]:
-        """All that the processor makes of the images of PIL of each row, with a placeholder for each and nothing else."""
+    def _read(self, rows: Sequence[Sequence[Any]], where: str = "", *, alone: bool = False) -> dict[str, Any]:
+        """All that the processor makes of the images of PIL of each row, with a placeholder for each and nothing else.
+
+        Args:
+            rows: Images of each.
+            where: The place of one in the dataset.
+            alone: Ask its image processor, without text.
+        """
         texts = [" ".join([self.placeholder] * len(row)) for row in rows]
-        options = {"return_tensors": "pt", PARTS_ASKED: True, "add_special_tokens": False, "padding": len(rows) > 1}
-        with _refusing(rows, where):
+        options = {PARTS_ASKED: True, "add_special_tokens": False, "padding": len(rows) > 1, "return_tensors": "pt"}
+        try:
+            if alone:
+                return dict(self.processor.image_processor(rows if self.family.tiled else rows[0], return_tensors="pt"))
             return dict(self.processor(text=texts, images=[list(row) for row in rows], **options))
-
-    def _read_alone(self, rows: Sequence[Sequence[Any]], where: str = "") -> dict[str, Any]:
-        """The same of its image processor by itself, without text."""
-        with _refusing(rows, where):
-            return dict(
-                self.processor.image_processor(images=rows if self.family.tiled else rows[0], return_tensors="pt")
-            )
+        except (ValueError, ZeroDivisionError) as error:
+            shapes = ", ".join(f"{image.size[0]}×{image.size[1]}" for row in rows for image in row)
+            raise DataError(
+                f"{where}: the processor refuses a picture of {shapes}: {error}. Fix: another shape, or leave this row out."
+            ) from error
 
     def join(self, prepared: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
         """Tensors of several pictures as the tower takes them at once, in the given order."""
@@ -499,27 +503,6 @@ class PictureProcessor:
         for k, (start, end) in enumerate(get_cross_attention_token_mask(ids[0].tolist(), self.token_id)):
             mask[0, start : ids.shape[1] if end == -1 else end, k] = tiles[k]
         return mask
-
-    # Rows --------------------------------------------------------------------------------------------------------
-
-    def conversation(
-        self, messages: Sequence[Mapping[str, Any]], images: Sequence[Picture] = (), **options: Any
-    ) -> tuple[str, list[Any]]:
-        """Rendered text of messages with pictures inside them or beside them, and the pictures in reading order."""
-        blocks, pictures = conversation_pictures(messages, images)
-        return self.render(blocks, **options), pictures
-
-
-@contextmanager
-def _refusing(rows: Sequence[Sequence[Any]], where: str) -> Iterator[None]:
-    """What a processor raises for a shape, with the picture's place in the dataset."""
-    try:
-        yield
-    except (ValueError, ZeroDivisionError) as error:
-        shapes = ", ".join(f"{image.size[0]}×{image.size[1]}" for row in rows for image in row)
-        raise DataError(
-            f"{where}: the processor refuses a picture of {shapes}: {error}. Fix: another shape, or leave this row out."
-        ) from error
 
 
 def _pixels(found: Mapping[str, Any]) -> dict[str, Tensor]:

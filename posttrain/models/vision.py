@@ -200,16 +200,11 @@ class PictureEncoder:
 
     def _output(self, levels: list[Tensor]) -> Any:
         """All features of a canvas in the form that the model's forward reads."""
-        first: Any = [levels[0]] if self._listed else levels[0][None]
-        if len(levels) == 1:
-            from transformers.modeling_outputs import BaseModelOutputWithPooling
+        from transformers.modeling_outputs import BaseModelOutputWithPooling
 
-            return BaseModelOutputWithPooling(pooler_output=first)
-        from transformers.models.qwen3_vl.modeling_qwen3_vl import BaseModelOutputWithDeepstackFeatures
-
-        return BaseModelOutputWithDeepstackFeatures(
-            pooler_output=first, deepstack_features=[[one] for one in levels[1:]]
-        )
+        made: Any = BaseModelOutputWithPooling(pooler_output=[levels[0]] if self._listed else levels[0][None])
+        made.deepstack_features = [[one] for one in levels[1:]]
+        return made
 
     def _recall(self, key: Any) -> list[Tensor] | None:
         if key not in self._kept:

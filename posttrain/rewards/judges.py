@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import base64
 import inspect
 import logging
 import math
 import os
 import random
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from typing import Any
 
@@ -51,12 +52,36 @@ def as_text(value: Any) -> str:
     if isinstance(value, str):
         return value
     if len(value) == 1:
-        return str(value[0].get("content") or "")
-    return "\n\n".join(f"{message['role'].capitalize()}: {message.get('content') or ''}" for message in value)
+        return _said(value[0])
+    return "\n\n".join(f"{message['role'].capitalize()}: {_said(message)}" for message in value)
+
+
+def _said(message: Mapping[str, Any]) -> str:
+    """The content of a message; ``[image]`` stands for one."""
+    content = message.get("content") or ""
+    return (
+        str(content) if not isinstance(content, list) else "".join(b.get("text") or f"[{b['type']}]" for b in content)
+    )
+
+
+def _addresses(prompt: Any) -> list[str]:
+    """The images of a prompt as ``data:`` addresses of PNG files, in reading order."""
+    from posttrain.data.pictures import conversation_pictures, read_picture
+
+    held = [] if isinstance(prompt, str) else conversation_pictures(prompt)[1]
+    files = [read_picture(value.convert("RGB"), "an image of a prompt").file_bytes() for value in held]
+    return [f"data:image/png;base64,{base64.b64encode(data).decode()}" for data in files]
 
 
 class BaseJudge(ABC):
-    """An object with a method ``judge``; the base of all judges."""
+    """An object with a method ``judge``; the base of all judges.
+
+    Attributes:
+        vision: Whether ``judge`` takes ``images``, for each prompt a list of ``data:`` addresses. Rows with images are given to
+            no other judge.
+    """
+
+    vision: bool = False
 
     @abstractmethod
     def judge(self, prompts: list[str], completions: list, shuffle_order: bool = True) -> list:
@@ -117,6 +142,7 @@ class OpenAIPairwiseJudge(BasePairwiseJudge):
         timeout: Seconds one answer may take.
         retries: Attempts after the first.
         backoff: Seconds before the first retry; doubled each time, and drawn from its upper half.
+        vision: Whether the model reads images; they are sent before the text, and ``[image]`` stands for them there.
 
     >>> judge = OpenAIPairwiseJudge("my-judge", base_url="http://localhost:8000/v1")
     >>> judge.judge(["2 + 2?"], [["4", "5"]])  # doctest: +SKIP
@@ -137,7 +163,9 @@ class OpenAIPairwiseJudge(BasePairwiseJudge):
         timeout: float = 60.0,
         retries: int = 4,
         backoff: float = 0.5,
+        vision: bool = False,
     ) -> None:
+        self.vision = vision
         base = base_url or os.environ.get("OPENAI_BASE_URL") or "https://api.openai.com/v1"
         if not base.startswith(("http://", "https://")):
             raise ConfigError(f"base_url={base!r} must begin with http:// or https://.")
@@ -160,6 +188,7 @@ class OpenAIPairwiseJudge(BasePairwiseJudge):
         shuffle_order: bool = True,
         return_scores: bool = False,
         temperature: float = 1.0,
+        images: list[list[str]] | None = None,
     ) -> list:
         """See `BasePairwiseJudge.judge`.
 
@@ -170,6 +199,7 @@ class OpenAIPairwiseJudge(BasePairwiseJudge):
             return_scores: Return the probability that the first wins (from the log-probs of "0" and "1", where the server
                 gives them), 0.5 where there is no verdict.
             temperature: Divides these log-probs.
+            images: Addresses of each prompt's images; for a judge with ``vision``.
 
         Raises:
             RewardError: The server is down or refuses.
@@ -187,14 +217,18 @@ class OpenAIPairwiseJudge(BasePairwiseJudge):
             self.system_prompt.format(prompt=prompt, response0=first, response1=second)
             for prompt, (first, second) in zip(prompts, shown, strict=True)
         ]
-        choices = self._ask_all(texts, {"logprobs": True, "top_logprobs": 5} if return_scores else {})
+        asked: list[Any] = texts
+        if images is not None:
+            shown_as = [[{"type": "image_url", "image_url": {"url": url}} for url in held] for held in images]
+            asked = [[*held, {"type": "text", "text": text}] for held, text in zip(shown_as, texts, strict=True)]
+        choices = self._ask_all(asked, {"logprobs": True, "top_logprobs": 5} if return_scores else {})
         if return_scores:
             scores = [self._score(choice, temperature) for choice in choices]
             return [1.0 - p if turn else p for p, turn in zip(scores, turned, strict=True)]
         verdicts = [self._verdict(choice) for choice in choices]
         return [v if v == NO_VERDICT or not turn else 1 - v for v, turn in zip(verdicts, turned, strict=True)]
 
-    def _ask_all(self, texts: list[str], options: dict[str, Any]) -> list[dict[str, Any]]:
+    def _ask_all(self, texts: list[Any], options: dict[str, Any]) -> list[dict[str, Any]]:
         """The first choice of each answer, in order; one failure ends the other requests."""
         if not texts:
             return []
@@ -205,7 +239,7 @@ class OpenAIPairwiseJudge(BasePairwiseJudge):
             failed = next((f for f in futures if f.done() and not f.cancelled() and f.exception()), None)
             return [(failed or future).result() for future in futures]
 
-    def _ask(self, text: str, options: dict[str, Any]) -> dict[str, Any]:
+    def _ask(self, text: Any, options: dict[str, Any]) -> dict[str, Any]:
         body = {"model": self.model, "messages": [{"role": "user", "content": text}], **options}
         body = {key: value for key, value in body.items() if value is not None}
         settings: dict[str, Any] = {"who": f"judge ({self.model})", "api_key": self._api_key, **self.request}
@@ -291,7 +325,9 @@ class JudgeReward:
             rewards = [self._binary([verdicts[i] for i in group]) for group in groups]
         else:
             answers = [[texts[i] for i in group] for group in groups]
-            options = {"return_scores": True} if self.soft else {}
+            options: dict[str, Any] = {"return_scores": True} if self.soft else {}
+            if self.judge.vision:
+                options["images"] = [_addresses(prompts[group[0]]) for group in groups]
             judge: Any = self.judge
             verdicts = judge.judge(asked, answers, **options)
             if len(verdicts) != len(groups):

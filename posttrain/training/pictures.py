@@ -340,11 +340,16 @@ class Vision:
             ConfigError: The rows have images, and the engine samples from text alone, or a reward model or judge reads text
                 alone.
         """
-        blind = [type(one).__name__ for one in rewards if isinstance(one, ModelReward | JudgeReward)]
+        judges = [
+            one
+            for one in rewards
+            if isinstance(one, ModelReward) or (isinstance(one, JudgeReward) and not one.judge.vision)
+        ]
+        blind = [type(one).__name__ for one in judges]
         if self.images and blind:
             raise ConfigError(
                 f"the rows have images, and {', '.join(blind)} reads text alone: it would score answers to pictures that it "
-                "never saw. Fix: a reward function, which gets the images in the columns it names."
+                "never saw. Fix: a judge with vision=True, or a reward function, which gets the images in the columns it names."
             )
         if self.images and not engine.capabilities.pictures:
             raise ConfigError(

@@ -7,7 +7,7 @@ import torch
 from PIL import Image
 
 from posttrain.cli.inspect import seen_by_model
-from posttrain.data.pictures import read_picture
+from posttrain.data.pictures import conversation_pictures, read_picture
 from posttrain.data.processors import PictureProcessor, is_processor, load_processor
 from posttrain.errors import DataError, ModelError
 from tests.vision_families import NAMES, UNKNOWN, build, noise
@@ -50,7 +50,8 @@ def test_conversations_are_rendered_with_a_place_for_every_picture(made):
             "content": [{"type": "image", "image": "a"}, {"type": "text", "text": "or"}, {"type": "image"}],
         }
     ]
-    text, pictures = ours.conversation(messages, ["b"], add_generation_prompt=True)
+    blocks, pictures = conversation_pictures(messages, ["b"])
+    text = ours.render(blocks, add_generation_prompt=True)
     assert text.count(ours.placeholder) == 2 and pictures == ["a", "b"] and "assistant" in text
 
 

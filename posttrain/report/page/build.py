@@ -108,6 +108,15 @@ LAYOUT: dict[str, tuple[tuple[str, str], ...]] = {
         ("length of answers (tokens)", r"completions/(chosen|rejected)_length"),
         ("cut, masked and repeated completions (share)", r"completions/.*_ratio"),
     ),
+    "Images": (
+        ("tokens of images a row", r"images/tokens_mean"),
+        ("images a row", r"images/per_row"),
+        ("images encoded and reused", r"images/(encoded|reused)"),
+        ("seconds of preparing and encoding images", r"images/seconds"),
+        ("images made smaller, strings escaped", r"images/(resized|escaped_strings)"),
+        ("completions masked for images", r"images/(sampled_placeholders|masked_episodes)"),
+        ("reward under other rows' images", r"images/exchanged_reward"),
+    ),
     "Time and data": (
         ("seconds a step", r"step_time"),
         ("seconds of generation", r"rollouts/seconds"),
@@ -192,6 +201,8 @@ def panel_of(name: str) -> tuple[str, str]:
 
     >>> panel_of("eval_loss"), panel_of("rewards/accuracy/mean")
     (('Learning', 'loss'), ('Rewards', 'mean of each reward function'))
+    >>> panel_of("images/reused")
+    ('Images', 'images encoded and reused')
     >>> panel_of("balance/busiest_rank")
     ('More', 'balance/busiest_rank')
     """
