@@ -11,6 +11,7 @@ SPECIAL = [
     "<pad>", "<bos>", "<eos>", "<|im_start|>", "<|im_end|>", "<image>", "<|image_pad|>", "<|video_pad|>", "<|vision_start|>",
     "<|vision_end|>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>", "<start_of_image>", "<end_of_image>",
     "<image_soft_token>", "<IMG_CONTEXT>", "<img>", "</img>", "<video>",
+    "<|image|>", "<|begin_of_image|>", "<|end_of_image|>", "<IMG_START>", "<IMG_ATOM>", "<IMG_GRID>", "<IMG_COL>", "<IMG_ROW>", "<IMG_END>",
     *(f"<row_{i}_col_{j}>" for i in range(1, 5) for j in range(1, 5)),
 ]  # fmt: skip
 
@@ -19,6 +20,7 @@ IMAGE_BLOCK = {
     "qwen": "<|vision_start|><|image_pad|><|vision_end|>",
     "gemma3": "<start_of_image>",
     "internvl": "<IMG_CONTEXT>\n",
+    "glm4v": "<|begin_of_image|><|image|><|end_of_image|>",
 }
 
 TEMPLATE = (
@@ -134,6 +136,69 @@ def _idefics(name):
     return model, without_video(tf.SmolVLMProcessor)(image_processor=images, tokenizer=tokenizer, image_seq_len=4)
 
 
+def _glm4v(name):
+    import transformers as tf
+    from transformers.models.glm4v.image_processing_pil_glm4v import Glm4vImageProcessorPil
+
+    tokenizer = byte_tokenizer(image_token="<|image|>", video_token="<|video_pad|>")
+    token = tokenizer.convert_tokens_to_ids
+    text = _text(
+        rope_parameters={
+            "rope_type": "default",
+            "mrope_section": [1, 1, 2],
+            "rope_theta": 1e4,
+            "partial_rotary_factor": 1.0,
+        }
+    )
+    vision = {
+        "depth": 2, "hidden_size": 32, "intermediate_size": 48, "num_heads": 4, "patch_size": 14, "out_hidden_size": 32, "image_size": 28,
+    }  # fmt: skip
+    config = tf.Glm4vConfig(
+        text_config=text, vision_config=vision, image_token_id=token("<|image|>"), video_token_id=token("<|video_pad|>"),
+        image_start_token_id=token("<|begin_of_image|>"), image_end_token_id=token("<|end_of_image|>"),
+        video_start_token_id=token("<video>"), video_end_token_id=token("<video>"),
+    )  # fmt: skip
+    images = Glm4vImageProcessorPil(size={"shortest_edge": 28**2, "longest_edge": 40 * 28**2})
+    return tf.Glm4vForConditionalGeneration(config), without_video(tf.Glm4vProcessor)(
+        image_processor=images, tokenizer=tokenizer
+    )
+
+
+def _ovis2(name):
+    import transformers as tf
+    from transformers.models.ovis2.image_processing_pil_ovis2 import Ovis2ImageProcessorPil
+
+    tokenizer = byte_tokenizer(image_token="<image>")
+    token = tokenizer.convert_tokens_to_ids
+    vision = _tower(image_size=28, patch_size=7, vocab_size=64, hidden_stride=2)
+    config = tf.Ovis2Config(
+        text_config=_text(model_type="qwen2"), vision_config=vision, image_token_id=token("<IMG_ATOM>"), hidden_size=32, vocab_size=320,
+        visual_indicator_token_ids=[token(f"<IMG_{part}>") for part in ("START", "GRID", "COL", "ROW", "END")], tie_word_embeddings=False,
+    )  # fmt: skip
+    images = Ovis2ImageProcessorPil(size={"height": 28, "width": 28}, crop_to_patches=True, max_patches=4)
+    return tf.Ovis2ForConditionalGeneration(config), tf.Ovis2Processor(
+        image_processor=images, tokenizer=tokenizer, image_seq_length=4
+    )
+
+
+def _onevision(name):
+    import transformers as tf
+    from transformers.models.llava_onevision.image_processing_pil_llava_onevision import LlavaOnevisionImageProcessorPil
+
+    tokenizer = byte_tokenizer(image_token="<image>", video_token="<video>")
+    pins = [[28, 56], [56, 28], [56, 56]]
+    vision = {"model_type": "siglip_vision_model", **_tower(image_size=28, patch_size=14, vision_use_head=False)}
+    config = tf.LlavaOnevisionConfig(
+        text_config=_text(model_type="qwen2"), vision_config=vision, image_grid_pinpoints=pins,
+        image_token_index=tokenizer.convert_tokens_to_ids("<image>"), video_token_index=tokenizer.convert_tokens_to_ids("<video>"),
+    )  # fmt: skip
+    images = LlavaOnevisionImageProcessorPil(size={"height": 28, "width": 28}, image_grid_pinpoints=pins)
+    kind = without_video(tf.LlavaOnevisionProcessor)
+    return tf.LlavaOnevisionForConditionalGeneration(config), kind(
+        image_processor=images, tokenizer=tokenizer, num_image_tokens=4, vision_feature_select_strategy="full"
+    )
+
+
 def _llava(name):
     import transformers as tf
     from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
@@ -244,6 +309,27 @@ BUILDERS = {
     "qwen2_vl": _qwen, "qwen2_5_vl": _qwen, "qwen3_vl": _qwen, "idefics3": _idefics, "smolvlm": _idefics, "llava": _llava,
     "llava_next": _llava, "gemma3": _gemma3, "paligemma": _paligemma, "internvl": _internvl, "mllama": _mllama,
 }  # fmt: skip
+
+
+def _deepseek(name):
+    import transformers as tf
+    from transformers.models.deepseek_vl.image_processing_pil_deepseek_vl import DeepseekVLImageProcessorPil
+
+    tokenizer = byte_tokenizer(image_token="<image>")
+    vision = {"model_type": "siglip_vision_model", **_tower(image_size=28, patch_size=14, vision_use_head=False)}
+    config = tf.DeepseekVLConfig(
+        text_config=_text(model_type="llama"), vision_config=vision, tie_word_embeddings=False,
+        image_token_id=tokenizer.convert_tokens_to_ids("<image>"),
+    )  # fmt: skip
+    images = DeepseekVLImageProcessorPil(size={"height": 28, "width": 28}, min_size=14)
+    kind = tf.DeepseekVLProcessor
+    return tf.DeepseekVLForConditionalGeneration(config), kind(
+        image_processor=images, tokenizer=tokenizer, num_image_tokens=4
+    )
+
+
+# Of whose families nothing is known beforehand.
+UNKNOWN = {"glm4v": _glm4v, "deepseek_vl": _deepseek, "ovis2": _ovis2, "llava_onevision": _onevision}
 # Of whose trees several share a row; Mllama has tests of its own.
 NAMES = tuple(name for name in BUILDERS if name != "mllama")
 
@@ -251,7 +337,7 @@ NAMES = tuple(name for name in BUILDERS if name != "mllama")
 def build(name):
     """Model in float32 and its processor; weights are scaled up, so that images reach the answer."""
     torch.manual_seed(0)
-    model, processor = BUILDERS[name](name)
+    model, processor = (BUILDERS | UNKNOWN)[name](name)
     block = next((text for start, text in IMAGE_BLOCK.items() if name.startswith(start)), "<image>")
     processor.chat_template = TEMPLATE.replace("IMAGE", block)
     processor.tokenizer.chat_template = processor.chat_template

@@ -182,12 +182,12 @@ class SFTTrainer(PostTrainer):
         args = self.args
         if self.vision.reader is not None:
             self._refuse_with_images()
+            packs = args.packing if training or args.eval_packing is None else args.eval_packing
             prepared, self.reports[name] = self.vision.prepare_rows(
                 dataset,
                 name=name,
                 num_proc=args.dataset_num_proc,
-                train_prompt=args.completion_only_loss is False,
-                text_field=args.dataset_text_field,
+                packs=packs,
             )
             return prepared.shuffle(seed=args.seed) if args.shuffle_dataset else prepared
         if (args.dataset_kwargs or {}).get("skip_prepare_dataset"):
@@ -212,8 +212,6 @@ class SFTTrainer(PostTrainer):
         """Options that rows of images do not have."""
         args = self.args
         given = {
-            "packing": args.packing,
-            "assistant_only_loss": args.assistant_only_loss,
             "formatting_func": self.formatting_func,
             "data_collator": self.user_collator,
             "dataset_kwargs": (args.dataset_kwargs or {}).get("skip_prepare_dataset"),
@@ -221,8 +219,13 @@ class SFTTrainer(PostTrainer):
         named = [name for name, value in given.items() if value]
         if named:
             raise ConfigError(
-                f"rows with images are trained without {named}: whole rows share passes anyway, and what is trained is the "
-                "completion. Fix: leave it out, and give 'prompt' and 'completion'."
+                f"rows with images are trained without {named}: they are read and placed here. Fix: leave it out, and give "
+                "'messages', or 'prompt' and 'completion'."
+            )
+        if (args.packing or args.eval_packing) and args.packing_strategy != "bfd":
+            raise ConfigError(
+                f"packing_strategy={args.packing_strategy!r} cuts rows anywhere, also inside an image. Fix: 'bfd', which places "
+                "whole rows side by side."
             )
 
     def rows(self, examples: list[dict[str, Any]]) -> list[Row]:

@@ -11,8 +11,7 @@ import torch
 
 from posttrain.checks.registry import Context, finding, probe, register
 from posttrain.data.formats import MESSAGE_COLUMNS, picture_blocks, pictures_of, undecoded
-from posttrain.data.pictures import ALIASES, ORIENTATION, Picture, open_source, read_picture
-from posttrain.data.processors import Placed
+from posttrain.data.pictures import ALIASES, ORIENTATION, Picture, Placed, open_source, read_picture, shaded
 from posttrain.errors import DataError
 from posttrain.models.forward import forward
 from posttrain.models.heads import picture_encoder
@@ -232,10 +231,7 @@ def check_reach(model: Any, batch: Batch) -> Finding | None:
 
 def _another(placed: Placed) -> Placed:
     """The same place with another picture of the same size."""
-    from PIL import Image
-
-    shade = Image.linear_gradient("L").rotate(90).resize(placed.picture.size).convert("RGB")
-    return replace(placed, picture=read_picture(shade, "a shaded picture"))
+    return replace(placed, picture=shaded(placed.picture.size, turned=True))
 
 
 def check_tower_gradients(norms: Mapping[str, float | None], model: Any, pictured: bool) -> Finding | None:

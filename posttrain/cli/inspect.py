@@ -89,7 +89,7 @@ def prompt_rows(examples: Any, tokenizer: Any, config: Any) -> Prepared:
     return Prepared([Row(ids, [], []) for ids in tokens])
 
 
-def picture_rows(name: str, examples: Any, vision: Any, config: Any) -> Prepared:
+def picture_rows(name: str, examples: Any, vision: Any) -> Prepared:
     """Rows of command ``name`` with their images, as its trainer makes them; ``vision`` is its `Vision`."""
     from posttrain.data.formats import ROW, listed
     from posttrain.data.preference import answer_rows, extract_and_unpair
@@ -99,10 +99,7 @@ def picture_rows(name: str, examples: Any, vision: Any, config: Any) -> Prepared
         return Prepared(vision.prompt_rows(list(vision.checked_prompts(examples, "train_dataset"))))
     branches = {"sft": (), "dpo": ("chosen", "rejected")}.get(name, ("completion",))
     examples = extract_and_unpair(examples) if branches == ("completion",) else examples
-    more: dict[str, Any] = {}
-    if not branches:
-        more = {"train_prompt": config.completion_only_loss is False, "text_field": config.dataset_text_field}
-    prepared, report = vision.prepare_rows(examples, branches=branches, keep=(ROW,), **more)
+    prepared, report = vision.prepare_rows(examples, branches=branches, keep=(ROW,))
     rows = answer_rows(prepared, branches) if branches else document_rows(prepared)
     placed = vision.placed(rows, list(prepared))
     return Prepared(placed, cut=report.truncated, numbers=_numbers(prepared), reasons=listed(report.dropped))
@@ -259,7 +256,7 @@ def rows_of(name: str, examples: Any, tokenizer: Any, parsed: Sequence[Any]) -> 
     if train._load(train.COMMANDS[name].trainer).takes_images:
         vision = Vision(config, None, model_args.model_name_or_path, (examples,), takes=True)
         if vision.images:
-            return picture_rows(name, examples, vision, config), vision
+            return picture_rows(name, examples, vision), vision
     return ROWS["grpo" if name == "ppo" else name](examples, tokenizer, config), None
 
 

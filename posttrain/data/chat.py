@@ -7,7 +7,7 @@ import json
 import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 from jinja2 import TemplateSyntaxError
@@ -377,16 +377,18 @@ def has_generation_markers(template: str | dict | None) -> bool:
     return re.search(r"\{%[-+]?\s*generation\s*[-+]?%\}", _default(template) or "") is not None
 
 
-def turn_end(tokenizer: Any) -> str:
+def turn_end(tokenizer: Any, rendered: Callable[..., str] | None = None) -> str:
     """What the template writes right after an assistant's words: the end-of-turn token, or ``""``."""
-    return _turn_end(tokenizer, str(getattr(tokenizer, "chat_template", "") or ""))
+    return _turn_end(tokenizer, str(getattr(tokenizer, "chat_template", "") or ""), rendered)
 
 
 @lru_cache(maxsize=64)
-def _turn_end(tokenizer: Any, template: str) -> str:
+def _turn_end(tokenizer: Any, template: str, rendered: Callable[..., str] | None) -> str:
     if not template:
         return ""
-    text = render(tokenizer, [{"role": "user", "content": "q"}, {"role": "assistant", "content": PROBE}])
+    text = (rendered or partial(render, tokenizer))(
+        [{"role": "user", "content": "q"}, {"role": "assistant", "content": PROBE}]
+    )
     after = text.rsplit(PROBE, 1)[-1]
     ids = tokenizer(after, add_special_tokens=False)["input_ids"]
     special = set(tokenizer.all_special_ids) | set(tokenizer.get_added_vocab().values())
@@ -429,8 +431,10 @@ def assistant_mask(
 class AssistantSpans:
     """Where the assistant speaks in rendered conversations."""
 
-    def __init__(self, tokenizer: Any) -> None:
-        self.tokenizer = tokenizer
+    def __init__(self, tokenizer: Any, rendered: Callable[..., str] | None = None) -> None:
+        # ``rendered`` makes text of messages; None: as `render` does.
+        self.tokenizer, self.rendered = tokenizer, rendered
+        self.render = rendered or partial(render, tokenizer)
 
     def by_markers(self, messages: list[dict[str, Any]], *, tools: Any = None, **kwargs: Any) -> tuple[list, list]:
         """Ids and mask as the template's generation markers say."""
@@ -454,15 +458,15 @@ class AssistantSpans:
         Raises:
             ModelError: The template renders earlier turns differently once later ones follow.
         """
-        text = render(self.tokenizer, messages, tools=tools, **kwargs)
-        end = turn_end(self.tokenizer)
+        text = self.render(messages, tools=tools, **kwargs)
+        end = turn_end(self.tokenizer, self.rendered)
         spans = []
         for index, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
-            before = render(self.tokenizer, messages[:index], add_generation_prompt=True, tools=tools, **kwargs)
+            before = self.render(messages[:index], add_generation_prompt=True, tools=tools, **kwargs)
             last = index == len(messages) - 1
-            through = text if last else render(self.tokenizer, messages[: index + 1], tools=tools, **kwargs)
+            through = text if last else self.render(messages[: index + 1], tools=tools, **kwargs)
             stop = through.rfind(end) + len(end) if end else len(through)
             if not (text.startswith(before) and text.startswith(through[:stop])):
                 raise ModelError(

@@ -11,41 +11,22 @@ import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import groupby
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 from urllib.parse import unquote, urlparse
 
-from posttrain.data.chat import RENDERED, common_prefix, template_arguments
-from posttrain.data.formats import (
-    PICTURE_BLOCKS,
-    PICTURE_COLUMNS,
-    PROMPT_COLUMNS,
-    is_messages,
-    picture_blocks,
-    pictures_of,
-    strip_none,
-)
+from posttrain.data.formats import PICTURE_BLOCKS, picture_blocks
 from posttrain.errors import DataError
 from posttrain.integrations import require
-from posttrain.types import Prompt, Row
-
-if TYPE_CHECKING:
-    from posttrain.data.processors import PictureProcessor
 
 __all__ = [
     "Picture",
-    "conversation_of",
+    "Placed",
     "conversation_pictures",
-    "exchanged",
     "filled",
     "observed_blocks",
     "open_source",
-    "opened",
-    "picture_prompt",
-    "picture_prompts",
-    "place_pictures",
     "read_picture",
-    "row_segments",
+    "shaded",
     "without_pictures",
 ]
 
@@ -140,6 +121,39 @@ class Picture:
     def label(self, number: int, tokens: int) -> str:
         """What stands for it in reports, e.g. ``[image 1: 640×480, 391 tokens, 12ab]``."""
         return f"[image {number}: {self.size[0]}×{self.size[1]}, {tokens} tokens, {self.digest[:4]}]"
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """A picture in a prompt or a completion.
+
+    Attributes:
+        picture: Which.
+        start: Index of its first placeholder in the ids of its segment.
+        count: Its placeholders, markers between them aside.
+        grid: Patches by time, height and width after merging, for positions of three rows; None elsewhere.
+    """
+
+    picture: Picture
+    start: int
+    count: int
+    grid: tuple[int, int, int] | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON: a path, or encoded bytes in base64."""
+        picture = self.picture.encoded()
+        data = base64.b64encode(picture.source).decode() if isinstance(picture.source, bytes) else None
+        kept = {"path": None if data else picture.source, "background": picture.background, "where": picture.where}
+        kept["size"] = picture.size
+        return {"start": self.start, "count": self.count, "grid": self.grid, "data": data, **kept}
+
+    @classmethod
+    def of(
+        cls, *, start: int, count: int, grid: Any, size: Any, data: str | None, path: str | None, **about: Any
+    ) -> Placed:
+        """Undo `to_dict`."""
+        picture = read_picture(path if data is None else base64.b64decode(data), **about)
+        return cls(picture.resized(tuple(size)), start, count, None if grid is None else tuple(grid))
 
 
 def read_picture(
@@ -369,198 +383,8 @@ def _with_blocks(messages: Sequence[Mapping[str, Any]], change: Callable[[Any], 
     ]
 
 
-# Rows --------------------------------------------------------------------------------------------------------------
-
-
-def row_segments(
-    row: Mapping[str, Any], reader: PictureProcessor, branches: Sequence[str], text_field: str
-) -> tuple[list[tuple[str, list[Any]]], bool]:
-    """Text and pictures of the prompt and of each answer, or of a whole document; and whether they are plain text.
-
-    Args:
-        row: Conversational or of text.
-        reader: Renders conversations.
-        branches: Columns of answers; empty: ``completion`` behind a prompt, or documents.
-        text_field: Column of plain documents.
-
-    Raises:
-        DataError: Columns of another kind, or a template that shows the prompt's pictures differently before an answer.
-    """
-    images, documents = pictures_of(row), not branches and "prompt" not in row
-    branches = branches or ("completion",)
-    if documents:
-        whole = row.get("messages", row.get(text_field))
-        if is_messages(whole):
-            if reader.family.block == "prompt":
-                raise DataError("this model reads a prompt both ways. Fix: give 'prompt' and 'completion' apart.")
-            return [reader.conversation(whole, images, **template_arguments(row))], False
-        return [(_text(whole, text_field), images)], True
-    prompt = row.get("prompt")
-    answers = [row.get(branch) for branch in branches]
-    if not is_messages(prompt):
-        texts = [_text(value, column) for column, value in zip(("prompt", *branches), (prompt, *answers), strict=True)]
-        return [(texts[0], images), *((text, []) for text in texts[1:])], True
-    blocks, shown = conversation_pictures(prompt, images)
-    begin = reader.render(blocks, **template_arguments(row), add_generation_prompt=True)
-    wholes, inside = [], []
-    for branch, answer in zip(branches, answers, strict=True):
-        if not is_messages(answer):
-            raise DataError(f"column 'prompt' holds messages and column {branch!r} is {str(answer)[:60]!r}.")
-        more, held = conversation_pictures(answer)
-        wholes.append(reader.render([*blocks, *more], **template_arguments(row)))
-        inside.append(held)
-    # Where a template writes the prompt differently before an answer, the boundary is where the texts part.
-    begin = begin[: min(common_prefix(begin, whole) for whole in wholes)]
-    if reader.places(begin) != len(shown):
-        raise DataError("the chat template writes the prompt's images differently before an answer.")
-    return [(begin, shown), *((w[len(begin) :], held) for w, held in zip(wholes, inside, strict=True))], False
-
-
-def _text(value: Any, column: str) -> str:
-    if not isinstance(value, str):
-        raise DataError(f"column {column!r} must be text or messages, and it is {str(value)[:60]!r}.")
-    return value
-
-
-def place_pictures(rows: list[Row], examples: Iterable[Mapping[str, Any]], reader: PictureProcessor) -> list[Row]:
-    """Put the pictures of prepared examples on their rows, one row an example; rows without pictures stay as they are.
-
-    A document (a row without prompt) gets what stands before its first trained token as prompt, because what a family reads
-    both ways is the prompt.
-
-    Raises:
-        DataError: A row's ids hold other placeholders than its pictures have; or an answer has some, for a model that takes
-            none there.
-    """
-    for row, example in zip(rows, examples, strict=True):
-        held = example.get("pictures") or ()
-        if not held:
-            continue
-        read = [read_picture(value, f"row {value.get('row')}", reader.background) for value in held]
-        pictures = [reader.fitted(picture) for picture in read]
-        if not row.prompt_ids:
-            (ids,), (mask,) = row.completions, row.loss_masks
-            first = mask.index(1) if 1 in mask else 0
-            row.prompt_ids, row.completions, row.loss_masks = ids[:first], [ids[first:]], [mask[first:]]
-        row.pictures = reader.place_all([row.prompt_ids, *row.completions], pictures)
-        if reader.family.cross and any(row.pictures[1:]):
-            raise DataError(
-                "an answer holds images, and text before an image attends to it in this model: prompt and other answers would "
-                "see it. Fix: images in prompts alone, or leave this row out."
-            )
-    return rows
-
-
-def picture_prompts(
-    reader: PictureProcessor,
-    rows: Sequence[Mapping[str, Any]],
-    kwargs: Mapping[str, Any],
-    ids_of: Callable[[str], list[int]] | None = None,
-) -> list[Prompt]:
-    """Prompts as the model reads them, with their pictures placed; equal neighbours are read once.
-
-    Args:
-        reader: Of the run.
-        rows: With a conversational ``prompt``.
-        kwargs: For the chat template; a row's own win.
-        ids_of: See `PictureProcessor.encode`.
-
-    Raises:
-        DataError: A prompt is no conversation, holds more than ``max_images_per_row`` images, or cannot be read.
-    """
-    return _once(rows, (*RENDERED, *PICTURE_COLUMNS), lambda row: picture_prompt(reader, row, kwargs, ids_of))
-
-
-def _once(rows: Iterable[Mapping[str, Any]], names: Sequence[str], make: Callable[[Any], Any]) -> list[Any]:
-    """What ``make`` gives for each row; neighbours that agree in these columns share it."""
-    made: list[Any] = []
-    for _, alike in groupby(rows, key=lambda row: [row.get(name) for name in names]):
-        first, *others = alike
-        made += [make(first)] * (1 + len(others))
-    return made
-
-
-def opened(examples: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Examples with images of PIL in columns and messages, decoded when they are touched; equal neighbours share theirs."""
-    shown = _once(examples, PROMPT_COLUMNS, _opened)
-    return [
-        {**example, **{name: value for name, value in images.items() if name in example}}
-        for example, images in zip(examples, shown, strict=True)
-    ]
-
-
-def _opened(example: Mapping[str, Any]) -> dict[str, Any]:
-    """Prompt and columns of images of one example, with images of PIL."""
-
-    def read(value: Any) -> Any:
-        return read_picture(value, "column 'images' of a prompt").opened()
-
-    images = [read(value) for value in pictures_of(example)]
-    made: dict[str, Any] = {"image": images[0] if example.get("image") is not None else None, "images": images}
-    prompt: Any = example.get("prompt")
-    if is_messages(prompt):
-        blocks, held = conversation_pictures(prompt, range(len(images)))
-        made["prompt"] = filled(blocks, [images[one] if isinstance(one, int) else read(one) for one in held])
-    return made
-
-
-def picture_prompt(
-    reader: PictureProcessor,
-    row: Mapping[str, Any],
-    kwargs: Mapping[str, Any],
-    ids_of: Callable[[str], list[int]] | None = None,
-    pictures: Sequence[Picture] | None = None,
-) -> Prompt:
-    """One of `picture_prompts`.
-
-    Args:
-        reader: Of the run.
-        row: With a conversational ``prompt``.
-        kwargs: For the chat template; the row's own win.
-        ids_of: See `PictureProcessor.encode`.
-        pictures: That were read before, of a row whose messages hold them again; None: read those of the row.
-    """
-    # The messages hold what the columns hold where pictures were read before.
-    row = strip_none({k: v for k, v in row.items() if pictures is None or k not in PICTURE_COLUMNS})
-    blocks, held = conversation_of(row)
-    if reader.per_row is not None and len(held) > reader.per_row:
-        raise DataError(
-            f"a prompt has {len(held)} images, and max_images_per_row={reader.per_row}. Fix: leave this row out."
-        )
-    goes_on = blocks[-1].get("role") == "assistant"
-    how = {"continue_final_message": True} if goes_on else {"add_generation_prompt": True}
-    text = reader.render(blocks, **how, **{**kwargs, **template_arguments(row)})
-    reader.sanitized += reader.escaped(text)
-    if pictures is None:
-        read = [read_picture(value, "column 'images' of a prompt", reader.background) for value in held]
-        pictures = [reader.fitted(picture).encoded() for picture in read]
-        reader.resized += sum(a != b for a, b in zip(read, pictures, strict=True))
-    return Prompt(*reader.encode(text, pictures, prompt=True, ids_of=ids_of))
-
-
-def conversation_of(row: Mapping[str, Any]) -> tuple[list[dict[str, Any]], list[Any]]:
-    """Messages of a prompt with empty image blocks, and what belongs in them.
-
-    Raises:
-        DataError: The prompt is no conversation, or has other places than images.
-    """
-    row = strip_none(dict(row))
-    if not is_messages(row["prompt"]):
-        raise DataError("rows with images need conversational prompts: [{'role': 'user', 'content': ...}].")
-    return conversation_pictures(row["prompt"], pictures_of(row))
-
-
-def exchanged(examples: Sequence[Mapping[str, Any]], size: int) -> list[dict[str, Any]]:
-    """Examples of which each prompt shows the images of another that has as many; of text stay as they are.
-
-    Args:
-        examples: Groups of ``size`` consecutive.
-        size: Rows of one prompt.
-    """
-    rows = [conversation_of(example) for example in examples]
-    made = [{k: v for k, v in example.items() if k not in PICTURE_COLUMNS} for example in examples]
-    for count in {len(held) for _, held in rows}:
-        alike = [i for i, (_, held) in enumerate(rows) if len(held) == count]
-        for place, i in enumerate(alike):
-            made[i] |= {"prompt": rows[i][0], "images": rows[alike[(place + size) % len(alike)]][1]}
-    return made
+def shaded(size: tuple[int, int], *, turned: bool = False) -> Picture:
+    """A picture from black to white, downwards or sideways."""
+    shade = require("PIL.Image", "reading images").linear_gradient("L")
+    image = (shade.rotate(90) if turned else shade).resize(size).convert("RGB")
+    return read_picture(image, f"a shaded picture of {size}")

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import base64
 import functools
-import hashlib
 import inspect
+import math
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -14,15 +14,15 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from posttrain.data.pictures import Background, Picture, conversation_pictures, read_picture
+from posttrain.data.pictures import Background, Picture, Placed, shaded
 from posttrain.errors import DataError, ModelError
 
 __all__ = [
     "FAMILIES",
     "Family",
     "PictureProcessor",
-    "Placed",
     "family_of",
     "image_only",
     "is_processor",
@@ -35,21 +35,24 @@ class Family:
     """What is particular about the models of a processor.
 
     Attributes:
-        models: Model types of their configs.
-        tiled: Whether a picture's tensors are ``(1, tiles, ...)``, joined along tiles.
-        padded: Whether they are ``(1, tiles, ...)``, joined along pictures with empty tiles.
+        models: Model types of their configs; empty: not known, and proven with pictures before it trains.
+        tiled: Whether a picture's tensors are ``(1, tiles, ...)``, joined along tiles; else along pictures.
         positions: ``grid`` for rotary positions of three rows (time, height, width); else one.
+        types: What the forward calls the kinds of tokens: 1 for a placeholder (PaliGemma: behind the prompt); None: nothing.
         block: What attends both ways: the placeholders of one ``image``, the whole ``prompt``, or nothing.
         cross: Whether text attends to features beside it instead of reading them in the place of placeholders. Text before the
             first picture then attends to all pictures of its row, so every tree is a pass of its own.
+        whole: Whether the model gets its processor's own tensors of all pictures of a pass instead of features; each sequence is
+            a padded row, and its pictures are encoded with it.
     """
 
     models: tuple[str, ...]
     tiled: bool = False
-    padded: bool = False
     positions: Literal["plain", "grid"] = "plain"
+    types: str | None = None
     block: Literal["none", "image", "prompt"] = "none"
     cross: bool = False
+    whole: bool = False
 
     @property
     def several_turns(self) -> bool:
@@ -57,59 +60,29 @@ class Family:
         return self.block != "prompt" and not self.cross
 
 
+KINDS = "mm_token_type_ids"
 # Each proven with tiny models: log-probs and gradients of a tree equal those of its sequences alone.
 FAMILIES = {
-    "Qwen2VLProcessor": Family(("qwen2_vl",), positions="grid"),
-    "Qwen2_5_VLProcessor": Family(("qwen2_5_vl",), positions="grid"),
-    "Qwen3VLProcessor": Family(("qwen3_vl",), positions="grid"),
+    "Qwen2VLProcessor": Family(("qwen2_vl",), positions="grid", types=KINDS),
+    "Qwen2_5_VLProcessor": Family(("qwen2_5_vl",), positions="grid", types=KINDS),
+    "Qwen3VLProcessor": Family(("qwen3_vl",), positions="grid", types=KINDS),
     "Idefics3Processor": Family(("idefics3",), tiled=True),
     "SmolVLMProcessor": Family(("smolvlm",), tiled=True),
     "LlavaProcessor": Family(("llava",)),
-    "LlavaNextProcessor": Family(("llava_next",), padded=True),
-    "Gemma3Processor": Family(("gemma3",), block="image"),
-    "PaliGemmaProcessor": Family(("paligemma",), block="prompt"),
+    "LlavaNextProcessor": Family(("llava_next",)),
+    "Gemma3Processor": Family(("gemma3",), types="token_type_ids", block="image"),
+    "PaliGemmaProcessor": Family(("paligemma",), types="token_type_ids", block="prompt"),
     "InternVLProcessor": Family(("internvl",)),
     "MllamaProcessor": Family(("mllama",), tiled=True, cross=True),
 }
 # Strings that stand for pictures or around them; a user who types one would change what the model sees.
 CONTROL = re.compile(r"image|img|vision|video|<row_\d", re.IGNORECASE)
-TEXT_KEYS = {"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "labels", "text_replacement_offsets"}
-COUNTS = {"num_crops", "num_patches", "num_tiles", "rows", "cols"}  # Of an image processor, for its processor's text.
+GRID, PARTS, PARTS_ASKED = "image_grid_thw", "text_replacement_offsets", "return_text_replacement_offsets"
+# Of a processor's output what its text needs, or a loss.
+TEXT_KEYS = {"input_ids", "attention_mask", "token_type_ids", KINDS, "labels", PARTS, "cross_attention_mask"}
+TEXT_KEYS |= {"num_crops", "num_patches", "num_tiles", "rows", "cols"}
 LARGE = (1500, 1000)  # A picture that is cut into tiles where any is.
 REMEMBERED = 4096  # Sizes whose expansion is kept.
-
-
-@dataclass(frozen=True, slots=True)
-class Placed:
-    """A picture in a prompt or a completion.
-
-    Attributes:
-        picture: Which.
-        start: Index of its first placeholder in the ids of its segment.
-        count: Its placeholders, markers between them aside.
-        grid: Patches by time, height and width after merging, for positions of three rows; None elsewhere.
-    """
-
-    picture: Picture
-    start: int
-    count: int
-    grid: tuple[int, int, int] | None = None
-
-    def to_dict(self) -> dict[str, Any]:
-        """For JSON: a path, or encoded bytes in base64."""
-        picture = self.picture.encoded()
-        data = base64.b64encode(picture.source).decode() if isinstance(picture.source, bytes) else None
-        kept = {"path": None if data else picture.source, "background": picture.background, "where": picture.where}
-        kept["size"] = picture.size
-        return {"start": self.start, "count": self.count, "grid": self.grid, "data": data, **kept}
-
-    @classmethod
-    def of(
-        cls, *, start: int, count: int, grid: Any, size: Any, data: str | None, path: str | None, **about: Any
-    ) -> Placed:
-        """Undo `to_dict`."""
-        picture = read_picture(path if data is None else base64.b64decode(data), **about)
-        return cls(picture.resized(tuple(size)), start, count, None if grid is None else tuple(grid))
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,17 +102,17 @@ class PictureProcessor:
     Args:
         processor: With a tokenizer and an image processor.
         most: Placeholders a picture may have; None: any number.
+        pixels: Pixels it may have; None: any number.
         resize: Whether `fitted` makes pictures smaller that have more.
         per_row: Pictures a prompt, or an episode, may have; None: any number.
         background: What shows through transparent pixels.
 
     Raises:
-        ModelError: It belongs to no family that is known.
+        ModelError: It belongs to no family that is known, and does not tell by its output what it does with pictures.
 
     Attributes:
         family: See `Family`.
         token_id: Of the placeholder that a feature replaces.
-        settings: A digest of the image processor's settings: part of every key of prepared pictures.
         resized: Pictures of prompts that were made smaller so far.
         sanitized: Strings of users, in prompts so far, that name a placeholder and stayed text.
     """
@@ -149,28 +122,19 @@ class PictureProcessor:
         processor: Any,
         *,
         most: int | None = None,
+        pixels: int | None = None,
         resize: bool = False,
         per_row: int | None = None,
         background: Background = "white",
     ) -> None:
-        self.most, self.resize, self.per_row, self.background = most, resize, per_row, background
-        family, kind = family_of(processor), type(processor).__name__
-        if family is None:
-            raise ModelError(
-                f"{kind} is of no family that trains on images here ({', '.join(FAMILIES)}). Fix: use a model of one of "
-                "these, or rows without images."
-            )
-        self.processor, self.tokenizer, self.family = processor, processor.tokenizer, family
-        self.placeholder: str = processor.image_token
-        token = getattr(self.tokenizer, "image_token", None) or self.placeholder
-        self.token_id = int(
-            self.tokenizer.convert_tokens_to_ids(token if family.block == "image" else self.placeholder)
-        )
-        state = f"{kind} {type(processor.image_processor).__name__} {processor.image_processor.to_json_string()}"
-        self.settings = hashlib.blake2b(state.encode(), digest_size=8).hexdigest()
+        self.most, self.pixels, self.resize, self.per_row, self.background = most, pixels, resize, per_row, background
+        self.processor, self.tokenizer = processor, getattr(processor, "tokenizer", None)
         self._expansions: dict[tuple[int, int], Expansion] = {}
-        self._sizes: dict[tuple[int, int], tuple[int, int]] = {}
+        self._sizes: dict[Any, tuple[int, int]] = {}
         self.resized = self.sanitized = 0
+        self.placeholder: str = getattr(processor, "image_token", None) or ""
+        known = family_of(processor)
+        self.family, self.token_id = self._guessed() if known is None else (known, int(processor.image_token_ids[0]))
 
     def __getstate__(self) -> dict[str, Any]:
         # What was remembered is no part of a dataset's fingerprint.
@@ -198,9 +162,7 @@ class PictureProcessor:
     @functools.cached_property
     def escapes(self) -> bool:
         """Whether a placeholder or a marker that a user typed can stay text; tried on one conversation with all of them."""
-        from PIL import Image
-
-        picture, typed = read_picture(Image.new("RGB", (56, 56), "gray")), " ".join(self.controls)
+        picture, typed = shaded((56, 56)), " ".join(self.controls)
         try:
             plain, hostile = (
                 self.encode(self._template([{"role": "user", "content": [{"type": "image"}, block]}]), [picture])[0]
@@ -342,7 +304,7 @@ class PictureProcessor:
             )
         placed, first = [], 0
         # Where a run of placeholders is taken for one image: by rotary positions, or by attention.
-        runs = self.family.positions == "grid" or self.family.block == "image"
+        runs = self.family.positions == "grid" or (self.family.block == "image" and self.family.models)
         for picture, one in zip(pictures, expansions, strict=True):
             if runs and first and at[first] == at[first - 1] + 1:
                 raise DataError(
@@ -352,20 +314,22 @@ class PictureProcessor:
             first += one.count
         return placed
 
-    def place_all(self, segments: Sequence[Sequence[int]], pictures: Sequence[Picture]) -> list[list[Placed]]:
+    def place_all(self, segments: Sequence[Sequence[int]], pictures: list[Picture]) -> list[list[Placed]]:
         """Pictures of a prompt and its completions, in reading order, each in the segment that holds its placeholders.
 
+        Args:
+            segments: Ids of the prompt, and of each completion.
+            pictures: Theirs are taken from the front; those of later rows stay.
+
         Raises:
-            DataError: As in `place`; or pictures are left over.
+            DataError: As in `place`.
         """
-        placed, rest = [], list(pictures)
+        placed = []
         for ids in segments:
             wanted, mine = list(ids).count(self.token_id), []
-            while rest and sum(self.expansion(one).count for one in mine) < wanted:
-                mine.append(rest.pop(0))
+            while pictures and sum(self.expansion(one).count for one in mine) < wanted:
+                mine.append(pictures.pop(0))
             placed.append(self.place(ids, mine))
-        if rest:
-            raise DataError(f"PT-G011: {len(rest)} of {len(pictures)} images have no placeholders in their row.")
         return placed
 
     def begun(self, text: str) -> str:
@@ -381,47 +345,55 @@ class PictureProcessor:
             self._expansions[picture.size] = self._expand(picture)
         return self._expansions[picture.size]
 
-    def fitted(self, picture: Picture) -> Picture:
-        """The picture, at the largest scale found at which it has at most ``most`` placeholders.
+    def fitted(self, picture: Picture, most: int | None = None) -> Picture:
+        """The picture, at the largest scale found at which it has at most ``most`` placeholders and ``pixels`` pixels.
+
+        Args:
+            picture: As it is in the dataset.
+            most: Placeholders it may have; None: as the run says.
 
         Raises:
             DataError: PT-G001: it has more, and ``resize`` is not set; or no smaller size has fewer (some processors write as
                 many placeholders for every picture).
         """
-        count = self.expansion(picture).count if self.most is not None else 0
-        if self.most is None or count <= self.most:
+        most = self.most if most is None else min(most, self.most or most)
+        if self._fits(picture, most):
             return picture
+        count, area = self.expansion(picture).count, math.prod(picture.size)
         about = (
-            f"PT-G001: {picture.where}: a picture of {picture.size[0]}×{picture.size[1]} has {count} placeholders, and "
+            f"PT-G001: {picture.where}: a picture of {picture.size[0]}×{picture.size[1]} has {count} placeholders and {area} "
+            f"pixels, and image_max_tokens={most}, image_max_pixels={self.pixels}. Fix: "
         )
-        about += f"image_max_tokens={self.most}. Fix: "
         if not self.resize:
             raise DataError(f"{about}image_fit='resize', a larger limit, or leave this row out.")
-        if picture.size not in self._sizes:
-            width, height = picture.size
-            scale, smallest = min(0.95, (self.most / count) ** 0.5), 1 / max(min(picture.size), 1)
-            while self.expansion(picture.resized((width, height))).count > self.most and scale > smallest:
-                width, height = (max(1, round(side * scale)) for side in picture.size)
+        key = picture.size, most
+        if key not in self._sizes:
+            scale = min(1.0, *(limit / have for limit, have in ((most, count), (self.pixels, area)) if limit)) ** 0.5
+            smaller, smallest = picture, 1 / max(min(picture.size), 1)
+            while not self._fits(smaller, most) and scale > smallest:
+                smaller = picture.resized(tuple(max(1, int(side * scale)) for side in picture.size))
                 scale *= 0.9
-            if self.expansion(picture.resized((width, height))).count > self.most:
+            if not self._fits(smaller, most):
                 raise DataError(
                     f"{about}a larger limit: this processor has no size with so few (see its own settings)."
                 )
-            self._sizes[picture.size] = (width, height)
-        return picture.resized(self._sizes[picture.size])
+            self._sizes[key] = smaller.size
+        return picture.resized(self._sizes[key])
+
+    def _fits(self, picture: Picture, most: int | None) -> bool:
+        if self.pixels is not None and math.prod(picture.size) > self.pixels:
+            return False
+        return most is None or self.expansion(picture).count <= most
 
     def _expand(self, picture: Picture) -> Expansion:
-        from PIL import Image
-
         if self.family.cross:
             return Expansion(self.placeholder, 1, None)
-        found = self._call(Image.new("RGB", picture.size, "gray"), picture.where)
+        found = self._read([[shaded(picture.size).load()]], picture.where)
         count = int((torch.as_tensor(found["input_ids"]) == self.token_id).sum())
-        text = found["text_replacement_offsets"][0][0]["replacement"]
-        grid = None
+        text, grid = found[PARTS][0][0]["replacement"], None
         if self.family.positions == "grid":
             merge = int(self.processor.image_processor.merge_size)
-            t, h, w = found["image_grid_thw"][0].tolist()
+            t, h, w = found[GRID][0].tolist()
             grid = (t, h // merge, w // merge)
         return Expansion(text, count, grid)
 
@@ -433,69 +405,90 @@ class PictureProcessor:
         Raises:
             DataError: It cannot be read, or the image processor refuses it.
         """
-        return self._tensors(picture.load(), picture.where, alone=self._alone)
+        return _pixels(self._read([[picture.load()]], picture.where, alone=self._alone))
 
     @functools.cached_property
     def _alone(self) -> bool:
         """Whether the image processor by itself, at a third of the cost, prepares a large picture as the processor does."""
-        from PIL import Image
+        if self.family.cross or not self.family.models:
+            return self.family.cross
+        rows = [[shaded(LARGE).load()]]
+        return _equal(_pixels(self._read(rows)), _pixels(self._read(rows, alone=True)))
 
-        if self.family.cross:
-            return True
-        image = Image.linear_gradient("L").resize(LARGE).convert("RGB")
-        whole, alone = (self._tensors(image, "a shaded picture", alone=one) for one in (False, True))
-        return whole.keys() == alone.keys() and all(torch.equal(value, alone[name]) for name, value in whole.items())
+    def _read(self, rows: Sequence[Sequence[Any]], where: str = "", *, alone: bool = False) -> dict[str, Any]:
+        """All that the processor makes of the images of PIL of each row, with a placeholder for each and nothing else.
 
-    def _tensors(self, image: Any, where: str, *, alone: bool) -> dict[str, Tensor]:
-        """Of one image of PIL; from the image processor alone, or from all of the processor."""
-        found = self._call(image, where, alone=alone)
-        return {name: value for name, value in found.items() if name not in (COUNTS if alone else TEXT_KEYS)}
-
-    def _call(self, image: Any, where: str, *, alone: bool = False) -> Any:
+        Args:
+            rows: Images of each.
+            where: The place of one in the dataset.
+            alone: Ask its image processor, without text.
+        """
+        texts = [" ".join([self.placeholder] * len(row)) for row in rows]
+        options = {PARTS_ASKED: True, "add_special_tokens": False, "padding": len(rows) > 1, "return_tensors": "pt"}
         try:
             if alone:
-                images = [[image]] if self.family.tiled else [image]
-                return self.processor.image_processor(images=images, return_tensors="pt")
-            options = {"return_tensors": "pt", "return_text_replacement_offsets": True, "add_special_tokens": False}
-            return self.processor(text=[self.placeholder], images=[image], **options)
+                return dict(self.processor.image_processor(rows if self.family.tiled else rows[0], return_tensors="pt"))
+            return dict(self.processor(text=texts, images=[list(row) for row in rows], **options))
         except (ValueError, ZeroDivisionError) as error:
+            shapes = ", ".join(f"{image.size[0]}×{image.size[1]}" for row in rows for image in row)
             raise DataError(
-                f"{where}: the processor refuses a picture of {image.size[0]}×{image.size[1]}: {error}. Fix: another shape, "
-                "or leave this row out."
+                f"{where}: the processor refuses a picture of {shapes}: {error}. Fix: another shape, or leave this row out."
             ) from error
 
     def join(self, prepared: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
         """Tensors of several pictures as the tower takes them at once, in the given order."""
-        joined = {}
-        for name in prepared[0]:
-            parts = [one[name] for one in prepared]
-            if self.family.padded and name == "pixel_values":
-                most = max(part.shape[1] for part in parts)
-                parts = [torch.cat([p, p.new_zeros(1, most - p.shape[1], *p.shape[2:])], 1) for p in parts]
-            joined[name] = torch.cat(parts, 1 if self.family.tiled else 0)
-        return joined
+        return _joined(prepared, tiled=self.family.tiled)
 
-    def plain_inputs(self, ids: Tensor, pictures: Sequence[Picture], prompt: int) -> dict[str, Tensor]:
-        """The processor's own keys for one sequence: what the model's forward takes without us.
+    def plain_inputs(self, ids: Tensor, rows: Sequence[Sequence[Picture]], prompt: int = 0) -> dict[str, Tensor]:
+        """The processor's own tensors of all pictures of a pass: what the model's forward takes without us.
 
         Args:
-            ids: ``(1, T)``.
-            pictures: In reading order.
+            ids: ``(B, T)``.
+            rows: Pictures of each row, in reading order.
             prompt: How many of the ids are the prompt.
         """
-        inputs = dict(self.join([self.prepare(picture) for picture in pictures])) if pictures else {}
-        if self.family.cross and pictures:
-            inputs["cross_attention_mask"] = self.cross_mask(ids, inputs["aspect_ratio_mask"][0])
+        inputs = _pixels(self._read([[picture.load() for picture in row] for row in rows])) if any(rows) else {}
+        if inputs and self.family.cross:
+            masks = [self.cross_mask(*pair) for pair in zip(ids[:, None], inputs["aspect_ratio_mask"], strict=True)]
+            inputs["cross_attention_mask"] = torch.cat(masks)
         return inputs | self.token_types(ids, prompt)
+
+    def _guessed(self) -> tuple[Family, int]:
+        """Of a processor that `FAMILIES` does not name, by its own output; `install_pictures` proves it with the model.
+
+        Raises:
+            ModelError: It does not tell what it writes for a picture, or prepares pictures together otherwise than apart.
+        """
+        images = [shaded(size).load() for size in (LARGE, (112, 56), (56, 112))]
+        try:
+            first, *_ = apart = [self._read([[image]]) for image in images]
+            # In one row, and in a row each: some say how many a row has.
+            together = [self._read([images]), self._read([[image] for image in images])]
+            if [len(row) for row in together[0][PARTS]] != [len(images)]:
+                raise ValueError("it does not write one string a picture")
+            ids, token = first["input_ids"][0].tolist(), int(self.processor.image_token_ids[0])
+            # It may read one string and write others, with rows and ends of a picture between them.
+            token = token if token in ids else Counter(ids).most_common(1)[0][0]
+            types = next((name for name in (KINDS, "token_type_ids") if name in first and first[name].any()), None)
+            grid = GRID in first and hasattr(self.processor.image_processor, "merge_size")
+            for tiled in (False, True):
+                joined = _joined([_pixels(one) for one in apart], tiled=tiled)
+                if any(_equal(joined, _pixels(one)) for one in together):
+                    return Family((), tiled=tiled, positions="grid" if grid else "plain", types=types), token
+            reason = f"its {', '.join(_pixels(first))} come out otherwise together than apart"
+        except Exception as error:  # Whatever it raises says why nothing can be known of it.
+            reason = f"{type(error).__name__}: {error}"
+        raise ModelError(
+            f"{type(self.processor).__name__} is of no family that is known to train on images here ({', '.join(FAMILIES)}), and "
+            f"what it does with images cannot be found out: {reason:.300}. Fix: a model of one of these, or rows without images."
+        )
 
     def token_types(self, ids: Tensor, prompt: int) -> dict[str, Tensor]:
         """What the family's forward is told of each of ids ``(B, T)``, the first ``prompt`` of which are the prompt."""
         kinds = (ids == self.token_id).long()
-        if self.family.positions == "grid":
-            return {"mm_token_type_ids": kinds}
         if self.family.block == "prompt":
             kinds = (torch.arange(ids.shape[1], device=ids.device) >= prompt).long().expand_as(ids)
-        return {} if self.family.block == "none" else {"token_type_ids": kinds}
+        return {self.family.types: kinds} if self.family.types else {}
 
     def cross_mask(self, ids: Tensor, tiles: Tensor) -> Tensor:
         """``(1, T, N, tiles)`` which tiles of which picture a token attends to: of the last before it, or of several in a row.
@@ -511,14 +504,28 @@ class PictureProcessor:
             mask[0, start : ids.shape[1] if end == -1 else end, k] = tiles[k]
         return mask
 
-    # Rows --------------------------------------------------------------------------------------------------------
 
-    def conversation(
-        self, messages: Sequence[Mapping[str, Any]], images: Sequence[Picture] = (), **options: Any
-    ) -> tuple[str, list[Any]]:
-        """Rendered text of messages with pictures inside them or beside them, and the pictures in reading order."""
-        blocks, pictures = conversation_pictures(messages, images)
-        return self.render(blocks, **options), pictures
+def _pixels(found: Mapping[str, Any]) -> dict[str, Tensor]:
+    """What the tower takes of a processor's output."""
+    return {name: value for name, value in found.items() if name not in TEXT_KEYS}
+
+
+def _equal(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(value, other[name]) for name, value in one.items())
+
+
+def _joined(prepared: Sequence[Mapping[str, Tensor]], *, tiled: bool) -> dict[str, Tensor]:
+    """Tensors of pictures by name, joined along tiles or pictures; what is shorter in an axis behind that gets zeros."""
+    joined, along = {}, int(tiled)
+    for name, first in prepared[0].items():
+        parts = [one[name] for one in prepared]
+        axes = range(along + 1, first.dim())
+        most = [max(part.shape[axis] for part in parts) for axis in axes]
+        for i, part in enumerate(parts):
+            behind = [(0, n - part.shape[axis]) for n, axis in zip(most, axes, strict=True)]
+            parts[i] = pad(part, [side for pair in reversed(behind) for side in pair])
+        joined[name] = torch.cat(parts, min(along, first.dim() - 1))
+    return joined
 
 
 def family_of(processor: Any) -> Family | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -13,14 +13,17 @@ import torch
 from torch import Tensor
 
 from posttrain.data.forest import Layout, collate
+from posttrain.data.pictures import Picture, read_picture
 from posttrain.errors import ModelError
 from posttrain.models.heads import causal_lm, learns_prompts, picture_encoder, unwrapped
-from posttrain.models.vision import probe_rows
+from posttrain.models.vision import for_tower, probe_pictures, probe_rows
 from posttrain.types import Batch, Row
 
 if TYPE_CHECKING:
     from torch.nn import Module
     from transformers import PretrainedConfig
+
+    from posttrain.data.processors import PictureProcessor
 
 __all__ = [
     "attention_mask",
@@ -33,6 +36,7 @@ __all__ = [
     "probe_head",
     "probe_key",
     "probe_layout",
+    "prove_pictures",
     "rope_limits",
 ]
 
@@ -176,6 +180,8 @@ def layout_for(model: Module) -> Layout:
     switch, end = rope_limits(model)
     layout = replace(_fastest_layout(model, implementation), rope_switch=switch, rope_end=end)
     encoder = picture_encoder(model)
+    if encoder and encoder.processor.family.whole:
+        return padded_layout(model)
     # Every tree a pass of its own, see `Family.cross`.
     return replace(layout, row_tokens=1, pass_tokens=0) if encoder and encoder.processor.family.cross else layout
 
@@ -317,6 +323,97 @@ def probe_layout(model: Module) -> Layout:
         )
     PROBED[key] = layout
     return layout
+
+
+@torch.no_grad()
+def prove_pictures(model: Any) -> None:
+    """Find the positions and blocks of a family that is not known: those that give what its processor's own tensors give.
+
+    Args:
+        model: With `posttrain.models.vision.install_pictures`, inside of its wrappers.
+
+    Raises:
+        ModelError: There are none, with how far each is off.
+    """
+    reader, training, faults = picture_encoder(model).processor, model.training, []
+    orders = dict.fromkeys((reader.family.positions, "plain"))
+    choices: list[dict[str, Any]] = [{"positions": p, "block": b} for p in orders for b in ("none", "image")]
+    choices.append({"positions": "plain", "block": "none", "whole": True})
+    model.eval()
+    for choice in choices:
+        reader.family = replace(reader.family, **choice)
+        try:
+            fault = _picture_fault(model, reader)
+        except Exception as error:  # A forward that takes no features, say; whatever it is, nothing is proven.
+            fault = f"{type(error).__name__}: {error}"
+        if not fault:
+            break
+        faults.append(f"{', '.join(f'{name} {value}' for name, value in choice.items())}: {fault:.200}")
+    model.train(training)
+    if len(faults) == len(choices):
+        del model.picture_encoder
+        raise ModelError(
+            f"{type(model).__name__} is of no family that is known, and its rows with images could not be shown to give what its "
+            f"processor's own tensors give ({'; '.join(faults)}). Fix: a model of a family that is known (docs/vision.md), or "
+            "rows without images."
+        )
+    how = "each sequence a row, with its processor's own tensors" if reader.family.whole else str(choice)
+    logger.warning(
+        "%s is of no family that is known. Compared with what its processor and its own forward give of two prompts, rows with "
+        "images are right: %s.",
+        type(model).__name__,
+        how,
+    )
+
+
+def _picture_fault(model: Any, reader: PictureProcessor) -> str:
+    """Why padded rows with pictures do not give what each sequence alone gives; empty where they do.
+
+    Each sequence alone is what the processor makes of all of its text and pictures, and the model's own forward.
+    """
+    share, mark, (first, second, _) = _share(model), reader.placeholder, probe_pictures()
+    # Where a run of placeholders is one image to the processor, rows have none (see `PictureProcessor.place`).
+    gap = " " if reader.family.positions == "grid" else ""
+    several = f"a {mark} b {mark}{gap}{mark} c"
+    rows, truth, moved = [], [], []
+    for text, held in ((f"a {mark} b", [first]), (several, [second, first, second]), ("no picture", [])):
+        for answer in (" left, or right?", " it is blue"):
+            ids, placed = reader.encode(text + answer, held)
+            inputs = _own_inputs(reader, text + answer, held)
+            if ids != inputs["input_ids"][0].tolist():
+                return f"the processor writes {inputs['input_ids'].shape[1]} tokens, and {len(ids)} were expected"
+            # Pictures behind the first stand in the answer.
+            start = placed[0].start + placed[0].count if placed else 1
+            after = [replace(one, start=one.start - start) for one in placed[1:]]
+            judged = [int(token != reader.token_id) for token in ids[start:]]
+            rows.append(Row(ids[:start], [ids[start:]], [judged], pictures=[placed[:1], after]))
+            truth.append(_own_logps(model, inputs)[start - 1 :])
+            changed = torch.cat([inputs["input_ids"][:, :-1], inputs["input_ids"][:, :1]], 1)
+            if gap := disagreement(
+                _own_logps(model, {**inputs, "input_ids": changed})[start - 1 : -1], truth[-1][:-1], share
+            ):
+                return f"earlier tokens see later ones: {gap}"
+            others = [read_picture(one.load().rotate(180)) for one in held]
+            moved.append(_own_logps(model, _own_inputs(reader, text + answer, others))[start - 1 :])
+    judged = _judged(rows)
+    told, other = torch.cat(truth)[judged], torch.cat(moved)[judged]
+    if not disagreement(other, told, 10 * share):
+        return f"PT-G005: other images move log-probs by {float((other - told).abs().max()):.2g} alone"
+    return disagreement(_fast(model, rows, Layout("padded", row_tokens=4096)), told, share)
+
+
+def _own_inputs(reader: PictureProcessor, text: str, pictures: Sequence[Picture]) -> dict[str, Tensor]:
+    """What a user of `transformers` gets of a text with one placeholder a picture."""
+    images = [[picture.load() for picture in pictures]] if pictures else None
+    made = reader.processor(text=[text], images=images, return_tensors="pt", add_special_tokens=False)
+    return {name: value for name, value in made.items() if name not in ("attention_mask", "labels")}
+
+
+def _own_logps(model: Any, inputs: Mapping[str, Tensor]) -> Tensor:
+    """``(T - 1,)`` log-probs of the tokens of one sequence behind its first, by the model's own forward."""
+    ids = inputs["input_ids"][0]
+    logits = model(**for_tower(model, inputs), use_cache=False).logits[0].float().cpu()
+    return torch.log_softmax(logits[:-1], -1).gather(-1, ids[1:, None])[:, 0]
 
 
 def _forest_fault(model: Module, layout: Layout) -> str:

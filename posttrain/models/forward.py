@@ -178,7 +178,7 @@ def _attention(model: nn.Module, inner: Any, batch: Batch, seen: VisionView) -> 
         assert int(batch.tree.max()) <= 0 and int(batch.branch.max()) == 0, "virtual tokens need one sequence a row"
         return {"attention_mask": (batch.tree == 0).long()}
     mask = attention_mask(batch, inner.config, next(inner.parameters()).dtype, seen.span)
-    return {"attention_mask": mask, "position_ids": seen.position_ids}
+    return {"attention_mask": mask} | ({} if seen.position_ids is None else {"position_ids": seen.position_ids})
 
 
 def _token_head(batch: Batch, needs: frozenset[str], virtual: int, temperature: float) -> TokenHead:

@@ -575,7 +575,7 @@ def _encodes_images(module: Any) -> bool:
     # Mllama, whose text attends to images beside it, has no method for their features.
     inner = getattr(module, "model", module)
     beside = hasattr(inner, "vision_model") and hasattr(inner, "multi_modal_projector")
-    return beside or hasattr(module, "get_image_features")
+    return beside or any(hasattr(one, "get_image_features") for one in (module, inner))
 
 
 def text_modules(model: nn.Module) -> list[nn.Module]:

@@ -16,8 +16,8 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
-from posttrain.data.pictures import Picture, read_picture
-from posttrain.data.processors import PictureProcessor, Placed
+from posttrain.data.pictures import Picture, Placed, shaded
+from posttrain.data.processors import PictureProcessor
 from posttrain.errors import ModelError
 from posttrain.models.heads import LANGUAGE, causal_lm, picture_encoder, unwrapped
 from posttrain.models.parallel import gathers_in_forward, shards_parameters
@@ -28,12 +28,14 @@ __all__ = [
     "VisionView",
     "adapter_of_text",
     "block_spans",
+    "for_tower",
     "frozen_parameters",
     "grid_positions",
     "install_pictures",
     "load_renamed",
     "plain_inputs",
     "prefill_inputs",
+    "probe_pictures",
     "probe_rows",
     "prompt_view",
     "refuse_skipped_layers",
@@ -122,6 +124,13 @@ class PictureEncoder:
             return {"cross_attention_states": levels[0][None], "tiles": levels[1].view(len(placed), -1)}
         return {"mm_encoder_outputs": {"image": self._output(levels)}}
 
+    def whole(self, model: Any, ids: Tensor, rows: Sequence[Sequence[Placed]]) -> dict[str, Any]:
+        """The processor's own tensors of the pictures of each row, for a model that takes no features."""
+        began, pictures = time.perf_counter(), [[one.picture for one in row] for row in rows]
+        made = self.processor.plain_inputs(ids.cpu(), pictures)
+        self.encoded, self.seconds = self.encoded + sum(map(len, rows)), self.seconds + time.perf_counter() - began
+        return for_tower(model, made)
+
     def crossed(self, model: Any, batch: Batch, placed: Sequence[Placed]) -> dict[str, Any]:
         """Features beside the text of one tree, and which of them each token attends to."""
         inputs = self.inputs(model, placed)
@@ -165,7 +174,7 @@ class PictureEncoder:
     def unreached(self, model: Any) -> set[str]:
         """Names of tower parameters that no feature depends on, e.g. the last layer under ``vision_feature_layer=-2``."""
         named = {name: one for name, one in tower_parameters(model).items() if one.requires_grad}
-        if not named:
+        if not named or self.processor.family.whole:
             return set()
         with torch.enable_grad():
             grads = torch.autograd.grad(self._probe_sum(model), list(named.values()), allow_unused=True)
@@ -177,7 +186,7 @@ class PictureEncoder:
         self.given = {}
         if self.next is not None:
             self.next.given = dict(zip(pictures, pixels, strict=True))
-        joined = _for_tower(model, self.processor.join(pixels))
+        joined = for_tower(model, self.processor.join(pixels))
         if self.processor.family.cross:
             return self._beside(model, joined)
         self._listed, flat = image_features(model, joined)
@@ -191,16 +200,11 @@ class PictureEncoder:
 
     def _output(self, levels: list[Tensor]) -> Any:
         """All features of a canvas in the form that the model's forward reads."""
-        first: Any = [levels[0]] if self._listed else levels[0][None]
-        if len(levels) == 1:
-            from transformers.modeling_outputs import BaseModelOutputWithPooling
+        from transformers.modeling_outputs import BaseModelOutputWithPooling
 
-            return BaseModelOutputWithPooling(pooler_output=first)
-        from transformers.models.qwen3_vl.modeling_qwen3_vl import BaseModelOutputWithDeepstackFeatures
-
-        return BaseModelOutputWithDeepstackFeatures(
-            pooler_output=first, deepstack_features=[[one] for one in levels[1:]]
-        )
+        made: Any = BaseModelOutputWithPooling(pooler_output=[levels[0]] if self._listed else levels[0][None])
+        made.deepstack_features = [[one] for one in levels[1:]]
+        return made
 
     def _recall(self, key: Any) -> list[Tensor] | None:
         if key not in self._kept:
@@ -274,12 +278,8 @@ def _flat(features: Any) -> Tensor:
 
 
 def probe_pictures() -> list[Picture]:
-    """Pictures of three sizes, each from black to white, and every other one turned."""
-    from PIL import Image
-
-    shade = Image.linear_gradient("L")
-    made = [(shade if i % 2 else shade.rotate(90)).resize(size).convert("RGB") for i, size in enumerate(PROBED)]
-    return [read_picture(image, f"a shaded picture of {image.size}") for image in made]
+    """Pictures of three sizes, every other one turned."""
+    return [shaded(size, turned=i % 2 == 0) for i, size in enumerate(PROBED)]
 
 
 def probe_rows(model: Any) -> list[Row]:
@@ -301,7 +301,7 @@ def plain_inputs(model: Any, sequence: Tensor, row: Row, index: int) -> dict[str
     pictures = [one.picture for segment in segments for one in segment]
     if encoder is None or not pictures:
         return {}
-    return _for_tower(model, encoder.processor.plain_inputs(sequence.cpu(), pictures, len(row.prompt_ids)))
+    return for_tower(model, encoder.processor.plain_inputs(sequence.cpu(), [pictures], len(row.prompt_ids)))
 
 
 def prefill_inputs(model: Any, ids: Tensor, placed: Sequence[Sequence[Placed]]) -> dict[str, Any]:
@@ -324,8 +324,9 @@ def prefill_inputs(model: Any, ids: Tensor, placed: Sequence[Sequence[Placed]]) 
         raise ModelError(
             f"PT-G011: prompts have {found.sum(1).tolist()} image placeholders and their pictures have {wanted}."
         )
-    if processor.family.cross:
-        return _crossed_prompts(model, ids, placed)
+    if processor.family.cross or processor.family.whole:
+        # The model encodes them by itself; in the first, rows of a call have equally many.
+        return encoder.whole(causal_lm(model), ids, placed)
     flat = [one for row in placed for one in row]
     inputs = encoder.inputs(causal_lm(model), flat) | processor.token_types(ids, ids.shape[1])
     if processor.family.positions == "grid":
@@ -335,17 +336,7 @@ def prefill_inputs(model: Any, ids: Tensor, placed: Sequence[Sequence[Placed]]) 
     return inputs
 
 
-def _crossed_prompts(model: Any, ids: Tensor, placed: Sequence[Sequence[Placed]]) -> dict[str, Any]:
-    """The processor's own keys of prompts with equally many pictures each; ``generate`` encodes them."""
-    processor = picture_encoder(model).processor
-    rows = [
-        processor.plain_inputs(line[None].cpu(), [one.picture for one in held], 0)
-        for line, held in zip(ids, placed, strict=True)
-    ]
-    return _for_tower(model, {name: torch.cat([row[name] for row in rows]) for name in rows[0]})
-
-
-def _for_tower(model: Any, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def for_tower(model: Any, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Inputs on the tower's device, pixels in its dtype."""
     weight = next(iter(tower_parameters(model).values()))
     return {k: v.to(weight.device, weight.dtype if v.is_floating_point() else None) for k, v in inputs.items()}
@@ -416,7 +407,8 @@ def install_pictures(model: Any, processor: Any, *, cache_bytes: int = 2**30) ->
 
     Raises:
         ModelError: Processor and model do not belong together (PT-G004): another family, another placeholder, or another
-            number of features than of placeholders.
+            number of features than of placeholders. Or the family is not known, and it was not shown to compute rows with
+            images as it computes what its processor gives.
     """
     inner: Any = causal_lm(model)
     given = picture_encoder(inner)
@@ -425,17 +417,21 @@ def install_pictures(model: Any, processor: Any, *, cache_bytes: int = 2**30) ->
     encoder = PictureEncoder(PictureProcessor(processor), cache_bytes)
     family, config = encoder.processor.family, inner.config
     wanted = _placeholder(inner)
-    if config.model_type not in family.models or wanted != encoder.processor.token_id:
+    if config.model_type not in (family.models or (config.model_type,)) or wanted != encoder.processor.token_id:
         raise ModelError(
-            f"PT-G004: {type(processor).__name__} is of {', '.join(family.models)} with the placeholder id "
+            f"PT-G004: {type(processor).__name__} is of {', '.join(family.models) or 'no known family'} with the placeholder id "
             f"{encoder.processor.token_id}, and the model is {config.model_type} with {wanted}. Fix: the processor of this model "
             "as processing_class."
         )
-    pictures = probe_pictures()
-    counts = {picture: encoder.processor.expansion(picture).count for picture in pictures}
-    for picture in pictures:
-        encoder._encode(inner, [picture], counts)
+    if family.models:
+        counts = {picture: encoder.processor.expansion(picture).count for picture in probe_pictures()}
+        for picture in counts:
+            encoder._encode(inner, [picture], counts)
     inner.picture_encoder = encoder
+    if not family.models:
+        from posttrain.models.attention import prove_pictures
+
+        prove_pictures(inner)
     return encoder
 
 
@@ -468,17 +464,22 @@ def load_renamed(model: Any, folder: str, accelerator: Any) -> None:
 
 
 def refuse_skipped_layers(model: Any, accelerator: Any) -> None:
-    """Refuse shards of a model that skips layers in a pass without pictures: a process with some would gather them alone.
+    """Refuse processes of which one would wait for what another, whose pass has no pictures, leaves out.
 
     Raises:
-        ModelError: Pictures stand beside the text (Mllama), and the parameters are sharded.
+        ModelError: Pictures stand beside the text (Mllama) and parameters are sharded: layers are skipped without pictures. Or
+            the model encodes them by itself, and its tower is sharded or trained.
     """
     encoder = picture_encoder(model)
-    if encoder is not None and encoder.processor.family.cross and shards_parameters(accelerator):
+    if encoder is None or accelerator.num_processes == 1:
+        return
+    family, sharded = encoder.processor.family, shards_parameters(accelerator)
+    trained = any(weight.requires_grad for weight in tower_parameters(model).values())
+    if (family.cross and sharded) or (family.whole and (sharded or trained)):
         raise ModelError(
-            f"{type(causal_lm(model)).__name__} on {accelerator.num_processes} processes with sharded parameters "
-            f"({str(accelerator.distributed_type).rpartition('.')[2]}): its cross-attention layers are skipped where a pass has "
-            "no picture, and processes that have some would wait for them. Fix: DDP or ZeRO-2."
+            f"{type(causal_lm(model)).__name__} on {accelerator.num_processes} processes"
+            f" ({str(accelerator.distributed_type).rpartition('.')[2]}): layers are skipped where a pass has no picture, and "
+            f"processes that have some would wait for them. Fix: DDP or ZeRO-2{', with freeze_vision=True' * family.whole}."
         )
 
 
@@ -487,12 +488,12 @@ class VisionView:
     """What pictures change in a pass.
 
     Attributes:
-        position_ids: ``(B, T)``, or ``(3, B, T)`` in families with positions of three rows.
+        position_ids: ``(B, T)``, or ``(3, B, T)`` in families with positions of three rows; None: the model makes its own.
         span: ``(B, T)`` number of the block that attends both ways, -1 outside of blocks; None: there is none.
         inputs: The model inside of its wrappers to further arguments of its forward; None without pictures.
     """
 
-    position_ids: Tensor
+    position_ids: Tensor | None
     span: Tensor | None = None
     inputs: Callable[[Any], dict[str, Any]] | None = None
 
@@ -528,6 +529,9 @@ def view(model: Any, batch: Batch) -> VisionView:
         several = torch.distributed.is_available() and torch.distributed.is_initialized()
         return VisionView(batch.position_ids, inputs=encoder.idle if several else None)
     family = encoder.processor.family
+    if family.whole:
+        rows = [[one for b, _, one in batch.pictures if b == row] for row in range(len(batch.tree))]
+        return VisionView(None, inputs=lambda inner: encoder.whole(inner, batch.input_ids, rows))
     if family.cross:
         if len(batch.tree) > 1 or int(batch.tree.max()) > 0 or any(batch.branch[b, c] for b, c, _ in batch.pictures):
             raise ModelError(

@@ -256,10 +256,10 @@ def _images(rows: Sequence[Row]) -> str:
     counts = [one.count for row in rows for part in row.pictures for one in part]
     if not counts:
         return ""
-    pictured = sum(any(row.pictures) for row in rows)
+    pictured, sizes = sum(any(row.pictures) for row in rows), _quantiles(counts)
     return (
-        f"{len(counts):,} in {pictured:,} rows, {statistics.median(counts):,g} tokens each (median; at most {max(counts):,}); "
-        "each is encoded once for all answers of its row"
+        f"{len(counts):,} in {pictured:,} rows, {sizes['median']:,g} tokens each (median; 95 %: at most "
+        f"{sizes['p95']:,}; the largest: {sizes['max']:,}); each is encoded once for all answers of its row"
     )
 
 

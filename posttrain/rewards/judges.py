@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import base64
 import logging
 import os
 import random
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from typing import Any
 
@@ -38,12 +39,36 @@ def as_text(value: Any) -> str:
     if isinstance(value, str):
         return value
     if len(value) == 1:
-        return str(value[0].get("content") or "")
-    return "\n\n".join(f"{message['role'].capitalize()}: {message.get('content') or ''}" for message in value)
+        return _said(value[0])
+    return "\n\n".join(f"{message['role'].capitalize()}: {_said(message)}" for message in value)
+
+
+def _said(message: Mapping[str, Any]) -> str:
+    """The content of a message; ``[image]`` stands for one."""
+    content = message.get("content") or ""
+    return (
+        str(content) if not isinstance(content, list) else "".join(b.get("text") or f"[{b['type']}]" for b in content)
+    )
+
+
+def _addresses(prompt: Any) -> list[str]:
+    """The images of a prompt as ``data:`` addresses of PNG files, in reading order."""
+    from posttrain.data.pictures import conversation_pictures, read_picture
+
+    held = [] if isinstance(prompt, str) else conversation_pictures(prompt)[1]
+    files = [read_picture(value.convert("RGB"), "an image of a prompt").file_bytes() for value in held]
+    return [f"data:image/png;base64,{base64.b64encode(data).decode()}" for data in files]
 
 
 class BaseJudge(ABC):
-    """An object with a method ``judge``; the base of all judges."""
+    """An object with a method ``judge``; the base of all judges.
+
+    Attributes:
+        vision: Whether ``judge`` takes ``images``, for each prompt a list of ``data:`` addresses. Rows with images are given to
+            no other judge.
+    """
+
+    vision: bool = False
 
     @abstractmethod
     def judge(self, prompts: list[str], completions: list, shuffle_order: bool = True) -> list:
@@ -101,6 +126,7 @@ class OpenAIPairwiseJudge(BasePairwiseJudge):
         timeout: Seconds one answer may take.
         retries: Attempts after the first.
         backoff: Seconds before the first retry; doubled each time, and drawn from its upper half.
+        vision: Whether the model reads images; they are sent before the text, and ``[image]`` stands for them there.
 
     >>> judge = OpenAIPairwiseJudge("my-judge", base_url="http://localhost:8000/v1")
     >>> judge.judge(["2 + 2?"], [["4", "5"]])  # doctest: +SKIP
@@ -121,7 +147,9 @@ class OpenAIPairwiseJudge(BasePairwiseJudge):
         timeout: float = 60.0,
         retries: int = 4,
         backoff: float = 0.5,
+        vision: bool = False,
     ) -> None:
+        self.vision = vision
         base = base_url or os.environ.get("OPENAI_BASE_URL") or "https://api.openai.com/v1"
         if not base.startswith(("http://", "https://")):
             raise ConfigError(f"base_url={base!r} must begin with http:// or https://.")
@@ -137,13 +165,20 @@ class OpenAIPairwiseJudge(BasePairwiseJudge):
         self._random = random.Random(seed)
         self._warned: set[str] = set()
 
-    def judge(self, prompts: list[str], completions: list[list[str]], shuffle_order: bool = True) -> list[int]:
+    def judge(
+        self,
+        prompts: list[str],
+        completions: list[list[str]],
+        shuffle_order: bool = True,
+        images: list[list[str]] | None = None,
+    ) -> list[int]:
         """See `BasePairwiseJudge.judge`.
 
         Args:
             prompts: n texts.
             completions: n pairs.
             shuffle_order: Show about half of the pairs the other way round; verdicts are turned back.
+            images: Addresses of each prompt's images; for a judge with ``vision``.
 
         Raises:
             RewardError: The server is down or refuses.
@@ -161,10 +196,14 @@ class OpenAIPairwiseJudge(BasePairwiseJudge):
             self.system_prompt.format(prompt=prompt, response0=first, response1=second)
             for prompt, (first, second) in zip(prompts, shown, strict=True)
         ]
-        verdicts = [self._verdict(answer) for answer in self._ask_all(texts)]
+        asked: list[Any] = texts
+        if images is not None:
+            shown_as = [[{"type": "image_url", "image_url": {"url": url}} for url in held] for held in images]
+            asked = [[*held, {"type": "text", "text": text}] for held, text in zip(shown_as, texts, strict=True)]
+        verdicts = [self._verdict(answer) for answer in self._ask_all(asked)]
         return [v if v == NO_VERDICT or not turn else 1 - v for v, turn in zip(verdicts, turned, strict=True)]
 
-    def _ask_all(self, texts: list[str]) -> list[str]:
+    def _ask_all(self, texts: list[Any]) -> list[str]:
         """The answers, in order; one failure ends the other requests."""
         if not texts:
             return []
@@ -175,7 +214,7 @@ class OpenAIPairwiseJudge(BasePairwiseJudge):
             failed = next((f for f in futures if f.done() and not f.cancelled() and f.exception()), None)
             return [(failed or future).result() for future in futures]
 
-    def _ask(self, text: str) -> str:
+    def _ask(self, text: Any) -> str:
         body = {"model": self.model, "messages": [{"role": "user", "content": text}], **self.options}
         body = {key: value for key, value in body.items() if value is not None}
         settings: dict[str, Any] = {"who": f"judge ({self.model})", "api_key": self._api_key, **self.request}
@@ -249,7 +288,9 @@ class JudgeReward:
             rewards = [self._binary([verdicts[i] for i in group]) for group in groups]
         else:
             answers = [[texts[i] for i in group] for group in groups]
-            verdicts: list[Any] = self.judge.judge(asked, answers)
+            options = {"images": [_addresses(prompts[group[0]]) for group in groups]} if self.judge.vision else {}
+            judge: Any = self.judge
+            verdicts = judge.judge(asked, answers, **options)
             if len(verdicts) != len(groups):
                 raise RewardError(f"{self.__name__} gave {len(verdicts)} verdicts for {len(groups)} prompts.")
             read = self._pair if isinstance(self.judge, BasePairwiseJudge) else self._ranking

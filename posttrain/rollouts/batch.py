@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from posttrain.data.processors import Placed
+from posttrain.data.pictures import Placed
 from posttrain.data.responses import parse_response
 from posttrain.errors import CheckpointError
 from posttrain.losses.policy import engine_gap

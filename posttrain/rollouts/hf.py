@@ -163,6 +163,7 @@ class HFEngine(RolloutEngine):
         scaled = getattr(self.model.config.get_text_config(), "attn_temperature_tuning", False)
         unpadded, encoder = scaled or learns_prompts(self.model), picture_encoder(self.model)
         beside = encoder is not None and encoder.processor.family.cross
+        unknown = encoder is not None and not encoder.processor.family.models
         calls: dict[tuple[int, ...], list[int]] = {}
         for i, request in enumerate(requests):
             size = len(request.prompt_ids)
@@ -175,7 +176,12 @@ class HFEngine(RolloutEngine):
                     "one by one. Keep prompt and completion within %d tokens to avoid this.", switch, switch,
                 )  # fmt: skip
             # Where pictures stand beside the text, rows of a call have equally many: padding would be attended to.
-            key = (i if alone else -1, size if unpadded else -1, len(request.pictures) if beside else -1)
+            # And what padding does to a family that is not known was not compared.
+            key = (
+                i if alone or (unknown and request.pictures) else -1,
+                size if unpadded else -1,
+                len(request.pictures) if beside else -1,
+            )
             calls.setdefault(key, []).append(i)
         return list(calls.values())
 

@@ -11,6 +11,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+from datasets import Features, List, Value
 from transformers.utils.hub import cached_file
 
 from posttrain.data.formats import (
@@ -18,26 +19,29 @@ from posttrain.data.formats import (
     PreparationReport,
     first_row,
     get_dataset_column_names,
-    maybe_convert_to_chatml,
-    one_eos,
     shows_pictures,
-    strip_none,
     tokenized,
     undecoded,
 )
-from posttrain.data.pictures import (
-    Picture,
+from posttrain.data.packing import LENGTHS
+from posttrain.data.picture_rows import (
+    COUNTERS,
+    HINT,
+    LOST,
+    PACKED,
+    PictureOptions,
     conversation_of,
     exchanged,
     opened,
     picture_prompt,
     picture_prompts,
     place_pictures,
-    read_picture,
-    row_segments,
+    row_batch,
+    row_features,
+    side_by_side,
 )
-from posttrain.data.preference import maybe_extract_prompt
-from posttrain.data.processors import PictureProcessor, Placed, family_of, load_processor
+from posttrain.data.pictures import Picture, read_picture
+from posttrain.data.processors import PictureProcessor, family_of, load_processor
 from posttrain.errors import ConfigError, DataError, ModelError, check_rules
 from posttrain.losses.advantages import weighted_total
 from posttrain.metrics import Metric, mean
@@ -60,16 +64,7 @@ logger = logging.getLogger(__name__)
 
 TRIED = 2  # Rows whose pictures are read whole at the start.
 COMPARED = 64  # Of so many rollouts, the pictures of one are compared with its row's.
-IGNORED = -100
 RARE = 0.005  # Share of rows that do not fit which is dropped and counted; more of them is an error.
-HINT = "Fix: a larger max_length (None: no limit), or smaller images; posttrain inspect shows the rows."
-LONG = "longer than max_length with their images"
-LARGE = "with an image of more than image_max_tokens"
-MANY = "with more than max_images_per_row images"
-UNREADABLE = "with an unreadable image"
-EMPTY = "with an empty answer"
-EQUAL = "with equal answers"
-COUNTERS = ("_truncated", "_tokens", "_resized", "_escaped")
 
 NO_IMAGES = "would change nothing: this run reads rows of text alone. Fix: leave it out"
 # What a checkpoint of a multimodal model has beside its weights and its tokenizer.
@@ -92,9 +87,12 @@ class PictureConfig:
     image_fit: Literal["error", "drop", "resize"] = option(
         "error",
         "Rows whose images do not fit or cannot be read: an error above 0.5 %, or dropped and counted; resize: an "
-        "error, but images above image_max_tokens are made smaller.",
+        "error, but images above their limits, or of rows above max_length, are made smaller.",
     )
     image_max_tokens: PositiveInt | None = option(None, "Placeholders an image may have; None: any number.")
+    image_max_pixels: PositiveInt | None = option(
+        None, "Pixels an image may have before it is prepared; None: any number."
+    )
     max_images_per_row: NonNegativeInt | None = option(None, "Images a row may have; None: any number.")
     image_background: Literal["white", "black"] = option("white", "What shows through transparent pixels.")
     check_image_use: bool = option(
@@ -105,31 +103,12 @@ class PictureConfig:
     def __post_init__(self) -> None:
         choices = {"True": True, "False": False}
         self.freeze_vision = choices.get(str(self.freeze_vision).capitalize(), self.freeze_vision)  # type: ignore[assignment]
-        if self.image_fit == "resize" and self.image_max_tokens is None:
+        lengths = (self.image_max_tokens, self.image_max_pixels, getattr(self, "max_length", None))
+        if self.image_fit == "resize" and lengths == (None, None, None):
             raise ConfigError("image_fit='resize' needs a size. Fix: image_max_tokens=256, say.")
         post = getattr(super(), "__post_init__", None)
         if post is not None:
             post()
-
-
-@dataclass(frozen=True)
-class PictureOptions:
-    """How rows with pictures become ids; hashable by value, so that the dataset's fingerprint is stable from run to run.
-
-    Attributes:
-        branches: Columns of answers; empty: documents with labels (SFT).
-        max_length: Tokens of prompt and answer, images included; None: no limit.
-        fit: ``error`` refuses a set in which more than 0.5 % of the rows do not fit or cannot be read, ``drop`` leaves them out;
-            ``resize`` is ``error``, but images of too many placeholders are made smaller (`PictureProcessor.fitted`).
-        train_prompt: SFT: whether the prompt is trained too.
-        text_field: SFT: column of plain text.
-    """
-
-    branches: tuple[str, ...] = ()
-    max_length: int | None = 1024
-    fit: Literal["error", "drop", "resize"] = "error"
-    train_prompt: bool = False
-    text_field: str = "text"
 
 
 class Vision:
@@ -191,6 +170,7 @@ class Vision:
             self.reader = PictureProcessor(
                 self.processor,
                 most=args.image_max_tokens,
+                pixels=args.image_max_pixels,
                 resize=args.image_fit == "resize",
                 per_row=args.max_images_per_row,
                 background=args.image_background,
@@ -208,7 +188,14 @@ class Vision:
         return rows if self.reader is None else place_pictures(rows, examples, self.reader)
 
     def prepare_rows(
-        self, dataset: Any, *, name: str = "train", num_proc: int | None = None, keep: Sequence[str] = (), **more: Any
+        self,
+        dataset: Any,
+        *,
+        name: str = "train",
+        num_proc: int | None = None,
+        keep: Sequence[str] = (),
+        packs: bool = False,
+        **more: Any,
     ) -> tuple[Any, PreparationReport]:
         """Ids of rows and their pictures as encoded bytes or paths; lengths are counted with images, and nothing is decoded.
 
@@ -217,7 +204,8 @@ class Vision:
             name: Of the dataset, in messages.
             num_proc: Processes.
             keep: Columns that stay.
-            more: See `PictureOptions`.
+            packs: Whether whole rows are placed side by side up to ``max_length``.
+            more: ``branches`` of `PictureOptions`, whose other fields are those of the run.
 
         Returns:
             The dataset with ``pictures`` and either ``input_ids`` and ``labels``, or ``prompt_ids`` with ``<branch>_ids`` and
@@ -231,24 +219,33 @@ class Vision:
         columns = get_dataset_column_names(dataset)
         if "pictures" in columns:
             return dataset, PreparationReport(name)
-        options = PictureOptions(max_length=self.args.max_length, fit=self.args.image_fit, **more)
+        args = self.args
+        if not more.get("branches"):
+            more |= {"train_prompt": args.completion_only_loss is False, "spoken": args.assistant_only_loss}
+            more |= {"text_field": args.dataset_text_field}
+        options = PictureOptions(max_length=args.max_length, fit=args.image_fit, **more)
         drop = [column for column in columns if column not in keep]
         about: dict[str, Any] = {"drop": drop, "counters": COUNTERS, "num_proc": num_proc, "hint": HINT}
         if hasattr(dataset, "__len__"):
-            about["features"] = _features(dataset.features, options.branches, drop)
-        mapped, kept, report = tokenized(dataset, name, _batch, {"reader": self.reader, "options": options}, **about)
+            about["features"] = row_features(dataset.features, options.branches, drop)
+        mapped, kept, report = tokenized(dataset, name, row_batch, {"reader": self.reader, "options": options}, **about)
         if isinstance(report.rows_in, int) and report.rows_in > 0:
             self._tell(mapped, report)
+        if packs:
+            columns, kinds = get_dataset_column_names(kept), kept.features
+            kinds = None if kinds is None else Features(kinds | {LENGTHS: List(Value("int64"))})
+            about = {"batched": True, "batch_size": PACKED, "remove_columns": columns, "features": kinds}
+            kept = kept.map(side_by_side, fn_kwargs={"size": self.args.max_length}, **about)
         return kept, report
 
     def _tell(self, mapped: Any, report: PreparationReport) -> None:
         """Warn of what was changed, and refuse a set of which too much is left out."""
-        lost = {reason: count for reason, count in report.dropped.items() if reason in (LONG, UNREADABLE, MANY)}
+        lost = {reason: count for reason, count in report.dropped.items() if reason in LOST}
         resized, escaped = (sum(mapped[column][:]) for column in ("_resized", "_escaped"))
         if resized:
             logger.warning(
-                "%s dataset: %d images are made smaller, to image_max_tokens=%s.",
-                report.name, resized, self.args.image_max_tokens,
+                "%s dataset: %d images are made smaller (image_max_tokens=%s, image_max_pixels=%s, max_length=%s).",
+                report.name, resized, self.args.image_max_tokens, self.args.image_max_pixels, self.args.max_length,
             )  # fmt: skip
         if escaped:
             logger.warning("%s dataset: PT-G008: %d strings that stand for an image stay text.", report.name, escaped)
@@ -322,11 +319,16 @@ class Vision:
             ConfigError: The rows have images, and the engine samples from text alone, or a reward model or judge reads text
                 alone.
         """
-        blind = [type(one).__name__ for one in rewards if isinstance(one, ModelReward | JudgeReward)]
+        judges = [
+            one
+            for one in rewards
+            if isinstance(one, ModelReward) or (isinstance(one, JudgeReward) and not one.judge.vision)
+        ]
+        blind = [type(one).__name__ for one in judges]
         if self.images and blind:
             raise ConfigError(
                 f"the rows have images, and {', '.join(blind)} reads text alone: it would score answers to pictures that it "
-                "never saw. Fix: a reward function, which gets the images in the columns it names."
+                "never saw. Fix: a judge with vision=True, or a reward function, which gets the images in the columns it names."
             )
         if self.images and not engine.capabilities.pictures:
             raise ConfigError(
@@ -458,124 +460,3 @@ def _processor_of(processing_class: Any, model_id: str, *, images: bool) -> Any:
             "column 'images' or 'image', or inside messages. Fix: processing_class=AutoProcessor.from_pretrained(the model)."
         )
     return load_processor(model_id) if images else None
-
-
-# Rows with answers as ids ----------------------------------------------------------------------------------------
-
-
-def _batch(
-    batch: dict[str, list], indices: list[int], reader: PictureProcessor, options: PictureOptions
-) -> dict[str, list]:
-    made: list[dict[str, Any]] = []
-    for position, index in enumerate(indices):
-        row = strip_none({name: column[position] for name, column in batch.items() if column[position] is not None})
-        try:
-            made.append(_row(row, reader, options))
-            for picture in made[-1]["pictures"]:
-                picture["row"] = index
-        except DataError as error:
-            raise DataError(f"row {index}: {error}") from error
-    return {name: [one[name] for one in made] for name in made[0]}
-
-
-def _features(given: Any, branches: Sequence[str], drop: Sequence[str]) -> Any:
-    """Types of all columns: a thousand rows of text, from which they would be taken, say nothing of pictures."""
-    from datasets import Features, List, Value
-
-    ids = ["prompt_ids", *(f"{b}_ids" for b in branches)] if branches else ["input_ids", "labels"]
-    kept = {name: kind for name, kind in given.items() if name not in drop}
-    kept |= {name: List(Value("int64")) for name in [*ids, *(f"{b}_mask" for b in branches)]}
-    kept |= {name: Value("int64") for name in COUNTERS} | {"_reason": Value("string")}
-    return Features(
-        kept | {"pictures": List({"bytes": Value("binary"), "path": Value("string"), "row": Value("int64")})}
-    )
-
-
-def _row(row: dict[str, Any], reader: PictureProcessor, options: PictureOptions) -> dict[str, Any]:
-    """One row as columns of ids, with the reason why it is left out."""
-    row = dict(maybe_extract_prompt(maybe_convert_to_chatml(row)))
-    segments, plain = row_segments(row, reader, options.branches, options.text_field)
-    reason, found, resized = "", [], 0
-    try:
-        reason, where = UNREADABLE, "column 'images'"
-        read = [(text, [read_picture(v, where, reader.background) for v in values]) for text, values in segments]
-        reason = LARGE
-        found = [(text, [reader.fitted(picture) for picture in held]) for text, held in read]
-        if options.fit == "drop":
-            # A file that was cut has a fine header; read now, it stops no run later.
-            reason = UNREADABLE
-            for picture in (one for _, held in read for one in held):
-                picture.load()
-        reason = ""
-        resized = sum(
-            a != b for (_, old), (_, new) in zip(read, found, strict=True) for a, b in zip(old, new, strict=True)
-        )
-    except DataError:
-        if options.fit != "drop":
-            raise
-        # The row is left out, so any text will do.
-        found = [(part.replace(reader.placeholder, ""), []) for part, _ in segments]
-    counts = {"_resized": resized, "_escaped": sum(reader.escaped(text) for text, _ in found)}
-    pictures = [picture for _, held in found for picture in held]
-    if not pictures and not reason and reader.family.block == "prompt":
-        raise DataError(
-            "the row has no image, and this model's processor takes no prompt without one. Fix: leave it out."
-        )
-    if reader.per_row is not None and len(pictures) > reader.per_row:
-        reason = reason or MANY
-    if plain and reader.family.block != "prompt":
-        found[0] = (reader.begun(found[0][0]), found[0][1])
-    placed = [reader.encode(text, held, prompt=not at and len(found) > 1) for at, (text, held) in enumerate(found)]
-    (prompt, _), answers = placed[0] if len(found) > 1 else ([], []), placed[min(1, len(found) - 1) :]
-    answers = [(one_eos(ids, reader.tokenizer) if plain else ids, where) for ids, where in answers]
-    return _columns(prompt, answers, pictures, reason, reader, options) | counts
-
-
-def _columns(
-    prompt: list[int],
-    answers: list[tuple[list[int], list[Placed]]],
-    pictures: list[Picture],
-    reason: str,
-    reader: PictureProcessor,
-    options: PictureOptions,
-) -> dict[str, Any]:
-    limit, cut = options.max_length, False
-    length = len(prompt) + max(len(ids) for ids, _ in answers)
-    if limit is not None and length > limit:
-        ends = [max((_end(ids, one, reader) for one in placed), default=1) for ids, placed in answers]
-        if len(prompt) + max(ends) > limit:
-            reason = reason or LONG
-        else:
-            answers, cut = [(ids[: limit - len(prompt)], placed) for ids, placed in answers], True
-    if any(not ids for ids, _ in answers):
-        reason = reason or EMPTY
-    if len(answers) == 2 and answers[0][0] == answers[1][0] and not answers[0][1]:
-        reason = reason or EQUAL
-    silent = set(reader.controls.values()) | {reader.token_id}
-    masks = [[int(token not in silent) for token in ids] for ids, _ in answers]
-    made: dict[str, Any] = {}
-    if options.branches:
-        made["prompt_ids"] = prompt
-        for branch, (ids, _), mask in zip(options.branches, answers, masks, strict=True):
-            made |= {f"{branch}_ids": ids, f"{branch}_mask": mask}
-    else:
-        ids, trained = prompt + answers[0][0], [int(options.train_prompt)] * len(prompt) + masks[0]
-        made["input_ids"] = ids
-        made["labels"] = [t if m and t not in silent else IGNORED for t, m in zip(ids, trained, strict=True)]
-    made["pictures"] = [_stored(picture) for picture in pictures]
-    return made | {"_reason": reason, "_truncated": int(cut), "_tokens": length}
-
-
-def _end(ids: list[int], placed: Placed, reader: PictureProcessor) -> int:
-    """Index behind the last placeholder of a picture."""
-    at, left = placed.start, placed.count
-    while left:
-        left -= ids[at] == reader.token_id
-        at += 1
-    return at
-
-
-def _stored(picture: Picture) -> dict[str, Any]:
-    """A picture as a row of Arrow holds it: encoded bytes or a path."""
-    source = picture.encoded().source
-    return {"bytes": source, "path": None} if isinstance(source, bytes) else {"bytes": None, "path": source}

@@ -16,7 +16,7 @@ from posttrain import (
     RLOOConfig,
     RLOOTrainer,
 )
-from posttrain.data.pictures import exchanged
+from posttrain.data.picture_rows import exchanged
 from posttrain.errors import ConfigError, DataError, ModelError
 from posttrain.models.forward import sequence_logps
 from posttrain.models.heads import picture_encoder
@@ -79,6 +79,9 @@ def generate(trainer, rows=(0, 1, 2, 3), size=2):
         ("qwen2_vl", "hf"),
         ("gemma3", "hf"),
         ("mllama", "hf"),
+        ("glm4v", "native"),
+        ("glm4v", "hf"),
+        ("deepseek_vl", "hf"),
     ],
 )
 def test_sampled_and_trained_log_probs_are_those_of_each_row_alone(kind, name, engine, tmp_path):

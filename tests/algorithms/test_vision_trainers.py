@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from posttrain import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer, SFTConfig, SFTTrainer
+from posttrain.data.forest import to_rows
 from posttrain.data.pictures import read_picture
 from posttrain.errors import ConfigError, DataError, ModelError
 from posttrain.models.heads import picture_encoder
@@ -19,7 +20,7 @@ from posttrain.report.page.build import render
 from posttrain.report.page.run import read_run
 from tests.vision_families import build, noise
 
-FAMILIES = ("llava", "qwen2_5_vl", "gemma3", "idefics3")
+FAMILIES = ("llava", "qwen2_5_vl", "gemma3", "idefics3", "glm4v", "deepseek_vl")
 QUICK = {
     "max_steps": 1,
     "per_device_train_batch_size": 4,
@@ -102,7 +103,7 @@ def test_sft_loss_is_that_of_each_sequence_alone(name, tmp_path):
         logps = [alone(model, processor, row, row["completion"]) for row in plain]
     args = SFTConfig(str(tmp_path), learning_rate=0.0, logging_steps=1, gradient_checkpointing=False, **QUICK)
     trainer = SFTTrainer(model, args, train_dataset=dataset, processing_class=processor)
-    assert trainer.layout.kind == "tree"
+    assert trainer.layout.kind == ("padded" if name == "deepseek_vl" else "tree")
     assert first_loss(trainer) == pytest.approx(-float(torch.cat(logps).mean()), abs=1e-4)
 
 
@@ -335,10 +336,129 @@ def test_more_pictures_than_places_are_refused_by_row(tmp_path):
         sft(tmp_path, dataset)
 
 
-@pytest.mark.parametrize("option", [{"packing": True, "max_length": 64}, {"assistant_only_loss": True}])
-def test_options_that_rows_of_images_do_not_have_are_refused(option, tmp_path):
-    with pytest.raises(ConfigError, match=next(iter(option))):
-        sft(tmp_path, rows("completion"), **option)
+@pytest.mark.parametrize("option", ["bfd_split", "wrapped"])
+def test_packing_that_cuts_rows_is_refused_with_images(option, tmp_path):
+    with pytest.raises(ConfigError, match=option):
+        sft(tmp_path, rows("completion"), packing=True, packing_strategy=option, max_length=64)
+
+
+@pytest.mark.parametrize("name", ["llava", "qwen2_5_vl", "gemma3", "deepseek_vl"])
+@pytest.mark.parametrize("streamed", [False, True])
+def test_packed_rows_are_whole_and_their_loss_is_that_of_each_sequence_alone(name, streamed, tmp_path):
+    model, processor = build(name)
+    dataset = rows("completion")
+    plain = dataset.cast_column("images", datasets.List(datasets.Image(decode=False)))
+    with torch.no_grad():
+        logps = [alone(model, processor, row, row["completion"]) for row in plain]
+    options = QUICK | {"max_length": 256, "learning_rate": 0.0, "logging_steps": 1, "gradient_checkpointing": False}
+    args = SFTConfig(str(tmp_path), packing=True, **options | {"per_device_train_batch_size": 1})
+    given = plain.to_iterable_dataset() if streamed else dataset
+    trainer = SFTTrainer(model, args, train_dataset=given, processing_class=processor)
+    (packed,) = trainer.train_dataset
+    assert len(packed["seq_lengths"]) == 4 and sum(packed["seq_lengths"]) == len(packed["input_ids"]) <= 256
+    assert [one["size"] for one in packed["pictures"]].count([84, 56]) == 2 and len(packed["pictures"]) == 4
+    assert first_loss(trainer) == pytest.approx(-float(torch.cat(logps).mean()), abs=1e-4)
+
+
+def talk(i):
+    """Two turns each with a picture, the second of another size."""
+    return [
+        *user(f"what is {i}?", 1), *assistant(f"a{i} is it"), *user("and this?", 1), *assistant(f"that is b{i}"),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("columns", ["messages", "prompt"])
+@pytest.mark.parametrize("name", ["llava", "qwen2_5_vl", "gemma3", "glm4v", "deepseek_vl"])
+def test_what_the_assistant_says_alone_is_trained_between_images(name, columns, tmp_path):
+    model, processor = build(name)
+    images = [[noise(84, 56, i), noise(56, 112, i + 5)] for i in range(3)]
+    found = [
+        ({"messages": talk(i)} if columns == "messages" else {"prompt": talk(i)[:3], "completion": talk(i)[3:]})
+        | {"images": [png(one) for one in held]}
+        for i, held in enumerate(images)
+    ]
+    wanted = []
+    with torch.no_grad():
+        for i, example in enumerate(found):
+            talked = talk(i)
+            # The template ends a turn with a line break behind its last trained token.
+            if columns == "messages":
+                half = {"prompt": talked[:1], "images": example["images"][:1]}
+                wanted.append(alone(model, processor, half, talked[1:2])[:-1])
+            wanted.append(alone(model, processor, {"prompt": talked[:3], "images": example["images"]}, talked[3:])[:-1])
+    dataset = datasets.Dataset.from_list(found).cast_column("images", datasets.List(datasets.Image()))
+    args = SFTConfig(
+        str(tmp_path),
+        assistant_only_loss=True,
+        logging_steps=1,
+        gradient_checkpointing=False,
+        **QUICK | {"max_steps": 1},
+    )
+    trainer = SFTTrainer(model, args, train_dataset=dataset, processing_class=processor)
+    said = [t for row in trainer.train_dataset for t in row["labels"] if t != -100]
+    assert len(said) == sum(map(len, wanted))
+    assert first_loss(trainer) == pytest.approx(-float(torch.cat(wanted).mean()), abs=1e-4)
+
+
+def test_a_row_without_a_turn_of_the_assistant_is_left_out_and_one_that_is_no_conversation_refused(tmp_path):
+    found = [
+        {"messages": user("a?", 1), "images": [png(noise(8, 8))]},
+        {"messages": talk(1), "images": [png(noise(8, 8))] * 2},
+    ]
+    dataset = datasets.Dataset.from_list(found)
+    trainer = sft(tmp_path, dataset, assistant_only_loss=True)
+    assert trainer.reports["train"].dropped == {"without a turn of the assistant": 1}
+    with pytest.raises(DataError, match="row 0: assistant_only_loss=True needs conversations"):
+        plain = [{"prompt": "<image>which?", "completion": "a", "images": [png(noise(8, 8))]}]
+        sft(tmp_path, datasets.Dataset.from_list(plain), assistant_only_loss=True)
+
+
+@pytest.mark.parametrize("kind", ["sft", "dpo"])
+@pytest.mark.parametrize("name", ["qwen2_vl", "glm4v"])
+def test_images_of_a_row_that_is_too_long_are_made_smaller_until_it_fits(name, kind, tmp_path):
+    model, processor = build(name)
+    big = [{"prompt": user("which?", 2), "images": [png(noise(280, 280, 1)), png(noise(112, 112, 2))],
+            "completion": assistant("that"), "chosen": assistant("that"), "rejected": assistant("no")}]  # fmt: skip
+    small = [{**big[0], "images": [png(noise(56, 56, 3)), png(noise(56, 56, 4))]}]
+    drop = ["chosen", "rejected"] if kind == "sft" else ["completion"]
+    dataset = datasets.Dataset.from_list(big + small).remove_columns(drop)
+    kinds = {"sft": (SFTConfig, SFTTrainer), "dpo": (DPOConfig, DPOTrainer)}
+    config, trainer = kinds[kind]
+    args = config(str(tmp_path), image_fit="resize", gradient_checkpointing=False, **QUICK | {"max_length": 44})
+    trainer = trainer(model, args=args, train_dataset=dataset, processing_class=processor)
+    assert trainer.reports["train"].dropped == {} and trainer.reports["train"].truncated == 0
+    fitted, same = trainer.train_dataset
+    assert same["pictures"][0]["size"] == [56, 56] and fitted["pictures"][0]["size"][0] < 280
+    batch = trainer.data_collator([fitted, same])[0]
+    assert all(len(row.prompt_ids) + len(ids) <= 44 for row in to_rows(batch) for ids in row.completions)
+    trainer.train()
+
+
+def test_no_size_of_an_image_helps_a_row_whose_text_is_too_long(tmp_path):
+    with pytest.raises(DataError, match="no row of the train dataset is left: of 1, 1 longer than max_length"):
+        held = [
+            {
+                "prompt": user("which of these is it, please? " * 4, 1),
+                "images": [png(noise(84, 56))],
+                "completion": assistant("a"),
+            }
+        ]
+        sft(tmp_path, datasets.Dataset.from_list(held), name="qwen2_vl", image_fit="resize", max_length=64)
+
+
+@pytest.mark.parametrize("fit", ["error", "drop", "resize"])
+def test_an_image_with_too_many_pixels_is_refused_dropped_or_made_smaller(fit, tmp_path):
+    dataset = datasets.Dataset.from_list([
+        {"prompt": user("which?", 1), "images": [png(noise(*size))], "completion": assistant("a")}
+        for size in ((280, 140), (50, 50))
+    ])  # fmt: skip
+    if fit == "error":
+        with pytest.raises(DataError, match=r"row 0.*39200 pixels.*image_max_pixels=10000"):
+            sft(tmp_path, dataset, image_fit=fit, image_max_pixels=10_000)
+        return
+    trainer = sft(tmp_path, dataset, image_fit=fit, image_max_pixels=10_000)
+    sizes = [row["pictures"][0]["size"] for row in trainer.train_dataset]
+    assert sizes == ([[50, 50]] if fit == "drop" else [[141, 70], [50, 50]])
 
 
 def test_a_method_that_reads_text_refuses_pictures_inside_messages(tmp_path):
@@ -358,7 +478,8 @@ def test_a_method_that_reads_text_refuses_pictures_inside_messages(tmp_path):
     "wrong",
     [
         {"freeze_vision": "all"},
-        {"image_fit": "resize"},
+        {"image_fit": "resize", "max_length": None},
+        {"image_max_pixels": 0},
         {"image_fit": "crop"},
         {"image_max_tokens": 0},
         {"image_background": "red"},

@@ -7,10 +7,10 @@ import torch
 from PIL import Image
 
 from posttrain.cli.inspect import seen_by_model
-from posttrain.data.pictures import read_picture
+from posttrain.data.pictures import conversation_pictures, read_picture
 from posttrain.data.processors import PictureProcessor, is_processor, load_processor
 from posttrain.errors import DataError, ModelError
-from tests.vision_families import NAMES, build, noise
+from tests.vision_families import NAMES, UNKNOWN, build, noise
 
 
 @pytest.fixture(scope="module", params=NAMES)
@@ -50,7 +50,8 @@ def test_conversations_are_rendered_with_a_place_for_every_picture(made):
             "content": [{"type": "image", "image": "a"}, {"type": "text", "text": "or"}, {"type": "image"}],
         }
     ]
-    text, pictures = ours.conversation(messages, ["b"], add_generation_prompt=True)
+    blocks, pictures = conversation_pictures(messages, ["b"])
+    text = ours.render(blocks, add_generation_prompt=True)
     assert text.count(ours.placeholder) == 2 and pictures == ["a", "b"] and "assistant" in text
 
 
@@ -110,21 +111,27 @@ def test_one_pixel_is_a_picture(made):
     assert placed.count > 0 and ids.count(ours.token_id) == placed.count
 
 
-def test_settings_of_the_image_processor_are_part_of_its_key():
-    _, processor = build("qwen2_vl")
-    before = PictureProcessor(processor).settings
-    processor.image_processor.image_mean = [0.1, 0.1, 0.1]
-    assert PictureProcessor(processor).settings != before
-
-
-def test_a_processor_of_no_known_family_is_refused(tiny_tokenizer):
+def test_what_does_not_tell_how_it_writes_pictures_is_refused_with_the_reason(tiny_tokenizer):
     assert not is_processor(tiny_tokenizer)
 
     class OtherProcessor:
         pass
 
-    with pytest.raises(ModelError, match="OtherProcessor"):
+    with pytest.raises(ModelError, match=r"OtherProcessor.*'OtherProcessor' object is not callable"):
         PictureProcessor(OtherProcessor())
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_ids_and_tensors_of_an_unknown_family_are_those_of_its_processor(name):
+    _, processor = build(name)
+    reader = PictureProcessor(processor)
+    held = [read_picture(noise(84, 56, 1))]
+    text = f"a {reader.placeholder} b"
+    ids, (placed,) = reader.encode(text, held)
+    whole = processor(text=[text], images=[[held[0].load()]], return_tensors="pt", add_special_tokens=False)
+    assert ids == whole["input_ids"][0].tolist()
+    assert placed.count == ids.count(reader.token_id) and ids[placed.start] == reader.token_id
+    assert all(torch.equal(value, whole[key]) for key, value in reader.prepare(held[0]).items())
 
 
 @pytest.mark.parametrize("name", ["llava", "qwen2_vl", "internvl"])

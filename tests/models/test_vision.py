@@ -73,7 +73,7 @@ def truth(name, model, processor, sequences):
             # An answer attends to what the prompt's end attends to.
             mask = inputs["cross_attention_mask"]
             inputs["cross_attention_mask"] = torch.cat([mask, mask[:, -1:].expand(-1, len(answer), -1, -1)], 1)
-        if name.startswith("qwen"):
+        if name.startswith(("qwen", "glm")):
             inputs.setdefault("mm_token_type_ids", torch.zeros_like(inputs["input_ids"]))
         logits = model(**inputs, use_cache=False).logits[0].float()
         logp = torch.log_softmax(logits[:-1], -1).gather(-1, inputs["input_ids"][0, 1:, None])[:, 0]
@@ -307,6 +307,60 @@ def test_a_processor_that_counts_other_tokens_is_refused():
     model, processor = build("llava")
     processor.patch_size = 7
     with pytest.raises(ModelError, match="PT-G004"):
+        install_pictures(model, processor)
+
+
+@pytest.fixture(scope="module", params=["glm4v", "deepseek_vl", "ovis2"])
+def unknown(request):
+    model, processor = build(request.param)
+    return request.param, model, processor, install_pictures(model, processor)
+
+
+def test_rows_of_an_unknown_family_are_those_of_its_processor_and_its_own_forward(unknown):
+    name, model, processor, encoder = unknown
+    layout = probe_layout(model)
+    # The first takes features and three rows of positions; the others' forward takes the processor's tensors alone.
+    assert (layout.kind, encoder.processor.family.whole) == (("tree", False) if name == "glm4v" else ("padded", True))
+    rows, sequences = rows_of(name, encoder)
+    grads = []
+    for run in (lambda: truth(name, model, processor, sequences), lambda: forest(model, rows, layout)):
+        model.zero_grad()
+        value = run()
+        value.sum().backward()
+        grads.append((value.detach(), torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])))
+    model.zero_grad()
+    assert torch.allclose(grads[0][0], grads[1][0], atol=2e-5, rtol=0)
+    assert float((grads[0][1] - grads[1][1]).norm() / grads[0][1].norm()) < 2e-5
+
+
+def test_an_unknown_family_whose_images_change_nothing_is_refused():
+    model, processor = build("deepseek_vl")
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "aligner" in name:
+                parameter.zero_()
+    with pytest.raises(ModelError, match="PT-G005"):
+        install_pictures(model, processor)
+    assert "picture_encoder" not in vars(model)
+
+
+def test_an_unknown_family_that_sees_later_tokens_is_refused_with_the_difference(monkeypatch):
+    model, processor = build("glm4v")
+    own = type(model).forward
+
+    def both_ways(self, input_ids=None, **inputs):
+        out = own(self, input_ids=input_ids, **inputs)
+        out.logits = out.logits + out.logits.mean(1, keepdim=True)
+        return out
+
+    monkeypatch.setattr(type(model), "forward", both_ways)
+    with pytest.raises(ModelError, match=r"earlier tokens see later ones: outputs differ by \d"):
+        install_pictures(model, processor)
+
+
+def test_an_unknown_family_that_prepares_two_pictures_otherwise_than_one_is_refused():
+    model, processor = build("llava_onevision")
+    with pytest.raises(ModelError, match=r"processor writes \d+ tokens, and \d+ were expected"):
         install_pictures(model, processor)
 
 

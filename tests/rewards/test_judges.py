@@ -1,5 +1,7 @@
 """Judges against a chat server of our own on this machine: verdicts, order, budget, failures; and judges as rewards."""
 
+import base64
+import io
 import json
 import socket
 import threading
@@ -7,6 +9,7 @@ import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
+from PIL import Image
 
 from posttrain import ConfigError, RewardError
 from posttrain.errors import ArgumentTypeError
@@ -320,3 +323,21 @@ def test_a_judge_that_is_down_fails_like_a_reward_function(monkeypatch):
         runner(prompts=["p", "p"], completions=["a", "b"], completion_ids=[[1], [2]])
     with pytest.raises(RewardError, match=url):  # Before a model is loaded.
         runner.dry_run([{"prompt": "p"}], conversational=False)
+
+
+def test_a_judge_with_vision_gets_the_images_of_each_prompt_before_its_text(server):
+    image = Image.new("RGB", (6, 4), "red")
+    block = {"type": "image", "image": image}
+    prompts = [
+        [{"role": "user", "content": [block, {"type": "text", "text": "what colour?"}]}],
+        [{"role": "user", "content": "2 + 2?"}],
+    ]
+    judge = OpenAIPairwiseJudge("m", base_url=server.url, vision=True, concurrency=1)
+    server.answer = lambda content, number: "0"
+    rewards = JudgeReward(judge)(prompts=[prompts[0]] * 2 + [prompts[1]] * 2, completions=["red", "blue", "4", "5"])
+    assert len(rewards) == 4
+    first, second = (request["messages"][0]["content"] for request in server.requests)
+    head, _, data = first[0]["image_url"]["url"].partition(",")
+    assert head == "data:image/png;base64"
+    assert Image.open(io.BytesIO(base64.b64decode(data))).getpixel((0, 0)) == (255, 0, 0)
+    assert "[image]what colour?" in first[1]["text"] and [one["type"] for one in second] == ["text"]

@@ -101,7 +101,7 @@ def plain_logps(trainer, rollout):
     encoder = picture_encoder(trainer.model)
     ids = torch.tensor([[*rollout.prompt_ids, *rollout.token_ids]])
     pictures = [one.picture for one in (*rollout.pictures, *rollout.shown)]
-    inputs = encoder.processor.plain_inputs(ids, pictures, len(rollout.prompt_ids))
+    inputs = encoder.processor.plain_inputs(ids, [pictures], len(rollout.prompt_ids))
     with torch.no_grad():
         logits = trainer.model.eval()(input_ids=ids, **inputs).logits[0].float()
     begin = len(rollout.prompt_ids)

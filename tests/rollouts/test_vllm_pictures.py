@@ -113,7 +113,7 @@ def requests_of(reader, copies=2):
 def plain_logps(model, reader, request, rollout):
     """By the model's own forward; ids that no engine draws are out of the distribution."""
     ids = torch.tensor([[*request.prompt_ids, *rollout.token_ids]])
-    inputs = reader.plain_inputs(ids, [one.picture for one in request.pictures], len(request.prompt_ids))
+    inputs = reader.plain_inputs(ids, [[one.picture for one in request.pictures]], len(request.prompt_ids))
     begin = len(request.prompt_ids)
     with torch.no_grad():
         logits = model(input_ids=ids, **inputs).logits[0, begin - 1 : -1].float()

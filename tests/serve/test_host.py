@@ -296,7 +296,7 @@ def asked_about(reader, seeds=(0, 1, None), size=(84, 56)):
 def gap(model, reader, rollout, placed):
     """How far its log-probs are from a plain forward of the sequence alone; no placeholder has a part in the distribution."""
     ids, begin = torch.tensor([[*rollout.prompt_ids, *rollout.token_ids]]), len(rollout.prompt_ids)
-    inputs = reader.plain_inputs(ids, [one.picture for one in placed], begin)
+    inputs = reader.plain_inputs(ids, [[one.picture for one in placed]], begin)
     with torch.no_grad():
         logits = model.eval()(input_ids=ids, **inputs).logits[0, begin - 1 : -1]
     logits[:, reader.never(320)] = -math.inf

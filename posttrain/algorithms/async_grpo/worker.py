@@ -20,7 +20,8 @@ from torch import Tensor
 
 from posttrain.data.chat import tokenize_prompts
 from posttrain.data.formats import is_conversational, is_messages
-from posttrain.data.pictures import opened, picture_prompt, without_pictures
+from posttrain.data.picture_rows import opened, picture_prompt
+from posttrain.data.pictures import without_pictures
 from posttrain.data.processors import PictureProcessor
 from posttrain.errors import RolloutError
 from posttrain.losses.advantages import MOST, centred, group_advantages, weighted_total

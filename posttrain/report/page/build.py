@@ -119,6 +119,8 @@ def panel_of(name: str) -> tuple[str, str]:
 
     >>> panel_of("eval_loss"), panel_of("rewards/accuracy/mean")
     (('Learning', 'loss'), ('Rewards', 'mean of each reward function'))
+    >>> panel_of("images/reused")
+    ('Images', 'images encoded and reused')
     >>> panel_of("balance/busiest_rank")
     ('More', 'balance/busiest_rank')
     """

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from posttrain.data.chat import inner_tokenizer, terminal_token_ids, tokenize_prompts
-from posttrain.data.pictures import conversation_pictures, filled
-from posttrain.data.processors import PictureProcessor, Placed
+from posttrain.data.pictures import Placed, conversation_pictures, filled
+from posttrain.data.processors import PictureProcessor
 from posttrain.data.responses import parse_response
 from posttrain.errors import DataError, RolloutError
 from posttrain.rollouts.base import RolloutEngine, require_engine

@@ -19,7 +19,8 @@ from posttrain.data.chat import (
     with_template,
 )
 from posttrain.data.formats import strip_none
-from posttrain.data.pictures import Picture, picture_prompts
+from posttrain.data.picture_rows import picture_prompts
+from posttrain.data.pictures import Picture, conversation_pictures
 from posttrain.data.processors import PictureProcessor
 from posttrain.data.responses import add_response_schema
 from posttrain.data.templates import (
@@ -206,7 +207,8 @@ class ToolSuffix:
         if self.reader is None:
             text = render(self.tokenizer, messages, **how, **self.template_kwargs)
             return text, self.text.ids(text), []
-        text, held = self.reader.conversation(messages, **how, **self.template_kwargs)
+        blocks, held = conversation_pictures(messages)
+        text = self.reader.render(blocks, **how, **self.template_kwargs)
         pictures = [self.reader.fitted(picture) for picture in held]
         return text, self.reader.encode(text, pictures, ids_of=self.text.ids)[0], pictures
 

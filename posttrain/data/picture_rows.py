@@ -1,0 +1,493 @@
+"""Rows with pictures: as segments of text, as ids, as prompts that are completed, and with their pictures placed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby, islice, pairwise
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+from datasets import Features, List, Value
+
+from posttrain.data.chat import RENDERED, AssistantSpans, common_prefix, template_arguments
+from posttrain.data.formats import (
+    PICTURE_COLUMNS,
+    PROMPT_COLUMNS,
+    is_messages,
+    maybe_convert_to_chatml,
+    one_eos,
+    pictures_of,
+    strip_none,
+)
+from posttrain.data.packing import LENGTHS, best_fit_decreasing
+from posttrain.data.pictures import Background, Picture, conversation_pictures, filled, read_picture
+from posttrain.data.preference import maybe_extract_prompt
+from posttrain.data.sft import CUT, NO_ASSISTANT
+from posttrain.errors import DataError
+from posttrain.types import Prompt, Row
+
+if TYPE_CHECKING:
+    from posttrain.data.processors import PictureProcessor
+
+__all__ = [
+    "COUNTERS",
+    "HINT",
+    "LOST",
+    "PACKED",
+    "PictureOptions",
+    "conversation_of",
+    "exchanged",
+    "opened",
+    "picture_prompt",
+    "picture_prompts",
+    "place_pictures",
+    "row_batch",
+    "row_features",
+    "side_by_side",
+]
+
+IGNORED = -100
+PACKED = 256  # Rows that are packed together; their encoded images are in memory at once.
+HINT = "Fix: a larger max_length (None: no limit), or smaller images; posttrain inspect shows the rows."
+LONG = "longer than max_length with their images"
+LARGE = "with an image of more than image_max_tokens or image_max_pixels"
+MANY = "with more than max_images_per_row images"
+UNREADABLE = "with an unreadable image"
+LOST = (LONG, UNREADABLE, MANY)  # Of which a set may hold few.
+EMPTY = "with an empty answer"
+EQUAL = "with equal answers"
+COUNTERS = ("_truncated", "_tokens", "_resized", "_escaped")
+
+Segments = list[tuple[str, list[Picture]]]  # Text, and the pictures of its placeholders.
+Answer = tuple[list[int], list[int]]  # Ids, and 1 where one is trained.
+
+
+@dataclass(frozen=True)
+class PictureOptions:
+    """How rows with pictures become ids; hashable by value, so that the dataset's fingerprint is stable from run to run.
+
+    Attributes:
+        branches: Columns of answers; empty: documents with labels (SFT).
+        max_length: Tokens of prompt and answer, images included; None: no limit.
+        fit: ``error`` refuses a set in which more than 0.5 % of the rows do not fit or cannot be read, ``drop`` leaves them out;
+            ``resize`` is ``error``, but images above their limits (`PictureProcessor.fitted`), and those of a row that would
+            not fit ``max_length``, are made smaller.
+        train_prompt: SFT: whether the prompt is trained too.
+        spoken: SFT: whether what the assistant says is trained alone.
+        text_field: SFT: column of plain text.
+    """
+
+    branches: tuple[str, ...] = ()
+    max_length: int | None = 1024
+    fit: Literal["error", "drop", "resize"] = "error"
+    train_prompt: bool = False
+    spoken: bool = False
+    text_field: str = "text"
+
+
+# Rows with answers as ids ----------------------------------------------------------------------------------------
+
+
+def row_batch(
+    batch: dict[str, list], indices: list[int], reader: PictureProcessor, options: PictureOptions
+) -> dict[str, list]:
+    """A batch of rows as columns of ids; see `Vision.prepare_rows`."""
+    made: list[dict[str, Any]] = []
+    for position, index in enumerate(indices):
+        row = strip_none({name: column[position] for name, column in batch.items() if column[position] is not None})
+        try:
+            made.append(_row(row, reader, options))
+            for picture in made[-1]["pictures"]:
+                picture["row"] = index
+        except DataError as error:
+            raise DataError(f"row {index}: {error}") from error
+    return {name: [one[name] for one in made] for name in made[0]}
+
+
+def row_features(given: Any, branches: Sequence[str], drop: Sequence[str]) -> Any:
+    """Types of all columns: a thousand rows of text, from which they would be taken, say nothing of pictures."""
+    ids = ["prompt_ids", *(f"{b}_ids" for b in branches)] if branches else ["input_ids", "labels"]
+    kept = {name: kind for name, kind in given.items() if name not in drop}
+    kept |= {name: List(Value("int64")) for name in [*ids, *(f"{b}_mask" for b in branches)]}
+    kept |= {name: Value("int64") for name in COUNTERS} | {"_reason": Value("string")}
+    picture = {"bytes": Value("binary"), "path": Value("string"), "size": List(Value("int64")), "row": Value("int64")}
+    return Features(kept | {"pictures": List(picture)})
+
+
+def _row(row: dict[str, Any], reader: PictureProcessor, options: PictureOptions) -> dict[str, Any]:
+    """One row as columns of ids, with the reason why it is left out."""
+    row = dict(maybe_extract_prompt(maybe_convert_to_chatml(row)))
+    if options.spoken:
+        segments, plain = spoken_segments(row, reader, prompt_too=options.train_prompt), False
+    else:
+        segments, plain = row_segments(row, reader, options.branches, options.text_field)
+    reason, read, found = "", [], []
+    try:
+        reason, where = UNREADABLE, "column 'images'"
+        read = [(text, [read_picture(v, where, reader.background) for v in values]) for text, values in segments]
+        reason = LARGE
+        found = [(text, [reader.fitted(picture) for picture in held]) for text, held in read]
+        if options.fit == "drop":
+            # A file that was cut has a fine header; read now, it stops no run later.
+            reason = UNREADABLE
+            for picture in _held(read):
+                picture.load()
+        reason = ""
+    except DataError:
+        if options.fit != "drop":
+            raise
+        # The row is left out, so any text will do.
+        read = found = [(part.replace(reader.placeholder, ""), []) for part, _ in segments]
+    if not _held(found) and not reason and reader.family.block == "prompt":
+        raise DataError(
+            "the row has no image, and this model's processor takes no prompt without one. Fix: leave it out."
+        )
+    if reader.per_row is not None and len(_held(found)) > reader.per_row:
+        reason = reason or MANY
+    if plain and reader.family.block != "prompt":
+        found[0] = (reader.begun(found[0][0]), found[0][1])
+    if options.fit == "resize" and not reason:
+        found = _smaller(found, reader, options, plain)
+    counts = {
+        "_resized": sum(old != new for old, new in zip(_held(read), _held(found), strict=True)),
+        "_escaped": sum(reader.escaped(text) for text, _ in found),
+    }
+    return _columns(*_encoded(found, reader, options, plain), _held(found), reason, reader, options) | counts
+
+
+def _held(segments: Segments) -> list[Picture]:
+    """Pictures of a row, in reading order."""
+    return [picture for _, held in segments for picture in held]
+
+
+def _encoded(
+    segments: Segments, reader: PictureProcessor, options: PictureOptions, plain: bool
+) -> tuple[list[int], list[Answer]]:
+    """Ids of the prompt (none of a document), and ids of each answer with which of them are trained."""
+    several = len(segments) > 1
+    made = [reader.encode(text, held, prompt=several and not at)[0] for at, (text, held) in enumerate(segments)]
+    prompt, *answers = made if several else ([], *made)
+    silent = {*reader.controls.values(), reader.token_id}
+    if options.spoken:
+        # Behind the prompt, every other piece is the assistant's.
+        turns = [(token, int(not at % 2 and token not in silent)) for at, ids in enumerate(answers) for token in ids]
+        return prompt, [([token for token, _ in turns], [said for _, said in turns])]
+    answers = [one_eos(ids, reader.tokenizer) if plain else ids for ids in answers]
+    return prompt, [(ids, [int(token not in silent) for token in ids]) for ids in answers]
+
+
+def _length(prompt: list[int], answers: list[Answer]) -> int:
+    return len(prompt) + max(len(ids) for ids, _ in answers)
+
+
+def _least(prompt: list[int], answers: list[Answer], reader: PictureProcessor) -> int:
+    """Tokens of a row that was cut behind its last image; at least one of each answer."""
+    return len(prompt) + max(
+        max((at + 1 for at, token in enumerate(ids) if token == reader.token_id), default=1) for ids, _ in answers
+    )
+
+
+def _smaller(segments: Segments, reader: PictureProcessor, options: PictureOptions, plain: bool) -> Segments:
+    """The row's pictures at a size at which it fits ``max_length``; as they are where no size does."""
+    limit, most, shown = options.max_length, 0, segments
+    while limit is not None and _held(segments):
+        prompt, answers = _encoded(shown, reader, options, plain)
+        if _least(prompt, answers, reader) <= limit:
+            return shown
+        counts = [reader.expansion(picture).count for picture in _held(shown)]
+        # What the text leaves to each. What stands around images grows with them, so that a few tries may be needed.
+        room = (limit - _length(prompt, answers) + sum(counts)) // len(counts)
+        most = max(min(room, max(counts) - 1), 1) if not most else int(0.9 * most)
+        try:
+            shown = [(text, [reader.fitted(picture, most) for picture in held]) for text, held in segments]
+        except DataError:
+            break
+        if most <= 1:
+            break
+    return segments
+
+
+def _columns(
+    prompt: list[int],
+    answers: list[Answer],
+    pictures: list[Picture],
+    reason: str,
+    reader: PictureProcessor,
+    options: PictureOptions,
+) -> dict[str, Any]:
+    limit, cut, length = options.max_length, False, _length(prompt, answers)
+    if limit is not None and length > limit:
+        if _least(prompt, answers, reader) > limit:
+            reason = reason or LONG
+        else:
+            answers, cut = [(ids[: limit - len(prompt)], mask[: limit - len(prompt)]) for ids, mask in answers], True
+    if options.spoken and not any(answers[0][1]):
+        reason = reason or (CUT if cut else NO_ASSISTANT)
+    if any(not ids for ids, _ in answers):
+        reason = reason or EMPTY
+    if len(answers) == 2 and answers[0][0] == answers[1][0] and reader.token_id not in answers[0][0]:
+        reason = reason or EQUAL
+    made: dict[str, Any] = {}
+    if options.branches:
+        made["prompt_ids"] = prompt
+        for branch, (ids, mask) in zip(options.branches, answers, strict=True):
+            made |= {f"{branch}_ids": ids, f"{branch}_mask": mask}
+    else:
+        ((ids, said),), silent = answers, {*reader.controls.values(), reader.token_id}
+        whole = options.train_prompt and not options.spoken
+        trained = [int(whole and token not in silent) for token in prompt] + said
+        made["input_ids"] = prompt + ids
+        made["labels"] = [token if m else IGNORED for token, m in zip(prompt + ids, trained, strict=True)]
+    made["pictures"] = [stored(picture) for picture in pictures]
+    return made | {"_reason": reason, "_truncated": int(cut), "_tokens": length}
+
+
+def side_by_side(batch: dict[str, list], size: int) -> dict[str, list]:
+    """Whole rows with their pictures, packed into rows of at most ``size`` tokens by best fit, none of them cut."""
+    lengths = np.array([len(ids) for ids in batch["input_ids"]])
+    order, counts = best_fit_decreasing(lengths, size)
+    packs = np.split(order, np.cumsum(counts)[:-1])
+    made = {name: [[one for i in pack for one in rows[i]] for pack in packs] for name, rows in batch.items()}
+    return made | {LENGTHS: [lengths[pack].tolist() for pack in packs]}
+
+
+def row_segments(
+    row: Mapping[str, Any], reader: PictureProcessor, branches: Sequence[str], text_field: str
+) -> tuple[list[tuple[str, list[Any]]], bool]:
+    """Text and pictures of the prompt and of each answer, or of a whole document; and whether they are plain text.
+
+    Args:
+        row: Conversational or of text.
+        reader: Renders conversations.
+        branches: Columns of answers; empty: ``completion`` behind a prompt, or documents.
+        text_field: Column of plain documents.
+
+    Raises:
+        DataError: Columns of another kind, or a template that shows the prompt's pictures differently before an answer.
+    """
+    images, documents = pictures_of(row), not branches and "prompt" not in row
+    branches = branches or ("completion",)
+    if documents:
+        whole = row.get("messages", row.get(text_field))
+        if is_messages(whole):
+            if reader.family.block == "prompt":
+                raise DataError("this model reads a prompt both ways. Fix: give 'prompt' and 'completion' apart.")
+            blocks, held = conversation_pictures(whole, images)
+            return [(reader.render(blocks, **template_arguments(row)), held)], False
+        return [(_text(whole, text_field), images)], True
+    prompt = row.get("prompt")
+    answers = [row.get(branch) for branch in branches]
+    if not is_messages(prompt):
+        texts = [_text(value, column) for column, value in zip(("prompt", *branches), (prompt, *answers), strict=True)]
+        return [(texts[0], images), *((text, []) for text in texts[1:])], True
+    blocks, shown = conversation_pictures(prompt, images)
+    begin = reader.render(blocks, **template_arguments(row), add_generation_prompt=True)
+    wholes, inside = [], []
+    for branch, answer in zip(branches, answers, strict=True):
+        if not is_messages(answer):
+            raise DataError(f"column 'prompt' holds messages and column {branch!r} is {str(answer)[:60]!r}.")
+        more, held = conversation_pictures(answer)
+        wholes.append(reader.render([*blocks, *more], **template_arguments(row)))
+        inside.append(held)
+    # Where a template writes the prompt differently before an answer, the boundary is where the texts part.
+    begin = begin[: min(common_prefix(begin, whole) for whole in wholes)]
+    if reader.places(begin) != len(shown):
+        raise DataError("the chat template writes the prompt's images differently before an answer.")
+    return [(begin, shown), *((w[len(begin) :], held) for w, held in zip(wholes, inside, strict=True))], False
+
+
+def spoken_segments(
+    row: Mapping[str, Any], reader: PictureProcessor, *, prompt_too: bool
+) -> list[tuple[str, list[Any]]]:
+    """Text and pictures before the assistant speaks, while it speaks, and so on in turn (``assistant_only_loss``).
+
+    Args:
+        row: With ``messages``, or a conversational ``prompt`` with ``completion``.
+        reader: Renders conversations.
+        prompt_too: Whether what the assistant says in the prompt counts.
+
+    Raises:
+        DataError: The row is no conversation.
+    """
+    prompt, rest = row.get("prompt", []), row.get("completion", row.get("messages"))
+    if not is_messages(rest) or not (prompt == [] or is_messages(prompt)):
+        raise DataError(
+            "assistant_only_loss=True needs conversations: 'messages', or 'prompt' and 'completion' of messages."
+        )
+    blocks, held = conversation_pictures([*prompt, *rest], pictures_of(row))
+    text, spans = AssistantSpans(reader.tokenizer, reader.render).by_rendering(blocks, **template_arguments(row))
+    given = 0 if prompt_too else sum(message.get("role") == "assistant" for message in prompt)
+    # A conversation in which nothing is said has an empty turn.
+    said = spans[given:] or [(len(text), len(text))]
+    cuts, pictures = [0, *(at for span in said for at in span), len(text)], iter(held)
+    pieces = [text[a:b] for a, b in pairwise(cuts)]
+    return [(piece, list(islice(pictures, reader.places(piece)))) for piece in pieces]
+
+
+def _text(value: Any, column: str) -> str:
+    if not isinstance(value, str):
+        raise DataError(f"column {column!r} must be text or messages, and it is {str(value)[:60]!r}.")
+    return value
+
+
+def place_pictures(rows: list[Row], examples: Iterable[Mapping[str, Any]], reader: PictureProcessor) -> list[Row]:
+    """Put the pictures of prepared examples on their rows, one row an example, or one a document of a packed one.
+
+    A document (a row without prompt) gets what stands before its first trained token as prompt, because what a family reads
+    both ways is the prompt. Rows without pictures stay as they are.
+
+    Raises:
+        DataError: A row's ids hold other placeholders than its pictures have; or an answer has some, for a model that takes
+            none there.
+    """
+    rest = iter(rows)
+    for example in examples:
+        pictures = [stored_picture(value, reader.background) for value in example.get("pictures") or ()]
+        for row in islice(rest, len(example.get(LENGTHS) or (0,))):
+            if pictures and any(reader.token_id in ids for ids in (row.prompt_ids, *row.completions)):
+                _place(row, pictures, reader)
+        if pictures:
+            raise DataError(f"PT-G011: {len(pictures)} images have no placeholders in their row.")
+    return rows
+
+
+def _place(row: Row, pictures: list[Picture], reader: PictureProcessor) -> None:
+    """Take the pictures of one row from the front of those of its example."""
+    if not row.prompt_ids:
+        (ids,), (mask,) = row.completions, row.loss_masks
+        first = mask.index(1) if 1 in mask else 0
+        row.prompt_ids, row.completions, row.loss_masks = ids[:first], [ids[first:]], [mask[first:]]
+    row.pictures = reader.place_all([row.prompt_ids, *row.completions], pictures)
+    if reader.family.cross and any(row.pictures[1:]):
+        raise DataError(
+            "an answer holds images, and text before an image attends to it in this model: prompt and other answers would "
+            "see it. Fix: images in prompts alone, or leave this row out."
+        )
+
+
+def stored(picture: Picture) -> dict[str, Any]:
+    """A picture as a row of Arrow holds it: encoded bytes or a path, and the size that the model sees."""
+    source = picture.encoded().source
+    data, path = (source, None) if isinstance(source, bytes) else (None, source)
+    return {"bytes": data, "path": path, "size": list(picture.size)}
+
+
+def stored_picture(value: Mapping[str, Any], background: Background) -> Picture:
+    """Undo `stored`, of a row whose number was added."""
+    return read_picture(value, f"row {value.get('row')}", background).resized(tuple(value["size"]))
+
+
+def picture_prompts(
+    reader: PictureProcessor,
+    rows: Sequence[Mapping[str, Any]],
+    kwargs: Mapping[str, Any],
+    ids_of: Callable[[str], list[int]] | None = None,
+) -> list[Prompt]:
+    """Prompts as the model reads them, with their pictures placed; equal neighbours are read once.
+
+    Args:
+        reader: Of the run.
+        rows: With a conversational ``prompt``.
+        kwargs: For the chat template; a row's own win.
+        ids_of: See `PictureProcessor.encode`.
+
+    Raises:
+        DataError: A prompt is no conversation, holds more than ``max_images_per_row`` images, or cannot be read.
+    """
+    return _once(rows, (*RENDERED, *PICTURE_COLUMNS), lambda row: picture_prompt(reader, row, kwargs, ids_of))
+
+
+def _once(rows: Iterable[Mapping[str, Any]], names: Sequence[str], make: Callable[[Any], Any]) -> list[Any]:
+    """What ``make`` gives for each row; neighbours that agree in these columns share it."""
+    made: list[Any] = []
+    for _, alike in groupby(rows, key=lambda row: [row.get(name) for name in names]):
+        first, *others = alike
+        made += [make(first)] * (1 + len(others))
+    return made
+
+
+def opened(examples: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Examples with images of PIL in columns and messages, decoded when they are touched; equal neighbours share theirs."""
+    shown = _once(examples, PROMPT_COLUMNS, _opened)
+    return [
+        {**example, **{name: value for name, value in images.items() if name in example}}
+        for example, images in zip(examples, shown, strict=True)
+    ]
+
+
+def _opened(example: Mapping[str, Any]) -> dict[str, Any]:
+    """Prompt and columns of images of one example, with images of PIL."""
+
+    def read(value: Any) -> Any:
+        return read_picture(value, "column 'images' of a prompt").opened()
+
+    images = [read(value) for value in pictures_of(example)]
+    made: dict[str, Any] = {"image": images[0] if example.get("image") is not None else None, "images": images}
+    prompt: Any = example.get("prompt")
+    if is_messages(prompt):
+        blocks, held = conversation_pictures(prompt, range(len(images)))
+        made["prompt"] = filled(blocks, [images[one] if isinstance(one, int) else read(one) for one in held])
+    return made
+
+
+def picture_prompt(
+    reader: PictureProcessor,
+    row: Mapping[str, Any],
+    kwargs: Mapping[str, Any],
+    ids_of: Callable[[str], list[int]] | None = None,
+    pictures: Sequence[Picture] | None = None,
+) -> Prompt:
+    """One of `picture_prompts`.
+
+    Args:
+        reader: Of the run.
+        row: With a conversational ``prompt``.
+        kwargs: For the chat template; the row's own win.
+        ids_of: See `PictureProcessor.encode`.
+        pictures: That were read before, of a row whose messages hold them again; None: read those of the row.
+    """
+    # The messages hold what the columns hold where pictures were read before.
+    row = strip_none({k: v for k, v in row.items() if pictures is None or k not in PICTURE_COLUMNS})
+    blocks, held = conversation_of(row)
+    if reader.per_row is not None and len(held) > reader.per_row:
+        raise DataError(
+            f"a prompt has {len(held)} images, and max_images_per_row={reader.per_row}. Fix: leave this row out."
+        )
+    goes_on = blocks[-1].get("role") == "assistant"
+    how = {"continue_final_message": True} if goes_on else {"add_generation_prompt": True}
+    text = reader.render(blocks, **how, **{**kwargs, **template_arguments(row)})
+    reader.sanitized += reader.escaped(text)
+    if pictures is None:
+        read = [read_picture(value, "column 'images' of a prompt", reader.background) for value in held]
+        pictures = [reader.fitted(picture).encoded() for picture in read]
+        reader.resized += sum(a != b for a, b in zip(read, pictures, strict=True))
+    return Prompt(*reader.encode(text, pictures, prompt=True, ids_of=ids_of))
+
+
+def conversation_of(row: Mapping[str, Any]) -> tuple[list[dict[str, Any]], list[Any]]:
+    """Messages of a prompt with empty image blocks, and what belongs in them.
+
+    Raises:
+        DataError: The prompt is no conversation, or has other places than images.
+    """
+    row = strip_none(dict(row))
+    if not is_messages(row["prompt"]):
+        raise DataError("rows with images need conversational prompts: [{'role': 'user', 'content': ...}].")
+    return conversation_pictures(row["prompt"], pictures_of(row))
+
+
+def exchanged(examples: Sequence[Mapping[str, Any]], size: int) -> list[dict[str, Any]]:
+    """Examples of which each prompt shows the images of another that has as many; of text stay as they are.
+
+    Args:
+        examples: Groups of ``size`` consecutive.
+        size: Rows of one prompt.
+    """
+    rows = [conversation_of(example) for example in examples]
+    made = [{k: v for k, v in example.items() if k not in PICTURE_COLUMNS} for example in examples]
+    for count in {len(held) for _, held in rows}:
+        alike = [i for i, (_, held) in enumerate(rows) if len(held) == count]
+        for place, i in enumerate(alike):
+            made[i] |= {"prompt": rows[i][0], "images": rows[alike[(place + size) % len(alike)]][1]}
+    return made
