@@ -108,7 +108,7 @@ _KINDS = {int: numbers.Integral, float: numbers.Real, str: str | os.PathLike, ty
 
 def option(default: Any, text: str) -> Any:
     """A field of a config with its help text."""
-    return option(default, text)
+    return field(default=default, metadata={"help": text})
 
 
 def read_mapping(name: str, value: Any) -> Any:
