@@ -11,7 +11,6 @@ from dataclasses import asdict, dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
-from posttrain.checks.machine import installed_version
 from posttrain.cli import inspect, train
 from posttrain.errors import PreflightError, check_choice
 from posttrain.types import Finding
@@ -326,25 +325,3 @@ def show(checkup: Checkup) -> None:
     verdict = "refused" if checkup.refused else "ready to train"
     style = STYLES["error"] if checkup.refused else "bold green"
     console.print(Text.assemble("\n", (f"{checkup.command}: {verdict}", style), f" ({said}; {seconds:.1f} s)"))
-
-
-# What `posttrain env` shows ------------------------------------------------------------------------------------------------
-
-OPTIONAL = (
-    "bitsandbytes", "deepspeed", "liger-kernel", "vllm", "flash-attn", "kernels", "math-verify", "fastapi", "uvicorn",
-    "tensorboard", "wandb", "trackio",
-)  # fmt: skip
-
-
-def report() -> str:
-    """What a run's manifest says of this machine, optional packages, and whether all fit together; one key a line."""
-    from posttrain.checks.machine import verdict
-    from posttrain.report.page.run import flat
-    from posttrain.report.record import describe_run
-
-    found = describe_run()
-    found["versions"] |= {name: installed_version(name) for name in OPTIONAL}
-    lines = [f"- {name}: {'none' if value is None else value}" for name, value in flat(found).items()]
-    misfits = verdict()
-    said = "".join(f"\n  - {line}" for line in misfits) if misfits else " all installed packages fit"
-    return "\n".join([*lines, f"- compatibility:{said}"])

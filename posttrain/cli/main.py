@@ -77,10 +77,29 @@ def _env(argv: list[str]) -> int:
     if argv and argv[0] in ("-h", "--help"):
         sys.stdout.write("usage: posttrain env\n\nShow versions, hardware and settings, ready to paste.\n")
         return 0
-    from posttrain.cli.check import report
-
-    sys.stdout.write(report() + "\n")
+    sys.stdout.write(environment() + "\n")
     return 0
+
+
+# Packages that a bug report names beside those of a run's manifest.
+OPTIONAL = (
+    "bitsandbytes", "deepspeed", "liger-kernel", "vllm", "flash-attn", "kernels", "math-verify", "fastapi", "uvicorn",
+    "tensorboard", "wandb", "trackio",
+)  # fmt: skip
+
+
+def environment() -> str:
+    """What a run's manifest says of this machine, optional packages, and whether all fit together; one key a line."""
+    from posttrain.checks.machine import installed_version, verdict
+    from posttrain.report.page.run import flat
+    from posttrain.report.record import describe_run
+
+    found = describe_run()
+    found["versions"] |= {name: installed_version(name) for name in OPTIONAL}
+    lines = [f"- {name}: {'none' if value is None else value}" for name, value in flat(found).items()]
+    misfits = verdict()
+    said = "".join(f"\n  - {line}" for line in misfits) if misfits else " all installed packages fit"
+    return "\n".join([*lines, f"- compatibility:{said}"])
 
 
 def _serve(argv: list[str]) -> int:
