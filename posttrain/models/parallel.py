@@ -122,13 +122,11 @@ def all_reduce_sum(values: list[float], accelerator: Accelerator) -> list[float]
     """Sum numbers over ranks, all of them in one collective."""
     if accelerator.num_processes == 1:
         return values
-    packed = torch.tensor(values, dtype=torch.float64, device=_float64_device(accelerator))
+    # MPS has no float64.
+    device = "cpu" if accelerator.device.type == "mps" else accelerator.device
+    packed = torch.tensor(values, dtype=torch.float64, device=device)
     torch.distributed.all_reduce(packed)
     return packed.tolist()
-
-
-def _float64_device(accelerator: Accelerator) -> torch.device:
-    return torch.device("cpu") if accelerator.device.type == "mps" else accelerator.device
 
 
 def shards_parameters(accelerator: Accelerator) -> bool:
