@@ -344,8 +344,8 @@ def refuse_other_optimizer(folder: Path, accelerator: Any) -> None:
     shards = zero_shards(folder)
     if shards and len(shards) != before:
         raise CheckpointError(
-            f"{str(shards[0].parent)!r} holds {len(shards)} of {before} shards of the optimizer: the run would go on with a new "
-            "one. Fix: bring them back (each node may have kept its own), or resume from another checkpoint."
+            f"{str(shards[0].parent)!r} holds {len(shards)} of {before} shards of the optimizer. Fix: bring them back (each node "
+            "may have kept its own), or resume from another checkpoint."
         )
 
 
