@@ -59,7 +59,7 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-WHOLE = "the whole optimizer on each process"
+WHOLE = "neither FSDP nor DeepSpeed"
 SHARDING = ("torch.distributed.fsdp", "deepspeed.")  # Where the hooks come from that gather parameters and free them.
 
 
