@@ -59,7 +59,7 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-WHOLE = "the whole optimizer on each process"
+WHOLE = "neither FSDP nor DeepSpeed"
 SHARDING = ("torch.distributed.fsdp", "deepspeed.")  # Where the hooks come from that gather parameters and free them.
 
 
@@ -122,13 +122,11 @@ def all_reduce_sum(values: list[float], accelerator: Accelerator) -> list[float]
     """Sum numbers over ranks, all of them in one collective."""
     if accelerator.num_processes == 1:
         return values
-    packed = torch.tensor(values, dtype=torch.float64, device=_float64_device(accelerator))
+    # MPS has no float64.
+    device = "cpu" if accelerator.device.type == "mps" else accelerator.device
+    packed = torch.tensor(values, dtype=torch.float64, device=device)
     torch.distributed.all_reduce(packed)
     return packed.tolist()
-
-
-def _float64_device(accelerator: Accelerator) -> torch.device:
-    return torch.device("cpu") if accelerator.device.type == "mps" else accelerator.device
 
 
 def shards_parameters(accelerator: Accelerator) -> bool:
@@ -346,8 +344,8 @@ def refuse_other_optimizer(folder: Path, accelerator: Any) -> None:
     shards = zero_shards(folder)
     if shards and len(shards) != before:
         raise CheckpointError(
-            f"{str(shards[0].parent)!r} holds {len(shards)} of {before} shards of the optimizer: the run would go on with a new "
-            "one. Fix: bring them back (each node may have kept its own), or resume from another checkpoint."
+            f"{str(shards[0].parent)!r} holds {len(shards)} of {before} shards of the optimizer. Fix: bring them back (each node "
+            "may have kept its own), or resume from another checkpoint."
         )
 
 

@@ -379,7 +379,7 @@ def test_an_optimizer_that_cannot_be_read_is_refused_with_both_kinds_and_numbers
     if fits:
         parallel.refuse_other_optimizer(tmp_path, run)
         return
-    kinds = {ZERO2: "ZeRO below 3", ZERO3: "ZeRO-3", "optimizer.pt": "the whole optimizer"}
+    kinds = {ZERO2: "ZeRO below 3", ZERO3: "ZeRO-3", "optimizer.pt": "neither FSDP nor DeepSpeed"}
     written = kinds.get(wrote, "FSDP")
     with pytest.raises(
         CheckpointError, match=rf"by 2 processes with {written}.* run is {runs[1]} process.*Fix: resume with {written}"
