@@ -23,7 +23,7 @@ from posttrain.data.formats import (
 from posttrain.data.packing import LENGTHS, best_fit_decreasing
 from posttrain.data.pictures import Background, Picture, conversation_pictures, filled, read_picture
 from posttrain.data.preference import maybe_extract_prompt
-from posttrain.data.sft import CUT, NO_ASSISTANT
+from posttrain.data.sft import CUT, IGNORED, NO_ASSISTANT
 from posttrain.errors import DataError
 from posttrain.types import Prompt, Row
 
@@ -47,7 +47,6 @@ __all__ = [
     "side_by_side",
 ]
 
-IGNORED = -100
 PACKED = 256  # Rows that are packed together; their encoded images are in memory at once.
 HINT = "Fix: a larger max_length (None: no limit), or smaller images; posttrain inspect shows the rows."
 LONG = "longer than max_length with their images"

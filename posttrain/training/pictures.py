@@ -118,7 +118,7 @@ class PictureConfig:
         check_choice("freeze_vision", self.freeze_vision, ("auto", "tower", True, False))
         check_choice("image_fit", self.image_fit, ("error", "drop", "resize"))
         check_choice("image_background", self.image_background, ("white", "black"))
-        limits = {name: getattr(self, name) for name in ("image_max_tokens", "image_max_pixels", "max_images_per_row")}
+        limits = {name: getattr(self, name) for name in ("image_max_tokens", "image_max_pixels")}
         for name, limit in limits.items():
             if limit is not None and limit < 1:
                 raise ConfigError(f"{name}={limit} must be at least 1, or None.")

@@ -319,8 +319,8 @@ def unknown(request):
 def test_rows_of_an_unknown_family_are_those_of_its_processor_and_its_own_forward(unknown):
     name, model, processor, encoder = unknown
     layout = probe_layout(model)
-    # The first takes features and three rows of positions; the others' forward takes the processor's tensors alone.
-    assert (layout.kind, encoder.processor.family.whole) == (("tree", False) if name == "glm4v" else ("padded", True))
+    # The last takes no features without others of its own: its processor's tensors then.
+    assert (layout.kind, encoder.processor.family.whole) == (("padded", True) if name == "ovis2" else ("tree", False))
     rows, sequences = rows_of(name, encoder)
     grads = []
     for run in (lambda: truth(name, model, processor, sequences), lambda: forest(model, rows, layout)):
