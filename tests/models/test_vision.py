@@ -333,6 +333,12 @@ def test_rows_of_an_unknown_family_are_those_of_its_processor_and_its_own_forwar
     assert float((grads[0][1] - grads[1][1]).norm() / grads[0][1].norm()) < 2e-5
 
 
+def test_an_unknown_family_is_proven_in_half_precision_too():
+    model, processor = build("glm4v")
+    assert install_pictures(model.bfloat16(), processor).processor.family.positions == "grid"
+    assert probe_layout(model).kind == "tree"
+
+
 def test_an_unknown_family_whose_images_change_nothing_is_refused():
     model, processor = build("deepseek_vl")
     with torch.no_grad():
