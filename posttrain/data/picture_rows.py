@@ -307,8 +307,12 @@ def spoken_segments(
         prompt_too: Whether what the assistant says in the prompt counts.
 
     Raises:
-        DataError: The row is no conversation.
+        DataError: The row is no conversation, or the model reads a prompt both ways: what is said first would see what follows.
     """
+    if reader.family.block == "prompt":
+        raise DataError(
+            "this model reads a prompt both ways. Fix: assistant_only_loss=False, and 'prompt' with 'completion'."
+        )
     prompt, rest = row.get("prompt", []), row.get("completion", row.get("messages"))
     if not is_messages(rest) or not (prompt == [] or is_messages(prompt)):
         raise DataError(

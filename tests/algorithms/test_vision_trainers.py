@@ -400,6 +400,12 @@ def test_what_the_assistant_says_alone_is_trained_between_images(name, columns, 
     assert first_loss(trainer) == pytest.approx(-float(torch.cat(wanted).mean()), abs=1e-4)
 
 
+def test_a_model_that_reads_prompts_both_ways_trains_no_turns_of_one(tmp_path):
+    held = [{"messages": talk(1), "images": [png(noise(8, 8))] * 2}]
+    with pytest.raises(DataError, match="row 0: this model reads a prompt both ways"):
+        sft(tmp_path, datasets.Dataset.from_list(held), name="paligemma", assistant_only_loss=True)
+
+
 def test_a_row_without_a_turn_of_the_assistant_is_left_out_and_one_that_is_no_conversation_refused(tmp_path):
     found = [
         {"messages": user("a?", 1), "images": [png(noise(8, 8))]},
