@@ -23,7 +23,7 @@ from posttrain.data.formats import (
 from posttrain.data.packing import LENGTHS, best_fit_decreasing
 from posttrain.data.pictures import Background, Picture, conversation_pictures, filled, read_picture
 from posttrain.data.preference import maybe_extract_prompt
-from posttrain.data.sft import CUT, NO_ASSISTANT
+from posttrain.data.sft import CUT, IGNORED, NO_ASSISTANT
 from posttrain.errors import DataError
 from posttrain.types import Prompt, Row
 
@@ -47,7 +47,6 @@ __all__ = [
     "side_by_side",
 ]
 
-IGNORED = -100
 PACKED = 256  # Rows that are packed together; their encoded images are in memory at once.
 HINT = "Fix: a larger max_length (None: no limit), or smaller images; posttrain inspect shows the rows."
 LONG = "longer than max_length with their images"
@@ -308,8 +307,12 @@ def spoken_segments(
         prompt_too: Whether what the assistant says in the prompt counts.
 
     Raises:
-        DataError: The row is no conversation.
+        DataError: The row is no conversation, or the model reads a prompt both ways: what is said first would see what follows.
     """
+    if reader.family.block == "prompt":
+        raise DataError(
+            "this model reads a prompt both ways. Fix: assistant_only_loss=False, and 'prompt' with 'completion'."
+        )
     prompt, rest = row.get("prompt", []), row.get("completion", row.get("messages"))
     if not is_messages(rest) or not (prompt == [] or is_messages(prompt)):
         raise DataError(

@@ -45,6 +45,7 @@ logger = logging.getLogger(__name__)
 MASKABLE = ("sdpa", "eager", "flex_attention")  # Backends that take an arbitrary mask.
 TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-6}  # Of the spread of the truth; 0.1 in half precision.
 ROUNDING = 8 * torch.finfo(torch.float32).eps  # Of the largest number: log-probs are computed in float32.
+REACH = 0.1  # Times a tolerance: nats by which another image must at least move a log-prob.
 # Read anew in every pass, so a probe may make them short; Llama 4 counts ``floor_scale`` in columns instead of positions.
 SHRINKABLE = ("sliding_window", "attention_chunk_size", "floor_scale")
 FIXED = ("window_size", "attention_window_size", "attention_window", "sliding_window_size", "local_attention")
@@ -397,9 +398,12 @@ def _picture_fault(model: Any, reader: PictureProcessor) -> str:
             moved.append(_own_logps(model, _own_inputs(reader, text + answer, others))[start - 1 :])
     judged = _judged(rows)
     told, other = torch.cat(truth)[judged], torch.cat(moved)[judged]
-    if not disagreement(other, told, 10 * share):
-        return f"PT-G005: other images move log-probs by {float((other - told).abs().max()):.2g} alone"
-    return disagreement(_fast(model, rows, Layout("padded", row_tokens=4096)), told, share)
+    found = _fast(model, rows, Layout("padded", row_tokens=4096)).float().cpu()
+    gap, reach = (float((one - told).abs().max()) for one in (found, other))
+    # What images do must stand out from what the two roads differ by, else their agreement says nothing of images.
+    if not (fault := disagreement(found, told, share)) and reach <= max(10 * gap, share * REACH):
+        return f"PT-G005: other images move log-probs by {reach:.2g}, and rows differ from sequences alone by {gap:.2g}"
+    return fault
 
 
 def _own_inputs(reader: PictureProcessor, text: str, pictures: Sequence[Picture]) -> dict[str, Tensor]:

@@ -47,15 +47,11 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
+# Parts of names of what is between tower and text model.
 PROJECTOR = {
+    "aligner", "connector", "deepstack_merger_list", "image_newline", "merger", "merger_list", "multi_modal_projector",
     "projector",
-    "connector",
-    "merger",
-    "merger_list",
-    "deepstack_merger_list",
-    "image_newline",
-    "multi_modal_projector",
-}
+}  # fmt: skip
 SAMPLES = 16  # Numbers of a trained weight that are compared.
 PROBED = ((56, 56), (112, 56), (84, 140))  # Width and height of pictures whose features are counted at the start.
 
@@ -228,7 +224,8 @@ def _state(weight: Tensor) -> tuple[int, int, float]:
 
 def image_features(model: Any, joined: Mapping[str, Tensor]) -> tuple[bool, list[Tensor]]:
     """Features ``(sum of tokens, H)`` of prepared pictures, one more a level of deepstack; and whether they come as a list."""
-    output = model.get_image_features(**joined, return_dict=True)
+    encode = getattr(model, "get_image_features", None) or model.model.get_image_features
+    output = encode(**joined, return_dict=True)
     levels = [output.pooler_output, *(getattr(output, "deepstack_features", None) or ())]
     return not isinstance(levels[0], Tensor), [_flat(level) for level in levels]
 

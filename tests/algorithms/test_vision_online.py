@@ -81,7 +81,8 @@ def generate(trainer, rows=(0, 1, 2, 3), size=2):
         ("mllama", "hf"),
         ("glm4v", "native"),
         ("glm4v", "hf"),
-        ("deepseek_vl", "hf"),
+        ("deepseek_vl", "native"),
+        ("ovis2", "hf"),
     ],
 )
 def test_sampled_and_trained_log_probs_are_those_of_each_row_alone(kind, name, engine, tmp_path):

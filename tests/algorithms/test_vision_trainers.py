@@ -20,7 +20,7 @@ from posttrain.report.page.build import render
 from posttrain.report.page.run import read_run
 from tests.vision_families import build, noise
 
-FAMILIES = ("llava", "qwen2_5_vl", "gemma3", "idefics3", "glm4v", "deepseek_vl")
+FAMILIES = ("llava", "qwen2_5_vl", "gemma3", "idefics3", "glm4v", "ovis2")
 QUICK = {
     "max_steps": 1,
     "per_device_train_batch_size": 4,
@@ -103,7 +103,7 @@ def test_sft_loss_is_that_of_each_sequence_alone(name, tmp_path):
         logps = [alone(model, processor, row, row["completion"]) for row in plain]
     args = SFTConfig(str(tmp_path), learning_rate=0.0, logging_steps=1, gradient_checkpointing=False, **QUICK)
     trainer = SFTTrainer(model, args, train_dataset=dataset, processing_class=processor)
-    assert trainer.layout.kind == ("padded" if name == "deepseek_vl" else "tree")
+    assert trainer.layout.kind == ("padded" if name == "ovis2" else "tree")
     assert first_loss(trainer) == pytest.approx(-float(torch.cat(logps).mean()), abs=1e-4)
 
 
@@ -342,7 +342,7 @@ def test_packing_that_cuts_rows_is_refused_with_images(option, tmp_path):
         sft(tmp_path, rows("completion"), packing=True, packing_strategy=option, max_length=64)
 
 
-@pytest.mark.parametrize("name", ["llava", "qwen2_5_vl", "gemma3", "deepseek_vl"])
+@pytest.mark.parametrize("name", ["llava", "qwen2_5_vl", "gemma3", "ovis2"])
 @pytest.mark.parametrize("streamed", [False, True])
 def test_packed_rows_are_whole_and_their_loss_is_that_of_each_sequence_alone(name, streamed, tmp_path):
     model, processor = build(name)
@@ -368,7 +368,7 @@ def talk(i):
 
 
 @pytest.mark.parametrize("columns", ["messages", "prompt"])
-@pytest.mark.parametrize("name", ["llava", "qwen2_5_vl", "gemma3", "glm4v", "deepseek_vl"])
+@pytest.mark.parametrize("name", ["llava", "qwen2_5_vl", "gemma3", "glm4v", "ovis2"])
 def test_what_the_assistant_says_alone_is_trained_between_images(name, columns, tmp_path):
     model, processor = build(name)
     images = [[noise(84, 56, i), noise(56, 112, i + 5)] for i in range(3)]
@@ -398,6 +398,12 @@ def test_what_the_assistant_says_alone_is_trained_between_images(name, columns, 
     said = [t for row in trainer.train_dataset for t in row["labels"] if t != -100]
     assert len(said) == sum(map(len, wanted))
     assert first_loss(trainer) == pytest.approx(-float(torch.cat(wanted).mean()), abs=1e-4)
+
+
+def test_a_model_that_reads_prompts_both_ways_trains_no_turns_of_one(tmp_path):
+    held = [{"messages": talk(1), "images": [png(noise(8, 8))] * 2}]
+    with pytest.raises(DataError, match="row 0: this model reads a prompt both ways"):
+        sft(tmp_path, datasets.Dataset.from_list(held), name="paligemma", assistant_only_loss=True)
 
 
 def test_a_row_without_a_turn_of_the_assistant_is_left_out_and_one_that_is_no_conversation_refused(tmp_path):

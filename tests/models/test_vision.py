@@ -319,8 +319,8 @@ def unknown(request):
 def test_rows_of_an_unknown_family_are_those_of_its_processor_and_its_own_forward(unknown):
     name, model, processor, encoder = unknown
     layout = probe_layout(model)
-    # The first takes features and three rows of positions; the others' forward takes the processor's tensors alone.
-    assert (layout.kind, encoder.processor.family.whole) == (("tree", False) if name == "glm4v" else ("padded", True))
+    # The last takes no features without others of its own: its processor's tensors then.
+    assert (layout.kind, encoder.processor.family.whole) == (("padded", True) if name == "ovis2" else ("tree", False))
     rows, sequences = rows_of(name, encoder)
     grads = []
     for run in (lambda: truth(name, model, processor, sequences), lambda: forest(model, rows, layout)):
@@ -331,6 +331,12 @@ def test_rows_of_an_unknown_family_are_those_of_its_processor_and_its_own_forwar
     model.zero_grad()
     assert torch.allclose(grads[0][0], grads[1][0], atol=2e-5, rtol=0)
     assert float((grads[0][1] - grads[1][1]).norm() / grads[0][1].norm()) < 2e-5
+
+
+def test_an_unknown_family_is_proven_in_half_precision_too():
+    model, processor = build("glm4v")
+    assert install_pictures(model.bfloat16(), processor).processor.family.positions == "grid"
+    assert probe_layout(model).kind == "tree"
 
 
 def test_an_unknown_family_whose_images_change_nothing_is_refused():
