@@ -43,17 +43,6 @@ from posttrain.types import (
     option,
 )
 
-__all__ = [
-    "A2POConfig",
-    "A2POTrainer",
-    "ValueCache",
-    "a2po_objective",
-    "fingerprint",
-    "model_hash",
-    "optimal_value",
-    "row_key",
-]
-
 logger = logging.getLogger(__name__)
 
 

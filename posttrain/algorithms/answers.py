@@ -16,19 +16,6 @@ from posttrain.losses.reduce import row_terms, sequence_lengths, sequence_sum
 from posttrain.metrics import Metric, mean
 from posttrain.types import Batch, LossTerms, ModelOutputs
 
-__all__ = [
-    "answer_mask",
-    "as_label",
-    "branch_sums",
-    "check_labels",
-    "judged_metrics",
-    "likelihood_mask",
-    "likelihood_terms",
-    "pair_metrics",
-    "reference_free_metrics",
-    "sequence_logp",
-]
-
 logger = logging.getLogger(__name__)
 
 SORTED = 10  # Batches that one label may fill in a row.

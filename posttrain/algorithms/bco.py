@@ -24,13 +24,6 @@ from posttrain.models import parallel
 from posttrain.models.forward import forward
 from posttrain.types import Batch, LossTerms, ModelOutputs, NonNegativeFloat, PositiveInt, Row, option
 
-__all__ = [
-    "BCOConfig",
-    "BCOTrainer",
-    "PromptDensity",
-    "embed_prompts",
-]
-
 logger = logging.getLogger(__name__)
 
 

@@ -16,8 +16,6 @@ from posttrain.losses.preference import CPO_LOSSES
 from posttrain.training.config import attributes, takes
 from posttrain.types import Batch, LossTerms, ModelOutputs, NonNegativeFloat, Share, option
 
-__all__ = ["CPOConfig", "CPOTrainer"]
-
 logger = logging.getLogger(__name__)
 
 

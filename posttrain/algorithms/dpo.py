@@ -21,8 +21,6 @@ from posttrain.training.config import attributes, takes, warn_keep_end
 from posttrain.training.pictures import PictureConfig
 from posttrain.types import Batch, LossTerms, ModelOutputs, PositiveFloat, Share, option
 
-__all__ = ["DPOConfig", "DPOTrainer", "dpo_objective"]
-
 logger = logging.getLogger(__name__)
 
 

@@ -24,8 +24,6 @@ from posttrain.training.config import attributes, takes
 from posttrain.training.pictures import PictureConfig
 from posttrain.types import Batch, LossTerms, ModelOutputs, NonNegativeFloat, Row, option
 
-__all__ = ["KTOConfig", "KTOTrainer", "fixed_partners", "partners"]
-
 logger = logging.getLogger(__name__)
 
 

@@ -41,14 +41,6 @@ from posttrain.types import (
     option,
 )
 
-__all__ = [
-    "PAIR_LOSS_TYPES",
-    "OnlineDPOConfig",
-    "OnlineDPOTrainer",
-    "pair_terms",
-    "sequence_sums",
-]
-
 logger = logging.getLogger(__name__)
 
 

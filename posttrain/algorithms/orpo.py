@@ -16,8 +16,6 @@ from posttrain.metrics import mean
 from posttrain.training.config import attributes, takes
 from posttrain.types import Batch, LossTerms, ModelOutputs, PositiveFloat, Row, option
 
-__all__ = ["ORPOConfig", "ORPOTrainer"]
-
 
 @dataclass
 class ORPOConfig(UnreadFields, AnswerConfig):

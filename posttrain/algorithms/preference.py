@@ -60,17 +60,6 @@ from posttrain.types import (
     option,
 )
 
-__all__ = [
-    "PRECOMPUTED",
-    "ROW_NUMBER",
-    "AnswerConfig",
-    "ComparedConfig",
-    "PairWatch",
-    "PreferenceTrainer",
-    "UnreadFields",
-    "check_given",
-]
-
 logger = logging.getLogger(__name__)
 
 

@@ -22,8 +22,6 @@ from posttrain.training.config import PostTrainingConfig, takes
 from posttrain.training.trainer import PostTrainer
 from posttrain.types import Batch, LossTerms, ModelOutputs, NonNegativeFloat, PositiveInt, Row, option
 
-__all__ = ["RewardConfig", "RewardTrainer", "reward_objective"]
-
 logger = logging.getLogger(__name__)
 
 

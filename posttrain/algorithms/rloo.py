@@ -25,8 +25,6 @@ from posttrain.training.pictures import PictureConfig
 from posttrain.training.scoring import FIXED, FIXED_PATHS, SETTABLE, SETTABLE_PATHS, last_logged
 from posttrain.types import Batch, LossTerms, ModelOutputs, NonNegativeFloat, PositiveInt, option
 
-__all__ = ["RLOOConfig", "RLOOTrainer", "rloo_objective"]
-
 logger = logging.getLogger(__name__)
 
 MAX_LOG_RATIO = 20.0  # exp(20) is 5e8: beyond it one sequence would decide the whole loss.

@@ -29,8 +29,6 @@ from posttrain.training.pictures import PictureConfig
 from posttrain.training.trainer import PostTrainer
 from posttrain.types import Batch, LossTerms, ModelOutputs, PositiveInt, Row, option
 
-__all__ = ["SFTConfig", "SFTTrainer", "sft_objective"]
-
 LOSSES: dict[str, Callable] = {"nll": nll, "chunked_nll": nll, "dft": dft}
 
 

@@ -16,8 +16,6 @@ from posttrain.metrics import mean
 from posttrain.training.config import attributes, takes
 from posttrain.types import Batch, LossTerms, ModelOutputs, NonNegativeFloat, PositiveFloat, Share, option
 
-__all__ = ["TPOConfig", "TPOTrainer"]
-
 
 @dataclass
 class TPOConfig(AnswerConfig):

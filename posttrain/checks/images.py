@@ -18,8 +18,6 @@ from posttrain.models.heads import picture_encoder
 from posttrain.models.vision import tower_parameters
 from posttrain.types import Batch, Finding, Row
 
-__all__ = ["check_exchanged", "check_image_fit", "check_pictures", "check_reach", "check_tower_gradients"]
-
 CODES: tuple[tuple[str, str, Any, str], ...] = (
     ("PT-G001", "images-do-not-fit", "data", "images and text longer than the context"),
     ("PT-G002", "image-places", "data", "as many images as there are not places for them"),

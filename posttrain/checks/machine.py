@@ -21,29 +21,6 @@ from posttrain.checks.registry import Context, finding, probe
 from posttrain.integrations.machine import port_is_free
 from posttrain.types import Finding
 
-__all__ = [
-    "FEATURES",
-    "NEEDS",
-    "Need",
-    "base_version",
-    "check_binaries",
-    "check_dense_masks",
-    "check_devices",
-    "check_disk_space",
-    "check_gpu_memory",
-    "check_launch",
-    "check_precision",
-    "check_strangers",
-    "check_versions",
-    "features_in_use",
-    "gib",
-    "installed_version",
-    "memory_limit",
-    "ports_of_servers",
-    "required_version",
-    "verdict",
-]
-
 logger = logging.getLogger(__name__)
 
 # A new checkpoint is written before an old one is removed.

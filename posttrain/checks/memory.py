@@ -23,21 +23,6 @@ if TYPE_CHECKING:
     from posttrain.models.memory import Available
     from posttrain.models.memory_estimate import Generating, Part, Shards, Workload
 
-__all__ = [
-    "MOST",
-    "Lengths",
-    "Profile",
-    "assumed_lengths",
-    "check_dry_step",
-    "check_estimate",
-    "check_profile",
-    "compare_estimate",
-    "larger_batch",
-    "plan",
-    "sampled_pictures",
-    "samples",
-]
-
 logger = logging.getLogger(__name__)
 
 # Share of the memory that a run may plan with: estimates are right within a fifth, and allocators waste some.

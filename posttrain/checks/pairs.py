@@ -14,26 +14,6 @@ from posttrain.data.chat import common_prefix
 from posttrain.data.formats import PROMPT_COLUMNS, has_pictures
 from posttrain.types import Finding, Row
 
-__all__ = [
-    "AGREEMENT_CODES",
-    "JUDGED_CODES",
-    "PAIR_CODES",
-    "PAIR_TEXT_CODES",
-    "SIGHT_CODES",
-    "PairScan",
-    "SecondSight",
-    "check_agreement",
-    "check_judged",
-    "check_pairs",
-    "check_second_sight",
-    "nearly_equal",
-    "reference_mismatch",
-    "reference_prefers_rejected",
-    "scan_pairs",
-    "score_columns",
-]
-
-
 PAIR_CODES = ("PT-D022", "PT-D023", "PT-D024")
 JUDGED_CODES = ("PT-D026",)
 PAIR_TEXT_CODES = ("PT-D033", "PT-D034", "PT-D035")

@@ -24,30 +24,6 @@ from posttrain.types import Finding
 if TYPE_CHECKING:
     from posttrain.types import Row
 
-__all__ = [
-    "AREAS",
-    "MODES",
-    "MOMENTS",
-    "PROBES",
-    "REGISTRY",
-    "Check",
-    "Context",
-    "Moment",
-    "Preflight",
-    "Probe",
-    "Result",
-    "Severity",
-    "Told",
-    "codes_of",
-    "describe",
-    "finding",
-    "load",
-    "lookup",
-    "probe",
-    "register",
-    "silenced_codes",
-]
-
 logger = logging.getLogger(__name__)
 
 

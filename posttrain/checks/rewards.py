@@ -14,22 +14,6 @@ from typing import Any
 from posttrain.checks.registry import Context, finding, probe
 from posttrain.types import Finding
 
-__all__ = [
-    "FLAT_GENERATIONS",
-    "SUPPLIED",
-    "RunningReward",
-    "check_clipped",
-    "check_no_signal",
-    "check_overlong",
-    "check_references",
-    "check_reward_columns",
-    "check_reward_ranges",
-    "check_reward_values",
-    "histogram",
-    "reference_column",
-]
-
-
 FLAT_GENERATIONS = 20
 HEAVY, LARGE = 50.0, 100.0  # Times the median; and in size, where nothing divides by a spread.
 BINS = 8

@@ -19,25 +19,6 @@ from posttrain.data.formats import ROLES
 from posttrain.errors import PosttrainError
 from posttrain.types import Finding, Row
 
-__all__ = [
-    "ROW_CODES",
-    "RULES",
-    "RowRule",
-    "RowSample",
-    "TokenSequence",
-    "answers_of",
-    "check_rows",
-    "columns_of",
-    "count_of",
-    "diverged_prompts",
-    "doubt",
-    "dropped_rows",
-    "fault",
-    "is_open",
-    "where",
-]
-
-
 NAMED = 8  # Row indices a finding names before it says "and n more".
 
 

@@ -16,8 +16,6 @@ from dataclasses import dataclass, field
 from posttrain.checks.registry import REGISTRY, Severity
 from posttrain.types import Finding
 
-__all__ = ["RULES", "History", "Rule", "Verdict", "check_log", "review", "window"]
-
 FLAT_SHARE = 0.8  # Of the groups, without spread.
 KL_LARGE, KL_GROWTH = 0.5, 5.0  # Nats a token, and times what it was at first.
 ENTROPY_LEFT = 0.1  # Of what the run began with.

@@ -15,20 +15,6 @@ from posttrain.errors import ConfigError
 from posttrain.models.forward import causal_lm
 from posttrain.types import Finding
 
-__all__ = [
-    "PROBE_TEXTS",
-    "TokenizerMatch",
-    "check_match",
-    "check_special_tokens",
-    "check_tokenizers",
-    "compare_tokenizers",
-    "probe_conversations",
-    "probe_texts",
-    "require_same_tokens",
-    "special_token_findings",
-    "token_bytes",
-]
-
 logger = logging.getLogger(__name__)
 
 

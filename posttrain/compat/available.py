@@ -8,25 +8,6 @@ from collections.abc import Callable
 from posttrain.checks.machine import NEEDS, base_version, installed_version
 from posttrain.integrations import is_available
 
-__all__ = [
-    "is_deepspeed_available",
-    "is_fastapi_available",
-    "is_harbor_available",
-    "is_jmespath_available",
-    "is_joblib_available",
-    "is_liger_kernel_available",
-    "is_math_verify_available",
-    "is_mergekit_available",
-    "is_openreward_available",
-    "is_pydantic_available",
-    "is_requests_available",
-    "is_unsloth_available",
-    "is_uvicorn_available",
-    "is_vllm_ascend_available",
-    "is_vllm_available",
-    "is_weave_available",
-]
-
 logger = logging.getLogger(__name__)
 
 # The table's, as a default that can be read.

@@ -17,8 +17,6 @@ from posttrain.report.sync_reference import bare, has_adapter, is_sharded, resum
 if TYPE_CHECKING:
     from transformers import TrainerControl, TrainerState, TrainingArguments
 
-__all__ = ["BEMACallback"]
-
 logger = logging.getLogger(__name__)
 
 FOLDER = "bema"

@@ -14,17 +14,6 @@ from torch import Tensor
 from posttrain.compat.tensors import pad
 from posttrain.errors import ArgumentTypeError, ConfigError, DataError, check_choice
 
-__all__ = [
-    "Collator",
-    "DataCollatorForLanguageModeling",
-    "DataCollatorForPreference",
-    "DataCollatorForReward",
-    "DataCollatorForUnpairedPreference",
-    "identity",
-    "label_of",
-]
-
-
 IGNORED = -100
 Example = Mapping[str, Any]
 

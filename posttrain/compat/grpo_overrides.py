@@ -21,15 +21,6 @@ from posttrain.rollouts.episodes.driver import EpisodeDriver
 from posttrain.training.config import user_override
 from posttrain.types import Batch, Rollout, Row, Sampling
 
-__all__ = [
-    "TAKEN",
-    "GRPOOverrides",
-    "from_padded",
-    "padded_logps",
-    "to_padded",
-]
-
-
 LOGPS = {  # Name in the dict of padded tensors -> column of a generation.
     "old_per_token_logps": "old_logp",
     "ref_per_token_logps": "ref_logp",

@@ -17,15 +17,6 @@ from posttrain.data.formats import is_messages, pictures_of
 from posttrain.data.pictures import conversation_pictures, read_picture
 from posttrain.errors import ConfigError, DataError
 
-__all__ = [
-    "DataCollatorForVisionLanguageChatML",
-    "DataCollatorForVisionLanguageModeling",
-    "DataCollatorForVisionPreference",
-    "DataCollatorForVisionUnpairedPreference",
-    "prepare_multimodal_messages",
-    "prepare_multimodal_messages_vllm",
-]
-
 TYPES = ("token_type_ids", "mm_token_type_ids")  # What a processor says of each token, beside its mask.
 
 

@@ -16,18 +16,6 @@ import torch
 from rich.logging import RichHandler
 from transformers import PreTrainedModel
 
-__all__ = [
-    "EnvironmentFactory",
-    "RewardFunc",
-    "RolloutFunc",
-    "TRLExperimentalWarning",
-    "decode_and_strip_padding",
-    "ensure_master_addr_port",
-    "init_zero_verbose",
-    "profiling_context",
-    "profiling_decorator",
-]
-
 # A model id, a model with one output, or a function of prompts, completions and columns (docs/rewards.md).
 RewardFunc = str | PreTrainedModel | Callable[..., list[float | None]]
 

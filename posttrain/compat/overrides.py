@@ -15,8 +15,6 @@ from typing import TYPE_CHECKING, Any
 from posttrain.errors import ConfigError
 from posttrain.training.config import PADDED_STEPS, user_override
 
-__all__ = ["REFUSED", "SILENT", "OwnPreparation", "adapt", "hook_for", "missing", "table"]
-
 if TYPE_CHECKING:
     from posttrain.training.trainer import PostTrainer as Trainer
 else:

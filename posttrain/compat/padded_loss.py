@@ -26,8 +26,6 @@ from posttrain.training.config import PADDED_STEPS, user_override
 from posttrain.training.online import OnlineTrainer
 from posttrain.types import Batch, ModelOutputs
 
-__all__ = ["BeforeUser", "BehindUser", "PaddedInputs", "PaddedOutputs", "tell_cost", "to_batch", "to_padded"]
-
 logger = logging.getLogger(__name__)
 
 IGNORED = -100

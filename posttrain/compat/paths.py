@@ -12,8 +12,6 @@ import importlib.machinery
 from types import ModuleType
 from typing import Any
 
-__all__ = ["INSTEAD", "MODULES", "Finder", "public_name"]
-
 # Every module of TRL 1.16 whose names are public, and those of older versions that scripts still import. For a trainer
 # ``X`` under ``trainer``, ``X_trainer`` and ``X_config`` are meant; under ``experimental`` also ``X`` itself.
 _PATHS = """

@@ -19,17 +19,6 @@ from posttrain.models.parallel import whole_parameters
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-__all__ = [
-    "disable_gradient_checkpointing",
-    "empty_cache",
-    "enable_gradient_checkpointing",
-    "get_reward",
-    "peft_module_casting_to_bf16",
-    "prepare_model_for_kbit_training",
-    "prepare_peft_model",
-    "unwrap_model_for_generation",
-]
-
 QUANTIZED = ("gptq", "aqlm", "eetq", "torchao", "hqq")
 
 

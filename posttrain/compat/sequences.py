@@ -14,13 +14,6 @@ from posttrain.data.formats import describe_dataset, is_messages, maybe_convert_
 from posttrain.data.preference import maybe_extract_prompt, unpair_preference_dataset
 from posttrain.errors import ArgumentTypeError, ConfigError, DataError, check_choice
 
-__all__ = [
-    "CONVERSIONS",
-    "convert_dataset",
-    "shuffle_sequence_dict",
-    "split_tensor_dict",
-]
-
 
 def _is_sized(value: Any) -> bool:
     return isinstance(value, list | tuple) or (isinstance(value, Tensor) and value.dim() > 0)

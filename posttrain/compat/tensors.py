@@ -11,24 +11,6 @@ from torch.utils.checkpoint import checkpoint
 
 from posttrain.errors import ArgumentTypeError, ConfigError, DataError, check_choice
 
-__all__ = [
-    "entropy_from_logits",
-    "first_true_indices",
-    "flush_left",
-    "masked_mean",
-    "masked_var",
-    "masked_whiten",
-    "nanmax",
-    "nanmin",
-    "nanstd",
-    "pad",
-    "pad_to_length",
-    "selective_log_softmax",
-    "selective_log_softmax_and_entropy",
-    "truncate_right",
-]
-
-
 WHITEN_EPS = 1e-8  # Keeps the division finite when all values are equal.
 
 

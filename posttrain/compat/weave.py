@@ -18,8 +18,6 @@ from posttrain.report.completions import EvalPrompts
 if TYPE_CHECKING:
     from transformers import GenerationConfig, TrainerControl, TrainerState, TrainingArguments
 
-__all__ = ["WeaveCallback"]
-
 logger = logging.getLogger(__name__)
 
 PURPOSE = "WeaveCallback"

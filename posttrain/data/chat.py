@@ -15,34 +15,6 @@ from jinja2 import TemplateSyntaxError
 from posttrain.data.formats import is_conversational, strip_none
 from posttrain.errors import ConfigError, DataError, ModelError
 
-__all__ = [
-    "AssistantSpans",
-    "apply_chat_template",
-    "assistant_mask",
-    "check_messages",
-    "check_unicode",
-    "common_prefix",
-    "encode",
-    "fit_messages",
-    "has_generation_markers",
-    "inner_tokenizer",
-    "json_arguments",
-    "maybe_apply_chat_template",
-    "one_bos",
-    "open_end",
-    "parse_tools",
-    "prompt_text",
-    "render",
-    "render_prompt",
-    "template_arguments",
-    "template_text",
-    "terminal_token_ids",
-    "tokenize_prompts",
-    "tool_call",
-    "turn_end",
-    "with_template",
-]
-
 logger = logging.getLogger(__name__)
 
 

@@ -14,18 +14,6 @@ from torch import Tensor
 from posttrain.errors import DataError
 from posttrain.types import Batch, Row
 
-__all__ = [
-    "Layout",
-    "collate",
-    "halves",
-    "share_prompts",
-    "split_by_sequence",
-    "to_rows",
-    "unbatched",
-    "unbatched_answers",
-]
-
-
 PADDED_MOST = 0.05  # Share of a stacked pass that may be padding: less than what another pass costs.
 FIELDS = ("advantages", "old_logp", "ref_logp", "rollout_logp")  # Columns that are fields of `Batch` by name.
 

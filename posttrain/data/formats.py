@@ -14,33 +14,6 @@ from typing import Any, TypedDict
 from posttrain.errors import ArgumentTypeError, DataError
 from posttrain.types import Row
 
-__all__ = [
-    "MESSAGE_COLUMNS",
-    "ROW",
-    "DatasetDescription",
-    "PreparationReport",
-    "check_ids",
-    "describe_dataset",
-    "first_row",
-    "get_dataset_column_names",
-    "has_nested_none",
-    "has_pictures",
-    "is_conversational",
-    "is_conversational_from_value",
-    "is_messages",
-    "listed",
-    "maybe_convert_to_chatml",
-    "one_eos",
-    "picture_blocks",
-    "pictures_of",
-    "refuse_images",
-    "remove_none_values",
-    "shows_pictures",
-    "strip_none",
-    "tokenized",
-    "undecoded",
-]
-
 logger = logging.getLogger(__name__)
 
 MESSAGE_COLUMNS = ("prompt", "chosen", "rejected", "completion", "messages")  # In this order: never a set's.

@@ -21,15 +21,6 @@ from posttrain.errors import ConfigError, DataError, check_choice, did_you_mean
 from posttrain.integrations.hub import not_found
 from posttrain.types import option
 
-__all__ = [
-    "LOADERS",
-    "DatasetConfig",
-    "DatasetMixtureConfig",
-    "check_json",
-    "get_dataset",
-    "load_rows",
-]
-
 logger = logging.getLogger(__name__)
 
 

@@ -18,23 +18,6 @@ import pyarrow.compute as pc
 
 from posttrain.errors import ArgumentTypeError, ConfigError, DataError, check_choice
 
-__all__ = [
-    "STRATEGIES",
-    "Lists",
-    "as_rows",
-    "best_fit_decreasing",
-    "check_list",
-    "gather",
-    "list_column",
-    "list_columns",
-    "pack_dataset",
-    "segment_sum",
-    "shuffle_bins",
-    "split_lengths",
-    "split_trained",
-    "truncate_dataset",
-]
-
 logger = logging.getLogger(__name__)
 
 

@@ -30,23 +30,6 @@ from posttrain.types import Prompt, Row
 if TYPE_CHECKING:
     from posttrain.data.processors import PictureProcessor
 
-__all__ = [
-    "COUNTERS",
-    "HINT",
-    "LOST",
-    "PACKED",
-    "PictureOptions",
-    "conversation_of",
-    "exchanged",
-    "opened",
-    "picture_prompt",
-    "picture_prompts",
-    "place_pictures",
-    "row_batch",
-    "row_features",
-    "side_by_side",
-]
-
 PACKED = 256  # Rows that are packed together; their encoded images are in memory at once.
 HINT = "Fix: a larger max_length (None: no limit), or smaller images; posttrain inspect shows the rows."
 LONG = "longer than max_length with their images"

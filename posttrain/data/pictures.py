@@ -18,18 +18,6 @@ from posttrain.data.formats import PICTURE_BLOCKS, picture_blocks
 from posttrain.errors import DataError
 from posttrain.integrations import require
 
-__all__ = [
-    "Picture",
-    "Placed",
-    "conversation_pictures",
-    "filled",
-    "observed_blocks",
-    "open_source",
-    "read_picture",
-    "shaded",
-    "without_pictures",
-]
-
 logger = logging.getLogger(__name__)
 
 # Keys of a block that may hold its picture.

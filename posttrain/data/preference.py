@@ -36,19 +36,6 @@ from posttrain.data.formats import (
 from posttrain.errors import DataError
 from posttrain.types import Row
 
-__all__ = [
-    "AnswerOptions",
-    "answer_rows",
-    "extract_and_unpair",
-    "extract_prompt",
-    "maybe_extract_prompt",
-    "maybe_unpair_preference_dataset",
-    "pair_rows",
-    "prepare_answers",
-    "prepare_reward_dataset",
-    "unpair_preference_dataset",
-]
-
 logger = logging.getLogger(__name__)
 
 

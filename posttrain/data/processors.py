@@ -19,16 +19,6 @@ from torch.nn.functional import pad
 from posttrain.data.pictures import Background, Picture, Placed, shaded
 from posttrain.errors import DataError, ModelError
 
-__all__ = [
-    "FAMILIES",
-    "Family",
-    "PictureProcessor",
-    "family_of",
-    "image_only",
-    "is_processor",
-    "load_processor",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class Family:

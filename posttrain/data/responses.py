@@ -12,18 +12,6 @@ from posttrain.data.chat import inner_tokenizer, json_arguments, template_text, 
 from posttrain.data.templates import supports_tool_calling
 from posttrain.errors import ModelError
 
-__all__ = [
-    "FORMATS",
-    "Bare",
-    "ParsedMessage",
-    "Parser",
-    "add_response_schema",
-    "parameter_schemas",
-    "parse_response",
-    "typed_arguments",
-]
-
-
 Parser = Callable[[str, bool], dict[str, Any]]
 
 

@@ -17,18 +17,6 @@ from posttrain.data.chat import encode
 from posttrain.data.formats import is_conversational
 from posttrain.errors import ConfigError, DataError, ModelError
 
-__all__ = [
-    "Deal",
-    "DealtBatches",
-    "DealtStream",
-    "PromptStream",
-    "RepeatSampler",
-    "check_prompts",
-    "longest_examples",
-    "repeat_iterable_dataset",
-    "weight",
-]
-
 logger = logging.getLogger(__name__)
 
 

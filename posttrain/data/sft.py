@@ -46,15 +46,6 @@ from posttrain.data.templates import check_template, get_training_chat_template
 from posttrain.errors import DataError, ModelError
 from posttrain.types import Row
 
-__all__ = [
-    "SupervisedOptions",
-    "check_prepared",
-    "document_rows",
-    "label_batch",
-    "prepare_sft_dataset",
-    "with_training_template",
-]
-
 logger = logging.getLogger(__name__)
 
 

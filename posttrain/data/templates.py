@@ -29,21 +29,6 @@ from posttrain.data.formats import is_messages
 from posttrain.errors import ArgumentTypeError, DataError, ModelError
 from posttrain.types import Finding
 
-__all__ = [
-    "FAMILIES",
-    "PROBES",
-    "Family",
-    "Probe",
-    "TemplateReport",
-    "best_match",
-    "check_template",
-    "get_training_chat_template",
-    "is_chat_template_prefix_preserving",
-    "is_chat_template_stop_token_trained",
-    "supports_tool_calling",
-    "training_template",
-]
-
 logger = logging.getLogger(__name__)
 
 

@@ -9,8 +9,6 @@ from pathlib import Path
 
 from posttrain.errors import DataError, ModelError, did_you_mean
 
-__all__ = ["explained", "not_found", "offline_variables"]
-
 # The hub's own switch, and the library's that reads the name.
 SWITCHES = {
     "model": ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"),

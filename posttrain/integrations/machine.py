@@ -11,8 +11,6 @@ from typing import Any
 
 from posttrain.integrations import is_available, require
 
-__all__ = ["free_disk", "gpu_memory", "gpu_processes", "port_is_free"]
-
 
 def free_disk(folder: str | Path) -> int:
     """Bytes that may still be written below ``folder``, or below the first of its parents that is there."""

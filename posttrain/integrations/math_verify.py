@@ -6,8 +6,6 @@ import functools
 import importlib
 import logging
 
-__all__ = ["compare", "parse_answer", "parse_gold", "show_gold", "start_process"]
-
 # Bytes of address space of a process: 10**10**10 must fail there, not take the machine down.
 MEMORY = 4 * 2**30
 

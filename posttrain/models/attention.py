@@ -25,21 +25,6 @@ if TYPE_CHECKING:
 
     from posttrain.data.processors import PictureProcessor
 
-__all__ = [
-    "attention_mask",
-    "coarsest_dtype",
-    "disagreement",
-    "forest_mask",
-    "layout_for",
-    "padded_layout",
-    "probe_cases",
-    "probe_head",
-    "probe_key",
-    "probe_layout",
-    "prove_pictures",
-    "rope_limits",
-]
-
 logger = logging.getLogger(__name__)
 
 MASKABLE = ("sdpa", "eager", "flex_attention")  # Backends that take an arbitrary mask.

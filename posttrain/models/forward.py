@@ -27,21 +27,6 @@ from posttrain.models.heads import (
 from posttrain.models.vision import VisionView, plain_inputs, view
 from posttrain.types import Batch, LossTerms, ModelOutputs, Row
 
-__all__ = [
-    "TokenHead",
-    "add_router_term",
-    "batch_logps",
-    "forward",
-    "install_token_head",
-    "inverse_lengths",
-    "learns_prompts",
-    "noisy_embeddings",
-    "router_coefficient",
-    "sequence_logps",
-    "sequence_scores",
-    "virtual_tokens",
-]
-
 
 def forward(
     model: nn.Module,

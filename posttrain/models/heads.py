@@ -18,31 +18,6 @@ from posttrain.errors import ConfigError, ModelError
 from posttrain.losses.divergence import collision_logp
 from posttrain.models.logprob import token_logprobs
 
-__all__ = [
-    "LANGUAGE",
-    "Float32Linear",
-    "LogitRule",
-    "ScoreHead",
-    "TokenHead",
-    "cast_head_to_fp32",
-    "causal_lm",
-    "has_tower",
-    "install_token_head",
-    "keep_inputs_only",
-    "learns_prompts",
-    "picture_encoder",
-    "placeholder_of",
-    "plain",
-    "score",
-    "score_layer",
-    "text_modules",
-    "train_new_tokens",
-    "train_score_head",
-    "trunk",
-    "unwrapped",
-    "virtual_tokens",
-]
-
 logger = logging.getLogger(__name__)
 
 LANGUAGE = (

@@ -26,25 +26,6 @@ if TYPE_CHECKING:
     from torch.nn import Module
     from transformers import BitsAndBytesConfig, PreTrainedModel
 
-__all__ = [
-    "ModelConfig",
-    "VocabularyMismatchError",
-    "changes_vocabulary",
-    "check_model_source",
-    "clone_chat_template",
-    "create_model_from_path",
-    "get_config_model_id",
-    "get_peft_config",
-    "get_quantization_config",
-    "load_classifier",
-    "load_tokenizer",
-    "mirror_eos",
-    "prepare_tokenizer",
-    "resolve_pad_token",
-    "with_dtype",
-    "wrap_with_peft",
-]
-
 logger = logging.getLogger(__name__)
 
 

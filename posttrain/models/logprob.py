@@ -16,8 +16,6 @@ from torch.nn import functional as F
 
 from posttrain.errors import ConfigError
 
-__all__ = ["TokenLogprobs", "chunked_rows", "raw_logits", "token_logprobs"]
-
 # Of float32 logits. Measured on 2 cores at vocabularies of 49k and 152k: 64 MiB is no faster than 24, 16 and less are slower.
 CHUNK_BYTES, ACCELERATOR_CHUNK_BYTES = 24 * 2**20, 64 * 2**20
 

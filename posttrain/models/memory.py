@@ -25,30 +25,6 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from posttrain.errors import ConfigError, ModelError
 from posttrain.models.heads import causal_lm
 
-__all__ = [
-    "H100_BF16_PEAK",
-    "Available",
-    "KeepHostMemory",
-    "KeepLastActivations",
-    "NoOpManager",
-    "OffloadActivations",
-    "adjusted_mfu",
-    "available_memory",
-    "check_offloading",
-    "compute_flops_per_token",
-    "compute_mfu",
-    "get_act_offloading_ctx_manager",
-    "gradients_first",
-    "in_use",
-    "keep_last_activations",
-    "key_value_width",
-    "layer_configs",
-    "layers_to_keep",
-    "peak_in_use",
-    "recompute_activations",
-    "reset_peak",
-]
-
 logger = logging.getLogger(__name__)
 
 

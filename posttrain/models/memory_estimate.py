@@ -29,19 +29,6 @@ from posttrain.models.value_head import attach_value
 from posttrain.models.vision import adapter_of_text, frozen_parameters, traced_features
 from posttrain.types import Batch
 
-__all__ = [
-    "Generating",
-    "MemoryEstimate",
-    "Part",
-    "PassPeak",
-    "Shadow",
-    "Shards",
-    "Workload",
-    "estimate_memory",
-    "optimizer_bytes",
-    "trace_pass",
-]
-
 # Of the driver and the libraries in one process; nvidia-smi shows about this much for an idle one.
 CUDA_CONTEXT = 600 * 2**20
 # What allocators waste. glibc's puts small blocks where a large one was, so that the next large one needs a new place: up to

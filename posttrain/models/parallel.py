@@ -23,39 +23,6 @@ from posttrain.integrations import require
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-__all__ = [
-    "all_gather_objects",
-    "all_reduce_sum",
-    "backward",
-    "broadcast_object",
-    "equal_passes",
-    "exchange_objects",
-    "failing_together",
-    "flattens_parameters",
-    "gather_objects",
-    "gathered",
-    "gathers_in_forward",
-    "in_step",
-    "is_deepspeed",
-    "is_prepared_late",
-    "main_process_first",
-    "no_sync",
-    "reading_fsdp",
-    "reading_zero",
-    "refuse_lost_sharding",
-    "refuse_other_optimizer",
-    "run_and_share",
-    "saved_whole",
-    "scatter_objects",
-    "shard_present_layers",
-    "shards_parameters",
-    "summoned",
-    "whole_parameters",
-    "whole_tensor",
-    "without_ddp",
-    "zero_shards",
-]
-
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")

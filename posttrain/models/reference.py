@@ -25,18 +25,6 @@ from posttrain.models.forward import forward
 from posttrain.models.heads import causal_lm, unwrapped
 from posttrain.types import Batch
 
-__all__ = [
-    "Reference",
-    "check_reference",
-    "create_reference_model",
-    "disable_dropout_in_model",
-    "hash_module",
-    "hash_vocabulary",
-    "precomputed_logps",
-    "tell_own_checkpoint",
-    "use_adapter",
-]
-
 logger = logging.getLogger(__name__)
 
 

@@ -12,17 +12,6 @@ from torch import Tensor, nn
 from posttrain.errors import ModelError
 from posttrain.models.heads import causal_lm, install_token_head, score_layer
 
-__all__ = [
-    "ValueHead",
-    "attach_value",
-    "check_scorer",
-    "check_vocabulary",
-    "hidden_size",
-    "load_value_state",
-    "value_state",
-    "without_value",
-]
-
 logger = logging.getLogger(__name__)
 
 HEAD, CRITIC = "v_head", "value_model"  # Where the policy's transformers model keeps the one or the other.

@@ -23,28 +23,6 @@ from posttrain.models.heads import LANGUAGE, causal_lm, picture_encoder, unwrapp
 from posttrain.models.parallel import gathers_in_forward, shards_parameters
 from posttrain.types import Batch, Row
 
-__all__ = [
-    "PictureEncoder",
-    "VisionView",
-    "adapter_of_text",
-    "block_spans",
-    "for_tower",
-    "frozen_parameters",
-    "grid_positions",
-    "install_pictures",
-    "load_renamed",
-    "plain_inputs",
-    "prefill_inputs",
-    "probe_pictures",
-    "probe_rows",
-    "prompt_view",
-    "refuse_skipped_layers",
-    "text_offset",
-    "tower_parameters",
-    "traced_features",
-    "view",
-]
-
 logger = logging.getLogger(__name__)
 
 # Parts of names of what is between tower and text model.

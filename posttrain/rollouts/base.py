@@ -20,22 +20,6 @@ from posttrain.models.heads import causal_lm, learns_prompts, picture_encoder, u
 from posttrain.models.load import resolve_pad_token
 from posttrain.types import Request, Rollout, Sampling
 
-__all__ = [
-    "Capabilities",
-    "RolloutEngine",
-    "ScriptedEngine",
-    "check_followed",
-    "check_requests",
-    "check_rope",
-    "choose_engine",
-    "complete",
-    "create_engine",
-    "evaluating",
-    "refuse_pictures",
-    "refuse_virtual_tokens",
-    "require_engine",
-]
-
 logger = logging.getLogger(__name__)
 
 

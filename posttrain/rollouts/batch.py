@@ -22,20 +22,6 @@ from posttrain.types import Prompt, Request, Rollout, Row
 if TYPE_CHECKING:
     from posttrain.rollouts.workers.samples import RolloutSample
 
-__all__ = [
-    "Cost",
-    "RolloutBatch",
-    "RolloutWindow",
-    "balance_rows",
-    "by_context",
-    "completions_for_rewards",
-    "deal",
-    "prompt_suffixes",
-    "rollout_batch",
-    "sampler_gap",
-    "shared_requests",
-]
-
 # Prompt tokens shown to format rewards: an opening tag that a template prefills is among them.
 SUFFIX_TOKENS = 32
 

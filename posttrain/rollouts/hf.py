@@ -20,8 +20,6 @@ from posttrain.rollouts.base import Capabilities, RolloutEngine, check_followed,
 from posttrain.rollouts.sampling import apply_rules, cuts, ends_with_string, has_rules, penalize_repetition, truncate
 from posttrain.types import Request, Rollout, Sampling
 
-__all__ = ["HFEngine", "pinned_config", "without_own_settings"]
-
 logger = logging.getLogger(__name__)
 
 

@@ -27,8 +27,6 @@ from posttrain.rollouts.native.engine import own_precision
 from posttrain.rollouts.sampling import cuts
 from posttrain.types import Request, Rollout, Sampling
 
-__all__ = ["PagedEngine", "check_paged", "paged_refusal"]
-
 MEMORY_SHARE = 0.5  # Of the free memory of a GPU, for keys and values; the rest is for training.
 PAGE = 32  # Tokens of a page on a CPU, where transformers cannot size its memory by itself.
 HALF = (torch.float16, torch.bfloat16)  # What flash attention takes.

@@ -14,25 +14,6 @@ from torch import Tensor
 from posttrain.errors import ConfigError, RolloutError
 from posttrain.types import Sampling
 
-__all__ = [
-    "GENERATION_NAMES",
-    "GUIDES",
-    "Drawn",
-    "apply_rules",
-    "banned_continuations",
-    "cuts",
-    "draw",
-    "draw_tokens",
-    "ends_with_string",
-    "generation_fields",
-    "has_rules",
-    "penalize_repetition",
-    "sample",
-    "structured_guide",
-    "truncate",
-]
-
-
 BLOCK = 256
 CANDIDATES = (256, 4096)  # Most likely tokens that are sorted in search of a nucleus, before all are.
 

@@ -22,20 +22,6 @@ from posttrain.rollouts.server.replies import API_KEY_VARIABLE, check_token, der
 from posttrain.rollouts.workers.shared_weights import as_dtype
 from posttrain.types import Request, Rollout, Sampling
 
-__all__ = [
-    "EXTENSION",
-    "LEVELS",
-    "TRANSFER",
-    "Sleeper",
-    "VLLMEngine",
-    "choose_level",
-    "on_cpu",
-    "run_server",
-    "sleep_available",
-    "vllm_command",
-    "vllm_refusal",
-]
-
 logger = logging.getLogger(__name__)
 
 # Of weights through shared memory.

@@ -21,8 +21,6 @@ from posttrain.errors import ModelError
 from posttrain.rollouts.server.replies import shape_of
 from posttrain.rollouts.server.weight_sync import file_tensors, shared_path
 
-__all__ = ["Reload", "SharedMemoryTransfer", "WorkerExtension", "model_facts", "reload"]
-
 logger = logging.getLogger(__name__)
 
 BACKEND = "posttrain"  # Name of the transfer in ``--weight-transfer-config``.

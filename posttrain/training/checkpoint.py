@@ -27,29 +27,6 @@ from posttrain.models.memory_estimate import optimizer_bytes
 from posttrain.training.checks import Checks
 from posttrain.types import Finding
 
-__all__ = [
-    "MARKER",
-    "Checkpointer",
-    "GracefulInterrupt",
-    "MachineChecks",
-    "checkpoint_bytes",
-    "complete_checkpoints",
-    "damage",
-    "export_callbacks",
-    "last_complete_checkpoint",
-    "leftovers",
-    "mark",
-    "marker",
-    "publish",
-    "resolve_resume",
-    "rotate",
-    "save_state",
-    "saved_state",
-    "staging",
-    "strangers",
-    "warn_of_other_rows",
-]
-
 logger = logging.getLogger(__name__)
 
 

@@ -33,20 +33,6 @@ from posttrain.report.record import LOCK, describe_run
 from posttrain.training.data_report import DatasetHead, describe_batches, refuse_data, row_codes, usable_rows
 from posttrain.types import Batch, Finding
 
-__all__ = [
-    "Checks",
-    "check_first_gradients",
-    "check_padding",
-    "check_positions",
-    "check_reward_models",
-    "check_token_rows",
-    "check_tokens",
-    "check_trained_tokens",
-    "embedding_rows",
-    "log_codes",
-    "model_config_of",
-]
-
 logger = logging.getLogger(__name__)
 
 # Every module of checks joins the register here, so that making a trainer imports nothing more.

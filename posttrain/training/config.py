@@ -44,27 +44,6 @@ from posttrain.types import (
 if TYPE_CHECKING:
     from posttrain.training.trainer import PostTrainer
 
-__all__ = [
-    "AUTO",
-    "Alias",
-    "PostTrainingConfig",
-    "absent",
-    "as_config",
-    "attributes",
-    "check_arguments",
-    "check_gathering",
-    "check_hooks",
-    "choose_layout",
-    "loading_options",
-    "make_checks",
-    "measured",
-    "prepared_model",
-    "takes",
-    "user_override",
-    "warn_keep_end",
-    "warn_of_unused",
-]
-
 logger = logging.getLogger(__name__)
 
 

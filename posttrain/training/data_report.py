@@ -38,23 +38,6 @@ from posttrain.data.templates import check_template
 from posttrain.errors import DataError, PosttrainError
 from posttrain.types import Batch, Finding, Row
 
-__all__ = [
-    "DataReport",
-    "DataReportCallback",
-    "DatasetHead",
-    "bad_rows",
-    "describe_batches",
-    "doubtful_rows",
-    "note_suspects",
-    "prompt_rows",
-    "refuse_data",
-    "row_codes",
-    "template_findings",
-    "too_many",
-    "usable_rows",
-    "warnings_are_errors",
-]
-
 logger = logging.getLogger(__name__)
 
 

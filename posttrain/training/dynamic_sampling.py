@@ -17,8 +17,6 @@ from posttrain.models import parallel
 from posttrain.rewards.runner import RewardRunner, RewardTable
 from posttrain.rollouts.batch import RolloutBatch
 
-__all__ = ["DynamicSampler", "flat_groups", "groups_without_signal"]
-
 # A group with a standard deviation up to this has no signal.
 FLAT = 1e-8
 

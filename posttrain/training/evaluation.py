@@ -22,8 +22,6 @@ from posttrain.types import Batch, LossTerms
 if TYPE_CHECKING:
     from posttrain.training.trainer import PostTrainer
 
-__all__ = ["count_rounds", "evaluate", "evaluation_loader", "full_logits", "predicted_rows"]
-
 IGNORED = -100
 OWN = "own"  # What the user's own loss is a mean over.
 

@@ -60,8 +60,6 @@ from posttrain.training.trainer import PostTrainer
 from posttrain.training.weight_sync import WeightSync, training_engine, vllm_engine
 from posttrain.types import Batch, Finding, LossTerms, ModelOutputs, Prompt, Rollout, Row, Sampling
 
-__all__ = ["OnlineConfig", "OnlineTrainer", "RolloutBatch"]
-
 
 class OnlineTrainer(PostTrainer):
     """Adds generation, scoring and the buffer of scored rollouts to the training loop.

@@ -27,15 +27,6 @@ from posttrain.types import (
     option,
 )
 
-__all__ = [
-    "EpisodeFields",
-    "OnlineConfig",
-    "VllmSyncFields",
-    "reject_truncated_sampling",
-    "resolve_auto",
-    "truncated_sampling",
-]
-
 logger = logging.getLogger(__name__)
 
 

@@ -43,16 +43,6 @@ from posttrain.types import Batch, Row
 if TYPE_CHECKING:
     from posttrain.training.trainer import PostTrainer
 
-__all__ = [
-    "DryStep",
-    "MemoryProfile",
-    "PassRunner",
-    "batch_sizes",
-    "dry_step",
-    "fit_memory",
-    "longest_rows",
-]
-
 logger = logging.getLogger(__name__)
 
 

@@ -58,8 +58,6 @@ from posttrain.rewards.model import ModelReward
 from posttrain.rollouts.batch import RolloutBatch
 from posttrain.types import NonNegativeFloat, NonNegativeInt, OneOf, PositiveInt, Prompt, Rollout, Row, Sampling, option
 
-__all__ = ["PictureConfig", "Vision"]
-
 logger = logging.getLogger(__name__)
 
 TRIED = 2  # Rows whose pictures are read whole at the start.

@@ -28,20 +28,6 @@ if TYPE_CHECKING:
     from posttrain.rollouts.episodes.driver import EpisodeDriver
     from posttrain.rollouts.episodes.loop import Batches, Episode
 
-__all__ = [
-    "PromptSource",
-    "Rolled",
-    "RolloutSource",
-    "SyncRollouts",
-    "check_stream",
-    "describe_schedule",
-    "empty_prompts",
-    "make_driver",
-    "named_sets",
-    "with_prompts",
-    "without_workers",
-]
-
 logger = logging.getLogger(__name__)
 
 

@@ -23,21 +23,6 @@ from posttrain.rollouts.batch import RolloutBatch, prompt_suffixes
 from posttrain.rollouts.episodes.environments import EnvironmentPool
 from posttrain.training.checks import Checks
 
-__all__ = [
-    "WATCHED_CODES",
-    "RewardWatch",
-    "Scorer",
-    "completion_lengths",
-    "completion_rows",
-    "duplicates",
-    "reward_metrics",
-    "reward_model_options",
-    "reward_options",
-    "reward_runner",
-    "rollout_metrics",
-    "score_rollouts",
-]
-
 THUMBNAILED = 4  # Prompts of a generation whose images are kept for the report; about 2 kB an image.
 
 # Codes that are looked for in the rewards of every rollout batch.

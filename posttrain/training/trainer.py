@@ -39,8 +39,6 @@ from posttrain.training.passes import DryStep, PassRunner, dry_step, fit_memory
 from posttrain.training.pictures import Vision
 from posttrain.types import Batch, Finding, LossTerms, ModelOutputs, Row
 
-__all__ = ["PostTrainer", "PostTrainingConfig"]
-
 logger = logging.getLogger(__name__)
 
 

@@ -27,22 +27,6 @@ from posttrain.training.checks import Checks
 from posttrain.training.online_config import VllmSyncFields
 from posttrain.types import Finding, Request, Rollout, Row, Sampling
 
-__all__ = [
-    "GAPS",
-    "Needs",
-    "WeightSync",
-    "check_info",
-    "check_negative_control",
-    "check_parity",
-    "needs_of",
-    "probe_logprobs",
-    "probe_sequences",
-    "sync_option",
-    "training_engine",
-    "vllm_engine",
-    "whole_update",
-]
-
 logger = logging.getLogger(__name__)
 
 

@@ -12,8 +12,6 @@ from posttrain.training.online_config import EpisodeFields, OnlineConfig
 from posttrain.training.pictures import PictureConfig
 from posttrain.types import NonNegativeFloat, NonNegativeInt, OneOf, PositiveFloat, PositiveInt, Share, option
 
-__all__ = ["AsyncGRPOConfig"]
-
 logger = logging.getLogger(__name__)
 
 ENGINES = ("auto", "native", "hf", "server")

@@ -37,8 +37,6 @@ from posttrain.training.scoring import RewardWatch, completion_rows, reward_opti
 from posttrain.training.weight_sync import WeightSync, sync_option, whole_update
 from posttrain.types import Sampling
 
-__all__ = ["AsyncRollouts", "RolloutService", "warn_of_reward_models"]
-
 logger = logging.getLogger(__name__)
 
 # Parameters of a reward model that is slow without the accelerator.

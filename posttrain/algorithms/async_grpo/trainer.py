@@ -35,8 +35,6 @@ from posttrain.training.config import attributes, takes
 from posttrain.training.online import OnlineTrainer
 from posttrain.types import Batch, LossTerms, ModelOutputs
 
-__all__ = ["AsyncGRPOTrainer", "async_grpo_objective"]
-
 logger = logging.getLogger(__name__)
 
 NEEDS = frozenset({"logp", "entropy"})

@@ -43,8 +43,6 @@ from posttrain.rollouts.workers.worker import Link
 from posttrain.training.scoring import reward_runner, score_rollouts
 from posttrain.types import Prompt, Request, Rollout, Sampling
 
-__all__ = ["GroupGenerator", "RolloutGroup", "RolloutJob", "RolloutWorkerLoop", "population_advantages", "score_group"]
-
 logger = logging.getLogger(__name__)
 
 # Of the population std.

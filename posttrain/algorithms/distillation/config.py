@@ -14,8 +14,6 @@ from posttrain.training.online_config import OnlineConfig, truncated_sampling
 from posttrain.training.pictures import PictureConfig
 from posttrain.types import NonNegativeInt, PositiveFloat, PositiveInt, PositiveShare, Share, option
 
-__all__ = ["Axes", "DistillationConfig", "DistillationFields", "Support", "logit_width", "preset"]
-
 logger = logging.getLogger(__name__)
 
 FLAT = 0.05  # A beta this close to 0 or 1, and not there, has hardly any gradient.

@@ -14,16 +14,6 @@ from posttrain.data.sft import IGNORED, SupervisedOptions, label_batch
 from posttrain.errors import DataError
 from posttrain.types import Prompt, Rollout, Row
 
-__all__ = [
-    "as_rollout",
-    "cut_prompt",
-    "joined_text",
-    "privileged_prompt",
-    "tokenized_answers",
-    "with_prompt_column",
-    "with_template_arguments",
-]
-
 
 def with_prompt_column(dataset: Any) -> Any:
     """``messages`` as ``prompt`` and ``completion``, which is the last message where it is the assistant's."""

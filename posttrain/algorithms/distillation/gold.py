@@ -24,8 +24,6 @@ from posttrain.rollouts.batch import RolloutBatch
 from posttrain.training.pictures import Vision
 from posttrain.types import Batch, NonNegativeFloat, PositiveFloat, Rollout, Row, option
 
-__all__ = ["GOLDConfig", "GOLDTrainer", "byte_groups"]
-
 
 def byte_groups(first: Sequence[bytes], second: Sequence[bytes]) -> list[tuple[range, range]]:
     """Shortest runs of tokens of both sides that spell the same bytes; what follows the last common end is left out.

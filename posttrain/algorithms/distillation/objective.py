@@ -29,8 +29,6 @@ from posttrain.models.heads import Float32Linear, LogitRule, TokenHead
 from posttrain.models.logprob import chunked_rows, raw_logits
 from posttrain.types import Batch, LossTerms, ModelOutputs
 
-__all__ = ["AlignedComparison", "Comparison", "HiddenTeacher", "TokenScores", "capture", "distillation_objective"]
-
 MAX_LOG_RATIO = 20.0
 COLUMNS = ("divergence", "logp", "gap", "entropy", "mass", "agree")
 

@@ -38,21 +38,6 @@ from posttrain.types import (
     option,
 )
 
-__all__ = [
-    "GKDConfig",
-    "GKDTrainer",
-    "IWOPDConfig",
-    "IWOPDTrainer",
-    "MiniLLMConfig",
-    "MiniLLMTrainer",
-    "SDFTConfig",
-    "SDFTTrainer",
-    "SDPOConfig",
-    "SDPOTrainer",
-    "SSDConfig",
-    "SSDTrainer",
-]
-
 THINKING = re.compile(r"<think>.*?</think>\s*", re.DOTALL)
 SHORT = 10  # A single line of fewer characters is no answer (SSD).
 OF_GKD = (

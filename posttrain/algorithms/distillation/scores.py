@@ -27,8 +27,6 @@ from posttrain.models.heads import causal_lm, install_token_head
 from posttrain.models.reference import hash_vocabulary
 from posttrain.types import Row
 
-__all__ = ["ScoreFile", "identity", "score_dataset"]
-
 FORMAT = "posttrain teacher scores 2"
 POSITIONS = 256  # Whose logits exist at once.
 COLUMNS = {"ids": pa.int32(), "logps": pa.float32(), "actual": pa.float32()}

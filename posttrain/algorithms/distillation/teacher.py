@@ -22,8 +22,6 @@ from posttrain.models.heads import causal_lm
 from posttrain.models.reference import Reference
 from posttrain.types import Batch, Row
 
-__all__ = ["AdapterAverage", "ModelTeacher", "ServerTeacher", "frozen", "load_teacher", "scores_of_batch"]
-
 
 def load_teacher(given: Any, args: Any, student: nn.Module) -> nn.Module:
     """The teacher as a frozen model in eval mode.

@@ -51,8 +51,6 @@ from posttrain.training.pictures import Vision
 from posttrain.training.prompts import PromptSource
 from posttrain.types import Batch, LossTerms, ModelOutputs, Prompt, Request, Rollout, Row
 
-__all__ = ["DistillationTrainer"]
-
 WORST = 5  # Tokens of a pass that are named in the table of completions.
 
 

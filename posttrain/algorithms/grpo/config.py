@@ -12,13 +12,6 @@ from posttrain.training.online_config import EpisodeFields, OnlineConfig, reject
 from posttrain.training.pictures import PictureConfig
 from posttrain.types import NonNegativeFloat, OneOf, PositiveFloat, Share, option
 
-__all__ = [
-    "GRPOConfig",
-    "check_combinations",
-    "check_correction",
-    "warn_ineffective_options",
-]
-
 logger = logging.getLogger(__name__)
 
 

@@ -52,16 +52,6 @@ from posttrain.types import Batch, LossTerms, ModelOutputs, NonNegativeFloat, op
 if TYPE_CHECKING:
     pass
 
-__all__ = [
-    "EntropyBonus",
-    "GMPOConfig",
-    "GMPOTrainer",
-    "GRPOTrainer",
-    "grpo_needs",
-    "grpo_objective",
-    "scored_groups",
-]
-
 logger = logging.getLogger(__name__)
 
 

@@ -12,8 +12,6 @@ from posttrain.training.config import PostTrainingConfig, check_gathering
 from posttrain.training.online_config import ENGINES
 from posttrain.types import NonNegativeFloat, NonNegativeInt, OneOf, PositiveFloat, PositiveInt, Share, option
 
-__all__ = ["PPOConfig"]
-
 ESTIMATORS = ("k1", "k3")
 WHITEN_LEAST = 8  # Responses of a mini-batch on one process below which whitened rewards are mostly noise.
 

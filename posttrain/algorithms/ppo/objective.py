@@ -18,19 +18,6 @@ from posttrain.types import Batch, LossTerms, ModelOutputs, Row
 if TYPE_CHECKING:
     from posttrain.algorithms.ppo.config import PPOConfig
 
-__all__ = [
-    "STATES",
-    "Episodes",
-    "attach",
-    "episodes",
-    "plain_rows",
-    "ppo_objective",
-    "scores_of",
-    "states_mask",
-    "training_rows",
-]
-
-
 STATES = "states"  # Count of states with a value, which is not that of trained tokens.
 
 

@@ -55,11 +55,6 @@ from posttrain.training.online import OnlineTrainer
 from posttrain.training.prompts import PromptSource
 from posttrain.types import Batch, LossTerms, ModelOutputs, Row, Sampling
 
-__all__ = [
-    "PPOTrainer",
-    "TokenPrompts",
-]
-
 logger = logging.getLogger(__name__)
 
 

@@ -28,8 +28,6 @@ from posttrain.rollouts.episodes.tokens import prepare_tokenizer, tokenize_obser
 from posttrain.rollouts.episodes.toolbox import ToolBox, ToolRunner
 from posttrain.types import Rollout, Sampling
 
-__all__ = ["EpisodeDriver", "EpisodeSetup", "custom_rollouts"]
-
 
 @dataclass
 class EpisodeSetup:

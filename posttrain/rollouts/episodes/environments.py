@@ -16,8 +16,6 @@ from posttrain.data.pictures import Background, observed_blocks
 from posttrain.errors import BadValue, ConfigError, DataError, RolloutError, did_you_mean, given_number, given_truth
 from posttrain.rollouts.episodes.toolbox import ToolBox, ToolRunner, TooSlow, shows_images, tool_schema
 
-__all__ = ["EnvironmentPool", "Observed", "PooledReward", "add_observation", "is_done", "step_environment"]
-
 logger = logging.getLogger(__name__)
 
 NOT_TOOLS = ("reset", "get_reward", "close")

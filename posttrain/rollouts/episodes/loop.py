@@ -20,8 +20,6 @@ from posttrain.rollouts.episodes.tokens import ToolSuffix, prepare_tokenizer
 from posttrain.rollouts.episodes.toolbox import ToolBox, ToolResult, ToolRunner
 from posttrain.types import FinishReason, Prompt, Rollout, Sampling
 
-__all__ = ["Batches", "Episode", "ToolLoop", "roll_out_with_tools"]
-
 logger = logging.getLogger(__name__)
 
 # Rounds of tool calls, unless another number (or no limit) is given.

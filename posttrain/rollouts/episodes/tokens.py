@@ -32,8 +32,6 @@ from posttrain.errors import ModelError
 from posttrain.rollouts.episodes.environments import Observed
 from posttrain.types import Prompt
 
-__all__ = ["PlainText", "ToolSuffix", "prepare_tokenizer", "tokenize_observed"]
-
 
 def prepare_tokenizer(tokenizer: Any) -> Any:
     """A copy of a tokenizer that can hold a conversation with tools token by token; the given one is not changed.

@@ -18,17 +18,6 @@ from posttrain.data.formats import PICTURE_BLOCKS
 from posttrain.data.pictures import Background, observed_blocks
 from posttrain.errors import BadValue, ConfigError, did_you_mean
 
-__all__ = [
-    "TooSlow",
-    "ToolBox",
-    "ToolResult",
-    "ToolRunner",
-    "as_text",
-    "by_schema",
-    "shows_images",
-    "tool_schema",
-]
-
 T = TypeVar("T")
 LONGEST = 1_000_000  # Characters of a result; more fits no context, and would only cost time to tokenise.
 GRACE = 1.0  # Seconds an event loop gets to report a time-out itself before it counts as blocked.

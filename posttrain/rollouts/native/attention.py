@@ -21,18 +21,6 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from posttrain.models.heads import text_modules
 
-__all__ = [
-    "NAME",
-    "Block",
-    "Fill",
-    "Group",
-    "Store",
-    "current_store",
-    "grown",
-    "native_attention",
-    "plugged_in",
-]
-
 
 @dataclass(slots=True)
 class Block:

@@ -44,14 +44,6 @@ from posttrain.rollouts.native.sampler import SickRequests
 from posttrain.rollouts.native.scheduler import Run
 from posttrain.types import Request, Rollout, Row, Sampling
 
-__all__ = [
-    "NativeEngine",
-    "bfloat16_gap",
-    "logp_gaps",
-    "native_is_exact",
-]
-
-
 PREFILL_TOKENS = (
     2048  # Short prompts share a prefill; a long one in pieces attends to earlier ones without the causal half saved.
 )

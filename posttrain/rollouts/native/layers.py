@@ -26,28 +26,6 @@ from torch.nn import functional as F
 from posttrain.models.heads import plain
 from posttrain.rollouts.native.attention import Block, Group, Store, current_store
 
-__all__ = [
-    "PACK_FROM",
-    "PACK_STEPS",
-    "PACK_TOKENS",
-    "Memory",
-    "Packed",
-    "Plan",
-    "Products",
-    "Step",
-    "bound_threads",
-    "can_pack",
-    "compiled",
-    "few_rows_product",
-    "fused_layers",
-    "has_bfloat16",
-    "pack_bytes",
-    "packs",
-    "processors",
-    "quick_products",
-    "worth_packing",
-]
-
 logger = logging.getLogger(__name__)
 
 

@@ -17,17 +17,6 @@ from posttrain.rollouts.native.sampler import Completion, Prompt
 if TYPE_CHECKING:
     from posttrain.rollouts.native.engine import NativeEngine
 
-__all__ = [
-    "Filler",
-    "Kept",
-    "Layers",
-    "fingerprint",
-    "mark_stems",
-    "match",
-    "without",
-]
-
-
 Layers = dict[int, tuple[Tensor, Tensor]]
 SAMPLES = 64  # Numbers of each parameter that tell whether someone wrote it behind autograd's back.
 

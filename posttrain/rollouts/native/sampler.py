@@ -16,18 +16,6 @@ from posttrain.rollouts.native.attention import Block
 from posttrain.rollouts.sampling import Drawn, apply_rules, draw_tokens, ends_with_string, has_rules
 from posttrain.types import Request, Sampling
 
-__all__ = [
-    "Asked",
-    "Chooser",
-    "Completion",
-    "Guide",
-    "Guides",
-    "Prompt",
-    "SickRequests",
-    "uniforms",
-]
-
-
 KINDS = ("regex", "json", "grammar", "choices")
 
 

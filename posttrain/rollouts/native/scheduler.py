@@ -21,8 +21,6 @@ from posttrain.types import Request, Rollout, Sampling
 if TYPE_CHECKING:
     from posttrain.rollouts.native.engine import NativeEngine
 
-__all__ = ["SHARED_LEAST", "Run", "bytes_per_token", "common_beginning"]
-
 SHARED_LEAST = 16  # A shorter common beginning costs more bookkeeping than it saves.
 STEM_SHARE = 8  # Of the budget, at most this part is for what some prompts have in common.
 

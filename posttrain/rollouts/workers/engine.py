@@ -15,16 +15,6 @@ from posttrain.rollouts.base import RolloutEngine, create_engine, require_engine
 from posttrain.rollouts.workers.shared_weights import copy_into, read_weights
 from posttrain.types import FinishReason, Request, Rollout, Sampling
 
-__all__ = [
-    "WORKER_ENGINES",
-    "EngineSpec",
-    "PartialCompletion",
-    "ResumableGenerator",
-    "WorkerEngine",
-    "begin_completions",
-]
-
-
 WORKER_ENGINES = ("native", "hf", "server", "custom")
 
 

@@ -11,15 +11,6 @@ from dataclasses import dataclass, field
 
 from posttrain.errors import RolloutError
 
-__all__ = [
-    "DROP_REASONS",
-    "DropWatch",
-    "FailureBudget",
-    "Ledger",
-    "MismatchGuard",
-    "balanced_shares",
-]
-
 logger = logging.getLogger(__name__)
 
 

@@ -18,8 +18,6 @@ from posttrain.rollouts.workers.ledger import FailureBudget, Ledger
 from posttrain.rollouts.workers.samples import GroupTask, RolloutBuffer, TaskSource, Trajectory
 from posttrain.rollouts.workers.worker import GAP_S, JOIN_S, ActiveClock, WorkerJob, WorkerProcess
 
-__all__ = ["GroupResult", "PoolSettings", "WorkerPool"]
-
 logger = logging.getLogger(__name__)
 
 POLL_S = 0.2

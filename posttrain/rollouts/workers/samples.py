@@ -20,16 +20,6 @@ if TYPE_CHECKING:
 
     from posttrain.data.samplers import Origin, PromptStream
 
-__all__ = [
-    "GroupTask",
-    "RolloutBuffer",
-    "RolloutSample",
-    "RolloutWorkerProtocol",
-    "TaskSource",
-    "Trajectory",
-    "WeightTransferProtocol",
-]
-
 
 @dataclass(slots=True)
 class RolloutSample:

@@ -18,19 +18,6 @@ from posttrain.models.heads import learns_prompts, unwrapped
 from posttrain.models.parallel import flattens_parameters, gathered, summoned, whole_tensor
 from posttrain.rollouts.server.weight_sync import SharedFolder, file_tensors, write_tensors
 
-__all__ = [
-    "SharedWeights",
-    "Weights",
-    "as_dtype",
-    "clean_name",
-    "copy_into",
-    "merged_weights",
-    "plain_lora",
-    "read_weights",
-    "remove_weights",
-]
-
-
 # What parallelism, compilation and checkpointing put into names.
 WRAPPERS = ("module.", "_checkpoint_wrapped_module.", "_orig_mod.", "_fsdp_wrapped_module.")
 Getter = Callable[[], Tensor]

@@ -21,15 +21,6 @@ from typing import Any, NoReturn, Protocol
 
 from posttrain.errors import ArgumentTypeError, RolloutError
 
-__all__ = [
-    "ActiveClock",
-    "Link",
-    "WorkerJob",
-    "WorkerProcess",
-    "check_picklable",
-    "without_device",
-]
-
 
 class ActiveClock:
     """A liveness clock that ignores time in which this process was suspended: a gap between two looks counts ``most`` seconds.
