@@ -27,7 +27,7 @@ from posttrain.integrations import is_available, require
 from posttrain.rollouts.server.replies import API_KEY_VARIABLE
 from posttrain.rollouts.vllm import vllm_command
 from posttrain.serve.server import ServeConfig
-from posttrain.types import option
+from posttrain.types import NonNegativeFloat, NonNegativeInt, PositiveFloat, check_fields, option
 
 # Commands that can generate with rollout servers.
 SERVED = (
@@ -48,33 +48,27 @@ PATIENCE = 15.0
 PR_SET_PDEATHSIG = 1
 
 
-def _help(text: str, default: Any) -> Any:
-    return option(default, text)
-
-
 @dataclass
 class RayArguments:
     """Options of ``--launcher ray``, on the command line or in the config file with those of the training."""
 
-    launcher: Literal["ray"] = _help("ray: start servers and trainer on a Ray cluster.", "ray")
-    ray_address: str = _help("auto: $RAY_ADDRESS, or this machine; host:port; local: one for this run.", "auto")
-    ray_placement: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = _help(
-        "Placement over machines: on few, on many, on one, each command on its own.", "PACK"
+    launcher: Literal["ray"] = option("ray", "ray: start servers and trainer on a Ray cluster.")
+    ray_address: str = option("auto", "auto: $RAY_ADDRESS, or this machine; host:port; local: one for this run.")
+    ray_placement: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = option(
+        "PACK", "Placement over machines: on few, on many, on one, each command on its own."
     )
-    ray_timeout: float = _help("Seconds to wait for machines that are in use.", 900.0)
-    rollout_servers: int = _help("Rollout servers; 0: the trainer generates itself.", 1)
-    rollout_server_args: str = _help("More options of the servers, in one text: '--max_num_seqs 128'.", "")
-    rollout_server_cpus: float = _help("Cores of each server.", 1.0)
-    rollout_server_gpus: float | None = _help("GPUs of each server; None: 1, none without GPUs.", None)
-    trainer_cpus: float = _help("Cores of the trainer, all its processes together.", 1.0)
-    trainer_gpus: float | None = _help("GPUs of the trainer; None: --num_processes, or 1; none without GPUs.", None)
+    ray_timeout: PositiveFloat = option(900.0, "Seconds to wait for machines that are in use.")
+    rollout_servers: NonNegativeInt = option(1, "Rollout servers; 0: the trainer generates itself.")
+    rollout_server_args: str = option("", "More options of the servers, in one text: '--max_num_seqs 128'.")
+    rollout_server_cpus: NonNegativeFloat = option(1.0, "Cores of each server.")
+    rollout_server_gpus: NonNegativeFloat | None = option(None, "GPUs of each server; None: 1, none without GPUs.")
+    trainer_cpus: NonNegativeFloat = option(1.0, "Cores of the trainer, all its processes together.")
+    trainer_gpus: NonNegativeFloat | None = option(
+        None, "GPUs of the trainer; None: --num_processes, or 1; none without GPUs."
+    )
 
     def __post_init__(self) -> None:
-        for name in ("rollout_servers", "rollout_server_gpus", "trainer_gpus"):
-            if (getattr(self, name) or 0) < 0:
-                raise ConfigError(f"{name}={getattr(self, name)} must be 0 or more.")
-        if not self.ray_timeout > 0:
-            raise ConfigError(f"ray_timeout={self.ray_timeout} must be above 0.")
+        check_fields(self, beside=object)
 
 
 @dataclass

@@ -5,21 +5,16 @@ from __future__ import annotations
 import os
 import signal
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
-from posttrain.errors import ConfigError, check_choice
 from posttrain.integrations import require
 from posttrain.rollouts.server.replies import API_KEY_VARIABLE, check_token
-from posttrain.types import option
+from posttrain.types import Port, PositiveInt, check_fields, option
 
 # Seconds. Clients keep connections between steps of training; closed ones would cost them a retry.
 KEEP_ALIVE_S = 120
 # Seconds that a shutdown waits for running requests.
 DRAIN_S = 120
-
-
-def _help(text: str, default: Any) -> Any:
-    return option(default, text)
 
 
 @dataclass
@@ -31,27 +26,21 @@ class ServeConfig:
     """
 
     model: str = field(metadata={"help": "Hub id or folder of the model to serve."})
-    revision: str | None = _help("Branch, tag or commit on the hub.", None)
-    host: str = _help(f"Address to listen on; others than loopback need a token in ${API_KEY_VARIABLE}.", "127.0.0.1")
-    port: int = _help("Port to listen on; 0 takes a free one.", 8000)
-    engine: Literal["native", "hf"] = _help(
-        "native, or hf: transformers' generate, for models native cannot run.", "native"
+    revision: str | None = option(None, "Branch, tag or commit on the hub.")
+    host: str = option("127.0.0.1", f"Address to listen on; others than loopback need a token in ${API_KEY_VARIABLE}.")
+    port: Port = option(8000, "Port to listen on; 0 takes a free one.")
+    engine: Literal["native", "hf"] = option(
+        "native", "native, or hf: transformers' generate, for models native cannot run."
     )
-    dtype: str = _help("Precision of the weights; 'auto' follows the checkpoint.", "auto")
-    max_model_len: int | None = _help("Most tokens of prompt and completion; None: the model's context.", None)
-    max_num_seqs: int | None = _help("Completions written at once; None: 64 on a CPU, 256 on a GPU.", None)
-    trust_remote_code: bool = _help("Run code that comes with the model.", False)
-    api_key: str | None = _help(f"Bearer token that every request must bring; or ${API_KEY_VARIABLE}.", None)
+    dtype: str = option("auto", "Precision of the weights; 'auto' follows the checkpoint.")
+    max_model_len: PositiveInt | None = option(None, "Most tokens of prompt and completion; None: the model's context.")
+    max_num_seqs: PositiveInt | None = option(None, "Completions written at once; None: 64 on a CPU, 256 on a GPU.")
+    trust_remote_code: bool = option(False, "Run code that comes with the model.")
+    api_key: str | None = option(None, f"Bearer token that every request must bring; or ${API_KEY_VARIABLE}.")
 
     def __post_init__(self) -> None:
         self.api_key = self.api_key or os.environ.get(API_KEY_VARIABLE) or None
-        check_choice("engine", self.engine, ("native", "hf"))
-        for name in ("max_model_len", "max_num_seqs"):
-            value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise ConfigError(f"{name}={value} must be above 0.")
-        if not 0 <= self.port < 65536:
-            raise ConfigError(f"port={self.port} must be 0 (a free one) to 65535.")
+        check_fields(self, beside=object)
         check_token(self.host, self.api_key)
 
 

@@ -102,9 +102,9 @@ def test_resources_are_one_trainer_and_its_servers_with_gpus_only_where_there_ar
         ("ppo", MODEL, "--rollout_servers 0"),
         ("grpo", [], "--model_name_or_path is missing"),
         ("grpo", [*MODEL, "--vllm_server_base_url", "http://x:1"], "both say where rollouts come from"),
-        ("grpo", [*MODEL, "--rollout_servers", "-1"], "rollout_servers=-1 must be 0 or more"),
+        ("grpo", [*MODEL, "--rollout_servers", "-1"], "rollout_servers=-1 must be at least 0"),
         ("grpo", [*MODEL, "--ray_timeout", "0"], "ray_timeout=0.0 must be above 0"),
-        ("grpo", [*MODEL, "--rollout_server_args", "--max_num_seqs 0"], "max_num_seqs=0 must be above 0"),
+        ("grpo", [*MODEL, "--rollout_server_args", "--max_num_seqs 0"], "max_num_seqs=0 must be at least 1"),
         ("grpo", [*MODEL, "--rollout_server_args", "--engin hf"], "did you mean 'engine'"),
     ],
 )  # fmt: skip

@@ -44,8 +44,9 @@ def gap(model, rollouts):
     return max(float(one.max()) for one in logp_gaps(model, rollouts))
 
 
-def test_the_probe_holds_pictures_and_finds_the_engine_exact(family):
+def test_the_probe_holds_pictures_and_finds_the_engine_exact(family, monkeypatch):
     name, model, encoder = family
+    monkeypatch.setattr("posttrain.rollouts.native.engine.VERDICTS", {})  # Of other tests, for the same model.
     before = encoder.encoded + encoder.reused
     if name == "paligemma":  # Its own forward reads a prompt without pictures both ways too.
         assert native_is_exact(model) is not None and choose_engine(model) == "hf"
