@@ -168,8 +168,9 @@ class PostTrainingConfig(transformers.TrainingArguments):
 
     def __post_init__(self) -> None:
         self.check_fields()
-        for name in set(self._VALID_DICT_FIELDS) - set(transformers.TrainingArguments._VALID_DICT_FIELDS):
-            setattr(self, name, read_mapping(name, getattr(self, name)))
+        for name in self._VALID_DICT_FIELDS:
+            if name not in transformers.TrainingArguments._VALID_DICT_FIELDS:
+                setattr(self, name, read_mapping(name, getattr(self, name)))
         refuse_cut_sequences(self)
         self._resolve_checkpointing()
         if hasattr(self, "pad_to_multiple_of"):

@@ -32,7 +32,7 @@ def preset(unread: dict[str, tuple[Any, str]] | None = None, **defaults: Any) ->
         bases = [base for base in cls.__mro__[:0:-1] if dataclasses.is_dataclass(base)]
         known: dict[str, Any] = {f.name: f for base in bases for f in dataclasses.fields(base)}
         kinds: dict[str, Any] = {}
-        for base in (OnlineConfig, *bases):
+        for base in (OnlineConfig, *cls.__bases__[::-1]):  # With those of their own bases.
             kinds |= get_type_hints(base, include_extras=True)
         made = {name: (value[0], f"Not read. {value[1]}") for name, value in (unread or {}).items()}
         cls._refused = cls._refused | (unread or {})
