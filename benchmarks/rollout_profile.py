@@ -123,7 +123,7 @@ def main() -> None:
     options.add_argument("--rows", type=int, nargs="+", default=[16, 64])
     options.add_argument("--prompt", type=int, default=130)
     options.add_argument("--tokens", type=int, default=40)
-    options.add_argument("--kinds", nargs="+", default=["plain", "exact", "bfloat16"])
+    options.add_argument("--kinds", nargs="+", default=["exact", "bfloat16"])
     args = options.parse_args()
     model = AutoModelForCausalLM.from_pretrained(args.model or harness.default_model(), dtype=torch.float32).eval()
     found = []

@@ -149,7 +149,7 @@ def check_fields(config: Any, *, beside: type) -> None:
             continue
         if choices := _choices(kind):
             check_choice(name, value, choices)
-        raise ConfigError(f"{name}={value!r} must be {_words(kind, value)}. It says: {text}")
+        raise ConfigError(f"{name}={value!r} must be {_words(kind, value)}. Meaning: {text}")
 
 
 @cache

@@ -3,8 +3,12 @@
 import json
 
 import pytest
+import torch
 
 from tests.golden import FILE, NAMES, measure
+
+# The file was written on a CPU with AVX512; sums of another width of registers are rounded otherwise (seen: 2e-6 on AVX2).
+CLOSE = 1e-6 if torch.backends.cpu.get_cpu_capability() == "AVX512" else 1e-5
 
 
 def marked(name):
@@ -18,4 +22,4 @@ def test_twenty_steps_of_a_trainer_are_what_they_were(name):
     assert len(known["loss"]) == 20
     assert len(set(known["loss"])) > 10, "a curve that does not move pins nothing"
     for metric, values in known.items():
-        assert found[metric] == pytest.approx(values, rel=1e-6, abs=1e-6), metric
+        assert found[metric] == pytest.approx(values, rel=CLOSE, abs=CLOSE), metric

@@ -17,13 +17,12 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel, ConfigDict, Field
 
+from posttrain.data.chat import terminal_token_ids
 from posttrain.data.pictures import Placed, read_picture
 from posttrain.errors import BadRequest, ConfigError, DataError, ModelError, RolloutError, WeightSyncError
 from posttrain.models.heads import has_tower, picture_encoder
 from posttrain.models.load import create_model_from_path, load_tokenizer, resolve_pad_token
-from posttrain.rollouts.base import check_requests
-from posttrain.rollouts.hf import HFEngine
-from posttrain.rollouts.native.engine import NativeEngine
+from posttrain.rollouts.base import check_requests, create_engine
 from posttrain.rollouts.sampling import structured_guide
 from posttrain.rollouts.server.replies import API_KEY_VARIABLE, LOOPBACK
 from posttrain.rollouts.server.weight_sync import file_tensors, shared_path
@@ -383,37 +382,26 @@ def _answer(_: Request, error: Exception) -> JSONResponse:
 
 def make_host(config: ServeConfig) -> Host:
     """Load model and tokenizer."""
-    from transformers import GenerationConfig
-
-    from posttrain.data.chat import terminal_token_ids
-
-    tokenizer = load_tokenizer(config.model, trust_remote_code=config.trust_remote_code, revision=config.revision)
-    extra = {"revision": config.revision} if config.revision else {}
-    try:
-        # For its end tokens alone: sampling is what the request says, never what the checkpoint says.
-        generation = GenerationConfig.from_pretrained(config.model, **extra)
-    except OSError:
-        generation = None
-    model = create_model_from_path(
-        config.model, dtype=config.dtype, trust_remote_code=config.trust_remote_code, **extra
-    ).eval()
-    model.requires_grad_(False)
+    options = {"trust_remote_code": config.trust_remote_code, "revision": config.revision or "main"}
+    tokenizer = load_tokenizer(config.model, **options)
+    model: Any = create_model_from_path(config.model, dtype=config.dtype, **options).requires_grad_(False).eval()
     # Weights were mapped from the checkpoint's file, and a page that is first written in a push costs more than the rest.
     for tensor in (*model.parameters(), *model.buffers()):
         tensor.data = tensor.data.clone()
     model = model.to("cuda" if torch.cuda.is_available() else "cpu")
-    _let_hold_pictures(model, config, extra)
-    options = {"pad_token_id": resolve_pad_token(tokenizer), "tokenizer": tokenizer}
-    if config.engine == "hf":
-        engine: Any = HFEngine(model, **options)
-    else:
-        engine = NativeEngine(model, max_slots=config.max_num_seqs, **options)
+    _let_hold_pictures(model, config.model, options)
+    engine: Any = create_engine(config.engine, model, pad_token_id=resolve_pad_token(tokenizer))
+    engine.tokenizer = tokenizer
+    if config.engine == "native" and config.max_num_seqs is not None:
+        engine.max_slots = config.max_num_seqs
     limits = (config.max_model_len, getattr(model.config.get_text_config(), "max_position_embeddings", None))
     context = min((limit for limit in limits if limit is not None), default=None)
-    return Host(ServedEngine(engine), config, stops=tuple(terminal_token_ids(tokenizer, generation)), context=context)
+    # The checkpoint's generation config says which tokens end a text, and nothing of how requests are sampled.
+    stops = terminal_token_ids(tokenizer, model.generation_config)
+    return Host(ServedEngine(engine), config, stops=stops, context=context)
 
 
-def _let_hold_pictures(model: Any, config: ServeConfig, extra: dict[str, Any]) -> None:
+def _let_hold_pictures(model: Any, path: str, options: dict[str, Any]) -> None:
     """Let prompts hold pictures where the model has a tower and its processor is of a known family; else it reads text."""
     if not has_tower(model):
         return
@@ -421,7 +409,6 @@ def _let_hold_pictures(model: Any, config: ServeConfig, extra: dict[str, Any]) -
     from posttrain.models.vision import install_pictures
 
     try:
-        processor = load_processor(config.model, trust_remote_code=config.trust_remote_code, **extra)
-        install_pictures(model, processor)
+        install_pictures(model, load_processor(path, **options))
     except ModelError as error:
-        logger.warning("%s is served for text alone: %s", config.model, error)
+        logger.warning("%s is served for text alone: %s", path, error)

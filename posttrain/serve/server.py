@@ -7,6 +7,7 @@ import signal
 from dataclasses import dataclass, field
 from typing import Literal
 
+from posttrain.errors import ConfigError
 from posttrain.integrations import require
 from posttrain.rollouts.server.replies import API_KEY_VARIABLE, check_token
 from posttrain.types import Port, PositiveInt, check_fields, option
@@ -34,13 +35,19 @@ class ServeConfig:
     )
     dtype: str = option("auto", "Precision of the weights; 'auto' follows the checkpoint.")
     max_model_len: PositiveInt | None = option(None, "Most tokens of prompt and completion; None: the model's context.")
-    max_num_seqs: PositiveInt | None = option(None, "Completions written at once; None: 64 on a CPU, 256 on a GPU.")
+    max_num_seqs: PositiveInt | None = option(
+        None, "Completions that native writes at once; None: 64 on a CPU, 256 on a GPU."
+    )
     trust_remote_code: bool = option(False, "Run code that comes with the model.")
     api_key: str | None = option(None, f"Bearer token that every request must bring; or ${API_KEY_VARIABLE}.")
 
     def __post_init__(self) -> None:
         self.api_key = self.api_key or os.environ.get(API_KEY_VARIABLE) or None
         check_fields(self, beside=object)
+        if self.engine == "hf" and self.max_num_seqs is not None:
+            raise ConfigError(
+                f"max_num_seqs={self.max_num_seqs} with engine='hf': it writes all that waits in one call. Fix: leave it out."
+            )
         check_token(self.host, self.api_key)
 
 

@@ -242,21 +242,6 @@ def test_the_engine_of_a_config_saves_to_the_folder_of_the_run(tmp_path):
     assert create_engine("native", build_model(VOCAB), pad_token_id=0).folder is None
 
 
-@pytest.mark.parametrize(("order", "steps"), [("groups", 14), ("longest", 11)])
-def test_the_order_of_admission_changes_when_all_is_done_and_nothing_that_is_drawn(order, steps):
-    """Two rows, limits 4 4 4 12; a first token comes with its prompt. As they come: 4 | 4, then 4 | 12, 3 + 11 steps.
-
-    Longest first: the 12 takes 11 steps, during which the other row writes the rest, 3 + 3 + 3.
-    """
-    requests = [Request([5 + i, 6], 1, Sampling(n, seed=n)) for i, n in enumerate((4, 4, 4, 12))]
-    e = engine(max_slots=2, order=order)
-    rollouts = e.generate(requests, Sampling(4, seed=0))
-    assert [len(r.token_ids) for r in rollouts] == [4, 4, 4, 12]
-    alone = [r for one in requests for r in engine().generate([one], Sampling(4, seed=0))]
-    assert [r.token_ids for r in rollouts] == [r.token_ids for r in alone]
-    assert e.counts["steps"] == steps
-
-
 def test_requests_that_draw_alike_draw_together(monkeypatch):
     """Lengths and seeds differ, settings are of two kinds: two draws a step, not five."""
     rows = []

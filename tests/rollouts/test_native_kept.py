@@ -131,20 +131,6 @@ def test_prompts_of_two_tasks_compute_each_system_prompt_once():
     agree(model, rollouts, atol=1e-5)
 
 
-def test_common_beginnings_stay_within_the_budget():
-    model = build_model(50)
-    requests = [
-        Request([*SYSTEM, 5, 6], 2),
-        Request([*OTHER, 7], 1),
-        Request([*SYSTEM, 8], 1),
-        Request([*OTHER, 9, 10], 1),
-    ]
-    for tokens, reused in ((110, 0), (2000, 160)):
-        e = engine(model, kv_tokens=tokens)
-        agree(model, e.generate(requests, Sampling(4, seed=0)))
-        assert e.counts["reused"] == reused
-
-
 def test_turns_with_tools_keep_what_was_computed(tiny_tokenizer):
     """The model's turn and all before it are found again when the tools have answered, and freed when the episodes end."""
     model = build_model(len(tiny_tokenizer), max_position_embeddings=2048)

@@ -1,13 +1,12 @@
-"""The native engine's memory: what prompts share, prefill in pieces, a budget that is never exceeded, and ends in the middle."""
+"""The native engine's memory: what prompts share, prefill in pieces, slots that are used again, and ends in the middle."""
 
 import threading
 
 import pytest
 import torch
 
-from posttrain.errors import RolloutError, RolloutInterrupted
+from posttrain.errors import RolloutInterrupted
 from posttrain.models.forward import sequence_logps
-from posttrain.rollouts.native import scheduler as running
 from posttrain.rollouts.native.attention import Store
 from posttrain.rollouts.native.engine import NativeEngine
 from posttrain.types import Request, Row, Sampling
@@ -67,53 +66,18 @@ def test_a_long_prompt_is_computed_in_pieces_between_the_steps_of_others():
     agree(model, rollouts)
 
 
-def test_what_is_drawn_does_not_depend_on_pieces_or_budget():
+def test_what_is_drawn_does_not_depend_on_pieces_or_slots():
     requests = [Request([5, 6, 7], 4), Request([8] * 20, 3), Request([9, 10], 2)]
     found = []
-    for options in ({}, {"prefill_tokens": 4}, {"kv_tokens": 400, "max_slots": 8}, {"kv_tokens": 300}):
+    for options in ({}, {"prefill_tokens": 4}, {"max_slots": 8}, {"max_slots": 2}):
         engine = NativeEngine(build_model(50), pad_token_id=0, **options)
         sampling = Sampling(150, seed=4, stop_token_ids=(3,))
         found.append([r.token_ids for r in engine.generate(requests, sampling)])
     assert found[0] == found[1] == found[2] == found[3]
 
 
-def test_the_budget_is_never_exceeded_and_nothing_is_lost(monkeypatch):
-    held, preempted = [], []
-    decode = running.Run._step
-    aside = running.Run._make_room
-
-    def step(self):
-        decode(self)
-        blocks = {id(p.block): p.block for p in self.prompts if p.block is not None}
-        prompts = sum(len(b.prompts) * next(iter(b.keys.values())).shape[2] for b in blocks.values() if b.keys)
-        suffixes = self.store.keys[0].shape[0] * self.store.capacity if self.store.keys else 0
-        held.append(prompts + suffixes + self.store.shared)
-
-    def make_room(self, positions):
-        before = len(self.live)
-        aside(self, positions)
-        preempted.append(before - len(self.live))
-
-    monkeypatch.setattr(running.Run, "_step", step)
-    monkeypatch.setattr(running.Run, "_make_room", make_room)
-    model = build_model(50)
-    engine = NativeEngine(model, pad_token_id=0, kv_tokens=600)
-    rollouts = engine.generate([Request([5 + i] * 12, 3) for i in range(6)], Sampling(200, seed=1))
-    assert max(held) <= 600
-    assert sum(preempted) > 0
-    assert [len(r.token_ids) for r in rollouts] == [200] * 18
-    agree(model, rollouts)
-
-
-def test_a_budget_below_one_completion_is_refused_with_the_bytes():
-    """2 layers x 2 (keys, values) x 2 heads x 8 numbers x 4 bytes = 256 bytes a token; 30 + 128 tokens = 40.4 kB."""
-    engine = NativeEngine(build_model(50), pad_token_id=0, kv_tokens=100)
-    with raises(RolloutError, "kv_tokens=100", "158", "0.0"):
-        engine.generate([Request([5] * 30, 2)], Sampling(100, seed=0))
-
-
 def test_ten_thousand_requests_wait_their_turn():
-    engine = NativeEngine(build_model(50, num_hidden_layers=1), pad_token_id=0, kv_tokens=8000)
+    engine = NativeEngine(build_model(50, num_hidden_layers=1), pad_token_id=0)
     rollouts = engine.generate([Request([5 + i % 40, 7, 9], 1) for i in range(10_000)], Sampling(2, seed=0))
     assert len(rollouts) == 10_000
     assert all(r.prompt_ids[0] == 5 + i % 40 and len(r.token_ids) == 2 for i, r in enumerate(rollouts))
@@ -168,13 +132,16 @@ def test_the_engine_works_after_an_exception():
     agree(model, engine.generate([Request([5, 6], 2)], Sampling(5, seed=0)))
 
 
-def test_suffixes_are_freed_between_waves():
-    store = Store(slots=2)
-    store.put(0, {0: torch.ones(1, 1, 70, 4)}, {0: torch.ones(1, 1, 70, 4)})
-    assert store.capacity == 128
-    store.clear(3)
-    assert store.capacity == 0
-    assert store.slots == 3
+def test_suffixes_of_a_call_that_is_done_are_freed_before_the_next_wave():
+    model = build_model(50)
+    capacities = []
+    begin = Store.begin_step
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Store, "begin_step", lambda self, n: capacities.append(self.capacity) or begin(self, n))
+        requests = [Request([5], 2, Sampling(70, seed=1)), Request([6], 2, Sampling(3, seed=1))]
+        NativeEngine(model, pad_token_id=0, max_slots=2).generate(requests, Sampling(4))
+    assert max(capacities) == 128
+    assert capacities[-2:] == [0, 64]
 
 
 def test_requests_with_one_prompt_share_it():

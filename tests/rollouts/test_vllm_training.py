@@ -40,10 +40,12 @@ def test_grpo_steps_over_a_server_and_in_process_are_on_policy(mode, tmp_path):
 
 
 def test_sleep_is_refused_where_the_build_cannot(tmp_path):
-    from posttrain.cli.demo import make_trainer
+    from posttrain.cli.demo import example
     from posttrain.rollouts.vllm import sleep_available
 
     if sleep_available():
         pytest.skip("this build sleeps")
     with pytest.raises(ConfigError, match=r"vllm_enable_sleep_mode=True: vLLM .* does not sleep"):
-        make_trainer(str(real.SMOL), str(tmp_path), 1, use_vllm=True, vllm_enable_sleep_mode=True, report_to="none")
+        example("grpo_add").make_trainer(
+            str(real.SMOL), str(tmp_path), 1, use_vllm=True, vllm_enable_sleep_mode=True, report_to="none"
+        )

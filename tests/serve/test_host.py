@@ -256,7 +256,9 @@ def test_trap_s52_the_token_is_asked_for_everywhere_but_in_health_and_off_loopba
         assert server.get("/v1/models", headers={"Authorization": "Bearer open sesame"}).status_code == 200
 
 
-@pytest.mark.parametrize("options", [{"engine": "vllm"}, {"port": 99999}, {"max_num_seqs": 0}])
+@pytest.mark.parametrize(
+    "options", [{"engine": "vllm"}, {"port": 99999}, {"max_num_seqs": 0}, {"max_num_seqs": 8, "engine": "hf"}]
+)
 def test_options_that_cannot_work_are_refused(options):
     with pytest.raises(ConfigError, match=next(iter(options))):
         ServeConfig("m", **options)

@@ -262,7 +262,7 @@ class Store:
     def _grow(self, layer: int, key: Tensor, value: Tensor, *, blank: bool = True) -> None:
         for memory, sample in ((self.keys, key), (self.values, value)):
             old = memory.get(layer)
-            capacity = grown(0 if old is None else old.shape[2])
+            capacity = FIRST_BLOCK if old is None else 2 * old.shape[2]
             new = sample.new_empty(self.slots, sample.shape[1], capacity, sample.shape[3])
             if blank:
                 new.zero_()
@@ -270,15 +270,6 @@ class Store:
                 rows = min(self.slots, old.shape[0])
                 new[:rows, :, : old.shape[2]] = old[:rows]
             memory[layer] = new
-
-    def put(self, row: int, keys: dict[int, Tensor], values: dict[int, Tensor]) -> None:
-        """Write a suffix that a prefill pass computed, ``(1, KV heads, length, head size)``, into a slot."""
-        for memory, new in ((self.keys, keys), (self.values, values)):
-            for layer, tensor in new.items():
-                length = tensor.shape[2]
-                while layer not in memory or memory[layer].shape[2] < length:
-                    self._grow(layer, keys[layer], values[layer])
-                memory[layer][row, :, :length] = tensor[0]
 
     def attend(
         self,
@@ -303,20 +294,15 @@ class Store:
             n: (self.keys[n][row : row + 1, :, :length], self.values[n][row : row + 1, :, :length]) for n in self.keys
         }
 
-    def clear(self, slots: int) -> None:
-        """Free all suffixes; the next ones are written to this many slots."""
-        self.slots, self.keys, self.values = slots, {}, {}
+    def clear(self) -> None:
+        """Free all suffixes."""
+        self.keys, self.values = {}, {}
 
     def move(self, source: int, target: int, length: int) -> None:
         """Copy one row's suffix to another row, to close the gap a finished sequence leaves."""
         for memory in (self.keys, self.values):
             for tensor in memory.values():
                 tensor[target, :, :length] = tensor[source, :, :length]
-
-
-def grown(capacity: int) -> int:
-    """Suffix positions of a slot after it grew once more."""
-    return 2 * capacity or FIRST_BLOCK
 
 
 _current: Store | None = None

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
@@ -34,7 +34,6 @@ from posttrain.rollouts.native.layers import (
     bound_threads,
     can_pack,
     fused_layers,
-    has_bfloat16,
     packs,
     quick_products,
     worth_packing,
@@ -48,9 +47,7 @@ PREFILL_TOKENS = (
     2048  # Short prompts share a prefill; a long one in pieces attends to earlier ones without the causal half saved.
 )
 KEEP_BYTES = 2 * 10**9  # 43,000 tokens of a model of 135M parameters in float32, 35,000 of Qwen2.5-7B in bfloat16.
-CLOSE = 0.02  # Mean difference of log-probs, in nats, up to which rounded copies of the weights may be chosen unasked.
 FAILURE = "rollout_failure.json"
-Order = Literal["groups", "longest"]
 
 
 class NativeEngine(RolloutEngine):
@@ -65,19 +62,13 @@ class NativeEngine(RolloutEngine):
         pad_token_id: Written to padding during prefill.
         max_slots: Sequences live at once; None is 64 on a CPU and 256 on a GPU.
         tokenizer: For stop strings and guides.
-        kv_tokens: Most tokens whose keys and values are held at once; sequences wait, or are set aside and computed again,
-            rather than exceed it. None: as many as the slots need.
         prefill_tokens: Tokens of one prefill pass; longer prompts are computed in pieces between decoding steps.
-        order: ``groups``: as the requests come, completions of one prompt together. ``longest``: by ``max_new_tokens``, for
-            calls whose limits differ and are reached.
         keep_bytes: Most memory that `prefix_cache` may use.
-        threads: Of products on a CPU; None is what torch was told, at most one a processor this process may use.
         folder: Where the prompts of a failed call are written; None writes nothing.
         products: On a CPU. ``exact``: with the weights as they are, copied into the order that is read fastest for calls of
-            many steps where a quarter of the free memory holds the copy. ``plain``: never copied. ``bfloat16``: with
-            copies rounded to half the size, the trained weights untouched; log-probs differ by about 0.01 nats, so a
-            trainer corrects for it as for a foreign engine. ``auto``: ``bfloat16`` where the CPU has instructions for it
-            and a probe finds a mean difference of at most 0.02, else ``exact``.
+            many steps where a quarter of the free memory holds the copy. ``bfloat16``: with copies rounded to half the size,
+            the trained weights untouched; log-probs differ by about 0.01 nats, so a trainer corrects for it as for a
+            foreign engine.
 
     Attributes:
         shares_weights: Whether it samples with exactly the weights that are trained: then log-probs need no correction.
@@ -93,11 +84,8 @@ class NativeEngine(RolloutEngine):
         pad_token_id: int,
         max_slots: int | None = None,
         tokenizer: Any = None,
-        kv_tokens: int | None = None,
         prefill_tokens: int = PREFILL_TOKENS,
-        order: Order = "groups",
         keep_bytes: int = KEEP_BYTES,
-        threads: int | None = None,
         folder: str | Path | None = None,
         products: Products = "exact",
     ) -> None:
@@ -110,13 +98,10 @@ class NativeEngine(RolloutEngine):
         self.rule = LogitRule.of(self.inner.config)
         device = next(model.parameters()).device
         self.max_slots = max_slots or (64 if device.type == "cpu" else 256)
-        sizes = {"kv_tokens": kv_tokens, "prefill_tokens": prefill_tokens, "keep_bytes": keep_bytes, "threads": threads}
-        for name, value in sizes.items():
-            if value is not None and value < 1:
+        for name, value in {"prefill_tokens": prefill_tokens, "keep_bytes": keep_bytes}.items():
+            if value < 1:
                 raise ConfigError(f"{name}={value} must be at least 1.")
-        check_choice("order", order, get_args(Order))
-        self.kv_tokens, self.prefill_tokens, self.order = kv_tokens, prefill_tokens, order
-        self.keep_bytes, self.threads = keep_bytes, threads
+        self.prefill_tokens, self.keep_bytes = prefill_tokens, keep_bytes
         self.folder = None if folder is None else Path(folder)
         self.kept: Kept | None = None
         self.counts: dict[str, int] = {}
@@ -145,7 +130,7 @@ class NativeEngine(RolloutEngine):
         packed = self._packed()
         plugged, quick = plugged_in(self.inner, run.store), quick_products(self.inner, packed)
         fused = fused_layers(self.inner, packed or Packed())
-        with evaluating(self.model), plugged, fused, quick, bound_threads(self.threads):
+        with evaluating(self.model), plugged, fused, quick, bound_threads():
             if packed is not None:
                 run.read_from(packed)
             try:
@@ -161,11 +146,6 @@ class NativeEngine(RolloutEngine):
 
     def _resolved(self, products: Products, device: torch.device) -> Products:
         check_choice("products", products, get_args(Products))
-        if products == "auto":
-            pass  # self-import dropped
-
-            close = device.type == "cpu" and has_bfloat16() and bfloat16_gap(self.model) <= CLOSE
-            return "bfloat16" if close else "exact"
         if products == "bfloat16" and device.type != "cpu":
             raise ConfigError(
                 f"products='bfloat16' rounds copies of the weights for a CPU, and the model is on {device}: load it in "
@@ -215,7 +195,7 @@ class NativeEngine(RolloutEngine):
         if self._held is not None:
             return self._held
         lower = self.products == "bfloat16"
-        packed = Packed(bfloat16=lower) if lower or (self.products == "exact" and worth_packing(self.inner)) else None
+        packed = Packed(bfloat16=lower) if lower or worth_packing(self.inner) else None
         if self.kept is not None:
             self._held = packed
         return packed
@@ -265,11 +245,10 @@ class NativeEngine(RolloutEngine):
 
 def failure(error: SickRequests, run: Run, tokenizer: Any = None) -> dict[str, Any]:
     """What is needed to look at a failed call again: prompts, what was written, settings, version of the weights."""
-    writing = [*run.live, *run.paused]
     found = []
     for index in error.requests:
         prompt = list(run.requests[index].prompt_ids)
-        tokens = [c.tokens for c in writing if c.asked.index == index]
+        tokens = [c.tokens for c in run.live if c.asked.index == index]
         text = {} if tokenizer is None else {"prompt": tokenizer.decode(prompt)}
         found.append({"request": index, **text, "prompt_ids": prompt, "completions": tokens})
     sampling = dataclasses.asdict(run.sampling)
@@ -289,18 +268,6 @@ def native_is_exact(model: nn.Module) -> str | None:
         except Exception as error:  # Any failure means the same: this model is not for this engine.
             VERDICTS[key] = f"{type(error).__name__}: {error}"
     return VERDICTS[key]
-
-
-def bfloat16_gap(model: nn.Module, *, completions: int = 16, tokens: int = 24) -> float:
-    """Mean absolute difference, in nats, of log-probs under weights rounded to bfloat16 and under the weights as they are.
-
-    Over what the model writes by itself from one token on: random tokens are nothing that it will see.
-    """
-    vocabulary = causal_lm(model).config.get_text_config().vocab_size
-    prompts = random_prompts(vocabulary, (1, 1, 1, 1))
-    engine = NativeEngine(model, pad_token_id=0, products="bfloat16")
-    requests = [Request(prompt, completions // len(prompts)) for prompt in prompts]
-    return float(torch.cat(logp_gaps(model, engine.generate(requests, Sampling(tokens, seed=0)))).mean())
 
 
 @contextmanager

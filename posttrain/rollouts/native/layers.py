@@ -116,7 +116,7 @@ def fingerprint(command: list[str]) -> str:
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 
-Products = Literal["exact", "plain", "bfloat16", "auto"]
+Products = Literal["exact", "bfloat16"]
 
 # Measured, float32, 2 threads, the 210 weights of SmolLM2-135M one after another: F.linear 62.7 ms at 16 rows and 91 ms at
 # 32, weight @ rows.T 44 and 61 ms, equal from 64 rows on: the product streams the large operand, and repacks the small one.
@@ -223,15 +223,6 @@ def packs(dtype: torch.dtype) -> bool:
     return dtype == torch.float32
 
 
-def has_bfloat16() -> bool:
-    """Whether this CPU multiplies bfloat16 in hardware (AVX512-BF16 or AMX), so that halving the weights is a gain."""
-    try:
-        flags = Path("/proc/cpuinfo").read_text().split("flags", 1)[-1].split("\n", 1)[0].split()
-    except OSError:
-        return False
-    return can_pack() and bool({"avx512_bf16", "amx_bf16"} & set(flags))
-
-
 def linear_layers(model: nn.Module) -> list[nn.Linear]:
     """Plain linear layers on a CPU whose forward nobody replaced."""
     return [
@@ -241,10 +232,9 @@ def linear_layers(model: nn.Module) -> list[nn.Linear]:
     ]
 
 
-def pack_bytes(model: nn.Module, *, bfloat16: bool = False) -> int:
-    """Memory of the copies."""
-    layers = linear_layers(model)
-    return sum(layer.weight.numel() * (2 if bfloat16 else layer.weight.element_size()) for layer in layers)
+def pack_bytes(model: nn.Module) -> int:
+    """Memory of exact copies."""
+    return sum(layer.weight.nbytes for layer in linear_layers(model))
 
 
 def free_bytes() -> float:
@@ -513,10 +503,10 @@ def processors(quota: Path = QUOTA) -> int:
 
 
 @contextmanager
-def bound_threads(threads: int | None) -> Iterator[None]:
-    """Compute with this many threads (None: as torch was told, at most one a processor); the former number is restored."""
+def bound_threads() -> Iterator[None]:
+    """Compute with as many threads as torch was told, at most one a processor; the former number is restored."""
     before = torch.get_num_threads()
-    wanted = threads or min(before, processors())
+    wanted = min(before, processors())
     if wanted != before:
         torch.set_num_threads(wanted)
     try:

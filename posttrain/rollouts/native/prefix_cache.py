@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from posttrain.models.vision import VisionView, prompt_view
 from posttrain.rollouts.native.attention import Block, Fill, Store
-from posttrain.rollouts.native.sampler import Completion, Prompt
+from posttrain.rollouts.native.sampler import Prompt
 
 if TYPE_CHECKING:
     from posttrain.rollouts.native.engine import NativeEngine
@@ -312,14 +312,6 @@ class Filler:
         assert prompt.block is not None
         own = prompt.block.row(prompt.index, len(prompt.ids))
         return [own] if self.store.common is None else [_of(self.store.common), own]
-
-    def again(self, completion: Completion, row: int) -> None:
-        """Compute the suffix of a completion that was set aside, all but its last token, into a free row."""
-        prompt, written = completion.asked.prompt, completion.tokens[:-1]
-        if written:
-            begin = torch.tensor([len(self.shared) + len(prompt.ids) + prompt.offset], device=self.device)
-            fill = self.forward(torch.tensor([written], device=self.device), self.layers_of(prompt), begin)
-            self.store.put(row, fill.keys, fill.values)
 
     def forward(
         self,

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from posttrain.errors import RolloutError
-from posttrain.models.memory import key_value_width, layer_configs
 from posttrain.models.vision import text_offset
-from posttrain.rollouts.native.attention import Block, Group, Store, grown
+from posttrain.rollouts.native.attention import Block, Group, Store
 from posttrain.rollouts.native.layers import PACK_FROM, PACK_STEPS, PACK_TOKENS, Packed
 from posttrain.rollouts.native.prefix_cache import Filler, Kept, mark_stems, match
 from posttrain.rollouts.native.sampler import Asked, Chooser, Completion, Prompt
@@ -21,8 +18,8 @@ from posttrain.types import Request, Rollout, Sampling
 if TYPE_CHECKING:
     from posttrain.rollouts.native.engine import NativeEngine
 
+UNBOUNDED = 2**62
 SHARED_LEAST = 16  # A shorter common beginning costs more bookkeeping than it saves.
-STEM_SHARE = 8  # Of the budget, at most this part is for what some prompts have in common.
 
 
 class Run:
@@ -36,14 +33,10 @@ class Run:
         self.shared = [] if pictured else common_beginning([list(r.prompt_ids) for r in requests])
         self.prompts: list[Prompt] = []
         self.asked = self._asked(requests, sampling)
-        self.longest = max((len(p.ids) for p in self.prompts), default=0)
         self.done: list[Rollout | None] = [None] * sum(r.n for r in requests)
-        self.reserve = 0  # Tokens of the budget set apart for what some prompts have in common.
-        self.store = Store(slots=0)
+        self.store = Store(slots=min(engine.max_slots, max(1, len(self.done))))
         self.live: list[Completion] = []
-        self.paused: deque[Completion] = deque()
         self.filler = self._filler()
-        self.store.slots = self._slots(0)
         self.cursor = self.steps = 0
         self.packed: Packed | None = None
         self.chooser = Chooser(engine.tokenizer, engine.inner.get_output_embeddings().weight.shape[0])
@@ -70,26 +63,16 @@ class Run:
             counted = (seed, number, number) if seeded is None else (seeded, number, 0)
             made.append(Asked(index, request, prompt, own, request.n, *counted))
             number += request.n
-        if self.engine.order == "longest":
-            made.sort(key=lambda asked: -asked.sampling.max_new_tokens)
-        self.prompts = list({id(asked.prompt): asked.prompt for asked in made}.values())
-        for index, prompt in enumerate(self.prompts):
-            prompt.index = index
+        self.prompts = list(known.values())
         return made
 
     def _filler(self) -> Filler:
         """Who computes prompts: with what the engine keeps, or with what prompts of this call alone have in common."""
-        engine, kept = self.engine, self.engine.kept
+        kept = self.engine.kept
         if len(self.prompts) > 1:
             mark_stems(self.prompts)
-        if kept is None:
-            size = bytes_per_token(engine.inner)
-            if engine.kv_tokens is not None and any(prompt.shares for prompt in self.prompts):
-                self.reserve = engine.kv_tokens // STEM_SHARE
-                if engine.kv_tokens - self.reserve < self._needed():
-                    self.reserve = 0
-            kept = Kept(self.reserve // 2 * size if engine.kv_tokens is not None else 2**62)
-        return Filler(engine, self.store, self.prompts, self.shared, kept, keeping=engine.kept is not None)
+        within = Kept(UNBOUNDED) if kept is None else kept
+        return Filler(self.engine, self.store, self.prompts, self.shared, within, keeping=kept is not None)
 
     def to_the_end(self) -> list[Rollout]:
         self.filler.begin()
@@ -104,53 +87,11 @@ class Run:
 
     def so_far(self) -> list[Rollout]:
         """Every completion of every request, in order; what is not finished says ``abort``."""
-        for completion in (*self.live, *self.paused):
+        for completion in self.live:
             self.done[completion.number] = self._rollout(completion, "abort")
         owners = itertools.chain.from_iterable([request] * request.n for request in self.requests)
         empty = (Rollout(list(request.prompt_ids), [], [], "abort", self.engine.version) for request in owners)
         return [rollout or nothing for rollout, nothing in zip(self.done, empty, strict=True)]
-
-    # Memory ------------------------------------------------------------------------------------------------------
-
-    def _slots(self, capacity: int) -> int:
-        """Completions that may be live while each has room for ``capacity`` tokens (0: the first block).
-
-        Raises:
-            RolloutError: The budget holds not even one completion of the longest request.
-        """
-        engine, budget = self.engine, self.engine.kv_tokens
-        most = min(engine.max_slots, max(1, len(self.done)))
-        if budget is None or not self.prompts:
-            return most
-        budget, needed = budget - self.reserve, self._needed()
-        if budget < needed:
-            size = bytes_per_token(engine.inner)
-            raise RolloutError(
-                f"kv_tokens={budget} ({budget * size / 1e6:.1f} MB) cannot hold one completion: the longest prompt and "
-                f"max_new_tokens need {needed} tokens, {needed * size / 1e6:.1f} MB. Raise kv_tokens, or shorten the prompt or "
-                "max_new_tokens."
-            )
-        # As if every completion had a prompt of its own: then no admission can exceed the budget.
-        return min(most, (budget - len(self.shared)) // (max(capacity, grown(0)) + self.longest))
-
-    def _needed(self) -> int:
-        """Tokens of the longest completion with its prompt, in blocks."""
-        room = 0
-        while room < max(asked.sampling.max_new_tokens for asked in self.asked):
-            room = grown(room)
-        return len(self.shared) + self.longest + room
-
-    def _make_room(self, positions: int) -> None:
-        """Before the suffixes grow: set aside completions that the budget has no room for, the shortest first."""
-        capacity = self.store.capacity
-        if positions <= capacity or self.engine.kv_tokens is None:
-            return
-        self.store.slots = max(1, self._slots(grown(capacity)))
-        surplus = len(self.live) - self.store.slots
-        if surplus > 0:
-            rows = sorted(range(len(self.live)), key=lambda row: len(self.live[row].tokens))[:surplus]
-            self.paused.extend(self.live[row] for row in sorted(rows))
-            self._remove(sorted(rows))
 
     # Admission ---------------------------------------------------------------------------------------------------
 
@@ -158,32 +99,17 @@ class Run:
         """Fill free rows; while others are being written only one prefill pass, so that no prompt stalls them."""
         busy, passes = bool(self.live), 0
         if not self.live:
-            self.store.clear(self._slots(0) if not self.paused else self._slots(self._longest_paused()))
-        while len(self.live) < self.store.slots:
-            asked = self.paused[0].asked if self.paused else self._next()
-            if asked is None:
+            self.store.clear()
+        while len(self.live) < self.store.slots and (asked := self._next()) is not None:
+            free = self.store.slots - len(self.live)
+            if self.filler.ready(asked.prompt):
+                self._start(asked, min(asked.waiting, free))
+                continue
+            if busy and passes:
                 break
-            wanted = asked.prompt
-            ready = self.filler.ready(wanted)
-            if not ready or self.paused:
-                if busy and passes:
-                    break
-                passes += 1
-            if not ready:
-                self.filler.step(wanted, self.store.slots - len(self.live))
-            elif self.paused:
-                self.filler.again(self.paused[0], len(self.live))
-                self._enter(self.paused.popleft())
-                self._finish(started=True)
-            else:
-                self._start(asked, min(asked.waiting, self.store.slots - len(self.live)))
+            passes += 1
+            self.filler.step(asked.prompt, free)
         return bool(self.live)
-
-    def _longest_paused(self) -> int:
-        room = 0
-        while room < max(len(c.tokens) for c in self.paused):
-            room = grown(room)
-        return room
 
     def _next(self) -> Asked | None:
         """The first request with completions that nobody writes yet."""
@@ -225,7 +151,6 @@ class Run:
         self.steps += 1
         if self.steps == PACK_FROM and self.packed is not None and not self.packed.weights:
             self._pack()
-        self._make_room(max(len(c.tokens) for c in self.live))
         self.store.begin_step(max(len(c.tokens) for c in self.live) - 1)
         hidden = self.engine.trunk(
             input_ids=self.tokens[:, None], position_ids=self.positions[:, None], use_cache=False
@@ -336,9 +261,3 @@ def common_beginning(prompts: list[list[int]]) -> list[int]:
     first, last = min(prompts), max(prompts)
     size = min(match(first, last), min(map(len, prompts)) - 1)
     return first[:size] if size >= SHARED_LEAST else []
-
-
-def bytes_per_token(model: Any) -> int:
-    """Of keys and values of all layers."""
-    layers = layer_configs(model.config.get_text_config())
-    return 2 * sum(key_value_width(one) for one in layers) * next(model.parameters()).element_size()
