@@ -1,6 +1,7 @@
 """Products of a few rows: the same numbers, only while generating, only where they are plain."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -101,7 +102,7 @@ def test_long_calls_read_packed_weights_and_short_ones_do_not(monkeypatch):
     _, rollouts = generate(model, tokens=PACK_FROM + 1)
     assert packed == [2 * 7 + 1]
     assert float(torch.cat(logp_gaps(model, rollouts)).max()) < 1e-4
-    monkeypatch.setattr(products, "free_bytes", lambda: 1000.0)
+    monkeypatch.setattr(products.psutil, "virtual_memory", lambda: SimpleNamespace(available=1000))
     generate(model, tokens=PACK_FROM + 1)
     with torch.autocast("cpu", torch.bfloat16):
         NativeEngine(model, pad_token_id=0).generate([Request([5], 8)], Sampling(PACK_FROM + 1, seed=0))

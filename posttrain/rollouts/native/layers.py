@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+import psutil
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -237,18 +238,9 @@ def pack_bytes(model: nn.Module) -> int:
     return sum(layer.weight.nbytes for layer in linear_layers(model))
 
 
-def free_bytes() -> float:
-    """Memory that can still be had, as Linux estimates it; unlimited where it does not say."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        return next(float(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
-    except (OSError, StopIteration):
-        return float("inf")
-
-
 def worth_packing(model: nn.Module) -> bool:
     """Whether exact copies are possible and leave most of the memory alone."""
-    return can_pack() and pack_bytes(model) * PACK_SHARE <= free_bytes()
+    return can_pack() and pack_bytes(model) * PACK_SHARE <= psutil.virtual_memory().available
 
 
 def _forward(layer: nn.Linear, packed: Packed | None, x: Tensor) -> Tensor:
