@@ -18,7 +18,7 @@ from posttrain.integrations import require
 from posttrain.models.heads import causal_lm, picture_encoder
 from posttrain.models.vision import probe_rows
 from posttrain.rollouts.base import Capabilities, RolloutEngine, check_followed, check_requests, refuse_virtual_tokens
-from posttrain.rollouts.server.replies import API_KEY_VARIABLE, check_token, derived_seed, truncates
+from posttrain.rollouts.server.replies import API_KEY_VARIABLE, check_token, derived_seed, sampling_body, truncates
 from posttrain.rollouts.workers.shared_weights import as_dtype
 from posttrain.types import Request, Rollout, Sampling
 
@@ -123,10 +123,8 @@ class Sleeper:
 
 
 BATCHED_TOKENS = 4096  # vLLM measures its memory with a batch of so many; its own default takes most of a shared GPU.
-GUIDES = {"regex": "regex", "json": "json", "grammar": "grammar", "choices": "choice"}
 NAMES_SHOWN = 5
 UNKNOWN = ("no_repeat_ngram",)  # Fields of `Sampling` that vLLM has no rule for.
-CPU_CACHE_GB = "4"  # Keys and values on a CPU, where vLLM would take most of the machine's memory.
 
 
 class VLLMEngine(RolloutEngine):
@@ -317,29 +315,14 @@ class VLLMEngine(RolloutEngine):
         """``SamplingParams`` of a request; its seed is of the first completion, and each further one counts on from it."""
         own = request.sampling or call
         seed = own.seed if request.sampling is not None else derived_seed(call.seed, index)
-        vllm, more = require("vllm", "sampling"), {}
-        if own.guide is not None:
-            kind, text = own.guide
-            value = text.split("\n") if kind == "choices" else text
-            more["structured_outputs"] = vllm.sampling_params.StructuredOutputsParams(**{GUIDES[kind]: value})
-        return vllm.SamplingParams(
-            n=_drawn(request, call),
-            max_tokens=own.max_new_tokens,
-            temperature=own.temperature,
-            top_p=own.top_p,
-            top_k=own.top_k,
-            min_p=own.min_p or 0.0,
-            repetition_penalty=own.repetition_penalty,
-            stop_token_ids=list(own.stop_token_ids),
-            ignore_eos=True,  # The trainer's stop tokens alone count.
-            min_tokens=own.min_new_tokens,
-            logit_bias=dict(own.logit_bias) or None,
-            logprobs=own.top_logps,
-            seed=None if seed is None else int(seed),
-            detokenize=bool(own.stop_strings),
-            stop=list(own.stop_strings) or None,
-            **more,
-        )
+        vllm, fields = require("vllm", "sampling"), sampling_body(own)
+        if "structured_outputs" in fields:
+            guide = vllm.sampling_params.StructuredOutputsParams(**fields["structured_outputs"])
+            fields["structured_outputs"] = guide
+        if "logit_bias" in fields:
+            fields["logit_bias"] = {int(token): value for token, value in fields["logit_bias"].items()}
+        seed = None if seed is None else int(seed)
+        return vllm.SamplingParams(n=_drawn(request, call), seed=seed, detokenize=bool(own.stop_strings), **fields)
 
     def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Replace all weights, as vLLM loads a checkpoint, repacked for its kernels; then forget keys and values.
