@@ -272,7 +272,7 @@ def check_prompts(dataset: Any, name: str, tokenizer: Any) -> list[dict[str, Any
         DataError: No rows, no ``prompt`` column, a prompt without any token, or strings mixed with message lists.
         ModelError: Conversational prompts and a tokenizer without a chat template.
     """
-    head = list(_take(dataset, 2))
+    head = list(itertools.islice(dataset, 2))
     if not head:
         raise DataError(f"{name} is empty.")
     if "prompt" not in head[0]:
@@ -309,15 +309,8 @@ def _prompts(dataset: Any) -> Iterator[Any]:
     if isinstance(dataset, datasets.Dataset):
         yield from dataset.select_columns("prompt").with_format(None)["prompt"]
     else:
-        for row in _take(dataset, 64):
+        for row in itertools.islice(dataset, STREAMED):
             yield row["prompt"]
-
-
-def _take(dataset: Any, count: int) -> Iterator[dict[str, Any]]:
-    for index, row in enumerate(dataset):
-        if index == count:
-            return
-        yield row
 
 
 def with_lengths(dataset: Any, name: str) -> Any:

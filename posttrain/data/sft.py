@@ -16,7 +16,7 @@ import pyarrow.compute as pc
 from posttrain.data.chat import (
     AssistantSpans,
     common_prefix,
-    encode,
+    encode_rows,
     has_generation_markers,
     one_bos,
     open_end,
@@ -33,10 +33,12 @@ from posttrain.data.formats import (
     describe_dataset,
     first_row,
     get_dataset_column_names,
+    given_rows,
     has_nested_none,
     is_conversational_from_value,
     is_messages,
     maybe_convert_to_chatml,
+    naming,
     one_eos,
     strip_none,
     tokenized,
@@ -108,34 +110,30 @@ class _Plan:
     head_ids: list[int] = field(default_factory=list)
     nothing: str = ""  # Why the row itself has nothing to train.
 
+    @property
+    def texts(self) -> list[str]:
+        """What is to be tokenised."""
+        return [text for text in (self.text, self.head) if text is not None]
+
 
 def label_batch(
     batch: dict[str, list], indices: list[int], tokenizer: Any, options: SupervisedOptions
 ) -> dict[str, list]:
     """``input_ids``, ``labels`` (the token, or -100 where it is not trained) and counters for the report."""
-    plans: list[_Plan] = []
-    rows = []
+    rows, plans = [], []
     finder = AssistantSpans(tokenizer)
-    for position, index in enumerate(indices):
-        given = {
-            name: column[position] for name, column in batch.items() if name != ROW and column[position] is not None
-        }
-        row = strip_none(given)
-        rows.append(row)
-        try:
-            plans.append(_plan(row, tokenizer, options, finder))
-        except DataError as error:
-            none = sorted(set(batch) - set(given))
-            raise DataError(f"row {index}: {error}{f' Columns {none} are None here.' if none else ''}") from error
+    for index, given in given_rows(batch, indices):
+        none = sorted(set(batch) - {ROW, *given})
+        with naming(f"row {index}", f" Columns {none} are None here." if none else ""):
+            rows.append(strip_none(given))
+            plans.append(_plan(rows[-1], tokenizer, options, finder))
         plans[-1].nested_none = has_nested_none(given)
-    _tokenize(plans, indices, tokenizer)
+    found = encode_rows(tokenizer, [(plan.plain, plan.texts) for plan in plans], indices)
     out: dict[str, list] = {name: [] for name in ("input_ids", "labels", "_reason", *COUNTERS)}
     ends = set(terminal_token_ids(tokenizer))
-    for row, plan, index in zip(rows, plans, indices, strict=True):
-        try:
-            _finish(plan, tokenizer, options)
-        except DataError as error:
-            raise DataError(f"row {index}: {error}") from error
+    for row, plan, texts, index in zip(rows, plans, found, indices, strict=True):
+        with naming(f"row {index}"):
+            _finish(plan, texts, tokenizer, options)
         _write(out, row, plan, options, ends)
         tail = plan.head_ids[len(plan.head_ids) - plan.diverged :] if plan.diverged else []
         out["_tail"].append(tokenizer.decode(tail) if tail else "")
@@ -223,30 +221,18 @@ def _prompt_completion(
     return plan
 
 
-def _tokenize(plans: list[_Plan], indices: list[int], tokenizer: Any) -> None:
-    """Two calls for the whole batch: texts with the tokenizer's special tokens, and rendered ones without."""
-    place = {id(plan): index for plan, index in zip(plans, indices, strict=True)}
-    for plain in (True, False):
-        wanted = [p for p in plans if p.plain == plain]
-        texts = [p for p in wanted if p.text is not None]
-        heads = [p for p in wanted if p.head is not None]
-        rows = [place[id(plan)] for plan in (*texts, *heads)]
-        found_in = [str(p.text) for p in texts] + [str(p.head) for p in heads]
-        ids = encode(tokenizer, found_in, special=plain, where=lambda at, rows=rows: f"row {rows[at]}")
-        for plan, found in zip(texts, ids[: len(texts)], strict=True):
-            plan.ids = found
-        for plan, found in zip(heads, ids[len(texts) :], strict=True):
-            plan.head_ids = found
-            if plain:
-                plan.head_ids = open_end(one_bos(found, tokenizer.bos_token_id), str(plan.head), tokenizer)
-
-
-def _finish(plan: _Plan, tokenizer: Any, options: SupervisedOptions) -> None:
+def _finish(plan: _Plan, texts: list[list[int]], tokenizer: Any, options: SupervisedOptions) -> None:
     """Ids and mask of a tokenised row: one bos, one eos, the prompt masked where the tokens part."""
     ids = plan.ids or []
+    if plan.text is not None:
+        ids, *texts = texts
+    if plan.head is not None:
+        (plan.head_ids,) = texts
     if plan.plain:
         single = one_bos(ids, tokenizer.bos_token_id)
         plan.double_bos, ids = len(single) < len(ids), one_eos(single, tokenizer)
+        head = one_bos(plan.head_ids, tokenizer.bos_token_id)
+        plan.head_ids = open_end(head, str(plan.head), tokenizer)
     mask = plan.mask if plan.mask is not None else [1] * len(ids)
     if plan.spans is not None:
         mask = AssistantSpans.mask(tokenizer, str(plan.text), ids, plan.spans)
@@ -410,10 +396,8 @@ def check_prepared(dataset: Any, name: str, vocabulary: int) -> None:
         why = f"columns {masks} but no labels, so every token would be trained" if masks else f"columns {columns}"
         raise DataError(f"skip_prepare_dataset is set and the {name} rows have {why}. Add input_ids and labels.")
     for index, row in enumerate(islice(dataset, PEEKED)):
-        try:
+        with naming(f"{name} row {index}"):
             check_ids(row["input_ids"], "input_ids", vocabulary)
-        except DataError as error:
-            raise DataError(f"{name} row {index}: {error}") from None
     if "labels" not in columns:
         return
     seen = [_trains_something([row["labels"]])[0] for row in islice(dataset, PEEKED)]
