@@ -72,17 +72,13 @@ def think_format_reward(
     texts = [text_with_reasoning(completion) for completion in completions]
     if prompt_suffixes is not None:
         texts = [_opened(suffix) + text for suffix, text in zip(prompt_suffixes, texts, strict=True)]
-    return [float(_is_well_formed(text)) for text in texts]
+    return [float(text.startswith(OPEN) and CLOSE in text and text.count(OPEN) == 1) for text in texts]
 
 
 def _opened(suffix: str) -> str:
     """The opening tag and what follows it, where a prompt leaves it open."""
     start = suffix.rfind(OPEN)
     return suffix[start:] if start >= 0 and CLOSE not in suffix[start:] else ""
-
-
-def _is_well_formed(text: str) -> bool:
-    return text.startswith(OPEN) and CLOSE in text and text.count(OPEN) == 1
 
 
 class SoftOverlongPunishment:
