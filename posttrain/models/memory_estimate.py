@@ -565,11 +565,7 @@ def _sum_of_outputs(
     tokens, sequences, states = (torch.zeros(count, dtype=torch.long) for count in counts)
     if shadow.part.kind != "causal":
         return shadow.model(**inputs, token_head=ScoreHead(sequences, sequences))["scores"].sum()
-    head = TokenHead(
-        tokens, tokens, tokens,
-        need_entropy=bool({"entropy", "entropy_grad"} & needs), entropy_grad="entropy_grad" in needs,
-        need_correct="correct" in needs, need_mean_logit="mean_logit" in needs, need_logits="logits" in needs,
-    )  # fmt: skip
+    head = TokenHead(tokens, tokens, tokens, needs=needs)
     inner: Any = causal_lm(shadow.model)
     critic = getattr(inner, "value_model", None)
     if critic is not None:
