@@ -158,7 +158,7 @@ def _between(cls: type, before: tuple[type, ...], behind: tuple[type, ...]) -> t
 
 
 @contextlib.contextmanager
-def _attributes(trainer: Any, given: dict[str, Any]) -> Iterator[None]:
+def attributes(trainer: Any, given: dict[str, Any]) -> Iterator[None]:
     """Inside, a trainer has other attributes."""
     before = {name: getattr(trainer, name) for name in given}
     vars(trainer).update(given)
@@ -198,7 +198,7 @@ class OwnPreparation(Trainer):
             args.packing = args.eval_packing = values["packing"]
         if "formatting_func" in values:
             given["formatting_func"] = values["formatting_func"]
-        with _attributes(self, given):
+        with attributes(self, given):
             prepared = super().prepare(dataset, values.get("dataset_name", name), training=training)
         self._by_parent = True
         return prepared
