@@ -384,70 +384,52 @@ def assistant_mask(
     Generation markers decide where the template has them. Where it has none, each assistant turn is found by rendering
     the conversation up to it: with the generation prompt it starts, with the turn it ends.
     """
-    finder = AssistantSpans(tokenizer)
     if has_generation_markers(template_kwargs.get("chat_template") or tokenizer.chat_template):
-        return finder.by_markers(messages, tools=tools, **template_kwargs)
-    text, spans = finder.by_rendering(messages, tools=tools, **template_kwargs)
-    ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-    return ids, finder.mask(tokenizer, text, ids, spans)
-
-
-class AssistantSpans:
-    """Where the assistant speaks in rendered conversations."""
-
-    def __init__(self, tokenizer: Any, rendered: Callable[..., str] | None = None) -> None:
-        # ``rendered`` makes text of messages; None: as `render` does.
-        self.tokenizer, self.rendered = tokenizer, rendered
-        self.render = rendered or partial(render, tokenizer)
-
-    def by_markers(self, messages: list[dict[str, Any]], *, tools: Any = None, **kwargs: Any) -> tuple[list, list]:
-        """Ids and mask as the template's generation markers say."""
         out = _template(
-            self.tokenizer,
+            tokenizer,
             messages,
             tokenize=True,
             return_dict=True,
             return_assistant_tokens_mask=True,
             tools=tools,
             tokenizer_kwargs={"verbose": False},
-            **kwargs,
+            **template_kwargs,
         )
         return out["input_ids"], out["assistant_masks"]
+    rendered = partial(render, tokenizer)
+    text, spans = assistant_spans(rendered, messages, turn_end(tokenizer), tools=tools, **template_kwargs)
+    found = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+    return found["input_ids"], [int(any(a <= at < b for a, b in spans)) for at, _ in found["offset_mapping"]]
 
-    def by_rendering(
-        self, messages: list[dict[str, Any]], *, tools: Any = None, **kwargs: Any
-    ) -> tuple[str, list[tuple[int, int]]]:
-        """The rendered text, and the characters of each assistant turn from its first word to its end-of-turn token.
 
-        Raises:
-            ModelError: The template renders earlier turns differently once later ones follow.
-        """
-        text = self.render(messages, tools=tools, **kwargs)
-        end = turn_end(self.tokenizer, self.rendered)
-        spans = []
-        for index, message in enumerate(messages):
-            if message["role"] != "assistant":
-                continue
-            before = self.render(messages[:index], add_generation_prompt=True, tools=tools, **kwargs)
-            last = index == len(messages) - 1
-            through = text if last else self.render(messages[: index + 1], tools=tools, **kwargs)
-            stop = through.rfind(end) + len(end) if end else len(through)
-            if not (text.startswith(before) and text.startswith(through[:stop])):
-                raise ModelError(
-                    "the chat template renders earlier turns differently once later ones follow, so what the assistant "
-                    "said cannot be found. Use a template with {% generation %} markers (chat_template_path)."
-                )
-            spans.append((len(before), stop))
-        return text, spans
+def assistant_spans(
+    rendered: Callable[..., str], messages: list[dict[str, Any]], end: str, **kwargs: Any
+) -> tuple[str, list[tuple[int, int]]]:
+    """The rendered text, and the characters of each assistant turn from its first word to its end-of-turn token.
 
-    @staticmethod
-    def mask(tokenizer: Any, text: str, ids: list[int], spans: list[tuple[int, int]]) -> list[int]:
-        """1 on tokens that begin inside a span; ``ids`` are the text's own, tokenised without special tokens."""
-        offsets = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)[
-            "offset_mapping"
-        ]
-        assert len(offsets) == len(ids)
-        return [int(any(a <= start < b for a, b in spans)) for start, _ in offsets]
+    Args:
+        rendered: Makes text of messages, as `render` does.
+        messages: A conversation.
+        end: What `turn_end` gives.
+        kwargs: For ``rendered``.
+
+    Raises:
+        ModelError: The template renders earlier turns differently once later ones follow.
+    """
+    text, spans = rendered(messages, **kwargs), []
+    for index, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        before = rendered(messages[:index], add_generation_prompt=True, **kwargs)
+        through = text if index == len(messages) - 1 else rendered(messages[: index + 1], **kwargs)
+        stop = through.rfind(end) + len(end) if end else len(through)
+        if not (text.startswith(before) and text.startswith(through[:stop])):
+            raise ModelError(
+                "the chat template renders earlier turns differently once later ones follow, so what the assistant "
+                "said cannot be found. Use a template with {% generation %} markers (chat_template_path)."
+            )
+        spans.append((len(before), stop))
+    return text, spans
 
 
 RENDERED = ("prompt", "tools", "chat_template_kwargs")  # Columns that decide what a prompt renders to.

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from datasets import Features, List, Value
 
-from posttrain.data.chat import RENDERED, AssistantSpans, common_prefix, template_arguments
+from posttrain.data.chat import RENDERED, assistant_spans, common_prefix, template_arguments, turn_end
 from posttrain.data.formats import (
     PICTURE_COLUMNS,
     PROMPT_COLUMNS,
@@ -301,7 +301,8 @@ def spoken_segments(
             "assistant_only_loss=True needs conversations: 'messages', or 'prompt' and 'completion' of messages."
         )
     blocks, held = conversation_pictures([*prompt, *rest], pictures_of(row))
-    text, spans = AssistantSpans(reader.tokenizer, reader.render).by_rendering(blocks, **template_arguments(row))
+    end = turn_end(reader.tokenizer, reader.render)
+    text, spans = assistant_spans(reader.render, blocks, end, **template_arguments(row))
     given = 0 if prompt_too else sum(message.get("role") == "assistant" for message in prompt)
     # A conversation in which nothing is said has an empty turn.
     said = spans[given:] or [(len(text), len(text))]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, Literal
 
@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow.compute as pc
 
 from posttrain.data.chat import (
-    AssistantSpans,
+    assistant_mask,
     common_prefix,
     encode_rows,
     has_generation_markers,
@@ -101,13 +101,9 @@ class _Plan:
     text: str | None = None
     head: str | None = None
     plain: bool = False
-    spans: list[tuple[int, int]] | None = None
     ids: list[int] | None = None
     mask: list[int] | None = None
-    diverged: int = 0
-    double_bos: bool = False
     nested_none: bool = False
-    head_ids: list[int] = field(default_factory=list)
     nothing: str = ""  # Why the row itself has nothing to train.
 
     @property
@@ -121,34 +117,29 @@ def label_batch(
 ) -> dict[str, list]:
     """``input_ids``, ``labels`` (the token, or -100 where it is not trained) and counters for the report."""
     rows, plans = [], []
-    finder = AssistantSpans(tokenizer)
     for index, given in given_rows(batch, indices):
         none = sorted(set(batch) - {ROW, *given})
         with naming(f"row {index}", f" Columns {none} are None here." if none else ""):
             rows.append(strip_none(given))
-            plans.append(_plan(rows[-1], tokenizer, options, finder))
+            plans.append(_plan(rows[-1], tokenizer, options))
         plans[-1].nested_none = has_nested_none(given)
     found = encode_rows(tokenizer, [(plan.plain, plan.texts) for plan in plans], indices)
-    out: dict[str, list] = {name: [] for name in ("input_ids", "labels", "_reason", *COUNTERS)}
-    ends = set(terminal_token_ids(tokenizer))
+    made, ends = [], set(terminal_token_ids(tokenizer))
     for row, plan, texts, index in zip(rows, plans, found, indices, strict=True):
         with naming(f"row {index}"):
-            _finish(plan, texts, tokenizer, options)
-        _write(out, row, plan, options, ends)
-        tail = plan.head_ids[len(plan.head_ids) - plan.diverged :] if plan.diverged else []
-        out["_tail"].append(tokenizer.decode(tail) if tail else "")
-    return out
+            made.append(_labelled(row, plan, texts, tokenizer, options, ends))
+    return {name: [one[name] for one in made] for name in made[0]}
 
 
-def _plan(row: dict[str, Any], tokenizer: Any, options: SupervisedOptions, finder: AssistantSpans) -> _Plan:
+def _plan(row: dict[str, Any], tokenizer: Any, options: SupervisedOptions) -> _Plan:
     if "input_ids" in row:
         return _given(row, options, len(tokenizer))
     if is_conversational_from_value(row):
         row.update(maybe_convert_to_chatml({"conversations": row.pop("conversations")}))
     if "messages" in row:
-        return _conversation(row, row["messages"], tokenizer, options, finder)
+        return _conversation(row, row["messages"], tokenizer, options)
     if "prompt" in row and "completion" in row:
-        return _prompt_completion(row, tokenizer, options, finder)
+        return _prompt_completion(row, tokenizer, options)
     text = row.get(options.dataset_text_field)
     if text is None:
         raise DataError(
@@ -181,9 +172,7 @@ def _given(row: dict[str, Any], options: SupervisedOptions, vocabulary: int) -> 
     return _Plan(ids=ids, mask=mask, nothing="" if ids else EMPTY)
 
 
-def _conversation(
-    row: dict[str, Any], messages: Any, tokenizer: Any, options: SupervisedOptions, finder: AssistantSpans
-) -> _Plan:
+def _conversation(row: dict[str, Any], messages: Any, tokenizer: Any, options: SupervisedOptions) -> _Plan:
     if not is_messages(messages):
         raise DataError(
             f"column 'messages' must be a list of messages with a role and content, and it is {str(messages)[:80]!r}."
@@ -195,16 +184,11 @@ def _conversation(
         kwargs.setdefault("chat_template", options.chat_template)
     if not options.assistant_only_loss:
         return _Plan(text=render(tokenizer, messages, **kwargs))
-    if has_generation_markers(kwargs.get("chat_template") or tokenizer.chat_template):
-        ids, mask = finder.by_markers(messages, **kwargs)
-        return _Plan(ids=ids, mask=mask, nothing=nothing)
-    text, spans = finder.by_rendering(messages, **kwargs)
-    return _Plan(text=text, spans=spans, nothing=nothing)
+    ids, mask = assistant_mask(tokenizer, messages, **kwargs)
+    return _Plan(ids=ids, mask=mask, nothing=nothing)
 
 
-def _prompt_completion(
-    row: dict[str, Any], tokenizer: Any, options: SupervisedOptions, finder: AssistantSpans
-) -> _Plan:
+def _prompt_completion(row: dict[str, Any], tokenizer: Any, options: SupervisedOptions) -> _Plan:
     prompt, completion = row["prompt"], row["completion"]
     if not completion:
         return _Plan(ids=[], mask=[], nothing=EMPTY_COMPLETION)
@@ -216,68 +200,55 @@ def _prompt_completion(
         )
     if not chat:
         return _Plan(text=prompt + completion, head=prompt, plain=True)
-    plan = _conversation(row, prompt + completion, tokenizer, options, finder)
+    plan = _conversation(row, prompt + completion, tokenizer, options)
     plan.head = prompt_text(tokenizer, row, {"chat_template": options.chat_template} if options.chat_template else {})
     return plan
 
 
-def _finish(plan: _Plan, texts: list[list[int]], tokenizer: Any, options: SupervisedOptions) -> None:
-    """Ids and mask of a tokenised row: one bos, one eos, the prompt masked where the tokens part."""
-    ids = plan.ids or []
+def _labelled(
+    row: dict[str, Any],
+    plan: _Plan,
+    texts: list[list[int]],
+    tokenizer: Any,
+    options: SupervisedOptions,
+    ends: set[int],
+) -> dict[str, Any]:
+    """Columns of a tokenised row: one bos, one eos, the prompt masked where the tokens part, cut to length."""
+    ids, head, double_bos = plan.ids or [], [], False
     if plan.text is not None:
         ids, *texts = texts
     if plan.head is not None:
-        (plan.head_ids,) = texts
+        (head,) = texts
     if plan.plain:
-        single = one_bos(ids, tokenizer.bos_token_id)
-        plan.double_bos, ids = len(single) < len(ids), one_eos(single, tokenizer)
-        head = one_bos(plan.head_ids, tokenizer.bos_token_id)
-        plan.head_ids = open_end(head, str(plan.head), tokenizer)
-    mask = plan.mask if plan.mask is not None else [1] * len(ids)
-    if plan.spans is not None:
-        mask = AssistantSpans.mask(tokenizer, str(plan.text), ids, plan.spans)
-    if plan.head is not None:
-        # A tokenizer may merge over the boundary, and a template may render the prompt differently.
-        boundary = common_prefix(plan.head_ids, ids)
-        plan.diverged = len(plan.head_ids) - boundary
-        if options.completion_only_loss is not False:
-            mask = [0] * boundary + mask[boundary:]
-    plan.ids, plan.mask = ids, mask
-
-
-def _write(out: dict[str, list], row: dict[str, Any], plan: _Plan, options: SupervisedOptions, ends: set[int]) -> None:
-    ids, mask = plan.ids or [], plan.mask or []
-    if "labels" in row and "input_ids" in row:
-        labels = list(row["labels"])
-    else:
-        whole = len(mask) == len(ids) and 0 not in mask
-        labels = list(ids) if whole else [token if m else IGNORED for token, m in zip(ids, mask, strict=True)]
+        single, head = one_bos(ids, tokenizer.bos_token_id), one_bos(head, tokenizer.bos_token_id)
+        double_bos, ids, head = (
+            len(single) < len(ids),
+            one_eos(single, tokenizer),
+            open_end(head, plan.head or "", tokenizer),
+        )
+    mask = [1] * len(ids) if plan.mask is None else plan.mask
+    # A tokenizer may merge over the boundary, and a template may render the prompt differently.
+    boundary = common_prefix(head, ids)
+    if options.completion_only_loss is not False:
+        mask = [0] * boundary + mask[boundary:]
+    labels = list(row["labels"]) if "labels" in row and "input_ids" in row else None
+    if labels is None:
+        labels = list(ids) if 0 not in mask else [token if m else IGNORED for token, m in zip(ids, mask, strict=True)]
+    diverged, no_end = len(head) - boundary, ends.isdisjoint(labels)
+    cut = options.cut is not None and len(ids) > options.cut
+    kept = slice(options.cut) if options.truncation_mode == "keep_start" else slice(-(options.cut or 0), None)
     trained = len(labels) - labels.count(IGNORED)
-    no_end = ends.isdisjoint(labels)
-    limit = options.cut
-    truncated = limit is not None and len(ids) > limit
-    if limit is not None and truncated:
-        part = slice(limit) if options.truncation_mode == "keep_start" else slice(-limit, None)
-        ids, labels = ids[part], labels[part]
+    ids, labels = (ids[kept], labels[kept]) if cut else (ids, labels)
     left = len(labels) - labels.count(IGNORED)
     learnt = left - (labels[:1] not in ([], [IGNORED]))  # Nothing predicts a row's first token.
-    half = plan.diverged > len(plan.head_ids) / 2
-    values = (
-        truncated,
-        trained - left,
-        plan.diverged > 0,
-        half,
-        no_end,
-        plan.double_bos,
-        plan.nested_none,
-        learnt,
-        len(ids),
-    )
-    out["input_ids"].append(ids)
-    out["labels"].append(labels)
-    for name, value in zip(COUNTERS, values, strict=False):
-        out[name].append(int(value))
-    out["_reason"].append("" if learnt > 0 else plan.nothing or (CUT if truncated and trained > left else MASKED))
+    counts = (cut, trained - left, diverged > 0, diverged > len(head) / 2, no_end, double_bos, plan.nested_none, learnt)
+    return {
+        "input_ids": ids,
+        "labels": labels,
+        "_reason": "" if learnt > 0 else plan.nothing or (CUT if cut and trained > left else MASKED),
+        **dict(zip(COUNTERS, map(int, (*counts, len(ids))), strict=False)),
+        "_tail": tokenizer.decode(head[boundary:]) if diverged else "",
+    }
 
 
 DEFAULTS = SupervisedOptions()
