@@ -19,10 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from posttrain.algorithms.sft import SFTTrainer
-from posttrain.compat.overrides import attributes
 from posttrain.errors import ConfigError
 from posttrain.losses.reduce import Denominators
-from posttrain.training.config import PADDED_STEPS, user_override
+from posttrain.training.config import PADDED_STEPS, user_override, with_attributes
 from posttrain.training.online import OnlineTrainer
 from posttrain.types import Batch, ModelOutputs
 
@@ -238,7 +237,7 @@ class BeforeUser(Trainer):
             loss = self.prediction_step(model, shown, prediction_loss_only=True, ignore_keys=None)[0]
             return (loss, None) if return_outputs else loss
         passes = self._passes_of_mean
-        with attributes(
+        with with_attributes(
             self, {"denominators": _shared(self.denominators, passes)}
         ):  # What `super()` returns is then a micro-batch's mean.
             result = super().compute_loss(model, shown, return_outputs, num_items_in_batch=self._num_items)
@@ -277,7 +276,7 @@ class BeforeUser(Trainer):
             return super().training_step(model, inputs, num_items_in_batch)
         (batch,) = inputs
         self._whole, shown = self.denominators, self._shown(batch.to(self.args.device))
-        with attributes(self, {"denominators": _shared(self.denominators, self._passes_of_mean)}):
+        with with_attributes(self, {"denominators": _shared(self.denominators, self._passes_of_mean)}):
             return super().training_step(model, shown, self._num_items)
 
 
@@ -316,7 +315,7 @@ class BehindUser(Trainer):
         """TRL's ``training_step`` of one dict: forward, backward, the detached loss."""
         if not isinstance(inputs, dict):
             return super().training_step(model, inputs, num_items_in_batch)
-        with attributes(self, {"denominators": self._whole}):
+        with with_attributes(self, {"denominators": self._whole}):
             return super().training_step(model, [to_batch(inputs)])
 
     def prediction_step(
