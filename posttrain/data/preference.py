@@ -77,31 +77,11 @@ def _answer_batch(
         with naming(f"row {index}"):
             rows.append(_parted(strip_none(given), options.branches))
             texts.append(_texts(rows[-1], tokenizer, options.branches))
-    names = ["prompt_ids", *(f"{branch}_ids" for branch in options.branches), "_reason", *COUNTERS]
-    names += [f"{branch}_mask" for branch in options.branches if options.mask_inner_turns]
-    out: dict[str, list] = {name: [] for name in names}
     found = encode_rows(tokenizer, texts, indices)
-    for row, (plain, _), (prompt, *wholes) in zip(rows, texts, found, strict=True):
-        if plain:
-            prompt = one_bos(prompt, tokenizer.bos_token_id)
-            wholes = [one_eos(one_bos(ids, tokenizer.bos_token_id), tokenizer) for ids in wholes]
-        _write(out, prompt, wholes, options)
-        others = {
-            branch: [m for m in row[branch] if not plain and m.get("role") != "assistant"]
-            for branch in options.branches
-        }
-        inner = [branch for branch, messages in others.items() if messages]
-        out["_inner"].append(int(bool(inner)))
-        if options.mask_inner_turns:
-            boundary = min(common_prefix(prompt, ids) for ids in wholes)
-            for branch, whole in zip(options.branches, wholes, strict=True):
-                told = [1] * len(whole)
-                if branch in inner:
-                    _, told = assistant_mask(tokenizer, row["prompt"] + row[branch], **template_arguments(row))
-                count = len(out[f"{branch}_ids"][-1])
-                start = boundary if options.truncation_mode == "keep_start" else len(whole) - count
-                out[f"{branch}_mask"].append(told[start : start + count])
-    return out
+    made = [
+        _answers(row, plain, ids, tokenizer, options) for row, (plain, _), ids in zip(rows, texts, found, strict=True)
+    ]
+    return {name: [one[name] for one in made] for name in made[0]}
 
 
 def _texts(row: dict[str, Any], tokenizer: Any, branches: Sequence[str]) -> tuple[bool, list[str]]:
@@ -160,28 +140,39 @@ def _check_messages(branch: str, answer: Any) -> None:
         )
 
 
-def _write(out: dict[str, list], prompt: list[int], wholes: list[list[int]], options: AnswerOptions) -> None:
-    """Cut prompt and answers apart where the tokens of all of them part, then to length; say what is wrong."""
+def _answers(
+    row: dict[str, Any], plain: bool, texts: list[list[int]], tokenizer: Any, options: AnswerOptions
+) -> dict[str, Any]:
+    """Prompt and answers cut apart where the tokens of all of them part, then to length, with what is wrong with them."""
+    bos, (prompt, *wholes) = tokenizer.bos_token_id, texts
+    if plain:
+        prompt, wholes = one_bos(prompt, bos), [one_eos(one_bos(ids, bos), tokenizer) for ids in wholes]
     boundary = min(common_prefix(prompt, ids) for ids in wholes)
     lost = len(prompt) - boundary
-    answers = [ids[boundary:] for ids in wholes]
-    limit, reason, cut = options.max_length, "", False
-    prompt = prompt[:boundary]
+    prompt, answers = prompt[:boundary], [ids[boundary:] for ids in wholes]
+    limit, start, reason, cut = options.max_length, options.truncation_mode == "keep_start", "", False
     if lost > max(4, 0.05 * (boundary + lost)):
         reason = UNUSABLE
     elif any(not answer for answer in answers):
         reason = EMPTY
-    elif limit is not None and options.truncation_mode == "keep_start" and len(prompt) >= limit:
+    elif limit is not None and start and len(prompt) >= limit:
         reason = FULL
     elif limit is not None and len(prompt) + max(map(len, answers)) > limit:
         prompt, answers, cut = *_truncate(prompt, answers, limit, options.truncation_mode), True
     if not reason and len(answers) > 1 and answers[0] == answers[1]:
         reason = EQUAL
-    out["prompt_ids"].append(prompt)
-    for branch, answer in zip(options.branches, answers, strict=True):
-        out[f"{branch}_ids"].append(answer)
-    for name, value in (("_reason", reason), ("_truncated", int(cut)), ("_diverged", int(lost > 0))):
-        out[name].append(value)
+    others = [not plain and any(m.get("role") != "assistant" for m in row[branch]) for branch in options.branches]
+    made: dict[str, Any] = {"prompt_ids": prompt, "_reason": reason, "_inner": int(any(others))}
+    made |= {"_truncated": int(cut), "_diverged": int(lost > 0)}
+    for branch, whole, answer, inner in zip(options.branches, wholes, answers, others, strict=True):
+        made[f"{branch}_ids"] = answer
+        if options.mask_inner_turns:
+            told = [1] * len(whole)
+            if inner:
+                _, told = assistant_mask(tokenizer, row["prompt"] + row[branch], **template_arguments(row))
+            first = boundary if start else len(whole) - len(answer)
+            made[f"{branch}_mask"] = told[first : first + len(answer)]
+    return made
 
 
 def _truncate(prompt: list[int], answers: list[list[int]], limit: int, mode: str) -> tuple[list[int], list[list[int]]]:
