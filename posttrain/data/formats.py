@@ -210,7 +210,6 @@ def describe_dataset(dataset: Any) -> DatasetDescription:
         DataError: The set is empty, no type fits its columns, or a row's form differs from the others', with its number.
 
     >>> import datasets
-    >>> import datasets
     >>> rows = datasets.Dataset.from_dict({"prompt": ["2+2="], "completion": [" 4"]})
     >>> describe_dataset(rows)["type"], describe_dataset(rows)["format"]
     ('prompt-completion', 'standard')

@@ -397,7 +397,6 @@ def _read(shard: Path) -> dict[str, Any]:
         raise CheckpointError(
             f"{str(shard)!r} cannot be read: {error}. Fix: resume from another checkpoint."
         ) from error
-    kept = sorted({name for group in inner["state"].values() for name in group})
     return {"processes": count[0] if isinstance(count, list) else count, "kept": kept}
 
 
