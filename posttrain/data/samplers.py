@@ -194,25 +194,6 @@ class Deal:
             yield rows[start:end]
 
 
-class DealtBatches(Sampler[list[int]]):
-    """The batches of one process, of the indices that a sampler gives on all of them alike.
-
-    Args:
-        sampler: Anything with a length that yields indices.
-        deal: Which of them are this process's.
-    """
-
-    def __init__(self, sampler: Any, deal: Deal) -> None:
-        self.sampler, self.deal = sampler, deal
-
-    def __iter__(self) -> Iterator[list[int]]:
-        return self.deal.parts(self.sampler)
-
-    def __len__(self) -> int:
-        whole, rest = divmod(len(self.sampler), self.deal.size * self.deal.world)
-        return whole + (rest > 0 and not self.deal.drop_last)
-
-
 class DealtStream(IterableDataset):
     """A stream as the batches of one process, lists of rows; every process reads all of it.
 

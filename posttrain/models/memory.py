@@ -177,11 +177,7 @@ class NoOpManager(torch.autograd.graph.saved_tensors_hooks):
     """
 
     def __init__(self) -> None:
-        super().__init__(_same, _same)
-
-
-def _same(tensor: Tensor) -> Tensor:
-    return tensor
+        super().__init__(lambda tensor: tensor, lambda tensor: tensor)
 
 
 def check_offloading(args: Any) -> None:
@@ -328,18 +324,12 @@ def _of_host() -> Available:
     for limit, use, stat in CGROUPS:
         bound = _read(limit).strip()
         if bound.isdigit() and int(bound) < machine.total:
-            used = int(_read(use).strip() or 0) - _inactive(_read(stat))
+            # File pages that the kernel would give back are not used.
+            pages = [line.split() for line in _read(stat).splitlines() if "inactive_file " in line]
+            used = int(_read(use).strip() or 0) - (int(pages[0][1]) if pages else 0)
             inside = Available(max(int(bound) - used, 0) + mine, int(bound), "the control group of this process")
             return min(found, inside, key=lambda a: a.free)
     return found
-
-
-def _inactive(statistics: str) -> int:
-    """File pages that the kernel would give back."""
-    for line in statistics.splitlines():
-        if line.startswith(("inactive_file ", "total_inactive_file ")):
-            return int(line.split()[1])
-    return 0
 
 
 def _read(path: str) -> str:
