@@ -96,25 +96,14 @@ def shuffle_sequence_dict(seq_dict: Mapping[str, Any], *, generator: torch.Gener
 
 
 JUDGED = ("chosen", "rejected", "completion", "completions", "label", "labels")  # Columns that a conversion uses up.
+ANSWERS = ("language-modeling", "prompt-completion", "prompt-only")
 # Type -> what its rows hold enough for.
 CONVERSIONS = {
     "prompt-completion": ("language-modeling", "prompt-only"),
-    "preference": (
-        "language-modeling",
-        "prompt-completion",
-        "prompt-only",
-        "implicit-preference",
-        "unpaired-preference",
-    ),
-    "implicit-preference": (
-        "language-modeling",
-        "prompt-completion",
-        "prompt-only",
-        "preference",
-        "unpaired-preference",
-    ),
-    "unpaired-preference": ("language-modeling", "prompt-completion", "prompt-only"),
-    "stepwise-supervision": ("language-modeling", "prompt-completion", "prompt-only", "unpaired-preference"),
+    "preference": (*ANSWERS, "implicit-preference", "unpaired-preference"),
+    "implicit-preference": (*ANSWERS, "preference", "unpaired-preference"),
+    "unpaired-preference": ANSWERS,
+    "stepwise-supervision": (*ANSWERS, "unpaired-preference"),
 }
 
 

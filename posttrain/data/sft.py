@@ -366,12 +366,11 @@ def check_prepared(dataset: Any, name: str, vocabulary: int) -> None:
     if "input_ids" not in columns or (masks and "labels" not in columns):
         why = f"columns {masks} but no labels, so every token would be trained" if masks else f"columns {columns}"
         raise DataError(f"skip_prepare_dataset is set and the {name} rows have {why}. Add input_ids and labels.")
+    seen = []
     for index, row in enumerate(islice(dataset, PEEKED)):
         with naming(f"{name} row {index}"):
             check_ids(row["input_ids"], "input_ids", vocabulary)
-    if "labels" not in columns:
-        return
-    seen = [_trains_something([row["labels"]])[0] for row in islice(dataset, PEEKED)]
+        seen += _trains_something([row["labels"]]) if "labels" in columns else [True]
     if seen and not any(seen):
         raise DataError(
             f"skip_prepare_dataset is set and none of the first {len(seen)} {name} rows trains a token: their labels are all "

@@ -197,12 +197,12 @@ class RepetitionPenalty:
 
     def __call__(self, completion_ids: Sequence[Sequence[int]], **_: Any) -> list[float]:
         """One number a completion."""
-        return [self._one(ids) for ids in completion_ids]
-
-    def _one(self, ids: Sequence[int]) -> float:
-        grams = [tuple(ids[i : i + self.size]) for i in range(len(ids) - self.size + 1)]
-        repeated = 1 - len(set(grams)) / len(grams) if grams else 0.0
-        return repeated * self.penalty if repeated else 0.0
+        rewards = []
+        for ids in completion_ids:
+            grams = [tuple(ids[i : i + self.size]) for i in range(len(ids) - self.size + 1)]
+            repeated = 1 - len(set(grams)) / len(grams) if grams else 0.0
+            rewards.append(repeated * self.penalty if repeated else 0.0)
+        return rewards
 
 
 def get_repetition_penalty_reward(ngram_size: int = 3, max_penalty: float = -1.0) -> RepetitionPenalty:
