@@ -262,10 +262,8 @@ def _shards(hook: Any) -> bool:
 
 @contextmanager
 def _summon_fsdp(model: Any, bare: torch.nn.Module) -> Iterator[torch.nn.Module]:
-    from torch.distributed.fsdp import FullyShardedDataParallel
-
-    if isinstance(model, FullyShardedDataParallel):
-        with FullyShardedDataParallel.summon_full_params(model, writeback=False):
+    if flattens_parameters(model):
+        with summoned(model):
             yield bare
         return
     modules: list[Any] = [m for m in model.modules() if hasattr(m, "unshard") and hasattr(m, "reshard")]
