@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import DataCollatorWithFlattening
 
 from posttrain.compat.tensors import pad
 from posttrain.errors import ArgumentTypeError, ConfigError, DataError, check_choice
@@ -111,7 +112,7 @@ class Collator(ABC):
         """Make a batch of rows that were checked; what a subclass overrides."""
 
 
-def _pad_ids(rows: Sequence[Tensor], pad_token_id: int, multiple: int | None) -> dict[str, Tensor]:
+def pad_ids(rows: Sequence[Tensor], pad_token_id: int, multiple: int | None) -> dict[str, Tensor]:
     """Ids and the mask of what is real, right-padded."""
     ones = [torch.ones_like(row) for row in rows]
     return {
@@ -163,7 +164,7 @@ class DataCollatorForLanguageModeling(Collator):
                 "each other. Set padding_free=True, or drop the column to train packed rows as single documents."
             )
         multiple = self.pad_to_multiple_of
-        batch = _pad_ids(ids, self.pad_token_id, multiple)
+        batch = pad_ids(ids, self.pad_token_id, multiple)
         batch["labels"] = pad(labels, IGNORED, pad_to_multiple_of=multiple)
         if self.return_position_ids:
             batch["position_ids"] = pad([torch.arange(len(row)) for row in ids], 0, pad_to_multiple_of=multiple)
@@ -175,30 +176,19 @@ class DataCollatorForLanguageModeling(Collator):
         lengths = [[len(row)] for row in ids]
         if packed:
             lengths = [[int(n) for n in example["seq_lengths"]] for example in examples]
-            for row, (documents, tokens) in enumerate(zip(lengths, ids, strict=True)):
-                if sum(documents) != len(tokens):
-                    raise DataError(
-                        f"row {row} of the batch: seq_lengths {documents} add up to {sum(documents)}, and the row has "
-                        f"{len(tokens)} tokens. It was cut or packed again after packing."
-                    )
-        positions = self.get_position_ids_from_packed_seq_lengths(lengths)
-        multiple = self.pad_to_multiple_of
-        batch: dict[str, Any] = {
-            "input_ids": pad([torch.cat(ids)], self.pad_token_id, pad_to_multiple_of=multiple),
-            "position_ids": pad([torch.cat(positions)], 0, pad_to_multiple_of=multiple),
-            "labels": pad([torch.cat(labels)], IGNORED, pad_to_multiple_of=multiple),
-        }
-        starts = batch["position_ids"] == 0
-        batch["labels"] = batch["labels"].masked_fill(starts, IGNORED)
-        batch["seq_idx"] = (starts.cumsum(1) - 1).int()
-        bounds = torch.cat([starts[0].nonzero().flatten(), torch.tensor([starts.shape[1]])]).int()
-        longest = int(bounds.diff().max())
-        return batch | {
-            "cu_seq_lens_q": bounds,
-            "cu_seq_lens_k": bounds.clone(),
-            "max_length_q": longest,
-            "max_length_k": longest,
-        }
+        self.get_position_ids_from_packed_seq_lengths(lengths)
+        documents: list[dict[str, Any]] = []
+        for row, (given, tokens, told) in enumerate(zip(lengths, ids, labels, strict=True)):
+            if sum(given) != len(tokens):
+                raise DataError(
+                    f"row {row} of the batch: seq_lengths {given} add up to {sum(given)}, and the row has {len(tokens)} tokens. "
+                    "It was cut or packed again after packing."
+                )
+            parts = zip(tokens.split(given), told.split(given), strict=True)
+            documents += [{"input_ids": part, "labels": label} for part, label in parts]
+        tail = -sum(map(len, ids)) % (self.pad_to_multiple_of or 1)
+        documents += [{"input_ids": [self.pad_token_id], "labels": [IGNORED]}] * tail
+        return dict(DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=True)(documents, "pt"))
 
     @staticmethod
     def get_position_ids_from_packed_seq_lengths(batch_seq_lengths: Sequence[Sequence[int]]) -> list[Tensor]:
@@ -254,7 +244,7 @@ class _PromptCollator(Collator):
         for column in columns:
             for collected, more in zip((ids, masks), self._joined(examples, column), strict=True):
                 collected.extend(more)
-        batch = _pad_ids(ids, self.pad_token_id, self.pad_to_multiple_of)
+        batch = pad_ids(ids, self.pad_token_id, self.pad_to_multiple_of)
         return batch | {"completion_mask": pad(masks, 0, pad_to_multiple_of=self.pad_to_multiple_of)}
 
 
@@ -348,4 +338,4 @@ class DataCollatorForReward(Collator):
     def torch_call(self, examples: Sequence[Example]) -> dict[str, Any]:
         columns = ("chosen_ids", "rejected_ids")
         rows = [token_row(example, column, row) for column in columns for row, example in enumerate(examples)]
-        return _pad_ids(rows, self.pad_token_id, self.pad_to_multiple_of) | floats(examples, "margin")
+        return pad_ids(rows, self.pad_token_id, self.pad_to_multiple_of) | floats(examples, "margin")

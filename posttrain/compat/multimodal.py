@@ -3,28 +3,28 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from posttrain.compat.collators import IGNORED, Collator, Example, label_of
-from posttrain.compat.tensors import flush_left
-from posttrain.data.chat import common_prefix, template_arguments
-from posttrain.data.formats import is_messages, pictures_of
-from posttrain.data.pictures import conversation_pictures, read_picture
+from posttrain.compat.collators import IGNORED, Collator, Example, label_of, pad_ids
+from posttrain.compat.tensors import pad
+from posttrain.data.formats import naming, strip_none
+from posttrain.data.picture_rows import row_segments, spoken_segments
+from posttrain.data.pictures import Picture, read_picture
+from posttrain.data.processors import PictureProcessor
 from posttrain.errors import ConfigError, DataError
-
-TYPES = ("token_type_ids", "mm_token_type_ids")  # What a processor says of each token, beside its mask.
 
 
 class VisionCollator(Collator):
-    """Shared by collators of raw rows with images, which are rendered, decoded and prepared batch by batch.
+    """Shared by collators of raw rows with images, which become ids batch by batch as those of our trainers do.
 
     Rows hold ``image`` or ``images``, or images inside their messages; batches have whatever tensors the processor makes of
-    them beside the tokens. Conversations and texts must not be mixed.
+    them beside the tokens.
     """
 
     processor: Any
@@ -34,94 +34,57 @@ class VisionCollator(Collator):
         self.pad_token_id = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
         super().__post_init__()
 
-    def _answers(
-        self, examples: Sequence[Example], columns: Sequence[str]
-    ) -> tuple[list[Any], list[str], list[list[str]]]:
-        """Images and text of every prompt, and the texts of its answers, by column."""
-        if self.pad_to_multiple_of is not None:
+    @functools.cached_property
+    def reader(self) -> PictureProcessor:
+        """The processor as our trainers use it."""
+        return PictureProcessor(self.processor)
+
+    def _pieces(self, row: dict[str, Any], branches: Sequence[str]) -> list[tuple[str, list[Any]]]:
+        """Text and images of a row's prompt and answers."""
+        return row_segments(row, self.reader, branches, "text")[0]
+
+    def _read(
+        self, examples: Sequence[Example], branches: Sequence[str] = ()
+    ) -> tuple[list[list[Picture]], list[list[list[int]]]]:
+        """Pictures of every row, and ids of its prompt and of each answer; of a document, ids of its pieces."""
+        if self.pad_to_multiple_of is not None and "prompt" in examples[0]:
             raise NotImplementedError(
                 f"pad_to_multiple_of={self.pad_to_multiple_of} is for whole conversations and texts."
             )
-        images, prompts = [], []
-        answers: list[list[str]] = [[] for _ in columns]
+        pictures, rows = [], []
         for row, example in enumerate(examples):
-            missing = [name for name in ("prompt", *columns) if name not in example]
-            if missing:
-                raise DataError(f"row {row} of the batch has no {missing}; its columns are {sorted(example)}.")
-            prompt, *texts = example["prompt"], *(example[column] for column in columns)
-            held = pictures_of(example)
-            if is_messages(prompt):
-                messages, held = _conversation(prompt, held)
-                prompt, texts = self._rendered(messages, texts, example, row)
-            images.append(_decoded(held, row))
-            prompts.append(prompt)
-            for column, text in zip(answers, texts, strict=True):
-                column.append(text)
-        return images, prompts, answers
+            with naming(f"row {row} of the batch"):
+                segments = self._pieces(strip_none(example), branches)
+                if "prompt" in example and any(held for _, held in segments[1:]):
+                    raise DataError("an answer has an image. Fix: put it into the prompt.")
+                read = [(text, [read_picture(value, "an image") for value in held]) for text, held in segments]
+                whole = len(read) > 1
+                rows.append([
+                    self.reader.encode(text, held, prompt=whole and not at)[0] for at, (text, held) in enumerate(read)
+                ])  # fmt: skip
+                pictures.append([picture for _, held in read for picture in held])
+        return pictures, rows
 
-    def _rendered(
-        self, messages: list[Any], answers: Sequence[Any], example: Example, row: int
-    ) -> tuple[str, list[str]]:
-        """Text of a prompt, and what each answer adds to it; where they part is where the texts differ."""
-        render, options = self.processor.apply_chat_template, template_arguments(dict(example))
-        goes_on = messages[-1]["role"] == "assistant"
-        how = {"continue_final_message": True} if goes_on else {"add_generation_prompt": True}
-        begin, wholes = render(messages, tokenize=False, **how, **options), []
-        for answer in answers:
-            more, held = _conversation(answer, ())
-            if held:
-                raise DataError(f"row {row} of the batch has an image in an answer. Fix: put it into the prompt.")
-            wholes.append(render([*messages, *more], tokenize=False, **options))
-        begin = begin[: min(common_prefix(begin, whole) for whole in wholes)]
-        return begin, [whole[len(begin) :] for whole in wholes]
-
-    def _processed(self, texts: Sequence[str], side: str, images: Sequence[Any] | None = None) -> Any:
-        # A processor refuses a batch of empty lists.
-        images = images if images and any(images) else None
-        options = {"padding": True, "padding_side": side, "return_tensors": "pt", "add_special_tokens": False}
-        return self.processor(images=images, text=list(texts), **options)
-
-    def _joined(self, prompts: Mapping[str, Tensor], answers: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Prompts and answers side by side without padding between them, cut to ``max_length``.
+    def _batch(self, rows: Sequence[Sequence[list[int]]], pictures: Sequence[list[Picture]] = ()) -> dict[str, Any]:
+        """Rows of pieces, of which every other one is an answer, cut to ``max_length``; and the tensors of their pictures.
 
         Raises:
             DataError: The cut would go through an image.
         """
-        ids = torch.cat([prompts["input_ids"], answers["input_ids"]], 1)  # (B, T)
-        mask = torch.cat([prompts["attention_mask"], answers["attention_mask"]], 1)
-        trained = torch.cat([torch.zeros_like(prompts["attention_mask"]), answers["attention_mask"]], 1)
-        kinds = {name: prompts[name] for name in TYPES if name in prompts}
-        blank = torch.zeros_like(answers["input_ids"])
-        types = [torch.cat([one, answers.get(name, blank)], 1) for name, one in kinds.items()]
-        fill = [self.pad_token_id, *[0] * (len(types) + 1)]
-        mask, ids, trained, *types = flush_left(mask, ids, trained, *types, fill_value=fill)
-        token = getattr(self.processor, "image_token_id", None)
-        if self.max_length is not None and token is not None and bool((ids[:, self.max_length :] == token).any()):
-            raise DataError(
-                f"max_length={self.max_length} cuts into an image of the batch. Fix: a larger one, or None."
-            )
-        made = {
-            "input_ids": ids,
-            "attention_mask": mask,
-            "completion_mask": trained,
-            **dict(zip(kinds, types, strict=True)),
-        }
-        return {name: one[:, : self.max_length] for name, one in made.items()}
+        limit, multiple = self.max_length, self.pad_to_multiple_of
+        ids = [torch.tensor([token for piece in row for token in piece], dtype=torch.long) for row in rows]
+        if limit is not None and any(self.reader.token_id in one[limit:] for one in ids):
+            raise DataError(f"max_length={limit} cuts into an image of the batch. Fix: a larger one, or None.")
+        answers = [torch.tensor([at % 2 for at, piece in enumerate(row) for _ in piece][:limit]) for row in rows]
+        batch = pad_ids([one[:limit] for one in ids], self.pad_token_id, multiple)
+        batch["completion_mask"] = pad(answers, 0, pad_to_multiple_of=multiple)
+        starts = torch.tensor([[len(row[0])] for row in rows])  # (B, 1)
+        return batch | self.reader.plain_inputs(batch["input_ids"], pictures, starts)
 
 
-def _conversation(messages: Sequence[Any], images: Sequence[Any]) -> tuple[list[dict[str, Any]], list[Any]]:
-    """Messages of blocks whose image blocks are empty, and the images in reading order."""
-    return conversation_pictures(prepare_multimodal_messages(messages, images=list(images)))
-
-
-def _decoded(images: Sequence[Any], row: int) -> list[Any]:
-    return [read_picture(image, f"row {row} of the batch").load() for image in images]
-
-
-def _labels(batch: Mapping[str, Tensor], *, answers: bool) -> Tensor:
-    """``(B, T)`` ids, -100 on padding, and before the answer where only that is trained."""
-    kept = batch["completion_mask"] if answers else batch["attention_mask"]
-    return batch["input_ids"].masked_fill(kept == 0, IGNORED)
+def _ignoring(ids: Tensor, kept: Tensor) -> Tensor:
+    """Labels ``(B, T)``: ids where ``kept`` is 1, else -100."""
+    return ids.masked_fill(kept == 0, IGNORED)
 
 
 @dataclass
@@ -153,40 +116,24 @@ class DataCollatorForVisionLanguageModeling(VisionCollator):
     def torch_call(self, examples: Sequence[Example]) -> dict[str, Any]:
         if self.assistant_only_loss and "messages" not in examples[0]:
             raise ConfigError("assistant_only_loss=True needs rows of 'messages'.")
-        if "messages" not in examples[0] and self.dataset_text_field not in examples[0]:
-            images, prompts, (answers,) = self._answers(examples, ("completion",))
-            processed = self._processed(prompts, "left", images)
-            joined = self._joined(processed, self._processed(answers, "right"))
-            labels = _labels(joined, answers=self.completion_only_loss)
-            del joined["completion_mask"]
-            return {**processed, **joined, "labels": labels}
-        if self.completion_only_loss:
+        if self.completion_only_loss and "prompt" not in examples[0]:
             raise ConfigError("completion_only_loss=True needs rows of 'prompt' and 'completion'.")
-        batch = self._whole(examples)
-        batch["labels"] = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, IGNORED)
-        if self.assistant_only_loss:
-            batch["labels"] = batch["labels"].masked_fill(batch.pop("assistant_masks") == 0, IGNORED)
+        pictures, rows = self._read(examples)
+        batch = self._batch(rows, pictures)
+        answers = batch.pop("completion_mask")
+        only = self.completion_only_loss or self.assistant_only_loss
+        batch["labels"] = _ignoring(batch["input_ids"], answers if only else batch["attention_mask"])
         return batch
 
-    def _whole(self, examples: Sequence[Example]) -> dict[str, Any]:
-        options: dict[str, Any] = {
-            "padding": True, "padding_side": "right", "pad_to_multiple_of": self.pad_to_multiple_of,
-            "truncation": self.max_length is not None, "max_length": self.max_length, "add_special_tokens": False,
-        }  # fmt: skip
-        if "messages" not in examples[0]:
-            images = [_decoded(pictures_of(example), row) for row, example in enumerate(examples)]
-            texts = [example[self.dataset_text_field] for example in examples]
-            images = images if any(images) else None
-            return dict(self.processor(images=images, text=texts, return_tensors="pt", **options))
-        made = []
-        for row, example in enumerate(examples):
-            messages, held = _conversation(example["messages"], pictures_of(example))
-            made.append(prepare_multimodal_messages(messages, images=_decoded(held, row)))
-        found = self.processor.apply_chat_template(
-            made, chat_template=self.chat_template, tokenize=True, return_dict=True, return_tensors="pt",
-            return_assistant_tokens_mask=self.assistant_only_loss, processor_kwargs=options,
-        )  # fmt: skip
-        return dict(found)
+    def _pieces(self, row: dict[str, Any], branches: Sequence[str]) -> list[tuple[str, list[Any]]]:
+        if self.chat_template is not None:
+            row["chat_template_kwargs"] = {
+                **(row.get("chat_template_kwargs") or {}),
+                "chat_template": self.chat_template,
+            }
+        if self.assistant_only_loss:
+            return spoken_segments(row, self.reader, prompt_too=True)
+        return row_segments(row, self.reader, branches, self.dataset_text_field)[0]
 
 
 @dataclass
@@ -209,9 +156,9 @@ class DataCollatorForVisionPreference(VisionCollator):
     return_tensors: str = "pt"
 
     def torch_call(self, examples: Sequence[Example]) -> dict[str, Any]:
-        images, prompts, (chosen, rejected) = self._answers(examples, ("chosen", "rejected"))
-        processed = self._processed(prompts * 2, "left", images * 2)
-        return {**processed, **self._joined(processed, self._processed(chosen + rejected, "right"))}
+        pictures, rows = self._read(examples, ("chosen", "rejected"))
+        pairs = [[prompt, chosen] for prompt, chosen, _ in rows] + [[prompt, rejected] for prompt, _, rejected in rows]
+        return self._batch(pairs, pictures * 2)
 
 
 @dataclass
@@ -236,11 +183,10 @@ class DataCollatorForVisionUnpairedPreference(VisionCollator):
     return_tensors: str = "pt"
 
     def torch_call(self, examples: Sequence[Example]) -> dict[str, Any]:
-        images, prompts, (answers,) = self._answers(examples, ("completion",))
-        processed = self._processed(prompts, "left", images)
-        batch = {**processed, **self._joined(processed, self._processed(answers, "right"))}
+        pictures, rows = self._read(examples, ("completion",))
+        batch = self._batch(rows, pictures)
         if self.calculate_kl:
-            others = self._joined(processed, self._processed(answers[-1:] + answers[:-1], "right"))
+            others = self._batch([[row[0], rows[at - 1][1]] for at, row in enumerate(rows)])
             batch |= {f"KL_{name}": one for name, one in others.items()}
         return batch | {"label": torch.tensor([label_of(example, row) for row, example in enumerate(examples)])}
 
@@ -264,18 +210,17 @@ class DataCollatorForVisionLanguageChatML(VisionCollator):
     return_tensors: str = "pt"
 
     def torch_call(self, examples: Sequence[Example]) -> dict[str, Any]:
-        images, prompts, (answers,) = self._answers(examples, ("completion",))
-        processed = self._processed(prompts, "left", images)
-        joined = self._joined(processed, self._processed(answers, "right"))
-        labels = _labels(joined, answers=True)
-        del joined["completion_mask"]
+        pictures, rows = self._read(examples, ("completion",))
+        batch = self._batch(rows, pictures)
+        labels = _ignoring(batch["input_ids"], batch.pop("completion_mask"))
+        prompts = [torch.tensor(prompt) for prompt, _ in rows]
+        masks = [torch.ones_like(prompt) for prompt in prompts]
         return {
-            **processed,
-            **joined,
+            **batch,
             "labels": labels,
             "byte_offsets": self._byte_offsets(labels),
-            "prompts": processed["input_ids"][:, : self.max_length],
-            "prompt_attention_mask": processed["attention_mask"][:, : self.max_length],
+            "prompts": pad(prompts, self.pad_token_id, "left")[:, : self.max_length],
+            "prompt_attention_mask": pad(masks, 0, "left")[:, : self.max_length],
             "original_prompt_text": [_said(example["prompt"]) for example in examples],
             "original_completion_text": [_said(example["completion"]) for example in examples],
         }

@@ -6,13 +6,13 @@ import contextlib
 import functools
 import logging
 import os
-import socket
 import time
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import torch
+from accelerate.utils.other import get_free_port
 from rich.logging import RichHandler
 from transformers import PreTrainedModel
 
@@ -79,11 +79,7 @@ def ensure_master_addr_port(addr: str | None = None, port: int | None = None) ->
     named = os.environ.get("MASTER_PORT", "").strip()
     if not port and named.isdigit() and int(named) > 0:
         return
-    if not port:
-        with socket.socket() as free:
-            free.bind(("", 0))
-            port = free.getsockname()[1]
-    os.environ["MASTER_PORT"] = str(port)
+    os.environ["MASTER_PORT"] = str(port or get_free_port())
 
 
 def init_zero_verbose() -> None:

@@ -6,14 +6,12 @@ that our own loop calls need no row; for the rest an adapter is put around the c
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from posttrain.errors import ConfigError
-from posttrain.training.config import PADDED_STEPS, user_override
+from posttrain.training.config import PADDED_STEPS, user_override, with_attributes
 
 if TYPE_CHECKING:
     from posttrain.training.trainer import PostTrainer as Trainer
@@ -157,17 +155,6 @@ def _between(cls: type, before: tuple[type, ...], behind: tuple[type, ...]) -> t
     return type(cls.__name__, (*before, cls, ours), {"__module__": cls.__module__, "__doc__": cls.__doc__})
 
 
-@contextlib.contextmanager
-def _attributes(trainer: Any, given: dict[str, Any]) -> Iterator[None]:
-    """Inside, a trainer has other attributes."""
-    before = {name: getattr(trainer, name) for name in given}
-    vars(trainer).update(given)
-    try:
-        yield
-    finally:
-        vars(trainer).update(before)
-
-
 class OwnPreparation(Trainer):
     """Calls a subclass's ``_prepare_dataset``, and gives its ``super()`` our `prepare`."""
 
@@ -198,7 +185,7 @@ class OwnPreparation(Trainer):
             args.packing = args.eval_packing = values["packing"]
         if "formatting_func" in values:
             given["formatting_func"] = values["formatting_func"]
-        with _attributes(self, given):
+        with with_attributes(self, given):
             prepared = super().prepare(dataset, values.get("dataset_name", name), training=training)
         self._by_parent = True
         return prepared

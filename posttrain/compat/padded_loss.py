@@ -7,12 +7,11 @@ into `PaddedInputs` and calls what the subclass overrides, `BehindUser` gives it
 from __future__ import annotations
 
 import ast
-import contextlib
 import functools
 import inspect
 import logging
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -22,7 +21,7 @@ from torch import Tensor, nn
 from posttrain.algorithms.sft import SFTTrainer
 from posttrain.errors import ConfigError
 from posttrain.losses.reduce import Denominators
-from posttrain.training.config import PADDED_STEPS, user_override
+from posttrain.training.config import PADDED_STEPS, user_override, with_attributes
 from posttrain.training.online import OnlineTrainer
 from posttrain.types import Batch, ModelOutputs
 
@@ -87,13 +86,6 @@ def tell_cost(trainer: Any) -> None:
         type(trainer).__name__,
         ", ".join(names),
     )
-
-
-def kind_of(trainer: Any, batch: Batch) -> Literal["labels", "answers", "rollouts"]:
-    """Which of TRL's dicts a trainer's loss reads."""
-    if isinstance(trainer, SFTTrainer):
-        return "labels"
-    return "answers" if batch.advantages is None else "rollouts"
 
 
 def to_padded(batch: Batch, answers: int, kind: Literal["labels", "answers", "rollouts"]) -> PaddedInputs:
@@ -212,16 +204,6 @@ def _shared(whole: Denominators, parts: float) -> Denominators:
     return Denominators(whole.tokens / parts, whole.sequences / parts, whole.passes / parts, whole.world_size, named)
 
 
-@contextlib.contextmanager
-def _counts(trainer: Any, denominators: Denominators) -> Iterator[None]:
-    """Inside, losses are divided by other counts."""
-    before, trainer.denominators = trainer.denominators, denominators
-    try:
-        yield
-    finally:
-        trainer.denominators = before
-
-
 class BeforeUser(Trainer):
     """Stands before the subclass: batches become `PaddedInputs` on their way to it."""
 
@@ -238,7 +220,8 @@ class BeforeUser(Trainer):
 
     def _shown(self, batch: Batch) -> Any:
         """TRL's inputs of a batch, through the subclass's ``_prepare_inputs``."""
-        inputs = to_padded(batch, self.answers_per_row, kind_of(self, batch))
+        answers = "answers" if batch.advantages is None else "rollouts"
+        inputs = to_padded(batch, self.answers_per_row, "labels" if isinstance(self, SFTTrainer) else answers)
         if isinstance(self, OnlineTrainer):
             inputs["num_items_in_batch"] = torch.tensor(self.denominators.tokens)
         return self._prepare_inputs(inputs) if user_override(self, "_prepare_inputs") else inputs
@@ -254,7 +237,9 @@ class BeforeUser(Trainer):
             loss = self.prediction_step(model, shown, prediction_loss_only=True, ignore_keys=None)[0]
             return (loss, None) if return_outputs else loss
         passes = self._passes_of_mean
-        with _counts(self, _shared(self.denominators, passes)):  # What `super()` returns is then a micro-batch's mean.
+        with with_attributes(
+            self, {"denominators": _shared(self.denominators, passes)}
+        ):  # What `super()` returns is then a micro-batch's mean.
             result = super().compute_loss(model, shown, return_outputs, num_items_in_batch=self._num_items)
         loss = (result[0] if isinstance(result, tuple) else result) / passes
         return (loss, *result[1:]) if isinstance(result, tuple) else loss
@@ -291,7 +276,7 @@ class BeforeUser(Trainer):
             return super().training_step(model, inputs, num_items_in_batch)
         (batch,) = inputs
         self._whole, shown = self.denominators, self._shown(batch.to(self.args.device))
-        with _counts(self, _shared(self.denominators, self._passes_of_mean)):
+        with with_attributes(self, {"denominators": _shared(self.denominators, self._passes_of_mean)}):
             return super().training_step(model, shown, self._num_items)
 
 
@@ -330,7 +315,7 @@ class BehindUser(Trainer):
         """TRL's ``training_step`` of one dict: forward, backward, the detached loss."""
         if not isinstance(inputs, dict):
             return super().training_step(model, inputs, num_items_in_batch)
-        with _counts(self, self._whole):
+        with with_attributes(self, {"denominators": self._whole}):
             return super().training_step(model, [to_batch(inputs)])
 
     def prediction_step(

@@ -11,20 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from posttrain.compat.tensors import first_true_indices
-from posttrain.errors import ConfigError
 from posttrain.models.heads import causal_lm, score
 from posttrain.models.load import wrap_with_peft
+from posttrain.models.memory import recompute_activations
 from posttrain.models.parallel import whole_parameters
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
-
-QUANTIZED = ("gptq", "aqlm", "eetq", "torchao", "hqq")
-
-
-def _is_quantized(model: Any) -> bool:
-    method = str(getattr(model, "quantization_method", "")).lower()
-    return _is_in_bits(model) or any(name in method for name in QUANTIZED)
 
 
 def _is_in_bits(model: Any) -> bool:
@@ -39,9 +32,7 @@ def enable_gradient_checkpointing(model: Any, gradient_checkpointing_kwargs: dic
         gradient_checkpointing_kwargs: For `torch.utils.checkpoint`, ``use_reentrant`` among them; passed on.
     """
     model.enable_input_require_grads()
-    # Recent transformers call it by another name, and warn at the old one.
-    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-    enable(dict(gradient_checkpointing_kwargs or {}))
+    recompute_activations(model, gradient_checkpointing_kwargs)
     return model
 
 
@@ -75,7 +66,7 @@ def prepare_model_for_kbit_training(
     """
     for parameter in model.parameters():
         parameter.requires_grad = False
-    if _is_quantized(model) and use_gradient_checkpointing:
+    if use_gradient_checkpointing and (_is_in_bits(model) or getattr(model, "quantization_method", None)):
         enable_gradient_checkpointing(model, gradient_checkpointing_kwargs)
     return model
 
@@ -95,11 +86,6 @@ def prepare_peft_model(model: Any, peft_config: Any, args: Any) -> Any:
     """
     import peft
 
-    if isinstance(model, peft.PeftModel) and peft_config is not None:
-        raise ConfigError(
-            "peft_config was given with a model that already is a PeftModel. Leave peft_config out to train its adapter "
-            "further, or call model.merge_and_unload() first to start a new one."
-        )
     checkpointing = bool(
         getattr(args, "gradient_checkpointing", None) or getattr(args, "activation_checkpointing", None)
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -10,8 +10,8 @@ import datasets
 import torch
 from torch import Tensor
 
-from posttrain.data.formats import describe_dataset, is_messages, maybe_convert_to_chatml
-from posttrain.data.preference import maybe_extract_prompt, unpair_preference_dataset
+from posttrain.data.formats import TYPES, describe_dataset, is_messages, maybe_convert_to_chatml
+from posttrain.data.preference import extract_and_unpair, maybe_extract_prompt
 from posttrain.errors import ArgumentTypeError, ConfigError, DataError, check_choice
 
 
@@ -95,8 +95,16 @@ def shuffle_sequence_dict(seq_dict: Mapping[str, Any], *, generator: torch.Gener
     return {name: shuffled(value) if _is_sized(value) else value for name, value in seq_dict.items()}
 
 
-Row = Mapping[str, Any]
 JUDGED = ("chosen", "rejected", "completion", "completions", "label", "labels")  # Columns that a conversion uses up.
+ANSWERS = ("language-modeling", "prompt-completion", "prompt-only")
+# Type -> what its rows hold enough for.
+CONVERSIONS = {
+    "prompt-completion": ("language-modeling", "prompt-only"),
+    "preference": (*ANSWERS, "implicit-preference", "unpaired-preference"),
+    "implicit-preference": (*ANSWERS, "preference", "unpaired-preference"),
+    "unpaired-preference": ANSWERS,
+    "stepwise-supervision": (*ANSWERS, "unpaired-preference"),
+}
 
 
 def convert_dataset(dataset: Any, to: str, *, separator: str = "\n", num_proc: int | None = None) -> Any:
@@ -125,7 +133,7 @@ def convert_dataset(dataset: Any, to: str, *, separator: str = "\n", num_proc: i
     >>> convert_dataset(pairs, "prompt-completion")[0]
     {'prompt': '2+2=', 'completion': ' 4'}
     """
-    check_choice("to", to, sorted({target for _, target in CONVERSIONS}))
+    check_choice("to", to, sorted({target for targets in CONVERSIONS.values() for target in targets}))
     if isinstance(dataset, dict):
         parts = {
             name: convert_dataset(part, to, separator=separator, num_proc=num_proc) for name, part in dataset.items()
@@ -135,108 +143,45 @@ def convert_dataset(dataset: Any, to: str, *, separator: str = "\n", num_proc: i
     kind = described["type"]
     if kind == to:
         return dataset
-    if (kind, to) not in CONVERSIONS:
-        known = sorted(target for source, target in CONVERSIONS if source == kind) or "nothing"
+    known = CONVERSIONS.get(kind, ())
+    if to not in known:
         raise DataError(
-            f"a {kind} dataset (columns {described['columns']}) holds nothing to make a {to} one of; it converts to {known}."
+            f"a {kind} dataset (columns {described['columns']}) holds nothing to make a {to} one of; it converts to "
+            f"{sorted(known) or 'nothing'}."
         )
     extra: dict[str, Any] = {} if isinstance(dataset, datasets.IterableDataset) else {"num_proc": num_proc}
-    if GOOD.get(kind) and to not in ("prompt-only", "unpaired-preference"):
-        dataset = dataset.filter(GOOD[kind], **extra)
+    if kind in ("unpaired-preference", "stepwise-supervision") and to not in ("prompt-only", "unpaired-preference"):
+        dataset = dataset.filter(_is_good, **extra)
         if next(iter(dataset), None) is None:
             raise DataError(
                 f"no row is left: none of the {kind} rows is good, and a {to} dataset holds good ones alone."
             )
     if to == "unpaired-preference" and "chosen" in described["columns"]:
-        return unpair_preference_dataset(dataset.map(_explicit, **extra) if "implicit" in kind else dataset, **extra)
-    convert = partial(_convert, function=CONVERSIONS[kind, to], separator=separator)
+        return extract_and_unpair(dataset, num_proc)
     used = [name for name in described["columns"] if name in (*JUDGED, "prompt")]
-    return dataset.map(convert, remove_columns=used, **extra)
+    return dataset.map(partial(_convert, to=to, separator=separator), remove_columns=used, **extra)
 
 
-def _convert(row: Row, function: Callable[..., dict[str, Any]], separator: str) -> dict[str, Any]:
+def _is_good(row: Mapping[str, Any]) -> bool:
+    """Whether a judged answer is one to imitate."""
+    return bool(row["label"]) if "label" in row else all(row["labels"])
+
+
+def _convert(row: Mapping[str, Any], to: str, separator: str) -> dict[str, Any]:
+    """The columns of the new type."""
     row = maybe_convert_to_chatml(row)
     if "completions" in row:
-        row = {**row, "completion": separator.join(row["completions"])}
-    return function(row)
-
-
-def _explicit(row: Row) -> dict[str, Any]:
-    parted = maybe_extract_prompt(row)
-    return {name: parted[name] for name in ("prompt", "chosen", "rejected")}
-
-
-def _implicit(row: Row) -> dict[str, Any]:
-    row = maybe_extract_prompt(row)
-    return {name: row["prompt"] + row[name] for name in ("chosen", "rejected")}
+        row |= {"completion": separator.join(row["completions"]), "label": all(row["labels"])}
+    if to == "language-modeling" and "prompt" not in row:
+        return _whole(row["chosen"])
+    row = {**maybe_extract_prompt(row)}
+    row.setdefault("completion", row.get("chosen"))
+    if to == "language-modeling":
+        return _whole(row["prompt"] + row["completion"])
+    if to == "implicit-preference":
+        return {side: row["prompt"] + row[side] for side in ("chosen", "rejected")}
+    return {name: row[name] for name in dict(TYPES)[to]}
 
 
 def _whole(text: Any) -> dict[str, Any]:
     return {"messages" if is_messages(text) else "text": text}
-
-
-def _text(row: Row) -> dict[str, Any]:
-    return _whole(row["prompt"] + row["completion"])
-
-
-def _chosen_text(row: Row) -> dict[str, Any]:
-    return _whole(_implicit(row)["chosen"] if "prompt" in row else row["chosen"])
-
-
-def _chosen(row: Row) -> dict[str, Any]:
-    row = _explicit(row)
-    return {"prompt": row["prompt"], "completion": row["chosen"]}
-
-
-def _answer(row: Row) -> dict[str, Any]:
-    return {"prompt": row["prompt"], "completion": row["completion"]}
-
-
-def _judged(row: Row) -> dict[str, Any]:
-    return {**_answer(row), "label": all(row["labels"])}
-
-
-def _prompt(row: Row) -> dict[str, Any]:
-    return {"prompt": row["prompt"]}
-
-
-def _shared_prompt(row: Row) -> dict[str, Any]:
-    return {"prompt": _explicit(row)["prompt"]}
-
-
-def _is_good(row: Row) -> bool:
-    return bool(row["label"])
-
-
-def _steps_are_good(row: Row) -> bool:
-    return all(row["labels"])
-
-
-# Type -> whether a row of it is one to imitate.
-GOOD: dict[str, Callable[[Row], bool]] = {
-    "unpaired-preference": _is_good,
-    "stepwise-supervision": _steps_are_good,
-}
-
-# (From, to) -> what makes the new columns of a row.
-CONVERSIONS: dict[tuple[str, str], Callable[[Row], dict[str, Any]]] = {
-    ("prompt-completion", "language-modeling"): _text,
-    ("prompt-completion", "prompt-only"): _prompt,
-    ("preference", "language-modeling"): _chosen_text,
-    ("preference", "prompt-completion"): _chosen,
-    ("preference", "prompt-only"): _shared_prompt,
-    ("preference", "implicit-preference"): _implicit,
-    ("preference", "unpaired-preference"): _explicit,
-    ("implicit-preference", "language-modeling"): _chosen_text,
-    ("implicit-preference", "prompt-completion"): _chosen,
-    ("implicit-preference", "prompt-only"): _shared_prompt,
-    ("implicit-preference", "preference"): _explicit,
-    ("implicit-preference", "unpaired-preference"): _explicit,
-    ("unpaired-preference", "language-modeling"): _text,
-    ("unpaired-preference", "prompt-completion"): _answer,
-    ("unpaired-preference", "prompt-only"): _prompt,
-    ("stepwise-supervision", "language-modeling"): _text,
-    ("stepwise-supervision", "prompt-completion"): _answer,
-    ("stepwise-supervision", "prompt-only"): _prompt,
-    ("stepwise-supervision", "unpaired-preference"): _judged,
-}

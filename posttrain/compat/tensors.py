@@ -40,7 +40,8 @@ def pad(
             [9, 9, 4]])
     """
     check_choice("padding_side", padding_side, ("left", "right"))
-    _check_multiple(pad_to_multiple_of)
+    if pad_to_multiple_of is not None and pad_to_multiple_of < 1:
+        raise ConfigError(f"pad_to_multiple_of={pad_to_multiple_of} must be at least 1, or None for no rounding.")
     _check_alike(tensors)
     first = tensors[0]
     if not first.is_floating_point() and not float(padding_value).is_integer():
@@ -53,11 +54,6 @@ def pad(
         start = shape[0] - t.shape[0] if padding_side == "left" else 0
         out[(i, slice(start, start + t.shape[0]), *(slice(size) for size in t.shape[1:]))] = t
     return out
-
-
-def _check_multiple(multiple: int | None) -> None:
-    if multiple is not None and multiple < 1:
-        raise ConfigError(f"pad_to_multiple_of={multiple} must be at least 1, or None for no rounding.")
 
 
 def _check_alike(tensors: Sequence[Tensor]) -> None:

@@ -8,11 +8,12 @@ import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
+from itertools import groupby
 from typing import Any
 
 from jinja2 import TemplateSyntaxError
 
-from posttrain.data.formats import is_conversational, strip_none
+from posttrain.data.formats import is_conversational, strip_none, warn_once
 from posttrain.errors import ConfigError, DataError, ModelError
 
 logger = logging.getLogger(__name__)
@@ -58,7 +59,6 @@ def json_arguments(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 # What messages call the model's reasoning; a template reads one of them, and silently leaves the others out.
 REASONING = ("reasoning_content", "thinking", "reasoning")
-_renamed: set[tuple[str, str]] = set()
 
 
 def check_unicode(text: str, where: str) -> None:
@@ -116,9 +116,7 @@ def _under_read_name(message: dict[str, Any], reads: list[str]) -> dict[str, Any
     given = [name for name in REASONING if message.get(name)]
     if not given or not reads or set(given) & set(reads):
         return message
-    if (given[0], reads[0]) not in _renamed:
-        _renamed.add((given[0], reads[0]))
-        logger.warning("messages hold %r, which the chat template does not read: taken as %r.", given[0], reads[0])
+    warn_once(logger, "messages hold %r, which the chat template does not read: taken as %r.", given[0], reads[0])
     return {**{k: v for k, v in message.items() if k != given[0]}, reads[0]: message[given[0]]}
 
 
@@ -224,16 +222,12 @@ def _template(tokenizer: Any, messages: list[dict[str, Any]], *, tools: Any, **o
     except Exception as error:
         for message in messages:
             check_unicode(str(message.get("content")), "messages")
-        reason = str(error).rstrip(".")
+        reason, shown = str(error).rstrip("."), repr(messages)
+        shown = shown if len(shown) <= 200 else shown[:200] + "..."
         raise DataError(
-            f"the chat template refused the messages {_brief(messages)}: {reason}. Check their roles and order, or use another "
+            f"the chat template refused the messages {shown}: {reason}. Check their roles and order, or use another "
             "template (chat_template_path)."
         ) from error
-
-
-def _brief(messages: Any) -> str:
-    text = repr(messages)
-    return text if len(text) <= 200 else text[:200] + "..."
 
 
 def render_prompt(tokenizer: Any, prompt: list[dict[str, Any]], tools: Any = None, **template_kwargs: Any) -> str:
@@ -262,7 +256,6 @@ KEY_SETS = (
     {"chosen", "rejected"},
     {"prompt", "completion", "label"},
 )
-_prefill_told = False
 
 
 def apply_chat_template(
@@ -312,12 +305,11 @@ def apply_chat_template(
 
 
 def _appended(prompt: list[dict[str, Any]], answer: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    global _prefill_told
-    if prompt[-1].get("role") == "assistant" and not _prefill_told:
-        _prefill_told = True
-        logger.warning(
+    if prompt[-1].get("role") == "assistant":
+        warn_once(
+            logger,
             "a prompt ends with the assistant's words and its answer is another turn: the model will see two assistant turns. "
-            "Pass merge_prefill=True to join them."
+            "Pass merge_prefill=True to join them.",
         )
     return prompt + answer
 
@@ -392,70 +384,52 @@ def assistant_mask(
     Generation markers decide where the template has them. Where it has none, each assistant turn is found by rendering
     the conversation up to it: with the generation prompt it starts, with the turn it ends.
     """
-    finder = AssistantSpans(tokenizer)
-    if has_generation_markers(tokenizer.chat_template):
-        return finder.by_markers(messages, tools=tools, **template_kwargs)
-    text, spans = finder.by_rendering(messages, tools=tools, **template_kwargs)
-    ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-    return ids, finder.mask(tokenizer, text, ids, spans)
-
-
-class AssistantSpans:
-    """Where the assistant speaks in rendered conversations."""
-
-    def __init__(self, tokenizer: Any, rendered: Callable[..., str] | None = None) -> None:
-        # ``rendered`` makes text of messages; None: as `render` does.
-        self.tokenizer, self.rendered = tokenizer, rendered
-        self.render = rendered or partial(render, tokenizer)
-
-    def by_markers(self, messages: list[dict[str, Any]], *, tools: Any = None, **kwargs: Any) -> tuple[list, list]:
-        """Ids and mask as the template's generation markers say."""
+    if has_generation_markers(template_kwargs.get("chat_template") or tokenizer.chat_template):
         out = _template(
-            self.tokenizer,
+            tokenizer,
             messages,
             tokenize=True,
             return_dict=True,
             return_assistant_tokens_mask=True,
             tools=tools,
             tokenizer_kwargs={"verbose": False},
-            **kwargs,
+            **template_kwargs,
         )
         return out["input_ids"], out["assistant_masks"]
+    rendered = partial(render, tokenizer)
+    text, spans = assistant_spans(rendered, messages, turn_end(tokenizer), tools=tools, **template_kwargs)
+    found = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+    return found["input_ids"], [int(any(a <= at < b for a, b in spans)) for at, _ in found["offset_mapping"]]
 
-    def by_rendering(
-        self, messages: list[dict[str, Any]], *, tools: Any = None, **kwargs: Any
-    ) -> tuple[str, list[tuple[int, int]]]:
-        """The rendered text, and the characters of each assistant turn from its first word to its end-of-turn token.
 
-        Raises:
-            ModelError: The template renders earlier turns differently once later ones follow.
-        """
-        text = self.render(messages, tools=tools, **kwargs)
-        end = turn_end(self.tokenizer, self.rendered)
-        spans = []
-        for index, message in enumerate(messages):
-            if message["role"] != "assistant":
-                continue
-            before = self.render(messages[:index], add_generation_prompt=True, tools=tools, **kwargs)
-            last = index == len(messages) - 1
-            through = text if last else self.render(messages[: index + 1], tools=tools, **kwargs)
-            stop = through.rfind(end) + len(end) if end else len(through)
-            if not (text.startswith(before) and text.startswith(through[:stop])):
-                raise ModelError(
-                    "the chat template renders earlier turns differently once later ones follow, so what the assistant "
-                    "said cannot be found. Use a template with {% generation %} markers (chat_template_path)."
-                )
-            spans.append((len(before), stop))
-        return text, spans
+def assistant_spans(
+    rendered: Callable[..., str], messages: list[dict[str, Any]], end: str, **kwargs: Any
+) -> tuple[str, list[tuple[int, int]]]:
+    """The rendered text, and the characters of each assistant turn from its first word to its end-of-turn token.
 
-    @staticmethod
-    def mask(tokenizer: Any, text: str, ids: list[int], spans: list[tuple[int, int]]) -> list[int]:
-        """1 on tokens that begin inside a span; ``ids`` are the text's own, tokenised without special tokens."""
-        offsets = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)[
-            "offset_mapping"
-        ]
-        assert len(offsets) == len(ids)
-        return [int(any(a <= start < b for a, b in spans)) for start, _ in offsets]
+    Args:
+        rendered: Makes text of messages, as `render` does.
+        messages: A conversation.
+        end: What `turn_end` gives.
+        kwargs: For ``rendered``.
+
+    Raises:
+        ModelError: The template renders earlier turns differently once later ones follow.
+    """
+    text, spans = rendered(messages, **kwargs), []
+    for index, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        before = rendered(messages[:index], add_generation_prompt=True, **kwargs)
+        through = text if index == len(messages) - 1 else rendered(messages[: index + 1], **kwargs)
+        stop = through.rfind(end) + len(end) if end else len(through)
+        if not (text.startswith(before) and text.startswith(through[:stop])):
+            raise ModelError(
+                "the chat template renders earlier turns differently once later ones follow, so what the assistant "
+                "said cannot be found. Use a template with {% generation %} markers (chat_template_path)."
+            )
+        spans.append((len(before), stop))
+    return text, spans
 
 
 RENDERED = ("prompt", "tools", "chat_template_kwargs")  # Columns that decide what a prompt renders to.
@@ -491,6 +465,29 @@ def encode(
                 raise DataError(f"{where(index)}: it must be text, and it is {type(text).__name__}.") from error
             check_unicode(text, where(index))
         raise DataError(f"the tokenizer could not read a batch of {len(texts)} texts: {error}") from error
+
+
+def encode_rows(
+    tokenizer: Any, rows: Sequence[tuple[bool, Sequence[str]]], indices: Sequence[int]
+) -> list[list[list[int]]]:
+    """Token ids of the texts of each row, in two calls: plain texts with the tokenizer's special tokens, rendered ones without.
+
+    Args:
+        tokenizer: See `encode`.
+        rows: Whether a row is plain text, and its texts.
+        indices: Numbers of the rows, for messages.
+
+    Raises:
+        DataError: A text is no valid Unicode.
+    """
+    found: list[list[list[int]]] = [[] for _ in rows]
+    for special in (True, False):
+        at = [place for place, (plain, texts) in enumerate(rows) if plain == special for _ in texts]
+        texts = [text for plain, texts in rows if plain == special for text in texts]
+        ids = encode(tokenizer, texts, special=special, where=lambda i, at=at: f"row {indices[at[i]]}")
+        for place, one in zip(at, ids, strict=True):
+            found[place].append(one)
+    return found
 
 
 def one_bos(ids: list[int], bos: int | None) -> list[int]:
@@ -544,16 +541,11 @@ def tokenize_prompts(
     Conversational prompts end with the generation prompt (or go on with the assistant's unfinished message) and get their
     special tokens from the template alone; plain ones get the tokenizer's own.
     """
-    texts: list[str] = []
-    index: list[int] = []
-    previous: Any = None
     chat = is_conversational({"prompt": rows[0]["prompt"]})
-    for row in rows:
-        if previous is None or any(row.get(name) != previous.get(name) for name in RENDERED):
-            texts.append(prompt_text(tokenizer, strip_none(row), chat_template_kwargs or {}) if chat else row["prompt"])
-        index.append(len(texts) - 1)
-        previous = row
+    alike = [list(group) for _, group in groupby(rows, key=lambda row: [row.get(name) for name in RENDERED])]
+    kwargs = chat_template_kwargs or {}
+    texts = [prompt_text(tokenizer, strip_none(row), kwargs) if chat else row["prompt"] for row, *_ in alike]
     ids = [one_bos(x, tokenizer.bos_token_id) for x in encode(tokenizer, texts, special=not chat)]
     if not chat:
         ids = [open_end(x, text, tokenizer) for x, text in zip(ids, texts, strict=True)]
-    return [ids[i] for i in index]
+    return [x for x, group in zip(ids, alike, strict=True) for _ in group]

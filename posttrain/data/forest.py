@@ -414,15 +414,12 @@ def _model_kwargs(groups: list[list[_Tree]]) -> dict[str, Any]:
     return merged
 
 
-NAMES = ("advantages", "old_logp", "ref_logp", "rollout_logp")
-
-
 def to_rows(batch: Batch) -> list[Row]:
     """One row a tree, in the order of the batch: what `collate` laid out.
 
     A prompt that was repeated for several trees comes back as often.
     """
-    columns = {name: value for name in NAMES if (value := getattr(batch, name)) is not None} | batch.columns
+    columns = {name: value for name in FIELDS if (value := getattr(batch, name)) is not None} | batch.columns
     return [_row(batch, columns, b, tree) for b, tree in _trees(batch)]
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby, islice
@@ -109,16 +110,21 @@ def maybe_convert_to_chatml(example: Mapping[str, Any]) -> dict[str, Any]:
     return converted
 
 
-_told: set[str] = set()
+_told: set[tuple[Any, ...]] = set()
+
+
+def warn_once(log: logging.Logger, message: str, *values: Any) -> None:
+    """Warn of this, with these values, once a process."""
+    if (message, *values) not in _told:
+        _told.add((message, *values))
+        log.warning(message, *values)
 
 
 def _turn(turn: Mapping[str, Any]) -> dict[str, Any]:
     renamed = {{"from": "role", "value": "content"}.get(key, key): value for key, value in turn.items()}
     role = renamed.get("role")
     if "from" in turn and role in ROLES:
-        if role not in _told:
-            _told.add(role)
-            logger.warning("messages from %r are taken as role %r.", role, ROLES[role])
+        warn_once(logger, "messages from %r are taken as role %r.", role, ROLES[role])
         renamed["role"] = ROLES[role]
     return renamed
 
@@ -204,7 +210,6 @@ def describe_dataset(dataset: Any) -> DatasetDescription:
         DataError: The set is empty, no type fits its columns, or a row's form differs from the others', with its number.
 
     >>> import datasets
-    >>> import datasets
     >>> rows = datasets.Dataset.from_dict({"prompt": ["2+2="], "completion": [" 4"]})
     >>> describe_dataset(rows)["type"], describe_dataset(rows)["format"]
     ('prompt-completion', 'standard')
@@ -247,6 +252,22 @@ def _one_form(head: Iterable[Mapping[str, Any]]) -> bool:
             words = {True: "conversational", False: "plain text"}
             raise DataError(f"row {index} is {words[chat]} and row 0 is {words[first]}. Give all rows the same form.")
     return bool(first)
+
+
+@contextmanager
+def naming(where: str, hint: str = "") -> Iterator[None]:
+    """Put the place in front of what a `DataError` says that is raised inside, and a hint behind it."""
+    try:
+        yield
+    except DataError as error:
+        raise DataError(f"{where}: {error}{hint}") from error
+
+
+def given_rows(batch: Mapping[str, list], indices: Sequence[int]) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Rows of a batch of columns with their numbers; columns that are None in a row are no columns of it."""
+    for position, index in enumerate(indices):
+        held = {name: column[position] for name, column in batch.items() if name != ROW}
+        yield index, {name: value for name, value in held.items() if value is not None}
 
 
 ROW = "_row"  # A column of row numbers, kept through preparation so that what is found can be found again.

@@ -208,7 +208,9 @@ def load_rows(
     if saved:
         return _load_saved(file, split, streaming)
     if (file.is_absolute() or file.suffix in LOADERS or path_or_id.startswith(".")) and not file.exists():
-        raise DataError(f"dataset {path_or_id!r} does not exist{_neighbour(file)}. Looked at {file.absolute()}.")
+        beside = [item.name for item in file.parent.iterdir()] if file.parent.is_dir() else []
+        near = did_you_mean(file.name, beside)
+        raise DataError(f"dataset {path_or_id!r} does not exist{near}. Looked at {file.absolute()}.")
     if file.is_dir() and (conflict := _parquet_conflict(sorted(file.rglob("*.parquet")))):
         raise DataError(f"dataset {path_or_id!r} could not be loaded: {conflict}")
     source = str(file) if file.is_dir() else path_or_id
@@ -246,10 +248,6 @@ def _loader_of(file: Path) -> str:
     if file.stat().st_size == 0:
         raise DataError(f"dataset file {str(file)!r} is empty.")
     return LOADERS[file.suffix]
-
-
-def _neighbour(file: Path) -> str:
-    return did_you_mean(file.name, (item.name for item in file.parent.iterdir())) if file.parent.is_dir() else ""
 
 
 def _load_saved(folder: Path, split: str | None, streaming: bool) -> Any:

@@ -434,41 +434,30 @@ def _report(dataset: datasets.Dataset, packed: datasets.Dataset, plan: _Plan, na
         logger.warning("packing%s: no row is left, every document is empty.", f" {name}" if name else "")
         return
     cut = plan.size if plan.strategy == "bfd" else None
-    before, after = _tally(dataset, cut), _tally(packed, None)
-    if (before.kept, before.checksum) != (after.total, after.checksum):
+    total, wanted, before = _tally(dataset, cut)
+    found, _, after = _tally(packed, None)
+    if (wanted, before) != (found, after):
         raise DataError(
-            f"packing lost or doubled items: {before.kept} went in and {after.total} came out (checksums {before.checksum} "
-            f"and {after.checksum}). This is a defect of packing, or of a cache file; pass load_from_cache_file=False in "
-            "map_kwargs and report it."
+            f"packing lost or doubled items: {wanted} went in and {found} came out (checksums {before} and {after}). This is a "
+            "defect of packing, or of a cache file; pass load_from_cache_file=False in map_kwargs and report it."
         )
-    fill = after.total / (len(packed) * plan.size)
-    lost = before.total - before.kept
+    fill, lost = found / (len(packed) * plan.size), total - wanted
     logger.log(
         logging.WARNING if fill < LOW_FILL and len(packed) > 1 else logging.INFO,
         "packed%s with %s: %d documents into %d rows of %d, %.2f %% full; %d of %d items cut off (%.2f %%).",
-        f" {name}" if name else "", plan.strategy, len(dataset), len(packed), plan.size, 100 * fill, lost, before.total,
-        100 * lost / max(1, before.total),
+        f" {name}" if name else "", plan.strategy, len(dataset), len(packed), plan.size, 100 * fill, lost, total,
+        100 * lost / max(1, total),
     )  # fmt: skip
 
 
-@dataclass(slots=True)
-class _Tally:
+def _tally(dataset: datasets.Dataset, cut: int | None) -> tuple[int, int, int]:
     """Items of the first column: all, those within the cut, and the wrapped-around sum of the latter (if integers)."""
-
-    total: int = 0
-    kept: int = 0
-    checksum: int = 0
-
-
-def _tally(dataset: datasets.Dataset, cut: int | None) -> _Tally:
-    tally = _Tally()
+    total = within = checksum = 0
     column = dataset.column_names[0]
     for table in dataset.select_columns([column]).with_format("arrow").iter(WINDOW_ROWS):
         found = list_column(table.column(0), column, None)
         kept = found.lengths if cut is None else np.minimum(found.lengths, cut)
-        tally.total += int(found.lengths.sum())
-        tally.kept += int(kept.sum())
+        total, within = total + int(found.lengths.sum()), within + int(kept.sum())
         if pa.types.is_integer(found.values.type) and not found.values.null_count:
-            tally.checksum += segment_sum(np.asarray(found.values), found.starts, kept)
-    tally.checksum %= 2**64
-    return tally
+            checksum += segment_sum(np.asarray(found.values), found.starts, kept)
+    return total, within, checksum % 2**64

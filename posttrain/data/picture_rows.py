@@ -10,18 +10,20 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from datasets import Features, List, Value
 
-from posttrain.data.chat import RENDERED, AssistantSpans, common_prefix, template_arguments
+from posttrain.data.chat import RENDERED, assistant_spans, common_prefix, template_arguments, turn_end
 from posttrain.data.formats import (
     PICTURE_COLUMNS,
     PROMPT_COLUMNS,
+    given_rows,
     is_messages,
     maybe_convert_to_chatml,
+    naming,
     one_eos,
     pictures_of,
     strip_none,
 )
 from posttrain.data.packing import LENGTHS, best_fit_decreasing
-from posttrain.data.pictures import Background, Picture, conversation_pictures, filled, read_picture
+from posttrain.data.pictures import Picture, conversation_pictures, filled, read_picture
 from posttrain.data.preference import maybe_extract_prompt
 from posttrain.data.sft import CUT, IGNORED, NO_ASSISTANT
 from posttrain.errors import DataError
@@ -76,14 +78,11 @@ def row_batch(
 ) -> dict[str, list]:
     """A batch of rows as columns of ids; see `Vision.prepare_rows`."""
     made: list[dict[str, Any]] = []
-    for position, index in enumerate(indices):
-        row = strip_none({name: column[position] for name, column in batch.items() if column[position] is not None})
-        try:
-            made.append(_row(row, reader, options))
+    for index, given in given_rows(batch, indices):
+        with naming(f"row {index}"):
+            made.append(_row(strip_none(given), reader, options))
             for picture in made[-1]["pictures"]:
                 picture["row"] = index
-        except DataError as error:
-            raise DataError(f"row {index}: {error}") from error
     return {name: [one[name] for one in made] for name in made[0]}
 
 
@@ -302,7 +301,8 @@ def spoken_segments(
             "assistant_only_loss=True needs conversations: 'messages', or 'prompt' and 'completion' of messages."
         )
     blocks, held = conversation_pictures([*prompt, *rest], pictures_of(row))
-    text, spans = AssistantSpans(reader.tokenizer, reader.render).by_rendering(blocks, **template_arguments(row))
+    end = turn_end(reader.tokenizer, reader.render)
+    text, spans = assistant_spans(reader.render, blocks, end, **template_arguments(row))
     given = 0 if prompt_too else sum(message.get("role") == "assistant" for message in prompt)
     # A conversation in which nothing is said has an empty turn.
     said = spans[given:] or [(len(text), len(text))]
@@ -329,7 +329,10 @@ def place_pictures(rows: list[Row], examples: Iterable[Mapping[str, Any]], reade
     """
     rest = iter(rows)
     for example in examples:
-        pictures = [stored_picture(value, reader.background) for value in example.get("pictures") or ()]
+        pictures = [
+            read_picture(value, f"row {value.get('row')}", reader.background).resized(tuple(value["size"]))
+            for value in example.get("pictures") or ()
+        ]
         for row in islice(rest, len(example.get(LENGTHS) or (0,))):
             if pictures and any(reader.token_id in ids for ids in (row.prompt_ids, *row.completions)):
                 _place(row, pictures, reader)
@@ -357,11 +360,6 @@ def stored(picture: Picture) -> dict[str, Any]:
     source = picture.encoded().source
     data, path = (source, None) if isinstance(source, bytes) else (None, source)
     return {"bytes": data, "path": path, "size": list(picture.size)}
-
-
-def stored_picture(value: Mapping[str, Any], background: Background) -> Picture:
-    """Undo `stored`, of a row whose number was added."""
-    return read_picture(value, f"row {value.get('row')}", background).resized(tuple(value["size"]))
 
 
 def picture_prompts(

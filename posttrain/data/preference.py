@@ -13,10 +13,9 @@ from typing import Any
 import datasets
 
 from posttrain.data.chat import (
-    AssistantSpans,
+    assistant_mask,
     common_prefix,
-    encode,
-    has_generation_markers,
+    encode_rows,
     one_bos,
     prompt_text,
     render,
@@ -28,10 +27,13 @@ from posttrain.data.formats import (
     check_ids,
     first_row,
     get_dataset_column_names,
+    given_rows,
     is_messages,
+    naming,
     one_eos,
     strip_none,
     tokenized,
+    warn_once,
 )
 from posttrain.errors import DataError
 from posttrain.types import Row
@@ -65,51 +67,25 @@ class AnswerOptions:
     truncation_mode: str = "keep_start"
     mask_inner_turns: bool = False
 
-    def ids(self, branch: str) -> str:
-        """The column of a branch's ids."""
-        return f"{branch}_ids"
-
-    def mask(self, branch: str) -> str:
-        """The column of where a branch has loss, with ``mask_inner_turns``."""
-        return f"{branch}_mask"
-
 
 def _answer_batch(
     batch: dict[str, list], indices: list[int], tokenizer: Any, options: AnswerOptions
 ) -> dict[str, list]:
     """Ids of prompts and answers, tokenised in two calls: plain texts with special tokens, rendered ones without."""
-    plans: list[tuple[bool, str, list[str]]] = []
-    rows = []
-    for position, index in enumerate(indices):
-        row = strip_none({name: column[position] for name, column in batch.items() if column[position] is not None})
-        try:
-            rows.append(_parted(row, options.branches))
-            plans.append(_texts(rows[-1], tokenizer, options.branches))
-        except DataError as error:
-            raise DataError(f"row {index}: {error}") from error
-    names = ["prompt_ids", *map(options.ids, options.branches), "_reason", *COUNTERS]
-    names += map(options.mask, options.branches if options.mask_inner_turns else ())
-    out: dict[str, list] = {name: [] for name in names}
-    found = _tokenize(plans, tokenizer)
-    for row, (plain, _, _), (prompt, wholes) in zip(rows, plans, found, strict=True):
-        if plain:
-            prompt = one_bos(prompt, tokenizer.bos_token_id)
-            wholes = [one_eos(one_bos(ids, tokenizer.bos_token_id), tokenizer) for ids in wholes]
-        _write(out, prompt, wholes, options)
-        inner = [branch for branch in options.branches if not plain and _has_inner_turns(row[branch])]
-        out["_inner"].append(int(bool(inner)))
-        if options.mask_inner_turns:
-            boundary = min(common_prefix(prompt, ids) for ids in wholes)
-            for branch, whole in zip(options.branches, wholes, strict=True):
-                told = _spoken(row, branch, tokenizer) if branch in inner else [1] * len(whole)
-                count = len(out[options.ids(branch)][-1])
-                start = boundary if options.truncation_mode == "keep_start" else len(whole) - count
-                out[options.mask(branch)].append(told[start : start + count])
-    return out
+    rows, texts = [], []
+    for index, given in given_rows(batch, indices):
+        with naming(f"row {index}"):
+            rows.append(_parted(strip_none(given), options.branches))
+            texts.append(_texts(rows[-1], tokenizer, options.branches))
+    found = encode_rows(tokenizer, texts, indices)
+    made = [
+        _answers(row, plain, ids, tokenizer, options) for row, (plain, _), ids in zip(rows, texts, found, strict=True)
+    ]
+    return {name: [one[name] for one in made] for name in made[0]}
 
 
-def _texts(row: dict[str, Any], tokenizer: Any, branches: Sequence[str]) -> tuple[bool, str, list[str]]:
-    """Whether a row (whose prompt stands apart) is plain text, its prompt, and its prompt with each answer."""
+def _texts(row: dict[str, Any], tokenizer: Any, branches: Sequence[str]) -> tuple[bool, list[str]]:
+    """Whether a row (whose prompt stands apart) is plain text, and its prompt, alone and with each answer."""
     prompt: Any = row.get("prompt")
     answers: list[Any] = [row.get(branch) for branch in branches]
     for branch, answer in zip(branches, answers, strict=True):
@@ -125,12 +101,12 @@ def _texts(row: dict[str, Any], tokenizer: Any, branches: Sequence[str]) -> tupl
             raise DataError(
                 f"column 'prompt' is text and {mixed or 'it'} is not. Give all of a row's columns one form."
             )
-        return True, prompt, [prompt + answer for answer in answers]
+        return True, [prompt, *(prompt + answer for answer in answers)]
     for branch, answer in zip(branches, answers, strict=True):
         _check_messages(branch, answer)
     kwargs = template_arguments(row)
     wholes = [render(tokenizer, prompt + answer, **kwargs) for answer in answers]
-    return False, prompt_text(tokenizer, row, {}), wholes
+    return False, [prompt_text(tokenizer, row, {}), *wholes]
 
 
 def _parted(row: dict[str, Any], branches: Sequence[str]) -> dict[str, Any]:
@@ -164,54 +140,39 @@ def _check_messages(branch: str, answer: Any) -> None:
         )
 
 
-def _has_inner_turns(answer: Any) -> bool:
-    return any(message.get("role") != "assistant" for message in answer)
-
-
-def _spoken(row: dict[str, Any], branch: str, tokenizer: Any) -> list[int]:
-    """1 on the tokens of prompt and answer that the assistant says, 0 on everybody else's."""
-    finder, messages, kwargs = AssistantSpans(tokenizer), row["prompt"] + row[branch], template_arguments(row)
-    if has_generation_markers(kwargs.get("chat_template") or tokenizer.chat_template):
-        return finder.by_markers(messages, **kwargs)[1]
-    text, spans = finder.by_rendering(messages, **kwargs)
-    return finder.mask(tokenizer, text, encode(tokenizer, [text], special=False)[0], spans)
-
-
-def _tokenize(plans: list[tuple[bool, str, list[str]]], tokenizer: Any) -> list[tuple[list[int], list[list[int]]]]:
-    found: list[Any] = [None] * len(plans)
-    for plain in (True, False):
-        wanted = [i for i, plan in enumerate(plans) if plan[0] == plain]
-        flat = encode(tokenizer, [text for i in wanted for text in (plans[i][1], *plans[i][2])], special=plain)
-        start = 0
-        for i in wanted:
-            count = 1 + len(plans[i][2])
-            found[i] = flat[start], flat[start + 1 : start + count]
-            start += count
-    return found
-
-
-def _write(out: dict[str, list], prompt: list[int], wholes: list[list[int]], options: AnswerOptions) -> None:
-    """Cut prompt and answers apart where the tokens of all of them part, then to length; say what is wrong."""
+def _answers(
+    row: dict[str, Any], plain: bool, texts: list[list[int]], tokenizer: Any, options: AnswerOptions
+) -> dict[str, Any]:
+    """Prompt and answers cut apart where the tokens of all of them part, then to length, with what is wrong with them."""
+    bos, (prompt, *wholes) = tokenizer.bos_token_id, texts
+    if plain:
+        prompt, wholes = one_bos(prompt, bos), [one_eos(one_bos(ids, bos), tokenizer) for ids in wholes]
     boundary = min(common_prefix(prompt, ids) for ids in wholes)
     lost = len(prompt) - boundary
-    answers = [ids[boundary:] for ids in wholes]
-    limit, reason, cut = options.max_length, "", False
-    prompt = prompt[:boundary]
+    prompt, answers = prompt[:boundary], [ids[boundary:] for ids in wholes]
+    limit, start, reason, cut = options.max_length, options.truncation_mode == "keep_start", "", False
     if lost > max(4, 0.05 * (boundary + lost)):
         reason = UNUSABLE
     elif any(not answer for answer in answers):
         reason = EMPTY
-    elif limit is not None and options.truncation_mode == "keep_start" and len(prompt) >= limit:
+    elif limit is not None and start and len(prompt) >= limit:
         reason = FULL
     elif limit is not None and len(prompt) + max(map(len, answers)) > limit:
         prompt, answers, cut = *_truncate(prompt, answers, limit, options.truncation_mode), True
     if not reason and len(answers) > 1 and answers[0] == answers[1]:
         reason = EQUAL
-    out["prompt_ids"].append(prompt)
-    for branch, answer in zip(options.branches, answers, strict=True):
-        out[options.ids(branch)].append(answer)
-    for name, value in (("_reason", reason), ("_truncated", int(cut)), ("_diverged", int(lost > 0))):
-        out[name].append(value)
+    others = [not plain and any(m.get("role") != "assistant" for m in row[branch]) for branch in options.branches]
+    made: dict[str, Any] = {"prompt_ids": prompt, "_reason": reason, "_inner": int(any(others))}
+    made |= {"_truncated": int(cut), "_diverged": int(lost > 0)}
+    for branch, whole, answer, inner in zip(options.branches, wholes, answers, others, strict=True):
+        made[f"{branch}_ids"] = answer
+        if options.mask_inner_turns:
+            told = [1] * len(whole)
+            if inner:
+                _, told = assistant_mask(tokenizer, row["prompt"] + row[branch], **template_arguments(row))
+            first = boundary if start else len(whole) - len(answer)
+            made[f"{branch}_mask"] = told[first : first + len(answer)]
+    return made
 
 
 def _truncate(prompt: list[int], answers: list[list[int]], limit: int, mode: str) -> tuple[list[int], list[list[int]]]:
@@ -243,7 +204,7 @@ def prepare_answers(
     first_row(dataset, name)
     columns = get_dataset_column_names(dataset)
     keep = tuple(column for column in keep if column in columns)
-    wanted = {"prompt_ids", *map(options.ids, options.branches)}
+    wanted = {"prompt_ids", *(f"{branch}_ids" for branch in options.branches)}
     if wanted <= set(columns):
         return dataset, PreparationReport(name)
     missing = [branch for branch in options.branches if branch not in columns]
@@ -373,9 +334,6 @@ def _shared_text(chosen: str, rejected: str) -> int:
     return cut
 
 
-_repeats_told = False
-
-
 def maybe_extract_prompt(example: Mapping[str, Any]) -> Mapping[str, Any]:
     """`extract_prompt` where the row needs it; a prompt that both answers repeat is taken off them.
 
@@ -389,18 +347,12 @@ def maybe_extract_prompt(example: Mapping[str, Any]) -> Mapping[str, Any]:
     if is_messages(chosen) and not is_messages(prompt):  # A text prompt beside conversations that begin with it.
         return {**example, **extract_prompt(example)}
     if isinstance(prompt, list) and prompt and chosen[: len(prompt)] == prompt == rejected[: len(prompt)]:
-        _tell_repeat()
+        warn_once(
+            logger,
+            "chosen and rejected repeat the messages of their prompt: they are taken off, or it would stand twice.",
+        )
         return {**example, "chosen": chosen[len(prompt) :], "rejected": rejected[len(prompt) :]}
     return example
-
-
-def _tell_repeat() -> None:
-    global _repeats_told
-    if not _repeats_told:
-        _repeats_told = True
-        logger.warning(
-            "chosen and rejected repeat the messages of their prompt: they are taken off, or it would stand twice."
-        )
 
 
 def unpair_preference_dataset(dataset: Any, *, interleave: bool = True, **map_kwargs: Any) -> Any:
@@ -458,11 +410,7 @@ def extract_and_unpair(dataset: Any, num_proc: int | None = None) -> Any:
     if isinstance(dataset, dict) or not {"chosen", "rejected"} <= set(get_dataset_column_names(dataset)):
         return dataset
     extra = {} if isinstance(dataset, datasets.IterableDataset) else {"num_proc": num_proc}
-    return unpair_preference_dataset(dataset.map(_extracted, **extra), **extra)
-
-
-def _extracted(example: dict[str, Any]) -> dict[str, Any]:
-    return dict(maybe_extract_prompt(example))
+    return unpair_preference_dataset(dataset.map(maybe_extract_prompt, **extra), **extra)
 
 
 SIDES = ("chosen", "rejected")
@@ -471,50 +419,26 @@ PAIR_HINT = "Raise max_length, or look for answers that are equal as tokens: pos
 
 def _pair_batch(batch: dict[str, list], indices: list[int], tokenizer: Any, max_length: int | None) -> dict[str, list]:
     """Ids of both answers with their prompt, and why a pair is left out."""
-    found = {f"{side}_ids": batch.get(f"{side}_ids", []) for side in SIDES}
-    if "chosen_ids" not in batch:
-        found = _pair_ids(batch, indices, tokenizer)
-    reasons = []
-    for position, (index, *sides) in enumerate(zip(indices, *found.values(), strict=True)):
-        try:
-            for name, ids in zip(found, sides, strict=True):
+    names = [f"{side}_ids" for side in SIDES]
+    found = [list(pair) for pair in zip(*(batch[name] for name in names), strict=True)] if names[0] in batch else None
+    if found is None:
+        texts = []
+        for index, given in given_rows(batch, indices):
+            with naming(f"row {index}"):
+                texts.append(_sides(strip_none(given), tokenizer))
+        found = encode_rows(tokenizer, texts, indices)
+        for (plain, _), pair in zip(texts, found, strict=True):
+            if plain:
+                pair[:] = [one_eos(one_bos(ids, tokenizer.bos_token_id), tokenizer) for ids in pair]
+    for index, pair, margin in zip(indices, found, batch.get("margin", [0.0] * len(indices)), strict=True):
+        with naming(f"row {index}"):
+            for name, ids in zip(names, pair, strict=True):
                 check_ids(ids, name, len(tokenizer))
-            if "margin" in batch:
-                _check_margin(batch["margin"][position])
-        except DataError as error:
-            raise DataError(f"row {index}: {error}") from None
-        reasons.append(_left_out(*sides, max_length))
-    return {**found, "_reason": reasons}
-
-
-def _pair_ids(batch: dict[str, list], indices: list[int], tokenizer: Any) -> dict[str, list]:
-    texts: dict[bool, list[str]] = {True: [], False: []}
-    where: list[tuple[bool, int]] = []
-    for position, index in enumerate(indices):
-        row = strip_none({name: column[position] for name, column in batch.items() if column[position] is not None})
-        try:
-            if is_messages(row.get("prompt")) and all(is_messages(row.get(side)) for side in SIDES):
-                row = dict(maybe_extract_prompt(row))
-            for side in SIDES:
-                plain, text = _side(row, side, tokenizer)
-                where.append((plain, len(texts[plain])))
-                texts[plain].append(text)
-        except DataError as error:
-            raise DataError(f"row {index}: {error}") from error
-    rows = {plain: [i // 2 for i, (kind, _) in enumerate(where) if kind == plain] for plain in texts}
-    ids = {
-        plain: encode(tokenizer, texts[plain], special=plain, where=lambda at, of=rows[plain]: f"row {indices[of[at]]}")
-        for plain in texts
-    }
-    ids[True] = [one_eos(one_bos(x, tokenizer.bos_token_id), tokenizer) for x in ids[True]]
-    whole = [ids[plain][at] for plain, at in where]
-    return {"chosen_ids": whole[::2], "rejected_ids": whole[1::2]}
-
-
-def _check_margin(margin: Any) -> None:
-    """Refuse a margin that is no finite number; one such would make the loss no number either."""
-    if isinstance(margin, bool) or not isinstance(margin, int | float) or not math.isfinite(margin):
-        raise DataError(f"column 'margin' must be a finite number in every row, and it is {margin!r}.")
+            # One that is no number would make the loss none either.
+            if isinstance(margin, bool) or not isinstance(margin, int | float) or not math.isfinite(margin):
+                raise DataError(f"column 'margin' must be a finite number in every row, and it is {margin!r}.")
+    columns = {name: [pair[side] for pair in found] for side, name in enumerate(names)}
+    return {**columns, "_reason": [_left_out(*pair, max_length) for pair in found]}
 
 
 def _left_out(chosen: list[int], rejected: list[int], limit: int | None) -> str:
@@ -526,24 +450,31 @@ def _left_out(chosen: list[int], rejected: list[int], limit: int | None) -> str:
     return f"longer than max_length={limit}" if limit is not None and max(len(chosen), len(rejected)) > limit else ""
 
 
-def _side(row: dict[str, Any], side: str, tokenizer: Any) -> tuple[bool, str]:
-    """Whether one answer with its prompt is plain text, and the text."""
-    answer = row.get(side)
-    if not answer:
-        raise DataError(f"column {side!r} is empty or missing; its columns are {sorted(row)}.")
+def _sides(row: dict[str, Any], tokenizer: Any) -> tuple[bool, list[str]]:
+    """Whether a pair is plain text, and its answers, each behind the prompt where there is one."""
+    if is_messages(row.get("prompt")) and all(is_messages(row.get(side)) for side in SIDES):
+        row = dict(maybe_extract_prompt(row))
     prompt = row.get("prompt")
-    for name, value in ((side, answer), ("prompt", prompt)):
-        if not (value is None or isinstance(value, str) or is_messages(value) or value == []):
+    texts: list[Any] = []
+    for side in SIDES:
+        answer = row.get(side)
+        if not answer:
+            raise DataError(f"column {side!r} is empty or missing; its columns are {sorted(row)}.")
+        for name, value in ((side, answer), ("prompt", prompt)):
+            if not (value is None or isinstance(value, str) or is_messages(value) or value == []):
+                raise DataError(
+                    f"column {name!r} must be a string or a list of messages, and it is {type(value).__name__}: "
+                    f"{str(value)[:60]!r}."
+                )
+        if prompt is not None and isinstance(prompt, str) != isinstance(answer, str):
             raise DataError(
-                f"column {name!r} must be a string or a list of messages, and it is {type(value).__name__}: {str(value)[:60]!r}."
+                f"column 'prompt' and column {side!r} must both be strings or both be lists of messages, and they are "
+                f"{type(prompt).__name__} and {type(answer).__name__}."
             )
-    if prompt is not None and isinstance(prompt, str) != isinstance(answer, str):
-        raise DataError(
-            f"column 'prompt' and column {side!r} must both be strings or both be lists of messages, and they are "
-            f"{type(prompt).__name__} and {type(answer).__name__}."
-        )
-    whole = answer if prompt is None else prompt + answer
-    return (True, whole) if isinstance(whole, str) else (False, render(tokenizer, whole, **template_arguments(row)))
+        texts.append(answer if prompt is None else prompt + answer)
+    if all(isinstance(text, str) for text in texts):
+        return True, texts
+    return False, [render(tokenizer, text, **template_arguments(row)) for text in texts]
 
 
 def prepare_reward_dataset(

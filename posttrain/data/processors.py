@@ -429,13 +429,15 @@ class PictureProcessor:
         """Tensors of several pictures as the tower takes them at once, in the given order."""
         return _joined(prepared, tiled=self.family.tiled)
 
-    def plain_inputs(self, ids: Tensor, rows: Sequence[Sequence[Picture]], prompt: int = 0) -> dict[str, Tensor]:
+    def plain_inputs(
+        self, ids: Tensor, rows: Sequence[Sequence[Picture]], prompt: int | Tensor = 0
+    ) -> dict[str, Tensor]:
         """The processor's own tensors of all pictures of a pass: what the model's forward takes without us.
 
         Args:
             ids: ``(B, T)``.
             rows: Pictures of each row, in reading order.
-            prompt: How many of the ids are the prompt.
+            prompt: How many of the ids are the prompt, of all rows or of each ``(B, 1)``.
         """
         inputs = _pixels(self._read([[picture.load() for picture in row] for row in rows])) if any(rows) else {}
         if inputs and self.family.cross:
@@ -473,7 +475,7 @@ class PictureProcessor:
             f"what it does with images cannot be found out: {reason:.300}. Fix: a model of one of these, or rows without images."
         )
 
-    def token_types(self, ids: Tensor, prompt: int) -> dict[str, Tensor]:
+    def token_types(self, ids: Tensor, prompt: int | Tensor) -> dict[str, Tensor]:
         """What the family's forward is told of each of ids ``(B, T)``, the first ``prompt`` of which are the prompt."""
         kinds = (ids == self.token_id).long()
         if self.family.block == "prompt":

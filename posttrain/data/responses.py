@@ -58,14 +58,21 @@ def _json_object(text: str) -> dict[str, Any]:
     return value
 
 
-def qwen_json(text: str, opened: bool) -> dict[str, Any]:
-    """``<think>..</think>``, text, then ``<tool_call>{"name": .., "arguments": {..}}</tool_call>`` repeated."""
-    reasoning, text = _think(text, opened)
-    content, bodies = _between(text, "<tool_call>", "</tool_call>")
-    calls = [_json_object(body) for body in bodies]
-    return _wire_message(
-        content, [tool_call(c.get("name"), c.get("arguments")) for c in calls], reasoning_content=reasoning
-    )
+def _framed(begin: str, end: str, read: Callable[[str], list[dict[str, Any]]], thought: str) -> Parser:
+    """``<think>..</think>``, text, then calls between marks, which ``read`` makes of what stands there."""
+
+    def parse(text: str, opened: bool) -> dict[str, Any]:
+        reasoning, text = _think(text, opened)
+        content, bodies = _between(text, begin, end)
+        return _wire_message(content, [call for body in bodies for call in read(body)], **{thought: reasoning})
+
+    return parse
+
+
+def _json_call(body: str) -> list[dict[str, Any]]:
+    """``{"name": .., "arguments": {..}}``."""
+    call = _json_object(body)
+    return [tool_call(call.get("name"), call.get("arguments"))]
 
 
 FUNCTION = re.compile(r"\s*<function=([^>\s]+)>(.*)</function>\s*", re.DOTALL)
@@ -87,29 +94,25 @@ def _pairs(pattern: re.Pattern[str], body: str) -> dict[str, Any]:
     return arguments
 
 
-def qwen_xml(text: str, opened: bool) -> dict[str, Any]:
-    """The same frame; a call is ``<function=NAME>`` with ``<parameter=KEY>`` value ``</parameter>`` inside."""
-    reasoning, text = _think(text, opened)
-    content, bodies = _between(text, "<tool_call>", "</tool_call>")
-    calls = []
-    for body in bodies:
-        found = FUNCTION.fullmatch(body)
-        if found is None:
-            raise ValueError(f"a call must be <function=NAME>..</function>, and it is {body.strip()[:60]!r}")
-        calls.append(tool_call(found[1], _pairs(PARAMETER, found[2])))
-    return _wire_message(content, calls, reasoning_content=reasoning)
+def _xml_call(body: str) -> list[dict[str, Any]]:
+    """``<function=NAME>`` with ``<parameter=KEY>`` value ``</parameter>`` inside."""
+    found = FUNCTION.fullmatch(body)
+    if found is None:
+        raise ValueError(f"a call must be <function=NAME>..</function>, and it is {body.strip()[:60]!r}")
+    return [tool_call(found[1], _pairs(PARAMETER, found[2]))]
+
+
+def _paired_call(body: str) -> list[dict[str, Any]]:
+    """``NAME`` with ``<arg_key>``/``<arg_value>`` pairs."""
+    name, _, pairs = body.strip().partition("<arg_key>")
+    return [tool_call(name.strip(), _pairs(PAIR, "<arg_key>" + pairs if pairs else ""))]
 
 
 def glm(text: str, opened: bool) -> dict[str, Any]:
-    """``<think>..</think>``, text, then ``<tool_call>NAME`` with ``<arg_key>``/``<arg_value>`` pairs."""
-    text = re.sub(r"<\|(user|observation)\|>\s*$", "", text)  # What ends a turn is what opens the next.
-    reasoning, text = _think(text, opened)
-    content, bodies = _between(text, "<tool_call>", "</tool_call>")
-    calls = []
-    for body in bodies:
-        name, _, pairs = body.strip().partition("<arg_key>")
-        calls.append(tool_call(name.strip(), _pairs(PAIR, "<arg_key>" + pairs if pairs else "")))
-    return _wire_message(content.strip(), calls, reasoning_content=reasoning)
+    """The frame of Qwen around `_paired_call`; what ends a turn is the mark that opens the next."""
+    text = re.sub(r"<\|(user|observation)\|>\s*$", "", text)
+    message = _framed("<tool_call>", "</tool_call>", _paired_call, "reasoning_content")(text, opened)
+    return message | {"content": message["content"].strip()}
 
 
 def llama_json(text: str, opened: bool) -> dict[str, Any]:
@@ -162,22 +165,19 @@ def _expression(text: str) -> ast.expr:
     return tree.body
 
 
-def _literal(node: ast.expr) -> Any:
-    return ast.literal_eval(_JsonConstants().visit(node))
-
-
-def pythonic(text: str, opened: bool) -> dict[str, Any]:
-    """``<|tool_call_start|>[f(a='x', n=3), g()]<|tool_call_end|>``."""
-    reasoning, text = _think(text, opened)
-    content, bodies = _between(text, "<|tool_call_start|>", "<|tool_call_end|>")
-    calls = []
-    for body in bodies:
-        listed = _expression(body.strip())
-        for node in listed.elts if isinstance(listed, ast.List) else [listed]:
-            if not isinstance(node, ast.Call) or node.args or any(k.arg is None for k in node.keywords):
-                raise ValueError(f"a call must be NAME(KEY=VALUE, ..), and it is {ast.unparse(node)[:60]!r}")
-            calls.append(tool_call(ast.unparse(node.func), {k.arg: _literal(k.value) for k in node.keywords}))
-    return _wire_message(content, calls, thinking=reasoning)
+def _python_calls(body: str) -> list[dict[str, Any]]:
+    """``[f(a='x', n=3), g()]``."""
+    calls, listed = [], _expression(body.strip())
+    for node in listed.elts if isinstance(listed, ast.List) else [listed]:
+        if not isinstance(node, ast.Call) or node.args or any(k.arg is None for k in node.keywords):
+            raise ValueError(f"a call must be NAME(KEY=VALUE, ..), and it is {ast.unparse(node)[:60]!r}")
+        calls.append(
+            tool_call(
+                ast.unparse(node.func),
+                {k.arg: ast.literal_eval(_JsonConstants().visit(k.value)) for k in node.keywords},
+            )
+        )
+    return calls
 
 
 DEEPSEEK = re.compile(
@@ -185,29 +185,25 @@ DEEPSEEK = re.compile(
 )
 
 
-def deepseek(text: str, opened: bool) -> dict[str, Any]:
-    """Calls between ``tool▁calls`` marks, each a name and JSON in a code fence."""
-    reasoning, text = _think(text, opened)
-    content, bodies = _between(text, "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
-    calls = []
-    for body in bodies:
-        at = 0
-        while found := DEEPSEEK.match(body, at):
-            calls.append(tool_call(found[1], _json_object(found[2])))
-            at = found.end()
-        if body[at:].strip():
-            raise ValueError(f"{body[at:].strip()[:60]!r} is not a call")
-    return _wire_message(content, calls, reasoning_content=reasoning)
+def _fenced_calls(body: str) -> list[dict[str, Any]]:
+    """Calls one after the other, each a name and JSON in a code fence."""
+    calls, at = [], 0
+    while found := DEEPSEEK.match(body, at):
+        calls.append(tool_call(found[1], _json_object(found[2])))
+        at = found.end()
+    if body[at:].strip():
+        raise ValueError(f"{body[at:].strip()[:60]!r} is not a call")
+    return calls
 
 
 FORMATS: dict[str, Parser] = {
-    "qwen_json": qwen_json,
-    "qwen_xml": qwen_xml,
+    "qwen_json": _framed("<tool_call>", "</tool_call>", _json_call, "reasoning_content"),
+    "qwen_xml": _framed("<tool_call>", "</tool_call>", _xml_call, "reasoning_content"),
     "glm": glm,
     "llama_json": llama_json,
     "harmony": harmony,
-    "pythonic": pythonic,
-    "deepseek": deepseek,
+    "pythonic": _framed("<|tool_call_start|>", "<|tool_call_end|>", _python_calls, "thinking"),
+    "deepseek": _framed("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", _fenced_calls, "reasoning_content"),
 }
 
 

@@ -194,25 +194,6 @@ class Deal:
             yield rows[start:end]
 
 
-class DealtBatches(Sampler[list[int]]):
-    """The batches of one process, of the indices that a sampler gives on all of them alike.
-
-    Args:
-        sampler: Anything with a length that yields indices.
-        deal: Which of them are this process's.
-    """
-
-    def __init__(self, sampler: Any, deal: Deal) -> None:
-        self.sampler, self.deal = sampler, deal
-
-    def __iter__(self) -> Iterator[list[int]]:
-        return self.deal.parts(self.sampler)
-
-    def __len__(self) -> int:
-        whole, rest = divmod(len(self.sampler), self.deal.size * self.deal.world)
-        return whole + (rest > 0 and not self.deal.drop_last)
-
-
 class DealtStream(IterableDataset):
     """A stream as the batches of one process, lists of rows; every process reads all of it.
 
@@ -236,7 +217,9 @@ def longest_examples(dataset: Any, count: int) -> list[dict[str, Any]]:
     """By tokens where rows are tokenised, by characters where not; of a stream, of its first 64."""
     if isinstance(dataset, datasets.IterableDataset) or not hasattr(dataset, "__len__"):
         drawn = list(itertools.islice(dataset, STREAMED))
-        return sorted(drawn, key=_tokens, reverse=True)[:count]
+        ids = [{k: v for k, v in row.items() if k.endswith("ids")} or row for row in drawn]
+        best = sorted(range(len(drawn)), key=lambda i: weight(ids[i]), reverse=True)
+        return [drawn[i] for i in best[:count]]
     total = len(dataset)
     places = range(0, total, max(1, -(-total // LOOKED_AT)))
     names = [name for name in dataset.column_names if name.endswith("ids")] or None
@@ -244,10 +227,6 @@ def longest_examples(dataset: Any, count: int) -> list[dict[str, Any]]:
     weights = [weight(row) for row in (part.select_columns(names) if names else part)]
     best = sorted(range(len(weights)), key=lambda i: weights[i], reverse=True)[:count]
     return [dataset[places[i]] for i in best]
-
-
-def _tokens(example: dict[str, Any]) -> int:
-    return weight({k: v for k, v in example.items() if k.endswith("ids")} or example)
 
 
 def weight(example: Any) -> int:
@@ -272,7 +251,7 @@ def check_prompts(dataset: Any, name: str, tokenizer: Any) -> list[dict[str, Any
         DataError: No rows, no ``prompt`` column, a prompt without any token, or strings mixed with message lists.
         ModelError: Conversational prompts and a tokenizer without a chat template.
     """
-    head = list(_take(dataset, 2))
+    head = list(itertools.islice(dataset, 2))
     if not head:
         raise DataError(f"{name} is empty.")
     if "prompt" not in head[0]:
@@ -280,7 +259,11 @@ def check_prompts(dataset: Any, name: str, tokenizer: Any) -> list[dict[str, Any
             f"{name} has no 'prompt' column; its columns are {sorted(head[0])}. Online methods need prompts."
         )
     chat = is_conversational(head[0])
-    for index, prompt in enumerate(_prompts(dataset)):
+    if isinstance(dataset, datasets.Dataset):
+        prompts: Iterable[Any] = dataset.select_columns("prompt").with_format(None)["prompt"]
+    else:
+        prompts = (row["prompt"] for row in itertools.islice(dataset, STREAMED))
+    for index, prompt in enumerate(prompts):
         _check_prompt(prompt, index, name, chat, tokenizer)
     if chat and not getattr(tokenizer, "chat_template", None):
         raise ModelError(
@@ -303,21 +286,6 @@ def _check_prompt(prompt: Any, index: int, name: str, chat: bool, tokenizer: Any
             f"{'' if chat else ', and the tokenizer begins no text with a token'}. "
             f"Give it at least one {'message' if chat else 'character'}."
         )
-
-
-def _prompts(dataset: Any) -> Iterator[Any]:
-    if isinstance(dataset, datasets.Dataset):
-        yield from dataset.select_columns("prompt").with_format(None)["prompt"]
-    else:
-        for row in _take(dataset, 64):
-            yield row["prompt"]
-
-
-def _take(dataset: Any, count: int) -> Iterator[dict[str, Any]]:
-    for index, row in enumerate(dataset):
-        if index == count:
-            return
-        yield row
 
 
 def with_lengths(dataset: Any, name: str) -> Any:

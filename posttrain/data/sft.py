@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, Literal
 
@@ -14,9 +14,9 @@ import numpy as np
 import pyarrow.compute as pc
 
 from posttrain.data.chat import (
-    AssistantSpans,
+    assistant_mask,
     common_prefix,
-    encode,
+    encode_rows,
     has_generation_markers,
     one_bos,
     open_end,
@@ -33,10 +33,12 @@ from posttrain.data.formats import (
     describe_dataset,
     first_row,
     get_dataset_column_names,
+    given_rows,
     has_nested_none,
     is_conversational_from_value,
     is_messages,
     maybe_convert_to_chatml,
+    naming,
     one_eos,
     strip_none,
     tokenized,
@@ -99,58 +101,45 @@ class _Plan:
     text: str | None = None
     head: str | None = None
     plain: bool = False
-    spans: list[tuple[int, int]] | None = None
     ids: list[int] | None = None
     mask: list[int] | None = None
-    diverged: int = 0
-    double_bos: bool = False
     nested_none: bool = False
-    head_ids: list[int] = field(default_factory=list)
     nothing: str = ""  # Why the row itself has nothing to train.
+
+    @property
+    def texts(self) -> list[str]:
+        """What is to be tokenised."""
+        return [text for text in (self.text, self.head) if text is not None]
 
 
 def label_batch(
     batch: dict[str, list], indices: list[int], tokenizer: Any, options: SupervisedOptions
 ) -> dict[str, list]:
     """``input_ids``, ``labels`` (the token, or -100 where it is not trained) and counters for the report."""
-    plans: list[_Plan] = []
-    rows = []
-    finder = AssistantSpans(tokenizer)
-    for position, index in enumerate(indices):
-        given = {
-            name: column[position] for name, column in batch.items() if name != ROW and column[position] is not None
-        }
-        row = strip_none(given)
-        rows.append(row)
-        try:
-            plans.append(_plan(row, tokenizer, options, finder))
-        except DataError as error:
-            none = sorted(set(batch) - set(given))
-            raise DataError(f"row {index}: {error}{f' Columns {none} are None here.' if none else ''}") from error
+    rows, plans = [], []
+    for index, given in given_rows(batch, indices):
+        none = sorted(set(batch) - {ROW, *given})
+        with naming(f"row {index}", f" Columns {none} are None here." if none else ""):
+            rows.append(strip_none(given))
+            plans.append(_plan(rows[-1], tokenizer, options))
         plans[-1].nested_none = has_nested_none(given)
-    _tokenize(plans, indices, tokenizer)
-    out: dict[str, list] = {name: [] for name in ("input_ids", "labels", "_reason", *COUNTERS)}
-    ends = set(terminal_token_ids(tokenizer))
-    for row, plan, index in zip(rows, plans, indices, strict=True):
-        try:
-            _finish(plan, tokenizer, options)
-        except DataError as error:
-            raise DataError(f"row {index}: {error}") from error
-        _write(out, row, plan, options, ends)
-        tail = plan.head_ids[len(plan.head_ids) - plan.diverged :] if plan.diverged else []
-        out["_tail"].append(tokenizer.decode(tail) if tail else "")
-    return out
+    found = encode_rows(tokenizer, [(plan.plain, plan.texts) for plan in plans], indices)
+    made, ends = [], set(terminal_token_ids(tokenizer))
+    for row, plan, texts, index in zip(rows, plans, found, indices, strict=True):
+        with naming(f"row {index}"):
+            made.append(_labelled(row, plan, texts, tokenizer, options, ends))
+    return {name: [one[name] for one in made] for name in made[0]}
 
 
-def _plan(row: dict[str, Any], tokenizer: Any, options: SupervisedOptions, finder: AssistantSpans) -> _Plan:
+def _plan(row: dict[str, Any], tokenizer: Any, options: SupervisedOptions) -> _Plan:
     if "input_ids" in row:
         return _given(row, options, len(tokenizer))
     if is_conversational_from_value(row):
         row.update(maybe_convert_to_chatml({"conversations": row.pop("conversations")}))
     if "messages" in row:
-        return _conversation(row, row["messages"], tokenizer, options, finder)
+        return _conversation(row, row["messages"], tokenizer, options)
     if "prompt" in row and "completion" in row:
-        return _prompt_completion(row, tokenizer, options, finder)
+        return _prompt_completion(row, tokenizer, options)
     text = row.get(options.dataset_text_field)
     if text is None:
         raise DataError(
@@ -183,9 +172,7 @@ def _given(row: dict[str, Any], options: SupervisedOptions, vocabulary: int) -> 
     return _Plan(ids=ids, mask=mask, nothing="" if ids else EMPTY)
 
 
-def _conversation(
-    row: dict[str, Any], messages: Any, tokenizer: Any, options: SupervisedOptions, finder: AssistantSpans
-) -> _Plan:
+def _conversation(row: dict[str, Any], messages: Any, tokenizer: Any, options: SupervisedOptions) -> _Plan:
     if not is_messages(messages):
         raise DataError(
             f"column 'messages' must be a list of messages with a role and content, and it is {str(messages)[:80]!r}."
@@ -197,16 +184,11 @@ def _conversation(
         kwargs.setdefault("chat_template", options.chat_template)
     if not options.assistant_only_loss:
         return _Plan(text=render(tokenizer, messages, **kwargs))
-    if has_generation_markers(kwargs.get("chat_template") or tokenizer.chat_template):
-        ids, mask = finder.by_markers(messages, **kwargs)
-        return _Plan(ids=ids, mask=mask, nothing=nothing)
-    text, spans = finder.by_rendering(messages, **kwargs)
-    return _Plan(text=text, spans=spans, nothing=nothing)
+    ids, mask = assistant_mask(tokenizer, messages, **kwargs)
+    return _Plan(ids=ids, mask=mask, nothing=nothing)
 
 
-def _prompt_completion(
-    row: dict[str, Any], tokenizer: Any, options: SupervisedOptions, finder: AssistantSpans
-) -> _Plan:
+def _prompt_completion(row: dict[str, Any], tokenizer: Any, options: SupervisedOptions) -> _Plan:
     prompt, completion = row["prompt"], row["completion"]
     if not completion:
         return _Plan(ids=[], mask=[], nothing=EMPTY_COMPLETION)
@@ -218,80 +200,55 @@ def _prompt_completion(
         )
     if not chat:
         return _Plan(text=prompt + completion, head=prompt, plain=True)
-    plan = _conversation(row, prompt + completion, tokenizer, options, finder)
+    plan = _conversation(row, prompt + completion, tokenizer, options)
     plan.head = prompt_text(tokenizer, row, {"chat_template": options.chat_template} if options.chat_template else {})
     return plan
 
 
-def _tokenize(plans: list[_Plan], indices: list[int], tokenizer: Any) -> None:
-    """Two calls for the whole batch: texts with the tokenizer's special tokens, and rendered ones without."""
-    place = {id(plan): index for plan, index in zip(plans, indices, strict=True)}
-    for plain in (True, False):
-        wanted = [p for p in plans if p.plain == plain]
-        texts = [p for p in wanted if p.text is not None]
-        heads = [p for p in wanted if p.head is not None]
-        rows = [place[id(plan)] for plan in (*texts, *heads)]
-        found_in = [str(p.text) for p in texts] + [str(p.head) for p in heads]
-        ids = encode(tokenizer, found_in, special=plain, where=lambda at, rows=rows: f"row {rows[at]}")
-        for plan, found in zip(texts, ids[: len(texts)], strict=True):
-            plan.ids = found
-        for plan, found in zip(heads, ids[len(texts) :], strict=True):
-            plan.head_ids = found
-            if plain:
-                plan.head_ids = open_end(one_bos(found, tokenizer.bos_token_id), str(plan.head), tokenizer)
-
-
-def _finish(plan: _Plan, tokenizer: Any, options: SupervisedOptions) -> None:
-    """Ids and mask of a tokenised row: one bos, one eos, the prompt masked where the tokens part."""
-    ids = plan.ids or []
-    if plan.plain:
-        single = one_bos(ids, tokenizer.bos_token_id)
-        plan.double_bos, ids = len(single) < len(ids), one_eos(single, tokenizer)
-    mask = plan.mask if plan.mask is not None else [1] * len(ids)
-    if plan.spans is not None:
-        mask = AssistantSpans.mask(tokenizer, str(plan.text), ids, plan.spans)
+def _labelled(
+    row: dict[str, Any],
+    plan: _Plan,
+    texts: list[list[int]],
+    tokenizer: Any,
+    options: SupervisedOptions,
+    ends: set[int],
+) -> dict[str, Any]:
+    """Columns of a tokenised row: one bos, one eos, the prompt masked where the tokens part, cut to length."""
+    ids, head, double_bos = plan.ids or [], [], False
+    if plan.text is not None:
+        ids, *texts = texts
     if plan.head is not None:
-        # A tokenizer may merge over the boundary, and a template may render the prompt differently.
-        boundary = common_prefix(plan.head_ids, ids)
-        plan.diverged = len(plan.head_ids) - boundary
-        if options.completion_only_loss is not False:
-            mask = [0] * boundary + mask[boundary:]
-    plan.ids, plan.mask = ids, mask
-
-
-def _write(out: dict[str, list], row: dict[str, Any], plan: _Plan, options: SupervisedOptions, ends: set[int]) -> None:
-    ids, mask = plan.ids or [], plan.mask or []
-    if "labels" in row and "input_ids" in row:
-        labels = list(row["labels"])
-    else:
-        whole = len(mask) == len(ids) and 0 not in mask
-        labels = list(ids) if whole else [token if m else IGNORED for token, m in zip(ids, mask, strict=True)]
+        (head,) = texts
+    if plan.plain:
+        single, head = one_bos(ids, tokenizer.bos_token_id), one_bos(head, tokenizer.bos_token_id)
+        double_bos, ids, head = (
+            len(single) < len(ids),
+            one_eos(single, tokenizer),
+            open_end(head, plan.head or "", tokenizer),
+        )
+    mask = [1] * len(ids) if plan.mask is None else plan.mask
+    # A tokenizer may merge over the boundary, and a template may render the prompt differently.
+    boundary = common_prefix(head, ids)
+    if options.completion_only_loss is not False:
+        mask = [0] * boundary + mask[boundary:]
+    labels = list(row["labels"]) if "labels" in row and "input_ids" in row else None
+    if labels is None:
+        labels = list(ids) if 0 not in mask else [token if m else IGNORED for token, m in zip(ids, mask, strict=True)]
+    diverged, no_end = len(head) - boundary, ends.isdisjoint(labels)
+    cut = options.cut is not None and len(ids) > options.cut
+    kept = slice(options.cut) if options.truncation_mode == "keep_start" else slice(-(options.cut or 0), None)
     trained = len(labels) - labels.count(IGNORED)
-    no_end = ends.isdisjoint(labels)
-    limit = options.cut
-    truncated = limit is not None and len(ids) > limit
-    if limit is not None and truncated:
-        part = slice(limit) if options.truncation_mode == "keep_start" else slice(-limit, None)
-        ids, labels = ids[part], labels[part]
+    ids, labels = (ids[kept], labels[kept]) if cut else (ids, labels)
     left = len(labels) - labels.count(IGNORED)
     learnt = left - (labels[:1] not in ([], [IGNORED]))  # Nothing predicts a row's first token.
-    half = plan.diverged > len(plan.head_ids) / 2
-    values = (
-        truncated,
-        trained - left,
-        plan.diverged > 0,
-        half,
-        no_end,
-        plan.double_bos,
-        plan.nested_none,
-        learnt,
-        len(ids),
-    )
-    out["input_ids"].append(ids)
-    out["labels"].append(labels)
-    for name, value in zip(COUNTERS, values, strict=False):
-        out[name].append(int(value))
-    out["_reason"].append("" if learnt > 0 else plan.nothing or (CUT if truncated and trained > left else MASKED))
+    counts = (cut, trained - left, diverged > 0, diverged > len(head) / 2, no_end, double_bos, plan.nested_none, learnt)
+    return {
+        "input_ids": ids,
+        "labels": labels,
+        "_reason": "" if learnt > 0 else plan.nothing or (CUT if cut and trained > left else MASKED),
+        **dict(zip(COUNTERS, map(int, (*counts, len(ids))), strict=False)),
+        "_tail": tokenizer.decode(head[boundary:]) if diverged else "",
+    }
 
 
 DEFAULTS = SupervisedOptions()
@@ -409,14 +366,11 @@ def check_prepared(dataset: Any, name: str, vocabulary: int) -> None:
     if "input_ids" not in columns or (masks and "labels" not in columns):
         why = f"columns {masks} but no labels, so every token would be trained" if masks else f"columns {columns}"
         raise DataError(f"skip_prepare_dataset is set and the {name} rows have {why}. Add input_ids and labels.")
+    seen = []
     for index, row in enumerate(islice(dataset, PEEKED)):
-        try:
+        with naming(f"{name} row {index}"):
             check_ids(row["input_ids"], "input_ids", vocabulary)
-        except DataError as error:
-            raise DataError(f"{name} row {index}: {error}") from None
-    if "labels" not in columns:
-        return
-    seen = [_trains_something([row["labels"]])[0] for row in islice(dataset, PEEKED)]
+        seen += _trains_something([row["labels"]]) if "labels" in columns else [True]
     if seen and not any(seen):
         raise DataError(
             f"skip_prepare_dataset is set and none of the first {len(seen)} {name} rows trains a token: their labels are all "

@@ -25,8 +25,8 @@ from posttrain.data.chat import (
     turn_end,
     with_template,
 )
-from posttrain.data.formats import is_messages
-from posttrain.errors import ArgumentTypeError, DataError, ModelError
+from posttrain.data.formats import is_messages, naming
+from posttrain.errors import ArgumentTypeError, ModelError
 from posttrain.types import Finding
 
 logger = logging.getLogger(__name__)
@@ -223,13 +223,6 @@ def _trained(tokenizer: Any, messages: list[dict[str, Any]]) -> list[int]:
     return [token for token, said in zip(ids, mask, strict=True) if said]
 
 
-def _offsets_find_turns(processing_class: Any) -> bool:
-    """Whether offsets alone find both assistant turns of a conversation, its end of turn included."""
-    tokenizer = with_template(processing_class, template_text(processing_class))
-    said = tokenizer.decode(_trained(tokenizer, TWO_TURNS))
-    return all((m["content"] in said) == (m["role"] == "assistant") for m in TWO_TURNS)
-
-
 DIALOGUE = (
     {"role": "user", "content": "zq question"},
     {"role": "assistant", "content": "", "tool_calls": [tool_call("zq_lookup", {"zq_key": "zq_value"})]},
@@ -353,7 +346,10 @@ def get_training_chat_template(processing_class: Any = None, tokenizer: Any = No
     match = best_match(inner_tokenizer(processing_class), template)
     if match.exact:
         return match.template
-    if not marked and tools_fit and _offsets_find_turns(processing_class):
+    shadow = with_template(processing_class, template)
+    said = shadow.decode(_trained(shadow, TWO_TURNS)) if not marked and tools_fit else ""
+    # Offsets alone may find both assistant turns of a conversation, their ends included.
+    if said and all((m["content"] in said) == (m["role"] == "assistant") for m in TWO_TURNS):
         logger.info("chat template of no known family: what the assistant says is found from rendered offsets")
         return None
     raise ModelError(_unknown(match, marked, tools_fit))
@@ -500,10 +496,8 @@ def check_template(
         if conversation is None:
             continue
         looked += 1
-        try:
+        with naming(f"row {index}"):
             problems = _row_problems(tokenizer, *conversation)
-        except DataError as error:
-            raise DataError(f"row {index}: {error}") from error
         for code in problems:
             seen.setdefault(code, []).append(index)
     for code in _token_problems(tokenizer) if looked else ():

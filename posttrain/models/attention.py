@@ -119,12 +119,9 @@ def attention_mask(batch: Batch, config: PretrainedConfig, dtype: torch.dtype, s
         "chunked_attention": (None, getattr(text, "attention_chunk_size", None)),
     }
     masks = {kind: build(*limits.get(kind, (None, None))) for kind in sorted(kinds)}
-    return masks if len(masks) > 1 or _takes_mask_by_layer(text) else next(iter(masks.values()))
-
-
-def _takes_mask_by_layer(text: PretrainedConfig) -> bool:
-    """Models of these families index the mask by layer type even when all layers are of one type."""
-    return text.model_type.startswith(("gemma", "qwen", "cohere2", "olmo3", "smollm3", "exaone4", "llama4"))
+    # Models of these families index the mask by layer type even when all layers are of one type.
+    families = ("gemma", "qwen", "cohere2", "olmo3", "smollm3", "exaone4", "llama4")
+    return masks if len(masks) > 1 or text.model_type.startswith(families) else next(iter(masks.values()))
 
 
 def rope_limits(model: Module) -> tuple[int | None, int | None]:
@@ -445,7 +442,7 @@ def probe_head(model: Module) -> None:
     model.eval()
     found, truth = _fast(model, rows, Layout("padded", row_tokens=512)), _truth(model, rows)
     model.train(training)
-    fault = disagreement(found, truth, TOLERANCE.get(coarsest_dtype(model), 0.1))
+    fault = disagreement(found, truth, _share(model))
     if fault:
         inner.own_logits = True
         logger.warning(

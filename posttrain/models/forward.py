@@ -173,12 +173,7 @@ def _token_head(batch: Batch, needs: frozenset[str], virtual: int, temperature: 
         columns=batch.predictor[rows, columns] + virtual,
         targets=batch.input_ids[rows, columns],
         temperature=temperature,
-        need_entropy="entropy" in needs or "entropy_grad" in needs,
-        entropy_grad="entropy_grad" in needs,
-        need_correct="correct" in needs,
-        need_mean_logit="mean_logit" in needs,
-        need_collision="collision" in needs,
-        need_logits="logits" in needs,
+        needs=needs,
         balance_over=(batch.tree >= 0).long() if "aux" in needs else None,
     )
 

@@ -214,14 +214,7 @@ def cast_head_to_fp32(model: Any) -> None:
     if tied:
         embeddings.weight = head.weight  # ``float()`` may have made a new parameter.
         if before != torch.float32:
-            embeddings.register_forward_hook(_cast_back(before))
-
-
-def _cast_back(dtype: torch.dtype) -> Any:
-    def hook(module: nn.Module, args: Any, output: Tensor) -> Tensor:
-        return output.to(dtype)
-
-    return hook
+            embeddings.register_forward_hook(lambda module, args, output: output.to(before))
 
 
 # What configs call a factor of the logits, and their cap.
@@ -266,7 +259,7 @@ class TokenHead:
         targets: ``(N,)`` token ids they predict.
         temperature: Divides the logits before the softmax.
         chunk_size: Positions whose logits exist at once; None: see `token_logprobs`.
-        need_entropy, entropy_grad, need_correct, need_mean_logit, need_collision, need_logits: What else to return.
+        needs: What else to return; see `posttrain.models.forward.forward`.
         balance_over: ``(B, T)`` 1 on real tokens: return the router's load-balancing term over them.
         values: Last hidden states ``(B, T, H)`` to values ``(M,)``, returned beside the log-probs.
         compare: Instead of log-probs: hidden states ``(N, H)``, the output layer (None: they are logits), its `LogitRule` and
@@ -279,12 +272,7 @@ class TokenHead:
     targets: Tensor
     temperature: float = 1.0
     chunk_size: int | None = None
-    need_entropy: bool = False
-    entropy_grad: bool = False
-    need_correct: bool = False
-    need_mean_logit: bool = False
-    need_collision: bool = False
-    need_logits: bool = False
+    needs: frozenset[str] = frozenset()
     balance_over: Tensor | None = None
     values: Callable[[Tensor], Tensor] | None = None
     compare: Callable[[Tensor, Any, LogitRule, TokenHead], dict[str, Any]] | None = None
@@ -358,9 +346,7 @@ def install_token_head(model: nn.Module) -> None:
             return original(*args, **kwargs)
         if token_head.inputs is not None:
             kwargs |= token_head.inputs(inner)
-        if isinstance(token_head, TokenHead) and inner.__dict__.get("own_logits"):
-            return _own_forward(inner, original, token_head, *args, **kwargs)
-        return _head_forward(inner, token_head, *args, **kwargs)
+        return _head_forward(inner, original, token_head, *args, **kwargs)
 
     vars(patched)["_posttrain"] = True
     inner.forward = patched
@@ -379,32 +365,26 @@ def _knows_heads(forward: Any) -> bool:
     return False
 
 
-def _head_forward(inner: Any, head: TokenHead | ScoreHead, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
+def _head_forward(
+    inner: Any, original: Any, head: TokenHead | ScoreHead, *args: Any, **kwargs: Any
+) -> dict[str, Tensor]:
+    """What the head reads of the last hidden states; of the model's own logits where they are not ``cap(scale * h W^T)``."""
     kwargs.pop("labels", None)
-    output = trunk(inner)(*args, **kwargs)
-    hidden = output.last_hidden_state[head.rows, head.columns]  # (N, H)
-    if isinstance(head, ScoreHead):
-        return {"scores": score(inner, hidden)}
-    result = _project(inner, hidden, head)
-    if head.values is not None:
-        result["values"] = head.values(output.last_hidden_state)
-    if head.balance_over is not None:
-        result["aux_loss"] = _balance(inner, output.router_logits, head.balance_over)
-    return result
-
-
-def _own_forward(inner: Any, original: Any, head: TokenHead, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
-    """The slow way, for architectures whose logits are not ``cap(scale * hidden @ W.T)``: the model's own."""
-    kwargs.pop("labels", None)
-    if head.values is not None:
+    own = isinstance(head, TokenHead) and bool(inner.__dict__.get("own_logits"))
+    if own and head.values is not None:
         kwargs["output_hidden_states"] = True
-    output = original(*args, **kwargs)
-    logits = output.logits[head.rows, head.columns].float()
-    if head.compare is not None:
-        return head.compare(logits, None, LogitRule(), head)
-    result = _from_logits(logits, head)
+    output = original(*args, **kwargs) if own else trunk(inner)(*args, **kwargs)
+    read = (output.logits if own else output.last_hidden_state)[head.rows, head.columns]  # (N, V) or (N, H)
+    if isinstance(head, ScoreHead):
+        return {"scores": score(inner, read)}
+    if not own:
+        result = _project(inner, read, head)
+    elif head.compare is not None:
+        return head.compare(read.float(), None, LogitRule(), head)
+    else:
+        result = _from_logits(read.float(), head)
     if head.values is not None:
-        result["values"] = head.values(output.hidden_states[-1])
+        result["values"] = head.values(output.hidden_states[-1] if own else output.last_hidden_state)
     if head.balance_over is not None:
         result["aux_loss"] = _balance(inner, output.router_logits, head.balance_over)
     return result
@@ -474,8 +454,10 @@ def _project(inner: Any, hidden: Tensor, head: TokenHead) -> dict[str, Tensor]:
     rule = LogitRule.of(inner.config)
     if head.compare is not None:
         return head.compare(hidden, layer, rule, head)
-    if type(layer) in (nn.Linear, Float32Linear) and not head.need_logits:
-        with _own_precision(layer, hidden):
+    if type(layer) in (nn.Linear, Float32Linear) and "logits" not in head.needs:
+        # A head in float32 is meant to stay there under autocast.
+        wide = torch.autocast(hidden.device.type, enabled=False) if type(layer) is Float32Linear else nullcontext()
+        with wide:
             out = token_logprobs(
                 hidden,
                 layer.weight,
@@ -485,24 +467,12 @@ def _project(inner: Any, hidden: Tensor, head: TokenHead) -> dict[str, Tensor]:
                 softcap=rule.softcap,
                 temperature=head.temperature,
                 chunk_size=head.chunk_size,
-                need_entropy=head.need_entropy,
-                entropy_grad=head.entropy_grad,
-                need_correct=head.need_correct,
-                need_mean_logit=head.need_mean_logit,
-                need_collision=head.need_collision,
+                entropy_grad="entropy_grad" in head.needs,
+                **{f"need_{name}": name in head.needs for name in PER_TOKEN},
             )
         fields = {name: getattr(out, name) for name in ("logp", *PER_TOKEN)}
         return {name: value for name, value in fields.items() if value is not None}
-    return _dense(layer, hidden, head, rule)
-
-
-def _own_precision(layer: nn.Module, hidden: Tensor) -> Any:
-    """A head in float32 is meant to stay there under autocast."""
-    return torch.autocast(hidden.device.type, enabled=False) if type(layer) is Float32Linear else nullcontext()
-
-
-def _dense(layer: nn.Module, hidden: Tensor, head: TokenHead, rule: LogitRule) -> dict[str, Tensor]:
-    """The slow path for heads that are not one plain matrix (an adapter on ``lm_head``) and for losses on logits."""
+    # The slow path for heads that are not one plain matrix (an adapter on ``lm_head``) and for losses on logits.
     return _from_logits(rule.logits(layer(hidden)), head)
 
 
@@ -511,16 +481,16 @@ def _from_logits(logits: Tensor, head: TokenHead) -> dict[str, Tensor]:
     raw, logits = logits, logits / head.temperature
     logprobs = torch.log_softmax(logits, dim=-1)
     result = {"logp": logprobs.gather(-1, head.targets[:, None]).squeeze(-1)}
-    if head.need_entropy:
-        with nullcontext() if head.entropy_grad else torch.no_grad():
+    if {"entropy", "entropy_grad"} & head.needs:
+        with nullcontext() if "entropy_grad" in head.needs else torch.no_grad():
             result["entropy"] = -(logprobs.exp() * logprobs).sum(-1)
-    if head.need_correct:
+    if "correct" in head.needs:
         result["correct"] = logits.argmax(-1) == head.targets
-    if head.need_mean_logit:
+    if "mean_logit" in head.needs:
         result["mean_logit"] = raw.detach().mean(-1)
-    if head.need_collision:
+    if "collision" in head.needs:
         result["collision"] = collision_logp(logits.detach())
-    if head.need_logits:
+    if "logits" in head.needs:
         result["logits"] = logits
     return result
 

@@ -164,7 +164,8 @@ def check_model_source(model: str | Module, *, generative: bool = True) -> None:
 
 def _refuse_headless(model_id: str, config: Any) -> None:
     name = (config.architectures or ["ForCausalLM"])[0]
-    if "Classification" in name or name.endswith("Model"):
+    # GPT-2's class with a head is called GPT2LMHeadModel.
+    if "Classification" in name or (name.endswith("Model") and "Head" not in name):
         raise _not_generative(repr(model_id), f"a {name}")
 
 
@@ -411,17 +412,14 @@ def mirror_eos(tokenizer: Any, model: Any, args: Any) -> None:
         return
     known = generation.eos_token_id
     known = [] if known is None else [known] if isinstance(known, int) else list(known)
-    new = [token for token in _ends(tokenizer) if token not in known]
+    try:
+        ends = terminal_token_ids(tokenizer)
+    except DataError:  # A template that refuses a question and an answer says nothing about the end of a turn.
+        ends = () if tokenizer.eos_token_id is None else (int(tokenizer.eos_token_id),)
+    new = [token for token in ends if token not in known]
     if new:
         logger.info("generation_config.eos_token_id: %s, and now also %s.", known, new)
         generation.eos_token_id = [*known, *new]
-
-
-def _ends(tokenizer: Any) -> tuple[int, ...]:
-    try:
-        return terminal_token_ids(tokenizer)
-    except DataError:  # A template that refuses a question and an answer says nothing about the end of a turn.
-        return () if tokenizer.eos_token_id is None else (int(tokenizer.eos_token_id),)
 
 
 SEED = 0

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from posttrain.errors import ConfigError
 
 # Of float32 logits. Measured on 2 cores at vocabularies of 49k and 152k: 64 MiB is no faster than 24, 16 and less are slower.
 CHUNK_BYTES, ACCELERATOR_CHUNK_BYTES = 24 * 2**20, 64 * 2**20
+NUMBERS = ("entropy", "mean_logit", "collision")
 
 
 @dataclass(slots=True)
@@ -60,16 +61,6 @@ class _Rule:
         if bent is not None:
             grad = grad.mul_(1.0 - bent.square_())
         return grad if factor == 1.0 else grad.mul_(factor)
-
-
-class _Wants(NamedTuple):
-    """What else to tell of each token, besides its log-prob."""
-
-    entropy: bool
-    entropy_grad: bool
-    correct: bool
-    mean_logit: bool
-    collision: bool
 
 
 class _HeadGradients:
@@ -122,35 +113,33 @@ class _TokenLogprobs(torch.autograd.Function):
         bias: Tensor | None,
         targets: Tensor,
         rule: _Rule,
-        wants: _Wants,
+        wants: frozenset[str],
     ) -> tuple[Tensor, ...]:
         wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
         n = targets.shape[0]
         logp, log_z = hidden.new_empty(n, dtype=wide), hidden.new_empty(n, dtype=wide)
-        entropy = hidden.new_empty(n if wants.entropy else 0, dtype=wide)
-        correct = torch.empty(n if wants.correct else 0, dtype=torch.bool, device=hidden.device)
-        mean_logit = hidden.new_empty(n if wants.mean_logit else 0, dtype=wide)
-        collision = hidden.new_empty(n if wants.collision else 0, dtype=wide)
+        entropy, mean_logit, collision = (hidden.new_empty(n * (name in wants), dtype=wide) for name in NUMBERS)
+        correct = torch.empty(n * ("correct" in wants), dtype=torch.bool, device=hidden.device)
         for start in range(0, n, rule.chunk):
             part = slice(start, start + rule.chunk)
             x, _ = rule.logits(hidden[part], weight, bias)
             chosen = x.gather(1, targets[part, None]).squeeze(1)
             top = x.amax(1)
-            if wants.correct:
+            if "correct" in wants:
                 correct[part] = chosen >= top
-            if wants.mean_logit:
+            if "mean_logit" in wants:
                 mean_logit[part] = x.mean(1) * rule.temperature
             e = torch.sub(x, top[:, None]).exp_()
             z = e.sum(1)
             log_z[part] = top + z.log()
             logp[part] = chosen - log_z[part]
-            if wants.entropy:
+            if "entropy" in wants:
                 entropy[part] = log_z[part] - torch.linalg.vecdot(e, x) / z
-            if wants.collision:
+            if "collision" in wants:
                 collision[part] = torch.linalg.vecdot(e, e).log() - 2.0 * z.log()
         ctx.save_for_backward(hidden, weight, bias, targets, log_z, entropy)
         ctx.rule, ctx.wants = rule, wants
-        ctx.mark_non_differentiable(correct, mean_logit, collision, *(() if wants.entropy_grad else (entropy,)))
+        ctx.mark_non_differentiable(correct, mean_logit, collision, *(() if "entropy_grad" in wants else (entropy,)))
         return logp, entropy, correct, mean_logit, collision
 
     @staticmethod
@@ -158,7 +147,7 @@ class _TokenLogprobs(torch.autograd.Function):
     def backward(ctx: Any, grad_logp: Tensor, grad_entropy: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, targets, log_z, entropy = ctx.saved_tensors
         rule: _Rule = ctx.rule
-        through_entropy = ctx.wants.entropy_grad and grad_entropy is not None
+        through_entropy = "entropy_grad" in ctx.wants and grad_entropy is not None
         wide = grad_logp.dtype
         sums = _HeadGradients(hidden, weight, bias, ctx.needs_input_grad[:3], wide)
         for start in range(0, targets.shape[0], rule.chunk):
@@ -236,11 +225,14 @@ def token_logprobs(
         raise ConfigError(f"temperature={temperature} must be above 0: logits are divided by it.")
     hidden, weight, bias, chunk = _prepared(hidden, weight, bias, chunk_size)
     rule = _Rule(logit_scale, softcap, temperature, chunk)
-    wants = _Wants(need_entropy or entropy_grad, entropy_grad, need_correct, need_mean_logit, need_collision)
+    asked = {
+        "entropy": need_entropy or entropy_grad, "correct": need_correct, "mean_logit": need_mean_logit,
+        "collision": need_collision, "entropy_grad": entropy_grad,
+    }  # fmt: skip
+    wants = frozenset(name for name, want in asked.items() if want)
     with torch.autocast(hidden.device.type, enabled=False):
         logp, *rest = _TokenLogprobs.apply(hidden, weight, bias, targets, rule, wants)
-    asked = (wants.entropy, wants.correct, wants.mean_logit, wants.collision)
-    return TokenLogprobs(logp, *(value if want else None for value, want in zip(rest, asked, strict=True)))
+    return TokenLogprobs(logp, *(value if name in wants else None for name, value in zip(asked, rest, strict=False)))
 
 
 Measure = Callable[[Tensor, slice], Tensor]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import ctypes
 import logging
 import resource
@@ -176,11 +177,7 @@ class NoOpManager(torch.autograd.graph.saved_tensors_hooks):
     """
 
     def __init__(self) -> None:
-        super().__init__(_same, _same)
-
-
-def _same(tensor: Tensor) -> Tensor:
-    return tensor
+        super().__init__(lambda tensor: tensor, lambda tensor: tensor)
 
 
 def check_offloading(args: Any) -> None:
@@ -311,16 +308,14 @@ def available_memory(device: Any, limit: int | None = None) -> Available:
         limit: Bytes that the user allows; None: all.
     """
     kind = str(getattr(device, "type", device))
-    found = _of_gpu(device) if kind == "cuda" else _of_host()
+    if kind == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        found = Available(free + torch.cuda.memory_reserved(device), total, "the GPU")
+    else:
+        found = _of_host()
     if limit is not None and limit < found.free:
         return Available(int(limit), int(limit), "memory_limit_gib")
     return found
-
-
-def _of_gpu(device: Any) -> Available:
-    free, total = torch.cuda.mem_get_info(device)
-    held = torch.cuda.memory_reserved(device)
-    return Available(free + held, total, "the GPU")
 
 
 def _of_host() -> Available:
@@ -329,18 +324,12 @@ def _of_host() -> Available:
     for limit, use, stat in CGROUPS:
         bound = _read(limit).strip()
         if bound.isdigit() and int(bound) < machine.total:
-            used = int(_read(use).strip() or 0) - _inactive(_read(stat))
+            # File pages that the kernel would give back are not used.
+            pages = [line.split() for line in _read(stat).splitlines() if "inactive_file " in line]
+            used = int(_read(use).strip() or 0) - (int(pages[0][1]) if pages else 0)
             inside = Available(max(int(bound) - used, 0) + mine, int(bound), "the control group of this process")
             return min(found, inside, key=lambda a: a.free)
     return found
-
-
-def _inactive(statistics: str) -> int:
-    """File pages that the kernel would give back."""
-    for line in statistics.splitlines():
-        if line.startswith(("inactive_file ", "total_inactive_file ")):
-            return int(line.split()[1])
-    return 0
 
 
 def _read(path: str) -> str:
@@ -425,67 +414,45 @@ def key_value_width(config: Any) -> int:
     return heads * (getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
 
-def _heads(config: Any) -> tuple[int, int, int]:
-    """Query heads, key-value heads, and the size of one."""
-    heads = _number(config, "num_attention_heads")
-    key_values = getattr(config, "num_key_value_heads", None) or heads
-    size = getattr(config, "head_dim", None) or _number(config, "hidden_size") // heads
-    return heads, key_values, size
+def _products(config: Any) -> int:
+    """Forward operations of all products with weights in the layers, for one token: two a weight, of experts those it goes to.
 
-
-def _is_sparse(config: Any, layer: int) -> bool:
-    """Whether a layer of a mixture-of-experts model routes, by the rules that configs write."""
-    if (listed := getattr(config, "moe_layers", None)) is not None:
-        return layer in listed
-    step = getattr(config, "decoder_sparse_step", None) or getattr(config, "moe_layer_interval", None) or 1
-    first = getattr(config, "first_k_dense_replace", None) or getattr(config, "moe_layer_start_index", None) or 0
-    last = getattr(config, "moe_layer_end_index", None)
-    dense = getattr(config, "mlp_only_layers", None) or ()
-    inside = layer >= first and (last in (None, -1) or layer <= last)
-    return inside and (layer + 1) % step == 0 and layer not in dense
-
-
-def _shared_size(config: Any, inner: int) -> int:
-    """Summed sizes of the experts that see every token."""
-    if hasattr(config, "intermediate_size_mlp"):  # Llama 4 has one in every routed layer and no field for it.
-        return inner
-    count = getattr(config, "n_shared_experts", None) or getattr(config, "moe_num_shared_experts", None) or 0
-    return getattr(config, "shared_expert_intermediate_size", None) or count * inner
-
-
-def _mlp(config: Any) -> int:
-    """Forward operations of all MLPs for one token."""
-    hidden, layers = _number(config, "hidden_size"), _number(config, "num_hidden_layers")
-    experts = next(
-        (n for k in ("num_experts", "num_local_experts", "n_routed_experts") if (n := getattr(config, k, None))), 0
-    )
-    if not experts:
-        return layers * 6 * hidden * _number(config, "intermediate_size")
-    sparse = sum(_is_sparse(config, layer) for layer in range(layers))
-    inner = _number(config, "moe_intermediate_size", "intermediate_size")
-    shared = _shared_size(config, inner)
-    chosen = _number(config, "num_experts_per_tok", "top_k_experts")
-    routed = 6 * hidden * (chosen * inner + shared) + 2 * hidden * experts
-    if sparse == layers:
-        return layers * routed
-    return sparse * routed + (layers - sparse) * 6 * hidden * _number(
-        config, "intermediate_size_mlp", "intermediate_size"
-    )
+    Raises:
+        ModelError: The architecture cannot be built from its config.
+    """
+    try:
+        with torch.device("meta"):
+            layers: nn.Module = transformers.AutoModel.from_config(copy.deepcopy(config))
+    except Exception as error:
+        raise ModelError(
+            f"{type(config).__name__} builds no model ({type(error).__name__}: {error}), so its operations cannot be counted. "
+            "Count them with torch.utils.flop_counter.FlopCounterMode instead."
+        ) from error
+    looked_up = {p for module in layers.modules() if isinstance(module, nn.Embedding) for p in module.parameters()}
+    named = layers.named_parameters()
+    weights = [p for name, p in named if p.dim() > 1 and p not in looked_up and not name.endswith("bias")]
+    experts = getattr(config, "num_experts_per_tok", None) or getattr(config, "top_k_experts", None) or 0
+    # Weights of experts lie in one tensor (experts, ...).
+    return sum(2 * p.numel() if p.dim() == 2 else 2 * p.numel() // len(p) * experts for p in weights)
 
 
 def _scores(config: Any, seq_len: int) -> int:
     """Forward operations of the attention scores and their product with the values, for one token."""
-    heads, _, size = _heads(config)
+    heads = _number(config, "num_attention_heads")
+    size = getattr(config, "head_dim", None) or _number(config, "hidden_size") // heads
     return _number(config, "num_hidden_layers") * 4 * heads * size * seq_len
 
 
 def compute_flops_per_token(config: Any, seq_len: int) -> int:
-    """Training operations per token of a decoder with grouped-query attention and gated MLPs.
+    """Training operations per token of a decoder with grouped-query attention.
 
     Forward, with hidden size H, n query and k key-value heads of size d, MLP size I, vocabulary V and sequence length S::
 
         layer = 2H(nd + 2kd) + 2ndH + 4nd S + 6HI       (routed: top_k 6HI + 2H experts, and 6HI of shared experts)
         total = layers + 2VH (embedding) + 2VH (output layer, if not tied)
+
+    All but the scores are products with weights, two operations a weight: they are counted on the architecture itself, which is
+    built without memory.
 
     Training costs three times that. Scores are counted over the whole sequence (`adjusted_mfu` takes the causal half off),
     and the embedding as a product although it is a look-up: with tied weights the two embedding terms are one and right,
@@ -504,12 +471,9 @@ def compute_flops_per_token(config: Any, seq_len: int) -> int:
     if seq_len < 1:
         raise ConfigError(f"seq_len={seq_len} must be at least 1.")
     text = _text_config(config)
-    hidden = _number(text, "hidden_size")
-    heads, key_values, size = _heads(text)
-    projections = 2 * hidden * (heads + 2 * key_values) * size + 2 * heads * size * hidden
-    embeddings = 2 * _number(text, "vocab_size") * hidden * (1 if text.tie_word_embeddings else 2)
-    layers = _number(text, "num_hidden_layers") * projections + _scores(text, seq_len) + _mlp(text)
-    return BACKWARD_FACTOR * (layers + embeddings)
+    matrices = 1 if text.tie_word_embeddings else 2
+    embeddings = 2 * _number(text, "vocab_size") * _number(text, "hidden_size") * matrices
+    return BACKWARD_FACTOR * (_products(text) + _scores(text, seq_len) + embeddings)
 
 
 def compute_mfu(

@@ -148,30 +148,6 @@ class Workload:
 
 
 @dataclass(frozen=True)
-class PassPeak:
-    """Most bytes that one pass holds beyond the weights and the gradients that were there before.
-
-    Attributes:
-        activations: What layers keep for backward, and what they work with.
-        logits: Chunks of logits and their gradients.
-        gradients: Weight gradients that exist at that moment, before they are added to earlier ones.
-        largest: Bytes of the largest tensor of the pass.
-        images: Pixels, features, and what the tower keeps for backward.
-    """
-
-    activations: int
-    logits: int
-    gradients: int
-    largest: int = 0
-    images: int = 0
-
-    @property
-    def total(self) -> int:
-        """Bytes."""
-        return self.activations + self.logits + self.gradients + self.images
-
-
-@dataclass(frozen=True)
 class MemoryEstimate:
     """Bytes of one process.
 
@@ -260,7 +236,7 @@ def estimate_memory(work: Workload) -> MemoryEstimate:
         "forward and backward": {
             "gradients": (gradients if many else 0) // shards.gradients,
             **_of_pass(work, training),
-            "gradients of a pass": training.gradients if many else training.gradients // shards.gradients,
+            "gradients of a pass": training["gradients"] // (1 if many else shards.gradients),
         },
         "optimizer step": {"gradients": gradients // shards.gradients, "temporary": _update_bytes(work, trained)},
     }
@@ -272,9 +248,13 @@ def estimate_memory(work: Workload) -> MemoryEstimate:
     return MemoryEstimate(standing, moments, sum(n for n, _ in trained), count)
 
 
-def _of_pass(work: Workload, peak: PassPeak) -> dict[str, int]:
-    wasted = HOLES * peak.largest if work.device == "cpu" else int(CUDA_WASTE * peak.total)
-    return {"activations": peak.activations, "images": peak.images, "logits": peak.logits, "allocator": wasted}
+def _of_pass(work: Workload, peak: Mapping[str, int]) -> dict[str, int]:
+    wasted = HOLES * peak["largest"] if work.device == "cpu" else int(CUDA_WASTE * _total(peak))
+    return {name: peak[name] for name in ("activations", "images", "logits")} | {"allocator": wasted}
+
+
+def _total(peak: Mapping[str, int]) -> int:
+    return sum(peak.values()) - peak["largest"]
 
 
 def _update_bytes(work: Workload, trained: Sequence[tuple[int, int]]) -> int:
@@ -293,7 +273,7 @@ def _gathered(model: nn.Module) -> int:
     return rest + 2 * max(sizes, default=0)
 
 
-def _largest_pass(work: Workload, shadow: Shadow, *, training: bool, accumulating: bool) -> PassPeak:
+def _largest_pass(work: Workload, shadow: Shadow, *, training: bool, accumulating: bool) -> dict[str, int]:
     """The peak of the batch with most tokens, or of that with most loss tokens."""
     options = {"training": training, "accumulating": accumulating, "needs": work.needs, "autocast": work.autocast}
     options["pixels"] = work.pixels
@@ -301,7 +281,7 @@ def _largest_pass(work: Workload, shadow: Shadow, *, training: bool, accumulatin
     by_loss = max(work.batches, key=lambda batch: int(batch.loss_mask.sum()))
     wanted = [by_tokens] if by_tokens is by_loss else [by_tokens, by_loss]
     try:
-        return max((trace_pass(shadow, batch, **options) for batch in wanted), key=lambda peak: peak.total)
+        return max((trace_pass(shadow, batch, **options) for batch in wanted), key=_total)
     except Exception as error:
         name = type(causal_lm(shadow.model)).__name__
         raise ModelError(
@@ -501,8 +481,8 @@ def trace_pass(
     needs: frozenset[str] = frozenset({"logp"}),
     autocast: torch.dtype | None = None,
     pixels: Mapping[str, Tensor] | None = None,
-) -> PassPeak:
-    """What one pass of this batch holds at its fullest moment, operation by operation.
+) -> dict[str, int]:
+    """What one pass of this batch holds at its fullest moment beyond the weights and earlier gradients, operation by operation.
 
     Args:
         shadow: The model.
@@ -512,6 +492,11 @@ def trace_pass(
         needs: As `posttrain.models.forward.forward`.
         autocast: Dtype of the computation where it differs from that of the weights.
         pixels: As in `Workload`.
+
+    Returns:
+        Bytes: ``activations`` that layers keep for backward and work with; chunks of ``logits`` and their gradients;
+        ``gradients`` of weights, before they are added to earlier ones; ``images``: pixels, features, and what the tower keeps;
+        and the ``largest`` tensor, which is one of them.
     """
     model = shadow.model
     trained = [p for p in model.parameters() if p.requires_grad]
@@ -543,8 +528,8 @@ def trace_pass(
                 hook.remove()
             for parameter in trained:
                 parameter.grad = None
-    kinds = (meter.peak[kind] for kind in ("activations", "logits", "gradients"))
-    return PassPeak(*kinds, meter.largest, meter.peak["images"])
+    kinds = ("activations", "logits", "gradients", "images")
+    return {kind: meter.peak[kind] for kind in kinds} | {"largest": meter.largest}
 
 
 def _sum_of_outputs(
@@ -565,11 +550,7 @@ def _sum_of_outputs(
     tokens, sequences, states = (torch.zeros(count, dtype=torch.long) for count in counts)
     if shadow.part.kind != "causal":
         return shadow.model(**inputs, token_head=ScoreHead(sequences, sequences))["scores"].sum()
-    head = TokenHead(
-        tokens, tokens, tokens,
-        need_entropy=bool({"entropy", "entropy_grad"} & needs), entropy_grad="entropy_grad" in needs,
-        need_correct="correct" in needs, need_mean_logit="mean_logit" in needs, need_logits="logits" in needs,
-    )  # fmt: skip
+    head = TokenHead(tokens, tokens, tokens, needs=needs)
     inner: Any = causal_lm(shadow.model)
     critic = getattr(inner, "value_model", None)
     if critic is not None:

@@ -168,14 +168,6 @@ def in_step(items: Sequence[T], accelerator: Accelerator, spare: Callable[[], T]
             yield (items[-1] if items else spare()), False
 
 
-def without_ddp(model: torch.nn.Module) -> torch.nn.Module:
-    """The model inside DDP's wrapper, for passes without gradients; any other wrapper stays.
-
-    The wrapper's forward broadcasts buffers, now and then: a collective, in a pass that other ranks may not run.
-    """
-    return model.module if isinstance(model, torch.nn.parallel.DistributedDataParallel) else model
-
-
 def is_deepspeed(model: Any) -> bool:
     """Whether a model is wrapped in DeepSpeed's engine, of any stage."""
     return hasattr(model, "set_gradient_accumulation_boundary")
@@ -189,8 +181,11 @@ def backward(accelerator: Accelerator, loss: torch.Tensor) -> None:
 
 @contextmanager
 def inference(model: torch.nn.Module, accelerator: Accelerator) -> Iterator[torch.nn.Module]:
-    """The model outside of DDP in eval mode, without gradients, under the run's precision; training mode is restored."""
-    model = without_ddp(model)
+    """The model outside of DDP in eval mode, without gradients, under the run's precision; training mode is restored.
+
+    DDP's forward broadcasts buffers, now and then: a collective, in a pass that other ranks may not run.
+    """
+    model = model.module if isinstance(model, torch.nn.parallel.DistributedDataParallel) else model
     training = model.training
     model.eval()
     try:
@@ -267,10 +262,8 @@ def _shards(hook: Any) -> bool:
 
 @contextmanager
 def _summon_fsdp(model: Any, bare: torch.nn.Module) -> Iterator[torch.nn.Module]:
-    from torch.distributed.fsdp import FullyShardedDataParallel
-
-    if isinstance(model, FullyShardedDataParallel):
-        with FullyShardedDataParallel.summon_full_params(model, writeback=False):
+    if flattens_parameters(model):
+        with summoned(model):
             yield bare
         return
     modules: list[Any] = [m for m in model.modules() if hasattr(m, "unshard") and hasattr(m, "reshard")]
@@ -402,7 +395,6 @@ def _read(shard: Path) -> dict[str, Any]:
         raise CheckpointError(
             f"{str(shard)!r} cannot be read: {error}. Fix: resume from another checkpoint."
         ) from error
-    kept = sorted({name for group in inner["state"].values() for name in group})
     return {"processes": count[0] if isinstance(count, list) else count, "kept": kept}
 
 
@@ -524,7 +516,11 @@ def failing_together(accelerator: Any) -> Iterator[None]:
     rank, first = failures[0]
     raised = first if error is None else error
     if len(failures) < accelerator.num_processes:
-        _name_rank(raised, rank if error is None else accelerator.process_index)
+        where = f"process {rank if error is None else accelerator.process_index}"
+        if raised.args and isinstance(raised.args[0], str):
+            raised.args = (f"{where}: {raised.args[0]}", *raised.args[1:])
+        else:
+            raised.add_note(f"It was raised by {where}.")
     raise raised
 
 
@@ -535,13 +531,6 @@ def _portable(error: Exception) -> Exception:
     except Exception:
         return PosttrainError(f"{type(error).__name__}: {error}")
     return error
-
-
-def _name_rank(error: Exception, rank: int) -> None:
-    if error.args and isinstance(error.args[0], str):
-        error.args = (f"process {rank}: {error.args[0]}", *error.args[1:])
-    else:
-        error.add_note(f"It was raised by process {rank}.")
 
 
 def run_and_share(function: Callable[[], Any], accelerator: Any) -> Any:

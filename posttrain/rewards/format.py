@@ -72,17 +72,13 @@ def think_format_reward(
     texts = [text_with_reasoning(completion) for completion in completions]
     if prompt_suffixes is not None:
         texts = [_opened(suffix) + text for suffix, text in zip(prompt_suffixes, texts, strict=True)]
-    return [float(_is_well_formed(text)) for text in texts]
+    return [float(text.startswith(OPEN) and CLOSE in text and text.count(OPEN) == 1) for text in texts]
 
 
 def _opened(suffix: str) -> str:
     """The opening tag and what follows it, where a prompt leaves it open."""
     start = suffix.rfind(OPEN)
     return suffix[start:] if start >= 0 and CLOSE not in suffix[start:] else ""
-
-
-def _is_well_formed(text: str) -> bool:
-    return text.startswith(OPEN) and CLOSE in text and text.count(OPEN) == 1
 
 
 class SoftOverlongPunishment:
@@ -201,12 +197,12 @@ class RepetitionPenalty:
 
     def __call__(self, completion_ids: Sequence[Sequence[int]], **_: Any) -> list[float]:
         """One number a completion."""
-        return [self._one(ids) for ids in completion_ids]
-
-    def _one(self, ids: Sequence[int]) -> float:
-        grams = [tuple(ids[i : i + self.size]) for i in range(len(ids) - self.size + 1)]
-        repeated = 1 - len(set(grams)) / len(grams) if grams else 0.0
-        return repeated * self.penalty if repeated else 0.0
+        rewards = []
+        for ids in completion_ids:
+            grams = [tuple(ids[i : i + self.size]) for i in range(len(ids) - self.size + 1)]
+            repeated = 1 - len(set(grams)) / len(grams) if grams else 0.0
+            rewards.append(repeated * self.penalty if repeated else 0.0)
+        return rewards
 
 
 def get_repetition_penalty_reward(ngram_size: int = 3, max_penalty: float = -1.0) -> RepetitionPenalty:

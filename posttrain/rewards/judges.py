@@ -8,7 +8,7 @@ import os
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from posttrain.errors import ArgumentTypeError, ConfigError, RewardError
@@ -200,19 +200,10 @@ class OpenAIPairwiseJudge(BasePairwiseJudge):
         if images is not None:
             shown_as = [[{"type": "image_url", "image_url": {"url": url}} for url in held] for held in images]
             asked = [[*held, {"type": "text", "text": text}] for held, text in zip(shown_as, texts, strict=True)]
-        verdicts = [self._verdict(answer) for answer in self._ask_all(asked)]
+        # The first failure ends the requests that have not begun.
+        with ThreadPoolExecutor(max(1, min(self.concurrency, len(asked))), "judge") as pool:
+            verdicts = [self._verdict(answer) for answer in pool.map(self._ask, asked)]
         return [v if v == NO_VERDICT or not turn else 1 - v for v, turn in zip(verdicts, turned, strict=True)]
-
-    def _ask_all(self, texts: list[Any]) -> list[str]:
-        """The answers, in order; one failure ends the other requests."""
-        if not texts:
-            return []
-        with ThreadPoolExecutor(min(self.concurrency, len(texts)), "judge") as pool:
-            futures = [pool.submit(self._ask, text) for text in texts]
-            wait(futures, return_when=FIRST_EXCEPTION)
-            pool.shutdown(wait=False, cancel_futures=True)
-            failed = next((f for f in futures if f.done() and not f.cancelled() and f.exception()), None)
-            return [(failed or future).result() for future in futures]
 
     def _ask(self, text: Any) -> str:
         body = {"model": self.model, "messages": [{"role": "user", "content": text}], **self.options}

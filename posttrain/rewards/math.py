@@ -7,7 +7,7 @@ import os
 import re
 import sys
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures.process import BrokenProcessPool
 from importlib.machinery import ModuleSpec
 from multiprocessing.context import SpawnContext, SpawnProcess
@@ -233,7 +233,8 @@ def in_time(function: Callable, calls: Sequence[tuple]) -> list[Any]:
     """``function(*call)`` for each call, in a process; `TIMED_OUT` where it was killed, None where it raised."""
     expired = require("pebble", "math-verify").ProcessExpired
     results: list[Any] = []
-    for future in _processes.submit(function, calls, SECONDS):
+    pool = _pool()
+    for future in [pool.schedule(function, args=call, timeout=SECONDS) for call in calls]:
         try:
             results.append(future.result())
         except (TimeoutError, expired):
@@ -268,35 +269,25 @@ class WithoutMain(SpawnContext):
     Process = _WithoutMain
 
 
-class BoundedProcesses:
-    """Processes of pebble, started at the first call and again after a fork or a crash.
+# By process, pebble's: a forked child cannot use its parent's.
+_pools: dict[int, Any] = {}
+_starting = threading.Lock()
+
+
+def _pool() -> Any:
+    """Processes that can be killed, started at the first call and again after a fork or a crash.
 
     A thread would not do: nothing can stop one. A signal works on the main thread only, and not inside native code. A killed
     process is always gone. Processes are spawned, since a fork would copy the locks of threads and the GPU's context.
     """
-
-    def __init__(self) -> None:
-        self.pool: Any = None
-        self._owner = os.getpid()
-        self._starting = threading.Lock()
-
-    def submit(self, function: Callable, calls: Iterable[tuple], seconds: float) -> list[Any]:
-        """Futures of ``function(*call)``, one a call, in order.
-
-        A result raises TimeoutError after ``seconds``, ``pebble.ProcessExpired`` where the process died, and
-        `BrokenProcessPool` where no process could be started.
-        """
-        with self._starting:
-            if self.pool is None or self._owner != os.getpid() or not self.pool.active:
-                workers = max(1, min(4, (os.cpu_count() or 1) // 2))
-                # The clock of a first call begins after `start_process`.
-                options = {"initializer": math_verify.start_process, "context": WithoutMain()}
-                self.pool = require("pebble", "math-verify").ProcessPool(workers, **options)
-                self._owner = os.getpid()
-            return [self.pool.schedule(function, args=call, timeout=seconds) for call in calls]
-
-
-_processes = BoundedProcesses()
+    with _starting:
+        pool = _pools.get(os.getpid())
+        if pool is None or not pool.active:
+            workers = max(1, min(4, (os.cpu_count() or 1) // 2))
+            # The clock of a first call begins after `start_process`.
+            options = {"initializer": math_verify.start_process, "context": WithoutMain()}
+            pool = _pools[os.getpid()] = require("pebble", "math-verify").ProcessPool(workers, **options)
+        return pool
 
 
 def _explain_silence(texts: Sequence[str], verdicts: Sequence[Verdict]) -> None:

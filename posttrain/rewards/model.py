@@ -9,14 +9,9 @@ from typing import Any
 import torch
 
 from posttrain.data.chat import one_bos
-from posttrain.data.forest import collate
 from posttrain.data.templates import supports_tool_calling
 from posttrain.errors import ModelError, RewardError
-from posttrain.models.attention import probe_layout
-from posttrain.models.forward import forward
-from posttrain.models.heads import install_token_head
 from posttrain.models.load import check_model_source
-from posttrain.types import Row
 
 logger = logging.getLogger(__name__)
 
@@ -30,25 +25,44 @@ TOKENIZER = (
 
 
 class _RewardModel:
-    """A frozen classifier: its name, its context, and whether it tells texts apart."""
+    """A frozen classifier: its name, its context, its scores of ids, and whether it tells texts apart."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, pad_token_id: int, batch_size: int) -> None:
         self.model = model.eval().requires_grad_(False)
+        # Written to padding, never read.
+        self.pad_token_id, self.batch_size = pad_token_id, batch_size
         self.__name__ = str(model.config._name_or_path or type(model).__name__).rstrip("/").split("/")[-1]
         self.limit: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)
         self._cuts, self._alike_checked = 0, False
 
-    def _excess(self, length: int) -> int:
-        """Tokens to remove from the beginning of a row of ``length`` tokens, with a warning at the 1st, 101st, ... cut."""
-        if self.limit is None or length <= self.limit:
-            return 0
-        self._cuts += 1
-        if self._cuts % 100 == 1:
-            logger.warning(
-                "the reward model %s reads %d tokens: longer texts lose their beginning (%d so far).",
-                self.__name__, self.limit, self._cuts,
-            )  # fmt: skip
-        return length - self.limit
+    def _fitting(self, ids: list[int]) -> list[int]:
+        """As many of the last tokens as the model reads, with a warning at the 1st, 101st, ... cut."""
+        if self.limit is not None and len(ids) > self.limit:
+            self._cuts += 1
+            if self._cuts % 100 == 1:
+                logger.warning(
+                    "the reward model %s reads %d tokens: longer texts lose their beginning (%d so far).",
+                    self.__name__, self.limit, self._cuts,
+                )  # fmt: skip
+            ids = ids[-self.limit :]
+        return ids or [self.pad_token_id]
+
+    @torch.inference_mode()
+    def _scores_of(self, rows: list[list[int]]) -> list[float]:
+        """One score a row, read at its last token (found by position, not by comparing ids with pad)."""
+        parts = (rows[start : start + self.batch_size] for start in range(0, len(rows), self.batch_size))
+        return [score for part in parts for score in self._forward(part)]
+
+    def _forward(self, rows: list[list[int]]) -> list[float]:
+        width, device = max(map(len, rows)), next(self.model.parameters()).device
+        ids = torch.tensor([row + [self.pad_token_id] * (width - len(row)) for row in rows], device=device)
+        mask = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in rows], device=device)
+        head = getattr(self.model, "score", None)
+        if head is None:  # An encoder pools as it was trained to.
+            return self.model(input_ids=ids, attention_mask=mask).logits.float()[:, 0].tolist()
+        hidden = self.model.base_model(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state
+        last = hidden[torch.arange(len(rows), device=device), mask.sum(1) - 1]
+        return head(last).float()[:, 0].tolist()
 
     def _refuse_alike(self, scores: list[float], texts: Iterable[str], fix: str) -> None:
         """Refuse the first batch of several different texts (and the probes) where all have one score.
@@ -105,7 +119,6 @@ class ModelReward(_RewardModel):
                 f"a reward model needs num_labels=1, and {type(model).__name__} has {labels}. A module of another kind "
                 "goes into a function f(prompts, completions, **columns) that calls it."
             )
-        super().__init__(model)
         self.tokenizer = tokenizer or AutoTokenizer.from_pretrained(
             model.config._name_or_path,
             trust_remote_code=init["trust_remote_code"],
@@ -113,8 +126,8 @@ class ModelReward(_RewardModel):
         )
         if self.tokenizer.pad_token_id is None:
             self.tokenizer.pad_token = self.tokenizer.eos_token
-        model.config.get_text_config().pad_token_id = self.tokenizer.pad_token_id
-        self.batch_size = batch_size
+        super().__init__(model, self.tokenizer.pad_token_id, batch_size)
+        model.config.get_text_config().pad_token_id = self.pad_token_id
         self.template_kwargs = dict(chat_template_kwargs or {})
         self._calls_tools: bool | None = None
 
@@ -143,9 +156,8 @@ class ModelReward(_RewardModel):
         self._alike_checked = False
         return scores
 
-    @torch.inference_mode()
     def __call__(self, prompts: list[Any], completions: list[Any], **_: Any) -> list[float]:
-        """One score a row, read at the last real token (found by position, not by comparing ids with pad).
+        """One score a row.
 
         Raises:
             RewardError: The first batch of several different texts got one score for all of them.
@@ -155,13 +167,8 @@ class ModelReward(_RewardModel):
             self._refuse_alike(scores, map(str, zip(prompts, completions, strict=True)), TOKENIZER)
         return scores
 
-    @torch.inference_mode()
     def _scores(self, prompts: list[Any], completions: list[Any]) -> list[float]:
-        rows = [self._ids(p, c) for p, c in zip(prompts, completions, strict=True)]
-        scores: list[float] = []
-        for start in range(0, len(rows), self.batch_size):
-            scores += self._forward(rows[start : start + self.batch_size])
-        return scores
+        return self._scores_of([self._ids(p, c) for p, c in zip(prompts, completions, strict=True)])
 
     def _ids(self, prompt: Any, completion: Any) -> list[int]:
         if isinstance(prompt, str):
@@ -172,10 +179,6 @@ class ModelReward(_RewardModel):
                 prompt + completion, tokenize=True, return_dict=True, **self.template_kwargs
             )["input_ids"]
         return self._fitting(ids)
-
-    def _fitting(self, ids: list[int]) -> list[int]:
-        """As many of the last tokens as the model reads."""
-        return ids[self._excess(len(ids)) :] or [self.tokenizer.pad_token_id]
 
     def _check_tools(self, completion: list[dict[str, Any]]) -> None:
         """A template without words for tools leaves calls and results out: the score would be of another text."""
@@ -188,18 +191,6 @@ class ModelReward(_RewardModel):
                 f"the completion calls tools, and the chat template of the reward model {self.__name__} cannot show tool "
                 "calls and their results. Use a reward model whose template can, or a reward function that reads messages."
             )
-
-    def _forward(self, rows: list[list[int]]) -> list[float]:
-        width, device = max(map(len, rows)), next(self.model.parameters()).device
-        pad = self.tokenizer.pad_token_id
-        ids = torch.tensor([row + [pad] * (width - len(row)) for row in rows], device=device)
-        mask = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in rows], device=device)
-        head = getattr(self.model, "score", None)
-        if head is None:  # An encoder pools as it was trained to.
-            return self.model(input_ids=ids, attention_mask=mask).logits.float()[:, 0].tolist()
-        hidden = self.model.base_model(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state
-        last = hidden[torch.arange(len(rows), device=device), mask.sum(1) - 1]
-        return head(last).float()[:, 0].tolist()
 
 
 def _load(model_id: str, init: dict[str, Any]) -> Any:
@@ -224,7 +215,7 @@ class WholeTextReward(ModelReward):
 
 
 class TokenReward(_RewardModel):
-    """Scores prompt and response ids at the response's last token, found by position.
+    """Scores prompt and response ids at the response's last token, found by position; of an empty one, at the prompt's.
 
     Args:
         model: A sequence classifier with one label and the policy's vocabulary.
@@ -233,38 +224,17 @@ class TokenReward(_RewardModel):
     """
 
     def __init__(self, model: Any, *, pad_token_id: int = 0, batch_size: int = 64) -> None:
-        super().__init__(model)
-        self.pad_token_id, self.batch_size = pad_token_id, batch_size
-        install_token_head(model)
+        super().__init__(model, pad_token_id, batch_size)
 
-    @torch.no_grad()
     def __call__(self, prompt_ids: list[list[int]], completion_ids: list[list[int]], **_: Any) -> list[float]:
-        """One score a response.
+        """One score a response; what the model cannot read is cut from the left.
 
         Raises:
             RewardError: The first batch of several different responses got one score for all of them.
         """
-        rows = [self._row(prompt, ids) for prompt, ids in zip(prompt_ids, completion_ids, strict=True)]
-        device, layout = next(self.model.parameters()).device, probe_layout(self.model)
-        scores: list[float] = []
-        for start in range(0, len(rows), self.batch_size):
-            part = rows[start : start + self.batch_size]
-            found = [0.0] * len(part)
-            for batch in collate(part, pad_token_id=self.pad_token_id, layout=layout):
-                values = forward(self.model, batch.to(device), frozenset({"scores"})).scores
-                assert values is not None and batch.origin is not None
-                for origin, value in zip(batch.origin, values.tolist(), strict=True):
-                    found[origin] = value
-            scores += found
+        rows = [[*prompt, *ids] for prompt, ids in zip(prompt_ids, completion_ids, strict=True)]
+        scores = self._scores_of([self._fitting(row) for row in rows])
         if not self._alike_checked:
-            texts = map(str, zip(prompt_ids, completion_ids, strict=True))
             fix = "its weights another folder's: check that the classifier's head was trained and saved with it."
-            self._refuse_alike(scores, texts, fix)
+            self._refuse_alike(scores, map(str, zip(prompt_ids, completion_ids, strict=True)), fix)
         return scores
-
-    def _row(self, prompt: list[int], ids: list[int]) -> Row:
-        """An empty response is scored at the prompt's end; what the model cannot read is cut from the left."""
-        prompt, ids = (list(prompt), list(ids)) if ids else (list(prompt[:-1]), list(prompt[-1:]))
-        excess = self._excess(len(prompt) + len(ids))
-        prompt, ids = prompt[excess:], ids[max(0, excess - len(prompt)) :]
-        return Row(prompt, [ids], [[1] * len(ids)])

@@ -8,7 +8,8 @@ import inspect
 import logging
 import os
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -492,6 +493,17 @@ def user_override(trainer: Any, name: str) -> type | None:
     classes = [cls for cls in type(trainer).__mro__ if not cls.__module__.startswith("posttrain.compat.")]
     owner = next((cls for cls in classes if name in vars(cls)), None)
     return None if owner is None or owner.__module__.split(".")[0] in ("posttrain", "transformers") else owner
+
+
+@contextmanager
+def with_attributes(holder: Any, given: Mapping[str, Any]) -> Iterator[None]:
+    """Inside, a trainer or a config has other attributes."""
+    before = {name: getattr(holder, name) for name in given}
+    vars(holder).update(given)
+    try:
+        yield
+    finally:
+        vars(holder).update(before)
 
 
 def check_hooks(trainer: Any, compute_loss_func: Any) -> None:

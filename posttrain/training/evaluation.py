@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 from transformers.trainer_utils import EvalLoopOutput, EvalPrediction
 
-from posttrain.data.samplers import Deal, DealtBatches, DealtStream
+from posttrain.data.samplers import Deal, DealtStream
 from posttrain.losses.reduce import REDUCTIONS, Denominators, reduce
 from posttrain.models import parallel
 from posttrain.models.forward import forward, virtual_tokens
@@ -263,7 +263,7 @@ def evaluation_loader(
         return DataLoader(DealtStream(dataset, deal), batch_size=None, **options)
     sampler = sampler_fn(dataset) if sampler_fn is not None else None
     order = range(len(dataset)) if sampler is None else sampler
-    return DataLoader(dataset, batch_sampler=DealtBatches(order, deal), **options)
+    return DataLoader(dataset, batch_sampler=list(deal.parts(order)), **options)
 
 
 def predicted_rows(

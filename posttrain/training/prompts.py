@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import abc
-import contextlib
 import itertools
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import datasets
@@ -19,6 +19,7 @@ from posttrain.metrics import Metric, mean
 from posttrain.models import parallel
 from posttrain.rollouts.batch import RolloutBatch
 from posttrain.rollouts.episodes.environments import EMPTY_PROMPT, EnvironmentPool
+from posttrain.training.config import with_attributes
 from posttrain.training.online_config import OnlineConfig
 from posttrain.training.weight_sync import WeightSync
 from posttrain.types import Prompt, Request, Rollout, Sampling
@@ -269,15 +270,9 @@ def check_stream(args: Any, train_dataset: Any) -> None:
         vars(args).update(IN_PROCESS)
 
 
-@contextlib.contextmanager
-def without_workers(args: Any) -> Iterator[None]:
+def without_workers(args: Any) -> AbstractContextManager[None]:
     """Inside, loaders read in this process."""
-    before = {name: getattr(args, name) for name in IN_PROCESS}
-    vars(args).update(IN_PROCESS)
-    try:
-        yield
-    finally:
-        vars(args).update(before)
+    return with_attributes(args, IN_PROCESS)
 
 
 def named_sets(sets: dict[str, Any]) -> list[tuple[str, Any]]:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from posttrain.data import chat
+from posttrain.data import formats
 from posttrain.data.chat import (
     apply_chat_template,
     assistant_mask,
@@ -43,7 +43,7 @@ def test_each_set_of_columns_renders_under_its_names(tiny_tokenizer):
 
 
 def test_an_unfinished_answer_is_continued_and_merged_only_when_asked(tiny_tokenizer, caplog, monkeypatch):
-    monkeypatch.setattr(chat, "_prefill_told", False)
+    monkeypatch.setattr(formats, "_told", set())
     start, end = {"role": "assistant", "content": "fo"}, {"role": "assistant", "content": "ur"}
     assert apply_chat_template({"prompt": [U, start]}, tiny_tokenizer)["prompt"].endswith("fo")
     row = {"prompt": [U, start], "completion": [end]}

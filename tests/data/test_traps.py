@@ -14,8 +14,6 @@ from posttrain.checks.rows import check_rows
 from posttrain.compat.sequences import split_tensor_dict
 from posttrain.compat.tensors import flush_left, pad
 from posttrain.data import chat, formats
-from posttrain.data import chat as messages
-from posttrain.data import preference as pairs
 from posttrain.data.chat import tokenize_prompts
 from posttrain.data.forest import Layout, collate
 from posttrain.data.packing import pack_dataset, truncate_dataset
@@ -260,7 +258,7 @@ def test_trap_14_unpairing_never_overwrites_a_column():
 
 
 def test_trap_15_a_prompt_that_the_answers_repeat_stands_once_and_is_told(tiny_tokenizer, caplog, monkeypatch):
-    monkeypatch.setattr(pairs, "_repeats_told", False)
+    monkeypatch.setattr(formats, "_told", set())
     sides = {"chosen": [QUESTION, ANSWER], "rejected": [QUESTION, {**ANSWER, "content": "No."}]}
     data = datasets.Dataset.from_list([{"prompt": [QUESTION], **sides}] * 2)
     with caplog.at_level(logging.WARNING):
@@ -289,7 +287,7 @@ def test_trap_17_reasoning_that_the_template_leaves_out_is_refused(tiny_tokenize
 
 @pytest.mark.parametrize("name", ["thinking", "reasoning", "reasoning_content"])
 def test_trap_17_reasoning_goes_under_the_name_that_the_template_reads(tiny_tokenizer, caplog, monkeypatch, name):
-    monkeypatch.setattr(messages, "_renamed", set())
+    monkeypatch.setattr(formats, "_told", set())
     tiny_tokenizer.chat_template = TOOLS_TEMPLATE
     with caplog.at_level(logging.WARNING):
         (row,) = prepared([{"messages": [QUESTION, {**ANSWER, name: "two is even"}]}], tiny_tokenizer)

@@ -8,6 +8,7 @@ from transformers import (
     Ernie4_5_MoeConfig,
     Gemma3Config,
     GPT2Config,
+    GPT2LMHeadModel,
     Llama4TextConfig,
     LlamaConfig,
     MixtralConfig,
@@ -124,7 +125,7 @@ DENSE = 6 * 32 * 48
                 moe_intermediate_size=16,
                 shared_expert_intermediate_size=24,
             ),
-            4 * (ROUTED + 6 * 32 * 24),
+            4 * (ROUTED + 6 * 32 * 24 + 2 * 32),  # With the gate of the shared expert.
         ),
         (
             Ernie4_5_MoeConfig(
@@ -161,12 +162,16 @@ def test_count_of_a_multimodal_model_is_that_of_its_text_part():
     [
         (DeepseekV3Config(), "latent attention"),
         (Qwen3NextConfig(), "linear_attention"),
-        (GPT2Config(), "intermediate_size"),
     ],
 )
 def test_model_that_the_formula_does_not_describe_is_refused(config, what):
     with pytest.raises(ModelError, match=rf"{type(config).__name__}.*{what}.*|{what}.*FlopCounterMode"):
         compute_flops_per_token(config, 8)
+
+
+def test_mlps_without_a_gate_cost_what_torch_counts():
+    config = GPT2Config(vocab_size=50, n_positions=16, n_embd=32, n_layer=2, n_head=4, attn_implementation="eager")
+    assert compute_flops_per_token(config, 8) == counted(GPT2LMHeadModel(config), 8)
 
 
 def test_sequence_length_below_one_is_refused():

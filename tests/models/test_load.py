@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import posttrain
-from posttrain import ConfigError, create_model_from_path
+from posttrain import ConfigError, ModelError, create_model_from_path
 from posttrain.models.load import load_classifier
 from posttrain.rewards.model import ModelReward
 from posttrain.training.config import PostTrainingConfig
@@ -45,3 +45,14 @@ def test_every_config_knows_torch_dtype_and_refuses_two_that_differ(config, tmp_
     assert both.model_init_kwargs == {"dtype": "bfloat16"}
     with raises(ConfigError, "torch_dtype", "float16", "float32"):
         config(str(tmp_path), model_init_kwargs={"torch_dtype": "float16", "dtype": "float32"})
+
+
+def test_a_head_that_an_architecture_names_before_model_is_a_head(tmp_path):
+    from transformers import GPT2Config, GPT2LMHeadModel, GPT2Model
+
+    config = GPT2Config(vocab_size=20, n_positions=8, n_embd=8, n_layer=1, n_head=2)
+    GPT2LMHeadModel(config).save_pretrained(tmp_path / "head")
+    assert type(create_model_from_path(str(tmp_path / "head"))) is GPT2LMHeadModel
+    GPT2Model(config).save_pretrained(tmp_path / "trunk")
+    with raises(ModelError, "GPT2Model"):
+        create_model_from_path(str(tmp_path / "trunk"))

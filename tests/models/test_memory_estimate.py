@@ -102,9 +102,9 @@ def test_a_frozen_copy_is_held_where_the_method_compares():
 
 def test_kept_activations_grow_with_tokens_and_checkpointing_saves_them():
     shadows = {on: Shadow(Part("policy", LLAMA), checkpointing=on, kept_layers=0) for on in (True, False)}
-    small, large = (trace_pass(shadows[False], one_batch(tokens=n)).activations for n in (64, 128))
+    small, large = (trace_pass(shadows[False], one_batch(tokens=n))["activations"] for n in (64, 128))
     assert 1.9 < large / small < 2.1 + 0.5  # Masks and scores grow faster.
-    assert trace_pass(shadows[True], one_batch(tokens=128)).activations < 0.6 * large
+    assert trace_pass(shadows[True], one_batch(tokens=128))["activations"] < 0.6 * large
 
 
 SMALL = {
@@ -139,7 +139,7 @@ def test_a_trace_is_what_a_real_pass_holds(kind):
     held = sum(size for key, (size, _) in saved.items() if key not in known)
     traced = trace_pass(Shadow(Part("policy", kind)), batch)
     assert out.logp is not None
-    assert held <= traced.activations <= 1.35 * held  # On top of it what one operation works with.
+    assert held <= traced["activations"] <= 1.35 * held  # On top of it what one operation works with.
 
 
 def test_tracing_takes_no_memory_for_a_model_of_seventy_billion_weights():
