@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import ctypes
+import functools
+import json
 import logging
 import resource
 import sys
@@ -414,18 +415,24 @@ def key_value_width(config: Any) -> int:
     return heads * (getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
 
-def _products(config: Any) -> int:
+@functools.lru_cache(maxsize=4)
+def _products(kind: Any, settings: str) -> int:
     """Forward operations of all products with weights in the layers, for one token: two a weight, of experts those it goes to.
+
+    Args:
+        kind: Class of the config.
+        settings: The config as JSON, so that what was counted is known again: every line of a log asks.
 
     Raises:
         ModelError: The architecture cannot be built from its config.
     """
+    config: Any = kind.from_dict(json.loads(settings))
     try:
         with torch.device("meta"):
-            layers: nn.Module = transformers.AutoModel.from_config(copy.deepcopy(config))
+            layers: nn.Module = transformers.AutoModel.from_config(config)
     except Exception as error:
         raise ModelError(
-            f"{type(config).__name__} builds no model ({type(error).__name__}: {error}), so its operations cannot be counted. "
+            f"{kind.__name__} builds no model ({type(error).__name__}: {error}), so its operations cannot be counted. "
             "Count them with torch.utils.flop_counter.FlopCounterMode instead."
         ) from error
     looked_up = {p for module in layers.modules() if isinstance(module, nn.Embedding) for p in module.parameters()}
@@ -473,7 +480,9 @@ def compute_flops_per_token(config: Any, seq_len: int) -> int:
     text = _text_config(config)
     matrices = 1 if text.tie_word_embeddings else 2
     embeddings = 2 * _number(text, "vocab_size") * _number(text, "hidden_size") * matrices
-    return BACKWARD_FACTOR * (_products(text) + _scores(text, seq_len) + embeddings)
+    return BACKWARD_FACTOR * (
+        _products(type(text), text.to_json_string(use_diff=False)) + _scores(text, seq_len) + embeddings
+    )
 
 
 def compute_mfu(
