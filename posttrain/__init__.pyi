@@ -1,0 +1,268 @@
+"""Every public name and where it stands: type checkers read it, and `posttrain/__init__.py` loads names by it."""
+
+from .algorithms.a2po import A2POConfig as A2POConfig, A2POTrainer as A2POTrainer
+from .algorithms.async_grpo import AsyncGRPOConfig as AsyncGRPOConfig, AsyncGRPOTrainer as AsyncGRPOTrainer
+from .algorithms.bco import BCOConfig as BCOConfig, BCOTrainer as BCOTrainer
+from .algorithms.cpo import CPOConfig as CPOConfig, CPOTrainer as CPOTrainer
+from .algorithms.distillation.config import DistillationConfig as DistillationConfig
+from .algorithms.distillation.gold import GOLDConfig as GOLDConfig, GOLDTrainer as GOLDTrainer
+from .algorithms.distillation.presets import (
+    GKDConfig as GKDConfig,
+    GKDTrainer as GKDTrainer,
+    IWOPDConfig as IWOPDConfig,
+    IWOPDTrainer as IWOPDTrainer,
+    MiniLLMConfig as MiniLLMConfig,
+    MiniLLMTrainer as MiniLLMTrainer,
+    SDFTConfig as SDFTConfig,
+    SDFTTrainer as SDFTTrainer,
+    SDPOConfig as SDPOConfig,
+    SDPOTrainer as SDPOTrainer,
+    SSDConfig as SSDConfig,
+    SSDTrainer as SSDTrainer,
+)
+from .algorithms.distillation.trainer import DistillationTrainer as DistillationTrainer
+from .algorithms.dpo import DPOConfig as DPOConfig, DPOTrainer as DPOTrainer
+from .algorithms.grpo import GRPOConfig as GRPOConfig, GRPOTrainer as GRPOTrainer
+from .algorithms.grpo.trainer import GMPOConfig as GMPOConfig, GMPOTrainer as GMPOTrainer
+from .algorithms.kto import KTOConfig as KTOConfig, KTOTrainer as KTOTrainer
+from .algorithms.online_dpo import OnlineDPOConfig as OnlineDPOConfig, OnlineDPOTrainer as OnlineDPOTrainer
+from .algorithms.orpo import ORPOConfig as ORPOConfig, ORPOTrainer as ORPOTrainer
+from .algorithms.ppo import PPOConfig as PPOConfig, PPOTrainer as PPOTrainer
+from .algorithms.preference import (
+    AnswerConfig as AnswerConfig,
+    ComparedConfig as ComparedConfig,
+    PreferenceTrainer as PreferenceTrainer,
+)
+from .algorithms.reward import RewardConfig as RewardConfig, RewardTrainer as RewardTrainer
+from .algorithms.rloo import RLOOConfig as RLOOConfig, RLOOTrainer as RLOOTrainer
+from .algorithms.sft import SFTConfig as SFTConfig, SFTTrainer as SFTTrainer
+from .algorithms.tpo import TPOConfig as TPOConfig, TPOTrainer as TPOTrainer
+from .checks.tokenizers import (
+    TokenizerMatch as TokenizerMatch,
+    check_tokenizers as check_tokenizers,
+    compare_tokenizers as compare_tokenizers,
+)
+from .cli.parser import TrlParser as TrlParser
+from .cli.train import ScriptArguments as ScriptArguments
+from .compat.available import (
+    is_deepspeed_available as is_deepspeed_available,
+    is_fastapi_available as is_fastapi_available,
+    is_harbor_available as is_harbor_available,
+    is_jmespath_available as is_jmespath_available,
+    is_joblib_available as is_joblib_available,
+    is_liger_kernel_available as is_liger_kernel_available,
+    is_math_verify_available as is_math_verify_available,
+    is_mergekit_available as is_mergekit_available,
+    is_openreward_available as is_openreward_available,
+    is_pydantic_available as is_pydantic_available,
+    is_requests_available as is_requests_available,
+    is_unsloth_available as is_unsloth_available,
+    is_uvicorn_available as is_uvicorn_available,
+    is_vllm_ascend_available as is_vllm_ascend_available,
+    is_vllm_available as is_vllm_available,
+    is_weave_available as is_weave_available,
+)
+from .compat.bema import BEMACallback as BEMACallback
+from .compat.collators import (
+    DataCollatorForLanguageModeling as DataCollatorForLanguageModeling,
+    DataCollatorForPreference as DataCollatorForPreference,
+    DataCollatorForReward as DataCollatorForReward,
+    DataCollatorForUnpairedPreference as DataCollatorForUnpairedPreference,
+    identity as identity,
+)
+from .compat.multimodal import (
+    DataCollatorForVisionLanguageChatML as DataCollatorForVisionLanguageChatML,
+    DataCollatorForVisionLanguageModeling as DataCollatorForVisionLanguageModeling,
+    DataCollatorForVisionPreference as DataCollatorForVisionPreference,
+    DataCollatorForVisionUnpairedPreference as DataCollatorForVisionUnpairedPreference,
+    prepare_multimodal_messages as prepare_multimodal_messages,
+    prepare_multimodal_messages_vllm as prepare_multimodal_messages_vllm,
+)
+from .compat.names import (
+    EnvironmentFactory as EnvironmentFactory,
+    RewardFunc as RewardFunc,
+    RolloutFunc as RolloutFunc,
+    TRLExperimentalWarning as TRLExperimentalWarning,
+    decode_and_strip_padding as decode_and_strip_padding,
+    ensure_master_addr_port as ensure_master_addr_port,
+    init_zero_verbose as init_zero_verbose,
+    profiling_context as profiling_context,
+    profiling_decorator as profiling_decorator,
+)
+from .compat.preparing import (
+    disable_gradient_checkpointing as disable_gradient_checkpointing,
+    empty_cache as empty_cache,
+    enable_gradient_checkpointing as enable_gradient_checkpointing,
+    get_reward as get_reward,
+    peft_module_casting_to_bf16 as peft_module_casting_to_bf16,
+    prepare_model_for_kbit_training as prepare_model_for_kbit_training,
+    prepare_peft_model as prepare_peft_model,
+    unwrap_model_for_generation as unwrap_model_for_generation,
+)
+from .compat.sequences import (
+    convert_dataset as convert_dataset,
+    shuffle_sequence_dict as shuffle_sequence_dict,
+    split_tensor_dict as split_tensor_dict,
+)
+from .compat.tensors import (
+    entropy_from_logits as entropy_from_logits,
+    first_true_indices as first_true_indices,
+    flush_left as flush_left,
+    masked_mean as masked_mean,
+    masked_var as masked_var,
+    masked_whiten as masked_whiten,
+    nanmax as nanmax,
+    nanmin as nanmin,
+    nanstd as nanstd,
+    pad as pad,
+    pad_to_length as pad_to_length,
+    selective_log_softmax as selective_log_softmax,
+    selective_log_softmax_and_entropy as selective_log_softmax_and_entropy,
+    truncate_right as truncate_right,
+)
+from .compat.weave import WeaveCallback as WeaveCallback
+from .data.chat import (
+    apply_chat_template as apply_chat_template,
+    has_generation_markers as has_generation_markers,
+    maybe_apply_chat_template as maybe_apply_chat_template,
+)
+from .data.formats import (
+    describe_dataset as describe_dataset,
+    get_dataset_column_names as get_dataset_column_names,
+    is_conversational as is_conversational,
+    is_conversational_from_value as is_conversational_from_value,
+    maybe_convert_to_chatml as maybe_convert_to_chatml,
+    remove_none_values as remove_none_values,
+    strip_none as strip_none,
+)
+from .data.mixture import (
+    DatasetConfig as DatasetConfig,
+    DatasetMixtureConfig as DatasetMixtureConfig,
+    get_dataset as get_dataset,
+)
+from .data.packing import pack_dataset as pack_dataset, truncate_dataset as truncate_dataset
+from .data.preference import (
+    extract_prompt as extract_prompt,
+    maybe_extract_prompt as maybe_extract_prompt,
+    maybe_unpair_preference_dataset as maybe_unpair_preference_dataset,
+    unpair_preference_dataset as unpair_preference_dataset,
+)
+from .data.responses import add_response_schema as add_response_schema, parse_response as parse_response
+from .data.samplers import RepeatSampler as RepeatSampler, repeat_iterable_dataset as repeat_iterable_dataset
+from .data.templates import (
+    check_template as check_template,
+    get_training_chat_template as get_training_chat_template,
+    is_chat_template_prefix_preserving as is_chat_template_prefix_preserving,
+    is_chat_template_stop_token_trained as is_chat_template_stop_token_trained,
+    supports_tool_calling as supports_tool_calling,
+)
+from .errors import (
+    ArgumentTypeError as ArgumentTypeError,
+    BadRequest as BadRequest,
+    CheckpointError as CheckpointError,
+    ConfigError as ConfigError,
+    DataError as DataError,
+    MissingDependencyError as MissingDependencyError,
+    ModelError as ModelError,
+    PosttrainError as PosttrainError,
+    PreflightError as PreflightError,
+    RewardError as RewardError,
+    RolloutError as RolloutError,
+    RolloutInterrupted as RolloutInterrupted,
+    RolloutServerError as RolloutServerError,
+    ServerBusy as ServerBusy,
+    ServerUnreachable as ServerUnreachable,
+    WeightSyncError as WeightSyncError,
+    exact_div as exact_div,
+)
+from .losses.likelihood import dft_loss as dft_loss
+from .metrics import Metric as Metric
+from .models.load import (
+    ModelConfig as ModelConfig,
+    clone_chat_template as clone_chat_template,
+    create_model_from_path as create_model_from_path,
+    get_config_model_id as get_config_model_id,
+    get_peft_config as get_peft_config,
+    get_quantization_config as get_quantization_config,
+)
+from .models.logprob import token_logprobs as token_logprobs
+from .models.memory import (
+    NoOpManager as NoOpManager,
+    OffloadActivations as OffloadActivations,
+    adjusted_mfu as adjusted_mfu,
+    compute_flops_per_token as compute_flops_per_token,
+    compute_mfu as compute_mfu,
+    get_act_offloading_ctx_manager as get_act_offloading_ctx_manager,
+)
+from .models.reference import (
+    create_reference_model as create_reference_model,
+    disable_dropout_in_model as disable_dropout_in_model,
+    hash_module as hash_module,
+    use_adapter as use_adapter,
+)
+from .report.card import generate_model_card as generate_model_card
+from .report.completions import (
+    LogCompletionsCallback as LogCompletionsCallback,
+    print_prompt_completions_sample as print_prompt_completions_sample,
+)
+from .report.progress import RichProgressCallback as RichProgressCallback
+from .report.sync_reference import SyncRefModelCallback as SyncRefModelCallback
+from .rewards.format import (
+    get_cosine_scaled_reward as get_cosine_scaled_reward,
+    get_repetition_penalty_reward as get_repetition_penalty_reward,
+    get_soft_overlong_punishment as get_soft_overlong_punishment,
+    think_format_reward as think_format_reward,
+)
+from .rewards.judges import (
+    BaseBinaryJudge as BaseBinaryJudge,
+    BaseJudge as BaseJudge,
+    BasePairwiseJudge as BasePairwiseJudge,
+    BaseRankJudge as BaseRankJudge,
+    JudgeReward as JudgeReward,
+    OpenAIPairwiseJudge as OpenAIPairwiseJudge,
+)
+from .rewards.math import (
+    accuracy_reward as accuracy_reward,
+    answers_match as answers_match,
+    reasoning_accuracy_reward as reasoning_accuracy_reward,
+)
+from .rewards.reasoning_gym import reasoning_gym_task as reasoning_gym_task
+from .rollouts.base import (
+    Capabilities as Capabilities,
+    RolloutEngine as RolloutEngine,
+    ScriptedEngine as ScriptedEngine,
+    complete as complete,
+)
+from .rollouts.episodes.environments import step_environment as step_environment
+from .rollouts.episodes.loop import Episode as Episode, roll_out_with_tools as roll_out_with_tools
+from .rollouts.hf import HFEngine as HFEngine
+from .rollouts.native.engine import NativeEngine as NativeEngine
+from .rollouts.paged import PagedEngine as PagedEngine
+from .rollouts.server.client import VLLMClient as VLLMClient
+from .rollouts.server.engine import ServerEngine as ServerEngine
+from .rollouts.vllm import VLLMEngine as VLLMEngine
+from .rollouts.workers.samples import (
+    RolloutSample as RolloutSample,
+    RolloutWorkerProtocol as RolloutWorkerProtocol,
+    Trajectory as Trajectory,
+    WeightTransferProtocol as WeightTransferProtocol,
+)
+from .rollouts.workers.shared_weights import SharedWeights as SharedWeights, Weights as Weights
+from .serve.server import ServeConfig as ServeConfig, run_server as run_server
+from .training.config import PostTrainingConfig as PostTrainingConfig
+from .training.online import OnlineTrainer as OnlineTrainer
+from .training.online_config import OnlineConfig as OnlineConfig
+from .training.trainer import PostTrainer as PostTrainer
+from .types import (
+    Batch as Batch,
+    Finding as Finding,
+    LossTerms as LossTerms,
+    ModelOutputs as ModelOutputs,
+    Request as Request,
+    Rollout as Rollout,
+    Row as Row,
+    Sampling as Sampling,
+)
+
+__version__: str
+__all__: list[str]
