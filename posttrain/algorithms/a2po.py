@@ -38,7 +38,6 @@ from posttrain.types import (
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
-    Rollout,
     Sampling,
     option,
 )
@@ -203,7 +202,7 @@ def _judged(batch: Batch) -> Tensor:
     return sequence_sum(batch.loss_mask.float(), batch.loss_mask, batch.sequence, batch.num_sequences) > 0
 
 
-class A2POTrainer(OnlineTrainer):
+class A2POTrainer(OnlineTrainer, config=A2POConfig):
     """A*-PO: no group and no value model; a completion is measured against its prompt's value under the optimal policy.
 
     Before the first step, ``num_value_samples`` completions of the frozen reference give each prompt's
@@ -220,11 +219,7 @@ class A2POTrainer(OnlineTrainer):
     Reference: Accelerating RL for LLM reasoning with optimal advantage regression, arXiv:2505.20686.
     """
 
-    config_class: ClassVar[type[A2POConfig]] = A2POConfig
     cuts_prompts = True
-    _tag_names: ClassVar[list[str]] = ["posttrain", "a2po"]
-    _name: ClassVar[str] = "A2PO"
-    _suffix: ClassVar[str] = "A2PO"
     args: A2POConfig
 
     @takes("model, reward_funcs, args, train_dataset, eval_dataset, processing_class, callbacks, optimizers")
@@ -253,7 +248,6 @@ class A2POTrainer(OnlineTrainer):
         self._value_batch = 0  # Number of the batch of value samples; its seed follows from it.
         self._restored: dict[str, Any] = {}
         self._filtered = False
-        self._cut_told = False
 
     def make_reference(self) -> Reference:
         """Always: values and log-ratios are relative to it."""
@@ -387,15 +381,10 @@ class A2POTrainer(OnlineTrainer):
 
     # Stage 2: one completion a prompt ----------------------------------------------------------------------------------
 
-    def sample(self, prompts: list[list[int]], sampling: Sampling) -> list[Rollout]:
-        """As every online trainer's; long prompts lose their beginning, so that the question's end stays."""
-        limit = self.args.max_prompt_length
-        if limit is not None and any(len(prompt) > limit for prompt in prompts):
-            if not self._cut_told:
-                logger.warning("prompts of more than max_prompt_length=%d tokens lose their beginning.", limit)
-            self._cut_told = True
-            prompts = [prompt[-limit:] for prompt in prompts]
-        return super().sample(prompts, sampling)
+    @property
+    def prompt_limit(self) -> int | None:
+        """The question's end stays."""
+        return self.args.max_prompt_length
 
     def advantages(self, generation: RolloutBatch, table: RewardTable, mode: str) -> Tensor:
         """``r - V*``; a completion without a reward (or a prompt without a value) is left out."""

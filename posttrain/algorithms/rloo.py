@@ -117,7 +117,7 @@ def rloo_objective(out: ModelOutputs, batch: Batch, cfg: RLOOConfig) -> LossTerm
 
 @attributes(*SETTABLE, "normalize_advantages", "reward_clip_range", **SETTABLE_PATHS)
 @attributes(*FIXED, **FIXED_PATHS, fixed=True)
-class RLOOTrainer(OnlineTrainer):
+class RLOOTrainer(OnlineTrainer, config=RLOOConfig):
     """REINFORCE with the mean of a prompt's other completions as the baseline; the KL is part of the reward.
 
     Args:
@@ -139,12 +139,8 @@ class RLOOTrainer(OnlineTrainer):
     >>> trainer.train()  # doctest: +SKIP
     """
 
-    config_class: ClassVar[type[RLOOConfig]] = RLOOConfig
     takes_images: bool = True
     needs: frozenset[str] = frozenset({"logp", "entropy"})
-    _tag_names: ClassVar[list[str]] = ["posttrain", "rloo"]
-    _name: ClassVar[str] = "RLOO"
-    _suffix: ClassVar[str] = "RLOO"
     _paper: ClassVar[dict[str, str]] = {
         "title": "Back to Basics: Revisiting REINFORCE Style Optimization for Learning from Human Feedback in LLMs",
         "id": "2402.14740",

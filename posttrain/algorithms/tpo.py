@@ -7,8 +7,14 @@ from typing import Any, ClassVar, Literal
 
 from torch import nn
 
-from posttrain.algorithms.answers import answer_mask, branch_sums, likelihood_terms, reference_free_metrics
-from posttrain.algorithms.preference import AnswerConfig, PreferenceTrainer
+from posttrain.algorithms.preference import (
+    AnswerConfig,
+    PreferenceTrainer,
+    answer_mask,
+    branch_sums,
+    likelihood_terms,
+    reference_free_metrics,
+)
 from posttrain.errors import ConfigError
 from posttrain.losses.divergence import mean_logp
 from posttrain.losses.preference import TPO_LOSSES
@@ -39,21 +45,17 @@ class TPOConfig(AnswerConfig):
 
 
 @attributes("beta", "label_smoothing", "loss_type", "tpo_alpha", "tpo_l_gamma")
-class TPOTrainer(PreferenceTrainer):
+class TPOTrainer(PreferenceTrainer, config=TPOConfig):
     """Three answers to one prompt are one tree: chosen, rejected, and the gold ``reference`` that is imitated.
 
     Reference: Triple preference optimization, arXiv:2405.16681.
     """
 
-    config_class: ClassVar[type[TPOConfig]] = TPOConfig
     compared: ClassVar[bool] = False
     reference_columns: ClassVar[tuple[str, ...]] = ()
     branches: ClassVar[tuple[str, ...]] = ("chosen", "rejected", "reference")
     needs: frozenset[str] = frozenset({"logp", "entropy", "mean_logit", "correct"})
     likelihood_branch: ClassVar[int] = 2
-    _tag_names: ClassVar[list[str]] = ["posttrain", "tpo"]
-    _name: ClassVar[str] = "TPO"
-    _suffix: ClassVar[str] = "TPO"
     args: TPOConfig
 
     @takes(

@@ -27,7 +27,7 @@ from posttrain.errors import ConfigError, DataError
 from posttrain.integrations import require
 from posttrain.models import parallel
 from posttrain.models.load import resolve_pad_token
-from posttrain.report.record import RunRecordCallback
+from posttrain.report.record import RunRecordCallback, whole_file
 from posttrain.rollouts.base import RolloutEngine, create_engine
 from posttrain.types import Request, Sampling
 
@@ -234,9 +234,8 @@ class LogCompletionsCallback(transformers.TrainerCallback):
             os.replace(path, next(p for n in numbers if not (p := path.with_stem(f"{path.stem}-{n}")).exists()))
             return
         self.table = [row for row in _read(path) if row["step"] <= state.global_step]
-        part = path.with_name(path.name + ".part")
-        part.write_text("".join(map(_line, self.table)), encoding="utf-8")
-        os.replace(part, path)
+        with whole_file(path) as part:
+            part.write_text("".join(map(_line, self.table)), encoding="utf-8")
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Sample and log when it is due, once a step."""

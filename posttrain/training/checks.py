@@ -29,7 +29,7 @@ from posttrain.data.templates import PROBLEMS
 from posttrain.errors import PosttrainError, PreflightError
 from posttrain.metrics import Metric, mean
 from posttrain.models import parallel
-from posttrain.report.record import LOCK, describe_run
+from posttrain.report.record import LOCK, describe_run, whole_file
 from posttrain.training.data_report import DatasetHead, describe_batches, refuse_data, row_codes, usable_rows
 from posttrain.types import Batch, Finding
 
@@ -335,11 +335,9 @@ class Checks(transformers.TrainerCallback):
         folder = Path(self.args.output_dir or ".").expanduser()
         if refused and not self._written and (folder / LOCK).exists() and self.record is None:
             return
-        folder.mkdir(parents=True, exist_ok=True)
         content = self.preflight.to_dict() | {"refused": refused, "versions": describe_run()["versions"]}
-        part = folder / f"{FILE}.part"
-        part.write_text(json.dumps(content, indent=2, ensure_ascii=False, default=str) + "\n", encoding="utf-8")
-        os.replace(part, folder / FILE)
+        with whole_file(folder / FILE) as part:
+            part.write_text(json.dumps(content, indent=2, ensure_ascii=False, default=str) + "\n", encoding="utf-8")
         self._written, self.preflight.changed = True, False
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from posttrain.models import load
 from posttrain.models.attention import probe_layout
 from posttrain.models.heads import causal_lm, install_token_head
 from posttrain.models.reference import hash_vocabulary
+from posttrain.report.record import whole_file
 from posttrain.types import Row
 
 FORMAT = "posttrain teacher scores 2"
@@ -109,7 +109,7 @@ def score_dataset(
     facts = identity(dataset, tokenizer) | {"teacher": name, "top_k": top_k, "batch_size": batch_size}
     fields = [(name, pa.list_(kind)) for name, kind in COLUMNS.items()]
     schema = pa.schema(fields, metadata={"format": FORMAT, "facts": json.dumps(facts)})
-    with _whole_file(Path(path)) as draft, pa.OSFile(str(draft), "wb") as sink, pa.ipc.new_file(sink, schema) as writer:
+    with whole_file(Path(path)) as draft, pa.OSFile(str(draft), "wb") as sink, pa.ipc.new_file(sink, schema) as writer:
         for start in tqdm.trange(0, len(dataset), batch_size, desc="teacher scores", unit="batch"):
             found = dataset[start : start + batch_size]
             pairs = zip(found["prompt_ids"], found["completion_ids"], strict=True)
@@ -117,18 +117,6 @@ def score_dataset(
             scores = _scores(runner, rows, top_k=top_k, columns=len(tokenizer))
             writer.write_batch(pa.RecordBatch.from_pylist(scores, schema))
     return len(dataset)
-
-
-@contextmanager
-def _whole_file(path: Path) -> Iterator[Path]:
-    """A draft that takes the file's place where nothing was raised, and else is removed."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(path.name + ".draft")
-    try:
-        yield draft
-        draft.replace(path)
-    finally:
-        draft.unlink(missing_ok=True)
 
 
 class ScoreFile:

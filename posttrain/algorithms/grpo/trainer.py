@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -48,9 +48,6 @@ from posttrain.training.dynamic_sampling import groups_without_signal
 from posttrain.training.online import OnlineTrainer
 from posttrain.training.scoring import FIXED, FIXED_PATHS, SETTABLE, SETTABLE_PATHS, last_logged
 from posttrain.types import Batch, LossTerms, ModelOutputs, NonNegativeFloat, option
-
-if TYPE_CHECKING:
-    pass
 
 logger = logging.getLogger(__name__)
 
@@ -335,7 +332,7 @@ def scored_groups(table: RewardTable, size: int, args: GRPOConfig) -> tuple[Adva
 
 @attributes(*SETTABLE, "scale_rewards", "multi_objective_aggregation", **SETTABLE_PATHS)
 @attributes("loss_type", "importance_sampling_level", "top_entropy_quantile", *FIXED, **FIXED_PATHS, fixed=True)
-class GRPOTrainer(OnlineTrainer):
+class GRPOTrainer(OnlineTrainer, config=GRPOConfig):
     """Group-relative policy optimisation: no value model; a completion's baseline is its group's mean.
 
     Args:
@@ -353,12 +350,8 @@ class GRPOTrainer(OnlineTrainer):
     >>> trainer.train()  # doctest: +SKIP
     """
 
-    config_class: ClassVar[type[GRPOConfig]] = GRPOConfig
     takes_images: bool = True
     takes_episodes: ClassVar[bool] = True
-    _tag_names: ClassVar[list[str]] = ["posttrain", "grpo"]
-    _name: ClassVar[str] = "GRPO"
-    _suffix: ClassVar[str] = "GRPO"
     args: GRPOConfig
 
     @takes(
@@ -498,7 +491,7 @@ class GMPOConfig(GRPOConfig):
         super()._check_choices()
 
 
-class GMPOTrainer(GRPOTrainer):
+class GMPOTrainer(GRPOTrainer, config=GMPOConfig):
     """Geometric-mean policy optimisation: GRPO whose ratio is the geometric mean of a completion's clipped token ratios.
 
     A single token far off cannot decide the loss of its completion: its log-ratio is clipped and averaged. An
@@ -507,8 +500,4 @@ class GMPOTrainer(GRPOTrainer):
     Reference: Geometric-mean policy optimization, arXiv:2507.20673, equation 4.
     """
 
-    config_class: ClassVar[type[GMPOConfig]] = GMPOConfig
-    _tag_names: ClassVar[list[str]] = ["posttrain", "gmpo"]
-    _name: ClassVar[str] = "GMPO"
-    _suffix: ClassVar[str] = "GMPO"
     args: GMPOConfig

@@ -130,7 +130,7 @@ class TokenPrompts(PromptSource):
         return ids[real[0] : real[-1] + 1] if real else []
 
 
-class PPOTrainer(OnlineTrainer):
+class PPOTrainer(OnlineTrainer, config=PPOConfig):
     """Proximal policy optimisation with a learned value function and a divergence charged to the rewards.
 
     Args:
@@ -154,11 +154,7 @@ class PPOTrainer(OnlineTrainer):
     >>> trainer.train()  # doctest: +SKIP
     """
 
-    config_class: ClassVar[type[PPOConfig]] = PPOConfig
     needs: frozenset[str] = frozenset({"logp", "values", "entropy"})
-    _tag_names: ClassVar[list[str]] = ["posttrain", "ppo"]
-    _name: ClassVar[str] = "PPO"
-    _suffix: ClassVar[str] = "PPO"
     _paper: ClassVar[dict[str, str]] = {"title": "Proximal Policy Optimization Algorithms", "id": "1707.06347"}
     args: PPOConfig
     prompt_source: TokenPrompts

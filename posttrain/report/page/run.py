@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.errors import ConfigError, DataError
-from posttrain.report.record import LOCK, FolderLock, read_rows
+from posttrain.report.record import LOCK, FolderLock, read_rows, step_of_part
 from posttrain.types import Finding
 
 NOT_CURVES = {"step", "time", "epoch"}
@@ -349,7 +349,7 @@ def read_samples(folder: Path, notes: list[str]) -> list[Moment]:
         folder: Of the run.
         notes: Takes what could not be read.
     """
-    parts = sorted((folder / "completions").glob("completions_*.parquet"), key=_number)
+    parts = sorted((folder / "completions").glob("completions_*.parquet"), key=step_of_part)
     if not parts and (folder / "completions.parquet").is_file():
         parts = [folder / "completions.parquet"]
     by_step: dict[int, list[Mapping[str, Any]]] = {}
@@ -361,14 +361,9 @@ def read_samples(folder: Path, notes: list[str]) -> list[Moment]:
             continue
         for row in rows:
             step = row.get("step")
-            by_step.setdefault(int(step) if isinstance(step, int | float) else _number(part), []).append(row)
+            by_step.setdefault(int(step) if isinstance(step, int | float) else step_of_part(part), []).append(row)
     steps = _spread(sorted(by_step), STEPS)
     return [(step, _groups([_sample(row) for row in by_step[step]])) for step in steps]
-
-
-def _number(path: Path) -> int:
-    ending = path.stem.rsplit("_", 1)[-1]
-    return int(ending) if ending.isdigit() else 0
 
 
 def _spread(items: Sequence[Any], most: int) -> list[Any]:
