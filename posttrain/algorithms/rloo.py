@@ -175,10 +175,7 @@ class RLOOTrainer(OnlineTrainer, config=RLOOConfig):
         advantages = leave_one_out_advantages(totals, size)
         if args.normalize_advantages:
             advantages = self.reward_watch.bounded(standardized(advantages, ~totals.isnan()), mode)
-        scored = stats.totals[~stats.totals.isnan()]
-        whole = float(scored.std()) if scored.numel() > 1 else 0.0
-        std = {"reward_std": whole, "frac_reward_zero_std": stats.zero_std_share}
-        self.reward_watch.log(generation, table, stats.totals, advantages, mode, **std)
+        self.reward_watch.log(generation, table, stats.totals, advantages, mode, stats.zero_std_share)
         return advantages
 
     def _charged_kl(self, generation: RolloutBatch, mode: str) -> Tensor:

@@ -60,7 +60,7 @@ def estimate(subject: Subject, *, given: tuple[int | None, int | None] = (None, 
     import torch
 
     from posttrain.checks.machine import memory_limit
-    from posttrain.checks.memory import MOST, plan
+    from posttrain.checks.memory import MOST, batch_sizes, plan
     from posttrain.models.load import get_peft_config
     from posttrain.models.memory import available_memory, in_use
     from posttrain.models.memory_estimate import estimate_memory
@@ -81,7 +81,7 @@ def estimate(subject: Subject, *, given: tuple[int | None, int | None] = (None, 
     size, accumulation = int(args.per_device_train_batch_size), int(args.gradient_accumulation_steps)
     # Peak by sizes that keep the effective batch; sizes whose largest passes are equal are estimated once.
     known, peaks, limit = {_largest(work): memory.peak}, {}, int(MOST * available.free)
-    for other in (n for n in range(1, size * accumulation + 1) if size * accumulation % n == 0):
+    for other in batch_sizes(size, accumulation):
         changed = plan(kind, args, config, batch_size=other, **settings)
         key = _largest(changed)
         known[key] = known[key] if key in known else estimate_memory(changed).peak

@@ -24,6 +24,7 @@ from posttrain.errors import CheckpointError
 from posttrain.integrations.machine import free_disk, gpu_memory, gpu_processes
 from posttrain.models import parallel
 from posttrain.models.memory_estimate import optimizer_bytes
+from posttrain.report.record import read_json
 from posttrain.types import Finding
 
 if TYPE_CHECKING:
@@ -92,11 +93,8 @@ def _owner(checkpoint: Path) -> str | None:
 
 def marker(checkpoint: Path, name: str = MARKER) -> dict[str, Any] | None:
     """What `mark` wrote; None for a checkpoint without it."""
-    try:
-        content = json.loads((checkpoint / name).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return content if isinstance(content, dict) and "run" in content else None
+    content = read_json(checkpoint / name)
+    return content if "run" in content else None
 
 
 def complete_checkpoints(folder: str | Path) -> list[Path]:

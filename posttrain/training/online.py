@@ -34,7 +34,6 @@ from posttrain.rollouts.batch import (
     shared_requests,
 )
 from posttrain.rollouts.sampling import configured_sampling, generation_fields
-from posttrain.training.dynamic_sampling import DynamicSampler, groups_without_signal
 from posttrain.training.online_config import OnlineConfig, resolve_auto
 from posttrain.training.prompts import (
     PromptSource,
@@ -48,10 +47,12 @@ from posttrain.training.prompts import (
 )
 from posttrain.training.scoring import (
     WATCHED_CODES,
+    DynamicSampler,
     RewardWatch,
     Scorer,
     completion_lengths,
     completion_rows,
+    groups_without_signal,
     reward_options,
     reward_runner,
     rollout_metrics,

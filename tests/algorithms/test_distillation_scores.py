@@ -8,7 +8,7 @@ import torch
 
 import posttrain as pt
 from posttrain.algorithms.distillation import scores
-from posttrain.algorithms.distillation.scores import ScoreFile, score_dataset
+from posttrain.algorithms.distillation.teacher import ScoreFile, score_dataset
 from posttrain.cli.main import main
 from posttrain.cli.teacher_scores import run as teacher_scores
 from posttrain.errors import ConfigError, DataError, ModelError

@@ -20,10 +20,10 @@ from posttrain.algorithms.distillation.data import (
     with_template_arguments,
 )
 from posttrain.algorithms.distillation.objective import Comparison, TokenScores, distillation_objective
-from posttrain.algorithms.distillation.scores import ScoreFile
 from posttrain.algorithms.distillation.teacher import (
     AdapterAverage,
     ModelTeacher,
+    ScoreFile,
     ServerTeacher,
     frozen,
     load_teacher,
@@ -394,8 +394,8 @@ class DistillationTrainer(OnlineTrainer, config=DistillationConfig):
         """As GRPO's, 0 without rewards; and what the teacher needs to know of each completion is kept."""
         self.totals = found = torch.zeros(len(generation.rollouts))
         if self.can_dry_run:
-            stats, std = scored_groups(table, self.group_size(mode), self.args)
-            self.reward_watch.log(generation, table, stats.totals, stats.advantages, mode, **std)
+            stats = scored_groups(table, self.group_size(mode), self.args)
+            self.reward_watch.log(generation, table, stats.totals, stats.advantages, mode, stats.zero_std_share)
             self.totals, found = stats.totals, stats.advantages
         if len(self._sampled) == len(generation.rollouts):
             generation.columns["on_policy"] = [float(one) for one in self._sampled]

@@ -44,9 +44,8 @@ from posttrain.report.sync_reference import SyncRefModelCallback
 from posttrain.rewards.runner import RewardTable
 from posttrain.rollouts.batch import RolloutBatch
 from posttrain.training.config import attributes, takes
-from posttrain.training.dynamic_sampling import groups_without_signal
 from posttrain.training.online import OnlineTrainer
-from posttrain.training.scoring import FIXED, FIXED_PATHS, SETTABLE, SETTABLE_PATHS, last_logged
+from posttrain.training.scoring import FIXED, FIXED_PATHS, SETTABLE, SETTABLE_PATHS, groups_without_signal, last_logged
 from posttrain.types import Batch, LossTerms, ModelOutputs, NonNegativeFloat, option
 
 logger = logging.getLogger(__name__)
@@ -315,9 +314,9 @@ ENOUGH, LOOKED_AT = 5, 64
 PADDING = -1e9
 
 
-def scored_groups(table: RewardTable, size: int, args: GRPOConfig) -> tuple[AdvantageStats, dict[str, float]]:
-    """Advantages of completions within their groups of ``size``, and what to log of the spread of rewards."""
-    stats = group_advantages(
+def scored_groups(table: RewardTable, size: int, args: GRPOConfig) -> AdvantageStats:
+    """Advantages of completions within their groups of ``size``."""
+    return group_advantages(
         table.values,
         table.weights,
         size,
@@ -325,9 +324,6 @@ def scored_groups(table: RewardTable, size: int, args: GRPOConfig) -> tuple[Adva
         aggregation=args.multi_objective_aggregation,
         min_group_std=args.min_group_std,
     )
-    scored = stats.totals[~stats.totals.isnan()]
-    whole = float(scored.std()) if scored.numel() > 1 else 0.0
-    return stats, {"reward_std": whole, "frac_reward_zero_std": stats.zero_std_share}
 
 
 @attributes(*SETTABLE, "scale_rewards", "multi_objective_aggregation", **SETTABLE_PATHS)
@@ -394,10 +390,10 @@ class GRPOTrainer(OnlineTrainer, config=GRPOConfig):
     def advantages(self, generation: RolloutBatch, table: RewardTable, mode: str) -> Tensor:
         """A completion's reward against its group's mean, divided by a spread."""
         args, size = self.args, self.group_size(mode)
-        stats, std = scored_groups(table, size, args)
+        stats = scored_groups(table, size, args)
         divided = args.scale_rewards != "none" or args.multi_objective_aggregation != "sum_then_normalize"
         advantages = self.reward_watch.bounded(stats.advantages, mode) if divided else stats.advantages
-        self.reward_watch.log(generation, table, stats.totals, advantages, mode, **std)
+        self.reward_watch.log(generation, table, stats.totals, advantages, mode, stats.zero_std_share)
         if mode == "train":
             self._warn_of_noise(stats)
         if args.mask_zero_variance_groups and size > 1:
