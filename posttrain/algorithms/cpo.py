@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
-
-from torch import nn
+from typing import Literal
 
 from posttrain.algorithms.preference import (
     OF_REFERENCE_FREE,
     AnswerConfig,
-    PreferenceTrainer,
+    ReferenceFreeTrainer,
     UnreadFields,
     branch_sums,
     likelihood_terms,
@@ -20,7 +18,7 @@ from posttrain.algorithms.preference import (
 from posttrain.errors import ConfigError
 from posttrain.losses.divergence import alpha_reward, mean_logp
 from posttrain.losses.preference import CPO_LOSSES
-from posttrain.training.config import attributes, takes
+from posttrain.training.config import attributes
 from posttrain.types import Batch, LossTerms, ModelOutputs, NonNegativeFloat, Share, option
 
 logger = logging.getLogger(__name__)
@@ -67,7 +65,7 @@ class CPOConfig(UnreadFields, AnswerConfig):
 
 @attributes("beta", "label_smoothing", "loss_type", "cpo_alpha", "simpo_gamma", "alpha")
 @attributes("max_length", "truncation_mode", fixed=True)
-class CPOTrainer(PreferenceTrainer, config=CPOConfig):
+class CPOTrainer(ReferenceFreeTrainer, config=CPOConfig, arguments=OF_REFERENCE_FREE):
     """Trains on pairs by the policy's own likelihood.
 
     With R the shaped log-likelihood of an answer and ``u = R+ - R-``: a loss on u, plus ``cpo_alpha`` times the NLL of the
@@ -76,14 +74,7 @@ class CPOTrainer(PreferenceTrainer, config=CPOConfig):
     Reference: CPO, arXiv:2401.08417; SimPO, arXiv:2405.14734; AlphaPO, arXiv:2501.03884.
     """
 
-    compared: ClassVar[bool] = False
-    reference_columns: ClassVar[tuple[str, ...]] = ()
-    needs: frozenset[str] = frozenset({"logp", "entropy", "mean_logit"})
     args: CPOConfig
-
-    @takes(OF_REFERENCE_FREE)
-    def __init__(self, model: str | nn.Module, args: Any = None, **kwargs: Any) -> None:
-        super().__init__(model, None, args, **kwargs)
 
     def objective(self, outputs: ModelOutputs, batch: Batch) -> LossTerms:
         """The preference term and the likelihood of the chosen answers."""

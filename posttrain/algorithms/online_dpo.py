@@ -17,7 +17,7 @@ from posttrain.losses.preference import sigmoid, squared_gap
 from posttrain.losses.reduce import sequence_sum
 from posttrain.metrics import Metric, mean
 from posttrain.models import parallel
-from posttrain.models.reference import Reference, tell_own_checkpoint
+from posttrain.models.reference import Reference, check_reference, tell_own_checkpoint
 from posttrain.models.vision import install_pictures
 from posttrain.rewards.judges import BaseJudge, JudgeReward, PairRewards
 from posttrain.rewards.model import WholeTextReward
@@ -268,10 +268,8 @@ class OnlineDPOTrainer(OnlineTrainer, config=OnlineDPOConfig):
             raise ConfigError("processing_class is missing: give the model's tokenizer.")
         if data_collator is not None:
             raise ConfigError("data_collator must be None: prompts have nothing to collate before they are completed.")
-        if self._given_reference is not None and self._given_reference is model:
-            raise ConfigError(
-                "ref_model is the model itself, which moves as it is trained. Leave it out, or load it again."
-            )
+        if self._given_reference is not None:
+            check_reference(self._given_reference, model)
         for name in ("missing_eos_penalty", "reward_weights", "reward_transform") if self.judge is not None else ():
             if getattr(args, name, None) is not None:
                 raise ConfigError(

@@ -5,13 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from torch import nn
 from torch.nn import functional as F
 
 from posttrain.algorithms.preference import (
     OF_REFERENCE_FREE,
     AnswerConfig,
-    PreferenceTrainer,
+    ReferenceFreeTrainer,
     UnreadFields,
     branch_sums,
     likelihood_terms,
@@ -20,7 +19,7 @@ from posttrain.algorithms.preference import (
 from posttrain.losses.divergence import mean_logp
 from posttrain.losses.preference import log_odds_ratio, orpo
 from posttrain.metrics import mean
-from posttrain.training.config import attributes, takes
+from posttrain.training.config import attributes
 from posttrain.types import Batch, LossTerms, ModelOutputs, PositiveFloat, Row, option
 
 
@@ -37,7 +36,7 @@ class ORPOConfig(UnreadFields, AnswerConfig):
 
 @attributes("beta")
 @attributes("max_length", "truncation_mode", fixed=True)
-class ORPOTrainer(PreferenceTrainer, config=ORPOConfig):
+class ORPOTrainer(ReferenceFreeTrainer, config=ORPOConfig, arguments=OF_REFERENCE_FREE):
     """``NLL(prompt and chosen) - beta lsig(log-odds ratio)``, without a reference.
 
     The NLL is a mean over the prompts' and chosen answers' tokens of the whole optimiser step.
@@ -45,18 +44,11 @@ class ORPOTrainer(PreferenceTrainer, config=ORPOConfig):
     Reference: ORPO, arXiv:2403.07691, equations 6 and 7.
     """
 
-    compared: ClassVar[bool] = False
-    reference_columns: ClassVar[tuple[str, ...]] = ()
-    needs: frozenset[str] = frozenset({"logp", "entropy", "mean_logit"})
     _paper: ClassVar[dict[str, str]] = {
         "title": "ORPO: Monolithic Preference Optimization without Reference Model",
         "id": "2403.07691",
     }
     args: ORPOConfig
-
-    @takes(OF_REFERENCE_FREE)
-    def __init__(self, model: str | nn.Module, args: Any = None, **kwargs: Any) -> None:
-        super().__init__(model, None, args, **kwargs)
 
     def rows(self, examples: list[dict[str, Any]]) -> list[Row]:
         """Pairs whose prompts are trained, once each."""

@@ -314,12 +314,8 @@ def check_given(model: Any, ref_model: Any, tokenizer: Any) -> None:
             f"ref_model={ref_model!r} must be a loaded model. Load it with create_model_from_path({ref_model!r}), or leave "
             "it out to take the weights of the model itself."
         )
-    if ref_model is not None and ref_model is model:
-        raise ConfigError(
-            "ref_model is the model itself, so both would move together. Leave it out to take a frozen copy."
-        )
     if ref_model is not None:
-        check_reference(ref_model)
+        check_reference(ref_model, model)
     if tokenizer is not None and not hasattr(tokenizer, "decode"):
         raise ArgumentTypeError(
             f"processing_class must be a tokenizer, not {type(tokenizer).__name__}. Load it with "
@@ -587,3 +583,14 @@ class PreferenceTrainer(PostTrainer):
     def starts_at_ln_2(self) -> bool:
         """Whether the loss is exactly ln 2 as long as the policy is its own reference."""
         return False
+
+
+class ReferenceFreeTrainer(PreferenceTrainer):
+    """Answers by the policy's own likelihood: there is no reference to compare with."""
+
+    compared: ClassVar[bool] = False
+    reference_columns: ClassVar[tuple[str, ...]] = ()
+    needs: frozenset[str] = frozenset({"logp", "entropy", "mean_logit"})
+
+    def __init__(self, model: str | nn.Module, args: Any = None, **kwargs: Any) -> None:
+        super().__init__(model, None, args, **kwargs)

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
-
-from torch import nn
+from typing import ClassVar, Literal
 
 from posttrain.algorithms.preference import (
     AnswerConfig,
-    PreferenceTrainer,
+    ReferenceFreeTrainer,
     answer_mask,
     branch_sums,
     likelihood_terms,
@@ -19,8 +17,13 @@ from posttrain.errors import ConfigError
 from posttrain.losses.divergence import mean_logp
 from posttrain.losses.preference import TPO_LOSSES
 from posttrain.metrics import mean
-from posttrain.training.config import attributes, takes
+from posttrain.training.config import attributes
 from posttrain.types import Batch, LossTerms, ModelOutputs, NonNegativeFloat, PositiveFloat, Share, option
+
+OF_TPO = (
+    "model, args, data_collator, train_dataset, eval_dataset, processing_class, compute_metrics, callbacks, "
+    "optimizers, peft_config"
+)
 
 
 @dataclass
@@ -45,25 +48,16 @@ class TPOConfig(AnswerConfig):
 
 
 @attributes("beta", "label_smoothing", "loss_type", "tpo_alpha", "tpo_l_gamma")
-class TPOTrainer(PreferenceTrainer, config=TPOConfig):
+class TPOTrainer(ReferenceFreeTrainer, config=TPOConfig, arguments=OF_TPO):
     """Three answers to one prompt are one tree: chosen, rejected, and the gold ``reference`` that is imitated.
 
     Reference: Triple preference optimization, arXiv:2405.16681.
     """
 
-    compared: ClassVar[bool] = False
-    reference_columns: ClassVar[tuple[str, ...]] = ()
     branches: ClassVar[tuple[str, ...]] = ("chosen", "rejected", "reference")
     needs: frozenset[str] = frozenset({"logp", "entropy", "mean_logit", "correct"})
     likelihood_branch: ClassVar[int] = 2
     args: TPOConfig
-
-    @takes(
-        "model, args, data_collator, train_dataset, eval_dataset, processing_class, compute_metrics, callbacks, "
-        "optimizers, peft_config"
-    )
-    def __init__(self, model: str | nn.Module, args: Any = None, **kwargs: Any) -> None:
-        super().__init__(model, None, args, **kwargs)
 
     def objective(self, outputs: ModelOutputs, batch: Batch) -> LossTerms:
         """The preference term and the likelihood of the gold answers."""

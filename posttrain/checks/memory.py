@@ -472,7 +472,7 @@ def compare_estimate(context: Context, trainer: Any, has: Available) -> Finding 
         # The estimate counts the weights, which are in memory already.
         process = max(in_use("cpu") - sum(parameter.nbytes for parameter in context.model.parameters()), 0)
     work = plan(
-        trainer, args, context.model_config, lengths=_sampled_lengths(trainer, context), peft_config=context.peft_config,
+        trainer, args, context.model_config, lengths=longest_of(context.rows, trainer, args), peft_config=context.peft_config,
         device=args.device.type, process=process, processes=context.processes,
         pictures=sampled_pictures(getattr(trainer, "vision", None), context.rows),
     )  # fmt: skip
@@ -500,13 +500,15 @@ def _image_tokens(placed: Sequence[Any]) -> int:
     return sum(one.count for one in placed)
 
 
-def _sampled_lengths(trainer: Any, context: Context) -> Lengths:
-    """The longest of the sampled rows; sampled completions are as long as they may be."""
-    known = assumed_lengths(trainer, context.args)
-    rows = [row for row in context.rows if row.prompt_ids or row.completions]
+def longest_of(rows: Sequence[Row], trainer: Any, args: Any) -> Lengths:
+    """Those of the longest row; completions that are sampled later are as long as they may be."""
+    known = assumed_lengths(trainer, args)
     if not rows:
         return known
-    prompt = max(len(row.prompt_ids) for row in rows)
-    if samples(context.args):
-        return Lengths(prompt, known.completion, "the sampled prompts")
-    return Lengths(prompt, max(len(ids) for row in rows for ids in row.completions or [[]]), "the sampled rows")
+    if samples(args):
+        prompt = max(len(row.prompt_ids) for row in rows)
+        return Lengths(prompt, known.completion, "the longest prompt of the data, the config's completions")
+    longest = max(rows, key=lambda row: len(row.prompt_ids) + sum(map(len, row.completions)))
+    return Lengths(
+        len(longest.prompt_ids), max(map(len, longest.completions), default=0), "the longest row of the data"
+    )

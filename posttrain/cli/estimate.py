@@ -123,7 +123,7 @@ def _parts(subject: Subject, notes: list[str]) -> dict[str, Any]:
 
 def _lengths(subject: Subject, given: tuple[int | None, int | None], notes: list[str]) -> tuple[Lengths, Any]:
     """As given, as the data has them, or as the config allows; and the images of the row that has most tokens of them."""
-    from posttrain.checks.memory import Lengths, assumed_lengths, sampled_pictures, samples
+    from posttrain.checks.memory import Lengths, assumed_lengths, longest_of, sampled_pictures
 
     prompt, completion = given
     known = assumed_lengths(subject.kind, subject.config)
@@ -140,12 +140,7 @@ def _lengths(subject: Subject, given: tuple[int | None, int | None], notes: list
     if pictures:
         sizes = ", ".join(f"{one.size[0]}x{one.size[1]}" for one in pictures[1])
         notes.append(f"images of the row that has most: {sizes}; freeze_vision={subject.config.freeze_vision}.")
-    if samples(subject.config):
-        prompt = max(len(row.prompt_ids) for row in rows)
-        return Lengths(prompt, known.completion, "the longest prompt of the data, the config's completions"), pictures
-    longest = max(rows, key=lambda row: len(row.prompt_ids) + sum(map(len, row.completions)))
-    told = "the longest row of the data"
-    return Lengths(len(longest.prompt_ids), max(map(len, longest.completions)), told), pictures
+    return longest_of(rows, subject.kind, subject.config), pictures
 
 
 def _longest_rows(subject: Subject) -> tuple[list[Any], Any]:

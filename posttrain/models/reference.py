@@ -100,8 +100,12 @@ def create_reference_model(
     return reference.requires_grad_(False).eval()
 
 
-def check_reference(given: Any) -> None:
-    """Refuse, before any weight of the policy is read, a reference that cannot score answers."""
+def check_reference(given: Any, model: Any) -> None:
+    """Refuse, before any weight of the policy is read, a reference that is the policy itself or cannot score answers."""
+    if given is model:
+        raise ConfigError(
+            "ref_model is the model itself, so both would move together. Leave it out to take a frozen copy."
+        )
     inner = causal_lm(given) if isinstance(given, nn.Module) else None
     if getattr(inner, "get_output_embeddings", lambda: None)() is None:
         raise ModelError(

@@ -415,15 +415,14 @@ def check_first_gradients(norms: Mapping[str, float | None]) -> Finding | None:
     return None
 
 
-def check_trained_tokens(trained: Sequence[int], *, limit: int = EMPTY_STEPS) -> Finding | None:
+def check_trained_tokens(trained: Sequence[int]) -> Finding | None:
     """Optimiser steps in a row without one trained token.
 
     Args:
         trained: Tokens (or sequences) that carried loss, of the latest steps, the newest last.
-        limit: Steps in a row that are too many.
     """
     empty = next((index for index, count in enumerate(reversed(trained)) if count), len(trained))
-    if empty < limit:
+    if empty < EMPTY_STEPS:
         return None
     return Finding(
         "PT-T001",

@@ -6,12 +6,14 @@ import itertools
 import json
 import logging
 import statistics
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import cached_property, partial
 from itertools import islice
+from logging.handlers import BufferingHandler
 from pathlib import Path
 from typing import Any
 
@@ -132,15 +134,16 @@ def warnings_are_errors(strict: bool) -> Iterator[None]:
     Raises:
         DataError: Something was warned of; all of it is told.
     """
-    told = _Listener()
+    told = BufferingHandler(sys.maxsize)
+    told.setLevel(logging.WARNING)
     package = logging.getLogger("posttrain")
     package.addHandler(told)
     try:
         yield
     finally:
         package.removeHandler(told)
-    if strict and told.said:
-        refuse_data(told.said)
+    if strict and told.buffer:
+        refuse_data([record.getMessage() for record in told.buffer])
 
 
 class DatasetHead:
@@ -251,17 +254,6 @@ def prompt_rows(examples: list[dict[str, Any]], tokenizer: Any, args: Any) -> li
     kwargs = getattr(args, "chat_template_kwargs", None) or {}
     ids = tokenize_prompts(examples, tokenizer, chat_template_kwargs=kwargs) if examples else []
     return [Row(prompt, [], []) for prompt in ids]
-
-
-class _Listener(logging.Handler):
-    """Keeps what is warned of."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.said: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.said.append(record.getMessage())
 
 
 def refuse_data(said: Sequence[str]) -> None:
