@@ -297,7 +297,7 @@ class A2POTrainer(OnlineTrainer, config=A2POConfig):
         n = self.args.num_value_samples
         examples = [row for _, row in part for _ in range(n)]
         if not examples:
-            self.roll_out(self.spare_examples(), "value")  # To generate is a collective.
+            self.roll_out([dict(self.spare_example)], "value")  # To generate is a collective.
             return {}
         generation = RolloutBatch(examples, *self.roll_out(examples, "value"))
         table = score_rollouts(self.rewards, generation, self.processing_class, self.state)

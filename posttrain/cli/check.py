@@ -12,8 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from posttrain.cli import train
-from posttrain.cli.inspect import ROWS
-from posttrain.cli.subject import Subject, no_progress_bars
+from posttrain.cli.subject import ROWS, Subject, no_progress_bars
 from posttrain.errors import PreflightError, check_choice
 from posttrain.types import Finding
 

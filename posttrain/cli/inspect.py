@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from posttrain.cli.subject import Subject
+from posttrain.cli.subject import ROWS, Subject
 from posttrain.errors import ConfigError, DataError, check_choice
 
 if TYPE_CHECKING:
@@ -20,13 +20,6 @@ if TYPE_CHECKING:
 
 EXAMPLES = 1000
 CAPTION, CAPTION_WIDTH = 16, 240  # Pixels of a line of text over a picture.
-
-
-# Commands whose rows are shown.
-ROWS = (
-    "sft", "reward", "dpo", "cpo", "orpo", "tpo", "kto", "bco",
-    "grpo", "async-grpo", "gmpo", "a2po", "rloo", "online-dpo",
-)  # fmt: skip
 
 
 def _parser() -> argparse.ArgumentParser:

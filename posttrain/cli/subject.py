@@ -14,6 +14,12 @@ from posttrain.cli import train
 from posttrain.errors import DataError, check_choice
 from posttrain.types import Finding, Row
 
+# Commands whose rows are shown.
+ROWS = (
+    "sft", "reward", "dpo", "cpo", "orpo", "tpo", "kto", "bco",
+    "grpo", "async-grpo", "gmpo", "a2po", "rloo", "online-dpo",
+)  # fmt: skip
+
 
 class Prepared(NamedTuple):
     """Rows as a training command makes them of examples.

@@ -86,7 +86,6 @@ class OnlineTrainer(PostTrainer, config=OnlineConfig):
     # Environments and further reward columns of the generation under way.
     _environments: list[Any] | None = None
     _extra: dict[str, list[Any]] = {}  # noqa: RUF012 - replaced, never changed
-    _spare: Any = None
 
     def __init__(
         self,
@@ -362,14 +361,14 @@ class OnlineTrainer(PostTrainer, config=OnlineConfig):
         if examples:
             return self.generate(examples, mode)
         metrics, self.buffers[mode] = self.buffers[mode], MetricBuffer()
-        self.generate(self.spare_examples(), mode)
+        self.generate([dict(self.spare_example)], mode)
         self.buffers[mode] = metrics
         return RolloutBatch([], [], [], born=self.state.global_step)
 
-    def spare_examples(self) -> list[dict[str, Any]]:
+    @functools.cached_property
+    def spare_example(self) -> dict[str, Any]:
         """What a rank without examples of its own generates from: the first training row."""
-        self._spare = self._spare or next(iter(self.train_dataset))
-        return [dict(self._spare)]
+        return next(iter(self.train_dataset))
 
     def generate(self, examples: list[dict[str, Any]], mode: str) -> RolloutBatch:
         """One completion per example, decoded and counted; environments are reset first."""
@@ -584,8 +583,7 @@ class OnlineTrainer(PostTrainer, config=OnlineConfig):
 
     def state_to_save(self) -> dict[str, Any]:
         """Where the run stands inside its window, with the scored rollouts it has not trained yet."""
-        online = {"online": self.window.state(), "rewards": self.rewards.transforms_state()}
-        state = super().state_to_save() | online
+        state = super().state_to_save() | {"online": self.window.state(), "rewards": self.rewards.transforms_state()}
         if self.args.dynamic_sampling:
             state["fresh_prompts"] = self.dynamic_sampler.prompts.state()
         return state

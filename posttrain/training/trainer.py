@@ -433,8 +433,7 @@ class PostTrainer(transformers.Trainer):
 
     def reduced_metrics(self, mode: str) -> dict[str, float]:
         """The metrics of the window since the last call, over all ranks."""
-        ranks = partial(parallel.all_gather_objects, accelerator=self.accelerator)
-        gather = ranks if self.accelerator.num_processes > 1 else None
+        gather = partial(parallel.all_gather_objects, accelerator=self.accelerator)
         return self.postprocess_metrics(self.buffers[mode].compute(gather))
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:

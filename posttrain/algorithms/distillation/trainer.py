@@ -345,7 +345,7 @@ class DistillationTrainer(OnlineTrainer, config=DistillationConfig):
 
     def generated(self, examples: list[dict[str, Any]], mode: str) -> RolloutBatch:
         """As the parent's; answers of the dataset need no engine, and a rank without examples then does nothing."""
-        if not examples and mode == "eval" and "completion_ids" in self.spare_examples()[0]:
+        if not examples and mode == "eval" and "completion_ids" in self.spare_example:
             return RolloutBatch([], [], [], born=self.state.global_step)
         return super().generated(examples, mode)
 

@@ -500,7 +500,7 @@ class PPOTrainer(OnlineTrainer, config=PPOConfig):
 
     def _answers(self, inputs: list[dict[str, Any]]) -> RolloutBatch:
         """Of one evaluation batch; a rank without rows samples along, because the others do."""
-        examples = self.prompt_source.readable(inputs or self.spare_examples())
+        examples = self.prompt_source.readable(inputs or [dict(self.spare_example)])
         rollouts, completions = self.roll_out(examples, "table")
         return RolloutBatch(examples, rollouts, completions) if inputs else RolloutBatch([], [], [])
 
