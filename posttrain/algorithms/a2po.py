@@ -22,7 +22,7 @@ from posttrain.losses.advantages import weighted_total
 from posttrain.losses.reduce import sequence_sum
 from posttrain.metrics import mean
 from posttrain.models import parallel
-from posttrain.models.reference import Reference, disable_dropout_in_model
+from posttrain.models.reference import Reference, disable_dropout_in_model, fingerprint, hash_module
 from posttrain.rewards.runner import RewardTable, transform_names
 from posttrain.rollouts.batch import RolloutBatch
 from posttrain.training.checkpoint import last_complete_checkpoint, saved_state
@@ -45,8 +45,6 @@ from posttrain.types import (
 logger = logging.getLogger(__name__)
 
 
-# Weights of each parameter that its part of the hash reads.
-SAMPLED = 1024
 # Transforms that read other rewards than their own: not those of the values.
 OF_OTHERS = ("rank", "zscore", "running")
 
@@ -121,25 +119,6 @@ def row_key(example: Mapping[str, Any]) -> str:
     """A dataset row by its content: the prompt, and the columns that rewards read."""
     text = json.dumps(dict(example), sort_keys=True, default=lambda value: type(value).__name__)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
-
-
-@torch.no_grad()
-def model_hash(model: nn.Module) -> str:
-    """A frozen reference by its parameters: names, shapes and evenly spaced weights of each that is not trained."""
-    digest = hashlib.sha256()
-    for name, parameter in sorted(model.named_parameters()):
-        if parameter.requires_grad:
-            continue  # An adapter, which the reference runs without.
-        flat = parameter.detach().reshape(-1)
-        part = flat[:: max(1, flat.numel() // SAMPLED)].float().cpu()
-        digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}".encode())
-        digest.update(part.numpy().tobytes())
-    return digest.hexdigest()[:32]
-
-
-def fingerprint(**settings: Any) -> str:
-    """One short name for all that rewards of a prompt depend on besides the prompt."""
-    return hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()[:32]
 
 
 class ValueCache:
@@ -334,7 +313,8 @@ class A2POTrainer(OnlineTrainer, config=A2POConfig):
         sampling = self.sampling("value")
         names = [name for name in Sampling.__slots__ if name != "seed"]
         run = fingerprint(
-            model=model_hash(self.reference.copy or self.model),
+            # Without an adapter that is trained: the reference runs without it.
+            model=hash_module(self.reference.copy or self.model, trained=False),
             sampling={name: getattr(sampling, name) for name in names},
             samples=self.args.num_value_samples,
             prompt=[self.args.max_prompt_length, self.args.chat_template_kwargs, self.processing_class.chat_template],

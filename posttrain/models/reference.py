@@ -246,10 +246,17 @@ FORMAT = 1  # Changes when the same inputs would give other numbers.
 WAIT = 30 * 60  # Seconds to wait for another run that computes the same.
 
 
-def hash_module(module: torch.nn.Module) -> str:
-    """SHA-256 over names, shapes, dtypes and bytes of all parameters and buffers, sorted by name."""
+def hash_module(module: torch.nn.Module, *, trained: bool = True) -> str:
+    """SHA-256 over names, shapes, dtypes and bytes of all parameters and buffers, sorted by name.
+
+    Args:
+        module: Any.
+        trained: Whether parameters that require a gradient count.
+    """
     digest = hashlib.sha256()
-    for name, tensor in sorted(module.state_dict().items()):
+    for name, tensor in sorted(module.state_dict(keep_vars=True).items()):
+        if tensor.requires_grad and not trained:
+            continue
         value = tensor.detach().cpu()
         digest.update(f"{name} {tuple(value.shape)} {value.dtype}".encode())
         digest.update((value.float() if value.is_floating_point() else value).contiguous().numpy().tobytes())
@@ -262,6 +269,11 @@ def hash_vocabulary(tokenizer: Any) -> str | None:
     if not hasattr(tokenizer, "get_vocab"):
         return None
     return hashlib.sha256(json.dumps(sorted(tokenizer.get_vocab().items())).encode()).hexdigest()
+
+
+def fingerprint(**settings: Any) -> str:
+    """One short name for all that numbers depend on."""
+    return hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()[:32]
 
 
 def precomputed_logps(
@@ -372,8 +384,7 @@ def _cache(trainer: Any, dataset: datasets.Dataset, reference: Reference | None,
         "layout": trainer.layout.kind,
         "options": trainer.reference_key(),
     }
-    digest = hashlib.sha256(json.dumps(key, sort_keys=True, default=str).encode()).hexdigest()[:32]
-    return Path(datasets.config.HF_DATASETS_CACHE) / "posttrain_reference" / f"{digest}.npy"
+    return Path(datasets.config.HF_DATASETS_CACHE) / "posttrain_reference" / f"{fingerprint(**key)}.npy"
 
 
 def _compute(
