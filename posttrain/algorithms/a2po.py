@@ -23,6 +23,7 @@ from posttrain.losses.reduce import sequence_sum
 from posttrain.metrics import mean
 from posttrain.models import parallel
 from posttrain.models.reference import Reference, disable_dropout_in_model, fingerprint, hash_module
+from posttrain.report.record import read_line
 from posttrain.rewards.runner import RewardTable, transform_names
 from posttrain.rollouts.batch import RolloutBatch
 from posttrain.training.checkpoint import last_complete_checkpoint, saved_state
@@ -133,12 +134,10 @@ class ValueCache:
         self.path, self.run = path, run
         self.rewards: dict[str, list[float]] = {}
         for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else []:
-            try:
-                entry = json.loads(line)
-            except json.JSONDecodeError:
+            entry = read_line(line)
+            if entry is None:
                 logger.warning("%s has a line that was cut off; its prompt is sampled again.", path)
-                continue
-            if entry["run"] == run:
+            elif entry["run"] == run:
                 self.rewards[entry["prompt"]] = entry["rewards"]
 
     def add(self, found: Mapping[str, list[float]], *, write: bool) -> None:

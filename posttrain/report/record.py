@@ -132,10 +132,18 @@ def whole_file(path: Path) -> Iterator[Path]:
 def read_json(path: Path) -> dict[str, Any]:
     """A file's mapping; empty where there is none, or it was cut off by a crash."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        return content if isinstance(content, dict) else {}
-    except (OSError, ValueError):
+        return read_line(path.read_text(encoding="utf-8")) or {}
+    except (OSError, ValueError):  # Bytes that are no text, too.
         return {}
+
+
+def read_line(line: str) -> dict[str, Any] | None:
+    """A line's mapping; None of another one, or where it was cut off by a crash."""
+    try:
+        content = json.loads(line)
+    except ValueError:
+        return None
+    return content if isinstance(content, dict) else None
 
 
 def read_rows(path: str | Path) -> list[dict[str, Any]]:
@@ -385,7 +393,7 @@ class RunRecord:
         for path in (self.metrics_path, self.folder / "findings.jsonl"):
             if path.is_file():
                 lines = path.read_text(encoding="utf-8").splitlines()
-                kept = [line for line in lines if _step_of(line) <= step]
+                kept = [line for line in lines if (read_line(line) or {}).get("step", math.inf) <= step]
                 _write_atomically(path, "".join(line + "\n" for line in kept))
         for path in self._parts(*PREFIXES):
             if step_of_part(path) > step:
@@ -495,13 +503,6 @@ def _plain(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     return value
-
-
-def _step_of(line: str) -> float:
-    try:
-        return json.loads(line)["step"]
-    except (ValueError, KeyError, TypeError):
-        return math.inf  # A line cut off by a crash.
 
 
 def step_of_part(path: Path) -> int:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.errors import ConfigError, DataError
-from posttrain.report.record import LOCK, FolderLock, read_rows, step_of_part
+from posttrain.report.record import LOCK, FolderLock, read_line, read_rows, step_of_part
 from posttrain.types import Finding
 
 NOT_CURVES = {"step", "time", "epoch"}
@@ -265,7 +265,7 @@ def _lines(path: Path, notes: list[str]) -> Iterator[dict[str, Any]]:
     broken, cut = 0, False
     lines = content.split("\n")
     for place, line in enumerate(lines, 1):
-        row = _row(line)
+        row = read_line(line)
         if row is not None:
             yield row
         elif line.strip():
@@ -273,14 +273,6 @@ def _lines(path: Path, notes: list[str]) -> Iterator[dict[str, Any]]:
     if broken:
         which = ", the last of them cut short: its run was killed, or is still writing it" if cut else ""
         notes.append(f"{path.name}: {broken} broken line{'s' if broken > 1 else ''} left out{which}.")
-
-
-def _row(line: str) -> dict[str, Any] | None:
-    try:
-        row = json.loads(line)
-    except ValueError:
-        return None
-    return row if isinstance(row, dict) else None
 
 
 def number(value: Any) -> float | None:
