@@ -15,7 +15,6 @@ from posttrain.data.pictures import ALIASES, ORIENTATION, Picture, Placed, open_
 from posttrain.errors import DataError
 from posttrain.models.forward import forward
 from posttrain.models.heads import picture_encoder
-from posttrain.models.vision import tower_parameters
 from posttrain.types import Batch, Finding, Row
 
 ROWS = 2000  # That are looked at.
@@ -208,31 +207,6 @@ def check_reach(model: Any, batch: Batch) -> Finding | None:
 def _another(placed: Placed) -> Placed:
     """The same place with another picture of the same size."""
     return replace(placed, picture=shaded(placed.picture.size, turned=True))
-
-
-def check_tower_gradients(norms: Mapping[str, float | None], model: Any, pictured: bool) -> Finding | None:
-    """Trained parameters of tower and projector that got no gradient in a step with images.
-
-    Args:
-        norms: Of the first step's gradients; None where there is none.
-        model: With `posttrain.models.vision.install_pictures`, wrapped or not.
-        pictured: Whether the step had images.
-    """
-    if not pictured or picture_encoder(model) is None:
-        return None
-    tower = {id(parameter) for parameter in tower_parameters(model).values()}
-    trained = {name for name, parameter in model.named_parameters() if id(parameter) in tower}
-    silent = sorted(name for name in trained if name in norms and norms[name] is None)
-    if not silent:
-        return None
-    return finding(
-        "PT-G012",
-        "warning",
-        f"{len(silent)} trained parameters of tower and projector got no gradient, {silent[0]!r} among them.",
-        "the first step",
-        "they cost memory, never move, and hang DDP.",
-        "freeze_vision='auto', which freezes what no feature depends on, or True.",
-    )
 
 
 @probe("log_step", "PT-G017", part="processor")
