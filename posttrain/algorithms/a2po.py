@@ -22,7 +22,7 @@ from posttrain.losses.advantages import weighted_total
 from posttrain.losses.reduce import sequence_sum
 from posttrain.metrics import mean
 from posttrain.models import parallel
-from posttrain.models.reference import Reference, disable_dropout_in_model, fingerprint, hash_module
+from posttrain.models.reference import Reference, disable_dropout_in_model, fingerprint, hash_tensors
 from posttrain.report.record import read_line
 from posttrain.rewards.runner import RewardTable, transform_names
 from posttrain.rollouts.batch import RolloutBatch
@@ -309,11 +309,11 @@ class A2POTrainer(OnlineTrainer, config=A2POConfig):
         return kept
 
     def _open_cache(self) -> ValueCache:
-        sampling = self.sampling("value")
+        model, sampling = self.reference.copy or self.model, self.sampling("value")
         names = [name for name in Sampling.__slots__ if name != "seed"]
         run = fingerprint(
             # Without an adapter that is trained: the reference runs without it.
-            model=hash_module(self.reference.copy or self.model, trained=False),
+            model=hash_tensors({name: p for name, p in model.named_parameters() if not p.requires_grad}),
             sampling={name: getattr(sampling, name) for name in names},
             samples=self.args.num_value_samples,
             prompt=[self.args.max_prompt_length, self.args.chat_template_kwargs, self.processing_class.chat_template],

@@ -8,7 +8,7 @@ import json
 import logging
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -246,17 +246,15 @@ FORMAT = 1  # Changes when the same inputs would give other numbers.
 WAIT = 30 * 60  # Seconds to wait for another run that computes the same.
 
 
-def hash_module(module: torch.nn.Module, *, trained: bool = True) -> str:
-    """SHA-256 over names, shapes, dtypes and bytes of all parameters and buffers, sorted by name.
+def hash_module(module: torch.nn.Module) -> str:
+    """SHA-256 over names, shapes, dtypes and bytes of all parameters and buffers, sorted by name."""
+    return hash_tensors(module.state_dict())
 
-    Args:
-        module: Any.
-        trained: Whether parameters that require a gradient count.
-    """
+
+def hash_tensors(tensors: Mapping[str, torch.Tensor]) -> str:
+    """The same of any tensors with names."""
     digest = hashlib.sha256()
-    for name, tensor in sorted(module.state_dict(keep_vars=True).items()):
-        if tensor.requires_grad and not trained:
-            continue
+    for name, tensor in sorted(tensors.items()):
         value = tensor.detach().cpu()
         digest.update(f"{name} {tuple(value.shape)} {value.dtype}".encode())
         digest.update((value.float() if value.is_floating_point() else value).contiguous().numpy().tobytes())
