@@ -294,7 +294,7 @@ def test_the_tables_of_judged_losses_and_divergences_say_what_the_code_computes(
 
 
 def test_the_pages_of_preference_methods_name_every_finding_and_metric():
-    from posttrain.algorithms import answers, dpo, orpo
+    from posttrain.algorithms import dpo, orpo, preference
     from posttrain.checks import pairs, rules
 
     source = "".join(map(inspect.getsource, (pairs, rules)))
@@ -302,13 +302,13 @@ def test_the_pages_of_preference_methods_name_every_finding_and_metric():
     assert sorted(names("dpo.md", "code")) == sorted(set(codes)) and len(codes) > 10
     logged = re.compile(r'"([a-z_]+(?:/[a-z_]+)?)": mean|metrics\["([a-z_/]+)"\] = mean')
     for page, modules in (("dpo.md", [dpo]), ("reference_free.md", [orpo])):
-        shared = [answers.likelihood_terms] if page == "reference_free.md" else [answers.pair_metrics]
-        parts = [*modules, answers._reward_metrics, *shared]
+        shared = [preference.likelihood_terms] if page == "reference_free.md" else [preference.pair_metrics]
+        parts = [*modules, preference._reward_metrics, *shared]
         found = {a or b for part in parts for a, b in logged.findall(inspect.getsource(part))}
         assert len(found) > 5 and found <= set(names(page, "metric")), (page, found)
     sides = {f"{kind}/{side}" for kind in ("rewards", "logps") for side in ("chosen", "rejected")}
     assert sides | {"rewards/margins", "entropy"} <= set(names("kto_bco.md", "metric"))
-    assert str(answers.BALANCED) in (DOCS / "kto_bco.md").read_text(encoding="utf-8")
+    assert str(preference.BALANCED) in (DOCS / "kto_bco.md").read_text(encoding="utf-8")
 
 
 def test_the_table_of_adapters_is_the_fields_of_model_config():

@@ -22,7 +22,8 @@ from posttrain.losses.advantages import weighted_total
 from posttrain.losses.reduce import sequence_sum
 from posttrain.metrics import mean
 from posttrain.models import parallel
-from posttrain.models.reference import Reference, disable_dropout_in_model
+from posttrain.models.reference import Reference, disable_dropout_in_model, fingerprint, hash_tensors
+from posttrain.report.record import read_line
 from posttrain.rewards.runner import RewardTable, transform_names
 from posttrain.rollouts.batch import RolloutBatch
 from posttrain.training.checkpoint import last_complete_checkpoint, saved_state
@@ -38,7 +39,6 @@ from posttrain.types import (
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
-    Rollout,
     Sampling,
     option,
 )
@@ -46,8 +46,6 @@ from posttrain.types import (
 logger = logging.getLogger(__name__)
 
 
-# Weights of each parameter that its part of the hash reads.
-SAMPLED = 1024
 # Transforms that read other rewards than their own: not those of the values.
 OF_OTHERS = ("rank", "zscore", "running")
 
@@ -124,25 +122,6 @@ def row_key(example: Mapping[str, Any]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
-@torch.no_grad()
-def model_hash(model: nn.Module) -> str:
-    """A frozen reference by its parameters: names, shapes and evenly spaced weights of each that is not trained."""
-    digest = hashlib.sha256()
-    for name, parameter in sorted(model.named_parameters()):
-        if parameter.requires_grad:
-            continue  # An adapter, which the reference runs without.
-        flat = parameter.detach().reshape(-1)
-        part = flat[:: max(1, flat.numel() // SAMPLED)].float().cpu()
-        digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}".encode())
-        digest.update(part.numpy().tobytes())
-    return digest.hexdigest()[:32]
-
-
-def fingerprint(**settings: Any) -> str:
-    """One short name for all that rewards of a prompt depend on besides the prompt."""
-    return hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()[:32]
-
-
 class ValueCache:
     """Rewards of the reference's completions by prompt, in memory and as lines of a file.
 
@@ -155,12 +134,10 @@ class ValueCache:
         self.path, self.run = path, run
         self.rewards: dict[str, list[float]] = {}
         for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else []:
-            try:
-                entry = json.loads(line)
-            except json.JSONDecodeError:
+            entry = read_line(line)
+            if entry is None:
                 logger.warning("%s has a line that was cut off; its prompt is sampled again.", path)
-                continue
-            if entry["run"] == run:
+            elif entry["run"] == run:
                 self.rewards[entry["prompt"]] = entry["rewards"]
 
     def add(self, found: Mapping[str, list[float]], *, write: bool) -> None:
@@ -203,7 +180,7 @@ def _judged(batch: Batch) -> Tensor:
     return sequence_sum(batch.loss_mask.float(), batch.loss_mask, batch.sequence, batch.num_sequences) > 0
 
 
-class A2POTrainer(OnlineTrainer):
+class A2POTrainer(OnlineTrainer, config=A2POConfig):
     """A*-PO: no group and no value model; a completion is measured against its prompt's value under the optimal policy.
 
     Before the first step, ``num_value_samples`` completions of the frozen reference give each prompt's
@@ -220,11 +197,7 @@ class A2POTrainer(OnlineTrainer):
     Reference: Accelerating RL for LLM reasoning with optimal advantage regression, arXiv:2505.20686.
     """
 
-    config_class: ClassVar[type[A2POConfig]] = A2POConfig
     cuts_prompts = True
-    _tag_names: ClassVar[list[str]] = ["posttrain", "a2po"]
-    _name: ClassVar[str] = "A2PO"
-    _suffix: ClassVar[str] = "A2PO"
     args: A2POConfig
 
     @takes("model, reward_funcs, args, train_dataset, eval_dataset, processing_class, callbacks, optimizers")
@@ -253,7 +226,6 @@ class A2POTrainer(OnlineTrainer):
         self._value_batch = 0  # Number of the batch of value samples; its seed follows from it.
         self._restored: dict[str, Any] = {}
         self._filtered = False
-        self._cut_told = False
 
     def make_reference(self) -> Reference:
         """Always: values and log-ratios are relative to it."""
@@ -303,7 +275,7 @@ class A2POTrainer(OnlineTrainer):
         n = self.args.num_value_samples
         examples = [row for _, row in part for _ in range(n)]
         if not examples:
-            self.roll_out(self.spare_examples(), "value")  # To generate is a collective.
+            self.roll_out([dict(self.spare_example)], "value")  # To generate is a collective.
             return {}
         generation = RolloutBatch(examples, *self.roll_out(examples, "value"))
         table = score_rollouts(self.rewards, generation, self.processing_class, self.state)
@@ -337,10 +309,11 @@ class A2POTrainer(OnlineTrainer):
         return kept
 
     def _open_cache(self) -> ValueCache:
-        sampling = self.sampling("value")
+        model, sampling = self.reference.copy or self.model, self.sampling("value")
         names = [name for name in Sampling.__slots__ if name != "seed"]
         run = fingerprint(
-            model=model_hash(self.reference.copy or self.model),
+            # Without an adapter that is trained: the reference runs without it.
+            model=hash_tensors({name: p for name, p in model.named_parameters() if not p.requires_grad}),
             sampling={name: getattr(sampling, name) for name in names},
             samples=self.args.num_value_samples,
             prompt=[self.args.max_prompt_length, self.args.chat_template_kwargs, self.processing_class.chat_template],
@@ -387,15 +360,10 @@ class A2POTrainer(OnlineTrainer):
 
     # Stage 2: one completion a prompt ----------------------------------------------------------------------------------
 
-    def sample(self, prompts: list[list[int]], sampling: Sampling) -> list[Rollout]:
-        """As every online trainer's; long prompts lose their beginning, so that the question's end stays."""
-        limit = self.args.max_prompt_length
-        if limit is not None and any(len(prompt) > limit for prompt in prompts):
-            if not self._cut_told:
-                logger.warning("prompts of more than max_prompt_length=%d tokens lose their beginning.", limit)
-            self._cut_told = True
-            prompts = [prompt[-limit:] for prompt in prompts]
-        return super().sample(prompts, sampling)
+    @property
+    def prompt_limit(self) -> int | None:
+        """The question's end stays."""
+        return self.args.max_prompt_length
 
     def advantages(self, generation: RolloutBatch, table: RewardTable, mode: str) -> Tensor:
         """``r - V*``; a completion without a reward (or a prompt without a value) is left out."""

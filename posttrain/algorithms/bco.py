@@ -13,8 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from posttrain.algorithms.answers import judged_metrics, sequence_logp
-from posttrain.algorithms.preference import ComparedConfig, PreferenceTrainer
+from posttrain.algorithms.preference import ComparedConfig, PreferenceTrainer, judged_metrics, sequence_logp
 from posttrain.errors import ConfigError, DataError
 from posttrain.integrations import require
 from posttrain.losses.reduce import row_terms
@@ -105,7 +104,7 @@ class BCOConfig(ComparedConfig):
             )
 
 
-class BCOTrainer(PreferenceTrainer):
+class BCOTrainer(PreferenceTrainer, config=BCOConfig):
     """``-lsig(r - delta)`` for a good answer and ``-lsig(-(r - delta))`` for a bad one, with ``r = beta`` times the log-ratio.
 
     delta is the running mean of all rewards so far, those of the current optimiser step included; it is saved with every
@@ -116,15 +115,11 @@ class BCOTrainer(PreferenceTrainer):
     Reference: Binary classifier optimization, arXiv:2404.04656.
     """
 
-    config_class: ClassVar[type[BCOConfig]] = BCOConfig
     judged: ClassVar[bool] = True
     branches: ClassVar[tuple[str, ...]] = ("completion",)
     reference_columns: ClassVar[tuple[str, ...]] = ("ref_logps",)
     needs: frozenset[str] = frozenset({"logp", "entropy", "mean_logit"})
     keep: ClassVar[tuple[str, ...]] = ("label",)
-    _tag_names: ClassVar[list[str]] = ["posttrain", "bco"]
-    _name: ClassVar[str] = "BCO"
-    _suffix: ClassVar[str] = "BCO"
     args: BCOConfig
 
     def __init__(

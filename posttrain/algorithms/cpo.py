@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Literal
 
-from torch import nn
-
-from posttrain.algorithms.answers import branch_sums, likelihood_terms, reference_free_metrics
-from posttrain.algorithms.preference import AnswerConfig, PreferenceTrainer, UnreadFields
+from posttrain.algorithms.preference import (
+    OF_REFERENCE_FREE,
+    AnswerConfig,
+    ReferenceFreeTrainer,
+    UnreadFields,
+    branch_sums,
+    likelihood_terms,
+    reference_free_metrics,
+)
 from posttrain.errors import ConfigError
 from posttrain.losses.divergence import alpha_reward, mean_logp
 from posttrain.losses.preference import CPO_LOSSES
-from posttrain.training.config import attributes, takes
+from posttrain.training.config import attributes
 from posttrain.types import Batch, LossTerms, ModelOutputs, NonNegativeFloat, Share, option
 
 logger = logging.getLogger(__name__)
@@ -60,7 +65,7 @@ class CPOConfig(UnreadFields, AnswerConfig):
 
 @attributes("beta", "label_smoothing", "loss_type", "cpo_alpha", "simpo_gamma", "alpha")
 @attributes("max_length", "truncation_mode", fixed=True)
-class CPOTrainer(PreferenceTrainer):
+class CPOTrainer(ReferenceFreeTrainer, config=CPOConfig, arguments=OF_REFERENCE_FREE):
     """Trains on pairs by the policy's own likelihood.
 
     With R the shaped log-likelihood of an answer and ``u = R+ - R-``: a loss on u, plus ``cpo_alpha`` times the NLL of the
@@ -69,21 +74,7 @@ class CPOTrainer(PreferenceTrainer):
     Reference: CPO, arXiv:2401.08417; SimPO, arXiv:2405.14734; AlphaPO, arXiv:2501.03884.
     """
 
-    config_class: ClassVar[type[CPOConfig]] = CPOConfig
-    compared: ClassVar[bool] = False
-    reference_columns: ClassVar[tuple[str, ...]] = ()
-    needs: frozenset[str] = frozenset({"logp", "entropy", "mean_logit"})
-    _tag_names: ClassVar[list[str]] = ["posttrain", "cpo"]
-    _name: ClassVar[str] = "CPO"
-    _suffix: ClassVar[str] = "CPO"
     args: CPOConfig
-
-    @takes(
-        "model, args, data_collator, train_dataset, eval_dataset, processing_class, model_init, callbacks, optimizers, "
-        "preprocess_logits_for_metrics, peft_config, compute_metrics"
-    )
-    def __init__(self, model: str | nn.Module, args: Any = None, **kwargs: Any) -> None:
-        super().__init__(model, None, args, **kwargs)
 
     def objective(self, outputs: ModelOutputs, batch: Batch) -> LossTerms:
         """The preference term and the likelihood of the chosen answers."""

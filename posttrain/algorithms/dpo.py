@@ -9,8 +9,15 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from posttrain.algorithms.answers import answer_mask, pair_metrics, sequence_logp
-from posttrain.algorithms.preference import PRECOMPUTED, ComparedConfig, PreferenceTrainer
+from posttrain.algorithms.preference import (
+    OF_COMPARED,
+    PRECOMPUTED,
+    ComparedConfig,
+    PreferenceTrainer,
+    answer_mask,
+    pair_metrics,
+    sequence_logp,
+)
 from posttrain.errors import ConfigError, check_choice
 from posttrain.losses.divergence import desensitized_sum, pair_values, wpo_weight
 from posttrain.losses.likelihood import nll
@@ -156,7 +163,7 @@ def _pair_weight(out: ModelOutputs, batch: Batch, logp: Tensor, length: Tensor) 
 
 @attributes("beta", "loss_weights", "f_divergence_type", "f_alpha_divergence_coef", "label_smoothing", "padding_free")
 @attributes("ld_alpha", "use_weighting", loss_types="args.loss_type", **PRECOMPUTED, fixed=True)
-class DPOTrainer(PreferenceTrainer):
+class DPOTrainer(PreferenceTrainer, config=DPOConfig):
     """Trains on preference pairs; a pair's prompt is computed once, by the policy and by the reference.
 
     Without ``ref_model`` the reference is a frozen copy of the **given** weights, or the same model with a new adapter off.
@@ -166,22 +173,15 @@ class DPOTrainer(PreferenceTrainer):
     Reference: Direct preference optimization, arXiv:2305.18290.
     """
 
-    config_class: ClassVar[type[DPOConfig]] = DPOConfig
     takes_images: bool = True
     needs: frozenset[str] = frozenset({"logp", "entropy", "correct", "mean_logit"})
-    _tag_names: ClassVar[list[str]] = ["posttrain", "dpo"]
-    _name: ClassVar[str] = "DPO"
-    _suffix: ClassVar[str] = "DPO"
     _paper: ClassVar[dict[str, str]] = {
         "title": "Direct Preference Optimization: Your Language Model is Secretly a Reward Model",
         "id": "2305.18290",
     }
     args: DPOConfig
 
-    @takes(
-        "model, ref_model, args, data_collator, train_dataset, eval_dataset, processing_class, compute_metrics, "
-        "callbacks, optimizers, quantization_config, peft_config"
-    )
+    @takes(OF_COMPARED)
     def __init__(
         self, model: str | nn.Module, ref_model: nn.Module | None = None, args: DPOConfig | None = None, **kwargs: Any
     ) -> None:

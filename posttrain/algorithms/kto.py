@@ -8,10 +8,16 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from posttrain.algorithms.answers import judged_metrics, sequence_logp
-from posttrain.algorithms.preference import PRECOMPUTED, ComparedConfig, PreferenceTrainer
+from posttrain.algorithms.preference import (
+    OF_COMPARED,
+    PRECOMPUTED,
+    ComparedConfig,
+    PreferenceTrainer,
+    judged_metrics,
+    sequence_logp,
+)
 from posttrain.data.forest import collate
 from posttrain.errors import ConfigError
 from posttrain.losses.reduce import row_terms
@@ -20,7 +26,7 @@ from posttrain.metrics import mean
 from posttrain.models import parallel
 from posttrain.models.forward import forward
 from posttrain.models.reference import Reference, precomputed_logps
-from posttrain.training.config import attributes, takes
+from posttrain.training.config import attributes
 from posttrain.training.pictures import PictureConfig
 from posttrain.types import Batch, LossTerms, ModelOutputs, NonNegativeFloat, Row, option
 
@@ -92,7 +98,7 @@ def fixed_partners(prompts: Sequence[Sequence[int]], seed: int) -> list[int | No
 
 @attributes("beta", "desirable_weight", "undesirable_weight")
 @attributes("loss_type", **PRECOMPUTED, fixed=True)
-class KTOTrainer(PreferenceTrainer):
+class KTOTrainer(PreferenceTrainer, config=KTOConfig, arguments=OF_COMPARED):
     """Trains on prompts with one answer and a label each; pairs are taken apart.
 
     The baseline z0 is the mean log-ratio of answers to other prompts of the same batch, over the whole optimiser step and
@@ -102,32 +108,19 @@ class KTOTrainer(PreferenceTrainer):
     Reference: KTO, arXiv:2402.01306.
     """
 
-    config_class: ClassVar[type[KTOConfig]] = KTOConfig
     takes_images: bool = True
     judged: ClassVar[bool] = True
     branches: ClassVar[tuple[str, ...]] = ("completion",)
     reference_columns: ClassVar[tuple[str, ...]] = ("ref_logps",)
     needs: frozenset[str] = frozenset({"logp", "entropy", "mean_logit"})
-    _tag_names: ClassVar[list[str]] = ["posttrain", "kto"]
-    _name: ClassVar[str] = "KTO"
-    _suffix: ClassVar[str] = "KTO"
     _paper: ClassVar[dict[str, str]] = {
         "title": "KTO: Model Alignment as Prospect Theoretic Optimization",
         "id": "2402.01306",
     }
     keep: ClassVar[tuple[str, ...]] = ("label", "KL_completion_ids", "ref_KL_logps")
     no_rows = ((), ())
+    baseline = torch.zeros(())  # z0 of the optimiser step.
     args: KTOConfig
-
-    @takes(
-        "model, ref_model, args, data_collator, train_dataset, eval_dataset, processing_class, compute_metrics, "
-        "callbacks, optimizers, quantization_config, peft_config"
-    )
-    def __init__(
-        self, model: str | nn.Module, ref_model: nn.Module | None = None, args: Any = None, **kwargs: Any
-    ) -> None:
-        self.baseline = torch.zeros(())
-        super().__init__(model, ref_model, args, **kwargs)
 
     def collator(self) -> Any:
         """Judged rows and, for the baseline, the same prompts with their partners' answers."""

@@ -11,13 +11,13 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from posttrain.errors import ConfigError, DataError, RewardError
+from posttrain.errors import ConfigError, RewardError
 from posttrain.losses.advantages import weighted_total
 from posttrain.losses.preference import sigmoid, squared_gap
 from posttrain.losses.reduce import sequence_sum
 from posttrain.metrics import Metric, mean
 from posttrain.models import parallel
-from posttrain.models.reference import Reference, tell_own_checkpoint
+from posttrain.models.reference import Reference, check_reference, tell_own_checkpoint
 from posttrain.models.vision import install_pictures
 from posttrain.rewards.judges import BaseJudge, JudgeReward, PairRewards
 from posttrain.rewards.model import WholeTextReward
@@ -35,9 +35,7 @@ from posttrain.types import (
     PositiveFloat,
     PositiveInt,
     PositiveShare,
-    Prompt,
     Rollout,
-    Sampling,
     option,
 )
 
@@ -187,7 +185,7 @@ def pair_terms(
     return terms, metrics
 
 
-class OnlineDPOTrainer(OnlineTrainer):
+class OnlineDPOTrainer(OnlineTrainer, config=OnlineDPOConfig):
     """Samples two completions a prompt and raises the better one over the other, relative to a reference.
 
     The first completion is chosen where its reward is above the other's, or a judge prefers it; equal ones are ties and
@@ -214,14 +212,11 @@ class OnlineDPOTrainer(OnlineTrainer):
     >>> trainer.train()  # doctest: +SKIP
     """
 
-    config_class: ClassVar[type[OnlineDPOConfig]] = OnlineDPOConfig
     takes_images: bool = True
     cuts_prompts = True
     runner_class = PairRewards
     keep_groups_together: ClassVar[bool] = True
-    _tag_names: ClassVar[list[str]] = ["posttrain", "online-dpo"]
     _name: ClassVar[str] = "Online DPO"
-    _suffix: ClassVar[str] = "OnlineDPO"
     _paper: ClassVar[dict[str, str]] = {
         "title": "Direct Language Model Alignment from Online AI Feedback",
         "id": "2402.04792",
@@ -263,7 +258,7 @@ class OnlineDPOTrainer(OnlineTrainer):
             processing_class=processing_class,
             **kwargs,
         )
-        self._ties_told = self._cut_told = False
+        self._ties_told = False
 
     def _check_given(self, model: Any, reward_funcs: Any, args: Any, data_collator: Any, tokenizer: Any) -> None:
         if (reward_funcs is None) == (self.judge is None):
@@ -273,10 +268,8 @@ class OnlineDPOTrainer(OnlineTrainer):
             raise ConfigError("processing_class is missing: give the model's tokenizer.")
         if data_collator is not None:
             raise ConfigError("data_collator must be None: prompts have nothing to collate before they are completed.")
-        if self._given_reference is not None and self._given_reference is model:
-            raise ConfigError(
-                "ref_model is the model itself, which moves as it is trained. Leave it out, or load it again."
-            )
+        if self._given_reference is not None:
+            check_reference(self._given_reference, model)
         for name in ("missing_eos_penalty", "reward_weights", "reward_transform") if self.judge is not None else ():
             if getattr(args, name, None) is not None:
                 raise ConfigError(
@@ -331,21 +324,10 @@ class OnlineDPOTrainer(OnlineTrainer):
             completions = [c + end if isinstance(c, str) else c for c, end in zip(completions, ends, strict=True)]
         return rollouts, completions
 
-    def sample(self, prompts: list[list[int]], sampling: Sampling) -> list[Rollout]:
-        """Cut prompts to what ``max_length`` leaves them, then sample: the loss reads the same cut prompts."""
-        room = self.args.max_length - self.args.max_new_tokens
-        long = sum(len(prompt) > room for prompt in prompts)
-        if long and not self._cut_told:
-            self._cut_told = True
-            logger.warning(
-                "%d of %d prompts lose their beginning: max_length leaves them %d tokens.", long, len(prompts), room
-            )
-        if any(len(prompt) > room and Prompt.pictures_of(prompt) for prompt in prompts):
-            raise DataError(
-                f"a prompt with images is longer than the {room} tokens that max_length leaves it, and a cut would go through an "
-                "image. Fix: a larger max_length, or smaller images."
-            )
-        return super().sample([prompt if len(prompt) <= room else prompt[-room:] for prompt in prompts], sampling)
+    @property
+    def prompt_limit(self) -> int:
+        """What ``max_length`` leaves of a prompt: the loss reads the same cut prompts."""
+        return self.args.max_length - self.args.max_new_tokens
 
     # Scores and preferences --------------------------------------------------------------------------------------
 

@@ -5,15 +5,21 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from torch import nn
 from torch.nn import functional as F
 
-from posttrain.algorithms.answers import branch_sums, likelihood_terms, reference_free_metrics
-from posttrain.algorithms.preference import AnswerConfig, PreferenceTrainer, UnreadFields
+from posttrain.algorithms.preference import (
+    OF_REFERENCE_FREE,
+    AnswerConfig,
+    ReferenceFreeTrainer,
+    UnreadFields,
+    branch_sums,
+    likelihood_terms,
+    reference_free_metrics,
+)
 from posttrain.losses.divergence import mean_logp
 from posttrain.losses.preference import log_odds_ratio, orpo
 from posttrain.metrics import mean
-from posttrain.training.config import attributes, takes
+from posttrain.training.config import attributes
 from posttrain.types import Batch, LossTerms, ModelOutputs, PositiveFloat, Row, option
 
 
@@ -30,7 +36,7 @@ class ORPOConfig(UnreadFields, AnswerConfig):
 
 @attributes("beta")
 @attributes("max_length", "truncation_mode", fixed=True)
-class ORPOTrainer(PreferenceTrainer):
+class ORPOTrainer(ReferenceFreeTrainer, config=ORPOConfig, arguments=OF_REFERENCE_FREE):
     """``NLL(prompt and chosen) - beta lsig(log-odds ratio)``, without a reference.
 
     The NLL is a mean over the prompts' and chosen answers' tokens of the whole optimiser step.
@@ -38,25 +44,11 @@ class ORPOTrainer(PreferenceTrainer):
     Reference: ORPO, arXiv:2403.07691, equations 6 and 7.
     """
 
-    config_class: ClassVar[type[ORPOConfig]] = ORPOConfig
-    compared: ClassVar[bool] = False
-    reference_columns: ClassVar[tuple[str, ...]] = ()
-    needs: frozenset[str] = frozenset({"logp", "entropy", "mean_logit"})
-    _tag_names: ClassVar[list[str]] = ["posttrain", "orpo"]
-    _name: ClassVar[str] = "ORPO"
-    _suffix: ClassVar[str] = "ORPO"
     _paper: ClassVar[dict[str, str]] = {
         "title": "ORPO: Monolithic Preference Optimization without Reference Model",
         "id": "2403.07691",
     }
     args: ORPOConfig
-
-    @takes(
-        "model, args, data_collator, train_dataset, eval_dataset, processing_class, model_init, callbacks, optimizers, "
-        "preprocess_logits_for_metrics, peft_config, compute_metrics"
-    )
-    def __init__(self, model: str | nn.Module, args: Any = None, **kwargs: Any) -> None:
-        super().__init__(model, None, args, **kwargs)
 
     def rows(self, examples: list[dict[str, Any]]) -> list[Row]:
         """Pairs whose prompts are trained, once each."""

@@ -6,47 +6,36 @@ import contextlib
 import functools
 import itertools
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
-import datasets
 import torch
 from torch import Tensor, nn
 
-from posttrain.algorithms.answers import as_label, check_labels, likelihood_mask, sequence_logp
 from posttrain.checks.pairs import (
-    AGREEMENT_CODES,
     JUDGED_CODES,
     PAIR_CODES,
-    SecondSight,
-    check_agreement,
+    ROW_NUMBER,
+    PairWatch,
     check_judged,
     check_pairs,
-    check_second_sight,
-    reference_mismatch,
     reference_prefers_rejected,
 )
-from posttrain.checks.rules import check_log
 from posttrain.data.chat import terminal_token_ids
 from posttrain.data.forest import unbatched_answers
-from posttrain.data.formats import PreparationReport, maybe_convert_to_chatml
-from posttrain.data.preference import (
-    AnswerOptions,
-    answer_rows,
-    extract_and_unpair,
-    maybe_extract_prompt,
-    prepare_answers,
-)
+from posttrain.data.formats import ROW as NUMBER
+from posttrain.data.formats import PreparationReport
+from posttrain.data.preference import AnswerOptions, answer_rows, extract_and_unpair, prepare_answers
 from posttrain.errors import ArgumentTypeError, ConfigError, DataError
-from posttrain.losses.reduce import sequence_lengths
+from posttrain.losses.likelihood import nll
+from posttrain.losses.reduce import row_terms, sequence_lengths, sequence_sum
+from posttrain.metrics import Metric, mean
 from posttrain.models import parallel
 from posttrain.models.forward import forward
 from posttrain.models.reference import Reference, check_reference, precomputed_logps, tell_own_checkpoint
 from posttrain.models.vision import install_pictures
-from posttrain.training.checks import Checks
 from posttrain.training.config import PostTrainingConfig
-from posttrain.training.data_report import note_suspects
 from posttrain.training.trainer import PostTrainer
 from posttrain.types import (
     Batch,
@@ -63,158 +52,184 @@ from posttrain.types import (
 logger = logging.getLogger(__name__)
 
 
-ROW_NUMBER = "row_number"  # Column of the prepared training set, where the run will meet its pairs more than once.
-JUDGED = 512  # Pairs that a reward model is shown.
-EXCERPT = 200  # Characters of a text in suspect_pairs.jsonl.
+# Arguments that have a position, of trainers that compare with a reference, and of those without one.
+OF_COMPARED = (
+    "model, ref_model, args, data_collator, train_dataset, eval_dataset, processing_class, compute_metrics, callbacks, "
+    "optimizers, quantization_config, peft_config"
+)
+OF_REFERENCE_FREE = (
+    "model, args, data_collator, train_dataset, eval_dataset, processing_class, model_init, callbacks, optimizers, "
+    "preprocess_logits_for_metrics, peft_config, compute_metrics"
+)
 PRECOMPUTED = {"precompute_ref_logps": "args.precompute_ref_log_probs"}  # TRL's name of the attribute.
-Pair = tuple[int, Any, Any, Any]  # Number, prompt, chosen, rejected.
+SORTED = 10  # Batches that one label may fill in a row.
+BALANCED = 1.33  # Good answers may weigh this much more than bad ones, in all (KTO, section 4.2).
 
 
-class PairWatch:
-    """Asks whether chosen answers are really better: by a reward model, by the reference, by margins seen twice.
+# Answers by sequence, and what is logged of them ----------------------------------------------------------------------
+
+
+def sequence_logp(logp: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+    """Summed log-probs ``(S,)`` of the completions, and how many tokens they have, ``(S,)`` float."""
+    total = sequence_sum(logp.float(), batch.loss_mask, batch.sequence, batch.num_sequences)
+    return total, sequence_lengths(batch.loss_mask, batch.sequence, batch.num_sequences)
+
+
+def answer_mask(batch: Batch, size: int, which: int) -> Tensor:
+    """``(B, T)`` trained tokens of one answer of each row: the ``which``-th of ``size``."""
+    wanted = torch.tensor([origin % size == which for origin in batch.origin], device=batch.sequence.device)
+    return batch.loss_mask & (batch.sequence >= 0) & wanted[batch.sequence.clamp_min(0)]
+
+
+def logit_metrics(out: ModelOutputs, **masks: Tensor) -> dict[str, Metric]:
+    """``logits/<side>``: mean over a side's trained tokens, a mask ``(B, T)`` each, of the mean logit over the vocabulary."""
+    assert out.mean_logit is not None
+    return {f"logits/{side}": mean(out.mean_logit, mask) for side, mask in masks.items()}
+
+
+def pair_metrics(
+    out: ModelOutputs, batch: Batch, values: dict[str, Tensor], beta: float, pairs: Sequence[tuple[Tensor, ...]]
+) -> dict[str, Metric]:
+    """What every method on pairs with a reference logs; rewards are ``beta`` times the log-ratio, whatever the loss."""
+    rewards = [beta * values[f"{side}_ratio"] for side in ("chosen", "rejected")]
+    chosen, rejected = (answer_mask(batch, 2, which) for which in (0, 1))
+    policy, _, (length_c, length_r), _ = pairs
+    assert out.correct is not None
+    return {
+        **_reward_metrics(out, batch, rewards, policy),
+        "completions/chosen_length": mean(length_c),
+        "completions/rejected_length": mean(length_r),
+        "mean_token_accuracy": mean(out.correct.float(), chosen),
+        **logit_metrics(out, chosen=chosen, rejected=rejected),
+    }
+
+
+def _reward_metrics(
+    out: ModelOutputs, batch: Batch, rewards: Sequence[Tensor], logps: Sequence[Tensor]
+) -> dict[str, Metric]:
+    """Rewards and log-probs of chosen and rejected answers, ``(P,)`` each, and the entropy of all trained tokens."""
+    assert out.entropy is not None
+    chosen, rejected = (reward.detach() for reward in rewards)
+    return {
+        "rewards/chosen": mean(chosen),
+        "rewards/rejected": mean(rejected),
+        "rewards/margins": mean(chosen - rejected),
+        "rewards/accuracies": mean((chosen > rejected).float()),
+        "logps/chosen": mean(logps[0]),
+        "logps/rejected": mean(logps[1]),
+        "entropy": mean(out.entropy, batch.loss_mask),
+    }
+
+
+def reference_free_metrics(out: ModelOutputs, batch: Batch, rewards: Tensor, logps: Tensor) -> dict[str, Metric]:
+    """What methods without a reference log; ``rewards`` and ``logps`` are ``(P, branches)``, chosen and rejected first."""
+    size = batch.num_sequences // len(rewards)
+    found = _reward_metrics(out, batch, (rewards[:, 0], rewards[:, 1]), (logps[:, 0], logps[:, 1]))
+    return found | logit_metrics(out, chosen=answer_mask(batch, size, 0), rejected=answer_mask(batch, size, 1))
+
+
+def judged_metrics(out: ModelOutputs, batch: Batch, rewards: Tensor, logp: Tensor, good: Tensor) -> dict[str, Metric]:
+    """Rewards and log-probs by label, sums and counts so that a batch of one label counts for what it has."""
+    assert out.entropy is not None
+    rewards, logp = rewards.detach(), logp.detach()
+    found: dict[str, Metric] = {}
+    for name, kept in (("chosen", good), ("rejected", ~good)):
+        if bool(kept.any()):
+            found[f"rewards/{name}"] = mean(rewards, kept)
+            found[f"logps/{name}"] = mean(logp, kept)
+            on_side = batch.loss_mask & kept[batch.sequence.clamp_min(0)]
+            found |= logit_metrics(out, **{name: on_side})
+    found["entropy"] = mean(out.entropy, batch.loss_mask)
+    return found
+
+
+def branch_sums(out: ModelOutputs, batch: Batch, branches: int) -> tuple[Tensor, Tensor]:
+    """Summed log-probs and lengths by row and branch, ``(P, branches)`` each."""
+    assert out.logp is not None
+    logp, length = sequence_logp(out.logp, batch)
+    return batch.grouped(logp, branches), batch.grouped(length, branches)
+
+
+def likelihood_mask(batch: Batch, branches: int, branch: int) -> Tensor:
+    """``(B, T)`` tokens whose likelihood is raised: one branch of each row, and trained prompts."""
+    return answer_mask(batch, branches, branch) | batch.loss_mask & (batch.sequence < 0)
+
+
+def likelihood_terms(
+    terms: Tensor,
+    out: ModelOutputs,
+    batch: Batch,
+    metrics: dict[str, Metric],
+    *,
+    weight: float,
+    branches: int,
+    branch: int,
+) -> LossTerms:
+    """One term a row ``(P,)``, a mean over the step's rows, and ``weight`` times the NLL, a mean over its tokens."""
+    assert out.logp is not None
+    loss = row_terms(batch, terms, branches=branches, metrics=metrics)
+    if weight:
+        mask = likelihood_mask(batch, branches, branch)
+        loss.extra.append(LossTerms(weight * nll(out.logp), mask, "token", count="likelihood"))
+        metrics["nll_loss"] = mean(nll(out.logp), mask)
+    return loss
+
+
+def as_label(label: Any, index: int) -> bool:
+    """A label as a bool.
+
+    Raises:
+        DataError: It is neither True nor False (nor 1 nor 0).
+    """
+    if isinstance(label, bool) or label in (0, 1):
+        return bool(label)
+    raise DataError(
+        f"row {index}, column 'label': {label!r} must be True or False (0 and 1 are read so). A text is true whatever it says: "
+        "convert the column."
+    )
+
+
+def check_labels(labels: Sequence[Any], args: Any, *, training: bool) -> None:
+    """Refuse labels that are no bool; warn of a training set that is sorted by label or out of balance.
 
     Args:
-        args: `AnswerConfig`.
-        checks: Of the run; findings are reported through it.
-        tokenizer: Of the policy.
-        branches: Columns of the answers.
-        compared: Whether the loss compares policy and reference.
-        given: Whether the reference was given, rather than made of the policy.
+        labels: One a row.
+        args: `AnswerConfig`, with ``desirable_weight`` and ``undesirable_weight`` where the method has them.
+        training: Whether it is the training set.
+
+    Raises:
+        DataError: A label that is neither True nor False.
     """
-
-    def __init__(
-        self, args: Any, checks: Checks, tokenizer: Any, branches: tuple[str, ...], *, compared: bool, given: bool
-    ) -> None:
-        self.args, self.checks, self.tokenizer, self.branches = args, checks, tokenizer, branches
-        self.compared, self.given = compared, given
-        self.sight = SecondSight()
-        self._begun = False
-        # Margins stay on the device until the next log line, so that no step waits for them.
-        self._margins: list[tuple[int, Tensor, Tensor]] = []
-
-    # A reward model's opinion ------------------------------------------------------------------------------------
-
-    def agreement(self, raw: Any, accelerator: Any) -> None:
-        """Show up to 512 pairs to the reward model that ``pair_reward_model`` names; every rank must call it."""
-        if self.args.pair_reward_model is None or not self.checks.preflight.active:
-            return
-        pairs = list(itertools.islice(self._text_pairs(raw), JUDGED))
-        with self.checks.preflight.record_check("data", AGREEMENT_CODES):
-            mine = parallel.run_and_share(lambda: self._scores(pairs, accelerator), accelerator)
-            scores = dict(parallel.all_gather_objects(mine, accelerator))
-            self.checks.report([check_agreement(scores, str(self.args.pair_reward_model))])
-        against = {number for number, (good, bad) in scores.items() if bad > good}
-        if accelerator.is_main_process:
-            rows = [{"row": n, "prompt": _text(p), "chosen": _text(c), "rejected": _text(r)} for n, p, c, r in pairs]
-            reason = f"{self.args.pair_reward_model} prefers the rejected answer"
-            note_suspects(self.args.output_dir, reason, [row for row in rows if row["row"] in against])
-
-    def _text_pairs(self, raw: Any) -> Iterator[Pair]:
-        """Pairs as they were given, spread over the set; of a stream its first ones."""
-        if not {"chosen", "rejected"} <= set(raw.column_names or ()):
-            raise ConfigError(
-                f"pair_reward_model={self.args.pair_reward_model!r} judges columns 'chosen' and 'rejected', and the training "
-                f"set has {raw.column_names}. Leave it out, or give pairs."
-            )
-        if isinstance(raw, datasets.IterableDataset):
-            rows: Iterable[tuple[int, Any]] = enumerate(raw)
-        else:
-            take = min(JUDGED, len(raw))
-            rows = ((i, raw[i]) for i in (len(raw) * k // take for k in range(take)))
-        for number, row in rows:
-            if row["chosen"] and row["rejected"] and row["chosen"] != row["rejected"]:
-                parted = maybe_extract_prompt(maybe_convert_to_chatml(row))
-                yield number, parted["prompt"], parted["chosen"], parted["rejected"]
-
-    def _scores(self, pairs: Sequence[Pair], accelerator: Any) -> list[tuple[int, tuple[float, float]]]:
-        """Scores of one pair in so many, as there are processes."""
-        from posttrain.rewards.model import ModelReward
-
-        mine = pairs[accelerator.process_index :: accelerator.num_processes]
-        judge = ModelReward(
-            self.args.pair_reward_model,
-            batch_size=self.args.per_device_eval_batch_size,
-            trust_remote_code=self.args.trust_remote_code,
-        ).to(self.args.device)
-        judge.probe()
-        prompts = [prompt for _, prompt, _, _ in mine]
-        good, bad = (judge(prompts, [pair[side] for pair in mine]) for side in (2, 3))
-        return [(pair[0], scores) for pair, scores in zip(mine, zip(good, bad, strict=True), strict=True)]
-
-    # Margins -----------------------------------------------------------------------------------------------------
-
-    def numbered(self, prepared: Any) -> Any:
-        """The prepared training set with a number for each pair, where the run will meet pairs more than once."""
-        args = self.args
-        if not self.compared or len(self.branches) != 2 or not isinstance(prepared, datasets.Dataset):
-            return prepared
-        # Margins against a reference that moves begin anew with each of its moves.
-        if args.preflight == "off" or getattr(args, "sync_ref_model", False) or not len(prepared):
-            return prepared
-        batch = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
-        epochs = args.max_steps * batch / len(prepared) if args.max_steps > 0 else args.num_train_epochs
-        if epochs <= 1 or ROW_NUMBER in prepared.column_names:
-            return prepared
-        return prepared.add_column(ROW_NUMBER, list(range(len(prepared))))
-
-    @torch.no_grad()
-    def see(
-        self, batch: Batch, log_ratio: Callable[[], Tensor], *, step: int, half: bool, loss: float | None, main: bool
-    ) -> None:
-        """One training pass: before the first update policy and reference must agree; margins are kept.
-
-        Args:
-            batch: The pass.
-            log_ratio: Gives ``(S,)`` log-ratios of policy to reference, summed as the loss sums them.
-            step: Optimiser steps taken.
-            half: Whether the policy computes in half precision.
-            loss: The mean loss where it must be ln 2 before the first update; else None.
-            main: Whether this is the main process.
-        """
-        begins, self._begun = not self._begun, True
-        numbered = ROW_NUMBER in batch.columns and main
-        if not (numbered or (begins and step == 0)):
-            return
-        ratio = log_ratio()
-        if begins and step == 0:
-            length = sequence_lengths(batch.loss_mask, batch.sequence, batch.num_sequences)
-            gap = float((ratio.abs() / length).max())
-            with self.checks.preflight.record_check("first_batch", ("PT-P001",)):
-                self.checks.report([reference_mismatch(gap, half=half, loss=loss, given=self.given)])
-        if numbered:
-            chosen, rejected = batch.grouped(ratio, 2).unbind(1)
-            self._margins.append((step, batch.grouped(batch.columns[ROW_NUMBER], 2)[:, 0], chosen - rejected))
-
-    def log_checks(self, logs: dict[str, float], state: Any, raw: Any, prepared: Any) -> Iterable[Finding | None]:
-        """What the rewards of pairs say; of margins seen twice, those of the main process's pairs."""
-        yield from check_log(state.log_history, "P")
-        for step, numbers, margins in self._margins:
-            progress = step / max(int(state.max_steps or 0), 1)
-            self.sight.see(step, numbers.long().tolist(), margins.tolist(), progress=progress)
-        self._margins = []
-        if self.sight.due():
-            found = check_second_sight(list(self.sight.margins.values()))
-            if found is not None:
-                self._note_margins(raw, prepared)
-            yield found
-
-    def _note_margins(self, raw: Any, prepared: Any) -> None:
-        """Write the suspects down; numbers are those of the given set where preparation left nothing out."""
-        same = hasattr(raw, "__len__") and len(raw) == len(prepared)
-        decode, rows = self.tokenizer.decode, []
-        for number in self.sight.suspects():
-            row = prepared[number]
-            texts = {name: decode(row[f"{name}_ids"])[:EXCERPT] for name in ("prompt", *self.branches)}
-            margin = self.sight.margins[number]
-            rows.append({"row" if same else "prepared_row": number, "margin": round(margin, 4), **texts})
-        note_suspects(self.args.output_dir, "its margin stays negative on second sight", rows)
+    good = [as_label(label, index) for index, label in enumerate(labels)]
+    if not training:
+        return
+    longest = max((len(list(run)) for _, run in itertools.groupby(good)), default=0)
+    ordered = args.train_sampling_strategy == "sequential"
+    if ordered and len(set(good)) > 1 and longest > SORTED * args.per_device_train_batch_size:
+        logger.warning(
+            "train_sampling_strategy='sequential', and %d rows in a row have the same label, more than %d batches of %d, "
+            "which hold nothing to compare. Leave it out, or shuffle the dataset.",
+            longest, SORTED, args.per_device_train_batch_size,
+        )  # fmt: skip
+    weights = [getattr(args, f"{side}_weight", 1.0) for side in ("desirable", "undesirable")]
+    _check_balance(sum(good), len(good) - sum(good), *weights)
 
 
-def _text(value: Any) -> str:
-    from posttrain.checks.rows import answers_of
+def _check_balance(good: int, bad: int, good_weight: float, bad_weight: float) -> None:
+    if good == 0 or bad == 0:
+        logger.warning("all %d labels are %s: there is nothing to compare with.", good + bad, good > 0)
+    ratio = max(good, 1) * good_weight / (max(bad, 1) * bad_weight)
+    if good == bad or 1.0 <= round(ratio, 2) <= BALANCED:
+        return
+    logger.warning(
+        "%d good and %d bad answers, weighted, count %.2f : 1; between 1 and %.2f is advised. Set desirable_weight in "
+        "[%.2f, %.2f], or undesirable_weight in [%.2f, %.2f], not both.",
+        good, bad, ratio, BALANCED, good_weight / ratio, BALANCED * good_weight / ratio,
+        bad_weight * ratio / BALANCED, bad_weight * ratio,
+    )  # fmt: skip
 
-    return answers_of(value)[:EXCERPT]
 
+# What configs and trainers share ------------------------------------------------------------------------------------
 
 CHECKED_ROWS = 1000
 
@@ -299,12 +314,8 @@ def check_given(model: Any, ref_model: Any, tokenizer: Any) -> None:
             f"ref_model={ref_model!r} must be a loaded model. Load it with create_model_from_path({ref_model!r}), or leave "
             "it out to take the weights of the model itself."
         )
-    if ref_model is not None and ref_model is model:
-        raise ConfigError(
-            "ref_model is the model itself, so both would move together. Leave it out to take a frozen copy."
-        )
     if ref_model is not None:
-        check_reference(ref_model)
+        check_reference(ref_model, model)
     if tokenizer is not None and not hasattr(tokenizer, "decode"):
         raise ArgumentTypeError(
             f"processing_class must be a tokenizer, not {type(tokenizer).__name__}. Load it with "
@@ -452,7 +463,7 @@ class PreferenceTrainer(PostTrainer):
         """Tokenise one set, as `prepare_answers` does; check labels, and what came of the first rows of the training set."""
         if self.judged:
             dataset = extract_and_unpair(dataset, self.args.dataset_num_proc)
-        keep = (*self.reference_columns, *self.keep)
+        keep = (*self.reference_columns, *self.keep, NUMBER)
         about: dict[str, Any] = {"name": name, "num_proc": self.args.dataset_num_proc, "keep": keep}
         if self.vision.reader is not None:
             prepared, self.reports[name] = self.vision.prepare_rows(dataset, branches=self.branches, **about)
@@ -572,3 +583,14 @@ class PreferenceTrainer(PostTrainer):
     def starts_at_ln_2(self) -> bool:
         """Whether the loss is exactly ln 2 as long as the policy is its own reference."""
         return False
+
+
+class ReferenceFreeTrainer(PreferenceTrainer):
+    """Answers by the policy's own likelihood: there is no reference to compare with."""
+
+    compared: ClassVar[bool] = False
+    reference_columns: ClassVar[tuple[str, ...]] = ()
+    needs: frozenset[str] = frozenset({"logp", "entropy", "mean_logit"})
+
+    def __init__(self, model: str | nn.Module, args: Any = None, **kwargs: Any) -> None:
+        super().__init__(model, None, args, **kwargs)

@@ -64,7 +64,7 @@ def reward_objective(out: ModelOutputs, batch: Batch, *, center: float | None) -
     return row_terms(batch, loss, branches=2, metrics=metrics)
 
 
-class RewardTrainer(PostTrainer):
+class RewardTrainer(PostTrainer, config=RewardConfig):
     """Trains a sequence classifier with one output on preference pairs; a pair's prompt is computed once.
 
     The score is read at the true last token of each answer, found by position: a pad token that equals eos changes nothing.
@@ -75,15 +75,12 @@ class RewardTrainer(PostTrainer):
     Reference: Training a helpful and harmless assistant, arXiv:2204.05862.
     """
 
-    config_class: ClassVar[type[RewardConfig]] = RewardConfig
     needs: frozenset[str] = frozenset({"scores"})
     generative: ClassVar[bool] = False
     keep_groups_together: ClassVar[bool] = True
     takes_collator: ClassVar[bool] = True
     answers_per_row = 2
     _tag_names: ClassVar[list[str]] = ["posttrain", "reward-trainer"]
-    _name: ClassVar[str] = "Reward"
-    _suffix: ClassVar[str] = "Reward"
     args: RewardConfig
 
     @takes(

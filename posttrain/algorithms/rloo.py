@@ -117,7 +117,7 @@ def rloo_objective(out: ModelOutputs, batch: Batch, cfg: RLOOConfig) -> LossTerm
 
 @attributes(*SETTABLE, "normalize_advantages", "reward_clip_range", **SETTABLE_PATHS)
 @attributes(*FIXED, **FIXED_PATHS, fixed=True)
-class RLOOTrainer(OnlineTrainer):
+class RLOOTrainer(OnlineTrainer, config=RLOOConfig):
     """REINFORCE with the mean of a prompt's other completions as the baseline; the KL is part of the reward.
 
     Args:
@@ -139,12 +139,8 @@ class RLOOTrainer(OnlineTrainer):
     >>> trainer.train()  # doctest: +SKIP
     """
 
-    config_class: ClassVar[type[RLOOConfig]] = RLOOConfig
     takes_images: bool = True
     needs: frozenset[str] = frozenset({"logp", "entropy"})
-    _tag_names: ClassVar[list[str]] = ["posttrain", "rloo"]
-    _name: ClassVar[str] = "RLOO"
-    _suffix: ClassVar[str] = "RLOO"
     _paper: ClassVar[dict[str, str]] = {
         "title": "Back to Basics: Revisiting REINFORCE Style Optimization for Learning from Human Feedback in LLMs",
         "id": "2402.14740",
@@ -179,10 +175,7 @@ class RLOOTrainer(OnlineTrainer):
         advantages = leave_one_out_advantages(totals, size)
         if args.normalize_advantages:
             advantages = self.reward_watch.bounded(standardized(advantages, ~totals.isnan()), mode)
-        scored = stats.totals[~stats.totals.isnan()]
-        whole = float(scored.std()) if scored.numel() > 1 else 0.0
-        std = {"reward_std": whole, "frac_reward_zero_std": stats.zero_std_share}
-        self.reward_watch.log(generation, table, stats.totals, advantages, mode, **std)
+        self.reward_watch.log(generation, table, stats.totals, advantages, mode, stats.zero_std_share)
         return advantages
 
     def _charged_kl(self, generation: RolloutBatch, mode: str) -> Tensor:

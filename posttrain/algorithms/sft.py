@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from posttrain.data.forest import unbatched
-from posttrain.data.formats import PreparationReport
+from posttrain.data.formats import ROW, PreparationReport
 from posttrain.data.sft import (
     SupervisedOptions,
     check_prepared,
@@ -122,21 +122,17 @@ def sft_objective(out: ModelOutputs, batch: Batch, *, loss_type: str, smoothing:
 
 @attributes("padding_free")
 @attributes(fixed=True, completion_only_loss="args.completion_only_loss or prompts_are_given")
-class SFTTrainer(PostTrainer):
+class SFTTrainer(PostTrainer, config=SFTConfig):
     """Supervised fine-tuning on text, conversations, prompt-completion pairs or tokenised rows.
 
     >>> trainer = SFTTrainer("HuggingFaceTB/SmolLM2-135M-Instruct", train_dataset=dataset)  # doctest: +SKIP
     >>> trainer.train()  # doctest: +SKIP
     """
 
-    config_class: ClassVar[type[SFTConfig]] = SFTConfig
     needs: frozenset[str] = frozenset({"logp", "entropy", "correct"})
     takes_collator: ClassVar[bool] = True
     takes_images: bool = True
     takes_loss_func: ClassVar[bool] = True
-    _tag_names: ClassVar[list[str]] = ["posttrain", "sft"]
-    _name: ClassVar[str] = "SFT"
-    _suffix: ClassVar[str] = "SFT"
     args: SFTConfig
 
     @takes(
@@ -185,6 +181,7 @@ class SFTTrainer(PostTrainer):
                 dataset,
                 name=name,
                 num_proc=args.dataset_num_proc,
+                keep=(ROW,),
                 packs=packs,
             )
             return prepared.shuffle(seed=args.seed) if args.shuffle_dataset else prepared

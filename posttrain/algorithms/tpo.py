@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
-from torch import nn
-
-from posttrain.algorithms.answers import answer_mask, branch_sums, likelihood_terms, reference_free_metrics
-from posttrain.algorithms.preference import AnswerConfig, PreferenceTrainer
+from posttrain.algorithms.preference import (
+    AnswerConfig,
+    ReferenceFreeTrainer,
+    answer_mask,
+    branch_sums,
+    likelihood_terms,
+    reference_free_metrics,
+)
 from posttrain.errors import ConfigError
 from posttrain.losses.divergence import mean_logp
 from posttrain.losses.preference import TPO_LOSSES
 from posttrain.metrics import mean
-from posttrain.training.config import attributes, takes
+from posttrain.training.config import attributes
 from posttrain.types import Batch, LossTerms, ModelOutputs, NonNegativeFloat, PositiveFloat, Share, option
+
+OF_TPO = (
+    "model, args, data_collator, train_dataset, eval_dataset, processing_class, compute_metrics, callbacks, "
+    "optimizers, peft_config"
+)
 
 
 @dataclass
@@ -39,29 +48,16 @@ class TPOConfig(AnswerConfig):
 
 
 @attributes("beta", "label_smoothing", "loss_type", "tpo_alpha", "tpo_l_gamma")
-class TPOTrainer(PreferenceTrainer):
+class TPOTrainer(ReferenceFreeTrainer, config=TPOConfig, arguments=OF_TPO):
     """Three answers to one prompt are one tree: chosen, rejected, and the gold ``reference`` that is imitated.
 
     Reference: Triple preference optimization, arXiv:2405.16681.
     """
 
-    config_class: ClassVar[type[TPOConfig]] = TPOConfig
-    compared: ClassVar[bool] = False
-    reference_columns: ClassVar[tuple[str, ...]] = ()
     branches: ClassVar[tuple[str, ...]] = ("chosen", "rejected", "reference")
     needs: frozenset[str] = frozenset({"logp", "entropy", "mean_logit", "correct"})
     likelihood_branch: ClassVar[int] = 2
-    _tag_names: ClassVar[list[str]] = ["posttrain", "tpo"]
-    _name: ClassVar[str] = "TPO"
-    _suffix: ClassVar[str] = "TPO"
     args: TPOConfig
-
-    @takes(
-        "model, args, data_collator, train_dataset, eval_dataset, processing_class, compute_metrics, callbacks, "
-        "optimizers, peft_config"
-    )
-    def __init__(self, model: str | nn.Module, args: Any = None, **kwargs: Any) -> None:
-        super().__init__(model, None, args, **kwargs)
 
     def objective(self, outputs: ModelOutputs, batch: Batch) -> LossTerms:
         """The preference term and the likelihood of the gold answers."""

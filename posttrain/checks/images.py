@@ -9,36 +9,13 @@ from typing import Any
 
 import torch
 
-from posttrain.checks.registry import Context, finding, probe, register
+from posttrain.checks.registry import Context, finding, probe
 from posttrain.data.formats import MESSAGE_COLUMNS, picture_blocks, pictures_of, undecoded
 from posttrain.data.pictures import ALIASES, ORIENTATION, Picture, Placed, open_source, read_picture, shaded
 from posttrain.errors import DataError
 from posttrain.models.forward import forward
 from posttrain.models.heads import picture_encoder
-from posttrain.models.vision import tower_parameters
 from posttrain.types import Batch, Finding, Row
-
-CODES: tuple[tuple[str, str, Any, str], ...] = (
-    ("PT-G001", "images-do-not-fit", "data", "images and text longer than the context"),
-    ("PT-G002", "image-places", "data", "as many images as there are not places for them"),
-    ("PT-G003", "image-unreadable", "data", "images that cannot be read"),
-    ("PT-G004", "processor-of-another-model", "config", "a processor of another model"),
-    ("PT-G005", "images-do-not-reach", "first_batch", "log-probs that no image moves"),
-    ("PT-G006", "tiny-images", "data", "images of less than 32 pixels a side"),
-    ("PT-G007", "images-alike", "data", "one image for most rows, or blank ones"),
-    ("PT-G008", "placeholder-typed", "data", "text that stands for an image"),
-    ("PT-G009", "odd-images", "data", "rotated, transparent, animated or unusual images"),
-    ("PT-G010", "remote-images", "data", "images by address"),
-    ("PT-G011", "images-lost", "first_batch", "other placeholders than images in a pass"),
-    ("PT-G012", "tower-without-gradient", "first_batch", "trained tower without gradient"),
-    ("PT-G013", "template-loses-images", "data", "a template that writes other placeholders"),
-    ("PT-G014", "images-encoded-again", "data", "JPEG files that a map wrote as PNG"),
-    ("PT-G015", "exchanged-images", "log_step", "rollouts under another row's images"),
-    ("PT-G016", "engine-reads-otherwise", "config", "an engine that expands images otherwise"),
-    ("PT-G017", "images-not-needed", "log_step", "a reward that other images give too"),
-)
-for code, name, moment, title in CODES:
-    register(code, name, moment=moment, title=title, page="g")
 
 ROWS = 2000  # That are looked at.
 READ = 200  # Of them, whose images are read for what they show.
@@ -230,31 +207,6 @@ def check_reach(model: Any, batch: Batch) -> Finding | None:
 def _another(placed: Placed) -> Placed:
     """The same place with another picture of the same size."""
     return replace(placed, picture=shaded(placed.picture.size, turned=True))
-
-
-def check_tower_gradients(norms: Mapping[str, float | None], model: Any, pictured: bool) -> Finding | None:
-    """Trained parameters of tower and projector that got no gradient in a step with images.
-
-    Args:
-        norms: Of the first step's gradients; None where there is none.
-        model: With `posttrain.models.vision.install_pictures`, wrapped or not.
-        pictured: Whether the step had images.
-    """
-    if not pictured or picture_encoder(model) is None:
-        return None
-    tower = {id(parameter) for parameter in tower_parameters(model).values()}
-    trained = {name for name, parameter in model.named_parameters() if id(parameter) in tower}
-    silent = sorted(name for name in trained if name in norms and norms[name] is None)
-    if not silent:
-        return None
-    return finding(
-        "PT-G012",
-        "warning",
-        f"{len(silent)} trained parameters of tower and projector got no gradient, {silent[0]!r} among them.",
-        "the first step",
-        "they cost memory, never move, and hang DDP.",
-        "freeze_vision='auto', which freezes what no feature depends on, or True.",
-    )
 
 
 @probe("log_step", "PT-G017", part="processor")

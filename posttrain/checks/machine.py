@@ -14,7 +14,6 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from packaging.requirements import Requirement
-from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 
 from posttrain.checks.registry import Context, finding, probe
@@ -155,17 +154,15 @@ class Need:
     """One package that a feature needs.
 
     Attributes:
-        package: What works, as pip reads it: ``vllm>=0.27.0``.
+        package: What works, as pip reads it: ``vllm>=0.27.0``, without a version that does not: ``vllm>=0.27.0,!=0.30.1``.
         feature: What needs it, a key of `FEATURES`.
         tested: Latest version that was tried; None: none is known to be too new.
-        broken: Versions that do not work, as specifiers: ``>=5.0.0,<=5.5.3``; empty: none.
-        reason: What the least version is for, or what is broken.
+        reason: What the least version is for.
     """
 
     package: str
     feature: str
     tested: str | None = None
-    broken: str = ""
     reason: str = ""
 
     @property
@@ -185,14 +182,8 @@ FEATURES = {
     "liger": "use_liger_kernel=True",
     "bitsandbytes": "an 8-bit or 4-bit model or optimiser",
     "deepspeed": "deepspeed",
-    "deepspeed-zero3-generation": "generation under ZeRO-3",
-    "sequence-parallel": "sequence parallelism (sp_size above 1)",
-    "context-parallel": "context parallelism (cp_size above 1)",
-    "fsdp2": "FSDP2",
-    "fsdp2-ram-efficient": "FSDP2 with fsdp_cpu_ram_efficient_loading",
     "vllm": "use_vllm=True",
     "vllm-serve": "posttrain vllm-serve",
-    "paged": "use_transformers_continuous_batching=True",
     "environments": "environment_factory",
     "flash-attention-2": "attn_implementation='flash_attention_2'",
     "wandb": "report_to='wandb'",
@@ -200,23 +191,14 @@ FEATURES = {
     "tensorboard": "report_to='tensorboard'",
 }
 
-# What posttrain itself needs stands in its own metadata; these are needs of features.
+# What posttrain itself needs stands in its own metadata; these are needs of features beyond that.
 NEEDS = (
     Need("liger-kernel>=0.8.0", "liger", "0.8.0", reason="the chunked losses changed their arguments with it"),
     Need("bitsandbytes", "bitsandbytes"),
     Need("deepspeed>=0.14.4", "deepspeed"),
-    Need("transformers", "deepspeed", broken="==5.1.0", reason="it does not start under any ZeRO stage"),
-    Need("transformers", "deepspeed-zero3-generation", broken=">=5.0.0,<=5.5.3", reason="generation under ZeRO-3 waits for ever"),
-    Need("deepspeed>=0.18.1", "sequence-parallel"),
-    Need("accelerate>=1.12", "sequence-parallel"),
-    Need("accelerate>=1.11", "context-parallel"),
-    Need("accelerate>=1.7", "fsdp2"),
-    Need("transformers", "fsdp2-ram-efficient", broken=">=5.4.0,<5.6", reason="weights of all ranks but the first become NaN"),
     Need("vllm>=0.27.0", "vllm", "0.32.0", reason="an engine in the trainer's own process"),
     Need("vllm>=0.27.0", "vllm-serve", "0.32.0", reason="versions of weights, by which a trainer knows what it samples from"),
-    Need("transformers>=5.8", "paged", reason="continuous batching with log-probs"),
     Need("jmespath", "environments"),
-    Need("transformers>=5.2", "environments", reason="templates with tool results"),
     Need("flash-attn", "flash-attention-2"),
     Need("wandb", "wandb"),
     Need("trackio", "trackio"),
@@ -284,13 +266,7 @@ def features_in_use(args: Any, *, parts: Mapping[str, Any] | None = None) -> dic
     def given(name: str) -> Any:
         return getattr(args, name, None)
 
-    def option(name: str) -> Any:
-        return fsdp and fsdp.get(name, fsdp.get(f"fsdp_{name}"))
-
     init = given("model_init_kwargs") if isinstance(given("model_init_kwargs"), Mapping) else {}
-    zero = (given("deepspeed").get("zero_optimization") or {}) if isinstance(given("deepspeed"), Mapping) else {}
-    fsdp = (given("fsdp_config") or {}) if given("fsdp") else {}
-    ranks = {name: int(getattr(given("parallelism_config"), name, 1) or 1) for name in ("sp_size", "cp_size")}
     # Servers are asked over HTTP: vLLM is installed there.
     vllm = bool(given("use_vllm")) and given("vllm_mode") != "server"
     optimiser = str(getattr(given("optim"), "value", given("optim")))
@@ -300,13 +276,7 @@ def features_in_use(args: Any, *, parts: Mapping[str, Any] | None = None) -> dic
         "liger": bool(given("use_liger_kernel")),
         "bitsandbytes": small or "quantization_config" in init,
         "deepspeed": bool(given("deepspeed")),
-        "deepspeed-zero3-generation": hasattr(args, "num_generations") and zero.get("stage") == 3,
-        "fsdp2": option("version") == 2,
-        "fsdp2-ram-efficient": option("version") == 2 and bool(option("cpu_ram_efficient_loading")),
-        "sequence-parallel": ranks["sp_size"] > 1,
-        "context-parallel": ranks["cp_size"] > 1,
         "vllm": vllm,
-        "paged": bool(given("use_transformers_continuous_batching")),
         "environments": bool((parts or {}).get("environment_factory")),
         "flash-attention-2": init.get("attn_implementation") == "flash_attention_2",
         **{name: name in (given("report_to") or ()) for name in ("wandb", "trackio", "tensorboard")},
@@ -339,13 +309,11 @@ def _compared(need: Need, version: str | None) -> Finding | None:
         )
         return finding("PT-V001", "error", what, name, why, f"{install}, or leave {feature} out.")
     have = base_version(version)
-    if need.broken and have in SpecifierSet(need.broken):
-        what = f"{feature} does not work with {name}{need.broken}; found {version}."
-        newest = max(base_version(s.version) for s in SpecifierSet(need.broken))
-        return finding("PT-V004", "error", what, name, f"{need.reason}.", f"pip install '{name}>{newest}'.")
     if have not in need.requirement.specifier:
         what = f"{feature} needs {need.package}; found {version}."
-        why = f"older versions lack what it uses{f': {need.reason}' if need.reason else ''}."
+        left_out = any(one.operator == "!=" and have not in one for one in need.requirement.specifier)
+        why = "this version is known not to work" if left_out else "older versions lack what it uses"
+        why += f": {need.reason}." if need.reason else "."
         return finding("PT-V002", "error", what, name, why, f"{install}. Set preflight='warn' to try anyway.")
     if need.tested and have > base_version(need.tested):
         what = f"{feature} was tested with {need.package},<={need.tested}; found {version}."
@@ -396,7 +364,7 @@ def _binaries(*, bitsandbytes: bool = False) -> list[Finding]:
     return check_binaries(torch=torch, vllm_torch=built_for, vllm=vllm, bitsandbytes=bitsandbytes)
 
 
-@probe("config", "PT-V001", "PT-V002", "PT-V003", "PT-V004", "PT-V005")
+@probe("config", "PT-V001", "PT-V002", "PT-V003", "PT-V005")
 def versions(context: Context) -> Iterable[Finding | None]:
     """Versions of everything that the config asks for."""
     features = features_in_use(context.args, parts=context.parts)

@@ -207,15 +207,20 @@ def _larger_passes(seen: Profile) -> str:
     return "; ".join(advice)
 
 
+def batch_sizes(batch: int, accumulation: int) -> list[int]:
+    """Batch sizes that keep the effective batch."""
+    whole = batch * accumulation
+    return [size for size in range(1, whole + 1) if whole % size == 0]
+
+
 def larger_batch(batch: int, accumulation: int, factor: float) -> tuple[int, int] | None:
     """The largest batch up to ``factor`` times as large whose product with the accumulation stays; None if there is none.
 
     >>> larger_batch(4, 8, 2.5), larger_batch(4, 1, 8.0)
     ((8, 4), None)
     """
-    whole = batch * accumulation
-    fits = [size for size in range(batch + 1, int(batch * factor) + 1) if whole % size == 0]
-    return (fits[-1], whole // fits[-1]) if fits else None
+    fits = [size for size in batch_sizes(batch, accumulation) if batch < size <= batch * factor]
+    return (fits[-1], batch * accumulation // fits[-1]) if fits else None
 
 
 @dataclass(frozen=True)
@@ -265,13 +270,16 @@ def assumed_lengths(trainer: Any, args: Any) -> Lengths:
     return Lengths(prompt, completion, f"the config's limits, prompts of {prompt}" + ("" if given else " (assumed)"))
 
 
+def group_sizes(args: Any, size: int) -> list[int]:
+    """Completions of each prompt in a micro-batch of ``size`` rows, for methods that sample them."""
+    size *= int(args.train_batch_size) // int(args.per_device_train_batch_size) // max(args.n_gpu, 1) or 1
+    group = min(int(args.num_generations), size)
+    return [group] * (size // group) + ([size % group] if size % group else [])
+
+
 def _longest_rows(trainer: Any, args: Any, lengths: Lengths, size: int) -> list[Row]:
     """A micro-batch of one process in which every row is as long as the longest; all tokens are 0."""
-    counts = [_answers(trainer)] * size if not samples(args) else []
-    if not counts:
-        group = int(args.num_generations)
-        size *= int(args.train_batch_size) // int(args.per_device_train_batch_size) // max(args.n_gpu, 1) or 1
-        counts = [group] * (size // group) + ([size % group] if size % group else [])
+    counts = group_sizes(args, size) if samples(args) else [_answers(trainer)] * size
     answer = [0] * max(lengths.completion, 1)
     return [Row([0] * lengths.prompt, [answer] * count, [[1] * len(answer)] * count) for count in counts]
 
@@ -464,7 +472,7 @@ def compare_estimate(context: Context, trainer: Any, has: Available) -> Finding 
         # The estimate counts the weights, which are in memory already.
         process = max(in_use("cpu") - sum(parameter.nbytes for parameter in context.model.parameters()), 0)
     work = plan(
-        trainer, args, context.model_config, lengths=_sampled_lengths(trainer, context), peft_config=context.peft_config,
+        trainer, args, context.model_config, lengths=longest_of(context.rows, trainer, args), peft_config=context.peft_config,
         device=args.device.type, process=process, processes=context.processes,
         pictures=sampled_pictures(getattr(trainer, "vision", None), context.rows),
     )  # fmt: skip
@@ -492,13 +500,15 @@ def _image_tokens(placed: Sequence[Any]) -> int:
     return sum(one.count for one in placed)
 
 
-def _sampled_lengths(trainer: Any, context: Context) -> Lengths:
-    """The longest of the sampled rows; sampled completions are as long as they may be."""
-    known = assumed_lengths(trainer, context.args)
-    rows = [row for row in context.rows if row.prompt_ids or row.completions]
+def longest_of(rows: Sequence[Row], trainer: Any, args: Any) -> Lengths:
+    """Those of the longest row; completions that are sampled later are as long as they may be."""
+    known = assumed_lengths(trainer, args)
     if not rows:
         return known
-    prompt = max(len(row.prompt_ids) for row in rows)
-    if samples(context.args):
-        return Lengths(prompt, known.completion, "the sampled prompts")
-    return Lengths(prompt, max(len(ids) for row in rows for ids in row.completions or [[]]), "the sampled rows")
+    if samples(args):
+        prompt = max(len(row.prompt_ids) for row in rows)
+        return Lengths(prompt, known.completion, "the longest prompt of the data, the config's completions")
+    longest = max(rows, key=lambda row: len(row.prompt_ids) + sum(map(len, row.completions)))
+    return Lengths(
+        len(longest.prompt_ids), max(map(len, longest.completions), default=0), "the longest row of the data"
+    )

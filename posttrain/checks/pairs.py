@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from posttrain.checks.registry import finding
-from posttrain.checks.rows import answers_of, count_of, where
+from posttrain.checks.rows import answers_of, count_of, note_suspects, where
+from posttrain.checks.rules import check_log
 from posttrain.data.chat import common_prefix
-from posttrain.data.formats import PROMPT_COLUMNS, has_pictures
-from posttrain.types import Finding, Row
+from posttrain.data.formats import PROMPT_COLUMNS, has_pictures, maybe_convert_to_chatml
+from posttrain.errors import ConfigError
+from posttrain.losses.reduce import sequence_lengths
+from posttrain.models import parallel
+from posttrain.types import Batch, Finding, Row
 
 PAIR_CODES = ("PT-D022", "PT-D023", "PT-D024")
 JUDGED_CODES = ("PT-D026",)
@@ -432,3 +440,158 @@ def check_agreement(scores: Mapping[int, tuple[float, float]], model: str) -> Fi
         why,
         f"look at the pairs where it disagrees, in suspect_pairs.jsonl; swap the columns if {model} is right.",
     )
+
+
+# The watch over a run's pairs ----------------------------------------------------------------------------------------
+
+# Column of the prepared training set, where the run will meet its pairs more than once.
+ROW_NUMBER = "row_number"
+# Pairs that a reward model is shown, and characters of a text in suspect_pairs.jsonl.
+JUDGED, EXCERPT = 512, 200
+# Number, prompt, chosen, rejected.
+Pair = tuple[int, Any, Any, Any]
+
+
+class PairWatch:
+    """Asks whether chosen answers are really better: by a reward model, by the reference, by margins seen twice.
+
+    Args:
+        args: `AnswerConfig`.
+        checks: Of the run; findings are reported through it.
+        tokenizer: Of the policy.
+        branches: Columns of the answers.
+        compared: Whether the loss compares policy and reference.
+        given: Whether the reference was given, rather than made of the policy.
+    """
+
+    def __init__(
+        self, args: Any, checks: Any, tokenizer: Any, branches: tuple[str, ...], *, compared: bool, given: bool
+    ) -> None:
+        self.args, self.checks, self.tokenizer, self.branches = args, checks, tokenizer, branches
+        self.compared, self.given = compared, given
+        self.sight = SecondSight()
+        self._begun = False
+        # Margins stay on the device until the next log line, so that no step waits for them.
+        self._margins: list[tuple[int, Tensor, Tensor]] = []
+
+    # A reward model's opinion ------------------------------------------------------------------------------------
+
+    def agreement(self, raw: Any, accelerator: Any) -> None:
+        """Show up to 512 pairs to the reward model that ``pair_reward_model`` names; every rank must call it."""
+        if self.args.pair_reward_model is None or not self.checks.preflight.active:
+            return
+        pairs = list(itertools.islice(self._text_pairs(raw), JUDGED))
+        with self.checks.preflight.record_check("data", AGREEMENT_CODES):
+            mine = parallel.run_and_share(lambda: self._scores(pairs, accelerator), accelerator)
+            scores = dict(parallel.all_gather_objects(mine, accelerator))
+            self.checks.report([check_agreement(scores, str(self.args.pair_reward_model))])
+        against = {number for number, (good, bad) in scores.items() if bad > good}
+        if accelerator.is_main_process:
+            rows = [{"row": n, "prompt": _text(p), "chosen": _text(c), "rejected": _text(r)} for n, p, c, r in pairs]
+            reason = f"{self.args.pair_reward_model} prefers the rejected answer"
+            note_suspects(self.args.output_dir, reason, [row for row in rows if row["row"] in against])
+
+    def _text_pairs(self, raw: Any) -> Iterator[Pair]:
+        """Pairs as they were given, spread over the set; of a stream its first ones."""
+        from posttrain.data.preference import maybe_extract_prompt
+
+        if not {"chosen", "rejected"} <= set(raw.column_names or ()):
+            raise ConfigError(
+                f"pair_reward_model={self.args.pair_reward_model!r} judges columns 'chosen' and 'rejected', and the training "
+                f"set has {raw.column_names}. Leave it out, or give pairs."
+            )
+        rows: Iterable[tuple[int, Any]] = enumerate(raw)
+        if hasattr(raw, "__len__"):
+            take = min(JUDGED, len(raw))
+            rows = ((i, raw[i]) for i in (len(raw) * k // take for k in range(take)))
+        for number, row in rows:
+            if row["chosen"] and row["rejected"] and row["chosen"] != row["rejected"]:
+                parted = maybe_extract_prompt(maybe_convert_to_chatml(row))
+                yield number, parted["prompt"], parted["chosen"], parted["rejected"]
+
+    def _scores(self, pairs: Sequence[Pair], accelerator: Any) -> list[tuple[int, tuple[float, float]]]:
+        """Scores of one pair in so many, as there are processes."""
+        from posttrain.rewards.model import ModelReward
+
+        mine = pairs[accelerator.process_index :: accelerator.num_processes]
+        judge = ModelReward(
+            self.args.pair_reward_model,
+            batch_size=self.args.per_device_eval_batch_size,
+            trust_remote_code=self.args.trust_remote_code,
+        ).to(self.args.device)
+        judge.probe()
+        prompts = [prompt for _, prompt, _, _ in mine]
+        good, bad = (judge(prompts, [pair[side] for pair in mine]) for side in (2, 3))
+        return [(pair[0], scores) for pair, scores in zip(mine, zip(good, bad, strict=True), strict=True)]
+
+    # Margins -----------------------------------------------------------------------------------------------------
+
+    def numbered(self, prepared: Any) -> Any:
+        """The prepared training set with a number for each pair, where the run will meet pairs more than once."""
+        args = self.args
+        if not self.compared or len(self.branches) != 2 or not hasattr(prepared, "__len__"):
+            return prepared
+        # Margins against a reference that moves begin anew with each of its moves.
+        if args.preflight == "off" or getattr(args, "sync_ref_model", False) or not len(prepared):
+            return prepared
+        batch = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
+        epochs = args.max_steps * batch / len(prepared) if args.max_steps > 0 else args.num_train_epochs
+        if epochs <= 1 or ROW_NUMBER in prepared.column_names:
+            return prepared
+        return prepared.add_column(ROW_NUMBER, list(range(len(prepared))))
+
+    @torch.no_grad()
+    def see(
+        self, batch: Batch, log_ratio: Callable[[], Tensor], *, step: int, half: bool, loss: float | None, main: bool
+    ) -> None:
+        """One training pass: before the first update policy and reference must agree; margins are kept.
+
+        Args:
+            batch: The pass.
+            log_ratio: Gives ``(S,)`` log-ratios of policy to reference, summed as the loss sums them.
+            step: Optimiser steps taken.
+            half: Whether the policy computes in half precision.
+            loss: The mean loss where it must be ln 2 before the first update; else None.
+            main: Whether this is the main process.
+        """
+        begins, self._begun = not self._begun, True
+        numbered = ROW_NUMBER in batch.columns and main
+        if not (numbered or (begins and step == 0)):
+            return
+        ratio = log_ratio()
+        if begins and step == 0:
+            length = sequence_lengths(batch.loss_mask, batch.sequence, batch.num_sequences)
+            gap = float((ratio.abs() / length).max())
+            with self.checks.preflight.record_check("first_batch", ("PT-P001",)):
+                self.checks.report([reference_mismatch(gap, half=half, loss=loss, given=self.given)])
+        if numbered:
+            chosen, rejected = batch.grouped(ratio, 2).unbind(1)
+            self._margins.append((step, batch.grouped(batch.columns[ROW_NUMBER], 2)[:, 0], chosen - rejected))
+
+    def log_checks(self, logs: dict[str, float], state: Any, raw: Any, prepared: Any) -> Iterable[Finding | None]:
+        """What the rewards of pairs say; of margins seen twice, those of the main process's pairs."""
+        yield from check_log(state.log_history, "P")
+        for step, numbers, margins in self._margins:
+            progress = step / max(int(state.max_steps or 0), 1)
+            self.sight.see(step, numbers.long().tolist(), margins.tolist(), progress=progress)
+        self._margins = []
+        if self.sight.due():
+            found = check_second_sight(list(self.sight.margins.values()))
+            if found is not None:
+                self._note_margins(raw, prepared)
+            yield found
+
+    def _note_margins(self, raw: Any, prepared: Any) -> None:
+        """Write the suspects down; numbers are those of the given set where preparation left nothing out."""
+        same = hasattr(raw, "__len__") and len(raw) == len(prepared)
+        decode, rows = self.tokenizer.decode, []
+        for number in self.sight.suspects():
+            row = prepared[number]
+            texts = {name: decode(row[f"{name}_ids"])[:EXCERPT] for name in ("prompt", *self.branches)}
+            margin = self.sight.margins[number]
+            rows.append({"row" if same else "prepared_row": number, "margin": round(margin, 4), **texts})
+        note_suspects(self.args.output_dir, "its margin stays negative on second sight", rows)
+
+
+def _text(value: Any) -> str:
+    return answers_of(value)[:EXCERPT]

@@ -111,13 +111,6 @@ class Probe:
     codes: tuple[str, ...]
     function: Callable[[Context], Iterable[Finding | None]]
     part: str | None = None
-    columns: tuple[str, ...] = ()
-
-    def concerns(self, context: Context) -> bool:
-        """Whether the run has the part, and the training set one of the columns, that the function is about."""
-        names = getattr(context.train_dataset, "column_names", None) or ()
-        has_part = self.part is None or context.parts.get(self.part) is not None
-        return has_part and (not self.columns or bool({*self.columns} & {*names}))
 
 
 REGISTRY: dict[str, Check] = {}
@@ -163,16 +156,13 @@ def finding(code: str, severity: Severity, what: str, where: str, why: str, fix:
     return Finding(code, severity, what, where, why, fix)
 
 
-def probe(
-    moment: Moment, *codes: str, part: str | None = None, columns: tuple[str, ...] = ()
-) -> Callable[[Callable], Callable]:
+def probe(moment: Moment, *codes: str, part: str | None = None) -> Callable[[Callable], Callable]:
     """Have a function called at a moment, by every trainer and by ``posttrain check``.
 
     Args:
         moment: ``config`` (before the model is loaded), ``data`` (the training set is prepared), ``first_batch``.
         codes: All that it may find.
         part: Called only for runs with this part (`Context.parts`).
-        columns: Called only for training sets with one of these columns.
 
     >>> @probe("config", "PT-V001")  # doctest: +SKIP
     ... def versions(context: Context) -> Iterable[Finding]: ...
@@ -181,7 +171,7 @@ def probe(
     def add(function: Callable[[Context], Iterable[Finding | None]]) -> Callable:
         check_choice("moment", moment, MOMENTS)
         name = f"{function.__module__.removeprefix('posttrain.checks.')}.{function.__name__}"
-        PROBES[name] = Probe(name, moment, codes, function, part, columns)
+        PROBES[name] = Probe(name, moment, codes, function, part)
         return function
 
     return add
@@ -223,8 +213,6 @@ def lookup(key: str) -> Check:
         f"{key!r} is neither code nor name of a check{did_you_mean(key, known)}. docs/assumptions.md lists all."
     )
 
-
-__all__: list[str] = []
 
 # Code, name, moment, what is wrong when it fires, page.
 CODES: tuple[tuple[str, str, Moment, str, str], ...] = (
@@ -286,6 +274,11 @@ CODES: tuple[tuple[str, str, Moment, str, str], ...] = (
     ("PT-R021", "online-overlong-unreachable", "config", "a punishment of length that nothing can reach", "j"),
     ("PT-R022", "online-no-signal", "log_step", "many generations in a row without a signal", "j"),
     ("PT-R028", "advantages-clipped", "log_step", "advantages far beyond the spread of their group", "j"),
+    ("PT-K001", "tokenizers-differ", "config", "token ids of two models mean different things", "i"),
+    ("PT-K002", "tokenizers-special", "config", "two models end or pad texts with different tokens", "i"),
+    ("PT-K003", "tokenizers-template", "config", "two chat templates render differently", "i"),
+    ("PT-K004", "tokens-without-embedding", "first_batch", "ids that a model has no embedding for", "i"),
+    ("PT-K005", "tokenizer-larger-than-model", "first_batch", "a tokenizer with more tokens than embeddings", "i"),
     ("PT-K101", "tokens-pad-stops", "config", "the pad token ends texts", ""),
     ("PT-K102", "tokens-no-pad", "config", "no pad token", ""),
     ("PT-K103", "tokens-stop-unknown", "config", "generation does not stop where training ends texts", ""),
@@ -298,6 +291,23 @@ CODES: tuple[tuple[str, str, Moment, str, str], ...] = (
     ("PT-K117", "template-start", "data", "the answer mask begins at the wrong token", ""),
     ("PT-K118", "template-stop", "data", "the answer mask leaves out the end of a turn", ""),
     ("PT-K119", "template-tools-lost", "data", "the chat template drops tools or tool calls", ""),
+    ("PT-G001", "images-do-not-fit", "data", "images and text longer than the context", "g"),
+    ("PT-G002", "image-places", "data", "as many images as there are not places for them", "g"),
+    ("PT-G003", "image-unreadable", "data", "images that cannot be read", "g"),
+    ("PT-G004", "processor-of-another-model", "config", "a processor of another model", "g"),
+    ("PT-G005", "images-do-not-reach", "first_batch", "log-probs that no image moves", "g"),
+    ("PT-G006", "tiny-images", "data", "images of less than 32 pixels a side", "g"),
+    ("PT-G007", "images-alike", "data", "one image for most rows, or blank ones", "g"),
+    ("PT-G008", "placeholder-typed", "data", "text that stands for an image", "g"),
+    ("PT-G009", "odd-images", "data", "rotated, transparent, animated or unusual images", "g"),
+    ("PT-G010", "remote-images", "data", "images by address", "g"),
+    ("PT-G011", "images-lost", "first_batch", "other placeholders than images in a pass", "g"),
+    ("PT-G012", "tower-without-gradient", "first_batch", "trained tower without gradient", "g"),
+    ("PT-G013", "template-loses-images", "data", "a template that writes other placeholders", "g"),
+    ("PT-G014", "images-encoded-again", "data", "JPEG files that a map wrote as PNG", "g"),
+    ("PT-G015", "exchanged-images", "log_step", "rollouts under another row's images", "g"),
+    ("PT-G016", "engine-reads-otherwise", "config", "an engine that expands images otherwise", "g"),
+    ("PT-G017", "images-not-needed", "log_step", "a reward that other images give too", "g"),
     ("PT-L001", "folder-of-another-run", "config", "checkpoints of another run in output_dir", "k"),
     ("PT-L002", "disk-nearly-full", "config", "no room for two checkpoints", "k"),
     ("PT-L003", "gpu-in-use", "config", "less free GPU memory than the optimiser alone needs", "k"),
@@ -311,9 +321,8 @@ CODES: tuple[tuple[str, str, Moment, str, str], ...] = (
     ("PT-M007", "ranks-uneven", "log_step", "one rank keeps the others waiting", "l"),
     ("PT-M008", "generation-dominates", "log_step", "most of a step is spent on sampling", "l"),
     ("PT-V001", "package-missing", "config", "a package that the config needs is not installed", "m"),
-    ("PT-V002", "package-too-old", "config", "a version older than what works", "m"),
+    ("PT-V002", "package-too-old", "config", "a version that is too old, or known not to work", "m"),
     ("PT-V003", "package-untested", "config", "a version newer than the last one tried", "m"),
-    ("PT-V004", "package-excluded", "config", "a version known not to work", "m"),
     ("PT-V005", "package-binaries", "config", "compiled packages made for another torch", "m"),
     ("PT-D030", "bad-rows", "data", "rows that cannot be trained", "b"),
     ("PT-D031", "doubtful-rows", "data", "rows without an answer, blank or equal ones", "b"),
@@ -460,7 +469,7 @@ class Preflight:
         """What all probes of a moment see; one that fails is noted and told, and stops nothing."""
         found: list[Finding] = []
         for probe in list(PROBES.values()) if self.active else ():
-            if probe.moment != moment or not probe.concerns(context):
+            if probe.moment != moment or (probe.part is not None and context.parts.get(probe.part) is None):
                 continue
             try:
                 with self.record_check(moment, probe.codes):

@@ -7,10 +7,13 @@ their indices are those of the list that was given.
 from __future__ import annotations
 
 import itertools
+import json
 import re
+import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from posttrain.checks.registry import Context, Severity, probe
@@ -28,17 +31,17 @@ class TokenSequence:
 
     Attributes:
         row: Index of its row.
+        completion: Which one of the row's; None for a prompt whose completion is sampled later.
         ids: Prompt and completion.
         trained: One bool a token; false on a first token, which nothing predicts.
         start: Where the completion starts; ``len(ids)`` when there is none.
-        has_completion: False for a prompt whose completion is sampled later.
     """
 
     row: int
+    completion: int | None
     ids: list[int]
     trained: list[bool]
     start: int
-    has_completion: bool
 
 
 @dataclass(frozen=True)
@@ -63,7 +66,7 @@ class RowSample:
     @cached_property
     def sequences(self) -> list[TokenSequence]:
         """Every sequence of every row, in order."""
-        return [sequence for index, row in enumerate(self.rows) for sequence in _sequences(index, row)]
+        return sequences_of(self.rows)
 
     @cached_property
     def ends(self) -> frozenset[int]:
@@ -135,16 +138,31 @@ class RowSample:
         return Finding(rule.code, severity, what, where(named), rule.why, rule.fix)
 
 
-def _sequences(index: int, row: Row) -> list[TokenSequence]:
-    prompt = list(row.prompt_ids)
-    if not row.completions:
-        return [TokenSequence(index, prompt, [False] * len(prompt), len(prompt), False)]
-    result = []
-    for completion, mask in zip(row.completions, row.loss_masks, strict=True):
-        trained = [False] * len(prompt) + [bool(m) for m in mask]
-        trained[:1] = [False] * len(trained[:1])
-        result.append(TokenSequence(index, prompt + list(completion), trained, len(prompt), True))
-    return result
+def sequences_of(rows: Sequence[Row]) -> list[TokenSequence]:
+    """Every sequence of every row, in order; a trained prompt counts as context."""
+    found = []
+    for index, row in enumerate(rows):
+        prompt = list(row.prompt_ids)
+        if not row.completions:
+            found.append(TokenSequence(index, None, prompt, [False] * len(prompt), len(prompt)))
+        for number, (completion, mask) in enumerate(zip(row.completions, row.loss_masks, strict=True)):
+            trained = [False] * len(prompt) + [bool(m) for m in mask]
+            trained[:1] = [False] * len(trained[:1])
+            found.append(TokenSequence(index, number, prompt + list(completion), trained, len(prompt)))
+    return found
+
+
+def quantiles(sizes: Iterable[int]) -> dict[str, float]:
+    """The least, the middle, the mean, what 95 in 100 do not exceed, and the most; empty of nothing.
+
+    >>> quantiles([3, 1, 2])
+    {'min': 1, 'median': 2, 'mean': 2.0, 'p95': 3, 'max': 3}
+    """
+    ordered = sorted(sizes)
+    if not ordered:
+        return {}
+    middle, mean, p95 = statistics.median(ordered), statistics.fmean(ordered), ordered[-(-95 * len(ordered) // 100) - 1]
+    return {"min": ordered[0], "median": middle, "mean": mean, "p95": p95, "max": ordered[-1]}
 
 
 def count_of(part: int, total: int) -> str:
@@ -207,7 +225,7 @@ def _eos_untrained(sample: RowSample) -> Seen:
 
 
 def _untrained(sample: RowSample) -> Seen:
-    asked = [s for s in sample.sequences if s.has_completion and s.start < len(s.ids)]
+    asked = [s for s in sample.sequences if s.completion is not None and s.start < len(s.ids)]
     bad = [s.row for s in asked if not any(s.trained)]
     return bad, "error" if len(bad) == len(asked) else "warning"
 
@@ -219,7 +237,9 @@ def _empty(sample: RowSample) -> Seen:
         trained = list(itertools.compress(s.ids, s.trained))
         return bool(trained) and all(t in sample.special or sample.blank(t) for t in trained)
 
-    return (s.row for s in sample.sequences if s.has_completion and (s.start == len(s.ids) or wordless(s))), "warning"
+    return (
+        s.row for s in sample.sequences if s.completion is not None and (s.start == len(s.ids) or wordless(s))
+    ), "warning"
 
 
 def _pair_identical(sample: RowSample) -> Seen:
@@ -231,10 +251,6 @@ def _pair_identical(sample: RowSample) -> Seen:
     ]
     bad = [index for index, (first, second) in pairs if list(first) == list(second)]
     return bad, "error" if len(bad) > RARE * len(pairs) else "warning"
-
-
-def _space_merges(sample: RowSample) -> Seen:
-    return (s.row for s in sample.sequences if _space_would_merge(sample, s)), "warning"
 
 
 def _space_would_merge(sample: RowSample, sequence: TokenSequence) -> bool:
@@ -267,10 +283,6 @@ def _unknown(sample: RowSample) -> Seen:
     if unk is None or unk in (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id):
         return (), "warning"
     return (s.row for s in sample.sequences if unk in s.ids), "warning"
-
-
-def _truncated(sample: RowSample) -> Seen:
-    return (s.row for s in sample.sequences if sample.cut(s)), "warning"
 
 
 def _duplicate(sample: RowSample) -> Seen:
@@ -351,7 +363,8 @@ RULES: tuple[RowRule, ...] = (
         "remove pairs with equal answers; where they part only behind the limit, raise max_length.",
     ),
     RowRule(
-        "PT-D008", _space_merges,
+        "PT-D008",
+        lambda sample: ((s.row for s in sample.sequences if _space_would_merge(sample, s)), "warning"),
         "have a prompt that ends in a space of its own, which the tokenizer joins to the next word elsewhere.",
         "words are known to the model with their space in front; after a lone space it has to begin in a way it has hardly "
         "seen, and answers get worse.",
@@ -368,7 +381,9 @@ RULES: tuple[RowRule, ...] = (
         "normalise or remove those characters, or add them to the tokenizer and train the embeddings.",
     ),
     RowRule(
-        "PT-D011", _truncated, "reach the limit of {limit} tokens.",
+        "PT-D011",
+        lambda sample: ((s.row for s in sample.sequences if sample.cut(s)), "warning"),
+        "reach the limit of {limit} tokens.",
         "what lay beyond it was cut (a row of exactly that length is whole); with the end goes the token that ends the answer.",
         "raise max_length, split long rows, or drop them.",
     ),
@@ -553,3 +568,30 @@ def answers_of(value: Any) -> str:
     if isinstance(value, list):
         return "\n".join(f"{t.get('role') or t.get('from')}: {t.get('content') or t.get('value') or ''}" for t in value)
     return "" if value is None else str(value)
+
+
+# Rows that are written down for the user -----------------------------------------------------------------------------
+
+SUSPECTS = "suspect_pairs.jsonl"
+
+
+def write_lines(folder: str | None, name: str, lines: Iterable[Mapping[str, Any]]) -> None:
+    """Write a file of JSON lines into the run's folder."""
+    path = Path(folder or ".").expanduser() / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines), encoding="utf-8")
+
+
+def note_suspects(folder: str | None, reason: str, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Put pairs into ``suspect_pairs.jsonl``, in place of what stands there for the same reason.
+
+    Args:
+        folder: Of the run.
+        reason: Why they are suspected.
+        rows: Number and texts.
+    """
+    path = Path(folder or ".").expanduser() / SUSPECTS
+    there = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+    kept = [line for line in map(json.loads, there) if line["reason"] != reason]
+    if there or rows:
+        write_lines(folder, SUSPECTS, [*kept, *({"reason": reason, **row} for row in rows)])

@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from posttrain.checks.registry import finding, register
+from posttrain.checks.registry import finding
 from posttrain.data.chat import turn_end
 from posttrain.errors import ConfigError
 from posttrain.models.forward import causal_lm
@@ -222,28 +222,6 @@ def _spelling(tokenizer: Any) -> str:
         return "byte-fallback"
     return "pieces" if model else "unknown"
 
-
-register(
-    "PT-K001", "tokenizers-differ", moment="config", title="token ids of two models mean different things", page="i"
-)
-register(
-    "PT-K002",
-    "tokenizers-special",
-    moment="config",
-    title="two models end or pad texts with different tokens",
-    page="i",
-)
-register("PT-K003", "tokenizers-template", moment="config", title="two chat templates render differently", page="i")
-register(
-    "PT-K004", "tokens-without-embedding", moment="first_batch", title="ids that a model has no embedding for", page="i"
-)
-register(
-    "PT-K005",
-    "tokenizer-larger-than-model",
-    moment="first_batch",
-    title="a tokenizer with more tokens than embeddings",
-    page="i",
-)
 
 ROUTE = "use a trainer that compares texts instead of ids (GOLD with use_uld_loss=True, or sequence-level distillation)"
 

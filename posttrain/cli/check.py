@@ -11,7 +11,8 @@ from dataclasses import asdict, dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
-from posttrain.cli import inspect, train
+from posttrain.cli import train
+from posttrain.cli.subject import ROWS, Subject, no_progress_bars
 from posttrain.errors import PreflightError, check_choice
 from posttrain.types import Finding
 
@@ -94,7 +95,7 @@ class Checkup:
     findings: list[Finding] = field(default_factory=list)
     preflight: Any = None
     known: dict[str, Any] = field(default_factory=dict)
-    parsed: list[Any] = field(default_factory=list)
+    subject: Any = None
 
     def make(self) -> None:
         """Run every stage."""
@@ -132,8 +133,8 @@ class Checkup:
     def _config(self) -> str:
         from posttrain.checks.registry import Preflight
 
-        self.parsed, _, _ = train.parse(self.command, self.tokens)
-        config = self.parsed[1]
+        self.subject = Subject(self.command, self.tokens)
+        config = self.subject.config
         self.preflight = Preflight("warn" if config.preflight == "warn" else "error", config.silence_findings)
         device = str(config.device)
         batch = config.per_device_train_batch_size * config.gradient_accumulation_steps
@@ -141,29 +142,18 @@ class Checkup:
 
     def _model(self) -> str:
         from posttrain.checks.machine import check_precision
-        from posttrain.models.load import check_model_source
-        from posttrain.training.checks import model_config_of
 
-        _, config, model_args, _ = self.parsed
-        source = model_args.model_name_or_path or getattr(config, "sft_model_path", None)
-        if not source:
-            raise ValueError("--model_name_or_path is missing: which model shall be trained?")
-        check_model_source(source, generative=self.command != "reward")
-        found = model_config_of(source, config)
-        if found is None:
-            raise ValueError(f"the configuration of {source!r} cannot be read.")
-        self.known["model_config"] = found
+        subject, model_args = self.subject, self.subject.model_args
+        found = self.known["model_config"] = subject.model_config
         count = _parameters(found)
         dtype = str(model_args.dtype)
         if count and not model_args.use_peft:
-            self._report([check_precision({dtype: count}, learning_rate=config.learning_rate)])
+            self._report([check_precision({dtype: count}, learning_rate=subject.config.learning_rate)])
         size = f"{count / 1e6:.1f} M parameters, " if count else ""
-        return f"{source}: {(found.architectures or [found.model_type])[0]}, {size}{dtype}, weights not read"
+        return f"{subject.source}: {(found.architectures or [found.model_type])[0]}, {size}{dtype}, weights not read"
 
     def _tokenizer(self) -> str:
-        _, config, model_args, _ = self.parsed
-        tokenizer = inspect._tokenizer(model_args, config, generative=self.command != "reward")
-        self.known["tokenizer"] = tokenizer
+        tokenizer = self.known["tokenizer"] = self.subject.tokenizer
         template = "with a chat template" if getattr(tokenizer, "chat_template", None) else "without a chat template"
         return f"{len(tokenizer):,} tokens, {template}, eos {tokenizer.eos_token!r}, pad {tokenizer.pad_token!r}"
 
@@ -171,7 +161,7 @@ class Checkup:
         from posttrain.cli.train import reward_functions
         from posttrain.rewards.call import reward_name, unique
 
-        script_args = self.parsed[0]
+        script_args = self.subject.script_args
         if not isinstance(script_args, train.GRPOScriptArguments):
             return ""
         functions = [f for f in reward_functions(script_args) or [] if callable(f)]
@@ -182,19 +172,15 @@ class Checkup:
     def _data(self) -> str:
         from posttrain.training.data_report import row_codes, usable_rows
 
-        script_args, config, _, mixture = self.parsed
-        split = train._train_split(script_args, mixture)
-        with inspect._no_progress_bars():
-            data = train._datasets(script_args, mixture, config)
-            if split not in data:
-                return "made by the environment while it trains"
-            self.known["train_dataset"] = data[split]
-            with self.preflight.record_check("data", row_codes(data[split])):
-                usable, found = usable_rows(data[split], config, main=False)
-        self.known["usable"] = usable
+        data, split = self.subject.data, self.subject.split
+        if data is None:
+            return "made by the environment while it trains"
+        self.known["train_dataset"] = data
+        with no_progress_bars(), self.preflight.record_check("data", row_codes(data)):
+            self.known["usable"], found = usable_rows(data, self.subject.config, main=False)
         self._report(found)
-        count = f"{len(data[split]):,} rows" if hasattr(data[split], "__len__") else "a stream"
-        return f"{count}, split {split!r}, columns {', '.join(data[split].column_names or [])}"
+        count = f"{len(data):,} rows" if hasattr(data, "__len__") else "a stream"
+        return f"{count}, split {split!r}, columns {', '.join(data.column_names or [])}"
 
     def _settings(self) -> str:
         """Versions, server, memory: whatever is registered for a config."""
@@ -208,22 +194,20 @@ class Checkup:
 
     def _from_trl(self) -> str:
         """Defaults that differ from TRL's on purpose."""
-        return "\n".join(differences(self.parsed[1]))
+        return "\n".join(differences(self.subject.config))
 
     def _rows(self) -> str:
         from posttrain.training.data_report import template_findings
 
         tokenizer, usable = self.known.get("tokenizer"), self.known.get("usable")
-        if tokenizer is None or usable is None or self.command not in inspect.ROWS:
+        if tokenizer is None or usable is None or self.command not in ROWS:
             return ""
-        config = self.parsed[1]
-        with inspect._no_progress_bars():
-            drawn, _, _ = inspect._drawn(usable, self.examples, config.seed)
-            made, vision = inspect.rows_of(self.command, drawn, tokenizer, self.parsed)
+        drawn, _, _ = self.subject.drawn(usable, self.examples)
+        made, vision = self.subject.rows_of(drawn)
         if vision:
             self.known["processor"] = vision.processor
         self.known["rows"] = made.rows
-        limit = None if made.cut == 0 else getattr(config, "max_length", None)
+        limit = None if made.cut == 0 else getattr(self.subject.config, "max_length", None)
         milder = {"error": "warning"}
         templates = [replace(f, severity=milder.get(f.severity, "info")) for f in template_findings(drawn, tokenizer)]
         self._report([*made.findings, *templates, *self.preflight.run("data", self._context(limit=limit))])
@@ -232,15 +216,15 @@ class Checkup:
     def _context(self, **more: Any) -> Any:
         from posttrain.checks.registry import Context
 
-        script_args, config, model_args, _ = self.parsed
+        subject, model_args = self.subject, self.subject.model_args
         fields = {name: value for name, value in self.known.items() if name in Context.__dataclass_fields__}
         parts = {name: value for name, value in self.known.items() if name not in fields}
-        kind = train._load(train.COMMANDS[self.command].trainer)
+        parts |= {"script_args": subject.script_args, "model_args": model_args, "trainer_class": subject.kind}
         return Context(
-            trainer=kind.__name__.removesuffix("Trainer").lower(),
-            args=config,
+            trainer=subject.kind.__name__.removesuffix("Trainer").lower(),
+            args=subject.config,
             peft_config=model_args if model_args.use_peft else None,
-            parts={**parts, "script_args": script_args, "model_args": model_args, "trainer_class": kind},
+            parts=parts,
             **fields,
             **more,
         )
@@ -263,14 +247,15 @@ def _parameters(config: Any) -> int:
 
 
 def _described(rows: Sequence[Any]) -> str:
-    import statistics
+    from posttrain.checks.rows import quantiles, sequences_of
 
-    sizes = [len(row.prompt_ids) + len(ids) for row in rows for ids in (row.completions or [[]])]
-    if not sizes:
+    sequences = sequences_of(rows)
+    if not sequences:
         return "no row is left"
-    trained = sum(sum(map(bool, mask)) for row in rows for mask in row.loss_masks)
-    share = f", {100 * trained / max(sum(sizes), 1):.1f} % trained" if trained else ""
-    return f"{len(rows):,} rows of {min(sizes)} to {max(sizes)} tokens (median {statistics.median(sizes):g}){share}"
+    sizes = quantiles(len(one.ids) for one in sequences)
+    trained, tokens = sum(sum(one.trained) for one in sequences), sum(len(one.ids) for one in sequences)
+    share = f", {100 * trained / max(tokens, 1):.1f} % trained" if trained else ""
+    return f"{len(rows):,} rows of {sizes['min']} to {sizes['max']} tokens (median {sizes['median']:g}){share}"
 
 
 def run(argv: list[str]) -> int:

@@ -5,70 +5,22 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from posttrain.cli import inspect, train
-from posttrain.errors import ConfigError, PosttrainError, check_choice
+from posttrain.cli import train
+from posttrain.cli.subject import Subject, model_config
+from posttrain.errors import DataError, PosttrainError
 
 if TYPE_CHECKING:
     from posttrain.checks.memory import Lengths
-    from posttrain.models.memory import Available
-    from posttrain.models.memory_estimate import MemoryEstimate, Workload
+    from posttrain.models.memory_estimate import Workload
 
 
 # EX_CONFIG of sysexits.h, as for a run that a check refuses.
 DOES_NOT_FIT = 78
 # Longest examples of the dataset, by characters, that are tokenised.
 EXAMPLES = 48
-
-
-@dataclass
-class Answer:
-    """What a run would need. Sizes in bytes; `batches` has the peak by batch size, `help` the peak by change."""
-
-    trainer: str
-    model: str
-    lengths: Lengths
-    memory: MemoryEstimate
-    available: Available
-    batch: int
-    accumulation: int
-    row_tokens: int
-    batches: dict[int, int] = field(default_factory=dict)
-    help: dict[str, int] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
-
-    @property
-    def limit(self) -> int:
-        """Bytes that may be planned with."""
-        from posttrain.checks.memory import MOST
-
-        return int(MOST * self.available.free)
-
-    @property
-    def fits(self) -> bool:
-        """Whether the longest step stays within the limit."""
-        return self.memory.peak <= self.limit
-
-    @property
-    def largest_batch(self) -> int:
-        """The largest batch size that fits and keeps the effective batch; 0: none."""
-        return max((size for size, peak in self.batches.items() if peak <= self.limit), default=0)
-
-    def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        memory = self.memory
-        return {
-            "trainer": self.trainer, "model": self.model, "fits": self.fits, "peak": memory.peak,
-            "available": self.available.free, "total": self.available.total, "limit": self.limit,
-            "device": self.available.where, "components": memory.components, "fullest": memory.fullest,
-            "moments": {name: dict(parts) for name, parts in memory.moments.items()},
-            "parameters": memory.parameters, "trainable": memory.trainable, "lengths": vars(self.lengths),
-            "batch_size": self.batch, "accumulation": self.accumulation, "largest_batch_size": self.largest_batch,
-            "batch_sizes": self.batches, "would_help": self.help, "notes": self.notes,
-        }  # fmt: skip
 
 
 def run(argv: list[str]) -> int:
@@ -90,19 +42,16 @@ def run(argv: list[str]) -> int:
     parser.add_argument("--prompt_tokens", type=int, metavar="N", help="of the longest prompt, instead of reading data")
     parser.add_argument("--completion_tokens", type=int, metavar="N", help="tokens of the longest completion")
     options, rest = parser.parse_known_args(argv)
-    check_choice("trainer", options.trainer, sorted(train.COMMANDS))
-    parsed, _, _ = train.parse(options.trainer, rest)
-    found = estimate(options.trainer, parsed, given=(options.prompt_tokens, options.completion_tokens))
-    sys.stdout.write(json.dumps(found.to_dict(), indent=1) + "\n" if options.json else screen(found))
-    return 0 if found.fits else DOES_NOT_FIT
+    found = estimate(Subject(options.trainer, rest), given=(options.prompt_tokens, options.completion_tokens))
+    sys.stdout.write(json.dumps(found, indent=1) + "\n" if options.json else screen(found))
+    return 0 if found["fits"] else DOES_NOT_FIT
 
 
-def estimate(trainer: str, parsed: Sequence[Any], *, given: tuple[int | None, int | None] = (None, None)) -> Answer:
-    """What a run would need.
+def estimate(subject: Subject, *, given: tuple[int | None, int | None] = (None, None)) -> dict[str, Any]:
+    """What a run would need, for JSON: sizes in bytes, ``batch_sizes`` with the peak of each, ``would_help`` of each change.
 
     Args:
-        trainer: Name of a training command.
-        parsed: What its parser returned: data, config, model and mixture arguments.
+        subject: The training command and its arguments.
         given: Tokens of the longest prompt and completion, where they are known.
 
     Raises:
@@ -111,23 +60,18 @@ def estimate(trainer: str, parsed: Sequence[Any], *, given: tuple[int | None, in
     import torch
 
     from posttrain.checks.machine import memory_limit
-    from posttrain.checks.memory import plan
+    from posttrain.checks.memory import MOST, batch_sizes, plan
     from posttrain.models.load import get_peft_config
     from posttrain.models.memory import available_memory, in_use
     from posttrain.models.memory_estimate import estimate_memory
 
-    script_args, args, model_args, _ = parsed
-    source = model_args.model_name_or_path or getattr(args, "sft_model_path", None)
-    if not source:
-        raise ConfigError("--model_name_or_path is missing: which model shall be trained?")
+    args, model_args, kind, config = subject.config, subject.model_args, subject.kind, subject.model_config
     args.model_init_kwargs = model_args.model_init_kwargs(args.trust_remote_code) | dict(args.model_init_kwargs or {})
-    config = _config(source, args, model_args.model_revision)
     notes: list[str] = []
-    kind = train._load(train.COMMANDS[trainer].trainer)
-    lengths, pictures = _lengths(trainer, kind, parsed, given, notes)
+    lengths, pictures = _lengths(subject, given, notes)
     device = "cuda" if torch.cuda.is_available() and not args.use_cpu else "cpu"
     settings = {
-        "lengths": lengths, "peft_config": get_peft_config(model_args), "parts": _parts(script_args, args, notes),
+        "lengths": lengths, "peft_config": get_peft_config(model_args), "parts": _parts(subject, notes),
         "device": device, "process": in_use("cpu") if device == "cpu" else 0, "processes": max(int(args.world_size), 1),
         "bits": 4 if model_args.load_in_4bit else 8 if model_args.load_in_8bit else None, "pictures": pictures,
     }  # fmt: skip
@@ -135,21 +79,28 @@ def estimate(trainer: str, parsed: Sequence[Any], *, given: tuple[int | None, in
     memory = estimate_memory(work)
     available = available_memory(device, memory_limit(args))
     size, accumulation = int(args.per_device_train_batch_size), int(args.gradient_accumulation_steps)
-    row_tokens = max(batch.input_ids.numel() for batch in work.batches)
-    found = Answer(trainer, source, lengths, memory, available, size, accumulation, row_tokens, notes=notes)
     # Peak by sizes that keep the effective batch; sizes whose largest passes are equal are estimated once.
-    known: dict[Any, int] = {_largest(work): memory.peak}
-    for other in (n for n in range(1, size * accumulation + 1) if size * accumulation % n == 0):
+    known, peaks, limit = {_largest(work): memory.peak}, {}, int(MOST * available.free)
+    for other in batch_sizes(size, accumulation):
         changed = plan(kind, args, config, batch_size=other, **settings)
         key = _largest(changed)
         known[key] = known[key] if key in known else estimate_memory(changed).peak
-        found.batches[other] = known[key]
-    if not found.fits:
-        peaks = {change: estimate_memory(changed).peak for change, changed in _changes(work).items()}
-        found.help = {
-            change: peak for change, peak in sorted(peaks.items(), key=lambda one: one[1]) if peak < memory.peak
-        }
-    return found
+        peaks[other] = known[key]
+    fits, changes = memory.peak <= limit, {}
+    if not fits:
+        changes = {change: estimate_memory(changed).peak for change, changed in _changes(work).items()}
+    return {
+        "trainer": subject.name, "model": subject.source, "fits": fits, "peak": memory.peak,
+        "available": available.free, "total": available.total, "limit": limit, "device": available.where,
+        "components": memory.components, "standing": sum(memory.standing.values()), "fullest": memory.fullest,
+        "moments": {name: dict(parts) for name, parts in memory.moments.items()},
+        "parameters": memory.parameters, "trainable": memory.trainable, "lengths": vars(lengths),
+        "batch_size": size, "accumulation": accumulation,
+        "largest_pass": max(batch.input_ids.numel() for batch in work.batches),
+        "largest_batch_size": max((n for n, peak in peaks.items() if peak <= limit), default=0), "batch_sizes": peaks,
+        "would_help": {c: p for c, p in sorted(changes.items(), key=lambda one: one[1]) if p < memory.peak},
+        "notes": notes,
+    }  # fmt: skip
 
 
 def _largest(work: Workload) -> tuple[int, int, bool]:
@@ -157,44 +108,29 @@ def _largest(work: Workload) -> tuple[int, int, bool]:
     return (*sizes, work.passes > 1)
 
 
-def _config(source: str, args: Any, revision: str) -> Any:
-    import transformers
-
-    from posttrain.integrations.hub import explained
-    from posttrain.models.load import check_model_source
-
-    check_model_source(source, generative=False)
-    with explained("model", source):
-        return transformers.AutoConfig.from_pretrained(
-            source, revision=revision, trust_remote_code=args.trust_remote_code
-        )
-
-
-def _parts(script_args: Any, args: Any, notes: list[str]) -> dict[str, Any]:
+def _parts(subject: Subject, notes: list[str]) -> dict[str, Any]:
     """Configs of the other models that stay in memory."""
-    found = {}
+    found, args, script_args = {}, subject.config, subject.script_args
     names = {part: getattr(script_args, f"{part}_name_or_path", None) for part in ("reward_model", "value_model")}
     far = getattr(args, "teacher_model_server_url", None)
     for part, name in (names | {"teacher": None if far else getattr(args, "teacher_model_name_or_path", None)}).items():
         try:
-            found |= {part: _config(name, args, "main")} if name else {}
+            found |= {part: model_config(name, args.trust_remote_code)} if name else {}
         except (PosttrainError, OSError, ValueError) as error:
             notes.append(f"{part}={name!r} cannot be read and is not counted ({_short(error)}).")
     return found
 
 
-def _lengths(
-    trainer: str, kind: Any, parsed: Sequence[Any], given: tuple[int | None, int | None], notes: list[str]
-) -> tuple[Lengths, Any]:
+def _lengths(subject: Subject, given: tuple[int | None, int | None], notes: list[str]) -> tuple[Lengths, Any]:
     """As given, as the data has them, or as the config allows; and the images of the row that has most tokens of them."""
-    from posttrain.checks.memory import Lengths, assumed_lengths, sampled_pictures, samples
+    from posttrain.checks.memory import Lengths, assumed_lengths, longest_of, sampled_pictures
 
     prompt, completion = given
-    known = assumed_lengths(kind, parsed[1])
+    known = assumed_lengths(subject.kind, subject.config)
     if prompt is not None or completion is not None:
         return Lengths(prompt or 0, completion or known.completion, "given"), None
     try:
-        rows, vision = _longest_rows(trainer, parsed)
+        rows, vision = _longest_rows(subject)
     except (PosttrainError, OSError, ValueError, KeyError) as error:
         notes.append(
             f"the data was not read ({_short(error)}). Fix: give its lengths as --prompt_tokens and --completion_tokens."
@@ -203,30 +139,23 @@ def _lengths(
     pictures = sampled_pictures(vision, rows) if vision else None
     if pictures:
         sizes = ", ".join(f"{one.size[0]}x{one.size[1]}" for one in pictures[1])
-        notes.append(f"images of the row that has most: {sizes}; freeze_vision={parsed[1].freeze_vision}.")
-    if samples(parsed[1]):
-        prompt = max(len(row.prompt_ids) for row in rows)
-        return Lengths(prompt, known.completion, "the longest prompt of the data, the config's completions"), pictures
-    longest = max(rows, key=lambda row: len(row.prompt_ids) + sum(map(len, row.completions)))
-    told = "the longest row of the data"
-    return Lengths(len(longest.prompt_ids), max(map(len, longest.completions)), told), pictures
+        notes.append(f"images of the row that has most: {sizes}; freeze_vision={subject.config.freeze_vision}.")
+    return longest_of(rows, subject.kind, subject.config), pictures
 
 
-def _longest_rows(trainer: str, parsed: Sequence[Any]) -> tuple[list[Any], Any]:
+def _longest_rows(subject: Subject) -> tuple[list[Any], Any]:
     """The longest examples of the training set, tokenised, and what their images are read with."""
     import datasets
 
     from posttrain.data.formats import undecoded
     from posttrain.data.samplers import longest_examples
 
-    script_args, config, model_args, mixture = parsed
-    with inspect._no_progress_bars():
-        data = train._datasets(script_args, mixture, config)
-        dataset = undecoded(data[train._train_split(script_args, mixture)])
-        examples = datasets.Dataset.from_list(longest_examples(dataset, EXAMPLES), features=dataset.features)
-        drawn, _, _ = inspect._drawn(examples, EXAMPLES, config.seed)
-        tokenizer = inspect._tokenizer(model_args, config, generative=trainer != "reward")
-        made, vision = inspect.rows_of(trainer, drawn, tokenizer, parsed)
+    if subject.data is None:
+        raise DataError("the environment makes the prompts while it trains")
+    dataset = undecoded(subject.data)
+    examples = datasets.Dataset.from_list(longest_examples(dataset, EXAMPLES), features=dataset.features)
+    drawn, _, _ = subject.drawn(examples, EXAMPLES)
+    made, vision = subject.rows_of(drawn)
     return made.rows, vision
 
 
@@ -257,36 +186,36 @@ def _short(error: BaseException) -> str:
     return str(error).splitlines()[0].rstrip(".")[:160]
 
 
-def screen(found: Answer) -> str:
+def screen(found: dict[str, Any]) -> str:
     """The answer as lines for a terminal."""
     from posttrain.checks.machine import gib
 
-    memory, peak, lengths = found.memory, found.memory.peak, found.lengths
-    sizes = sorted(memory.components.items(), key=lambda item: -item[1])
-    standing = sum(memory.standing.values())
-    others = {n: standing + sum(parts.values()) for n, parts in memory.moments.items() if n != memory.fullest}
-    fits = "fits" if found.fits else "does not fit"
+    peak, lengths, limit, tokens = (found[name] for name in ("peak", "lengths", "limit", "largest_pass"))
+    sizes = sorted(found["components"].items(), key=lambda item: -item[1])
+    others = {
+        n: found["standing"] + sum(parts.values()) for n, parts in found["moments"].items() if n != found["fullest"]
+    }
     lines = [
-        f"{found.trainer} on {found.model}: {memory.parameters / 1e6:.0f} M weights, {memory.trainable / 1e6:.1f} M trained",
-        f"longest: prompt {lengths.prompt}, completion {lengths.completion} tokens ({lengths.source})",
-        f"batch: {found.batch} x {found.accumulation} accumulated; the largest pass computes {found.row_tokens} tokens",
-        f"\nmemory at the fullest moment ({memory.fullest})",
+        f"{found['trainer']} on {found['model']}: {found['parameters'] / 1e6:.0f} M weights, {found['trainable'] / 1e6:.1f} M "
+        "trained",
+        f"longest: prompt {lengths['prompt']}, completion {lengths['completion']} tokens ({lengths['source']})",
+        f"batch: {found['batch_size']} x {found['accumulation']} accumulated; the largest pass computes {tokens} tokens",
+        f"\nmemory at the fullest moment ({found['fullest']})",
         *[f"  {name:22}{gib(size):>10}  {'#' * max(1, round(34 * size / peak))}" for name, size in sizes],
-        f"  {'together':22}{gib(peak):>10}  {fits}: {gib(found.available.free)} free for it on {found.available.where}, "
-        f"{gib(found.limit)} planned with\n",
+        f"  {'together':22}{gib(peak):>10}  {'fits' if found['fits'] else 'does not fit'}: {gib(found['available'])} free for it "
+        f"on {found['device']}, {gib(limit)} planned with\n",
         *[f"  {name + ':':24}{gib(size):>8}" for name, size in others.items()],
     ]
-    best, whole = found.largest_batch, found.batch * found.accumulation
+    best, whole = found["largest_batch_size"], found["batch_size"] * found["accumulation"]
     if not best:
         lines.append("\nno batch size that keeps the effective batch fits")
-    elif len(set(found.batches.values())) == 1:
+    elif len(set(found["batch_sizes"].values())) == 1:
         bounded = "any: passes are bounded by tokens, not by rows"
         lines.append(f"\nlargest batch that fits: {best} ({bounded}; effective batch {whole})")
     else:
         lines.append(f"\nlargest batch that fits: {best} x {whole // best} accumulated, effective batch {whole}")
-    if not found.fits:
-        changes = found.help.items()
+    if not found["fits"]:
         lines += ["\nto fit:"]
-        lines += [f"  {c:44}{gib(size):>10}{'  fits' if size <= found.limit else ''}" for c, size in changes]
-        lines += [f"  max_row_tokens below {found.row_tokens}, shorter rows, or more processes with FSDP or ZeRO"]
-    return "\n".join([*lines, *[f"note: {note}" for note in found.notes]]) + "\n"
+        lines += [f"  {c:44}{gib(p):>10}{'  fits' if p <= limit else ''}" for c, p in found["would_help"].items()]
+        lines += [f"  max_row_tokens below {tokens}, shorter rows, or more processes with FSDP or ZeRO"]
+    return "\n".join([*lines, *[f"note: {note}" for note in found["notes"]]]) + "\n"

@@ -1,22 +1,18 @@
 """`posttrain inspect sft --config x.yaml`: the rows a training command would train on, before it costs anything.
 
 Data and tokenizer come from the same file and flags as the training command; no weight is read and nothing is written but
-the file that ``--html`` names. A command is inspected once it has registered how its examples become rows.
+the file that ``--html`` names.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import itertools
-import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-from posttrain.cli import train
+from posttrain.cli.subject import ROWS, Subject
 from posttrain.errors import ConfigError, DataError, check_choice
-from posttrain.types import Finding, Row
 
 if TYPE_CHECKING:
     from posttrain.report.inspect import Summary
@@ -24,125 +20,6 @@ if TYPE_CHECKING:
 
 EXAMPLES = 1000
 CAPTION, CAPTION_WIDTH = 16, 240  # Pixels of a line of text over a picture.
-
-
-class Prepared(NamedTuple):
-    """Rows as a training command makes them of examples.
-
-    Attributes:
-        rows: In the order of the examples.
-        findings: What their preparation itself found.
-        cut: How many were cut; None: unknown, a row of the limit's length counts.
-        numbers: Row numbers in the dataset; None: those of the examples, or not known.
-        reasons: Why rows were left out.
-    """
-
-    rows: list[Row]
-    findings: Sequence[Finding] = ()
-    cut: int | None = None
-    numbers: list[int] | None = None
-    reasons: str = ""
-
-
-# Examples (a datasets.Dataset of the sampled ones), tokenizer and config of the command to rows.
-RowsFunction = Callable[[Any, Any, Any], Prepared]
-
-
-def sft_rows(examples: Any, tokenizer: Any, config: Any) -> Prepared:
-    """Rows of supervised fine-tuning: one completion each, without a prompt of its own; packed rows come apart."""
-    from dataclasses import replace
-
-    from posttrain.checks.rows import diverged_prompts
-    from posttrain.data.formats import ROW, listed
-    from posttrain.data.sft import check_prepared, document_rows, prepare_sft_dataset, with_training_template
-
-    if (config.dataset_kwargs or {}).get("skip_prepare_dataset"):
-        check_prepared(examples, "train", len(tokenizer))
-        return Prepared(document_rows(examples))
-    options = with_training_template(config.supervised_options(training=True), tokenizer)
-    if options.packing == "bfd":  # It keeps documents whole: they are looked at one by one.
-        options = replace(options, packing=None)
-    elif options.packing and ROW in examples.column_names:
-        examples = examples.remove_columns(ROW)
-    prepared, report = prepare_sft_dataset(examples, tokenizer, options, seed=config.seed)
-    finding = diverged_prompts(report.diverged, report.rows_in)
-    cut = None if options.packing else report.truncated  # Packing that splits rows cuts none.
-    findings = [finding] if finding else []
-    return Prepared(document_rows(prepared), findings, cut, numbers=_numbers(prepared), reasons=listed(report.dropped))
-
-
-def _numbers(prepared: Any) -> list[int] | None:
-    """Numbers of the rows that were left, where preparation kept them."""
-    from posttrain.data.formats import ROW
-
-    return list(prepared[ROW]) if ROW in prepared.column_names else None
-
-
-def prompt_rows(examples: Any, tokenizer: Any, config: Any) -> Prepared:
-    """Rows of a method that samples its completions: prompts alone, as the engine will see them."""
-    from posttrain.data.chat import tokenize_prompts
-    from posttrain.data.samplers import check_prompts
-
-    check_prompts(examples, "train_dataset", tokenizer)
-    kwargs = config.chat_template_kwargs or {}
-    tokens = tokenize_prompts(list(examples), tokenizer, chat_template_kwargs=kwargs)
-    return Prepared([Row(ids, [], []) for ids in tokens])
-
-
-def picture_rows(name: str, examples: Any, vision: Any) -> Prepared:
-    """Rows of command ``name`` with their images, as its trainer makes them; ``vision`` is its `Vision`."""
-    from posttrain.data.formats import ROW, listed
-    from posttrain.data.preference import answer_rows, extract_and_unpair
-    from posttrain.data.sft import document_rows
-
-    if ROWS[name] is prompt_rows:
-        return Prepared(vision.prompt_rows(list(vision.checked_prompts(examples, "train_dataset"))))
-    branches = {"sft": (), "dpo": ("chosen", "rejected")}.get(name, ("completion",))
-    examples = extract_and_unpair(examples) if branches == ("completion",) else examples
-    prepared, report = vision.prepare_rows(examples, branches=branches, keep=(ROW,))
-    rows = answer_rows(prepared, branches) if branches else document_rows(prepared)
-    placed = vision.placed(rows, list(prepared))
-    return Prepared(placed, cut=report.truncated, numbers=_numbers(prepared), reasons=listed(report.dropped))
-
-
-def reward_rows(examples: Any, tokenizer: Any, config: Any) -> Prepared:
-    """Rows of an outcome reward model: pairs that share their prompt."""
-    from posttrain.data.preference import pair_rows, prepare_reward_dataset
-
-    prepared = prepare_reward_dataset(examples, tokenizer, max_length=config.max_length)
-    return Prepared(pair_rows(prepared), numbers=_numbers(prepared))
-
-
-def answer_rows_of(branches: tuple[str, ...]) -> RowsFunction:
-    """Rows of a method on given answers: the shared prompt and one completion a branch."""
-
-    def rows(examples: Any, tokenizer: Any, config: Any) -> Prepared:
-        from posttrain.checks.pairs import check_pairs
-        from posttrain.data.chat import terminal_token_ids
-        from posttrain.data.formats import ROW
-        from posttrain.data.preference import AnswerOptions, answer_rows, extract_and_unpair, prepare_answers
-
-        if branches == ("completion",):
-            examples = extract_and_unpair(examples)
-        options = AnswerOptions(branches, config.max_length, config.truncation_mode, config.mask_inner_turns)
-        prepared, report = prepare_answers(examples, tokenizer, options, keep=(ROW,))
-        made = answer_rows(prepared, branches)
-        stops = terminal_token_ids(tokenizer)
-        pairs = check_pairs(made, limit=config.max_length, stops=stops) if len(branches) == 2 else []
-        return Prepared(made, pairs, report.truncated, numbers=_numbers(prepared))
-
-    return rows
-
-
-_PAIRS, _ANSWER = answer_rows_of(("chosen", "rejected")), answer_rows_of(("completion",))
-ROWS: dict[str, RowsFunction] = {
-    "sft": sft_rows,
-    "reward": reward_rows,
-    "tpo": answer_rows_of(("chosen", "rejected", "reference")),
-    **dict.fromkeys(("dpo", "cpo", "orpo"), _PAIRS),
-    **dict.fromkeys(("kto", "bco"), _ANSWER),
-    **dict.fromkeys(("grpo", "async-grpo", "gmpo", "a2po", "rloo", "online-dpo"), prompt_rows),
-}
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -180,10 +57,8 @@ def run(argv: list[str]) -> int:
     for name, path in (("--html", options.html), ("--pictures", options.pictures)):
         if path and not Path(path).absolute().parent.is_dir():
             raise ConfigError(f"{name} {path}: the folder {str(Path(path).parent)!r} does not exist.")
-    # Which accelerator would train does not change the rows.
-    parsed, _, _ = train.parse(options.command, rest)
     about = {"show": options.rows, "examples": options.examples, "pictures": options.pictures}
-    summary = inspect_rows(options.command, parsed, **about)
+    summary = inspect_rows(Subject(options.command, rest), **about)
 
     from posttrain.report.inspect import to_console, to_html
 
@@ -193,14 +68,11 @@ def run(argv: list[str]) -> int:
     return 0
 
 
-def inspect_rows(
-    name: str, parsed: Sequence[Any], *, show: int = 8, examples: int = EXAMPLES, pictures: str | None = None
-) -> Summary:
-    """The summary of what command ``name`` would train on.
+def inspect_rows(subject: Subject, *, show: int = 8, examples: int = EXAMPLES, pictures: str | None = None) -> Summary:
+    """The summary of what a command would train on.
 
     Args:
-        name: A registered command.
-        parsed: What its parser returned: data, config, model and mixture arguments.
+        subject: The command and its arguments.
         show: Rows to show as text.
         examples: How many to analyse, at most; drawn with the run's seed.
         pictures: File for the images of the shown rows as the model sees them; None: none.
@@ -211,15 +83,9 @@ def inspect_rows(
     from posttrain.checks.rows import check_rows, dropped_rows
     from posttrain.report.inspect import summarise
 
-    script_args, config, model_args, mixture = parsed
-    tokenizer = _tokenizer(model_args, config, generative=name != "reward")
-    split = train._train_split(script_args, mixture)
-    with _no_progress_bars():
-        data = train._datasets(script_args, mixture, config)
-        if split not in data:
-            raise DataError("there is no dataset to inspect: the environment makes the prompts while it trains.")
-        drawn, total, places = _drawn(data[split], examples, config.seed)
-        made, vision = rows_of(name, drawn, tokenizer, parsed)
+    config, tokenizer = subject.config, subject.tokenizer
+    drawn, total, places = subject.drawn(subject.data, examples)
+    made, vision = subject.rows_of(drawn)
     rows, cut = made.rows, made.cut
     numbers = made.numbers if made.numbers is not None else places if len(rows) == len(places) else None
     limit = getattr(config, "max_length", None)
@@ -228,7 +94,6 @@ def inspect_rows(
     telling: dict[str, int] = {}
     checked = check_rows(rows, tokenizer, limit=None if cut == 0 else limit, numbers=numbers, examples=telling)
     findings = [*([dropped] if dropped else []), *made.findings, *checked]
-    telling = {code: row for code, row in telling.items() if code in {finding.code for finding in findings}}
     seen = f"{len(drawn):,}"
     part = f"the first {seen}" if total is None else f"all {seen}" if total == len(drawn) else f"{seen} of {total:,}"
     summary = summarise(
@@ -241,91 +106,11 @@ def inspect_rows(
         numbers=numbers,
         examples=telling,
         batch_size=config.per_device_train_batch_size,
-        title=f"{name}: {part} examples of split {split!r}, tokenised as {model_args.model_name_or_path}",
+        title=f"{subject.name}: {part} examples of split {subject.split!r}, tokenised as {subject.source}",
     )
     if pictures:
         contact_sheet(summary, vision and vision.reader).save(pictures)
     return summary
-
-
-def rows_of(name: str, examples: Any, tokenizer: Any, parsed: Sequence[Any]) -> tuple[Prepared, Any]:
-    """Rows of command ``name`` as its trainer makes them, and what it reads images with; None where rows are text."""
-    from posttrain.training.pictures import Vision
-
-    _, config, model_args, _ = parsed
-    if train._load(train.COMMANDS[name].trainer).takes_images:
-        vision = Vision(config, None, model_args.model_name_or_path, (examples,), takes=True)
-        if vision.images:
-            return picture_rows(name, examples, vision), vision
-    return ROWS["grpo" if name == "ppo" else name](examples, tokenizer, config), None
-
-
-def _tokenizer(model_args: Any, config: Any, *, generative: bool) -> Any:
-    """The tokenizer as training has it when it reads its rows."""
-    from posttrain.models.load import (
-        changes_vocabulary,
-        check_model_source,
-        load_tokenizer,
-        prepare_tokenizer,
-        resolve_pad_token,
-    )
-
-    source = model_args.model_name_or_path
-    if not source:
-        raise ConfigError("--model_name_or_path is missing: whose tokenizer shall read the rows?")
-    check_model_source(source, generative=generative)
-    trust = config.trust_remote_code
-    tokenizer = load_tokenizer(source, trust_remote_code=trust, revision=model_args.model_revision)
-    if changes_vocabulary(config):
-        _clone_tokens(tokenizer, load_tokenizer(config.chat_template_path, trust_remote_code=trust))
-    prepare_tokenizer(tokenizer, config)
-    resolve_pad_token(tokenizer)
-    return tokenizer
-
-
-def _clone_tokens(tokenizer: Any, other: Any) -> None:
-    """Template, added tokens and eos of another tokenizer; the embeddings that training adds change no row."""
-    known = tokenizer.get_vocab()
-    tokenizer.chat_template = other.chat_template
-    tokenizer.add_tokens([token for token in other.added_tokens_decoder.values() if token.content not in known])
-    tokenizer.eos_token = other.eos_token
-
-
-def _drawn(dataset: Any, count: int, seed: int) -> tuple[Any, int | None, list[int]]:
-    """Up to ``count`` examples in the order of the dataset, in memory, how many there are (None of a stream), their places."""
-    import datasets
-
-    from posttrain.data.formats import ROW, undecoded
-
-    dataset = undecoded(dataset)
-    streaming = isinstance(dataset, datasets.IterableDataset)
-    if streaming:
-        examples, total = list(itertools.islice(dataset, count)), None
-        indices = list(range(len(examples)))
-    else:
-        total = len(dataset)
-        indices = sorted(random.Random(seed).sample(range(total), min(count, total)))
-        examples = list(dataset.select(indices))
-    if not examples:
-        raise DataError("the dataset is empty: there is nothing to inspect.")
-    # A dataset of its own in memory: preparing it leaves no cache file behind.
-    made: Any = datasets.Dataset.from_list(examples, features=dataset.features)
-    return made.add_column(ROW, indices), total, indices
-
-
-@contextlib.contextmanager
-def _no_progress_bars() -> Iterator[None]:
-    """Reading and preparing a thousand rows takes a second; bars would only hide what is shown."""
-    import datasets
-
-    if datasets.are_progress_bars_disabled():
-        yield
-        return
-    datasets.disable_progress_bars()
-    try:
-        yield
-    finally:
-        datasets.enable_progress_bars()
 
 
 def contact_sheet(summary: Summary, processor: Any) -> Any:

@@ -28,7 +28,7 @@ class TeacherScoresArguments:
 
 def run(argv: list[str]) -> int:
     """Write the file and say what it holds."""
-    from posttrain.algorithms.distillation.scores import score_dataset
+    from posttrain.algorithms.distillation.teacher import score_dataset
     from posttrain.cli.parser import PosttrainArgumentParser
     from posttrain.data.mixture import load_rows
     from posttrain.models.load import create_model_from_path, load_tokenizer

@@ -269,9 +269,7 @@ def train(name: str, script_args: Any, config: Any, model_args: Any, mixture: An
 
     from posttrain.models.load import get_peft_config, get_quantization_config
 
-    model = model_args.model_name_or_path or getattr(config, "sft_model_path", None)
-    if not model:
-        raise ConfigError("--model_name_or_path is missing: which model shall be trained?")
+    model = model_source(model_args, config)
     resume = resume_from(config)
     given = dict(config.model_init_kwargs or {})
     config.model_init_kwargs = model_args.model_init_kwargs(config.trust_remote_code) | given
@@ -301,6 +299,18 @@ def train(name: str, script_args: Any, config: Any, model_args: Any, mixture: An
     if config.push_to_hub:
         trainer.push_to_hub(dataset_name=script_args.dataset_name)
     return bool(trainer.interrupt.requested)
+
+
+def model_source(model_args: Any, config: Any) -> str:
+    """Which model is trained.
+
+    Raises:
+        ConfigError: None is named.
+    """
+    source = model_args.model_name_or_path or getattr(config, "sft_model_path", None)
+    if not source:
+        raise ConfigError("--model_name_or_path is missing: which model shall be trained?")
+    return source
 
 
 def _train_split(script_args: Any, mixture: Any) -> str:

@@ -8,7 +8,7 @@ import json
 import logging
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -100,8 +100,12 @@ def create_reference_model(
     return reference.requires_grad_(False).eval()
 
 
-def check_reference(given: Any) -> None:
-    """Refuse, before any weight of the policy is read, a reference that cannot score answers."""
+def check_reference(given: Any, model: Any) -> None:
+    """Refuse, before any weight of the policy is read, a reference that is the policy itself or cannot score answers."""
+    if given is model:
+        raise ConfigError(
+            "ref_model is the model itself, so both would move together. Leave it out to take a frozen copy."
+        )
     inner = causal_lm(given) if isinstance(given, nn.Module) else None
     if getattr(inner, "get_output_embeddings", lambda: None)() is None:
         raise ModelError(
@@ -244,8 +248,13 @@ WAIT = 30 * 60  # Seconds to wait for another run that computes the same.
 
 def hash_module(module: torch.nn.Module) -> str:
     """SHA-256 over names, shapes, dtypes and bytes of all parameters and buffers, sorted by name."""
+    return hash_tensors(module.state_dict())
+
+
+def hash_tensors(tensors: Mapping[str, torch.Tensor]) -> str:
+    """The same of any tensors with names."""
     digest = hashlib.sha256()
-    for name, tensor in sorted(module.state_dict().items()):
+    for name, tensor in sorted(tensors.items()):
         value = tensor.detach().cpu()
         digest.update(f"{name} {tuple(value.shape)} {value.dtype}".encode())
         digest.update((value.float() if value.is_floating_point() else value).contiguous().numpy().tobytes())
@@ -258,6 +267,11 @@ def hash_vocabulary(tokenizer: Any) -> str | None:
     if not hasattr(tokenizer, "get_vocab"):
         return None
     return hashlib.sha256(json.dumps(sorted(tokenizer.get_vocab().items())).encode()).hexdigest()
+
+
+def fingerprint(**settings: Any) -> str:
+    """One short name for all that numbers depend on."""
+    return hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()[:32]
 
 
 def precomputed_logps(
@@ -368,8 +382,7 @@ def _cache(trainer: Any, dataset: datasets.Dataset, reference: Reference | None,
         "layout": trainer.layout.kind,
         "options": trainer.reference_key(),
     }
-    digest = hashlib.sha256(json.dumps(key, sort_keys=True, default=str).encode()).hexdigest()[:32]
-    return Path(datasets.config.HF_DATASETS_CACHE) / "posttrain_reference" / f"{digest}.npy"
+    return Path(datasets.config.HF_DATASETS_CACHE) / "posttrain_reference" / f"{fingerprint(**key)}.npy"
 
 
 def _compute(

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from posttrain.errors import check_choice
 from posttrain.integrations import require
 from posttrain.models.load import get_config_model_id
+from posttrain.report.record import whole_file
 from posttrain.report.templates import TEMPLATES
 
 if TYPE_CHECKING:
@@ -141,10 +142,8 @@ def create_model_card(
         task=_task(trainer.model),
         chat=bool(getattr(tokenizer, "chat_template", None)),
     )
-    folder.mkdir(parents=True, exist_ok=True)
-    part = folder / "README.md.part"
-    part.write_text(str(card), encoding="utf-8")
-    os.replace(part, folder / "README.md")
+    with whole_file(folder / "README.md") as part:
+        part.write_text(str(card), encoding="utf-8")
 
 
 # What a trainer knows --------------------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
 import json
@@ -27,7 +26,7 @@ from posttrain.errors import ConfigError, DataError
 from posttrain.integrations import require
 from posttrain.models import parallel
 from posttrain.models.load import resolve_pad_token
-from posttrain.report.record import RunRecordCallback
+from posttrain.report.record import RunRecordCallback, read_line, whole_file
 from posttrain.rollouts.base import RolloutEngine, create_engine
 from posttrain.types import Request, Sampling
 
@@ -233,10 +232,11 @@ class LogCompletionsCallback(transformers.TrainerCallback):
             numbers = itertools.count(1)
             os.replace(path, next(p for n in numbers if not (p := path.with_stem(f"{path.stem}-{n}")).exists()))
             return
-        self.table = [row for row in _read(path) if row["step"] <= state.global_step]
-        part = path.with_name(path.name + ".part")
-        part.write_text("".join(map(_line, self.table)), encoding="utf-8")
-        os.replace(part, path)
+        # Not splitlines: a completion may hold other line ends.
+        rows = filter(None, map(read_line, path.read_text(encoding="utf-8").split("\n")))
+        self.table = [row for row in rows if row["step"] <= state.global_step]
+        with whole_file(path) as part:
+            part.write_text("".join(map(_line, self.table)), encoding="utf-8")
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Sample and log when it is due, once a step."""
@@ -259,16 +259,6 @@ class LogCompletionsCallback(transformers.TrainerCallback):
         ]
         data = [[row["step"], text, row["completion"]] for row, text in zip(self.table, texts, strict=True)]
         self._attempts.track(args, "completions", COLUMNS, data)
-
-
-def _read(path: Path) -> list[dict[str, Any]]:
-    rows = []
-    # Not splitlines: a completion may hold other line ends.
-    for line in path.read_text(encoding="utf-8").split("\n"):
-        # The empty end, or a line cut off by a crash.
-        with contextlib.suppress(ValueError):
-            rows.append(json.loads(line))
-    return rows
 
 
 def _line(row: dict[str, Any]) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import statistics
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from posttrain.checks.rows import TokenSequence, quantiles, sequences_of
 from posttrain.data.pictures import Picture
 from posttrain.errors import DataError
 from posttrain.report.templates import TEMPLATES, environment, visible
@@ -163,27 +163,6 @@ class Summary:
         return self.truncated / self.sequences
 
 
-@dataclass(frozen=True)
-class _Flat:
-    """One sequence with its mask, of row ``row``."""
-
-    row: int
-    completion: int | None
-    ids: list[int]
-    trained: list[bool]
-
-
-def _flatten(rows: Sequence[Row]) -> Iterator[_Flat]:
-    for index, row in enumerate(rows):
-        prompt = list(row.prompt_ids)
-        if not row.completions:
-            yield _Flat(index, None, prompt, [False] * len(prompt))
-        for number, (completion, mask) in enumerate(zip(row.completions, row.loss_masks, strict=True)):
-            ids = [*prompt, *completion]
-            flags = [False] * len(prompt) + list(map(bool, mask))
-            yield _Flat(index, number, ids, [flag and at > 0 for at, flag in enumerate(flags)])
-
-
 def summarise(
     rows: Sequence[Row],
     tokenizer: Any,
@@ -216,7 +195,7 @@ def summarise(
     """
     if not rows:
         raise DataError("there are no rows to look at: the list is empty.")
-    flat = list(_flatten(rows))
+    flat = sequences_of(rows)
     sizes = [len(item.ids) for item in flat]
     roles = _roles(tokenizer)
     keys = Counter(repr((row.prompt_ids, row.completions, row.loss_masks, row.pictures)) for row in rows)
@@ -238,7 +217,7 @@ def summarise(
         prompts_only=all(item.completion is None for item in flat),
         tokens=sum(sizes),
         trained_tokens=sum(sum(item.trained) for item in flat),
-        lengths=_quantiles(sizes),
+        lengths=quantiles(sizes),
         histogram=histogram(sizes),
         limit=limit,
         truncated=truncated,
@@ -256,22 +235,11 @@ def _images(rows: Sequence[Row]) -> str:
     counts = [one.count for row in rows for part in row.pictures for one in part]
     if not counts:
         return ""
-    pictured, sizes = sum(any(row.pictures) for row in rows), _quantiles(counts)
+    pictured, sizes = sum(any(row.pictures) for row in rows), quantiles(counts)
     return (
         f"{len(counts):,} in {pictured:,} rows, {sizes['median']:,g} tokens each (median; 95 %: at most "
         f"{sizes['p95']:,}; the largest: {sizes['max']:,}); each is encoded once for all answers of its row"
     )
-
-
-def _quantiles(sizes: list[int]) -> dict[str, float]:
-    ordered = sorted(sizes)
-    return {
-        "min": ordered[0],
-        "median": statistics.median(ordered),
-        "mean": statistics.fmean(ordered),
-        "p95": ordered[-(-95 * len(ordered) // 100) - 1],
-        "max": ordered[-1],
-    }
 
 
 def histogram(sizes: Sequence[int]) -> list[Bin]:
@@ -291,7 +259,7 @@ def histogram(sizes: Sequence[int]) -> list[Bin]:
     return [Bin(edge, min(edge + width - 1, high), counts[k]) for k, edge in enumerate(edges)]
 
 
-def _padding_share(flat: list[_Flat], rows: int, batch_size: int) -> float:
+def _padding_share(flat: list[TokenSequence], rows: int, batch_size: int) -> float:
     """Over one epoch in a shuffled order, as training reads it."""
     sizes: dict[int, list[int]] = {}
     for item in flat:
@@ -321,7 +289,7 @@ def _roles(tokenizer: Any) -> dict[int, str]:
     return {i: ", ".join(names) or "special" for i, names in uses.items()}
 
 
-def _special_tokens(flat: list[_Flat], tokenizer: Any, roles: dict[int, str]) -> list[SpecialToken]:
+def _special_tokens(flat: list[TokenSequence], tokenizer: Any, roles: dict[int, str]) -> list[SpecialToken]:
     counts = [Counter(i for i in item.ids if i in roles) for item in flat]
     trained = Counter(i for item in flat for i, flag in zip(item.ids, item.trained, strict=True) if flag)
     totals = sum(counts, Counter())
@@ -343,7 +311,7 @@ def _special_tokens(flat: list[_Flat], tokenizer: Any, roles: dict[int, str]) ->
 
 
 def _shown(
-    item: _Flat,
+    item: TokenSequence,
     row: Row,
     tokenizer: Any,
     roles: dict[int, str],

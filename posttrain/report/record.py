@@ -17,7 +17,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -116,6 +116,36 @@ def _git_commit() -> str | None:
     return None
 
 
+@contextlib.contextmanager
+def whole_file(path: Path) -> Iterator[Path]:
+    """A draft that takes the file's place where nothing was raised, and else is removed; its folder is made."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f"{path.name}.{os.getpid()}.part")
+    try:
+        yield part
+        os.replace(part, path)
+    finally:
+        with contextlib.suppress(OSError):
+            part.unlink()
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A file's mapping; empty where there is none, or it was cut off by a crash."""
+    try:
+        return read_line(path.read_text(encoding="utf-8")) or {}
+    except (OSError, ValueError):  # Bytes that are no text, too.
+        return {}
+
+
+def read_line(line: str) -> dict[str, Any] | None:
+    """A line's mapping; None of another one, or where it was cut off by a crash."""
+    try:
+        content = json.loads(line)
+    except ValueError:
+        return None
+    return content if isinstance(content, dict) else None
+
+
 def read_rows(path: str | Path) -> list[dict[str, Any]]:
     """The rows of one file."""
     import pyarrow.parquet as pq
@@ -130,9 +160,8 @@ def write_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
 
     names = list(dict.fromkeys(name for row in rows for name in row))
     table = pa.table({name: _column([row.get(name) for row in rows]) for name in names})
-    part = path.with_name(path.name + ".part")
-    pq.write_table(table, part)
-    os.replace(part, path)
+    with whole_file(path) as part:
+        pq.write_table(table, part)
 
 
 def merge_parquet(parts: Sequence[Path], target: Path) -> None:
@@ -147,9 +176,8 @@ def merge_parquet(parts: Sequence[Path], target: Path) -> None:
     except pa.ArrowTypeError:
         write_rows(target, [row for path in parts for row in read_rows(path)])
         return
-    temporary = target.with_name(target.name + ".part")
-    pq.write_table(whole, temporary)
-    os.replace(temporary, target)
+    with whole_file(target) as part:
+        pq.write_table(whole, part)
 
 
 def _column(values: list[Any]) -> pa.Array:
@@ -243,10 +271,9 @@ class FolderLock:
                 "%s was held by process %s on %s, which is gone: taking it over.",
                 self.path.parent, owner["pid"], owner["host"],
             )  # fmt: skip
-        part = self.path.with_name(f"{LOCK}.{os.getpid()}")
         owner = {"pid": self._me[0], "host": self._me[1], "since": time.strftime("%Y-%m-%d %H:%M:%S"), "run": self.run}
-        part.write_text(json.dumps(owner | {"launcher": _launcher()}), encoding="utf-8")
-        os.replace(part, self.path)
+        with whole_file(self.path) as part:
+            part.write_text(json.dumps(owner | {"launcher": _launcher()}), encoding="utf-8")
         if self.held:
             self._lock.release()  # Counted once.
         self.held = True
@@ -289,7 +316,7 @@ class FolderLock:
 
     def _owner(self) -> dict[str, Any] | None:
         """What the file says; None when there is none, or it was cut off by a crash."""
-        owner = _read_json(self.path)
+        owner = read_json(self.path)
         return owner if {"pid", "host", "since"} <= set(owner) else None
 
 
@@ -366,10 +393,10 @@ class RunRecord:
         for path in (self.metrics_path, self.folder / "findings.jsonl"):
             if path.is_file():
                 lines = path.read_text(encoding="utf-8").splitlines()
-                kept = [line for line in lines if _step_of(line) <= step]
+                kept = [line for line in lines if (read_line(line) or {}).get("step", math.inf) <= step]
                 _write_atomically(path, "".join(line + "\n" for line in kept))
         for path in self._parts(*PREFIXES):
-            if _step_of_part(path) > step:
+            if step_of_part(path) > step:
                 path.unlink()
                 self._unmerged = True
 
@@ -398,7 +425,7 @@ class RunRecord:
     def _parts(self, *prefixes: str) -> list[Path]:
         """Files of completions in the order of their steps."""
         found = [p for prefix in prefixes for p in self.completions_dir.glob(f"{prefix}completions_*.parquet")]
-        return sorted(found, key=lambda path: (path.name.startswith("eval_"), _step_of_part(path)))
+        return sorted(found, key=lambda path: (path.name.startswith("eval_"), step_of_part(path)))
 
     def add_completions(self, rows: list[dict[str, Any]], *, evaluation: bool = False) -> None:
         """Keep rows until the next `flush`; evaluation has files of its own."""
@@ -459,13 +486,10 @@ def _append(path: Path, values: Mapping[str, Any]) -> None:
 
 
 def _write_atomically(path: Path, text: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(path.name + ".part")
-    with part.open("w", encoding="utf-8") as file:
+    with whole_file(path) as part, part.open("w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
-    os.replace(part, path)
 
 
 def _plain(value: Any) -> Any:
@@ -481,14 +505,8 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def _step_of(line: str) -> float:
-    try:
-        return json.loads(line)["step"]
-    except (ValueError, KeyError, TypeError):
-        return math.inf  # A line cut off by a crash.
-
-
-def _step_of_part(path: Path) -> int:
+def step_of_part(path: Path) -> int:
+    """The optimiser step in the name of a file of completions; 0 of another name."""
     number = path.stem.rsplit("_", 1)[-1]
     return int(number) if number.isdigit() else 0
 
@@ -540,7 +558,7 @@ class RunRecordCallback(transformers.TrainerCallback):
         early, self._findings = self._findings or [], None
         self.add_findings(early)
         manifest = {"run_id": self.lock.run, "seed": args.seed, "max_steps": state.max_steps, "config": args.to_dict()}
-        previous = _read_json(self.record.folder / "manifest.json") if state.global_step else {}
+        previous = read_json(self.record.folder / "manifest.json") if state.global_step else {}
         if previous:
             resumed = {"step": state.global_step, "time": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
             manifest["first_started"] = previous.get("first_started", previous.get("started"))
@@ -578,11 +596,3 @@ class RunRecordCallback(transformers.TrainerCallback):
             self.record.flush(self._step)
             self.record.merge_completions()
             self.lock.release()
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        return content if isinstance(content, dict) else {}
-    except (OSError, ValueError):
-        return {}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 from posttrain.errors import CheckpointError, ConfigError, ModelError
 from posttrain.integrations import require
 from posttrain.models.reference import Reference
+from posttrain.report.record import whole_file
 
 if TYPE_CHECKING:
     from transformers import TrainerControl, TrainerState, TrainingArguments
@@ -73,9 +73,8 @@ def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, st
     """Write a safetensors file that is whole or absent."""
     from safetensors.torch import save_file
 
-    part = path.with_name(path.name + ".part")
-    save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, part, metadata)
-    os.replace(part, path)
+    with whole_file(path) as part:
+        save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, part, metadata)
 
 
 class SyncRefModelCallback(transformers.TrainerCallback):

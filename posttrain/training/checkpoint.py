@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import transformers
 from transformers.trainer_callback import ExportableState
@@ -24,8 +24,11 @@ from posttrain.errors import CheckpointError
 from posttrain.integrations.machine import free_disk, gpu_memory, gpu_processes
 from posttrain.models import parallel
 from posttrain.models.memory_estimate import optimizer_bytes
-from posttrain.training.checks import Checks
+from posttrain.report.record import read_json
 from posttrain.types import Finding
+
+if TYPE_CHECKING:
+    from posttrain.training.trainer import PostTrainer
 
 logger = logging.getLogger(__name__)
 
@@ -90,11 +93,8 @@ def _owner(checkpoint: Path) -> str | None:
 
 def marker(checkpoint: Path, name: str = MARKER) -> dict[str, Any] | None:
     """What `mark` wrote; None for a checkpoint without it."""
-    try:
-        content = json.loads((checkpoint / name).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return content if isinstance(content, dict) and "run" in content else None
+    content = read_json(checkpoint / name)
+    return content if "run" in content else None
 
 
 def complete_checkpoints(folder: str | Path) -> list[Path]:
@@ -403,59 +403,41 @@ def export_callbacks(callbacks: Iterable[Any], state: Any) -> None:
                 kept[name] = holder.state()
 
 
-class MachineChecks:
-    """Disk, memory and foreign checkpoints, checked before a run begins.
+def begin_in_folder(trainer: PostTrainer, *, resumed: bool) -> None:
+    """Take the run's folder and report on disk, memory and foreign checkpoints; the main process alone.
 
-    Args:
-        model: With the parameters that are trained.
-        args: The trainer's config.
-        shards: Whether parameters are sharded over processes.
+    The folder is free again on an error. ``resumed`` says that the run goes on from a checkpoint.
     """
+    model, args, lock = trainer.model, trainer.args, trainer.checkpoints.lock
+    saves = str(getattr(args.save_strategy, "value", args.save_strategy)) != "no"
+    fills_gpu = args.device.type == "cuda" and not parallel.shards_parameters(trainer.accelerator)
+    asked = {"PT-L001": True, "PT-L002": saves, "PT-L003": fills_gpu}
+    lock.acquire()
+    try:
+        with trainer.checks.preflight.record_check("config", [code for code, here in asked.items() if here]):
+            found = [_strangers_of(args, trainer.checkpoints.run, resumed=resumed)]
+            if saves:
+                folder, needs = str(Path(args.output_dir).expanduser()), checkpoint_bytes(model, args)
+                found += [check_disk_space(free_disk(Path(folder)), needs, folder=folder, limit=args.save_total_limit)]
+            if fills_gpu:
+                needed = _state_bytes(model, args) + sum(p.nbytes for p in model.parameters() if p.requires_grad)
+                about = {"device": str(args.device), "others": gpu_processes()}
+                found += [check_gpu_memory(*gpu_memory(args.device), needed, **about)]
+            trainer.checks.report(found)
+    except Exception:
+        lock.release()
+        raise
 
-    def __init__(self, model: Any, args: Any, *, shards: bool) -> None:
-        self.model, self.args = model, args
-        self.saves = str(getattr(args.save_strategy, "value", args.save_strategy)) != "no"
-        self.fills_gpu = args.device.type == "cuda" and not shards
 
-    @property
-    def codes(self) -> tuple[str, ...]:
-        """What is looked for."""
-        asked = {"PT-L001": True, "PT-L002": self.saves, "PT-L003": self.fills_gpu}
-        return tuple(code for code, here in asked.items() if here)
-
-    def begin(self, checks: Checks, checkpointer: Checkpointer, *, resumed: bool) -> None:
-        """Take the run's folder and report what is found; the main process alone. The folder is free again on an error."""
-        checkpointer.lock.acquire()
-        try:
-            with checks.preflight.record_check("config", self.codes):
-                checks.report(self.findings(checkpointer.run, resumed=resumed))
-        except Exception:
-            checkpointer.lock.release()
-            raise
-
-    def findings(self, run: str, *, resumed: bool) -> Iterable[Finding | None]:
-        """What was found; folders that a killed run left half-written are removed.
-
-        Args:
-            run: The run that the folder belongs to.
-            resumed: Whether it goes on from a checkpoint.
-        """
-        folder = Path(self.args.output_dir).expanduser()
-        others = strangers(folder, run)
-        # The folder is ours, so nobody writes them any more.
-        for path in leftovers(folder):
-            logger.warning("%s was left half-written by a run that was killed; it is removed.", path)
-            shutil.rmtree(path, ignore_errors=True)
-        yield check_strangers([path.name for path in others], folder=str(folder), resumed=resumed)
-        if self.saves:
-            needs = checkpoint_bytes(self.model, self.args)
-            yield check_disk_space(free_disk(folder), needs, folder=str(folder), limit=self.args.save_total_limit)
-        if self.fills_gpu:
-            free, total = gpu_memory(self.args.device)
-            needed = _state_bytes(self.model, self.args) + sum(
-                p.numel() * p.element_size() for p in self.model.parameters() if p.requires_grad
-            )
-            yield check_gpu_memory(free, total, needed, device=str(self.args.device), others=gpu_processes())
+def _strangers_of(args: Any, run: str, *, resumed: bool) -> Finding | None:
+    """Checkpoints of other runs; folders that a killed run left half-written are removed."""
+    folder = Path(args.output_dir).expanduser()
+    others = strangers(folder, run)
+    # The folder is ours, so nobody writes them any more.
+    for path in leftovers(folder):
+        logger.warning("%s was left half-written by a run that was killed; it is removed.", path)
+        shutil.rmtree(path, ignore_errors=True)
+    return check_strangers([path.name for path in others], folder=str(folder), resumed=resumed)
 
 
 def checkpoint_bytes(model: Any, args: Any) -> int:

@@ -22,14 +22,15 @@ from accelerate import PartialState
 from torch import nn
 
 from posttrain.checks import machine
-from posttrain.checks.images import check_tower_gradients
 from posttrain.checks.registry import Context, Moment, Preflight, codes_of, describe, load
 from posttrain.data.forest import Layout
 from posttrain.data.templates import PROBLEMS
 from posttrain.errors import PosttrainError, PreflightError
 from posttrain.metrics import Metric, mean
 from posttrain.models import parallel
-from posttrain.report.record import LOCK, describe_run
+from posttrain.models.heads import picture_encoder
+from posttrain.models.vision import tower_parameters
+from posttrain.report.record import LOCK, describe_run, whole_file
 from posttrain.training.data_report import DatasetHead, describe_batches, refuse_data, row_codes, usable_rows
 from posttrain.types import Batch, Finding
 
@@ -279,7 +280,7 @@ class Checks(transformers.TrainerCallback):
         if self.zero_gradient_is_normal:
             norms = {name: None if norm is None else max(norm, 1.0) for name, norm in norms.items()}
         with self.preflight.record_check("first_batch", ("PT-B001", "PT-B002", "PT-B003", "PT-G012")):
-            silent = check_tower_gradients(norms, model, True) if self._pictured else None
+            silent = check_tower_gradients(norms, model) if self._pictured else None
             self.report([check_first_gradients(norms), silent])
 
     def _nothing_trained(self) -> Iterator[Finding | None]:
@@ -335,11 +336,9 @@ class Checks(transformers.TrainerCallback):
         folder = Path(self.args.output_dir or ".").expanduser()
         if refused and not self._written and (folder / LOCK).exists() and self.record is None:
             return
-        folder.mkdir(parents=True, exist_ok=True)
         content = self.preflight.to_dict() | {"refused": refused, "versions": describe_run()["versions"]}
-        part = folder / f"{FILE}.part"
-        part.write_text(json.dumps(content, indent=2, ensure_ascii=False, default=str) + "\n", encoding="utf-8")
-        os.replace(part, folder / FILE)
+        with whole_file(folder / FILE) as part:
+            part.write_text(json.dumps(content, indent=2, ensure_ascii=False, default=str) + "\n", encoding="utf-8")
         self._written, self.preflight.changed = True, False
 
 
@@ -417,15 +416,38 @@ def check_first_gradients(norms: Mapping[str, float | None]) -> Finding | None:
     return None
 
 
-def check_trained_tokens(trained: Sequence[int], *, limit: int = EMPTY_STEPS) -> Finding | None:
+def check_tower_gradients(norms: Mapping[str, float | None], model: Any) -> Finding | None:
+    """Trained parameters of tower and projector that got no gradient in a step with images.
+
+    Args:
+        norms: Of the first step's gradients; None where there is none.
+        model: With `posttrain.models.vision.install_pictures`, wrapped or not.
+    """
+    if picture_encoder(model) is None:
+        return None
+    tower = {id(parameter) for parameter in tower_parameters(model).values()}
+    trained = {name for name, parameter in model.named_parameters() if id(parameter) in tower}
+    silent = sorted(name for name in trained if name in norms and norms[name] is None)
+    if not silent:
+        return None
+    return Finding(
+        "PT-G012",
+        "warning",
+        f"{len(silent)} trained parameters of tower and projector got no gradient, {silent[0]!r} among them.",
+        "the first step",
+        "they cost memory, never move, and hang DDP.",
+        "freeze_vision='auto', which freezes what no feature depends on, or True.",
+    )
+
+
+def check_trained_tokens(trained: Sequence[int]) -> Finding | None:
     """Optimiser steps in a row without one trained token.
 
     Args:
         trained: Tokens (or sequences) that carried loss, of the latest steps, the newest last.
-        limit: Steps in a row that are too many.
     """
     empty = next((index for index, count in enumerate(reversed(trained)) if count), len(trained))
-    if empty < limit:
+    if empty < EMPTY_STEPS:
         return None
     return Finding(
         "PT-T001",

@@ -289,6 +289,21 @@ def takes(parameters: str) -> Callable[[Callable[..., None]], Callable[..., None
     return decorate
 
 
+def named_method(cls: Any, config: type, arguments: str) -> None:
+    """Give a trainer's class its config and its names, which are those of the class where its body says no others.
+
+    Args:
+        cls: The class.
+        config: The class of its arguments.
+        arguments: Of its constructor, those that have a position, see `takes`; empty: as the parent's.
+    """
+    cls.config_class, cls._suffix = config, cls.__name__.removesuffix("Trainer")
+    cls._name = vars(cls).get("_name", cls._suffix)
+    cls._tag_names = vars(cls).get("_tag_names", ["posttrain", cls._name.lower().replace(" ", "-")])
+    if arguments:
+        cls.__init__ = takes(arguments)(cls.__init__)
+
+
 def as_config(config: type, args: Any) -> Any:
     """The config of a trainer: what was given; made of the fields of a plain `transformers.TrainingArguments`, or of a folder.
 

@@ -6,12 +6,14 @@ import itertools
 import json
 import logging
 import statistics
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import cached_property, partial
 from itertools import islice
+from logging.handlers import BufferingHandler
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,22 @@ import transformers
 
 from posttrain.checks.pairs import PAIR_TEXT_CODES, PairScan, scan_pairs, score_columns
 from posttrain.checks.registry import Severity, describe
-from posttrain.checks.rows import ROW_CODES, WHOLE, RowSample, answers_of, columns_of, count_of, doubt, fault, is_open
+from posttrain.checks.rows import (
+    ROW_CODES,
+    SUSPECTS,
+    WHOLE,
+    RowSample,
+    TokenSequence,
+    answers_of,
+    columns_of,
+    count_of,
+    doubt,
+    fault,
+    is_open,
+    quantiles,
+    sequences_of,
+    write_lines,
+)
 from posttrain.data.chat import tokenize_prompts
 from posttrain.data.forest import to_rows
 from posttrain.data.formats import (
@@ -117,15 +134,16 @@ def warnings_are_errors(strict: bool) -> Iterator[None]:
     Raises:
         DataError: Something was warned of; all of it is told.
     """
-    told = _Listener()
+    told = BufferingHandler(sys.maxsize)
+    told.setLevel(logging.WARNING)
     package = logging.getLogger("posttrain")
     package.addHandler(told)
     try:
         yield
     finally:
         package.removeHandler(told)
-    if strict and told.said:
-        refuse_data(told.said)
+    if strict and told.buffer:
+        refuse_data([record.getMessage() for record in told.buffer])
 
 
 class DatasetHead:
@@ -186,7 +204,7 @@ class DatasetHead:
         Raises:
             DataError: ``strict_data`` is set and there is something to warn of.
         """
-        found = _describe(self.sample.rows, self.tokenizer)
+        found = _describe(self.sample)
         if not self.streams and hasattr(self.raw, "__len__"):
             found.rows_in, found.rows_out = len(self.raw), getattr(prepared_by, "rows_out", 0) or len(self.prepared)
         found.dropped = dict(getattr(prepared_by, "dropped", {}))
@@ -238,17 +256,6 @@ def prompt_rows(examples: list[dict[str, Any]], tokenizer: Any, args: Any) -> li
     return [Row(prompt, [], []) for prompt in ids]
 
 
-class _Listener(logging.Handler):
-    """Keeps what is warned of."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.said: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.said.append(record.getMessage())
-
-
 def refuse_data(said: Sequence[str]) -> None:
     """End a run whose ``strict_data`` makes warnings errors.
 
@@ -277,33 +284,23 @@ def template_findings(raw: Any, tokenizer: Any) -> list[Finding]:
         return []
 
 
-def _describe(rows: Sequence[Row], tokenizer: Any) -> DataReport:
-    report = DataReport(sampled=len(rows))
-    first: list[int] = []
-    last: list[int] = []
-    sizes: list[int] = []
-    for row in rows:
-        prompt = list(row.prompt_ids)
-        if len(row.completions) > 1 and len({tuple(ids) for ids in row.completions}) == 1:
-            report.equal_pairs += 1
-        for index, (ids, mask) in enumerate(zip(row.completions or [[]], row.loss_masks or [[]], strict=True)):
-            tokens = [*prompt, *ids]
-            flags = [False] * len(prompt) + [bool(m) for m in mask]
-            flags[:1] = [False] * len(flags[:1])  # Nothing predicts a first token.
-            learnt = [token for token, flag in zip(tokens, flags, strict=True) if flag]
-            sizes.append(len(tokens))
-            report.trained_tokens += len(learnt)
-            first, last = first + learnt[:1], last + learnt[-1:]
-            if len(report.shown) < SHOWN:
-                each = lambda part, of: [(_text(t, tokenizer), f) for t, f in zip(part, of, strict=True)]  # noqa: E731
-                report.shown.append(shown_pieces(tokenizer, tokens, flags, row, index, each))
-    report.tokens = sum(sizes)
-    if sizes:
-        ordered = sorted(sizes)
-        p95 = ordered[-(-95 * len(ordered) // 100) - 1]
-        report.lengths = {"min": ordered[0], "median": statistics.median(ordered), "p95": p95, "max": ordered[-1]}
-    report.first_trained, report.last_trained = _counted(first, tokenizer), _counted(last, tokenizer)
-    return report
+def _describe(sample: RowSample) -> DataReport:
+    rows, sequences, tokenizer = sample.rows, sample.sequences, sample.tokenizer
+    learnt = [list(itertools.compress(one.ids, one.trained)) for one in sequences]
+    each = lambda part, of: [(_text(t, tokenizer), f) for t, f in zip(part, of, strict=True)]  # noqa: E731
+    return DataReport(
+        sampled=len(rows),
+        tokens=sum(len(one.ids) for one in sequences),
+        trained_tokens=sum(map(len, learnt)),
+        lengths=quantiles(len(one.ids) for one in sequences),
+        shown=[
+            shown_pieces(tokenizer, one.ids, one.trained, rows[one.row], one.completion or 0, each)
+            for one in sequences[:SHOWN]
+        ],
+        first_trained=_counted([ids[0] for ids in learnt if ids], tokenizer),
+        last_trained=_counted([ids[-1] for ids in learnt if ids], tokenizer),
+        equal_pairs=sum(len(row.completions) > 1 and len(set(map(tuple, row.completions))) == 1 for row in rows),
+    )
 
 
 def _text(token: int, tokenizer: Any) -> str:
@@ -330,13 +327,10 @@ def describe_batches(batches: Sequence[Batch], tokenizer: Any) -> dict[str, Any]
         text and whether it is trained, and ``pictures``, thumbnails in reading order.
     """
     rows = [row for batch in batches for row in to_rows(batch)]
-    lengths = [len(row.prompt_ids) + len(completion) for row in rows for completion in row.completions]
-    trained = sum(batch.num_loss_tokens for batch in batches)
+    sequences = sequences_of(rows)
+    lengths = [len(one.ids) for one in sequences]
     computed = sum(batch.input_ids.numel() for batch in batches)
     real = sum(batch.num_tokens for batch in batches)
-    shown = itertools.islice(
-        itertools.chain.from_iterable(_sequences(i, row, tokenizer) for i, row in enumerate(rows)), SHOWN_SEQUENCES
-    )
     return {
         "facts": {
             "prompts and documents": len(rows),
@@ -344,31 +338,24 @@ def describe_batches(batches: Sequence[Batch], tokenizer: Any) -> dict[str, Any]
             "forward passes": len(batches),
             "tokens computed": real,
             "tokens of all sequences": sum(lengths),
-            "tokens trained": trained,
+            "tokens trained": sum(batch.num_loss_tokens for batch in batches),
             "padding": f"{1 - real / computed:.1%}" if computed else "-",
         },
         "lengths": lengths,
-        "sequences": list(shown),
+        "sequences": [_shown(one, rows[one.row], tokenizer) for one in sequences[:SHOWN_SEQUENCES]],
     }
 
 
-def _sequences(number: int, row: Row, tokenizer: Any) -> list[dict[str, Any]]:
-    several = len(row.completions) > 1
-    made = []
-    for index, (ids, mask) in enumerate(zip(row.completions, row.loss_masks, strict=True)):
-        title = f"row {number}" + (f", completion {index}" if several else "")
-        tokens = [*row.prompt_ids, *ids][:LONGEST]
-        flags = [*(row.prompt_mask or [0] * len(row.prompt_ids)), *mask][:LONGEST]
-        pieces = [list(piece) for piece in shown_pieces(tokenizer, tokens, flags, row, index)]
-        held = [one.picture for part in (*row.pictures[:1], *row.pictures[index + 1 : index + 2]) for one in part]
-        made.append(
-            {
-                "title": f"{title} ({len(row.prompt_ids) + len(ids)} tokens)",
-                "pieces": pieces,
-                "pictures": [picture.thumbnail() for picture in held],
-            }
-        )
-    return made
+def _shown(one: TokenSequence, row: Row, tokenizer: Any) -> dict[str, Any]:
+    index = one.completion or 0
+    which = f"row {one.row}" + (f", completion {index}" if len(row.completions) > 1 else "")
+    flags = [*(row.prompt_mask or one.trained[: one.start]), *one.trained[one.start :]]
+    held = [one.picture for part in (*row.pictures[:1], *row.pictures[index + 1 : index + 2]) for one in part]
+    return {
+        "title": f"{which} ({len(one.ids)} tokens)",
+        "pieces": [list(piece) for piece in shown_pieces(tokenizer, one.ids[:LONGEST], flags[:LONGEST], row, index)],
+        "pictures": [picture.thumbnail() for picture in held],
+    }
 
 
 # Rows that cannot be trained --------------------------------------------------------------------------------------
@@ -378,7 +365,6 @@ DEEP, READ_OF_STREAM = 1000, 256  # Rows that are read whole; of the others, Arr
 BATCH = 20_000
 PAIRS = 100_000  # Pairs that are compared with each other.
 EXCERPT = 200
-SUSPECTS = "suspect_pairs.jsonl"
 
 
 def row_codes(dataset: Any) -> tuple[str, ...]:
@@ -418,7 +404,8 @@ def usable_rows(dataset: Any, args: Any, *, main: bool, filled: bool = False) ->
         _write_suspects(dataset, scan, args.output_dir, main)
         return dataset, [*bad_rows(faults, len(dataset)), *doubtful_rows(doubts, len(dataset)), *pairs]
     bad = dict.fromkeys(scan.swapped, "a pair that appears both ways round") | doubts | faults
-    _write(args.output_dir, "bad_rows.jsonl", _lines(dataset, bad, columns), main and bool(bad))
+    if main and bad:
+        write_lines(args.output_dir, "bad_rows.jsonl", _lines(dataset, bad, columns))
     _write_suspects(dataset, scan, args.output_dir, main)
     many = too_many(len(bad), len(dataset), most=args.bad_rows_max)
     told = [*([many] if many else bad_rows(bad, len(dataset), dropped=True)), *pairs]
@@ -491,30 +478,9 @@ def _lines(dataset: datasets.Dataset, reasons: Mapping[int, str], columns: Seque
 
 
 def _write_suspects(dataset: datasets.Dataset, scan: PairScan, folder: str | None, main: bool) -> None:
-    lines = _lines(dataset, scan.suspects, [c for c in ("prompt", "chosen", "rejected") if c in dataset.column_names])
-    _write(folder, SUSPECTS, lines, main and bool(scan.suspects))
-
-
-def note_suspects(folder: str | None, reason: str, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Put pairs into ``suspect_pairs.jsonl``, in place of what stands there for the same reason.
-
-    Args:
-        folder: Of the run.
-        reason: Why they are suspected.
-        rows: Number and texts.
-    """
-    path = Path(folder or ".").expanduser() / SUSPECTS
-    there = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
-    kept = [line for line in map(json.loads, there) if line["reason"] != reason]
-    _write(folder, SUSPECTS, iter([*kept, *({"reason": reason, **row} for row in rows)]), bool(there or rows))
-
-
-def _write(folder: str | None, name: str, lines: Iterator[dict[str, Any]], wanted: bool) -> None:
-    if not wanted:
-        return
-    path = Path(folder or ".").expanduser() / name
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines), encoding="utf-8")
+    names = [name for name in ("prompt", "chosen", "rejected") if name in dataset.column_names]
+    if main and scan.suspects:
+        write_lines(folder, SUSPECTS, _lines(dataset, scan.suspects, names))
 
 
 def bad_rows(reasons: Mapping[int, str], total: int, *, dropped: bool = False) -> list[Finding]:

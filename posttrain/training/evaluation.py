@@ -314,13 +314,9 @@ def _divisor(reduction: str, counts: Mapping[str, float]) -> str:
 
 def _with_last(batches: Iterable[Any]) -> Iterator[tuple[Any, bool]]:
     """Each batch, and whether it is the last one."""
-    iterator = iter(batches)
-    for item in iterator:
-        following = list(itertools.islice(iterator, 1))
-        while following:
-            yield item, False
-            item, following = following[0], list(itertools.islice(iterator, 1))
-        yield item, True
+    end = object()
+    for item, following in itertools.pairwise(itertools.chain(batches, [end])):
+        yield item, following is end
 
 
 def _of_row(values: Any, row: int, length: int, width: int) -> Any:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from posttrain.checks import rules as log_rules
-from posttrain.data.chat import terminal_token_ids, tokenize_prompts
+from posttrain.data.chat import terminal_token_ids
 from posttrain.data.forest import collate
 from posttrain.data.formats import is_conversational
 from posttrain.data.processors import is_processor
@@ -34,7 +34,6 @@ from posttrain.rollouts.batch import (
     shared_requests,
 )
 from posttrain.rollouts.sampling import configured_sampling, generation_fields
-from posttrain.training.dynamic_sampling import DynamicSampler, groups_without_signal
 from posttrain.training.online_config import OnlineConfig, resolve_auto
 from posttrain.training.prompts import (
     PromptSource,
@@ -48,10 +47,12 @@ from posttrain.training.prompts import (
 )
 from posttrain.training.scoring import (
     WATCHED_CODES,
+    DynamicSampler,
     RewardWatch,
     Scorer,
     completion_lengths,
     completion_rows,
+    groups_without_signal,
     reward_options,
     reward_runner,
     rollout_metrics,
@@ -61,7 +62,7 @@ from posttrain.training.weight_sync import WeightSync, training_engine, vllm_eng
 from posttrain.types import Batch, Finding, LossTerms, ModelOutputs, Prompt, Rollout, Row, Sampling
 
 
-class OnlineTrainer(PostTrainer):
+class OnlineTrainer(PostTrainer, config=OnlineConfig):
     """Adds generation, scoring and the buffer of scored rollouts to the training loop.
 
     One generation goes through four methods, each of which a subclass may replace: `roll_out` (prompts to completions),
@@ -73,11 +74,10 @@ class OnlineTrainer(PostTrainer):
     `reward_watch` (rewards that teach nothing) and `dynamic_sampler` (fresh groups in the place of those without variance).
     """
 
-    config_class: ClassVar[type[OnlineConfig]] = OnlineConfig
     runner_class: ClassVar[type[RewardRunner]] = RewardRunner
     # Whether tools, environments and a rollout function are taken.
     takes_episodes: ClassVar[bool] = False
-    # Whether a prompt that is too long loses its beginning instead of being refused.
+    # Whether a prompt that is too long is cut to `prompt_limit` instead of being refused.
     cuts_prompts = False
     zero_gradient_is_normal = True
     check_area: ClassVar[str] = "R"
@@ -86,7 +86,6 @@ class OnlineTrainer(PostTrainer):
     # Environments and further reward columns of the generation under way.
     _environments: list[Any] | None = None
     _extra: dict[str, list[Any]] = {}  # noqa: RUF012 - replaced, never changed
-    _spare: Any = None
 
     def __init__(
         self,
@@ -362,14 +361,14 @@ class OnlineTrainer(PostTrainer):
         if examples:
             return self.generate(examples, mode)
         metrics, self.buffers[mode] = self.buffers[mode], MetricBuffer()
-        self.generate(self.spare_examples(), mode)
+        self.generate([dict(self.spare_example)], mode)
         self.buffers[mode] = metrics
         return RolloutBatch([], [], [], born=self.state.global_step)
 
-    def spare_examples(self) -> list[dict[str, Any]]:
+    @functools.cached_property
+    def spare_example(self) -> dict[str, Any]:
         """What a rank without examples of its own generates from: the first training row."""
-        self._spare = self._spare or next(iter(self.train_dataset))
-        return [dict(self._spare)]
+        return next(iter(self.train_dataset))
 
     def generate(self, examples: list[dict[str, Any]], mode: str) -> RolloutBatch:
         """One completion per example, decoded and counted; environments are reset first."""
@@ -410,14 +409,16 @@ class OnlineTrainer(PostTrainer):
         chat = is_conversational(examples[0])
         return rollouts, completions_for_rewards(self.processing_class, rollouts, conversational=chat)
 
+    @property
+    def prompt_limit(self) -> int | None:
+        """Most tokens of a prompt; a longer one loses its beginning. None: no prompt is cut."""
+        return None
+
     def tokenize(self, examples: list[dict[str, Any]]) -> list[Any]:
-        """Prompts as the engine must see them; what an environment added cannot open or end a turn."""
+        """Prompts as the engine must see them, of long ones the end; what an environment added cannot open or end a turn."""
         if self.driver is not None and self.environments is not None:
             return self.driver.tokenize(examples)
-        if self.vision.images:
-            return self.vision.prompts(examples)
-        kwargs = self.args.chat_template_kwargs or {}
-        return tokenize_prompts(examples, self.processing_class, chat_template_kwargs=kwargs)
+        return self.prompt_source.cut(self.prompt_source.tokenized(examples), self.prompt_limit)
 
     def sample(self, prompts: list[list[int]], sampling: Sampling) -> list[Rollout]:
         """One call to the engine, one completion a prompt; equal neighbours are one request and share their prompt."""
@@ -582,8 +583,7 @@ class OnlineTrainer(PostTrainer):
 
     def state_to_save(self) -> dict[str, Any]:
         """Where the run stands inside its window, with the scored rollouts it has not trained yet."""
-        online = {"online": self.window.state(), "rewards": self.rewards.transforms_state()}
-        state = super().state_to_save() | online
+        state = super().state_to_save() | {"online": self.window.state(), "rewards": self.rewards.transforms_state()}
         if self.args.dynamic_sampling:
             state["fresh_prompts"] = self.dynamic_sampler.prompts.state()
         return state

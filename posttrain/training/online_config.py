@@ -104,6 +104,25 @@ class ReferenceFields:
 
 
 @dataclass
+class RewardFields:
+    """How completions are scored."""
+
+    reward_weights: list[float] | None = option(None, "One weight per reward; None: ones.")
+    reward_timeout: PositiveFloat | None = option(
+        None, "Seconds a reward function may take for one generation; None waits for ever."
+    )
+    reward_transform: list[str] | None = option(
+        None, "One per reward, applied before weights: none, clip:a:b, log1p, rank, tanh:s, zscore or running."
+    )
+    check_rewards: bool = option(
+        True, "Call each reward function once on two rows before the model loads, to find its mistakes early."
+    )
+    check_reward_determinism: bool = option(
+        False, "Score 4 rows of the first generation a second time, and warn where a reward changed its mind."
+    )
+
+
+@dataclass
 class VllmSyncFields:
     """Fields of ``use_vllm`` that say how weights are pushed and checked."""
 
@@ -189,7 +208,7 @@ FAR_ENGINES = {"server": "server", "vllm": "colocate"}  # rollout_engine -> vllm
 
 
 @dataclass
-class OnlineConfig(VllmSyncFields, VllmFields, GenerationFields, ReferenceFields, PostTrainingConfig):
+class OnlineConfig(VllmSyncFields, VllmFields, GenerationFields, ReferenceFields, RewardFields, PostTrainingConfig):
     """Arguments of the trainers that sample completions from the policy they train."""
 
     _VALID_DICT_FIELDS = [  # noqa: RUF012
@@ -206,13 +225,6 @@ class OnlineConfig(VllmSyncFields, VllmFields, GenerationFields, ReferenceFields
     num_iterations: PositiveInt = option(1, "Passes over each generation, mu >= 1.")
     epsilon: NonNegativeFloat = option(0.2, "Lower clip of the importance ratio: 1 - epsilon.")
     epsilon_high: NonNegativeFloat | None = option(None, "Upper clip: 1 + epsilon_high; None: epsilon.")
-    reward_weights: list[float] | None = option(None, "One weight per reward; None: ones.")
-    reward_timeout: PositiveFloat | None = option(
-        None, "Seconds a reward function may take for one generation; None waits for ever."
-    )
-    reward_transform: list[str] | None = option(
-        None, "One per reward, applied before weights: none, clip:a:b, log1p, rank, tanh:s, zscore or running."
-    )
     mask_truncated_completions: bool = option(False, "Leave completions that hit the length limit out of the loss.")
     dynamic_sampling: NonNegativeInt = option(
         0, "Rounds in which groups whose rewards are all equal are replaced by fresh prompts (DAPO); 0 is off."
@@ -220,14 +232,8 @@ class OnlineConfig(VllmSyncFields, VllmFields, GenerationFields, ReferenceFields
     balance_ranks: bool = option(
         True, "Exchange rows between processes where that evens out their tokens; the gradient stays."
     )
-    check_rewards: bool = option(
-        True, "Call each reward function once on two rows before the model loads, to find its mistakes early."
-    )
     stop_without_signal: PositiveInt | None = option(
         None, "Generations in a row with all advantages 0, after which the run ends; None: it warns and goes on."
-    )
-    check_reward_determinism: bool = option(
-        False, "Score 4 rows of the first generation a second time, and warn where a reward changed its mind."
     )
     log_completions: bool = option(False, "Print a sample of completions at each log step.")
     log_multimodal: bool = option(True, "Include images in logged tables.")

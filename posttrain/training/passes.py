@@ -451,13 +451,10 @@ def longest_rows(trainer: PostTrainer, batch_size: int) -> list[Row]:
     if not any(row.completions for row in rows):
         prompt = max(rows, key=lambda row: len(row.prompt_ids), default=Row([0], [], []))
         longest = prompt.prompt_ids or [0]
-        doubled = int(trainer.args.train_batch_size) // max(int(trainer.args.per_device_train_batch_size), 1)
-        total = batch_size * max(doubled // max(trainer.args.n_gpu, 1), 1)
-        group = min(int(getattr(trainer.args, "num_generations", 1) or 1), total)
-        counts = [group] * (total // group) + ([total % group] if total % group else [])
         length = int(trainer.args.max_completion_length)
         # Of the prompt's own tokens: none stands for an image that is not there.
         draw, words = random.Random(0), [int(trainer.pad_token_id)] if any(prompt.pictures) else longest
+        counts = checks.group_sizes(trainer.args, batch_size)
         drawn = [[draw.choices(words, k=length) for _ in range(n)] for n in counts]
         shown = lambda n: [prompt.pictures[0], *([] for _ in range(n))] if any(prompt.pictures) else []  # noqa: E731
         rows = [Row(longest, d, [[1] * length] * len(d), pictures=shown(len(d))) for d in drawn]
@@ -469,10 +466,9 @@ def longest_rows(trainer: PostTrainer, batch_size: int) -> list[Row]:
 
 def batch_sizes(args: Any) -> list[int]:
     """Sizes that keep the effective batch, and the generation batch where there is one."""
-    whole = int(args.per_device_train_batch_size) * int(args.gradient_accumulation_steps)
-    sampled = int(args.per_device_train_batch_size) * int(getattr(args, "steps_per_generation", None) or 1)
-    online = getattr(args, "steps_per_generation", None) is not None
-    return [n for n in range(1, whole + 1) if whole % n == 0 and (not online or sampled % n == 0)]
+    batch, steps = int(args.per_device_train_batch_size), getattr(args, "steps_per_generation", None)
+    sizes = checks.batch_sizes(batch, int(args.gradient_accumulation_steps))
+    return [n for n in sizes if steps is None or batch * int(steps) % n == 0]
 
 
 def _choose_batch_size(trainer: PostTrainer) -> None:

@@ -64,6 +64,7 @@ class PromptSource:
         # Whether columns that are not prompts are left out.
         self.drops_columns = bool(args.remove_unused_columns)
         self.tokenized = tokenized or self._tokenized
+        self._cut_told = False
 
     # Before the model loads --------------------------------------------------------------------------------------
 
@@ -222,6 +223,15 @@ class PromptSource:
                 f"{self.tokenizer.decode(longest[:BEGINNING])!r}."
             )
 
+    def cut(self, prompts: list[Any], limit: int | None) -> list[Any]:
+        """The last ``limit`` tokens of each prompt, see `cut_prompt`; it is told once."""
+        long = sum(limit is not None and len(prompt) > limit for prompt in prompts)
+        if long and not self._cut_told:
+            self._cut_told = True
+            text = "%d of %d prompts lose their beginning: max_length or max_prompt_length leaves them %d tokens."
+            logger.warning(text, long, len(prompts), limit)
+        return [cut_prompt(prompt, limit) for prompt in prompts] if long else prompts
+
     def _tokenized(self, rows: list[dict[str, Any]]) -> list[list[int]]:
         return tokenize_prompts(rows, self.tokenizer, chat_template_kwargs=self.args.chat_template_kwargs or {})
 
@@ -336,6 +346,22 @@ def _only_prompts(dataset: Any) -> Any:
     """Without other columns; a reward function that needs one of them learns it in the dry run."""
     names = getattr(dataset, "column_names", None)
     return dataset.select_columns([name for name in names if name in PROMPT_COLUMNS]) if names else dataset
+
+
+def cut_prompt(ids: list[int], most: int | None) -> list[int]:
+    """The last ``most`` tokens.
+
+    Raises:
+        DataError: The prompt has images and more tokens: a cut could go through an image.
+    """
+    if most is None or len(ids) <= most:
+        return ids
+    if Prompt.pictures_of(ids):
+        raise DataError(
+            f"a prompt with images has {len(ids)} tokens, and max_length and max_prompt_length leave it {most}: a cut would go "
+            "through an image. Fix: larger limits, or smaller images."
+        )
+    return ids[-most:]
 
 
 def describe_schedule(args: OnlineConfig, prompts: int | None) -> str:

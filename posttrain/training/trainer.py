@@ -32,7 +32,7 @@ from posttrain.models.vision import load_renamed
 from posttrain.report.card import create_model_card
 from posttrain.report.record import RunRecordCallback
 from posttrain.training import checkpoint, config
-from posttrain.training.config import PostTrainingConfig
+from posttrain.training.config import PostTrainingConfig, named_method
 from posttrain.training.data_report import DataReport, DataReportCallback, DatasetHead, prompt_rows, warnings_are_errors
 from posttrain.training.evaluation import count_rounds, evaluate, evaluation_loader, predicted_rows
 from posttrain.training.passes import DryStep, PassRunner, dry_step, fit_memory
@@ -52,7 +52,7 @@ class PostTrainer(transformers.Trainer):
 
     loss_is_scaled_for_ga = True  # Our denominators span the whole optimiser step, over micro-batches and ranks.
     needs: frozenset[str] = frozenset({"logp"})
-    config_class: ClassVar[type[PostTrainingConfig]] = PostTrainingConfig
+    config_class: ClassVar[type[Any]] = PostTrainingConfig
     _tag_names: ClassVar[list[str]] = ["posttrain"]
     _name: ClassVar[str] = "post-training"
     _paper: ClassVar[dict[str, str]] = {}  # Title, arXiv id and citation, for the model card.
@@ -82,6 +82,12 @@ class PostTrainer(transformers.Trainer):
     _head: DatasetHead | None = None
     if not TYPE_CHECKING:
         __getattr__ = config.absent
+
+    def __init_subclass__(cls, config: Any = None, arguments: str = "", **kwargs: Any) -> None:
+        """Take what the class line says of a method, see `posttrain.training.config.named_method`."""
+        super().__init_subclass__(**kwargs)
+        if config is not None:
+            named_method(cls, config, arguments)
 
     def __init__(
         self,
@@ -285,8 +291,7 @@ class PostTrainer(transformers.Trainer):
         resume = self.checkpoints.resolve(resume_from_checkpoint)
         if resume is not None:
             self.args.resume_from_checkpoint = resume  # Callbacks find their own state by it.
-        machine = checkpoint.MachineChecks(self.model, self.args, shards=parallel.shards_parameters(self.accelerator))
-        begin = partial(machine.begin, self.checks, self.checkpoints, resumed=resume is not None)
+        begin = partial(checkpoint.begin_in_folder, self, resumed=resume is not None)
         parallel.run_and_share(lambda: self.accelerator.is_main_process and begin(), self.accelerator)
         if not self.args.max_grad_norm and not self.is_deepspeed_enabled:
             # At 0 no norm is taken, and NaN reaches the weights.
@@ -428,8 +433,7 @@ class PostTrainer(transformers.Trainer):
 
     def reduced_metrics(self, mode: str) -> dict[str, float]:
         """The metrics of the window since the last call, over all ranks."""
-        ranks = partial(parallel.all_gather_objects, accelerator=self.accelerator)
-        gather = ranks if self.accelerator.num_processes > 1 else None
+        gather = partial(parallel.all_gather_objects, accelerator=self.accelerator)
         return self.postprocess_metrics(self.buffers[mode].compute(gather))
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
@@ -558,14 +562,10 @@ class PostTrainer(transformers.Trainer):
         """Batches of one evaluation micro-batch, which may be empty; online trainers generate here."""
         return list(inputs)
 
-    def evaluation_loop(
-        self,
-        dataloader: Any,
-        description: str,
-        prediction_loss_only: bool | None = None,
-        ignore_keys: list[str] | None = None,
-        metric_key_prefix: str = "eval",
-    ) -> EvalLoopOutput:
+    def evaluation_loop(  # The signature is transformers'.
+        self, dataloader: Any, description: str, prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval",
+    ) -> EvalLoopOutput:  # fmt: skip
         """Loss over the whole set, divided by its own counts: it does not depend on the evaluation batch size."""
         output, self._eval_rounds = evaluate(self, dataloader, metric_key_prefix, predicts=description == "Prediction")
         return output

@@ -13,7 +13,6 @@ from posttrain.algorithms.a2po import (
     A2POTrainer,
     ValueCache,
     a2po_objective,
-    model_hash,
     optimal_value,
     row_key,
 )
@@ -76,13 +75,6 @@ def test_the_cache_survives_an_interrupted_line_and_ignores_other_runs(tmp_path,
     assert again.rewards["p"] == [1.0, 0.0]
     assert math.isnan(again.rewards["q"][0])
     assert "was cut off" in caplog.text
-
-
-def test_a_model_is_known_by_its_weights(tiny_tokenizer):
-    one, two = (build_model(len(tiny_tokenizer)).requires_grad_(False) for _ in range(2))
-    assert model_hash(one) == model_hash(two)
-    two.model.norm.weight[0] += 1e-4
-    assert model_hash(one) != model_hash(two)
 
 
 def test_a_row_is_known_by_its_prompt_and_its_columns():
@@ -298,7 +290,7 @@ def test_r50_long_prompts_lose_their_beginning(tiny_tokenizer, tmp_path, caplog)
     whole = tiny_tokenizer.apply_chat_template(prompts(1)[0]["prompt"], add_generation_prompt=True)["input_ids"]
     assert whole[-10:] in seen
     assert all(len(ids) == 10 for ids in seen)
-    assert "max_prompt_length=10" in caplog.text
+    assert "max_prompt_length leaves them 10 tokens" in caplog.text
 
 
 def test_the_native_engine_samples_values_from_the_reference_even_late(tiny_tokenizer, tmp_path):

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import posttrain as pt
-from posttrain.algorithms.distillation import scores
-from posttrain.algorithms.distillation.scores import ScoreFile, score_dataset
+from posttrain.algorithms.distillation import teacher
+from posttrain.algorithms.distillation.teacher import ScoreFile, score_dataset
 from posttrain.cli.main import main
 from posttrain.cli.teacher_scores import run as teacher_scores
 from posttrain.errors import ConfigError, DataError, ModelError
@@ -152,7 +152,7 @@ def test_the_command_writes_what_gkd_reads(tmp_path, tiny_model_dir, capsys):
 def test_a_file_that_could_not_be_finished_leaves_the_one_before(tmp_path, tiny_tokenizer, monkeypatch):
     path = scored(tmp_path / "scores.arrow", tiny_tokenizer)
     before = (tmp_path / "scores.arrow").read_bytes()
-    real, calls = scores._scores, []
+    real, calls = teacher._scores, []
 
     def fails_later(*args, **settings):
         calls.append(1)
@@ -160,7 +160,7 @@ def test_a_file_that_could_not_be_finished_leaves_the_one_before(tmp_path, tiny_
             raise KeyboardInterrupt
         return real(*args, **settings)
 
-    monkeypatch.setattr(scores, "_scores", fails_later)
+    monkeypatch.setattr(teacher, "_scores", fails_later)
     with pytest.raises(KeyboardInterrupt):
         scored(path, tiny_tokenizer, top_k=3)
     assert (tmp_path / "scores.arrow").read_bytes() == before and len(list(tmp_path.iterdir())) == 1

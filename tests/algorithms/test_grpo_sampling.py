@@ -10,7 +10,7 @@ from posttrain import ConfigError
 from posttrain.data.samplers import PromptStream
 from posttrain.errors import CheckpointError
 from posttrain.rollouts.batch import RolloutWindow, deal
-from posttrain.training.dynamic_sampling import flat_groups
+from posttrain.training.scoring import flat_groups
 from posttrain.types import Row
 from tests.algorithms.helpers import grpo, grpo_args, prompts, scripted, weights
 from tests.wordings import raises

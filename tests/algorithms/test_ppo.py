@@ -1,5 +1,6 @@
 """PPO end to end on two-layer models, and its objective against scalar loops and the properties of every objective."""
 
+import dataclasses
 import json
 import logging
 import math
@@ -17,6 +18,7 @@ from posttrain import CheckpointError, ConfigError, DataError, ModelError, Rewar
 from posttrain.algorithms.ppo import PPOConfig, PPOTrainer, ppo_objective
 from posttrain.data.forest import Layout
 from posttrain.losses.reduce import Denominators, reduce
+from posttrain.training.online_config import RewardFields
 from posttrain.types import ModelOutputs
 from tests.algorithms.helpers import SHORT, count_a, prompts, scripted, weights
 from tests.conftest import build_model, build_tokenizer
@@ -717,7 +719,7 @@ def test_pad_equal_to_eos_is_refused_in_a_tokenizer_that_was_given(tiny_tokenize
 
 def test_the_reference_cannot_be_the_policy(tokenizer, tmp_path):
     model = build_model(len(tokenizer))
-    with raises(ModelError, "ref_model"):
+    with raises(ConfigError, "ref_model"):
         ppo(tmp_path, tokenizer, model=model, ref=model)
 
 
@@ -810,7 +812,7 @@ def test_the_config_answers_whatever_the_online_trainer_asks():
         Path(posttrain.__file__).parent / "training",
         set(dir(PPOConfig("unused", bf16=False, report_to="none"))),
     )
-    for name in ("online", "scoring", "prompts", "dynamic_sampling", "trainer", "evaluation"):
+    for name in ("online", "scoring", "prompts", "trainer", "evaluation"):
         # What stands in a string is a name, and no read.
         tree = ast.parse((folder / f"{name}.py").read_text())
         read = {node.attr for node in ast.walk(tree) if reads_args(node)} - set(dir(datasets.Dataset))
@@ -1092,7 +1094,8 @@ def test_the_command_line_trains_with_a_reward_function_and_with_models(
 def test_the_page_s_table_is_the_config():
     from tests.test_docs import default_of, options, own_fields
 
-    assert options("ppo.md", "option") == {f.name: default_of(f) for f in own_fields(PPOConfig) if f.init}
+    fields = (*own_fields(PPOConfig), *dataclasses.fields(RewardFields))
+    assert options("ppo.md", "option") == {f.name: default_of(f) for f in fields if f.init}
 
 
 if __name__ == "__main__":

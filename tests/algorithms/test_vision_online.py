@@ -293,8 +293,8 @@ def test_more_images_than_a_row_may_have_are_refused(tmp_path):
 
 def test_rollouts_under_another_rows_picture_stop_the_run(tmp_path):
     trainer = trainer_of("grpo", tmp_path, dataset=prompts([(84, 56, 1), (84, 56, 2)]))
-    read = trainer.vision.prompts
-    trainer.vision.prompts = lambda examples: read(examples)[::-1]
+    read = trainer.prompt_source.tokenized
+    trainer.prompt_source.tokenized = lambda examples: read(examples)[::-1]
     with pytest.raises(ModelError, match="PT-G015"):
         generate(trainer, (0, 1))
 

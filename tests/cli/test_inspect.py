@@ -6,6 +6,7 @@ import pytest
 
 from posttrain.cli import inspect as command
 from posttrain.cli import train
+from posttrain.cli.subject import Prepared, Subject
 from posttrain.errors import ConfigError, DataError
 from posttrain.types import Row
 
@@ -34,7 +35,14 @@ def folder(unread_model, tmp_path, sums):
 
 
 def summary_of(name, argv, **kwargs):
-    return command.inspect_rows(name, train.parser_for(name).parse_args_and_config(argv), **kwargs)
+    return command.inspect_rows(Subject(name, argv), **kwargs)
+
+
+def rows_of(name, dataset, tokenizer, config):
+    """Rows of objects, as the command makes them of its arguments."""
+    subject, kind = Subject.__new__(Subject), train._load(train.COMMANDS[name].trainer)
+    vars(subject).update(name=name, config=config, tokenizer=tokenizer, kind=kind, source="")
+    return subject.rows_of(dataset)[0].rows
 
 
 def shown_text(shown, *, trained=None):
@@ -96,7 +104,7 @@ def test_the_rows_are_those_that_the_trainer_trains_on(tiny_model, tiny_tokenize
     config = SFTConfig(str(tmp_path / "o"), report_to="none", bf16=False, **options)
     trainer = SFTTrainer(tiny_model, config, train_dataset=dataset, processing_class=tiny_tokenizer)
     trained = trainer.rows(list(trainer.train_dataset))
-    seen = command.ROWS["sft"](dataset, tiny_tokenizer, config).rows
+    seen = rows_of("sft", dataset, tiny_tokenizer, config)
     key = repr if config.packing else (lambda row: 0)  # Packed rows are shuffled; whole documents are shown in order.
     assert sorted(seen, key=key) == sorted(trained, key=key)
     assert sum(map(sum, (mask for row in trained for mask in row.loss_masks)))
@@ -145,7 +153,7 @@ def test_the_prompts_are_those_that_the_engine_gets(tiny_tokenizer):
 
     chats = datasets.Dataset.from_list([{"prompt": [{"role": "user", "content": f"{i}?"}]} for i in range(3)])
     config = GRPOConfig("o", report_to="none", bf16=False, num_generations=2, per_device_train_batch_size=2)
-    rows = command.ROWS["grpo"](chats, tiny_tokenizer, config).rows
+    rows = rows_of("grpo", chats, tiny_tokenizer, config)
     expected = [
         tiny_tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True)["input_ids"] for row in chats
     ]
@@ -241,10 +249,10 @@ def test_shifted_labels_are_refused_as_in_training(folder):
 
 
 def test_rows_of_two_equal_answers_are_shown_with_their_finding(folder, monkeypatch, capsys):
-    def pairs(examples, tokenizer, config):
-        return command.Prepared([Row([50], [[51, 2], [51, 2]], [[1, 1], [1, 1]]) for _ in examples])
+    def pairs(subject, examples):
+        return Prepared([Row([50], [[51, 2], [51, 2]], [[1, 1], [1, 1]]) for _ in examples]), None
 
-    monkeypatch.setitem(command.ROWS, "sft", pairs)
+    monkeypatch.setattr(Subject, "rows_of", pairs)
     assert command.run(["sft", "--config", "sft.yaml"]) == 0
     out = capsys.readouterr().out
     assert "PT-D013 12 of 12 rows" in out
@@ -294,9 +302,9 @@ def test_progress_bars_are_off_while_rows_are_made_and_on_again_after(folder, mo
     import datasets
 
     seen = []
-    real = command.ROWS["sft"]
-    monkeypatch.setitem(
-        command.ROWS, "sft", lambda *a: (seen.append(datasets.are_progress_bars_disabled()), real(*a))[1]
+    real = Subject._answers
+    monkeypatch.setattr(
+        Subject, "_answers", lambda *a: (seen.append(datasets.are_progress_bars_disabled()), real(*a))[1]
     )
     datasets.enable_progress_bars()
     summary_of("sft", ["--config", "sft.yaml"])

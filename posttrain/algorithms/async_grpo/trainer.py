@@ -91,7 +91,7 @@ def async_grpo_objective(out: ModelOutputs, batch: Batch, cfg: AsyncGRPOConfig) 
 
 @attributes(epsilon_low="args.epsilon", epsilon_high="args.epsilon_high or args.epsilon")
 @attributes("num_generations", "temperature", "max_completion_length", reward_funcs="rewards.functions", fixed=True)
-class AsyncGRPOTrainer(OnlineTrainer):
+class AsyncGRPOTrainer(OnlineTrainer, config=AsyncGRPOConfig):
     """Group-relative policy optimisation whose rollouts are written ahead, by processes of their own (experimental).
 
     Workers write and score completions with the newest weights they have; the trainer takes them from a queue as its steps
@@ -115,13 +115,10 @@ class AsyncGRPOTrainer(OnlineTrainer):
     >>> trainer.train()  # doctest: +SKIP
     """
 
-    config_class: ClassVar[type[AsyncGRPOConfig]] = AsyncGRPOConfig
     takes_episodes: ClassVar[bool] = True
     takes_images: bool = True
     needs = NEEDS
     _tag_names: ClassVar[list[str]] = ["posttrain", "async-grpo"]
-    _name: ClassVar[str] = "AsyncGRPO"
-    _suffix: ClassVar[str] = "AsyncGRPO"
     args: AsyncGRPOConfig
     source: AsyncRollouts
 

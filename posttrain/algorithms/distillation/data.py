@@ -12,7 +12,8 @@ from posttrain.data.chat import RENDERED, tokenize_prompts
 from posttrain.data.formats import is_messages, strip_none
 from posttrain.data.sft import IGNORED, SupervisedOptions, label_batch
 from posttrain.errors import DataError
-from posttrain.types import Prompt, Rollout, Row
+from posttrain.training.prompts import cut_prompt
+from posttrain.types import Rollout, Row
 
 
 def with_prompt_column(dataset: Any) -> Any:
@@ -81,22 +82,6 @@ def _tokenized(
         out["prompt_ids"].append(cut_prompt(prompt, None if max_length is None else max_length - len(answer)))
         out["completion_ids"].append(answer)
     return out
-
-
-def cut_prompt(ids: list[int], most: int | None) -> list[int]:
-    """The last ``most`` tokens.
-
-    Raises:
-        DataError: The prompt has images and more tokens: a cut could go through an image.
-    """
-    if most is None or len(ids) <= most:
-        return ids
-    if Prompt.pictures_of(ids):
-        raise DataError(
-            f"a prompt with images has {len(ids)} tokens, and max_length and max_prompt_length leave it {most}: a cut would go "
-            "through an image. Fix: larger limits, or smaller images."
-        )
-    return ids[-most:]
 
 
 def as_rollout(row: Row, tokenizer: Any) -> Rollout:

@@ -160,11 +160,13 @@ class IWOPDConfig(DistillationConfig):
         return replace(super().axes(), support="sampled", beta=1.0, estimator="score", prefix=prefix)
 
 
-class IWOPDTrainer(DistillationTrainer, config=IWOPDConfig, arguments=OF_GKD, name="IW-OPD"):
+class IWOPDTrainer(DistillationTrainer, config=IWOPDConfig, arguments=OF_GKD):
     """On-policy distillation whose early tokens weigh more, against the log-probs that they were sampled with.
 
     Reference: IW-OPD, arXiv:2606.22600.
     """
+
+    _name: ClassVar[str] = "IW-OPD"
 
 
 # MiniLLM: with a GRPO term ------------------------------------------------------------------------------------------------

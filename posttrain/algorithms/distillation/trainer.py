@@ -14,17 +14,16 @@ from torch import Tensor, nn
 from posttrain.algorithms.distillation.config import Axes, DistillationConfig, logit_width
 from posttrain.algorithms.distillation.data import (
     as_rollout,
-    cut_prompt,
     privileged_prompt,
     tokenized_answers,
     with_prompt_column,
     with_template_arguments,
 )
 from posttrain.algorithms.distillation.objective import Comparison, TokenScores, distillation_objective
-from posttrain.algorithms.distillation.scores import ScoreFile
 from posttrain.algorithms.distillation.teacher import (
     AdapterAverage,
     ModelTeacher,
+    ScoreFile,
     ServerTeacher,
     frozen,
     load_teacher,
@@ -59,7 +58,7 @@ def _unrewarded(completions: list[Any], **_: Any) -> list[None]:
     raise AssertionError("distillation without rewards scores nothing")
 
 
-class DistillationTrainer(OnlineTrainer):
+class DistillationTrainer(OnlineTrainer, config=DistillationConfig):
     """Distillation with four axes: whose tokens (``lmbda``, ``seq_kd``), which divergence, which teacher, what else.
 
     Args:
@@ -78,7 +77,6 @@ class DistillationTrainer(OnlineTrainer):
     >>> trainer.train()  # doctest: +SKIP
     """
 
-    config_class: ClassVar[type[Any]] = DistillationConfig
     compared: ClassVar[bool] = False  # ``beta`` is the divergence's, and no tie to a reference.
     cuts_prompts = True
     needs = frozenset({"logp", "entropy"})
@@ -86,17 +84,7 @@ class DistillationTrainer(OnlineTrainer):
     privileged: ClassVar[bool] = False  # Whether the teacher reads another prompt, which `facts` gives.
     takes_images: bool = True
     may_read_images = property(lambda self: self.vision.images)
-    _name: ClassVar[str] = "Distillation"
     args: Any
-
-    def __init_subclass__(cls, config: Any = None, arguments: str = "", name: str = "", **kwargs: Any) -> None:
-        """A row of the table of methods: its config, the arguments of its constructor that have a position, its name."""
-        super().__init_subclass__(**kwargs)
-        cls._suffix = cls.__name__.removesuffix("Trainer")
-        if config is not None:
-            cls.config_class, cls._name = config, name or cls._suffix
-            cls.__init__ = takes(arguments)(cls.__init__)
-        cls._tag_names = ["posttrain", cls._name.lower()]
 
     @takes(
         "model, teacher_model, args, train_dataset, eval_dataset, processing_class, callbacks, optimizers, "
@@ -332,12 +320,12 @@ class DistillationTrainer(OnlineTrainer):
         rows = [Row(prompt, [answer], [[1] * len(answer)]) for prompt, answer in ids]
         return self.vision.placed(rows, examples)
 
-    def tokenize(self, examples: list[dict[str, Any]]) -> list[list[int]]:
-        """Prompts to sample from, cut as those of dataset rows are."""
+    @property
+    def prompt_limit(self) -> int | None:
+        """Prompts to sample from are cut as those of dataset rows are."""
         args = self.args
         room = None if args.max_length is None else max(args.max_length - args.max_completion_length, 1)
-        limits = [most for most in (args.max_prompt_length, room) if most is not None]
-        return [cut_prompt(ids, min(limits, default=None)) for ids in super().tokenize(examples)]
+        return min((most for most in (args.max_prompt_length, room) if most is not None), default=None)
 
     @property
     def can_dry_run(self) -> bool:
@@ -357,7 +345,7 @@ class DistillationTrainer(OnlineTrainer):
 
     def generated(self, examples: list[dict[str, Any]], mode: str) -> RolloutBatch:
         """As the parent's; answers of the dataset need no engine, and a rank without examples then does nothing."""
-        if not examples and mode == "eval" and "completion_ids" in self.spare_examples()[0]:
+        if not examples and mode == "eval" and "completion_ids" in self.spare_example:
             return RolloutBatch([], [], [], born=self.state.global_step)
         return super().generated(examples, mode)
 
@@ -406,8 +394,8 @@ class DistillationTrainer(OnlineTrainer):
         """As GRPO's, 0 without rewards; and what the teacher needs to know of each completion is kept."""
         self.totals = found = torch.zeros(len(generation.rollouts))
         if self.can_dry_run:
-            stats, std = scored_groups(table, self.group_size(mode), self.args)
-            self.reward_watch.log(generation, table, stats.totals, stats.advantages, mode, **std)
+            stats = scored_groups(table, self.group_size(mode), self.args)
+            self.reward_watch.log(generation, table, stats.totals, stats.advantages, mode, stats.zero_std_share)
             self.totals, found = stats.totals, stats.advantages
         if len(self._sampled) == len(generation.rollouts):
             generation.columns["on_policy"] = [float(one) for one in self._sampled]

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -44,13 +44,9 @@ from posttrain.report.sync_reference import SyncRefModelCallback
 from posttrain.rewards.runner import RewardTable
 from posttrain.rollouts.batch import RolloutBatch
 from posttrain.training.config import attributes, takes
-from posttrain.training.dynamic_sampling import groups_without_signal
 from posttrain.training.online import OnlineTrainer
-from posttrain.training.scoring import FIXED, FIXED_PATHS, SETTABLE, SETTABLE_PATHS, last_logged
+from posttrain.training.scoring import FIXED, FIXED_PATHS, SETTABLE, SETTABLE_PATHS, groups_without_signal, last_logged
 from posttrain.types import Batch, LossTerms, ModelOutputs, NonNegativeFloat, option
-
-if TYPE_CHECKING:
-    pass
 
 logger = logging.getLogger(__name__)
 
@@ -318,9 +314,9 @@ ENOUGH, LOOKED_AT = 5, 64
 PADDING = -1e9
 
 
-def scored_groups(table: RewardTable, size: int, args: GRPOConfig) -> tuple[AdvantageStats, dict[str, float]]:
-    """Advantages of completions within their groups of ``size``, and what to log of the spread of rewards."""
-    stats = group_advantages(
+def scored_groups(table: RewardTable, size: int, args: GRPOConfig) -> AdvantageStats:
+    """Advantages of completions within their groups of ``size``."""
+    return group_advantages(
         table.values,
         table.weights,
         size,
@@ -328,14 +324,11 @@ def scored_groups(table: RewardTable, size: int, args: GRPOConfig) -> tuple[Adva
         aggregation=args.multi_objective_aggregation,
         min_group_std=args.min_group_std,
     )
-    scored = stats.totals[~stats.totals.isnan()]
-    whole = float(scored.std()) if scored.numel() > 1 else 0.0
-    return stats, {"reward_std": whole, "frac_reward_zero_std": stats.zero_std_share}
 
 
 @attributes(*SETTABLE, "scale_rewards", "multi_objective_aggregation", **SETTABLE_PATHS)
 @attributes("loss_type", "importance_sampling_level", "top_entropy_quantile", *FIXED, **FIXED_PATHS, fixed=True)
-class GRPOTrainer(OnlineTrainer):
+class GRPOTrainer(OnlineTrainer, config=GRPOConfig):
     """Group-relative policy optimisation: no value model; a completion's baseline is its group's mean.
 
     Args:
@@ -353,12 +346,8 @@ class GRPOTrainer(OnlineTrainer):
     >>> trainer.train()  # doctest: +SKIP
     """
 
-    config_class: ClassVar[type[GRPOConfig]] = GRPOConfig
     takes_images: bool = True
     takes_episodes: ClassVar[bool] = True
-    _tag_names: ClassVar[list[str]] = ["posttrain", "grpo"]
-    _name: ClassVar[str] = "GRPO"
-    _suffix: ClassVar[str] = "GRPO"
     args: GRPOConfig
 
     @takes(
@@ -401,10 +390,10 @@ class GRPOTrainer(OnlineTrainer):
     def advantages(self, generation: RolloutBatch, table: RewardTable, mode: str) -> Tensor:
         """A completion's reward against its group's mean, divided by a spread."""
         args, size = self.args, self.group_size(mode)
-        stats, std = scored_groups(table, size, args)
+        stats = scored_groups(table, size, args)
         divided = args.scale_rewards != "none" or args.multi_objective_aggregation != "sum_then_normalize"
         advantages = self.reward_watch.bounded(stats.advantages, mode) if divided else stats.advantages
-        self.reward_watch.log(generation, table, stats.totals, advantages, mode, **std)
+        self.reward_watch.log(generation, table, stats.totals, advantages, mode, stats.zero_std_share)
         if mode == "train":
             self._warn_of_noise(stats)
         if args.mask_zero_variance_groups and size > 1:
@@ -498,7 +487,7 @@ class GMPOConfig(GRPOConfig):
         super()._check_choices()
 
 
-class GMPOTrainer(GRPOTrainer):
+class GMPOTrainer(GRPOTrainer, config=GMPOConfig):
     """Geometric-mean policy optimisation: GRPO whose ratio is the geometric mean of a completion's clipped token ratios.
 
     A single token far off cannot decide the loss of its completion: its log-ratio is clipped and averaged. An
@@ -507,8 +496,4 @@ class GMPOTrainer(GRPOTrainer):
     Reference: Geometric-mean policy optimization, arXiv:2507.20673, equation 4.
     """
 
-    config_class: ClassVar[type[GMPOConfig]] = GMPOConfig
-    _tag_names: ClassVar[list[str]] = ["posttrain", "gmpo"]
-    _name: ClassVar[str] = "GMPO"
-    _suffix: ClassVar[str] = "GMPO"
     args: GMPOConfig

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from posttrain.errors import ConfigError, exact_div
 from posttrain.rewards.runner import transform_names
 from posttrain.training.config import PostTrainingConfig, check_gathering
-from posttrain.training.online_config import ENGINES
+from posttrain.training.online_config import ENGINES, RewardFields
 from posttrain.types import NonNegativeFloat, NonNegativeInt, OneOf, PositiveFloat, PositiveInt, Share, option
 
 ESTIMATORS = ("k1", "k3")
@@ -33,7 +33,7 @@ class _OneCompletion:
 
 
 @dataclass
-class PPOConfig(_OneCompletion, PostTrainingConfig):
+class PPOConfig(_OneCompletion, RewardFields, PostTrainingConfig):
     """Arguments of `PPOTrainer`.
 
     A rollout batch has ``per_device_train_batch_size x gradient_accumulation_steps x processes`` responses. Each of
@@ -83,17 +83,6 @@ class PPOConfig(_OneCompletion, PostTrainingConfig):
     gamma: Share = option(1.0, "Discount a token, in [0, 1].")
     lam: Share = option(0.95, "Lambda of generalised advantage estimation, in [0, 1].")
     whiten_rewards: bool = option(False, "Divide token rewards by their spread; needs 8 responses a local mini-batch.")
-    reward_weights: list[float] | None = option(None, "One weight per reward; None: ones.")
-    reward_transform: list[str] | None = option(
-        None, "One per reward, applied before weights: none, clip:a:b, log1p, tanh:s, zscore or running."
-    )
-    reward_timeout: PositiveFloat | None = option(
-        None, "Seconds a reward function may take for one rollout batch; None waits for ever."
-    )
-    check_rewards: bool = option(True, "Call each reward function on two rows before the model loads.")
-    check_reward_determinism: bool = option(
-        False, "Score 4 rows of the first rollout batch a second time, and warn where a reward changed its mind."
-    )
     model_adapter_name: str | None = option(
         None, "Adapter to train, of a peft model that has several; None: the active one."
     )

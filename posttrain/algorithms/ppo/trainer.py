@@ -29,7 +29,7 @@ from posttrain.algorithms.ppo.objective import (
 )
 from posttrain.data.forest import collate, share_prompts, split_by_sequence
 from posttrain.data.samplers import check_prompts
-from posttrain.errors import CheckpointError, ConfigError, DataError, ModelError, did_you_mean
+from posttrain.errors import CheckpointError, ConfigError, DataError, did_you_mean
 from posttrain.losses.advantages import weighted_total
 from posttrain.losses.ppo import Moments, merge_moments
 from posttrain.metrics import MetricBuffer, mean
@@ -38,7 +38,7 @@ from posttrain.models.attention import probe_layout
 from posttrain.models.forward import forward
 from posttrain.models.heads import causal_lm
 from posttrain.models.load import create_model_from_path, get_config_model_id, load_classifier, resolve_pad_token
-from posttrain.models.reference import Reference, disable_dropout_in_model
+from posttrain.models.reference import Reference, check_reference, disable_dropout_in_model
 from posttrain.models.value_head import (
     ValueHead,
     attach_value,
@@ -130,7 +130,7 @@ class TokenPrompts(PromptSource):
         return ids[real[0] : real[-1] + 1] if real else []
 
 
-class PPOTrainer(OnlineTrainer):
+class PPOTrainer(OnlineTrainer, config=PPOConfig):
     """Proximal policy optimisation with a learned value function and a divergence charged to the rewards.
 
     Args:
@@ -154,11 +154,7 @@ class PPOTrainer(OnlineTrainer):
     >>> trainer.train()  # doctest: +SKIP
     """
 
-    config_class: ClassVar[type[PPOConfig]] = PPOConfig
     needs: frozenset[str] = frozenset({"logp", "values", "entropy"})
-    _tag_names: ClassVar[list[str]] = ["posttrain", "ppo"]
-    _name: ClassVar[str] = "PPO"
-    _suffix: ClassVar[str] = "PPO"
     _paper: ClassVar[dict[str, str]] = {"title": "Proximal Policy Optimization Algorithms", "id": "1707.06347"}
     args: PPOConfig
     prompt_source: TokenPrompts
@@ -504,7 +500,7 @@ class PPOTrainer(OnlineTrainer):
 
     def _answers(self, inputs: list[dict[str, Any]]) -> RolloutBatch:
         """Of one evaluation batch; a rank without rows samples along, because the others do."""
-        examples = self.prompt_source.readable(inputs or self.spare_examples())
+        examples = self.prompt_source.readable(inputs or [dict(self.spare_example)])
         rollouts, completions = self.roll_out(examples, "table")
         return RolloutBatch(examples, rollouts, completions) if inputs else RolloutBatch([], [], [])
 
@@ -513,14 +509,10 @@ def _opened(args: PPOConfig, model: Any, ref_model: Any, value_model: Any) -> tu
     """Policy, reference and value function: strings loaded.
 
     Raises:
-        ModelError: The reference is the policy itself.
-        ConfigError: An adapter that the policy does not have.
+        ConfigError: The reference is the policy itself, or an adapter that the policy does not have.
     """
-    if isinstance(ref_model, nn.Module) and ref_model is model:
-        raise ModelError(
-            "ref_model is the same object as model, so it would move with training and the divergence would stay 0. Fix: "
-            "leave ref_model out: a frozen copy is made (or the adapter is switched off)."
-        )
+    if isinstance(ref_model, nn.Module):
+        check_reference(ref_model, model)
     known = sorted(getattr(model, "peft_config", {}))
     for name in (args.model_adapter_name, args.ref_adapter_name):
         if name is not None and name not in known:

@@ -7,11 +7,9 @@ that may run: a completion that holds HTML is shown as what it is.
 from __future__ import annotations
 
 import base64
-import contextlib
 import hashlib
 import json
 import math
-import os
 import re
 import statistics
 from collections.abc import Sequence
@@ -27,6 +25,7 @@ from posttrain.errors import ConfigError
 from posttrain.report.inspect import histogram
 from posttrain.report.page.run import Run, Series, flat
 from posttrain.report.progress import MAIN
+from posttrain.report.record import whole_file
 from posttrain.report.templates import TEMPLATES, environment
 
 LONGEST = 4000  # Characters of a completion before its middle is left out.
@@ -374,14 +373,10 @@ def write_page(runs: Sequence[Run], path: str | Path) -> Path:
     """
     target = Path(path).expanduser()
     page = render(runs)
-    part = target.with_name(f"{target.name}.{os.getpid()}.part")
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        part.write_text(page, encoding="utf-8")
-        os.replace(part, target)
+        with whole_file(target) as part:
+            part.write_text(page, encoding="utf-8")
     except OSError as error:
-        with contextlib.suppress(OSError):
-            part.unlink()
         raise ConfigError(
             f"the page cannot be written to {str(path)!r}: {error.strerror or error}. Name another file with --out."
         ) from error

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.errors import ConfigError, DataError
-from posttrain.report.record import LOCK, FolderLock, read_rows
+from posttrain.report.record import LOCK, FolderLock, read_line, read_rows, step_of_part
 from posttrain.types import Finding
 
 NOT_CURVES = {"step", "time", "epoch"}
@@ -265,7 +265,7 @@ def _lines(path: Path, notes: list[str]) -> Iterator[dict[str, Any]]:
     broken, cut = 0, False
     lines = content.split("\n")
     for place, line in enumerate(lines, 1):
-        row = _row(line)
+        row = read_line(line)
         if row is not None:
             yield row
         elif line.strip():
@@ -273,14 +273,6 @@ def _lines(path: Path, notes: list[str]) -> Iterator[dict[str, Any]]:
     if broken:
         which = ", the last of them cut short: its run was killed, or is still writing it" if cut else ""
         notes.append(f"{path.name}: {broken} broken line{'s' if broken > 1 else ''} left out{which}.")
-
-
-def _row(line: str) -> dict[str, Any] | None:
-    try:
-        row = json.loads(line)
-    except ValueError:
-        return None
-    return row if isinstance(row, dict) else None
 
 
 def number(value: Any) -> float | None:
@@ -349,7 +341,7 @@ def read_samples(folder: Path, notes: list[str]) -> list[Moment]:
         folder: Of the run.
         notes: Takes what could not be read.
     """
-    parts = sorted((folder / "completions").glob("completions_*.parquet"), key=_number)
+    parts = sorted((folder / "completions").glob("completions_*.parquet"), key=step_of_part)
     if not parts and (folder / "completions.parquet").is_file():
         parts = [folder / "completions.parquet"]
     by_step: dict[int, list[Mapping[str, Any]]] = {}
@@ -361,14 +353,9 @@ def read_samples(folder: Path, notes: list[str]) -> list[Moment]:
             continue
         for row in rows:
             step = row.get("step")
-            by_step.setdefault(int(step) if isinstance(step, int | float) else _number(part), []).append(row)
+            by_step.setdefault(int(step) if isinstance(step, int | float) else step_of_part(part), []).append(row)
     steps = _spread(sorted(by_step), STEPS)
     return [(step, _groups([_sample(row) for row in by_step[step]])) for step in steps]
-
-
-def _number(path: Path) -> int:
-    ending = path.stem.rsplit("_", 1)[-1]
-    return int(ending) if ending.isdigit() else 0
 
 
 def _spread(items: Sequence[Any], most: int) -> list[Any]:

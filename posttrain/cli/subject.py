@@ -1,0 +1,219 @@
+"""A training command that is looked at and not run: what ``check``, ``inspect`` and ``estimate`` read of it, each part once."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import itertools
+import random
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from posttrain.cli import train
+from posttrain.errors import DataError, check_choice
+from posttrain.types import Finding, Row
+
+# Commands whose rows are shown.
+ROWS = (
+    "sft", "reward", "dpo", "cpo", "orpo", "tpo", "kto", "bco",
+    "grpo", "async-grpo", "gmpo", "a2po", "rloo", "online-dpo",
+)  # fmt: skip
+
+
+class Prepared(NamedTuple):
+    """Rows as a training command makes them of examples.
+
+    Attributes:
+        rows: In the order of the examples.
+        findings: What their preparation itself found.
+        cut: How many were cut; None: unknown, a row of the limit's length counts.
+        numbers: Row numbers in the dataset; None: those of the examples, or not known.
+        reasons: Why rows were left out.
+    """
+
+    rows: list[Row]
+    findings: Sequence[Finding] = ()
+    cut: int | None = None
+    numbers: list[int] | None = None
+    reasons: str = ""
+
+
+class Subject:
+    """A training command with its arguments; no weight of a model is read.
+
+    Args:
+        name: A training command.
+        tokens: Its arguments; which accelerator would train changes nothing here.
+
+    Attributes:
+        parsed: What its parser returned: data, config, model and mixture arguments.
+        kind: The trainer's class.
+
+    Raises:
+        ConfigError: No such command, or arguments that it refuses.
+    """
+
+    def __init__(self, name: str, tokens: Sequence[str]) -> None:
+        check_choice("command", name, sorted(train.COMMANDS))
+        self.name = name
+        self.parsed, _, _ = train.parse(name, tokens)
+        self.script_args, self.config, self.model_args, self.mixture = self.parsed
+        self.kind = train._load(train.COMMANDS[name].trainer)
+
+    @cached_property
+    def source(self) -> str:
+        """Where the model is.
+
+        Raises:
+            ConfigError: None is named. ModelError: It is not there, or of another kind.
+        """
+        from posttrain.models.load import check_model_source
+
+        source = train.model_source(self.model_args, self.config)
+        check_model_source(source, generative=self.kind.generative)
+        return source
+
+    @cached_property
+    def model_config(self) -> Any:
+        """The model's configuration."""
+        return model_config(self.source, self.config.trust_remote_code, self.model_args.model_revision)
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        """The tokenizer as training has it when it reads its rows."""
+        from posttrain.models.load import changes_vocabulary, load_tokenizer, prepare_tokenizer, resolve_pad_token
+
+        config, trust = self.config, self.config.trust_remote_code
+        tokenizer = load_tokenizer(self.source, trust_remote_code=trust, revision=self.model_args.model_revision)
+        if changes_vocabulary(config):
+            # Template, added tokens and eos of another one; the embeddings that training adds change no row.
+            other, known = load_tokenizer(config.chat_template_path, trust_remote_code=trust), tokenizer.get_vocab()
+            tokenizer.chat_template = other.chat_template
+            tokenizer.add_tokens([t for t in other.added_tokens_decoder.values() if t.content not in known])
+            tokenizer.eos_token = other.eos_token
+        prepare_tokenizer(tokenizer, config)
+        resolve_pad_token(tokenizer)
+        return tokenizer
+
+    @property
+    def split(self) -> str:
+        """The split that is trained on."""
+        return train._train_split(self.script_args, self.mixture)
+
+    @cached_property
+    def data(self) -> Any:
+        """The training set; None where the environment makes the prompts while it trains."""
+        with no_progress_bars():
+            return train._datasets(self.script_args, self.mixture, self.config).get(self.split)
+
+    def drawn(self, dataset: Any, count: int) -> tuple[Any, int | None, list[int]]:
+        """Up to ``count`` examples in the order of a dataset, in memory, how many there are (None of a stream), their places.
+
+        Raises:
+            DataError: There is none.
+        """
+        import datasets
+
+        from posttrain.data.formats import ROW, undecoded
+
+        if dataset is None:
+            raise DataError("there is no dataset to inspect: the environment makes the prompts while it trains.")
+        dataset, total = undecoded(dataset), None
+        if isinstance(dataset, datasets.IterableDataset):
+            examples = list(itertools.islice(dataset, count))
+            places = list(range(len(examples)))
+        else:
+            total = len(dataset)
+            places = sorted(random.Random(self.config.seed).sample(range(total), min(count, total)))
+            examples = list(dataset.select(places))
+        if not examples:
+            raise DataError("the dataset is empty: there is nothing to inspect.")
+        # A dataset of its own in memory: preparing it leaves no cache file behind.
+        made: Any = datasets.Dataset.from_list(examples, features=dataset.features)
+        return made.add_column(ROW, places), total, places
+
+    def rows_of(self, examples: Any) -> tuple[Prepared, Any]:
+        """Rows as the trainer makes them, and what it reads images with; None where rows are text."""
+        from posttrain.training.pictures import Vision
+
+        takes = self.kind.takes_images
+        with no_progress_bars():
+            vision = Vision(self.config, None, self.source if takes else "", (examples,), takes=takes)
+            made = self._prompts(examples, vision) if self._samples else self._answers(examples, vision)
+        return made, vision if vision.images else None
+
+    @property
+    def _samples(self) -> bool:
+        from posttrain.training.online import OnlineTrainer
+
+        return issubclass(self.kind, OnlineTrainer)
+
+    def _prompts(self, examples: Any, vision: Any) -> Prepared:
+        """Prompts alone, as the engine will see them."""
+        from posttrain.data.samplers import check_prompts
+        from posttrain.training.data_report import prompt_rows
+
+        if vision.images:
+            return Prepared(vision.prompt_rows(list(vision.checked_prompts(examples, "train_dataset"))))
+        if "input_ids" not in examples.column_names:
+            check_prompts(examples, "train_dataset", self.tokenizer)
+        return Prepared(prompt_rows(list(examples), self.tokenizer, self.config))
+
+    def _answers(self, examples: Any, vision: Any) -> Prepared:
+        """What the trainer's own `prepare` and `rows` make, without its model; packed rows come apart."""
+        from posttrain.checks.pairs import check_pairs
+        from posttrain.checks.rows import diverged_prompts
+        from posttrain.data.chat import terminal_token_ids
+        from posttrain.data.formats import ROW, PreparationReport, listed
+
+        config = copy.copy(self.config)
+        packs = getattr(config, "packing", False)
+        if packs and config.packing_strategy == "bfd":  # It keeps documents whole: they are looked at one by one.
+            packs = False
+        elif packs and ROW in examples.column_names:
+            examples = examples.remove_columns(ROW)
+        vars(config).update(packing=packs, eval_packing=None, shuffle_dataset=False)
+        trainer = self.kind.__new__(self.kind)
+        given = {"args": config, "processing_class": self.tokenizer, "vision": vision, "reports": {}}
+        vars(trainer).update(given, user_collator=None, formatting_func=None, embedding=None)
+        prepared = trainer.prepare(examples, "train")
+        rows, report = trainer._rows_of(list(prepared)), trainer.reports.get("train", PreparationReport("train"))
+        findings = [diverged_prompts(report.diverged, report.rows_in)] if self.name == "sft" else []
+        if getattr(self.kind, "branches", None) == ("chosen", "rejected"):
+            findings += check_pairs(rows, limit=config.max_length, stops=terminal_token_ids(self.tokenizer))
+        numbers = list(prepared[ROW]) if ROW in prepared.column_names else None
+        # Packing that splits rows cuts none; what no report counts is told by the rows' lengths.
+        cut = None if packs or not trainer.reports else report.truncated
+        return Prepared(rows, [one for one in findings if one is not None], cut, numbers, listed(report.dropped))
+
+
+def model_config(source: str, trust_remote_code: bool, revision: str = "main") -> Any:
+    """A model's configuration, without its weights.
+
+    Raises:
+        ModelError: It is not there, or cannot be read.
+    """
+    import transformers
+
+    from posttrain.integrations.hub import explained
+    from posttrain.models.load import check_model_source
+
+    check_model_source(source, generative=False)
+    with explained("model", source):
+        return transformers.AutoConfig.from_pretrained(source, revision=revision, trust_remote_code=trust_remote_code)
+
+
+@contextlib.contextmanager
+def no_progress_bars() -> Iterator[None]:
+    """Reading and preparing a thousand rows takes a second; bars would only hide what is shown."""
+    import datasets
+
+    if datasets.are_progress_bars_disabled():
+        yield
+        return
+    datasets.disable_progress_bars()
+    try:
+        yield
+    finally:
+        datasets.enable_progress_bars()
