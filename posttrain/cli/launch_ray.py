@@ -22,18 +22,13 @@ from typing import Any, Literal
 
 from posttrain.cli import ranks
 from posttrain.cli.parser import PosttrainArgumentParser, load_config, split_config
-from posttrain.errors import ConfigError, did_you_mean
+from posttrain.errors import ConfigError
 from posttrain.integrations import is_available, require
 from posttrain.rollouts.server.replies import API_KEY_VARIABLE
 from posttrain.rollouts.vllm import vllm_command
 from posttrain.serve.server import ServeConfig
 from posttrain.types import NonNegativeFloat, NonNegativeInt, PositiveFloat, check_fields, option
 
-# Commands that can generate with rollout servers.
-SERVED = (
-    "grpo", "gmpo", "a2po", "rloo", "online-dpo", "async-grpo",
-    "distill", "distillation", "gkd", "gold", "minillm", "iw-opd", "sdft", "sdpo", "ssd",
-)  # fmt: skip
 # Beginnings of the environment variables that go along; Ray passes on no others.
 PASSED_ON = ("HF_", "TRANSFORMERS_", "TOKENIZERS_", "WANDB_", "TRACKIO_", "POSTTRAIN_", "NCCL_", "PYTORCH_")
 # Set in the trainer that this launcher starts, so that the same options do not start another launcher.
@@ -91,11 +86,9 @@ def is_wanted(argv: Sequence[str]) -> bool:
     return STARTED not in os.environ and (named or (path is not None and "launcher" in load_config(path)))
 
 
-def split(tokens: Sequence[str], name: str = "COMMAND") -> tuple[RayArguments, list[str]]:
-    """The launcher's options among ``tokens``, and all other tokens in their order."""
-    parser = PosttrainArgumentParser(RayArguments, prog=f"posttrain {name} --launcher ray")
-    options, left = parser.parse_args_and_config(tokens, return_remaining_strings=True)
-    return options, left
+def other_options(tokens: Sequence[str]) -> list[str]:
+    """The tokens that are no options of the launcher, in their order."""
+    return PosttrainArgumentParser(RayArguments).parse_args_and_config(tokens, return_remaining_strings=True)[1]
 
 
 class RayRun:
@@ -104,12 +97,13 @@ class RayRun:
     Args:
         name: Of the training command.
         argv: Its arguments, with those of `RayArguments`.
+        served: Whether rollout servers can generate for it.
 
     Raises:
         ConfigError: A command or options that cannot be run this way.
     """
 
-    def __init__(self, name: str, argv: Sequence[str]) -> None:
+    def __init__(self, name: str, argv: Sequence[str], served: bool) -> None:
         self.name, self.argv = name, list(argv)
         parser = PosttrainArgumentParser((RayArguments, _Trained), prog=f"posttrain {name} --launcher ray")
         self.options, self.trained, _ = parser.parse_args_and_config(self.argv, return_remaining_strings=True)
@@ -117,10 +111,9 @@ class RayRun:
         self.serving = "vllm-serve" if is_available("vllm") else "serve"
         if not self.options.rollout_servers:
             return
-        if name not in SERVED:
+        if not served:
             raise ConfigError(
-                f"posttrain {name} does not generate with rollout servers{did_you_mean(name, SERVED)}. Fix: use "
-                f"--rollout_servers 0 to place the trainer alone, or one of {', '.join(SERVED)}."
+                f"posttrain {name} does not generate with rollout servers. Fix: --rollout_servers 0 places the trainer alone."
             )
         for field in ("vllm_server_base_url", "vllm_mode", "worker_engine"):
             if getattr(self.trained, field) is not None:
@@ -165,9 +158,6 @@ class RayRun:
         ]
 
 
-# On the machines of the cluster
-
-
 def _address() -> tuple[str, int]:
     """Of this machine, with a port that nobody listens on."""
     with socket.socket() as probe:
@@ -201,15 +191,8 @@ def _end_with_parent() -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
-# From here
-
-
-def run(name: str, argv: list[str]) -> int:
-    """Place servers and trainer, wait for the trainer, and end all of it.
-
-    Args:
-        name: A training command.
-        argv: Its arguments, with those of `RayArguments`.
+def run(name: str, argv: list[str], served: bool) -> int:
+    """Place servers and trainer, wait for the trainer, and end all of it; arguments as for `RayRun`.
 
     Returns:
         The trainer's exit code, or that of a server where none is left; 75 where its machine was lost; 130 after Ctrl-C,
@@ -219,7 +202,7 @@ def run(name: str, argv: list[str]) -> int:
         MissingDependencyError: Ray is not installed.
         ConfigError: No cluster, too little in it, or options that cannot work.
     """
-    job = RayRun(name, argv)
+    job = RayRun(name, argv, served)
     ray: Any = require("ray", "--launcher ray")
     address = job.options.ray_address
     # Equal lines of several servers are all meant.
@@ -295,11 +278,10 @@ class _Placed:
 
     def end(self, tasks: list[Any]) -> None:
         """Interrupt the tasks that still run, and wait for them."""
-        running = self.ray.wait(tasks, num_returns=len(tasks), timeout=0)[1] if tasks else []
-        for task in running:
+        for task in tasks:
             self.ray.cancel(task)
-        if running:
-            self.ray.wait(running, num_returns=len(running), timeout=PATIENCE)
+        if tasks:
+            self.ray.wait(tasks, num_returns=len(tasks), timeout=PATIENCE)
 
     def follow(self, trainer: Any, servers: dict[Any, str]) -> int:
         """Wait for the trainer, or for the last of its servers, without which it cannot go on."""

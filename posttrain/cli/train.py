@@ -195,6 +195,11 @@ class Command:
         """``module:class`` of its config."""
         return f"posttrain.algorithms.{self.module}:{self.name}Config"
 
+    @property
+    def asks_servers(self) -> bool:
+        """Whether rollout servers can generate for it."""
+        return "vllm_server_base_url" in _load(self.config).__dataclass_fields__
+
 
 COMMANDS: dict[str, Command] = {
     **{name: Command(name, name.upper()) for name in ("sft", "dpo", "kto", "bco", "cpo", "orpo", "tpo")},
@@ -254,7 +259,7 @@ def run(name: str, argv: list[str]) -> int:
     ``--launcher ray`` servers and trainer on a cluster.
     """
     if launch_ray.is_wanted(argv):
-        return launch_ray.run(name, argv)
+        return launch_ray.run(name, argv, COMMANDS[name].asks_servers)
     parsed, argv, launch = parse(name, argv)
     if launch and "LOCAL_RANK" not in os.environ and ranks.EXIT_CODES not in os.environ:
         return _launch(name, argv, launch)
@@ -380,7 +385,7 @@ def _launch_flags(rest: list[str], name: str) -> list[str]:
 
     known = {option for action in launch_command_parser()._actions for option in action.option_strings}
     if "--launcher" in rest:  # Commands that only look at another meet its options too.
-        rest = launch_ray.split(rest)[1]
+        rest = launch_ray.other_options(rest)
     fields = parser_for(name).fields
     for token in rest:
         flag = token.split("=")[0]
