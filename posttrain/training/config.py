@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 import datasets
 import torch
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-
+T = TypeVar("T")
 AUTO = "auto"
 PLANNED = 8  # What 'auto' counts the effective batch from: the default of per_device_train_batch_size.
 
@@ -350,10 +350,10 @@ class Alias:
         return functools.reduce(lambda at, name: None if at is None else getattr(at, name), names, trainer)
 
 
-def attributes(*fields: str, fixed: bool = False, **paths: str) -> Callable[[Any], Any]:
+def attributes(*fields: str, fixed: bool = False, **paths: str) -> Callable[[type[T]], type[T]]:
     """A class decorator that adds an `Alias` for fields of the config by their names, and for others by their paths."""
 
-    def decorate(cls: Any) -> Any:
+    def decorate(cls: type[T]) -> type[T]:
         for name, path in ({name: f"args.{name}" for name in fields} | paths).items():
             setattr(cls, name, Alias(path, fixed=fixed))
         return cls
