@@ -246,7 +246,8 @@ class ServerEngine(RolloutEngine):
             own=[pictures_body(request) for request in requests],
             **sampling_body(sampling),
         )
-        rollouts = [read_choice(choice, sampling) for choice in choices]
+        with server.client.reading(choices):
+            rollouts = [read_choice(choice, sampling) for choice in choices]
         for rollout, choice in zip(rollouts, choices, strict=True):
             rollout.version = self._version_of(server, choice["weight_version"])
         return rollouts
