@@ -391,6 +391,20 @@ def test_trap_s53_a_pause_that_a_trainer_left_is_ended_by_the_next_one(made, stu
     assert {r.version for r in engine.generate(REQUESTS, SAMPLING)} == {1}
 
 
+def test_a_connection_that_the_server_closed_after_an_error_does_not_make_it_dead(engine, model, monkeypatch):
+    session = engine.fleet.live[0].client.session
+    ask, resets = session.request, [httpx2.ReadError("Connection reset by peer")]
+
+    def request(*args, **options):
+        if resets:
+            raise resets.pop()
+        return ask(*args, **options)
+
+    monkeypatch.setattr(session, "request", request)
+    engine.fleet.live[0].client.health()
+    engine.load_weights(Weights(model), 2)
+
+
 def test_a_server_that_hangs_is_noticed_by_the_push_in_seconds(made, stub, model, monkeypatch):
     monkeypatch.setattr(connection, "QUICK", 0.2)
     engine = connect(made, stub)

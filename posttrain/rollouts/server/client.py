@@ -226,7 +226,8 @@ class VLLMClient:
 
     def health(self) -> None:
         """Raise where the server is not healthy."""
-        self.call("GET", "/health", timeout=QUICK)
+        # Once more: after an error a server closes the connection that would be used again.
+        self.call("GET", "/health", timeout=QUICK, retries=1)
 
     # What the server is
 
