@@ -8,7 +8,7 @@ import logging
 import math
 import os
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from urllib.parse import urlsplit
@@ -32,6 +32,7 @@ from posttrain.rollouts.server.replies import (
     Scores,
     checked_choices,
     ranked,
+    reading,
     scores_of,
 )
 
@@ -180,18 +181,6 @@ class VLLMClient:
             raise RolloutServerError(f"{url} answered {found!r:.200}, which is no JSON object.", url=self.base_url)
         return found
 
-    @contextlib.contextmanager
-    def reading(self, reply: Any) -> Iterator[None]:
-        """Whoever reads a reply that is of another form than vLLM's gets a typed error, after which others are asked."""
-        try:
-            yield
-        except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
-            raise RolloutServerError(
-                f"{self.base_url} answered {reply!r:.200}, which is not of the form of vLLM's endpoints "
-                f"({type(error).__name__}: {error}). Fix: let it be vLLM's server or 'posttrain serve'.",
-                url=self.base_url,
-            ) from error
-
     def _failure(self, path: str, response: httpx2.Response) -> RolloutServerError:
         """The typed error of a status other than 200."""
         status, url, reason = response.status_code, self.base_url, response.text[:500]
@@ -235,7 +224,7 @@ class VLLMClient:
         """Model, limits and ``weight_version``, as far as the server says; ``takes_no_weights`` says what it lacks."""
         if not self.facts:
             reply = self.call("GET", "/v1/models", timeout=QUICK, retries=2)
-            with self.reading(reply):
+            with reading(reply, self.base_url):
                 cards = reply.get("data") or [{}]
                 card = next((card for card in cards if card.get("parent") is None), cards[0])
                 known = {"model": card.get("root") or card.get("id"), "max_model_len": card.get("max_model_len")}
@@ -250,7 +239,7 @@ class VLLMClient:
         try:
             body = {"method": "posttrain_facts", "kwargs": {}}
             reply = self.call("POST", "/collective_rpc", body, timeout=QUICK)
-            with self.reading(reply):
+            with reading(reply, self.base_url):
                 return dict(reply["results"][0])
         except RolloutServerError:
             pass
@@ -315,7 +304,7 @@ class VLLMClient:
         def ask(prompt: Any, seed: int | None, fields: dict[str, Any]) -> list[dict[str, Any]]:
             sent = body | fields | {"prompt": prompt} | ({} if seed is None else {"seed": seed})
             reply = self.call("POST", "/v1/completions", sent, timeout=timeout, retries=retries)
-            with self.reading(reply):
+            with reading(reply, self.base_url):
                 found = checked_choices(reply, prompt, drawn, body["max_tokens"], vocabulary, self.base_url)
                 if tells:
                     _ = [choice["weight_version"] for choice in found]
@@ -384,7 +373,7 @@ class VLLMClient:
         if structured_outputs_regex is not None:
             body["structured_outputs"] = {"regex": structured_outputs_regex}
         choices = self.complete(prompts, n=n, logprobs=logprobs or 0, **body)
-        with self.reading(choices):
+        with reading(choices, self.base_url):
             lines = [ranked(choice) for choice in choices]
         values = [[[None if math.isnan(v) else v for _, v in at] for at in line] for line in lines]
         return {
@@ -427,7 +416,7 @@ class VLLMClient:
                 "prompt_logprobs": top,
             }
             reply = self.call("POST", "/v1/completions", body, timeout=self.time_for(len(ids)), retries=3)
-            with self.reading(reply):
+            with reading(reply, self.base_url):
                 return scores_of(ids, begin, reply["choices"][0]["prompt_logprobs"], top)
 
         with ThreadPoolExecutor(max_workers=16) as pool:
