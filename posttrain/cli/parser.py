@@ -144,9 +144,14 @@ def load_config(path: str) -> dict[str, Any]:
     if not file.is_file():
         raise ConfigError(f"--config {path}: there is no such file.")
     try:
-        content = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except yaml.YAMLError as error:
+        text = file.read_text(encoding="utf-8")
+        content, node = yaml.safe_load(text), yaml.compose(text, yaml.SafeLoader)
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"--config {path}: it is not valid YAML: {error}") from error
+    names = [key.value for key, _ in node.value] if isinstance(node, yaml.MappingNode) else []
+    # YAML takes the last of them, in silence.
+    if twice := [name for number, name in enumerate(names) if name in names[:number]]:
+        raise ConfigError(f"--config {path}: {twice[0]!r} is given twice. Fix: leave one of them.")
     if content is None:
         return {}
     if not isinstance(content, dict):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import importlib
 import logging
+import re
+from decimal import Decimal
 
 # Bytes of address space of a process: 10**10**10 must fail there, not take the machine down.
 MEMORY = 4 * 2**30
@@ -22,11 +24,31 @@ def start_process() -> None:
     importlib.import_module("math_verify")
 
 
+# Where math-verify begins to read LaTeX by itself; commands of LaTeX with their words; words; a number with its unit.
+ANCHOR = re.compile(r"\$|\\[(\[]|\\boxed")
+COMMAND = re.compile(r"\\[A-Za-z]+(?:\s*\{[A-Za-z\s.]*\})?")
+WORD = re.compile(r"[^\W\d_]{3}|[#€£¥]")
+UNIT = re.compile(r"[+-]?\d[\d.,/]*(?<!,)\s+(?!or\b)[^-+=*<>(){}\\,]*")
+SCIENTIFIC = re.compile(r"[+-]?\d*\.?\d+e[+-]?\d{1,3}", re.I)
+
+
+def as_formula(text: str) -> str:
+    r"""A text that is a formula and nothing else as ``$text$``: as a text math-verify reads ``2\sqrt{3}`` as 2.
+
+    >>> as_formula(r"2\sqrt{3}"), as_formula("1e-05"), as_formula("72 apples")
+    ('$2\\sqrt{3}$', '$0.00001$', '72 apples')
+    """
+    if SCIENTIFIC.fullmatch(text.strip()):
+        return f"${Decimal(text.strip()):f}$"
+    words = ANCHOR.search(text) or WORD.search(COMMAND.sub("", text)) or UNIT.fullmatch(text.strip())
+    return text if words else f"${text}$"
+
+
 @functools.lru_cache(maxsize=4096)
 def parse_gold(text: str) -> tuple:
-    r"""The expressions in a reference: parsed as it is, then as ``$text$``, then as ``\boxed{text}``."""
+    r"""The expressions in a reference: parsed by `as_formula`, as it is, as ``$text$``, or as ``\boxed{text}``."""
     parse = importlib.import_module("math_verify").parse
-    for form in (text, f"${text}$", f"\\boxed{{{text}}}"):
+    for form in dict.fromkeys((as_formula(text), text, f"${text}$", f"\\boxed{{{text}}}")):
         found = parse(form, parsing_timeout=None)
         if found:
             return tuple(found)
@@ -37,7 +59,7 @@ def parse_answer(text: str, lenient: bool) -> list:
     """The expressions in an answer: LaTeX after an anchor, boxed first; with ``lenient`` anything that parses."""
     checker = importlib.import_module("math_verify")
     if lenient:
-        return checker.parse(text, parsing_timeout=None)
+        return checker.parse(as_formula(text), parsing_timeout=None) or checker.parse(text, parsing_timeout=None)
     rules = importlib.import_module("latex2sympy2_extended").NormalizationConfig(
         basic_latex=True, units=True, malformed_operators=False, nits=False, boxed="all"
     )

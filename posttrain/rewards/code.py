@@ -113,7 +113,10 @@ def run_program(sandbox: str, program: str, stdin: str, limits: Limits) -> Outco
 def _in_bubblewrap(program: str, stdin: str, limits: Limits) -> Outcome:
     """New namespaces, no network, a folder in memory, the system and Python read-only; needs ``bwrap`` 0.7 or later."""
     bwrap = _program("bwrap", "apt-get install bubblewrap, or dnf install bubblewrap")
-    folder = ("--size", str(limits.file_mb << 22), "--tmpfs", "/tmp", "--dir", "/tmp/work", "--chdir", "/tmp/work")
+    room = str(limits.file_mb << 22)
+    # Without a size the folders in memory could take all of the machine's.
+    folder = ("--size", room, "--tmpfs", "/dev/shm", "--remount-ro", "/dev", "--size", room, "--tmpfs", "/tmp")
+    folder += ("--dir", "/tmp/work", "--chdir", "/tmp/work")
     visible = [part for path in (*SYSTEM, sys.base_prefix, sys.prefix) for part in ("--ro-bind-try", path, path)]
     names = {"HOME": "/tmp/work", "TMPDIR": "/tmp/work", "PATH": os.defpath, "OMP_NUM_THREADS": "1"}
     environment = [part for name, value in names.items() for part in ("--setenv", name, value)]

@@ -196,6 +196,9 @@ class PostTrainingConfig(transformers.TrainingArguments):
             if not given.strip().isdigit():
                 raise ConfigError(f"per_device_train_batch_size={given!r} must be a number or {AUTO!r}.")
             self.per_device_train_batch_size = int(given)
+        for name in ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"):
+            if isinstance(value := getattr(self, name), int) and value < 1:
+                raise ConfigError(f"{name}={value} must be at least 1.")
 
     def _check_preflight(self) -> None:
         silenced_codes(self.silence_findings)  # type: ignore[arg-type]

@@ -6,6 +6,7 @@ from typing import Literal
 
 import pytest
 
+from posttrain import SFTConfig
 from posttrain.cli.parser import TrlParser, load_config
 from posttrain.cli.train import COMMANDS, parser_for
 from posttrain.errors import ConfigError
@@ -115,6 +116,12 @@ def test_config_mistakes_are_told(tmp_path):
     with raises(ConfigError):
         load_config(str(tmp_path / "bad.yaml"))
     (tmp_path / "empty.yaml").write_text("")
+    (tmp_path / "bytes.yaml").write_bytes(b"a: \xff")
+    with raises(ConfigError, "bytes.yaml", "is not valid YAML", "utf-8"):
+        load_config(str(tmp_path / "bytes.yaml"))
+    (tmp_path / "twice.yaml").write_text("seed: 1\nlearning_rate: 1.0e-3\nseed: 2\n")
+    with raises(ConfigError, "twice.yaml", "seed"):
+        load_config(str(tmp_path / "twice.yaml"))
     assert load_config(str(tmp_path / "empty.yaml")) == {}
 
 
@@ -155,3 +162,11 @@ def test_every_shipped_config_parses(path):
     assert config.output_dir.startswith("runs/")
     assert script.dataset_name
     assert model.model_name_or_path
+
+
+@pytest.mark.parametrize(
+    "name", ["per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"]
+)
+def test_a_batch_of_nothing_is_refused_before_anything_is_loaded(name, tmp_path):
+    with raises(ConfigError, name, "0", "1"):
+        SFTConfig(output_dir=str(tmp_path), **{name: 0})

@@ -110,6 +110,8 @@ def test_memory_files_and_output_are_bounded():
     assert "File too large" in one("open('big', 'wb').write(b'x' * (2 << 20))").reason
     many = "import itertools\nfor i in itertools.count():\n    open(str(i), 'wb').write(b'x' * 1000000)"
     assert "No space left" in one(many).reason
+    assert "No space left" in one(f"import os\nos.chdir('/dev/shm')\n{many}").reason
+    assert "Read-only" in one("open('/dev/more', 'w')").reason
     assert not one("while True: print('x' * 10000)", {"input": "", "output": "x"}, limits=QUICK).passed
 
 

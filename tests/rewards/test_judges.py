@@ -192,6 +192,12 @@ def test_one_failure_stops_the_other_requests(server):
     assert len(server.requests) < 50
 
 
+@pytest.mark.parametrize("said", ["1", " 1.", "**1**", "`1`", "```\n1\n```"])
+def test_a_verdict_in_markdown_is_read(server, said):
+    server.answer = lambda text, number: said
+    assert judge_of(server).judge(["p"], [["a", "b"]], shuffle_order=False) == [1]
+
+
 def test_over_budget_nobody_has_a_verdict_and_one_warning_says_so(server, caplog):
     judge = judge_of(server, max_requests=3)
     assert judge.judge(PROMPTS[:2], PAIRS[:2], shuffle_order=False) == [0, 0]

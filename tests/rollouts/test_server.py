@@ -4,6 +4,7 @@ import math
 import threading
 import time
 
+import httpx2
 import pytest
 import torch
 
@@ -133,12 +134,23 @@ def test_a_slow_answer_ends_after_the_time_out_and_is_not_asked_for_again(made, 
             lambda c: [x | {"token_ids": [1] * 7, "logprobs": {"token_logprobs": [0.0] * 7}} for x in c],
             "7 tokens, and 1 to 6",
         ),
+        (lambda c: ["words", "words"], "not of the form of vLLM's endpoints"),
+        (lambda c: [{k: v for k, v in x.items() if k != "weight_version"} for x in c], "not of the form"),
+        (lambda c: [x | {"logprobs": {"token_logprobs": ["a"] * 6}} for x in c], "not of the form"),
     ],
 )
 def test_an_answer_that_does_not_answer_is_refused(engine, stub, change, text):
     stub.lies["edit"] = change
     with pytest.raises(RolloutServerError, match=text):
         engine.generate(REQUESTS[:1], SAMPLING)
+
+
+@pytest.mark.parametrize("reply", [[], None, {"choices": []}, {"choices": [{"prompt_logprobs": None}]}])
+def test_a_teacher_s_answer_without_scores_is_refused(engine, monkeypatch, reply):
+    client = engine.fleet.live[0].client
+    monkeypatch.setattr(client.session, "request", lambda *_, **__: httpx2.Response(200, json=reply))
+    with pytest.raises(RolloutServerError, match="not of the form"):
+        client.score([[1, 2, 3]], [1])
 
 
 def test_trap_s29_the_log_prob_of_a_token_is_found_by_its_id_and_a_missing_one_is_nan(engine, stub):
@@ -340,6 +352,9 @@ def test_trap_s14_a_server_that_is_never_healthy_is_given_up_in_time(made, stub)
 def test_an_address_that_is_none_is_refused():
     with pytest.raises(ConfigError, match=r"localhost:8000.*http://"):
         VLLMClient("localhost:8000")
+    for url in ("http://127.0.0.1:port", "http://[::1"):
+        with pytest.raises(ConfigError, match="is no address of a server"):
+            VLLMClient(url)
     with pytest.raises(ConfigError, match="no rollout server is named"):
         ServerEngine([], connection_timeout=0)
 
@@ -349,8 +364,21 @@ def test_trap_s52_a_second_trainer_of_the_machine_is_kept_out_until_the_first_le
     with pytest.raises(ServerBusy, match="is used by") as caught:
         ServerEngine(stub.url, connection_timeout=5)
     assert caught.value.held
+    # The same server by another name.
+    with pytest.raises(ServerBusy, match="is used by"):
+        ServerEngine(stub.url.replace("127.0.0.1", "localhost"), connection_timeout=5)
     first.close()
     connect(made, stub).load_weights(Weights(model), 1)
+
+
+def test_a_lock_that_another_user_left_is_said_to_be_theirs(stub, monkeypatch):
+    def refused(*_, **__):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(fleet.FileLock, "acquire", refused)
+    with pytest.raises(ServerBusy, match="belongs to another user") as caught:
+        ServerEngine(stub.url, connection_timeout=5)
+    assert caught.value.held
 
 
 def test_trap_s53_a_pause_that_a_trainer_left_is_ended_by_the_next_one(made, stub, model):
@@ -361,6 +389,20 @@ def test_trap_s53_a_pause_that_a_trainer_left_is_ended_by_the_next_one(made, stu
         engine.generate(REQUESTS, SAMPLING)
     engine.load_weights(Weights(model), 1)
     assert {r.version for r in engine.generate(REQUESTS, SAMPLING)} == {1}
+
+
+def test_a_connection_that_the_server_closed_after_an_error_does_not_make_it_dead(engine, model, monkeypatch):
+    session = engine.fleet.live[0].client.session
+    ask, resets = session.request, [httpx2.ReadError("Connection reset by peer")]
+
+    def request(*args, **options):
+        if resets:
+            raise resets.pop()
+        return ask(*args, **options)
+
+    monkeypatch.setattr(session, "request", request)
+    engine.fleet.live[0].client.health()
+    engine.load_weights(Weights(model), 2)
 
 
 def test_a_server_that_hangs_is_noticed_by_the_push_in_seconds(made, stub, model, monkeypatch):

@@ -32,6 +32,7 @@ from posttrain.rollouts.server.replies import (
     Scores,
     checked_choices,
     ranked,
+    reading,
     scores_of,
 )
 
@@ -95,8 +96,12 @@ class VLLMClient:
         api_key: str | None = None,
     ) -> None:
         self.base_url = (base_url or f"http://{host}:{server_port}").rstrip("/")
-        parts = urlsplit(self.base_url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
+        try:
+            parts = urlsplit(self.base_url)
+            valid = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+        except ValueError:  # A port that is no number, a bracket that is not closed.
+            valid = False
+        if not valid:
             raise ConfigError(f"base_url={base_url!r} is no address of a server. It looks like 'http://10.0.0.5:8000'.")
         # 0.0.0.0 is an address to listen on, not one to connect to.
         self.base_url = self.base_url.replace("//0.0.0.0", "//127.0.0.1", 1)
@@ -159,8 +164,8 @@ class VLLMClient:
         headers = {"Connection": "close"} if path in PHASES else None
         try:
             response = self.session.request(method, url, timeout=limit, headers=headers, json=body)
-            # Health and others answer nothing but 200.
-            found = response.json() if response.status_code == 200 and response.content else {}
+            # Health and others answer nothing but 200, or null.
+            found = (response.json() if response.status_code == 200 and response.content else None) or {}
         except (httpx2.ReadTimeout, httpx2.WriteTimeout) as error:
             text = f"{url} gave no answer within {timeout:g} s."
             raise ServerUnreachable(text, timed_out=True, url=self.base_url) from error
@@ -172,6 +177,8 @@ class VLLMClient:
             ) from error
         if response.status_code != 200:
             raise self._failure(path, response)
+        if not isinstance(found, dict):
+            raise RolloutServerError(f"{url} answered {found!r:.200}, which is no JSON object.", url=self.base_url)
         return found
 
     def _failure(self, path: str, response: httpx2.Response) -> RolloutServerError:
@@ -208,16 +215,19 @@ class VLLMClient:
 
     def health(self) -> None:
         """Raise where the server is not healthy."""
-        self.call("GET", "/health", timeout=QUICK)
+        # Once more: after an error a server closes the connection that would be used again.
+        self.call("GET", "/health", timeout=QUICK, retries=1)
 
     # What the server is
 
     def info(self) -> dict[str, Any]:
         """Model, limits and ``weight_version``, as far as the server says; ``takes_no_weights`` says what it lacks."""
         if not self.facts:
-            cards = self.call("GET", "/v1/models", timeout=QUICK, retries=2).get("data") or [{}]
-            card = next((card for card in cards if card.get("parent") is None), cards[0])
-            known = {"model": card.get("root") or card.get("id"), "max_model_len": card.get("max_model_len")}
+            reply = self.call("GET", "/v1/models", timeout=QUICK, retries=2)
+            with reading(reply, self.base_url):
+                cards = reply.get("data") or [{}]
+                card = next((card for card in cards if card.get("parent") is None), cards[0])
+                known = {"model": card.get("root") or card.get("id"), "max_model_len": card.get("max_model_len")}
             self.facts = known | {"served": card.get("id")} | self._facts()
         known = self.facts | {"weight_version": self.weight_version()}
         if not known["weight_version"]:
@@ -228,7 +238,9 @@ class VLLMClient:
         """By the worker extension; without it, by the server's own config, which developer mode shows."""
         try:
             body = {"method": "posttrain_facts", "kwargs": {}}
-            return self.call("POST", "/collective_rpc", body, timeout=QUICK)["results"][0]
+            reply = self.call("POST", "/collective_rpc", body, timeout=QUICK)
+            with reading(reply, self.base_url):
+                return dict(reply["results"][0])
         except RolloutServerError:
             pass
         try:
@@ -292,7 +304,10 @@ class VLLMClient:
         def ask(prompt: Any, seed: int | None, fields: dict[str, Any]) -> list[dict[str, Any]]:
             sent = body | fields | {"prompt": prompt} | ({} if seed is None else {"seed": seed})
             reply = self.call("POST", "/v1/completions", sent, timeout=timeout, retries=retries)
-            found = checked_choices(reply, prompt, drawn, body["max_tokens"], vocabulary, self.base_url)
+            with reading(reply, self.base_url):
+                found = checked_choices(reply, prompt, drawn, body["max_tokens"], vocabulary, self.base_url)
+                if tells:
+                    _ = [choice["weight_version"] for choice in found]
             return found * (n // drawn)
 
         with ThreadPoolExecutor(max_workers=max(min(len(prompts), AT_ONCE), 1)) as pool:
@@ -358,7 +373,8 @@ class VLLMClient:
         if structured_outputs_regex is not None:
             body["structured_outputs"] = {"regex": structured_outputs_regex}
         choices = self.complete(prompts, n=n, logprobs=logprobs or 0, **body)
-        lines = [ranked(choice) for choice in choices]
+        with reading(choices, self.base_url):
+            lines = [ranked(choice) for choice in choices]
         values = [[[None if math.isnan(v) else v for _, v in at] for at in line] for line in lines]
         return {
             "prompt_ids": [choice["prompt_token_ids"] for choice in choices[::n]],
@@ -392,7 +408,7 @@ class VLLMClient:
             raise ConfigError(f"{len(sequences)} sequences and {len(prompt_lengths)} prompt_lengths: give one of each.")
         most = int(self.facts.get("max_model_len") or 10**9) - 1  # vLLM generates one token too, which must fit.
 
-        def ask(ids: Sequence[int]) -> list[Any]:
+        def ask(ids: Sequence[int], begin: int) -> Scores:
             body = {
                 "model": self.facts.get("served"),
                 "prompt": list(ids)[:most],
@@ -400,11 +416,11 @@ class VLLMClient:
                 "prompt_logprobs": top,
             }
             reply = self.call("POST", "/v1/completions", body, timeout=self.time_for(len(ids)), retries=3)
-            return reply["choices"][0]["prompt_logprobs"]
+            with reading(reply, self.base_url):
+                return scores_of(ids, begin, reply["choices"][0]["prompt_logprobs"], top)
 
         with ThreadPoolExecutor(max_workers=16) as pool:
-            known = list(pool.map(ask, sequences))
-        return [scores_of(*one, top) for one in zip(sequences, prompt_lengths, known, strict=True)]
+            return list(pool.map(ask, sequences, prompt_lengths))
 
     # State
 

@@ -19,7 +19,7 @@ from posttrain.errors import BadRequest, RolloutServerError, ServerUnreachable, 
 from posttrain.rollouts.base import Capabilities, RolloutEngine, check_followed, check_requests
 from posttrain.rollouts.server.client import VLLMClient
 from posttrain.rollouts.server.pool import AWAY, Server, ServerPool, Urls
-from posttrain.rollouts.server.replies import derived_seed, pictures_body, read_choice, sampling_body
+from posttrain.rollouts.server.replies import derived_seed, pictures_body, read_choice, reading, sampling_body
 from posttrain.rollouts.server.weight_sync import Pusher
 from posttrain.rollouts.workers.shared_weights import as_dtype
 from posttrain.types import Request, Rollout, Sampling
@@ -246,7 +246,8 @@ class ServerEngine(RolloutEngine):
             own=[pictures_body(request) for request in requests],
             **sampling_body(sampling),
         )
-        rollouts = [read_choice(choice, sampling) for choice in choices]
+        with reading(choices, server.url):
+            rollouts = [read_choice(choice, sampling) for choice in choices]
         for rollout, choice in zip(rollouts, choices, strict=True):
             rollout.version = self._version_of(server, choice["weight_version"])
         return rollouts

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import logging
 import tempfile
 import threading
@@ -12,6 +11,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from filelock import FileLock, Timeout
 
@@ -146,10 +146,17 @@ class ServerPool:
         if not self.pushes:
             return
         if server.lock is None and server.client.is_local:
-            name = hashlib.blake2b(server.url.encode(), digest_size=8).hexdigest()
-            lock = FileLock(Path(tempfile.gettempdir(), f"posttrain-server-{name}.lock"), thread_local=False)
+            # The port alone: localhost and 127.0.0.1 are one server.
+            path = Path(tempfile.gettempdir(), f"posttrain-server-{urlsplit(server.url).port or 80}.lock")
+            lock = FileLock(path, thread_local=False)
             try:
                 lock.acquire(timeout=0)
+            except PermissionError as error:
+                text = (
+                    f"{path}, which says who uses {server.url}, belongs to another user of this machine. Fix: serve on another "
+                    "port, or let them remove it."
+                )
+                raise ServerBusy(text, held=True, url=server.url) from error
             except Timeout:
                 text = f"{server.url} is used by another trainer on this machine. Fix: give each trainer its own."
                 raise ServerBusy(text, held=True, url=server.url) from None

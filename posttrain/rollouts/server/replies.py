@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -87,6 +88,24 @@ def pictures_body(request: Request) -> dict[str, Any]:
         for one in request.pictures
     ]
     return {"pictures": sent, "placed": placed}
+
+
+@contextlib.contextmanager
+def reading(reply: Any, url: str) -> Iterator[None]:
+    """Whoever reads a reply that is of another form than vLLM's gets a typed error, after which others are asked.
+
+    Args:
+        reply: As it came.
+        url: Of the server.
+    """
+    try:
+        yield
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+        raise RolloutServerError(
+            f"{url} answered {reply!r:.200}, which is not of the form of vLLM's endpoints ({type(error).__name__}: {error}). "
+            "Fix: let it be vLLM's server or 'posttrain serve'.",
+            url=url,
+        ) from error
 
 
 def checked_choices(
