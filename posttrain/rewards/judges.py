@@ -219,7 +219,7 @@ class OpenAIPairwiseJudge(BasePairwiseJudge):
             ) from error
 
     def _verdict(self, answer: str) -> int:
-        answer = answer.strip(" \t\r\n.\"'`*")
+        answer = answer.rpartition("</think>")[2].strip(" \t\r\n.\"'`*")
         if answer in ("0", "1"):
             return int(answer)
         self._warn("verdict", "the judge answered %r instead of 0 or 1; such pairs are ties.", answer[:80])

@@ -69,7 +69,7 @@ class Completions(Strict):
     seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
     logprobs: Annotated[int, Field(ge=0)] | None = None
     prompt_logprobs: Annotated[int, Field(ge=0)] | None = None
-    stop: str | list[str] = []
+    stop: Annotated[str, Field(min_length=1)] | list[Annotated[str, Field(min_length=1)]] = []
     stop_token_ids: list[Annotated[int, Field(ge=0)]] = []
     ignore_eos: bool = False
     min_tokens: Annotated[int, Field(ge=0)] = 0
@@ -342,8 +342,8 @@ class Host:
         self, weight_version: Annotated[str | None, Body(embed=True)] = None
     ) -> dict[str, Any]:
         """End an update: with a version the weights are whole, without one they stay mixed."""
-        if weight_version is not None and self.served.state != "complete":
-            raise HTTPException(409, "finish_weight_update came before all weights did.")
+        if self.served.state == "whole" or (weight_version is not None and self.served.state != "complete"):
+            raise HTTPException(409, "finish_weight_update came before start_weight_update, or before all weights did.")
         await self.do(self.served.end_update, weight_version)
         return {"message": "Weight update finished"}
 

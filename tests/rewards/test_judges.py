@@ -192,7 +192,7 @@ def test_one_failure_stops_the_other_requests(server):
     assert len(server.requests) < 50
 
 
-@pytest.mark.parametrize("said", ["1", " 1.", "**1**", "`1`", "```\n1\n```"])
+@pytest.mark.parametrize("said", ["1", " 1.", "**1**", "<think>0 or 1?</think>\n1", "`1`", "```\n1\n```"])
 def test_a_verdict_in_markdown_is_read(server, said):
     server.answer = lambda text, number: said
     assert judge_of(server).judge(["p"], [["a", "b"]], shuffle_order=False) == [1]

@@ -180,6 +180,16 @@ def test_buckets_out_of_order_are_conflicts_and_an_update_can_begin_anew(fresh):
     push(fresh, "1")
 
 
+def test_the_end_of_an_update_that_nobody_began_changes_nothing(fresh):
+    assert fresh.post("/finish_weight_update", {}).status_code == 409
+    assert fresh.complete([1]).status_code == 200
+
+
+def test_an_empty_stop_string_which_every_text_ends_with_is_refused(fresh):
+    for stop in ("", ["x", ""]):
+        assert "stop" in error(fresh.complete([1], stop=stop), 400)
+
+
 def test_a_bucket_of_another_machine_is_refused(fresh):
     fresh.post("/start_weight_update")
     part = {"update_info": {"complete": True}}
