@@ -16,6 +16,11 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
+def pytest_collection_modifyitems(items: list) -> None:
+    """The longest test of all begins first: at the end the other process would have nothing to do beside it."""
+    items.sort(key=lambda item: "test_the_figures_of_the_house" not in item.nodeid)
+
+
 def pytest_collection_finish() -> None:
     """Half a million objects of imported libraries are looked at by each full collection, of which trainers ask for some."""
     gc.collect()

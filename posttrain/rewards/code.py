@@ -45,7 +45,7 @@ PYTHON_FLAGS = ("-I", "-X", "utf8", "-c", LOADER)
 START_SECONDS = 60.0
 # How to make each work, where it cannot run Python.
 REPAIRS = {
-    "bubblewrap": "install bubblewrap 0.7 or later and allow user namespaces (in a container: run it with "
+    "bubblewrap": "install bubblewrap 0.8 or later and allow user namespaces (in a container: run it with "
     "`--security-opt seccomp=unconfined`, or privileged), or ",
     "container": "let the command start a container with `python3` and `timeout` and pass stdin on (-i), or ",
 }
@@ -111,7 +111,7 @@ def run_program(sandbox: str, program: str, stdin: str, limits: Limits) -> Outco
 
 
 def _in_bubblewrap(program: str, stdin: str, limits: Limits) -> Outcome:
-    """New namespaces, no network, a folder in memory, the system and Python read-only; needs ``bwrap`` 0.7 or later."""
+    """New namespaces, no network, a folder in memory, the system and Python read-only; needs ``bwrap`` 0.8 or later."""
     bwrap = _program("bwrap", "apt-get install bubblewrap, or dnf install bubblewrap")
     room = str(limits.file_mb << 22)
     # Without a size the folders in memory could take all of the machine's.
@@ -120,7 +120,9 @@ def _in_bubblewrap(program: str, stdin: str, limits: Limits) -> Outcome:
     visible = [part for path in (*SYSTEM, sys.base_prefix, sys.prefix) for part in ("--ro-bind-try", path, path)]
     names = {"HOME": "/tmp/work", "TMPDIR": "/tmp/work", "PATH": os.defpath, "OMP_NUM_THREADS": "1"}
     environment = [part for name, value in names.items() for part in ("--setenv", name, value)]
-    command = [bwrap, "--unshare-all", "--die-with-parent", "--new-session", "--clearenv", *environment]
+    # In namespaces of its own the code could mount folders in memory without a size.
+    command = [bwrap, "--unshare-all", "--unshare-user", "--disable-userns"]
+    command += ["--die-with-parent", "--new-session", "--clearenv", *environment]
     command += ["--proc", "/proc", "--dev", "/dev", *folder, *visible, "--remount-ro", "/", "--", sys.executable]
     # The environment of bwrap itself can be read inside as that of process 1.
     return _execute([*command, *PYTHON_FLAGS], program, stdin, limits, 2 * limits.timeout, {"PATH": os.defpath})

@@ -112,6 +112,8 @@ def test_memory_files_and_output_are_bounded():
     assert "No space left" in one(many).reason
     assert "No space left" in one(f"import os\nos.chdir('/dev/shm')\n{many}").reason
     assert "Read-only" in one("open('/dev/more', 'w')").reason
+    own_namespaces = "import ctypes\nprint(ctypes.CDLL(None).unshare(0x10020000))"  # CLONE_NEWUSER, CLONE_NEWNS
+    assert one(own_namespaces, {"input": "", "output": "-1"}).passed
     assert not one("while True: print('x' * 10000)", {"input": "", "output": "x"}, limits=QUICK).passed
 
 

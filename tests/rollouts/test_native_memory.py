@@ -77,7 +77,7 @@ def test_what_is_drawn_does_not_depend_on_pieces_or_slots():
 
 
 def test_ten_thousand_requests_wait_their_turn():
-    engine = NativeEngine(build_model(50, num_hidden_layers=1), pad_token_id=0)
+    engine = NativeEngine(build_model(50, num_hidden_layers=1), pad_token_id=0, max_slots=512)
     rollouts = engine.generate([Request([5 + i % 40, 7, 9], 1) for i in range(10_000)], Sampling(2, seed=0))
     assert len(rollouts) == 10_000
     assert all(r.prompt_ids[0] == 5 + i % 40 and len(r.token_ids) == 2 for i, r in enumerate(rollouts))
