@@ -37,9 +37,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from types import UnionType
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
-from posttrain.errors import ConfigError, check_choice
+from posttrain.errors import ConfigError, DataError, check_choice
 
 if TYPE_CHECKING:
     import torch
@@ -51,6 +51,7 @@ __all__ = [
     "Batch",
     "Finding",
     "FinishReason",
+    "Leaf",
     "LossTerms",
     "ModelOutputs",
     "NonNegativeFloat",
@@ -67,8 +68,10 @@ __all__ = [
     "Rollout",
     "Row",
     "Sampling",
+    "Segment",
     "Share",
     "check_fields",
+    "check_segments",
     "option",
     "read_mapping",
 ]
@@ -236,22 +239,105 @@ class Row:
         return found
 
 
+class Segment(NamedTuple):
+    """A run of tokens that the same sequences read: an edge of a trie. Everything under it stands directly behind it.
+
+    Attributes:
+        row: Row of the batch.
+        start, stop: Its columns; its tokens see each other causally.
+        end: Column behind the last token under it. Tokens of ``[stop, end)`` see all of ``[start, stop)``.
+        parent: Index of the segment that it continues; -1 at the root of a tree.
+        position: Of its first token.
+    """
+
+    row: int
+    start: int
+    stop: int
+    end: int
+    parent: int
+    position: int
+
+
+class Leaf(NamedTuple):
+    """Where a sequence ends in a trie.
+
+    Attributes:
+        segment: Index of the segment with its last token; -1 for a sequence without tokens.
+        prompt: Tokens of its prompt.
+        length: Tokens of its prompt and its completion.
+        row: Number of the `Row` it is a completion of, among those that were collated together.
+    """
+
+    segment: int
+    prompt: int
+    length: int
+    row: int
+
+
+def check_segments(segments: Sequence[Segment], width: int) -> None:
+    """Raise where segments are no tries in depth-first order.
+
+    Args:
+        segments: In the order of rows and columns.
+        width: Columns of a row.
+
+    Raises:
+        DataError: A segment is empty or ends beyond its row, its parent does not exist or does not hold it, it does not
+            begin where it must, or its position does not follow from its parent's.
+    """
+    for index, one in enumerate(segments):
+        if one.stop <= one.start:
+            raise DataError(f"segment {index} is empty: columns {one.start} to {one.stop}. Fix: leave it out.")
+        if not one.stop <= one.end <= width:
+            raise DataError(
+                f"segment {index} has columns {one.start} to {one.stop} and ends with what is under it at {one.end}, in a row "
+                f"of {width} columns. Fix: start < stop <= end <= {width}."
+            )
+        before = segments[index - 1] if index else None
+        column = before.stop if before is not None and before.row == one.row else 0
+        if one.start != column:
+            raise DataError(
+                f"segment {index} begins at column {one.start} of row {one.row}, and the one before ends at {column}. Fix: "
+                "list segments depth first, without gaps."
+            )
+        if one.parent >= index or one.parent < -1:
+            raise DataError(f"segment {index} continues segment {one.parent}, which does not stand before it.")
+        if one.parent < 0:
+            position = 0
+        else:
+            parent = segments[one.parent]
+            if parent.row != one.row or not parent.stop <= one.start < one.end <= parent.end:
+                raise DataError(
+                    f"segment {index} (row {one.row}, columns {one.start} to {one.end}) continues segment {one.parent} (row "
+                    f"{parent.row}), under which stand columns {parent.stop} to {parent.end}."
+                )
+            position = parent.position + parent.stop - parent.start
+        if one.position != position:
+            raise DataError(
+                f"segment {index} begins at position {one.position}, and its parent ends before position {position}. Fix: "
+                f"position={position}."
+            )
+
+
 @dataclass(slots=True)
 class Batch:
-    """A token forest ready for the model: every row holds one or more trees, a prompt and its branches.
+    """A token forest ready for the model: every row holds one or more tries, whose branches share what they begin with.
 
-    A token attends to earlier tokens of its own tree that are in the prefix (``branch == 0``) or in its own branch.
-    Padding, packing, a preference pair and a GRPO group are all cases of it.
+    A token sees the tokens before it of its own segment and of the segments that this one continues. Padding, packing, a
+    preference pair, a GRPO group and the forks of an agent are all cases of it.
 
     Attributes:
         input_ids: ``(B, T)`` int64.
-        position_ids: ``(B, T)`` int64; every branch restarts at the end of its prefix.
-        tree: ``(B, T)`` int64, which tree of the row a token belongs to; -1 on padding.
-        branch: ``(B, T)`` int64, 0 in a tree's prefix, 1.. in its branches.
+        position_ids: ``(B, T)`` int64; every segment continues its parent.
+        seen_until: ``(B, T)`` int64, column behind the last token that sees this one; 0 on padding. Column q sees column k
+            where ``k <= q < seen_until[k]``.
         predictor: ``(B, T)`` int64, the column whose hidden state predicts this token (meaningful where ``loss_mask``).
         loss_mask: ``(B, T)`` bool, tokens that are trained. Never true on a token without a predictor.
         sequence: ``(B, T)`` int64, index in ``[0, S)`` of the sequence a completion token belongs to; -1 elsewhere.
         num_sequences: S.
+        segments: The tries, on the host, in the order of rows and columns.
+        leaves: Where each sequence ends; S of them.
+        dense_mask: Attention takes a mask, for models that do not take segments (see `Layout`).
         origin: For each sequence, its index in the flat list of completions that was collated.
         advantages: ``(S,)`` or ``(B, T)`` float32.
         old_logp: ``(B, T)`` float32, None while the policy has not moved since the rollout.
@@ -264,12 +350,14 @@ class Batch:
 
     input_ids: Tensor
     position_ids: Tensor
-    tree: Tensor
-    branch: Tensor
+    seen_until: Tensor
     predictor: Tensor
     loss_mask: Tensor
     sequence: Tensor
     num_sequences: int
+    segments: tuple[Segment, ...] = ()
+    leaves: tuple[Leaf, ...] = ()
+    dense_mask: bool = False
     origin: list[int] = field(default_factory=list)
     advantages: Tensor | None = None
     old_logp: Tensor | None = None
@@ -278,9 +366,11 @@ class Batch:
     columns: dict[str, Tensor] = field(default_factory=dict)
     model_kwargs: dict[str, Any] = field(default_factory=dict)
     pictures: list[tuple[int, int, Any]] = field(default_factory=list)
+    # Trained tokens, and the version of ``loss_mask`` they were counted in: on a device, to count again is to wait for it.
+    _counted: tuple[int, int] | None = field(default=None, init=False, repr=False, compare=False)
 
     def to(self, device: torch.device | str) -> Batch:
-        """A copy with every tensor on ``device``."""
+        """A copy with every tensor on ``device``; on the host, trained tokens are counted first."""
         moved: dict[str, Any] = {}
         for item in fields(self):
             value = getattr(self, item.name)
@@ -288,7 +378,10 @@ class Batch:
                 moved[item.name] = {k: v.to(device) if hasattr(v, "to") else v for k, v in value.items()}
             elif hasattr(value, "to"):
                 moved[item.name] = value.to(device)
-        return replace(self, **moved)
+        copy = replace(self, **moved)
+        if self._counted is not None or not (self.loss_mask.is_cuda or self.loss_mask.is_meta):
+            copy._counted = self.num_loss_tokens, copy.loss_mask._version
+        return copy
 
     def __getitem__(self, name: Any) -> Any:
         """Refused: code that reads a batch as a dict of padded tensors would find no labels in it."""
@@ -317,25 +410,40 @@ class Batch:
         return out
 
     @property
+    def real(self) -> Tensor:
+        """``(B, T)`` bool, false on padding."""
+        return self.seen_until > 0
+
+    @property
+    def one_sequence_a_row(self) -> bool:
+        """Whether every row is one plain sequence, which needs neither a mask nor segments."""
+        return all(one.parent < 0 and one.start == 0 for one in self.segments)
+
+    @property
     def num_tokens(self) -> int:
         """Real (non-padding) tokens the model computes."""
-        return int((self.tree >= 0).sum())
+        return sum(one.stop - one.start for one in self.segments)
 
     @property
     def num_sequence_tokens(self) -> int:
         """Tokens of all sequences, a shared prompt once for each: what metrics call ``num_tokens``."""
-        real, trees = self.tree >= 0, int(self.tree.max()) + 1
-        rows = real.nonzero()[:, 0]
-        key, branch = rows * trees + self.tree[real], self.branch[real]
-        zeros = branch.new_zeros(len(self.tree) * trees)
-        prefix = zeros.index_add(0, key, (branch == 0).to(branch))
-        sharing = zeros.scatter_reduce(0, key, branch, "amax").clamp_min(1)
-        return int((prefix * sharing).sum() + (branch > 0).sum())
+        return sum(leaf.length for leaf in self.leaves)
 
     @property
     def num_loss_tokens(self) -> int:
         """N, the tokens that carry loss."""
-        return int(self.loss_mask.sum())
+        if self._counted is None or self._counted[1] != self.loss_mask._version:
+            self._counted = int(self.loss_mask.sum()), self.loss_mask._version
+        return self._counted[0]
+
+    def path(self, sequence: int) -> list[range]:
+        """Columns of a sequence's tokens from its first on, prompt included."""
+        segment, left, runs = self.leaves[sequence].segment, self.leaves[sequence].length, []
+        while segment >= 0:
+            one = self.segments[segment]
+            runs.append(range(one.start, min(one.stop, one.start + left - one.position)))
+            segment = one.parent
+        return runs[::-1]
 
 
 @dataclass(slots=True)

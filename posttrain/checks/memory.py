@@ -394,7 +394,7 @@ def _frozen_parts(policy: Part, reference: str, reward_model: Any) -> list[Part]
 
 
 def _trees(batch: Batch) -> int:
-    return int((batch.tree.amax(1) + 1).sum())
+    return sum(one.parent < 0 for one in batch.segments)
 
 
 def _pixels(pictures: tuple[PictureProcessor, Sequence[Picture]], rows: int) -> dict[str, torch.Tensor]:

@@ -107,7 +107,7 @@ def to_padded(batch: Batch, answers: int, kind: Literal["labels", "answers", "ro
     if kind == "rollouts":
         tensors = _rollouts(batch, order)
     else:
-        tensors = {"input_ids": batch.input_ids[order], "attention_mask": (batch.tree[order] >= 0).long()}
+        tensors = {"input_ids": batch.input_ids[order], "attention_mask": batch.real[order].long()}
         if kind == "labels":
             tensors["labels"] = tensors["input_ids"].masked_fill(~batch.loss_mask[order], IGNORED)
         else:
@@ -124,7 +124,7 @@ def _per_sequence(batch: Batch) -> dict[str, Tensor]:
 
 def _rollouts(batch: Batch, order: Tensor) -> dict[str, Tensor]:
     """Prompts and completions as tensors of their own, as TRL's GRPO has them."""
-    prompt, completion = ((batch.tree >= 0) & (batch.sequence < 0))[order], (batch.sequence >= 0)[order]  # (R, T)
+    prompt, completion = (batch.real & (batch.sequence < 0))[order], (batch.sequence >= 0)[order]  # (R, T)
     values = {
         "completion_ids": batch.input_ids,
         "tool_mask": batch.loss_mask,
@@ -306,7 +306,7 @@ class BehindUser(Trainer):
         batch, order = (inputs.batch, inputs.order) if isinstance(inputs, PaddedInputs) else (inputs, slice(None))
 
         def full() -> Tensor:
-            mask = (batch.tree[order] >= 0).long()
+            mask = batch.real[order].long()
             return model(input_ids=batch.input_ids[order], attention_mask=mask, use_cache=False).logits
 
         return loss, PaddedOutputs(loss, outputs, full)

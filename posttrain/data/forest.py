@@ -11,8 +11,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from posttrain.data import trie
+from posttrain.data.trie import Member, Node, Tree
 from posttrain.errors import DataError
-from posttrain.types import Batch, Row
+from posttrain.types import Batch, Leaf, Row, Segment
 
 PADDED_MOST = 0.05  # Share of a stacked pass that may be padding: less than what another pass costs.
 FIELDS = ("advantages", "old_logp", "ref_logp", "rollout_logp")  # Columns that are fields of `Batch` by name.
@@ -23,13 +25,17 @@ class Layout:
     """How rows are laid out for one model and attention backend.
 
     Attributes:
-        kind: ``tree`` shares prompts and packs several trees into a row; ``padded`` gives every sequence its own padded
-            row with its own copy of the prompt, for models whose attention cannot be masked freely.
-        row_tokens: Trees are packed into a row while they fit this many tokens. Short on backends with a dense mask,
-            where attention costs the square of the row; long where the mask is block-sparse.
-        pass_tokens: Rows of about one width are stacked into one forward pass up to this many tokens, because every pass
-            has a fixed cost (gradients are added up, weights are read); at most 5 % of a pass may be padding.
-        max_tree_tokens: A group whose tree would be longer is split, its prompt repeated.
+        kind: ``tree`` shares what sequences begin with and packs several tries into a row; ``padded`` gives every sequence its
+            own padded row with its own copy of the prompt, for models whose attention cannot be told who sees whom.
+        dense_mask: Attention of a ``tree`` takes a mask instead of segments (see `posttrain.models.tree_attention`): its time
+            and memory grow with the square of a row.
+        row_tokens: Tries are packed into a row while they fit this many tokens, and rows that begin alike join one trie up to
+            it. Short with a dense mask.
+        pass_tokens: With a dense mask, rows of about one width are stacked into one forward pass up to this many tokens, because
+            every pass has a fixed cost (gradients are added up, weights are read); at most 5 % of a pass may be padding.
+        max_tree_tokens: A group whose trie would be longer is split, its prompt repeated.
+        joins_rows: Rows that begin alike are computed as one trie. Not where a prompt is more to the model than its tokens in
+            order: read both ways, or attended through pictures of the whole row.
         pad_to_multiple_of: Rounds T up.
         rope_switch: Sequences longer than this are computed with other rotary frequencies (longrope), which a pass takes for all
             of its sequences: longer and shorter ones never share a pass. None: there is no such length.
@@ -37,33 +43,14 @@ class Layout:
     """
 
     kind: Literal["tree", "padded"] = "tree"
+    dense_mask: bool = False
     row_tokens: int = 512
     pass_tokens: int = 0
     max_tree_tokens: int = 8192
+    joins_rows: bool = True
     pad_to_multiple_of: int | None = None
     rope_switch: int | None = None
     rope_end: int | None = None
-
-
-@dataclass(slots=True)
-class _Tree:
-    """A prompt with some of the completions of one row; ``first`` is the flat index of its first completion."""
-
-    row: Row
-    members: range
-    first: int
-    shared: bool
-
-    @property
-    def size(self) -> int:
-        prompt = len(self.row.prompt_ids)
-        lengths = [len(self.row.completions[i]) for i in self.members]
-        return prompt + sum(lengths)
-
-    @property
-    def longest(self) -> int:
-        """Tokens of its longest sequence."""
-        return len(self.row.prompt_ids) + max(len(self.row.completions[i]) for i in self.members)
 
 
 def share_prompts(rows: Sequence[Row]) -> tuple[list[Row], list[int]]:
@@ -132,20 +119,20 @@ def collate(
         raise DataError("collate got an empty list of rows; a batch needs at least one.")
     for index, row in enumerate(rows):
         _check(row, index, layout.rope_end)
-    trees = list(_grow(rows, layout))
-    parts = _by_rope(trees, layout.rope_switch)
+    parts = _by_rope(_members(rows), layout.rope_switch)
     if len(parts) > 1 and (together or whole_rows):
         _refuse_mixed(parts, layout, together)
+    forests = [_grow(part, layout) for part in parts]
     options: dict[str, Any] = {
         "pad_token_id": pad_token_id,
         "layout": layout,
         "whole_rows": whole_rows,
         "together": together,
     }
-    return [batch for part in parts for batch in _batches(part, **options)]
+    return [batch for forest in forests for batch in _batches(forest, **options)]
 
 
-def _batches(trees: list[_Tree], *, pad_token_id: int, layout: Layout, whole_rows: bool, together: bool) -> list[Batch]:
+def _batches(trees: list[Tree], *, pad_token_id: int, layout: Layout, whole_rows: bool, together: bool) -> list[Batch]:
     """Batches of trees that may share a pass; see `collate`."""
     if together:
         packed = [[tree] for tree in trees] if layout.kind == "padded" else _best_fit(trees, layout.row_tokens)
@@ -197,53 +184,51 @@ def _check(row: Row, index: int, rope_end: int | None) -> None:
             raise DataError(f"row {index}, column {name!r}: lengths {lengths} do not match the completions' {wanted}.")
 
 
-def _by_rope(trees: list[_Tree], switch: int | None) -> list[list[_Tree]]:
-    """Trees of sequences up to ``switch`` tokens, and those of longer ones."""
+def _members(rows: Sequence[Row]) -> list[Member]:
+    """All completions, in order."""
+    members: list[Member] = []
+    for number, row in enumerate(rows):
+        members += [Member(row, number, index, len(members) + index) for index in range(len(row.completions))]
+    return members
+
+
+def _length(member: Member) -> int:
+    return len(member.row.prompt_ids) + len(member.ids)
+
+
+def _by_rope(members: list[Member], switch: int | None) -> list[list[Member]]:
+    """Sequences up to ``switch`` tokens, and longer ones."""
     if switch is None:
-        return [trees]
-    parts = [[tree for tree in trees if (tree.longest > switch) is beyond] for beyond in (False, True)]
+        return [members]
+    parts = [[one for one in members if (_length(one) > switch) is beyond] for beyond in (False, True)]
     return [part for part in parts if part]
 
 
-def _refuse_mixed(parts: list[list[_Tree]], layout: Layout, together: bool) -> None:
+def _refuse_mixed(parts: list[list[Member]], layout: Layout, together: bool) -> None:
     """Raise where sequences that the loss compares lie on both sides of ``rope_switch``."""
-    short, long = ({id(tree.row): tree for tree in part} for part in parts)
+    short, long = ({one.number: one for one in part} for part in parts)
     shared = [number for number in short if number in long] or ([next(iter(short))] if together else [])
     if shared:
         a, b = short[shared[0]], long.get(shared[0], next(iter(long.values())))
         raise DataError(
-            f"the loss compares sequences of {a.longest} and {b.longest} tokens (prompt {a.row.prompt_ids[:8]}...), and the "
+            f"the loss compares sequences of {_length(a)} and {_length(b)} tokens (prompt {a.row.prompt_ids[:8]}...), and the "
             f"model's rotary frequencies change for a whole pass beyond {layout.rope_switch} tokens (rope_type='longrope'): in "
             f"one pass the shorter one would get the frequencies of the longer. Fix: max_length={layout.rope_switch}, or leave "
             "out such rows."
         )
 
 
-def _grow(rows: Sequence[Row], layout: Layout) -> Iterator[_Tree]:
-    """One tree a row, or several where the layout is padded, the tree would be too long, or the rope changes in between."""
-    first, switch = 0, layout.rope_switch
-    for row in rows:
-        count, prompt = len(row.completions), len(row.prompt_ids)
-        beyond = [switch is not None and prompt + len(ids) > switch for ids in row.completions]
-        start = 0
-        while start < count:
-            stop, size = start + 1, prompt + len(row.completions[start])
-            while (
-                layout.kind == "tree"
-                and stop < count
-                and beyond[stop] is beyond[start]
-                and size + len(row.completions[stop]) <= layout.max_tree_tokens
-            ):
-                size += len(row.completions[stop])
-                stop += 1
-            yield _Tree(row, range(start, stop), first + start, shared=stop - start > 1)
-            start = stop
-        first += count
+def _grow(members: list[Member], layout: Layout) -> list[Tree]:
+    """Tries of sequences that may share a pass."""
+    if layout.kind == "padded":
+        return trie.alone(members)
+    joined = layout.row_tokens if layout.joins_rows else 0
+    return trie.grow(members, most=layout.max_tree_tokens, joined=min(joined, layout.max_tree_tokens))
 
 
-def _best_fit(trees: list[_Tree], budget: int) -> list[list[_Tree]]:
+def _best_fit(trees: list[Tree], budget: int) -> list[list[Tree]]:
     """Best-fit decreasing: the longest tree first, each into the fullest row that still has room."""
-    bins: list[list[_Tree]] = []
+    bins: list[list[Tree]] = []
     space: list[int] = []
     for tree in sorted(trees, key=lambda t: -t.size):
         fits = [i for i, room in enumerate(space) if room >= tree.size]
@@ -257,9 +242,9 @@ def _best_fit(trees: list[_Tree], budget: int) -> list[list[_Tree]]:
     return bins
 
 
-def _stacks(rows: list[list[_Tree]], budget: int) -> Iterator[list[list[_Tree]]]:
+def _stacks(rows: list[list[Tree]], budget: int) -> Iterator[list[list[Tree]]]:
     """Rows that go through the model together: of similar width, so that hardly anything is padding."""
-    stack: list[list[_Tree]] = []
+    stack: list[list[Tree]] = []
     real = width = 0
     for row in sorted(rows, key=lambda row: -sum(tree.size for tree in row)):
         size = sum(tree.size for tree in row)
@@ -273,21 +258,21 @@ def _stacks(rows: list[list[_Tree]], budget: int) -> Iterator[list[list[_Tree]]]
         yield stack
 
 
-def _units(trees: list[_Tree]) -> list[list[_Tree]]:
-    """Trees of one row together."""
-    units: dict[int, list[_Tree]] = {}
+def _units(trees: list[Tree]) -> list[list[Tree]]:
+    """Trees of one row together: a row that makes several is alone in them."""
+    units: dict[int, list[Tree]] = {}
     for tree in trees:
-        units.setdefault(id(tree.row), []).append(tree)
+        units.setdefault(tree.members[0].number, []).append(tree)
     return list(units.values())
 
 
-def _by_length(units: list[list[_Tree]], budget: int) -> list[list[list[_Tree]]]:
+def _by_length(units: list[list[Tree]], budget: int) -> list[list[list[Tree]]]:
     """Similar lengths together, so that padding stays small; rows times width stays within the budget."""
 
-    def width(unit: list[_Tree]) -> int:
+    def width(unit: list[Tree]) -> int:
         return max(tree.size for tree in unit)
 
-    groups: list[list[list[_Tree]]] = []
+    groups: list[list[list[Tree]]] = []
     for unit in sorted(units, key=lambda u: -width(u)):
         if groups and sum(map(len, [*groups[-1], unit])) * width(groups[-1][0]) <= budget:
             groups[-1].append(unit)
@@ -299,10 +284,12 @@ def _by_length(units: list[list[_Tree]], budget: int) -> list[list[list[_Tree]]]
 class _Canvas:
     """Column-wise lists of one batch while it is being written."""
 
-    def __init__(self) -> None:
-        self.tokens: dict[str, list[list[float]]] = {
-            name: [] for name in ("input_ids", "position_ids", "tree", "branch", "predictor", "loss_mask", "sequence")
-        }
+    def __init__(self, token_names: Sequence[str]) -> None:
+        names = ("input_ids", "position_ids", "seen_until", "predictor", "loss_mask", "sequence", *token_names)
+        self.tokens: dict[str, list[list[float]]] = {name: [] for name in names}
+        self.token_names = token_names
+        self.segments: list[Segment] = []
+        self.leaves: list[Leaf] = []
         self.origin: list[int] = []
         self.columns: dict[str, list[float]] = {}
         self.pictures: list[tuple[int, int, Any]] = []
@@ -311,81 +298,117 @@ class _Canvas:
         for column in self.tokens.values():
             column.append([])
 
-    def write(self, **values: Sequence[float]) -> None:
-        for name, value in values.items():
-            self.tokens[name][-1].extend(value)
-
-    def place(self, pictures: Sequence[Any], at: int) -> None:
-        row = len(self.tokens["input_ids"]) - 1
-        self.pictures += [(row, at + picture.start, picture) for picture in pictures]
+    @property
+    def row(self) -> int:
+        return len(self.tokens["input_ids"]) - 1
 
     @property
     def width(self) -> int:
         return len(self.tokens["input_ids"][-1])
 
+    def tree(self, tree: Tree) -> None:
+        """Write a trie, depth first; a node and its only child are one segment."""
+        self._segment([tree.root], -1, 0, -1)
 
-def _lay_out(groups: list[list[_Tree]], pad_token_id: int, layout: Layout) -> Batch:
-    canvas = _Canvas()
-    token_names = {name for trees in groups for tree in trees for name in tree.row.token_columns}
-    for name in sorted(token_names):
-        canvas.tokens[name] = []
+    def _segment(self, run: list[Node], parent: int, position: int, last: int) -> None:
+        """Write nodes that follow one another, and what hangs under them.
+
+        Args:
+            run: The first of them.
+            parent: Index of the segment before it.
+            position: Of its first token.
+            last: Column of the token before it; -1 where there is none.
+        """
+        while len(run[-1].children) == 1:
+            run.append(run[-1].children[0])
+        start = self.width
+        index = len(self.segments) if any(node.ids for node in run) else parent
+        if index != parent:
+            self.segments.append(Segment(self.row, start, start, start, parent, position))
+        for node in run:
+            self._node(node, position, last, index)
+            position, last = position + len(node.ids), self.width - 1 if node.ids else last
+        stop = self.width
+        for child in run[-1].children:
+            self._segment([child], index, position, last)
+        for node in run:
+            for member in node.empty:
+                self._number(member, 0, index)
+        if index != parent:
+            self.segments[index] = self.segments[index]._replace(stop=stop, end=self.width)
+            row = self.tokens["seen_until"][-1]
+            row[start:stop] = [self.width] * (stop - start)
+
+    def _node(self, node: Node, position: int, last: int, segment: int) -> None:
+        start, count, member, row = self.width, len(node.ids), node.member, node.row
+        predictor = list(range(start - 1, start + count - 1))
+        if count:
+            predictor[0] = last
+        part = slice(node.start, node.start + count)
+        self.pictures += [(self.row, start + at, picture) for at, picture in trie.pictures_of(node)]
+        if member is None:
+            mask = list(row.prompt_mask[part]) if node.trained and row.prompt_mask is not None else [0] * count
+            sequence = -1
+        else:
+            mask, sequence = list(row.loss_masks[member.index][part]), self._number(member, node.start, segment)
+        if count and last < 0:
+            # Nothing precedes the first token of a sequence without a prompt.
+            predictor[0], mask[0] = start, 0
+        self._write(
+            input_ids=node.ids,
+            position_ids=range(position, position + count),
+            seen_until=[0] * count,
+            predictor=predictor,
+            loss_mask=mask,
+            sequence=[sequence] * count,
+        )
+        for name in self.token_names:
+            lists = row.token_columns.get(name) if member is not None else None
+            self.tokens[name][-1].extend([0.0] * count if lists is None or member is None else lists[member.index][part])
+
+    def _number(self, member: Member, start: int, segment: int) -> int:
+        """Index of a sequence, which ends in this segment as far as is known."""
+        row = member.row
+        leaf = Leaf(segment, len(row.prompt_ids), _length(member), member.number)
+        if start:
+            # A completion that a prompt runs through: its tokens stand side by side.
+            self.leaves[-1] = leaf
+            return len(self.leaves) - 1
+        self.leaves.append(leaf)
+        self.origin.append(member.origin)
+        for name, column in row.sequence_columns.items():
+            self.columns.setdefault(name, []).append(column[member.index])
+        return len(self.leaves) - 1
+
+    def _write(self, **values: Sequence[float]) -> None:
+        for name, value in values.items():
+            self.tokens[name][-1].extend(value)
+
+
+def _lay_out(groups: list[list[Tree]], pad_token_id: int, layout: Layout) -> Batch:
+    members = [member for trees in groups for tree in trees for member in tree.members]
+    canvas = _Canvas(sorted({name for member in members for name in member.row.token_columns}))
     for trees in groups:
         canvas.new_row()
-        for index, tree in enumerate(trees):
-            _write_tree(canvas, tree, index, token_names)
-    return _to_batch(canvas, token_names, pad_token_id, layout, _model_kwargs(groups))
+        for tree in trees:
+            canvas.tree(tree)
+    return _to_batch(canvas, pad_token_id, layout, _model_kwargs(groups))
 
 
-def _write_tree(canvas: _Canvas, tree: _Tree, index: int, token_names: set[str]) -> None:
-    row, prompt = tree.row, tree.row.prompt_ids
-    start, p = canvas.width, len(prompt)
-    canvas.write(
-        input_ids=prompt,
-        position_ids=range(p),
-        tree=[index] * p,
-        branch=[0] * p,
-        predictor=range(start - 1, start + p - 1),
-    )
-    pictures = row.pictures or [[], *([] for _ in row.completions)]
-    canvas.place(pictures[0], start)
-    # A prompt that is trained is trained once: where its first completion is; its own first token follows nothing.
-    trained = row.prompt_mask is not None and tree.members.start == 0
-    prompt_mask = [0, *row.prompt_mask[1:]] if trained and row.prompt_mask else [0] * p
-    canvas.write(loss_mask=prompt_mask, sequence=[-1] * p, **{name: [0.0] * p for name in token_names})
-    for number, i in enumerate(tree.members, start=1):
-        ids, mask, at = row.completions[i], list(row.loss_masks[i]), canvas.width
-        n = len(ids)
-        canvas.place(pictures[1 + i], at)
-        predictor = list(range(at - 1, at + n - 1))
-        if n and p:
-            predictor[0] = start + p - 1  # The prompt's last token predicts the first token of every branch.
-        elif n:
-            predictor[0], mask[0] = at, 0  # Nothing precedes the first token of a row without a prompt.
-        canvas.write(input_ids=ids, position_ids=range(p, p + n), tree=[index] * n, predictor=predictor, loss_mask=mask)
-        canvas.write(branch=[number if tree.shared else 0] * n, sequence=[len(canvas.origin)] * n)
-        canvas.write(**{name: row.token_columns.get(name, {i: [0.0] * n})[i] for name in token_names})
-        canvas.origin.append(tree.first + i - tree.members.start)
-        for name, column in row.sequence_columns.items():
-            canvas.columns.setdefault(name, []).append(column[i])
-
-
-def _to_batch(
-    canvas: _Canvas, token_names: set[str], pad_token_id: int, layout: Layout, model_kwargs: dict[str, Any]
-) -> Batch:
+def _to_batch(canvas: _Canvas, pad_token_id: int, layout: Layout, model_kwargs: dict[str, Any]) -> Batch:
     width = max(len(ids) for ids in canvas.tokens["input_ids"])
     if layout.pad_to_multiple_of:
         width += -width % layout.pad_to_multiple_of
-    fill = {"input_ids": pad_token_id, "tree": -1, "sequence": -1}
+    fill = {"input_ids": pad_token_id, "sequence": -1}
     tensors = {
         name: torch.tensor(
             [values + [fill.get(name, 0)] * (width - len(values)) for values in column],
-            dtype=torch.float32 if name in token_names else torch.long,
+            dtype=torch.float32 if name in canvas.token_names else torch.long,
         )
         for name, column in canvas.tokens.items()
     }
     tensors["loss_mask"] = tensors["loss_mask"].bool()
-    tensors["predictor"] = tensors["predictor"].clamp_min(0)
-    extra = {name: tensors.pop(name) for name in token_names}
+    extra = {name: tensors.pop(name) for name in canvas.token_names}
     for name, column in canvas.columns.items():
         if len(column) != len(canvas.origin):
             raise DataError(f"column {name!r} is present in some rows of a batch and absent in others; give it in all.")
@@ -394,6 +417,9 @@ def _to_batch(
     return Batch(
         **tensors,
         num_sequences=len(canvas.origin),
+        segments=tuple(canvas.segments),
+        leaves=tuple(canvas.leaves),
+        dense_mask=layout.dense_mask,
         origin=canvas.origin,
         columns=extra,
         model_kwargs=model_kwargs,
@@ -402,11 +428,12 @@ def _to_batch(
     )
 
 
-def _model_kwargs(groups: list[list[_Tree]]) -> dict[str, Any]:
+def _model_kwargs(groups: list[list[Tree]]) -> dict[str, Any]:
     """Opaque model inputs of the batch: tensors are concatenated in row order, anything else must agree."""
     merged: dict[str, Any] = {}
     for tree in (tree for trees in groups for tree in trees):
-        for name, value in tree.row.model_kwargs.items():
+        # A row with inputs of its own is alone in its trees.
+        for name, value in tree.members[0].row.model_kwargs.items():
             if name in merged and isinstance(value, Tensor):
                 merged[name] = torch.cat([merged[name], value])
             else:
@@ -415,41 +442,58 @@ def _model_kwargs(groups: list[list[_Tree]]) -> dict[str, Any]:
 
 
 def to_rows(batch: Batch) -> list[Row]:
-    """One row a tree, in the order of the batch: what `collate` laid out.
+    """The rows that `collate` laid out, as far as the batch holds them, in the order of their first sequences.
 
-    A prompt that was repeated for several trees comes back as often.
+    A prompt that was repeated for several passes comes back as often.
     """
-    columns = {name: value for name in FIELDS if (value := getattr(batch, name)) is not None} | batch.columns
-    return [_row(batch, columns, b, tree) for b, tree in _trees(batch)]
+    numbers: dict[int, list[int]] = {}
+    for index, leaf in enumerate(batch.leaves):
+        numbers.setdefault(leaf.row, []).append(index)
+    return _rows(batch, list(numbers.values()))
 
 
-def _trees(batch: Batch) -> Iterator[tuple[int, int]]:
-    for b, most in enumerate(batch.tree.amax(1).tolist()):
-        for tree in range(most + 1):
-            yield b, tree
+def sequences(batch: Batch) -> list[Row]:
+    """Every sequence as a row of its own: in the order of a batch's loss positions."""
+    return _rows(batch, [[index] for index in range(batch.num_sequences)])
 
 
-def _row(batch: Batch, columns: dict[str, Tensor], b: int, tree: int) -> Row:
-    inside = batch.tree[b] == tree
-    sequence, ids, mask = batch.sequence[b], batch.input_ids[b], batch.loss_mask[b]
-    prefix = inside & (sequence < 0)
-    members = list(dict.fromkeys(sequence[inside & (sequence >= 0)].tolist()))
-    row = Row(ids[prefix].tolist(), [], [])
-    if bool(mask[prefix].any()):
-        row.prompt_mask = mask[prefix].long().tolist()
-    for number in members:
-        tokens = sequence == number
-        row.completions.append(ids[tokens].tolist())
-        row.loss_masks.append(mask[tokens].long().tolist())
-        for name, value in columns.items():
-            if value.shape == batch.input_ids.shape:
-                row.token_columns.setdefault(name, []).append(value[b][tokens].tolist())
-            else:
-                row.sequence_columns.setdefault(name, []).append(float(value[number]))
-    placed = [(int(sequence[column]), one) for at, column, one in batch.pictures if at == b and inside[column]]
-    if placed:
-        row.pictures = [[one for owner, one in placed if owner == number] for number in (-1, *members)]
-    return row
+def _rows(batch: Batch, groups: Sequence[Sequence[int]]) -> list[Row]:
+    named = {name: value for name in FIELDS if (value := getattr(batch, name)) is not None} | batch.columns
+    columns = {name: value.tolist() for name, value in named.items()}
+    per_token = {name for name, value in named.items() if value.shape == batch.input_ids.shape}
+    ids, mask, owner = batch.input_ids.tolist(), batch.loss_mask.tolist(), batch.sequence.tolist()
+    placed = {(b, column): picture for b, column, picture in batch.pictures}
+    told: set[tuple[int, int]] = set()  # Trained tokens of prompts that a row before has.
+    rows = []
+    for group in groups:
+        leaf = batch.leaves[group[0]]
+        b = batch.segments[leaf.segment].row if leaf.segment >= 0 else 0
+        paths = [[column for run in batch.path(index) for column in run] for index in group]
+        prompt = paths[0][: leaf.prompt]
+        row = Row([ids[b][column] for column in prompt], [], [])
+        trained = [int(mask[b][c] and owner[b][c] < 0 and (b, c) not in told) for c in prompt]
+        if any(trained):
+            row.prompt_mask = trained
+            told.update((b, column) for column, kept in zip(prompt, trained, strict=True) if kept)
+        parts = [prompt, *(path[leaf.prompt :] for path in paths)]
+        for index, own in zip(group, parts[1:], strict=True):
+            # Trees of one row may stand in several rows of a batch.
+            at = batch.segments[batch.leaves[index].segment].row if own else b
+            row.completions.append([ids[at][column] for column in own])
+            row.loss_masks.append([int(mask[at][column]) for column in own])
+            for name, value in columns.items():
+                if name in per_token:
+                    row.token_columns.setdefault(name, []).append([value[at][column] for column in own])
+                else:
+                    row.sequence_columns.setdefault(name, []).append(float(value[index]))
+        if batch.pictures:
+            rows_of_parts = [b, *(batch.segments[batch.leaves[index].segment].row for index in group)]
+            row.pictures = [
+                [placed[at, column] for column in part if (at, column) in placed]
+                for at, part in zip(rows_of_parts, parts, strict=True)
+            ]
+        rows.append(row)
+    return rows
 
 
 def halves(batch: Batch, *, pad_token_id: int, layout: Layout, whole_rows: bool = False) -> list[Batch]:

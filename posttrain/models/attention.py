@@ -1,4 +1,4 @@
-"""What a token forest looks like to an attention backend, and the probe that proves a model respects it."""
+"""How a model is told who sees whom in a token forest, and the probe that proves that it respects it."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from torch import Tensor
 from posttrain.data.forest import Layout, collate
 from posttrain.data.pictures import Picture, read_picture
 from posttrain.errors import ModelError
+from posttrain.models import tree_attention
 from posttrain.models.heads import causal_lm, learns_prompts, picture_encoder, unwrapped
 from posttrain.models.vision import for_tower, probe_pictures, probe_rows
 from posttrain.types import Batch, Row
@@ -39,81 +40,40 @@ NARROW = 4  # Tokens of a window that was made short: less than any sequence of 
 LONGEST = 1024  # Tokens of a prompt in a probe that must reach beyond a window as it is.
 
 
-def forest_mask(
-    batch: Batch, window: int | None = None, chunk: int | None = None, span: Tensor | None = None
-) -> Tensor:
-    """Which token may attend to which: earlier, same tree, in the prefix or in its own branch.
-
-    Args:
-        batch: A token forest.
-        window: Sliding-window size in positions, counted along a branch (so a branch's window reaches into its prefix).
-        chunk: Size of the chunks of positions that see only themselves (Llama 4).
-        span: ``(B, T)`` number of the block of a tree whose tokens see each other both ways, -1 outside of blocks.
+def attention_inputs(batch: Batch, config: PretrainedConfig, dtype: torch.dtype, span: Tensor | None = None) -> dict[str, Any]:
+    """What tells a transformers model who sees whom in this batch; ``span`` as in `forest_mask`.
 
     Returns:
-        ``(B, 1, T, T)`` bool, true where row-token attends to column-token. Padding attends to itself only, because a
-        softmax over nothing is not a number.
-    """
-    tree, branch, position = batch.tree, batch.branch, batch.position_ids
-    index = torch.arange(tree.shape[1], device=tree.device)
-    earlier = (index[:, None] >= index[None, :])[None]
-    if span is not None:
-        earlier = earlier | ((span[:, :, None] == span[:, None, :]) & (span[:, None, :] >= 0))
-    allowed = earlier & (tree[:, :, None] == tree[:, None, :]) & (tree[:, None, :] >= 0)
-    allowed &= (branch[:, None, :] == 0) | (branch[:, None, :] == branch[:, :, None])
-    if window is not None:
-        allowed &= position[:, :, None] - position[:, None, :] < window
-    if chunk is not None:
-        allowed &= position[:, :, None] // chunk == position[:, None, :] // chunk
-    allowed |= (index[:, None] == index[None, :]) & (tree[:, :, None] < 0)
-    return allowed[:, None]
-
-
-def _block_mask(batch: Batch, window: int | None, chunk: int | None, span: Tensor | None) -> Any:
-    """The same rule as `forest_mask`, block-sparse for FlexAttention."""
-    from torch.nn.attention.flex_attention import create_block_mask
-
-    tree, branch, position = batch.tree, batch.branch, batch.position_ids
-    block = torch.full_like(tree, -1) if span is None else span
-
-    def rule(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        same = (tree[b, q] == tree[b, k]) & ((q >= k) | ((block[b, q] == block[b, k]) & (block[b, k] >= 0)))
-        seen = (branch[b, k] == 0) | (branch[b, k] == branch[b, q])
-        near = seen if window is None else seen & (position[b, q] - position[b, k] < window)
-        near = near if chunk is None else near & (position[b, q] // chunk == position[b, k] // chunk)
-        return (same & near & (tree[b, k] >= 0)) | ((q == k) & (tree[b, q] < 0))
-
-    rows, width = batch.input_ids.shape
-    return create_block_mask(rule, B=rows, H=None, Q_LEN=width, KV_LEN=width, device=str(tree.device))
-
-
-def attention_mask(batch: Batch, config: PretrainedConfig, dtype: torch.dtype, span: Tensor | None = None) -> Any:
-    """The ``attention_mask`` argument of a transformers model for this batch; ``span`` as in `forest_mask`.
-
-    Returns:
-        None for rows that are one plain sequence each; ``(B, T)`` where such rows are padded; else a 4-D mask in the form
-        the backend takes (added to scores for eager and for sdpa on a CPU, bool for sdpa elsewhere, ``BlockMask`` for
-        flex), or a dict of them by layer type for models that mix full and sliding layers.
+        ``attention_mask``: None for rows that are one plain sequence each; ``(B, T)`` where such rows are padded; else, of layers
+        that take segments, a placeholder of one number beside the ``forest`` (`posttrain.models.tree_attention`); of others a
+        4-D mask in the form that the backend takes (added to scores for eager and for sdpa on a CPU, bool for sdpa elsewhere,
+        ``BlockMask`` for flex). A dict of them by layer type for models that mix kinds of layers.
     """
     text = config.get_text_config()
-    if span is None and int(batch.tree.max()) <= 0 and int(batch.branch.max()) == 0:
-        return None if bool((batch.tree == 0).all()) else (batch.tree == 0).long()
+    if span is None and batch.one_sequence_a_row:
+        whole = batch.num_tokens == batch.input_ids.numel()
+        return {"attention_mask": None if whole else batch.real.long()}
     implementation = getattr(text, "_attn_implementation", None) or "sdpa"
+    parts = implementation in tree_attention.BACKENDS and span is None and not batch.dense_mask
+    if parts:
+        tree_attention.install(implementation)
 
     def build(window: int | None, chunk: int | None = None) -> Any:
+        if parts and chunk is None:
+            return torch.zeros(1, 1, 1, 1, dtype=dtype, device=batch.input_ids.device)
         if implementation == "flex_attention":
-            return _block_mask(batch, window, chunk, span)
-        allowed = forest_mask(batch, window, chunk, span)
+            return tree_attention.block_mask(batch, window, chunk, span)
+        allowed = tree_attention.forest_mask(batch, window, chunk, span)
         if implementation == "sdpa" and allowed.device.type != "cpu":
             return allowed
         # On a CPU sdpa makes numbers of a bool mask in every layer anew, and keeps all of them for backward.
-        never = -torch.inf if implementation == "sdpa" else torch.finfo(dtype).min
-        return torch.zeros(allowed.shape, dtype=dtype, device=allowed.device).masked_fill_(~allowed, never)
+        return tree_attention.added(allowed, dtype, -torch.inf if implementation == "sdpa" else torch.finfo(dtype).min)
 
+    forest = {"forest": tree_attention.Forest(batch)} if parts else {}
     kinds = set(getattr(text, "layer_types", None) or ())
     window = getattr(text, "sliding_window", None)
     if not kinds:
-        return build(window)
+        return {"attention_mask": build(window), **forest}
     limits = {
         "sliding_attention": (window, None),
         "chunked_attention": (None, getattr(text, "attention_chunk_size", None)),
@@ -121,7 +81,8 @@ def attention_mask(batch: Batch, config: PretrainedConfig, dtype: torch.dtype, s
     masks = {kind: build(*limits.get(kind, (None, None))) for kind in sorted(kinds)}
     # Models of these families index the mask by layer type even when all layers are of one type.
     families = ("gemma", "qwen", "cohere2", "olmo3", "smollm3", "exaone4", "llama4")
-    return masks if len(masks) > 1 or text.model_type.startswith(families) else next(iter(masks.values()))
+    indexed = len(masks) > 1 or text.model_type.startswith(families)
+    return {"attention_mask": masks if indexed else next(iter(masks.values())), **forest}
 
 
 def rope_limits(model: Module) -> tuple[int | None, int | None]:
@@ -154,29 +115,62 @@ def padded_layout(model: Module) -> Layout:
     return Layout("padded", row_tokens=4096, rope_switch=switch, rope_end=end)
 
 
-def layout_for(model: Module) -> Layout:
-    """The layout that the model's attention backend is fastest with; not yet proven, see `probe_layout`."""
+def layout_for(model: Module, *, dense_mask: bool = False) -> Layout:
+    """The layout that the model's attention backend is fastest with; not yet proven, see `probe_layout`.
+
+    Args:
+        model: On the device on which it trains.
+        dense_mask: Attention must take a mask.
+    """
     config: Any = model.config
     implementation = getattr(config.get_text_config(), "_attn_implementation", None) or "sdpa"
     if implementation not in MASKABLE:
         return padded_layout(model)
     switch, end = rope_limits(model)
-    layout = replace(_fastest_layout(model, implementation), rope_switch=switch, rope_end=end)
+    fastest = _dense_layout(model) if dense_mask else _fastest_layout(model, implementation)
+    layout = replace(fastest, rope_switch=switch, rope_end=end)
     encoder = picture_encoder(model)
-    if encoder and encoder.processor.family.whole:
+    if encoder is None:
+        return layout
+    family = encoder.processor.family
+    if family.whole:
         return padded_layout(model)
-    # Every tree a pass of its own, see `Family.cross`.
-    return replace(layout, row_tokens=1, pass_tokens=0) if encoder and encoder.processor.family.cross else layout
+    if family.cross:
+        # Every tree a pass of its own, see `Family.cross`.
+        return replace(layout, row_tokens=1, pass_tokens=0, joins_rows=False)
+    # Where a prompt is read both ways, its tokens are what its end makes of them.
+    return replace(layout, joins_rows=family.block != "prompt")
 
 
 def _fastest_layout(model: Module, implementation: str) -> Layout:
     if implementation == "flex_attention":
-        return Layout("tree", row_tokens=16384, max_tree_tokens=65536, pad_to_multiple_of=128)
+        return Layout("tree", dense_mask=True, row_tokens=16384, max_tree_tokens=65536, pad_to_multiple_of=128)
+    if not dense_layers(model):
+        return Layout("tree", row_tokens=2048, max_tree_tokens=65536)
+    return _dense_layout(model)
+
+
+def _dense_layout(model: Module) -> Layout:
     # A dense mask costs T^2 attention and a pass has a fixed cost (gradients are added up): measured on a 135M model and 2
     # cores, six trees of 240 tokens cost 8.0 s one by one, 7.5 s two a row, 6.5 s three rows a pass, 6.0 s all in one pass,
     # and memory grows with the tokens of a pass (4.0 GB at 480, 4.9 GB at 720, optimiser included).
     on_gpu = next(model.parameters()).device.type != "cpu"
-    return Layout("tree", row_tokens=2048) if on_gpu else Layout("tree", row_tokens=256, pass_tokens=512)
+    rows = Layout("tree", row_tokens=2048) if on_gpu else Layout("tree", row_tokens=256, pass_tokens=512)
+    return replace(rows, dense_mask=True)
+
+
+def dense_layers(model: Module) -> str:
+    """Why attention of a model needs a mask, as far as its config tells; empty where it takes segments."""
+    text = causal_lm(model).config.get_text_config()
+    if next(model.parameters()).device.type != "cpu":
+        return "no kernel for this device is proven"
+    if getattr(text, "attn_logit_softcapping", None):
+        return f"attn_logit_softcapping={text.attn_logit_softcapping}"
+    if getattr(text, "attention_dropout", None):
+        return f"attention_dropout={text.attention_dropout}"
+    if "chunked_attention" in (getattr(text, "layer_types", None) or ()):
+        return "layers attend within chunks"
+    return ""
 
 
 PROBED: dict[str, Layout] = {}
@@ -267,37 +261,40 @@ def _narrowed(model: Module, windows: dict[str, int]) -> Iterator[None]:
 
 @torch.no_grad()
 def probe_layout(model: Module) -> Layout:
-    """`layout_for`, or the padded layout where the model does not compute a tree as it computes its sequences.
+    """The first of three layouts with which the model computes a forest as it computes each of its sequences alone.
 
-    Runs once per config, attention backend, dtype and adapter: three branches of one prompt beside a second tree, against
-    each sequence alone through the model's own forward and its own output head, in all `probe_cases`. Log-probs must agree to
-    1e-4 of their spread in float32 (0.1 in half precision). State-space, linear-attention and some custom models do not pass,
-    and train on padded rows. That frequencies of longrope depend on the longest sequence of a pass is not probed: it is known
-    (`rope_limits`), and the layout keeps such sequences apart.
+    Segments (`posttrain.models.tree_attention`), a dense mask, or padded rows of one sequence each; the log says which of them a
+    run uses and why it is not the one before. Runs once per config, attention backend, dtype and adapter: three branches of one
+    prompt beside a second tree and a trie of two turns, against each sequence alone through the model's own forward and its own
+    output head, in all `probe_cases`. Log-probs must agree to 1e-4 of their spread in float32 (0.1 in half precision); so must
+    gradients of attention by parts. State-space, linear-attention and some custom models do not pass, and train on padded rows.
+    That frequencies of longrope depend on the longest sequence of a pass is not probed: it is known (`rope_limits`), and the
+    layout keeps such sequences apart.
     """
     key = probe_key(model)
     if key in PROBED:
         return PROBED[key]
-    layout = layout_for(model)
-    if layout.kind == "tree":
-        training = model.training
-        model.eval()
-        try:
-            reason = _forest_fault(model, layout)
-        except Exception as error:  # Any failure means the same: this model cannot take a forest.
-            reason = f"{type(error).__name__}: {error}"
-        finally:
-            model.train(training)
-        if reason:
-            text = causal_lm(model).config.get_text_config()
-            logger.warning(
-                "%s with attn_implementation=%r does not compute shared prompts and packed rows as it computes sequences "
-                "alone (%s). Training uses padded rows: correct, and slower.",
-                type(model).__name__ + text.model_type,
-                str(getattr(text, "_attn_implementation", None)),
-                reason,
-            )
-            layout = padded_layout(model)
+    layout, text = layout_for(model), causal_lm(model).config.get_text_config()
+    name = type(model).__name__ + " " + text.model_type
+    backend = str(getattr(text, "_attn_implementation", None))
+    if layout.kind == "tree" and not layout.dense_mask and (fault := _fault(model, layout)):
+        layout = replace(layout_for(model, dense_mask=True), rope_switch=layout.rope_switch, rope_end=layout.rope_end)
+        logger.warning(
+            "%s with attn_implementation=%r does not take segments of sequences (%s). Rows get a dense mask: correct, and "
+            "attention costs the square of a row.",
+            name,
+            backend,
+            fault,
+        )
+    if layout.kind == "tree" and layout.dense_mask and (fault := _fault(model, layout)):
+        logger.warning(
+            "%s with attn_implementation=%r does not compute shared prompts and packed rows as it computes sequences "
+            "alone (%s). Training uses padded rows: correct, and slower.",
+            name,
+            backend,
+            fault,
+        )
+        layout = padded_layout(model)
     pictured = probe_rows(model) if layout.kind == "padded" and picture_encoder(model) is not None else []
     if pictured and (fault := disagreement(_fast(model, pictured, layout), _truth(model, pictured), _share(model))):
         raise ModelError(
@@ -402,6 +399,19 @@ def _own_logps(model: Any, inputs: Mapping[str, Tensor]) -> Tensor:
     return torch.log_softmax(logits[:-1], -1).gather(-1, ids[1:, None])[:, 0]
 
 
+def _fault(model: Module, layout: Layout) -> str:
+    """Why a model cannot take this layout; empty where it can. Any failure means the same."""
+    training = model.training
+    model.eval()
+    try:
+        with nullcontext() if layout.dense_mask else tree_attention.refusing():
+            return _forest_fault(model, layout)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        model.train(training)
+
+
 def _forest_fault(model: Module, layout: Layout) -> str:
     """Why a forest is not what its sequences are alone; empty where it is."""
     config: Any = model.config
@@ -494,4 +504,6 @@ def random_prompts(vocabulary: int, sizes: Sequence[int]) -> list[list[int]]:
 
 def _probe_rows(vocabulary: int, prompt: int = 7) -> list[Row]:
     *group, shared, alone = random_prompts(vocabulary, (5, 3, 4, prompt, 6))
-    return [Row(shared, group, [[1] * len(c) for c in group]), Row([], [alone], [[0] + [1] * 5])]
+    # The next turn of an episode begins with the one before it, and forks off another answer.
+    turn = Row([*shared, *group[0], *alone[:2]], [alone[2:], alone[3:]], [[1] * 4, [1] * 3])
+    return [Row(shared, group, [[1] * len(c) for c in group]), Row([], [alone], [[0] + [1] * 5]), turn]

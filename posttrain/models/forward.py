@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from posttrain.data.forest import split_by_sequence
 from posttrain.errors import ConfigError
 from posttrain.metrics import mean
-from posttrain.models.attention import attention_mask
+from posttrain.models.attention import attention_inputs
 from posttrain.models.heads import (
     PER_TOKEN,
     ScoreHead,
@@ -132,23 +132,22 @@ def noisy_embeddings(model: nn.Module, alpha: float | None) -> Iterator[None]:
 def inverse_lengths(batch: Batch) -> Tensor:
     """``(B, T)``: 1/L at every token, L being the tokens of its document (a prompt with one completion); 0 on padding.
 
-    A prompt that several completions share is one for all of them: the mean of their 1/L, so that the variance of noise is the
-    mean of what each document alone would have.
+    A token that several documents share is one for all of them: the mean of their 1/L, so that the variance of noise is the mean
+    of what each document alone would have.
     """
-    rows, width = batch.tree.shape
-    device = batch.tree.device
-    tree = batch.tree.clamp_min(0) + width * torch.arange(rows, device=device)[:, None]  # (B, T), a number of its own
-    real, own = batch.tree >= 0, batch.sequence >= 0
-    prompts = torch.bincount(tree[real & ~own], minlength=rows * width)
-    lengths = torch.bincount(batch.sequence[own], minlength=batch.num_sequences)
-    of = torch.zeros(batch.num_sequences, dtype=torch.long, device=device)
-    of[batch.sequence[own]] = tree[own]
-    inverse = 1 / (lengths + prompts[of]).clamp_min(1)  # (S,)
-    count, total = (torch.zeros(rows * width, device=device) for _ in range(2))
-    count.index_add_(0, of, (lengths > 0).float())
-    total.index_add_(0, of, torch.where(lengths > 0, inverse, 0.0))
-    shared = torch.where(count > 0, total / count.clamp_min(1), 1 / prompts.clamp_min(1))
-    return torch.where(own, inverse[batch.sequence.clamp_min(0)], shared[tree]) * real
+    total, count = torch.zeros(2, *batch.input_ids.shape)
+    for index, leaf in enumerate(batch.leaves):
+        if leaf.length > leaf.prompt:
+            row = batch.segments[leaf.segment].row
+            for run in batch.path(index):
+                total[row, run.start : run.stop] += 1 / leaf.length
+                count[row, run.start : run.stop] += 1
+    for one in batch.segments:
+        # A prompt whose only answers are empty is a document itself.
+        columns = slice(one.start, one.stop)
+        lonely = count[one.row, columns] == 0
+        total[one.row, columns] += lonely / (one.position + one.stop - one.start)
+    return (total / count.clamp_min(1)).to(batch.input_ids.device)
 
 
 def _view(model: Any, batch: Batch) -> VisionView:
@@ -160,10 +159,10 @@ def _view(model: Any, batch: Batch) -> VisionView:
 
 def _attention(model: nn.Module, inner: Any, batch: Batch, seen: VisionView) -> dict[str, Any]:
     if learns_prompts(model):
-        assert int(batch.tree.max()) <= 0 and int(batch.branch.max()) == 0, "virtual tokens need one sequence a row"
-        return {"attention_mask": (batch.tree == 0).long()}
-    mask = attention_mask(batch, inner.config, next(inner.parameters()).dtype, seen.span)
-    return {"attention_mask": mask} | ({} if seen.position_ids is None else {"position_ids": seen.position_ids})
+        assert batch.one_sequence_a_row, "virtual tokens need one sequence a row"
+        return {"attention_mask": batch.real.long()}
+    told = attention_inputs(batch, inner.config, next(inner.parameters()).dtype, seen.span)
+    return told | ({} if seen.position_ids is None else {"position_ids": seen.position_ids})
 
 
 def _token_head(batch: Batch, needs: frozenset[str], virtual: int, temperature: float) -> TokenHead:
@@ -174,7 +173,7 @@ def _token_head(batch: Batch, needs: frozenset[str], virtual: int, temperature: 
         targets=batch.input_ids[rows, columns],
         temperature=temperature,
         needs=needs,
-        balance_over=(batch.tree >= 0).long() if "aux" in needs else None,
+        balance_over=batch.real.long() if "aux" in needs else None,
     )
 
 

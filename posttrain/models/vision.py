@@ -21,7 +21,7 @@ from posttrain.data.processors import PictureProcessor
 from posttrain.errors import ModelError
 from posttrain.models.heads import LANGUAGE, causal_lm, picture_encoder, unwrapped
 from posttrain.models.parallel import gathers_in_forward, shards_parameters
-from posttrain.types import Batch, Row
+from posttrain.types import Batch, Row, Segment
 
 logger = logging.getLogger(__name__)
 
@@ -505,10 +505,12 @@ def view(model: Any, batch: Batch) -> VisionView:
         return VisionView(batch.position_ids, inputs=encoder.idle if several else None)
     family = encoder.processor.family
     if family.whole:
-        rows = [[one for b, _, one in batch.pictures if b == row] for row in range(len(batch.tree))]
+        rows = [[one for b, _, one in batch.pictures if b == row] for row in range(len(batch.input_ids))]
         return VisionView(None, inputs=lambda inner: encoder.whole(inner, batch.input_ids, rows))
     if family.cross:
-        if len(batch.tree) > 1 or int(batch.tree.max()) > 0 or any(batch.branch[b, c] for b, c, _ in batch.pictures):
+        roots = sum(one.parent < 0 for one in batch.segments)
+        branches = [one for one in batch.segments if one.parent >= 0]
+        if roots > 1 or any(one.row == b and one.start <= c < one.stop for b, c, _ in batch.pictures for one in branches):
             raise ModelError(
                 f"{type(causal_lm(model)).__name__}: a pass holds several prompts, or an answer holds pictures: text before a "
                 "picture attends to all pictures of its row, those of others too. Fix: pictures in prompts alone."
@@ -531,7 +533,9 @@ def prompt_view(model: Any, ids: Tensor, lengths: Sequence[int], placed: Sequenc
     columns = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
     real, none = columns < torch.tensor(lengths, device=ids.device)[:, None], torch.zeros_like(ids)
     pictures = [(row, one.start, one) for row, held in enumerate(placed) for one in held]
-    batch = Batch(ids, columns, real.long() - 1, none, none, none.bool(), none - 1, 0, pictures=pictures)
+    until = real * torch.tensor(lengths, device=ids.device)[:, None]
+    segments = tuple(Segment(row, 0, length, length, -1, 0) for row, length in enumerate(lengths))
+    batch = Batch(ids, columns, until, none, none.bool(), none - 1, 0, segments, pictures=pictures)
     return view(model, batch)
 
 
@@ -546,12 +550,11 @@ def grid_positions(batch: Batch) -> Tensor:
     Reference: Qwen2-VL, arXiv:2409.12191, section 2.1.
     """
     positions = batch.position_ids.expand(3, -1, -1).clone()  # (3, B, T)
-    columns = torch.arange(batch.tree.shape[1], device=batch.tree.device)
+    columns = torch.arange(batch.input_ids.shape[1], device=batch.input_ids.device)
     for b, c, one in batch.pictures:
         t, h, w = one.grid
         axes = torch.meshgrid(*(torch.arange(n, device=columns.device) for n in (t, h, w)), indexing="ij")
-        tree, branch = batch.tree[b], batch.branch[b]
-        later = (columns >= c + one.count) & (tree == tree[c]) & ((branch == branch[c]) | (branch[c] == 0))
+        later = (columns >= c + one.count) & (columns < batch.seen_until[b, c])
         positions[:, b, c : c + one.count] = positions[:, b, c, None] + torch.stack(axes).flatten(1)
         positions[:, b, later] += max(h, w) - one.count
     return positions
@@ -566,10 +569,12 @@ def block_spans(batch: Batch, placeholders: Tensor, block: str) -> Tensor:
         block: ``image``: every run of placeholders is one; ``prompt``: the prompt of every tree with a picture.
     """
     if block == "prompt":
-        prompt = (batch.sequence < 0) & (batch.tree >= 0)
-        return torch.where(prompt, batch.tree, -1)
+        number = torch.full_like(batch.sequence, -1)
+        for index, one in enumerate(batch.segments):
+            number[one.row, one.start : one.stop] = index
+        return torch.where(batch.sequence < 0, number, -1)
     before = torch.nn.functional.pad(placeholders, (1, 0))[:, :-1]
-    same = torch.nn.functional.pad(batch.branch[:, 1:] == batch.branch[:, :-1], (1, 0))
-    same &= torch.nn.functional.pad(batch.tree[:, 1:] == batch.tree[:, :-1], (1, 0))
-    begins = placeholders & ~(before & same)
+    begins = placeholders & ~before
+    for one in batch.segments:
+        begins[one.row, one.start] = placeholders[one.row, one.start]
     return torch.where(placeholders, begins.long().cumsum(1), -1)

@@ -32,8 +32,8 @@ def full_logits(model: nn.Module, batch: Batch) -> tuple[Any, Tensor]:
     Returns:
         The model's output with ``logits (B, T, V)``, and ``labels (B, T)``, the token or -100 where it carries no loss.
     """
-    assert int(batch.branch.max()) == 0 and int(batch.tree.max()) <= 0, "full logits need one sequence a row"
-    output = model(input_ids=batch.input_ids, attention_mask=(batch.tree == 0).long(), use_cache=False)
+    assert batch.one_sequence_a_row, "full logits need one sequence a row"
+    output = model(input_ids=batch.input_ids, attention_mask=batch.real.long(), use_cache=False)
     output.logits = output.logits[:, virtual_tokens(model) :]
     return output, torch.where(batch.loss_mask, batch.input_ids, IGNORED)
 
@@ -164,7 +164,7 @@ class _Evaluation:
         seen.losses = [average] * len(pairs)
         inputs = []
         for batch in batches:
-            lengths = (batch.tree == 0).sum(1).tolist()
+            lengths = batch.real.sum(1).tolist()
             rows = [ids[:length].cpu().numpy() for ids, length in zip(batch.input_ids, lengths, strict=True)]
             inputs += zip(batch.origin, rows, strict=False)
         seen.inputs = [ids for _, ids in sorted(inputs, key=lambda item: item[0])]
@@ -281,7 +281,7 @@ def predicted_rows(
     for batch in batches:
         output, labels = full_logits(model, batch)
         logits = output.logits if preprocess is None else preprocess(output.logits, labels)
-        lengths = (batch.tree == 0).sum(1).tolist()
+        lengths = batch.real.sum(1).tolist()
         for row, (origin, length) in enumerate(zip(batch.origin, lengths, strict=True)):
             own = _of_row(logits, row, length, labels.shape[1])
             found.append((origin, own, labels[row, :length].cpu().numpy()))

@@ -201,7 +201,7 @@ def test_a_partner_s_answer_is_cut_to_the_room_its_new_prompt_leaves(tiny_tokeni
     _, mismatched = trainer.data_collator(list(trainer.train_dataset))
     assert max(int((b.sequence == s).sum()) for b in mismatched for s in range(b.num_sequences)) > 1
     for batch in mismatched:
-        assert int(batch.position_ids[batch.tree >= 0].max()) == 23
+        assert int(batch.position_ids[batch.real].max()) == 23
 
 
 def test_bco_computes_the_policy_once_where_a_step_is_one_pass(tiny_tokenizer, tmp_path, monkeypatch):

@@ -84,8 +84,8 @@ def test_the_on_policy_gradient_of_a_sequence_ratio_is_that_of_its_mean_log_prob
 def test_a2po_does_not_read_padding():
     clean, dirty = layouts(toy_rows())["padded"], layouts(toy_rows())["padded"]
     for batch in dirty:
-        batch.input_ids[batch.tree < 0] = 7
-        batch.ref_logp[batch.tree < 0] = 9.0
+        batch.input_ids[~batch.real] = 7
+        batch.ref_logp[~batch.real] = 9.0
     (loss, gradient), (other, same) = a2po_step(clean), a2po_step(dirty)
     assert loss == other and torch.equal(gradient, same)
 

@@ -178,7 +178,7 @@ def test_the_content_of_padding_does_not_matter(case):
     clean = collate(pairs_batch(), pad_token_id=0, layout=pad, whole_rows=True)
     dirty = collate(pairs_batch(), pad_token_id=11, layout=pad, whole_rows=True)
     for batch in dirty:
-        batch.ref_logp[batch.tree < 0] = 9.0
+        batch.ref_logp[~batch.real] = 9.0
     assert step_gradient(case, clean)[0] == step_gradient(case, dirty)[0]
 
 
@@ -477,7 +477,7 @@ def test_o11_engines_get_prompts_without_padding_and_passes_are_as_wide_as_they_
     widths = []
     original = trainer.compute_loss
     trainer.compute_loss = lambda model, batch, *a, **k: (
-        widths.append((batch.input_ids.shape[1], int((batch.tree >= 0).sum(1).max()))), original(model, batch, *a, **k),
+        widths.append((batch.input_ids.shape[1], int((batch.real).sum(1).max()))), original(model, batch, *a, **k),
     )[1]  # fmt: skip
     trainer.train()
     plain = [tiny_tokenizer(row["prompt"])["input_ids"] for row in texts(4)]

@@ -568,7 +568,7 @@ def test_two_ranks_average_to_one_process():
 def test_the_content_of_padding_does_not_matter():
     clean, dirty = layouts(toy_rows())["padded"], layouts(toy_rows())["padded"]
     for batch in dirty:
-        outside = batch.tree < 0
+        outside = ~batch.real
         batch.input_ids[outside] = 7
         for column in (batch.old_logp, batch.advantages, batch.columns["old_values"], batch.columns["returns"]):
             column[outside] = 9.0

@@ -63,7 +63,7 @@ def forest(logp, old, advantages, mask=None):
     kept = torch.ones(rows, width, dtype=torch.bool) if mask is None else torch.tensor(mask).bool()
     grid = torch.arange(rows)[:, None].expand(rows, width)
     zeros = torch.zeros(rows, width, dtype=torch.long)
-    batch = Batch(zeros, zeros, zeros, zeros, zeros, kept, grid, rows)
+    batch = Batch(zeros, zeros, zeros + 1, zeros, kept, grid, rows)
     batch.advantages, batch.old_logp = torch.tensor(advantages, dtype=torch.float64), old
     return ModelOutputs(logp=lp.requires_grad_(), entropy=torch.zeros_like(lp)), batch
 

@@ -19,7 +19,7 @@ def test_a_group_is_one_tree_that_shares_its_prompt():
     (batch,) = collate([row([7, 8, 9], [1, 2], [3, 4, 5])], pad_token_id=0)
     assert batch.input_ids.tolist() == [[7, 8, 9, 1, 2, 3, 4, 5]]
     assert batch.position_ids.tolist() == [[0, 1, 2, 3, 4, 3, 4, 5]]
-    assert batch.branch.tolist() == [[0, 0, 0, 1, 1, 2, 2, 2]]
+    assert batch.seen_until.tolist() == [[8, 8, 8, 5, 5, 8, 8, 8]]
     assert batch.sequence.tolist() == [[-1, -1, -1, 0, 0, 1, 1, 1]]
     assert batch.predictor[0, 3:].tolist() == [
         2,
@@ -42,8 +42,8 @@ def test_padded_layout_repeats_the_prompt_and_pads_right():
     layout = Layout("padded", row_tokens=64)
     (batch,) = collate([row([7, 8], [1], [2, 3, 4])], pad_token_id=99, layout=layout)
     assert batch.input_ids.tolist() == [[7, 8, 2, 3, 4], [7, 8, 1, 99, 99]]
-    assert batch.tree.tolist() == [[0, 0, 0, 0, 0], [0, 0, 0, -1, -1]]
-    assert batch.branch.max() == 0
+    assert batch.seen_until.tolist() == [[5, 5, 5, 5, 5], [3, 3, 3, 0, 0]]
+    assert batch.one_sequence_a_row
     assert batch.origin == [1, 0]
 
 

@@ -128,7 +128,7 @@ def assert_ranks_average(case: Case, batches: list[Batch]) -> None:
 def dirtied(batches: list[Batch], *columns: str) -> list[Batch]:
     """The same batches with other tokens and other numbers where padding is."""
     for batch in batches:
-        batch.input_ids[batch.tree < 0] = 7
+        batch.input_ids[~batch.real] = 7
         for name in columns:
-            getattr(batch, name)[batch.tree < 0] = 9.0
+            getattr(batch, name)[~batch.real] = 9.0
     return batches

@@ -49,7 +49,7 @@ def batch_of(given, lengths=LENGTHS, advantages=ADVANTAGES):
     rows, width = given["logp"].shape
     grid = torch.zeros(rows, width, dtype=torch.long)
     return Batch(
-        input_ids=grid, position_ids=grid, tree=grid, branch=grid, predictor=grid,
+        input_ids=grid, position_ids=grid, seen_until=grid + 1, predictor=grid,
         loss_mask=torch.arange(width) < torch.tensor(lengths)[:, None],
         sequence=torch.arange(rows)[:, None].expand(rows, width), num_sequences=rows,
         advantages=torch.tensor(advantages, dtype=torch.float64), old_logp=given["old"], ref_logp=given["ref"],

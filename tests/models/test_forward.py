@@ -92,7 +92,7 @@ def test_padding_content_changes_nothing():
     model = build_model(97)
     (batch,) = collate(rows()[:1], pad_token_id=0, layout=Layout("padded", row_tokens=64))
     before = forward(model, batch).logp
-    batch.input_ids[batch.tree < 0] = 55
+    batch.input_ids[~batch.real] = 55
     assert torch.equal(before, forward(model, batch).logp)
 
 
@@ -180,11 +180,13 @@ def test_noise_on_embeddings_goes_by_each_documents_length(layout):
             expected = alpha / (3 * lengths[origin] * size) ** 0.5
             own = batch.sequence == number
             assert found[own].mean() == pytest.approx(expected, rel=0.03)
-            b, tree = own.nonzero()[0, 0], batch.tree[own][0]
-            prompt = (batch.tree[b] == tree) & (batch.sequence[b] < 0)
-            if batch.branch[own][0] == 0 and prompt.any():
+            b, leaf = own.nonzero()[0, 0], batch.leaves[number]
+            prompt = torch.zeros_like(batch.real[b])
+            for run in batch.path(number):
+                prompt[run.start : run.stop] = batch.sequence[b, run.start : run.stop] < 0
+            if batch.segments[leaf.segment].parent < 0 and prompt.any():
                 assert found[b][prompt].mean() == pytest.approx(expected, rel=0.03)
-        assert (found[batch.tree < 0] == 0).all()
+        assert (found[~batch.real] == 0).all()
 
 
 def test_a_shared_prompt_has_the_mean_variance_of_its_documents():

@@ -15,7 +15,7 @@ from posttrain.algorithms.distillation.presets import OF_BUFFER, OF_GKD, GKDConf
 from posttrain.algorithms.distillation.trainer import DistillationTrainer
 from posttrain.checks.tokenizers import compare_tokenizers, token_bytes
 from posttrain.data.chat import terminal_token_ids, tokenize_prompts
-from posttrain.data.forest import to_rows
+from posttrain.data.forest import sequences
 from posttrain.errors import ConfigError
 from posttrain.metrics import mean
 from posttrain.models import load
@@ -216,7 +216,7 @@ class GOLDTrainer(DistillationTrainer, config=GOLDConfig, arguments=OF_GKD):
             return super().comparison(batch)
         assert self.teacher is not None
         rows, index, offset = [], [], 0
-        for row in to_rows(batch):
+        for row in sequences(batch):
             aligned, keys = row.token_columns["aligned"], row.sequence_columns["key"]
             for mask, places, key in zip(row.loss_masks, aligned, keys, strict=True):
                 fact = self._fact(int(key))

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from posttrain.algorithms.distillation.config import Axes, logit_width
 from posttrain.algorithms.distillation.data import tokenized_answers, with_prompt_column, with_template_arguments
 from posttrain.algorithms.distillation.objective import HiddenTeacher, TokenScores, capture
-from posttrain.data.forest import Layout, collate, share_prompts, to_rows
+from posttrain.data.forest import Layout, collate, sequences, share_prompts
 from posttrain.errors import ConfigError, DataError, ModelError
 from posttrain.models import load
 from posttrain.models.attention import probe_layout
@@ -88,7 +88,7 @@ class ModelTeacher:
     def of_batch(self, batch: Batch) -> HiddenTeacher:
         """The teacher at the loss positions of a batch, in their order."""
         if not self.shared:
-            return self.of_rows(to_rows(batch), batch.input_ids.device)
+            return self.of_rows(sequences(batch), batch.input_ids.device)
         with self.running() as model:
             return forward(model, batch, frozenset(), compare=capture).compared["teacher"]
 
@@ -138,7 +138,7 @@ class AdapterAverage(transformers.TrainerCallback):
 
 def _keyed(batch: Batch) -> Iterator[tuple[int, list[int], list[int]]]:
     """``(key, completion, loss mask)`` of every sequence, in the order of its loss positions."""
-    for row in to_rows(batch):
+    for row in sequences(batch):
         for key, ids, mask in zip(row.sequence_columns["key"], row.completions, row.loss_masks, strict=True):
             yield int(key), ids, mask
 

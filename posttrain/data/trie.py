@@ -1,0 +1,209 @@
+"""Tries of token sequences: what several sequences begin with is one run of tokens, at every depth.
+
+A token is a completion's of at most one sequence. A prompt may run through another row's completion (the next turn of an
+episode begins with the turn before it), and prompts may share a beginning (a system prompt); two completions never share a
+token, because each trains it with numbers of its own, even where their ids agree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import takewhile
+from typing import Any
+
+from posttrain.types import Row
+
+# Tokens that rows must at least have in common: for fewer, one more part of attention costs more than what is shared.
+SHARED_LEAST = 16
+
+
+@dataclass(slots=True)
+class Member:
+    """A completion of a row.
+
+    Attributes:
+        row: Its row.
+        number: Of the row, among those that are collated.
+        index: Of the completion in its row.
+        origin: Index in the flat list of completions.
+    """
+
+    row: Row
+    number: int
+    index: int
+    origin: int
+
+    @property
+    def ids(self) -> list[int]:
+        """Its tokens."""
+        return self.row.completions[self.index]
+
+
+@dataclass(slots=True)
+class Node:
+    """A run of tokens of one prompt or one completion.
+
+    Attributes:
+        ids: Its tokens.
+        row: The row whose prompt it is of.
+        member: The completion it is of; None: of the prompt.
+        start: Index of its first token in the prompt or completion.
+        children: What follows it; where a completion was cut by a prompt that runs through it, its own rest stands first, so
+            that its tokens stay side by side.
+        empty: Completions without tokens that end here.
+        trained: Whether it is a prompt that is trained too: once, with the row's first completion.
+    """
+
+    ids: list[int]
+    row: Row
+    member: Member | None = None
+    start: int = 0
+    children: list[Node] = field(default_factory=list)
+    empty: list[Member] = field(default_factory=list)
+    trained: bool = False
+
+    def cut(self, length: int) -> None:
+        """Keep the first ``length`` tokens; the others become a child that has the present children."""
+        rest = Node(self.ids[length:], self.row, self.member, self.start + length, self.children, self.empty)
+        self.ids, self.children, self.empty = self.ids[:length], [rest], []
+
+
+@dataclass(slots=True)
+class Tree:
+    """One trie: a root with all that follows it.
+
+    Attributes:
+        root: Its first run.
+        size: Tokens, each counted once.
+        longest: Tokens of its longest sequence.
+        members: The completions that it holds.
+    """
+
+    root: Node
+    size: int
+    longest: int
+    members: list[Member]
+
+
+def grow(members: Sequence[Member], *, most: int, joined: int) -> list[Tree]:
+    """Tries of the completions of several rows.
+
+    Args:
+        members: In the order of rows; those of a row side by side.
+        most: Tokens of a trie that one row may make; what is more becomes tries of its own, with the prompt repeated.
+        joined: Tokens up to which rows are put into one trie; 0: every row is alone.
+    """
+    trees: list[Tree] = []
+    beginnings: dict[tuple[int, ...], list[Tree]] = {}
+    # Short prompts first: one that runs through another row's completion finds it there.
+    for row in sorted(_by_row(members), key=lambda row: len(row[0].row.prompt_ids)):
+        first = row[0].row
+        begins = tuple(first.prompt_ids[:SHARED_LEAST])
+        # What trains its prompt, or comes with inputs that only its model understands, is computed alone.
+        alone = not joined or len(begins) < SHARED_LEAST or first.prompt_mask is not None or bool(first.model_kwargs)
+        if alone or not any(_join(tree, row, joined) for tree in beginnings.get(begins, ())):
+            for part in _parts(row, most):
+                trees.append(_plant(part))
+                if not alone and len(part) == len(row):
+                    beginnings.setdefault(begins, []).append(trees[-1])
+    return sorted(trees, key=lambda tree: min(member.number for member in tree.members))
+
+
+def alone(members: Sequence[Member]) -> list[Tree]:
+    """One sequence a tree."""
+    return [_plant([member]) for member in members]
+
+
+def _by_row(members: Sequence[Member]) -> Iterator[list[Member]]:
+    start = 0
+    for stop in range(1, len(members) + 1):
+        if stop == len(members) or members[stop].number != members[start].number:
+            yield list(members[start:stop])
+            start = stop
+
+
+def _parts(row: list[Member], most: int) -> Iterator[list[Member]]:
+    """Completions of a row that make one trie each."""
+    start, prompt = 0, len(row[0].row.prompt_ids)
+    size = prompt + len(row[0].ids)
+    for stop in range(1, len(row) + 1):
+        if stop == len(row) or size + len(row[stop].ids) > most:
+            yield row[start:stop]
+            start, size = stop, prompt
+        if stop < len(row):
+            size += len(row[stop].ids)
+
+
+def _plant(members: list[Member]) -> Tree:
+    first = members[0].row
+    trained = first.prompt_mask is not None and members[0].index == 0
+    tree = Tree(Node(list(first.prompt_ids), first, trained=trained), len(first.prompt_ids), 0, [])
+    _hang(tree, tree.root, members)
+    return tree
+
+
+def _hang(tree: Tree, node: Node, members: list[Member]) -> None:
+    """Completions below the last token of their prompt."""
+    tree.members += members
+    for member in members:
+        if member.ids:
+            node.children.append(Node(list(member.ids), member.row, member))
+        else:
+            node.empty.append(member)
+        tree.size += len(member.ids)
+        tree.longest = max(tree.longest, len(member.row.prompt_ids) + len(member.ids))
+
+
+def _join(tree: Tree, members: list[Member], most: int) -> bool:
+    """Let a row into a trie, where it shares enough and both fit ``most`` tokens."""
+    row, answers = members[0].row, sum(len(member.ids) for member in members)
+    prompt, depth, node = row.prompt_ids, 0, tree.root
+    shared = _shared(node, row, 0)
+    while shared == len(node.ids):
+        depth += shared
+        found = [(child, _shared(child, row, depth)) for child in node.children if child.ids[0] in prompt[depth : depth + 1]]
+        child, shared = max(found, key=lambda pair: pair[1], default=(node, 0))
+        if shared < min(SHARED_LEAST, len(prompt) - depth) or not shared:
+            shared = 0
+            break
+        node = child
+    depth += shared
+    if depth < SHARED_LEAST or tree.size + len(prompt) - depth + answers > most:
+        return False
+    if shared:
+        node.cut(shared)
+    if depth < len(prompt):
+        rest = Node(prompt[depth:], row, None, depth)
+        node.children.append(rest)
+        node = rest
+    tree.size += len(prompt) - depth
+    _hang(tree, node, members)
+    return True
+
+
+def _shared(node: Node, row: Row, depth: int) -> int:
+    """How many tokens of a node are those of a prompt from ``depth`` on."""
+    prompt, ids = row.prompt_ids, node.ids
+    most = min(len(ids), len(prompt) - depth, *(_first_picture(one, row, depth) for one in (node, row)))
+    if ids[:most] == prompt[depth : depth + most]:
+        return most
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(ids[:most], prompt[depth:], strict=False)))
+
+
+def _first_picture(one: Node | Row, row: Row, depth: int) -> int:
+    """Tokens of a run before its first picture: what follows is shared by equal prompts alone, see `share_prompts`."""
+    if isinstance(one, Row):
+        starts = [picture.start - depth for picture in (one.pictures or [()])[0]]
+    else:
+        part = 0 if one.member is None else one.member.index + 1
+        starts = [picture.start - one.start for picture in one.row.pictures[part]] if one.row.pictures else []
+    return max(min((start for start in starts if start >= 0), default=len(row.prompt_ids)), 0)
+
+
+def pictures_of(node: Node) -> list[tuple[int, Any]]:
+    """Pictures that begin in a node, each with the index of its first placeholder in the node."""
+    if not node.row.pictures:
+        return []
+    held = node.row.pictures[0 if node.member is None else node.member.index + 1]
+    return [(one.start - node.start, one) for one in held if 0 <= one.start - node.start < len(node.ids)]

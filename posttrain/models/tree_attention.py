@@ -1,0 +1,408 @@
+"""Attention over tries without a mask: a union of ordinary flash calls, merged by their log-sum-exps.
+
+A row is a trie of segments in depth-first order (`posttrain.types.Segment`), so that what one segment is seen by is a range of
+columns, and so is what it sees:
+
+    for each segment n:   (out, lse) of q[own(n)]   on k[own(n)], causal
+    for each segment n:   (out, lse) of q[below(n)] on k[own(n)], all of it
+    merge:                lse = logaddexp over a token's parts;   out = sum of out_part * exp(lse_part - lse)
+
+The pairs that are computed are those that are visible, memory is O(T), and a token has as many parts as its trie is deep there.
+
+Backward: a flash backward computes probabilities anew from ``lse`` and needs ``D = rowsum(grad_out * out)``. Called for a part
+with the *merged* ``out`` and ``lse``, it returns just that part's share of dq, dk and dv, and the shares add up.
+
+Reference: Hydragen, arXiv:2402.05099 (prefix and suffix merged by log-sum-exp); Ring Attention, arXiv:2310.01889 (the backward
+pass of parts).
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from posttrain.errors import ModelError
+from posttrain.types import Batch, Segment, check_segments
+
+logger = logging.getLogger(__name__)
+
+BACKENDS = ("sdpa", "eager")  # Backends of transformers whose calls `attention` answers where there are segments.
+# What a backend may be given and does not change numbers, or is computed here too.
+UNDERSTOOD = {"sliding_window", "s_aux", "is_causal", "output_attentions", "use_cache", "cache_position", "position_ids"}
+
+
+class Part(NamedTuple):
+    """One rectangle or triangle of attention: columns of queries, columns of keys, and what of it is visible.
+
+    Attributes:
+        row: Row of the batch.
+        queries, keys: Columns.
+        causal: Queries and keys are the same columns, and each sees those up to its own.
+        ahead: Where a window ends inside the part: how far the first query's position is ahead of the first key's; None: all
+            of the part is visible.
+    """
+
+    row: int
+    queries: slice
+    keys: slice
+    causal: bool
+    ahead: int | None = None
+
+
+def parts_of(segments: Sequence[Segment], window: int | None = None) -> list[Part]:
+    """The parts of a forest's attention; those of a segment with itself first.
+
+    Args:
+        segments: Tries in depth-first order.
+        window: A token sees so many positions, its own included; None: all before it.
+    """
+    own = [part for one in segments for part in _own(one, window)]
+    return own + [part for one in segments for part in _below(one, segments, window)]
+
+
+def _own(one: Segment, window: int | None) -> Iterator[Part]:
+    size = one.stop - one.start if window is None else window
+    for start in range(one.start, one.stop, size):
+        stop = min(start + size, one.stop)
+        yield Part(one.row, slice(start, stop), slice(start, stop), True)
+        # The block before: its first query sees all but the first key, its last but one the last key.
+        seeing = min(stop, start + size - 1)
+        if start > one.start and seeing > start:
+            yield Part(one.row, slice(start, seeing), slice(start - size, start), False, size)
+
+
+def _below(one: Segment, segments: Sequence[Segment], window: int | None) -> Iterator[Part]:
+    if one.end == one.stop:
+        return
+    if window is None:
+        yield Part(one.row, slice(one.stop, one.end), slice(one.start, one.stop), False)
+        return
+    last = one.position + one.stop - one.start - 1
+    for other in segments:
+        if other.row != one.row or not one.stop <= other.start < one.end:
+            continue
+        # Queries that still see the last key, and keys that the first query still sees.
+        stop = min(other.stop, other.start + last + window - other.position)
+        first = max(one.position, other.position - window + 1)
+        if stop <= other.start or first > last:
+            continue
+        keys = slice(one.start + first - one.position, one.stop)
+        whole = other.position + (stop - other.start) - 1 - first < window
+        yield Part(one.row, slice(other.start, stop), keys, False, None if whole else other.position - first)
+
+
+@dataclass(slots=True)
+class Forest:
+    """What attention needs to know of a batch; travels with the forward call.
+
+    Attributes:
+        batch: The tries.
+    """
+
+    batch: Batch
+    _parts: dict[int | None, list[Part]] = field(default_factory=dict)
+    _kept: dict[Any, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Check that the segments are tries."""
+        check_segments(self.batch.segments, self.batch.input_ids.shape[1])
+
+    def parts(self, window: int | None) -> list[Part]:
+        """See `parts_of`."""
+        if window not in self._parts:
+            self._parts[window] = parts_of(self.batch.segments, window)
+        return self._parts[window]
+
+    def mask(self, number: int, part: Part, window: int | None, dtype: torch.dtype) -> Tensor | None:
+        """See `_mask`; ``number`` is the part's."""
+        return None if part.ahead is None else self.kept((number, window, dtype), lambda: _mask(part, window, dtype))
+
+    def kept(self, key: Any, make: Callable[[], Any]) -> Any:
+        """What was made for another layer of this pass, or what ``make`` makes now."""
+        if key not in self._kept:
+            self._kept[key] = make()
+        return self._kept[key]
+
+    @property
+    def longest(self) -> int:
+        """Positions of the longest path."""
+        return max((one.position + one.stop - one.start for one in self.batch.segments), default=0)
+
+
+# The product of one part and its backward pass; ``lse`` is (B, heads, T) in natural logarithms.
+def _part_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, mask: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, attn_mask=mask, scale=scale)
+
+
+def _part_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, mask: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        grad, q, k, v, out, lse, 0.0, causal, attn_mask=mask, scale=scale
+    )
+
+
+def _mask(part: Part, window: int | None, dtype: torch.dtype) -> Tensor:
+    """What of a part a window shows, to be added to its scores: of the part's size, never of the row's."""
+    assert window is not None and part.ahead is not None
+    queries = torch.arange(part.queries.stop - part.queries.start)
+    keys = torch.arange(part.keys.stop - part.keys.start)
+    hidden = queries[:, None] + part.ahead - keys >= window
+    return torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, -torch.inf)
+
+
+class _TreeAttention(torch.autograd.Function):
+    """``softmax(scale * q k^T) v`` over what each token sees; see the module."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, forest: Forest, window: int | None, scale: float
+    ) -> Tensor:
+        wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+        out = torch.zeros(q.shape[0], q.shape[2], q.shape[1], q.shape[3], dtype=q.dtype).transpose(1, 2)  # (B, heads, T, d)
+        lse = torch.full((q.shape[0], q.shape[2], q.shape[1]), -torch.inf, dtype=wide).transpose(1, 2)  # (B, heads, T)
+        for number, part in enumerate(forest.parts(window)):
+            row, queries, keys = slice(part.row, part.row + 1), part.queries, part.keys
+            mask = forest.mask(number, part, window, q.dtype)
+            value, z = _part_forward(q[row, :, queries], k[row, :, keys], v[row, :, keys], part.causal, mask, scale)
+            o, merged = out[row, :, queries], lse[row, :, queries]
+            if part.causal:
+                o.copy_(value)
+                merged.copy_(z)
+                continue
+            total = torch.logaddexp(merged, z)
+            kept, added = torch.sub(merged, total).exp_()[..., None], torch.sub(z, total).exp_()[..., None]
+            # Half precision is added up in float32 and rounded once a part.
+            o.copy_(o * kept + value * added)
+            merged.copy_(total)
+        if sinks is not None:
+            total = torch.logaddexp(lse, sinks.to(wide)[None, :, None])
+            out = out * torch.sub(lse, total).exp_()[..., None].to(out.dtype)
+            lse = total
+        ctx.save_for_backward(q, k, v, sinks, out, lse)
+        ctx.forest, ctx.window, ctx.scale = forest, window, scale
+        return out
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, sinks, out, lse = ctx.saved_tensors
+        forest, window, scale = ctx.forest, ctx.window, ctx.scale
+        dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+        for number, part in enumerate(forest.parts(window)):
+            row, queries, keys = slice(part.row, part.row + 1), part.queries, part.keys
+            mask = forest.mask(number, part, window, q.dtype)
+            shares = _part_backward(
+                grad[row, :, queries], q[row, :, queries], k[row, :, keys], v[row, :, keys],
+                out[row, :, queries], lse[row, :, queries], part.causal, mask, scale,
+            )  # fmt: skip
+            dq[row, :, queries] += shares[0]
+            dk[row, :, keys] += shares[1]
+            dv[row, :, keys] += shares[2]
+        dsinks = None
+        if sinks is not None and ctx.needs_input_grad[3]:
+            # A sink is a logit whose value is zero: d out / d sink = -p_sink * out.
+            share = torch.sub(sinks.to(lse)[None, :, None], lse).exp_()
+            dsinks = -(share * (grad * out).sum(-1).to(lse)).sum((0, 2)).to(sinks.dtype)
+        return dq, dk, dv, dsinks, None, None, None
+
+
+def tree_attention(
+    q: Tensor, k: Tensor, v: Tensor, forest: Forest, *, scale: float, window: int | None = None, sinks: Tensor | None = None
+) -> Tensor:
+    """Attention of every token to what it sees in its trie.
+
+    Args:
+        q: ``(B, heads, T, d)``.
+        k: ``(B, KV heads, T, d)``; heads are a multiple of KV heads.
+        v: Likewise.
+        forest: The tries of the batch.
+        scale: Of the scores.
+        window: A token sees so many positions, its own included; None: all before it.
+        sinks: ``(heads,)`` one more logit a head, whose value is zero.
+
+    Returns:
+        ``(B, heads, T, d)``; zero on padding.
+    """
+    if torch.is_autocast_enabled(q.device.type):
+        dtype = torch.get_autocast_dtype(q.device.type)
+        q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+    elif not q.dtype == k.dtype == v.dtype:
+        q, k = q.to(v.dtype), k.to(v.dtype)
+    with torch.autocast(q.device.type, enabled=False):
+        return _TreeAttention.apply(q, k, v, sinks, forest, window, scale)
+
+
+def refusal(module: nn.Module, q: Tensor, v: Tensor, dropout: float, rest: dict[str, Any]) -> str:
+    """Why a layer's attention is not computed by parts; empty where it is."""
+    if q.device.type != "cpu":
+        return f"no kernel for {q.device.type} is proven"
+    if q.shape[-1] != v.shape[-1]:
+        return f"heads of keys have {q.shape[-1]} numbers, those of values {v.shape[-1]}"
+    if dropout:
+        return f"attention_dropout={dropout}"
+    if rest.get("is_causal", getattr(module, "is_causal", True)) is False:
+        return "its tokens see each other both ways"
+    unknown = sorted(name for name, value in rest.items() if value is not None and name not in UNDERSTOOD)
+    return f"it takes {unknown}" if unknown else ""
+
+
+def _attention(backend: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
+    """What transformers calls for a backend: attention by parts where the call has a forest, the backend itself elsewhere."""
+    former = ALL_ATTENTION_FUNCTIONS.get(backend)
+
+    def attention(
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        dropout: float = 0.0,
+        scaling: float | None = None,
+        forest: Forest | None = None,
+        **rest: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        # Every modelling file names its plain attention like this; it is what transformers calls where nothing is registered.
+        own = former or vars(sys.modules[type(module).__module__])["eager_attention_forward"]
+        # A mask that came with the forest is a layer's that takes no segments: see `attention_mask`.
+        if forest is None or attention_mask is None or attention_mask.shape[-1] > 1:
+            return own(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **rest)
+        window = rest.get("sliding_window")
+        reason = refusal(module, query, value, dropout, rest)
+        if reason and _strict:
+            raise ModelError(reason)
+        if reason:
+            mask = forest.kept((reason, window, query.dtype), lambda: forest_bias(forest, window, query.dtype, reason))
+            return own(module, query, key, value, mask, dropout=dropout, scaling=scaling, **rest)
+        window = window if window is not None and window < forest.longest else None
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        out = tree_attention(query, key, value, forest, scale=scale, window=window, sinks=rest.get("s_aux"))
+        return out.transpose(1, 2).contiguous(), None
+
+    return attention
+
+
+_installed: set[str] = set()
+
+
+def install(backend: str) -> None:
+    """Let transformers' backend of this name answer calls that come with a forest by parts; other calls stay its own.
+
+    A config keeps the backend's name, which checkpoints, generation and users know.
+    """
+    if backend not in _installed:
+        ALL_ATTENTION_FUNCTIONS.register(backend, _attention(backend))
+        _installed.add(backend)
+
+
+def forest_mask(
+    batch: Batch, window: int | None = None, chunk: int | None = None, span: Tensor | None = None
+) -> Tensor:
+    """Which token may attend to which: earlier ones of its own segment and of those that it continues.
+
+    Args:
+        batch: A token forest.
+        window: Sliding-window size in positions, counted along a path (so a branch's window reaches into its prefix).
+        chunk: Size of the chunks of positions that see only themselves (Llama 4).
+        span: ``(B, T)`` number of the block of a tree whose tokens see each other both ways, -1 outside of blocks.
+
+    Returns:
+        ``(B, 1, T, T)`` bool, true where row-token attends to column-token. Padding attends to itself only, because a
+        softmax over nothing is not a number.
+    """
+    until, position = batch.seen_until, batch.position_ids
+    index = torch.arange(until.shape[1], device=until.device)
+    allowed = (index[:, None] >= index[None, :]) & (index[:, None] < until[:, None, :])
+    if span is not None:
+        allowed |= (span[:, :, None] == span[:, None, :]) & (span[:, None, :] >= 0)
+    if window is not None:
+        allowed &= position[:, :, None] - position[:, None, :] < window
+    if chunk is not None:
+        allowed &= position[:, :, None] // chunk == position[:, None, :] // chunk
+    allowed |= (index[:, None] == index[None, :]) & (until[:, :, None] == 0)
+    return allowed[:, None]
+
+
+def block_mask(batch: Batch, window: int | None, chunk: int | None, span: Tensor | None) -> Any:
+    """The same rule as `forest_mask`, block-sparse for FlexAttention; its lists of blocks are made on the host."""
+    from torch.nn.attention.flex_attention import BlockMask
+
+    until, position, size = batch.seen_until, batch.position_ids, 128
+    block = torch.full_like(until, -1) if span is None else span
+
+    def rule(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        seen = ((q >= k) & (q < until[b, k])) | ((block[b, q] == block[b, k]) & (block[b, k] >= 0))
+        near = seen if window is None else seen & (position[b, q] - position[b, k] < window)
+        near = near if chunk is None else near & (position[b, q] // chunk == position[b, k] // chunk)
+        return near | ((q == k) & (until[b, q] == 0))
+
+    rows, width = batch.input_ids.shape
+    count = -(-width // size)
+    some, whole = (torch.zeros(rows, count, count, dtype=torch.bool) for _ in range(2))
+    index = torch.arange(count)
+    some |= index[:, None] == index  # Padding sees itself.
+    for one in batch.segments:
+        first, last = one.start // size, -(-one.stop // size)
+        some[one.row, first : -(-one.end // size), first:last] |= (index[:, None] >= index)[
+            first : -(-one.end // size), first:last
+        ]
+        # Blocks of keys that lie in the segment alone, under queries that all stand behind them and see them.
+        inside = slice(-(-one.start // size), one.stop // size)
+        for column in range(inside.start, inside.stop):
+            whole[one.row, column + 1 : one.end // size, column] = True
+    if span is not None:
+        # Blocks of tokens that see each other both ways are short: their neighbours on the diagonal.
+        some |= (index[:, None] - index).abs() <= -(-int(torch.unique(span, return_counts=True)[1].max()) // size)
+    if window is not None or chunk is not None or span is not None:
+        whole &= False
+    some &= ~whole
+    device = until.device
+
+    def lists(found: Tensor) -> tuple[Tensor, Tensor]:
+        order = found.int().argsort(-1, descending=True, stable=True)
+        return found.sum(-1).int()[:, None].to(device), order.int()[:, None].to(device)
+
+    return BlockMask.from_kv_blocks(
+        *lists(some), *lists(whole), BLOCK_SIZE=size, mask_mod=rule, seq_lengths=(width, width)
+    )
+
+
+def forest_bias(forest: Forest, window: int | None, dtype: torch.dtype, reason: str = "") -> Tensor:
+    """`forest_mask` as numbers to be added to scores, for a layer that takes no segments; told once, with the reason."""
+    if reason and reason not in _told:
+        _told.add(reason)
+        logger.warning(
+            "Attention takes a mask of %d x %d instead of segments: %s. Its time and memory grow with the square of a row.",
+            forest.batch.input_ids.shape[1],
+            forest.batch.input_ids.shape[1],
+            reason,
+        )
+    return added(forest_mask(forest.batch, window), dtype, torch.finfo(dtype).min)
+
+
+def added(allowed: Tensor, dtype: torch.dtype, never: float) -> Tensor:
+    """A bool mask as numbers that are added to scores."""
+    return torch.zeros(allowed.shape, dtype=dtype, device=allowed.device).masked_fill_(~allowed, never)
+
+
+_told: set[str] = set()
+_strict = False
+
+
+@contextmanager
+def refusing() -> Iterator[None]:
+    """Inside, a layer that takes no segments is an error instead of a mask: what a probe must know."""
+    global _strict
+    former, _strict = _strict, True
+    try:
+        yield
+    finally:
+        _strict = former

@@ -1,0 +1,204 @@
+"""Attention over tries, by parts: equal to every sequence alone, forward and backward, whatever the trie looks like."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from posttrain.data.forest import Layout, collate
+from posttrain.errors import DataError
+from posttrain.models import tree_attention
+from posttrain.models.tree_attention import Forest, forest_mask, parts_of
+from posttrain.types import Batch, Row, Segment, check_segments
+from tests.wordings import raises
+
+
+def forest(parents, lengths, rows=1):
+    """Tries with these segments, listed depth first, in each of so many rows."""
+    ends, columns = {}, [0]
+    for length in lengths:
+        columns.append(columns[-1] + length)
+    for index in range(len(parents)):
+        under = index
+        while under + 1 < len(parents) and descends(parents, under + 1, index):
+            under += 1
+        ends[index] = columns[under + 1]
+    segments, positions = [], {}
+    for row in range(rows):
+        for index, parent in enumerate(parents):
+            positions[index] = 0 if parent < 0 else positions[parent] + lengths[parent]
+            up = -1 if parent < 0 else parent + row * len(parents)
+            segments.append(Segment(row, columns[index], columns[index + 1], ends[index], up, positions[index]))
+    width = columns[-1]
+    until, position = torch.zeros(rows, width, dtype=torch.long), torch.zeros(rows, width, dtype=torch.long)
+    for one in segments:
+        until[one.row, one.start : one.stop] = one.end
+        position[one.row, one.start : one.stop] = torch.arange(one.position, one.position + one.stop - one.start)
+    none = torch.zeros_like(until)
+    return Batch(none, position, until, none, none.bool(), none - 1, 0, tuple(segments))
+
+
+def descends(parents, index, ancestor):
+    while index > ancestor:
+        index = parents[index]
+    return index == ancestor
+
+
+def truth(q, k, v, batch, scale, window, sinks):
+    """Softmax over a dense mask, written out."""
+    repeat = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(repeat, 1), v.repeat_interleave(repeat, 1)
+    scores = (q @ k.transpose(2, 3)) * scale
+    scores = scores.masked_fill(~forest_mask(batch, window), -math.inf)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks[None, :, None, None].expand(*scores.shape[:3], 1)], 3)
+    return scores.softmax(-1)[..., : k.shape[2]] @ v
+
+
+def inputs(batch, heads, kv, size, dtype=torch.float32, seed=0):
+    g = torch.Generator().manual_seed(seed)
+    rows, width = batch.input_ids.shape
+    # As models give them: (B, T, heads, d) with two axes swapped.
+    q, k, v = (torch.randn(rows, width, n, size, generator=g).to(dtype).transpose(1, 2) for n in (heads, kv, kv))
+    return [x.detach().requires_grad_() for x in (q, k, v)]
+
+
+def assert_equal(batch, heads=4, kv=2, size=16, window=None, sinked=False, tolerance=1e-5):
+    q, k, v = inputs(batch, heads, kv, size)
+    sinks = torch.linspace(-1, 2, heads).requires_grad_() if sinked else None
+    given = [q, k, v] + [sinks] * sinked
+    weight = torch.randn(q.shape, generator=torch.Generator().manual_seed(1))
+    expected = truth(q, k, v, batch, 0.3, window, sinks)
+    wanted = torch.autograd.grad((expected * weight).sum(), given)
+    found = tree_attention.tree_attention(q, k, v, Forest(batch), scale=0.3, window=window, sinks=sinks)
+    got = torch.autograd.grad((found * weight).sum(), given)
+    for a, b in zip((found, *got), (expected, *wanted), strict=True):
+        assert (a - b).abs().max() <= tolerance * max(1.0, float(b.abs().max()))
+
+
+# Parents of segments, depth first: from the tree with one segment to one that is five deep.
+SHAPES = {
+    "one sequence": [-1],
+    "packed": [-1, -1, -1],
+    "a group": [-1, 0, 0, 0, 0],
+    "two groups": [-1, 0, 0, -1, 3, 3, 3],
+    "turns": [-1, 0, 1, 1, 0, 4, 4, 0],
+    "five deep": [-1, 0, 1, 2, 3, 3, 2, 1, 7, 7, 0],
+}
+
+
+@pytest.mark.parametrize("parents", SHAPES.values(), ids=SHAPES)
+def test_parts_equal_a_dense_mask(parents):
+    """Windows shorter than a segment, that end inside an ancestor, and longer than any path; sinks; grouped queries; rows."""
+    lengths = [(7 * i) % 23 + 1 for i in range(len(parents))]
+    for window in (None, 1, 2, 5, 9, 1000):
+        for sinked in (False, True):
+            assert_equal(forest(parents, lengths, rows=2), window=window, sinked=sinked)
+    assert_equal(forest(parents, [300] + lengths[1:]), window=32)
+    for heads, kv in ((1, 1), (6, 6), (6, 1)):
+        assert_equal(forest(parents, lengths), heads, kv, size=8)
+
+
+@st.composite
+def tries(draw):
+    count = draw(st.integers(1, 40))
+    parents, path = [-1], [0]
+    for index in range(1, count):
+        keep = draw(st.integers(0, min(len(path), 4)))
+        path = path[:keep]
+        parents.append(path[-1] if path else -1)
+        path.append(index)
+    return parents, draw(st.lists(st.integers(1, 300), min_size=count, max_size=count))
+
+
+@settings(max_examples=25, deadline=None)
+@given(tries(), st.sampled_from([None, None, 3, 40, 200]), st.booleans())
+def test_parts_of_random_tries_equal_a_dense_mask(trie, window, sinked):
+    parents, lengths = trie
+    while sum(lengths) > 1500:
+        lengths = [max(1, length // 2) for length in lengths]
+    assert_equal(forest(parents, lengths), window=window, sinked=sinked)
+
+
+def test_half_precision_is_as_near_to_the_truth_as_a_dense_mask_is():
+    batch = forest(SHAPES["five deep"], [40, 7, 30, 1, 25, 60, 3, 17, 9, 21, 33])
+    q, k, v = inputs(batch, 4, 2, 16)
+    exact = truth(q, k, v, batch, 0.25, None, None)
+    weight = torch.randn(q.shape, generator=torch.Generator().manual_seed(1))
+    wanted = torch.autograd.grad((exact * weight).sum(), (q, k, v))
+    gaps = []
+    for product in ("parts", "dense"):
+        half = [x.detach().bfloat16().requires_grad_() for x in (q, k, v)]
+        if product == "parts":
+            out = tree_attention.tree_attention(*half, Forest(batch), scale=0.25)
+        else:
+            out = truth(*half, batch, 0.25, None, None)
+        grads = torch.autograd.grad((out.float() * weight).sum(), half)
+        gaps.append([float((a.float() - b).abs().max()) for a, b in zip((out, *grads), (exact, *wanted), strict=True)])
+    assert all(a <= 2 * b for a, b in zip(*gaps, strict=True)), gaps
+
+
+def test_gradients_are_those_of_finite_differences():
+    batch = forest([-1, 0, 1, 0], [3, 2, 2, 3])
+    q, k, v = (x.detach().double().requires_grad_() for x in inputs(batch, 2, 1, 4))
+    sinks = torch.tensor([0.5, -1.0], dtype=torch.float64, requires_grad=True)
+    state = Forest(batch)
+    for window in (None, 3):
+        assert torch.autograd.gradcheck(
+            lambda *x, window=window: tree_attention.tree_attention(
+                *x[:3], state, scale=0.5, window=window, sinks=x[3]
+            ),
+            (q, k, v, sinks),
+            fast_mode=True,
+        )
+
+
+def test_the_pairs_computed_are_those_that_are_visible():
+    """Work grows with what tokens see: up to the other half of each triangle, nothing that a mask would hide is computed."""
+    batch = forest([-1, *[0] * 8], [512, *[1024] * 8])
+    computed = sum(
+        (part.queries.stop - part.queries.start) * (part.keys.stop - part.keys.start) / (2 if part.causal else 1)
+        for part in parts_of(batch.segments)
+    )
+    visible = 512 * 513 / 2 + 8 * (1024 * 512 + 1024 * 1025 / 2)
+    assert computed == pytest.approx(visible, rel=0.01)
+    assert computed < batch.input_ids.numel() ** 2 / 8
+
+
+@pytest.mark.parametrize("window", [4, 100])
+def test_a_window_costs_its_size(window):
+    parts = parts_of(forest([-1, 0], [3000, 2000]).segments, window)
+    pairs = sum((p.queries.stop - p.queries.start) * (p.keys.stop - p.keys.start) for p in parts)
+    assert pairs <= 2.1 * 5000 * window
+
+
+def test_padding_is_zero_and_gets_no_gradient():
+    rows = [Row([1, 2], [[3, 4], [5]], [[1, 1], [1]]), Row([6], [[7], [8]], [[1], [1]])]
+    (batch,) = collate(
+        rows, pad_token_id=0, layout=Layout(row_tokens=1, dense_mask=True, pass_tokens=100), together=True
+    )
+    assert not batch.real.all()
+    q, k, v = inputs(batch, 2, 2, 8)
+    out = tree_attention.tree_attention(q, k, v, Forest(batch), scale=1.0)
+    out.sum().backward()
+    outside = ~batch.real[:, None, :, None].expand_as(out)
+    for x in (out, q.grad, k.grad, v.grad):
+        assert (x[outside] == 0).all()
+
+
+FAULTS = {
+    "a parent that does not stand before": (Segment(0, 0, 2, 4, -1, 0), Segment(0, 2, 4, 4, 5, 2)),
+    "empty": (Segment(0, 0, 0, 0, -1, 0),),
+    "a position that does not follow": (Segment(0, 0, 2, 4, -1, 0), Segment(0, 2, 4, 4, 0, 7)),
+    "beyond the row": (Segment(0, 0, 20, 20, -1, 0),),
+    "a gap": (Segment(0, 0, 2, 2, -1, 0), Segment(0, 3, 4, 4, -1, 0)),
+    "outside of its parent": (Segment(0, 0, 2, 2, -1, 0), Segment(0, 2, 4, 4, 0, 2)),
+}
+
+
+@pytest.mark.parametrize("segments", FAULTS.values(), ids=FAULTS)
+def test_segments_that_are_no_tries_are_refused(segments):
+    with raises(DataError, "segment"):
+        check_segments(segments, 10)
