@@ -486,12 +486,11 @@ def _rows(batch: Batch, groups: Sequence[Sequence[int]]) -> list[Row]:
                     row.token_columns.setdefault(name, []).append([value[at][column] for column in own])
                 else:
                     row.sequence_columns.setdefault(name, []).append(float(value[index]))
-        if batch.pictures:
-            rows_of_parts = [b, *(batch.segments[batch.leaves[index].segment].row for index in group)]
-            row.pictures = [
-                [placed[at, column] for column in part if (at, column) in placed]
-                for at, part in zip(rows_of_parts, parts, strict=True)
-            ]
+        if placed:
+            rows_of = [b, *(batch.segments[batch.leaves[index].segment].row for index in group)]
+            pairs = zip(rows_of, parts, strict=True)
+            pictures = [[placed[where, column] for column in part if (where, column) in placed] for where, part in pairs]
+            row.pictures = pictures if any(pictures) else []
         rows.append(row)
     return rows
 

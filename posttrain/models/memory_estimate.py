@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from posttrain.errors import ModelError
-from posttrain.models.attention import attention_mask
+from posttrain.models.attention import attention_inputs
 from posttrain.models.heads import ScoreHead, TokenHead, causal_lm, has_tower, install_token_head
 from posttrain.models.memory import keep_last_activations, key_value_width, layer_configs, recompute_activations
 from posttrain.models.value_head import attach_value
@@ -501,7 +501,7 @@ def trace_pass(
     model = shadow.model
     trained = [p for p in model.parameters() if p.requires_grad]
     config = _text_config(model)
-    mask = attention_mask(batch, config, shadow.part.dtype)
+    told = attention_inputs(batch, config, shadow.part.dtype)
     # Read before the fake mode begins, in which tensors have no values.
     counts = batch.num_loss_tokens, batch.num_sequences, int((batch.sequence >= 0).sum())
 
@@ -518,7 +518,7 @@ def trace_pass(
                 meter.kind = "images"
                 seen = [traced_features(causal_lm(model), pixels, shadow.part.dtype)] if pixels else []
                 meter.kind = "activations"
-                loss = _sum_of_outputs(shadow, batch.input_ids.shape, mask, counts, needs)
+                loss = _sum_of_outputs(shadow, batch.input_ids.shape, told, counts, needs)
                 loss = sum((features.sum() for features in seen), loss)
                 if training:
                     loss.backward()
@@ -533,20 +533,21 @@ def trace_pass(
 
 
 def _sum_of_outputs(
-    shadow: Shadow, shape: torch.Size, mask: Any, counts: tuple[int, int, int], needs: frozenset[str]
+    shadow: Shadow, shape: torch.Size, told: dict[str, Any], counts: tuple[int, int, int], needs: frozenset[str]
 ) -> Tensor:
     """The forward pass of `posttrain.models.forward.forward` with zeros for tokens and positions; the sum of its outputs.
 
     Args:
         shadow: The model.
         shape: ``(B, T)`` of the batch.
-        mask: Of its attention backend, with values.
+        told: What its attention is told of the batch, with values; see `attention_inputs`.
         counts: Loss tokens, sequences and completion tokens of the batch.
         needs: What the head computes with the log-probs.
     """
     place = torch.zeros(shape, dtype=torch.long)  # (B, T)
+    mask = told["attention_mask"]
     fake = {k: _ones_like(v) for k, v in mask.items()} if isinstance(mask, dict) else _ones_like(mask)
-    inputs = {"input_ids": place, "attention_mask": fake, "position_ids": place, "use_cache": False}
+    inputs = told | {"input_ids": place, "attention_mask": fake, "position_ids": place, "use_cache": False}
     tokens, sequences, states = (torch.zeros(count, dtype=torch.long) for count in counts)
     if shadow.part.kind != "causal":
         return shadow.model(**inputs, token_head=ScoreHead(sequences, sequences))["scores"].sum()

@@ -22,7 +22,7 @@ LINEAR = {"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_he
 # By name: the model type, fields of its config, whether it takes a forest, whether the native engine runs it.
 ARCHITECTURES = {
     "llama": ("llama", {}, True, True),
-    "llama whose config names a window it has not": ("llama", SLIDING, False, True),
+    "llama whose config names a window it has not": ("llama", SLIDING, True, True),
     "qwen2 with a window": ("qwen2", SOME, True, True),
     "qwen3 with a window": ("qwen3", SOME, True, True),
     "qwen3 moe": ("qwen3_moe", SOME | EXPERTS, True, True),

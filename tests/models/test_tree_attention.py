@@ -75,7 +75,7 @@ def assert_equal(batch, heads=4, kv=2, size=16, window=None, sinked=False, toler
     found = tree_attention.tree_attention(q, k, v, Forest(batch), scale=0.3, window=window, sinks=sinks)
     got = torch.autograd.grad((found * weight).sum(), given)
     for a, b in zip((found, *got), (expected, *wanted), strict=True):
-        assert (a - b).abs().max() <= tolerance * max(1.0, float(b.abs().max()))
+        assert (a - b).abs().max() <= tolerance * max(1.0, b.abs().max().item())
 
 
 # Parents of segments, depth first: from the tree with one segment to one that is five deep.
