@@ -8,6 +8,7 @@ columns, and so is what it sees:
     merge:                lse = logaddexp over a token's parts;   out = sum of out_part * exp(lse_part - lse)
 
 The pairs that are computed are those that are visible, memory is O(T), and a token has as many parts as its trie is deep there.
+On a CPU a part is one call of torch's flash operator; on CUDA a level of all tries is one call of its variable-length attention.
 
 Backward: a flash backward computes probabilities anew from ``lse`` and needs ``D = rowsum(grad_out * out)``. Called for a part
 with the *merged* ``out`` and ``lse``, it returns just that part's share of dq, dk and dv, and the shares add up.
@@ -18,11 +19,13 @@ pass of parts).
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -137,19 +140,6 @@ class Forest:
         return max((one.position + one.stop - one.start for one in self.batch.segments), default=0)
 
 
-# The product of one part and its backward pass; ``lse`` is (B, heads, T) in natural logarithms.
-def _part_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, mask: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
-    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, attn_mask=mask, scale=scale)
-
-
-def _part_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, mask: Tensor | None, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        grad, q, k, v, out, lse, 0.0, causal, attn_mask=mask, scale=scale
-    )
-
-
 def _mask(part: Part, window: int | None, dtype: torch.dtype) -> Tensor:
     """What of a part a window shows, to be added to its scores: of the part's size, never of the row's."""
     assert window is not None and part.ahead is not None
@@ -166,25 +156,10 @@ class _TreeAttention(torch.autograd.Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, forest: Forest, window: int | None, scale: float
     ) -> Tensor:
-        wide = torch.float64 if q.dtype == torch.float64 else torch.float32
-        out = torch.zeros(q.shape[0], q.shape[2], q.shape[1], q.shape[3], dtype=q.dtype).transpose(1, 2)  # (B, heads, T, d)
-        lse = torch.full((q.shape[0], q.shape[2], q.shape[1]), -torch.inf, dtype=wide).transpose(1, 2)  # (B, heads, T)
-        for number, part in enumerate(forest.parts(window)):
-            row, queries, keys = slice(part.row, part.row + 1), part.queries, part.keys
-            mask = forest.mask(number, part, window, q.dtype)
-            value, z = _part_forward(q[row, :, queries], k[row, :, keys], v[row, :, keys], part.causal, mask, scale)
-            o, merged = out[row, :, queries], lse[row, :, queries]
-            if part.causal:
-                o.copy_(value)
-                merged.copy_(z)
-                continue
-            total = torch.logaddexp(merged, z)
-            kept, added = torch.sub(merged, total).exp_()[..., None], torch.sub(z, total).exp_()[..., None]
-            # Half precision is added up in float32 and rounded once a part.
-            o.copy_(o * kept + value * added)
-            merged.copy_(total)
+        product = _by_parts if q.device.type == "cpu" else _by_levels
+        out, lse = product(q, k, v, forest, window, scale)
         if sinks is not None:
-            total = torch.logaddexp(lse, sinks.to(wide)[None, :, None])
+            total = torch.logaddexp(lse, sinks.to(lse)[None, :, None])
             out = out * torch.sub(lse, total).exp_()[..., None].to(out.dtype)
             lse = total
         ctx.save_for_backward(q, k, v, sinks, out, lse)
@@ -195,24 +170,185 @@ class _TreeAttention(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, sinks, out, lse = ctx.saved_tensors
-        forest, window, scale = ctx.forest, ctx.window, ctx.scale
-        dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-        for number, part in enumerate(forest.parts(window)):
-            row, queries, keys = slice(part.row, part.row + 1), part.queries, part.keys
-            mask = forest.mask(number, part, window, q.dtype)
-            shares = _part_backward(
-                grad[row, :, queries], q[row, :, queries], k[row, :, keys], v[row, :, keys],
-                out[row, :, queries], lse[row, :, queries], part.causal, mask, scale,
-            )  # fmt: skip
-            dq[row, :, queries] += shares[0]
-            dk[row, :, keys] += shares[1]
-            dv[row, :, keys] += shares[2]
+        product = _parts_backward if q.device.type == "cpu" else _levels_backward
+        shares = product(grad, q, k, v, out, lse, ctx.forest, ctx.window, ctx.scale)
         dsinks = None
         if sinks is not None and ctx.needs_input_grad[3]:
             # A sink is a logit whose value is zero: d out / d sink = -p_sink * out.
             share = torch.sub(sinks.to(lse)[None, :, None], lse).exp_()
             dsinks = -(share * (grad * out).sum(-1).to(lse)).sum((0, 2)).to(sinks.dtype)
-        return dq, dk, dv, dsinks, None, None, None
+        return *shares, dsinks, None, None, None
+
+
+def _by_parts(
+    q: Tensor, k: Tensor, v: Tensor, forest: Forest, window: int | None, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Output ``(B, heads, T, d)`` and log-sum-exp ``(B, heads, T)``: a call of the CPU's flash operator a part."""
+    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+    out = torch.zeros(q.shape[0], q.shape[2], q.shape[1], q.shape[3], dtype=q.dtype).transpose(1, 2)
+    lse = torch.full((q.shape[0], q.shape[2], q.shape[1]), -torch.inf, dtype=wide).transpose(1, 2)
+    for number, part in enumerate(forest.parts(window)):
+        row, queries, keys = slice(part.row, part.row + 1), part.queries, part.keys
+        value, z = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            q[row, :, queries], k[row, :, keys], v[row, :, keys], 0.0, part.causal,
+            attn_mask=forest.mask(number, part, window, q.dtype), scale=scale,
+        )  # fmt: skip
+        o, merged = out[row, :, queries], lse[row, :, queries]
+        if part.causal:
+            o.copy_(value)
+            merged.copy_(z)
+        else:
+            _merge(o, merged, value, z)
+    return out, lse
+
+
+def _merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
+    """Add a part to what its queries have, in place; half precision is added up in float32 and rounded once a part."""
+    total = torch.logaddexp(lse, part_lse)
+    kept, added = torch.sub(lse, total).exp_()[..., None], torch.sub(part_lse, total).exp_()[..., None]
+    if out.dtype == kept.dtype:
+        out.mul_(kept).addcmul_(part, added)
+    else:
+        out.copy_(out * kept + part * added)
+    lse.copy_(total)
+
+
+def _parts_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, forest: Forest, window: int | None, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    for number, part in enumerate(forest.parts(window)):
+        row, queries, keys = slice(part.row, part.row + 1), part.queries, part.keys
+        shares = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad[row, :, queries], q[row, :, queries], k[row, :, keys], v[row, :, keys],
+            out[row, :, queries], lse[row, :, queries], 0.0, part.causal,
+            attn_mask=forest.mask(number, part, window, q.dtype), scale=scale,
+        )  # fmt: skip
+        dq[row, :, queries] += shares[0]
+        dk[row, :, keys] += shares[1]
+        dv[row, :, keys] += shares[2]
+    return dq, dk, dv
+
+
+class Level(NamedTuple):
+    """Parts of attention that are one call: sequences of queries, each with its own sequence of keys.
+
+    Attributes:
+        queries, keys: ``(N,)`` places among the ``B * T`` tokens of the batch.
+        query_ends, key_ends: ``(parts + 1,)`` int32, where each part begins and ends among them.
+        most_queries, most_keys: Of the longest part.
+        causal: See `Part`.
+    """
+
+    queries: Tensor
+    keys: Tensor
+    query_ends: Tensor
+    key_ends: Tensor
+    most_queries: int
+    most_keys: int
+    causal: bool
+
+
+def levels_of(segments: Sequence[Segment], width: int, device: Any) -> list[Level]:
+    """All segments with themselves; then, depth by depth, all that have something below them with that.
+
+    Args:
+        segments: Tries in depth-first order.
+        width: Columns of a row.
+        device: Of the tensors.
+    """
+    depths: list[int] = []
+    for one in segments:
+        depths.append(0 if one.parent < 0 else depths[one.parent] + 1)
+    levels = [_level([(one, one.start, one.stop) for one in segments], width, device, True)]
+    for depth in range(max(depths, default=0)):
+        pairs = zip(segments, depths, strict=True)
+        held = [(one, one.stop, one.end) for one, at in pairs if at == depth and one.end > one.stop]
+        levels.append(_level(held, width, device, False))
+    return levels
+
+
+def _level(parts: Sequence[tuple[Segment, int, int]], width: int, device: Any, causal: bool) -> Level:
+    runs = ([(one.row * width + a, one.row * width + b) for one, a, b in parts], [])
+    runs[1].extend((one.row * width + one.start, one.row * width + one.stop) for one, _, _ in parts)
+    places = [torch.cat([torch.arange(a, b) for a, b in side]).to(device, non_blocking=True) for side in runs]
+    sizes = [[b - a for a, b in side] for side in runs]
+    ends = [torch.tensor([0, *accumulate(side)], dtype=torch.int32).to(device, non_blocking=True) for side in sizes]
+    return Level(places[0], places[1], ends[0], ends[1], max(sizes[0]), max(sizes[1]), causal)
+
+
+def _levels(forest: Forest, device: Any) -> list[Level]:
+    return forest.kept("levels", lambda: levels_of(forest.batch.segments, forest.batch.input_ids.shape[1], device))
+
+
+def _flat(x: Tensor) -> Tensor:
+    """``(B, heads, T, d)`` to ``(B * T, heads, d)``."""
+    return x.transpose(1, 2).reshape(-1, x.shape[1], x.shape[3])
+
+
+def _by_levels(
+    q: Tensor, k: Tensor, v: Tensor, forest: Forest, window: int | None, scale: float
+) -> tuple[Tensor, Tensor]:
+    """As `_by_parts`: a call of variable-length attention a level."""
+    rows, heads, width, size = q.shape
+    flat = [_flat(x) for x in (q, k, v)]
+    out = torch.zeros(rows * width, heads, size, dtype=torch.float32, device=q.device)
+    lse = torch.full((rows * width, heads), -torch.inf, dtype=torch.float32, device=q.device)
+    for level in _levels(forest, q.device):
+        value, z = varlen_forward(flat[0][level.queries], *(x[level.keys] for x in flat[1:]), level, window, scale)
+        o, merged = out[level.queries], lse[level.queries]
+        _merge(o, merged, value.float(), z.T)
+        out[level.queries], lse[level.queries] = o, merged
+    shape = (rows, width, heads)
+    return out.to(q.dtype).view(*shape, size).transpose(1, 2), lse.view(shape).transpose(1, 2)
+
+
+def _levels_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, forest: Forest, window: int | None, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    flat = [_flat(x) for x in (q, k, v, out, grad)]
+    flat_lse = lse.transpose(1, 2).reshape(-1, q.shape[1])
+    sums = [torch.zeros_like(x, dtype=torch.float32) for x in flat[:3]]
+    for level in _levels(forest, q.device):
+        at, keys = level.queries, level.keys
+        tensors = flat[0][at], flat[1][keys], flat[2][keys], flat[3][at], flat_lse[at].T.contiguous(), flat[4][at]
+        shares = varlen_backward(*tensors, level, window, scale)
+        for total, share, where in zip(sums, shares, (at, keys, keys), strict=True):
+            total.index_add_(0, where, share.float())
+    shaped = zip(sums, (q, k, v), strict=True)
+    dq, dk, dv = (total.to(x.dtype).view(x.shape[0], x.shape[2], *total.shape[1:]).transpose(1, 2) for total, x in shaped)
+    return dq, dk, dv
+
+
+def varlen_forward(
+    q: Tensor, k: Tensor, v: Tensor, level: Level, window: int | None, scale: float
+) -> tuple[Tensor, Tensor]:
+    """torch's variable-length attention: output ``(N, heads, d)``, log-sum-exp ``(heads, N)``."""
+    from torch.nn.attention.varlen import AuxRequest, varlen_attn
+
+    return varlen_attn(
+        q, k, v, level.query_ends, level.key_ends, level.most_queries, level.most_keys, return_aux=AuxRequest(lse=True),
+        scale=scale, window_size=_sides(level, window), enable_gqa=q.shape[1] != k.shape[1],
+    )  # fmt: skip
+
+
+def varlen_backward(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, grad: Tensor, level: Level, window: int | None, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Shares of dq, dk and dv of one level, from the merged ``out`` and ``lse``."""
+    left, right = _sides(level, window)
+    nothing = torch.zeros(2, dtype=torch.uint64, device=q.device)  # The state of a dropout that is not.
+    return torch.ops.aten._flash_attention_backward(
+        grad, q, k, v, out, lse, level.query_ends, level.key_ends, level.most_queries, level.most_keys, 0.0, level.causal,
+        nothing, nothing, scale=scale, window_size_left=left, window_size_right=right,
+    )  # fmt: skip
+
+
+def _sides(level: Level, window: int | None) -> tuple[int, int]:
+    """How many keys before and behind its own a query sees; -1: all."""
+    if not level.causal:
+        return -1, -1
+    return (-1 if window is None else window - 1), 0
 
 
 def tree_attention(
@@ -241,10 +377,10 @@ def tree_attention(
         return _TreeAttention.apply(q, k, v, sinks, forest, window, scale)
 
 
-def refusal(module: nn.Module, q: Tensor, v: Tensor, dropout: float, rest: dict[str, Any]) -> str:
+def refusal(module: nn.Module, q: Tensor, v: Tensor, dropout: float, forest: Forest, rest: dict[str, Any]) -> str:
     """Why a layer's attention is not computed by parts; empty where it is."""
-    if q.device.type != "cpu":
-        return f"no kernel for {q.device.type} is proven"
+    if q.device.type != "cpu" and (fault := no_varlen(q, forest, rest.get("sliding_window"))):
+        return fault
     if q.shape[-1] != v.shape[-1]:
         return f"heads of keys have {q.shape[-1]} numbers, those of values {v.shape[-1]}"
     if dropout:
@@ -253,6 +389,19 @@ def refusal(module: nn.Module, q: Tensor, v: Tensor, dropout: float, rest: dict[
         return "its tokens see each other both ways"
     unknown = sorted(name for name, value in rest.items() if value is not None and name not in UNDERSTOOD)
     return f"it takes {unknown}" if unknown else ""
+
+
+def no_varlen(q: Tensor, forest: Forest, window: int | None) -> str:
+    """Why variable-length attention cannot take these queries; empty where it can."""
+    dtype = torch.get_autocast_dtype(q.device.type) if torch.is_autocast_enabled(q.device.type) else q.dtype
+    if q.device.type != "cuda" or importlib.util.find_spec("torch.nn.attention.varlen") is None:
+        return f"there is no kernel for {q.device.type} with torch {torch.__version__}"
+    if dtype not in (torch.bfloat16, torch.float16):
+        return f"flash kernels take bfloat16 and float16, not {dtype}"
+    shared = any(one.end > one.stop for one in forest.batch.segments)
+    if window is not None and window < forest.longest and shared:
+        return f"a window of {window} may end inside a shared prefix"
+    return ""
 
 
 def _attention(backend: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
@@ -276,7 +425,7 @@ def _attention(backend: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
         if forest is None or attention_mask is None or attention_mask.shape[-1] > 1:
             return own(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **rest)
         window = rest.get("sliding_window")
-        reason = refusal(module, query, value, dropout, rest)
+        reason = refusal(module, query, value, dropout, forest, rest)
         if reason and _strict:
             raise ModelError(reason)
         if reason:

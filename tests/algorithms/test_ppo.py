@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForSequenceClas
 import posttrain
 from posttrain import CheckpointError, ConfigError, DataError, ModelError, RewardError, Row
 from posttrain.algorithms.ppo import PPOConfig, PPOTrainer, ppo_objective
+from posttrain.data import trie
 from posttrain.data.forest import Layout
 from posttrain.losses.reduce import Denominators, reduce
 from posttrain.training.online_config import RewardFields
@@ -1111,6 +1112,7 @@ def test_responses_to_one_prompt_share_its_computation_and_nothing_else_changes(
             monkeypatch.setattr(
                 "posttrain.algorithms.ppo.trainer.share_prompts", lambda rows: (list(rows), list(range(len(rows))))
             )
+            monkeypatch.setattr("posttrain.data.forest._grow", lambda members, layout: trie.alone(members))
         trainer = ppo(tmp_path / str(shares), tokenizer, data=data, max_steps=4, learning_rate=1e-4)
         tokens = []
         collate = trainer.collate

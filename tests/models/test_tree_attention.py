@@ -1,5 +1,6 @@
 """Attention over tries, by parts: equal to every sequence alone, forward and backward, whatever the trie looks like."""
 
+import inspect
 import math
 
 import pytest
@@ -136,7 +137,7 @@ def test_half_precision_is_as_near_to_the_truth_as_a_dense_mask_is():
         else:
             out = truth(*half, batch, 0.25, None, None)
         grads = torch.autograd.grad((out.float() * weight).sum(), half)
-        gaps.append([float((a.float() - b).abs().max()) for a, b in zip((out, *grads), (exact, *wanted), strict=True)])
+        gaps.append([(a.float() - b).abs().max().item() for a, b in zip((out, *grads), (exact, *wanted), strict=True)])
     assert all(a <= 2 * b for a, b in zip(*gaps, strict=True)), gaps
 
 
@@ -153,6 +154,67 @@ def test_gradients_are_those_of_finite_differences():
             (q, k, v, sinks),
             fast_mode=True,
         )
+
+
+def dense_level(q, level, window):
+    """``(queries, keys)`` bool: what variable-length attention lets a query see."""
+    sees = torch.zeros(level.query_ends[-1], level.key_ends[-1], dtype=torch.bool)
+    for i in range(len(level.query_ends) - 1):
+        a, b, c, d = *level.query_ends[i : i + 2], *level.key_ends[i : i + 2]
+        block = torch.ones(b - a, d - c, dtype=torch.bool)
+        sees[a:b, c:d] = block.tril().triu(-(window or len(block)) + 1) if level.causal else block
+    return sees
+
+
+def stand_in_forward(q, k, v, level, window, scale):
+    """What CUDA's operator returns, by a mask."""
+    scores = torch.einsum("qhd,khd->hqk", q, k.repeat_interleave(q.shape[1] // k.shape[1], 1)) * scale
+    scores = scores.masked_fill(~dense_level(q, level, window), -math.inf)
+    lse = scores.logsumexp(-1)
+    values = v.repeat_interleave(q.shape[1] // v.shape[1], 1)
+    return torch.einsum("hqk,khd->qhd", (scores - lse[..., None]).exp(), values), lse
+
+
+def stand_in_backward(q, k, v, out, lse, grad, level, window, scale):
+    """What a flash backward computes of the ``out`` and ``lse`` that it is given."""
+    repeat = q.shape[1] // k.shape[1]
+    keys, values = k.repeat_interleave(repeat, 1), v.repeat_interleave(repeat, 1)
+    scores = torch.einsum("qhd,khd->hqk", q, keys) * scale
+    p = (scores.masked_fill(~dense_level(q, level, window), -math.inf) - lse[..., None]).exp()
+    ds = p * (torch.einsum("qhd,khd->hqk", grad, values) - (grad * out).sum(-1).T[..., None]) * scale
+    dk, dv = torch.einsum("hqk,qhd->khd", ds, q), torch.einsum("hqk,qhd->khd", p, grad)
+    fold = [x.unflatten(1, (-1, repeat)).sum(2) for x in (dk, dv)]
+    return torch.einsum("hqk,khd->qhd", ds, keys), *fold
+
+
+@pytest.mark.parametrize("parents", SHAPES.values(), ids=SHAPES)
+def test_the_calls_of_an_accelerator_equal_a_dense_mask(parents, monkeypatch):
+    """One call a level of all tries; the two operators that no CPU has are stood in for by what they are documented to do."""
+    monkeypatch.setattr(tree_attention, "_by_parts", tree_attention._by_levels)
+    monkeypatch.setattr(tree_attention, "_parts_backward", tree_attention._levels_backward)
+    monkeypatch.setattr(tree_attention, "varlen_forward", stand_in_forward)
+    monkeypatch.setattr(tree_attention, "varlen_backward", stand_in_backward)
+    lengths = [(7 * i) % 23 + 1 for i in range(len(parents))]
+    for sinked in (False, True):
+        assert_equal(forest(parents, lengths, rows=2), sinked=sinked)
+    flat = all(parent < 0 for parent in parents)
+    assert_equal(forest(parents, lengths), window=4 if flat else 1000)
+
+
+def test_the_operators_of_an_accelerator_take_what_they_are_given():
+    """Names of arguments, read from the installed torch."""
+    from torch.nn.attention.varlen import AuxRequest, varlen_attn
+
+    taken = inspect.signature(varlen_attn).parameters
+    assert {"return_aux", "scale", "window_size", "enable_gqa"} <= set(taken)
+    assert list(taken)[:7] == ["query", "key", "value", "cu_seq_q", "cu_seq_k", "max_q", "max_k"]
+    assert AuxRequest(lse=True).lse
+    names = [one.name for one in torch.ops.aten._flash_attention_backward.default._schema.arguments]
+    assert names[:12] == [
+        "grad_out", "query", "key", "value", "out", "logsumexp", "cum_seq_q", "cum_seq_k", "max_q", "max_k", "dropout_p",
+        "is_causal",
+    ]  # fmt: skip
+    assert names[14:] == ["scale", "window_size_left", "window_size_right"]
 
 
 def test_the_pairs_computed_are_those_that_are_visible():
