@@ -162,8 +162,8 @@ def _dense_layout(model: Module) -> Layout:
 def dense_layers(model: Module) -> str:
     """Why attention of a model needs a mask, as far as its config tells; empty where it takes segments."""
     text = causal_lm(model).config.get_text_config()
-    if next(model.parameters()).device.type != "cpu":
-        return "no kernel for this device is proven"
+    if reason := tree_attention.no_kernel(next(model.parameters()).device.type, coarsest_dtype(model)):
+        return reason
     if getattr(text, "attn_logit_softcapping", None):
         return f"attn_logit_softcapping={text.attn_logit_softcapping}"
     if getattr(text, "attention_dropout", None):
@@ -404,12 +404,25 @@ def _fault(model: Module, layout: Layout) -> str:
     training = model.training
     model.eval()
     try:
-        with nullcontext() if layout.dense_mask else tree_attention.refusing():
+        if layout.dense_mask:
             return _forest_fault(model, layout)
+        with tree_attention.refusing():
+            return _kernel_fault(model) or _forest_fault(model, layout)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     finally:
         model.train(training)
+
+
+def _kernel_fault(model: Module) -> str:
+    """What log-probs alone do not show: gradients of the kernels that this device has, at the heads of this model."""
+    text, weight = causal_lm(model).config.get_text_config(), next(model.parameters())
+    heads, kv = (getattr(text, name, None) for name in ("num_attention_heads", "num_key_value_heads"))
+    size = getattr(text, "head_dim", None) or (text.hidden_size // heads if heads else None)
+    if not isinstance(heads, int) or not isinstance(size, int):
+        return ""
+    dtype = coarsest_dtype(model) if coarsest_dtype(model).is_floating_point else weight.dtype
+    return tree_attention.kernel_fault(weight.device, dtype, heads, kv if isinstance(kv, int) else heads, size)
 
 
 def _forest_fault(model: Module, layout: Layout) -> str:

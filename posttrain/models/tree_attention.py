@@ -391,13 +391,21 @@ def refusal(module: nn.Module, q: Tensor, v: Tensor, dropout: float, forest: For
     return f"it takes {unknown}" if unknown else ""
 
 
+def no_kernel(device: str, dtype: torch.dtype) -> str:
+    """Why there is no kernel for parts on a device; empty where there is one."""
+    if device == "cpu":
+        return ""
+    if device != "cuda" or importlib.util.find_spec("torch.nn.attention.varlen") is None:
+        return f"there is no kernel for {device} with torch {torch.__version__}"
+    halves = (torch.bfloat16, torch.float16)
+    return "" if dtype in halves else f"flash kernels take bfloat16 and float16, not {str(dtype).removeprefix('torch.')}"
+
+
 def no_varlen(q: Tensor, forest: Forest, window: int | None) -> str:
     """Why variable-length attention cannot take these queries; empty where it can."""
     dtype = torch.get_autocast_dtype(q.device.type) if torch.is_autocast_enabled(q.device.type) else q.dtype
-    if q.device.type != "cuda" or importlib.util.find_spec("torch.nn.attention.varlen") is None:
-        return f"there is no kernel for {q.device.type} with torch {torch.__version__}"
-    if dtype not in (torch.bfloat16, torch.float16):
-        return f"flash kernels take bfloat16 and float16, not {dtype}"
+    if reason := no_kernel(q.device.type, dtype):
+        return reason
     shared = any(one.end > one.stop for one in forest.batch.segments)
     if window is not None and window < forest.longest and shared:
         return f"a window of {window} may end inside a shared prefix"
@@ -437,6 +445,45 @@ def _attention(backend: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
         return out.transpose(1, 2).contiguous(), None
 
     return attention
+
+
+@torch.enable_grad()
+def kernel_fault(device: torch.device, dtype: torch.dtype, heads: int, kv: int, size: int) -> str:
+    """How far parts are from a softmax that is written out, output and gradients, on this device; empty where they agree.
+
+    Args:
+        device: Of the model.
+        dtype: Of its attention.
+        heads, kv: Heads of queries, and of keys and values.
+        size: Numbers of a head.
+    """
+    ends = [(0, 9, 40, -1, 0), (9, 20, 20, 0, 9), (20, 31, 40, 0, 9), (31, 33, 33, 2, 20), (33, 40, 40, 2, 20)]
+    segments = tuple(Segment(0, *one) for one in ends)
+    until = torch.zeros(1, 40, dtype=torch.long)
+    for one in segments:
+        until[0, one.start : one.stop] = one.end
+    none = torch.zeros_like(until)
+    batch = Batch(none, none, until, none, none.bool(), none, 0, segments)
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(1, 40, count, size) for count in (heads, kv, kv, heads)]
+    drawn = [torch.randn(shape, generator=generator).transpose(1, 2) for shape in shapes]
+    found, truth = [], []
+    for kind, kept in ((dtype, found), (torch.float64, truth)):
+        at = device if kind == dtype else torch.device("cpu")
+        q, k, v = (x.to(dtype).to(at, kind).requires_grad_() for x in drawn[:3])
+        if kept is found:
+            out = tree_attention(q, k, v, Forest(batch), scale=size**-0.5)
+        else:
+            keys, values = (x.repeat_interleave(heads // kv, 1) for x in (k, v))
+            scores = (q @ keys.transpose(2, 3)) * size**-0.5
+            out = scores.masked_fill(~forest_mask(batch), -torch.inf).softmax(-1) @ values
+        kept += [out.detach(), *torch.autograd.grad(out, (q, k, v), drawn[3].to(at, kind))]
+    share = 1e-4 if dtype in (torch.float32, torch.float64) else 0.05
+    for name, mine, exact in zip(("the output", "dq", "dk", "dv"), found, truth, strict=True):
+        gap, most = float((mine.double().cpu() - exact).abs().max()), float(exact.abs().max())
+        if not gap <= share * most:
+            return f"{name} of attention by parts differs by {gap:.2g}, allowed {share * most:.2g}"
+    return ""
 
 
 _installed: set[str] = set()

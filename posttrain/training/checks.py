@@ -123,7 +123,7 @@ class Checks(transformers.TrainerCallback):
             self.report([
                 machine.check_precision(trainable, learning_rate=self.args.learning_rate),
                 machine.check_devices(visible=max(self.args.n_gpu, 1), processes=self.context.processes),
-                machine.check_dense_masks(attention, packed=layout.kind == "tree", row_tokens=layout.row_tokens),
+                machine.check_dense_masks(attention, packed=layout.dense_mask, row_tokens=layout.row_tokens),
                 machine.check_launch(os.environ, self.context.processes),
             ])  # fmt: skip
 

@@ -152,8 +152,8 @@ class PostTrainingConfig(transformers.TrainingArguments):
     bad_rows_max: Share = option(0.05, "Share of rows that bad_rows='drop' may leave out before it refuses, in [0, 1].")
     max_row_tokens: PositiveInt | None = option(
         None,
-        "Tokens a packed row may hold. None picks 512 on a CPU, 2048 with dense masks on a GPU, 16384 with "
-        "FlexAttention. More fills a GPU better; less needs less memory.",
+        "Tokens a packed row may hold. None picks 2048 where attention takes segments, 512 with a dense mask on a CPU, 2048 "
+        "with one on a GPU, 16384 with FlexAttention. More fills a GPU better; less needs less memory.",
     )
 
     def __new__(cls, *args: Any, **kwargs: Any) -> PostTrainingConfig:

@@ -176,7 +176,7 @@ def test_gradients_of_folded_rows_equal_each_row_alone():
         grads.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
     assert collated(rows).num_tokens == 30 + 20 + 5 + 4 + 6 + 7 + 9 + 3
     for other in grads[1:]:
-        assert torch.allclose(grads[0], other, rtol=1e-4, atol=1e-5)
+        assert (grads[0] - other).abs().max() <= 1e-5 * other.abs().max()
 
 
 def test_trees_are_in_the_order_of_their_first_rows():

@@ -8,11 +8,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from posttrain.data.forest import Layout, collate
+from posttrain.data.forest import Layout, collate, split_by_sequence
 from posttrain.errors import DataError
-from posttrain.models import tree_attention
+from posttrain.models import attention, tree_attention
+from posttrain.models.forward import forward, sequence_logps
 from posttrain.models.tree_attention import Forest, forest_mask, parts_of
 from posttrain.types import Batch, Row, Segment, check_segments
+from tests.conftest import build_model
+from tests.models.test_forward import family
 from tests.wordings import raises
 
 
@@ -264,3 +267,44 @@ FAULTS = {
 def test_segments_that_are_no_tries_are_refused(segments):
     with raises(DataError, "segment"):
         check_segments(segments, 10)
+
+
+def test_a_kernel_whose_gradients_are_wrong_is_not_taken(monkeypatch):
+    """What the probe asks of a device: output and gradients, at the heads of the model."""
+    assert tree_attention.kernel_fault(torch.device("cpu"), torch.float32, 6, 2, 16) == ""
+    assert tree_attention.kernel_fault(torch.device("cpu"), torch.bfloat16, 4, 4, 8) == ""
+    right = tree_attention._parts_backward
+
+    def wrong(*args):
+        dq, dk, dv = right(*args)
+        return dq, dk * 1.01, dv
+
+    monkeypatch.setattr(tree_attention, "_parts_backward", wrong)
+    assert tree_attention.kernel_fault(torch.device("cpu"), torch.float32, 6, 2, 16).startswith("dk of attention by parts")
+
+
+def test_a_model_whose_gradients_would_be_wrong_gets_a_mask(monkeypatch, caplog):
+    monkeypatch.setattr(tree_attention, "kernel_fault", lambda *_: "dk differs")
+    monkeypatch.setattr(attention, "PROBED", {})
+    layout = attention.probe_layout(build_model(97))
+    assert layout.kind == "tree" and layout.dense_mask
+    assert "dk differs" in caplog.text and "dense mask" in caplog.text
+
+
+@pytest.mark.parametrize("kind", ["capped", "dropped"])
+def test_a_layer_that_takes_no_segments_gets_a_mask_and_says_why(kind, caplog, monkeypatch):
+    """Without the probe, which would have chosen rows for it: right all the same."""
+    monkeypatch.setattr(tree_attention, "_told", set())
+    model = family("gemma2", "eager") if kind == "capped" else family("llama")
+    if kind == "dropped":
+        model.config.attention_dropout = 0.0
+        for layer in model.model.layers:
+            layer.self_attn.attention_dropout = 1e-9
+        model.train()
+    rows = [Row([5, 6, 7], [[8, 9], [10, 11, 12]], [[1] * 2, [1] * 3])]
+    truth = sequence_logps(model, rows)
+    (batch,) = collate(rows, pad_token_id=0)
+    found = split_by_sequence(forward(model, batch).logp, batch)
+    for a, b in zip(found, truth, strict=True):
+        assert torch.allclose(a, b, atol=1e-4)
+    assert ("softcap" if kind == "capped" else "attention_dropout=1e-09") in caplog.text
