@@ -28,7 +28,12 @@ MODELS = {
                     "num_key_value_heads": 8, "vocab_size": 152064},
 }  # fmt: skip
 # Prompt, completions of it, tokens of each.
-SHAPES = {"GRPO": (512, 8, 1024), "GRPO, long": (1024, 8, 2048), "DPO": (512, 2, 1024), "agent's system prompt": (4096, 16, 1024)}
+SHAPES = {
+    "GRPO": (512, 8, 1024),
+    "GRPO, long": (1024, 8, 2048),
+    "DPO": (512, 2, 1024),
+    "agent's system prompt": (4096, 16, 1024),
+}
 LAYERS = 2  # Of a fake model; counts of a layer are multiplied, as all are alike.
 FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -110,7 +115,11 @@ def compare(name: str, prompt: int, count: int, length: int) -> dict:
     peer = apart - again
     return {
         "forward_of_formula": round(forward / by_formula(name, tree), 4),
-        "petaflops": {"peer, synchronous": peer / 1e15, "peer, asynchronous": (ours - again) / 1e15, "ours": ours / 1e15},
+        "petaflops": {
+            "peer, synchronous": peer / 1e15,
+            "peer, asynchronous": (ours - again) / 1e15,
+            "ours": ours / 1e15,
+        },
         "ratio": {"synchronous": round(peer / ours, 2), "asynchronous": round((ours - again) / ours, 2)},
         "pass_gb": {"one row a sequence": apart_memory / 1e9, "ours": memory / 1e9},
     }
@@ -130,7 +139,10 @@ def main() -> None:
             result[name][f"{shape}: {prompt} + {count} x {length}"] = found
             cost = [f"{value:9.2f}" for value in found["petaflops"].values()]
             label = f"{name} {shape}"
-            print(f"{label:34}{''.join(cost)}{found['ratio']['synchronous']:7.2f}  {found['forward_of_formula']}", flush=True)
+            print(
+                f"{label:34}{''.join(cost)}{found['ratio']['synchronous']:7.2f}  {found['forward_of_formula']}",
+                flush=True,
+            )
             if abs(found["forward_of_formula"] - 1) > 0.02:
                 raise SystemExit("the count of the forward pass is not the formula's within 2 %")
     harness.save("flops", result)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import random
 import tempfile
-from pathlib import Path
 
 import grpo
 import harness
@@ -104,11 +103,15 @@ def draw(points: dict[str, dict[str, dict]]) -> None:
     from matplotlib import pyplot as plt
 
     figure, axes = plt.subplots(1, 2, figsize=(9, 3.6))
-    for axis, name, label in zip(axes, ("step_seconds", "peak_gb"), ("seconds an update", "peak memory, GB"), strict=True):
+    for axis, name, label in zip(
+        axes, ("step_seconds", "peak_gb"), ("seconds an update", "peak memory, GB"), strict=True
+    ):
         for side, marker in (("ours", "o-"), ("peer", "s--")):
             known = [(int(length), found[side][name]) for length, found in points.items() if side in found]
             axis.plot(*zip(*known, strict=True), marker, label={"ours": "posttrain", "peer": "TRL 1.16.0"}[side])
-        axis.set(xscale="log", yscale="log", xlabel=f"tokens a completion ({GROUP} on a prompt of {PROMPT})", ylabel=label)
+        axis.set(
+            xscale="log", yscale="log", xlabel=f"tokens a completion ({GROUP} on a prompt of {PROMPT})", ylabel=label
+        )
         axis.set_xticks([int(length) for length in points], labels=list(points))
         axis.grid(alpha=0.25)
     axes[0].legend(frameon=False)
@@ -118,8 +121,6 @@ def draw(points: dict[str, dict[str, dict]]) -> None:
 
 def curve(model: str, most_peer: int) -> dict:
     """Ours at every length, the peer as far as memory goes."""
-    import sys
-
     points: dict[str, dict[str, dict]] = {}
     for length in CURVE:
         arguments = ("--model", model, "--case", f"curve {length}", "--steps", "2")
@@ -130,7 +131,7 @@ def curve(model: str, most_peer: int) -> dict:
         print(length, {side: (one["step_seconds"], one["peak_gb"]) for side, one in found.items()}, flush=True)
     draw(points)
     ours = [points[str(length)]["ours"] for length in CURVE]
-    growth = [(b["step_seconds"] / a["step_seconds"], b["peak_gb"] / a["peak_gb"]) for a, b in zip(ours, ours[1:])]
+    growth = [(b["step_seconds"] / a["step_seconds"], b["peak_gb"] / a["peak_gb"]) for a, b in pairwise(ours)]
     print("each doubling multiplies time and memory by", [(round(t, 2), round(m, 2)) for t, m in growth])
     return {"points": points, "growth": growth}
 
@@ -140,20 +141,26 @@ def main() -> None:
     options = harness.parser(__doc__)
     options.add_argument("--steps", type=int, default=3, help="optimiser steps of a run; the first is not timed")
     options.add_argument("--case", help="one case: 'grpo 512', 'grpo 1024', 'dpo', 'sft 2048' or 'curve'")
-    options.add_argument("--most-peer", type=int, default=2048, help="longest completions that the peer is given in the curve")
+    options.add_argument(
+        "--most-peer", type=int, default=2048, help="longest completions that the peer is given in the curve"
+    )
     args = options.parse_args()
     if args.side:
         print(json.dumps(run(args.side, args.model, args.case, args.steps)))
         return
     path = harness.RESULTS / "long_rows.json"
-    result = {name: found for name, found in json.loads(path.read_text()).items() if name in CASES} if path.exists() else {}
+    result = (
+        {name: found for name, found in json.loads(path.read_text()).items() if name in CASES} if path.exists() else {}
+    )
     with tempfile.TemporaryDirectory() as folder:
         cut(args.model or harness.default_model(), folder)
         for case in [args.case] if args.case else CASES:
             if case == "curve":
                 result[case] = curve(folder, args.most_peer)
                 continue
-            pairs = harness.alternate(__file__, args.pairs, "--model", folder, "--case", case, "--steps", str(args.steps))
+            pairs = harness.alternate(
+                __file__, args.pairs, "--model", folder, "--case", case, "--steps", str(args.steps)
+            )
             result[case] = harness.compare(case, pairs)
             harness.save("long_rows", result)
     harness.save("long_rows", result)

@@ -364,7 +364,9 @@ class _Canvas:
         )
         for name in self.token_names:
             lists = row.token_columns.get(name) if member is not None else None
-            self.tokens[name][-1].extend([0.0] * count if lists is None or member is None else lists[member.index][part])
+            self.tokens[name][-1].extend(
+                [0.0] * count if lists is None or member is None else lists[member.index][part]
+            )
 
     def _number(self, member: Member, start: int, segment: int) -> int:
         """Index of a sequence, which ends in this segment as far as is known."""
@@ -489,7 +491,9 @@ def _rows(batch: Batch, groups: Sequence[Sequence[int]]) -> list[Row]:
         if placed:
             rows_of = [b, *(batch.segments[batch.leaves[index].segment].row for index in group)]
             pairs = zip(rows_of, parts, strict=True)
-            pictures = [[placed[where, column] for column in part if (where, column) in placed] for where, part in pairs]
+            pictures = [
+                [placed[where, column] for column in part if (where, column) in placed] for where, part in pairs
+            ]
             row.pictures = pictures if any(pictures) else []
         rows.append(row)
     return rows

@@ -162,7 +162,9 @@ def _join(tree: Tree, members: list[Member], most: int) -> bool:
     shared = _shared(node, row, 0)
     while shared == len(node.ids):
         depth += shared
-        found = [(child, _shared(child, row, depth)) for child in node.children if child.ids[0] in prompt[depth : depth + 1]]
+        found = [
+            (child, _shared(child, row, depth)) for child in node.children if child.ids[0] in prompt[depth : depth + 1]
+        ]
         child, shared = max(found, key=lambda pair: pair[1], default=(node, 0))
         if shared < min(SHARED_LEAST, len(prompt) - depth) or not shared:
             shared = 0

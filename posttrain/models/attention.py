@@ -40,7 +40,9 @@ NARROW = 4  # Tokens of a window that was made short: less than any sequence of 
 LONGEST = 1024  # Tokens of a prompt in a probe that must reach beyond a window as it is.
 
 
-def attention_inputs(batch: Batch, config: PretrainedConfig, dtype: torch.dtype, span: Tensor | None = None) -> dict[str, Any]:
+def attention_inputs(
+    batch: Batch, config: PretrainedConfig, dtype: torch.dtype, span: Tensor | None = None
+) -> dict[str, Any]:
     """What tells a transformers model who sees whom in this batch; ``span`` as in `forest_mask`.
 
     Returns:

@@ -30,7 +30,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from posttrain.errors import ModelError
 from posttrain.types import Batch, Segment, check_segments
@@ -39,7 +38,15 @@ logger = logging.getLogger(__name__)
 
 BACKENDS = ("sdpa", "eager")  # Backends of transformers whose calls `attention` answers where there are segments.
 # What a backend may be given and does not change numbers, or is computed here too.
-UNDERSTOOD = {"sliding_window", "s_aux", "is_causal", "output_attentions", "use_cache", "cache_position", "position_ids"}
+UNDERSTOOD = {
+    "sliding_window",
+    "s_aux",
+    "is_causal",
+    "output_attentions",
+    "use_cache",
+    "cache_position",
+    "position_ids",
+}
 
 
 class Part(NamedTuple):
@@ -149,21 +156,27 @@ def _mask(part: Part, window: int | None, dtype: torch.dtype) -> Tensor:
     return torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, -torch.inf)
 
 
+class Call(NamedTuple):
+    """What one layer's attention is of: the tries, how many positions a token sees (None: all before it), the scale of scores."""
+
+    forest: Forest
+    window: int | None
+    scale: float
+
+
 class _TreeAttention(torch.autograd.Function):
     """``softmax(scale * q k^T) v`` over what each token sees; see the module."""
 
     @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, forest: Forest, window: int | None, scale: float
-    ) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, call: Call) -> Tensor:
         product = _by_parts if q.device.type == "cpu" else _by_levels
-        out, lse = product(q, k, v, forest, window, scale)
+        out, lse = product(q, k, v, call)
         if sinks is not None:
             total = torch.logaddexp(lse, sinks.to(lse)[None, :, None])
             out = out * torch.sub(lse, total).exp_()[..., None].to(out.dtype)
             lse = total
         ctx.save_for_backward(q, k, v, sinks, out, lse)
-        ctx.forest, ctx.window, ctx.scale = forest, window, scale
+        ctx.call = call
         return out
 
     @staticmethod
@@ -171,27 +184,25 @@ class _TreeAttention(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, sinks, out, lse = ctx.saved_tensors
         product = _parts_backward if q.device.type == "cpu" else _levels_backward
-        shares = product(grad, q, k, v, out, lse, ctx.forest, ctx.window, ctx.scale)
+        shares = product(grad, q, k, v, out, lse, ctx.call)
         dsinks = None
         if sinks is not None and ctx.needs_input_grad[3]:
             # A sink is a logit whose value is zero: d out / d sink = -p_sink * out.
             share = torch.sub(sinks.to(lse)[None, :, None], lse).exp_()
             dsinks = -(share * (grad * out).sum(-1).to(lse)).sum((0, 2)).to(sinks.dtype)
-        return *shares, dsinks, None, None, None
+        return *shares, dsinks, None
 
 
-def _by_parts(
-    q: Tensor, k: Tensor, v: Tensor, forest: Forest, window: int | None, scale: float
-) -> tuple[Tensor, Tensor]:
+def _by_parts(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
     """Output ``(B, heads, T, d)`` and log-sum-exp ``(B, heads, T)``: a call of the CPU's flash operator a part."""
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     out = torch.zeros(q.shape[0], q.shape[2], q.shape[1], q.shape[3], dtype=q.dtype).transpose(1, 2)
     lse = torch.full((q.shape[0], q.shape[2], q.shape[1]), -torch.inf, dtype=wide).transpose(1, 2)
-    for number, part in enumerate(forest.parts(window)):
+    for number, part in enumerate(call.forest.parts(call.window)):
         row, queries, keys = slice(part.row, part.row + 1), part.queries, part.keys
         value, z = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             q[row, :, queries], k[row, :, keys], v[row, :, keys], 0.0, part.causal,
-            attn_mask=forest.mask(number, part, window, q.dtype), scale=scale,
+            attn_mask=call.forest.mask(number, part, call.window, q.dtype), scale=call.scale,
         )  # fmt: skip
         o, merged = out[row, :, queries], lse[row, :, queries]
         if part.causal:
@@ -214,15 +225,15 @@ def _merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
 
 
 def _parts_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, forest: Forest, window: int | None, scale: float
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call
 ) -> tuple[Tensor, Tensor, Tensor]:
     dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-    for number, part in enumerate(forest.parts(window)):
+    for number, part in enumerate(call.forest.parts(call.window)):
         row, queries, keys = slice(part.row, part.row + 1), part.queries, part.keys
         shares = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
             grad[row, :, queries], q[row, :, queries], k[row, :, keys], v[row, :, keys],
             out[row, :, queries], lse[row, :, queries], 0.0, part.causal,
-            attn_mask=forest.mask(number, part, window, q.dtype), scale=scale,
+            attn_mask=call.forest.mask(number, part, call.window, q.dtype), scale=call.scale,
         )  # fmt: skip
         dq[row, :, queries] += shares[0]
         dk[row, :, keys] += shares[1]
@@ -286,16 +297,14 @@ def _flat(x: Tensor) -> Tensor:
     return x.transpose(1, 2).reshape(-1, x.shape[1], x.shape[3])
 
 
-def _by_levels(
-    q: Tensor, k: Tensor, v: Tensor, forest: Forest, window: int | None, scale: float
-) -> tuple[Tensor, Tensor]:
+def _by_levels(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
     """As `_by_parts`: a call of variable-length attention a level."""
     rows, heads, width, size = q.shape
     flat = [_flat(x) for x in (q, k, v)]
     out = torch.zeros(rows * width, heads, size, dtype=torch.float32, device=q.device)
     lse = torch.full((rows * width, heads), -torch.inf, dtype=torch.float32, device=q.device)
-    for level in _levels(forest, q.device):
-        value, z = varlen_forward(flat[0][level.queries], *(x[level.keys] for x in flat[1:]), level, window, scale)
+    for level in _levels(call.forest, q.device):
+        value, z = varlen_forward(flat[0][level.queries], *(x[level.keys] for x in flat[1:]), level, call)
         o, merged = out[level.queries], lse[level.queries]
         _merge(o, merged, value.float(), z.T)
         out[level.queries], lse[level.queries] = o, merged
@@ -304,43 +313,43 @@ def _by_levels(
 
 
 def _levels_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, forest: Forest, window: int | None, scale: float
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call
 ) -> tuple[Tensor, Tensor, Tensor]:
     flat = [_flat(x) for x in (q, k, v, out, grad)]
     flat_lse = lse.transpose(1, 2).reshape(-1, q.shape[1])
     sums = [torch.zeros_like(x, dtype=torch.float32) for x in flat[:3]]
-    for level in _levels(forest, q.device):
+    for level in _levels(call.forest, q.device):
         at, keys = level.queries, level.keys
         tensors = flat[0][at], flat[1][keys], flat[2][keys], flat[3][at], flat_lse[at].T.contiguous(), flat[4][at]
-        shares = varlen_backward(*tensors, level, window, scale)
+        shares = varlen_backward(*tensors, level, call)
         for total, share, where in zip(sums, shares, (at, keys, keys), strict=True):
             total.index_add_(0, where, share.float())
     shaped = zip(sums, (q, k, v), strict=True)
-    dq, dk, dv = (total.to(x.dtype).view(x.shape[0], x.shape[2], *total.shape[1:]).transpose(1, 2) for total, x in shaped)
+    dq, dk, dv = (
+        total.to(x.dtype).view(x.shape[0], x.shape[2], *total.shape[1:]).transpose(1, 2) for total, x in shaped
+    )
     return dq, dk, dv
 
 
-def varlen_forward(
-    q: Tensor, k: Tensor, v: Tensor, level: Level, window: int | None, scale: float
-) -> tuple[Tensor, Tensor]:
-    """torch's variable-length attention: output ``(N, heads, d)``, log-sum-exp ``(heads, N)``."""
+def varlen_forward(q: Tensor, k: Tensor, v: Tensor, level: Level, call: Call) -> tuple[Tensor, Tensor]:
+    """Torch's variable-length attention: output ``(N, heads, d)``, log-sum-exp ``(heads, N)``."""
     from torch.nn.attention.varlen import AuxRequest, varlen_attn
 
     return varlen_attn(
         q, k, v, level.query_ends, level.key_ends, level.most_queries, level.most_keys, return_aux=AuxRequest(lse=True),
-        scale=scale, window_size=_sides(level, window), enable_gqa=q.shape[1] != k.shape[1],
+        scale=call.scale, window_size=_sides(level, call.window), enable_gqa=q.shape[1] != k.shape[1],
     )  # fmt: skip
 
 
 def varlen_backward(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, grad: Tensor, level: Level, window: int | None, scale: float
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, grad: Tensor, level: Level, call: Call
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Shares of dq, dk and dv of one level, from the merged ``out`` and ``lse``."""
-    left, right = _sides(level, window)
+    left, right = _sides(level, call.window)
     nothing = torch.zeros(2, dtype=torch.uint64, device=q.device)  # The state of a dropout that is not.
     return torch.ops.aten._flash_attention_backward(
         grad, q, k, v, out, lse, level.query_ends, level.key_ends, level.most_queries, level.most_keys, 0.0, level.causal,
-        nothing, nothing, scale=scale, window_size_left=left, window_size_right=right,
+        nothing, nothing, scale=call.scale, window_size_left=left, window_size_right=right,
     )  # fmt: skip
 
 
@@ -352,7 +361,14 @@ def _sides(level: Level, window: int | None) -> tuple[int, int]:
 
 
 def tree_attention(
-    q: Tensor, k: Tensor, v: Tensor, forest: Forest, *, scale: float, window: int | None = None, sinks: Tensor | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    forest: Forest,
+    *,
+    scale: float,
+    window: int | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Attention of every token to what it sees in its trie.
 
@@ -374,7 +390,7 @@ def tree_attention(
     elif not q.dtype == k.dtype == v.dtype:
         q, k = q.to(v.dtype), k.to(v.dtype)
     with torch.autocast(q.device.type, enabled=False):
-        return _TreeAttention.apply(q, k, v, sinks, forest, window, scale)
+        return _TreeAttention.apply(q, k, v, sinks, Call(forest, window, scale))
 
 
 def refusal(module: nn.Module, q: Tensor, v: Tensor, dropout: float, forest: Forest, rest: dict[str, Any]) -> str:
@@ -398,7 +414,9 @@ def no_kernel(device: str, dtype: torch.dtype) -> str:
     if device != "cuda" or importlib.util.find_spec("torch.nn.attention.varlen") is None:
         return f"there is no kernel for {device} with torch {torch.__version__}"
     halves = (torch.bfloat16, torch.float16)
-    return "" if dtype in halves else f"flash kernels take bfloat16 and float16, not {str(dtype).removeprefix('torch.')}"
+    return (
+        "" if dtype in halves else f"flash kernels take bfloat16 and float16, not {str(dtype).removeprefix('torch.')}"
+    )
 
 
 def no_varlen(q: Tensor, forest: Forest, window: int | None) -> str:
@@ -414,6 +432,8 @@ def no_varlen(q: Tensor, forest: Forest, window: int | None) -> str:
 
 def _attention(backend: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
     """What transformers calls for a backend: attention by parts where the call has a forest, the backend itself elsewhere."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
     former = ALL_ATTENTION_FUNCTIONS.get(backend)
 
     def attention(
@@ -454,7 +474,8 @@ def kernel_fault(device: torch.device, dtype: torch.dtype, heads: int, kv: int, 
     Args:
         device: Of the model.
         dtype: Of its attention.
-        heads, kv: Heads of queries, and of keys and values.
+        heads: Of queries.
+        kv: Of keys and values.
         size: Numbers of a head.
     """
     ends = [(0, 9, 40, -1, 0), (9, 20, 20, 0, 9), (20, 31, 40, 0, 9), (31, 33, 33, 2, 20), (33, 40, 40, 2, 20)]
@@ -494,6 +515,8 @@ def install(backend: str) -> None:
 
     A config keeps the backend's name, which checkpoints, generation and users know.
     """
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
     if backend not in _installed:
         ALL_ATTENTION_FUNCTIONS.register(backend, _attention(backend))
         _installed.add(backend)

@@ -510,7 +510,9 @@ def view(model: Any, batch: Batch) -> VisionView:
     if family.cross:
         roots = sum(one.parent < 0 for one in batch.segments)
         branches = [one for one in batch.segments if one.parent >= 0]
-        if roots > 1 or any(one.row == b and one.start <= c < one.stop for b, c, _ in batch.pictures for one in branches):
+        if roots > 1 or any(
+            one.row == b and one.start <= c < one.stop for b, c, _ in batch.pictures for one in branches
+        ):
             raise ModelError(
                 f"{type(causal_lm(model)).__name__}: a pass holds several prompts, or an answer holds pictures: text before a "
                 "picture attends to all pictures of its row, those of others too. Fix: pictures in prompts alone."

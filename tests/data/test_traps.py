@@ -21,8 +21,8 @@ from posttrain.data.preference import maybe_extract_prompt, prepare_reward_datas
 from posttrain.data.sft import SupervisedOptions, check_prepared, document_rows, prepare_sft_dataset
 from posttrain.data.templates import get_training_chat_template
 from posttrain.errors import ConfigError, DataError, ModelError
-from posttrain.models.tree_attention import forest_mask
 from posttrain.models.forward import forward, sequence_logps
+from posttrain.models.tree_attention import forest_mask
 from posttrain.types import Row
 from tests.conftest import CHAT_TEMPLATE, build_model, build_tokenizer
 from tests.wordings import raises

@@ -44,7 +44,10 @@ def test_a_turn_that_begins_with_another_rows_answer_runs_through_it():
         batch = collated(rows)
         assert batch.num_tokens == 30 + 20 + 5 + 4 + 6
         assert batch.num_loss_tokens == 20 + 5 + 6
-        told = {origin: x.tolist() for origin, x in zip(batch.origin, split_by_sequence(batch.input_ids, batch), strict=True)}
+        told = {
+            origin: x.tolist()
+            for origin, x in zip(batch.origin, split_by_sequence(batch.input_ids, batch), strict=True)
+        }
         assert [told[i] for i in range(3)] == [c for one in rows for c in one.completions]
 
 

@@ -72,7 +72,7 @@ def inputs(batch, heads, kv, size, dtype=torch.float32, seed=0):
 def assert_equal(batch, heads=4, kv=2, size=16, window=None, sinked=False, tolerance=1e-5):
     q, k, v = inputs(batch, heads, kv, size)
     sinks = torch.linspace(-1, 2, heads).requires_grad_() if sinked else None
-    given = [q, k, v] + [sinks] * sinked
+    given = [q, k, v, *[sinks] * sinked]
     weight = torch.randn(q.shape, generator=torch.Generator().manual_seed(1))
     expected = truth(q, k, v, batch, 0.3, window, sinks)
     wanted = torch.autograd.grad((expected * weight).sum(), given)
@@ -100,7 +100,7 @@ def test_parts_equal_a_dense_mask(parents):
     for window in (None, 1, 2, 5, 9, 1000):
         for sinked in (False, True):
             assert_equal(forest(parents, lengths, rows=2), window=window, sinked=sinked)
-    assert_equal(forest(parents, [300] + lengths[1:]), window=32)
+    assert_equal(forest(parents, [300, *lengths[1:]]), window=32)
     for heads, kv in ((1, 1), (6, 6), (6, 1)):
         assert_equal(forest(parents, lengths), heads, kv, size=8)
 
@@ -159,7 +159,7 @@ def test_gradients_are_those_of_finite_differences():
         )
 
 
-def dense_level(q, level, window):
+def dense_level(level, window):
     """``(queries, keys)`` bool: what variable-length attention lets a query see."""
     sees = torch.zeros(level.query_ends[-1], level.key_ends[-1], dtype=torch.bool)
     for i in range(len(level.query_ends) - 1):
@@ -169,22 +169,22 @@ def dense_level(q, level, window):
     return sees
 
 
-def stand_in_forward(q, k, v, level, window, scale):
+def stand_in_forward(q, k, v, level, call):
     """What CUDA's operator returns, by a mask."""
-    scores = torch.einsum("qhd,khd->hqk", q, k.repeat_interleave(q.shape[1] // k.shape[1], 1)) * scale
-    scores = scores.masked_fill(~dense_level(q, level, window), -math.inf)
+    scores = torch.einsum("qhd,khd->hqk", q, k.repeat_interleave(q.shape[1] // k.shape[1], 1)) * call.scale
+    scores = scores.masked_fill(~dense_level(level, call.window), -math.inf)
     lse = scores.logsumexp(-1)
     values = v.repeat_interleave(q.shape[1] // v.shape[1], 1)
     return torch.einsum("hqk,khd->qhd", (scores - lse[..., None]).exp(), values), lse
 
 
-def stand_in_backward(q, k, v, out, lse, grad, level, window, scale):
+def stand_in_backward(q, k, v, out, lse, grad, level, call):
     """What a flash backward computes of the ``out`` and ``lse`` that it is given."""
     repeat = q.shape[1] // k.shape[1]
     keys, values = k.repeat_interleave(repeat, 1), v.repeat_interleave(repeat, 1)
-    scores = torch.einsum("qhd,khd->hqk", q, keys) * scale
-    p = (scores.masked_fill(~dense_level(q, level, window), -math.inf) - lse[..., None]).exp()
-    ds = p * (torch.einsum("qhd,khd->hqk", grad, values) - (grad * out).sum(-1).T[..., None]) * scale
+    scores = torch.einsum("qhd,khd->hqk", q, keys) * call.scale
+    p = (scores.masked_fill(~dense_level(level, call.window), -math.inf) - lse[..., None]).exp()
+    ds = p * (torch.einsum("qhd,khd->hqk", grad, values) - (grad * out).sum(-1).T[..., None]) * call.scale
     dk, dv = torch.einsum("hqk,qhd->khd", ds, q), torch.einsum("hqk,qhd->khd", p, grad)
     fold = [x.unflatten(1, (-1, repeat)).sum(2) for x in (dk, dv)]
     return torch.einsum("hqk,khd->qhd", ds, keys), *fold
@@ -280,7 +280,9 @@ def test_a_kernel_whose_gradients_are_wrong_is_not_taken(monkeypatch):
         return dq, dk * 1.01, dv
 
     monkeypatch.setattr(tree_attention, "_parts_backward", wrong)
-    assert tree_attention.kernel_fault(torch.device("cpu"), torch.float32, 6, 2, 16).startswith("dk of attention by parts")
+    assert tree_attention.kernel_fault(torch.device("cpu"), torch.float32, 6, 2, 16).startswith(
+        "dk of attention by parts"
+    )
 
 
 def test_a_model_whose_gradients_would_be_wrong_gets_a_mask(monkeypatch, caplog):
