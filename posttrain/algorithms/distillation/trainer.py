@@ -447,12 +447,14 @@ class DistillationTrainer(OnlineTrainer, config=DistillationConfig):
             return self.score_files[mode].read(fact, self.axes.top_k)
         return fact if self.server is None else TokenScores(**{name: torch.tensor(x) for name, x in fact.items()})
 
-    def teacher_prompt(self, example: dict[str, Any], extra: str, template: str, most: int | None) -> list[int]:
-        """Ids of ``template`` of the example's prompt and what only the teacher sees, with room for a completion."""
+    def teacher_prompt(
+        self, example: dict[str, Any], template: str, shown: Mapping[str, str], most: int | None
+    ) -> list[int]:
+        """Ids of ``template`` of the example's prompt and what only the teacher sees, by name, with room for a completion."""
         room = None if self.context is None else self.context - self.args.max_completion_length
         most = min((limit for limit in (most, room) if limit is not None), default=None)
         kwargs = self.args.chat_template_kwargs or {}
-        return privileged_prompt(example, extra, template, self.processing_class, most=most, kwargs=kwargs)
+        return privileged_prompt(example, template, shown, self.processing_class, most=most, kwargs=kwargs)
 
     def needs_old_logp(self, mode: str) -> bool:
         """Where ratios are clipped: in the policy's loss, with ``is_clip``, in IW-OPD; exact divergences have none."""
