@@ -23,6 +23,7 @@ logger = logging.getLogger(__name__)
 # Keys of a block that may hold its picture.
 ALIASES = ("image", "image_url", "image_pil", "path", "url", "base64", "bytes")
 WIDE = ("F", "I")  # Modes of more than 8 bits: what a processor makes of them is black, white or noise.
+OF_PNG = ("1", "L", "LA", "P", "RGB", "RGBA")  # Modes that a PNG keeps.
 ORIENTATION = 274  # The EXIF tag.
 TURNED = (5, 6, 7, 8)  # Orientations that exchange width and height.
 THUMBNAIL = 64  # Pixels of its longer side.
@@ -74,14 +75,17 @@ class Picture:
                 source = file.read()
         image = open_source(source)
         turned = image.getexif().get(ORIENTATION, 1) != 1
+        # An image that is turned is copied, and others are not.
         return require("PIL.ImageOps", "reading images").exif_transpose(image) if turned else image
 
     def encoded(self) -> Picture:
-        """The same with a path or encoded bytes as its source: a PIL image becomes a PNG."""
+        """The same with a path or encoded bytes as its source: a PIL image becomes an upright PNG."""
         if isinstance(self.source, bytes | str):
             return self
-        buffer = io.BytesIO()
-        self.source.save(buffer, format="PNG")
+        image, buffer = self.opened(), io.BytesIO()
+        if image.mode not in OF_PNG:
+            image = _rgb(image, self.background)
+        image.save(buffer, format="PNG")
         return replace(self, source=buffer.getvalue())
 
     def file_bytes(self) -> bytes:
@@ -169,6 +173,7 @@ def read_picture(
             raise ValueError(f"{size[0]}×{size[1]} pixels, and at most {most_pixels} are decoded")
         turned = with_header.getexif().get(ORIENTATION) in TURNED
         frames = getattr(with_header, "n_frames", 1)
+        digest = _digest(source)
     except Exception as error:  # As above.
         raise DataError(
             f"{where}: this is no readable picture (PT-G003, {type(error).__name__}: {error}). Fix: leave this row out, or "
@@ -179,9 +184,14 @@ def read_picture(
             f"{where}: the picture has mode {mode!r}, more than 8 bits a channel, which image processors turn into black or "
             "white. Fix: scale its values to 0..255 and convert it to 'L' or 'RGB'."
         )
+    if mode == "LAB":
+        raise DataError(
+            f"{where}: the picture has mode {mode!r}, which is shown by a colour profile alone. Fix: convert it to 'RGB' with "
+            "PIL.ImageCms."
+        )
     if frames > 1:
         logger.warning("%s: the picture is animated; its first frame is used.", where)
-    return Picture(_digest(source), (size[1], size[0]) if turned else size, source, background, where)
+    return Picture(digest, (size[1], size[0]) if turned else size, source, background, where)
 
 
 def open_source(source: Any) -> Any:
@@ -199,14 +209,16 @@ def _digest(source: Any) -> str:
     if isinstance(source, bytes):
         found.update(source)
     else:
-        found.update(repr((source.mode, source.size, source.getexif().get(ORIENTATION), source.getpalette())).encode())
-        found.update(source.tobytes())
+        pixels, hidden = source.tobytes(), source.info.get("transparency")
+        about = (source.mode, source.size, source.getexif().get(ORIENTATION), source.getpalette(None), hidden)
+        found.update(repr(about).encode() + pixels)
     return found.hexdigest()
 
 
 def _rgb(image: Any, background: Background) -> Any:
     """RGB; transparent pixels show the background, not the colour that is hidden under them."""
-    if image.mode in ("RGBA", "LA", "PA", "La", "RGBa") or "transparency" in image.info:
+    if image.has_transparency_data:
+        image = image.convert("LA") if image.mode == "La" else image
         image = image.convert("RGBA")
         below = require("PIL.Image", "reading images").new("RGBA", image.size, background)
         below.alpha_composite(image)

@@ -9,6 +9,7 @@ import random
 import datasets
 import pytest
 import torch
+from PIL import Image
 
 from posttrain import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer, SFTConfig, SFTTrainer
 from posttrain.data.forest import to_rows
@@ -105,6 +106,32 @@ def test_sft_loss_is_that_of_each_sequence_alone(name, tmp_path):
     trainer = SFTTrainer(model, args, train_dataset=dataset, processing_class=processor)
     assert trainer.layout.kind == ("padded" if name == "ovis2" else "tree")
     assert first_loss(trainer) == pytest.approx(-float(torch.cat(logps).mean()), abs=1e-4)
+
+
+def turned(image):
+    """A JPEG of an image on its side, and the EXIF tag that turns it back."""
+    exif, buffer = Image.Exif(), io.BytesIO()
+    exif[274] = 6
+    image.transpose(Image.Transpose.ROTATE_90).save(buffer, "JPEG", exif=exif, quality=95)
+    return buffer.getvalue()
+
+
+def test_a_stream_of_objects_that_exif_turns_trains_on_what_their_files_show(tmp_path):
+    files = [turned(noise(84, 56, i)) for i in range(4)]
+
+    def stream(make):
+        for i, data in enumerate(files):
+            yield {"prompt": user(f"which {i}?", 1), "completion": assistant(f"c{i} is it"), "images": [make(data)]}
+
+    found = []
+    for number, make in enumerate(
+        (lambda data: {"bytes": data, "path": None}, lambda data: Image.open(io.BytesIO(data)))
+    ):
+        model, processor = build("qwen2_5_vl")
+        args = SFTConfig(str(tmp_path / str(number)), learning_rate=0.0, logging_steps=1, **QUICK)
+        dataset = datasets.IterableDataset.from_generator(stream, gen_kwargs={"make": make})
+        found.append(first_loss(SFTTrainer(model, args, train_dataset=dataset, processing_class=processor)))
+    assert found[0] == pytest.approx(found[1], abs=1e-6)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
