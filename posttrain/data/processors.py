@@ -129,7 +129,7 @@ class PictureProcessor:
     def __getstate__(self) -> dict[str, Any]:
         # What was remembered is no part of a dataset's fingerprint.
         return {
-            **{k: v for k, v in vars(self).items() if k not in ("controls", "escapes", "_alone", "_mark")},
+            **{k: v for k, v in vars(self).items() if k not in ("controls", "escapes", "_alone", "_begins", "_mark")},
             "_expansions": {},
             "_sizes": {},
             "resized": 0,
@@ -323,9 +323,14 @@ class PictureProcessor:
         return placed
 
     def begun(self, text: str) -> str:
-        """A plain text with the bos token before it, where the tokenizer adds one."""
-        bos, first = self.tokenizer.bos_token, self.tokenizer("")["input_ids"][:1]
-        return text if first != [self.tokenizer.bos_token_id] or text.startswith(bos) else bos + text
+        """A text with the bos token before it, where the tokenizer adds one: so do processors, whatever their template writes."""
+        bos = self.tokenizer.bos_token
+        # A model that reads prompts both ways has its bos token behind the images.
+        return text if not self._begins or self.family.block == "prompt" or text.startswith(bos) else bos + text
+
+    @functools.cached_property
+    def _begins(self) -> bool:
+        return self.tokenizer("")["input_ids"][:1] == [self.tokenizer.bos_token_id]
 
     def expansion(self, picture: Picture) -> Expansion:
         """What stands in the text for a picture; it depends on the size alone."""

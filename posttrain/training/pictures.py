@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal
 from datasets import Features, List, Value
 from transformers.utils.hub import cached_file
 
+from posttrain.data.chat import template_text
 from posttrain.data.formats import (
     STREAMED,
     PreparationReport,
@@ -64,6 +65,10 @@ TRIED = 2  # Rows whose pictures are read whole at the start.
 COMPARED = 64  # Of so many rollouts, the pictures of one are compared with its row's.
 RARE = 0.005  # Share of rows that do not fit which is dropped and counted; more of them is an error.
 
+NO_BOS = (
+    "the chat template writes no bos token, and the processor adds one to prompts that are sampled from (GRPO, generate): rows "
+    "are trained without it. Fix: begin the template with {{ bos_token }}."
+)
 NO_IMAGES = "would change nothing: this run reads rows of text alone. Fix: leave it out"
 # What a checkpoint of a multimodal model has beside its weights and its tokenizer.
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
@@ -203,7 +208,7 @@ class Vision:
             num_proc: Processes.
             keep: Columns that stay.
             packs: Whether whole rows are placed side by side up to ``max_length``.
-            more: ``branches`` of `PictureOptions`, whose other fields are those of the run.
+            more: ``branches`` and ``begins`` of `PictureOptions`, whose other fields are those of the run.
 
         Returns:
             The dataset with ``pictures`` and either ``input_ids`` and ``labels``, or ``prompt_ids`` with ``<branch>_ids`` and
@@ -217,7 +222,11 @@ class Vision:
         columns = get_dataset_column_names(dataset)
         if "pictures" in columns:
             return dataset, PreparationReport(name)
-        args = self.args
+        args, reader = self.args, self.reader
+        assert reader is not None
+        begun = reader.render([{"role": "user", "content": "q"}]) if template_text(reader.processor) else ""
+        if begun and not more.get("begins") and reader.begun(begun) != begun:
+            logger.warning("%s dataset: PT-K112: %s", name, NO_BOS)
         if not more.get("branches"):
             more |= {"train_prompt": args.completion_only_loss is False, "spoken": args.assistant_only_loss}
             more |= {"text_field": args.dataset_text_field}

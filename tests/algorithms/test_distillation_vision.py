@@ -9,7 +9,7 @@ from posttrain.data.processors import PictureProcessor
 from posttrain.errors import ConfigError, DataError
 from posttrain.models.heads import picture_encoder
 from tests.algorithms.helpers import losses
-from tests.algorithms.test_vision_online import prompts
+from tests.algorithms.test_vision_online import beginning, prompts
 from tests.algorithms.test_vision_trainers import answer_logits, rows
 from tests.conftest import build_model
 from tests.vision_families import build
@@ -75,6 +75,18 @@ def test_a_step_on_the_dataset_is_the_divergence_of_each_sequence_alone(kind, na
         if ours.requires_grad:
             grad = torch.zeros_like(theirs) if theirs.grad is None else theirs.grad
             assert torch.allclose(ours, theirs - 0.1 * grad, atol=1e-4), path
+
+
+def test_prompts_of_dataset_answers_begin_as_those_that_are_sampled_from_do(tmp_path):
+    model, processor = build("llava")
+    processor = beginning(processor)
+    args = pt.GKDConfig(str(tmp_path), **(BASE | {"lmbda": 0.5}))
+    trainer = pt.GKDTrainer(
+        model, teacher_of("llava")[0], args, train_dataset=rows("completion"), processing_class=processor
+    )
+    bos = processor.tokenizer.bos_token_id
+    for row, prompt in zip(trainer.train_dataset, trainer.tokenize(list(trainer.train_dataset)), strict=True):
+        assert row["prompt_ids"] == list(prompt) and row["prompt_ids"].count(bos) == 1
 
 
 @pytest.mark.parametrize("engine", ["native", "hf"])

@@ -10,6 +10,7 @@ import datasets
 import pytest
 import torch
 from PIL import Image
+from tokenizers.processors import TemplateProcessing
 
 from posttrain import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer, SFTConfig, SFTTrainer
 from posttrain.data.forest import to_rows
@@ -106,6 +107,20 @@ def test_sft_loss_is_that_of_each_sequence_alone(name, tmp_path):
     trainer = SFTTrainer(model, args, train_dataset=dataset, processing_class=processor)
     assert trainer.layout.kind == ("padded" if name == "ovis2" else "tree")
     assert first_loss(trainer) == pytest.approx(-float(torch.cat(logps).mean()), abs=1e-4)
+
+
+@pytest.mark.parametrize("written", [False, True])
+def test_a_template_without_the_bos_that_the_processor_adds_to_prompts_is_told(written, tmp_path, caplog):
+    model, processor = build("llava")
+    processor.tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        "<bos> $A", special_tokens=[("<bos>", 257)]
+    )
+    processor.chat_template = ("{{ bos_token }}" if written else "") + processor.chat_template
+    processor.tokenizer.chat_template = None
+    args = SFTConfig(str(tmp_path), **QUICK)
+    trainer = SFTTrainer(model, args, train_dataset=rows("completion"), processing_class=processor)
+    assert ("PT-K112" in caplog.text) == (not written)
+    assert (trainer.train_dataset[0]["input_ids"][0] == 257) == written
 
 
 def turned(image):

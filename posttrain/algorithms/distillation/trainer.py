@@ -293,7 +293,9 @@ class DistillationTrainer(OnlineTrainer, config=DistillationConfig):
             )
         dataset = with_template_arguments(dataset, args.chat_template_kwargs if answered else None)
         if answered and self.vision.reader is not None:
-            dataset, _ = self.vision.prepare_rows(dataset, branches=("completion",), name=name, keep=columns)
+            dataset, _ = self.vision.prepare_rows(
+                dataset, branches=("completion",), begins=True, name=name, keep=columns
+            )
         elif answered:
             limits = {"max_length": args.max_length, "max_prompt_length": args.max_prompt_length}
             dataset = tokenized_answers(dataset, self.processing_class, name=name, **limits)
