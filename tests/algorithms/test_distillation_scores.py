@@ -3,8 +3,10 @@
 from types import SimpleNamespace
 
 import datasets
+import peft
 import pytest
 import torch
+import transformers
 
 import posttrain as pt
 from posttrain.algorithms.distillation import teacher
@@ -16,8 +18,10 @@ from posttrain.rollouts.native.engine import NativeEngine
 from posttrain.serve.engine import ServedEngine
 from tests.algorithms.helpers import losses, prompts
 from tests.algorithms.test_distillation import answers, dense_loss, make
+from tests.checks.test_tokenizers import byte_level
 from tests.conftest import build_model
 from tests.serve.support import serving
+from tests.wordings import raises
 
 
 def scored(path, tokenizer, data=None, **settings):
@@ -294,3 +298,46 @@ def test_a_served_teacher_is_the_sparse_loss_of_a_model_here(tmp_path, tiny_toke
     local = make(tmp_path / "b", tiny_tokenizer, beta=0.0, loss_top_k=8, data=prompts(4), max_steps=1)
     local.train()
     assert losses(remote)[0] == pytest.approx(losses(local)[0], abs=1e-5) and losses(remote)[0] > 0
+
+
+@pytest.fixture
+def other_teacher(tmp_path):
+    """A model loaded from a folder whose tokenizer gives the ids of the student's other meanings."""
+    other = byte_level(size=320)
+    build_model(len(other), seed=1).save_pretrained(tmp_path / "teacher")
+    other.save_pretrained(tmp_path / "teacher")
+    return str(tmp_path / "teacher")
+
+
+def test_a_teachers_ids_are_compared_however_it_is_given(other_teacher, tmp_path, tiny_tokenizer, caplog):
+    """By id, as an object, as a peft model, behind a server, and where its scores are written to a file."""
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(other_teacher)
+    adapted = peft.get_peft_model(
+        transformers.AutoModelForCausalLM.from_pretrained(other_teacher), peft.LoraConfig(target_modules=["q_proj"])
+    )
+    for given in (other_teacher, loaded, adapted):
+        with raises(ConfigError, "teacher and student disagree"):
+            make(tmp_path / "a", tiny_tokenizer, teacher=given)
+    url = {"teacher_model_server_url": "http://teacher", "loss_top_k": 1}
+    server = FakeServer(loaded, model_id=other_teacher)
+    with raises(ConfigError, "teacher and student disagree"):
+        served(tmp_path / "b", tiny_tokenizer, server=server, **url)
+    with raises(ConfigError, "teacher and student disagree"):
+        score_dataset(loaded, answers(), tiny_tokenizer, tmp_path / "scores.arrow")
+    assert not (tmp_path / "scores.arrow").exists()
+    # What is known to fit may be said.
+    make(tmp_path / "c", tiny_tokenizer, teacher=loaded, teacher_processing_class=tiny_tokenizer)
+    served(tmp_path / "d", tiny_tokenizer, server=server, teacher_processing_class=tiny_tokenizer, **url)
+    make(tmp_path / "e", tiny_tokenizer, teacher=loaded, tokenizer_check="off")
+    score_dataset(loaded, answers(), tiny_tokenizer, tmp_path / "scores.arrow", tokenizer_check="off")
+    assert "tokenizer is not known" not in caplog.text
+    make(tmp_path / "f", tiny_tokenizer)
+    assert "the teacher's tokenizer is not known" in caplog.text
+
+
+def test_gold_finds_the_tokenizer_of_a_teacher_object(other_teacher, tmp_path, tiny_tokenizer):
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(other_teacher)
+    options = {"cls": pt.GOLDTrainer, "config": pt.GOLDConfig, "use_uld_loss": True, "lmbda": 0.0, "max_steps": 1}
+    trainer = make(tmp_path / "a", tiny_tokenizer, teacher=loaded, **options)
+    trainer.train()
+    assert len(trainer.teacher_tokenizer) == 320 and losses(trainer)[0] > 0

@@ -12,6 +12,7 @@ import torch
 from posttrain.algorithms.distillation.config import Axes, logit_width, preset
 from posttrain.algorithms.distillation.objective import AlignedComparison
 from posttrain.algorithms.distillation.presets import OF_BUFFER, OF_GKD, GKDConfig
+from posttrain.algorithms.distillation.teacher import own_tokenizer, teacher_id
 from posttrain.algorithms.distillation.trainer import DistillationTrainer
 from posttrain.checks.tokenizers import compare_tokenizers, token_bytes
 from posttrain.data.chat import common_prefix, terminal_token_ids, tokenize_prompts
@@ -116,18 +117,19 @@ class GOLDTrainer(DistillationTrainer, config=GOLDConfig, arguments=OF_GKD):
     def _other_teacher(self, given: Any, tokenizer: Any) -> None:
         args = self.args
         name = args.teacher_tokenizer_name_or_path
+        known = name or teacher_id(given, args)
         if args.use_uld_loss and self.vision.images:
-            known = name or (given if isinstance(given, str) else args.teacher_model_name_or_path) or ""
             self.teacher_vision = Vision(args, tokenizer, known, (self.train_dataset,), takes=True)
             tokenizer = self.teacher_vision.processor
         elif tokenizer is None and name is not None:
             tokenizer = load.load_tokenizer(name, trust_remote_code=args.trust_remote_code)
-        known = tokenizer is not None or isinstance(given, str) or args.teacher_model_name_or_path
-        if args.use_uld_loss and not known:
-            raise ConfigError(
-                "use_uld_loss=True and the teacher is a model object, whose tokenizer is not known. Fix: "
-                "teacher_processing_class, or teacher_tokenizer_name_or_path."
-            )
+        if args.use_uld_loss and tokenizer is None:
+            if not known:
+                raise ConfigError(
+                    "use_uld_loss=True and the teacher is a model object, whose tokenizer is not known. Fix: "
+                    "teacher_processing_class, or teacher_tokenizer_name_or_path."
+                )
+            tokenizer = own_tokenizer(known, required=True, trust_remote_code=args.trust_remote_code)
         super()._other_teacher(given, tokenizer)
 
     @property

@@ -5,11 +5,12 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 from posttrain.algorithms.distillation.config import Axes, logit_width
 from posttrain.algorithms.distillation.data import tokenized_answers, with_prompt_column, with_template_arguments
 from posttrain.algorithms.distillation.objective import HiddenTeacher, TokenScores, capture
+from posttrain.checks.tokenizers import compare_tokenizers, require_same_tokens
 from posttrain.data.forest import Layout, collate, share_prompts, to_rows
 from posttrain.errors import ConfigError, DataError, ModelError
 from posttrain.models import load
@@ -30,6 +32,8 @@ from posttrain.models.heads import causal_lm, install_token_head
 from posttrain.models.reference import Reference, hash_vocabulary
 from posttrain.report.record import whole_file
 from posttrain.types import Batch, Row
+
+logger = logging.getLogger(__name__)
 
 
 def load_teacher(given: Any, args: Any, student: nn.Module) -> nn.Module:
@@ -60,6 +64,35 @@ def load_teacher(given: Any, args: Any, student: nn.Module) -> nn.Module:
     kwargs |= {} if args.teacher_model_revision is None else {"revision": args.teacher_model_revision}
     kwargs |= dict(args.teacher_model_init_kwargs or {})
     return load.create_model_from_path(given, **kwargs).requires_grad_(False).eval()
+
+
+def teacher_id(given: Any, args: Any) -> str:
+    """Id or folder of a teacher: as it was given, or where a model object was loaded from; empty for one built in memory."""
+    if isinstance(given, nn.Module):
+        return load.get_config_model_id(causal_lm(given).config)
+    return given or args.teacher_model_name_or_path or ""
+
+
+def own_tokenizer(name: str, *, required: bool, trust_remote_code: bool = False, revision: str | None = None) -> Any:
+    """The tokenizer of a teacher's folder or id.
+
+    Args:
+        name: See `teacher_id`; of a server, its model.
+        required: Whether a tokenizer that cannot be loaded is an error. If not, the result is None, and a warning says so.
+        trust_remote_code: As for the teacher.
+        revision: Of the teacher.
+
+    Raises:
+        ModelError: It is required, and cannot be loaded.
+    """
+    try:
+        return load.load_tokenizer(name, trust_remote_code=trust_remote_code, revision=revision)
+    except ModelError as error:
+        if required:
+            raise
+        text = "the teacher's tokenizer is not known, so that its ids are taken for the student's: %s Fix: "
+        logger.warning(text + "teacher_processing_class.", error)
+        return None
 
 
 @contextmanager
@@ -163,6 +196,9 @@ class ServerTeacher:
         expected: ``teacher_model_name_or_path``, which the server's model must be; None: any.
         probe: Token ids that the server scores before anything is trained.
 
+    Attributes:
+        name: The server's model, as the server says.
+
     Raises:
         ConfigError: Another model; k above the server's cap; a temperature other than 1, which servers do not apply to prompts.
         ModelError: The server scores another number of tokens than it is given, or scores that are no log-probs.
@@ -171,7 +207,7 @@ class ServerTeacher:
     def __init__(self, client: Any, axes: Axes, *, expected: str | None, probe: list[int]) -> None:
         self.client, self.top_k = client, max(axes.top_k, 1)
         facts = client.info()
-        name = str(facts.get("model") or facts.get("served") or "")
+        self.name = name = str(facts.get("model") or facts.get("served") or "")
         if expected and name and Path(name).name != Path(expected).name:
             raise ConfigError(
                 f"the server has the model {name!r}, and teacher_model_name_or_path names {expected!r}. Fix: start it with that "
@@ -258,6 +294,7 @@ def score_dataset(
     max_prompt_length: int | None = None,
     chat_template_kwargs: dict[str, Any] | None = None,
     batch_size: int = 16,
+    tokenizer_check: Literal["error", "warn", "off"] = "error",
 ) -> int:
     """Write the teacher's scores of every answer of a dataset, for ``teacher_scores`` of a config; returns the rows.
 
@@ -274,9 +311,10 @@ def score_dataset(
         max_prompt_length: Likewise.
         chat_template_kwargs: Likewise.
         batch_size: Rows that the teacher reads at a time.
+        tokenizer_check: As in the config: what happens where the tokenizer of the teacher's own folder or id is another one.
 
     Raises:
-        ConfigError: ``top_k`` or ``batch_size`` below 1.
+        ConfigError: The teacher's tokenizer is another one; ``top_k`` or ``batch_size`` below 1.
         ModelError: The teacher has fewer logits than the tokenizer has tokens.
     """
     for field, value in (("top_k", top_k), ("batch_size", batch_size)):
@@ -287,13 +325,17 @@ def score_dataset(
         raise ModelError(
             f"the teacher has {width} logits, and the tokenizer {len(tokenizer)} tokens: they do not belong together."
         )
+    name = load.get_config_model_id(causal_lm(teacher).config)
+    own = None if tokenizer_check == "off" else own_tokenizer(name, required=False)
+    if own is not None:
+        match = compare_tokenizers(tokenizer, own, widths=(None, width))
+        require_same_tokens(match, mode=tokenizer_check, trainer="teacher scores", on_policy=False)
     limits = {"max_length": max_length, "max_prompt_length": max_prompt_length}
     dataset = with_template_arguments(with_prompt_column(dataset), chat_template_kwargs)
     dataset = tokenized_answers(dataset, tokenizer, name="dataset", **limits)
     install_token_head(teacher)
     running = functools.partial(frozen, teacher.requires_grad_(False).eval())
     runner = ModelTeacher(running, probe_layout(teacher), True, load.resolve_pad_token(tokenizer, teacher))
-    name = load.get_config_model_id(causal_lm(teacher).config)
     facts = identity(dataset, tokenizer) | {"teacher": name, "top_k": top_k, "batch_size": batch_size}
     fields = [(name, pa.list_(kind)) for name, kind in COLUMNS.items()]
     schema = pa.schema(fields, metadata={"format": FORMAT, "facts": json.dumps(facts)})

@@ -27,15 +27,17 @@ from posttrain.algorithms.distillation.teacher import (
     ServerTeacher,
     frozen,
     load_teacher,
+    own_tokenizer,
     scores_of_batch,
+    teacher_id,
 )
 from posttrain.algorithms.grpo.trainer import grpo_objective, scored_groups
-from posttrain.checks.tokenizers import compare_tokenizers, require_same_tokens
+from posttrain.checks.tokenizers import TokenizerMatch, compare_tokenizers, require_same_tokens
 from posttrain.data.chat import terminal_token_ids
 from posttrain.data.forest import Layout
 from posttrain.errors import ConfigError, DataError
 from posttrain.losses.reduce import spread
-from posttrain.models import load, parallel
+from posttrain.models import parallel
 from posttrain.models.heads import causal_lm, has_tower, install_token_head, picture_encoder
 from posttrain.models.memory_estimate import Part
 from posttrain.models.reference import Reference
@@ -68,7 +70,8 @@ class DistillationTrainer(OnlineTrainer, config=DistillationConfig):
         train_dataset: ``prompt`` (and ``completion``), or ``messages``.
         eval_dataset: Likewise.
         processing_class: The student's tokenizer; None loads the model's.
-        teacher_processing_class: The teacher's; None loads that of a teacher given by id, else the student's is taken for it.
+        teacher_processing_class: The teacher's; None loads that of the teacher's id, or of the folder
+            or id that a model object was loaded from; of one built in memory the student's is taken for it.
         teacher_server: Client of a server that scores, see `ServerTeacher`.
 
     Reference: GKD, arXiv:2306.13649.
@@ -173,6 +176,11 @@ class DistillationTrainer(OnlineTrainer, config=DistillationConfig):
             probe = next(row.prompt_ids for row in self._rows_of([next(iter(self.train_dataset))]))
             expected = args.teacher_model_name_or_path
             self.server = ServerTeacher(client, self.axes, expected=expected, probe=[*probe, *probe][:8])
+            if tokenizer is None:
+                trust = {"trust_remote_code": args.trust_remote_code, "revision": args.teacher_model_revision}
+                tokenizer = own_tokenizer(expected or self.server.name, required=False, **trust)
+            if tokenizer is not None and args.tokenizer_check != "off":
+                self._compared(getattr(tokenizer, "tokenizer", tokenizer), None, None)
         elif args.teacher_model_kind == "model":
             self._other_teacher(given, tokenizer)
         elif given is None:
@@ -204,9 +212,14 @@ class DistillationTrainer(OnlineTrainer, config=DistillationConfig):
         self.teacher = ModelTeacher(running, self.layout, True, self.pad_token_id)
 
     def _other_teacher(self, given: Any, tokenizer: Any) -> None:
-        name = self.args.teacher_model_name_or_path if given is None else given
-        if tokenizer is None and isinstance(name, str):
-            tokenizer = load.load_tokenizer(name, trust_remote_code=self.args.trust_remote_code)
+        args, loaded = self.args, isinstance(given, nn.Module)
+        # Of a teacher that is not there `load_teacher` tells.
+        if tokenizer is None and (loaded or teacher_id(given, args)):
+            trust = {
+                "trust_remote_code": args.trust_remote_code,
+                "revision": None if loaded else args.teacher_model_revision,
+            }
+            tokenizer = own_tokenizer(teacher_id(given, args), required=not loaded, **trust)
         tokenizer = getattr(tokenizer, "tokenizer", tokenizer)  # Of a processor.
         model = load_teacher(given, self.args, self.model).to(self.args.device)
         install_token_head(model)
@@ -253,12 +266,18 @@ class DistillationTrainer(OnlineTrainer, config=DistillationConfig):
                 f"the teacher has {widths[1]} logits, and its tokenizer {len(tokenizer)} tokens: it cannot say how likely the "
                 "others are. Fix: teacher_processing_class, if its own tokenizer is another, or tokenizer_check='warn'."
             )
-        pairs = ((self.processing_class, self.model), (tokenizer, teacher))
-        stops: Any = tuple(terminal_token_ids(t, getattr(causal_lm(m), "generation_config", None)) for t, m in pairs)
+        match = self._compared(tokenizer, widths[1], getattr(causal_lm(teacher), "generation_config", None))
+        self.columns = match.columns if match.verdict != "identical" else None
+
+    def _compared(self, tokenizer: Any, width: int | None, generation_config: Any) -> TokenizerMatch:
+        """The student's tokenizer beside the teacher's of ``width`` logits, whose ids must mean the same."""
+        own = getattr(causal_lm(self.model), "generation_config", None)
+        stops = (terminal_token_ids(self.processing_class, own), terminal_token_ids(tokenizer, generation_config))
+        widths = (logit_width(self.model), width)
         match = compare_tokenizers(self.processing_class, tokenizer, widths=widths, stops=stops)
         options = {"mode": self.args.tokenizer_check, "trainer": type(self).__name__}
         require_same_tokens(match, on_policy=self.args.lmbda > 0, **options)
-        self.columns = match.columns if match.verdict != "identical" else None
+        return match
 
     def _choose_layout(self) -> Layout:
         """As the parent's, one row a pass: beside a teacher, activations of a second row have no room."""
