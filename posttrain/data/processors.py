@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from posttrain.data.pictures import Background, Picture, Placed, shaded
-from posttrain.errors import DataError, ModelError
+from posttrain.errors import ConfigError, DataError, ModelError
 
 
 @dataclass(frozen=True, slots=True)
@@ -429,6 +429,24 @@ class PictureProcessor:
             raise DataError(
                 f"{where}: the processor refuses a picture of {shapes}: {error}. Fix: another shape, or leave this row out."
             ) from error
+
+    def prepares_as(self, other: PictureProcessor) -> bool:
+        """Whether pictures of three sizes become the same tensors here and there.
+
+        Raises:
+            ConfigError: They stand for other tokens, so that two models could not read the same ids.
+        """
+        for picture in map(shaded, (LARGE, (112, 56), (56, 112))):
+            mine, theirs = self.expansion(picture), other.expansion(picture)
+            if (mine.count, mine.grid) != (theirs.count, theirs.grid):
+                raise ConfigError(
+                    f"two models are to read the same ids, and a picture of {picture.size} has {mine.count} tokens (grid "
+                    f"{mine.grid}) by the processor of one and {theirs.count} (grid {theirs.grid}) by that of the other. Fix: "
+                    "the same sizes in the settings of both processors, or GOLD with use_uld_loss=True."
+                )
+            if not _equal(self.prepare(picture), other.prepare(picture)):
+                return False
+        return True
 
     def join(self, prepared: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
         """Tensors of several pictures as the tower takes them at once, in the given order."""

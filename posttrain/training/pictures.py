@@ -47,6 +47,7 @@ from posttrain.errors import ConfigError, DataError, ModelError, check_rules
 from posttrain.losses.advantages import weighted_total
 from posttrain.metrics import Metric, mean
 from posttrain.models.heads import causal_lm, has_tower, picture_encoder
+from posttrain.models.load import get_config_model_id
 from posttrain.models.vision import (
     adapter_of_text,
     frozen_parameters,
@@ -441,6 +442,33 @@ class Vision:
             count(frozen.values()), count(tower.values()), count(inner.parameters()) - count(tower.values()),
         )  # fmt: skip
         return peft_config
+
+    def show(self, model: Any, processor: Any = None) -> bool:
+        """Let another model (a teacher, a reference) see the run's pictures, each prepared as its own processor does.
+
+        Args:
+            model: Reads the policy's ids.
+            processor: Its own; None: that of the folder or id it was loaded from, else the policy's.
+
+        Returns:
+            Whether it takes the pixels of the policy.
+
+        Raises:
+            ConfigError: A picture has other tokens by its processor.
+        """
+        assert self.reader is not None
+        path, own = get_config_model_id(causal_lm(model).config), processor
+        if own is None and path:
+            try:
+                own = load_processor(path)
+            except ModelError as error:
+                logger.warning(
+                    "%s: its processor is not known, and images are prepared as the policy's: %s", path, error
+                )
+        alike = not hasattr(own, "image_processor") or self.reader.prepares_as(PictureProcessor(own))
+        cache = int(self.args.image_cache_gb * 2**30)
+        install_pictures(model, self.processor if alike else own, cache_bytes=cache)
+        return alike
 
     def check_shards(self, model: Any, accelerator: Any) -> None:
         """Refuse a model with pictures that cannot be sharded on processes of which some have none."""

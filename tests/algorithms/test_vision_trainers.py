@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import random
 
 import datasets
@@ -172,6 +173,26 @@ def test_dpo_margins_are_those_of_each_sequence_alone(name, tmp_path):
     args = DPOConfig(str(tmp_path), learning_rate=0.0, logging_steps=1, gradient_checkpointing=False, **QUICK)
     trainer = DPOTrainer(model, reference, args, train_dataset=dataset, processing_class=processor)
     assert first_loss(trainer) == pytest.approx(float(wanted), abs=2e-4)
+
+
+def test_a_reference_that_normalizes_otherwise_sees_its_own_pixels(tmp_path):
+    (model, processor), (reference, reads) = build("llava"), build("llava")
+    reads.image_processor.image_mean = [0.1, 0.2, 0.3]
+    reference.save_pretrained(tmp_path / "reference"), reads.save_pretrained(tmp_path / "reference")
+    dataset, margins = rows("chosen", "rejected"), []
+    with torch.no_grad():
+        for row in dataset.cast_column("images", datasets.List(datasets.Image(decode=False))):
+            own, other = (
+                alone(model, one, row, row["chosen"]).sum() - alone(model, one, row, row["rejected"]).sum()
+                for one in (processor, reads)
+            )
+            margins.append(own - other)
+    wanted = -torch.nn.functional.logsigmoid(0.1 * torch.stack(margins)).mean()
+    assert abs(float(wanted) - math.log(2)) > 1e-4
+    args = DPOConfig(str(tmp_path), learning_rate=0.0, logging_steps=1, gradient_checkpointing=False, **QUICK)
+    given = type(reference).from_pretrained(tmp_path / "reference")
+    trainer = DPOTrainer(model, given, args, train_dataset=dataset, processing_class=processor)
+    assert first_loss(trainer) == pytest.approx(float(wanted), abs=1e-5)
 
 
 def test_a_pair_encodes_its_picture_once_and_the_frozen_reference_keeps_its_features(tmp_path):

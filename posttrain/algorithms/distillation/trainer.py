@@ -220,11 +220,12 @@ class DistillationTrainer(OnlineTrainer, config=DistillationConfig):
                 "revision": None if loaded else args.teacher_model_revision,
             }
             tokenizer = own_tokenizer(teacher_id(given, args), required=not loaded, **trust)
-        tokenizer = getattr(tokenizer, "tokenizer", tokenizer)  # Of a processor.
+        processor = tokenizer if hasattr(tokenizer, "image_processor") else None
+        tokenizer = getattr(tokenizer, "tokenizer", tokenizer)
         model = load_teacher(given, self.args, self.model).to(self.args.device)
         install_token_head(model)
         if self.vision.images:
-            self.show_pictures(model)
+            self.show_pictures(model, processor)
         self.teacher_model, self.teacher_tokenizer = model, tokenizer or self.processing_class
         self.check_vocabularies(model, self.teacher_tokenizer)
         self.checks.knows(parts={"teacher_model": model if self.shares_tokens else None})
@@ -233,8 +234,8 @@ class DistillationTrainer(OnlineTrainer, config=DistillationConfig):
         running = functools.partial(frozen, model, self.accelerator.autocast)
         self.teacher = ModelTeacher(running, layout, shared and self.shares_tokens, self.pad_token_id)
 
-    def show_pictures(self, teacher: nn.Module) -> None:
-        """Let the teacher see the student's pictures through its own tower; where it reads the same ids, prepared once for both.
+    def show_pictures(self, teacher: nn.Module, processor: Any) -> None:
+        """Let the teacher see the student's pictures through its own tower; prepared once where both prepare them alike.
 
         Raises:
             ConfigError: It reads text alone, or is of another family, which has other ids and pixels.
@@ -245,9 +246,12 @@ class DistillationTrainer(OnlineTrainer, config=DistillationConfig):
                 f"the rows have images, and the teacher is {kinds[1]!r}, which does not read the ids and pixels of the student, "
                 f"{kinds[0]!r}. Fix: a teacher of the student's family, or GOLD with use_uld_loss=True and one that reads images."
             )
-        size = int(self.args.image_cache_gb * 2**30)
-        encoder = install_pictures(teacher, (self.teacher_vision or self.vision).processor, cache_bytes=size)
-        if self.shares_tokens:
+        if not self.shares_tokens:
+            size = int(self.args.image_cache_gb * 2**30)
+            install_pictures(teacher, self.teacher_vision.processor, cache_bytes=size)
+        elif self.vision.show(teacher, processor):
+            encoder = picture_encoder(teacher)
+            assert encoder is not None
             encoder.next = picture_encoder(self.model)
 
     @property
