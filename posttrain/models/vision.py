@@ -119,18 +119,21 @@ class PictureEncoder:
         return [list(pair) for pair in zip(features, joined["aspect_ratio_mask"][0], strict=True)]
 
     def idle(self, model: Any) -> dict[str, Any]:
-        """Of a pass without pictures beside processes that may have some: the tower's gradient is zero instead of missing.
+        """Of a pass without pictures beside processes that may have some: what reads them has a gradient of zero instead of none.
 
-        Processes add up gradients in the order in which they come: one that has none would stop the others, or send them
+        That is the tower, and where features stand beside the text the layers that attend to them, which are skipped without
+        any. Processes add up gradients in the order in which they come: one that has none would stop the others, or send them
         what belongs to another parameter. So a picture is encoded, and its features count zero times. A sharded tower is
         entered without gradients too: its layers are gathered from all processes.
         """
-        if not torch.is_grad_enabled() or not any(w.requires_grad for w in tower_parameters(model).values()):
-            if gathers_in_forward(_tower(model)):
-                with torch.no_grad():
-                    self._probe_sum(model)
+        trained = [w for w in tower_parameters(model).values() if w.requires_grad and torch.is_grad_enabled()]
+        beside = [w for w in self._crossing(model) if w.requires_grad and torch.is_grad_enabled()]
+        if not trained and gathers_in_forward(_tower(model)):
+            with torch.no_grad():
+                self._probe_sum(model)
+        if not trained and not beside:
             return {}
-        zero = self._probe_sum(model) * 0
+        zero = 0 * sum((weight.flatten()[0] for weight in beside), self._probe_sum(model) if trained else 0)
 
         def add(embeddings: Any, inputs: Any, output: Tensor) -> Tensor:
             handle.remove()
@@ -138,6 +141,15 @@ class PictureEncoder:
 
         handle = model.get_input_embeddings().register_forward_hook(add)
         return {}
+
+    def _crossing(self, model: Any) -> list[Tensor]:
+        """Parameters of the text model's layers that attend to features beside the text."""
+        if not self.processor.family.cross:
+            return []
+        layers = model.model.language_model.layers
+        return [
+            weight for i in model.config.get_text_config().cross_attention_layers for weight in layers[i].parameters()
+        ]
 
     def _probe_sum(self, model: Any) -> Tensor:
         """The sum of a small picture's features."""

@@ -48,6 +48,7 @@ from posttrain.losses.advantages import weighted_total
 from posttrain.metrics import Metric, mean
 from posttrain.models.heads import causal_lm, has_tower, picture_encoder
 from posttrain.models.load import get_config_model_id
+from posttrain.models.parallel import shards_parameters
 from posttrain.models.vision import (
     adapter_of_text,
     frozen_parameters,
@@ -471,9 +472,24 @@ class Vision:
         return alike
 
     def check_shards(self, model: Any, accelerator: Any) -> None:
-        """Refuse a model with pictures that cannot be sharded on processes of which some have none."""
-        if picture_encoder(model) is not None:
+        """Refuse a model with pictures that cannot be sharded on processes of which some have none; DDP has no idle parameters.
+
+        DDP waits for a gradient of each trained parameter. Those of the tower that no loss reaches have none in one process
+        either, so nothing changes where they are frozen.
+        """
+        encoder, inner = picture_encoder(model), causal_lm(model)
+        if encoder is not None:
             refuse_skipped_layers(model, accelerator)
+        if accelerator.num_processes == 1 or shards_parameters(accelerator) or not has_tower(model):
+            return
+        tower = {name: one for name, one in tower_parameters(inner).items() if one.requires_grad}
+        idle = encoder.unreached(inner) if encoder is not None else set(tower)
+        for name in idle:
+            tower[name].requires_grad_(False)
+        if idle:
+            logger.info(
+                "vision: %d parameters that no loss reaches are not trained: DDP would wait for them.", len(idle)
+            )
 
     def save(self, folder: str) -> None:
         """Save the processor beside the model; its tokenizer is saved anyway."""
