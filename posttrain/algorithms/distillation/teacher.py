@@ -24,6 +24,7 @@ from posttrain.algorithms.distillation.data import tokenized_answers, with_promp
 from posttrain.algorithms.distillation.objective import HiddenTeacher, TokenScores, capture
 from posttrain.checks.tokenizers import compare_tokenizers, require_same_tokens
 from posttrain.data.forest import Layout, collate, share_prompts, to_rows
+from posttrain.data.formats import plain_rows
 from posttrain.errors import ConfigError, DataError, ModelError
 from posttrain.models import load
 from posttrain.models.attention import probe_layout
@@ -331,7 +332,7 @@ def score_dataset(
         match = compare_tokenizers(tokenizer, own, widths=(None, width))
         require_same_tokens(match, mode=tokenizer_check, trainer="teacher scores", on_policy=False)
     limits = {"max_length": max_length, "max_prompt_length": max_prompt_length}
-    dataset = with_template_arguments(with_prompt_column(dataset), chat_template_kwargs)
+    dataset = with_template_arguments(with_prompt_column(plain_rows(dataset)), chat_template_kwargs)
     dataset = tokenized_answers(dataset, tokenizer, name="dataset", **limits)
     install_token_head(teacher)
     running = functools.partial(frozen, teacher.requires_grad_(False).eval())

@@ -35,6 +35,7 @@ from posttrain.algorithms.grpo.trainer import grpo_objective, scored_groups
 from posttrain.checks.tokenizers import TokenizerMatch, compare_tokenizers, require_same_tokens
 from posttrain.data.chat import terminal_token_ids
 from posttrain.data.forest import Layout
+from posttrain.data.formats import get_dataset_column_names
 from posttrain.errors import ConfigError, DataError
 from posttrain.losses.reduce import spread
 from posttrain.models import parallel
@@ -303,7 +304,8 @@ class DistillationTrainer(OnlineTrainer, config=DistillationConfig):
     def prepare(self, dataset: Any, name: str, *, training: bool = False) -> Any:
         """A raw set with its answers as ids, where they are trained or evaluated; a prepared one comes back as it is."""
         args, dataset = self.args, with_prompt_column(dataset)
-        columns = getattr(dataset, "column_names", None) or ()
+        # A stream that was mapped declares no columns.
+        columns = get_dataset_column_names(dataset) if hasattr(dataset, "column_names") else []
         if "prompt_ids" in columns:
             return dataset
         answered = args.eval_mode != "student" and "completion" in columns
