@@ -343,7 +343,7 @@ def undecoded(dataset: Any) -> Any:
 
 
 def pictures_of(example: Mapping[str, Any]) -> list[Any]:
-    """What the columns ``image`` and ``images`` of a row hold, as a list; None means no picture.
+    """What the columns ``image`` and ``images`` of a row hold, as a list; None means no picture, in the list too.
 
     Raises:
         DataError: Both columns hold pictures.
@@ -351,7 +351,7 @@ def pictures_of(example: Mapping[str, Any]) -> list[Any]:
     one, several = example.get("image"), example.get("images")
     if one is not None and several is not None:
         raise DataError("the row has both 'image' and 'images'. Fix: keep one of these columns.")
-    return [one] if one is not None else list(several or ())
+    return [one] if one is not None else [value for value in several or () if value is not None]
 
 
 def has_pictures(rows: Iterable[Mapping[str, Any]]) -> bool:

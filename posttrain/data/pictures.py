@@ -287,7 +287,7 @@ def conversation_pictures(
 
     Args:
         messages: With content as text or blocks.
-        images: What belongs in the empty blocks.
+        images: What belongs in the empty blocks; None stands for no picture.
 
     Returns:
         Messages whose blocks are ``{"type": "image"}`` or ``{"type": "text", "text": ...}``, and one picture a block.
@@ -307,7 +307,7 @@ def conversation_pictures(
             found += [held for _, held in blocks if held is not NOTHING]
             message["content"] = [block for block, _ in blocks]
         made.append(message)
-    given, empty = list(images or ()), sum(held is None for held in found)
+    given, empty = [one for one in images or () if one is not None], sum(held is None for held in found)
     if given and not empty:
         user = next((m for m in made if m.get("role") == "user"), None)
         if user is None:
@@ -342,12 +342,16 @@ def _block(block: Any, role: str) -> tuple[dict[str, Any], Any]:
             f"a {role} message has a block of type {kind!r}; known are 'text' and 'image'. Fix: leave this row out; video and "
             "audio are not trained on."
         )
-    held = next((block[key] for key in ALIASES if key in block), None)
+    return {"type": "image"}, picture_in(block)
+
+
+def picture_in(block: Mapping[str, Any]) -> Any:
+    """What a block of an image holds, as `read_picture` takes it; None where it is empty."""
+    name = next((key for key in ALIASES if block.get(key) is not None), None)
+    held = None if name is None else block[name]
     if isinstance(held, Mapping) and "url" in held:
         held = held["url"]
-    if "base64" in block and held is block["base64"]:
-        held = f"data:;base64,{held}"
-    return {"type": "image"}, held
+    return f"data:;base64,{held}" if name == "base64" else held
 
 
 def filled(messages: Sequence[Mapping[str, Any]], images: Iterable[Any]) -> list[dict[str, Any]]:

@@ -71,7 +71,8 @@ GRID, PARTS, PARTS_ASKED = "image_grid_thw", "text_replacement_offsets", "return
 # Of a processor's output what its text needs, or a loss.
 TEXT_KEYS = {"input_ids", "attention_mask", "token_type_ids", KINDS, "labels", PARTS, "cross_attention_mask"}
 TEXT_KEYS |= {"num_crops", "num_patches", "num_tiles", "rows", "cols"}
-LARGE = (1500, 1000)  # A picture that is cut into tiles where any is.
+# A picture that is cut into tiles where any is. Its sides are multiples of all usual patches, for processors that resize nothing.
+LARGE = (1568, 1120)
 REMEMBERED = 4096  # Sizes whose expansion is kept.
 
 
@@ -152,7 +153,7 @@ class PictureProcessor:
     @functools.cached_property
     def escapes(self) -> bool:
         """Whether a placeholder or a marker that a user typed can stay text; tried on one conversation with all of them."""
-        picture, typed = shaded((56, 56)), " ".join(self.controls)
+        picture, typed = self.shaded((56, 56)), " ".join(self.controls)
         try:
             plain, hostile = (
                 self.encode(self._template([{"role": "user", "content": [{"type": "image"}, block]}]), [picture])[0]
@@ -424,11 +425,17 @@ class PictureProcessor:
             if alone:
                 return dict(self.processor.image_processor(rows if self.family.tiled else rows[0], return_tensors="pt"))
             return dict(self.processor(text=texts, images=[list(row) for row in rows], **options))
-        except (ValueError, ZeroDivisionError) as error:
+        except (RuntimeError, ValueError, ZeroDivisionError) as error:
             shapes = ", ".join(f"{image.size[0]}×{image.size[1]}" for row in rows for image in row)
             raise DataError(
                 f"{where}: the processor refuses a picture of {shapes}: {error}. Fix: another shape, or leave this row out."
             ) from error
+
+    def shaded(self, size: tuple[int, int], *, turned: bool = False) -> Picture:
+        """A picture to try the processor with; where it resizes nothing, larger by a factor that makes whole patches of it."""
+        resizes = getattr(getattr(self.processor, "image_processor", None), "do_resize", True)
+        width, height = size if resizes else (8 * size[0], 8 * size[1])
+        return shaded((width, height), turned=turned)
 
     def prepares_as(self, other: PictureProcessor) -> bool:
         """Whether pictures of three sizes become the same tensors here and there.
@@ -436,7 +443,7 @@ class PictureProcessor:
         Raises:
             ConfigError: They stand for other tokens, so that two models could not read the same ids.
         """
-        for picture in map(shaded, (LARGE, (112, 56), (56, 112))):
+        for picture in (shaded(LARGE), self.shaded((112, 56)), self.shaded((56, 112))):
             mine, theirs = self.expansion(picture), other.expansion(picture)
             if (mine.count, mine.grid) != (theirs.count, theirs.grid):
                 raise ConfigError(

@@ -16,7 +16,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
-from posttrain.data.pictures import Picture, Placed, shaded
+from posttrain.data.pictures import Picture, Placed
 from posttrain.data.processors import PictureProcessor
 from posttrain.errors import ModelError
 from posttrain.models.heads import LANGUAGE, causal_lm, picture_encoder, unwrapped
@@ -153,7 +153,7 @@ class PictureEncoder:
 
     def _probe_sum(self, model: Any) -> Tensor:
         """The sum of a small picture's features."""
-        pictures = probe_pictures()[:1]
+        pictures = probe_pictures(self.processor)[:1]
         (levels,) = self._encode(model, pictures, {p: self.processor.expansion(p).count for p in pictures})
         return torch.stack([level.float().sum() for level in levels]).sum()
 
@@ -264,9 +264,9 @@ def _flat(features: Any) -> Tensor:
     return torch.cat([one.flatten(0, -2) for one in features])
 
 
-def probe_pictures() -> list[Picture]:
+def probe_pictures(processor: PictureProcessor) -> list[Picture]:
     """Pictures of three sizes, every other one turned."""
-    return [shaded(size, turned=i % 2 == 0) for i, size in enumerate(PROBED)]
+    return [processor.shaded(size, turned=i % 2 == 0) for i, size in enumerate(PROBED)]
 
 
 def probe_rows(model: Any) -> list[Row]:
@@ -274,7 +274,7 @@ def probe_rows(model: Any) -> list[Row]:
     encoder, rows = picture_encoder(model), []
     if encoder is not None:
         words = encoder.processor.tokenizer("which one is it, and where?", add_special_tokens=False)["input_ids"]
-        for picture in probe_pictures()[:2]:
+        for picture in probe_pictures(encoder.processor)[:2]:
             ids, placed = encoder.processor.encode(f"a {encoder.processor.placeholder} b", [picture], prompt=True)
             answers = [words[:5], words[2:5], words[1:4]]
             rows.append(Row(ids, answers, [[1] * len(a) for a in answers], pictures=[placed, [], [], []]))
@@ -411,7 +411,7 @@ def install_pictures(model: Any, processor: Any, *, cache_bytes: int = 2**30) ->
             "as processing_class."
         )
     if family.models:
-        counts = {picture: encoder.processor.expansion(picture).count for picture in probe_pictures()}
+        counts = {picture: encoder.processor.expansion(picture).count for picture in probe_pictures(encoder.processor)}
         for picture in counts:
             encoder._encode(inner, [picture], counts)
     inner.picture_encoder = encoder

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from posttrain import DistillationConfig, DistillationTrainer
+from posttrain.errors import ConfigError
 from tests.algorithms.helpers import SHORT, losses, prompts, scripted
 from tests.conftest import build_model
 
@@ -341,3 +342,13 @@ def test_a_stream_of_messages_trains_on_their_answers(tmp_path, tiny_tokenizer):
         trainer.train()
         found.append(losses(trainer)[0])
     assert found[0] == pytest.approx(found[1], abs=1e-6)
+
+
+def test_answers_of_the_dataset_need_no_room_for_a_completion(tmp_path, tiny_tokenizer):
+    trainer = make(tmp_path, tiny_tokenizer, lmbda=0.0, max_completion_length=512, max_steps=1)
+    assert trainer.context == 512
+    trainer.train()
+    assert losses(trainer)[0] > 0
+    for settings in ({"lmbda": 0.5}, {"lmbda": 0.0, "seq_kd": True}):
+        with pytest.raises(ConfigError, match="512"):
+            make(tmp_path, tiny_tokenizer, max_completion_length=512, **settings)

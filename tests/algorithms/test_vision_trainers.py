@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import io
 import json
 import math
@@ -683,3 +684,65 @@ def test_a_placeholder_in_a_run_on_text_stops_it_instead_of_training_on_no_pictu
     dataset = datasets.Dataset.from_list([{"prompt": "see <image> there", "completion": " yes"}] * 4)
     with pytest.raises(ModelError, match="PT-G011"):
         sft(tmp_path, dataset).train()
+
+
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl"])
+def test_a_processor_that_resizes_nothing_trains_on_pictures_of_whole_patches(name, tmp_path):
+    model, processor = build(name)
+    processor.image_processor.do_resize = False
+    side = 2 * processor.image_processor.patch_size
+    images = [noise(side * (1 + i), side, i) for i in range(4)]
+    found = [
+        {"prompt": user(f"which {i}?", 1), "images": [png(one)], "completion": assistant(f"c{i}")}
+        for i, one in enumerate(images)
+    ]
+    dataset = datasets.Dataset.from_list(found).cast_column("images", datasets.List(datasets.Image()))
+    args = SFTConfig(str(tmp_path), learning_rate=0.0, logging_steps=1, **QUICK)
+    trainer = SFTTrainer(model, args, train_dataset=dataset, processing_class=processor)
+    plain = dataset.cast_column("images", datasets.List(datasets.Image(decode=False)))
+    with torch.no_grad():
+        logps = [alone(model, processor, row, row["completion"]) for row in plain]
+    assert first_loss(trainer) == pytest.approx(-float(torch.cat(logps).mean()), abs=1e-4)
+    found[2]["images"] = [png(noise(side + 3, side))]
+    dataset = datasets.Dataset.from_list(found).cast_column("images", datasets.List(datasets.Image()))
+    with pytest.raises(DataError, match="row 2"):
+        SFTTrainer(model, args, train_dataset=dataset, processing_class=processor)
+
+
+def test_none_among_images_stands_for_no_picture(tmp_path):
+    found = [
+        {"prompt": user("which?", 1), "images": [noise(56, 56, i), None], "completion": assistant("this")}
+        for i in range(4)
+    ]
+    losses = []
+    for rows_of in (found, [{**row, "images": row["images"][:1]} for row in found]):
+        model, processor = build("llava")
+        args = SFTConfig(str(tmp_path / str(len(losses))), learning_rate=0.0, logging_steps=1, **QUICK)
+        dataset = datasets.IterableDataset.from_generator(lambda rows=rows_of: iter(rows))
+        losses.append(first_loss(SFTTrainer(model, args, train_dataset=dataset, processing_class=processor)))
+    assert losses[0] == losses[1]
+
+
+def test_the_preflight_reads_blocks_as_the_run_does(tmp_path, caplog):
+    """An address inside ``image_url``, and base64, are pictures; what is wrong with one is told."""
+    data = base64.b64encode(png(noise(84, 56, 1))["bytes"]).decode()
+    small = base64.b64encode(png(noise(20, 56, 1))["bytes"]).decode()
+
+    def rows_of(first):
+        blocks = [
+            {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{first}"}},
+            {"type": "image", "base64": first},
+        ]
+        for block in blocks * 2:
+            yield {
+                "prompt": [{"role": "user", "content": [block, {"type": "text", "text": "a"}]}],
+                "completion": assistant("b"),
+            }
+
+    for held, said in ((data, False), (small, True)):
+        caplog.clear()
+        model, processor = build("llava")
+        args = SFTConfig(str(tmp_path), **QUICK)
+        dataset = datasets.Dataset.from_list(list(rows_of(held)))
+        SFTTrainer(model, args, train_dataset=dataset, processing_class=processor).train()
+        assert "PT-G003" not in caplog.text and ("PT-G006" in caplog.text) == said

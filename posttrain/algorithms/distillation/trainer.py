@@ -348,6 +348,11 @@ class DistillationTrainer(OnlineTrainer, config=DistillationConfig):
         return self.vision.placed(rows, examples)
 
     @property
+    def samples_completions(self) -> bool:
+        """Not where the dataset's answers alone are trained."""
+        return self.args.lmbda > 0 or self.args.seq_kd
+
+    @property
     def prompt_limit(self) -> int | None:
         """Prompts to sample from are cut as those of dataset rows are."""
         args = self.args
