@@ -231,6 +231,18 @@ def test_sdpo_fills_each_field_of_a_template_where_it_stands(template, tmp_path,
         assert text == tiny_tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
 
 
+def test_the_loss_of_samples_is_a_mean_over_tokens_in_sdpo_too(tmp_path, tiny_tokenizer):
+    trainer = preset(
+        "SDPO", tmp_path, tiny_tokenizer, include_environment_feedback=True, teacher_model_kind="base", max_completion_length=4,
+        distillation_mode="full_logits", reward_funcs=lambda completion_ids, **_: [0.0] * len(completion_ids),
+    )  # fmt: skip
+    trainer.train()
+    log = trainer.state.log_history[0]
+    assert {len(rollout.token_ids) for rollout in trainer.seen[0].rollouts} == {4}
+    assert log["loss"] == pytest.approx(log["distill/divergence"], abs=1e-6)
+    assert log["on_policy_loss"] == pytest.approx(log["distill/divergence"], abs=1e-6)
+
+
 def test_words_in_braces_of_the_data_are_no_fields_of_the_template(tmp_path, tiny_tokenizer):
     rows = [{"prompt": "What is {solution}? ", "privileged_context": "{prompt} {x} {"} for _ in range(2)]
     shown, _ = reprompted(

@@ -341,3 +341,22 @@ def test_gold_finds_the_tokenizer_of_a_teacher_object(other_teacher, tmp_path, t
     trainer = make(tmp_path / "a", tiny_tokenizer, teacher=loaded, **options)
     trainer.train()
     assert len(trainer.teacher_tokenizer) == 320 and losses(trainer)[0] > 0
+
+
+def test_what_has_no_answers_to_score_is_refused(tmp_path, tiny_tokenizer):
+    model, path = build_model(len(tiny_tokenizer), seed=1), tmp_path / "scores.arrow"
+    for data, said in (
+        (datasets.Dataset.from_list([{"prompt": "a"}]), "prompt"),
+        (answers().to_iterable_dataset(), "IterableDataset"),
+        (datasets.Dataset.from_list([]), "scored"),
+    ):
+        with raises(DataError, said):
+            score_dataset(model, data, tiny_tokenizer, path)
+    assert not path.exists()
+
+
+def test_a_teacher_that_scored_is_as_it_was(tmp_path, tiny_tokenizer):
+    model = build_model(len(tiny_tokenizer), seed=1).train()
+    score_dataset(model, answers(), tiny_tokenizer, tmp_path / "scores.arrow")
+    assert model.training and all(parameter.requires_grad for parameter in model.parameters())
+    assert all(parameter.grad is None for parameter in model.parameters())

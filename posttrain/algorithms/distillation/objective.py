@@ -255,17 +255,19 @@ def distillation_objective(out: ModelOutputs, batch: Batch, axes: Axes) -> LossT
     if axes.support == "aligned":
         kept = mask & (batch.columns["aligned"] > 0)
         metrics = {name + "_loss": mean(place(found[name]), kept) for name in ("matched", "unmatched")}
-        loss = LossTerms(axes.weight * place(found["matched"] + found["unmatched"]), kept, "token", count="groups")
+        terms = axes.weight * place(found["matched"] + found["unmatched"])
+        loss = LossTerms(terms, kept, "token", count="groups")
     elif axes.support == "none":
-        loss = LossTerms(grid, mask, "token")
+        terms, loss = grid, LossTerms(grid, mask, "token")
     else:
         values = place(found["divergence"])
         _check_finite(values, mask, axes)
         if axes.estimator == "score":
             values, metrics = _score(out, batch, place(found["gap"]), axes)
         metrics |= _agreement(found)
-        loss = _reduced(axes.weight * values * _importance(out, batch, axes), batch, axes)
-    metrics |= _by_source(loss.terms.detach(), batch, loss.mask)
+        terms = axes.weight * values * _importance(out, batch, axes)
+        loss = _reduced(terms, batch, axes)
+    metrics |= _by_source(terms.detach(), batch, loss.mask)
     if axes.cross_entropy and out.logp is not None:
         loss.extra.append(LossTerms(-axes.cross_entropy * out.logp, mask, "token"))
         metrics["distill/cross_entropy"] = mean(-out.logp, mask)

@@ -24,7 +24,7 @@ from posttrain.algorithms.distillation.data import tokenized_answers, with_promp
 from posttrain.algorithms.distillation.objective import HiddenTeacher, TokenScores, capture
 from posttrain.checks.tokenizers import compare_tokenizers, require_same_tokens
 from posttrain.data.forest import Layout, collate, share_prompts, to_rows
-from posttrain.data.formats import plain_rows
+from posttrain.data.formats import first_row, plain_rows
 from posttrain.errors import ConfigError, DataError, ModelError
 from posttrain.models import load
 from posttrain.models.attention import probe_layout
@@ -32,6 +32,7 @@ from posttrain.models.forward import forward
 from posttrain.models.heads import causal_lm, install_token_head
 from posttrain.models.reference import Reference, hash_vocabulary
 from posttrain.report.record import whole_file
+from posttrain.rollouts.base import evaluating
 from posttrain.types import Batch, Row
 
 logger = logging.getLogger(__name__)
@@ -316,6 +317,7 @@ def score_dataset(
 
     Raises:
         ConfigError: The teacher's tokenizer is another one; ``top_k`` or ``batch_size`` below 1.
+        DataError: The dataset is a stream, empty, or without answers.
         ModelError: The teacher has fewer logits than the tokenizer has tokens.
     """
     for field, value in (("top_k", top_k), ("batch_size", batch_size)):
@@ -332,15 +334,26 @@ def score_dataset(
         match = compare_tokenizers(tokenizer, own, widths=(None, width))
         require_same_tokens(match, mode=tokenizer_check, trainer="teacher scores", on_policy=False)
     limits = {"max_length": max_length, "max_prompt_length": max_prompt_length}
+    first_row(dataset, "scored")
     dataset = with_template_arguments(with_prompt_column(plain_rows(dataset)), chat_template_kwargs)
+    if not hasattr(dataset, "__len__") or "completion" not in dataset.column_names:
+        raise DataError(
+            f"scores are of a Dataset's answers, and this {type(dataset).__name__} has the columns {dataset.column_names}. Fix: "
+            "'prompt' and 'completion', or 'messages'; of a stream Dataset.from_list(list(stream))."
+        )
     dataset = tokenized_answers(dataset, tokenizer, name="dataset", **limits)
     install_token_head(teacher)
-    running = functools.partial(frozen, teacher.requires_grad_(False).eval())
+    running = functools.partial(frozen, teacher)
     runner = ModelTeacher(running, probe_layout(teacher), True, load.resolve_pad_token(tokenizer, teacher))
     facts = identity(dataset, tokenizer) | {"teacher": name, "top_k": top_k, "batch_size": batch_size}
     fields = [(name, pa.list_(kind)) for name, kind in COLUMNS.items()]
     schema = pa.schema(fields, metadata={"format": FORMAT, "facts": json.dumps(facts)})
-    with whole_file(Path(path)) as draft, pa.OSFile(str(draft), "wb") as sink, pa.ipc.new_file(sink, schema) as writer:
+    with (
+        evaluating(teacher),
+        whole_file(Path(path)) as draft,
+        pa.OSFile(str(draft), "wb") as sink,
+        pa.ipc.new_file(sink, schema) as writer,
+    ):
         for start in tqdm.trange(0, len(dataset), batch_size, desc="teacher scores", unit="batch"):
             found = dataset[start : start + batch_size]
             pairs = zip(found["prompt_ids"], found["completion_ids"], strict=True)
