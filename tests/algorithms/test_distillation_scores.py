@@ -261,6 +261,41 @@ def test_servers_that_cannot_give_what_the_loss_needs_are_refused_at_the_start(t
     served(tmp_path, tiny_tokenizer, server=FakeServer(model, model_id="/models/qwen"), **named)
 
 
+@pytest.mark.parametrize(("beta", "k"), [(0.0, 325), (0.4, 1)])
+def test_logits_of_a_server_beyond_the_students_are_mass_outside_of_the_support(beta, k, tmp_path, tiny_tokenizer):
+    """A padded model whose padding is likely, which a trained one's is not."""
+    size = len(tiny_tokenizer)
+    wide = build_model(size + 16, seed=1)
+    settings = {"beta": beta, "loss_top_k": k, "teacher_model_server_url": "http://teacher", "learning_rate": 0.0}
+    trainer = served(tmp_path, tiny_tokenizer, server=FakeServer(wide, top_k=400), **settings)
+    seen, generated = [], trainer.generated
+    trainer.generated = lambda *given: seen.append(generated(*given)) or seen[-1]
+    trainer.train()
+    student, total, count = build_model(size), 0.0, 0
+    for rollout in seen[0].rollouts:
+        prompt, answer = rollout.prompt_ids, rollout.token_ids
+        x, y = (
+            m(input_ids=torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1].double().softmax(-1)
+            for m in (student, wide)
+        )
+        for q, p, token in zip(x, y, answer, strict=True):
+            ids = p.topk(k).indices.tolist() if beta == 0 else {int(p.argmax()), token}
+            ids = [i for i in ids if i < size]
+            q, p = (torch.cat([z[ids], (1 - z[ids].sum()).clamp_min(1e-7)[None]]) for z in (q, p))
+            m = beta * p + (1 - beta) * q
+            kl = (p * (p / m).log()).sum()
+            total = total + (kl if beta == 0 else beta * kl + (1 - beta) * (q * (q / m).log()).sum())
+        count += len(answer)
+    assert losses(trainer)[0] == pytest.approx((total / count).item(), rel=1e-4)
+
+
+def test_what_a_server_cannot_hold_is_refused_with_both_lengths(tmp_path, tiny_tokenizer):
+    server = FakeServer(build_model(len(tiny_tokenizer), seed=1))
+    server.facts["max_model_len"] = 12
+    with raises(DataError, "11", "max_model_len=12"):
+        served(tmp_path, tiny_tokenizer, server=server, loss_top_k=1, teacher_model_server_url="http://t").train()
+
+
 def test_scores_of_completions_that_wait_are_in_the_checkpoint(tmp_path, tiny_tokenizer):
     settings = {"teacher_model_server_url": "http://teacher", "loss_top_k": 1, "steps_per_generation": 2}
     settings |= {"per_device_train_batch_size": 2}

@@ -233,11 +233,19 @@ class ServerTeacher:
                 f"temperature={axes.teacher_temperature} with a teacher server: its log-probs of given tokens are at temperature "
                 "1, and the student's would not be. Fix: temperature=1.0, or a teacher model in this process."
             )
+        # vLLM generates a token behind what it scores, which must fit too.
+        self.most = None if facts.get("max_model_len") is None else int(facts["max_model_len"]) - 1
         self.score([probe[:1]], [probe[1:]])
 
     def score(self, prompts: Sequence[list[int]], completions: Sequence[list[int]]) -> list[dict[str, Any]]:
         """Fields of `TokenScores` of all completions; every token has them, or this raises."""
         whole = [[*prompt, *ids] for prompt, ids in zip(prompts, completions, strict=True)]
+        longest = max(map(len, whole), default=0)
+        if self.most is not None and longest > self.most:
+            raise DataError(
+                f"a prompt and its completion have {longest} tokens, and the teacher server scores at most {self.most} "
+                f"(max_model_len={self.most + 1}). Fix: max_length={self.most}, or start the server with a longer context."
+            )
         found = self.client.score(whole, [len(prompt) for prompt in prompts], top=self.top_k)
         for ids, one in zip(completions, found, strict=True):
             logps, actual = torch.tensor(one.top_logps), torch.tensor(one.logps)
