@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
+from posttrain.data.formats import plain_rows
 from posttrain.errors import DataError, check_rules
 from posttrain.losses.advantages import weighted_total
 from posttrain.losses.reduce import sequence_sum
@@ -245,6 +246,7 @@ class A2POTrainer(OnlineTrainer, config=A2POConfig):
 
     def evaluate(self, eval_dataset: Any = None, *args: Any, **kwargs: Any) -> dict[str, float]:
         """As every trainer's; prompts without a value get one first."""
+        eval_dataset = plain_rows(eval_dataset)
         given = self.eval_dataset if eval_dataset is None or isinstance(eval_dataset, str) else eval_dataset
         self.estimate_values([dataset for _, dataset in named_sets({"eval_dataset": given})])
         return super().evaluate(eval_dataset, *args, **kwargs)

@@ -18,7 +18,6 @@ from posttrain.losses.reduce import sequence_sum
 from posttrain.metrics import Metric, mean
 from posttrain.models import parallel
 from posttrain.models.reference import Reference, check_reference, tell_own_checkpoint
-from posttrain.models.vision import install_pictures
 from posttrain.rewards.judges import BaseJudge, JudgeReward, PairRewards
 from posttrain.rewards.model import WholeTextReward
 from posttrain.rewards.runner import RewardTable
@@ -299,7 +298,7 @@ class OnlineDPOTrainer(OnlineTrainer, config=OnlineDPOConfig):
         if self._given_reference is None:
             tell_own_checkpoint(self.model)
         elif self.vision.images:
-            install_pictures(self._given_reference, self.vision.processor)
+            self.vision.show(self._given_reference)
         return Reference(self.model, fresh_adapter=self.fresh_adapter, given=self._given_reference)
 
     @property

@@ -34,7 +34,6 @@ from posttrain.metrics import Metric, mean
 from posttrain.models import parallel
 from posttrain.models.forward import forward
 from posttrain.models.reference import Reference, check_reference, precomputed_logps, tell_own_checkpoint
-from posttrain.models.vision import install_pictures
 from posttrain.training.config import PostTrainingConfig
 from posttrain.training.trainer import PostTrainer
 from posttrain.types import (
@@ -397,8 +396,8 @@ class PreferenceTrainer(PostTrainer):
             self.train_dataset = self._precompute(self.train_dataset, None, "train")
             self.eval_dataset = self._precompute_all(self.eval_dataset, None)
             return
-        if given is not None and self.vision.processor is not None:
-            install_pictures(given, self.vision.processor)
+        if given is not None and self.vision.images:
+            self.vision.show(given)
         self.reference = Reference(self.model, fresh_adapter=self.fresh_adapter, given=given)
         if self.reference.copy is not None:
             self.reference.copy.to(args.device)

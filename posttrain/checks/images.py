@@ -11,7 +11,7 @@ import torch
 
 from posttrain.checks.registry import Context, finding, probe
 from posttrain.data.formats import MESSAGE_COLUMNS, picture_blocks, pictures_of, undecoded
-from posttrain.data.pictures import ALIASES, ORIENTATION, Picture, Placed, open_source, read_picture, shaded
+from posttrain.data.pictures import ORIENTATION, Picture, Placed, open_source, picture_in, read_picture, shaded
 from posttrain.errors import DataError
 from posttrain.models.forward import forward
 from posttrain.models.heads import picture_encoder
@@ -34,15 +34,16 @@ def check_image_fit(rows: Sequence[Row], limit: int, completion: int = 0) -> Fin
     Args:
         rows: With their pictures placed.
         limit: Tokens of the context.
-        completion: Tokens that are sampled behind a row.
+        completion: Tokens that are sampled behind a row without an answer.
     """
-    lengths = [len(row.prompt_ids) + max(map(len, row.completions), default=0) + completion for row in rows]
+    lengths = [len(row.prompt_ids) + max(map(len, row.completions), default=completion) for row in rows]
     over = [i for i, length in enumerate(lengths) if length > limit and any(rows[i].pictures)]
     if not over:
         return None
     worst = max(over, key=lambda i: lengths[i])
     placed = {i: [one.count for segment in rows[i].pictures for one in segment] for i in over}
     most = min((limit - lengths[i] + sum(placed[i])) // len(placed[i]) for i in over)
+    completion = 0 if rows[worst].completions else completion
     behind = f" + {completion} to be generated" if completion else ""
     smaller = f"image_max_tokens={most} with image_fit='resize', or " if most > 0 else ""
     return finding(
@@ -152,8 +153,8 @@ def pictures(context: Context) -> list[Finding]:
     rows = []
     for place, example in enumerate(islice(undecoded(dataset), 0, ROWS, step)):
         blocks = [b for name in MESSAGE_COLUMNS for b in picture_blocks(example.get(name))]
-        inside = [next((b[name] for name in ALIASES if b.get(name) is not None), None) for b in blocks]
-        rows += [(place * step, one) for one in (*pictures_of(example), *inside) if one is not None]
+        held = (*pictures_of(example), *map(picture_in, blocks))
+        rows += [(place * step, one) for one in held if one is not None]
     milder = ("PT-G003", "PT-G010") if context.args.image_fit == "drop" else ()
     return [replace(one, severity="warning") if one.code in milder else one for one in check_pictures(rows)]
 

@@ -332,6 +332,7 @@ CODES: tuple[tuple[str, str, Moment, str, str], ...] = (
     ("PT-R026", "rollouts-at-the-bound", "log_step", "most rollouts are as old as they may be", "c"),
     ("PT-R027", "reward-scales-apart", "log_step", "one reward is larger than all others", "j"),
     ("PT-R029", "reward-column-missing", "data", "a reward function needs a column that is not there", "b"),
+    ("PT-R031", "texts-without-partner", "log_step", "most of the text has no partner in the teacher's tokens", "i"),
     ("PT-R030", "references-unread", "data", "reference answers that say nothing", "d"),
     ("PT-S001", "server-other-model", "config", "the server's architecture is not the trainer's", "a"),
     ("PT-S002", "server-small-vocabulary", "config", "the server's vocabulary is smaller", "a"),

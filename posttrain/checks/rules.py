@@ -27,6 +27,7 @@ REWARD_SHARE = 0.3  # Of the step time.
 RISING = 50  # Optimiser steps.
 # Policy mismatch in nats a token: where a rise counts, by how much, and where the size alone does.
 DRIFT, DRIFT_GROWTH, FAR = 0.1, 1.5, 0.5
+UNPAIRED = 0.5  # Of the bytes of a step's answers.
 DISCARDED = 0.3  # Of the rollouts.
 SINKING = 5  # Logs in a row in which both rewards fall.
 SATURATED = 10.0  # Margin.
@@ -409,6 +410,12 @@ RULES: tuple[Rule, ...] = (
         "PT-R017", (), 10, _slow_reward,
         "the model waits meanwhile.",
         "make it `async def` where it waits for something, or mark it with posttrain.rewards.parallel.",
+    ),
+    Rule(
+        "PT-R031", ("align/dropped_bytes_fraction",), 1,
+        _above(UNPAIRED, "{percent:.0f} % of the text has no group of tokens in common with the teacher's.", newest=True),
+        "the loss is the mean over what is left: with no group it is 0, and nothing is learned.",
+        "look at how both tokenizers spell an answer; a teacher whose tokenizer keeps the text as it is, or more rows a step.",
     ),
     Rule(
         "PT-B002", ("loss", "grad_norm"), 1, _not_finite,

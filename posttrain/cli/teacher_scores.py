@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass, field
+from typing import Literal
 
 from posttrain.types import option, read_mapping
 
@@ -23,6 +24,7 @@ class TeacherScoresArguments:
     max_prompt_length: int | None = option(None, "As in the config that reads the file.")
     chat_template_kwargs: str | None = option(None, "As there, as JSON.")
     batch_size: int = option(16, "Rows that the teacher reads at a time.")
+    tokenizer_check: Literal["error", "warn", "off"] = option("error", "What happens where the tokenizers differ.")
     trust_remote_code: bool = option(False, "Allow code from the models' repositories.")
 
 
@@ -41,7 +43,7 @@ def run(argv: list[str]) -> int:
     trust = {"trust_remote_code": given.trust_remote_code}
     teacher = create_model_from_path(given.teacher_model_name_or_path, dtype="auto", **trust)
     tokenizer = load_tokenizer(given.model_name_or_path, **trust)
-    names = ("top_k", "chat_template_kwargs", "max_length", "max_prompt_length", "batch_size")
+    names = ("top_k", "chat_template_kwargs", "max_length", "max_prompt_length", "batch_size", "tokenizer_check")
     rows = score_dataset(teacher, data, tokenizer, given.output, **{name: getattr(given, name) for name in names})
     sys.stdout.write(f"{given.output}: scores of {rows} answers, {given.top_k} ids a token\n")
     return 0

@@ -194,6 +194,24 @@ def get_dataset_column_names(dataset: Any) -> list[str]:
     return list(dataset.column_names or next(iter(dataset), {}))
 
 
+def plain_rows(dataset: Any) -> Any:
+    """A dataset (or several by name, or None) whose rows are Python's lists and numbers, whatever ``with_format`` asked for.
+
+    Columns that the format left out stay out. A transform (``with_transform``) stays too; `first_row` refuses it.
+    """
+    import datasets
+
+    if isinstance(dataset, dict):
+        return {name: plain_rows(one) for name, one in dataset.items()}
+    if isinstance(dataset, datasets.IterableDataset):
+        return dataset.with_format(None)
+    if not isinstance(dataset, datasets.Dataset) or dataset.format["type"] in (None, "custom"):
+        return dataset
+    kept, every = dataset.format["columns"], dataset.format["output_all_columns"]
+    dataset = dataset.with_format(None)
+    return dataset if every or len(kept) == len(dataset.column_names) else dataset.select_columns(kept)
+
+
 class DatasetDescription(TypedDict):
     """What `describe_dataset` says: type (as the documentation names them), format, columns, and whether there are images."""
 
@@ -325,7 +343,7 @@ def undecoded(dataset: Any) -> Any:
 
 
 def pictures_of(example: Mapping[str, Any]) -> list[Any]:
-    """What the columns ``image`` and ``images`` of a row hold, as a list; None means no picture.
+    """What the columns ``image`` and ``images`` of a row hold, as a list; None means no picture, in the list too.
 
     Raises:
         DataError: Both columns hold pictures.
@@ -333,7 +351,7 @@ def pictures_of(example: Mapping[str, Any]) -> list[Any]:
     one, several = example.get("image"), example.get("images")
     if one is not None and several is not None:
         raise DataError("the row has both 'image' and 'images'. Fix: keep one of these columns.")
-    return [one] if one is not None else list(several or ())
+    return [one] if one is not None else [value for value in several or () if value is not None]
 
 
 def has_pictures(rows: Iterable[Mapping[str, Any]]) -> bool:

@@ -60,6 +60,7 @@ class PictureOptions:
         train_prompt: SFT: whether the prompt is trained too.
         spoken: SFT: whether what the assistant says is trained alone.
         text_field: SFT: column of plain text.
+        begins: Whether conversations begin with the bos token where the tokenizer adds one, as prompts that are sampled from do.
     """
 
     branches: tuple[str, ...] = ()
@@ -68,6 +69,7 @@ class PictureOptions:
     train_prompt: bool = False
     spoken: bool = False
     text_field: str = "text"
+    begins: bool = False
 
 
 # Rows with answers as ids ----------------------------------------------------------------------------------------
@@ -126,7 +128,7 @@ def _row(row: dict[str, Any], reader: PictureProcessor, options: PictureOptions)
         )
     if reader.per_row is not None and len(_held(found)) > reader.per_row:
         reason = reason or MANY
-    if plain and reader.family.block != "prompt":
+    if plain or options.begins:
         found[0] = (reader.begun(found[0][0]), found[0][1])
     if options.fit == "resize" and not reason:
         found = _smaller(found, reader, options, plain)
@@ -440,7 +442,7 @@ def picture_prompt(
         )
     goes_on = blocks[-1].get("role") == "assistant"
     how = {"continue_final_message": True} if goes_on else {"add_generation_prompt": True}
-    text = reader.render(blocks, **how, **{**kwargs, **template_arguments(row)})
+    text = reader.begun(reader.render(blocks, **how, **{**kwargs, **template_arguments(row)}))
     reader.sanitized += reader.escaped(text)
     if pictures is None:
         read = [read_picture(value, "column 'images' of a prompt", reader.background) for value in held]

@@ -23,6 +23,7 @@ logger = logging.getLogger(__name__)
 # Keys of a block that may hold its picture.
 ALIASES = ("image", "image_url", "image_pil", "path", "url", "base64", "bytes")
 WIDE = ("F", "I")  # Modes of more than 8 bits: what a processor makes of them is black, white or noise.
+OF_PNG = ("1", "L", "LA", "P", "RGB", "RGBA")  # Modes that a PNG keeps.
 ORIENTATION = 274  # The EXIF tag.
 TURNED = (5, 6, 7, 8)  # Orientations that exchange width and height.
 THUMBNAIL = 64  # Pixels of its longer side.
@@ -74,14 +75,17 @@ class Picture:
                 source = file.read()
         image = open_source(source)
         turned = image.getexif().get(ORIENTATION, 1) != 1
+        # An image that is turned is copied, and others are not.
         return require("PIL.ImageOps", "reading images").exif_transpose(image) if turned else image
 
     def encoded(self) -> Picture:
-        """The same with a path or encoded bytes as its source: a PIL image becomes a PNG."""
+        """The same with a path or encoded bytes as its source: a PIL image becomes an upright PNG."""
         if isinstance(self.source, bytes | str):
             return self
-        buffer = io.BytesIO()
-        self.source.save(buffer, format="PNG")
+        image, buffer = self.opened(), io.BytesIO()
+        if image.mode not in OF_PNG:
+            image = _rgb(image, self.background)
+        image.save(buffer, format="PNG")
         return replace(self, source=buffer.getvalue())
 
     def file_bytes(self) -> bytes:
@@ -169,6 +173,7 @@ def read_picture(
             raise ValueError(f"{size[0]}×{size[1]} pixels, and at most {most_pixels} are decoded")
         turned = with_header.getexif().get(ORIENTATION) in TURNED
         frames = getattr(with_header, "n_frames", 1)
+        digest = _digest(source)
     except Exception as error:  # As above.
         raise DataError(
             f"{where}: this is no readable picture (PT-G003, {type(error).__name__}: {error}). Fix: leave this row out, or "
@@ -179,9 +184,14 @@ def read_picture(
             f"{where}: the picture has mode {mode!r}, more than 8 bits a channel, which image processors turn into black or "
             "white. Fix: scale its values to 0..255 and convert it to 'L' or 'RGB'."
         )
+    if mode == "LAB":
+        raise DataError(
+            f"{where}: the picture has mode {mode!r}, which is shown by a colour profile alone. Fix: convert it to 'RGB' with "
+            "PIL.ImageCms."
+        )
     if frames > 1:
         logger.warning("%s: the picture is animated; its first frame is used.", where)
-    return Picture(_digest(source), (size[1], size[0]) if turned else size, source, background, where)
+    return Picture(digest, (size[1], size[0]) if turned else size, source, background, where)
 
 
 def open_source(source: Any) -> Any:
@@ -199,14 +209,16 @@ def _digest(source: Any) -> str:
     if isinstance(source, bytes):
         found.update(source)
     else:
-        found.update(repr((source.mode, source.size, source.getexif().get(ORIENTATION), source.getpalette())).encode())
-        found.update(source.tobytes())
+        pixels, hidden = source.tobytes(), source.info.get("transparency")
+        about = (source.mode, source.size, source.getexif().get(ORIENTATION), source.getpalette(None), hidden)
+        found.update(repr(about).encode() + pixels)
     return found.hexdigest()
 
 
 def _rgb(image: Any, background: Background) -> Any:
     """RGB; transparent pixels show the background, not the colour that is hidden under them."""
-    if image.mode in ("RGBA", "LA", "PA", "La", "RGBa") or "transparency" in image.info:
+    if image.has_transparency_data:
+        image = image.convert("LA") if image.mode == "La" else image
         image = image.convert("RGBA")
         below = require("PIL.Image", "reading images").new("RGBA", image.size, background)
         below.alpha_composite(image)
@@ -275,7 +287,7 @@ def conversation_pictures(
 
     Args:
         messages: With content as text or blocks.
-        images: What belongs in the empty blocks.
+        images: What belongs in the empty blocks; None stands for no picture.
 
     Returns:
         Messages whose blocks are ``{"type": "image"}`` or ``{"type": "text", "text": ...}``, and one picture a block.
@@ -295,7 +307,7 @@ def conversation_pictures(
             found += [held for _, held in blocks if held is not NOTHING]
             message["content"] = [block for block, _ in blocks]
         made.append(message)
-    given, empty = list(images or ()), sum(held is None for held in found)
+    given, empty = [one for one in images or () if one is not None], sum(held is None for held in found)
     if given and not empty:
         user = next((m for m in made if m.get("role") == "user"), None)
         if user is None:
@@ -330,12 +342,16 @@ def _block(block: Any, role: str) -> tuple[dict[str, Any], Any]:
             f"a {role} message has a block of type {kind!r}; known are 'text' and 'image'. Fix: leave this row out; video and "
             "audio are not trained on."
         )
-    held = next((block[key] for key in ALIASES if key in block), None)
+    return {"type": "image"}, picture_in(block)
+
+
+def picture_in(block: Mapping[str, Any]) -> Any:
+    """What a block of an image holds, as `read_picture` takes it; None where it is empty."""
+    name = next((key for key in ALIASES if block.get(key) is not None), None)
+    held = None if name is None else block[name]
     if isinstance(held, Mapping) and "url" in held:
         held = held["url"]
-    if "base64" in block and held is block["base64"]:
-        held = f"data:;base64,{held}"
-    return {"type": "image"}, held
+    return f"data:;base64,{held}" if name == "base64" else held
 
 
 def filled(messages: Sequence[Mapping[str, Any]], images: Iterable[Any]) -> list[dict[str, Any]]:

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from posttrain.data.pictures import Background, Picture, Placed, shaded
-from posttrain.errors import DataError, ModelError
+from posttrain.errors import ConfigError, DataError, ModelError
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,8 @@ GRID, PARTS, PARTS_ASKED = "image_grid_thw", "text_replacement_offsets", "return
 # Of a processor's output what its text needs, or a loss.
 TEXT_KEYS = {"input_ids", "attention_mask", "token_type_ids", KINDS, "labels", PARTS, "cross_attention_mask"}
 TEXT_KEYS |= {"num_crops", "num_patches", "num_tiles", "rows", "cols"}
-LARGE = (1500, 1000)  # A picture that is cut into tiles where any is.
+# A picture that is cut into tiles where any is. Its sides are multiples of all usual patches, for processors that resize nothing.
+LARGE = (1568, 1120)
 REMEMBERED = 4096  # Sizes whose expansion is kept.
 
 
@@ -129,7 +130,7 @@ class PictureProcessor:
     def __getstate__(self) -> dict[str, Any]:
         # What was remembered is no part of a dataset's fingerprint.
         return {
-            **{k: v for k, v in vars(self).items() if k not in ("controls", "escapes", "_alone", "_mark")},
+            **{k: v for k, v in vars(self).items() if k not in ("controls", "escapes", "_alone", "_begins", "_mark")},
             "_expansions": {},
             "_sizes": {},
             "resized": 0,
@@ -152,7 +153,7 @@ class PictureProcessor:
     @functools.cached_property
     def escapes(self) -> bool:
         """Whether a placeholder or a marker that a user typed can stay text; tried on one conversation with all of them."""
-        picture, typed = shaded((56, 56)), " ".join(self.controls)
+        picture, typed = self.shaded((56, 56)), " ".join(self.controls)
         try:
             plain, hostile = (
                 self.encode(self._template([{"role": "user", "content": [{"type": "image"}, block]}]), [picture])[0]
@@ -323,9 +324,14 @@ class PictureProcessor:
         return placed
 
     def begun(self, text: str) -> str:
-        """A plain text with the bos token before it, where the tokenizer adds one."""
-        bos, first = self.tokenizer.bos_token, self.tokenizer("")["input_ids"][:1]
-        return text if first != [self.tokenizer.bos_token_id] or text.startswith(bos) else bos + text
+        """A text with the bos token before it, where the tokenizer adds one: so do processors, whatever their template writes."""
+        bos = self.tokenizer.bos_token
+        # A model that reads prompts both ways has its bos token behind the images.
+        return text if not self._begins or self.family.block == "prompt" or text.startswith(bos) else bos + text
+
+    @functools.cached_property
+    def _begins(self) -> bool:
+        return self.tokenizer("")["input_ids"][:1] == [self.tokenizer.bos_token_id]
 
     def expansion(self, picture: Picture) -> Expansion:
         """What stands in the text for a picture; it depends on the size alone."""
@@ -419,11 +425,35 @@ class PictureProcessor:
             if alone:
                 return dict(self.processor.image_processor(rows if self.family.tiled else rows[0], return_tensors="pt"))
             return dict(self.processor(text=texts, images=[list(row) for row in rows], **options))
-        except (ValueError, ZeroDivisionError) as error:
+        except (RuntimeError, ValueError, ZeroDivisionError) as error:
             shapes = ", ".join(f"{image.size[0]}×{image.size[1]}" for row in rows for image in row)
             raise DataError(
                 f"{where}: the processor refuses a picture of {shapes}: {error}. Fix: another shape, or leave this row out."
             ) from error
+
+    def shaded(self, size: tuple[int, int], *, turned: bool = False) -> Picture:
+        """A picture to try the processor with; where it resizes nothing, larger by a factor that makes whole patches of it."""
+        resizes = getattr(getattr(self.processor, "image_processor", None), "do_resize", True)
+        width, height = size if resizes else (8 * size[0], 8 * size[1])
+        return shaded((width, height), turned=turned)
+
+    def prepares_as(self, other: PictureProcessor) -> bool:
+        """Whether pictures of three sizes become the same tensors here and there.
+
+        Raises:
+            ConfigError: They stand for other tokens, so that two models could not read the same ids.
+        """
+        for picture in (shaded(LARGE), self.shaded((112, 56)), self.shaded((56, 112))):
+            mine, theirs = self.expansion(picture), other.expansion(picture)
+            if (mine.count, mine.grid) != (theirs.count, theirs.grid):
+                raise ConfigError(
+                    f"two models are to read the same ids, and a picture of {picture.size} has {mine.count} tokens (grid "
+                    f"{mine.grid}) by the processor of one and {theirs.count} (grid {theirs.grid}) by that of the other. Fix: "
+                    "the same sizes in the settings of both processors, or GOLD with use_uld_loss=True."
+                )
+            if not _equal(self.prepare(picture), other.prepare(picture)):
+                return False
+        return True
 
     def join(self, prepared: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
         """Tensors of several pictures as the tower takes them at once, in the given order."""

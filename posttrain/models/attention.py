@@ -353,7 +353,7 @@ def _picture_fault(model: Any, reader: PictureProcessor) -> str:
 
     Each sequence alone is what the processor makes of all of its text and pictures, and the model's own forward.
     """
-    share, mark, (first, second, _) = _share(model), reader.placeholder, probe_pictures()
+    share, mark, (first, second, _) = _share(model), reader.placeholder, probe_pictures(reader)
     # Where a run of placeholders is one image to the processor, rows have none (see `PictureProcessor.place`).
     gap = " " if reader.family.positions == "grid" else ""
     several = f"a {mark} b {mark}{gap}{mark} c"

@@ -16,7 +16,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
-from posttrain.data.pictures import Picture, Placed, shaded
+from posttrain.data.pictures import Picture, Placed
 from posttrain.data.processors import PictureProcessor
 from posttrain.errors import ModelError
 from posttrain.models.heads import LANGUAGE, causal_lm, picture_encoder, unwrapped
@@ -119,18 +119,21 @@ class PictureEncoder:
         return [list(pair) for pair in zip(features, joined["aspect_ratio_mask"][0], strict=True)]
 
     def idle(self, model: Any) -> dict[str, Any]:
-        """Of a pass without pictures beside processes that may have some: the tower's gradient is zero instead of missing.
+        """Of a pass without pictures beside processes that may have some: what reads them has a gradient of zero instead of none.
 
-        Processes add up gradients in the order in which they come: one that has none would stop the others, or send them
+        That is the tower, and where features stand beside the text the layers that attend to them, which are skipped without
+        any. Processes add up gradients in the order in which they come: one that has none would stop the others, or send them
         what belongs to another parameter. So a picture is encoded, and its features count zero times. A sharded tower is
         entered without gradients too: its layers are gathered from all processes.
         """
-        if not torch.is_grad_enabled() or not any(w.requires_grad for w in tower_parameters(model).values()):
-            if gathers_in_forward(_tower(model)):
-                with torch.no_grad():
-                    self._probe_sum(model)
+        trained = [w for w in tower_parameters(model).values() if w.requires_grad and torch.is_grad_enabled()]
+        beside = [w for w in self._crossing(model) if w.requires_grad and torch.is_grad_enabled()]
+        if not trained and gathers_in_forward(_tower(model)):
+            with torch.no_grad():
+                self._probe_sum(model)
+        if not trained and not beside:
             return {}
-        zero = self._probe_sum(model) * 0
+        zero = 0 * sum((weight.flatten()[0] for weight in beside), self._probe_sum(model) if trained else 0)
 
         def add(embeddings: Any, inputs: Any, output: Tensor) -> Tensor:
             handle.remove()
@@ -139,9 +142,18 @@ class PictureEncoder:
         handle = model.get_input_embeddings().register_forward_hook(add)
         return {}
 
+    def _crossing(self, model: Any) -> list[Tensor]:
+        """Parameters of the text model's layers that attend to features beside the text."""
+        if not self.processor.family.cross:
+            return []
+        layers = model.model.language_model.layers
+        return [
+            weight for i in model.config.get_text_config().cross_attention_layers for weight in layers[i].parameters()
+        ]
+
     def _probe_sum(self, model: Any) -> Tensor:
         """The sum of a small picture's features."""
-        pictures = probe_pictures()[:1]
+        pictures = probe_pictures(self.processor)[:1]
         (levels,) = self._encode(model, pictures, {p: self.processor.expansion(p).count for p in pictures})
         return torch.stack([level.float().sum() for level in levels]).sum()
 
@@ -252,9 +264,9 @@ def _flat(features: Any) -> Tensor:
     return torch.cat([one.flatten(0, -2) for one in features])
 
 
-def probe_pictures() -> list[Picture]:
+def probe_pictures(processor: PictureProcessor) -> list[Picture]:
     """Pictures of three sizes, every other one turned."""
-    return [shaded(size, turned=i % 2 == 0) for i, size in enumerate(PROBED)]
+    return [processor.shaded(size, turned=i % 2 == 0) for i, size in enumerate(PROBED)]
 
 
 def probe_rows(model: Any) -> list[Row]:
@@ -262,7 +274,7 @@ def probe_rows(model: Any) -> list[Row]:
     encoder, rows = picture_encoder(model), []
     if encoder is not None:
         words = encoder.processor.tokenizer("which one is it, and where?", add_special_tokens=False)["input_ids"]
-        for picture in probe_pictures()[:2]:
+        for picture in probe_pictures(encoder.processor)[:2]:
             ids, placed = encoder.processor.encode(f"a {encoder.processor.placeholder} b", [picture], prompt=True)
             answers = [words[:5], words[2:5], words[1:4]]
             rows.append(Row(ids, answers, [[1] * len(a) for a in answers], pictures=[placed, [], [], []]))
@@ -399,7 +411,7 @@ def install_pictures(model: Any, processor: Any, *, cache_bytes: int = 2**30) ->
             "as processing_class."
         )
     if family.models:
-        counts = {picture: encoder.processor.expansion(picture).count for picture in probe_pictures()}
+        counts = {picture: encoder.processor.expansion(picture).count for picture in probe_pictures(encoder.processor)}
         for picture in counts:
             encoder._encode(inner, [picture], counts)
     inner.picture_encoder = encoder

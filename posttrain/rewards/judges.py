@@ -56,7 +56,7 @@ def _addresses(prompt: Any) -> list[str]:
     from posttrain.data.pictures import conversation_pictures, read_picture
 
     held = [] if isinstance(prompt, str) else conversation_pictures(prompt)[1]
-    files = [read_picture(value.convert("RGB"), "an image of a prompt").file_bytes() for value in held]
+    files = [read_picture(read_picture(value, "an image of a prompt").load()).file_bytes() for value in held]
     return [f"data:image/png;base64,{base64.b64encode(data).decode()}" for data in files]
 
 

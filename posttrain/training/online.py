@@ -125,7 +125,8 @@ class OnlineTrainer(PostTrainer, config=OnlineConfig):
         self.reference = self.make_reference()
         if self.reference is not None and self.reference.copy is not None:
             self.reference.copy.to(self.args.device)
-        self.prompt_source.check_context(self.context)
+        if self.samples_completions:
+            self.prompt_source.check_context(self.context)
         if self.weight_sync.needs_weight_sync:
             self.weight_sync.check_engine(self.engine)
         self.announce()
@@ -227,6 +228,11 @@ class OnlineTrainer(PostTrainer, config=OnlineConfig):
             rows = self.vision.opened(self.prompt_source.trial_rows(head))
             self.rewards.dry_run(rows, conversational=is_conversational(rows[0]))
         return train, evaluation
+
+    @property
+    def samples_completions(self) -> bool:
+        """Whether training samples, so that a completion must have room beside its prompt."""
+        return True
 
     @property
     def may_read_images(self) -> bool:

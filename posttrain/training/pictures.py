@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal
 from datasets import Features, List, Value
 from transformers.utils.hub import cached_file
 
+from posttrain.data.chat import template_text
 from posttrain.data.formats import (
     STREAMED,
     PreparationReport,
@@ -46,6 +47,8 @@ from posttrain.errors import ConfigError, DataError, ModelError, check_rules
 from posttrain.losses.advantages import weighted_total
 from posttrain.metrics import Metric, mean
 from posttrain.models.heads import causal_lm, has_tower, picture_encoder
+from posttrain.models.load import get_config_model_id
+from posttrain.models.parallel import shards_parameters
 from posttrain.models.vision import (
     adapter_of_text,
     frozen_parameters,
@@ -64,6 +67,10 @@ TRIED = 2  # Rows whose pictures are read whole at the start.
 COMPARED = 64  # Of so many rollouts, the pictures of one are compared with its row's.
 RARE = 0.005  # Share of rows that do not fit which is dropped and counted; more of them is an error.
 
+NO_BOS = (
+    "the chat template writes no bos token, and the processor adds one to prompts that are sampled from (GRPO, generate): rows "
+    "are trained without it. Fix: begin the template with {{ bos_token }}."
+)
 NO_IMAGES = "would change nothing: this run reads rows of text alone. Fix: leave it out"
 # What a checkpoint of a multimodal model has beside its weights and its tokenizer.
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
@@ -203,7 +210,7 @@ class Vision:
             num_proc: Processes.
             keep: Columns that stay.
             packs: Whether whole rows are placed side by side up to ``max_length``.
-            more: ``branches`` of `PictureOptions`, whose other fields are those of the run.
+            more: ``branches`` and ``begins`` of `PictureOptions`, whose other fields are those of the run.
 
         Returns:
             The dataset with ``pictures`` and either ``input_ids`` and ``labels``, or ``prompt_ids`` with ``<branch>_ids`` and
@@ -217,7 +224,11 @@ class Vision:
         columns = get_dataset_column_names(dataset)
         if "pictures" in columns:
             return dataset, PreparationReport(name)
-        args = self.args
+        args, reader = self.args, self.reader
+        assert reader is not None
+        begun = reader.render([{"role": "user", "content": "q"}]) if template_text(reader.processor) else ""
+        if begun and not more.get("begins") and reader.begun(begun) != begun:
+            logger.warning("%s dataset: PT-K112: %s", name, NO_BOS)
         if not more.get("branches"):
             more |= {"train_prompt": args.completion_only_loss is False, "spoken": args.assistant_only_loss}
             more |= {"text_field": args.dataset_text_field}
@@ -433,10 +444,52 @@ class Vision:
         )  # fmt: skip
         return peft_config
 
+    def show(self, model: Any, processor: Any = None) -> bool:
+        """Let another model (a teacher, a reference) see the run's pictures, each prepared as its own processor does.
+
+        Args:
+            model: Reads the policy's ids.
+            processor: Its own; None: that of the folder or id it was loaded from, else the policy's.
+
+        Returns:
+            Whether it takes the pixels of the policy.
+
+        Raises:
+            ConfigError: A picture has other tokens by its processor.
+        """
+        assert self.reader is not None
+        path, own = get_config_model_id(causal_lm(model).config), processor
+        if own is None and path:
+            try:
+                own = load_processor(path)
+            except ModelError as error:
+                logger.warning(
+                    "%s: its processor is not known, and images are prepared as the policy's: %s", path, error
+                )
+        alike = not hasattr(own, "image_processor") or self.reader.prepares_as(PictureProcessor(own))
+        cache = int(self.args.image_cache_gb * 2**30)
+        install_pictures(model, self.processor if alike else own, cache_bytes=cache)
+        return alike
+
     def check_shards(self, model: Any, accelerator: Any) -> None:
-        """Refuse a model with pictures that cannot be sharded on processes of which some have none."""
-        if picture_encoder(model) is not None:
+        """Refuse a model with pictures that cannot be sharded on processes of which some have none; DDP has no idle parameters.
+
+        DDP waits for a gradient of each trained parameter. Those of the tower that no loss reaches have none in one process
+        either, so nothing changes where they are frozen.
+        """
+        encoder, inner = picture_encoder(model), causal_lm(model)
+        if encoder is not None:
             refuse_skipped_layers(model, accelerator)
+        if accelerator.num_processes == 1 or shards_parameters(accelerator) or not has_tower(model):
+            return
+        tower = {name: one for name, one in tower_parameters(inner).items() if one.requires_grad}
+        idle = encoder.unreached(inner) if encoder is not None else set(tower)
+        for name in idle:
+            tower[name].requires_grad_(False)
+        if idle:
+            logger.info(
+                "vision: %d parameters that no loss reaches are not trained: DDP would wait for them.", len(idle)
+            )
 
     def save(self, folder: str) -> None:
         """Save the processor beside the model; its tokenizer is saved anyway."""

@@ -4,6 +4,7 @@ import inspect
 import json
 from pathlib import Path
 
+import datasets
 import pytest
 import torch
 import transformers
@@ -12,7 +13,7 @@ from peft import LoraConfig
 import posttrain as pt
 from posttrain import ArgumentTypeError, ConfigError
 from tests.algorithms.every_trainer import EVERY, OFFLINE, data, every
-from tests.algorithms.helpers import SHORT
+from tests.algorithms.helpers import SHORT, losses
 from tests.conftest import build_model
 from tests.wordings import raises
 
@@ -284,3 +285,37 @@ def test_a_collator_is_given_to_the_constructor_and_trained_with(tokenizer, tmp_
         trainer.train()
         losses.append(next(row["grad_norm"] for row in trainer.state.log_history if "grad_norm" in row))
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+
+
+FORMATS = ("numpy", "torch", "arrow", "pandas")
+
+
+@pytest.mark.parametrize("kind", EVERY)
+def test_rows_in_any_format_of_a_dataset_train_as_plain_ones(kind, tmp_path, tokenizer):
+    found = []
+    for form in (None, *FORMATS):
+        rows = data(kind, 4).with_format(form)
+        trainer = every(kind, tmp_path / str(form), tokenizer, train=rows, eval_dataset=rows)
+        trainer.train()
+        evaluated = trainer.evaluate(rows)
+        found.append((losses(trainer)[0], evaluated.get("eval_loss", evaluated.get("eval_reward"))))
+    assert all(one == pytest.approx(found[0], abs=1e-6) for one in found)
+
+
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("skip", [False, True])
+def test_ids_in_any_format_and_of_a_stream_train_as_lists(form, skip, tmp_path, tiny_tokenizer):
+    rows = datasets.Dataset.from_list(
+        [{"input_ids": [5, 6, 7, 8 + i], "labels": [-100, 6, 7, 8 + i]} for i in range(4)]
+    )
+    options = {"dataset_kwargs": {"skip_prepare_dataset": True}} if skip else {}
+    formed = rows.with_format(form)
+    sets = [rows, formed] + (
+        [] if form == "pandas" else [formed.to_iterable_dataset(), rows.to_iterable_dataset().with_format(form)]
+    )
+    found = []
+    for i, one in enumerate(sets):
+        trainer = every("sft", tmp_path / str(i), tiny_tokenizer, train=one, per_device_train_batch_size=4, **options)
+        trainer.train()
+        found.append(losses(trainer)[0])
+    assert found == pytest.approx([found[0]] * len(found), abs=1e-6)

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from posttrain import DistillationConfig, DistillationTrainer
+from posttrain.errors import ConfigError
 from tests.algorithms.helpers import SHORT, losses, prompts, scripted
 from tests.conftest import build_model
 
@@ -327,3 +328,27 @@ def test_a_sequence_beyond_the_teachers_positions_is_told(tmp_path, tiny_tokeniz
     teacher.config.max_position_embeddings = 8
     make(tmp_path, tiny_tokenizer, teacher=teacher, lmbda=0.0, max_steps=1).train()
     assert "PT-T003" in caplog.text
+
+
+def test_a_stream_of_messages_trains_on_their_answers(tmp_path, tiny_tokenizer):
+    rows = [
+        {"messages": [{"role": "user", "content": f"What is {i}?"}, {"role": "assistant", "content": f"a {i}"}]}
+        for i in range(8)
+    ]
+    data = datasets.Dataset.from_list(rows)
+    found = []
+    for i, one in enumerate((data, data.to_iterable_dataset())):
+        trainer = make(tmp_path / str(i), tiny_tokenizer, data=one, lmbda=0.0, max_steps=1, shuffle_dataset=False)
+        trainer.train()
+        found.append(losses(trainer)[0])
+    assert found[0] == pytest.approx(found[1], abs=1e-6)
+
+
+def test_answers_of_the_dataset_need_no_room_for_a_completion(tmp_path, tiny_tokenizer):
+    trainer = make(tmp_path, tiny_tokenizer, lmbda=0.0, max_completion_length=512, max_steps=1)
+    assert trainer.context == 512
+    trainer.train()
+    assert losses(trainer)[0] > 0
+    for settings in ({"lmbda": 0.5}, {"lmbda": 0.0, "seq_kd": True}):
+        with pytest.raises(ConfigError, match="512"):
+            make(tmp_path, tiny_tokenizer, max_completion_length=512, **settings)

@@ -1,7 +1,12 @@
 """GOLD: tokens of two tokenizers aligned by bytes, and the losses between them."""
 
+import json
+
+import datasets
 import pytest
 import torch
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
 
 import posttrain as pt
 from posttrain.algorithms.distillation.gold import byte_groups
@@ -10,7 +15,7 @@ from posttrain.losses.distillation import hybrid_divergence, sorted_l1
 from tests.algorithms.helpers import losses
 from tests.algorithms.test_distillation import answers, dense_loss, make
 from tests.checks.test_tokenizers import byte_level, word_level
-from tests.conftest import build_model
+from tests.conftest import build_model, build_tokenizer
 from tests.wordings import raises
 
 
@@ -106,3 +111,104 @@ def test_what_cannot_be_aligned_is_refused(tmp_path, tiny_tokenizer):
     for settings in ({"uld_hybrid_matched_weight": 0.5}, {"callbacks": ["x"]}, {"use_uld_loss": True, "seq_kd": True}):
         with pytest.raises(ConfigError):
             pt.GOLDConfig(str(tmp_path), bf16=False, use_cpu=True, **settings)
+
+
+def sentence_pieces(kind="prepend"):
+    """A BPE with bytes as a fallback, whose tokenizer writes a space before every text, as Llama-2's, Mistral's and Phi-3's do."""
+    backend = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
+    split = pre_tokenizers.Metaspace(prepend_scheme="always", split=True)
+    backend.pre_tokenizer = split
+    names = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256))]
+    trainer = trainers.BpeTrainer(
+        vocab_size=360,
+        special_tokens=names[:3],
+        initial_alphabet=[chr(i) for i in range(33, 127)] + ["▁"],
+        show_progress=False,
+    )
+    backend.train_from_iterator(
+        ["a number and another number, what is it 0 1 2 3", "assistant user system"] * 4, trainer
+    )
+    model = json.loads(backend.to_str())["model"]
+    vocab, merges = model["vocab"], [tuple(m) for m in model["merges"]]
+    for name in names[3:]:
+        vocab.setdefault(name, len(vocab))
+    backend = Tokenizer(models.BPE(vocab, merges, byte_fallback=True, unk_token="<unk>", fuse_unk=True))
+    if kind == "prepend":
+        backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    else:
+        backend.pre_tokenizer = split
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    backend.decoder = decoders.Sequence(steps)
+    made = PreTrainedTokenizerFast(
+        tokenizer_object=backend, bos_token="<s>", eos_token="</s>", pad_token="</s>", unk_token="<unk>"
+    )
+    made.chat_template = build_tokenizer().chat_template
+    return made
+
+
+@pytest.mark.parametrize("kind", ["prepend", "metaspace"])
+@pytest.mark.parametrize("extended", [True, False])
+def test_a_space_that_the_teachers_tokenizer_writes_before_a_text_has_no_part_in_the_alignment(
+    kind, extended, tmp_path, tiny_tokenizer
+):
+    other = sentence_pieces(kind)
+    teacher = build_model(len(other), seed=1)
+    data = datasets.Dataset.from_list(
+        [{"prompt": f"What is {i}?", "completion": " a number" if i % 2 else "\nanother, 你 number"} for i in range(8)]
+    )
+    trainer = gold(
+        tmp_path, tiny_tokenizer, teacher=teacher, teacher_processing_class=other, use_uld_loss=True, data=data,
+        use_extended_uld=extended, learning_rate=0.0,
+    )  # fmt: skip
+    trainer.train()
+    student, total, count = build_model(len(tiny_tokenizer)), 0.0, 0
+    mine, theirs = trainer._mine, trainer._theirs
+    for row in trainer.train_dataset:
+        prompt, answer = row["prompt_ids"], row["completion_ids"]
+        told = other(row["prompt"])["input_ids"]
+        # Behind a line break no space is written, and what is cut off with it spells nothing else.
+        said = other("\n" + row["completion"])["input_ids"][len(other("\n")["input_ids"]) :]
+        assert b"".join(theirs[i] for i in said) == row["completion"].encode()
+        log_q = student(input_ids=torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+        log_p = teacher(input_ids=torch.tensor([told + said])).logits[0, len(told) - 1 : -1].log_softmax(-1)
+        pairs = byte_groups([mine[i] for i in answer[:-1]], [theirs[i] for i in said])
+        if not extended:
+            pairs = [(range(i, i + 1),) * 2 for i in range(min(len(answer) - 1, len(said)))]
+        for a, b in pairs:
+            total, count = total + sorted_l1(log_q[a[0]].exp(), log_p[b[0]].exp()), count + 1
+    log = trainer.state.log_history[0]
+    assert log["align/group_count"] == count > 8
+    assert log["loss"] == pytest.approx((total / count).item(), abs=1e-5)
+    assert not extended or log["align/dropped_bytes_fraction"] == 0
+
+
+def test_a_student_whose_tokenizer_writes_that_space_shows_the_teacher_the_prompt_without_it(tmp_path, tiny_tokenizer):
+    mine = sentence_pieces()
+    teacher = build_model(len(tiny_tokenizer), seed=1)
+    trainer = gold(tmp_path, mine, teacher=teacher, teacher_processing_class=tiny_tokenizer, use_uld_loss=True)
+    trainer.train()
+    (shown, *_) = [fact["prompt"] for fact in trainer.kept["train"].values()]
+    assert tiny_tokenizer.decode(shown).startswith("What is ")
+    assert trainer.state.log_history[0]["align/dropped_bytes_fraction"] == 0
+
+
+def test_text_that_has_no_partner_is_counted_by_bytes_and_told(tmp_path, tiny_tokenizer, caplog):
+    """What follows bytes that the teacher's tokenizer writes otherwise is left out: never without a word."""
+    other = sentence_pieces()
+    backend = Tokenizer.from_str(other.backend_tokenizer.to_str())
+    backend.normalizer = normalizers.Sequence([normalizers.Replace("9", "nine"), backend.normalizer])
+    other = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>", pad_token="</s>")
+    data = datasets.Dataset.from_list([{"prompt": "What is it?", "completion": " a 9" + " number" * 8}] * 8)
+    teacher = build_model(len(other), seed=1)
+    trainer = gold(
+        tmp_path, tiny_tokenizer, teacher=teacher, teacher_processing_class=other, use_uld_loss=True, data=data
+    )
+    trainer.train()
+    log = trainer.state.log_history[0]
+    assert log["align/dropped_bytes_fraction"] == pytest.approx(1 - 3 / 60, abs=0.02)
+    assert log["align/one_to_one_fraction"] < 0.2
+    assert "PT-R031" in caplog.text
+    backend.normalizer = normalizers.Sequence([normalizers.Lowercase(), backend.normalizer])
+    other = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>", pad_token="</s>")
+    with raises(ConfigError, "the quick brown fox."):
+        gold(tmp_path, tiny_tokenizer, teacher=teacher, teacher_processing_class=other, use_uld_loss=True)

@@ -206,6 +206,99 @@ def test_sdpo_shows_another_success_and_averages_over_those_that_have_one(tmp_pa
     assert sum(active) > 0 and losses(trainer)[0] == pytest.approx(torch.stack(means).mean().item(), abs=1e-5)
 
 
+def reprompted(folder, tokenizer, data=None, **settings):
+    """What the teacher of SDPO is shown of each completion of a group in which all succeed, and the hints' texts."""
+    settings = {"include_environment_feedback": True} | settings
+    trainer = preset(
+        "SDPO", folder, tokenizer, reward_funcs=lambda completion_ids, **_: [1.0] * len(completion_ids), data=data or hinted(2),
+        success_reward_threshold=1.0, teacher_model_kind="base", per_device_train_batch_size=4, shuffle_dataset=False, **settings,
+    )  # fmt: skip
+    trainer.train()
+    texts = [rollout.text for rollout in trainer.seen[0].rollouts]
+    return [tokenizer.decode(trainer.kept["train"][i + 1]) for i in range(4)], [texts[1], texts[0], texts[3], texts[2]]
+
+
+@pytest.mark.parametrize(
+    "template", ["{feedback}|{prompt}", "{prompt} {solution}|{feedback}", "{feedback}|{solution}{prompt} {{x}}"]
+)
+def test_sdpo_fills_each_field_of_a_template_where_it_stands(template, tmp_path, tiny_tokenizer):
+    own = {"solution_template": "S{successful_previous_attempt}", "feedback_template": "F{feedback_raw}"}
+    settings = {"reprompt_template": template, "use_successful_as_teacher": "{solution}" in template}
+    shown, solutions = reprompted(tmp_path, tiny_tokenizer, **settings, **own)
+    for i, (text, solution) in enumerate(zip(shown, solutions, strict=True)):
+        filled = template.format(prompt=f"What is {i // 2}?", solution=f"S{solution}", feedback=f"FIt is {i // 2}.")
+        turn = [{"role": "user", "content": filled}]
+        assert text == tiny_tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
+
+
+def test_the_loss_of_samples_is_a_mean_over_tokens_in_sdpo_too(tmp_path, tiny_tokenizer):
+    trainer = preset(
+        "SDPO", tmp_path, tiny_tokenizer, include_environment_feedback=True, teacher_model_kind="base", max_completion_length=4,
+        distillation_mode="full_logits", reward_funcs=lambda completion_ids, **_: [0.0] * len(completion_ids),
+    )  # fmt: skip
+    trainer.train()
+    log = trainer.state.log_history[0]
+    assert {len(rollout.token_ids) for rollout in trainer.seen[0].rollouts} == {4}
+    assert log["loss"] == pytest.approx(log["distill/divergence"], abs=1e-6)
+    assert log["on_policy_loss"] == pytest.approx(log["distill/divergence"], abs=1e-6)
+
+
+def test_words_in_braces_of_the_data_are_no_fields_of_the_template(tmp_path, tiny_tokenizer):
+    rows = [{"prompt": "What is {solution}? ", "privileged_context": "{prompt} {x} {"} for _ in range(2)]
+    shown, _ = reprompted(
+        tmp_path, tiny_tokenizer, datasets.Dataset.from_list(rows), use_successful_as_teacher=False,
+        reprompt_template="{feedback}|{prompt}", feedback_template="{feedback_raw}",
+    )  # fmt: skip
+    assert shown == ["{prompt} {x} {|What is {solution}? "] * 4
+
+
+def test_feedback_of_messages_is_shown_and_where_there_is_none_the_completion_has_no_teacher(tmp_path, tiny_tokenizer):
+    rows = [
+        {"prompt": f"What is {i}? ", "privileged_context": [{"role": "user", "content": "wrong"}] * i} for i in range(2)
+    ]
+    trainer = preset(
+        "SDPO", tmp_path, tiny_tokenizer, data=datasets.Dataset.from_list(rows), include_environment_feedback=True,
+        use_successful_as_teacher=False, per_device_train_batch_size=4, shuffle_dataset=False,
+        reward_funcs=lambda completion_ids, **_: [0.0] * len(completion_ids),
+    )  # fmt: skip
+    trainer.train()
+    assert trainer.seen[0].columns["active"] == [0.0, 0.0, 1.0, 1.0]
+    assert "wrong" in tiny_tokenizer.decode(trainer.kept["train"][3])
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("SDPO", {"reprompt_template": "{prompt}{feedback}"}),
+        ("SDPO", {"reprompt_template": "{prompt}{solution}", "include_environment_feedback": True}),
+        ("SDPO", {"reprompt_template": "{solution}"}),
+        ("SDPO", {"reprompt_template": "{prompt}{solution}{answer}"}),
+        ("SDPO", {"reprompt_template": '{prompt}{solution} as {"json": 1}'}),
+        ("SDPO", {"reprompt_template": "{prompt}{solution}{"}),
+        ("SDPO", {"solution_template": "It is solved."}),
+        ("SDPO", {"feedback_template": "{feedback}"}),
+        ("SDPO", {"use_successful_as_teacher": False}),
+        ("SDFT", {"teacher_prompt_template": "{prompt}"}),
+        ("SDFT", {"teacher_prompt_template": "{prompt}{privileged_context}{solution}"}),
+    ],
+)
+def test_a_template_without_a_needed_field_or_with_an_unknown_one_is_refused(name, settings, tmp_path):
+    with raises(ConfigError, next(iter(settings))):
+        getattr(pt, name + "Config")(str(tmp_path), bf16=False, use_cpu=True, **settings)
+
+
+@pytest.mark.parametrize("value", ["", "  \n", []])
+def test_an_empty_privileged_context_is_refused_as_none_is(value, tmp_path, tiny_tokenizer):
+    data = datasets.Dataset.from_list([{"prompt": "What is it? ", "privileged_context": value}] * 4)
+    with raises(DataError, "row 0", "privileged_context"):
+        preset("SDFT", tmp_path, tiny_tokenizer, data=data)
+
+
+def test_feedback_that_is_to_be_shown_needs_its_column(tmp_path, tiny_tokenizer):
+    with raises(DataError, "privileged_context"):
+        preset("SDPO", tmp_path, tiny_tokenizer, data=prompts(4), include_environment_feedback=True)
+
+
 def test_sdpo_mixes_with_the_policys_loss(tmp_path, tiny_tokenizer):
     trainer = preset("SDPO", tmp_path, tiny_tokenizer, distillation_weight=0.0)
     grpo = pt.GRPOTrainer(

@@ -3,8 +3,10 @@
 from types import SimpleNamespace
 
 import datasets
+import peft
 import pytest
 import torch
+import transformers
 
 import posttrain as pt
 from posttrain.algorithms.distillation import teacher
@@ -16,8 +18,10 @@ from posttrain.rollouts.native.engine import NativeEngine
 from posttrain.serve.engine import ServedEngine
 from tests.algorithms.helpers import losses, prompts
 from tests.algorithms.test_distillation import answers, dense_loss, make
+from tests.checks.test_tokenizers import byte_level
 from tests.conftest import build_model
 from tests.serve.support import serving
+from tests.wordings import raises
 
 
 def scored(path, tokenizer, data=None, **settings):
@@ -257,6 +261,41 @@ def test_servers_that_cannot_give_what_the_loss_needs_are_refused_at_the_start(t
     served(tmp_path, tiny_tokenizer, server=FakeServer(model, model_id="/models/qwen"), **named)
 
 
+@pytest.mark.parametrize(("beta", "k"), [(0.0, 325), (0.4, 1)])
+def test_logits_of_a_server_beyond_the_students_are_mass_outside_of_the_support(beta, k, tmp_path, tiny_tokenizer):
+    """A padded model whose padding is likely, which a trained one's is not."""
+    size = len(tiny_tokenizer)
+    wide = build_model(size + 16, seed=1)
+    settings = {"beta": beta, "loss_top_k": k, "teacher_model_server_url": "http://teacher", "learning_rate": 0.0}
+    trainer = served(tmp_path, tiny_tokenizer, server=FakeServer(wide, top_k=400), **settings)
+    seen, generated = [], trainer.generated
+    trainer.generated = lambda *given: seen.append(generated(*given)) or seen[-1]
+    trainer.train()
+    student, total, count = build_model(size), 0.0, 0
+    for rollout in seen[0].rollouts:
+        prompt, answer = rollout.prompt_ids, rollout.token_ids
+        x, y = (
+            m(input_ids=torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1].double().softmax(-1)
+            for m in (student, wide)
+        )
+        for q, p, token in zip(x, y, answer, strict=True):
+            ids = p.topk(k).indices.tolist() if beta == 0 else {int(p.argmax()), token}
+            ids = [i for i in ids if i < size]
+            q, p = (torch.cat([z[ids], (1 - z[ids].sum()).clamp_min(1e-7)[None]]) for z in (q, p))
+            m = beta * p + (1 - beta) * q
+            kl = (p * (p / m).log()).sum()
+            total = total + (kl if beta == 0 else beta * kl + (1 - beta) * (q * (q / m).log()).sum())
+        count += len(answer)
+    assert losses(trainer)[0] == pytest.approx((total / count).item(), rel=1e-4)
+
+
+def test_what_a_server_cannot_hold_is_refused_with_both_lengths(tmp_path, tiny_tokenizer):
+    server = FakeServer(build_model(len(tiny_tokenizer), seed=1))
+    server.facts["max_model_len"] = 12
+    with raises(DataError, "11", "max_model_len=12"):
+        served(tmp_path, tiny_tokenizer, server=server, loss_top_k=1, teacher_model_server_url="http://t").train()
+
+
 def test_scores_of_completions_that_wait_are_in_the_checkpoint(tmp_path, tiny_tokenizer):
     settings = {"teacher_model_server_url": "http://teacher", "loss_top_k": 1, "steps_per_generation": 2}
     settings |= {"per_device_train_batch_size": 2}
@@ -294,3 +333,65 @@ def test_a_served_teacher_is_the_sparse_loss_of_a_model_here(tmp_path, tiny_toke
     local = make(tmp_path / "b", tiny_tokenizer, beta=0.0, loss_top_k=8, data=prompts(4), max_steps=1)
     local.train()
     assert losses(remote)[0] == pytest.approx(losses(local)[0], abs=1e-5) and losses(remote)[0] > 0
+
+
+@pytest.fixture
+def other_teacher(tmp_path):
+    """A model loaded from a folder whose tokenizer gives the ids of the student's other meanings."""
+    other = byte_level(size=320)
+    build_model(len(other), seed=1).save_pretrained(tmp_path / "teacher")
+    other.save_pretrained(tmp_path / "teacher")
+    return str(tmp_path / "teacher")
+
+
+def test_a_teachers_ids_are_compared_however_it_is_given(other_teacher, tmp_path, tiny_tokenizer, caplog):
+    """By id, as an object, as a peft model, behind a server, and where its scores are written to a file."""
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(other_teacher)
+    adapted = peft.get_peft_model(
+        transformers.AutoModelForCausalLM.from_pretrained(other_teacher), peft.LoraConfig(target_modules=["q_proj"])
+    )
+    for given in (other_teacher, loaded, adapted):
+        with raises(ConfigError, "teacher and student disagree"):
+            make(tmp_path / "a", tiny_tokenizer, teacher=given)
+    url = {"teacher_model_server_url": "http://teacher", "loss_top_k": 1}
+    server = FakeServer(loaded, model_id=other_teacher)
+    with raises(ConfigError, "teacher and student disagree"):
+        served(tmp_path / "b", tiny_tokenizer, server=server, **url)
+    with raises(ConfigError, "teacher and student disagree"):
+        score_dataset(loaded, answers(), tiny_tokenizer, tmp_path / "scores.arrow")
+    assert not (tmp_path / "scores.arrow").exists()
+    # What is known to fit may be said.
+    make(tmp_path / "c", tiny_tokenizer, teacher=loaded, teacher_processing_class=tiny_tokenizer)
+    served(tmp_path / "d", tiny_tokenizer, server=server, teacher_processing_class=tiny_tokenizer, **url)
+    make(tmp_path / "e", tiny_tokenizer, teacher=loaded, tokenizer_check="off")
+    score_dataset(loaded, answers(), tiny_tokenizer, tmp_path / "scores.arrow", tokenizer_check="off")
+    assert "tokenizer is not known" not in caplog.text
+    make(tmp_path / "f", tiny_tokenizer)
+    assert "the teacher's tokenizer is not known" in caplog.text
+
+
+def test_gold_finds_the_tokenizer_of_a_teacher_object(other_teacher, tmp_path, tiny_tokenizer):
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(other_teacher)
+    options = {"cls": pt.GOLDTrainer, "config": pt.GOLDConfig, "use_uld_loss": True, "lmbda": 0.0, "max_steps": 1}
+    trainer = make(tmp_path / "a", tiny_tokenizer, teacher=loaded, **options)
+    trainer.train()
+    assert len(trainer.teacher_tokenizer) == 320 and losses(trainer)[0] > 0
+
+
+def test_what_has_no_answers_to_score_is_refused(tmp_path, tiny_tokenizer):
+    model, path = build_model(len(tiny_tokenizer), seed=1), tmp_path / "scores.arrow"
+    for data, said in (
+        (datasets.Dataset.from_list([{"prompt": "a"}]), "prompt"),
+        (answers().to_iterable_dataset(), "IterableDataset"),
+        (datasets.Dataset.from_list([]), "scored"),
+    ):
+        with raises(DataError, said):
+            score_dataset(model, data, tiny_tokenizer, path)
+    assert not path.exists()
+
+
+def test_a_teacher_that_scored_is_as_it_was(tmp_path, tiny_tokenizer):
+    model = build_model(len(tiny_tokenizer), seed=1).train()
+    score_dataset(model, answers(), tiny_tokenizer, tmp_path / "scores.arrow")
+    assert model.training and all(parameter.requires_grad for parameter in model.parameters())
+    assert all(parameter.grad is None for parameter in model.parameters())

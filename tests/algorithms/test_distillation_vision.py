@@ -9,10 +9,11 @@ from posttrain.data.processors import PictureProcessor
 from posttrain.errors import ConfigError, DataError
 from posttrain.models.heads import picture_encoder
 from tests.algorithms.helpers import losses
-from tests.algorithms.test_vision_online import prompts
+from tests.algorithms.test_vision_online import beginning, prompts
 from tests.algorithms.test_vision_trainers import answer_logits, rows
 from tests.conftest import build_model
 from tests.vision_families import build
+from tests.wordings import raises
 
 BASE = {
     "max_steps": 1, "per_device_train_batch_size": 4, "report_to": "none", "use_cpu": True, "bf16": False, "optim": "sgd",
@@ -77,6 +78,18 @@ def test_a_step_on_the_dataset_is_the_divergence_of_each_sequence_alone(kind, na
             assert torch.allclose(ours, theirs - 0.1 * grad, atol=1e-4), path
 
 
+def test_prompts_of_dataset_answers_begin_as_those_that_are_sampled_from_do(tmp_path):
+    model, processor = build("llava")
+    processor = beginning(processor)
+    args = pt.GKDConfig(str(tmp_path), **(BASE | {"lmbda": 0.5}))
+    trainer = pt.GKDTrainer(
+        model, teacher_of("llava")[0], args, train_dataset=rows("completion"), processing_class=processor
+    )
+    bos = processor.tokenizer.bos_token_id
+    for row, prompt in zip(trainer.train_dataset, trainer.tokenize(list(trainer.train_dataset)), strict=True):
+        assert row["prompt_ids"] == list(prompt) and row["prompt_ids"].count(bos) == 1
+
+
 @pytest.mark.parametrize("engine", ["native", "hf"])
 @pytest.mark.parametrize("name", ["llava", "qwen2_vl"])
 def test_on_policy_both_see_the_picture_of_what_was_sampled(name, engine, tmp_path):
@@ -138,6 +151,43 @@ def test_pixels_are_prepared_once_for_both(tmp_path, monkeypatch):
     monkeypatch.setattr(PictureProcessor, "prepare", lambda self, one: seen.append(one.digest) or prepare(self, one))
     trainer.train()
     assert len(seen) == len(set(seen)) == 4
+
+
+def normalized_otherwise(processor):
+    """A processor of the same family whose pixels have another scale."""
+    processor.image_processor.image_mean, processor.image_processor.image_std = [0.1, 0.2, 0.3], [0.9, 0.8, 0.7]
+    return processor
+
+
+@pytest.mark.parametrize("way", ["processor", "object", "id"])
+def test_a_teacher_that_normalizes_otherwise_sees_its_own_pixels(way, tmp_path):
+    teacher, reads = teacher_of("llava")
+    normalized_otherwise(reads)
+    given, more = teacher, {"teacher_processing_class": reads}
+    if way != "processor":
+        teacher.save_pretrained(tmp_path / "teacher"), reads.save_pretrained(tmp_path / "teacher")
+        given = str(tmp_path / "teacher")
+        given, more = type(teacher).from_pretrained(given) if way == "object" else given, {}
+    trainer = make(tmp_path, "llava", teacher=given, settings={"lmbda": 0.0}, **more)
+    trainer.train()
+    (student, processor), total, count = build("llava"), 0.0, 0
+    kept = [i for i in range(320) if i not in never_drawn(trainer.vision)]
+    for row in undecoded(rows("completion")):
+        (x, tail), (y, _) = (
+            answer_logits(m, p, row, row["completion"]) for m, p in ((student, processor), (teacher, reads))
+        )
+        q, p = (z[:, kept].double().softmax(-1) for z in (x, y))
+        m = (p + q) / 2
+        total = total + ((p * (p / m).log()).sum(-1) / 2 + (q * (q / m).log()).sum(-1) / 2).sum().item()
+        count += len(tail)
+    assert losses(trainer)[0] == pytest.approx(total / count, abs=1e-5)
+
+
+def test_a_teacher_whose_pictures_have_other_tokens_is_refused(tmp_path):
+    teacher, reads = build("qwen2_vl")
+    reads.image_processor.size = {"shortest_edge": 4 * 14**2, "longest_edge": 8 * 14**2}
+    with raises(ConfigError, "tokens"):
+        make(tmp_path, "qwen2_vl", teacher=teacher, teacher_processing_class=reads)
 
 
 def test_the_student_as_its_own_teacher_sees_the_pictures(tmp_path):

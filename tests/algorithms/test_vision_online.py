@@ -111,6 +111,35 @@ def test_sampled_and_trained_log_probs_are_those_of_each_row_alone(kind, name, e
     assert all(row["images/seconds"] > 0 for row in trainer.state.log_history if "images/encoded" in row)
 
 
+def beginning(processor):
+    """A tokenizer that begins texts with bos, as LLaVA-1.5's does, beside a template that writes none."""
+    from tokenizers.processors import TemplateProcessing
+
+    bos = processor.tokenizer.bos_token
+    made = TemplateProcessing(single=f"{bos} $A", special_tokens=[(bos, processor.tokenizer.bos_token_id)])
+    processor.tokenizer.backend_tokenizer.post_processor = made
+    return processor
+
+
+@pytest.mark.parametrize("name", ["llava", "qwen2_5_vl"])
+def test_prompts_begin_with_bos_where_the_processor_itself_begins_them(name, tmp_path):
+    """`apply_chat_template(tokenize=True)` of a processor adds what its tokenizer adds, unless the template wrote it."""
+    model, processor = build(name)
+    processor = beginning(processor)
+    config, trainer = METHODS["grpo"]
+    dataset = prompts(((84, 56, 1), (56, 112, 2)))
+    trainer = trainer(model, short, config(str(tmp_path), **QUICK), train_dataset=dataset, processing_class=processor)
+    for row in dataset:
+        (ids,) = trainer.tokenize([row])
+        filled = [{"type": "image", "image": row["images"][0]}, {"type": "text", "text": "which?"}]
+        truth = processor.apply_chat_template(
+            [{"role": "user", "content": filled}], tokenize=True, add_generation_prompt=True, return_dict=True
+        )
+        assert list(ids) == list(truth["input_ids"][0])
+        assert ids.count(processor.tokenizer.bos_token_id) == 1
+    trainer.train()
+
+
 def test_two_prompts_that_differ_in_their_picture_alone_share_nothing(tmp_path):
     trainer = trainer_of("grpo", tmp_path, dataset=prompts([(84, 56, 1), (84, 56, 2), (84, 56, 1)]))
     generation = generate(trainer, (0, 1, 2))

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import base64
 import io
 import json
+import math
 import random
 
 import datasets
 import pytest
 import torch
+from PIL import Image
+from tokenizers.processors import TemplateProcessing
 
 from posttrain import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer, SFTConfig, SFTTrainer
 from posttrain.data.forest import to_rows
@@ -107,6 +111,46 @@ def test_sft_loss_is_that_of_each_sequence_alone(name, tmp_path):
     assert first_loss(trainer) == pytest.approx(-float(torch.cat(logps).mean()), abs=1e-4)
 
 
+@pytest.mark.parametrize("written", [False, True])
+def test_a_template_without_the_bos_that_the_processor_adds_to_prompts_is_told(written, tmp_path, caplog):
+    model, processor = build("llava")
+    processor.tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        "<bos> $A", special_tokens=[("<bos>", 257)]
+    )
+    processor.chat_template = ("{{ bos_token }}" if written else "") + processor.chat_template
+    processor.tokenizer.chat_template = None
+    args = SFTConfig(str(tmp_path), **QUICK)
+    trainer = SFTTrainer(model, args, train_dataset=rows("completion"), processing_class=processor)
+    assert ("PT-K112" in caplog.text) == (not written)
+    assert (trainer.train_dataset[0]["input_ids"][0] == 257) == written
+
+
+def turned(image):
+    """A JPEG of an image on its side, and the EXIF tag that turns it back."""
+    exif, buffer = Image.Exif(), io.BytesIO()
+    exif[274] = 6
+    image.transpose(Image.Transpose.ROTATE_90).save(buffer, "JPEG", exif=exif, quality=95)
+    return buffer.getvalue()
+
+
+def test_a_stream_of_objects_that_exif_turns_trains_on_what_their_files_show(tmp_path):
+    files = [turned(noise(84, 56, i)) for i in range(4)]
+
+    def stream(make):
+        for i, data in enumerate(files):
+            yield {"prompt": user(f"which {i}?", 1), "completion": assistant(f"c{i} is it"), "images": [make(data)]}
+
+    found = []
+    for number, make in enumerate(
+        (lambda data: {"bytes": data, "path": None}, lambda data: Image.open(io.BytesIO(data)))
+    ):
+        model, processor = build("qwen2_5_vl")
+        args = SFTConfig(str(tmp_path / str(number)), learning_rate=0.0, logging_steps=1, **QUICK)
+        dataset = datasets.IterableDataset.from_generator(stream, gen_kwargs={"make": make})
+        found.append(first_loss(SFTTrainer(model, args, train_dataset=dataset, processing_class=processor)))
+    assert found[0] == pytest.approx(found[1], abs=1e-6)
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_dpo_margins_are_those_of_each_sequence_alone(name, tmp_path):
     model, processor = build(name)
@@ -130,6 +174,26 @@ def test_dpo_margins_are_those_of_each_sequence_alone(name, tmp_path):
     args = DPOConfig(str(tmp_path), learning_rate=0.0, logging_steps=1, gradient_checkpointing=False, **QUICK)
     trainer = DPOTrainer(model, reference, args, train_dataset=dataset, processing_class=processor)
     assert first_loss(trainer) == pytest.approx(float(wanted), abs=2e-4)
+
+
+def test_a_reference_that_normalizes_otherwise_sees_its_own_pixels(tmp_path):
+    (model, processor), (reference, reads) = build("llava"), build("llava")
+    reads.image_processor.image_mean = [0.1, 0.2, 0.3]
+    reference.save_pretrained(tmp_path / "reference"), reads.save_pretrained(tmp_path / "reference")
+    dataset, margins = rows("chosen", "rejected"), []
+    with torch.no_grad():
+        for row in dataset.cast_column("images", datasets.List(datasets.Image(decode=False))):
+            own, other = (
+                alone(model, one, row, row["chosen"]).sum() - alone(model, one, row, row["rejected"]).sum()
+                for one in (processor, reads)
+            )
+            margins.append(own - other)
+    wanted = -torch.nn.functional.logsigmoid(0.1 * torch.stack(margins)).mean()
+    assert abs(float(wanted) - math.log(2)) > 1e-4
+    args = DPOConfig(str(tmp_path), learning_rate=0.0, logging_steps=1, gradient_checkpointing=False, **QUICK)
+    given = type(reference).from_pretrained(tmp_path / "reference")
+    trainer = DPOTrainer(model, given, args, train_dataset=dataset, processing_class=processor)
+    assert first_loss(trainer) == pytest.approx(float(wanted), abs=1e-5)
 
 
 def test_a_pair_encodes_its_picture_once_and_the_frozen_reference_keeps_its_features(tmp_path):
@@ -620,3 +684,65 @@ def test_a_placeholder_in_a_run_on_text_stops_it_instead_of_training_on_no_pictu
     dataset = datasets.Dataset.from_list([{"prompt": "see <image> there", "completion": " yes"}] * 4)
     with pytest.raises(ModelError, match="PT-G011"):
         sft(tmp_path, dataset).train()
+
+
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl"])
+def test_a_processor_that_resizes_nothing_trains_on_pictures_of_whole_patches(name, tmp_path):
+    model, processor = build(name)
+    processor.image_processor.do_resize = False
+    side = 2 * processor.image_processor.patch_size
+    images = [noise(side * (1 + i), side, i) for i in range(4)]
+    found = [
+        {"prompt": user(f"which {i}?", 1), "images": [png(one)], "completion": assistant(f"c{i}")}
+        for i, one in enumerate(images)
+    ]
+    dataset = datasets.Dataset.from_list(found).cast_column("images", datasets.List(datasets.Image()))
+    args = SFTConfig(str(tmp_path), learning_rate=0.0, logging_steps=1, **QUICK)
+    trainer = SFTTrainer(model, args, train_dataset=dataset, processing_class=processor)
+    plain = dataset.cast_column("images", datasets.List(datasets.Image(decode=False)))
+    with torch.no_grad():
+        logps = [alone(model, processor, row, row["completion"]) for row in plain]
+    assert first_loss(trainer) == pytest.approx(-float(torch.cat(logps).mean()), abs=1e-4)
+    found[2]["images"] = [png(noise(side + 3, side))]
+    dataset = datasets.Dataset.from_list(found).cast_column("images", datasets.List(datasets.Image()))
+    with pytest.raises(DataError, match="row 2"):
+        SFTTrainer(model, args, train_dataset=dataset, processing_class=processor)
+
+
+def test_none_among_images_stands_for_no_picture(tmp_path):
+    found = [
+        {"prompt": user("which?", 1), "images": [noise(56, 56, i), None], "completion": assistant("this")}
+        for i in range(4)
+    ]
+    losses = []
+    for rows_of in (found, [{**row, "images": row["images"][:1]} for row in found]):
+        model, processor = build("llava")
+        args = SFTConfig(str(tmp_path / str(len(losses))), learning_rate=0.0, logging_steps=1, **QUICK)
+        dataset = datasets.IterableDataset.from_generator(lambda rows=rows_of: iter(rows))
+        losses.append(first_loss(SFTTrainer(model, args, train_dataset=dataset, processing_class=processor)))
+    assert losses[0] == losses[1]
+
+
+def test_the_preflight_reads_blocks_as_the_run_does(tmp_path, caplog):
+    """An address inside ``image_url``, and base64, are pictures; what is wrong with one is told."""
+    data = base64.b64encode(png(noise(84, 56, 1))["bytes"]).decode()
+    small = base64.b64encode(png(noise(20, 56, 1))["bytes"]).decode()
+
+    def rows_of(first):
+        blocks = [
+            {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{first}"}},
+            {"type": "image", "base64": first},
+        ]
+        for block in blocks * 2:
+            yield {
+                "prompt": [{"role": "user", "content": [block, {"type": "text", "text": "a"}]}],
+                "completion": assistant("b"),
+            }
+
+    for held, said in ((data, False), (small, True)):
+        caplog.clear()
+        model, processor = build("llava")
+        args = SFTConfig(str(tmp_path), **QUICK)
+        dataset = datasets.Dataset.from_list(list(rows_of(held)))
+        SFTTrainer(model, args, train_dataset=dataset, processing_class=processor).train()
+        assert "PT-G003" not in caplog.text and ("PT-G006" in caplog.text) == said

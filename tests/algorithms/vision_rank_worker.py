@@ -30,12 +30,19 @@ class InOrder(SFTTrainer):
 
 
 if __name__ == "__main__":
-    folder, name, size, checkpointing = sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4] == "True"
+    folder, name, size, checkpointing, freeze = (
+        sys.argv[1],
+        sys.argv[2],
+        int(sys.argv[3]),
+        sys.argv[4] == "True",
+        sys.argv[5],
+    )
     model, processor = build(name)
     args = SFTConfig(
         folder, per_device_train_batch_size=size, max_steps=2, use_cpu=True, bf16=False, max_length=None, optim="sgd",
         learning_rate=0.05, lr_scheduler_type="constant", report_to="none", logging_steps=1, save_strategy="no",
         gradient_checkpointing=checkpointing, preflight="off",
+        freeze_vision={"True": True, "False": False}.get(freeze, freeze),
     )  # fmt: skip
     trainer = InOrder(model, args, train_dataset=rows(), processing_class=processor)
     before = weights(trainer)

@@ -178,3 +178,10 @@ def test_a_trained_tower_without_gradient_is_found(seeing):
 def test_a_reward_that_other_images_give_too_is_found():
     assert checks.check_exchanged(0.7, 0.66).code == "PT-G017"
     assert checks.check_exchanged(0.7, 0.2) is None and checks.check_exchanged(0.0, 0.0) is None
+
+
+def test_nothing_is_generated_behind_an_answer_that_is_there():
+    rows = [pictured_row(0, (400,), 100)]
+    rows[0].completions, rows[0].loss_masks = [[1] * 12], [[1] * 12]
+    assert checks.check_image_fit(rows, 512, 512) is None
+    assert "+ 0 to be" not in checks.check_image_fit(rows, 511, 512).what

@@ -14,7 +14,8 @@ import torch
 from PIL import Image
 
 from posttrain.data.formats import has_pictures, pictures_of, undecoded
-from posttrain.data.pictures import conversation_pictures, read_picture, without_pictures
+from posttrain.data.picture_rows import stored
+from posttrain.data.pictures import Placed, conversation_pictures, read_picture, without_pictures
 from posttrain.errors import DataError
 from tests.vision_families import noise
 from tests.wordings import raises
@@ -135,6 +136,71 @@ def test_exif_rotation_is_applied_to_files_and_to_objects_alike():
     for form in (data, Image.open(io.BytesIO(data))):
         picture = read_picture(form)
         assert picture.size == picture.load().size == (30, 40)
+
+
+def rotated(orientation=6, size=(40, 30), kind="JPEG"):
+    """An object of PIL that its EXIF tag turns."""
+    exif = Image.Exif()
+    exif[274] = orientation
+    return Image.open(io.BytesIO(encoded(noise(*size), kind, exif=exif)))
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+@pytest.mark.parametrize("kind", ["JPEG", "PNG"])
+def test_an_object_that_exif_turns_stays_upright_when_it_is_encoded_to_wait(orientation, kind):
+    picture = read_picture(rotated(orientation, kind=kind))
+    upright = np.asarray(picture.load())
+    row = Placed(picture, 0, 1).to_dict()
+    for waiting in (picture.encoded(), read_picture(picture.file_bytes()), Placed.of(**row).picture):
+        assert waiting.size == picture.size == waiting.load().size
+        assert np.array_equal(np.asarray(waiting.load()), upright)
+    held = stored(picture)
+    assert np.array_equal(np.asarray(read_picture(held).resized(tuple(held["size"])).load()), upright)
+
+
+def odd(mode):
+    """A picture of two colours in a mode of PIL."""
+    image = noise(6, 4)
+    if mode in ("La", "PA"):
+        image = image.convert("LA")
+    return image.convert("RGBA").convert(mode) if mode == "RGBa" else image.convert(mode)
+
+
+@pytest.mark.parametrize(
+    "mode", ["1", "L", "LA", "La", "P", "PA", "RGB", "RGBA", "RGBa", "RGBX", "CMYK", "YCbCr", "HSV"]
+)
+def test_an_object_of_any_mode_waits_and_shows_what_it_showed(mode):
+    picture = read_picture(odd(mode))
+    shown = np.asarray(picture.load())
+    for waiting in (picture.encoded(), read_picture(picture.file_bytes())):
+        assert np.array_equal(np.asarray(waiting.load()), shown)
+
+
+def test_colours_that_cannot_be_shown_are_refused_by_row():
+    with raises(DataError, "row 3", "'LAB'"):
+        read_picture(Image.new("LAB", (4, 4)), "row 3, column 'images'")
+
+
+def test_an_object_whose_file_is_torn_or_closed_is_refused_by_row():
+    data = encoded(noise(200, 200), "JPEG")
+    closed = Image.open(io.BytesIO(data))
+    closed.close()
+    for held in (Image.open(io.BytesIO(data[: len(data) // 2])), closed):
+        with pytest.raises(DataError, match="row 3"):
+            read_picture(held, "row 3")
+
+
+def test_palettes_that_differ_in_transparency_alone_are_two_pictures():
+    plain, hidden, alpha, file = (Image.new("P", (4, 4), 1) for _ in range(4))
+    hidden.info["transparency"] = 1
+    alpha.putpalette([0, 0, 0, 255, 9, 9, 9, 0], "RGBA")
+    for one in (plain, hidden, file):
+        one.putpalette([0, 0, 0, 9, 9, 9])
+    file = Image.open(io.BytesIO(encoded(file, transparency=bytes([255, 0]))))
+    pictures = [read_picture(one) for one in (plain, hidden, alpha, file)]
+    assert len({pictures[0], pictures[1]}) == len({pictures[0], pictures[2]}) == len({pictures[0], pictures[3]}) == 2
+    assert [one.load().getpixel((0, 0))[0] for one in pictures] == [9, 255, 255, 255]
+    assert [one.encoded().load().getpixel((0, 0))[0] for one in pictures] == [9, 255, 255, 255]
 
 
 def test_the_first_frame_of_an_animation_is_used_and_said(caplog):

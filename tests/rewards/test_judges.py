@@ -12,6 +12,7 @@ import pytest
 from PIL import Image
 
 from posttrain import ConfigError, RewardError
+from posttrain.data.pictures import read_picture
 from posttrain.errors import ArgumentTypeError
 from posttrain.rewards.judges import (
     BaseBinaryJudge,
@@ -19,6 +20,7 @@ from posttrain.rewards.judges import (
     BaseRankJudge,
     JudgeReward,
     OpenAIPairwiseJudge,
+    _addresses,
     as_text,
 )
 from posttrain.rewards.runner import RewardRunner
@@ -347,3 +349,10 @@ def test_a_judge_with_vision_gets_the_images_of_each_prompt_before_its_text(serv
     assert head == "data:image/png;base64"
     assert Image.open(io.BytesIO(base64.b64decode(data))).getpixel((0, 0)) == (255, 0, 0)
     assert "[image]what colour?" in first[1]["text"] and [one["type"] for one in second] == ["text"]
+
+
+def test_a_judge_sees_transparent_pixels_as_the_model_does():
+    hidden = Image.new("RGBA", (2, 2), (255, 0, 0, 0))
+    prompt = [{"role": "user", "content": [{"type": "image", "image": hidden}, {"type": "text", "text": "which?"}]}]
+    (address,) = _addresses(prompt)
+    assert read_picture(address).load().getpixel((0, 0)) == (255, 255, 255)

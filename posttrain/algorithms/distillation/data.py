@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from string import Formatter
 from typing import Any
 
 import datasets
@@ -98,45 +99,65 @@ def as_rollout(row: Row, tokenizer: Any) -> Rollout:
 
 
 def privileged_prompt(
-    example: dict[str, Any], extra: str, template: str, tokenizer: Any, *, most: int | None, kwargs: dict[str, Any]
-) -> list[int]:
-    """Ids of an example's prompt whose last user turn is ``template`` of its text and of what only the teacher sees.
+    example: dict[str, Any], template: str, shown: Mapping[str, str], tokenizer: Any, *, most: int | None,
+    kwargs: dict[str, Any],
+) -> list[int]:  # fmt: skip
+    """Ids of an example's prompt whose last user turn is ``template`` of its text and of what only the teacher sees, by name.
 
-    Where there are more than ``most`` tokens the extra text is cut, from its end, never the question.
+    Where there are more than ``most`` tokens the texts of ``shown`` are cut, each from its end and the last one first, never the
+    question.
     """
-    ids = _filled(example, extra, template, tokenizer, kwargs)
-    if most is None or len(ids) <= most:
-        return ids
-    pieces = tokenizer(extra, add_special_tokens=False)["input_ids"]
-    kept = tokenizer.decode(pieces[: max(len(pieces) - (len(ids) - most), 0)])
-    return cut_prompt(_filled(example, kept, template, tokenizer, kwargs), most)
+    ids = _filled(example, template, shown, tokenizer, kwargs)
+    for name in reversed(shown):
+        if most is None or len(ids) <= most:
+            break
+        pieces = tokenizer(shown[name], add_special_tokens=False)["input_ids"]
+        shown = {**shown, name: tokenizer.decode(pieces[: max(len(pieces) - (len(ids) - most), 0)])}
+        ids = _filled(example, template, shown, tokenizer, kwargs)
+    return cut_prompt(ids, most)
 
 
-def _filled(example: dict[str, Any], extra: str, template: str, tokenizer: Any, kwargs: dict[str, Any]) -> list[int]:
+def _filled(
+    example: dict[str, Any], template: str, shown: Mapping[str, str], tokenizer: Any, kwargs: dict[str, Any]
+) -> list[int]:
     prompt = example["prompt"]
-    text = prompt if isinstance(prompt, str) else prompt[-1]["content"]
-    whole = extra.join(piece.replace("{prompt}", text) for piece in template.split("{privileged_context}"))
     if isinstance(prompt, str):
-        filled: Any = whole
+        filled: Any = template.format(prompt=prompt, **shown)
     elif prompt[-1].get("role") != "user":
         raise DataError(
             f"a prompt must end with a user turn to show the teacher more, and it ends with {prompt[-1].get('role')!r}."
         )
     else:
-        filled = [*prompt[:-1], {**prompt[-1], "content": whole}]
+        content = prompt[-1]["content"]
+        text = content if isinstance(content, str) else "".join(block["text"] for block in content)
+        filled = [*prompt[:-1], {**prompt[-1], "content": template.format(prompt=text, **shown)}]
     return tokenize_prompts([{**example, "prompt": filled}], tokenizer, chat_template_kwargs=kwargs)[0]
 
 
-def joined_text(value: Any, where: str = "") -> str:
-    """Privileged context as text: a string, or the texts of messages.
+def template_fields(template: str) -> set[str]:
+    """Names in braces of a template; ``{"{"}`` where it is malformed, which is no name."""
+    try:
+        return {name for _, name, _, _ in Formatter().parse(template) if name is not None}
+    except ValueError:
+        return {"{"}
 
-    Raises:
-        DataError: There is none; ``where`` names the row.
-    """
-    if value is None:
-        raise DataError(
-            f"{where}privileged_context is None: the teacher would see no more than the student. Fix: leave the row out."
-        )
+
+def text_of(value: Any) -> str:
+    """Privileged context as text: a string, or the texts of messages; empty where there is none."""
     if isinstance(value, Sequence) and not isinstance(value, str):
         return "\n".join(str(item["content"] if isinstance(item, dict) else item) for item in value)
-    return str(value)
+    return "" if value is None else str(value)
+
+
+def joined_text(value: Any, where: str = "") -> str:
+    """As `text_of`.
+
+    Raises:
+        DataError: There is none, or nothing is written in it; ``where`` names the row.
+    """
+    text = text_of(value)
+    if not text.strip():
+        raise DataError(
+            f"{where}privileged_context is {value!r}: the teacher would see no more than the student. Fix: leave the row out."
+        )
+    return text

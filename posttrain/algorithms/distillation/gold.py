@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, count, takewhile
 from typing import Any, ClassVar, Literal
@@ -12,9 +12,10 @@ import torch
 from posttrain.algorithms.distillation.config import Axes, logit_width, preset
 from posttrain.algorithms.distillation.objective import AlignedComparison
 from posttrain.algorithms.distillation.presets import OF_BUFFER, OF_GKD, GKDConfig
+from posttrain.algorithms.distillation.teacher import own_tokenizer, teacher_id
 from posttrain.algorithms.distillation.trainer import DistillationTrainer
 from posttrain.checks.tokenizers import compare_tokenizers, token_bytes
-from posttrain.data.chat import terminal_token_ids, tokenize_prompts
+from posttrain.data.chat import common_prefix, terminal_token_ids, tokenize_prompts
 from posttrain.data.forest import sequences
 from posttrain.errors import ConfigError
 from posttrain.metrics import mean
@@ -23,6 +24,10 @@ from posttrain.rewards.runner import RewardTable
 from posttrain.rollouts.batch import RolloutBatch
 from posttrain.training.pictures import Vision
 from posttrain.types import Batch, NonNegativeFloat, PositiveFloat, Rollout, Row, option
+
+PROBE = "The quick brown fox."
+# What a text is put behind, to be encoded without what a tokenizer writes at its beginning.
+ANCHORS = ("\n", "x", ".", "0")
 
 
 def byte_groups(first: Sequence[bytes], second: Sequence[bytes]) -> list[tuple[range, range]]:
@@ -112,18 +117,19 @@ class GOLDTrainer(DistillationTrainer, config=GOLDConfig, arguments=OF_GKD):
     def _other_teacher(self, given: Any, tokenizer: Any) -> None:
         args = self.args
         name = args.teacher_tokenizer_name_or_path
+        known = name or teacher_id(given, args)
         if args.use_uld_loss and self.vision.images:
-            known = name or (given if isinstance(given, str) else args.teacher_model_name_or_path) or ""
             self.teacher_vision = Vision(args, tokenizer, known, (self.train_dataset,), takes=True)
             tokenizer = self.teacher_vision.processor
         elif tokenizer is None and name is not None:
             tokenizer = load.load_tokenizer(name, trust_remote_code=args.trust_remote_code)
-        known = tokenizer is not None or isinstance(given, str) or args.teacher_model_name_or_path
-        if args.use_uld_loss and not known:
-            raise ConfigError(
-                "use_uld_loss=True and the teacher is a model object, whose tokenizer is not known. Fix: "
-                "teacher_processing_class, or teacher_tokenizer_name_or_path."
-            )
+        if args.use_uld_loss and tokenizer is None:
+            if not known:
+                raise ConfigError(
+                    "use_uld_loss=True and the teacher is a model object, whose tokenizer is not known. Fix: "
+                    "teacher_processing_class, or teacher_tokenizer_name_or_path."
+                )
+            tokenizer = own_tokenizer(known, required=True, trust_remote_code=args.trust_remote_code)
         super()._other_teacher(given, tokenizer)
 
     @property
@@ -148,6 +154,12 @@ class GOLDTrainer(DistillationTrainer, config=GOLDConfig, arguments=OF_GKD):
                 f"{match.bytes[1]} (teacher). Fix: a teacher with a byte-level or byte-fallback tokenizer."
             )
         self._mine, self._theirs = token_bytes(self.processing_class), token_bytes(tokenizer)
+        spelled = b"".join(self._theirs[i] for i in continued(tokenizer, self._theirs, PROBE))
+        if spelled != PROBE.encode():
+            raise ConfigError(
+                f"use_uld_loss=True, and the teacher's tokenizer spells {PROBE!r} as {spelled.decode(errors='replace')!r}: "
+                "hardly any token would have a partner. Fix: a teacher whose tokenizer keeps the text as it is."
+            )
         sizes = (len(self.processing_class), len(tokenizer))
         self._widths = (min(sizes[0], logit_width(self.model)), min(sizes[1], logit_width(teacher)))
         theirs = {spelled: i for i, spelled in self._theirs.items() if i < self._widths[1]}
@@ -169,14 +181,14 @@ class GOLDTrainer(DistillationTrainer, config=GOLDConfig, arguments=OF_GKD):
             return super().facts(generation, table, mode)
         found, columns = [], []
         stops = set(terminal_token_ids(self.processing_class)) | set(self.stop_ids)
-        counts = torch.zeros(2)  # Groups, and those of one token each.
+        groups_made = 0
         for example, rollout in zip(generation.examples, generation.rollouts, strict=True):
             # What a template writes behind the stop token follows another text in the teacher's.
             written = takewhile(lambda token: token not in stops, rollout.token_ids)
             spelled = [self._mine.get(token, b"") for token in written]
             text = b"".join(spelled)
             valid = _longest_text(text)
-            ids = self.teacher_tokenizer(valid, add_special_tokens=False)["input_ids"]
+            ids = continued(self.teacher_tokenizer, self._theirs, valid)
             groups = self._groups([s for s in spelled if s], [self._theirs[i] for i in ids])
             places = [k for k, s in enumerate(spelled) if s]
             column = [0.0] * len(rollout.token_ids)
@@ -185,13 +197,16 @@ class GOLDTrainer(DistillationTrainer, config=GOLDConfig, arguments=OF_GKD):
                 column[places[mine[at]]] = float(theirs[at] + 1)
             single = sum(len(a) == len(b) == 1 for a, b in groups)
             used = sum(len(spelled[places[i]]) for a, _ in groups for i in a)
-            counts += torch.tensor([len(groups), single])
+            groups_made += len(groups)
             found.append({"prompt": self._prompt(example, rollout), "ids": ids})
             columns.append(column)
-            self.log_metrics_now({"align/dropped_bytes_fraction": mean(1 - used / max(len(text), 1))}, mode)
+            shares = {
+                "align/dropped_bytes_fraction": mean(1 - used / max(len(text), 1), weight=len(text)),
+                "align/one_to_one_fraction": mean(single / max(len(places), 1), weight=len(places)),
+            }
+            self.log_metrics_now(shares, mode)
         generation.token_columns["aligned"] = columns
-        one = {"align/one_to_one_fraction": mean(float(counts[1] / counts[0].clamp_min(1)))}
-        self.log_metrics_now({"align/group_count": mean(float(counts[0]))} | one, mode)
+        self.log_metrics_now({"align/group_count": mean(float(groups_made))}, mode)
         return found
 
     def _prompt(self, example: dict[str, Any], rollout: Rollout) -> list[int]:
@@ -200,8 +215,9 @@ class GOLDTrainer(DistillationTrainer, config=GOLDConfig, arguments=OF_GKD):
             return list(self.teacher_vision.prompt(example, [one.picture for one in rollout.pictures]))
         if isinstance(example["prompt"], str):
             special = set(self.processing_class.all_special_ids)
-            spelled = b"".join(self._mine.get(i, b"") for i in rollout.prompt_ids if i not in special)
-            example = {"prompt": _longest_text(spelled)}
+            text = _longest_text(b"".join(self._mine.get(i, b"") for i in rollout.prompt_ids if i not in special))
+            # Some tokenizers write a space before a text; the teacher's writes its own.
+            example = {"prompt": text if example["prompt"].endswith(text) else text.removeprefix(" ")}
         kwargs = self.args.chat_template_kwargs or {}
         return tokenize_prompts([example], self.teacher_tokenizer, chat_template_kwargs=kwargs)[0]
 
@@ -237,6 +253,24 @@ class GOLDTrainer(DistillationTrainer, config=GOLDConfig, arguments=OF_GKD):
             pairs = zip((self.vision, self.teacher_vision), self._widths, strict=True)
             options["without"] = tuple(self.never_written(vision, width) for vision, width in pairs)
         return AlignedComparison(self.axes, chosen, mine, matched, **options)
+
+
+def continued(tokenizer: Any, spelled: Mapping[int, bytes], text: str) -> list[int]:
+    """Ids of a text behind another: without the space that SentencePiece tokenizers write before the first word of a text."""
+    value = text.encode()
+
+    def spells(ids: list[int]) -> int:
+        """Bytes at the beginning of the text that the ids spell."""
+        return common_prefix(b"".join(spelled[i] for i in ids), value)
+
+    best = tokenizer(text, add_special_tokens=False)["input_ids"]
+    for before in ANCHORS:
+        if spells(best) == len(value):
+            break
+        first, whole = (tokenizer(one, add_special_tokens=False)["input_ids"] for one in (before, before + text))
+        if whole[: len(first)] == first:
+            best = max(best, whole[len(first) :], key=spells)
+    return best
 
 
 def _longest_text(value: bytes) -> str:

@@ -171,7 +171,7 @@ class Comparison:
         return divergence(complete(q), complete(p), beta=axes.beta), support_mass(p)
 
     def _support(self, log_q: Tensor, log_p: Tensor | None, targets: Tensor, part: slice) -> tuple[Tensor, Tensor]:
-        """``(n, k)`` ids, and which of them are there twice."""
+        """``(n, k)`` ids, and which of them do not count: there twice, or beyond the student's vocabulary."""
         kind, k = self.axes.support, min(self.axes.top_k or 1, log_q.shape[1])
         if kind == "sampled":
             return targets, torch.zeros_like(targets, dtype=torch.bool)
@@ -179,9 +179,13 @@ class Comparison:
         if kind == "student_topk":
             return mine, torch.zeros_like(mine, dtype=torch.bool)
         theirs = self.teacher.ids[part] if log_p is None else log_p.topk(k, -1).indices
+        # A server's model may have more logits than there are tokens: their mass is outside of the support.
+        beyond = theirs >= log_q.shape[1]
+        theirs = theirs.masked_fill(beyond, 0)
         if kind == "teacher_topk":
-            return theirs, torch.zeros_like(theirs, dtype=torch.bool)
-        return union_support(theirs[:, :k], mine)
+            return theirs, beyond
+        ids, again = union_support(theirs[:, :k].masked_fill(beyond[:, :k], -1), mine)
+        return ids.clamp_min(0), again | (ids < 0)
 
     def _at(self, log_p: Tensor | None, ids: Tensor, part: slice) -> Tensor:
         """The teacher's log-probs of those ids; of scores those that the support consists of."""
@@ -255,17 +259,19 @@ def distillation_objective(out: ModelOutputs, batch: Batch, axes: Axes) -> LossT
     if axes.support == "aligned":
         kept = mask & (batch.columns["aligned"] > 0)
         metrics = {name + "_loss": mean(place(found[name]), kept) for name in ("matched", "unmatched")}
-        loss = LossTerms(axes.weight * place(found["matched"] + found["unmatched"]), kept, "token", count="groups")
+        terms = axes.weight * place(found["matched"] + found["unmatched"])
+        loss = LossTerms(terms, kept, "token", count="groups")
     elif axes.support == "none":
-        loss = LossTerms(grid, mask, "token")
+        terms, loss = grid, LossTerms(grid, mask, "token")
     else:
         values = place(found["divergence"])
         _check_finite(values, mask, axes)
         if axes.estimator == "score":
             values, metrics = _score(out, batch, place(found["gap"]), axes)
         metrics |= _agreement(found)
-        loss = _reduced(axes.weight * values * _importance(out, batch, axes), batch, axes)
-    metrics |= _by_source(loss.terms.detach(), batch, loss.mask)
+        terms = axes.weight * values * _importance(out, batch, axes)
+        loss = _reduced(terms, batch, axes)
+    metrics |= _by_source(terms.detach(), batch, loss.mask)
     if axes.cross_entropy and out.logp is not None:
         loss.extra.append(LossTerms(-axes.cross_entropy * out.logp, mask, "token"))
         metrics["distill/cross_entropy"] = mean(-out.logp, mask)

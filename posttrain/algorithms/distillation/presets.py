@@ -16,7 +16,7 @@ from posttrain.algorithms.distillation.config import (
     Support,
     preset,
 )
-from posttrain.algorithms.distillation.data import joined_text
+from posttrain.algorithms.distillation.data import joined_text, template_fields, text_of
 from posttrain.algorithms.distillation.trainer import DistillationTrainer
 from posttrain.algorithms.grpo.config import GRPOConfig
 from posttrain.data.formats import is_conversational
@@ -87,6 +87,25 @@ OF_TEACHER: dict[str, tuple[Any, str]] = {
         "teacher_model_name_or_path": None, "teacher_model_server_url": None, "teacher_scores": None,
     }.items()
 }  # fmt: skip
+
+
+def _template_rule(
+    config: Any, field: str, needed: tuple[str, ...], optional: tuple[str, ...] = ()
+) -> tuple[str, bool, str]:
+    """A rule of a config: the template has these names in braces, and no others."""
+    fields = template_fields(getattr(config, field))
+    shown, known = (
+        " and ".join(f"{{{name}}}" for name in names) for names in (needed, dict.fromkeys((*needed, *optional)))
+    )
+    other = "" if len(needed) == len(known.split(" and ")) else f", of {known}"
+    rule = f"must have {shown} in it{other}; other braces are written twice"
+    return field, set(needed) <= fields <= {*needed, *optional}, rule
+
+
+def _require_context(dataset: Any, name: str) -> None:
+    names = getattr(dataset, "column_names", None)
+    if names is not None and "privileged_context" not in names:
+        raise DataError(f"{name} has no column 'privileged_context'; its columns are {sorted(names)}.")
 
 
 # GKD --------------------------------------------------------------------------------------------------------------------
@@ -291,11 +310,7 @@ class SDFTConfig(SelfDistillationFields, DistillationConfig):
     num_loss_tokens_to_skip: NonNegativeInt = option(0, "First tokens of a completion that are not trained.")
 
     def _rules(self) -> list[tuple[str, bool, str]]:
-        both = all(name in self.teacher_prompt_template for name in ("{prompt}", "{privileged_context}"))
-        return [
-            *super()._rules(),
-            ("teacher_prompt_template", both, "must have {prompt} and {privileged_context} in it"),
-        ]
+        return [*super()._rules(), _template_rule(self, "teacher_prompt_template", ("prompt", "privileged_context"))]
 
 
 class SDFTTrainer(DistillationTrainer, config=SDFTConfig, arguments=OF_SELF):
@@ -309,16 +324,14 @@ class SDFTTrainer(DistillationTrainer, config=SDFTConfig, arguments=OF_SELF):
 
     def prepare(self, dataset: Any, name: str, *, training: bool = False) -> Any:
         """Refuse a dataset without ``privileged_context``, and a row where it is None."""
-        names = getattr(dataset, "column_names", None)
-        if names is not None and "privileged_context" not in names:
-            raise DataError(f"{name} has no column 'privileged_context'; its columns are {sorted(names)}.")
+        _require_context(dataset, name)
         for row, value in enumerate(dataset["privileged_context"] if isinstance(dataset, datasets.Dataset) else ()):
             joined_text(value, f"{name} row {row}: ")
         return super().prepare(dataset, name, training=training)
 
     def _hinted(self, example: dict[str, Any]) -> list[int]:
-        extra, args = joined_text(example.get("privileged_context")), self.args
-        return self.teacher_prompt(example, extra, args.teacher_prompt_template, args.max_prompt_length)
+        shown, args = {"privileged_context": joined_text(example.get("privileged_context"))}, self.args
+        return self.teacher_prompt(example, args.teacher_prompt_template, shown, args.max_prompt_length)
 
     def student_rollouts(self, examples: list[dict[str, Any]], mode: str) -> tuple[list[Rollout], list[Any]]:
         """As the parent's, from the teacher's prompts where that is asked for; the first tokens may carry no loss."""
@@ -372,6 +385,18 @@ class SDPOConfig(SelfDistillationFields, GRPOConfig):
     environment_feedback_only_without_solution: bool = option(False, "Only where none succeeded.")
     remove_thinking_from_demonstration: bool = option(False, "Cut <think> blocks out.")
 
+    def _rules(self) -> list[tuple[str, bool, str]]:
+        read = {"solution": self.use_successful_as_teacher, "feedback": self.include_environment_feedback}
+        needed = ("prompt", *(name for name, wanted in read.items() if wanted))
+        return [
+            *super()._rules(),
+            _template_rule(self, "reprompt_template", needed, tuple(read)),
+            _template_rule(self, "solution_template", ("successful_previous_attempt",)),
+            _template_rule(self, "feedback_template", ("feedback_raw",)),
+            ("use_successful_as_teacher", any(read.values()), "with include_environment_feedback=False: the teacher would "
+             "see no more than the student. Fix: set one of them"),
+        ]  # fmt: skip
+
     def axes(self) -> Axes:
         """The mean over sequences whose teacher sees more."""
         w = self.distillation_weight
@@ -393,6 +418,12 @@ class SDPOTrainer(DistillationTrainer, config=SDPOConfig, arguments=f"model, rew
             raise ConfigError("SDPO needs reward_funcs: they say which completions succeeded.")
         super().__init__(model, reward_funcs=reward_funcs, **kwargs)
 
+    def prepare(self, dataset: Any, name: str, *, training: bool = False) -> Any:
+        """Refuse a dataset without ``privileged_context`` where it is to be shown."""
+        if self.args.include_environment_feedback:
+            _require_context(dataset, name)
+        return super().prepare(dataset, name, training=training)
+
     def facts(self, generation: RolloutBatch, table: RewardTable, mode: str) -> list[Any]:
         """The teacher's prompt of each completion, and which have one of their own (column ``active``)."""
         count, size = len(generation.rollouts), self.group_size(mode)
@@ -402,8 +433,8 @@ class SDPOTrainer(DistillationTrainer, config=SDPOConfig, arguments=f"model, rew
         for i, (example, rollout) in enumerate(zip(generation.examples, generation.rollouts, strict=True)):
             group = range(i // size * size, min(i // size * size + size, count))
             hint = self._hint(example, [generation.rollouts[j] for j in self._successes(mine, i, group)], draw)
-            active.append(float(bool(hint)))
-            prompts.append(rollout.prompt_ids if not hint else self._shown(example, hint))
+            active.append(float(any(hint.values())))
+            prompts.append(self._shown(example, hint) if active[-1] else rollout.prompt_ids)
         generation.columns["active"] = active
         self.log_metrics_now({"self_distillation/reprompt_sample_fraction": mean(torch.tensor(active))}, mode)
         return prompts
@@ -415,22 +446,21 @@ class SDPOTrainer(DistillationTrainer, config=SDPOConfig, arguments=f"model, rew
         found = [j for j in group if rewards[j] >= args.success_reward_threshold]
         return [j for j in found if j != own or not args.dont_reprompt_on_self_success]
 
-    def _hint(self, example: dict[str, Any], successes: list[Rollout], draw: torch.Generator) -> str:
-        """What the teacher sees beside the prompt; empty where there is nothing."""
-        args, hint = self.args, ""
+    def _hint(self, example: dict[str, Any], successes: list[Rollout], draw: torch.Generator) -> dict[str, str]:
+        """What the teacher sees beside the prompt; empty texts where there is nothing."""
+        args, hint = self.args, {"solution": "", "feedback": ""}
         if successes:
             chosen = successes[int(torch.randint(len(successes), (), generator=draw))].text or ""
             chosen = THINKING.sub("", chosen) if args.remove_thinking_from_demonstration else chosen
-            hint = args.solution_template.replace("{successful_previous_attempt}", chosen)
-        feedback = example.get("privileged_context")
-        wanted = args.include_environment_feedback and not (hint and args.environment_feedback_only_without_solution)
-        if wanted and isinstance(feedback, str) and feedback.strip():
-            hint += args.feedback_template.replace("{feedback_raw}", feedback)
+            hint["solution"] = args.solution_template.format(successful_previous_attempt=chosen)
+        told = text_of(example.get("privileged_context"))
+        only = hint["solution"] and args.environment_feedback_only_without_solution
+        if args.include_environment_feedback and told.strip() and not only:
+            hint["feedback"] = args.feedback_template.format(feedback_raw=told)
         return hint
 
-    def _shown(self, example: dict[str, Any], hint: str) -> list[int]:
-        template = self.args.reprompt_template.replace("{solution}", "{privileged_context}").replace("{feedback}", "")
-        return self.teacher_prompt(example, hint, template, self.args.max_reprompt_len)
+    def _shown(self, example: dict[str, Any], hint: dict[str, str]) -> list[int]:
+        return self.teacher_prompt(example, self.args.reprompt_template, hint, self.args.max_reprompt_len)
 
     def objective(self, outputs: ModelOutputs, batch: Batch) -> LossTerms:
         """``(1 - w) GRPO + w divergence``, the divergence over completions whose teacher saw more."""

@@ -5,11 +5,12 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa
@@ -21,7 +22,9 @@ from torch import Tensor, nn
 from posttrain.algorithms.distillation.config import Axes, logit_width
 from posttrain.algorithms.distillation.data import tokenized_answers, with_prompt_column, with_template_arguments
 from posttrain.algorithms.distillation.objective import HiddenTeacher, TokenScores, capture
+from posttrain.checks.tokenizers import compare_tokenizers, require_same_tokens
 from posttrain.data.forest import Layout, collate, sequences, share_prompts
+from posttrain.data.formats import first_row, plain_rows
 from posttrain.errors import ConfigError, DataError, ModelError
 from posttrain.models import load
 from posttrain.models.attention import probe_layout
@@ -29,7 +32,10 @@ from posttrain.models.forward import forward
 from posttrain.models.heads import causal_lm, install_token_head
 from posttrain.models.reference import Reference, hash_vocabulary
 from posttrain.report.record import whole_file
+from posttrain.rollouts.base import evaluating
 from posttrain.types import Batch, Row
+
+logger = logging.getLogger(__name__)
 
 
 def load_teacher(given: Any, args: Any, student: nn.Module) -> nn.Module:
@@ -60,6 +66,35 @@ def load_teacher(given: Any, args: Any, student: nn.Module) -> nn.Module:
     kwargs |= {} if args.teacher_model_revision is None else {"revision": args.teacher_model_revision}
     kwargs |= dict(args.teacher_model_init_kwargs or {})
     return load.create_model_from_path(given, **kwargs).requires_grad_(False).eval()
+
+
+def teacher_id(given: Any, args: Any) -> str:
+    """Id or folder of a teacher: as it was given, or where a model object was loaded from; empty for one built in memory."""
+    if isinstance(given, nn.Module):
+        return load.get_config_model_id(causal_lm(given).config)
+    return given or args.teacher_model_name_or_path or ""
+
+
+def own_tokenizer(name: str, *, required: bool, trust_remote_code: bool = False, revision: str | None = None) -> Any:
+    """The tokenizer of a teacher's folder or id.
+
+    Args:
+        name: See `teacher_id`; of a server, its model.
+        required: Whether a tokenizer that cannot be loaded is an error. If not, the result is None, and a warning says so.
+        trust_remote_code: As for the teacher.
+        revision: Of the teacher.
+
+    Raises:
+        ModelError: It is required, and cannot be loaded.
+    """
+    try:
+        return load.load_tokenizer(name, trust_remote_code=trust_remote_code, revision=revision)
+    except ModelError as error:
+        if required:
+            raise
+        text = "the teacher's tokenizer is not known, so that its ids are taken for the student's: %s Fix: "
+        logger.warning(text + "teacher_processing_class.", error)
+        return None
 
 
 @contextmanager
@@ -163,6 +198,9 @@ class ServerTeacher:
         expected: ``teacher_model_name_or_path``, which the server's model must be; None: any.
         probe: Token ids that the server scores before anything is trained.
 
+    Attributes:
+        name: The server's model, as the server says.
+
     Raises:
         ConfigError: Another model; k above the server's cap; a temperature other than 1, which servers do not apply to prompts.
         ModelError: The server scores another number of tokens than it is given, or scores that are no log-probs.
@@ -171,7 +209,7 @@ class ServerTeacher:
     def __init__(self, client: Any, axes: Axes, *, expected: str | None, probe: list[int]) -> None:
         self.client, self.top_k = client, max(axes.top_k, 1)
         facts = client.info()
-        name = str(facts.get("model") or facts.get("served") or "")
+        self.name = name = str(facts.get("model") or facts.get("served") or "")
         if expected and name and Path(name).name != Path(expected).name:
             raise ConfigError(
                 f"the server has the model {name!r}, and teacher_model_name_or_path names {expected!r}. Fix: start it with that "
@@ -195,11 +233,19 @@ class ServerTeacher:
                 f"temperature={axes.teacher_temperature} with a teacher server: its log-probs of given tokens are at temperature "
                 "1, and the student's would not be. Fix: temperature=1.0, or a teacher model in this process."
             )
+        # vLLM generates a token behind what it scores, which must fit too.
+        self.most = None if facts.get("max_model_len") is None else int(facts["max_model_len"]) - 1
         self.score([probe[:1]], [probe[1:]])
 
     def score(self, prompts: Sequence[list[int]], completions: Sequence[list[int]]) -> list[dict[str, Any]]:
         """Fields of `TokenScores` of all completions; every token has them, or this raises."""
         whole = [[*prompt, *ids] for prompt, ids in zip(prompts, completions, strict=True)]
+        longest = max(map(len, whole), default=0)
+        if self.most is not None and longest > self.most:
+            raise DataError(
+                f"a prompt and its completion have {longest} tokens, and the teacher server scores at most {self.most} "
+                f"(max_model_len={self.most + 1}). Fix: max_length={self.most}, or start the server with a longer context."
+            )
         found = self.client.score(whole, [len(prompt) for prompt in prompts], top=self.top_k)
         for ids, one in zip(completions, found, strict=True):
             logps, actual = torch.tensor(one.top_logps), torch.tensor(one.logps)
@@ -258,6 +304,7 @@ def score_dataset(
     max_prompt_length: int | None = None,
     chat_template_kwargs: dict[str, Any] | None = None,
     batch_size: int = 16,
+    tokenizer_check: Literal["error", "warn", "off"] = "error",
 ) -> int:
     """Write the teacher's scores of every answer of a dataset, for ``teacher_scores`` of a config; returns the rows.
 
@@ -274,9 +321,11 @@ def score_dataset(
         max_prompt_length: Likewise.
         chat_template_kwargs: Likewise.
         batch_size: Rows that the teacher reads at a time.
+        tokenizer_check: As in the config: what happens where the tokenizer of the teacher's own folder or id is another one.
 
     Raises:
-        ConfigError: ``top_k`` or ``batch_size`` below 1.
+        ConfigError: The teacher's tokenizer is another one; ``top_k`` or ``batch_size`` below 1.
+        DataError: The dataset is a stream, empty, or without answers.
         ModelError: The teacher has fewer logits than the tokenizer has tokens.
     """
     for field, value in (("top_k", top_k), ("batch_size", batch_size)):
@@ -287,17 +336,32 @@ def score_dataset(
         raise ModelError(
             f"the teacher has {width} logits, and the tokenizer {len(tokenizer)} tokens: they do not belong together."
         )
+    name = load.get_config_model_id(causal_lm(teacher).config)
+    own = None if tokenizer_check == "off" else own_tokenizer(name, required=False)
+    if own is not None:
+        match = compare_tokenizers(tokenizer, own, widths=(None, width))
+        require_same_tokens(match, mode=tokenizer_check, trainer="teacher scores", on_policy=False)
     limits = {"max_length": max_length, "max_prompt_length": max_prompt_length}
-    dataset = with_template_arguments(with_prompt_column(dataset), chat_template_kwargs)
+    first_row(dataset, "scored")
+    dataset = with_template_arguments(with_prompt_column(plain_rows(dataset)), chat_template_kwargs)
+    if not hasattr(dataset, "__len__") or "completion" not in dataset.column_names:
+        raise DataError(
+            f"scores are of a Dataset's answers, and this {type(dataset).__name__} has the columns {dataset.column_names}. Fix: "
+            "'prompt' and 'completion', or 'messages'; of a stream Dataset.from_list(list(stream))."
+        )
     dataset = tokenized_answers(dataset, tokenizer, name="dataset", **limits)
     install_token_head(teacher)
-    running = functools.partial(frozen, teacher.requires_grad_(False).eval())
+    running = functools.partial(frozen, teacher)
     runner = ModelTeacher(running, probe_layout(teacher), True, load.resolve_pad_token(tokenizer, teacher))
-    name = load.get_config_model_id(causal_lm(teacher).config)
     facts = identity(dataset, tokenizer) | {"teacher": name, "top_k": top_k, "batch_size": batch_size}
     fields = [(name, pa.list_(kind)) for name, kind in COLUMNS.items()]
     schema = pa.schema(fields, metadata={"format": FORMAT, "facts": json.dumps(facts)})
-    with whole_file(Path(path)) as draft, pa.OSFile(str(draft), "wb") as sink, pa.ipc.new_file(sink, schema) as writer:
+    with (
+        evaluating(teacher),
+        whole_file(Path(path)) as draft,
+        pa.OSFile(str(draft), "wb") as sink,
+        pa.ipc.new_file(sink, schema) as writer,
+    ):
         for start in tqdm.trange(0, len(dataset), batch_size, desc="teacher scores", unit="batch"):
             found = dataset[start : start + batch_size]
             pairs = zip(found["prompt_ids"], found["completion_ids"], strict=True)

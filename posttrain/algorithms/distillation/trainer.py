@@ -27,15 +27,18 @@ from posttrain.algorithms.distillation.teacher import (
     ServerTeacher,
     frozen,
     load_teacher,
+    own_tokenizer,
     scores_of_batch,
+    teacher_id,
 )
 from posttrain.algorithms.grpo.trainer import grpo_objective, scored_groups
-from posttrain.checks.tokenizers import compare_tokenizers, require_same_tokens
+from posttrain.checks.tokenizers import TokenizerMatch, compare_tokenizers, require_same_tokens
 from posttrain.data.chat import terminal_token_ids
 from posttrain.data.forest import Layout
+from posttrain.data.formats import get_dataset_column_names
 from posttrain.errors import ConfigError, DataError
 from posttrain.losses.reduce import spread
-from posttrain.models import load, parallel
+from posttrain.models import parallel
 from posttrain.models.heads import causal_lm, has_tower, install_token_head, picture_encoder
 from posttrain.models.memory_estimate import Part
 from posttrain.models.reference import Reference
@@ -68,7 +71,8 @@ class DistillationTrainer(OnlineTrainer, config=DistillationConfig):
         train_dataset: ``prompt`` (and ``completion``), or ``messages``.
         eval_dataset: Likewise.
         processing_class: The student's tokenizer; None loads the model's.
-        teacher_processing_class: The teacher's; None loads that of a teacher given by id, else the student's is taken for it.
+        teacher_processing_class: The teacher's; None loads that of the teacher's id, or of the folder
+            or id that a model object was loaded from; of one built in memory the student's is taken for it.
         teacher_server: Client of a server that scores, see `ServerTeacher`.
 
     Reference: GKD, arXiv:2306.13649.
@@ -173,6 +177,11 @@ class DistillationTrainer(OnlineTrainer, config=DistillationConfig):
             probe = next(row.prompt_ids for row in self._rows_of([next(iter(self.train_dataset))]))
             expected = args.teacher_model_name_or_path
             self.server = ServerTeacher(client, self.axes, expected=expected, probe=[*probe, *probe][:8])
+            if tokenizer is None:
+                trust = {"trust_remote_code": args.trust_remote_code, "revision": args.teacher_model_revision}
+                tokenizer = own_tokenizer(expected or self.server.name, required=False, **trust)
+            if tokenizer is not None and args.tokenizer_check != "off":
+                self._compared(getattr(tokenizer, "tokenizer", tokenizer), None, None)
         elif args.teacher_model_kind == "model":
             self._other_teacher(given, tokenizer)
         elif given is None:
@@ -204,14 +213,20 @@ class DistillationTrainer(OnlineTrainer, config=DistillationConfig):
         self.teacher = ModelTeacher(running, self.layout, True, self.pad_token_id)
 
     def _other_teacher(self, given: Any, tokenizer: Any) -> None:
-        name = self.args.teacher_model_name_or_path if given is None else given
-        if tokenizer is None and isinstance(name, str):
-            tokenizer = load.load_tokenizer(name, trust_remote_code=self.args.trust_remote_code)
-        tokenizer = getattr(tokenizer, "tokenizer", tokenizer)  # Of a processor.
+        args, loaded = self.args, isinstance(given, nn.Module)
+        # Of a teacher that is not there `load_teacher` tells.
+        if tokenizer is None and (loaded or teacher_id(given, args)):
+            trust = {
+                "trust_remote_code": args.trust_remote_code,
+                "revision": None if loaded else args.teacher_model_revision,
+            }
+            tokenizer = own_tokenizer(teacher_id(given, args), required=not loaded, **trust)
+        processor = tokenizer if hasattr(tokenizer, "image_processor") else None
+        tokenizer = getattr(tokenizer, "tokenizer", tokenizer)
         model = load_teacher(given, self.args, self.model).to(self.args.device)
         install_token_head(model)
         if self.vision.images:
-            self.show_pictures(model)
+            self.show_pictures(model, processor)
         self.teacher_model, self.teacher_tokenizer = model, tokenizer or self.processing_class
         self.check_vocabularies(model, self.teacher_tokenizer)
         self.checks.knows(parts={"teacher_model": model if self.shares_tokens else None})
@@ -220,8 +235,8 @@ class DistillationTrainer(OnlineTrainer, config=DistillationConfig):
         running = functools.partial(frozen, model, self.accelerator.autocast)
         self.teacher = ModelTeacher(running, layout, shared and self.shares_tokens, self.pad_token_id)
 
-    def show_pictures(self, teacher: nn.Module) -> None:
-        """Let the teacher see the student's pictures through its own tower; where it reads the same ids, prepared once for both.
+    def show_pictures(self, teacher: nn.Module, processor: Any) -> None:
+        """Let the teacher see the student's pictures through its own tower; prepared once where both prepare them alike.
 
         Raises:
             ConfigError: It reads text alone, or is of another family, which has other ids and pixels.
@@ -232,9 +247,12 @@ class DistillationTrainer(OnlineTrainer, config=DistillationConfig):
                 f"the rows have images, and the teacher is {kinds[1]!r}, which does not read the ids and pixels of the student, "
                 f"{kinds[0]!r}. Fix: a teacher of the student's family, or GOLD with use_uld_loss=True and one that reads images."
             )
-        size = int(self.args.image_cache_gb * 2**30)
-        encoder = install_pictures(teacher, (self.teacher_vision or self.vision).processor, cache_bytes=size)
-        if self.shares_tokens:
+        if not self.shares_tokens:
+            size = int(self.args.image_cache_gb * 2**30)
+            install_pictures(teacher, self.teacher_vision.processor, cache_bytes=size)
+        elif self.vision.show(teacher, processor):
+            encoder = picture_encoder(teacher)
+            assert encoder is not None
             encoder.next = picture_encoder(self.model)
 
     @property
@@ -253,12 +271,18 @@ class DistillationTrainer(OnlineTrainer, config=DistillationConfig):
                 f"the teacher has {widths[1]} logits, and its tokenizer {len(tokenizer)} tokens: it cannot say how likely the "
                 "others are. Fix: teacher_processing_class, if its own tokenizer is another, or tokenizer_check='warn'."
             )
-        pairs = ((self.processing_class, self.model), (tokenizer, teacher))
-        stops: Any = tuple(terminal_token_ids(t, getattr(causal_lm(m), "generation_config", None)) for t, m in pairs)
+        match = self._compared(tokenizer, widths[1], getattr(causal_lm(teacher), "generation_config", None))
+        self.columns = match.columns if match.verdict != "identical" else None
+
+    def _compared(self, tokenizer: Any, width: int | None, generation_config: Any) -> TokenizerMatch:
+        """The student's tokenizer beside the teacher's of ``width`` logits, whose ids must mean the same."""
+        own = getattr(causal_lm(self.model), "generation_config", None)
+        stops = (terminal_token_ids(self.processing_class, own), terminal_token_ids(tokenizer, generation_config))
+        widths = (logit_width(self.model), width)
         match = compare_tokenizers(self.processing_class, tokenizer, widths=widths, stops=stops)
         options = {"mode": self.args.tokenizer_check, "trainer": type(self).__name__}
         require_same_tokens(match, on_policy=self.args.lmbda > 0, **options)
-        self.columns = match.columns if match.verdict != "identical" else None
+        return match
 
     def _choose_layout(self) -> Layout:
         """As the parent's, one row a pass: beside a teacher, activations of a second row have no room."""
@@ -280,7 +304,8 @@ class DistillationTrainer(OnlineTrainer, config=DistillationConfig):
     def prepare(self, dataset: Any, name: str, *, training: bool = False) -> Any:
         """A raw set with its answers as ids, where they are trained or evaluated; a prepared one comes back as it is."""
         args, dataset = self.args, with_prompt_column(dataset)
-        columns = getattr(dataset, "column_names", None) or ()
+        # A stream that was mapped declares no columns.
+        columns = get_dataset_column_names(dataset) if hasattr(dataset, "column_names") else []
         if "prompt_ids" in columns:
             return dataset
         answered = args.eval_mode != "student" and "completion" in columns
@@ -293,7 +318,9 @@ class DistillationTrainer(OnlineTrainer, config=DistillationConfig):
             )
         dataset = with_template_arguments(dataset, args.chat_template_kwargs if answered else None)
         if answered and self.vision.reader is not None:
-            dataset, _ = self.vision.prepare_rows(dataset, branches=("completion",), name=name, keep=columns)
+            dataset, _ = self.vision.prepare_rows(
+                dataset, branches=("completion",), begins=True, name=name, keep=columns
+            )
         elif answered:
             limits = {"max_length": args.max_length, "max_prompt_length": args.max_prompt_length}
             dataset = tokenized_answers(dataset, self.processing_class, name=name, **limits)
@@ -319,6 +346,11 @@ class DistillationTrainer(OnlineTrainer, config=DistillationConfig):
         ids = [(list(example["prompt_ids"]), list(example["completion_ids"])) for example in examples]
         rows = [Row(prompt, [answer], [[1] * len(answer)]) for prompt, answer in ids]
         return self.vision.placed(rows, examples)
+
+    @property
+    def samples_completions(self) -> bool:
+        """Not where the dataset's answers alone are trained."""
+        return self.args.lmbda > 0 or self.args.seq_kd
 
     @property
     def prompt_limit(self) -> int | None:
@@ -447,12 +479,14 @@ class DistillationTrainer(OnlineTrainer, config=DistillationConfig):
             return self.score_files[mode].read(fact, self.axes.top_k)
         return fact if self.server is None else TokenScores(**{name: torch.tensor(x) for name, x in fact.items()})
 
-    def teacher_prompt(self, example: dict[str, Any], extra: str, template: str, most: int | None) -> list[int]:
-        """Ids of ``template`` of the example's prompt and what only the teacher sees, with room for a completion."""
+    def teacher_prompt(
+        self, example: dict[str, Any], template: str, shown: Mapping[str, str], most: int | None
+    ) -> list[int]:
+        """Ids of ``template`` of the example's prompt and what only the teacher sees, by name, with room for a completion."""
         room = None if self.context is None else self.context - self.args.max_completion_length
         most = min((limit for limit in (most, room) if limit is not None), default=None)
         kwargs = self.args.chat_template_kwargs or {}
-        return privileged_prompt(example, extra, template, self.processing_class, most=most, kwargs=kwargs)
+        return privileged_prompt(example, template, shown, self.processing_class, most=most, kwargs=kwargs)
 
     def needs_old_logp(self, mode: str) -> bool:
         """Where ratios are clipped: in the policy's loss, with ``is_clip``, in IW-OPD; exact divergences have none."""
