@@ -364,9 +364,9 @@ def clip_metrics(
     high = ((ratio > 1.0 + epsilon_high) & (advantages > 0)).float()
     return {
         "clip_ratio/low_mean": share(low),
-        "clip_ratio/low_min": minimum(per_sequence(low)),
+        "clip_ratio/low_min": minimum(per_sequence(low), some),
         "clip_ratio/high_mean": share(high),
-        "clip_ratio/high_max": maximum(per_sequence(high)),
+        "clip_ratio/high_max": maximum(per_sequence(high), some),
         "clip_ratio/region_mean": share(low + high),
     }
 
