@@ -1,7 +1,7 @@
 """Four steps of trainers on a device, beside the same on a CPU: what they lose, and how often the host waits.
 
 ``python -m tests.gpu.scenarios`` measures all of them on the pretended device and rewrites the ceilings (waits.json): a
-change that raises one says why. ``--device cuda`` runs them on a real GPU and prints one JSON of what held.
+change that raises one says why. ``make verify-gpu`` runs the same on a real one.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from typing import Any
 import torch
 
 from tests.gpu import device
-from tests.ranks import ENVIRONMENT, ROOT, leave
+from tests.ranks import ENVIRONMENT, ROOT, leave, run_ranks
 
 FILE = Path(__file__).with_name("waits.json")
 COMMON: dict[str, Any] = {
@@ -192,44 +193,80 @@ def gap(one: dict[str, Any], two: dict[str, Any]) -> float:
 
 def pretended(name: str, folder: Path) -> dict[str, Any]:
     """What a scenario finds on the pretended device, in a process that ends with it."""
-    from tests.ranks import run_ranks
-
-    return run_ranks(
-        "tests.gpu.scenarios", "--one", name, "cuda", processes=1, folder=folder, timeout=120, pretends=True
+    found = run_ranks(
+        "tests.gpu.scenarios", "--on", "cuda", name, processes=1, folder=folder, timeout=120, pretends=True
     )
+    return found[name]
 
 
-def alone(name: str, where: str) -> dict[str, Any]:
-    """The same in a process of its own, on a CPU or a real GPU."""
+def alone(names: Sequence[str], where: str, *, pretend: bool = False) -> dict[str, Any]:
+    """By name, what scenarios find in a process of their own, on a CPU or a GPU; ``failed`` of one that ends with an error."""
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder, "result.json")
-        command = [sys.executable, "-m", "tests.gpu.scenarios", "--one", name, where]
+        command = [
+            sys.executable,
+            "-m",
+            "tests.gpu.scenarios",
+            "--on",
+            where,
+            *(["--pretend"] if pretend else []),
+            *names,
+        ]
         env = os.environ | ENVIRONMENT | {"POSTTRAIN_TEST_RESULT": str(result)}
-        done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300, check=False)
+        done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=600, check=False)
         if not result.exists():
             raise RuntimeError(done.stderr[-2000:])
         return json.loads(result.read_text(encoding="utf-8"))
 
 
+def beside_cpu(names: Sequence[str], *, pretend: bool) -> dict[str, Any]:
+    """By name how far a GPU's losses and norms are from the CPU's, "finite" where both draw other completions, or what failed."""
+    gpu, cpu = alone(names, "cuda", pretend=pretend), alone(names, "cpu")
+    found: dict[str, Any] = {}
+    for name in names:
+        if failed := gpu[name].get("failed") or cpu[name].get("failed"):
+            found[name] = f"FAILED: {failed}"
+        elif not all(math.isfinite(loss) for loss in gpu[name]["losses"]):
+            found[name] = f"FAILED: losses {gpu[name]['losses']}"
+        elif SCENARIOS[name].close == math.inf or (not pretend and gpu[name]["engine"] in ("hf", "paged")):
+            found[name] = "finite"  # The device's own generator draws, or rounding decides what is drawn.
+        else:
+            found[name] = gap(gpu[name], cpu[name])
+    return found
+
+
 def main(argv: list[str]) -> None:
-    """One scenario for `pretended` and `alone`, or the ceilings of all that are named."""
+    """Leave what scenarios find on a device, or write the ceilings of all that are named."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--one", nargs=2, metavar=("NAME", "DEVICE"))
+    parser.add_argument("--on", choices=("cpu", "cuda"))
+    parser.add_argument("--pretend", action="store_true")
     parser.add_argument("names", nargs="*")
     given = parser.parse_args(argv)
-    if given.one:
-        with tempfile.TemporaryDirectory() as folder:
-            leave(run(*given.one, Path(folder)))
-        # Threads of torch's autograd may outlive the device at the interpreter's end.
-        os._exit(0)
+    names = given.names or list(SCENARIOS)
+    if given.pretend:
+        device.pretend()
+    if given.on:
+        leave({name: tried(name, given.on, one=len(names) == 1) for name in names})
+        os._exit(0)  # Threads of torch's autograd may outlive the device at the interpreter's end.
     known = json.loads(FILE.read_text(encoding="utf-8")) if FILE.exists() else {}
-    for name in given.names or SCENARIOS:
+    for name in names:
         with tempfile.TemporaryDirectory() as folder:
             known[name] = pretended(name, Path(folder))["waits"]
         print(name, {kind: sum(lines.values()) for kind, lines in known[name].items()}, flush=True)
     FILE.write_text(
         json.dumps({name: known[name] for name in SCENARIOS if name in known}, indent=1) + "\n", encoding="utf-8"
     )
+
+
+def tried(name: str, where: str, *, one: bool) -> dict[str, Any]:
+    """As `run`; of several, one that fails says so and the others go on."""
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            return run(name, where, Path(folder))
+        except Exception as error:
+            if one:
+                raise
+            return {"failed": f"{type(error).__name__}: {error}"[:500]}
 
 
 if __name__ == "__main__":
