@@ -7,6 +7,7 @@ change that raises one says why. ``make verify-gpu`` runs the same on a real one
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import math
 import os
@@ -14,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -70,6 +71,10 @@ SCENARIOS: dict[str, Scenario] = {
     "dpo": Scenario("dpo"),
     "dpo lora": Scenario("dpo", {"lora": True, "learning_rate": 0.5}),
     "kto": Scenario("kto"),
+    "bco": Scenario("bco"),
+    "cpo": Scenario("cpo"),
+    "orpo": Scenario("orpo"),
+    "tpo": Scenario("tpo"),
     "reward": Scenario("reward"),
     "grpo native": Scenario("grpo", {"rollout_engine": "native"}),
     "grpo native, beginnings in common": Scenario("grpo", {"rollout_engine": "native", "long": True}),
@@ -78,7 +83,10 @@ SCENARIOS: dict[str, Scenario] = {
     "grpo auto": Scenario("grpo", {"rollout_engine": "paged"}, on_device={"rollout_engine": "auto"}),
     # A rounded policy draws other completions, and nothing of the two can be compared.
     "grpo bf16": Scenario("grpo", {"rollout_engine": "native"}, on_device=HALF, close=math.inf),
+    "rloo": Scenario("rloo", {"rollout_engine": "native"}),
     "ppo": Scenario("ppo"),
+    "a2po": Scenario("a2po", {"rollout_engine": "native"}),
+    "async grpo": Scenario("async grpo"),
     "online dpo": Scenario("online dpo", {"rollout_engine": "native"}),
     "gkd": Scenario("gkd", {"lmbda": 1.0, "num_generations": 2, "rollout_engine": "native"}),
     "sft qwen2_vl": Scenario("sft qwen2_vl"),
@@ -88,15 +96,7 @@ SCENARIOS: dict[str, Scenario] = {
 
 def build(kind: str, folder: Path, settings: dict[str, Any]) -> Any:
     """A trainer on a two-layer model."""
-    from tests.algorithms import (
-        helpers,
-        test_distillation,
-        test_dpo,
-        test_judged,
-        test_online_dpo,
-        test_ppo,
-        test_reward,
-    )
+    from tests.algorithms import helpers
     from tests.conftest import build_tokenizer
     from tests.matrix import adapter, pictured
 
@@ -104,24 +104,43 @@ def build(kind: str, folder: Path, settings: dict[str, Any]) -> Any:
     tokenizer.pad_token = "<|endoftext|>"
     settings = COMMON | settings
     settings |= adapter(settings.pop("lora", False))
-    if kind == "sft":
-        return helpers.sft(folder, tokenizer, **settings)
-    if kind == "dpo":
-        return test_dpo.dpo(folder, tokenizer, **settings | {"per_device_train_batch_size": 4})
-    if kind == "kto":
-        return test_judged.make("kto", folder, tokenizer, **settings | {"per_device_train_batch_size": 4})
-    if kind == "reward":
-        return test_reward.reward(folder, tokenizer, **settings | {"per_device_train_batch_size": 4})
-    if kind == "grpo":
-        rows = told(16) if settings.pop("long", False) else helpers.prompts(16)
-        return helpers.grpo(folder, tokenizer, engine="native", data=rows, beta=0.05, **settings)
-    if kind == "ppo":
-        return test_ppo.ppo(folder, tokenizer, engine="native", **settings)
-    if kind == "online dpo":
-        return test_online_dpo.make(folder, tokenizer, **settings)
-    if kind == "gkd":
-        return gkd(folder, tokenizer, settings, test_distillation)
+    # The helpers of each method's own tests.
+    of = lambda name: importlib.import_module(f"tests.algorithms.{name}")  # noqa: E731
+    four, sampled = settings | {"per_device_train_batch_size": 4}, settings | {"engine": "native"}
+    makers: dict[str, Callable[[], Any]] = {
+        "sft": lambda: helpers.sft(folder, tokenizer, **settings),
+        "dpo": lambda: of("test_dpo").dpo(folder, tokenizer, **four),
+        "reward": lambda: of("test_reward").reward(folder, tokenizer, **four),
+        "grpo": lambda: helpers.grpo(folder, tokenizer, beta=0.05, **sampled),
+        "rloo": lambda: of("test_rloo").rloo(folder, tokenizer, **sampled),
+        "ppo": lambda: of("test_ppo").ppo(folder, tokenizer, **sampled),
+        "a2po": lambda: of("test_a2po").build(folder, tokenizer, **sampled | {"filter_all_incorrect": False}),
+        "online dpo": lambda: of("test_online_dpo").make(folder, tokenizer, **settings),
+        "async grpo": lambda: of("async_helpers").trainer(
+            folder, tokenizer, written(of("async_helpers").sample), **settings
+        ),
+        "gkd": lambda: gkd(folder, tokenizer, settings, of("test_distillation")),
+        **{name: lambda name=name: of("test_judged").make(name, folder, tokenizer, **four) for name in ("kto", "bco")},
+        **{
+            name: lambda name=name: of("test_reference_free").make(name, folder, tokenizer, **four)
+            for name in ("cpo", "orpo", "tpo")
+        },
+    }
+    if settings.pop("long", False):
+        return helpers.grpo(folder, tokenizer, engine="native", data=told(16), beta=0.05, **settings)
+    if kind in makers:
+        return makers[kind]()
     return pictured(*kind.split(), folder, settings | {"per_device_train_batch_size": 2, "shuffle_dataset": False})
+
+
+def written(sample: Callable[..., Any]) -> Callable[[int, int], Any]:
+    """Samples of a worker: of uneven lengths, better and worse by turns."""
+
+    def make(number: int, version: int) -> Any:
+        tokens = [(number * 7 + k) % 250 + 3 for k in range(1 + number % 5)]
+        return sample(number // 2, version, written=tokens, advantage=(-1.0) ** number * (1 + number % 3))
+
+    return make
 
 
 def told(count: int) -> Any:
