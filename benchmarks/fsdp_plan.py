@@ -1,7 +1,7 @@
-"""What FSDP2 keeps and exchanges at 8 and 64 ranks, planned on one core: shapes without numbers, and a process group of one process.
+"""What FSDP2 keeps and exchanges at 8 and 64 ranks, planned on one core: shapes without numbers, a process group of one process.
 
 ``--page docs/scaling.md`` writes the table. Layers and the rest are sharded as accelerate's ``TRANSFORMER_BASED_WRAP`` does, the
-computation is in bf16, gradients are reduced in float32; a step is one plain forward and backward pass and AdamW. Beside it stands
+computation is in bf16, gradients are reduced in float32; a step is one plain forward and backward pass and AdamW. Beside it is
 what `posttrain estimate` says of the same.
 """
 
