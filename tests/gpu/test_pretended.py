@@ -8,7 +8,7 @@ import torch
 
 from tests.gpu import device
 from tests.gpu.scenarios import FILE, SCENARIOS, gap, pretended, run
-from tests.ranks import run_ranks
+from tests.ranks import ROOT, run_ranks
 
 pytestmark = pytest.mark.skipif(device.why_not() is not None, reason=str(device.why_not()))
 # Waits of an optimiser step that logs; of one that samples 8 tokens with the native engine, one a token and twenty more.
@@ -52,6 +52,19 @@ def test_known_waits_are_within_the_goals_and_none_is_in_a_layer(name):
         line for line, count in known.items() if count >= LAYERS * TOKENS or ("/attention.py" in line and count > 2)
     ]
     assert not inside
+
+
+def test_the_page_says_what_was_counted():
+    names = {
+        **{"SFT": "sft", "DPO": "dpo", "KTO": "kto", "reward model": "reward", "PPO, native engine": "ppo"},
+        **{"GRPO, native engine, 9 draws": "grpo native", "GRPO, `paged`, 8 draws": "grpo auto"},
+        "the same where prompts begin alike": "grpo native, beginnings in common",
+    }
+    known = json.loads(FILE.read_text(encoding="utf-8"))
+    page = (ROOT / "docs/gpu.md").read_text(encoding="utf-8")
+    for row, name in names.items():
+        assert f"| {row} | {sum(known[name]['wait'].values())} |" in page, row
+    assert f"{len(SCENARIOS)} scenarios" in page.replace("\n", " ")
 
 
 def test_continuous_batching_takes_the_memory_that_its_requests_need(tmp_path):
