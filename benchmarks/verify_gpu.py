@@ -1,6 +1,7 @@
 """What only an accelerator can show, in one command: ``make verify-gpu``; no network, random weights, minutes.
 
-The tests that are marked gpu; log-probs of the token forest in bf16 beside each sequence alone, with SDPA and
+Four steps of every kind of trainer beside the CPU's (tests/gpu; a dry run pretends the GPU); the tests that are marked gpu;
+log-probs of the token forest in bf16 beside each sequence alone, with SDPA and
 FlexAttention; steps of SFT, DPO and GRPO on the shape of Qwen2.5-0.5B, beside TRL's where it is installed, and of SFT on
 4-bit weights (bitsandbytes); rollouts of each engine beside `generate`, of continuous batching and of vLLM. A part that
 fails says so and the others go on; one that lacks a package, a GPU or time is skipped and says which. Writes
@@ -39,7 +40,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 # Of a run: steps, sequences of a step, tokens of a prompt and most of a completion, completions of a prompt.
 SIZES = {"Qwen2.5-0.5B": (6, 32, 256, 128, 8), "tiny": (1, 4, 12, 6, 2)}
-LIMIT = 540.0  # Seconds after which no part begins.
+LIMIT = 900.0  # Seconds after which no part begins.
 FAR = 3.0  # The forest may be so many times further from each sequence alone than padding is.
 
 
@@ -69,6 +70,20 @@ def tokenizer_of() -> Any:
     from tests.conftest import build_tokenizer
 
     return build_tokenizer()
+
+
+def beside_cpu(shape: str, device: str) -> dict[str, Any]:
+    """Losses and gradient norms of trainers of a two-layer model beside the CPU's."""
+    from tests.gpu.device import why_not
+    from tests.gpu.scenarios import SCENARIOS, beside_cpu
+
+    if device == "cpu" and (reason := why_not()):
+        raise Skipped(reason)
+    found = beside_cpu(list(SCENARIOS) if device == "cuda" else ["sft", "grpo native"], pretend=device == "cpu")
+    near = 1e-3 if device == "cuda" else 1e-5
+    far = {name: value for name, value in found.items() if not isinstance(value, str) and value > near}
+    far = {name: value for name, value in far.items() if "bf16" not in name}
+    return found | {"holds": not far and not any("FAILED" in str(value) for value in found.values())}
 
 
 def gpu_tests(shape: str, device: str) -> dict[str, Any]:
@@ -224,7 +239,10 @@ def rollouts(shape: str, device: str) -> dict[str, Any]:
 
 def parts(shape: str, device: str) -> dict[str, Callable[[], dict[str, Any]]]:
     """Everything that is shown, by name."""
-    found: dict[str, Callable[[], dict[str, Any]]] = {"tests marked gpu": lambda: gpu_tests(shape, device)}
+    found: dict[str, Callable[[], dict[str, Any]]] = {
+        "trainers beside a CPU's": lambda: beside_cpu(shape, device),
+        "tests marked gpu": lambda: gpu_tests(shape, device),
+    }
     for attention in ("sdpa", "flex_attention"):
         found[f"forest beside padded, bf16, {attention}"] = lambda a=attention: parity(shape, device, a)
     for method in ("sft", "dpo", "grpo"):

@@ -52,18 +52,21 @@ def total(value: float | Tensor) -> Metric:
     return Metric("sum", value if isinstance(value, int | float) else value.detach().float().sum())
 
 
-def minimum(values: float | Tensor) -> Metric:
-    """The smallest value seen anywhere in the window; an empty tensor says nothing."""
-    if isinstance(values, int | float):
-        return Metric("min", values)
-    return Metric("min", values.detach().float().min() if values.numel() else math.inf)
+def minimum(values: float | Tensor, mask: Tensor | None = None) -> Metric:
+    """The smallest value seen anywhere in the window, where ``mask`` is true; an empty tensor says nothing."""
+    return _extreme("min", values, mask, math.inf)
 
 
-def maximum(values: float | Tensor) -> Metric:
-    """The largest value seen anywhere in the window; an empty tensor says nothing."""
-    if isinstance(values, int | float):
-        return Metric("max", values)
-    return Metric("max", values.detach().float().max() if values.numel() else -math.inf)
+def maximum(values: float | Tensor, mask: Tensor | None = None) -> Metric:
+    """The largest value seen anywhere in the window, where ``mask`` is true; an empty tensor says nothing."""
+    return _extreme("max", values, mask, -math.inf)
+
+
+def _extreme(reduction: Literal["min", "max"], values: float | Tensor, mask: Tensor | None, none: float) -> Metric:
+    if isinstance(values, int | float) or not values.numel():
+        return Metric(reduction, values if isinstance(values, int | float) else none)
+    values = values.detach().float() if mask is None else values.detach().float().masked_fill(~mask.bool(), none)
+    return Metric(reduction, values.min() if reduction == "min" else values.max())
 
 
 class MetricBuffer:
@@ -101,7 +104,8 @@ class MetricBuffer:
             all_gather: Takes this rank's ``[(name, reduction, value, weight)]`` and returns the concatenation over ranks;
                 None on one process. One call whatever the number of metrics, and ranks may hold different names.
         """
-        rows = [(k, m.reduction, float(m.value), float(m.weight)) for k, m in self._items.items()]
+        numbers = iter(_on_host([number for m in self._items.values() for number in (m.value, m.weight)]))
+        rows = [(name, m.reduction, next(numbers), next(numbers)) for name, m in self._items.items()]
         self._items = {}
         if all_gather is not None:
             rows = all_gather(rows)
@@ -131,8 +135,23 @@ class Series:
 def _merge(a: Metric, b: Metric) -> Metric:
     if a.reduction in ("mean", "sum"):
         return Metric(a.reduction, a.value + b.value, a.weight + b.weight)
-    pick = min if a.reduction == "min" else max
-    return Metric(a.reduction, pick(float(a.value), float(b.value)))
+    first, second = sorted(
+        (a.value, b.value), key=lambda value: isinstance(value, int | float)
+    )  # A tensor comes first.
+    if isinstance(first, int | float):
+        return Metric(a.reduction, min(first, second) if a.reduction == "min" else max(first, second))
+    return Metric(a.reduction, first.clamp_max(second) if a.reduction == "min" else first.clamp_min(second))
+
+
+def _on_host(numbers: list[float | Tensor]) -> list[float]:
+    """Plain numbers, by one copy of all that lie on a device: each copy waits for what the device has still to do."""
+    far = {i: n for i, n in enumerate(numbers) if not isinstance(n, int | float) and not n.is_cpu}
+    if far:
+        import torch
+
+        copied = torch.stack([number.detach().float().reshape(()) for number in far.values()]).tolist()
+        numbers = [copied.pop(0) if i in far else number for i, number in enumerate(numbers)]
+    return [float(number) for number in numbers]
 
 
 def _is_defined(metric: Metric) -> bool:

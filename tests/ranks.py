@@ -32,7 +32,13 @@ FREE = ("seconds", "per_second", "runtime", "step_time", "epoch")
 
 
 def run_ranks(
-    module: str, *arguments: object, processes: int, folder: Path, timeout: float = 240, python: str | None = None
+    module: str,
+    *arguments: object,
+    processes: int,
+    folder: Path,
+    timeout: float = 240,
+    python: str | None = None,
+    pretends: bool = False,
 ) -> Any:
     """Run ``python -m module arguments`` on ``processes`` gloo processes and read what the first one `leave`\\ s.
 
@@ -45,7 +51,7 @@ def run_ranks(
     result.unlink(missing_ok=True)
     env = os.environ | ENVIRONMENT | {"POSTTRAIN_TEST_RESULT": str(result)}
     if python is None:
-        failed = _forked([module, *map(str, arguments)], env, processes, folder, time.monotonic() + timeout)
+        failed = _forked([module, *map(str, arguments)], env, processes, folder, time.monotonic() + timeout, pretends)
     else:
         launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
         command = [python, *launch, "-m", module, *map(str, arguments)]
@@ -62,7 +68,9 @@ def run_ranks(
     return json.loads(result.read_text(encoding="utf-8"))
 
 
-def _forked(argv: list[str], env: dict[str, str], processes: int, folder: Path, deadline: float) -> str:
+def _forked(
+    argv: list[str], env: dict[str, str], processes: int, folder: Path, deadline: float, pretends: bool = False
+) -> str:
     """Run a module in a fork of each rank's template; the last lines of the first that failed, else an empty string.
 
     Raises:
@@ -82,7 +90,7 @@ def _forked(argv: list[str], env: dict[str, str], processes: int, folder: Path, 
         }
         ranked = {name: str(number) for name, number in numbers.items()} | {"MASTER_ADDR": "127.0.0.1"}
         log = folder / f"rank{rank}.log"
-        template = _template(rank)
+        template = _template(rank, pretends)
         ask = {"argv": argv, "env": env | (ranked if processes > 1 else {}), "log": str(log)}
         template.stdin.write(json.dumps(ask) + "\n")
         template.stdin.flush()
@@ -113,10 +121,11 @@ def _kill(pids: Any) -> None:
 
 
 @functools.cache
-def _template(rank: int) -> Any:
+def _template(rank: int, pretends: bool = False) -> Any:
     """A process that has imported the libraries and forks itself for each request; it ends with its standard input."""
+    env = os.environ | ENVIRONMENT | {"TEMPLATE_OF_RANK": str(rank)} | ({"PRETENDS": "1"} if pretends else {})
     return subprocess.Popen(
-        [sys.executable, "-m", "tests.ranks"], cwd=ROOT, env=os.environ | ENVIRONMENT | {"TEMPLATE_OF_RANK": str(rank)},
+        [sys.executable, "-m", "tests.ranks"], cwd=ROOT, env=env,
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
     )  # fmt: skip
 
@@ -124,6 +133,10 @@ def _template(rank: int) -> Any:
 def _serve() -> None:
     """Fork for each line of standard input; write the child's id, and its exit status once it has ended."""
     answers = os.fdopen(os.dup(1), "w")
+    if os.environ.get("PRETENDS"):
+        from tests.gpu.device import pretend
+
+        pretend()
     import accelerate  # noqa: F401
     import datasets  # noqa: F401
     import peft  # noqa: F401

@@ -64,6 +64,15 @@ def test_masked_entries_do_not_count_even_when_not_a_number():
     assert buffer.compute() == {"m": 1.0}
 
 
+@pytest.mark.parametrize("number", [float, torch.tensor])
+def test_extremes_look_where_the_mask_does_and_merge_as_they_are(number):
+    buffer = MetricBuffer()
+    x, mask = torch.tensor([1.0, float("nan"), 5.0]), torch.tensor([True, False, True])
+    buffer.add({"min": minimum(x, mask), "max": maximum(x, mask), "none": maximum(x, torch.zeros(3, dtype=torch.bool))})
+    buffer.add({"min": minimum(number(2.0)), "max": maximum(number(7.0))})
+    assert buffer.compute() == {"min": 1.0, "max": 7.0}
+
+
 def test_ranks_may_hold_different_names():
     buffer = MetricBuffer()
     buffer.add({"here": mean(1.0)})

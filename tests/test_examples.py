@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+import json
 from pathlib import Path
 
 import pytest
@@ -28,3 +29,18 @@ def test_every_name_an_example_imports_from_the_package_exists(path):
 def test_an_example_is_no_link_into_the_package(path):
     """Python looks for modules beside the target first: there, our `inspect` would be found for the standard library's."""
     assert not path.is_symlink()
+
+
+def test_the_notebook_for_a_gpu_runs_what_is_there_and_has_no_output():
+    root = EXAMPLES[0].parents[1]
+    book = json.loads((root / "examples/notebooks/verify_gpu.ipynb").read_text(encoding="utf-8"))
+    code = ["".join(cell["source"]) for cell in book["cells"] if cell["cell_type"] == "code"]
+    assert not any(cell.get("outputs") for cell in book["cells"])
+    command = next(text for text in code if "verify_gpu.py --page" in text)
+    _, script, _, page = command[command.index("python ") :].split()
+    assert (root / script).exists()
+    marks = [mark for mark in ("<!-- gpu -->", "<!-- end of gpu -->") if mark in code[-1]]
+    assert all(mark in (root / page).read_text(encoding="utf-8") for mark in marks) and len(marks) == 2
+    for text in code:
+        if not text.startswith(("!", "%")):
+            ast.parse(text)

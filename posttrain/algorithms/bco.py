@@ -170,6 +170,7 @@ class BCOTrainer(PreferenceTrainer, config=BCOConfig):
 
     def before_step(self, micro_batches: list[list[Batch]]) -> None:
         """Rewards of the whole step move delta before its first loss."""
+        super().before_step(micro_batches)
         self._moves_in_pass = self.denominators.passes == self.accelerator.num_processes and len(micro_batches) == 1
         if not self._moves_in_pass:
             batches = [batch for micro in micro_batches for batch in micro]

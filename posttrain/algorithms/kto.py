@@ -180,6 +180,7 @@ class KTOTrainer(PreferenceTrainer, config=KTOConfig, arguments=OF_COMPARED):
 
     def before_step(self, micro_batches: list[list[Batch]]) -> None:
         """The baseline of the step."""
+        super().before_step(micro_batches)
         self.baseline = self._baseline(self._mismatched)
         self._log_baseline(self._mismatched, self._judged, "train")
 

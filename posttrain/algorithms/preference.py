@@ -133,11 +133,10 @@ def judged_metrics(out: ModelOutputs, batch: Batch, rewards: Tensor, logp: Tenso
     rewards, logp = rewards.detach(), logp.detach()
     found: dict[str, Metric] = {}
     for name, kept in (("chosen", good), ("rejected", ~good)):
-        if bool(kept.any()):
-            found[f"rewards/{name}"] = mean(rewards, kept)
-            found[f"logps/{name}"] = mean(logp, kept)
-            on_side = batch.loss_mask & kept[batch.sequence.clamp_min(0)]
-            found |= logit_metrics(out, **{name: on_side})
+        found[f"rewards/{name}"] = mean(rewards, kept)
+        found[f"logps/{name}"] = mean(logp, kept)
+        on_side = batch.loss_mask & kept[batch.sequence.clamp_min(0)]
+        found |= logit_metrics(out, **{name: on_side})
     found["entropy"] = mean(out.entropy, batch.loss_mask)
     return found
 
@@ -528,14 +527,15 @@ class PreferenceTrainer(PostTrainer):
         for callback in self.callback_handler.callbacks:
             self._share_reference(callback)
 
-    def micro_batch(self, inputs: list[Batch], index: int) -> list[Batch]:
-        """Batches with the reference's log-probs."""
-        ran = parallel.in_step(inputs, self.accelerator, self.spare_batch)
-        return [batch for batch, counts in [(self.with_reference(one), counts) for one, counts in ran] if counts]
+    def before_step(self, micro_batches: list[list[Batch]]) -> None:
+        """The reference's log-probs, of batches that have been counted."""
+        for batches in micro_batches:
+            batches[:] = PreferenceTrainer.eval_batches(self, batches)
 
     def eval_batches(self, inputs: list[Batch]) -> list[Batch]:
         """Batches with the reference's log-probs."""
-        return PreferenceTrainer.micro_batch(self, inputs, 0)
+        ran = parallel.in_step(inputs, self.accelerator, self.spare_batch)
+        return [batch for batch, counts in [(self.with_reference(one), counts) for one, counts in ran] if counts]
 
     @property
     def answers_per_row(self) -> int:

@@ -490,6 +490,22 @@ def memory_limit(args: Any) -> int | None:
     return None if limit is None else int(limit * 2**30)
 
 
+@probe("config", "PT-M001", part="model_name")
+def weights_fit(context: Context) -> Iterable[Finding | None]:
+    """Weights and the optimizer's states before any weight is loaded, by the shapes that the model's config says."""
+    from posttrain.checks.memory import compare_weights
+    from posttrain.models.memory import available_memory
+
+    text, limit = getattr(context.model_config, "get_text_config", lambda: None)(), memory_limit(context.args)
+    try:
+        count = 12 * text.num_hidden_layers * text.hidden_size**2 + text.vocab_size * text.hidden_size  # type: ignore[union-attr]
+    except (AttributeError, TypeError):
+        return
+    has = available_memory(context.args.device, limit)
+    if context.peft_config is None and 16 * count >= SHARE * has.total:
+        yield compare_weights(context, has)
+
+
 @probe("data", "PT-M001", "PT-M002")
 def memory_fits(context: Context) -> Iterable[Finding | None]:
     """An estimate against what is free; traced (seconds) only where a rough bound leaves a doubt."""

@@ -456,6 +456,25 @@ def _shards(args: Any, processes: int) -> Shards:
     return Shards(*(processes if stage >= least else 1 for least in (3, 2, 1)), processes=processes)
 
 
+def compare_weights(context: Context, has: Available) -> Finding | None:
+    """Weights and the optimizer's states of a whole model that is trained against all the memory there is.
+
+    Args:
+        context: Of the run, whose model is not loaded yet.
+        has: Memory of the device.
+    """
+    from posttrain.models.memory_estimate import Part, Shadow, optimizer_bytes
+
+    args, dtype = context.args, _dtype(context.args, context.model_config)
+    sizes = [size for size, _ in Shadow(Part("policy", context.model_config, dtype=dtype)).named_sizes().values()]
+    shards = _shards(args, context.processes)
+    trained = [(size // dtype.itemsize, size) for size in sizes]
+    states = optimizer_bytes(str(getattr(args.optim, "value", args.optim)), trained) // shards.optimizer
+    fixes = [f"train an adapter (peft_config), or an optimizer with smaller states (the weights are loaded in {dtype})"]
+    found = {"weights": sum(sizes) // shards.weights, "optimizer states": states}
+    return check_estimate(found, sum(found.values()) * 2, total=has.total, where=has.where, fixes=fixes)
+
+
 def compare_estimate(context: Context, trainer: Any, has: Available) -> Finding | None:
     """The estimate of the longest step against the memory there is.
 

@@ -134,7 +134,7 @@ def engine_gap(logp: Tensor, sampled_logp: Tensor, mask: Tensor) -> dict[str, Me
     gap = difference.abs()
     return {
         "sampling/sampling_logp_difference/mean": mean(gap, known),
-        "sampling/sampling_logp_difference/max": maximum(gap[known]),
+        "sampling/sampling_logp_difference/max": maximum(gap, known),
         "sampling/kl": mean(torch.expm1(difference) - difference, known),
         "sampling/nan_logprobs": mean((~known).float(), mask),
     }
@@ -351,10 +351,10 @@ def clip_metrics(
     some = lengths > 0
 
     def per_sequence(hits: Tensor) -> Tensor:
-        return (sequence_sum(hits, mask, sequence, num_sequences) / lengths.clamp_min(1.0))[some]
+        return sequence_sum(hits, mask, sequence, num_sequences) / lengths.clamp_min(1.0)
 
     def share(hits: Tensor) -> Metric:
-        return mean(hits, mask) if level == "token" else mean(per_sequence(hits))
+        return mean(hits, mask) if level == "token" else mean(per_sequence(hits), some)
 
     if surrogate == "cispo":
         return {"cispo_clip_ratio": share(((ratio > epsilon_high) & (advantages > 0)).float())}
@@ -364,9 +364,9 @@ def clip_metrics(
     high = ((ratio > 1.0 + epsilon_high) & (advantages > 0)).float()
     return {
         "clip_ratio/low_mean": share(low),
-        "clip_ratio/low_min": minimum(per_sequence(low)),
+        "clip_ratio/low_min": minimum(per_sequence(low), some),
         "clip_ratio/high_mean": share(high),
-        "clip_ratio/high_max": maximum(per_sequence(high)),
+        "clip_ratio/high_max": maximum(per_sequence(high), some),
         "clip_ratio/region_mean": share(low + high),
     }
 

@@ -49,8 +49,9 @@ class Denominators:
 
 def sequence_sum(values: Tensor, mask: Tensor, sequence: Tensor, num_sequences: int) -> Tensor:
     """Sum ``(B, T)`` values over the masked tokens of each sequence, ``(S,)``."""
-    kept = mask & (sequence >= 0)
-    return values.new_zeros(num_sequences).index_add(0, sequence[kept], values[kept])
+    # One place more takes what is left out: picking the others by a mask would make the host wait for their number.
+    place = torch.where(mask & (sequence >= 0), sequence, num_sequences)
+    return values.new_zeros(num_sequences + 1).index_add(0, place.flatten(), values.flatten())[:num_sequences]
 
 
 def sequence_lengths(mask: Tensor, sequence: Tensor, num_sequences: int) -> Tensor:

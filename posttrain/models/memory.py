@@ -156,18 +156,22 @@ class OffloadActivations(torch.autograd.graph.saved_tensors_hooks):
         )
 
     def _pack(self, tensor: Tensor) -> Any:
+        # What is expanded (one mask for all heads) travels once.
+        whole = tensor
+        for axis, step in enumerate(tensor.stride()):
+            tensor = tensor.narrow(axis, 0, 1) if step == 0 and tensor.shape[axis] > 1 else tensor
         if self._stays(tensor):
-            return tensor
+            return whole
         self.offloaded_bytes += tensor.nbytes
         host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=self.pin)
         host.copy_(tensor, non_blocking=self.pin)
-        return tensor.device, host
+        return whole.device, whole.shape, host
 
     def _unpack(self, packed: Any) -> Tensor:
         if isinstance(packed, Tensor):
             return packed
-        device, host = packed
-        return host.to(device, non_blocking=self.pin) if device.type != "cpu" else host
+        device, shape, host = packed
+        return (host.to(device, non_blocking=self.pin) if device.type != "cpu" else host).expand(shape)
 
 
 class NoOpManager(torch.autograd.graph.saved_tensors_hooks):

@@ -27,8 +27,9 @@ from posttrain.rollouts.native.engine import own_precision
 from posttrain.rollouts.sampling import cuts
 from posttrain.types import Request, Rollout, Sampling
 
-MEMORY_SHARE = 0.5  # Of the free memory of a GPU, for keys and values; the rest is for training.
-PAGE = 32  # Tokens of a page on a CPU, where transformers cannot size its memory by itself.
+MEMORY_SHARE = 0.5  # Of the free memory of a GPU, at most, for keys and values; the rest is for training.
+PAGE, GPU_PAGE = 32, 256  # Tokens of a page; kernels for GPUs are made for transformers' own default.
+BATCH_TOKENS = 8192  # Of one forward pass, at most: transformers' own default, for which it makes masks and logits.
 HALF = (torch.float16, torch.bfloat16)  # What flash attention takes.
 # Fields of `Sampling` that it would drop with a line in the log: it knows temperature, top_k and top_p.
 UNKNOWN = (
@@ -75,8 +76,9 @@ class PagedEngine(RolloutEngine):
     Args:
         model: A causal language model, the trainer's own.
         pad_token_id: Of the tokenizer.
-        settings: Of transformers' ``ContinuousBatchingConfig``. ``max_memory_percent`` is 0.5 unless given, CUDA graphs are
-            off unless given, and on a CPU ``num_blocks`` are as many as the requests can need.
+        settings: Of transformers' ``ContinuousBatchingConfig``. ``num_blocks`` and ``max_batch_tokens`` are as many as the
+            requests can need unless given, within ``max_memory_percent`` of a GPU (0.5 unless given); CUDA graphs are off
+            unless given.
 
     Raises:
         ConfigError: A setting that it does not have, or a model with virtual tokens.
@@ -117,7 +119,14 @@ class PagedEngine(RolloutEngine):
         seed = sampling.seed if sampling.seed is not None else int(torch.randint(2**31, ()))
         devices = [inner.device] if inner.device.type == "cuda" else []
         with evaluating(self.model), own_precision(self.model), torch.random.fork_rng(devices=devices):
-            found = self._run(inner, work, sampling, self._pages(inner, work) | {"seed": seed})
+            pages = self._pages(inner, work) | {"seed": seed}
+            try:
+                found = self._run(inner, work, sampling, pages)
+            except MemoryError:
+                if not devices or "num_blocks" in self.settings:
+                    raise
+                # All requests at once do not fit: as many pages as do, and the others wait for their turn.
+                found = self._run(inner, work, sampling, pages | {"num_blocks": None})
         failed = {number: one.error for number, one in found.items() if one.error is not None}
         if failed or len(found) < len(work):
             lost = sorted({*failed, *(set(range(len(work))) - found.keys())})
@@ -133,12 +142,13 @@ class PagedEngine(RolloutEngine):
         ours: dict[str, Any] = {"return_logprobs": True, "use_cuda_graph": False, "drop_unsupported_processors": False}
         if inner.dtype not in HALF:
             ours["auto_switch_to_flash"] = False
-        if inner.device.type == "cpu":
-            size = self.settings.get("page_size", PAGE)
-            most = max(len(prompt) + new for prompt, new in work)
-            ours |= {"page_size": size, "num_blocks": 2 + len(work) * (1 + most // size)}
-        else:
+        on_cpu = inner.device.type == "cpu"
+        if not on_cpu:
             ours["max_memory_percent"] = MEMORY_SHARE
+        size = self.settings.get("page_size", PAGE if on_cpu else GPU_PAGE)
+        most = max(len(prompt) + new for prompt, new in work)
+        ours |= {"page_size": size, "num_blocks": 2 + len(work) * (1 + most // size)}
+        ours["max_batch_tokens"] = min(BATCH_TOKENS, sum(len(prompt) for prompt, _ in work) + len(work))
         return ours | self.settings
 
     def _run(self, inner: Any, work: list, sampling: Sampling, settings: dict[str, Any]) -> dict[int, Any]:

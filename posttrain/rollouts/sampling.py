@@ -140,7 +140,8 @@ def draw(weights: Tensor, uniform: Tensor) -> Tensor:
     inner = torch.searchsorted(chosen.cumsum(-1), target - before, right=True).clamp_max(BLOCK - 1)
     # Rounding may point just past the last positive weight of the block: step back onto it.
     last = (BLOCK - 1) - (chosen.flip(-1) > 0).int().argmax(-1, keepdim=True)
-    return (block * BLOCK + torch.minimum(inner, last)).squeeze(1)
+    # A row of NaN points anywhere; it is told of once its number is read.
+    return (block * BLOCK + torch.minimum(inner, last)).squeeze(1).clamp_max(size - 1)
 
 
 @dataclass(slots=True)
@@ -159,13 +160,19 @@ class Drawn:
     processed_logp: Tensor | None = None
     top: tuple[Tensor, Tensor] | None = None
 
+    def rows(self) -> list[list[float]]:
+        """Of each row its token, its log-prob, and what else there is of it, in one copy to the host.
 
-def sample(
-    logits: Tensor, sampling: Sampling, uniform: Tensor, history: list[list[int]] | None = None
-) -> tuple[Tensor, Tensor]:
-    """Tokens ``(n,)`` and their log-probs before truncation ``(n,)``; see `draw_tokens`."""
-    drawn = draw_tokens(logits, sampling, uniform, history)
-    return drawn.tokens, drawn.logp
+        Raises:
+            RolloutError: A row holds NaN, or nothing is left to draw from.
+        """
+        columns = [x[:, None] for x in (self.tokens, self.logp, self.processed_logp) if x is not None]
+        rows = torch.cat([x.double() for x in (*columns, *(self.top or ()))], 1).tolist()
+        if sick := [i for i, row in enumerate(rows) if math.isnan(row[1])]:
+            raise RolloutError(f"the model gave NaN logits for rows {sick}.")
+        if self.processed_logp is not None and (dead := [i for i, row in enumerate(rows) if math.isnan(row[2])]):
+            raise RolloutError(f"no token is allowed in rows {dead}: guide, bias and bans leave none.")
+        return rows
 
 
 def draw_tokens(
@@ -184,16 +191,13 @@ def draw_tokens(
         history: Tokens so far, prompt included; needed for the repetition penalty alone.
         change: Takes tempered logits and returns those to draw from, before truncation; may set some to minus infinity.
 
-    Raises:
-        RolloutError: A row holds NaN, or nothing is left to draw from.
+    Nothing waits for the device: `Drawn.rows` says of which row nothing could be drawn.
     """
     x = logits.float()
     greedy = sampling.temperature == 0
     if not greedy and sampling.temperature != 1.0:
         x = x / sampling.temperature
     best = x.amax(-1, keepdim=True)
-    if bool(best.isnan().any()):
-        raise RolloutError(f"the model gave NaN logits for rows {_rows(best.isnan())}.")
     top = _most_likely(x, best, sampling.top_logps) if sampling.top_logps else None
     if greedy or change is not None or sampling.repetition_penalty != 1.0 or cuts(sampling):
         drawn = _shaped(x, best, sampling, uniform, history, change)
@@ -203,10 +207,6 @@ def draw_tokens(
     token = draw(weights, uniform)
     logp = (weights.gather(1, token[:, None]).log() - weights.sum(-1, keepdim=True).log()).squeeze(1)
     return Drawn(token, logp, top=top)
-
-
-def _rows(flags: Tensor) -> list[int]:
-    return flags.flatten().nonzero().flatten().tolist()
 
 
 def _most_likely(x: Tensor, best: Tensor, count: int) -> tuple[Tensor, Tensor]:
@@ -237,11 +237,10 @@ def _shaped(
         y = penalize_repetition(y * scale, history or [], sampling.repetition_penalty) / scale
     if change is not None:
         y = change(y)
-        if bool((dead := y.amax(-1).isneginf()).any()):
-            raise RolloutError(f"no token is allowed in rows {_rows(dead)}: guide, bias and bans leave none.")
     if greedy:
         token = y.argmax(-1)
-        processed = torch.zeros_like(log_z)
+        # NaN where no token is allowed, as below.
+        processed = torch.zeros_like(log_z).masked_fill_(y.amax(-1).isneginf(), torch.nan)
     else:
         y = truncate(y, sampling)
         weights = (y - y.amax(-1, keepdim=True)).exp_()

@@ -354,6 +354,8 @@ class VLLMEngine(RolloutEngine):
             (missing,) = self.llm.collective_rpc(worker.reload, args=(pairs,))
             self.sleeper.pushed()
         self.llm.reset_prefix_cache()
+        if self.encoder is not None:  # Features of pictures by the weights before.
+            self.llm.llm_engine.reset_encoder_cache()
         self.version = version
         return missing
 

@@ -100,7 +100,8 @@ class Checks(transformers.TrainerCallback):
     def config(self, model: Any, train_dataset: Any, eval_dataset: Any, peft_config: Any) -> Any:
         """First moment, before a weight is loaded; returns the training set without the rows that ``bad_rows`` drops."""
         self.knows(model_config=model_config_of(model, self.args), peft_config=peft_config)
-        self.run_probes("config", train_dataset=train_dataset, eval_dataset=eval_dataset)
+        named = {"model_name": model} if isinstance(model, str) else {}
+        self.run_probes("config", train_dataset=train_dataset, eval_dataset=eval_dataset, **named)
         state = PartialState()
         with parallel.failing_together(state), self.preflight.record_check("data", row_codes(train_dataset)):
             main = state.is_main_process

@@ -547,9 +547,11 @@ class PostTrainer(transformers.Trainer):
         self, dataset: Any, description: str, batch_size: int, sampler_fn: Callable[[Any], Any] | None = None,
         is_training: bool = False, dataloader_key: str | None = None,
     ) -> DataLoader:  # fmt: skip
-        """As the parent's for training; for evaluation see `evaluation_loader`."""
+        """As the parent's for training, but batches stay where counting waits for no GPU; for evaluation `evaluation_loader`."""
         if is_training:
-            return super()._get_dataloader(dataset, description, batch_size, sampler_fn, True, dataloader_key)
+            loader = super()._get_dataloader(dataset, description, batch_size, sampler_fn, True, dataloader_key)
+            loader.device = None
+            return loader
         place = {"world": self.accelerator.num_processes, "rank": self.accelerator.process_index}
         deal = Deal(batch_size, **place, group=self.eval_group, drop_last=self.args.dataloader_drop_last)
         loader = evaluation_loader(dataset, self.args, deal, partial(self._collated, self.data_collator), sampler_fn)

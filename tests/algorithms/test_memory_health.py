@@ -239,6 +239,13 @@ def test_a_run_whose_weights_exceed_the_memory_is_refused(tiny_tokenizer, tmp_pa
         sft(tmp_path, tiny_tokenizer, memory_limit_gib=0.0002)
 
 
+def test_weights_that_cannot_fit_are_told_before_they_are_loaded(tiny_tokenizer, tiny_model_dir, tmp_path, monkeypatch):
+    """In float32 with AdamW a model of 7B needs 112 GB, which was said once it had been read from the disk."""
+    monkeypatch.setattr("posttrain.models.load.create_model_from_path", None)
+    with raises(ConfigError, "PT-M001", "torch.float32"):
+        sft(tmp_path, tiny_tokenizer, model=tiny_model_dir, memory_limit_gib=0.0002)
+
+
 def test_a_run_that_is_likely_not_to_fit_is_warned_of_and_can_be_silenced(tiny_tokenizer, tmp_path, caplog):
     sft(tmp_path / "a", tiny_tokenizer, memory_limit_gib=0.01)  # The interpreter alone takes more.
     assert "PT-M002" in caplog.text and "posttrain estimate" in caplog.text

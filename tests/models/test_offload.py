@@ -40,6 +40,16 @@ def test_parameters_and_small_tensors_stay():
         OffloadActivations(min_offload_size=-1)
 
 
+def test_an_expanded_tensor_travels_once():
+    """One mask of all heads was copied as often as there are heads."""
+    scores, mask = torch.randn(1, 8, 4, 4, requires_grad=True), torch.randn(1, 1, 4, 4)
+    hooks = OffloadActivations(device_type="cpu", min_offload_size=1)
+    with hooks:
+        (scores * mask.expand(1, 8, 4, 4)).sum().backward()
+    assert hooks.offloaded_bytes == mask.nbytes
+    assert torch.equal(scores.grad, mask.expand(1, 8, 4, 4))
+
+
 def test_it_is_refused_on_a_cpu_before_the_model_loads(tiny_tokenizer, tmp_path):
     with raises(ConfigError, "activation_offloading=True"):
         sft(tmp_path, tiny_tokenizer, activation_offloading=True)

@@ -65,7 +65,7 @@ def async_grpo_objective(out: ModelOutputs, batch: Batch, cfg: AsyncGRPOConfig) 
     metrics: dict[str, Metric] = {
         "entropy": mean(out.entropy, batch.loss_mask),  # type: ignore[arg-type]
         "ratio": mean(ratio, batch.loss_mask),
-        "ratio/max": maximum(ratio[batch.loss_mask]),
+        "ratio/max": maximum(ratio, batch.loss_mask),
         "kl": mean(k3(batch.rollout_logp, out.logp.detach()), batch.loss_mask),
     }
     metrics |= clip_metrics(log_ratio, advantages, *forest, epsilon=cfg.epsilon, epsilon_high=high, delta=cfg.delta)
@@ -73,11 +73,10 @@ def async_grpo_objective(out: ModelOutputs, batch: Batch, cfg: AsyncGRPOConfig) 
         bounds = {"clip_max": cfg.is_clip_max, "clip_min": cfg.is_clip_min}
         weight = rollout_correction(out.logp.detach(), batch.rollout_logp, *forest, mode=cfg.is_correction, **bounds)
         terms = terms * weight
-        values = weight[batch.loss_mask]
         metrics |= {
-            "sampling/importance_sampling_ratio/mean": mean(values),
-            "sampling/importance_sampling_ratio/max": maximum(values),
-            "sampling/frac_masked": mean((values == 0).float()),
+            "sampling/importance_sampling_ratio/mean": mean(weight, batch.loss_mask),
+            "sampling/importance_sampling_ratio/max": maximum(weight, batch.loss_mask),
+            "sampling/frac_masked": mean((weight == 0).float(), batch.loss_mask),
         }
     return LossTerms(
         terms,

@@ -102,7 +102,7 @@ def grpo_objective(
         metrics["kl"] = mean(kl, batch.loss_mask)
     metrics |= clipping | {
         "entropy": mean(out.entropy, batch.loss_mask),
-        "ratio/max": maximum(log_ratio.detach()[batch.loss_mask].exp()),
+        "ratio/max": maximum(log_ratio.detach().exp(), batch.loss_mask),
     }
     loss = LossTerms(
         terms,
@@ -187,12 +187,11 @@ def _rollout_weight(logp: Tensor, batch: Batch, cfg: GRPOConfig) -> tuple[Tensor
         clip_max=cfg.vllm_importance_sampling_clip_max,
         clip_min=cfg.vllm_importance_sampling_clip_min,
     )
-    values = weight[batch.loss_mask]
     return weight, metrics | {
-        "sampling/importance_sampling_ratio/min": minimum(values),
-        "sampling/importance_sampling_ratio/mean": mean(values),
-        "sampling/importance_sampling_ratio/max": maximum(values),
-        "sampling/frac_masked": mean((values == 0).float()),
+        "sampling/importance_sampling_ratio/min": minimum(weight, batch.loss_mask),
+        "sampling/importance_sampling_ratio/mean": mean(weight, batch.loss_mask),
+        "sampling/importance_sampling_ratio/max": maximum(weight, batch.loss_mask),
+        "sampling/frac_masked": mean((weight == 0).float(), batch.loss_mask),
     }
 
 

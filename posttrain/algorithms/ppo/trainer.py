@@ -348,10 +348,10 @@ class PPOTrainer(OnlineTrainer, config=PPOConfig):
             here = [start + place for place in places]
             batches += [(b, here) for b in collate(part, pad_token_id=self.pad_token_id, layout=self.layout)]
         for (batch, places), counts in parallel.in_step(batches, self.accelerator, lambda: (self.spare_batch(), [])):
-            batch = batch.to(self.args.device)
-            outputs = forward(model, batch, needs, temperature=self.temperature, chunk_size=chunk)
+            outputs = forward(model, batch.to(self.args.device), needs, temperature=self.temperature, chunk_size=chunk)
             for name in needs if counts else ():
-                pieces = split_by_sequence(getattr(outputs, name), batch)
+                # On the host, where the batch is: one copy, not one a response.
+                pieces = split_by_sequence(getattr(outputs, name).cpu(), batch.to("cpu"))
                 for origin, piece in zip(batch.origin, pieces, strict=True):
                     result[name][places[origin]] = piece.tolist()
         return result

@@ -205,7 +205,7 @@ class Store:
     @property
     def shared(self) -> int:
         """Tokens that all prompts begin with."""
-        return 0 if self.common is None else int(self.common.lengths)
+        return 0 if self.common is None else next(iter(self.common.keys.values())).shape[2]
 
     @property
     def width(self) -> int:

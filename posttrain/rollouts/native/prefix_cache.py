@@ -214,6 +214,7 @@ class Filling:
         block: Where their keys and values go.
         known: ``(P,)`` tokens of each that are in the block already, behind those that all prompts begin with.
         room: Columns they take.
+        uneven: Whether fewer of one prompt are known than of another.
         done: Columns of ``ids`` computed so far.
     """
 
@@ -222,6 +223,7 @@ class Filling:
     block: Block
     known: Tensor
     room: int
+    uneven: bool
     done: int = 0
 
 
@@ -280,7 +282,8 @@ class Filler:
         past = [] if self.store.common is None else [_of(self.store.common)]
         past += [_of(work.block)] if work.block.keys else []
         begin = work.known + work.done + len(self.shared)
-        fill = self.forward(piece, past, begin, known=work.known, room=work.room, seen=seen)
+        known = work.known if work.uneven else None
+        fill = self.forward(piece, past, begin, known=known, room=work.room, seen=seen)
         work.block.append(fill.keys, fill.values)
         work.done += piece.shape[1]
         if work.done == work.ids.shape[1]:
@@ -295,7 +298,7 @@ class Filler:
 
     def _finish(self, work: Filling, hidden: Tensor, before: int) -> None:
         """All of it is computed: close the gaps, note the logits of first tokens, keep what others may begin with."""
-        if bool((work.known < work.room).any()):
+        if work.uneven:
             work.block.close_gaps(work.known, work.room)
         if work.prompts[0].index == STEM:
             self._keep_stem(work.prompts[0], work.block)
@@ -323,15 +326,17 @@ class Filler:
         room: int = 0,
         seen: VisionView | None = None,
     ) -> Fill:
-        """One pass over ``ids (P, width)``, of which row p stands at ``begin[p]`` and what follows."""
+        """One pass over ``ids (P, width)``, of which row p stands at ``begin[p]`` and what follows.
+
+        ``known (P,)`` says of how many of the first ``room`` columns each row has something; None: of all of them.
+        """
         positions = begin[:, None] + torch.arange(ids.shape[1], device=self.device)
         inputs: dict[str, Any] = {}
         if seen is not None:
             positions = seen.position_ids
             inputs = seen.inputs(self.engine.inner) if seen.inputs is not None else {}
-        uneven = known is not None and bool((known < room).any())
         shared = len(self.shared) if self.store.common is not None else 0
-        self.store.filling = fill = Fill(past, shared=shared, known=known if uneven else None, room=room)
+        self.store.filling = fill = Fill(past, shared=shared, known=known, room=room)
         fill.span = None if seen is None else seen.span
         try:
             output = self.engine.trunk(input_ids=ids, position_ids=positions, use_cache=False, **inputs)
@@ -399,7 +404,8 @@ class Filler:
         for prompt in prompts:
             prompt.block = block
         self.reused += sum(known for known, _ in found)
-        return Filling(prompts, ids, block, torch.tensor([known for known, _ in found], device=self.device), room)
+        counts = [known for known, _ in found]
+        return Filling(prompts, ids, block, torch.tensor(counts, device=self.device), room, uneven=min(counts) < room)
 
 
 def _of(block: Block) -> Layers:

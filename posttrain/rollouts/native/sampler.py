@@ -241,9 +241,8 @@ class Chooser:
 
     def _draw_alike(self, logits: Tensor, completions: list[Completion]) -> Tensor:
         sampling = completions[0].asked.sampling
-        uniform = torch.tensor(
-            [c.uniform[len(c.tokens)] for c in completions], dtype=torch.float64, device=logits.device
-        )
+        uniform = torch.tensor([c.uniform[len(c.tokens)] for c in completions], dtype=torch.float64)
+        uniform = uniform.to(logits.device, non_blocking=True)  # Else it waits for the forward pass.
         history = None
         if sampling.repetition_penalty != 1.0 or sampling.no_repeat_ngram:
             history = [list(c.asked.request.prompt_ids) + c.tokens for c in completions]
@@ -251,12 +250,12 @@ class Chooser:
         change = (lambda x: self._changed(x, sampling, completions, history)) if changes else None
         try:
             drawn = draw_tokens(logits, sampling, uniform, history, change)
+            _record(drawn, completions)
         except RolloutError as error:
             sick = logits.isnan().any(-1).tolist()
             asked = sorted({c.asked.index for c, nan in zip(completions, sick, strict=True) if nan or not any(sick)})
             advice = "Check the weights for NaN." if any(sick) else "Loosen them."
             raise SickRequests(f"{error} Requests: {asked[:8]}. {advice}", asked) from error
-        _record(drawn, completions)
         return drawn.tokens
 
     def _changed(
@@ -278,14 +277,13 @@ class Chooser:
 
 def _record(drawn: Drawn, completions: list[Completion]) -> None:
     """Append what was drawn to each completion."""
-    for completion, token, logp in zip(completions, drawn.tokens.tolist(), drawn.logp.tolist(), strict=True):
-        completion.tokens.append(token)
+    for completion, (token, logp, *more) in zip(completions, drawn.rows(), strict=True):
+        completion.tokens.append(int(token))
         completion.logps.append(logp)
         if completion.guide is not None:
-            completion.guide.accept(token)
-    if drawn.processed_logp is not None:
-        for completion, logp in zip(completions, drawn.processed_logp.tolist(), strict=True):
-            completion.processed.append(logp)
-    if drawn.top is not None:
-        for completion, ids, logps in zip(completions, drawn.top[0].tolist(), drawn.top[1].tolist(), strict=True):
-            completion.top.append(list(zip(ids, logps, strict=True)))
+            completion.guide.accept(int(token))
+        if drawn.processed_logp is not None:
+            completion.processed.append(more.pop(0))
+        if drawn.top is not None:
+            count = drawn.top[0].shape[1]
+            completion.top.append(list(zip(map(int, more[:count]), more[count:], strict=True)))

@@ -139,7 +139,7 @@ class Run:
         self.live.append(completion)
         position = len(self.shared) + len(prompt.ids) + prompt.offset + written
         add = [completion.tokens[-1], position, written]
-        new = torch.tensor(add, device=self.device)
+        new = torch.tensor(add).to(self.device, non_blocking=True)
         self.tokens = torch.cat([self.tokens, new[:1]])
         self.positions = torch.cat([self.positions, new[1:2]])
         self.store.lengths = torch.cat([self.store.lengths, new[2:]])
@@ -239,7 +239,7 @@ class Run:
             blocks[id(completion.asked.prompt.block)] = completion.asked.prompt.block
         self.store.groups = [self._group(block, rows) for block in blocks.values()]
         lengths = [len(c.asked.prompt.ids) for c in self.live]
-        self.store.prefix = torch.tensor(lengths, dtype=torch.long, device=self.device)
+        self.store.prefix = torch.tensor(lengths, dtype=torch.long).to(self.device, non_blocking=True)
 
     def _group(self, block: Block, rows: dict[int, list[int]]) -> Group:
         needed = [p for p in block.prompts if self.prompts[p].block is block]
@@ -250,7 +250,7 @@ class Run:
         stand = sorted((row, i * g + j) for i, member in enumerate(members) for j, row in enumerate(member))
         flat, place = zip(*stand, strict=True)
         grid = [member + [flat[0]] * (g - len(member)) for member in members]
-        tensors = (torch.tensor(x, device=self.device) for x in (flat, grid, place))
+        tensors = (torch.tensor(x).to(self.device, non_blocking=True) for x in (flat, grid, place))
         return Group(block, *tensors, alone=len(flat) == len(self.live))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import mmap
 import os
 import shutil
@@ -304,9 +305,12 @@ class NcclSender:
             "master_port": client.group_port or network.get_open_port(),
             "rank_offset": 1,
             "world_size": workers + 1,
-            "packed": True,
         }
-        self.client = client
+        # vLLM 0.27 hears with each bucket, later ones here, that tensors come in packed broadcasts.
+        self.told = {"packed": True}
+        if "packed" in inspect.signature(common.NCCLWeightTransferInitInfo).parameters:
+            info, self.told = info | self.told, {}
+        self.client, self.device = client, device
         with ThreadPoolExecutor(max_workers=1) as pool:
             body, limit = {"init_info": info}, client.sync_timeout
             answer = pool.submit(client.call, "POST", "/init_weight_transfer_engine", body, timeout=limit)
@@ -319,7 +323,9 @@ class NcclSender:
         packed = require("vllm.distributed.weight_transfer.packed_tensor", "a broadcast of weights to vLLM")
         part: dict[str, Any] = {"names": [n for n, _ in bucket], "shapes": [list(t.shape) for _, t in bucket]}
         part["dtype_names"] = [str(t.dtype).removeprefix("torch.") for _, t in bucket]
+        part |= self.told
         pairs = ((name, tensor.cuda()) for name, tensor in bucket)
+        torch.cuda.synchronize(self.device)  # vLLM packs on streams of its own, which wait for nothing.
         with ThreadPoolExecutor(max_workers=1) as pool:
             answer = pool.submit(self.client.send_part, **part)
             packed.packed_nccl_broadcast_producer(
