@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import faulthandler
 import json
 import logging
 import os
 import re
 import shutil
 import signal
+import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -461,10 +464,23 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
 
 # Ctrl-C; what Slurm, Kubernetes and launchers send before they kill.
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
+SECONDS_TO_END = 10.0  # From the second signal, for what is to be closed; then the process ends as it is.
+
+
+def _forget_wakeup() -> None:
+    """In a fork: signals are counted in the process that trains alone."""
+    signal.set_wakeup_fd(-1)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_wakeup)
 
 
 class GracefulInterrupt(transformers.TrainerCallback):
     """While training runs, the first SIGINT or SIGTERM asks it to stop after the current step; the second stops it at once.
+
+    The second one raises KeyboardInterrupt in the main thread. A thread beside it counts signals too, and ends the process
+    where that does not: a collective waits for a process that is gone, or a hook swallows every exception.
 
     Attributes:
         requested: Whether the run was asked to stop; with several ranks, whether any of them was.
@@ -475,6 +491,9 @@ class GracefulInterrupt(transformers.TrainerCallback):
         self._accelerator: Any = None
         self._process = 0
         self._previous: dict[int, Any] = {}
+        self._over = threading.Event()
+        self._sender: socket.socket | None = None
+        self._wakeup = -1
 
     def _on_signal(self, number: int, frame: Any) -> None:
         if os.getpid() != self._process:  # A fork, of a reward function say, whom somebody terminates.
@@ -495,9 +514,33 @@ class GracefulInterrupt(transformers.TrainerCallback):
         self._accelerator, self._process, self.requested = accelerator, os.getpid(), False
         if threading.current_thread() is threading.main_thread():
             self._previous = {number: signal.signal(number, self._on_signal) for number in SIGNALS}
+            self._over.clear()
+            receiver, self._sender = socket.socketpair()
+            self._sender.setblocking(False)
+            # Written to as a signal arrives, whatever the main thread is doing.
+            self._wakeup = signal.set_wakeup_fd(self._sender.fileno(), warn_on_full_buffer=False)
+            threading.Thread(target=self._end_on_second, args=(receiver,), daemon=True).start()
+
+    def _end_on_second(self, receiver: socket.socket) -> None:
+        """End the process some seconds after the second signal, unless training ends before."""
+        told: list[int] = []
+        with receiver:
+            while len(told) < 2:
+                numbers = receiver.recv(64)
+                if not numbers:
+                    return
+                told += [number for number in numbers if number in SIGNALS]
+        if not self._over.wait(SECONDS_TO_END):
+            faulthandler.dump_traceback(sys.__stderr__ or 2)
+            os._exit(128 + told[-1])
 
     def restore(self) -> None:
         """Give the signals back."""
+        self._over.set()
+        if self._sender is not None:
+            signal.set_wakeup_fd(self._wakeup)
+            self._sender.close()
+            self._sender = None
         for number, handler in self._previous.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
         self._previous = {}
