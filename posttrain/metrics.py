@@ -109,7 +109,7 @@ class MetricBuffer(MutableMapping[str, "Series"]):
 
     def get(self, name: str, default: Any = None) -> Any:
         """The series of a name that was emitted; ``default`` for another one."""
-        return self[name] if name in self else default
+        return self[name] if name in self._items else default
 
     def pop(self, name: str, *default: Any) -> Any:
         """The values of a name, which is dropped; ``default`` for another one.

@@ -78,30 +78,30 @@ def _masked_sum(terms: LossTerms) -> Tensor:
 def _token(terms: LossTerms, counts: Denominators) -> Tensor:
     """``sum l*m / N``: every token of the step weighs the same (DAPO)."""
     tokens = counts.tokens if terms.count is None else counts.named.get(terms.count, 1.0)
-    return _masked_sum(terms) / max(tokens, 1.0)
+    return _masked_sum(terms) / (tokens or 1.0)
 
 
 def _sequence_token(terms: LossTerms, counts: Denominators) -> Tensor:
     """``mean_i sum_t l*m / |o_i|``: every sequence weighs the same (GRPO)."""
     assert terms.sequence is not None
     means = sequence_mean(terms.terms, terms.mask, terms.sequence, terms.num_sequences)
-    return means.sum() / max(counts.sequences, 1.0)
+    return means.sum() / (counts.sequences or 1.0)
 
 
 def _sequence(terms: LossTerms, counts: Denominators) -> Tensor:
     """``mean_i l_i`` of per-sequence terms."""
-    return _masked_sum(terms) / max(counts.sequences, 1.0)
+    return _masked_sum(terms) / (counts.sequences or 1.0)
 
 
 def _constant(terms: LossTerms, counts: Denominators) -> Tensor:
     """``sum l*m / (S * L)`` with a fixed length L: no length bias (Dr. GRPO)."""
     assert terms.constant is not None
-    return _masked_sum(terms) / (max(counts.sequences, 1.0) * terms.constant)
+    return _masked_sum(terms) / ((counts.sequences or 1.0) * terms.constant)
 
 
 def _local_token(terms: LossTerms, counts: Denominators) -> Tensor:
     """``sum l*m / sum m`` of this pass alone, averaged over passes (BNPO)."""
-    return _masked_sum(terms) / terms.mask.sum().clamp_min(1) / max(counts.passes, 1.0)
+    return _masked_sum(terms) / terms.mask.sum().clamp_min(1) / (counts.passes or 1.0)
 
 
 REDUCTIONS: dict[str, Callable[[LossTerms, Denominators], Tensor]] = {

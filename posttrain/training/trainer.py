@@ -8,6 +8,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -23,6 +24,7 @@ from posttrain.checks.registry import Preflight
 from posttrain.checks.tokenizers import special_token_findings
 from posttrain.data.forest import Layout, collate, halves
 from posttrain.data.samplers import Deal
+from posttrain.errors import ConfigError
 from posttrain.losses.reduce import Denominators, reduce
 from posttrain.metrics import Metric, MetricBuffer, mean
 from posttrain.models import load, memory, parallel
@@ -65,6 +67,9 @@ class PostTrainer(transformers.Trainer):
     takes_images: bool = False  # Whether rows may hold pictures.
     returns_images: bool = False  # Whether tools or environments may show some.
     takes_loss_func: ClassVar[bool] = False  # Whether a user's compute_loss_func says what the loss is.
+    divides_by_items: ClassVar[bool] = (
+        False  # Whether the loss is a sum over num_items_in_batch, the step's label tokens.
+    )
     takes_collator: ClassVar[bool] = False  # Whether `rows` reads what a user's own data_collator makes.
     single_forward_per_microbatch = False  # Whether the objective compares all rows of a micro-batch.
     # Codes of findings that do not concern this method's rows.
@@ -313,7 +318,7 @@ class PostTrainer(transformers.Trainer):
 
     def get_batch_samples(
         self, epoch_iterator: Iterator, num_batches: int, device: torch.device
-    ) -> tuple[list[list[Batch]], None]:
+    ) -> tuple[list[Any], Tensor | None]:
         """All micro-batches of one optimiser step, so that its denominators are known before the first forward."""
         began = time.perf_counter()
         drawn = list(itertools.islice(epoch_iterator, num_batches))
@@ -324,7 +329,37 @@ class PostTrainer(transformers.Trainer):
         self.denominators = self._count(micro_batches)
         self.before_step(micro_batches)
         # A step of fewer micro-batches ends with the last one all the same, and leaves no gradient to the next step.
-        return [[]] * (num_batches - len(drawn)) + micro_batches, None
+        samples = self._step_samples(micro_batches)
+        count = self._get_num_items_in_batch(samples, device)
+        return [[]] * (num_batches - len(drawn)) + samples, count
+
+    def _step_samples(self, micro_batches: list[list[Batch]]) -> list[Any]:
+        return micro_batches
+
+    def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Tensor | None:
+        """Label tokens of the optimiser step over all ranks, where the loss is divided by them; None elsewhere, as in TRL."""
+        tokens = self.denominators.tokens
+        return torch.tensor(round(tokens) if tokens == round(tokens) else tokens) if self.divides_by_items else None
+
+    def _divided_by(self, num_items_in_batch: Any) -> Denominators:
+        """The counts of the step, with the tokens that a subclass says the loss is divided by; None: as they are.
+
+        Raises:
+            ConfigError: The loss is no sum over tokens, or the count is not above 0.
+        """
+        if num_items_in_batch is None:
+            return self.denominators
+        if not self.divides_by_items:
+            raise ConfigError(
+                f"num_items_in_batch={float(num_items_in_batch):g} is given to {type(self).__name__}, whose loss is no sum over "
+                "label tokens that it could divide. Fix: pass None, and scale what super().compute_loss(...) returns."
+            )
+        count = float(num_items_in_batch)
+        if count == self.denominators.tokens:
+            return self.denominators
+        if not 0 < count < math.inf:
+            raise ConfigError(f"num_items_in_batch={count:g} must be above 0: the loss is divided by it.")
+        return replace(self.denominators, tokens=count)
 
     def before_step(self, micro_batches: list[list[Batch]]) -> None:
         """What a method computes over the whole optimiser step before its first forward pass."""
@@ -357,6 +392,10 @@ class PostTrainer(transformers.Trainer):
 
     def training_step(self, model: nn.Module, inputs: list[Batch], num_items_in_batch: Any = None) -> Tensor:
         """Forward and backward over the batches of one micro-batch; returns their summed loss."""
+        with config.with_attributes(self, {"denominators": self._divided_by(num_items_in_batch)}):
+            return self._passes_of(model, inputs)
+
+    def _passes_of(self, model: nn.Module, inputs: list[Batch]) -> Tensor:
         model.train()
         total = torch.zeros((), device=self.args.device)
         offloading = memory.get_act_offloading_ctx_manager(model, enabled=self.args.activation_offloading)
@@ -397,15 +436,19 @@ class PostTrainer(transformers.Trainer):
             model: What to run, wrapped as the run wraps it.
             inputs: One forward pass.
             return_outputs: Also return the `ModelOutputs`.
-            num_items_in_batch: Not read: the optimiser step's counts are in ``denominators``.
+            num_items_in_batch: Label tokens that the sum is divided by, of methods that divide by them; None: those of the
+                optimiser step in ``denominators``.
 
         Returns:
             The sum of the pass's terms over counts of the whole optimiser step, so that losses of passes add up.
+
+        Raises:
+            ConfigError: ``num_items_in_batch`` is given where the loss is no sum over tokens.
         """
         terms, outputs = self.compute_loss_terms(model, inputs)
         self.buffers["train" if model.training else "eval"].add(terms.metrics)
         self.reduced_by = terms.count or terms.reduction
-        loss = reduce(terms, self.denominators)
+        loss = reduce(terms, self._divided_by(num_items_in_batch))
         return (loss, outputs) if return_outputs else loss
 
     def compute_loss_terms(self, model: nn.Module, batch: Batch) -> tuple[LossTerms, ModelOutputs]:
