@@ -133,7 +133,6 @@ class SFTTrainer(PostTrainer, config=SFTConfig):
     takes_collator: ClassVar[bool] = True
     takes_images: bool = True
     takes_loss_func: ClassVar[bool] = True
-    divides_by_items: ClassVar[bool] = True
     args: SFTConfig
 
     @takes(
@@ -242,6 +241,6 @@ class SFTTrainer(PostTrainer, config=SFTConfig):
         if self.compute_loss_func is None:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         output, labels = full_logits(model, inputs)
-        tokens = self._divided_by(num_items_in_batch).tokens
+        tokens = self.denominators.over(num_items_in_batch, allowed=True).tokens
         loss = self.compute_loss_func(output, labels, num_items_in_batch=tokens) * self.denominators.world_size
         return (loss, output) if return_outputs else loss

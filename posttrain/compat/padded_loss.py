@@ -18,12 +18,10 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor, nn
 
-from posttrain.algorithms.sft import SFTTrainer
 from posttrain.errors import ConfigError
 from posttrain.losses.reduce import Denominators
 from posttrain.training.config import PADDED_STEPS, user_override, with_attributes
 from posttrain.training.online import OnlineTrainer
-from posttrain.training.trainer import PostTrainer
 from posttrain.types import Batch, ModelOutputs
 
 logger = logging.getLogger(__name__)
@@ -32,7 +30,10 @@ IGNORED = -100
 ITEMS = "num_items_in_batch"
 # Hooks that see all micro-batches of an optimiser step.
 OF_A_STEP = ("get_batch_samples", "_get_num_items_in_batch")
-Trainer = PostTrainer if TYPE_CHECKING else object
+if TYPE_CHECKING:
+    from posttrain.training.trainer import PostTrainer as Trainer
+else:
+    Trainer = object
 
 
 class PaddedInputs(dict):
@@ -219,6 +220,12 @@ def _reads(owner: type, method: str, *names: str) -> bool:
     return any(getattr(node, kinds.get(type(node), ""), None) in names for node in ast.walk(tree))
 
 
+def label_tokens(trainer: Any) -> Tensor | None:
+    """Label tokens of the optimiser step over all ranks, where the loss is divided by them; None elsewhere, as in TRL."""
+    tokens = trainer.denominators.tokens
+    return torch.tensor(round(tokens) if tokens == round(tokens) else tokens) if trainer.takes_loss_func else None
+
+
 def _as_said(inputs: Any, counts: Denominators) -> Denominators:
     """The counts of a step, with the tokens that a subclass wrote in the dict of an online method."""
     made = inputs.made.get(ITEMS) if isinstance(inputs, PaddedInputs) else None
@@ -254,17 +261,11 @@ class BeforeUser(Trainer):
     def _dict(self, batch: Batch) -> PaddedInputs:
         """TRL's inputs of a batch."""
         answers = "answers" if batch.advantages is None else "rollouts"
-        inputs = to_padded(batch, self.answers_per_row, "labels" if isinstance(self, SFTTrainer) else answers)
+        inputs = to_padded(batch, self.answers_per_row, "labels" if self.takes_loss_func else answers)
         if isinstance(self, OnlineTrainer):
             inputs[ITEMS] = torch.tensor(self.denominators.tokens)
             inputs.made[ITEMS] = inputs[ITEMS].clone()
         return inputs
-
-    def _step_samples(self, micro_batches: list[list[Batch]]) -> list[Any]:
-        """One dict a micro-batch, where the subclass looks at those of a step."""
-        if not any(user_override(self, name) for name in OF_A_STEP):
-            return micro_batches
-        return [self._dict(batches[0].to(self.args.device)) if batches else [] for batches in micro_batches]
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> Any:
         """The subclass's, which must go through ours: what was drawn is counted there.
@@ -299,7 +300,7 @@ class BeforeUser(Trainer):
             return (loss, None) if return_outputs else loss
         whole, passes = self.denominators, self._passes_of_mean
         # In training a subclass was asked as the step began; in evaluation it is not asked, as in TRL.
-        items = PostTrainer._get_num_items_in_batch(self, [shown], self.args.device)
+        items = label_tokens(self)
         with with_attributes(self, {"denominators": _shared(whole, passes)}):
             # What `super()` returns without a count is then a micro-batch's mean.
             result = super().compute_loss(model, shown, return_outputs, num_items_in_batch=items)
@@ -317,9 +318,9 @@ class BeforeUser(Trainer):
         if user_override(self, "loss_is_scaled_for_ga"):  # As transformers' trainers are told.
             return 1.0 if self.loss_is_scaled_for_ga else passes
         owner = user_override(self, "compute_loss")
-        if owner is None or not isinstance(self, SFTTrainer | OnlineTrainer):
-            return 1.0 if isinstance(self, SFTTrainer) else passes
-        names = (ITEMS, "super" if isinstance(self, SFTTrainer) else "current_gradient_accumulation_steps")
+        if owner is None or not (self.takes_loss_func or isinstance(self, OnlineTrainer)):
+            return 1.0 if self.takes_loss_func else passes
+        names = (ITEMS, "super" if self.takes_loss_func else "current_gradient_accumulation_steps")
         return 1.0 if _reads(owner, "compute_loss", *names) else passes
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
@@ -339,6 +340,17 @@ class BehindUser(Trainer):
     """Stands behind the subclass: its ``super()`` gets TRL's inputs and returns what TRL's would."""
 
     _whole: Denominators
+    _dict: Callable[[Batch], PaddedInputs]
+
+    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> Any:
+        """One dict a micro-batch, where the subclass looks at those of a step, and its count of label tokens."""
+        samples, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
+        if any(user_override(self, name) for name in OF_A_STEP):
+            samples = [self._dict(batches[0].to(self.args.device)) if batches else [] for batches in samples]
+        return samples, self._get_num_items_in_batch(samples, device)
+
+    def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Tensor | None:
+        return label_tokens(self)
 
     def compute_loss(
         self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
@@ -369,9 +381,10 @@ class BehindUser(Trainer):
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """TRL's ``training_step`` of one dict: forward, backward, the detached loss."""
         if not isinstance(inputs, dict):
-            return super().training_step(model, inputs, num_items_in_batch)
-        with with_attributes(self, {"denominators": self._whole, "_given": inputs}):
-            return super().training_step(model, [to_batch(inputs)], num_items_in_batch)
+            return super().training_step(model, inputs)
+        counts = self._whole.over(num_items_in_batch, allowed=self.takes_loss_func)
+        with with_attributes(self, {"denominators": counts, "_given": inputs}):
+            return super().training_step(model, [to_batch(inputs)])
 
     def prediction_step(
         self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None

@@ -6,8 +6,10 @@ therefore never changes the gradient. ``local_token`` (the loss type ``bnpo``) i
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -45,6 +47,28 @@ class Denominators:
     passes: float
     world_size: int = 1
     named: Mapping[str, float] = field(default_factory=dict)
+
+    def over(self, num_items_in_batch: Any, *, allowed: bool) -> Denominators:
+        """These counts with other tokens: those that a subclass says the sum over label tokens is divided by.
+
+        Args:
+            num_items_in_batch: A number or a tensor of one; None: as they are.
+            allowed: Whether the loss is such a sum.
+
+        Raises:
+            ConfigError: It is none, or the count is not above 0.
+        """
+        count = self.tokens if num_items_in_batch is None else float(num_items_in_batch)
+        if num_items_in_batch is not None and not allowed:
+            raise ConfigError(
+                f"num_items_in_batch={count:g} is given to a loss that is no sum over label tokens, which it could divide. Fix: "
+                "pass None, and scale what super().compute_loss(...) returns."
+            )
+        if count == self.tokens:
+            return self
+        if not 0 < count < math.inf:
+            raise ConfigError(f"num_items_in_batch={count:g} must be above 0: the loss is divided by it.")
+        return replace(self, tokens=count)
 
 
 def sequence_sum(values: Tensor, mask: Tensor, sequence: Tensor, num_sequences: int) -> Tensor:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import transformers
+from datasets import IterableDataset
 from transformers.trainer_callback import ExportableState
 
 from posttrain.checks.machine import check_disk_space, check_gpu_memory, check_strangers, gib
@@ -251,8 +252,10 @@ def _flush_folder(folder: Path) -> None:
             os.close(descriptor)
 
 
-STATE_FILE = "posttrain_state.json"
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # The disk, the quota or the size a file may have is used up.
+
+
+STATE_FILE = "posttrain_state.json"
 
 
 class Checkpointer:
@@ -274,6 +277,7 @@ class Checkpointer:
         self._run: str | None = None
         # A checkpoint whose callbacks may still add to it.
         self._unmarked: Path | None = None
+        self.place = Place(None, accelerator)
 
     @property
     def run(self) -> str:
@@ -289,7 +293,7 @@ class Checkpointer:
             parallel.refuse_other_optimizer(Path(resume), self.accelerator)
         own = (marker(Path(resume)) or {}).get("run") if resume else None
         self._run = parallel.all_gather_objects([own or self.lock.run], self.accelerator)[0]
-        self.lock.run = self._run
+        self.lock.run, self.place = self._run, Place(resume, self.accelerator)
         return resume
 
     def save(self, write: Callable[[Path], None], folder: Path, state: Any) -> Path:
@@ -382,6 +386,42 @@ def saved_state(folder: str | None, accelerator: Any) -> dict[str, Any]:
         return {}
     own = accelerator.process_index if len(files) == accelerator.num_processes else 0
     return json.loads((files[0].parent / f"{own}_{STATE_FILE}").read_text(encoding="utf-8"))
+
+
+class Place:
+    """Where a run goes on in its rows and its random numbers.
+
+    `transformers` counts the rows of a stream from the beginning of its first pass, and restores random states after the
+    first step's batches are drawn, which is when an online method has sampled and scored already.
+
+    Attributes:
+        checkpoint: Whose random states are still to be restored; None: nothing is.
+        stream: Passes over the rows that are done, and micro-batches drawn in the current one.
+    """
+
+    def __init__(self, checkpoint: str | None, accelerator: Any) -> None:
+        self.checkpoint, self.stream = checkpoint, [0, 0]
+        self._saved: list[int] | None = saved_state(checkpoint, accelerator).get("stream")
+        self._iterator: Any = None
+
+    def begin(self, start: tuple[int, int], dataset: Any, *, skips: bool) -> tuple[int, int]:
+        """The pass and the micro-batches of it to skip (unless ``skips`` is False): ``start``, of a stream those saved."""
+        if self._saved is None or not isinstance(dataset, IterableDataset):
+            return start
+        self.stream = [self._saved[0], self._saved[1] if skips else 0]
+        return self.stream[0], self.stream[1]
+
+    def draw(self, iterator: Any, count: int) -> None:
+        """Count micro-batches; another iterator is another pass."""
+        if iterator is not self._iterator:
+            self.stream = self.stream if self._iterator is None else [self.stream[0] + 1, 0]
+            self._iterator = iterator
+        self.stream = [self.stream[0], self.stream[1] + count]
+
+    def restores_random(self) -> bool:
+        """Whether random states are to be restored now: once."""
+        pending, self.checkpoint = self.checkpoint, None
+        return pending is not None
 
 
 def warn_of_other_rows(state: dict[str, Any], now: int) -> None:

@@ -408,7 +408,7 @@ def test_a_count_is_refused_where_the_loss_is_no_sum_over_tokens(tokenizer, tmp_
         def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
             return super().compute_loss(model, inputs, return_outputs, 5)
 
-    with raises(ConfigError, "5", "Loss"):
+    with raises(ConfigError, "5"):
         every("dpo", tmp_path, tokenizer, cls=Loss).train()
 
     class Items(pt.DPOTrainer):
