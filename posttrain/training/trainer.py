@@ -114,8 +114,7 @@ class PostTrainer(transformers.Trainer):
         self.processing_class = self.vision.tokenizer or load.load_tokenizer(
             model_id, trust_remote_code=args.trust_remote_code, revision=init.get("revision")
         )
-        self.args = args
-        self.added_tokens: list[int] = []
+        self.args, self.added_tokens = args, list[int]()
         if load.changes_vocabulary(args):
             whole = self._load(model, args, init, quantization_config)
             model, self.processing_class, self.added_tokens = load.clone_chat_template(
