@@ -26,7 +26,6 @@ from posttrain.losses.reduce import Denominators, reduce
 from posttrain.metrics import Metric, MetricBuffer, mean
 from posttrain.models import load, memory, parallel
 from posttrain.models.forward import add_router_term, forward, noisy_embeddings, router_coefficient
-from posttrain.models.heads import causal_lm
 from posttrain.models.vision import load_renamed
 from posttrain.report.card import create_model_card
 from posttrain.report.record import RunRecordCallback
@@ -102,7 +101,7 @@ class PostTrainer(transformers.Trainer):
         quantization_config: Any = None,
         **trainer_kwargs: Any,
     ) -> None:
-        model_id = model if isinstance(model, str) else load.get_config_model_id(causal_lm(model).config)
+        model_id = load.model_id_of(model, type(self).__name__)
         args = config.as_config(self.config_class, args or f"{Path(model_id).name or 'model'}-{self._suffix}")
         config.check_hooks(self, trainer_kwargs.get("compute_loss_func"))
         self.user_collator = trainer_kwargs.pop("data_collator", None)

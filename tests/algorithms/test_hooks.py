@@ -240,3 +240,33 @@ def test_weights_of_rewards_can_be_set_while_training(tiny_tokenizer, tmp_path):
     assert rows[1]["reward"] == pytest.approx(10 * rows[1]["rewards/count_a/mean"])
     with raises(ConfigError, "1"):
         trainer.reward_weights = [1.0, 2.0]
+
+
+def test_a_loss_function_leaves_the_metrics_of_its_predictions(tokenizer, tmp_path):
+    def mine(outputs, labels, num_items_in_batch):
+        logits, targets = outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+        return cross_entropy(logits, targets, reduction="sum") / num_items_in_batch
+
+    settings = {"eval_dataset": data("sft", 3, 8)}
+    plain = every("sft", tmp_path / "plain", tokenizer, **settings)
+    own = every("sft", tmp_path / "own", tokenizer, compute_loss_func=mine, **settings)
+    for run in (plain, own):
+        run.train()
+    logs = [[run.state.log_history[0], run.evaluate()] for run in (plain, own)]
+    for name in ("entropy", "mean_token_accuracy"):
+        assert logs[1][0][name] == pytest.approx(logs[0][0][name], rel=1e-4)
+        assert logs[1][1][f"eval_{name}"] == pytest.approx(logs[0][1][f"eval_{name}"], rel=1e-4)
+
+
+@pytest.mark.parametrize("kind", sorted(EVERY))
+def test_no_model_is_refused_by_name(kind, tokenizer, tmp_path):
+    trainer = EVERY[kind][0]
+    more = {"reward_model": count_a} if kind == "ppo" else {"reward_funcs": count_a} if kind not in OFFLINE else {}
+    with raises(ConfigError, trainer.__name__):
+        trainer(
+            **more,
+            processing_class=tokenizer,
+            model=None,
+            args=EVERY[kind][1](str(tmp_path), use_cpu=True),
+            train_dataset=data(kind, 2),
+        )
