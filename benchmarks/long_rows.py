@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import json
 import random
+import sys
 import tempfile
+from itertools import pairwise
 
 import grpo
 import harness

@@ -6,7 +6,7 @@ A metric is a pair (reduction, numbers on the device); nothing waits for the hos
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -69,8 +69,10 @@ def _extreme(reduction: Literal["min", "max"], values: float | Tensor, mask: Ten
     return Metric(reduction, values.min() if reduction == "min" else values.max())
 
 
-class MetricBuffer:
+class MetricBuffer(MutableMapping[str, "Series"]):
     """Collects metrics between two log steps and reduces them over micro-batches and ranks.
+
+    It reads as TRL's dict of lists: ``buffer[name].append(value)``, ``buffer[name][-1]``, ``sum(buffer[name])``, ``.items()``.
 
     >>> buffer = MetricBuffer()
     >>> buffer.add({"entropy": mean(2.0, weight=3), "tokens": total(3)})
@@ -81,19 +83,63 @@ class MetricBuffer:
 
     def __init__(self) -> None:
         self._items: dict[str, Metric] = {}
-
-    def __bool__(self) -> bool:
-        return bool(self._items)
+        # What was appended to a name that nothing else was emitted under, to be read again.
+        self._appended: dict[str, list[float]] = {}
 
     def __getitem__(self, name: str) -> Series:
         """``buffer[name].append(value)``: what was written for a dict of lists works, and is averaged over the window."""
         return Series(self, name)
+
+    def __setitem__(self, name: str, values: Iterable[Any]) -> None:
+        if isinstance(values, Series) and values.buffer is self and values.name == name:
+            return  # Of ``buffer[name] += [value]``.
+        kept = [float(value) for value in values]
+        self.pop(name, None)
+        self[name].extend(kept)
+
+    def __delitem__(self, name: str) -> None:
+        del self._items[name]
+        self._appended.pop(name, None)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._items)
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._items
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """The series of a name that was emitted; ``default`` for another one."""
+        return self[name] if name in self._items else default
+
+    def pop(self, name: str, *default: Any) -> Any:
+        """The values of a name, which is dropped; ``default`` for another one.
+
+        Raises:
+            KeyError: Nothing was emitted under the name, and there is no default.
+        """
+        if name not in self and default:
+            return default[0]
+        values = list(self[name])
+        del self[name]
+        return values
 
     def add(self, metrics: Mapping[str, Metric]) -> None:
         """Merge metrics into the window; a name keeps the reduction it was first emitted with."""
         for name, metric in metrics.items():
             known = self._items.get(name)
             self._items[name] = metric if known is None else _merge(known, metric)
+            self._appended.pop(name, None)
+
+    def merge(self, other: MetricBuffer) -> None:
+        """Merge what another buffer holds into the window."""
+        for name, metric in other._items.items():
+            if name in other._appended:
+                self[name].extend(other._appended[name])
+            else:
+                self.add({name: metric})
 
     def compute(
         self, all_gather: Callable[[list[tuple[str, str, float, float]]], list] | None = None
@@ -106,7 +152,7 @@ class MetricBuffer:
         """
         numbers = iter(_on_host([number for m in self._items.values() for number in (m.value, m.weight)]))
         rows = [(name, m.reduction, next(numbers), next(numbers)) for name, m in self._items.items()]
-        self._items = {}
+        self.clear()
         if all_gather is not None:
             rows = all_gather(rows)
         merged: dict[str, Metric] = {}
@@ -116,20 +162,53 @@ class MetricBuffer:
         return {name: _finish(metric) for name, metric in merged.items() if _is_defined(metric)}
 
 
-class Series:
-    """Stands where a list of values stood: what is appended is averaged with the rest of the log window."""
+class Series(Sequence[float]):
+    """Stands where a list of values stood: what is appended is averaged with the rest of the log window.
+
+    Reads as the values that were appended; of a name that a trainer emits, as one value, the window's so far.
+    """
 
     def __init__(self, buffer: MetricBuffer, name: str) -> None:
         self.buffer, self.name = buffer, name
 
     def append(self, value: Any) -> None:
         """One more value."""
-        self.buffer.add({self.name: mean(float(value))})
+        number, name = float(value), self.name
+        values = [] if name not in self.buffer else self.buffer._appended.get(name)
+        self.buffer.add({name: mean(number)})
+        if values is not None:
+            self.buffer._appended[name] = [*values, number]
 
     def extend(self, values: Iterable[Any]) -> None:
         """Several."""
         for value in values:
             self.append(value)
+
+    def clear(self) -> None:
+        """Forget what was emitted."""
+        self.buffer.pop(self.name, None)
+
+    def __iadd__(self, values: Iterable[Any]) -> Series:
+        self.extend(values)
+        return self
+
+    def _values(self) -> list[float]:
+        metric = self.buffer._items.get(self.name)
+        if metric is None or not _is_defined(metric):
+            return []
+        return self.buffer._appended.get(self.name) or [_finish(metric)]
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._values()[index]
+
+    def __len__(self) -> int:
+        return len(self._values())
+
+    def __eq__(self, other: object) -> bool:
+        return self._values() == list(other) if isinstance(other, Series | list) else NotImplemented
+
+    def __repr__(self) -> str:
+        return repr(self._values())
 
 
 def _merge(a: Metric, b: Metric) -> Metric:

@@ -408,3 +408,78 @@ def test_config_files_are_understood(page, tmp_path, monkeypatch):
         _, config, _, mixture = parser_for("sft").parse_args_and_config(["--config", str(path)])
         assert config.loss_type == "nll"
         assert len(mixture.datasets) == code.count("- path:")
+
+
+# Pages whose tables of options have defaults, and where these stand in the code; None: no signature has them.
+DEFAULTS = {
+    "a2po.md": posttrain.A2POConfig,
+    "chat_templates.md": posttrain.apply_chat_template,
+    "cli.md": None,
+    "clusters.md": None,
+    "dataset_formats.md": None,
+    "dpo.md": posttrain.DPOConfig,
+    "grpo.md": posttrain.GRPOConfig,
+    "inspect.md": None,
+    "kto_bco.md": None,
+    "online_dpo.md": posttrain.OnlineDPOConfig,
+    "packing.md": None,
+    "peft.md": posttrain.ModelConfig,
+    "ppo.md": posttrain.PPOConfig,
+    "reference_free.md": None,
+    "reward.md": posttrain.RewardConfig,
+    "rloo.md": posttrain.RLOOConfig,
+    "rollouts.md": None,
+    "sft.md": posttrain.SFTConfig,
+    "tools.md": posttrain.GRPOConfig,
+    "vision.md": posttrain.SFTConfig,
+}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_the_defaults_that_a_table_says_are_those_of_the_code(page):
+    for header, rows in tables(page):
+        columns = [name.lower() for name in header]
+        if "default" not in columns or page == "migration.md":
+            continue
+        named = re.search(r"`(\w+)`", header[0])
+        owner = getattr(posttrain, named[1]) if named else DEFAULTS[page]
+        if owner is None:
+            continue
+        own = dataclasses.fields(owner) if dataclasses.is_dataclass(owner) else ()
+        known = {one.name: default_of(one) for one in own} or defaults_of(owner)
+        for row in rows:
+            options, said = ticked(row[0]), ticked(row[columns.index("default")])
+            if len(options) == len(said):
+                wrong = {
+                    k: (v, known[k])
+                    for k, v in zip(options, said, strict=True)
+                    if ast.literal_eval(v) != ast.literal_eval(known[k])
+                }
+                assert not wrong, f"{page}: {wrong}"
+
+
+def test_the_readme_says_of_how_many_pairs_its_figures_are():
+    root = DOCS.parent
+    counts = set()
+
+    def look(value):
+        if isinstance(value, dict):
+            counts.update([value["speed_up"]["pairs"]] if "speed_up" in value else [])
+            for one in value.values():
+                look(one)
+
+    commands = re.findall(r"benchmarks/(\w+)\.py", (root / "README.md").read_text(encoding="utf-8"))
+    for name in set(commands):
+        for file in (root / "benchmarks" / "results").glob(f"{name}*.json"):
+            look(json.loads(file.read_text(encoding="utf-8")))
+    assert (min(counts), max(counts)) == (1, 3)
+    assert "median of one to three pairs" in " ".join((root / "README.md").read_text(encoding="utf-8").split())
+
+
+def test_the_page_for_contributors_names_files_that_are_there_and_hold_what_it_says():
+    root = DOCS.parent
+    text = (root / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    paths = [path for path in ticked(text) if re.fullmatch(r"[\w./]+", path) and "/" in path]
+    assert paths and all((root / path).exists() for path in paths)
+    (export,) = re.findall(r"public names in `([^`]+)`", text)
+    assert "ORPOTrainer" in (root / export).read_text(encoding="utf-8")

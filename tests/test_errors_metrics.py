@@ -1,6 +1,7 @@
 """Errors name the closest choice; metrics keep the reduction they were emitted with."""
 
 import doctest
+from collections.abc import MutableMapping
 
 import pytest
 import torch
@@ -71,6 +72,40 @@ def test_extremes_look_where_the_mask_does_and_merge_as_they_are(number):
     buffer.add({"min": minimum(x, mask), "max": maximum(x, mask), "none": maximum(x, torch.zeros(3, dtype=torch.bool))})
     buffer.add({"min": minimum(number(2.0)), "max": maximum(number(7.0))})
     assert buffer.compute() == {"min": 1.0, "max": 7.0}
+
+
+def test_a_buffer_reads_as_the_dict_of_lists_that_it_stands_for():
+    buffer = MetricBuffer()
+    buffer.add({"entropy": mean(torch.tensor([1.0, 3.0]))})
+    buffer["mine"].append(1.0)
+    buffer["mine"] += [torch.tensor(2.0), 6]
+    assert isinstance(buffer, MutableMapping)
+    assert "entropy" in buffer and "loss" not in buffer and buffer.get("loss") is None
+    assert list(buffer) == sorted(buffer) == ["entropy", "mine"] and len(buffer) == 2
+    means = {name: sum(values) / len(values) for name, values in buffer.items()}
+    assert means == {"entropy": 2.0, "mine": 3.0}
+    assert (len(buffer["mine"]), buffer["mine"][-1], buffer["mine"]) == (3, 6.0, [1.0, 2.0, 6.0])
+    assert not buffer["loss"] and "loss" not in buffer
+    buffer["entropy"].append(5.0)  # Two of three.
+    assert buffer["entropy"][-1] == pytest.approx(3.0) and len(buffer["entropy"]) == 1
+    buffer["mine"] = [4.0]
+    assert buffer.pop("mine") == [4.0] and "mine" not in buffer
+    with pytest.raises(KeyError):
+        buffer.pop("mine")
+    with pytest.raises(IndexError):
+        buffer["mine"][-1]
+    buffer.clear()
+    assert not buffer and buffer.compute() == {}
+
+
+def test_what_was_appended_in_a_pass_is_read_again_after_it():
+    whole, one = MetricBuffer(), MetricBuffer()
+    whole["mine"].append(1.0)
+    one["mine"].append(2.0)
+    one.add({"loss": mean(7.0)})
+    whole.merge(one)
+    assert whole["mine"] == [1.0, 2.0] and whole["loss"] == [7.0]
+    assert whole.compute() == {"mine": 1.5, "loss": 7.0}
 
 
 def test_ranks_may_hold_different_names():

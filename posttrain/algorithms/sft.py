@@ -21,7 +21,7 @@ from posttrain.data.sft import (
 )
 from posttrain.errors import ConfigError
 from posttrain.losses.likelihood import dft, nll, uniform_nll
-from posttrain.metrics import mean
+from posttrain.metrics import Metric, mean
 from posttrain.models.forward import learns_prompts
 from posttrain.training.config import PostTrainingConfig, attributes, takes, warn_keep_end
 from posttrain.training.evaluation import full_logits
@@ -118,6 +118,15 @@ def sft_objective(out: ModelOutputs, batch: Batch, *, loss_type: str, smoothing:
         even = torch.zeros_like(terms).masked_scatter(batch.loss_mask, uniform_nll(out.logits))
         terms = (1 - smoothing) * terms + smoothing * even
     return LossTerms(terms, batch.loss_mask, "token", metrics=metrics)
+
+
+@torch.no_grad()
+def predicted_metrics(logits: torch.Tensor, labels: torch.Tensor, chunk: int = 256) -> dict[str, Metric]:
+    """Entropy (nats) and accuracy of trained tokens: logits ``(B, T, V)``, labels ``(B, T)``, -100 on others."""
+    targets = labels[:, 1:]
+    kept, targets = logits[:, :-1][targets != -100], targets[targets != -100]
+    entropy = torch.cat([torch.special.entr(part.float().softmax(-1)).sum(-1) for part in kept.split(chunk)])
+    return {"entropy": mean(entropy), "mean_token_accuracy": mean((kept.argmax(-1) == targets).float())}
 
 
 @attributes("padding_free")
@@ -241,6 +250,7 @@ class SFTTrainer(PostTrainer, config=SFTConfig):
         if self.compute_loss_func is None:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         output, labels = full_logits(model, inputs)
-        tokens = self.denominators.tokens
+        self.log_metrics_now(predicted_metrics(output.logits, labels), "train" if model.training else "eval")
+        tokens = self.denominators.over(num_items_in_batch, allowed=True).tokens
         loss = self.compute_loss_func(output, labels, num_items_in_batch=tokens) * self.denominators.world_size
         return (loss, output) if return_outputs else loss

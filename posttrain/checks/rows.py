@@ -384,7 +384,8 @@ RULES: tuple[RowRule, ...] = (
         "PT-D011",
         lambda sample: ((s.row for s in sample.sequences if sample.cut(s)), "warning"),
         "reach the limit of {limit} tokens.",
-        "what lay beyond it was cut (a row of exactly that length is whole); with the end goes the token that ends the answer.",
+        "what lay beyond it was cut (a row of exactly that length is whole): its end, with the token that ends the answer, or "
+        "under truncation_mode='keep_end' its beginning, with the prompt.",
         "raise max_length, split long rows, or drop them.",
     ),
     RowRule(

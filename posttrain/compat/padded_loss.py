@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor, nn
 
-from posttrain.algorithms.sft import SFTTrainer
 from posttrain.errors import ConfigError
 from posttrain.losses.reduce import Denominators
 from posttrain.training.config import PADDED_STEPS, user_override, with_attributes
@@ -28,6 +27,9 @@ from posttrain.types import Batch, ModelOutputs
 logger = logging.getLogger(__name__)
 
 IGNORED = -100
+ITEMS = "num_items_in_batch"
+# Hooks that see all micro-batches of an optimiser step.
+OF_A_STEP = ("get_batch_samples", "_get_num_items_in_batch")
 if TYPE_CHECKING:
     from posttrain.training.trainer import PostTrainer as Trainer
 else:
@@ -42,14 +44,17 @@ class PaddedInputs(dict):
     Attributes:
         batch: One sequence a row.
         order: (R,) row of ``batch`` that each row of the dict shows.
-        made: The tensors as they were made, to see what a subclass changed.
+        made: Copies of the tensors as they were made, to see what a subclass changed, in place or not.
     """
 
     def __init__(self, batch: Batch, order: Tensor, tensors: dict[str, Tensor]) -> None:
         super().__init__(tensors)
-        self.batch, self.order, self.made = batch, order, dict(tensors)
+        self.batch, self.order = batch, order
+        self.made = {name: tensor.clone() for name, tensor in tensors.items()}
 
     def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or "batch" not in vars(self):  # As copies are made.
+            raise AttributeError(name)
         return getattr(self.batch, name)
 
 
@@ -167,25 +172,42 @@ def to_batch(inputs: Any) -> Batch:
             "pass it on, or call model(**inputs) and compute the loss from its logits (docs/hooks.md)."
         )
     batch, back = inputs.batch, torch.argsort(inputs.order)
-    columns = _per_sequence(batch)
+    if added := [name for name in inputs if name not in inputs.made and "labels" in inputs.made]:
+        raise _not_followed(f"inputs has {added} that were not in it", "model arguments are those of the batch")
     for name, made in inputs.made.items():
-        value = inputs.get(name, made)
-        if value is made or (value.shape == made.shape and torch.equal(value, made)):
-            continue
-        if value.shape == made.shape and name == "labels":
-            batch = replace(batch, loss_mask=(value[back] != IGNORED) & batch.loss_mask)
-        elif value.shape == made.shape and name in columns:
-            column = torch.empty_like(columns[name])
-            column[batch.sequence.max(1).values] = value[back].to(column.dtype)
-            given = {"advantages": column} if name == "advantages" else {"columns": batch.columns | {name: column}}
-            batch = replace(batch, **given)
-        else:
-            raise ConfigError(
-                f"inputs[{name!r}] was changed (shape {tuple(made.shape)} to {tuple(value.shape)}) before super(), whose "
-                "rows are laid out already: only labels may be ignored, and numbers of a row changed. Fix: override "
-                "rows(examples), or call model(**inputs) and compute the loss from its logits (docs/hooks.md)."
-            )
+        value = inputs.get(name)
+        if name == ITEMS or (value is None and name in batch.columns):
+            continue  # Taken out, so that model(**inputs) does not get it.
+        changed = f"inputs[{name!r}] was changed from shape {tuple(made.shape)}"
+        if not isinstance(value, Tensor) or value.shape != made.shape:
+            shape = tuple(value.shape) if isinstance(value, Tensor) else value
+            raise _not_followed(f"{changed} to {shape}", "its rows are laid out already")
+        if not torch.allclose(value, made.to(value.dtype), rtol=0.0, atol=0.0, equal_nan=True):
+            batch = _follow(batch, name, value[back], made[back], changed)
     return batch
+
+
+def _follow(batch: Batch, name: str, value: Tensor, made: Tensor, changed: str) -> Batch:
+    """The batch with other labels or another column, rows in its own order; refuses any other change."""
+    if name == "labels":
+        if not ((value == made) | (value == IGNORED)).all():
+            raise _not_followed(f"{changed} to other tokens", f"labels may be set to {IGNORED} alone")
+        return replace(batch, loss_mask=(value != IGNORED) & batch.loss_mask)
+    known = _per_sequence(batch).get(name)
+    if known is None:
+        raise _not_followed(f"{changed} to other values", "its rows are laid out already")
+    sequence, column = batch.sequence.max(1).values, torch.empty_like(known)
+    column[sequence] = value.to(column.dtype)
+    given = {"advantages": column} if name == "advantages" else {"columns": batch.columns | {name: column}}
+    return replace(batch, **given)
+
+
+def _not_followed(what: str, why: str) -> ConfigError:
+    """The error for a change of the dict that our loss, which reads the batch, cannot follow."""
+    return ConfigError(
+        f"{what} before super(), which cannot follow: {why}. Only labels may be ignored, and numbers of a row changed. Fix: "
+        "override rows(examples), or call model(**inputs) and compute the loss from its logits (docs/hooks.md)."
+    )
 
 
 def _reads(owner: type, method: str, *names: str) -> bool:
@@ -196,6 +218,21 @@ def _reads(owner: type, method: str, *names: str) -> bool:
         return True
     kinds = {ast.Name: "id", ast.Attribute: "attr", ast.Constant: "value"}
     return any(getattr(node, kinds.get(type(node), ""), None) in names for node in ast.walk(tree))
+
+
+def label_tokens(trainer: Any) -> Tensor | None:
+    """Label tokens of the optimiser step over all ranks, where the loss is divided by them; None elsewhere, as in TRL."""
+    tokens = trainer.denominators.tokens
+    return torch.tensor(round(tokens) if tokens == round(tokens) else tokens) if trainer.takes_loss_func else None
+
+
+def _as_said(inputs: Any, counts: Denominators) -> Denominators:
+    """The counts of a step, with the tokens that a subclass wrote in the dict of an online method."""
+    made = inputs.made.get(ITEMS) if isinstance(inputs, PaddedInputs) else None
+    said = inputs.get(ITEMS) if made is not None else None
+    if made is None or said is None or not made or float(said) == float(made):
+        return counts
+    return replace(counts, tokens=counts.tokens * float(said) / float(made))
 
 
 def _shared(whole: Denominators, parts: float) -> Denominators:
@@ -218,13 +255,36 @@ class BeforeUser(Trainer):
     def _choose_layout(self) -> Any:
         return replace(super()._choose_layout(), kind="padded")
 
-    def _shown(self, batch: Batch) -> Any:
-        """TRL's inputs of a batch, through the subclass's ``_prepare_inputs``."""
+    # What a subclass's `training_step` passed on.
+    _given: PaddedInputs | None = None
+
+    def _dict(self, batch: Batch) -> PaddedInputs:
+        """TRL's inputs of a batch."""
         answers = "answers" if batch.advantages is None else "rollouts"
-        inputs = to_padded(batch, self.answers_per_row, "labels" if isinstance(self, SFTTrainer) else answers)
+        inputs = to_padded(batch, self.answers_per_row, "labels" if self.takes_loss_func else answers)
         if isinstance(self, OnlineTrainer):
-            inputs["num_items_in_batch"] = torch.tensor(self.denominators.tokens)
-        return self._prepare_inputs(inputs) if user_override(self, "_prepare_inputs") else inputs
+            inputs[ITEMS] = torch.tensor(self.denominators.tokens)
+            inputs.made[ITEMS] = inputs[ITEMS].clone()
+        return inputs
+
+    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> Any:
+        """The subclass's, which must go through ours: what was drawn is counted there.
+
+        Raises:
+            ConfigError: It does not.
+        """
+        before = self.denominators
+        samples, count = super().get_batch_samples(epoch_iterator, num_batches, device)
+        if samples and self.denominators is before:
+            raise ConfigError(
+                f"{type(self).__name__}.get_batch_samples does not call super().get_batch_samples(...), which counts what the "
+                "loss is divided by. Fix: change what it returns, or override get_train_dataloader() to draw other rows."
+            )
+        return samples, count
+
+    def floating_point_ops(self, inputs: Any) -> int:
+        """Also of a dict."""
+        return super().floating_point_ops([inputs.batch] if isinstance(inputs, PaddedInputs) else inputs)
 
     def compute_loss(
         self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
@@ -232,15 +292,18 @@ class BeforeUser(Trainer):
         """The subclass's loss of a batch, scaled so that losses of passes add up; of a dict, as the subclass returns it."""
         if not isinstance(inputs, Batch):
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        shown = self._shown(inputs)
+        shown = self._given if self._given is not None else self._dict(inputs)
+        if user_override(self, "_prepare_inputs"):
+            shown = self._prepare_inputs(shown)
         if not self.model.training and user_override(self, "prediction_step"):
             loss = self.prediction_step(model, shown, prediction_loss_only=True, ignore_keys=None)[0]
             return (loss, None) if return_outputs else loss
-        passes = self._passes_of_mean
-        with with_attributes(
-            self, {"denominators": _shared(self.denominators, passes)}
-        ):  # What `super()` returns is then a micro-batch's mean.
-            result = super().compute_loss(model, shown, return_outputs, num_items_in_batch=self._num_items)
+        whole, passes = self.denominators, self._passes_of_mean
+        # In training a subclass was asked as the step began; in evaluation it is not asked, as in TRL.
+        items = label_tokens(self)
+        with with_attributes(self, {"denominators": _shared(whole, passes)}):
+            # What `super()` returns without a count is then a micro-batch's mean.
+            result = super().compute_loss(model, shown, return_outputs, num_items_in_batch=items)
         loss = (result[0] if isinstance(result, tuple) else result) / passes
         return (loss, *result[1:]) if isinstance(result, tuple) else loss
 
@@ -249,61 +312,65 @@ class BeforeUser(Trainer):
         return super().compute_loss_terms(model, to_batch(batch))
 
     @property
-    def _num_items(self) -> Any:
-        """Label tokens of the optimiser step, over all ranks; None where TRL has none to count."""
-        return torch.tensor(self.denominators.tokens) if isinstance(self, SFTTrainer) else None
-
-    @property
     def _passes_of_mean(self) -> float:
         """What a loss is divided by: 1 where it is scaled for the whole step already, else its micro-batches."""
         passes = max(self.denominators.passes / self.denominators.world_size, 1.0)
         if user_override(self, "loss_is_scaled_for_ga"):  # As transformers' trainers are told.
             return 1.0 if self.loss_is_scaled_for_ga else passes
-        names = (
-            "num_items_in_batch",
-            "super" if isinstance(self, SFTTrainer) else "current_gradient_accumulation_steps",
-        )
-        methods = [name for name in ("compute_loss", "_compute_loss") if user_override(self, name)]
-        if not methods:
-            return 1.0 if isinstance(self, SFTTrainer) else passes
-        if not isinstance(self, SFTTrainer | OnlineTrainer):
-            return passes
-        return 1.0 if any(_reads(user_override(self, name), name, *names) for name in methods) else passes
+        owner = user_override(self, "compute_loss")
+        if owner is None or not (self.takes_loss_func or isinstance(self, OnlineTrainer)):
+            return 1.0 if self.takes_loss_func else passes
+        names = (ITEMS, "super" if self.takes_loss_func else "current_gradient_accumulation_steps")
+        return 1.0 if _reads(owner, "compute_loss", *names) else passes
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """The subclass's step over a micro-batch as one dict; where it has none, ours."""
-        if not isinstance(inputs, list) or not user_override(self, "training_step") or not inputs:
+        own = user_override(self, "training_step")
+        if isinstance(inputs, list):
+            if not inputs or not own:
+                return super().training_step(model, inputs, num_items_in_batch)
+            inputs = self._dict(inputs[0].to(self.args.device))
+        self._whole = self.denominators
+        shared = _shared(self._whole, self._passes_of_mean) if own else self._whole
+        with with_attributes(self, {"denominators": shared}):
             return super().training_step(model, inputs, num_items_in_batch)
-        (batch,) = inputs
-        self._whole, shown = self.denominators, self._shown(batch.to(self.args.device))
-        with with_attributes(self, {"denominators": _shared(self.denominators, self._passes_of_mean)}):
-            return super().training_step(model, shown, self._num_items)
 
 
 class BehindUser(Trainer):
     """Stands behind the subclass: its ``super()`` gets TRL's inputs and returns what TRL's would."""
 
     _whole: Denominators
+    _dict: Callable[[Batch], PaddedInputs]
+
+    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> Any:
+        """One dict a micro-batch, where the subclass looks at those of a step, and its count of label tokens."""
+        samples, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
+        if any(user_override(self, name) for name in OF_A_STEP):
+            samples = [self._dict(batches[0].to(self.args.device)) if batches else [] for batches in samples]
+        return samples, self._get_num_items_in_batch(samples, device)
+
+    def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Tensor | None:
+        return label_tokens(self)
 
     def compute_loss(
         self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """TRL's ``compute_loss``: the loss of a micro-batch, through the subclass's ``_compute_loss`` where it has one."""
-        if isinstance(inputs, Batch) or not user_override(self, "_compute_loss"):
-            return self._own(model, inputs, return_outputs)
-        if not isinstance(self, OnlineTrainer):
-            return self._compute_loss(model, inputs, return_outputs)
-        loss = self._compute_loss(model, inputs)  # TRL's has no outputs here.
-        return (loss, None) if return_outputs else loss
-
-    def _compute_loss(self, model: nn.Module, inputs: Any, return_outputs: bool = False) -> Any:
-        return self._own(model, inputs, return_outputs)
-
-    def _own(self, model: nn.Module, inputs: Any, return_outputs: bool) -> Any:
-        loss, outputs = super().compute_loss(model, to_batch(inputs), return_outputs=True)
+        """TRL's ``compute_loss``: the loss of a micro-batch, or of the count that a subclass divides it by."""
+        batch, counts = to_batch(inputs), _as_said(inputs, self.denominators)
+        if (
+            not self.model.training
+            and isinstance(inputs, PaddedInputs)
+            and batch.loss_mask is not inputs.batch.loss_mask
+        ):
+            # An evaluation batch is a step of its own, of the labels that are left.
+            if num_items_in_batch is not None and float(num_items_in_batch) == counts.tokens:
+                num_items_in_batch = None
+            counts = replace(counts, tokens=float(batch.num_loss_tokens))
+        with with_attributes(self, {"denominators": counts}):
+            loss, outputs = super().compute_loss(model, batch, True, num_items_in_batch)
         if not return_outputs:
             return loss
-        batch, order = (inputs.batch, inputs.order) if isinstance(inputs, PaddedInputs) else (inputs, slice(None))
+        order = inputs.order if isinstance(inputs, PaddedInputs) else slice(None)
 
         def full() -> Tensor:
             mask = batch.real[order].long()
@@ -314,8 +381,9 @@ class BehindUser(Trainer):
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """TRL's ``training_step`` of one dict: forward, backward, the detached loss."""
         if not isinstance(inputs, dict):
-            return super().training_step(model, inputs, num_items_in_batch)
-        with with_attributes(self, {"denominators": self._whole}):
+            return super().training_step(model, inputs)
+        counts = self._whole.over(num_items_in_batch, allowed=self.takes_loss_func)
+        with with_attributes(self, {"denominators": counts, "_given": inputs}):
             return super().training_step(model, [to_batch(inputs)])
 
     def prediction_step(

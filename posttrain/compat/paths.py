@@ -36,8 +36,8 @@ experimental.winrate_callback
 """
 _STABLE = "sft dpo grpo rloo reward kto distillation ppo online_dpo cpo orpo bco nash_md xpo gkd"
 _EXPERIMENTAL = (
-    "a2po async_distillation async_grpo bco cpo dpo gkd gmpo gold iw_opd kto minillm nash_md online_dpo orpo ppo sdft sdpo "
-    "server_distillation ssd tpo xpo"
+    "a2po async_distillation async_grpo bco cpo dpo gkd gmpo gold grpo_with_replay_buffer gspo_token iw_opd kto minillm nash_md "
+    "online_dpo orpo ppo prm sdft sdpo server_distillation ssd tpo xpo"
 )
 MODULES = frozenset(
     f"posttrain.{path}"
@@ -69,6 +69,9 @@ INSTEAD = {
     "DataCollatorForCompletionOnlyLM": "SFTConfig(completion_only_loss=True)",
     "ConstantLengthDataset": "SFTConfig(packing=True)",
     "PRMTrainer": "posttrain.RewardTrainer",
+    "PRMConfig": "posttrain.RewardConfig",
+    "GRPOWithReplayBufferTrainer": "posttrain.GRPOTrainer with dynamic_sampling, which replaces groups without signal",
+    "GRPOWithReplayBufferConfig": "posttrain.GRPOConfig(dynamic_sampling=3)",
     "DataCollatorForChatML": "raw rows, which the trainers tokenise and collate",
     "DPODataCollatorWithPadding": "posttrain.DataCollatorForPreference",
     "encode_with_byte_offsets": "tokenizer(text, return_offsets_mapping=True)",

@@ -6,8 +6,10 @@ therefore never changes the gradient. ``local_token`` (the loss type ``bnpo``) i
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -46,6 +48,28 @@ class Denominators:
     world_size: int = 1
     named: Mapping[str, float] = field(default_factory=dict)
 
+    def over(self, num_items_in_batch: Any, *, allowed: bool) -> Denominators:
+        """These counts with other tokens: those that a subclass says the sum over label tokens is divided by.
+
+        Args:
+            num_items_in_batch: A number or a tensor of one; None: as they are.
+            allowed: Whether the loss is such a sum.
+
+        Raises:
+            ConfigError: It is none, or the count is not above 0.
+        """
+        count = self.tokens if num_items_in_batch is None else float(num_items_in_batch)
+        if num_items_in_batch is not None and not allowed:
+            raise ConfigError(
+                f"num_items_in_batch={count:g} is given to a loss that is no sum over label tokens, which it could divide. Fix: "
+                "pass None, and scale what super().compute_loss(...) returns."
+            )
+        if count == self.tokens:
+            return self
+        if not 0 < count < math.inf:
+            raise ConfigError(f"num_items_in_batch={count:g} must be above 0: the loss is divided by it.")
+        return replace(self, tokens=count)
+
 
 def sequence_sum(values: Tensor, mask: Tensor, sequence: Tensor, num_sequences: int) -> Tensor:
     """Sum ``(B, T)`` values over the masked tokens of each sequence, ``(S,)``."""
@@ -79,30 +103,30 @@ def _masked_sum(terms: LossTerms) -> Tensor:
 def _token(terms: LossTerms, counts: Denominators) -> Tensor:
     """``sum l*m / N``: every token of the step weighs the same (DAPO)."""
     tokens = counts.tokens if terms.count is None else counts.named.get(terms.count, 1.0)
-    return _masked_sum(terms) / max(tokens, 1.0)
+    return _masked_sum(terms) / (tokens or 1.0)
 
 
 def _sequence_token(terms: LossTerms, counts: Denominators) -> Tensor:
     """``mean_i sum_t l*m / |o_i|``: every sequence weighs the same (GRPO)."""
     assert terms.sequence is not None
     means = sequence_mean(terms.terms, terms.mask, terms.sequence, terms.num_sequences)
-    return means.sum() / max(counts.sequences, 1.0)
+    return means.sum() / (counts.sequences or 1.0)
 
 
 def _sequence(terms: LossTerms, counts: Denominators) -> Tensor:
     """``mean_i l_i`` of per-sequence terms."""
-    return _masked_sum(terms) / max(counts.sequences, 1.0)
+    return _masked_sum(terms) / (counts.sequences or 1.0)
 
 
 def _constant(terms: LossTerms, counts: Denominators) -> Tensor:
     """``sum l*m / (S * L)`` with a fixed length L: no length bias (Dr. GRPO)."""
     assert terms.constant is not None
-    return _masked_sum(terms) / (max(counts.sequences, 1.0) * terms.constant)
+    return _masked_sum(terms) / ((counts.sequences or 1.0) * terms.constant)
 
 
 def _local_token(terms: LossTerms, counts: Denominators) -> Tensor:
     """``sum l*m / sum m`` of this pass alone, averaged over passes (BNPO)."""
-    return _masked_sum(terms) / terms.mask.sum().clamp_min(1) / max(counts.passes, 1.0)
+    return _masked_sum(terms) / terms.mask.sum().clamp_min(1) / (counts.passes or 1.0)
 
 
 REDUCTIONS: dict[str, Callable[[LossTerms, Denominators], Tensor]] = {

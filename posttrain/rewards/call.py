@@ -168,7 +168,7 @@ class RewardCall:
             "prompts": [_copy(prompt) for prompt in self.prompts],
             "completions": [_copy(completion) for completion in self.completions],
             "completion_ids": [list(ids) for ids in self.completion_ids],
-            **{key: list(values) for key, values in self.columns.items()},
+            **{key: [_copy(value) for value in values] for key, values in self.columns.items()},
             **self.always,
             "log_extra": log_extra,
             "log_metric": lambda key, value: self.logged.setdefault(key, []).append(float(value)),
@@ -272,10 +272,12 @@ class RewardCall:
 
 
 def _copy(value: Any) -> Any:
-    """A string as it is; a list of messages with its messages copied."""
-    if not isinstance(value, list):
-        return value
-    return [copy.copy(item) if isinstance(item, Mapping) else item for item in value]
+    """Lists and dicts as new ones, all the way down; what they hold else, such as pictures, as it is."""
+    if isinstance(value, list):
+        return [_copy(item) for item in value]
+    if isinstance(value, dict):
+        return {key: _copy(item) for key, item in value.items()}
+    return copy.copy(value) if isinstance(value, Mapping) else value
 
 
 def columns_read(function: Callable) -> str:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import faulthandler
 import json
 import logging
 import os
 import re
 import shutil
 import signal
+import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -17,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import transformers
+from datasets import IterableDataset
 from transformers.trainer_callback import ExportableState
 
 from posttrain.checks.machine import check_disk_space, check_gpu_memory, check_strangers, gib
@@ -248,8 +252,10 @@ def _flush_folder(folder: Path) -> None:
             os.close(descriptor)
 
 
-STATE_FILE = "posttrain_state.json"
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # The disk, the quota or the size a file may have is used up.
+
+
+STATE_FILE = "posttrain_state.json"
 
 
 class Checkpointer:
@@ -271,6 +277,7 @@ class Checkpointer:
         self._run: str | None = None
         # A checkpoint whose callbacks may still add to it.
         self._unmarked: Path | None = None
+        self.place = Place(None, accelerator)
 
     @property
     def run(self) -> str:
@@ -286,7 +293,7 @@ class Checkpointer:
             parallel.refuse_other_optimizer(Path(resume), self.accelerator)
         own = (marker(Path(resume)) or {}).get("run") if resume else None
         self._run = parallel.all_gather_objects([own or self.lock.run], self.accelerator)[0]
-        self.lock.run = self._run
+        self.lock.run, self.place = self._run, Place(resume, self.accelerator)
         return resume
 
     def save(self, write: Callable[[Path], None], folder: Path, state: Any) -> Path:
@@ -381,6 +388,42 @@ def saved_state(folder: str | None, accelerator: Any) -> dict[str, Any]:
     return json.loads((files[0].parent / f"{own}_{STATE_FILE}").read_text(encoding="utf-8"))
 
 
+class Place:
+    """Where a run goes on in its rows and its random numbers.
+
+    `transformers` counts the rows of a stream from the beginning of its first pass, and restores random states after the
+    first step's batches are drawn, which is when an online method has sampled and scored already.
+
+    Attributes:
+        checkpoint: Whose random states are still to be restored; None: nothing is.
+        stream: Passes over the rows that are done, and micro-batches drawn in the current one.
+    """
+
+    def __init__(self, checkpoint: str | None, accelerator: Any) -> None:
+        self.checkpoint, self.stream = checkpoint, [0, 0]
+        self._saved: list[int] | None = saved_state(checkpoint, accelerator).get("stream")
+        self._iterator: Any = None
+
+    def begin(self, start: tuple[int, int], dataset: Any, *, skips: bool) -> tuple[int, int]:
+        """The pass and the micro-batches of it to skip (unless ``skips`` is False): ``start``, of a stream those saved."""
+        if self._saved is None or not isinstance(dataset, IterableDataset):
+            return start
+        self.stream = [self._saved[0], self._saved[1] if skips else 0]
+        return self.stream[0], self.stream[1]
+
+    def draw(self, iterator: Any, count: int) -> None:
+        """Count micro-batches; another iterator is another pass."""
+        if iterator is not self._iterator:
+            self.stream = self.stream if self._iterator is None else [self.stream[0] + 1, 0]
+            self._iterator = iterator
+        self.stream = [self.stream[0], self.stream[1] + count]
+
+    def restores_random(self) -> bool:
+        """Whether random states are to be restored now: once."""
+        pending, self.checkpoint = self.checkpoint, None
+        return pending is not None
+
+
 def warn_of_other_rows(state: dict[str, Any], now: int) -> None:
     """Tell of an optimiser step that takes another number of rows than when the checkpoint was written."""
     before = state.get("step_rows", now)
@@ -461,10 +504,23 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
 
 # Ctrl-C; what Slurm, Kubernetes and launchers send before they kill.
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
+SECONDS_TO_END = 10.0  # From the second signal, for what is to be closed; then the process ends as it is.
+
+
+def _forget_wakeup() -> None:
+    """In a fork: signals are counted in the process that trains alone."""
+    signal.set_wakeup_fd(-1)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_wakeup)
 
 
 class GracefulInterrupt(transformers.TrainerCallback):
     """While training runs, the first SIGINT or SIGTERM asks it to stop after the current step; the second stops it at once.
+
+    The second one raises KeyboardInterrupt in the main thread. A thread beside it counts signals too, and ends the process
+    where that does not: a collective waits for a process that is gone, or a hook swallows every exception.
 
     Attributes:
         requested: Whether the run was asked to stop; with several ranks, whether any of them was.
@@ -475,6 +531,9 @@ class GracefulInterrupt(transformers.TrainerCallback):
         self._accelerator: Any = None
         self._process = 0
         self._previous: dict[int, Any] = {}
+        self._over = threading.Event()
+        self._sender: socket.socket | None = None
+        self._wakeup = -1
 
     def _on_signal(self, number: int, frame: Any) -> None:
         if os.getpid() != self._process:  # A fork, of a reward function say, whom somebody terminates.
@@ -495,9 +554,33 @@ class GracefulInterrupt(transformers.TrainerCallback):
         self._accelerator, self._process, self.requested = accelerator, os.getpid(), False
         if threading.current_thread() is threading.main_thread():
             self._previous = {number: signal.signal(number, self._on_signal) for number in SIGNALS}
+            self._over.clear()
+            receiver, self._sender = socket.socketpair()
+            self._sender.setblocking(False)
+            # Written to as a signal arrives, whatever the main thread is doing.
+            self._wakeup = signal.set_wakeup_fd(self._sender.fileno(), warn_on_full_buffer=False)
+            threading.Thread(target=self._end_on_second, args=(receiver,), daemon=True).start()
+
+    def _end_on_second(self, receiver: socket.socket) -> None:
+        """End the process some seconds after the second signal, unless training ends before."""
+        told: list[int] = []
+        with receiver:
+            while len(told) < 2:
+                numbers = receiver.recv(64)
+                if not numbers:
+                    return
+                told += [number for number in numbers if number in SIGNALS]
+        if not self._over.wait(SECONDS_TO_END):
+            faulthandler.dump_traceback(sys.__stderr__ or 2)
+            os._exit(128 + told[-1])
 
     def restore(self) -> None:
         """Give the signals back."""
+        self._over.set()
+        if self._sender is not None:
+            signal.set_wakeup_fd(self._wakeup)
+            self._sender.close()
+            self._sender = None
         for number, handler in self._previous.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
         self._previous = {}

@@ -23,6 +23,7 @@ from torch import nn
 
 from posttrain.checks import machine
 from posttrain.checks.registry import Context, Moment, Preflight, codes_of, describe, load
+from posttrain.checks.tokenizers import special_token_findings
 from posttrain.data.forest import Layout
 from posttrain.data.templates import PROBLEMS
 from posttrain.errors import PosttrainError, PreflightError
@@ -69,6 +70,7 @@ class Checks(transformers.TrainerCallback):
     ) -> None:
         self.args = args
         self.preflight = Preflight(args.preflight, args.silence_findings)
+        self._tokens_checked = False
         self.context = Context(
             trainer, args, processes=PartialState().num_processes, parts={"ignored_codes": ignored_codes}
         )
@@ -88,6 +90,13 @@ class Checks(transformers.TrainerCallback):
         self._first_gradients_checked = self._lengths_reported = self._written = self._pictured = False
         self._overlong: list[Finding] = []
         self._early: list[Finding] = []  # Until there is a record of the run.
+
+    def saved_tokens(self, model: nn.Module, tokenizer: Any) -> None:
+        """What the configs that are saved say of padding and stopping, once a run."""
+        if not self._tokens_checked:
+            self._tokens_checked = True
+            with self.preflight.record_check("config", ("PT-K101", "PT-K102", "PT-K103")):
+                self.report(special_token_findings(model, tokenizer))
 
     def knows(self, *, parts: Mapping[str, Any] | None = None, **fields: Any) -> None:
         """Give probes what has come to be known of the run: fields of `Context`, and parts by name."""

@@ -499,8 +499,15 @@ def make_checks(trainer: PostTrainer, args: Any) -> Checks:
     return checks
 
 
-# Steps of transformers' and TRL's trainers whose overrides are written for dicts of padded tensors.
-PADDED_STEPS = ("compute_loss", "training_step", "prediction_step", "_compute_loss", "_prepare_inputs")
+# Methods of transformers' trainer whose overrides are written for dicts of padded tensors.
+PADDED_STEPS = (
+    "compute_loss",
+    "training_step",
+    "prediction_step",
+    "_prepare_inputs",
+    "get_batch_samples",
+    "_get_num_items_in_batch",
+)
 
 
 def user_override(trainer: Any, name: str) -> type | None:
@@ -555,7 +562,9 @@ PUBLIC_IN_TRL = {
     "get_high_entropy_mask",
     "get_off_policy_mask",
     "odds_ratio_loss",
+    "generate_on_policy_outputs",
     "process_vision_row",
+    "sample_rollouts",
     "store_metrics",
     "tokenize_row",
 }
@@ -570,7 +579,7 @@ def absent(trainer: Any, name: str) -> Any:
     found = inspect.getattr_static(type(trainer), name, None)
     if isinstance(found, property | functools.cached_property):
         return found.__get__(trainer, type(trainer))
-    if name not in PUBLIC_IN_TRL:
+    if name not in PUBLIC_IN_TRL and (name.startswith("__") or not name.startswith("_")):
         raise AttributeError(f"{type(trainer).__name__!r} object has no attribute {name!r}", name=name)
     raise importlib.import_module("posttrain.compat.overrides").missing(type(trainer), name)
 

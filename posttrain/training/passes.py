@@ -128,7 +128,7 @@ class PassRunner:
             loss = self.loss(model, batch) * weight
             began = True
             self.backward(loss)
-            metrics.add(self.buffers["train"]._items)
+            metrics.merge(self.buffers["train"])
         except torch.OutOfMemoryError as error:
             # The frames of the traceback hold the activations.
             problem = error.with_traceback(None)

@@ -20,7 +20,6 @@ from torch.utils.data import DataLoader
 from transformers.trainer_utils import EvalLoopOutput, set_seed
 
 from posttrain.checks.registry import Preflight
-from posttrain.checks.tokenizers import special_token_findings
 from posttrain.data.forest import Layout, collate, halves
 from posttrain.data.formats import plain_rows
 from posttrain.data.samplers import Deal
@@ -28,7 +27,6 @@ from posttrain.losses.reduce import Denominators, reduce
 from posttrain.metrics import Metric, MetricBuffer, mean
 from posttrain.models import load, memory, parallel
 from posttrain.models.forward import add_router_term, forward, noisy_embeddings, router_coefficient
-from posttrain.models.heads import causal_lm
 from posttrain.models.vision import load_renamed
 from posttrain.report.card import create_model_card
 from posttrain.report.record import RunRecordCallback
@@ -65,7 +63,9 @@ class PostTrainer(transformers.Trainer):
     eval_group: int = 1  # Consecutive rows of an evaluation batch that are compared with each other.
     takes_images: bool = False  # Whether rows may hold pictures.
     returns_images: bool = False  # Whether tools or environments may show some.
-    takes_loss_func: ClassVar[bool] = False  # Whether a user's compute_loss_func says what the loss is.
+    takes_loss_func: ClassVar[bool] = (
+        False  # Its loss is a sum over label tokens; a compute_loss_func may take its place.
+    )
     takes_collator: ClassVar[bool] = False  # Whether `rows` reads what a user's own data_collator makes.
     single_forward_per_microbatch = False  # Whether the objective compares all rows of a micro-batch.
     # Codes of findings that do not concern this method's rows.
@@ -76,7 +76,7 @@ class PostTrainer(transformers.Trainer):
     zero_gradient_is_normal = False  # An online step whose groups are all equal moves nothing, rightly.
     answers_per_row = 1  # Sequences of a row of the dataset.
     no_rows: Any = ()  # What an evaluation batch without rows is collated to.
-    _tokens_checked, _in_loop, _eval_rounds = False, False, 0
+    _in_loop, _eval_rounds = False, 0
     reduced_by: str | None = None  # The reduction of the loss that `compute_loss` returned last.
     aux_loss_enabled = property(lambda self: bool(self.router_coefficient))
     _window_start: float | None = None
@@ -102,7 +102,7 @@ class PostTrainer(transformers.Trainer):
         quantization_config: Any = None,
         **trainer_kwargs: Any,
     ) -> None:
-        model_id = model if isinstance(model, str) else load.get_config_model_id(causal_lm(model).config)
+        model_id = load.model_id_of(model, type(self).__name__)
         args = config.as_config(self.config_class, args or f"{Path(model_id).name or 'model'}-{self._suffix}")
         config.check_hooks(self, trainer_kwargs.get("compute_loss_func"))
         self.user_collator = trainer_kwargs.pop("data_collator", None)
@@ -115,8 +115,7 @@ class PostTrainer(transformers.Trainer):
         self.processing_class = self.vision.tokenizer or load.load_tokenizer(
             model_id, trust_remote_code=args.trust_remote_code, revision=init.get("revision")
         )
-        self.args = args
-        self.added_tokens: list[int] = []
+        self.args, self.added_tokens = args, list[int]()
         if load.changes_vocabulary(args):
             whole = self._load(model, args, init, quantization_config)
             model, self.processing_class, self.added_tokens = load.clone_chat_template(
@@ -313,12 +312,12 @@ class PostTrainer(transformers.Trainer):
 
     # One optimiser step ------------------------------------------------------------------------------------------
 
-    def get_batch_samples(
-        self, epoch_iterator: Iterator, num_batches: int, device: torch.device
-    ) -> tuple[list[list[Batch]], None]:
+    def get_batch_samples(self, epoch_iterator: Iterator, num_batches: int, device: Any) -> tuple[list[Any], None]:
         """All micro-batches of one optimiser step, so that its denominators are known before the first forward."""
         began = time.perf_counter()
         drawn = list(itertools.islice(epoch_iterator, num_batches))
+        self.checkpoints.place.draw(epoch_iterator, len(drawn))
+        self._load_rng_state(self.checkpoints.place.checkpoint)  # Before rollouts are sampled and scored.
         if not drawn:  # A stream has come to its end; it begins again with the next epoch.
             return [], None
         self._window_start = began
@@ -399,7 +398,7 @@ class PostTrainer(transformers.Trainer):
             model: What to run, wrapped as the run wraps it.
             inputs: One forward pass.
             return_outputs: Also return the `ModelOutputs`.
-            num_items_in_batch: Not read: the optimiser step's counts are in ``denominators``.
+            num_items_in_batch: See `Denominators.over`.
 
         Returns:
             The sum of the pass's terms over counts of the whole optimiser step, so that losses of passes add up.
@@ -407,7 +406,7 @@ class PostTrainer(transformers.Trainer):
         terms, outputs = self.compute_loss_terms(model, inputs)
         self.buffers["train" if model.training else "eval"].add(terms.metrics)
         self.reduced_by = terms.count or terms.reduction
-        loss = reduce(terms, self.denominators)
+        loss = reduce(terms, self.denominators.over(num_items_in_batch, allowed=self.takes_loss_func))
         return (loss, outputs) if return_outputs else loss
 
     def compute_loss_terms(self, model: nn.Module, batch: Batch) -> tuple[LossTerms, ModelOutputs]:
@@ -442,11 +441,8 @@ class PostTrainer(transformers.Trainer):
         if self._window_start is not None:
             self.log_metrics_now({"step_time": mean(time.perf_counter() - self._window_start)})
             self._window_start = None
-        self._in_loop = True
-        try:
+        with config.with_attributes(self, {"_in_loop": True}):
             super()._maybe_log_save_evaluate(*args, **kwargs)
-        finally:
-            self._in_loop = False
         self.checkpoints.complete(self.state)
 
     def create_model_card(
@@ -457,10 +453,7 @@ class PostTrainer(transformers.Trainer):
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """As `transformers.Trainer.save_model`; what the saved configs say of padding and stopping is checked, once."""
-        if not self._tokens_checked:
-            self._tokens_checked = True
-            with self.checks.preflight.record_check("config", ("PT-K101", "PT-K102", "PT-K103")):
-                self.checks.report(special_token_findings(self.model, self.processing_class))
+        self.checks.saved_tokens(self.model, self.processing_class)
         with parallel.saved_whole(self.accelerator, not _internal_call):
             super().save_model(output_dir, _internal_call)
         self.vision.save(output_dir or self.args.output_dir)
@@ -482,7 +475,8 @@ class PostTrainer(transformers.Trainer):
             self._save_optimizer_and_scheduler(str(part))
             self._save_scaler(str(part))
             self._save_rng_state(str(part))
-            checkpoint.save_state(part, self.state_to_save(), self.accelerator)
+            state = self.state_to_save() | {"stream": self.checkpoints.place.stream}
+            checkpoint.save_state(part, state, self.accelerator)
         if self.args.should_save:
             checkpoint.export_callbacks((*self.callback_handler.callbacks, self.control), self.state)
             self.state.save_to_json(str(part / "trainer_state.json"))
@@ -501,6 +495,14 @@ class PostTrainer(transformers.Trainer):
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None) -> Any:
         with parallel.reading_zero(self, resume_from_checkpoint):
             return super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
+
+    def _init_training_state(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
+        start = super()._init_training_state(*args, **kwargs)
+        return self.checkpoints.place.begin(start, self.train_dataset, skips=not self.args.ignore_data_skip)
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        if self.checkpoints.place.restores_random():  # Once: the loop would again, after the first step's rollouts.
+            super()._load_rng_state(checkpoint)
 
     def _load_best_model(self) -> None:
         with parallel.reading_zero(self, self.state.best_model_checkpoint):
@@ -535,11 +537,8 @@ class PostTrainer(transformers.Trainer):
 
     def predict(self, test_dataset: Any, *args: Any, **kwargs: Any) -> Any:
         """As `transformers.Trainer.predict`; a raw dataset is prepared first, and full logits want one sequence a row."""
-        layout, self.layout = self.layout, Layout("padded", row_tokens=self.layout.row_tokens)
-        try:
+        with config.with_attributes(self, {"layout": Layout("padded", row_tokens=self.layout.row_tokens)}):
             output = super().predict(self.prepare_evaluation(plain_rows(test_dataset)), *args, **kwargs)
-        finally:
-            self.layout = layout
         count_rounds(output.metrics, self._eval_rounds)
         return output
 

@@ -3,6 +3,7 @@
 import importlib
 import pkgutil
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,9 +12,12 @@ import transformers
 from torch.nn.functional import cross_entropy
 
 import posttrain.algorithms
-from posttrain import ConfigError
+from posttrain import ConfigError, GRPOTrainer
+from posttrain.types import Rollout
 from tests.algorithms.every_trainer import EVERY, OFFLINE, data, every
-from tests.algorithms.helpers import losses
+from tests.algorithms.helpers import count_a, grpo, grpo_args, losses, prompts, scripted, weights
+from tests.conftest import build_model
+from tests.wordings import raises
 
 everyone = pytest.mark.parametrize("kind", sorted(EVERY))
 ALIKE = sorted(set(OFFLINE) - {"bco"})  # BCO moves its threshold in training, before the loss.
@@ -106,3 +110,163 @@ def test_the_list_of_private_methods_is_that_of_the_code_and_names_the_version_t
     assert set(re.findall(r"^\| `(_\w+)` \|", section, re.M)) == overridden()
     pinned = re.search(r"^transformers==(.+)$", (root / "constraints" / "cpu.txt").read_text(encoding="utf-8"), re.M)
     assert f"transformers {pinned[1]}" in section
+
+
+# What a subclass overrides of an online method's way from prompts to what is trained ---------------------------------
+
+
+def online(cls, folder, tokenizer, rewards=count_a, engine=None, **settings):
+    args = grpo_args(folder, **settings)
+    given = {"train_dataset": prompts(), "processing_class": tokenizer, "rollout_engine": engine or scripted()}
+    return cls(build_model(len(tokenizer)), rewards, args, **given)
+
+
+def first(trainer):
+    return next(row for row in trainer.state.log_history if "loss" in row)
+
+
+def test_overridden_rewards_are_those_that_train(tiny_tokenizer, tmp_path):
+    class Mine(GRPOTrainer):
+        def score(self, generation, mode):
+            self._metrics[mode]["mine/x"].append(1.0)
+            self._metrics[mode]["mine/x"].extend([torch.tensor(2.0), 6])
+            table = super().score(generation, mode)
+            return replace(table, values=-table.values)
+
+    mine = online(Mine, tmp_path / "mine", tiny_tokenizer, max_steps=1)
+    negated = lambda **columns: [-value for value in count_a(**columns)]  # noqa: E731
+    ours = online(GRPOTrainer, tmp_path / "ours", tiny_tokenizer, negated, max_steps=1)
+    plain = online(GRPOTrainer, tmp_path / "plain", tiny_tokenizer, max_steps=1)
+    for trainer in (mine, ours, plain):
+        trainer.train()
+    assert torch.allclose(weights(mine), weights(ours), atol=1e-7)
+    assert not torch.allclose(weights(mine), weights(plain), atol=1e-5)
+    assert first(mine)["mine/x"] == 3.0
+
+
+def test_overridden_completions_are_those_that_train(tiny_tokenizer, tmp_path):
+    class Mine(GRPOTrainer):
+        def sample(self, prompts, sampling):
+            lines = [[5 + i, 7, 2] if i % 2 else [5, 9, 11, 13, 2] for i in range(len(prompts))]
+            return [Rollout(list(p), ids, [], "stop") for p, ids in zip(prompts, lines, strict=True)]
+
+    trainer = online(Mine, tmp_path, tiny_tokenizer, max_steps=1)
+    trainer.train()
+    assert (first(trainer)["completions/mean_length"], first(trainer)["completions/clipped_ratio"]) == (4.0, 0.0)
+
+
+def test_overridden_rollouts_with_a_mask_and_columns_take_effect(tiny_tokenizer, tmp_path):
+    seen = []
+
+    def reward(completions, verdict, **_):
+        seen.extend(verdict)
+        return [float(i % 3) for i in range(len(completions))]
+
+    class Mine(GRPOTrainer):
+        def roll_out(self, examples, mode):
+            rollouts, completions = super().roll_out(examples, mode)
+            for rollout in rollouts:  # Only the last token is the model's.
+                rollout.tool_mask = [0] * (len(rollout.token_ids) - 1) + [1]
+            self._extra = {"verdict": ["ok"] * len(rollouts)}
+            return rollouts, completions
+
+    trainer = online(Mine, tmp_path, tiny_tokenizer, reward, max_steps=1, check_rewards=False)
+    trainer.train()
+    assert seen == ["ok"] * 8
+    assert first(trainer)["completions/mean_length"] == 1.0
+
+
+def test_overridden_prompts_are_what_the_engine_sees(tiny_tokenizer, tmp_path):
+    class Mine(GRPOTrainer):
+        def tokenize(self, examples):
+            return [ids[:2] for ids in super().tokenize(examples)]
+
+    engine = scripted()
+    online(Mine, tmp_path, tiny_tokenizer, engine=engine, max_steps=1).train()
+    assert {len(request.prompt_ids) for request in engine.requests} == {2}
+
+
+def test_changed_columns_of_a_generation_are_those_that_train(tiny_tokenizer, tmp_path):
+    class Mine(GRPOTrainer):
+        def generate_and_score(self, examples, mode):
+            generation = super().generate_and_score(examples, mode)
+            advantages = generation.columns["advantages"]
+            advantages[:] = [-2.0 * value for value in advantages]
+            return generation
+
+    class Ours(GRPOTrainer):
+        def advantages(self, generation, table, mode):
+            return -2.0 * super().advantages(generation, table, mode)
+
+    settings = {"max_steps": 2, "steps_per_generation": 2, "beta": 0.1}  # With old and reference log-probs.
+    mine, ours = (online(cls, tmp_path / cls.__name__, tiny_tokenizer, **settings) for cls in (Mine, Ours))
+    mine.train(), ours.train()
+    assert torch.allclose(weights(mine), weights(ours), atol=1e-7)
+
+
+def test_attributes_have_their_old_names(tiny_tokenizer, tmp_path):
+    trainer = grpo(tmp_path, tiny_tokenizer, max_steps=1, beta=0.1)
+    assert trainer.reward_func_names == ["count_a"]
+    assert len(trainer.reward_funcs) == 1
+    assert trainer.ref_model is trainer.reference.copy
+    assert trainer.tools == []
+    assert trainer._buffered_inputs is None
+    trainer.train()
+    logs = trainer._logs
+    assert (
+        len(logs["prompt"])
+        == len(logs["completion"])
+        == len(logs["advantages"])
+        == len(logs["rewards"]["count_a"])
+        == 8
+    )
+    assert len(trainer._buffered_inputs) == 1
+    trainer._buffered_inputs = None
+    assert trainer.window.slices is None
+    with raises(ConfigError):
+        trainer._buffered_inputs = [{}]
+
+
+def test_weights_of_rewards_can_be_set_while_training(tiny_tokenizer, tmp_path):
+    class Mine(GRPOTrainer):
+        def advantages(self, generation, table, mode):
+            self.reward_weights = [10.0]
+            return super().advantages(generation, table, mode)
+
+    trainer = online(Mine, tmp_path, tiny_tokenizer)
+    trainer.train()
+    rows = [row for row in trainer.state.log_history if "loss" in row]
+    assert rows[0]["reward"] == pytest.approx(rows[0]["rewards/count_a/mean"])
+    assert rows[1]["reward"] == pytest.approx(10 * rows[1]["rewards/count_a/mean"])
+    with raises(ConfigError, "1"):
+        trainer.reward_weights = [1.0, 2.0]
+
+
+def test_a_loss_function_leaves_the_metrics_of_its_predictions(tokenizer, tmp_path):
+    def mine(outputs, labels, num_items_in_batch):
+        logits, targets = outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+        return cross_entropy(logits, targets, reduction="sum") / num_items_in_batch
+
+    settings = {"eval_dataset": data("sft", 3, 8)}
+    plain = every("sft", tmp_path / "plain", tokenizer, **settings)
+    own = every("sft", tmp_path / "own", tokenizer, compute_loss_func=mine, **settings)
+    for run in (plain, own):
+        run.train()
+    logs = [[run.state.log_history[0], run.evaluate()] for run in (plain, own)]
+    for name in ("entropy", "mean_token_accuracy"):
+        assert logs[1][0][name] == pytest.approx(logs[0][0][name], rel=1e-4)
+        assert logs[1][1][f"eval_{name}"] == pytest.approx(logs[0][1][f"eval_{name}"], rel=1e-4)
+
+
+@pytest.mark.parametrize("kind", sorted(EVERY))
+def test_no_model_is_refused_by_name(kind, tokenizer, tmp_path):
+    trainer = EVERY[kind][0]
+    more = {"reward_model": count_a} if kind == "ppo" else {"reward_funcs": count_a} if kind not in OFFLINE else {}
+    with raises(ConfigError, trainer.__name__):
+        trainer(
+            **more,
+            processing_class=tokenizer,
+            model=None,
+            args=EVERY[kind][1](str(tmp_path), use_cpu=True),
+            train_dataset=data(kind, 2),
+        )

@@ -127,7 +127,7 @@ def test_a_cut_row_is_told_as_truncated_and_not_as_untrained_eos(tiny_tokenizer)
     assert found(kept, tiny_tokenizer, "PT-D004", limit=limit) is None
     finding = found(kept, tiny_tokenizer, "PT-D011", limit=limit)
     assert finding.where == "row 0"
-    assert f"limit of {limit} tokens" in finding.what
+    assert f"limit of {limit} tokens" in finding.what and "keep_end" in finding.why
     assert found(kept, tiny_tokenizer, "PT-D011", limit=limit + 1) is None
     assert found(kept, tiny_tokenizer, "PT-D011") is None
 

@@ -160,21 +160,25 @@ def test_an_overridden_prediction_step_decides_the_evaluation_loss(kind, tokeniz
     assert own.evaluate()["eval_loss"] == pytest.approx(3 * plain.evaluate()["eval_loss"], rel=1e-4)
 
 
-def test_prepared_inputs_and_the_inner_loss_are_called(tokenizer, tmp_path):
+def test_prepared_inputs_are_those_of_the_loss_and_are_prepared_once(tokenizer, tmp_path):
     called = []
 
     class Mine(pt.DPOTrainer):
         def _prepare_inputs(self, inputs):
-            called.append("inputs")
-            return super()._prepare_inputs(inputs)
+            called.append(super()._prepare_inputs(inputs))
+            return called[-1]
 
-        def _compute_loss(self, model, inputs, return_outputs):
-            called.append("loss")
-            return super()._compute_loss(model, inputs, return_outputs)
+        def training_step(self, model, inputs, num_items_in_batch=None):
+            inputs["mine"] = 1
+            return super().training_step(model, inputs, num_items_in_batch)
+
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            assert inputs is called[-1] and inputs["mine"] == 1
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
 
     own, plain = (every("dpo", tmp_path / c.__name__, tokenizer, cls=c) for c in (Mine, pt.DPOTrainer))
     assert curve(own) == pytest.approx(curve(plain), rel=1e-5)
-    assert called == ["inputs", "loss"]
+    assert len(called) == 1
 
 
 def test_labels_that_a_subclass_ignores_are_not_trained(tokenizer, tmp_path):
@@ -213,3 +217,212 @@ def test_what_it_costs_is_said_once(tokenizer, tmp_path, caplog):
         trainer = every("sft", tmp_path, tokenizer, cls=Mine)
     assert sum("compute_loss" in r.message and "padded" in r.message for r in caplog.records) == 1
     assert isinstance(trainer, Mine) and type(trainer).__name__ == "Mine"
+
+
+def first_ignored(inputs, copied):
+    """Labels without those of the first trained tokens, in the tensor that was handed over or in a copy."""
+    labels = inputs["labels"].clone() if copied else inputs["labels"]
+    labels[:, :12] = -100
+    inputs["labels"] = labels
+    return inputs
+
+
+def edited_in(place, copied):
+    """A subclass of SFT that edits labels in one of the hooks that get them."""
+
+    class Loss(pt.SFTTrainer):
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            return super().compute_loss(model, first_ignored(inputs, copied), return_outputs, num_items_in_batch)
+
+    class Step(pt.SFTTrainer):
+        def training_step(self, model, inputs, num_items_in_batch=None):
+            return super().training_step(model, first_ignored(inputs, copied), num_items_in_batch)
+
+    class Prepared(pt.SFTTrainer):
+        def _prepare_inputs(self, inputs):
+            return first_ignored(super()._prepare_inputs(inputs), copied)
+
+    class Samples(pt.SFTTrainer):
+        def get_batch_samples(self, *given):
+            samples, count = super().get_batch_samples(*given)
+            return [first_ignored(one, copied) for one in samples], count
+
+    return {cls.__name__: cls for cls in (Loss, Step, Prepared, Samples)}[place]
+
+
+@pytest.mark.parametrize("place", ["Loss", "Step", "Prepared", "Samples"])
+def test_labels_edited_in_place_count_as_those_of_a_copy(place, tokenizer, tmp_path):
+    settings = {"train": data("sft", 8), "eval_dataset": data("sft", 3, 8), **ACCUMULATED}
+    plain = every("sft", tmp_path / "plain", tokenizer, **settings)
+    runs = [every("sft", tmp_path / str(c), tokenizer, cls=edited_in(place, c), **settings) for c in (False, True)]
+    curves = [curve(run) for run in runs]
+    assert curves[0] == curves[1]
+    assert 0 < curves[0][0] < 0.9 * curve(plain)[0]
+    # One evaluation batch is a step of its own, of the labels that are left.
+    evaluated = [run.evaluate()["eval_loss"] for run in runs]
+    assert evaluated[0] == evaluated[1] > 3
+
+
+def test_numbers_of_a_row_edited_in_place_are_trained(tokenizer, tmp_path):
+    class Mine(pt.GRPOTrainer):
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            inputs["advantages"].zero_()
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+
+    score = lambda completions, **_: [float(len(text) % 5) for text in completions]  # noqa: E731
+    runs = [every("grpo", tmp_path / c.__name__, tokenizer, cls=c, reward_funcs=score) for c in (Mine, pt.GRPOTrainer)]
+    for run in runs:
+        run.train()
+    norms = [run.state.log_history[0]["grad_norm"] for run in runs]
+    assert norms[0] == 0 < norms[1]
+
+
+def other(labels):
+    labels[labels != -100] = 7
+
+
+def unignored(labels):
+    labels[:] = 7
+
+
+EDITS = {
+    "completion_mask": ("dpo", lambda inputs: inputs["completion_mask"].zero_()),
+    "input_ids": ("sft", lambda inputs: inputs["input_ids"].add_(1)),
+    "attention_mask": ("dpo", lambda inputs: inputs["attention_mask"].zero_()),
+    "completion_ids": ("grpo", lambda inputs: inputs["completion_ids"].zero_()),
+    "labels": ("sft", lambda inputs: other(inputs["labels"])),
+    "labels of prompts": ("sft", lambda inputs: unignored(inputs["labels"])),
+    "labels without a value": ("sft", lambda inputs: inputs.pop("labels")),
+    "position_ids": ("sft", lambda inputs: inputs.update(position_ids=inputs["input_ids"])),
+}
+
+
+@pytest.mark.parametrize("name", sorted(EDITS))
+def test_an_edit_that_the_batch_cannot_follow_is_refused_by_name(name, tokenizer, tmp_path):
+    kind, edit = EDITS[name]
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        edit(inputs)
+        return super(mine, self).compute_loss(model, inputs, return_outputs, num_items_in_batch)
+
+    mine = subclass(kind, compute_loss=compute_loss)
+    with raises(ConfigError, repr(name.split()[0])):
+        every(kind, tmp_path, tokenizer, cls=mine).train()
+
+
+def thrice(place):
+    """A subclass of SFT that says three times the label tokens, in one of the places that transformers has for it."""
+
+    class Items(pt.SFTTrainer):
+        def _get_num_items_in_batch(self, batch_samples, device):
+            assert all("labels" in one for one in batch_samples)
+            return 3 * super()._get_num_items_in_batch(batch_samples, device)
+
+    class Samples(pt.SFTTrainer):
+        def get_batch_samples(self, *given):
+            samples, count = super().get_batch_samples(*given)
+            assert all("labels" in one for one in samples)
+            return samples, count * 3
+
+    class Step(pt.SFTTrainer):
+        def training_step(self, model, inputs, num_items_in_batch=None):
+            return super().training_step(model, inputs, num_items_in_batch * 3)
+
+    class Loss(pt.SFTTrainer):
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch=num_items_in_batch * 3)
+
+    return {cls.__name__: cls for cls in (Items, Samples, Step, Loss)}[place]
+
+
+@pytest.mark.parametrize("place", ["Items", "Samples", "Step", "Loss"])
+def test_a_count_that_a_subclass_says_divides_the_loss(place, tokenizer, tmp_path):
+    settings = {"train": data("sft", 8), **ACCUMULATED}
+    own = every("sft", tmp_path / "own", tokenizer, cls=thrice(place), **settings)
+    plain = every("sft", tmp_path / "plain", tokenizer, **settings)
+    for run in (own, plain):
+        run.train()
+    norms = [run.state.log_history[0]["grad_norm"] for run in (own, plain)]
+    assert norms[0] == pytest.approx(norms[1] / 3, rel=1e-5)
+    losses = [run.state.log_history[0]["loss"] for run in (own, plain)]
+    assert losses[0] == pytest.approx(losses[1] / 3, rel=1e-5)
+
+
+def test_a_count_of_its_own_reaches_an_own_loss(tokenizer, tmp_path):
+    class Mine(pt.SFTTrainer):
+        def _get_num_items_in_batch(self, batch_samples, device):
+            return 2 * sum((one["labels"][:, 1:] != -100).sum() for one in batch_samples)
+
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            logits = model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"]).logits
+            labels = inputs["labels"][:, 1:].flatten()
+            return cross_entropy(logits[:, :-1].flatten(0, 1), labels, reduction="sum") / num_items_in_batch
+
+    settings = {"train": data("sft", 8), **ACCUMULATED}
+    own, plain = (every("sft", tmp_path / c.__name__, tokenizer, cls=c, **settings) for c in (Mine, pt.SFTTrainer))
+    assert curve(own)[0] == pytest.approx(curve(plain)[0] / 2, rel=1e-5)
+
+
+def test_a_count_reaches_a_loss_function(tokenizer, tmp_path):
+    class Mine(pt.SFTTrainer):
+        def training_step(self, model, inputs, num_items_in_batch=None):
+            return super().training_step(model, inputs, 123)
+
+    seen = []
+
+    def mine(outputs, labels, num_items_in_batch):
+        seen.append(float(num_items_in_batch))
+        return outputs.logits.mean()
+
+    every("sft", tmp_path, tokenizer, cls=Mine, compute_loss_func=mine).train()
+    assert seen == [123.0]
+
+
+def test_a_count_written_in_the_dict_divides_the_loss_of_an_online_method(tokenizer, tmp_path):
+    class Mine(pt.GRPOTrainer):
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            inputs["num_items_in_batch"].mul_(4)
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+
+    score = lambda completions, **_: [float(len(text) % 5) for text in completions]  # noqa: E731
+    settings = {"reward_funcs": score, "loss_type": "dapo"}
+    runs = [every("grpo", tmp_path / c.__name__, tokenizer, cls=c, **settings) for c in (Mine, pt.GRPOTrainer)]
+    for run in runs:
+        run.train()
+    norms = [run.state.log_history[0]["grad_norm"] for run in runs]
+    assert norms[0] == pytest.approx(norms[1] / 4, rel=1e-5) and norms[1] > 0
+
+
+@pytest.mark.parametrize("count", [0, -3.0, float("nan")])
+def test_a_count_that_cannot_divide_is_refused(count, tokenizer, tmp_path):
+    class Mine(pt.SFTTrainer):
+        def training_step(self, model, inputs, num_items_in_batch=None):
+            return super().training_step(model, inputs, count)
+
+    with raises(ConfigError, f"{float(count):g}"):
+        every("sft", tmp_path, tokenizer, cls=Mine).train()
+
+
+def test_a_count_is_refused_where_the_loss_is_no_sum_over_tokens(tokenizer, tmp_path):
+    class Loss(pt.DPOTrainer):
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            return super().compute_loss(model, inputs, return_outputs, 5)
+
+    with raises(ConfigError, "5"):
+        every("dpo", tmp_path, tokenizer, cls=Loss).train()
+
+    class Items(pt.DPOTrainer):
+        def _get_num_items_in_batch(self, batch_samples, device):
+            return 5
+
+    with raises(ConfigError, "Items", "_get_num_items_in_batch"):
+        every("dpo", tmp_path, tokenizer, cls=Items)
+
+
+def test_a_draw_that_goes_around_ours_is_refused(tokenizer, tmp_path):
+    class Mine(pt.SFTTrainer):
+        def get_batch_samples(self, epoch_iterator, num_batches, device):
+            return [next(epoch_iterator) for _ in range(num_batches)], None
+
+    with raises(ConfigError, "Mine.get_batch_samples"):
+        every("sft", tmp_path, tokenizer, cls=Mine).train()

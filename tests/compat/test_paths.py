@@ -191,3 +191,21 @@ def test_what_the_table_says_to_use_is_there():
     for instead in INSTEAD.values():
         for name in re.findall(r"posttrain\.(\w+)", instead):
             assert name in posttrain.__all__, instead
+
+
+@pytest.mark.parametrize(
+    ("path", "name", "fix"),
+    [
+        ("experimental.prm", "PRMTrainer", "RewardTrainer"),
+        ("experimental.prm", "PRMConfig", "RewardConfig"),
+        ("experimental.grpo_with_replay_buffer", "GRPOWithReplayBufferTrainer", "dynamic_sampling"),
+        ("experimental.grpo_with_replay_buffer", "GRPOWithReplayBufferConfig", "dynamic_sampling"),
+    ],
+)
+def test_methods_that_older_versions_had_are_refused_with_what_does_their_job(path, name, fix):
+    with pytest.raises(ImportError, match=fix):
+        getattr(importlib.import_module(f"posttrain.{path}"), name)
+
+
+def test_gspo_with_token_ratios_is_grpo():
+    assert importlib.import_module("posttrain.experimental.gspo_token").GRPOTrainer is posttrain.GRPOTrainer

@@ -5,6 +5,7 @@ import json
 import logging
 import multiprocessing
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -13,13 +14,15 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
+import torch
 
 from posttrain.errors import CheckpointError, ConfigError
 from posttrain.models import parallel
 from posttrain.report.record import LOCK, FolderLock
 from posttrain.training import checkpoint as checkpoints
-from tests.algorithms.helpers import losses, sft, weights
+from tests.algorithms.helpers import chats, grpo, losses, sft, weights
 from tests.wordings import raises
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -419,3 +422,43 @@ def test_a_resumed_step_of_another_number_of_rows_is_told_with_both(
     again = sft(tmp_path, tiny_tokenizer, gradient_accumulation_steps=accumulated, **settings)
     again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
     assert ("took 4 rows, and one of this run takes 8" in caplog.text) == told
+
+
+# Random numbers and streams ------------------------------------------------------------------------------------------
+
+
+def rolled(completions, **_):
+    """A reward with randomness of all three kinds."""
+    return [random.random() + np.random.rand() + float(torch.rand(())) for _ in completions]
+
+
+@pytest.mark.parametrize("step", [1, 2, 3, 4])  # Within a window, at its end, and at the end of an epoch.
+def test_a_resumed_online_run_draws_the_random_numbers_of_the_uninterrupted_one(tiny_tokenizer, tmp_path, step):
+    settings = {"max_steps": 6, "save_strategy": "steps", "save_steps": 1, "steps_per_generation": 1}
+    whole = grpo(tmp_path, tiny_tokenizer, rewards=rolled, engine="native", **settings)
+    whole.train()
+    part = grpo(tmp_path, tiny_tokenizer, rewards=rolled, engine="native", **settings)
+    part.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{step}"))
+    assert torch.equal(weights(whole), weights(part))
+    rewards = [[line["reward"] for line in run.state.log_history if "reward" in line] for run in (whole, part)]
+    assert rewards[0] == rewards[1]
+
+
+@pytest.mark.parametrize("shuffled", [False, True])
+@pytest.mark.parametrize("step", [1, 3, 4, 6])  # Of three steps a pass: within the first, its end, the second, its end.
+def test_a_stream_resumed_in_a_later_pass_trains_the_rows_of_the_uninterrupted_run(
+    tiny_tokenizer, tmp_path, step, shuffled
+):
+    def run(checkpoint=None):
+        stream = chats(5).to_iterable_dataset()  # The last step of a pass has one row of two.
+        stream = stream.shuffle(seed=3, buffer_size=5) if shuffled else stream
+        settings = {"max_steps": 8, "per_device_train_batch_size": 1, "gradient_accumulation_steps": 2}
+        settings |= {"save_strategy": "steps", "save_steps": 1, "use_cpu": True}
+        trainer = sft(tmp_path, tiny_tokenizer, data=stream, **settings)
+        trainer.train(resume_from_checkpoint=checkpoint)
+        return trainer
+
+    whole, part = run(), run(str(tmp_path / f"checkpoint-{step}"))
+    assert torch.equal(weights(whole), weights(part))
+    epochs = [[line["epoch"] for line in one.state.log_history] for one in (whole, part)]
+    assert epochs[0] == epochs[1]

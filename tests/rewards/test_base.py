@@ -469,6 +469,26 @@ def test_r26_editing_messages_and_columns_stays_private():
     run(vandal, check, prompts=messages, completions=answers, columns={"answer": ["x", "y"]})
 
 
+def test_editing_what_a_message_or_a_column_holds_stays_private():
+    def vandal(prompts, completions, parts, **_):
+        prompts[0][0]["content"][0]["text"] = completions[0][0]["tool_calls"][0]["name"] = "changed"
+        parts[0]["steps"].append("more")
+        parts[1].clear()
+        return [0, 0]
+
+    blocks = [{"role": "user", "content": [{"type": "text", "text": "q"}]}]
+    calls = [{"role": "assistant", "tool_calls": [{"name": "add"}]}]
+    seen = []
+
+    def check(prompts, completions, parts, **_):
+        seen.append((prompts[0][0]["content"][0]["text"], completions[0][0]["tool_calls"][0]["name"], parts))
+        return [0, 0]
+
+    columns = {"parts": [{"steps": ["one"]}, ["two"]]}
+    run(vandal, check, prompts=[blocks, blocks], completions=[calls, calls], columns=columns)
+    assert seen == [("q", "add", [{"steps": ["one"]}, ["two"]])]
+
+
 def test_a_missing_package_keeps_its_own_message():
     def f(**_):
         raise MissingDependencyError("install math")

@@ -357,7 +357,6 @@ class GRPOTrainer(OnlineTrainer, config=GRPOConfig):
         self, model: str | nn.Module, reward_funcs: Any = None, args: GRPOConfig | None = None, **kwargs: Any
     ) -> None:
         super().__init__(model, reward_funcs, args, **kwargs)
-        self.check_turns()
         args = self.args
         self.needs = grpo_needs(args)
         # A threshold over the micro-batch, and a mean that is one of the micro-batch, want it in one pass.
@@ -376,9 +375,6 @@ class GRPOTrainer(OnlineTrainer, config=GRPOConfig):
                 "%s is active: log-probs of the policy carry its noise, and those it is compared with do not. Set "
                 "disable_dropout=True.", dropout,
             )  # fmt: skip
-
-    def check_turns(self) -> None:
-        """Where a subclass must be refused once it is known whether rollouts have several turns."""
 
     def _prepare_model(self, model: Any, args: Any, peft_config: Any) -> Any:
         model = super()._prepare_model(model, args, peft_config)
