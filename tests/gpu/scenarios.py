@@ -114,7 +114,9 @@ def build(kind: str, folder: Path, settings: dict[str, Any]) -> Any:
         "grpo": lambda: helpers.grpo(folder, tokenizer, beta=0.05, **sampled),
         "rloo": lambda: of("test_rloo").rloo(folder, tokenizer, **sampled),
         "ppo": lambda: of("test_ppo").ppo(folder, tokenizer, **sampled),
-        "a2po": lambda: of("test_a2po").build(folder, tokenizer, **sampled | {"filter_all_incorrect": False}),
+        "a2po": lambda: of("test_a2po").build(
+            folder, tokenizer, helpers.count_a, **sampled | {"filter_all_incorrect": False}
+        ),
         "online dpo": lambda: of("test_online_dpo").make(folder, tokenizer, **settings),
         "async grpo": lambda: of("async_helpers").trainer(
             folder, tokenizer, written(of("async_helpers").sample), **settings
