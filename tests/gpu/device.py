@@ -162,6 +162,7 @@ def pretend() -> None:
     torch.cuda.Stream = torch.cuda.Event = torch.cuda.device = Stream  # type: ignore[assignment, misc]
     torch.cuda.default_generators = (torch.default_generator,)
     torch.backends.cuda.is_built = answer(True)
+    torch.compiler.set_stance("force_eager")  # What is compiled for a GPU runs uncompiled.
     # torch makes storage without a tensor for devices that it was built with alone.
     torch.UntypedStorage.clone = lambda storage: torch.empty(
         storage.nbytes(), dtype=torch.uint8, device=storage.device

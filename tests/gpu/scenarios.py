@@ -63,6 +63,9 @@ SCENARIOS: dict[str, Scenario] = {
     # The CPU's run is float32: rounding to eight bits is what is left between them.
     "sft bf16": Scenario("sft", on_device=HALF, close=0.05),
     "sft lora": Scenario("sft", {"lora": True, "learning_rate": 0.5}),
+    "sft weights in bf16": Scenario("sft", on_device={"weights": torch.bfloat16}, close=0.05),
+    # A CPU has no backward pass of it.
+    "sft flex_attention": Scenario("sft", on_device={"attention": "flex_attention"}),
     "sft packed": Scenario("sft", {"packing": True, "max_length": 64}),
     "sft checkpointing": Scenario("sft", on_device={"gradient_checkpointing": True}),
     "sft offloading": Scenario("sft", on_device={"activation_offloading": True}),
@@ -97,18 +100,20 @@ SCENARIOS: dict[str, Scenario] = {
 def build(kind: str, folder: Path, settings: dict[str, Any]) -> Any:
     """A trainer on a two-layer model."""
     from tests.algorithms import helpers
-    from tests.conftest import build_tokenizer
+    from tests.conftest import build_model, build_tokenizer
     from tests.matrix import adapter, pictured
 
     tokenizer = build_tokenizer()
     tokenizer.pad_token = "<|endoftext|>"
     settings = COMMON | settings
     settings |= adapter(settings.pop("lora", False))
+    model = build_model(len(tokenizer)).to(settings.pop("weights", torch.float32))
+    model.set_attn_implementation(settings.pop("attention", "sdpa"))
     # The helpers of each method's own tests.
     of = lambda name: importlib.import_module(f"tests.algorithms.{name}")  # noqa: E731
     four, sampled = settings | {"per_device_train_batch_size": 4}, settings | {"engine": "native"}
     makers: dict[str, Callable[[], Any]] = {
-        "sft": lambda: helpers.sft(folder, tokenizer, **settings),
+        "sft": lambda: helpers.sft(folder, tokenizer, model, **settings),
         "dpo": lambda: of("test_dpo").dpo(folder, tokenizer, **four),
         "reward": lambda: of("test_reward").reward(folder, tokenizer, **four),
         "grpo": lambda: helpers.grpo(folder, tokenizer, beta=0.05, **sampled),
