@@ -112,10 +112,18 @@ class Stream:
 
 
 WAITS = Waits()
+_pretended = False
+
+
+def pretends() -> bool:
+    """Whether ``cuda`` is the pretended device in this process."""
+    return _pretended
 
 
 def pretend() -> None:
     """Make this process see one GPU, and count in `WAITS`."""
+    global _pretended
+    _pretended = True
     library = ctypes.CDLL(str(build()))
     for name in ("pretended_allocated", "pretended_most_allocated"):
         getattr(library, name).restype = ctypes.c_int64

@@ -15,6 +15,7 @@ from posttrain.models.forward import forward, sequence_logps
 from posttrain.models.tree_attention import Forest, forest_mask, parts_of
 from posttrain.types import Batch, Row, Segment, check_segments
 from tests.conftest import build_model
+from tests.gpu import varlen
 from tests.models.test_forward import family
 from tests.wordings import raises
 
@@ -159,49 +160,17 @@ def test_gradients_are_those_of_finite_differences():
         )
 
 
-def dense_level(level, window):
-    """``(queries, keys)`` bool: what variable-length attention lets a query see."""
-    sees = torch.zeros(level.query_ends[-1], level.key_ends[-1], dtype=torch.bool)
-    for i in range(len(level.query_ends) - 1):
-        a, b, c, d = *level.query_ends[i : i + 2], *level.key_ends[i : i + 2]
-        block = torch.ones(b - a, d - c, dtype=torch.bool)
-        sees[a:b, c:d] = block.tril().triu(-(window or len(block)) + 1) if level.causal else block
-    return sees
-
-
-def stand_in_forward(q, k, v, level, call):
-    """What CUDA's operator returns, by a mask."""
-    scores = torch.einsum("qhd,khd->hqk", q, k.repeat_interleave(q.shape[1] // k.shape[1], 1)) * call.scale
-    scores = scores.masked_fill(~dense_level(level, call.window), -math.inf)
-    lse = scores.logsumexp(-1)
-    values = v.repeat_interleave(q.shape[1] // v.shape[1], 1)
-    return torch.einsum("hqk,khd->qhd", (scores - lse[..., None]).exp(), values), lse
-
-
-def stand_in_backward(q, k, v, out, lse, grad, level, call):
-    """What a flash backward computes of the ``out`` and ``lse`` that it is given."""
-    repeat = q.shape[1] // k.shape[1]
-    keys, values = k.repeat_interleave(repeat, 1), v.repeat_interleave(repeat, 1)
-    scores = torch.einsum("qhd,khd->hqk", q, keys) * call.scale
-    p = (scores.masked_fill(~dense_level(level, call.window), -math.inf) - lse[..., None]).exp()
-    ds = p * (torch.einsum("qhd,khd->hqk", grad, values) - (grad * out).sum(-1).T[..., None]) * call.scale
-    dk, dv = torch.einsum("hqk,qhd->khd", ds, q), torch.einsum("hqk,qhd->khd", p, grad)
-    fold = [x.unflatten(1, (-1, repeat)).sum(2) for x in (dk, dv)]
-    return torch.einsum("hqk,khd->qhd", ds, keys), *fold
-
-
 @pytest.mark.parametrize("parents", SHAPES.values(), ids=SHAPES)
 def test_the_calls_of_an_accelerator_equal_a_dense_mask(parents, monkeypatch):
     """One call a level of all tries; the two operators that no CPU has are stood in for by what they are documented to do."""
     monkeypatch.setattr(tree_attention, "_by_parts", tree_attention._by_levels)
     monkeypatch.setattr(tree_attention, "_parts_backward", tree_attention._levels_backward)
-    monkeypatch.setattr(tree_attention, "varlen_forward", stand_in_forward)
-    monkeypatch.setattr(tree_attention, "varlen_backward", stand_in_backward)
     lengths = [(7 * i) % 23 + 1 for i in range(len(parents))]
-    for sinked in (False, True):
-        assert_equal(forest(parents, lengths, rows=2), sinked=sinked)
     flat = all(parent < 0 for parent in parents)
-    assert_equal(forest(parents, lengths), window=4 if flat else 1000)
+    with varlen.standing_in():
+        for sinked in (False, True):
+            assert_equal(forest(parents, lengths, rows=2), sinked=sinked)
+        assert_equal(forest(parents, lengths), window=4 if flat else 1000)
 
 
 def test_the_operators_of_an_accelerator_take_what_they_are_given():
