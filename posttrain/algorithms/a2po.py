@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
-from posttrain.data.formats import plain_rows
+from posttrain.data.samplers import plain_rows
 from posttrain.errors import DataError, check_rules
 from posttrain.losses.advantages import weighted_total
 from posttrain.losses.reduce import sequence_sum

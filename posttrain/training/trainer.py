@@ -22,8 +22,7 @@ from transformers.trainer_utils import EvalLoopOutput, set_seed
 from posttrain.checks.registry import Preflight
 from posttrain.checks.tokenizers import special_token_findings
 from posttrain.data.forest import Layout, collate, halves
-from posttrain.data.formats import plain_rows
-from posttrain.data.samplers import Deal
+from posttrain.data.samplers import Deal, plain_rows
 from posttrain.losses.reduce import Denominators, reduce
 from posttrain.metrics import Metric, MetricBuffer, mean
 from posttrain.models import load, memory, parallel
