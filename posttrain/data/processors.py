@@ -129,7 +129,7 @@ class PictureProcessor:
     def __getstate__(self) -> dict[str, Any]:
         # What was remembered is no part of a dataset's fingerprint.
         return {
-            **{k: v for k, v in vars(self).items() if k not in ("controls", "escapes", "_alone", "_begins", "_mark")},
+            **{k: v for k, v in vars(self).items() if k not in ("controls", "escapes", "_alone", "_mark")},
             "_expansions": {},
             "_sizes": {},
             "resized": 0,
@@ -324,12 +324,9 @@ class PictureProcessor:
 
     def begun(self, text: str) -> str:
         """A text with the bos token before it, where the tokenizer adds one; some models have theirs behind the images."""
-        bos = self.tokenizer.bos_token
-        return text if not self._begins or self.family.block == "prompt" or text.startswith(bos) else bos + text
-
-    @functools.cached_property
-    def _begins(self) -> bool:
-        return self.tokenizer("")["input_ids"][:1] == [self.tokenizer.bos_token_id]
+        bos, first = self.tokenizer.bos_token, self.tokenizer("")["input_ids"][:1]
+        adds = first == [self.tokenizer.bos_token_id] and self.family.block != "prompt"
+        return bos + text if adds and not text.startswith(bos) else text
 
     def expansion(self, picture: Picture) -> Expansion:
         """What stands in the text for a picture; it depends on the size alone."""

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from posttrain.data.samplers import RepeatSampler, plain_rows, repeat_iterable_dataset
+from posttrain.data.samplers import RepeatSampler, repeat_iterable_dataset
 from posttrain.errors import ConfigError, DataError
 from tests.wordings import raises
 
@@ -161,13 +161,3 @@ def test_set_epoch_reaches_a_shuffle_upstream():
     assert order(0) == order(0) != order(1) == order(1)
     assert order(1)[::2] == order(1)[1::2]
     assert sorted(order(1)[::2]) == list(range(50))
-
-
-def test_plain_rows_have_no_format_and_the_columns_that_it_showed():
-    rows = datasets.Dataset.from_list([{"input_ids": [1, 2], "text": "x"}])
-    shown = plain_rows({"a": rows.with_format("torch", columns=["input_ids"]), "b": rows.with_format("numpy")})
-    assert (shown["a"][0], shown["b"][0]) == ({"input_ids": [1, 2]}, rows[0])
-    every = rows.with_format("torch", columns=["input_ids"], output_all_columns=True)
-    assert plain_rows(every)[0] == rows[0]
-    changed = rows.with_transform(lambda batch: batch)
-    assert plain_rows(changed) is changed and plain_rows(None) is None and plain_rows(rows) is rows

@@ -25,7 +25,6 @@ from posttrain.algorithms.distillation.objective import HiddenTeacher, TokenScor
 from posttrain.checks.tokenizers import compare_tokenizers, require_same_tokens
 from posttrain.data.forest import Layout, collate, share_prompts, to_rows
 from posttrain.data.formats import first_row
-from posttrain.data.samplers import plain_rows
 from posttrain.errors import ConfigError, DataError, ModelError
 from posttrain.models import load
 from posttrain.models.attention import probe_layout
@@ -34,6 +33,7 @@ from posttrain.models.heads import causal_lm, install_token_head
 from posttrain.models.reference import Reference, hash_vocabulary
 from posttrain.report.record import whole_file
 from posttrain.rollouts.base import evaluating
+from posttrain.training.data_report import plain_rows
 from posttrain.types import Batch, Row
 
 logger = logging.getLogger(__name__)
