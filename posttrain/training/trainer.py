@@ -104,18 +104,16 @@ class PostTrainer(transformers.Trainer):
         model_id = model if isinstance(model, str) else load.get_config_model_id(causal_lm(model).config)
         args = config.as_config(self.config_class, args or f"{Path(model_id).name or 'model'}-{self._suffix}")
         config.check_hooks(self, trainer_kwargs.get("compute_loss_func"))
-        self.user_collator = trainer_kwargs.pop("data_collator", None)
+        self.args, self.user_collator = args, trainer_kwargs.pop("data_collator", None)
         config.check_arguments(type(self), model, args, train_dataset, self.user_collator)
         set_seed(args.seed)
         init = dict(args.model_init_kwargs or {}) if isinstance(model, str) else {}
-        train_dataset, eval_dataset = sets = tuple(map(data_report.plain_rows, (train_dataset, eval_dataset)))
-        self.vision = Vision(
-            args, processing_class, model_id, sets, takes=self.takes_images, returned=self.returns_images
-        )
+        sets, shown = tuple(map(data_report.plain_rows, (train_dataset, eval_dataset))), self.returns_images
+        train_dataset, eval_dataset = sets
+        self.vision = Vision(args, processing_class, model_id, sets, takes=self.takes_images, returned=shown)
         self.processing_class = self.vision.tokenizer or load.load_tokenizer(
             model_id, trust_remote_code=args.trust_remote_code, revision=init.get("revision")
         )
-        self.args = args
         self.added_tokens: list[int] = []
         if load.changes_vocabulary(args):
             whole = self._load(model, args, init, quantization_config)
