@@ -125,8 +125,7 @@ class OnlineTrainer(PostTrainer, config=OnlineConfig):
         self.reference = self.make_reference()
         if self.reference is not None and self.reference.copy is not None:
             self.reference.copy.to(self.args.device)
-        if self.samples_completions:
-            self.prompt_source.check_context(self.context)
+        self.prompt_source.check_context(self.context if self.samples_completions else None)
         if self.weight_sync.needs_weight_sync:
             self.weight_sync.check_engine(self.engine)
         self.announce()
