@@ -21,7 +21,6 @@ from transformers.trainer_utils import EvalLoopOutput, set_seed
 
 from posttrain.checks.registry import Preflight
 from posttrain.data.forest import Layout, collate, halves
-from posttrain.data.formats import plain_rows
 from posttrain.data.samplers import Deal
 from posttrain.losses.reduce import Denominators, reduce
 from posttrain.metrics import Metric, MetricBuffer, mean
@@ -30,7 +29,7 @@ from posttrain.models.forward import add_router_term, forward, noisy_embeddings,
 from posttrain.models.vision import load_renamed
 from posttrain.report.card import create_model_card
 from posttrain.report.record import RunRecordCallback
-from posttrain.training import checkpoint, config
+from posttrain.training import checkpoint, config, data_report
 from posttrain.training.config import PostTrainingConfig, named_method
 from posttrain.training.data_report import DataReport, DataReportCallback, DatasetHead, prompt_rows, warnings_are_errors
 from posttrain.training.evaluation import count_rounds, evaluate, evaluation_loader, predicted_rows
@@ -105,17 +104,17 @@ class PostTrainer(transformers.Trainer):
         model_id = load.model_id_of(model, type(self).__name__)
         args = config.as_config(self.config_class, args or f"{Path(model_id).name or 'model'}-{self._suffix}")
         config.check_hooks(self, trainer_kwargs.get("compute_loss_func"))
-        self.user_collator = trainer_kwargs.pop("data_collator", None)
+        self.args, self.user_collator = args, trainer_kwargs.pop("data_collator", None)
         config.check_arguments(type(self), model, args, train_dataset, self.user_collator)
         set_seed(args.seed)
-        train_dataset, eval_dataset = plain_rows(train_dataset), plain_rows(eval_dataset)
         init = dict(args.model_init_kwargs or {}) if isinstance(model, str) else {}
-        sets, shown = (train_dataset, eval_dataset), self.returns_images
+        sets, shown = tuple(map(data_report.plain_rows, (train_dataset, eval_dataset))), self.returns_images
+        train_dataset, eval_dataset = sets
         self.vision = Vision(args, processing_class, model_id, sets, takes=self.takes_images, returned=shown)
         self.processing_class = self.vision.tokenizer or load.load_tokenizer(
             model_id, trust_remote_code=args.trust_remote_code, revision=init.get("revision")
         )
-        self.args, self.added_tokens = args, list[int]()
+        self.added_tokens: list[int] = []
         if load.changes_vocabulary(args):
             whole = self._load(model, args, init, quantization_config)
             model, self.processing_class, self.added_tokens = load.clone_chat_template(
@@ -532,13 +531,16 @@ class PostTrainer(transformers.Trainer):
     def evaluate(self, eval_dataset: Any = None, *args: Any, **kwargs: Any) -> dict[str, float]:
         """As `transformers.Trainer.evaluate`; a raw dataset is prepared first, a string names one given at construction."""
         if eval_dataset is not None and not isinstance(eval_dataset, str):
-            eval_dataset = self.prepare_evaluation(plain_rows(eval_dataset))
+            eval_dataset = self.prepare_evaluation(data_report.plain_rows(eval_dataset))
         return super().evaluate(eval_dataset, *args, **kwargs)
 
     def predict(self, test_dataset: Any, *args: Any, **kwargs: Any) -> Any:
         """As `transformers.Trainer.predict`; a raw dataset is prepared first, and full logits want one sequence a row."""
-        with config.with_attributes(self, {"layout": Layout("padded", row_tokens=self.layout.row_tokens)}):
-            output = super().predict(self.prepare_evaluation(plain_rows(test_dataset)), *args, **kwargs)
+        layout, self.layout = self.layout, Layout("padded", row_tokens=self.layout.row_tokens)
+        try:
+            output = super().predict(self.prepare_evaluation(data_report.plain_rows(test_dataset)), *args, **kwargs)
+        finally:
+            self.layout = layout
         count_rounds(output.metrics, self._eval_rounds)
         return output
 

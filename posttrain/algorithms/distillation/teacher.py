@@ -24,7 +24,7 @@ from posttrain.algorithms.distillation.data import tokenized_answers, with_promp
 from posttrain.algorithms.distillation.objective import HiddenTeacher, TokenScores, capture
 from posttrain.checks.tokenizers import compare_tokenizers, require_same_tokens
 from posttrain.data.forest import Layout, collate, sequences, share_prompts
-from posttrain.data.formats import first_row, plain_rows
+from posttrain.data.formats import first_row
 from posttrain.errors import ConfigError, DataError, ModelError
 from posttrain.models import load
 from posttrain.models.attention import probe_layout
@@ -33,6 +33,7 @@ from posttrain.models.heads import causal_lm, install_token_head
 from posttrain.models.reference import Reference, hash_vocabulary
 from posttrain.report.record import whole_file
 from posttrain.rollouts.base import evaluating
+from posttrain.training.data_report import plain_rows
 from posttrain.types import Batch, Row
 
 logger = logging.getLogger(__name__)
@@ -293,6 +294,20 @@ def _scores(teacher: ModelTeacher, rows: Sequence[Row], *, top_k: int, columns: 
     ]
 
 
+def _check_scorer(teacher: Any, tokenizer: Any, mode: str) -> str:
+    """Where the teacher comes from; refuse one that does not read the tokenizer's ids."""
+    name, width = load.get_config_model_id(causal_lm(teacher).config), logit_width(teacher)
+    if width < len(tokenizer):
+        raise ModelError(
+            f"the teacher has {width} logits, and the tokenizer {len(tokenizer)} tokens: they do not belong together."
+        )
+    own = None if mode == "off" else own_tokenizer(name, required=False)
+    if own is not None:
+        match = compare_tokenizers(tokenizer, own, widths=(None, width))
+        require_same_tokens(match, mode=mode, trainer="teacher scores", on_policy=False)
+    return name
+
+
 def score_dataset(
     teacher: Any,
     dataset: Any,
@@ -331,16 +346,7 @@ def score_dataset(
     for field, value in (("top_k", top_k), ("batch_size", batch_size)):
         if value < 1:
             raise ConfigError(f"{field}={value} must be at least 1.")
-    width = logit_width(teacher)
-    if width < len(tokenizer):
-        raise ModelError(
-            f"the teacher has {width} logits, and the tokenizer {len(tokenizer)} tokens: they do not belong together."
-        )
-    name = load.get_config_model_id(causal_lm(teacher).config)
-    own = None if tokenizer_check == "off" else own_tokenizer(name, required=False)
-    if own is not None:
-        match = compare_tokenizers(tokenizer, own, widths=(None, width))
-        require_same_tokens(match, mode=tokenizer_check, trainer="teacher scores", on_policy=False)
+    name = _check_scorer(teacher, tokenizer, tokenizer_check)
     limits = {"max_length": max_length, "max_prompt_length": max_prompt_length}
     first_row(dataset, "scored")
     dataset = with_template_arguments(with_prompt_column(plain_rows(dataset)), chat_template_kwargs)
