@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
+from posttrain.data.formats import plain_rows
 from posttrain.errors import DataError, check_rules
 from posttrain.losses.advantages import weighted_total
 from posttrain.losses.reduce import sequence_sum
@@ -28,7 +29,6 @@ from posttrain.rewards.runner import RewardTable, transform_names
 from posttrain.rollouts.batch import RolloutBatch
 from posttrain.training.checkpoint import last_complete_checkpoint, saved_state
 from posttrain.training.config import takes
-from posttrain.training.data_report import plain_rows
 from posttrain.training.online import OnlineTrainer
 from posttrain.training.online_config import OnlineConfig
 from posttrain.training.prompts import named_sets

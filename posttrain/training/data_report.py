@@ -537,19 +537,3 @@ def too_many(dropped: int, total: int, *, most: float) -> Finding | None:
         "so many bad rows are seldom accidents: usually a column has another name or form than was thought.",
         f"look at bad_rows.jsonl; mend the set, or set bad_rows_max={dropped / total + 0.005:.2f} if they may go.",
     )
-
-
-def plain_rows(dataset: Any) -> Any:
-    """A dataset (or several by name, or None) whose rows are Python's lists and numbers, whatever ``with_format`` asked for.
-
-    Columns that the format left out stay out. A transform (``with_transform``) stays too; `first_row` refuses it.
-    """
-    if isinstance(dataset, dict):
-        return {name: plain_rows(one) for name, one in dataset.items()}
-    if isinstance(dataset, datasets.IterableDataset):
-        return dataset.with_format(None)
-    if not isinstance(dataset, datasets.Dataset) or dataset.format["type"] in (None, "custom"):
-        return dataset
-    kept, every = dataset.format["columns"], dataset.format["output_all_columns"]
-    dataset = dataset.with_format(None)
-    return dataset if every or len(kept) == len(dataset.column_names) else dataset.select_columns(kept)

@@ -21,6 +21,7 @@ from transformers.trainer_utils import EvalLoopOutput, set_seed
 
 from posttrain.checks.registry import Preflight
 from posttrain.data.forest import Layout, collate, halves
+from posttrain.data.formats import plain_rows
 from posttrain.data.samplers import Deal
 from posttrain.losses.reduce import Denominators, reduce
 from posttrain.metrics import Metric, MetricBuffer, mean
@@ -29,7 +30,7 @@ from posttrain.models.forward import add_router_term, forward, noisy_embeddings,
 from posttrain.models.vision import load_renamed
 from posttrain.report.card import create_model_card
 from posttrain.report.record import RunRecordCallback
-from posttrain.training import checkpoint, config, data_report
+from posttrain.training import checkpoint, config
 from posttrain.training.config import PostTrainingConfig, named_method
 from posttrain.training.data_report import DataReport, DataReportCallback, DatasetHead, prompt_rows, warnings_are_errors
 from posttrain.training.evaluation import count_rounds, evaluate, evaluation_loader, predicted_rows
@@ -108,7 +109,7 @@ class PostTrainer(transformers.Trainer):
         config.check_arguments(type(self), model, args, train_dataset, self.user_collator)
         set_seed(args.seed)
         init = dict(args.model_init_kwargs or {}) if isinstance(model, str) else {}
-        sets, shown = tuple(map(data_report.plain_rows, (train_dataset, eval_dataset))), self.returns_images
+        sets, shown = tuple(map(plain_rows, (train_dataset, eval_dataset))), self.returns_images
         train_dataset, eval_dataset = sets
         self.vision = Vision(args, processing_class, model_id, sets, takes=self.takes_images, returned=shown)
         self.processing_class = self.vision.tokenizer or load.load_tokenizer(
@@ -531,14 +532,14 @@ class PostTrainer(transformers.Trainer):
     def evaluate(self, eval_dataset: Any = None, *args: Any, **kwargs: Any) -> dict[str, float]:
         """As `transformers.Trainer.evaluate`; a raw dataset is prepared first, a string names one given at construction."""
         if eval_dataset is not None and not isinstance(eval_dataset, str):
-            eval_dataset = self.prepare_evaluation(data_report.plain_rows(eval_dataset))
+            eval_dataset = self.prepare_evaluation(plain_rows(eval_dataset))
         return super().evaluate(eval_dataset, *args, **kwargs)
 
     def predict(self, test_dataset: Any, *args: Any, **kwargs: Any) -> Any:
         """As `transformers.Trainer.predict`; a raw dataset is prepared first, and full logits want one sequence a row."""
         layout, self.layout = self.layout, Layout("padded", row_tokens=self.layout.row_tokens)
         try:
-            output = super().predict(self.prepare_evaluation(data_report.plain_rows(test_dataset)), *args, **kwargs)
+            output = super().predict(self.prepare_evaluation(plain_rows(test_dataset)), *args, **kwargs)
         finally:
             self.layout = layout
         count_rounds(output.metrics, self._eval_rounds)

@@ -10,7 +10,7 @@ import pytest
 
 from posttrain import DataError, DPOConfig, DPOTrainer, KTOConfig, SFTConfig, SFTTrainer
 from posttrain.checks.rows import check_rows
-from posttrain.training.data_report import plain_rows
+from posttrain.data.formats import plain_rows
 from posttrain.types import Row
 from tests.wordings import raises
 

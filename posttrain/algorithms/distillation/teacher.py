@@ -24,7 +24,7 @@ from posttrain.algorithms.distillation.data import tokenized_answers, with_promp
 from posttrain.algorithms.distillation.objective import HiddenTeacher, TokenScores, capture
 from posttrain.checks.tokenizers import compare_tokenizers, require_same_tokens
 from posttrain.data.forest import Layout, collate, sequences, share_prompts
-from posttrain.data.formats import first_row
+from posttrain.data.formats import first_row, plain_rows
 from posttrain.errors import ConfigError, DataError, ModelError
 from posttrain.models import load
 from posttrain.models.attention import probe_layout
@@ -33,7 +33,6 @@ from posttrain.models.heads import causal_lm, install_token_head
 from posttrain.models.reference import Reference, hash_vocabulary
 from posttrain.report.record import whole_file
 from posttrain.rollouts.base import evaluating
-from posttrain.training.data_report import plain_rows
 from posttrain.types import Batch, Row
 
 logger = logging.getLogger(__name__)
