@@ -599,6 +599,8 @@ def plain_rows(dataset: Any) -> Any:
 
     Columns that the format left out stay out. A transform (``with_transform``) stays too; `first_row` refuses it.
     """
+    import datasets
+
     if isinstance(dataset, dict):
         return {name: plain_rows(one) for name, one in dataset.items()}
     if isinstance(dataset, datasets.IterableDataset):
