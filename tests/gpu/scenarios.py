@@ -67,6 +67,7 @@ SCENARIOS: dict[str, Scenario] = {
     "sft weights in bf16": Scenario("sft", on_device={"weights": torch.bfloat16}, close=0.05),
     # Calls of variable-length attention, which stand-ins answer on the pretended device (a real one wants half precision).
     "sft segments": Scenario("sft", on_device={"segments": True}),
+    "sft segments in bf16": Scenario("sft", on_device=HALF | {"segments": True}, close=0.05),
     "sft packed segments": Scenario("sft", {"packing": True, "max_length": 64}, {"segments": True}),
     "dpo segments": Scenario("dpo", on_device={"segments": True}),
     "grpo segments": Scenario("grpo", {"rollout_engine": "native", "long": True}, {"segments": True}),
