@@ -279,3 +279,37 @@ def test_a_layer_that_takes_no_segments_gets_a_mask_and_says_why(kind, caplog, m
     for a, b in zip(found, truth, strict=True):
         assert torch.allclose(a, b, atol=1e-4)
     assert ("softcap" if kind == "capped" else "attention_dropout=1e-09") in caplog.text
+
+
+@pytest.mark.parametrize("window", [None, 300])
+@pytest.mark.parametrize("parents", SHAPES.values(), ids=SHAPES)
+def test_block_lists_made_on_the_host_cover_what_is_visible(parents, window):
+    """Whole blocks are visible whole, and what is in no list is hidden; nothing of T x T is made for it."""
+    batch = forest(parents, [(211 * i) % 390 + 1 for i in range(len(parents))], rows=2)
+    dense = forest_mask(batch, window)[:, 0]
+    width, size = dense.shape[-1], 128
+    blocks = tree_attention.block_mask(batch, window, None, None)
+    count = -(-width // size)
+    padded = torch.nn.functional.pad(dense, (0, count * size - width, 0, count * size - width))
+    grid = padded.view(2, count, size, count, size).transpose(2, 3)  # (B, query block, key block, 128, 128)
+    some, whole = torch.zeros(2, 2, count, count, dtype=torch.bool)
+    for found, number, index in (
+        (some, blocks.kv_num_blocks, blocks.kv_indices),
+        (whole, blocks.full_kv_num_blocks, blocks.full_kv_indices),
+    ):
+        for b in range(2):
+            for q in range(count):
+                found[b, q, index[b, 0, q, : number[b, 0, q]].long()] = True
+    assert not (some & whole).any()
+    assert (grid.all(-1).all(-1) | ~whole).all()
+    assert (some | whole | ~grid.any(-1).any(-1)).all()
+    rule = blocks.mask_mod(
+        *torch.meshgrid(torch.arange(2), torch.zeros(1).long(), torch.arange(width), torch.arange(width), indexing="ij")
+    )
+    assert torch.equal(rule[:, 0], dense)
+
+
+def test_blocks_below_the_diagonal_of_a_long_sequence_are_whole():
+    blocks = tree_attention.block_mask(forest([-1], [700]), None, None, None)
+    assert blocks.full_kv_num_blocks.tolist() == [[[0, 1, 2, 3, 4, 0]]]
+    assert blocks.kv_num_blocks.tolist() == [[[1, 1, 1, 1, 1, 6]]]
