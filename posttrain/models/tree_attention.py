@@ -363,7 +363,6 @@ def _sides(level: Level, window: int | None) -> tuple[int, int]:
     return (-1 if window is None else window - 1), 0
 
 
-@torch.compiler.disable  # Its calls depend on the tries, which are others in every pass.
 def tree_attention(
     q: Tensor,
     k: Tensor,
@@ -395,6 +394,10 @@ def tree_attention(
         q, k = q.to(v.dtype), k.to(v.dtype)
     with torch.autocast(q.device.type, enabled=False):
         return _TreeAttention.apply(q, k, v, sinks, Call(forest, window, scale))
+
+
+# Its calls depend on the tries, which are others in every pass: nothing to compile.
+_uncompiled: Callable[..., Tensor] = torch.compiler.disable(tree_attention)
 
 
 def refusal(module: nn.Module, q: Tensor, v: Tensor, dropout: float, forest: Forest, rest: dict[str, Any]) -> str:
@@ -461,7 +464,7 @@ def _attention(own: Callable[..., tuple[Tensor, Tensor | None]]) -> Callable[...
             return own(module, query, key, value, mask, dropout=dropout, scaling=scaling, **rest)
         window = window if window is not None and window < forest.longest else None
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-        out = tree_attention(query, key, value, forest, scale=scale, window=window, sinks=rest.get("s_aux"))
+        out = _uncompiled(query, key, value, forest, scale=scale, window=window, sinks=rest.get("s_aux"))
         return out.transpose(1, 2).contiguous(), None
 
     return attention
