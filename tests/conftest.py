@@ -94,6 +94,18 @@ def build_model(vocab_size: int, seed: int = 0, **overrides):
     return LlamaForCausalLM(LlamaConfig(**(settings | overrides))).eval()
 
 
+def build_masked_model(vocab_size: int, head: str = "CausalLM", seed: int = 3, **overrides):
+    """A two-layer StableLM: its layers pass a mask on to attention and nothing else, so that it takes no segments."""
+    import transformers
+
+    torch.manual_seed(seed)
+    settings = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    settings |= {"num_key_value_heads": 4, "max_position_embeddings": 512, "initializer_range": 0.3, "bos_token_id": 1}
+    settings |= {"eos_token_id": 2, "pad_token_id": 2, "vocab_size": vocab_size}
+    config = transformers.StableLmConfig(**(settings | overrides))
+    return getattr(transformers, f"StableLmFor{head}")(config).eval()
+
+
 @pytest.fixture(scope="session")
 def _tokenizer_folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tokenizer")

@@ -299,6 +299,7 @@ class OnlineDPOTrainer(OnlineTrainer, config=OnlineDPOConfig):
             tell_own_checkpoint(self.model)
         elif self.vision.images:
             self.vision.show(self._given_reference)
+        self.read_also_by(self._given_reference)
         return Reference(self.model, fresh_adapter=self.fresh_adapter, given=self._given_reference)
 
     @property

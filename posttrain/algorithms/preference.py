@@ -397,6 +397,7 @@ class PreferenceTrainer(PostTrainer):
             return
         if given is not None and self.vision.images:
             self.vision.show(given)
+        self.read_also_by(given)
         self.reference = Reference(self.model, fresh_adapter=self.fresh_adapter, given=given)
         if self.reference.copy is not None:
             self.reference.copy.to(args.device)
@@ -522,6 +523,7 @@ class PreferenceTrainer(PostTrainer):
     @ref_model.setter
     def ref_model(self, model: nn.Module) -> None:
         check_given(self.model, model, None)
+        self.read_also_by(model)
         self.reference = Reference(self.model, given=model.to(self.args.device))
         self._own_reference = False
         for callback in self.callback_handler.callbacks:

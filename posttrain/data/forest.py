@@ -444,13 +444,14 @@ def _model_kwargs(groups: list[list[Tree]]) -> dict[str, Any]:
 
 
 def to_rows(batch: Batch) -> list[Row]:
-    """The rows that `collate` laid out, as far as the batch holds them, in the order of their first sequences.
+    """The rows that `collate` laid out, as far as the batch holds them, in the order in which it got them.
 
     A prompt that was repeated for several passes comes back as often.
     """
     numbers: dict[int, list[int]] = {}
-    for index, leaf in enumerate(batch.leaves):
-        numbers.setdefault(leaf.row, []).append(index)
+    # Completions in their order, which says of a pair which is which; in the trie those without tokens come last.
+    for index in sorted(range(batch.num_sequences), key=batch.origin.__getitem__):
+        numbers.setdefault(batch.leaves[index].row, []).append(index)
     return _rows(batch, list(numbers.values()))
 
 

@@ -21,10 +21,10 @@ from __future__ import annotations
 
 import importlib.util
 import logging
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -131,9 +131,12 @@ class Forest:
             self._parts[window] = parts_of(self.batch.segments, window)
         return self._parts[window]
 
-    def mask(self, number: int, part: Part, window: int | None, dtype: torch.dtype) -> Tensor | None:
-        """See `_mask`; ``number`` is the part's."""
-        return None if part.ahead is None else self.kept((number, window, dtype), lambda: _mask(part, window, dtype))
+    def mask(self, part: Part, window: int | None, dtype: torch.dtype) -> Tensor | None:
+        """See `_mask`; parts of the same size share one."""
+        if part.ahead is None:
+            return None
+        queries, keys = (side.stop - side.start for side in (part.queries, part.keys))
+        return self.kept((queries, keys, part.ahead, window, dtype), lambda: _mask(part, window, dtype))
 
     def kept(self, key: Any, make: Callable[[], Any]) -> Any:
         """What was made for another layer of this pass, or what ``make`` makes now."""
@@ -198,11 +201,11 @@ def _by_parts(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tens
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     out = torch.zeros(q.shape[0], q.shape[2], q.shape[1], q.shape[3], dtype=q.dtype).transpose(1, 2)
     lse = torch.full((q.shape[0], q.shape[2], q.shape[1]), -torch.inf, dtype=wide).transpose(1, 2)
-    for number, part in enumerate(call.forest.parts(call.window)):
+    for part in call.forest.parts(call.window):
         row, queries, keys = slice(part.row, part.row + 1), part.queries, part.keys
         value, z = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             q[row, :, queries], k[row, :, keys], v[row, :, keys], 0.0, part.causal,
-            attn_mask=call.forest.mask(number, part, call.window, q.dtype), scale=call.scale,
+            attn_mask=call.forest.mask(part, call.window, q.dtype), scale=call.scale,
         )  # fmt: skip
         o, merged = out[row, :, queries], lse[row, :, queries]
         if part.causal:
@@ -228,12 +231,12 @@ def _parts_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call
 ) -> tuple[Tensor, Tensor, Tensor]:
     dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-    for number, part in enumerate(call.forest.parts(call.window)):
+    for part in call.forest.parts(call.window):
         row, queries, keys = slice(part.row, part.row + 1), part.queries, part.keys
         shares = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
             grad[row, :, queries], q[row, :, queries], k[row, :, keys], v[row, :, keys],
             out[row, :, queries], lse[row, :, queries], 0.0, part.causal,
-            attn_mask=call.forest.mask(number, part, call.window, q.dtype), scale=call.scale,
+            attn_mask=call.forest.mask(part, call.window, q.dtype), scale=call.scale,
         )  # fmt: skip
         dq[row, :, queries] += shares[0]
         dk[row, :, keys] += shares[1]
@@ -393,6 +396,10 @@ def tree_attention(
         return _TreeAttention.apply(q, k, v, sinks, Call(forest, window, scale))
 
 
+# Its calls depend on the tries, which are others in every pass: nothing to compile.
+_uncompiled: Callable[..., Tensor] = torch.compiler.disable(tree_attention)
+
+
 def refusal(module: nn.Module, q: Tensor, v: Tensor, dropout: float, forest: Forest, rest: dict[str, Any]) -> str:
     """Why a layer's attention is not computed by parts; empty where it is."""
     if q.device.type != "cpu" and (fault := no_varlen(q, forest, rest.get("sliding_window"))):
@@ -430,11 +437,9 @@ def no_varlen(q: Tensor, forest: Forest, window: int | None) -> str:
     return ""
 
 
-def _attention(backend: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
-    """What transformers calls for a backend: attention by parts where the call has a forest, the backend itself elsewhere."""
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-    former = ALL_ATTENTION_FUNCTIONS.get(backend)
+@cache
+def _attention(own: Callable[..., tuple[Tensor, Tensor | None]]) -> Callable[..., tuple[Tensor, Tensor | None]]:
+    """What transformers calls for a backend: attention by parts where the call has a forest, the backend ``own`` elsewhere."""
 
     def attention(
         module: nn.Module,
@@ -447,8 +452,6 @@ def _attention(backend: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
         forest: Forest | None = None,
         **rest: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        # Every modelling file names its plain attention like this; it is what transformers calls where nothing is registered.
-        own = former or vars(sys.modules[type(module).__module__])["eager_attention_forward"]
         # A mask that came with the forest is a layer's that takes no segments: see `attention_mask`.
         if forest is None or attention_mask is None or attention_mask.shape[-1] > 1:
             return own(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **rest)
@@ -461,7 +464,7 @@ def _attention(backend: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
             return own(module, query, key, value, mask, dropout=dropout, scaling=scaling, **rest)
         window = window if window is not None and window < forest.longest else None
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-        out = tree_attention(query, key, value, forest, scale=scale, window=window, sinks=rest.get("s_aux"))
+        out = _uncompiled(query, key, value, forest, scale=scale, window=window, sinks=rest.get("s_aux"))
         return out.transpose(1, 2).contiguous(), None
 
     return attention
@@ -515,11 +518,22 @@ def install(backend: str) -> None:
 
     A config keeps the backend's name, which checkpoints, generation and users know.
     """
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
-    if backend not in _installed:
-        ALL_ATTENTION_FUNCTIONS.register(backend, _attention(backend))
-        _installed.add(backend)
+    if backend in _installed:
+        return
+    _installed.add(backend)
+    if backend in ALL_ATTENTION_FUNCTIONS:
+        ALL_ATTENTION_FUNCTIONS.register(backend, _attention(ALL_ATTENTION_FUNCTIONS[backend]))
+        return
+    # Nothing is registered for plain attention: a layer says at each call which of the functions of its file is its own.
+    lookup = AttentionInterface.get_interface
+
+    def get_interface(self: AttentionInterface, attn_implementation: str, default: Callable) -> Callable:
+        found = lookup(self, attn_implementation, default)
+        return _attention(found) if attn_implementation == backend else found
+
+    AttentionInterface.get_interface = get_interface
 
 
 def forest_mask(

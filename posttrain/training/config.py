@@ -21,10 +21,10 @@ from torch import nn
 from posttrain.checks.registry import silenced_codes
 from posttrain.data.forest import Layout
 from posttrain.data.samplers import with_lengths
-from posttrain.errors import ArgumentTypeError, ConfigError, DataError
+from posttrain.errors import ArgumentTypeError, ConfigError, DataError, ModelError
 from posttrain.models.attention import padded_layout, probe_head, probe_layout
 from posttrain.models.forward import learns_prompts
-from posttrain.models.heads import install_token_head, train_new_tokens, train_score_head
+from posttrain.models.heads import causal_lm, install_token_head, train_new_tokens, train_score_head
 from posttrain.models.load import check_model_source, with_dtype, wrap_with_peft
 from posttrain.models.memory import check_offloading
 from posttrain.models.parallel import bf16_is_faster
@@ -476,6 +476,32 @@ def choose_layout(model: Any, args: Any, *, padded: bool) -> Layout:
         layout = replace(layout, row_tokens=args.max_row_tokens)
     multiple = getattr(args, "pad_to_multiple_of", None)
     return replace(layout, pad_to_multiple_of=multiple) if multiple else layout
+
+
+def joint_layout(layout: Layout, other: Any, args: Any) -> Layout:
+    """How rows are laid out that another model (a reference, a critic) reads in the same passes: as the more careful needs it.
+
+    Args:
+        layout: Of the policy.
+        other: Ready to run.
+        args: As in `choose_layout`.
+
+    Raises:
+        ModelError: Rotary frequencies of the two change at different lengths.
+    """
+    theirs = choose_layout(other, args, padded=False)
+    switches, ends = (
+        {length for one in (layout, theirs) if (length := getattr(one, name)) is not None}
+        for name in ("rope_switch", "rope_end")
+    )
+    if len(switches) > 1:
+        raise ModelError(
+            f"{type(causal_lm(other)).__name__} reads the rows of the policy, and rotary frequencies of the two change at "
+            f"different lengths {sorted(switches)} (longrope): no pass is right for both. Fix: two models of one family."
+        )
+    careful = max(layout, theirs, key=lambda one: (one.kind == "padded", one.dense_mask))
+    joins, switch = layout.joins_rows and theirs.joins_rows, min(switches, default=None)
+    return replace(careful, joins_rows=joins, rope_switch=switch, rope_end=min(ends, default=None))
 
 
 def make_checks(trainer: PostTrainer, args: Any) -> Checks:

@@ -213,6 +213,12 @@ class PostTrainer(transformers.Trainer):
         with parallel.gathered(self.model.parameters()):  # ZeRO-3 may have sharded them as they were loaded.
             return config.choose_layout(self.model, self.args, padded=any(one is not None for one in wanted))
 
+    def read_also_by(self, other: nn.Module | None) -> None:
+        """Lay rows out so that another model, which gets the same passes, computes them as each sequence alone."""
+        if other is not None:
+            with parallel.gathered(other.parameters()):
+                self.layout = config.joint_layout(self.layout, other, self.args)
+
     def collator(self) -> Callable[[list[dict[str, Any]]], Any]:
         """Dataset examples to what the loader yields: here, the batches of one micro-batch."""
         return lambda examples: collate(

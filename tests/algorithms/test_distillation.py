@@ -7,7 +7,7 @@ import torch
 from posttrain import DistillationConfig, DistillationTrainer
 from posttrain.errors import ConfigError
 from tests.algorithms.helpers import SHORT, losses, prompts, scripted
-from tests.conftest import build_model
+from tests.conftest import build_masked_model, build_model
 
 BASE = SHORT | {"per_device_train_batch_size": 4, "max_completion_length": 8, "use_cpu": True, "learning_rate": 0.5}
 BASE |= {"optim": "sgd"}
@@ -191,6 +191,19 @@ def test_a_teacher_with_more_padded_rows_and_another_shape_is_compared_over_the_
     truth = dense_loss(build_model(size), cut, rows, 0.5).item()
     trainer.train()
     assert trainer.columns == size and losses(trainer)[0] == pytest.approx(truth, abs=1e-5)
+
+
+def test_a_teacher_that_takes_no_segments_gets_a_mask(tmp_path, tiny_tokenizer):
+    """Its rows are laid out for it, and not for the student."""
+    teacher = build_masked_model(len(tiny_tokenizer))
+    trainer = make(
+        tmp_path, tiny_tokenizer, teacher=teacher, lmbda=0.0, beta=0.5, max_steps=1, per_device_train_batch_size=8
+    )
+    rows = [(row["prompt_ids"], row["completion_ids"]) for row in trainer.train_dataset]
+    truth = dense_loss(build_model(len(tiny_tokenizer)), teacher, rows, 0.5).item()
+    trainer.train()
+    assert not trainer.layout.dense_mask and trainer.teacher.layout.dense_mask
+    assert losses(trainer)[0] == pytest.approx(truth, abs=2e-5)
 
 
 @pytest.mark.parametrize("cap", [None, 2.0])

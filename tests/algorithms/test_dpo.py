@@ -13,7 +13,7 @@ from posttrain import ConfigError, DPOConfig, DPOTrainer, ModelError
 from posttrain.data.forest import Layout
 from posttrain.losses.preference import DPO_LOSSES
 from tests.algorithms.helpers import losses, weights
-from tests.conftest import build_model
+from tests.conftest import build_masked_model, build_model
 from tests.wordings import raises
 
 
@@ -75,13 +75,14 @@ def test_the_table_of_initial_values_knows_every_loss():
     assert set(INITIAL) | {"sft"} == set(DPO_LOSSES)
 
 
-def test_against_another_reference_loss_and_metrics_are_those_of_plain_sums(tiny_tokenizer, tmp_path):
-    other = build_model(len(tiny_tokenizer), seed=3)
+@pytest.mark.parametrize("build", [build_model, build_masked_model], ids=["the same", "takes no segments"])
+def test_against_another_reference_loss_and_metrics_are_those_of_plain_sums(build, tiny_tokenizer, tmp_path):
+    other = build(len(tiny_tokenizer), seed=3)
     trainer = dpo(tmp_path, tiny_tokenizer, ref_model=other, beta=0.3)
     rows = list(trainer.train_dataset)
     policy, reference = (
         sums(build_model(len(tiny_tokenizer)), rows),
-        sums(build_model(len(tiny_tokenizer), seed=3), rows),
+        sums(build(len(tiny_tokenizer), seed=3), rows),
     )
     chosen, rejected = (0.3 * (policy[s] - reference[s]) for s in ("chosen", "rejected"))
     trainer.train()
@@ -450,3 +451,18 @@ def test_p35_the_default_rate_with_an_adapter_is_told(tiny_tokenizer, tmp_path, 
 
     dpo(tmp_path, tiny_tokenizer, peft_config=LoraConfig(r=4, target_modules=["q_proj"]), learning_rate=1e-6)
     assert "learning_rate=1e-06 is the default for all weights" in caplog.text
+
+
+def test_a_reference_whose_rotary_frequencies_change_at_another_length_is_refused(tiny_tokenizer, tmp_path):
+    from transformers import Phi3Config, Phi3ForCausalLM
+
+    def built(length):
+        rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
+        rope["original_max_position_embeddings"] = length
+        sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
+        sizes |= {"vocab_size": len(tiny_tokenizer), "original_max_position_embeddings": length, "pad_token_id": 2}
+        return Phi3ForCausalLM(Phi3Config(**sizes, max_position_embeddings=512, rope_parameters=rope))
+
+    assert dpo(tmp_path, tiny_tokenizer, build_model(len(tiny_tokenizer)), ref_model=built(64)).layout.rope_switch == 64
+    with raises(ModelError, "different lengths [64, 128]"):
+        dpo(tmp_path, tiny_tokenizer, built(128), ref_model=built(64))

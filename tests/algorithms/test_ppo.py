@@ -22,7 +22,7 @@ from posttrain.losses.reduce import Denominators, reduce
 from posttrain.training.online_config import RewardFields
 from posttrain.types import ModelOutputs
 from tests.algorithms.helpers import SHORT, count_a, prompts, scripted, weights
-from tests.conftest import build_model, build_tokenizer
+from tests.conftest import build_masked_model, build_model, build_tokenizer
 from tests.losses.properties import TABLE, layouts, outputs, policy
 from tests.ranks import assert_same_step, leave, part, run_ranks, step_taken
 from tests.wordings import raises
@@ -1055,6 +1055,19 @@ def test_packed_and_padded_rows_train_alike(tokenizer, tmp_path):
     for layout in (Layout("tree", row_tokens=256), Layout("padded", row_tokens=64)):
         trainer = ppo(tmp_path, tokenizer, value=classifier(len(tokenizer)), max_steps=2, optim="sgd")
         trainer.layout = layout
+        trainer.train()
+        results.append((logs(trainer, "loss"), weights(trainer)))
+    assert results[0][0] == pytest.approx(results[1][0], abs=1e-5)
+    assert torch.allclose(results[0][1], results[1][1], atol=1e-5)
+
+
+def test_a_critic_that_takes_no_segments_gets_a_mask(tokenizer, tmp_path):
+    results = []
+    for layout in (None, Layout("padded", row_tokens=64)):
+        critic = build_masked_model(len(tokenizer), "SequenceClassification", num_labels=1)
+        trainer = ppo(tmp_path, tokenizer, value=critic, max_steps=2, optim="sgd")
+        assert trainer.layout.kind == "tree" and trainer.layout.dense_mask
+        trainer.layout = layout or trainer.layout
         trainer.train()
         results.append((logs(trainer, "loss"), weights(trainer)))
     assert results[0][0] == pytest.approx(results[1][0], abs=1e-5)

@@ -69,3 +69,12 @@ def test_what_cannot_be_divided_comes_back():
     row = Row([1, 2], [[3], [4]], [[1], [1]], model_kwargs={"pixel_values": torch.ones(1)})
     (image,) = collate([row], pad_token_id=0, layout=TREE)
     assert halves(image, pad_token_id=0, layout=TREE) == [image]
+
+
+def test_answers_of_a_pair_keep_their_order_where_the_first_is_empty():
+    """In the trie an answer without tokens comes last; of a pair the first one is the chosen one all the same."""
+    pairs = [Row(list(range(n, n + 20)), [[], [5, 6]], [[], [1, 1]], {"rank": [0.0, 1.0]}) for n in (3, 40)]
+    (batch,) = collate(pairs, pad_token_id=0, layout=Layout("tree", row_tokens=1000), whole_rows=True)
+    assert [row.completions for row in to_rows(batch)] == [[[], [5, 6]]] * 2
+    for part in halves(batch, pad_token_id=0, layout=TREE, whole_rows=True):
+        assert part.grouped(part.columns["rank"], 2).tolist() == [[0.0, 1.0]]

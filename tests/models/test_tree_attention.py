@@ -281,6 +281,7 @@ def test_a_layer_that_takes_no_segments_gets_a_mask_and_says_why(kind, caplog, m
     assert ("softcap" if kind == "capped" else "attention_dropout=1e-09") in caplog.text
 
 
+<<<<<<< HEAD
 @pytest.mark.parametrize("window", [None, 300])
 @pytest.mark.parametrize("parents", SHAPES.values(), ids=SHAPES)
 def test_block_lists_made_on_the_host_cover_what_is_visible(parents, window):
@@ -313,3 +314,49 @@ def test_blocks_below_the_diagonal_of_a_long_sequence_are_whole():
     blocks = tree_attention.block_mask(forest([-1], [700]), None, None, None)
     assert blocks.full_kv_num_blocks.tolist() == [[[0, 1, 2, 3, 4, 0]]]
     assert blocks.kv_num_blocks.tolist() == [[[1, 1, 1, 1, 1, 6]]]
+=======
+def test_plain_attention_of_other_models_stays_what_each_layer_says():
+    """Its function is of no one name: a subclass inherits it from another file, and a file may have several of them."""
+    from transformers.models.llama import modeling_llama
+
+    plain, given = family("llama", "eager"), family("llama", "eager")
+
+    class Own(modeling_llama.LlamaAttention):
+        """Of a user's script."""
+
+    for index, layer in enumerate(given.model.layers):
+        weights, layer.self_attn = layer.self_attn.state_dict(), Own(given.config, index)
+        layer.self_attn.load_state_dict(weights)
+    tree_attention.install("eager")
+    ids = torch.tensor([[5, 6, 7, 8]])
+    assert torch.equal(given.eval()(input_ids=ids).logits, plain.eval()(input_ids=ids).logits)
+    rows = [Row([5, 6, 7], [[8, 9], [10, 11, 12]], [[1] * 2, [1] * 3])]
+    (batch,) = collate(rows, pad_token_id=0)
+    for a, b in zip(split_by_sequence(forward(given, batch).logp, batch), sequence_logps(plain, rows), strict=True):
+        assert torch.allclose(a, b, atol=1e-5)
+
+    def other(module, *_, **__):
+        return module, None
+
+    found = modeling_llama.ALL_ATTENTION_FUNCTIONS.get_interface("eager", other)
+    assert found("a layer", None, None, None, None) == ("a layer", None)
+
+
+def test_layers_may_be_compiled():
+    model, rows = build_model(97), [Row([5, 6, 7], [[8, 9], [10, 11, 12]], [[1] * 2, [1] * 3])]
+    truth = sequence_logps(model, rows)
+    for layer in model.model.layers:
+        layer.compile(backend="aot_eager")
+    (batch,) = collate(rows, pad_token_id=0)
+    found = forward(model, batch).logp
+    found.sum().backward()
+    for a, b in zip(split_by_sequence(found, batch), truth, strict=True):
+        assert torch.allclose(a, b, atol=1e-5)
+
+
+def test_parts_of_one_size_share_their_mask():
+    """A window of w tokens over T of them takes a mask of w x w, not T x w numbers."""
+    tries = Forest(forest([-1], [512]))
+    masks = {id(tries.mask(part, 64, torch.float32)) for part in tries.parts(64) if part.ahead is not None}
+    assert len(tries.parts(64)) == 15 and len(masks) == 1
+>>>>>>> part-w1

@@ -231,7 +231,8 @@ class DistillationTrainer(OnlineTrainer, config=DistillationConfig):
         self.check_vocabularies(model, self.teacher_tokenizer)
         self.checks.knows(parts={"teacher_model": model if self.shares_tokens else None})
         layout = choose_layout(model, self.args, padded=False)
-        shared = layout.kind == self.layout.kind == "tree" and layout.rope_switch is None
+        fits = layout.dense_mask <= self.layout.dense_mask and layout.rope_switch is layout.rope_end is None
+        shared = layout.kind == self.layout.kind == "tree" and fits
         running = functools.partial(frozen, model, self.accelerator.autocast)
         self.teacher = ModelTeacher(running, layout, shared and self.shares_tokens, self.pad_token_id)
 

@@ -34,7 +34,6 @@ from posttrain.losses.advantages import weighted_total
 from posttrain.losses.ppo import Moments, merge_moments
 from posttrain.metrics import MetricBuffer, mean
 from posttrain.models import parallel
-from posttrain.models.attention import probe_layout
 from posttrain.models.forward import forward
 from posttrain.models.heads import causal_lm
 from posttrain.models.load import create_model_from_path, get_config_model_id, load_classifier, resolve_pad_token
@@ -198,15 +197,14 @@ class PPOTrainer(OnlineTrainer, config=PPOConfig):
         return [function for function in self.rewards.functions if isinstance(function, TokenReward)]
 
     def _join_value(self) -> None:
-        """Make the value function a part of the policy; one that cannot read the policy's layout makes it padded."""
+        """Make the value function a part of the policy, in a layout that both can read."""
         value = attach_value(self.model, self._given_value)
         if self.args.disable_dropout:
             disable_dropout_in_model(value)
         if not isinstance(value, ValueHead):
             config: Any = value.config
             config.get_text_config().pad_token_id = self.pad_token_id
-            layout = probe_layout(value)
-            self.layout = layout if layout.kind == "padded" else self.layout
+            self.read_also_by(value)
 
     def _stops(self) -> tuple[int, ...]:
         """Tokens at which generation stops."""
@@ -240,6 +238,7 @@ class PPOTrainer(OnlineTrainer, config=PPOConfig):
         given, adapter = self._given_reference, self.args.ref_adapter_name
         if given is not None and self.args.disable_dropout:
             disable_dropout_in_model(given)
+        self.read_also_by(given)
         return Reference(self.model, fresh_adapter=self.fresh_adapter, given=given, adapter=adapter)
 
     @property
