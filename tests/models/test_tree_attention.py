@@ -281,7 +281,6 @@ def test_a_layer_that_takes_no_segments_gets_a_mask_and_says_why(kind, caplog, m
     assert ("softcap" if kind == "capped" else "attention_dropout=1e-09") in caplog.text
 
 
-<<<<<<< HEAD
 @pytest.mark.parametrize("window", [None, 300])
 @pytest.mark.parametrize("parents", SHAPES.values(), ids=SHAPES)
 def test_block_lists_made_on_the_host_cover_what_is_visible(parents, window):
@@ -314,7 +313,8 @@ def test_blocks_below_the_diagonal_of_a_long_sequence_are_whole():
     blocks = tree_attention.block_mask(forest([-1], [700]), None, None, None)
     assert blocks.full_kv_num_blocks.tolist() == [[[0, 1, 2, 3, 4, 0]]]
     assert blocks.kv_num_blocks.tolist() == [[[1, 1, 1, 1, 1, 6]]]
-=======
+
+
 def test_plain_attention_of_other_models_stays_what_each_layer_says():
     """Its function is of no one name: a subclass inherits it from another file, and a file may have several of them."""
     from transformers.models.llama import modeling_llama
@@ -359,4 +359,3 @@ def test_parts_of_one_size_share_their_mask():
     tries = Forest(forest([-1], [512]))
     masks = {id(tries.mask(part, 64, torch.float32)) for part in tries.parts(64) if part.ahead is not None}
     assert len(tries.parts(64)) == 15 and len(masks) == 1
->>>>>>> part-w1
