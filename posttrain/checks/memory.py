@@ -289,12 +289,14 @@ def _layout(args: Any, config: Any, device: str) -> Layout:
     from posttrain.models.attention import layout_for
 
     given = dict(getattr(args, "model_init_kwargs", None) or {}).get("attn_implementation")
-    text = SimpleNamespace(_attn_implementation=given or getattr(config, "_attn_implementation", None))
-    weight = SimpleNamespace(device=torch.device(device))
+    told = config.get_text_config().to_dict()
+    text = SimpleNamespace(**told | {"_attn_implementation": given or getattr(config, "_attn_implementation", None)})
+    autocast = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None
+    weight = SimpleNamespace(device=torch.device(device), dtype=torch.float32)
     model: Any = SimpleNamespace(
         config=SimpleNamespace(get_text_config=lambda: text), parameters=lambda: iter([weight])
     )
-    layout = layout_for(model)
+    layout = layout_for(model, autocast=None if device == "cpu" else autocast)
     row_tokens, multiple = getattr(args, "max_row_tokens", None), getattr(args, "pad_to_multiple_of", None)
     layout = layout if row_tokens is None else replace(layout, row_tokens=row_tokens)
     return replace(layout, pad_to_multiple_of=multiple) if multiple else layout

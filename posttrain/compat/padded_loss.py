@@ -220,10 +220,10 @@ def _reads(owner: type, method: str, *names: str) -> bool:
     return any(getattr(node, kinds.get(type(node), ""), None) in names for node in ast.walk(tree))
 
 
-def label_tokens(trainer: Any) -> Tensor | None:
+def label_tokens(counts: Denominators, divides: bool) -> Tensor | None:
     """Label tokens of the optimiser step over all ranks, where the loss is divided by them; None elsewhere, as in TRL."""
-    tokens = trainer.denominators.tokens
-    return torch.tensor(round(tokens) if tokens == round(tokens) else tokens) if trainer.takes_loss_func else None
+    tokens = counts.tokens
+    return torch.tensor(round(tokens) if tokens == round(tokens) else tokens) if divides else None
 
 
 def _as_said(inputs: Any, counts: Denominators) -> Denominators:
@@ -300,7 +300,7 @@ class BeforeUser(Trainer):
             return (loss, None) if return_outputs else loss
         whole, passes = self.denominators, self._passes_of_mean
         # In training a subclass was asked as the step began; in evaluation it is not asked, as in TRL.
-        items = label_tokens(self)
+        items = label_tokens(self.denominators, self.takes_loss_func)
         with with_attributes(self, {"denominators": _shared(whole, passes)}):
             # What `super()` returns without a count is then a micro-batch's mean.
             result = super().compute_loss(model, shown, return_outputs, num_items_in_batch=items)
@@ -350,7 +350,7 @@ class BehindUser(Trainer):
         return samples, self._get_num_items_in_batch(samples, device)
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Tensor | None:
-        return label_tokens(self)
+        return label_tokens(self.denominators, self.takes_loss_func)
 
     def compute_loss(
         self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None

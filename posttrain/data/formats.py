@@ -194,24 +194,6 @@ def get_dataset_column_names(dataset: Any) -> list[str]:
     return list(dataset.column_names or next(iter(dataset), {}))
 
 
-def plain_rows(dataset: Any) -> Any:
-    """A dataset (or several by name, or None) whose rows are Python's lists and numbers, whatever ``with_format`` asked for.
-
-    Columns that the format left out stay out. A transform (``with_transform``) stays too; `first_row` refuses it.
-    """
-    import datasets
-
-    if isinstance(dataset, dict):
-        return {name: plain_rows(one) for name, one in dataset.items()}
-    if isinstance(dataset, datasets.IterableDataset):
-        return dataset.with_format(None)
-    if not isinstance(dataset, datasets.Dataset) or dataset.format["type"] in (None, "custom"):
-        return dataset
-    kept, every = dataset.format["columns"], dataset.format["output_all_columns"]
-    dataset = dataset.with_format(None)
-    return dataset if every or len(kept) == len(dataset.column_names) else dataset.select_columns(kept)
-
-
 class DatasetDescription(TypedDict):
     """What `describe_dataset` says: type (as the documentation names them), format, columns, and whether there are images."""
 
@@ -610,3 +592,21 @@ def shown_pieces(
 def _runs(tokenizer: Any, ids: list[int], flags: list[Any]) -> list[tuple[str, bool]]:
     runs = groupby(zip(ids, map(bool, flags), strict=True), key=itemgetter(1))
     return [(tokenizer.decode([token for token, _ in group]), learnt) for learnt, group in runs]
+
+
+def plain_rows(dataset: Any) -> Any:
+    """A dataset (or several by name, or None) whose rows are Python's lists and numbers, whatever ``with_format`` asked for.
+
+    Columns that the format left out stay out. A transform (``with_transform``) stays too; `first_row` refuses it.
+    """
+    import datasets
+
+    if isinstance(dataset, dict):
+        return {name: plain_rows(one) for name, one in dataset.items()}
+    if isinstance(dataset, datasets.IterableDataset):
+        return dataset.with_format(None)
+    if not isinstance(dataset, datasets.Dataset) or dataset.format["type"] in (None, "custom"):
+        return dataset
+    kept, every = dataset.format["columns"], dataset.format["output_all_columns"]
+    dataset = dataset.with_format(None)
+    return dataset if every or len(kept) == len(dataset.column_names) else dataset.select_columns(kept)

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from posttrain.data.pictures import Background, Picture, Placed, shaded
-from posttrain.errors import ConfigError, DataError, ModelError
+from posttrain.errors import DataError, ModelError
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +71,7 @@ GRID, PARTS, PARTS_ASKED = "image_grid_thw", "text_replacement_offsets", "return
 # Of a processor's output what its text needs, or a loss.
 TEXT_KEYS = {"input_ids", "attention_mask", "token_type_ids", KINDS, "labels", PARTS, "cross_attention_mask"}
 TEXT_KEYS |= {"num_crops", "num_patches", "num_tiles", "rows", "cols"}
-# A picture that is cut into tiles where any is. Its sides are multiples of all usual patches, for processors that resize nothing.
-LARGE = (1568, 1120)
+LARGE = (1568, 1120)  # A picture that is cut into tiles where any is; of whole patches where nothing is resized.
 REMEMBERED = 4096  # Sizes whose expansion is kept.
 
 
@@ -130,7 +129,7 @@ class PictureProcessor:
     def __getstate__(self) -> dict[str, Any]:
         # What was remembered is no part of a dataset's fingerprint.
         return {
-            **{k: v for k, v in vars(self).items() if k not in ("controls", "escapes", "_alone", "_begins", "_mark")},
+            **{k: v for k, v in vars(self).items() if k not in ("controls", "escapes", "_alone", "_mark")},
             "_expansions": {},
             "_sizes": {},
             "resized": 0,
@@ -324,14 +323,10 @@ class PictureProcessor:
         return placed
 
     def begun(self, text: str) -> str:
-        """A text with the bos token before it, where the tokenizer adds one: so do processors, whatever their template writes."""
-        bos = self.tokenizer.bos_token
-        # A model that reads prompts both ways has its bos token behind the images.
-        return text if not self._begins or self.family.block == "prompt" or text.startswith(bos) else bos + text
-
-    @functools.cached_property
-    def _begins(self) -> bool:
-        return self.tokenizer("")["input_ids"][:1] == [self.tokenizer.bos_token_id]
+        """A text with the bos token before it, where the tokenizer adds one; some models have theirs behind the images."""
+        bos, first = self.tokenizer.bos_token, self.tokenizer("")["input_ids"][:1]
+        adds = first == [self.tokenizer.bos_token_id] and self.family.block != "prompt"
+        return bos + text if adds and not text.startswith(bos) else text
 
     def expansion(self, picture: Picture) -> Expansion:
         """What stands in the text for a picture; it depends on the size alone."""
@@ -433,27 +428,8 @@ class PictureProcessor:
 
     def shaded(self, size: tuple[int, int], *, turned: bool = False) -> Picture:
         """A picture to try the processor with; where it resizes nothing, larger by a factor that makes whole patches of it."""
-        resizes = getattr(getattr(self.processor, "image_processor", None), "do_resize", True)
-        width, height = size if resizes else (8 * size[0], 8 * size[1])
-        return shaded((width, height), turned=turned)
-
-    def prepares_as(self, other: PictureProcessor) -> bool:
-        """Whether pictures of three sizes become the same tensors here and there.
-
-        Raises:
-            ConfigError: They stand for other tokens, so that two models could not read the same ids.
-        """
-        for picture in (shaded(LARGE), self.shaded((112, 56)), self.shaded((56, 112))):
-            mine, theirs = self.expansion(picture), other.expansion(picture)
-            if (mine.count, mine.grid) != (theirs.count, theirs.grid):
-                raise ConfigError(
-                    f"two models are to read the same ids, and a picture of {picture.size} has {mine.count} tokens (grid "
-                    f"{mine.grid}) by the processor of one and {theirs.count} (grid {theirs.grid}) by that of the other. Fix: "
-                    "the same sizes in the settings of both processors, or GOLD with use_uld_loss=True."
-                )
-            if not _equal(self.prepare(picture), other.prepare(picture)):
-                return False
-        return True
+        factor = 1 if getattr(getattr(self.processor, "image_processor", None), "do_resize", True) else 8
+        return shaded((factor * size[0], factor * size[1]), turned=turned)
 
     def join(self, prepared: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
         """Tensors of several pictures as the tower takes them at once, in the given order."""

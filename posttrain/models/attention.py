@@ -122,19 +122,20 @@ def padded_layout(model: Module) -> Layout:
     return Layout("padded", row_tokens=4096, rope_switch=switch, rope_end=end)
 
 
-def layout_for(model: Module, *, dense_mask: bool = False) -> Layout:
+def layout_for(model: Module, *, dense_mask: bool = False, autocast: torch.dtype | None = None) -> Layout:
     """The layout that the model's attention backend is fastest with; not yet proven, see `probe_layout`.
 
     Args:
         model: On the device on which it trains.
         dense_mask: Attention must take a mask.
+        autocast: What products are computed in where that is not the dtype of the weights.
     """
     config: Any = model.config
     implementation = getattr(config.get_text_config(), "_attn_implementation", None) or "sdpa"
     if implementation not in MASKABLE:
         return padded_layout(model)
     switch, end = rope_limits(model)
-    fastest = _dense_layout(model) if dense_mask else _fastest_layout(model, implementation)
+    fastest = _dense_layout(model) if dense_mask else _fastest_layout(model, implementation, autocast)
     layout = replace(fastest, rope_switch=switch, rope_end=end)
     encoder = picture_encoder(model)
     if encoder is None:
@@ -149,10 +150,10 @@ def layout_for(model: Module, *, dense_mask: bool = False) -> Layout:
     return replace(layout, joins_rows=family.block != "prompt")
 
 
-def _fastest_layout(model: Module, implementation: str) -> Layout:
+def _fastest_layout(model: Module, implementation: str, autocast: torch.dtype | None) -> Layout:
     if implementation == "flex_attention":
         return Layout("tree", dense_mask=True, row_tokens=16384, max_tree_tokens=65536, pad_to_multiple_of=128)
-    if not dense_layers(model):
+    if not dense_layers(model, autocast):
         return Layout("tree", row_tokens=2048, max_tree_tokens=65536)
     return _dense_layout(model)
 
@@ -166,10 +167,10 @@ def _dense_layout(model: Module) -> Layout:
     return replace(rows, dense_mask=True)
 
 
-def dense_layers(model: Module) -> str:
+def dense_layers(model: Module, autocast: torch.dtype | None = None) -> str:
     """Why attention of a model needs a mask, as far as its config tells; empty where it takes segments."""
     text = causal_lm(model).config.get_text_config()
-    if reason := tree_attention.no_kernel(next(model.parameters()).device.type, coarsest_dtype(model)):
+    if reason := tree_attention.no_kernel(next(model.parameters()).device.type, autocast or coarsest_dtype(model)):
         return reason
     if getattr(text, "attn_logit_softcapping", None):
         return f"attn_logit_softcapping={text.attn_logit_softcapping}"
@@ -268,7 +269,7 @@ def _narrowed(model: Module, windows: dict[str, int]) -> Iterator[None]:
 
 
 @torch.no_grad()
-def probe_layout(model: Module) -> Layout:
+def probe_layout(model: Module, autocast: torch.dtype | None = None) -> Layout:
     """The first of three layouts with which the model computes a forest as it computes each of its sequences alone.
 
     Segments (`posttrain.models.tree_attention`), a dense mask, or padded rows of one sequence each; the log says which of them a
@@ -278,14 +279,19 @@ def probe_layout(model: Module) -> Layout:
     gradients of attention by parts. State-space, linear-attention and some custom models do not pass, and train on padded rows.
     That frequencies of longrope depend on the longest sequence of a pass is not probed: it is known (`rope_limits`), and the
     layout keeps such sequences apart.
+
+    Args:
+        model: Ready to run, on the device on which it trains.
+        autocast: What products are computed in where that is not the dtype of the weights; on a CPU the probe looks without.
     """
-    key = probe_key(model)
+    autocast = None if next(model.parameters()).device.type == "cpu" else autocast
+    key = f"{probe_key(model)} {autocast}"
     if key in PROBED:
         return PROBED[key]
-    layout, text = layout_for(model), causal_lm(model).config.get_text_config()
+    layout, text = layout_for(model, autocast=autocast), causal_lm(model).config.get_text_config()
     name = type(model).__name__ + " " + text.model_type
     backend = str(getattr(text, "_attn_implementation", None))
-    if layout.kind == "tree" and not layout.dense_mask and (fault := _fault(model, layout)):
+    if layout.kind == "tree" and not layout.dense_mask and (fault := _fault(model, layout, autocast)):
         layout = replace(layout_for(model, dense_mask=True), rope_switch=layout.rope_switch, rope_end=layout.rope_end)
         logger.warning(
             "%s with attn_implementation=%r does not take segments of sequences (%s). Rows get a dense mask: correct, and "
@@ -407,29 +413,31 @@ def _own_logps(model: Any, inputs: Mapping[str, Tensor]) -> Tensor:
     return torch.log_softmax(logits[:-1], -1).gather(-1, ids[1:, None])[:, 0]
 
 
-def _fault(model: Module, layout: Layout) -> str:
+def _fault(model: Module, layout: Layout, autocast: torch.dtype | None = None) -> str:
     """Why a model cannot take this layout; empty where it can. Any failure means the same."""
+    device = next(model.parameters()).device.type
+    computed = nullcontext() if autocast is None else torch.autocast(device, dtype=autocast)
     training = model.training
     model.eval()
     try:
         if layout.dense_mask:
             return _forest_fault(model, layout)
-        with tree_attention.refusing():
-            return _kernel_fault(model) or _forest_fault(model, layout)
+        with tree_attention.refusing(), computed:
+            return _kernel_fault(model, autocast) or _forest_fault(model, layout)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     finally:
         model.train(training)
 
 
-def _kernel_fault(model: Module) -> str:
+def _kernel_fault(model: Module, autocast: torch.dtype | None) -> str:
     """What log-probs alone do not show: gradients of the kernels that this device has, at the heads of this model."""
     text, weight = causal_lm(model).config.get_text_config(), next(model.parameters())
     heads, kv = (getattr(text, name, None) for name in ("num_attention_heads", "num_key_value_heads"))
     size = getattr(text, "head_dim", None) or (text.hidden_size // heads if heads else None)
     if not isinstance(heads, int) or not isinstance(size, int):
         return ""
-    dtype = coarsest_dtype(model) if coarsest_dtype(model).is_floating_point else weight.dtype
+    dtype = autocast or (coarsest_dtype(model) if coarsest_dtype(model).is_floating_point else weight.dtype)
     return tree_attention.kernel_fault(weight.device, dtype, heads, kv if isinstance(kv, int) else heads, size)
 
 
@@ -454,6 +462,8 @@ def _forest_fault(model: Module, layout: Layout) -> str:
 
 def _share(model: Module) -> float:
     """Of the truth's spread, by which numbers may differ."""
+    if torch.is_autocast_enabled(next(model.parameters()).device.type):
+        return 0.1
     return TOLERANCE.get(coarsest_dtype(model), 0.1)
 
 

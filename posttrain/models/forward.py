@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -247,8 +247,9 @@ def batch_logps(
     found: dict[int, list[float]] = {}
     for batch, counts in batches:
         logp = forward(model, batch, temperature=temperature, chunk_size=chunk_size).logp
-        for origin, values in zip(batch.origin, split_by_sequence(logp, batch) if counts else (), strict=counts):
-            found[origin] = values.tolist()
+        if counts:  # Two copies to the host, not one a completion.
+            pieces = split_by_sequence(logp.cpu(), replace(batch, sequence=batch.sequence.cpu()))
+            found |= {origin: values.tolist() for origin, values in zip(batch.origin, pieces, strict=True)}
     return [found[i] for i in range(len(found))]
 
 

@@ -259,15 +259,19 @@ def load_classifier(model_id: str, *, num_labels: int, **kwargs: Any) -> PreTrai
         transformers_logging.set_verbosity(verbosity)
 
 
-def model_id_of(model: Any, trainer: str) -> str:
+def model_id_of(model: Any, needed_by: str) -> str:
     """The name or folder that a model comes from, given as a string or as an object.
+
+    Args:
+        model: Of a trainer.
+        needed_by: Name of the trainer, for the error.
 
     Raises:
         ConfigError: There is none.
     """
     if model is None:
         raise ConfigError(
-            f"{trainer} needs a model, and it is None (model_init is not read: checks and data need the model first). Fix: "
+            f"{needed_by} needs a model, and it is None (model_init is not read: checks and data need the model first). Fix: "
             "model=model_init(), or the name of a model."
         )
     return model if isinstance(model, str) else get_config_model_id(causal_lm(model).config)

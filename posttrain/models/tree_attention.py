@@ -593,15 +593,13 @@ def block_mask(batch: Batch, window: int | None, chunk: int | None, span: Tensor
     if window is not None or chunk is not None or span is not None:
         whole &= False
     some &= ~whole
-    device = until.device
-
-    def lists(found: Tensor) -> tuple[Tensor, Tensor]:
-        order = found.int().argsort(-1, descending=True, stable=True)
-        return found.sum(-1).int()[:, None].to(device), order.int()[:, None].to(device)
-
-    return BlockMask.from_kv_blocks(
-        *lists(some), *lists(whole), BLOCK_SIZE=size, mask_mod=rule, seq_lengths=(width, width)
-    )
+    # How many key blocks each query block has, and which, in one copy to the device.
+    both = torch.stack([some, whole]).int()
+    listed = torch.cat([both.sum(-1, keepdim=True), both.argsort(dim=-1, descending=True, stable=True)], -1)
+    numbers, order = listed.int()[:, :, None].to(until.device).split([1, count], -1)
+    lists = (numbers[0, ..., 0], order[0], numbers[1, ..., 0], order[1])
+    lists = tuple(one.contiguous() for one in lists)
+    return BlockMask.from_kv_blocks(*lists, BLOCK_SIZE=size, mask_mod=rule, seq_lengths=(width, width))
 
 
 def forest_bias(forest: Forest, window: int | None, dtype: torch.dtype, reason: str = "") -> Tensor:

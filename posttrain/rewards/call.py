@@ -272,12 +272,14 @@ class RewardCall:
 
 
 def _copy(value: Any) -> Any:
-    """Lists and dicts as new ones, all the way down; what they hold else, such as pictures, as it is."""
-    if isinstance(value, list):
-        return [_copy(item) for item in value]
-    if isinstance(value, dict):
-        return {key: _copy(item) for key, item in value.items()}
-    return copy.copy(value) if isinstance(value, Mapping) else value
+    """Lists and dicts as new ones of their own kind, all the way down; what they hold else, such as pictures, as it is."""
+    if not isinstance(value, list | Mapping):
+        return value
+    made: Any = copy.copy(value)  # A message that was parsed keeps what was written (`ParsedMessage.raw`).
+    if isinstance(value, list | dict):
+        for key in range(len(value)) if isinstance(value, list) else value:
+            made[key] = _copy(value[key])
+    return made
 
 
 def columns_read(function: Callable) -> str:

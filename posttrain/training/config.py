@@ -466,11 +466,12 @@ def choose_layout(model: Any, args: Any, *, padded: bool) -> Layout:
 
     Args:
         model: Ready to run.
-        args: ``max_row_tokens``, ``pad_to_multiple_of``.
+        args: ``max_row_tokens``, ``pad_to_multiple_of``, ``bf16``, ``fp16``.
         padded: Whether something wants one sequence a row; virtual tokens do in any case.
     """
     probe_head(model)
-    layout = padded_layout(model) if padded or learns_prompts(model) else probe_layout(model)
+    autocast = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None
+    layout = padded_layout(model) if padded or learns_prompts(model) else probe_layout(model, autocast)
     if args.max_row_tokens is not None and layout.row_tokens > 1:
         layout = replace(layout, row_tokens=args.max_row_tokens)
     multiple = getattr(args, "pad_to_multiple_of", None)

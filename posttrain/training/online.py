@@ -77,8 +77,8 @@ class OnlineTrainer(PostTrainer, config=OnlineConfig):
     runner_class: ClassVar[type[RewardRunner]] = RewardRunner
     # Whether tools, environments and a rollout function are taken.
     takes_episodes: ClassVar[bool] = False
-    # Whether a prompt that is too long is cut to `prompt_limit` instead of being refused.
-    cuts_prompts = False
+    # Whether a prompt that is too long is cut to `prompt_limit` instead of being refused; whether training samples.
+    cuts_prompts, samples_completions = False, True
     zero_gradient_is_normal = True
     check_area: ClassVar[str] = "R"
     excluded_codes: ClassVar[tuple[str, ...]] = WATCHED_CODES
@@ -125,8 +125,7 @@ class OnlineTrainer(PostTrainer, config=OnlineConfig):
         self.reference = self.make_reference()
         if self.reference is not None and self.reference.copy is not None:
             self.reference.copy.to(self.args.device)
-        if self.samples_completions:
-            self.prompt_source.check_context(self.context)
+        self.prompt_source.check_context(self.context if self.samples_completions else None)
         if self.weight_sync.needs_weight_sync:
             self.weight_sync.check_engine(self.engine)
         self.announce()
@@ -228,11 +227,6 @@ class OnlineTrainer(PostTrainer, config=OnlineConfig):
             rows = self.vision.opened(self.prompt_source.trial_rows(head))
             self.rewards.dry_run(rows, conversational=is_conversational(rows[0]))
         return train, evaluation
-
-    @property
-    def samples_completions(self) -> bool:
-        """Whether training samples, so that a completion must have room beside its prompt."""
-        return True
 
     @property
     def may_read_images(self) -> bool:

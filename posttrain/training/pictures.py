@@ -11,6 +11,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import torch
 from datasets import Features, List, Value
 from transformers.utils.hub import cached_file
 
@@ -41,8 +42,8 @@ from posttrain.data.picture_rows import (
     row_features,
     side_by_side,
 )
-from posttrain.data.pictures import Picture, read_picture
-from posttrain.data.processors import PictureProcessor, family_of, load_processor
+from posttrain.data.pictures import Picture, read_picture, shaded
+from posttrain.data.processors import LARGE, PictureProcessor, family_of, load_processor
 from posttrain.errors import ConfigError, DataError, ModelError, check_rules
 from posttrain.losses.advantages import weighted_total
 from posttrain.metrics import Metric, mean
@@ -466,7 +467,7 @@ class Vision:
                 logger.warning(
                     "%s: its processor is not known, and images are prepared as the policy's: %s", path, error
                 )
-        alike = not hasattr(own, "image_processor") or self.reader.prepares_as(PictureProcessor(own))
+        alike = not hasattr(own, "image_processor") or _alike(self.reader, PictureProcessor(own))
         cache = int(self.args.image_cache_gb * 2**30)
         install_pictures(model, self.processor if alike else own, cache_bytes=cache)
         return alike
@@ -511,3 +512,23 @@ def _processor_of(processing_class: Any, model_id: str, *, images: bool) -> Any:
             "column 'images' or 'image', or inside messages. Fix: processing_class=AutoProcessor.from_pretrained(the model)."
         )
     return load_processor(model_id) if images else None
+
+
+def _alike(mine: PictureProcessor, theirs: PictureProcessor) -> bool:
+    """Whether pictures of three sizes become the same tensors here and there.
+
+    Raises:
+        ConfigError: They stand for other tokens, so that two models could not read the same ids.
+    """
+    for picture in (shaded(LARGE), mine.shaded((112, 56)), mine.shaded((56, 112))):
+        one, other = mine.expansion(picture), theirs.expansion(picture)
+        if (one.count, one.grid) != (other.count, other.grid):
+            raise ConfigError(
+                f"two models are to read the same ids, and a picture of {picture.size} has {one.count} tokens (grid {one.grid}) "
+                f"by the processor of one and {other.count} (grid {other.grid}) by that of the other. Fix: the same sizes in the "
+                "settings of both processors, or GOLD with use_uld_loss=True."
+            )
+        first, second = mine.prepare(picture), theirs.prepare(picture)
+        if first.keys() != second.keys() or not all(torch.equal(one, second[name]) for name, one in first.items()):
+            return False
+    return True

@@ -105,17 +105,17 @@ class PostTrainer(transformers.Trainer):
         model_id = load.model_id_of(model, type(self).__name__)
         args = config.as_config(self.config_class, args or f"{Path(model_id).name or 'model'}-{self._suffix}")
         config.check_hooks(self, trainer_kwargs.get("compute_loss_func"))
-        self.user_collator = trainer_kwargs.pop("data_collator", None)
+        self.args, self.user_collator = args, trainer_kwargs.pop("data_collator", None)
         config.check_arguments(type(self), model, args, train_dataset, self.user_collator)
         set_seed(args.seed)
-        train_dataset, eval_dataset = plain_rows(train_dataset), plain_rows(eval_dataset)
         init = dict(args.model_init_kwargs or {}) if isinstance(model, str) else {}
-        sets, shown = (train_dataset, eval_dataset), self.returns_images
+        sets, shown = tuple(map(plain_rows, (train_dataset, eval_dataset))), self.returns_images
+        train_dataset, eval_dataset = sets
         self.vision = Vision(args, processing_class, model_id, sets, takes=self.takes_images, returned=shown)
         self.processing_class = self.vision.tokenizer or load.load_tokenizer(
             model_id, trust_remote_code=args.trust_remote_code, revision=init.get("revision")
         )
-        self.args, self.added_tokens = args, list[int]()
+        self.added_tokens: list[int] = []
         if load.changes_vocabulary(args):
             whole = self._load(model, args, init, quantization_config)
             model, self.processing_class, self.added_tokens = load.clone_chat_template(
@@ -543,8 +543,11 @@ class PostTrainer(transformers.Trainer):
 
     def predict(self, test_dataset: Any, *args: Any, **kwargs: Any) -> Any:
         """As `transformers.Trainer.predict`; a raw dataset is prepared first, and full logits want one sequence a row."""
-        with config.with_attributes(self, {"layout": Layout("padded", row_tokens=self.layout.row_tokens)}):
+        layout, self.layout = self.layout, Layout("padded", row_tokens=self.layout.row_tokens)
+        try:
             output = super().predict(self.prepare_evaluation(plain_rows(test_dataset)), *args, **kwargs)
+        finally:
+            self.layout = layout
         count_rounds(output.metrics, self._eval_rounds)
         return output
 

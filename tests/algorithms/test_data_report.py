@@ -10,6 +10,7 @@ import pytest
 
 from posttrain import DataError, DPOConfig, DPOTrainer, KTOConfig, SFTConfig, SFTTrainer
 from posttrain.checks.rows import check_rows
+from posttrain.data.formats import plain_rows
 from posttrain.types import Row
 from tests.wordings import raises
 
@@ -108,3 +109,13 @@ def test_keep_end_is_deprecated_where_it_is_and_no_finding_recommends_it(tiny_to
     rows = [Row([3, 4], [[5, 6]], [[0, 0]]), Row([], [[7] * 9], [[1] * 9])]
     found = check_rows(rows, tiny_tokenizer, limit=8)
     assert found and not any("keep_end" in finding.fix for finding in found)
+
+
+def test_plain_rows_have_no_format_and_the_columns_that_it_showed():
+    rows = datasets.Dataset.from_list([{"input_ids": [1, 2], "text": "x"}])
+    shown = plain_rows({"a": rows.with_format("torch", columns=["input_ids"]), "b": rows.with_format("numpy")})
+    assert (shown["a"][0], shown["b"][0]) == ({"input_ids": [1, 2]}, rows[0])
+    every = rows.with_format("torch", columns=["input_ids"], output_all_columns=True)
+    assert plain_rows(every)[0] == rows[0]
+    changed = rows.with_transform(lambda batch: batch)
+    assert plain_rows(changed) is changed and plain_rows(None) is None and plain_rows(rows) is rows

@@ -11,7 +11,6 @@ from posttrain.data.formats import (
     is_conversational,
     is_conversational_from_value,
     maybe_convert_to_chatml,
-    plain_rows,
     remove_none_values,
     strip_none,
 )
@@ -145,13 +144,3 @@ def test_mixed_rows_are_refused_by_number_and_not_by_the_first_row():
         describe_dataset(datasets.Dataset.from_dict({"question": ["a"]}))
     with raises(DataError):
         describe_dataset(datasets.Dataset.from_dict({"text": []}))
-
-
-def test_plain_rows_have_no_format_and_the_columns_that_it_showed():
-    rows = datasets.Dataset.from_list([{"input_ids": [1, 2], "text": "x"}])
-    shown = plain_rows({"a": rows.with_format("torch", columns=["input_ids"]), "b": rows.with_format("numpy")})
-    assert (shown["a"][0], shown["b"][0]) == ({"input_ids": [1, 2]}, rows[0])
-    every = rows.with_format("torch", columns=["input_ids"], output_all_columns=True)
-    assert plain_rows(every)[0] == rows[0]
-    changed = rows.with_transform(lambda batch: batch)
-    assert plain_rows(changed) is changed and plain_rows(None) is None and plain_rows(rows) is rows

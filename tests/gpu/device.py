@@ -112,10 +112,18 @@ class Stream:
 
 
 WAITS = Waits()
+_pretended = False
+
+
+def pretends() -> bool:
+    """Whether ``cuda`` is the pretended device in this process."""
+    return _pretended
 
 
 def pretend() -> None:
     """Make this process see one GPU, and count in `WAITS`."""
+    global _pretended
+    _pretended = True
     library = ctypes.CDLL(str(build()))
     for name in ("pretended_allocated", "pretended_most_allocated"):
         getattr(library, name).restype = ctypes.c_int64
@@ -162,6 +170,7 @@ def pretend() -> None:
     torch.cuda.Stream = torch.cuda.Event = torch.cuda.device = Stream  # type: ignore[assignment, misc]
     torch.cuda.default_generators = (torch.default_generator,)
     torch.backends.cuda.is_built = answer(True)
+    torch.compiler.set_stance("force_eager")  # What is compiled for a GPU runs uncompiled.
     # torch makes storage without a tensor for devices that it was built with alone.
     torch.UntypedStorage.clone = lambda storage: torch.empty(
         storage.nbytes(), dtype=torch.uint8, device=storage.device

@@ -16,13 +16,14 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from tests.gpu import device
+from tests.gpu import device, varlen
 from tests.ranks import ENVIRONMENT, ROOT, leave, run_ranks
 
 FILE = Path(__file__).with_name("waits.json")
@@ -63,6 +64,15 @@ SCENARIOS: dict[str, Scenario] = {
     # The CPU's run is float32: rounding to eight bits is what is left between them.
     "sft bf16": Scenario("sft", on_device=HALF, close=0.05),
     "sft lora": Scenario("sft", {"lora": True, "learning_rate": 0.5}),
+    "sft weights in bf16": Scenario("sft", on_device={"weights": torch.bfloat16}, close=0.05),
+    # Calls of variable-length attention, which stand-ins answer on the pretended device (a real one wants half precision).
+    "sft segments": Scenario("sft", on_device={"segments": True}),
+    "sft segments in bf16": Scenario("sft", on_device=HALF | {"segments": True}, close=0.05),
+    "sft packed segments": Scenario("sft", {"packing": True, "max_length": 64}, {"segments": True}),
+    "dpo segments": Scenario("dpo", on_device={"segments": True}),
+    "grpo segments": Scenario("grpo", {"rollout_engine": "native", "long": True}, {"segments": True}),
+    # A CPU has no backward pass of it.
+    "sft flex_attention": Scenario("sft", on_device={"attention": "flex_attention"}),
     "sft packed": Scenario("sft", {"packing": True, "max_length": 64}),
     "sft checkpointing": Scenario("sft", on_device={"gradient_checkpointing": True}),
     "sft offloading": Scenario("sft", on_device={"activation_offloading": True}),
@@ -97,24 +107,28 @@ SCENARIOS: dict[str, Scenario] = {
 def build(kind: str, folder: Path, settings: dict[str, Any]) -> Any:
     """A trainer on a two-layer model."""
     from tests.algorithms import helpers
-    from tests.conftest import build_tokenizer
+    from tests.conftest import build_model, build_tokenizer
     from tests.matrix import adapter, pictured
 
     tokenizer = build_tokenizer()
     tokenizer.pad_token = "<|endoftext|>"
     settings = COMMON | settings
     settings |= adapter(settings.pop("lora", False))
+    model = build_model(len(tokenizer)).to(settings.pop("weights", torch.float32))
+    model.set_attn_implementation(settings.pop("attention", "sdpa"))
     # The helpers of each method's own tests.
     of = lambda name: importlib.import_module(f"tests.algorithms.{name}")  # noqa: E731
     four, sampled = settings | {"per_device_train_batch_size": 4}, settings | {"engine": "native"}
     makers: dict[str, Callable[[], Any]] = {
-        "sft": lambda: helpers.sft(folder, tokenizer, **settings),
+        "sft": lambda: helpers.sft(folder, tokenizer, model, **settings),
         "dpo": lambda: of("test_dpo").dpo(folder, tokenizer, **four),
         "reward": lambda: of("test_reward").reward(folder, tokenizer, **four),
         "grpo": lambda: helpers.grpo(folder, tokenizer, beta=0.05, **sampled),
         "rloo": lambda: of("test_rloo").rloo(folder, tokenizer, **sampled),
         "ppo": lambda: of("test_ppo").ppo(folder, tokenizer, **sampled),
-        "a2po": lambda: of("test_a2po").build(folder, tokenizer, **sampled | {"filter_all_incorrect": False}),
+        "a2po": lambda: of("test_a2po").build(
+            folder, tokenizer, helpers.count_a, **sampled | {"filter_all_incorrect": False}
+        ),
         "online dpo": lambda: of("test_online_dpo").make(folder, tokenizer, **settings),
         "async grpo": lambda: of("async_helpers").trainer(
             folder, tokenizer, written(of("async_helpers").sample), **settings
@@ -180,9 +194,12 @@ def run(name: str, where: str, folder: Path) -> dict[str, Any]:
         def on_step_begin(self, *given: Any, **options: Any) -> None:
             begun.append({kind: Counter(lines) for kind, lines in device.WAITS.by_line.items()})
 
-    trainer = build(scenario.kind, folder, settings)
-    trainer.add_callback(Begun())
-    trainer.train()
+    stands_in = settings.pop("segments", False) and device.pretends()
+    with varlen.standing_in() if stands_in else nullcontext():
+        trainer = build(scenario.kind, folder, settings)
+        assert not stands_in or not trainer.layout.dense_mask
+        trainer.add_callback(Begun())
+        trainer.train()
     if scenario.resumes:
         trainer = build(scenario.kind, folder, settings)
         trainer.train(resume_from_checkpoint=str(folder / "checkpoint-2"))

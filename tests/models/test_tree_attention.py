@@ -16,6 +16,7 @@ from posttrain.models.tree_attention import Forest, forest_mask, parts_of
 from posttrain.types import Batch, Row, Segment, check_segments
 from tests.conftest import build_model
 from tests.models.architectures import built
+from tests.gpu import varlen
 from tests.models.test_forward import family
 from tests.wordings import raises
 
@@ -160,49 +161,17 @@ def test_gradients_are_those_of_finite_differences():
         )
 
 
-def dense_level(level, window):
-    """``(queries, keys)`` bool: what variable-length attention lets a query see."""
-    sees = torch.zeros(level.query_ends[-1], level.key_ends[-1], dtype=torch.bool)
-    for i in range(len(level.query_ends) - 1):
-        a, b, c, d = *level.query_ends[i : i + 2], *level.key_ends[i : i + 2]
-        block = torch.ones(b - a, d - c, dtype=torch.bool)
-        sees[a:b, c:d] = block.tril().triu(-(window or len(block)) + 1) if level.causal else block
-    return sees
-
-
-def stand_in_forward(q, k, v, level, call):
-    """What CUDA's operator returns, by a mask."""
-    scores = torch.einsum("qhd,khd->hqk", q, k.repeat_interleave(q.shape[1] // k.shape[1], 1)) * call.scale
-    scores = scores.masked_fill(~dense_level(level, call.window), -math.inf)
-    lse = scores.logsumexp(-1)
-    values = v.repeat_interleave(q.shape[1] // v.shape[1], 1)
-    return torch.einsum("hqk,khd->qhd", (scores - lse[..., None]).exp(), values), lse
-
-
-def stand_in_backward(q, k, v, out, lse, grad, level, call):
-    """What a flash backward computes of the ``out`` and ``lse`` that it is given."""
-    repeat = q.shape[1] // k.shape[1]
-    keys, values = k.repeat_interleave(repeat, 1), v.repeat_interleave(repeat, 1)
-    scores = torch.einsum("qhd,khd->hqk", q, keys) * call.scale
-    p = (scores.masked_fill(~dense_level(level, call.window), -math.inf) - lse[..., None]).exp()
-    ds = p * (torch.einsum("qhd,khd->hqk", grad, values) - (grad * out).sum(-1).T[..., None]) * call.scale
-    dk, dv = torch.einsum("hqk,qhd->khd", ds, q), torch.einsum("hqk,qhd->khd", p, grad)
-    fold = [x.unflatten(1, (-1, repeat)).sum(2) for x in (dk, dv)]
-    return torch.einsum("hqk,khd->qhd", ds, keys), *fold
-
-
 @pytest.mark.parametrize("parents", SHAPES.values(), ids=SHAPES)
 def test_the_calls_of_an_accelerator_equal_a_dense_mask(parents, monkeypatch):
     """One call a level of all tries; the two operators that no CPU has are stood in for by what they are documented to do."""
     monkeypatch.setattr(tree_attention, "_by_parts", tree_attention._by_levels)
     monkeypatch.setattr(tree_attention, "_parts_backward", tree_attention._levels_backward)
-    monkeypatch.setattr(tree_attention, "varlen_forward", stand_in_forward)
-    monkeypatch.setattr(tree_attention, "varlen_backward", stand_in_backward)
     lengths = [(7 * i) % 23 + 1 for i in range(len(parents))]
-    for sinked in (False, True):
-        assert_equal(forest(parents, lengths, rows=2), sinked=sinked)
     flat = all(parent < 0 for parent in parents)
-    assert_equal(forest(parents, lengths), window=4 if flat else 1000)
+    with varlen.standing_in():
+        for sinked in (False, True):
+            assert_equal(forest(parents, lengths, rows=2), sinked=sinked)
+        assert_equal(forest(parents, lengths), window=4 if flat else 1000)
 
 
 def test_the_operators_of_an_accelerator_take_what_they_are_given():
@@ -335,6 +304,38 @@ def test_a_layer_that_takes_no_segments_gets_a_mask_and_says_why(kind, caplog, m
     assert ("softcap" if kind == "capped" else "attention_dropout=1e-09") in caplog.text
 
 
+@pytest.mark.parametrize("window", [None, 300])
+@pytest.mark.parametrize("parents", SHAPES.values(), ids=SHAPES)
+def test_block_lists_made_on_the_host_cover_what_is_visible(parents, window):
+    """Whole blocks are visible whole, and what is in no list is hidden; nothing of T x T is made for it."""
+    batch = forest(parents, [(211 * i) % 390 + 1 for i in range(len(parents))], rows=2)
+    dense = forest_mask(batch, window)[:, 0]
+    width, size = dense.shape[-1], 128
+    blocks = tree_attention.block_mask(batch, window, None, None)
+    count = -(-width // size)
+    padded = torch.nn.functional.pad(dense, (0, count * size - width, 0, count * size - width))
+    grid = padded.view(2, count, size, count, size).transpose(2, 3)  # (B, query block, key block, 128, 128)
+    some, whole = torch.zeros(2, 2, count, count, dtype=torch.bool)
+    for found, number, index in (
+        (some, blocks.kv_num_blocks, blocks.kv_indices),
+        (whole, blocks.full_kv_num_blocks, blocks.full_kv_indices),
+    ):
+        for b in range(2):
+            for q in range(count):
+                found[b, q, index[b, 0, q, : number[b, 0, q]].long()] = True
+    assert not (some & whole).any()
+    assert (grid.all(-1).all(-1) | ~whole).all()
+    assert (some | whole | ~grid.any(-1).any(-1)).all()
+    rule = blocks.mask_mod(
+        *torch.meshgrid(torch.arange(2), torch.zeros(1).long(), torch.arange(width), torch.arange(width), indexing="ij")
+    )
+    assert torch.equal(rule[:, 0], dense)
+
+
+def test_blocks_below_the_diagonal_of_a_long_sequence_are_whole():
+    blocks = tree_attention.block_mask(forest([-1], [700]), None, None, None)
+    assert blocks.full_kv_num_blocks.tolist() == [[[0, 1, 2, 3, 4, 0]]]
+    assert blocks.kv_num_blocks.tolist() == [[[1, 1, 1, 1, 1, 6]]]
 def test_plain_attention_of_other_models_stays_what_each_layer_says():
     """Its function is of no one name: a subclass inherits it from another file, and a file may have several of them."""
     from transformers.models.llama import modeling_llama
@@ -379,3 +380,4 @@ def test_parts_of_one_size_share_their_mask():
     tries = Forest(forest([-1], [512]))
     masks = {id(tries.mask(part, 64, torch.float32)) for part in tries.parts(64) if part.ahead is not None}
     assert len(tries.parts(64)) == 15 and len(masks) == 1
+>>>>>>> part-w1

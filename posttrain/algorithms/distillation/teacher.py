@@ -293,6 +293,20 @@ def _scores(teacher: ModelTeacher, rows: Sequence[Row], *, top_k: int, columns: 
     ]
 
 
+def _check_scorer(teacher: Any, tokenizer: Any, mode: str) -> str:
+    """Where the teacher comes from; refuse one that does not read the tokenizer's ids."""
+    name, width = load.get_config_model_id(causal_lm(teacher).config), logit_width(teacher)
+    if width < len(tokenizer):
+        raise ModelError(
+            f"the teacher has {width} logits, and the tokenizer {len(tokenizer)} tokens: they do not belong together."
+        )
+    own = None if mode == "off" else own_tokenizer(name, required=False)
+    if own is not None:
+        match = compare_tokenizers(tokenizer, own, widths=(None, width))
+        require_same_tokens(match, mode=mode, trainer="teacher scores", on_policy=False)
+    return name
+
+
 def score_dataset(
     teacher: Any,
     dataset: Any,
@@ -331,16 +345,7 @@ def score_dataset(
     for field, value in (("top_k", top_k), ("batch_size", batch_size)):
         if value < 1:
             raise ConfigError(f"{field}={value} must be at least 1.")
-    width = logit_width(teacher)
-    if width < len(tokenizer):
-        raise ModelError(
-            f"the teacher has {width} logits, and the tokenizer {len(tokenizer)} tokens: they do not belong together."
-        )
-    name = load.get_config_model_id(causal_lm(teacher).config)
-    own = None if tokenizer_check == "off" else own_tokenizer(name, required=False)
-    if own is not None:
-        match = compare_tokenizers(tokenizer, own, widths=(None, width))
-        require_same_tokens(match, mode=tokenizer_check, trainer="teacher scores", on_policy=False)
+    name = _check_scorer(teacher, tokenizer, tokenizer_check)
     limits = {"max_length": max_length, "max_prompt_length": max_prompt_length}
     first_row(dataset, "scored")
     dataset = with_template_arguments(with_prompt_column(plain_rows(dataset)), chat_template_kwargs)
