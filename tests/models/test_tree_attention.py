@@ -380,4 +380,3 @@ def test_parts_of_one_size_share_their_mask():
     tries = Forest(forest([-1], [512]))
     masks = {id(tries.mask(part, 64, torch.float32)) for part in tries.parts(64) if part.ahead is not None}
     assert len(tries.parts(64)) == 15 and len(masks) == 1
->>>>>>> part-w1
