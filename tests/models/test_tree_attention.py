@@ -15,8 +15,8 @@ from posttrain.models.forward import forward, sequence_logps
 from posttrain.models.tree_attention import Forest, forest_mask, parts_of
 from posttrain.types import Batch, Row, Segment, check_segments
 from tests.conftest import build_model
-from tests.models.architectures import built
 from tests.gpu import varlen
+from tests.models.architectures import built
 from tests.models.test_forward import family
 from tests.wordings import raises
 
