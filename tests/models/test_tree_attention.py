@@ -336,6 +336,8 @@ def test_blocks_below_the_diagonal_of_a_long_sequence_are_whole():
     blocks = tree_attention.block_mask(forest([-1], [700]), None, None, None)
     assert blocks.full_kv_num_blocks.tolist() == [[[0, 1, 2, 3, 4, 0]]]
     assert blocks.kv_num_blocks.tolist() == [[[1, 1, 1, 1, 1, 6]]]
+
+
 def test_plain_attention_of_other_models_stays_what_each_layer_says():
     """Its function is of no one name: a subclass inherits it from another file, and a file may have several of them."""
     from transformers.models.llama import modeling_llama
