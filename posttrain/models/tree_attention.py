@@ -43,6 +43,7 @@ UNDERSTOOD = {
     "s_aux",
     "is_causal",
     "output_attentions",
+    "output_router_logits",
     "use_cache",
     "cache_position",
     "position_ids",

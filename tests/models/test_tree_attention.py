@@ -256,6 +256,15 @@ def test_a_row_without_tokens_has_no_segments():
             assert torch.isfinite(forward(build_model(97), batch).logp).all()
 
 
+@pytest.mark.parametrize("name", ["mixtral", "qwen3 moe", "gpt-oss"])
+def test_a_router_whose_balance_is_trained_takes_segments(name):
+    """Its layers are told to give the router's logits, which attention does not read."""
+    rows = [Row([5, 6, 7], [[8, 9], [10, 11, 12]], [[1] * 2, [1] * 3])]
+    (batch,) = collate(rows, pad_token_id=0)
+    with tree_attention.refusing():
+        assert forward(built(name), batch, frozenset({"logp", "aux"})).aux_loss > 0
+
+
 def test_dropout_in_attention_by_any_name_asks_for_a_mask():
     """In training its layers would take one of a row as wide as segments make it."""
     assert attention.dense_layers(built("gpt2", attn_pdrop=0.1)) == "attn_pdrop=0.1"
