@@ -409,6 +409,23 @@ class Batch:
         out[order] = values.repeat_interleave(size)
         return out
 
+    def check(self) -> None:
+        """Raise where `segments` do not say who sees whom in every row; a model would take each row for one sequence.
+
+        Raises:
+            DataError: Segments are no tries (`check_segments`), a row with tokens has none, or a sequence ends in none.
+        """
+        rows, width = self.input_ids.shape
+        check_segments(self.segments, width)
+        held = {one.row for one in self.segments}
+        bare = [row for row in range(rows) if row not in held]
+        ends = max((leaf.segment for leaf in self.leaves), default=-1)
+        if not held <= set(range(rows)) or ends >= len(self.segments) or (bare and bool(self.seen_until[bare].any())):
+            raise DataError(
+                f"a Batch of {rows} rows has {len(self.segments)} segments, of rows {sorted(held)}, and a sequence ends in "
+                f"segment {ends}. Fix: lay rows out with collate (posttrain.data.forest)."
+            )
+
     @property
     def real(self) -> Tensor:
         """``(B, T)`` bool, false on padding."""

@@ -35,6 +35,7 @@ REACH = 0.1  # Times a tolerance: nats by which another image must at least move
 # Read anew in every pass, so a probe may make them short; Llama 4 counts ``floor_scale`` in columns instead of positions.
 SHRINKABLE = ("sliding_window", "attention_chunk_size", "floor_scale")
 FIXED = ("window_size", "attention_window_size", "attention_window", "sliding_window_size", "local_attention")
+DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")  # Of attention's probabilities.
 KINDS = {"full_attention", "sliding_attention", "chunked_attention"}  # Layers whose mask is known.
 NARROW = 4  # Tokens of a window that was made short: less than any sequence of a probe has.
 LONGEST = 1024  # Tokens of a prompt in a probe that must reach beyond a window as it is.
@@ -50,8 +51,12 @@ def attention_inputs(
         that take segments, a placeholder of one number beside the ``forest`` (`posttrain.models.tree_attention`); of others a
         4-D mask in the form that the backend takes (added to scores for eager and for sdpa on a CPU, bool for sdpa elsewhere,
         ``BlockMask`` for flex). A dict of them by layer type for models that mix kinds of layers.
+
+    Raises:
+        DataError: Segments of the batch are not those of its rows.
     """
     text = config.get_text_config()
+    batch.check()
     if span is None and batch.one_sequence_a_row:
         whole = batch.num_tokens == batch.input_ids.numel()
         return {"attention_mask": None if whole else batch.real.long()}
@@ -169,8 +174,9 @@ def dense_layers(model: Module, autocast: torch.dtype | None = None) -> str:
         return reason
     if getattr(text, "attn_logit_softcapping", None):
         return f"attn_logit_softcapping={text.attn_logit_softcapping}"
-    if getattr(text, "attention_dropout", None):
-        return f"attention_dropout={text.attention_dropout}"
+    for name in DROPOUTS:
+        if share := getattr(text, name, None):
+            return f"{name}={share}"
     if "chunked_attention" in (getattr(text, "layer_types", None) or ()):
         return "layers attend within chunks"
     return ""

@@ -32,7 +32,7 @@ import torch
 from torch import Tensor, nn
 
 from posttrain.errors import ModelError
-from posttrain.types import Batch, Segment, check_segments
+from posttrain.types import Batch, Segment
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +43,7 @@ UNDERSTOOD = {
     "s_aux",
     "is_causal",
     "output_attentions",
+    "output_router_logits",
     "use_cache",
     "cache_position",
     "position_ids",
@@ -120,10 +121,6 @@ class Forest:
     batch: Batch
     _parts: dict[int | None, list[Part]] = field(default_factory=dict)
     _kept: dict[Any, Any] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        """Check that the segments are tries."""
-        check_segments(self.batch.segments, self.batch.input_ids.shape[1])
 
     def parts(self, window: int | None) -> list[Part]:
         """See `parts_of`."""
@@ -397,7 +394,7 @@ def tree_attention(
 
 
 # Its calls depend on the tries, which are others in every pass: nothing to compile.
-_uncompiled: Callable[..., Tensor] = torch.compiler.disable(tree_attention)
+_uncompiled: Any = torch.compiler.disable(tree_attention)
 
 
 def refusal(module: nn.Module, q: Tensor, v: Tensor, dropout: float, forest: Forest, rest: dict[str, Any]) -> str:

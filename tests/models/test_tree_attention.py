@@ -16,6 +16,7 @@ from posttrain.models.tree_attention import Forest, forest_mask, parts_of
 from posttrain.types import Batch, Row, Segment, check_segments
 from tests.conftest import build_model
 from tests.gpu import varlen
+from tests.models.architectures import built
 from tests.models.test_forward import family
 from tests.wordings import raises
 
@@ -236,6 +237,37 @@ FAULTS = {
 def test_segments_that_are_no_tries_are_refused(segments):
     with raises(DataError, "segment"):
         check_segments(segments, 10)
+
+
+@pytest.mark.parametrize("kept", [(), slice(0, 3), "other rows"])
+def test_a_batch_whose_rows_have_no_segments_is_refused(kept):
+    """Else its packed sequences would be taken for one."""
+    (batch,) = collate([Row([5, 6], [[7], [8, 9]], [[1], [1, 1]]), Row([3], [[4]], [[1]])], pad_token_id=0)
+    moved = [one._replace(row=1) for one in batch.segments]
+    batch.segments = () if kept == () else tuple(moved if kept == "other rows" else batch.segments[kept])
+    with raises(DataError, "a Batch of 1 rows", "Fix: lay rows out with collate"):
+        forward(build_model(97), batch)
+
+
+def test_a_row_without_tokens_has_no_segments():
+    rows = [Row([], [[], [5, 6]], [[], [1, 1]])]
+    for layout in (Layout(row_tokens=1), Layout("padded", row_tokens=100)):
+        for batch in collate(rows, pad_token_id=0, layout=layout, together=True):
+            assert torch.isfinite(forward(build_model(97), batch).logp).all()
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen3 moe", "gpt-oss"])
+def test_a_router_whose_balance_is_trained_takes_segments(name):
+    """Its layers are told to give the router's logits, which attention does not read."""
+    rows = [Row([5, 6, 7], [[8, 9], [10, 11, 12]], [[1] * 2, [1] * 3])]
+    (batch,) = collate(rows, pad_token_id=0)
+    with tree_attention.refusing():
+        assert forward(built(name), batch, frozenset({"logp", "aux"})).aux_loss > 0
+
+
+def test_dropout_in_attention_by_any_name_asks_for_a_mask():
+    """In training its layers would take one of a row as wide as segments make it."""
+    assert attention.dense_layers(built("gpt2", attn_pdrop=0.1)) == "attn_pdrop=0.1"
 
 
 def test_a_kernel_whose_gradients_are_wrong_is_not_taken(monkeypatch):
