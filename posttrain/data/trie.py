@@ -100,12 +100,12 @@ def grow(members: Sequence[Member], *, most: int, joined: int) -> list[Tree]:
     for row in sorted(_by_row(members), key=lambda row: len(row[0].row.prompt_ids)):
         first = row[0].row
         begins = tuple(first.prompt_ids[:SHARED_LEAST])
-        # What trains its prompt, or comes with inputs that only its model understands, is computed alone.
-        alone = not joined or len(begins) < SHARED_LEAST or first.prompt_mask is not None or bool(first.model_kwargs)
-        if alone or not any(_join(tree, row, joined) for tree in beginnings.get(begins, ())):
+        # What trains its prompt, or comes with inputs that only its model understands, is computed by itself.
+        apart = not joined or len(begins) < SHARED_LEAST or first.prompt_mask is not None or bool(first.model_kwargs)
+        if apart or not any(_join(tree, row, joined) for tree in beginnings.get(begins, ())):
             for part in _parts(row, most):
                 trees.append(_plant(part))
-                if not alone and len(part) == len(row):
+                if not apart and len(part) == len(row):
                     beginnings.setdefault(begins, []).append(trees[-1])
     return sorted(trees, key=lambda tree: min(member.number for member in tree.members))
 
