@@ -33,7 +33,8 @@ class Layout:
             it. Short with a dense mask.
         pass_tokens: With a dense mask, rows of about one width are stacked into one forward pass up to this many tokens, because
             every pass has a fixed cost (gradients are added up, weights are read); at most 5 % of a pass may be padding.
-        max_tree_tokens: A group whose trie would be longer is split, its prompt repeated.
+        max_tree_tokens: A group whose trie would be longer is split, its prompt repeated. With segments it is split from
+            ``row_tokens`` on where that repeats few tokens (`posttrain.data.trie.REPEATED_MOST`).
         joins_rows: Rows that begin alike are computed as one trie. Not where a prompt is more to the model than its tokens in
             order: read both ways, or attended through pictures of the whole row.
         pad_to_multiple_of: Rounds T up.
@@ -122,7 +123,7 @@ def collate(
     parts = _by_rope(_members(rows), layout.rope_switch)
     if len(parts) > 1 and (together or whole_rows):
         _refuse_mixed(parts, layout, together)
-    forests = [_grow(part, layout) for part in parts]
+    forests = [_grow(part, layout, splits=not (whole_rows or together)) for part in parts]
     options: dict[str, Any] = {
         "pad_token_id": pad_token_id,
         "layout": layout,
@@ -218,12 +219,14 @@ def _refuse_mixed(parts: list[list[Member]], layout: Layout, together: bool) -> 
         )
 
 
-def _grow(members: list[Member], layout: Layout) -> list[Tree]:
+def _grow(members: list[Member], layout: Layout, *, splits: bool) -> list[Tree]:
     """Tries of sequences that may share a pass."""
     if layout.kind == "padded":
         return trie.alone(members)
     joined = layout.row_tokens if layout.joins_rows else 0
-    return trie.grow(members, most=layout.max_tree_tokens, joined=min(joined, layout.max_tree_tokens))
+    comfortable = layout.row_tokens if splits and not layout.dense_mask else 0
+    most = layout.max_tree_tokens
+    return trie.grow(members, most=most, joined=min(joined, most), comfortable=comfortable)
 
 
 def _best_fit(trees: list[Tree], budget: int) -> list[list[Tree]]:

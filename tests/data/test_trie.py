@@ -186,3 +186,21 @@ def test_trees_are_in_the_order_of_their_first_rows():
     members = [trie.Member(row(run(n, 20 + n), [1]), n, 0, n) for n in (3, 1, 2, 0)]
     members = [trie.Member(one.row, number, 0, number) for number, one in enumerate(members)]
     assert [tree.members[0].number for tree in trie.grow(members, most=1000, joined=0)] == [0, 1, 2, 3]
+
+
+def test_a_long_group_is_split_where_its_prompt_is_a_small_part_of_it():
+    """Memory grows with a pass; what is computed twice for it is a tenth at most."""
+    layout = Layout(row_tokens=200)
+    short = collate([row(run(0, 40), *(run(9 * i, 100) for i in range(8)))], pad_token_id=0, layout=layout)
+    assert sorted(batch.num_tokens for batch in short) == [240, 340, 340]
+    assert sorted(n for batch in short for n in batch.origin.tolist()) == list(range(8))
+    long = collate([row(run(0, 400), *(run(9 * i, 100) for i in range(8)))], pad_token_id=0, layout=layout)
+    assert [batch.num_tokens for batch in long] == [1200]
+
+
+def test_a_long_group_whose_loss_compares_its_completions_stays_whole():
+    group = row(run(0, 40), *(run(9 * i, 100) for i in range(8)))
+    (batch,) = collate([group], pad_token_id=0, layout=Layout(row_tokens=200), whole_rows=True)
+    assert batch.num_tokens == 840
+    (batch,) = collate([group], pad_token_id=0, layout=Layout(row_tokens=200, dense_mask=True))
+    assert batch.num_tokens == 840
