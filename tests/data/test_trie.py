@@ -141,7 +141,7 @@ def test_every_token_comes_back_whatever_was_folded(rows, budget):
 def walked(batch, number):
     """Columns of a sequence, by following predictors back from its last token."""
     leaf = batch.leaves[number]
-    if leaf.segment < 0:
+    if leaf.segment < 0 or not leaf.length:
         return []
     segment = batch.segments[leaf.segment]
     column = segment.start + leaf.length - 1 - segment.position
