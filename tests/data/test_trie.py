@@ -193,7 +193,7 @@ def test_a_long_group_is_split_where_its_prompt_is_a_small_part_of_it():
     layout = Layout(row_tokens=200)
     short = collate([row(run(0, 40), *(run(9 * i, 100) for i in range(8)))], pad_token_id=0, layout=layout)
     assert sorted(batch.num_tokens for batch in short) == [240, 340, 340]
-    assert sorted(n for batch in short for n in batch.origin.tolist()) == list(range(8))
+    assert sorted(n for batch in short for n in batch.origin) == list(range(8))
     long = collate([row(run(0, 400), *(run(9 * i, 100) for i in range(8)))], pad_token_id=0, layout=layout)
     assert [batch.num_tokens for batch in long] == [1200]
 
