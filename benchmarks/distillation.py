@@ -77,8 +77,8 @@ def loss_memory(tokens: int) -> dict[str, float]:
     """Memory (GB) that forward and backward of the loss add, at a vocabulary of 49,152 and hidden states of 576."""
     import torch
 
-    from posttrain.algorithms.distillation.config import Axes
-    from posttrain.algorithms.distillation.objective import Comparison, HiddenTeacher
+    from posttrain.methods.distillation.config import Axes
+    from posttrain.methods.distillation.objective import Comparison, HiddenTeacher
     from posttrain.models.heads import LogitRule, TokenHead
 
     layer = torch.nn.Linear(576, 49_152, bias=False)

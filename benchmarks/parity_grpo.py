@@ -196,8 +196,8 @@ def peer_case(settings: dict[str, Any], count: int) -> dict[str, Any]:
 def our_case(settings: dict[str, Any], count: int) -> dict[str, Any]:
     """Our objective over the same micro-batches, one sequence a row."""
     from posttrain import Batch, GRPOConfig, ModelOutputs
-    from posttrain.algorithms.grpo import grpo_objective
     from posttrain.losses.reduce import Denominators, reduce
+    from posttrain.methods.grpo import grpo_objective
 
     batches = micro_batches(settings, count)
     known = {k: v for k, v in settings.items() if k not in ("fresh", "masked", "far", "slices")}

@@ -60,7 +60,7 @@ def trainer_of(method: str, model: str, folder: str, data: datasets.Dataset, ste
 
 def measure(method: str, model: str, data: datasets.Dataset, steps: int) -> dict[str, Any]:
     """Seconds of checks before training and a step."""
-    from posttrain.training.trainer import PostTrainer
+    from posttrain.loop.trainer import PostTrainer
 
     spent = dict.fromkeys(WATCHED, 0.0)
 

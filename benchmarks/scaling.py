@@ -30,8 +30,8 @@ import harness
 import numpy as np
 
 from posttrain import AsyncGRPOConfig
-from posttrain.algorithms.async_grpo.rollouts import AsyncRollouts, RolloutService
 from posttrain.data.samplers import PromptStream
+from posttrain.methods.async_grpo.rollouts import AsyncRollouts, RolloutService
 from posttrain.rollouts.base import Capabilities, RolloutEngine
 from posttrain.rollouts.workers.ledger import Ledger, balanced_shares
 from posttrain.rollouts.workers.processes import GroupResult
@@ -420,8 +420,8 @@ def measured(workers: int, steps: int = 9) -> dict[str, float]:
     from transformers import TrainerCallback
 
     from posttrain import AsyncGRPOTrainer
-    from tests.algorithms.helpers import prompts
     from tests.conftest import build_model, build_tokenizer
+    from tests.methods.helpers import prompts
 
     ends: list[float] = []
 

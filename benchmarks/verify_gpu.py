@@ -132,7 +132,7 @@ def trained(shape: str, device: str, method: str, library: str = "posttrain") ->
     if quantised:
         needs("bitsandbytes")
         method = "sft"
-    from tests.algorithms.helpers import prompts
+    from tests.methods.helpers import prompts
 
     steps, count, prompt, longest, group = SIZES[shape]
     told = " ".join(random.Random(0).choices(WORDS, k=max(2, prompt // 4)))

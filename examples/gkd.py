@@ -11,7 +11,7 @@ import re
 from datasets import Dataset
 
 from posttrain import GKDConfig, GKDTrainer, complete, create_model_from_path
-from posttrain.algorithms.distillation.teacher import score_dataset
+from posttrain.methods.distillation.teacher import score_dataset
 
 LIMIT = 12  # Tokens of an answer.
 

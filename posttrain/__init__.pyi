@@ -1,12 +1,12 @@
 """Every public name and where it stands: type checkers read it, and `posttrain/__init__.py` loads names by it."""
 
-from .algorithms.a2po import A2POConfig as A2POConfig, A2POTrainer as A2POTrainer
-from .algorithms.async_grpo import AsyncGRPOConfig as AsyncGRPOConfig, AsyncGRPOTrainer as AsyncGRPOTrainer
-from .algorithms.bco import BCOConfig as BCOConfig, BCOTrainer as BCOTrainer
-from .algorithms.cpo import CPOConfig as CPOConfig, CPOTrainer as CPOTrainer
-from .algorithms.distillation.config import DistillationConfig as DistillationConfig
-from .algorithms.distillation.gold import GOLDConfig as GOLDConfig, GOLDTrainer as GOLDTrainer
-from .algorithms.distillation.presets import (
+from .methods.a2po import A2POConfig as A2POConfig, A2POTrainer as A2POTrainer
+from .methods.async_grpo import AsyncGRPOConfig as AsyncGRPOConfig, AsyncGRPOTrainer as AsyncGRPOTrainer
+from .methods.bco import BCOConfig as BCOConfig, BCOTrainer as BCOTrainer
+from .methods.cpo import CPOConfig as CPOConfig, CPOTrainer as CPOTrainer
+from .methods.distillation.config import DistillationConfig as DistillationConfig
+from .methods.distillation.gold import GOLDConfig as GOLDConfig, GOLDTrainer as GOLDTrainer
+from .methods.distillation.presets import (
     GKDConfig as GKDConfig,
     GKDTrainer as GKDTrainer,
     IWOPDConfig as IWOPDConfig,
@@ -20,23 +20,23 @@ from .algorithms.distillation.presets import (
     SSDConfig as SSDConfig,
     SSDTrainer as SSDTrainer,
 )
-from .algorithms.distillation.trainer import DistillationTrainer as DistillationTrainer
-from .algorithms.dpo import DPOConfig as DPOConfig, DPOTrainer as DPOTrainer
-from .algorithms.grpo import GRPOConfig as GRPOConfig, GRPOTrainer as GRPOTrainer
-from .algorithms.grpo.trainer import GMPOConfig as GMPOConfig, GMPOTrainer as GMPOTrainer
-from .algorithms.kto import KTOConfig as KTOConfig, KTOTrainer as KTOTrainer
-from .algorithms.online_dpo import OnlineDPOConfig as OnlineDPOConfig, OnlineDPOTrainer as OnlineDPOTrainer
-from .algorithms.orpo import ORPOConfig as ORPOConfig, ORPOTrainer as ORPOTrainer
-from .algorithms.ppo import PPOConfig as PPOConfig, PPOTrainer as PPOTrainer
-from .algorithms.preference import (
+from .methods.distillation.trainer import DistillationTrainer as DistillationTrainer
+from .methods.dpo import DPOConfig as DPOConfig, DPOTrainer as DPOTrainer
+from .methods.grpo import GRPOConfig as GRPOConfig, GRPOTrainer as GRPOTrainer
+from .methods.grpo.trainer import GMPOConfig as GMPOConfig, GMPOTrainer as GMPOTrainer
+from .methods.kto import KTOConfig as KTOConfig, KTOTrainer as KTOTrainer
+from .methods.online_dpo import OnlineDPOConfig as OnlineDPOConfig, OnlineDPOTrainer as OnlineDPOTrainer
+from .methods.orpo import ORPOConfig as ORPOConfig, ORPOTrainer as ORPOTrainer
+from .methods.ppo import PPOConfig as PPOConfig, PPOTrainer as PPOTrainer
+from .methods.preference import (
     AnswerConfig as AnswerConfig,
     ComparedConfig as ComparedConfig,
     PreferenceTrainer as PreferenceTrainer,
 )
-from .algorithms.reward import RewardConfig as RewardConfig, RewardTrainer as RewardTrainer
-from .algorithms.rloo import RLOOConfig as RLOOConfig, RLOOTrainer as RLOOTrainer
-from .algorithms.sft import SFTConfig as SFTConfig, SFTTrainer as SFTTrainer
-from .algorithms.tpo import TPOConfig as TPOConfig, TPOTrainer as TPOTrainer
+from .methods.reward import RewardConfig as RewardConfig, RewardTrainer as RewardTrainer
+from .methods.rloo import RLOOConfig as RLOOConfig, RLOOTrainer as RLOOTrainer
+from .methods.sft import SFTConfig as SFTConfig, SFTTrainer as SFTTrainer
+from .methods.tpo import TPOConfig as TPOConfig, TPOTrainer as TPOTrainer
 from .checks.tokenizers import (
     TokenizerMatch as TokenizerMatch,
     check_tokenizers as check_tokenizers,
@@ -249,10 +249,10 @@ from .rollouts.workers.samples import (
 )
 from .rollouts.workers.shared_weights import SharedWeights as SharedWeights, Weights as Weights
 from .serve.server import ServeConfig as ServeConfig, run_server as run_server
-from .training.config import PostTrainingConfig as PostTrainingConfig
-from .training.online import OnlineTrainer as OnlineTrainer
-from .training.online_config import OnlineConfig as OnlineConfig
-from .training.trainer import PostTrainer as PostTrainer
+from .loop.config import PostTrainingConfig as PostTrainingConfig
+from .loop.online import OnlineTrainer as OnlineTrainer
+from .loop.online_config import OnlineConfig as OnlineConfig
+from .loop.trainer import PostTrainer as PostTrainer
 from .types import (
     Batch as Batch,
     Finding as Finding,

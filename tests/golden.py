@@ -40,26 +40,26 @@ def lora():
 
 
 def _sft(folder, tokenizer, **settings):
-    from tests.algorithms.helpers import chats, sft
+    from tests.methods.helpers import chats, sft
 
     return sft(folder, tokenizer, eval_dataset=chats(5), **(COMMON | settings))
 
 
 def _reward(folder, tokenizer):
-    from tests.algorithms.test_reward import pairs, reward
+    from tests.methods.test_reward import pairs, reward
 
     return reward(folder, tokenizer, eval_dataset=pairs(3), **COMMON, per_device_train_batch_size=4)
 
 
 def _dpo(folder, tokenizer, **settings):
-    from tests.algorithms.test_dpo import dpo, pairs
+    from tests.methods.test_dpo import dpo, pairs
 
     return dpo(folder, tokenizer, eval_dataset=pairs(3), **(COMMON | {"per_device_train_batch_size": 4} | settings))
 
 
 def _unpaired(kind):
     def build(folder, tokenizer):
-        from tests.algorithms.test_judged import answers, make
+        from tests.methods.test_judged import answers, make
 
         return make(kind, folder, tokenizer, eval_dataset=answers(4), **COMMON, gradient_accumulation_steps=1)
 
@@ -68,7 +68,7 @@ def _unpaired(kind):
 
 def _reference_free(kind):
     def build(folder, tokenizer):
-        from tests.algorithms.test_reference_free import make, pairs, triples
+        from tests.methods.test_reference_free import make, pairs, triples
 
         rows = (triples() if kind == "tpo" else pairs()).select(range(3))
         return make(kind, folder, tokenizer, eval_dataset=rows, **COMMON, per_device_train_batch_size=4)
@@ -77,7 +77,7 @@ def _reference_free(kind):
 
 
 def _grpo(folder, tokenizer, **settings):
-    from tests.algorithms.helpers import grpo, prompts
+    from tests.methods.helpers import grpo, prompts
 
     own = {"gradient_accumulation_steps": 2, "num_iterations": 2, "beta": 0.05, "eval_dataset": prompts(4)}
     own["use_bias_correction_kl"] = False  # Pinned with the KL as it was before TRL's default.
@@ -86,7 +86,7 @@ def _grpo(folder, tokenizer, **settings):
 
 def _gmpo(folder, tokenizer):
     from posttrain import GMPOConfig, GMPOTrainer
-    from tests.algorithms.helpers import GROUPS, count_a, prompts
+    from tests.methods.helpers import GROUPS, count_a, prompts
 
     args = GMPOConfig(str(folder), **(GROUPS | COMMON | {"num_iterations": 2}))
     data = {"train_dataset": prompts(), "eval_dataset": prompts(4)}
@@ -94,30 +94,30 @@ def _gmpo(folder, tokenizer):
 
 
 def _rloo(folder, tokenizer):
-    from tests.algorithms.helpers import prompts
-    from tests.algorithms.test_rloo import rloo
+    from tests.methods.helpers import prompts
+    from tests.methods.test_rloo import rloo
 
     return rloo(folder, tokenizer, engine="native", eval_dataset=prompts(4), **COMMON)
 
 
 def _ppo(folder, tokenizer):
-    from tests.algorithms.helpers import prompts
-    from tests.algorithms.test_ppo import ppo
+    from tests.methods.helpers import prompts
+    from tests.methods.test_ppo import ppo
 
     tokenizer.pad_token = "<|endoftext|>"
     return ppo(folder, tokenizer, engine="native", eval_dataset=prompts(4), **COMMON)
 
 
 def _online_dpo(folder, tokenizer):
-    from tests.algorithms.helpers import prompts
-    from tests.algorithms.test_online_dpo import make
+    from tests.methods.helpers import prompts
+    from tests.methods.test_online_dpo import make
 
     return make(folder, tokenizer, eval_dataset=prompts(4), **COMMON)
 
 
 def _a2po(folder, tokenizer):
-    from tests.algorithms.helpers import count_a
-    from tests.algorithms.test_a2po import build
+    from tests.methods.helpers import count_a
+    from tests.methods.test_a2po import build
 
     own = {"eval_strategy": "no", "filter_all_incorrect": False}
     return build(folder, tokenizer, rewards=count_a, engine="native", **(COMMON | own))
@@ -125,7 +125,7 @@ def _a2po(folder, tokenizer):
 
 def _gkd(folder, tokenizer, **settings):
     from posttrain import GKDConfig, GKDTrainer
-    from tests.algorithms.test_distillation import BASE, answers
+    from tests.methods.test_distillation import BASE, answers
 
     own = {"lmbda": 0.0, "gradient_accumulation_steps": 2, "learning_rate": 0.2, "per_device_eval_batch_size": 4}
     args = GKDConfig(str(folder), **(BASE | COMMON | own | settings))
@@ -134,7 +134,7 @@ def _gkd(folder, tokenizer, **settings):
 
 
 def _async_grpo(folder, tokenizer):
-    from tests.algorithms.async_helpers import sample, trainer
+    from tests.methods.async_helpers import sample, trainer
 
     def make(number, version):
         written = [(number * 7 + k) % 250 + 3 for k in range(1 + number % 5)]

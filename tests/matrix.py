@@ -91,14 +91,14 @@ def zero(stage: int) -> dict[str, Any]:
 
 def trainer_of(kind: str, folder: Path, tokenizer: Any, **settings: Any) -> Any:
     """A trainer on uneven rows; the last evaluation batch leaves a rank without rows."""
-    from tests.algorithms.every_trainer import data, every
+    from tests.methods.every_trainer import data, every
 
     lora = settings.pop("lora", False)
     common = {"optim": "sgd", "learning_rate": 0.1, "use_cpu": True, "max_steps": STEPS, "shuffle_dataset": False}
     common |= {"per_device_train_batch_size": 2, "per_device_eval_batch_size": 2, "max_grad_norm": 1.0} | settings
     if kind == "gkd":
         from posttrain import GKDConfig, GKDTrainer
-        from tests.algorithms.test_distillation import answers, make
+        from tests.methods.test_distillation import answers, make
 
         own = {"cls": GKDTrainer, "config": GKDConfig, "lmbda": 0.0, "max_new_tokens": 8}
         return make(folder, tokenizer, data=answers(24), eval_dataset=answers(5), **adapter(lora), **own, **common)
@@ -109,8 +109,8 @@ def trainer_of(kind: str, folder: Path, tokenizer: Any, **settings: Any) -> Any:
         common.pop("shuffle_dataset")
     keys = {"train": data(name, 24), "eval_dataset": data(name, 5)}
     if kind == "sft moe":
-        from tests.algorithms.helpers import sft
-        from tests.algorithms.test_sft_options import experts
+        from tests.methods.helpers import sft
+        from tests.methods.test_sft_options import experts
 
         common |= {"router_aux_loss_coef": 0.5, "data": keys["train"], "eval_dataset": keys["eval_dataset"]}
         return sft(folder, tokenizer, model=experts(tokenizer, "mixtral"), **adapter(lora), **common)
@@ -128,7 +128,7 @@ def adapter(lora: bool) -> dict[str, Any]:
 
 def grpo_of(kind: str, folder: Path, tokenizer: Any, settings: dict[str, Any]) -> Any:
     """GRPO on scripted completions, or on those of the native engine, in this process or behind a server."""
-    from tests.algorithms.helpers import grpo, prompts
+    from tests.methods.helpers import grpo, prompts
 
     own = {"num_generations": 2, "beta": 0.05, "max_completion_length": 8, "scale_rewards": "group"}
     engine = {} if kind == "grpo" else {"engine": "native"}
@@ -140,7 +140,7 @@ def grpo_of(kind: str, folder: Path, tokenizer: Any, settings: dict[str, Any]) -
 def pictured(method: str, family: str, folder: Path, settings: dict[str, Any]) -> Any:
     """A trainer of a tiny vision-language model; what GRPO trains on is of the native engine."""
     import posttrain as pt
-    from tests.algorithms.helpers import SHORT, count_a
+    from tests.methods.helpers import SHORT, count_a
     from tests.vision_families import build
 
     model, processor = build(family)
@@ -163,7 +163,7 @@ def half_pictured(method: str, count: int) -> Any:
     """Rows of which two with a picture and two without follow each other, as batches of two are dealt to two ranks."""
     import datasets
 
-    from tests.algorithms.test_vision_trainers import assistant, png, user
+    from tests.methods.test_vision_trainers import assistant, png, user
     from tests.vision_families import noise
 
     columns = {"sft": ("completion",), "dpo": ("chosen", "rejected"), "grpo": ()}[method]
@@ -239,7 +239,7 @@ def resumed(way: str, folder: Path, kind: str, origin: str, tokenizer: Any, give
 
     Ranks write that checkpoint first, in a run of their own that is not interrupted, and end at the same weights bit for bit.
     """
-    from tests.algorithms.helpers import chats, sft
+    from tests.methods.helpers import chats, sft
 
     processes, _ = WAYS[way]
     common = {"max_steps": 4, "use_cpu": True, "save_strategy": "steps", "save_steps": 2, "lr_scheduler_type": "linear"}

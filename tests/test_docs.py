@@ -189,7 +189,7 @@ def test_the_table_of_packing_strategies_is_the_one_of_the_code():
 
 def test_the_tables_of_sft_are_those_of_the_code():
     from posttrain import PostTrainingConfig, SFTConfig
-    from posttrain.algorithms.sft import LOSSES
+    from posttrain.methods.sft import LOSSES
 
     assert names("sft.md", "`loss_type`") == list(LOSSES)
     assert options("sft.md", "option") == {f.name: default_of(f) for f in own_fields(SFTConfig)}
@@ -206,7 +206,7 @@ def test_the_tables_of_reward_models_are_the_fields_of_the_code():
 
 def test_the_tables_of_preference_methods_are_the_fields_of_the_code():
     from posttrain import BCOConfig, CPOConfig, DPOConfig, KTOConfig, ORPOConfig, TPOConfig
-    from posttrain.algorithms.preference import AnswerConfig, ComparedConfig
+    from posttrain.methods.preference import AnswerConfig, ComparedConfig
 
     for page, first, config in (
         ("dpo.md", "option", DPOConfig),
@@ -294,8 +294,8 @@ def test_the_tables_of_judged_losses_and_divergences_say_what_the_code_computes(
 
 
 def test_the_pages_of_preference_methods_name_every_finding_and_metric():
-    from posttrain.algorithms import dpo, orpo, preference
     from posttrain.checks import pairs, rules
+    from posttrain.methods import dpo, orpo, preference
 
     source = "".join(map(inspect.getsource, (pairs, rules)))
     codes = re.findall(r'^ +"(PT-[DP]\d{3})",(?:$| "warning"| \()', source, re.M)

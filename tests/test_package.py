@@ -144,9 +144,9 @@ def test_the_project_speaks_of_itself_only():
 def test_every_choice_of_the_config_is_a_row_of_its_table():
     import typing
 
-    from posttrain.algorithms.grpo.config import GRPOConfig
-    from posttrain.algorithms.sft import LOSSES, SFTConfig
     from posttrain.losses.policy import LOSS_TYPES
+    from posttrain.methods.grpo.config import GRPOConfig
+    from posttrain.methods.sft import LOSSES, SFTConfig
 
     hints = typing.get_type_hints(GRPOConfig)
     assert typing.get_args(hints["loss_type"]) == tuple(LOSS_TYPES)

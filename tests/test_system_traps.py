@@ -15,7 +15,7 @@ from posttrain.checks.registry import Context
 from posttrain.checks.rules import check_log
 from posttrain.models import parallel
 from posttrain.models import reference as precompute
-from tests.algorithms.test_dpo import dpo
+from tests.methods.test_dpo import dpo
 
 
 def test_trap_s24_whether_a_cache_is_there_is_the_main_process_s_to_say(tmp_path, monkeypatch):

@@ -72,7 +72,7 @@ def test_every_test_named_after_a_trap_of_the_data_is_in_its_row():
 
 def test_checks_that_rows_mention_exist():
     from posttrain.checks import machine, tokenizers
-    from posttrain.training import checks
+    from posttrain.loop import checks
 
     mentioned = {name for cells in rows().values() for name in re.findall(r"`(check_\w+)`", cells[2])}
     assert mentioned

@@ -8,15 +8,15 @@ from pathlib import Path
 import pytest
 
 import posttrain
-from tests.algorithms.helpers import grpo, sft
+from tests.methods.helpers import grpo, sft
 
 PACKAGE = Path(posttrain.__file__).parent
 PAGE = PACKAGE.parent / "docs" / "concepts.md"
 # What the page leaves out: what every row uses anywhere, and what happens beside its way.
 ASIDE = ("checks/", "report/", "integrations/", "errors.py", "metrics.py", "types.py", "rollouts/server/")
 ASIDE += ("models/load.py", "models/parallel.py", "models/memory.py", "models/memory_estimate.py")
-ASIDE += tuple(f"training/{name}.py" for name in ("checkpoint", "checks", "config", "data_report"))
-ASIDE += ("training/evaluation.py",)
+ASIDE += tuple(f"loop/{name}.py" for name in ("checkpoint", "checks", "config", "data_report"))
+ASIDE += ("loop/evaluation.py",)
 
 
 def walked(method):

@@ -170,7 +170,7 @@ class Checkup:
         return ", ".join(names)
 
     def _data(self) -> str:
-        from posttrain.training.data_report import row_codes, usable_rows
+        from posttrain.loop.data_report import row_codes, usable_rows
 
         data, split = self.subject.data, self.subject.split
         if data is None:
@@ -197,7 +197,7 @@ class Checkup:
         return "\n".join(differences(self.subject.config))
 
     def _rows(self) -> str:
-        from posttrain.training.data_report import template_findings
+        from posttrain.loop.data_report import template_findings
 
         tokenizer, usable = self.known.get("tokenizer"), self.known.get("usable")
         if tokenizer is None or usable is None or self.command not in ROWS:

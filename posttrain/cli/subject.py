@@ -135,7 +135,7 @@ class Subject:
 
     def rows_of(self, examples: Any) -> tuple[Prepared, Any]:
         """Rows as the trainer makes them, and what it reads images with; None where rows are text."""
-        from posttrain.training.pictures import Vision
+        from posttrain.loop.pictures import Vision
 
         takes = self.kind.takes_images
         with no_progress_bars():
@@ -145,14 +145,14 @@ class Subject:
 
     @property
     def _samples(self) -> bool:
-        from posttrain.training.online import OnlineTrainer
+        from posttrain.loop.online import OnlineTrainer
 
         return issubclass(self.kind, OnlineTrainer)
 
     def _prompts(self, examples: Any, vision: Any) -> Prepared:
         """Prompts alone, as the engine will see them."""
         from posttrain.data.samplers import check_prompts
-        from posttrain.training.data_report import prompt_rows
+        from posttrain.loop.data_report import prompt_rows
 
         if vision.images:
             return Prepared(vision.prompt_rows(list(vision.checked_prompts(examples, "train_dataset"))))

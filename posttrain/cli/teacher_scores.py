@@ -30,9 +30,9 @@ class TeacherScoresArguments:
 
 def run(argv: list[str]) -> int:
     """Write the file and say what it holds."""
-    from posttrain.algorithms.distillation.teacher import score_dataset
     from posttrain.cli.parser import PosttrainArgumentParser
     from posttrain.data.mixture import load_rows
+    from posttrain.methods.distillation.teacher import score_dataset
     from posttrain.models.load import create_model_from_path, load_tokenizer
 
     (given,) = PosttrainArgumentParser(TeacherScoresArguments, prog="posttrain teacher-scores").parse_args_and_config(

@@ -70,7 +70,7 @@ def resume_from(config: Any) -> Any:
     given = config.resume_from_checkpoint
     if str(given).lower() != "auto":
         return {"true": True, "false": None}.get(str(given).lower(), given)
-    from posttrain.training.checkpoint import complete_checkpoints
+    from posttrain.loop.checkpoint import complete_checkpoints
 
     config.resume_from_checkpoint = None  # Callbacks read it; where there is one, the trainer writes its path here.
     return True if complete_checkpoints(config.output_dir) else None
@@ -126,7 +126,7 @@ INTERRUPTED = 130
 PATIENCE = 15.0
 CONFIGS = Path(__file__).parent / "accelerate_configs"
 # Modules whose information at the start is shown on the terminal.
-SHOWN = ("posttrain.training.prompts", "posttrain.rewards.runner")
+SHOWN = ("posttrain.loop.prompts", "posttrain.rewards.runner")
 
 
 @dataclass
@@ -188,12 +188,12 @@ class Command:
     @property
     def trainer(self) -> str:
         """``module:class`` of the trainer."""
-        return f"posttrain.algorithms.{self.module}:{self.name}Trainer"
+        return f"posttrain.methods.{self.module}:{self.name}Trainer"
 
     @property
     def config(self) -> str:
         """``module:class`` of its config."""
-        return f"posttrain.algorithms.{self.module}:{self.name}Config"
+        return f"posttrain.methods.{self.module}:{self.name}Config"
 
     @property
     def asks_servers(self) -> bool:

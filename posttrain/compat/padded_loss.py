@@ -19,9 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from posttrain.errors import ConfigError
+from posttrain.loop.config import PADDED_STEPS, user_override, with_attributes
+from posttrain.loop.online import OnlineTrainer
 from posttrain.losses.reduce import Denominators
-from posttrain.training.config import PADDED_STEPS, user_override, with_attributes
-from posttrain.training.online import OnlineTrainer
 from posttrain.types import Batch, ModelOutputs
 
 logger = logging.getLogger(__name__)
@@ -31,7 +31,7 @@ ITEMS = "num_items_in_batch"
 # Hooks that see all micro-batches of an optimiser step.
 OF_A_STEP = ("get_batch_samples", "_get_num_items_in_batch")
 if TYPE_CHECKING:
-    from posttrain.training.trainer import PostTrainer as Trainer
+    from posttrain.loop.trainer import PostTrainer as Trainer
 else:
     Trainer = object
 

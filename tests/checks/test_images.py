@@ -9,7 +9,7 @@ import pytest
 
 from posttrain.checks import images as checks
 from posttrain.checks.registry import Context
-from posttrain.training.checks import check_tower_gradients
+from posttrain.loop.checks import check_tower_gradients
 
 Image = pytest.importorskip("PIL.Image")
 
@@ -127,7 +127,7 @@ def test_images_that_are_not_what_they_seem_are_found(code, broken):
 
 def test_a_set_whose_images_are_small_is_told_by_a_trainer(tmp_path):
     from posttrain import SFTConfig, SFTTrainer
-    from tests.algorithms.test_vision_trainers import QUICK, assistant, user
+    from tests.methods.test_vision_trainers import QUICK, assistant, user
     from tests.vision_families import build
 
     model, processor = build("llava")

@@ -133,7 +133,7 @@ def _apart_from_a_look(tree):
 
 def test_trainers_tell_nothing_that_they_do_not_count_as_looked_for():
     """Else a check that finds nothing would not stand in preflight.json."""
-    folder = Path(__file__).parents[2] / "posttrain" / "algorithms"
+    folder = Path(__file__).parents[2] / "posttrain" / "methods"
     found = {
         path.name: lines
         for path in sorted(folder.rglob("*.py"))

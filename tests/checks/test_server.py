@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from posttrain.checks import registry as core
-from posttrain.training import weight_sync as checks
-from posttrain.training.weight_sync import (
+from posttrain.loop import weight_sync as checks
+from posttrain.loop.weight_sync import (
     Needs,
     check_info,
     check_negative_control,

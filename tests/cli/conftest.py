@@ -32,7 +32,7 @@ def pictured(tmp_path, monkeypatch):
     """A model folder with a processor, and rows of which one in three has no image."""
     import datasets
 
-    from tests.algorithms.test_vision_trainers import assistant, png, user
+    from tests.methods.test_vision_trainers import assistant, png, user
     from tests.vision_families import build, noise
 
     model, processor = build("idefics3")

@@ -145,7 +145,7 @@ def test_the_defaults_that_differ_on_purpose_are_those_of_the_configs(tmp_path):
 def test_rows_of_images_are_read_as_their_trainer_reads_them(pictured, broken, capsys):
     import datasets
 
-    from tests.algorithms.test_vision_trainers import png
+    from tests.methods.test_vision_trainers import png
     from tests.vision_families import noise
 
     rows = datasets.load_dataset("parquet", data_files="answers.parquet")["train"]

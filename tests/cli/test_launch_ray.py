@@ -143,7 +143,7 @@ def test_commands_that_only_look_accept_the_launchers_options():
 
 def test_auto_resumes_where_there_is_a_checkpoint_and_begins_anew_where_there_is_none(tmp_path):
     from posttrain.cli.train import resume_from
-    from posttrain.training.checkpoint import MARKER
+    from posttrain.loop.checkpoint import MARKER
 
     def meaning(value):
         config = SimpleNamespace(output_dir=str(tmp_path), resume_from_checkpoint=value)

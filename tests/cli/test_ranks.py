@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from posttrain.cli import train
 from posttrain.cli.ranks import EXIT_CODES, Failure, first_failure
 from posttrain.errors import ConfigError
-from posttrain.training.checkpoint import complete_checkpoints
+from posttrain.loop.checkpoint import complete_checkpoints
 
 SLACK = 10  # Seconds beyond the launcher's 30 in which interpreters end.
 

@@ -11,7 +11,7 @@ from posttrain import (
     DataCollatorForVisionUnpairedPreference,
 )
 from posttrain.errors import ConfigError, DataError
-from tests.algorithms.test_vision_trainers import assistant, png, user
+from tests.methods.test_vision_trainers import assistant, png, user
 from tests.vision_families import build, noise
 
 

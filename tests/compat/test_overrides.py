@@ -8,14 +8,14 @@ import transformers
 
 import posttrain as pt
 from posttrain import ConfigError
-from posttrain.algorithms.async_grpo import AsyncGRPOConfig
 from posttrain.compat.overrides import REFUSED as REFUSED_ROWS
 from posttrain.compat.overrides import SILENT, UNCALLED, hook_for, table
-from posttrain.training.config import PUBLIC_IN_TRL
-from tests.algorithms import async_helpers
-from tests.algorithms.every_trainer import EVERY, data, every
-from tests.algorithms.helpers import count_a, grpo_args, prompts
+from posttrain.loop.config import PUBLIC_IN_TRL
+from posttrain.methods.async_grpo import AsyncGRPOConfig
 from tests.conftest import build_model
+from tests.methods import async_helpers
+from tests.methods.every_trainer import EVERY, data, every
+from tests.methods.helpers import count_a, grpo_args, prompts
 from tests.wordings import raises
 
 ROOT = Path(__file__).parents[2]

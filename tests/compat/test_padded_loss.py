@@ -9,7 +9,7 @@ from torch.nn.functional import cross_entropy, logsigmoid
 
 import posttrain as pt
 from posttrain import ConfigError
-from tests.algorithms.every_trainer import EVERY, OFFLINE, data, every
+from tests.methods.every_trainer import EVERY, OFFLINE, data, every
 from tests.wordings import raises
 
 everyone = pytest.mark.parametrize("kind", sorted(set(EVERY) - {"ppo"}))

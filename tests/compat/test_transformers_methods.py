@@ -7,7 +7,7 @@ import transformers
 
 from posttrain import ConfigError
 from posttrain.compat.overrides import REFUSED
-from tests.algorithms.every_trainer import EVERY, data, every
+from tests.methods.every_trainer import EVERY, data, every
 from tests.wordings import raises
 
 REFUSED_NAMES = {name for rows in REFUSED.values() for name in rows}

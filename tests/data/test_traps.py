@@ -464,7 +464,7 @@ def test_trap_31_splitting_a_batch_leaves_no_sample_out():
 
 def test_trap_34_the_kl_term_never_pairs_a_prompt_with_an_answer_of_its_own(tmp_path):
     """Unpaired answers stand side by side, so the neighbour often has the same prompt; the last group may be a row alone."""
-    from posttrain.algorithms.kto import KTOConfig, partners
+    from posttrain.methods.kto import KTOConfig, partners
 
     for prompts in ([1, 1, 2, 2], [1, 1, 1, 2], [1, 2, 3, 4, 5], [1, 1, 2, 2, 3]):
         rows = [Row([prompt], [[10 + i]], [[1]]) for i, prompt in enumerate(prompts)]

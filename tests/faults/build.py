@@ -9,8 +9,8 @@ from typing import Any
 import datasets
 import torch
 
-from tests.algorithms.helpers import grpo, scripted
 from tests.conftest import build_model
+from tests.methods.helpers import grpo, scripted
 
 BASE: dict[str, Any] = {
     "logging_steps": 1, "learning_rate": 1e-3, "report_to": "none", "bf16": False, "save_strategy": "no", "disable_tqdm": True,

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from tests.algorithms.helpers import scripted
 from tests.faults import build
 from tests.faults.scene import Case, Scene
+from tests.methods.helpers import scripted
 
 
 def conversations(scene: Scene) -> None:

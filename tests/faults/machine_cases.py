@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.checks import machine as table
+from posttrain.loop import checkpoint as checkpoints
 from posttrain.report.record import LOCK
-from posttrain.training import checkpoint as checkpoints
 from tests.faults import build
 from tests.faults.scene import Case, Scene
 
@@ -99,7 +99,7 @@ def disk_fills(scene: Scene) -> None:
 
 def no_room(scene: Scene) -> None:
     """Less free space than one checkpoint takes."""
-    import posttrain.training.checkpoint as module
+    import posttrain.loop.checkpoint as module
 
     usual, module.free_disk = module.free_disk, lambda folder: 10_000
     try:

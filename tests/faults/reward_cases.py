@@ -9,10 +9,10 @@ import torch
 
 from posttrain import ScriptedEngine
 from posttrain.rewards import accuracy_reward
-from tests.algorithms.helpers import scripted
 from tests.conftest import build_model
 from tests.faults import build
 from tests.faults.scene import Case, Scene
+from tests.methods.helpers import scripted
 
 
 def raising(scene: Scene) -> None:

@@ -18,7 +18,7 @@ import transformers
 
 from posttrain.checks import registry as core
 from posttrain.errors import PosttrainError
-from posttrain.training import checkpoint as checkpoints
+from posttrain.loop import checkpoint as checkpoints
 
 LOOPBACK = re.compile(r"127\.0\.0\.1:\d+")
 # What servers call a version of the weights: a run that is new every time, and the trainer's number.

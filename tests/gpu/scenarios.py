@@ -106,9 +106,9 @@ SCENARIOS: dict[str, Scenario] = {
 
 def build(kind: str, folder: Path, settings: dict[str, Any]) -> Any:
     """A trainer on a two-layer model."""
-    from tests.algorithms import helpers
     from tests.conftest import build_model, build_tokenizer
     from tests.matrix import adapter, pictured
+    from tests.methods import helpers
 
     tokenizer = build_tokenizer()
     tokenizer.pad_token = "<|endoftext|>"
@@ -117,7 +117,7 @@ def build(kind: str, folder: Path, settings: dict[str, Any]) -> Any:
     model = build_model(len(tokenizer)).to(settings.pop("weights", torch.float32))
     model.set_attn_implementation(settings.pop("attention", "sdpa"))
     # The helpers of each method's own tests.
-    of = lambda name: importlib.import_module(f"tests.algorithms.{name}")  # noqa: E731
+    of = lambda name: importlib.import_module(f"tests.methods.{name}")  # noqa: E731
     four, sampled = settings | {"per_device_train_batch_size": 4}, settings | {"engine": "native"}
     makers: dict[str, Callable[[], Any]] = {
         "sft": lambda: helpers.sft(folder, tokenizer, model, **settings),

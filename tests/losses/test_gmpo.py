@@ -5,10 +5,10 @@ import math
 import pytest
 import torch
 
-from posttrain.algorithms.grpo.trainer import GMPOConfig, grpo_objective
 from posttrain.errors import ConfigError
 from posttrain.losses.policy import geometric_ratio
 from posttrain.losses.reduce import Denominators, reduce
+from posttrain.methods.grpo.trainer import GMPOConfig, grpo_objective
 from tests.losses.properties import (
     Case,
     assert_layouts_agree,

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from posttrain import Batch, GRPOConfig, ModelOutputs
-from posttrain.algorithms.grpo import grpo_objective
 from posttrain.losses.policy import LOSS_TYPES
 from posttrain.losses.reduce import Denominators, reduce
+from posttrain.methods.grpo import grpo_objective
 
 LIMIT = 8
 LENGTHS = (5, 1, 0, 3)  # The third completion is masked altogether.

@@ -5,10 +5,10 @@ from functools import partial
 import pytest
 import torch
 
-from posttrain.algorithms.grpo import GRPOConfig, grpo_objective
-from posttrain.algorithms.sft import sft_objective
 from posttrain.losses.policy import LOSS_TYPES
 from posttrain.losses.reduce import Denominators, reduce
+from posttrain.methods.grpo import GRPOConfig, grpo_objective
+from posttrain.methods.sft import sft_objective
 from tests.losses.properties import (
     Case,
     assert_layouts_agree,

@@ -5,9 +5,9 @@ import torch
 
 import posttrain
 from posttrain import ConfigError, ModelError, create_model_from_path
+from posttrain.loop.config import PostTrainingConfig
 from posttrain.models.load import load_classifier
 from posttrain.rewards.model import ModelReward
-from posttrain.training.config import PostTrainingConfig
 from tests.wordings import raises
 
 HALVES = [torch.bfloat16, "bfloat16"]

@@ -5,7 +5,7 @@ import torch
 
 from posttrain.errors import ConfigError
 from posttrain.models.memory import OffloadActivations, get_act_offloading_ctx_manager
-from tests.algorithms.helpers import sft
+from tests.methods.helpers import sft
 from tests.wordings import raises
 
 

@@ -27,8 +27,8 @@ KINDS = {"adam": {}, "momentum": {"optim": "sgd", "optim_args": "momentum=0.9"}}
 def trainer_of(folder, stage, **settings):
     from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
-    from tests.algorithms.helpers import chats, sft
     from tests.conftest import build_tokenizer
+    from tests.methods.helpers import chats, sft
 
     unset_hf_deepspeed_config()
     tokenizer = build_tokenizer()
@@ -38,7 +38,7 @@ def trainer_of(folder, stage, **settings):
 
 def write(folder, stage):
     """Two ranks: a run with Adam that keeps its best step and the last, one with momentum, and what the first ended at."""
-    from tests.algorithms.helpers import chats
+    from tests.methods.helpers import chats
 
     best = {
         "eval_strategy": "steps",

@@ -9,8 +9,8 @@ from pathlib import Path
 
 def save(folder: str, *_: str) -> None:
     """Train and save every step; after two whole checkpoints stop in the middle of writing the third, for ever."""
-    from tests.algorithms.helpers import sft
     from tests.conftest import build_tokenizer
+    from tests.methods.helpers import sft
 
     trainer = sft(folder, build_tokenizer(), max_steps=9, save_strategy="steps", save_steps=1)
     usual = trainer._save_optimizer_and_scheduler

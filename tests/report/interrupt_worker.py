@@ -5,8 +5,8 @@ import sys
 
 from transformers import TrainerCallback
 
-from tests.algorithms.helpers import chats, sft
 from tests.conftest import build_tokenizer
+from tests.methods.helpers import chats, sft
 from tests.ranks import leave, part
 
 

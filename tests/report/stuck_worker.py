@@ -7,9 +7,9 @@ import time
 
 from transformers import TrainerCallback
 
-from posttrain.training import checkpoint
-from tests.algorithms.helpers import chats, sft
+from posttrain.loop import checkpoint
 from tests.conftest import build_tokenizer
+from tests.methods.helpers import chats, sft
 
 
 class Stuck(TrainerCallback):

@@ -19,10 +19,10 @@ import pytest
 import torch
 
 from posttrain.errors import CheckpointError, ConfigError
+from posttrain.loop import checkpoint as checkpoints
 from posttrain.models import parallel
 from posttrain.report.record import LOCK, FolderLock
-from posttrain.training import checkpoint as checkpoints
-from tests.algorithms.helpers import chats, grpo, losses, sft, weights
+from tests.methods.helpers import chats, grpo, losses, sft, weights
 from tests.wordings import raises
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -312,7 +312,7 @@ def test_rotation_counts_unmarked_checkpoints_of_its_own_run_and_leaves_those_of
 
 
 def test_a_disk_without_room_is_found_before_training(tmp_path, tiny_tokenizer, monkeypatch):
-    monkeypatch.setattr("posttrain.training.checkpoint.free_disk", lambda folder: 1024)
+    monkeypatch.setattr("posttrain.loop.checkpoint.free_disk", lambda folder: 1024)
     trainer = sft(tmp_path, tiny_tokenizer, save_strategy="steps", save_steps=1)
     with raises(ConfigError, "PT-L002", "1"):
         trainer.train()
@@ -341,7 +341,7 @@ def test_without_clipping_a_gradient_that_is_no_number_still_never_reaches_the_w
 
 
 def test_the_estimate_of_a_checkpoint_is_near_what_is_written(tmp_path, tiny_tokenizer):
-    from posttrain.training.checkpoint import checkpoint_bytes
+    from posttrain.loop.checkpoint import checkpoint_bytes
 
     trainer = sft(tmp_path, tiny_tokenizer, max_steps=1, save_strategy="steps", save_steps=1)
     expected = checkpoint_bytes(trainer.model, trainer.args)

@@ -11,7 +11,7 @@ import pytest
 
 from posttrain.report.record import RunRecord, read_rows
 from posttrain.types import Finding
-from tests.algorithms.helpers import sft
+from tests.methods.helpers import sft
 
 
 def finding(code="X-1", severity="warning"):

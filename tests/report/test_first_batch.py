@@ -6,8 +6,8 @@ from datasets import Dataset
 
 from posttrain import GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 from posttrain.data.forest import collate
+from posttrain.loop.data_report import describe_batches
 from posttrain.report.page import read_run, render
-from posttrain.training.data_report import describe_batches
 from posttrain.types import Row
 
 

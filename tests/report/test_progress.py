@@ -6,7 +6,7 @@ import torch
 from rich.console import Console
 
 from posttrain.report.progress import RichProgressCallback, use_rich_progress
-from tests.algorithms.helpers import chats, sft
+from tests.methods.helpers import chats, sft
 from tests.wordings import raises
 
 

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from tests.algorithms.helpers import grpo, sft
+from tests.methods.helpers import grpo, sft
 
 
 def needs(name):

@@ -14,8 +14,8 @@ from posttrain.models.forward import sequence_logps
 from posttrain.models.heads import picture_encoder
 from posttrain.rollouts.episodes.environments import add_observation
 from posttrain.rollouts.episodes.loop import ToolLoop
-from tests.algorithms.test_vision_online import QUICK, short
-from tests.algorithms.test_vision_trainers import png, user
+from tests.methods.test_vision_online import QUICK, short
+from tests.methods.test_vision_trainers import png, user
 from tests.vision_families import build, noise
 
 CALLS = (

@@ -15,8 +15,8 @@ from posttrain.rollouts.native import layers as threads
 from posttrain.rollouts.native.engine import NativeEngine, logp_gaps
 from posttrain.rollouts.native.layers import MOST_ROWS, PACK_FROM, Packed, few_rows_product, quick_products
 from posttrain.types import Request, Sampling
-from tests.algorithms.helpers import grpo
 from tests.conftest import build_model
+from tests.methods.helpers import grpo
 from tests.wordings import raises
 
 packs = pytest.mark.skipif(not products.can_pack(), reason="this torch packs no weights")

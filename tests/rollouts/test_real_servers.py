@@ -7,15 +7,15 @@ import pytest
 import torch
 
 from posttrain.errors import ServerBusy
+from posttrain.loop.weight_sync import check_info, check_parity, needs_of, probe_logprobs, probe_sequences
 from posttrain.models.forward import sequence_logps
 from posttrain.rollouts.server import pool as fleet
 from posttrain.rollouts.server.engine import ServerEngine
 from posttrain.rollouts.workers.shared_weights import Weights
-from posttrain.training.weight_sync import check_info, check_parity, needs_of, probe_logprobs, probe_sequences
 from posttrain.types import Request, Row, Sampling
-from tests.algorithms.helpers import grpo, grpo_args, losses, weights
-from tests.algorithms.test_far_rollouts import PLAIN, Seeded
 from tests.conftest import build_model, build_tokenizer
+from tests.loop.test_far_rollouts import PLAIN, Seeded
+from tests.methods.helpers import grpo, grpo_args, losses, weights
 from tests.rollouts import test_contract as contract
 from tests.serve.test_process import process
 

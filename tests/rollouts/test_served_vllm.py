@@ -5,14 +5,14 @@ import requests
 import torch
 
 from posttrain.errors import ServerUnreachable, WeightSyncError
+from posttrain.loop.weight_sync import check_info, check_parity, needs_of, probe_logprobs, probe_sequences
 from posttrain.rollouts.server.client import VLLMClient
 from posttrain.rollouts.server.engine import ServerEngine
 from posttrain.rollouts.server.replies import API_KEY_VARIABLE
 from posttrain.rollouts.workers.shared_weights import Weights
-from posttrain.training.weight_sync import check_info, check_parity, needs_of, probe_logprobs, probe_sequences
 from posttrain.types import Request, Rollout, Sampling
-from tests.algorithms.helpers import grpo, grpo_args
 from tests.conftest import build_model, build_tokenizer
+from tests.methods.helpers import grpo, grpo_args
 from tests.rollouts import real_vllm as real
 
 pytestmark = real.without_model

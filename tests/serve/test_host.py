@@ -19,8 +19,8 @@ from posttrain.rollouts.server.weight_sync import SharedFolder, checksum
 from posttrain.serve.engine import ServedEngine
 from posttrain.serve.server import ServeConfig
 from posttrain.types import Request, Sampling
-from tests.algorithms.test_vision_online import QUICK, prompts, short
 from tests.conftest import build_model
+from tests.methods.test_vision_online import QUICK, prompts, short
 from tests.serve.support import VOCAB, serving
 from tests.vision_families import build, noise
 

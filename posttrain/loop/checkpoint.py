@@ -1,0 +1,596 @@
+"""Checkpoints that are whole or not there, and hold all that a resumed run needs to equal an uninterrupted one."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import faulthandler
+import json
+import logging
+import os
+import re
+import shutil
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import transformers
+from datasets import IterableDataset
+from transformers.trainer_callback import ExportableState
+
+from posttrain.checks.machine import check_disk_space, check_gpu_memory, check_strangers, gib
+from posttrain.errors import CheckpointError
+from posttrain.integrations.machine import free_disk, gpu_memory, gpu_processes
+from posttrain.models import parallel
+from posttrain.models.memory_estimate import optimizer_bytes
+from posttrain.report.record import read_json
+from posttrain.types import Finding
+
+if TYPE_CHECKING:
+    from posttrain.loop.trainer import PostTrainer
+
+logger = logging.getLogger(__name__)
+
+
+MARKER = "COMPLETE"
+BEGUN = f"{MARKER}.part"  # In its place until the checkpoint is whole: names the run, which may be killed before that.
+MISSING = "is missing"
+NAMED = re.compile(r"checkpoint-(\d+)")
+LEFT = re.compile(r"checkpoint-\d+\.tmp-.+")
+
+
+def staging(folder: Path, step: int, run: str) -> Path:
+    """Where the checkpoint of a step is written until it is whole; no program takes it for a checkpoint."""
+    return folder / f"checkpoint-{step}.tmp-{run}"
+
+
+def publish(part: Path, final: Path, run: str) -> None:
+    """Flush ``part`` to the disk and give it its name; what stood there is replaced if it is ours, else kept aside.
+
+    Args:
+        part: A written checkpoint, see `staging`.
+        final: ``checkpoint-<step>``.
+        run: Id of this run.
+    """
+    (part / BEGUN).write_text(json.dumps({"run": run}), encoding="utf-8")
+    _flush_tree(part)
+    old = None
+    if final.exists():
+        owner = _owner(final) or "unknown"
+        old = final.with_name(f"{final.name}.tmp-{run}.old" if owner == run else f"{final.name}.of-{owner}")
+        if owner != run:
+            old = _free_name(old)
+            logger.warning("%s is of another run: it was moved to %s.", final, old.name)
+        os.rename(final, old)
+    os.rename(part, final)
+    _flush_folder(final.parent)
+    if old is not None and ".tmp-" in old.name:
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def mark(checkpoint: Path, run: str) -> None:
+    """Say that a checkpoint is whole: a file with its run, its time, and the size of every other file."""
+    _flush_tree(checkpoint)
+    step = NAMED.fullmatch(checkpoint.name)
+    sizes = {str(p.relative_to(checkpoint)): p.stat().st_size for p in sorted(checkpoint.rglob("*")) if p.is_file()}
+    for name in (MARKER, BEGUN):
+        sizes.pop(name, None)
+    content = {"run": run, "step": int(step[1]) if step else None, "time": round(time.time(), 3), "files": sizes}
+    part = checkpoint / BEGUN
+    with part.open("w", encoding="utf-8") as file:
+        json.dump(content, file)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(part, checkpoint / MARKER)
+    _flush_folder(checkpoint)
+
+
+def _owner(checkpoint: Path) -> str | None:
+    """The run that wrote a checkpoint, whole or not; None for one of another program."""
+    return (marker(checkpoint) or marker(checkpoint, BEGUN) or {}).get("run")
+
+
+def marker(checkpoint: Path, name: str = MARKER) -> dict[str, Any] | None:
+    """What `mark` wrote; None for a checkpoint without it."""
+    content = read_json(checkpoint / name)
+    return content if "run" in content else None
+
+
+def complete_checkpoints(folder: str | Path) -> list[Path]:
+    """Marked checkpoints of a folder, the one written last at the end: steps of a later run come after those of an earlier."""
+    found = []
+    for path in Path(folder).glob("checkpoint-*"):
+        content = marker(path) if NAMED.fullmatch(path.name) else None
+        if content is not None:
+            found.append((float(content.get("time", 0.0)), int(path.name.rpartition("-")[2]), path))
+    return [path for *_, path in sorted(found)]
+
+
+def last_complete_checkpoint(folder: str | Path) -> Path | None:
+    """The whole checkpoint that was written last; None where there is none."""
+    found = complete_checkpoints(folder)
+    return found[-1] if found else None
+
+
+def damage(checkpoint: Path) -> str:
+    """What is missing or cut in a marked checkpoint, in words; empty when all files have the size they were written with."""
+    for name, written in ((marker(checkpoint) or {}).get("files") or {}).items():
+        path = checkpoint / name
+        if not path.is_file():
+            return f"{name} {MISSING}"
+        if path.stat().st_size != written:
+            return f"{name} has {path.stat().st_size} of {written} bytes"
+    return ""
+
+
+def resolve_resume(resume: Any, folder: str | Path) -> str | None:
+    """The checkpoint that ``resume_from_checkpoint`` means: a path as it is, True the last whole one of the folder.
+
+    Raises:
+        CheckpointError: There is none, only unmarked ones, or the named one lost something since it was written.
+    """
+    if resume is None or resume is False:
+        return None
+    if resume is True:
+        return str(_last(Path(folder)))
+    path = Path(resume)
+    if not path.is_dir():
+        raise CheckpointError(f"resume_from_checkpoint={str(resume)!r} is not a folder. {_offer(path.parent)}")
+    broken = damage(path)
+    if broken and not broken.endswith(MISSING):
+        raise CheckpointError(
+            f"the checkpoint {str(path)!r} is not whole: {broken}. {_offer(path.parent, path)} If the file was changed on "
+            f"purpose, remove {MARKER} there."
+        )
+    if broken:  # Left out on purpose, perhaps, as an optimiser's state is to save space; what needs it will say so.
+        logger.warning("%s: %s since it was written.", path, broken)
+    if marker(path) is None:
+        logger.warning(
+            "%s has no file %s: it was written by another program, or its writing was interrupted. It is used because it was "
+            "named.", path, MARKER,
+        )  # fmt: skip
+    return str(resume)
+
+
+def _last(folder: Path) -> Path:
+    for path in reversed(complete_checkpoints(folder)):
+        broken = damage(path)
+        if not broken:
+            return path
+        logger.warning("%s is passed over: %s.", path, broken)
+    unmarked = sorted((p for p in folder.glob("checkpoint-*") if NAMED.fullmatch(p.name)), key=lambda p: p.name)
+    hint = (
+        f"{len(unmarked)} without the file {MARKER} are there ({', '.join(p.name for p in unmarked[:5])}): their writing was "
+        f"interrupted, or another program wrote them. Name one to use it: resume_from_checkpoint={str(unmarked[-1])!r}."
+        if unmarked
+        else "Start without resume_from_checkpoint, or name the folder of the run."
+    )
+    raise CheckpointError(f"there is no complete checkpoint in {str(folder)!r}. {hint}")
+
+
+def _offer(folder: Path, but: Path | None = None) -> str:
+    whole = [path for path in complete_checkpoints(folder) if path != but and not damage(path)]
+    return (
+        f"Complete there: {', '.join(p.name for p in whole)}." if whole else f"No complete one is in {str(folder)!r}."
+    )
+
+
+def strangers(folder: str | Path, run: str) -> list[Path]:
+    """Checkpoints of a folder that this run did not write, in the order of their steps."""
+    return [path for path in _named(Path(folder)) if _owner(path) != run]
+
+
+def _named(folder: Path) -> list[Path]:
+    """All checkpoints of a folder, marked or not, in the order of their steps."""
+    found = [p for p in folder.glob("checkpoint-*") if NAMED.fullmatch(p.name) and p.is_dir()]
+    return sorted(found, key=lambda p: int(p.name.rpartition("-")[2]))
+
+
+def leftovers(folder: str | Path) -> list[Path]:
+    """Half-written or half-removed checkpoints, of runs that were killed."""
+    return sorted(path for path in Path(folder).glob("checkpoint-*") if LEFT.fullmatch(path.name))
+
+
+def rotate(folder: Path, run: str, limit: int | None, keep: str | None = None) -> list[Path]:
+    """Remove the oldest whole checkpoints of this run beyond ``limit``; those of others are never touched.
+
+    Those that this run was killed in before they were marked go too: a whole one was written since.
+
+    Args:
+        folder: Where they lie.
+        run: Id of this run.
+        limit: How many may stay; None or 0: all.
+        keep: The best one, which stays.
+
+    Returns:
+        What was removed.
+    """
+    if not limit or limit < 0:
+        return []
+    mine = [path for path in complete_checkpoints(folder) if (marker(path) or {}).get("run") == run]
+    best = Path(keep).name if keep else None
+    room = max(limit, 2 if best and mine and mine[-1].name != best else 1)
+    removable = [path for path in mine[:-1] if path.name != best]
+    gone = removable[: max(0, len(mine) - room)]
+    gone += [p for p in _named(folder) if mine and marker(p) is None and _owner(p) == run and p.name != best]
+    for path in gone:  # Its name goes first: a process killed meanwhile leaves no torn checkpoint that looks whole.
+        old = path.with_name(f"{path.name}.tmp-{run}.old")
+        os.rename(path, old)
+        shutil.rmtree(old, ignore_errors=True)
+    return gone
+
+
+def _free_name(path: Path) -> Path:
+    number, found = 1, path
+    while found.exists():
+        number += 1
+        found = path.with_name(f"{path.name}-{number}")
+    return found
+
+
+def _flush_tree(folder: Path) -> None:
+    """Wait until every file below ``folder``, and its name, is on the disk."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+    for path in [*(p for p in folder.rglob("*") if p.is_dir()), folder]:
+        _flush_folder(path)
+
+
+def _flush_folder(folder: Path) -> None:
+    with contextlib.suppress(OSError):  # Not every system lets a folder be opened.
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # The disk, the quota or the size a file may have is used up.
+
+
+STATE_FILE = "posttrain_state.json"
+
+
+class Checkpointer:
+    """Writes checkpoints that are whole or not there, and removes those that are superfluous.
+
+    A checkpoint is written into a folder of its own, moved to its place, and marked as whole once callbacks have added
+    what is theirs; only marked ones are resumed from.
+
+    Args:
+        args: The trainer's config: ``output_dir``, ``save_total_limit``.
+        accelerator: Of the run.
+        lock: Of the run's folder; names the run.
+        size: Bytes that a checkpoint takes, about.
+    """
+
+    def __init__(self, args: Any, accelerator: Any, lock: Any, size: Callable[[], int]) -> None:
+        self.args, self.accelerator, self.lock, self.size = args, accelerator, lock, size
+        # The run that owns the folder, told to all ranks when training begins.
+        self._run: str | None = None
+        # A checkpoint whose callbacks may still add to it.
+        self._unmarked: Path | None = None
+        self.place = Place(None, accelerator)
+
+    @property
+    def run(self) -> str:
+        """The run that checkpoints belong to."""
+        return self._run or self.lock.run
+
+    def resolve(self, resume_from_checkpoint: Any) -> str | None:
+        """The checkpoint to resume from, the same on all ranks; a resumed run goes on under the name of its first part."""
+        resume = parallel.run_and_share(
+            lambda: resolve_resume(resume_from_checkpoint, self.args.output_dir), self.accelerator
+        )
+        if resume:
+            parallel.refuse_other_optimizer(Path(resume), self.accelerator)
+        own = (marker(Path(resume)) or {}).get("run") if resume else None
+        self._run = parallel.all_gather_objects([own or self.lock.run], self.accelerator)[0]
+        self.lock.run, self.place = self._run, Place(resume, self.accelerator)
+        return resume
+
+    def save(self, write: Callable[[Path], None], folder: Path, state: Any) -> Path:
+        """Let ``write`` fill a checkpoint and put it in its place, still unmarked.
+
+        Args:
+            write: Called on every rank with the folder to write into.
+            folder: Where checkpoints of the run are.
+            state: The trainer's; ``best_model_checkpoint`` is set where the best step's folder is known.
+        """
+        self.complete(state)
+        final = folder / f"checkpoint-{state.global_step}"
+        part = staging(folder, state.global_step, self.run)
+        if best := state.best_global_step:
+            path = folder / f"checkpoint-{best}"
+            if path == final or path.is_dir():
+                state.best_model_checkpoint = str(path)
+        parallel.run_and_share(lambda: self._write(write, part, state), self.accelerator)
+        parallel.run_and_share(lambda: self._publish(part, final, state), self.accelerator)
+        self._unmarked = final
+        return final
+
+    def _write(self, write: Callable[[Path], None], part: Path, state: Any) -> None:
+        with self._whole_or_nothing(part, state):
+            if self.accelerator.is_main_process:
+                self.lock.assert_held()
+            write(part)
+
+    def _publish(self, part: Path, final: Path, state: Any) -> None:
+        if self.args.should_save:
+            with self._whole_or_nothing(part, state):
+                publish(part, final, self.run)
+
+    def complete(self, state: Any) -> None:
+        """Mark the checkpoint that was written last, callbacks included, then remove those it makes superfluous."""
+        final, self._unmarked = self._unmarked, None
+        if final is None:
+            return
+        self.accelerator.wait_for_everyone()
+        parallel.run_and_share(lambda: self._mark(final, state), self.accelerator)
+
+    def _mark(self, final: Path, state: Any) -> None:
+        if not self.args.should_save:
+            return
+        with self._whole_or_nothing(final, state, remove=False):
+            mark(final, self.run)
+            rotate(final.parent, self.run, self.args.save_total_limit, state.best_model_checkpoint)
+
+    @contextlib.contextmanager
+    def _whole_or_nothing(self, part: Path, state: Any, *, remove: bool = True) -> Iterator[None]:
+        """What goes wrong while a checkpoint is written leaves nothing of it; the error names what is still there."""
+        try:
+            yield
+        except CheckpointError:
+            raise
+        except Exception as error:
+            if self.args.should_save and remove:
+                shutil.rmtree(part, ignore_errors=True)
+            cause = next((e for e in _causes(error) if isinstance(e, OSError) and e.errno in FULL), None)
+            text = str(error)
+            if cause is None and not any(os.strerror(code) in text for code in FULL):
+                raise
+            whole = last_complete_checkpoint(part.parent)
+            raise CheckpointError(
+                f"the checkpoint of step {state.global_step} could not be written into {str(part.parent)!r}: {text} "
+                f"({gib(free_disk(part.parent))} are free, a checkpoint needs about {gib(self.size())}). Nothing "
+                "half-written was left; "
+                + (
+                    f"the last whole one is {whole.name}: free some space and resume from it"
+                    if whole
+                    else "there is none yet"
+                )
+                + ", or set save_total_limit, save_only_model=True, or another output_dir."
+            ) from error
+
+
+def save_state(folder: Path, state: dict[str, Any], accelerator: Any) -> None:
+    """Write what a trainer must know beside its weights, a file for each process."""
+    content = json.dumps(state | {"processes": accelerator.num_processes})
+    (folder / f"{accelerator.process_index}_{STATE_FILE}").write_text(content, encoding="utf-8")
+
+
+def saved_state(folder: str | None, accelerator: Any) -> dict[str, Any]:
+    """What `save_state` wrote for this process, or for the first one where others are as many; empty without a file.
+
+    All that differs between processes is waiting rollouts (`OnlineTrainer` refuses those of another number) and rows of logs.
+    """
+    files = [] if folder is None else sorted(Path(folder).glob(f"*_{STATE_FILE}"))
+    if not files:
+        return {}
+    own = accelerator.process_index if len(files) == accelerator.num_processes else 0
+    return json.loads((files[0].parent / f"{own}_{STATE_FILE}").read_text(encoding="utf-8"))
+
+
+class Place:
+    """Where a run goes on in its rows and its random numbers.
+
+    `transformers` counts the rows of a stream from the beginning of its first pass, and restores random states after the
+    first step's batches are drawn, which is when an online method has sampled and scored already.
+
+    Attributes:
+        checkpoint: Whose random states are still to be restored; None: nothing is.
+        stream: Passes over the rows that are done, and micro-batches drawn in the current one.
+    """
+
+    def __init__(self, checkpoint: str | None, accelerator: Any) -> None:
+        self.checkpoint, self.stream = checkpoint, [0, 0]
+        self._saved: list[int] | None = saved_state(checkpoint, accelerator).get("stream")
+        self._iterator: Any = None
+
+    def begin(self, start: tuple[int, int], dataset: Any, *, skips: bool) -> tuple[int, int]:
+        """The pass and the micro-batches of it to skip (unless ``skips`` is False): ``start``, of a stream those saved."""
+        if self._saved is None or not isinstance(dataset, IterableDataset):
+            return start
+        self.stream = [self._saved[0], self._saved[1] if skips else 0]
+        return self.stream[0], self.stream[1]
+
+    def draw(self, iterator: Any, count: int) -> None:
+        """Count micro-batches; another iterator is another pass."""
+        if iterator is not self._iterator:
+            self.stream = self.stream if self._iterator is None else [self.stream[0] + 1, 0]
+            self._iterator = iterator
+        self.stream = [self.stream[0], self.stream[1] + count]
+
+    def restores_random(self) -> bool:
+        """Whether random states are to be restored now: once."""
+        pending, self.checkpoint = self.checkpoint, None
+        return pending is not None
+
+
+def warn_of_other_rows(state: dict[str, Any], now: int) -> None:
+    """Tell of an optimiser step that takes another number of rows than when the checkpoint was written."""
+    before = state.get("step_rows", now)
+    if before != now:
+        logger.warning(
+            "a step of this checkpoint took %d rows, and one of this run takes %d: the place in the epoch is counted in steps, "
+            "so rows are passed over or trained twice. Fix: let per_device_train_batch_size * gradient_accumulation_steps * "
+            "processes be %d.", before, now, before,
+        )  # fmt: skip
+
+
+def export_callbacks(callbacks: Iterable[Any], state: Any) -> None:
+    """Put the state of callbacks that have one into the trainer's, as `transformers` reads it on resuming."""
+    for holder in callbacks:
+        if isinstance(holder, ExportableState):
+            name, kept = type(holder).__name__, state.stateful_callbacks
+            if isinstance(kept.get(name), list):
+                kept[name].append(holder.state())
+            else:
+                kept[name] = holder.state()
+
+
+def begin_in_folder(trainer: PostTrainer, *, resumed: bool) -> None:
+    """Take the run's folder and report on disk, memory and foreign checkpoints; the main process alone.
+
+    The folder is free again on an error. ``resumed`` says that the run goes on from a checkpoint.
+    """
+    model, args, lock = trainer.model, trainer.args, trainer.checkpoints.lock
+    saves = str(getattr(args.save_strategy, "value", args.save_strategy)) != "no"
+    fills_gpu = args.device.type == "cuda" and not parallel.shards_parameters(trainer.accelerator)
+    asked = {"PT-L001": True, "PT-L002": saves, "PT-L003": fills_gpu}
+    lock.acquire()
+    try:
+        with trainer.checks.preflight.record_check("config", [code for code, here in asked.items() if here]):
+            found = [_strangers_of(args, trainer.checkpoints.run, resumed=resumed)]
+            if saves:
+                folder, needs = str(Path(args.output_dir).expanduser()), checkpoint_bytes(model, args)
+                found += [check_disk_space(free_disk(Path(folder)), needs, folder=folder, limit=args.save_total_limit)]
+            if fills_gpu:
+                needed = _state_bytes(model, args) + sum(p.nbytes for p in model.parameters() if p.requires_grad)
+                about = {"device": str(args.device), "others": gpu_processes()}
+                found += [check_gpu_memory(*gpu_memory(args.device), needed, **about)]
+            trainer.checks.report(found)
+    except Exception:
+        lock.release()
+        raise
+
+
+def _strangers_of(args: Any, run: str, *, resumed: bool) -> Finding | None:
+    """Checkpoints of other runs; folders that a killed run left half-written are removed."""
+    folder = Path(args.output_dir).expanduser()
+    others = strangers(folder, run)
+    # The folder is ours, so nobody writes them any more.
+    for path in leftovers(folder):
+        logger.warning("%s was left half-written by a run that was killed; it is removed.", path)
+        shutil.rmtree(path, ignore_errors=True)
+    return check_strangers([path.name for path in others], folder=str(folder), resumed=resumed)
+
+
+def checkpoint_bytes(model: Any, args: Any) -> int:
+    """About what a checkpoint takes on the disk: weights (of an adapter its own alone) and the optimiser's state."""
+    adapter = hasattr(model, "peft_config")
+    seen = [p for p in model.parameters() if p.requires_grad or not adapter]
+    weights = sum(p.numel() * p.element_size() for p in seen)
+    return weights + (0 if args.save_only_model else _state_bytes(model, args))
+
+
+def _state_bytes(model: Any, args: Any) -> int:
+    sizes = [(p.numel(), p.nbytes) for p in model.parameters() if p.requires_grad]
+    return optimizer_bytes(str(getattr(args.optim, "value", args.optim)), sizes)
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+# Ctrl-C; what Slurm, Kubernetes and launchers send before they kill.
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+SECONDS_TO_END = 10.0  # From the second signal, for what is to be closed; then the process ends as it is.
+
+
+def _forget_wakeup() -> None:
+    """In a fork: signals are counted in the process that trains alone."""
+    signal.set_wakeup_fd(-1)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_wakeup)
+
+
+class GracefulInterrupt(transformers.TrainerCallback):
+    """While training runs, the first SIGINT or SIGTERM asks it to stop after the current step; the second stops it at once.
+
+    The second one raises KeyboardInterrupt in the main thread. A thread beside it counts signals too, and ends the process
+    where that does not: a collective waits for a process that is gone, or a hook swallows every exception.
+
+    Attributes:
+        requested: Whether the run was asked to stop; with several ranks, whether any of them was.
+    """
+
+    def __init__(self) -> None:
+        self.requested = False
+        self._accelerator: Any = None
+        self._process = 0
+        self._previous: dict[int, Any] = {}
+        self._over = threading.Event()
+        self._sender: socket.socket | None = None
+        self._wakeup = -1
+
+    def _on_signal(self, number: int, frame: Any) -> None:
+        if os.getpid() != self._process:  # A fork, of a reward function say, whom somebody terminates.
+            if number == signal.SIGTERM:
+                signal.signal(number, signal.SIG_DFL)
+                os.kill(os.getpid(), number)
+            return
+        if self.requested:
+            raise KeyboardInterrupt
+        self.requested = True
+        logger.warning(
+            "%s: finishing this step, then saving a checkpoint. Press Ctrl-C again, or send it again, to stop at once.",
+            signal.Signals(number).name,
+        )
+
+    def install(self, accelerator: Any) -> None:
+        """Take over the signals; only the main thread can."""
+        self._accelerator, self._process, self.requested = accelerator, os.getpid(), False
+        if threading.current_thread() is threading.main_thread():
+            self._previous = {number: signal.signal(number, self._on_signal) for number in SIGNALS}
+            self._over.clear()
+            receiver, self._sender = socket.socketpair()
+            self._sender.setblocking(False)
+            # Written to as a signal arrives, whatever the main thread is doing.
+            self._wakeup = signal.set_wakeup_fd(self._sender.fileno(), warn_on_full_buffer=False)
+            threading.Thread(target=self._end_on_second, args=(receiver,), daemon=True).start()
+
+    def _end_on_second(self, receiver: socket.socket) -> None:
+        """End the process some seconds after the second signal, unless training ends before."""
+        told: list[int] = []
+        with receiver:
+            while len(told) < 2:
+                numbers = receiver.recv(64)
+                if not numbers:
+                    return
+                told += [number for number in numbers if number in SIGNALS]
+        if not self._over.wait(SECONDS_TO_END):
+            faulthandler.dump_traceback(sys.__stderr__ or 2)
+            os._exit(128 + told[-1])
+
+    def restore(self) -> None:
+        """Give the signals back."""
+        self._over.set()
+        if self._sender is not None:
+            signal.set_wakeup_fd(self._wakeup)
+            self._sender.close()
+            self._sender = None
+        for number, handler in self._previous.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        self._previous = {}
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> Any:
+        """Ask the loop to log, save and stop; all ranks after the same step, whichever of them was told."""
+        stop = self.requested  # Read once: a signal that comes meanwhile is for the next step.
+        if self._accelerator is not None:
+            stop = parallel.all_reduce_sum([float(stop)], self._accelerator)[0] > 0
+        if stop:
+            self.requested = True
+            control.should_log = control.should_save = control.should_training_stop = True
+        return control

@@ -1,0 +1,586 @@
+"""The four moments of a trainer's checks: its config, its data, its first batch, and every line of its log.
+
+The main process looks and all ranks hear the same, so that an error ends all of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import math
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from accelerate import PartialState
+from torch import nn
+
+from posttrain.checks import machine
+from posttrain.checks.registry import Context, Moment, Preflight, codes_of, describe, load
+from posttrain.checks.tokenizers import special_token_findings
+from posttrain.data.forest import Layout
+from posttrain.data.templates import PROBLEMS
+from posttrain.errors import PosttrainError, PreflightError
+from posttrain.loop.data_report import DatasetHead, describe_batches, refuse_data, row_codes, usable_rows
+from posttrain.metrics import Metric, mean
+from posttrain.models import parallel
+from posttrain.models.heads import picture_encoder
+from posttrain.models.vision import tower_parameters
+from posttrain.report.record import LOCK, describe_run, whole_file
+from posttrain.types import Batch, Finding
+
+logger = logging.getLogger(__name__)
+
+# Every module of checks joins the register here, so that making a trainer imports nothing more.
+load()
+
+FILE = "preflight.json"
+
+
+class Checks(transformers.TrainerCallback):
+    """Everything that is checked of a run: its config, its data, its first batch, every step, every log line.
+
+    The main process looks and all ranks get its findings, so that an error ends all of them. Every method must be called
+    by all ranks.
+
+    Args:
+        args: The trainer's config.
+        trainer: The trainer's command name, such as ``"grpo"``.
+        ignored_codes: Codes of findings that do not concern this method's rows.
+        log_codes: Codes that the method's own checks of log lines (`log_checks`) may find.
+        zero_gradient_is_normal: Whether a step may move nothing: online, where all rewards of all groups are equal.
+        fills_prompts: Whether environments write the prompts, so that those of the dataset may be empty and alike.
+    """
+
+    def __init__(
+        self,
+        args: Any,
+        *,
+        trainer: str,
+        ignored_codes: frozenset[str] = frozenset(),
+        log_codes: tuple[str, ...] = (),
+        zero_gradient_is_normal: bool = False,
+        fills_prompts: bool = False,
+    ) -> None:
+        self.args = args
+        self.preflight = Preflight(args.preflight, args.silence_findings)
+        self._tokens_checked = False
+        self.context = Context(
+            trainer, args, processes=PartialState().num_processes, parts={"ignored_codes": ignored_codes}
+        )
+        self.log_codes, self.zero_gradient_is_normal = log_codes, zero_gradient_is_normal
+        self.fills_prompts = fills_prompts
+        # What the line that was just logged says of the run: functions of the line, one a component.
+        self.log_checks: list[Callable[[dict[str, float]], Iterable[Finding | None]]] = []
+        self.record: Any = None
+        # Tokens of the largest pass, and of the longest sequence, that were trained.
+        self.largest_seen = (0, 0)
+        # Tokens of the longest sequence of the training set, once it was looked for.
+        self.longest_of_data = 0
+        # Tokens of this rank's sequences, and tokens computed, padding included.
+        self.tokens_seen = (0, 0)
+        self._trained: tuple[float, ...] = ()
+        self._steps = self._bad_steps = 0
+        self._first_gradients_checked = self._lengths_reported = self._written = self._pictured = False
+        self._overlong: list[Finding] = []
+        self._early: list[Finding] = []  # Until there is a record of the run.
+
+    def saved_tokens(self, model: nn.Module, tokenizer: Any) -> None:
+        """What the configs that are saved say of padding and stopping, once a run."""
+        if not self._tokens_checked:
+            self._tokens_checked = True
+            with self.preflight.record_check("config", ("PT-K101", "PT-K102", "PT-K103")):
+                self.report(special_token_findings(model, tokenizer))
+
+    def knows(self, *, parts: Mapping[str, Any] | None = None, **fields: Any) -> None:
+        """Give probes what has come to be known of the run: fields of `Context`, and parts by name."""
+        for name, value in fields.items():
+            setattr(self.context, name, value)
+        self.context.parts = {**self.context.parts, **(parts or {})}
+
+    # The moments -------------------------------------------------------------------------------------------------
+
+    def config(self, model: Any, train_dataset: Any, eval_dataset: Any, peft_config: Any) -> Any:
+        """First moment, before a weight is loaded; returns the training set without the rows that ``bad_rows`` drops."""
+        self.knows(model_config=model_config_of(model, self.args), peft_config=peft_config)
+        named = {"model_name": model} if isinstance(model, str) else {}
+        self.run_probes("config", train_dataset=train_dataset, eval_dataset=eval_dataset, **named)
+        state = PartialState()
+        with parallel.failing_together(state), self.preflight.record_check("data", row_codes(train_dataset)):
+            main = state.is_main_process
+            train_dataset, findings = usable_rows(train_dataset, self.args, main=main, filled=self.fills_prompts)
+            self.report(findings)
+            if self.args.strict_data and any(found.severity != "info" for found in findings):
+                refuse_data([describe(found) for found in findings])
+        return train_dataset
+
+    def start(self, model: nn.Module, layout: Layout) -> None:
+        """Once the model is there: precision of what is trained, one process for each GPU, dense masks."""
+        trainable: dict[str, int] = {}
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                name = str(parameter.dtype).removeprefix("torch.")
+                trainable[name] = trainable.get(name, 0) + parameter.numel()
+        config: Any = getattr(model, "config", None)
+        attention = str(getattr(config.get_text_config() if config else None, "_attn_implementation", None))
+        with self.preflight.record_check("config", ("PT-C001", "PT-C004", "PT-C005")):
+            self.report([
+                machine.check_precision(trainable, learning_rate=self.args.learning_rate),
+                machine.check_devices(visible=max(self.args.n_gpu, 1), processes=self.context.processes),
+                machine.check_dense_masks(attention, packed=layout.dense_mask, row_tokens=layout.row_tokens),
+                machine.check_launch(os.environ, self.context.processes),
+            ])  # fmt: skip
+
+    def data(self, head: DatasetHead, eval_dataset: Any) -> None:
+        """Second moment: the training set is tokenised; check the sampled rows and the chat template.
+
+        Args:
+            head: The sampled rows.
+            eval_dataset: As it was given.
+        """
+        if not self.preflight.active:
+            return
+        sample = None
+        # What is wrong with rows that cannot be made is reported where they are trained, by number.
+        with contextlib.suppress(PosttrainError):
+            sample = head.sample if not head.streams and head.prepared is not None else None
+        rows = sample.rows if sample is not None else ()
+        self.run_probes(
+            "data", train_dataset=head.raw, eval_dataset=eval_dataset, rows=rows, sample=sample, limit=head.limit
+        )
+        known = replace(self.context, rows=rows)
+        with self.preflight.record_check("data", ("PT-B001", "PT-K004", "PT-K005")):
+            self.report_from_main(lambda: [*self._nothing_trained(), *check_tokens(known), *check_reward_models(known)])
+        with self.preflight.record_check("data", tuple(PROBLEMS)):
+            self.report(
+                replace(found, severity="warning" if found.severity == "error" else "info")
+                for found in head.template_findings
+            )
+
+    def step(
+        self, batches: Sequence[Batch], tokens: float, sequences: float, overlong: float, state: Any
+    ) -> dict[str, Metric]:
+        """Third moment, at the first optimiser step, and what every one holds; ends a run that trains no token.
+
+        Online, steps whose completions are all masked are part of learning: the checks of rewards, lengths and gradients
+        tell of those that never end.
+
+        Args:
+            batches: Of this rank.
+            tokens: That carry loss, over all ranks.
+            sequences: Over all ranks.
+            overlong: Ranks with a sequence beyond the model's positions (`has_overlong_sequence`).
+            state: The trainer's.
+
+        Returns:
+            What to log of the step.
+        """
+        widths = [
+            (batch.input_ids.numel(), int(batch.position_ids.max()) + 1) for batch in batches if batch.input_ids.numel()
+        ]
+        passes, lengths = zip(*widths, self.largest_seen, strict=True)
+        self.largest_seen = max(passes), max(lengths)
+        with self.preflight.record_check("log_step", ("PT-T003",)):
+            found = parallel.all_gather_objects(self._overlong, PartialState()) if overlong else []
+            self.report(found[:1])
+        self._pictured = any(batch.pictures for batch in batches)
+        if self._steps == 0:
+            self.keep(())
+            self.run_probes("first_batch", batches=batches)
+            ids = [int(batch.input_ids.max()) for batch in batches if batch.input_ids.numel()]
+            with self.preflight.record_check("first_batch", ("PT-K004",)):
+                self.report_from_main(lambda: [f for f in check_tokens(self.context, ids) if f.code == "PT-K004"])
+            self.write()
+            if self.record is not None and state.global_step == 0:
+                self.record.add_data(lambda: describe_batches(batches, self.context.tokenizer))
+        self._trained = (*self._trained, tokens)[-EMPTY_STEPS:]
+        if not self.zero_gradient_is_normal:
+            with self.preflight.record_check("log_step", ("PT-T001",)):
+                self.report([check_trained_tokens([int(count) for count in self._trained])])
+        real = sum(batch.num_tokens for batch in batches)
+        computed = sum(batch.input_ids.numel() for batch in batches)
+        self.tokens_seen = (self.tokens_seen[0] + real, self.tokens_seen[1] + computed)
+        self._check_economy(state)
+        return {
+            "documents": mean(sequences),
+            "trained_tokens": mean(tokens),
+            "padding_share": mean(1 - real / computed if computed else 0.0, weight=float(computed)),
+        }
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+        """Fourth moment: the line is written; look at the log that it ends."""
+        if not self.preflight.active:
+            return
+        with self.preflight.record_check("log_step", self.log_codes):
+            self.report_from_main(
+                lambda: [
+                    *(found for check in self.log_checks for found in check(logs or {})),
+                    *self._probed("log_step", history=state.log_history),
+                ]
+            )
+        # From the first step on the folder is ours.
+        if self._written:
+            self.write()
+
+    # Steps and gradients -----------------------------------------------------------------------------------------
+
+    def has_overlong_sequence(self, batches: Sequence[Batch]) -> float:
+        """Return 1.0 if a local sequence exceeds max_position_embeddings, of the model or of a teacher beside it.
+
+        It is reported once, and all-reduced with the counts.
+        """
+        longest = max((int(batch.position_ids.max()) + 1 for batch in batches if batch.position_ids.numel()), default=0)
+        models = [] if self._lengths_reported else [self.context.model, self.context.parts.get("teacher_model")]
+        configs = [getattr(model, "config", None) for model in models]
+        found = [_positions_of(config.get_text_config(), longest) for config in configs if config is not None]
+        self._overlong = [finding for finding in found if finding is not None][:1]
+        self._lengths_reported = self._lengths_reported or bool(self._overlong)
+        return float(len(self._overlong))
+
+    def _check_economy(self, state: Any) -> None:
+        """Once, after a few steps: padding that is computed."""
+        self._steps += 1
+        if self._steps != min(ECONOMY_STEPS + 1, max(int(state.max_steps or 1), 1)):
+            return
+        with self.preflight.record_check("log_step", ("PT-T002",)):
+            self.report([check_padding(*self.tokens_seen)])
+
+    def gradient(self, norm: Any, model: nn.Module, *, scaled: bool, sharded: bool, step: int) -> bool:
+        """Whether a step's gradient is finite; of the first one, also whether every parameter has one.
+
+        Args:
+            norm: Before clipping; None where it was not computed.
+            model: With the gradients.
+            scaled: Whether a float16 scaler skips steps that overflow.
+            sharded: Whether a parameter's gradient is spread over ranks.
+            step: The optimiser step, from 1.
+
+        Raises:
+            PosttrainError: The third gradient in a row is not finite.
+        """
+        finite = norm is None or bool(torch.isfinite(torch.as_tensor(norm)))
+        if finite or scaled:
+            self._bad_steps = 0
+            if finite and not sharded:  # A scaler finds its scale by overflows, from the first step on.
+                self._check_first_gradients(model)
+            return True
+        self._bad_steps += 1
+        logger.warning(
+            "step %d: the gradient norm is %s, so this step is skipped (%d in a row).", step, norm, self._bad_steps
+        )
+        if self._bad_steps == BAD_STEPS:
+            raise PosttrainError(
+                f"{BAD_STEPS} steps in a row had a gradient norm of {norm}. Fix: lower learning_rate or max_grad_norm, try "
+                "bf16=False, and look at the rows of these steps; the last checkpoint is intact."
+            )
+        return False
+
+    def _check_first_gradients(self, model: nn.Module) -> None:
+        # A step without a trained token has no gradient, rightly; the next one will tell.
+        if self._first_gradients_checked or not sum(self._trained):
+            return
+        self._first_gradients_checked = True
+        norms = {n: _norm(p.grad) for n, p in model.named_parameters() if p.requires_grad}
+        if self.zero_gradient_is_normal:
+            norms = {name: None if norm is None else max(norm, 1.0) for name, norm in norms.items()}
+        with self.preflight.record_check("first_batch", ("PT-B001", "PT-B002", "PT-B003", "PT-G012")):
+            silent = check_tower_gradients(norms, model) if self._pictured else None
+            self.report([check_first_gradients(norms), silent])
+
+    def _nothing_trained(self) -> Iterator[Finding | None]:
+        parameters = getattr(self.context.model, "parameters", None)
+        if parameters is not None and not any(parameter.requires_grad for parameter in parameters()):
+            yield check_first_gradients({})
+
+    # Looking and reporting ---------------------------------------------------------------------------------------
+
+    def run_probes(self, moment: Moment, **known: Any) -> None:
+        """Run all probes of a moment on the main process and report to every rank what they find."""
+        self.report_from_main(lambda: self._probed(moment, **known))
+
+    def _probed(self, moment: Moment, **known: Any) -> list[Finding]:
+        fields = {name: known.pop(name) for name in tuple(known) if name in Context.__dataclass_fields__}
+        return self.preflight.run(moment, replace(self.context, **fields, parts={**self.context.parts, **known}))
+
+    def report(self, findings: Iterable[Finding | None]) -> None:
+        """Report findings that every rank has; an error among them ends the run.
+
+        Raises:
+            PreflightError: With every error.
+        """
+        try:
+            told = self.preflight.report(findings, log=PartialState().is_main_process)
+        except PreflightError as error:
+            self.keep(error.findings)
+            self.write(refused=True)
+            raise
+        self.keep(told)
+
+    def report_from_main(self, look: Callable[[], Iterable[Finding | None]]) -> None:
+        """Let the main process look and report to every rank; all ranks must call this."""
+        state = PartialState()
+        found = parallel.run_and_share(lambda: list(look()) if state.is_main_process else [], state)  # type: ignore[arg-type]
+        self.report(parallel.all_gather_objects(found, state))  # type: ignore[arg-type]
+
+    def keep(self, findings: Iterable[Finding]) -> None:
+        """Write findings into the record of the run, once there is one."""
+        self._early += findings
+        if self.record is not None:
+            self.record.add_findings(self._early)
+            self._early = []
+
+    def write(self, *, refused: bool = False) -> None:
+        """Write ``preflight.json`` into the run's folder where something new is known; the main process alone.
+
+        Args:
+            refused: The run ends here, maybe before its folder is its own: then another run's file is left alone.
+        """
+        if not PartialState().is_main_process or not (self.preflight.changed or refused):
+            return
+        folder = Path(self.args.output_dir or ".").expanduser()
+        if refused and not self._written and (folder / LOCK).exists() and self.record is None:
+            return
+        content = self.preflight.to_dict() | {"refused": refused, "versions": describe_run()["versions"]}
+        with whole_file(folder / FILE) as part:
+            part.write_text(json.dumps(content, indent=2, ensure_ascii=False, default=str) + "\n", encoding="utf-8")
+        self._written, self.preflight.changed = True, False
+
+
+@cache
+def log_codes(letters: str, apart: tuple[str, ...]) -> tuple[str, ...]:
+    """Codes of these letters that are looked for at log lines, but for those ``apart``, which have a moment of their own."""
+    return tuple(code for letter in letters for code in codes_of(letter, "log_step") if code not in apart)
+
+
+def model_config_of(model: Any, args: Any) -> Any:
+    """The model's configuration, of a string without its weights; None where there is none to be read."""
+    if not isinstance(model, str):
+        return getattr(model, "config", None)
+    from transformers import AutoConfig
+
+    init = args.model_init_kwargs or {}
+    try:
+        return AutoConfig.from_pretrained(
+            model, revision=init.get("revision"), trust_remote_code=args.trust_remote_code
+        )
+    except Exception:  # Loading the model will say what is wrong with it.
+        return None
+
+
+BAD_STEPS = 3  # Gradients in a row that are not finite, after which training has diverged.
+
+
+def _norm(gradient: torch.Tensor | None) -> float | None:
+    return None if gradient is None else float(gradient.float().norm())
+
+
+# Numbers in, findings out ---------------------------------------------------------------------------------------
+
+EMPTY_STEPS = 3  # In a row, without a trained token.
+PADDING_MOST = 0.4
+ECONOMY_STEPS = 10  # Steps after which wasted time is known.
+
+
+def check_first_gradients(norms: Mapping[str, float | None]) -> Finding | None:
+    """Trained parameters after the first backward pass: at least one must have a gradient, and each a finite one.
+
+    Args:
+        norms: Norm of the gradient of each parameter that requires one; None where there is no gradient.
+    """
+    if not norms:
+        return Finding(
+            "PT-B001",
+            "error",
+            "no parameter of the model requires a gradient.",
+            "the model",
+            "the run would cost time and change nothing.",
+            "check what froze it: a reference that shares all layers, a loaded adapter without is_trainable=True, or "
+            "target_modules that match nothing.",
+        )
+    odd = sorted(name for name, norm in norms.items() if norm is not None and not math.isfinite(norm))
+    if odd:
+        return Finding(
+            "PT-B002",
+            "error",
+            f"{len(odd)} of {len(norms)} gradients are not finite, {odd[0]!r} among them.",
+            "the first step",
+            "one such step makes every weight not a number.",
+            "look for rows without a trained token, lower learning_rate, or compute in float32 (bf16=False, fp16=False).",
+        )
+    if not any(norms.values()):
+        return Finding(
+            "PT-B003",
+            "error",
+            f"none of the {len(norms)} trained parameters got a gradient.",
+            "the first step",
+            "frozen embeddings cut the graph before the first checkpointed layer, or no token of the batch is trained: the loss "
+            "stays flat.",
+            "call model.enable_input_require_grads() or set gradient_checkpointing=False; check the labels of the first rows.",
+        )
+    return None
+
+
+def check_tower_gradients(norms: Mapping[str, float | None], model: Any) -> Finding | None:
+    """Trained parameters of tower and projector that got no gradient in a step with images.
+
+    Args:
+        norms: Of the first step's gradients; None where there is none.
+        model: With `posttrain.models.vision.install_pictures`, wrapped or not.
+    """
+    if picture_encoder(model) is None:
+        return None
+    tower = {id(parameter) for parameter in tower_parameters(model).values()}
+    trained = {name for name, parameter in model.named_parameters() if id(parameter) in tower}
+    silent = sorted(name for name in trained if name in norms and norms[name] is None)
+    if not silent:
+        return None
+    return Finding(
+        "PT-G012",
+        "warning",
+        f"{len(silent)} trained parameters of tower and projector got no gradient, {silent[0]!r} among them.",
+        "the first step",
+        "they cost memory, never move, and hang DDP.",
+        "freeze_vision='auto', which freezes what no feature depends on, or True.",
+    )
+
+
+def check_trained_tokens(trained: Sequence[int]) -> Finding | None:
+    """Optimiser steps in a row without one trained token.
+
+    Args:
+        trained: Tokens (or sequences) that carried loss, of the latest steps, the newest last.
+    """
+    empty = next((index for index, count in enumerate(reversed(trained)) if count), len(trained))
+    if empty < EMPTY_STEPS:
+        return None
+    return Finding(
+        "PT-T001",
+        "error",
+        f"{empty} steps in a row held no trained token.",
+        "the latest steps",
+        "their loss is 0 and nothing is learnt, while the log looks as if the run had converged.",
+        "raise max_length, or check completion_mask, assistant_masks and labels: posttrain inspect shows them.",
+    )
+
+
+def check_padding(real: int, computed: int) -> Finding | None:
+    """A batch that is mostly padding.
+
+    Args:
+        real: Tokens of sequences.
+        computed: Tokens that went through the model, padding included.
+    """
+    share = 1 - real / computed if computed else 0.0
+    if share <= PADDING_MOST:
+        return None
+    return Finding(
+        "PT-T002",
+        "warning",
+        f"{100 * share:.0f} % of the tokens that were computed are padding.",
+        "the latest steps",
+        "that part of the time is spent on nothing.",
+        "set packing=True (or use an attention backend that takes packed rows), or group_by_length=True.",
+    )
+
+
+def _positions_of(text: Any, longest: int) -> Finding | None:
+    rotary = any(getattr(text, name, None) for name in ("rope_parameters", "rope_scaling", "rope_theta"))
+    return check_positions(longest, getattr(text, "max_position_embeddings", None), rotary=rotary)
+
+
+def check_positions(longest: int, known: int | None, *, rotary: bool) -> Finding | None:
+    """A sequence longer than the model has seen, or than it has position embeddings for.
+
+    Args:
+        longest: Tokens of the longest sequence of a step.
+        known: Positions of the model (``max_position_embeddings``); None where it has no such number.
+        rotary: Whether positions are computed, so that later ones exist, untrained; else they are rows of a table.
+    """
+    if known is None or longest <= known:
+        return None
+    return Finding(
+        "PT-T003",
+        "warning" if rotary else "error",
+        f"a sequence has {longest} tokens, and the model knows {known} positions (max_position_embeddings).",
+        "the latest step",
+        "the model never saw positions beyond that, so what stands there is read badly and teaches little; time and memory "
+        "grow with the length."
+        if rotary
+        else "there is no embedding for later positions: the forward pass would fail.",
+        f"set max_length={known} or less, or split long rows.",
+    )
+
+
+def embedding_rows(model: Any) -> int | None:
+    """Rows of a model's input embedding; None where it has none, or only a shard of it."""
+    getter = getattr(model, "get_input_embeddings", None)
+    try:
+        weight = getattr(getter() if getter is not None else None, "weight", None)
+    except (NotImplementedError, AttributeError):
+        return None
+    shape = tuple(getattr(weight, "shape", ()))
+    return int(shape[0]) if len(shape) == 2 and shape[0] else None
+
+
+def check_token_rows(rows: int | None, *, tokens: int, highest: int | None, name: str = "the model") -> Finding | None:
+    """Ids against the rows of an embedding: one beyond the last ends a run on a CPU, and asserts on a GPU.
+
+    Args:
+        rows: Of the embedding; None is not looked at.
+        tokens: Of the tokenizer.
+        highest: Largest id of the rows that were looked at; None: none were.
+        name: Whose embedding it is.
+    """
+    if rows is None:
+        return None
+    fix = f"model.resize_token_embeddings({tokens}) before training, or the tokenizer that belongs to {name}."
+    if highest is not None and highest >= rows:
+        return Finding(
+            "PT-K004",
+            "error",
+            f"the rows hold the token id {highest}, and the embedding of {name} has {rows} rows.",
+            name,
+            "there is no embedding for it: the forward pass would fail, on a GPU with an assertion that names nothing.",
+            fix,
+        )
+    if tokens > rows:
+        return Finding(
+            "PT-K005",
+            "warning",
+            f"the tokenizer has {tokens} tokens, and the embedding of {name} {rows} rows.",
+            name,
+            f"ids from {rows} on have no embedding; the first text that holds such a token would end the run.",
+            fix,
+        )
+    return None
+
+
+def check_tokens(context: Context, ids: Iterable[int] = ()) -> Iterator[Finding]:
+    """Token ids of the sampled rows, and others, against the embedding of every model that looks them up."""
+    tokenizer = getattr(context.tokenizer, "tokenizer", context.tokenizer)
+    if not hasattr(tokenizer, "get_vocab"):
+        return
+    seen = [max(part) for row in context.rows for part in (row.prompt_ids, *row.completions) if len(part)]
+    highest = max([*seen, *ids], default=None)
+    reference = getattr(getattr(context.parts.get("trainer"), "reference", None), "copy", None)
+    models = {"the model": context.model, "the reference": reference}
+    for name, model in models.items():
+        rows = None if model is None else embedding_rows(model)
+        if found := check_token_rows(rows, tokens=len(tokenizer), highest=highest, name=name):
+            yield found
+
+
+def check_reward_models(context: Context) -> Iterator[Finding]:
+    """A reward model reads ids of its own tokenizer: the two must belong together."""
+    for function in getattr(context.parts.get("rewards"), "functions", None) or ():
+        model, tokenizer = getattr(function, "model", None), getattr(function, "tokenizer", None)
+        if model is not None and hasattr(tokenizer, "get_vocab"):
+            name = f"the reward model {getattr(function, '__name__', type(function).__name__)}"
+            if found := check_token_rows(embedding_rows(model), tokens=len(tokenizer), highest=None, name=name):
+                yield found

@@ -1,0 +1,345 @@
+"""Evaluation of every trainer: one loss that does not depend on the batch size, and predictions where they are asked for."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset
+from transformers.trainer_utils import EvalLoopOutput, EvalPrediction
+
+from posttrain.data.samplers import Deal, DealtStream
+from posttrain.losses.reduce import REDUCTIONS, Denominators, reduce
+from posttrain.models import parallel
+from posttrain.models.forward import forward, virtual_tokens
+from posttrain.types import Batch, LossTerms
+
+if TYPE_CHECKING:
+    from posttrain.loop.trainer import PostTrainer
+
+IGNORED = -100
+OWN = "own"  # What the user's own loss is a mean over.
+
+
+def full_logits(model: nn.Module, batch: Batch) -> tuple[Any, Tensor]:
+    """The model's own forward on padded rows, and labels: the slow way, for user functions that want to see logits.
+
+    Returns:
+        The model's output with ``logits (B, T, V)``, and ``labels (B, T)``, the token or -100 where it carries no loss.
+    """
+    assert batch.one_sequence_a_row, "full logits need one sequence a row"
+    output = model(input_ids=batch.input_ids, attention_mask=batch.real.long(), use_cache=False)
+    output.logits = output.logits[:, virtual_tokens(model) :]
+    return output, torch.where(batch.loss_mask, batch.input_ids, IGNORED)
+
+
+@dataclass(slots=True)
+class _Seen:
+    """What a user's ``compute_metrics`` is shown of one batch: of each prediction, and of each sequence."""
+
+    predictions: list[Any] = field(default_factory=list)
+    labels: list[np.ndarray] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+    inputs: list[np.ndarray] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class _Tally:
+    """Sums and counts of one evaluation of this rank; the same names on every rank, whatever rows it has."""
+
+    sums: dict[str, float]
+    counts: dict[str, float]
+    rounds: int = 0
+    seen: list[tuple[int, _Seen]] = field(default_factory=list)
+    metrics: dict[str, float] = field(default_factory=dict)
+
+    @classmethod
+    def named(cls, names: Iterable[str]) -> _Tally:
+        """An empty one, for a trainer with these `named_counts`."""
+        named = [*names, OWN]
+        counts = ("token", "sequence", "pass", *named)
+        return cls(dict.fromkeys((*sorted(REDUCTIONS), *named), 0.0), dict.fromkeys(counts, 0.0))
+
+    def loss(self, accelerator: Any) -> float:
+        """Each reduction's sum by what it is a mean over, all of it over ranks."""
+        totals = parallel.all_reduce_sum([*self.sums.values(), *self.counts.values()], accelerator)
+        sums = dict(zip(self.sums, totals, strict=False))
+        counts = dict(zip(self.counts, totals[len(sums) :], strict=True))
+        return sum(value / max(counts[_divisor(name, counts)], 1.0) for name, value in sums.items())
+
+
+class _Evaluation:
+    """One pass over an evaluation set: loss divided by the set's own counts, metrics, predictions.
+
+    Args:
+        trainer: Whose model, objective and hooks are used.
+        model: In evaluation mode.
+        keeps_predictions: Whether predictions are wanted though nobody computes metrics.
+    """
+
+    def __init__(self, trainer: PostTrainer, model: nn.Module, *, keeps_predictions: bool) -> None:
+        self.trainer, self.model, self.keeps_predictions = trainer, model, keeps_predictions
+        self.args, self.accelerator = trainer.args, trainer.accelerator
+        self.compute_metrics: Callable[..., dict[str, float]] | None = trainer.compute_metrics
+        self.wanted = self.compute_metrics is not None or keeps_predictions
+        self.by_batch = self.compute_metrics is not None and self.args.batch_eval_metrics
+        self.tally = _Tally.named(trainer.named_counts([]))
+
+    @torch.no_grad()
+    def run(self, dataloader: Any) -> float:
+        """Go over the set; returns the loss over all ranks' rows."""
+        for inputs, last in _with_last(dataloader):
+            batches = [batch.to(self.args.device) for batch in self.trainer.eval_batches(inputs)]
+            seen = _Seen()
+            for batch, counts in parallel.in_step(batches, self.accelerator, self.trainer.spare_batch):
+                if counts:
+                    self._add(batch, seen)
+                else:
+                    self._idle(batch)
+            if self.wanted:
+                self._see(batches, seen)
+            if self.by_batch:
+                self.tally.metrics = self._metrics_of(last)
+                self.tally.seen = self.tally.seen if self.keeps_predictions else []
+            self.tally.rounds += 1
+        return self.tally.loss(self.accelerator)
+
+    def num_rows(self, dataloader: Any, answers_per_row: int) -> int:
+        """Rows of the dataset, over all ranks; of a stream, as many as its sequences make."""
+        dataset = getattr(dataloader, "dataset", None)
+        if hasattr(dataset, "__len__"):
+            return len(dataset)  # type: ignore[arg-type]
+        (sequences,) = parallel.all_reduce_sum([self.tally.counts["sequence"]], self.accelerator)
+        return round(sequences / answers_per_row)
+
+    def results(self) -> tuple[Any, Any, dict[str, float]]:
+        """Predictions, labels (None where nobody wants them) and the user's metrics."""
+        if not self.wanted or (self.by_batch and not self.keeps_predictions):
+            return None, None, self.tally.metrics
+        found = self._shown(self.tally.seen)
+        metrics = self.tally.metrics
+        if self.compute_metrics is not None and not self.by_batch:
+            metrics = self.compute_metrics(found)
+        return found.predictions, found.label_ids, metrics
+
+    def _idle(self, batch: Batch) -> None:
+        """A forward pass that only keeps ranks in step."""
+        with self.trainer.compute_loss_context_manager():
+            forward(self.model, batch, self.trainer.needs, chunk_size=self.args.logits_chunk_size)
+
+    def _sums(self, batch: Batch, counts: dict[str, float]) -> dict[str, float]:
+        """The loss of one pass as sums by reduction; the user's own loss may add counts."""
+        with self.trainer.compute_loss_context_manager():
+            if self.trainer.own_loss:
+                return _own_loss(self.trainer, self.model, batch, counts)
+            terms, _ = self.trainer.compute_loss_terms(self.model, batch)
+            self.trainer.buffers["eval"].add(terms.metrics)
+            return _loss_sums(terms)
+
+    def _add(self, batch: Batch, seen: _Seen) -> None:
+        """Add up the loss of one pass."""
+        counts: dict[str, float] = {"token": batch.num_loss_tokens, "sequence": batch.num_sequences, "pass": 1}
+        counts |= self.trainer.named_counts([batch])
+        sums = self._sums(batch, counts)
+        for name, value in counts.items():
+            self.tally.counts[name] += value
+        for name, value in sums.items():
+            self.tally.sums[name] += value
+        loss = sum(value / max(counts[_divisor(name, counts)], 1.0) for name, value in sums.items())
+        seen.losses += [loss] * batch.num_sequences
+
+    def _see(self, batches: list[Batch], seen: _Seen) -> None:
+        """Predictions of one evaluation batch, and the ids and losses of its sequences."""
+        pairs = self.trainer.predictions(self.model, batches)
+        for _ in range(parallel.equal_passes(len(batches), self.accelerator) - len(batches)):
+            self._idle(self.trainer.spare_batch())
+        seen.predictions, seen.labels = [p for p, _ in pairs], [label for _, label in pairs]
+        # As transformers does it: each row has the loss of its batch.
+        average = sum(seen.losses) / max(len(seen.losses), 1)
+        seen.losses = [average] * len(pairs)
+        inputs = []
+        for batch in batches:
+            lengths = batch.real.sum(1).tolist()
+            rows = [ids[:length].cpu().numpy() for ids, length in zip(batch.input_ids, lengths, strict=True)]
+            inputs += zip(batch.origin, rows, strict=False)
+        seen.inputs = [ids for _, ids in sorted(inputs, key=lambda item: item[0])]
+        place = self.tally.rounds * self.accelerator.num_processes + self.accelerator.process_index
+        self.tally.seen.append((place, seen))
+
+    def _metrics_of(self, last: bool) -> dict[str, float]:
+        """``batch_eval_metrics``: the batch that all ranks just saw, as tensors; a summary after the last one."""
+        assert self.compute_metrics is not None
+        return self.compute_metrics(self._shown(self.tally.seen[-1:], as_tensors=True), compute_result=last) or {}
+
+    def _shown(self, seen: list[tuple[int, _Seen]], *, as_tensors: bool = False) -> EvalPrediction:
+        """What all ranks saw, in the order of the dataset: ranks take turns with its batches."""
+        batches = [
+            one for _, one in sorted(parallel.all_gather_objects(seen, self.accelerator), key=lambda item: item[0])
+        ]
+        asked = set(self.args.include_for_metrics)
+        columns = [
+            [item for one in batches for item in getattr(one, name)]
+            for name in ("predictions", "labels", "inputs", "losses")
+        ]
+        predictions, labels, inputs, losses = columns[0], columns[1], columns[2], np.array(columns[3])
+        shown: list[Any] = [
+            _stacked(predictions), _stacked(labels),
+            _stacked(inputs) if "inputs" in asked else None, losses if asked & {"loss", "losses"} else None,
+        ]  # fmt: skip
+        return EvalPrediction(*(map(_tensors, shown) if as_tensors else shown))
+
+
+def evaluate(trainer: PostTrainer, dataloader: Any, prefix: str, *, predicts: bool) -> tuple[EvalLoopOutput, int]:
+    """Go over an evaluation set with a trainer's loss, metrics and predictions.
+
+    Args:
+        trainer: Whose model, objective and hooks are used.
+        dataloader: See `evaluation_loader`.
+        prefix: Of the names of metrics.
+        predicts: Whether predictions are wanted though nobody computes metrics.
+
+    Returns:
+        What `transformers.Trainer.evaluation_loop` returns, and the batches there were.
+    """
+    model = trainer.model_wrapped if parallel.shards_parameters(trainer.accelerator) else trainer.model
+    model.eval()
+    half = trainer.accelerator.mixed_precision != "no"
+    if half and model is trainer.model and not hasattr(model, "_original_forward"):
+        model = trainer.accelerator.prepare_model(model, evaluation_mode=True)
+
+    run = _Evaluation(trainer, model, keeps_predictions=predicts)
+    metrics = {f"{prefix}_loss": run.run(dataloader)}
+    for name, value in trainer.reduced_metrics("eval").items():
+        metrics[f"{prefix}_{name}"] = value
+    # Trained so far: evaluation adds none.
+    metrics[f"{prefix}_num_tokens"] = trainer.counters["num_tokens"]
+    predictions, labels, own = run.results()
+    for name, value in own.items():
+        metrics[name if name.startswith(f"{prefix}_") else f"{prefix}_{name}"] = value
+    rows = run.num_rows(dataloader, trainer.answers_per_row)
+    return EvalLoopOutput(predictions, labels, metrics, num_samples=rows), run.tally.rounds
+
+
+def _own_loss(trainer: PostTrainer, model: nn.Module, batch: Batch, counts: dict[str, float]) -> dict[str, float]:
+    """The user's loss as a sum, the pass taken as an optimiser step; adds to ``counts`` what that loss is a mean over."""
+    before = trainer.denominators
+    trainer.reduced_by = "token" if trainer.compute_loss_func is not None else None
+    trainer.denominators = Denominators(counts["token"], counts["sequence"], 1, 1, trainer.named_counts([batch]))
+    try:
+        loss = float(trainer.compute_loss(model, batch))
+    finally:
+        trainer.denominators = before
+    counts[OWN] = counts[_divisor(trainer.reduced_by or "sequence", counts)]
+    return {OWN: loss * counts[OWN]}
+
+
+def evaluation_loader(
+    dataset: Any, args: Any, deal: Deal, collate: Callable[[list[Any]], Any], sampler_fn: Callable[[Any], Any] | None
+) -> DataLoader:
+    """A loader that gives every row to one process, once.
+
+    Accelerate's loaders would fill the last batches up with rows that were there already, or end on some ranks early.
+
+    Args:
+        dataset: A `Dataset` or a stream.
+        args: The trainer's config: workers.
+        deal: Which rows are this process's.
+        collate: Rows to what the loader yields; gets an empty list where this process has no row of a batch.
+        sampler_fn: Gives the order of a `Dataset`'s rows; None: as they come.
+    """
+    options: dict[str, Any] = {
+        "collate_fn": collate,
+        "num_workers": args.dataloader_num_workers,
+        "persistent_workers": args.dataloader_persistent_workers,
+        "multiprocessing_context": args.dataloader_multiprocessing_context,
+        "prefetch_factor": args.dataloader_prefetch_factor,
+    }
+    if isinstance(dataset, IterableDataset):
+        return DataLoader(DealtStream(dataset, deal), batch_size=None, **options)
+    sampler = sampler_fn(dataset) if sampler_fn is not None else None
+    order = range(len(dataset)) if sampler is None else sampler
+    return DataLoader(dataset, batch_sampler=list(deal.parts(order)), **options)
+
+
+def predicted_rows(
+    model: nn.Module, batches: list[Batch], preprocess: Callable[[Any, Tensor], Any] | None
+) -> list[tuple[Any, np.ndarray]]:
+    """One (logits, labels) a row of padded batches, without padding, in the order of the dataset.
+
+    Args:
+        model: In evaluation mode.
+        batches: One sequence a row.
+        preprocess: The user's ``preprocess_logits_for_metrics``: may return a tensor, or a tuple of tensors, whose first
+            dimension is the row.
+    """
+    found: list[tuple[int, Any, np.ndarray]] = []
+    for batch in batches:
+        output, labels = full_logits(model, batch)
+        logits = output.logits if preprocess is None else preprocess(output.logits, labels)
+        lengths = batch.real.sum(1).tolist()
+        for row, (origin, length) in enumerate(zip(batch.origin, lengths, strict=True)):
+            own = _of_row(logits, row, length, labels.shape[1])
+            found.append((origin, own, labels[row, :length].cpu().numpy()))
+    return [(prediction, label) for _, prediction, label in sorted(found, key=lambda item: item[0])]
+
+
+def _loss_sums(terms: LossTerms) -> dict[str, float]:
+    """Sums of a pass by what they will be divided by."""
+    sums: dict[str, float] = {}
+    for part in [terms, *terms.extra]:
+        key = part.count or part.reduction
+        sums[key] = sums.get(key, 0.0) + float(reduce(replace(part, extra=[]), Denominators(1, 1, 1)))
+    return sums
+
+
+def count_rounds(metrics: dict[str, float], rounds: int) -> None:
+    """Correct steps a second to the batches there were: transformers divides rows of the dataset by rows of a batch."""
+    for name in metrics:
+        if name.endswith("_steps_per_second") and not name.startswith("train_"):
+            seconds = metrics[name.replace("_steps_per_second", "_runtime")]
+            metrics[name] = round(rounds / max(seconds, 1e-9), 3)
+
+
+def _divisor(reduction: str, counts: Mapping[str, float]) -> str:
+    """The count that a reduction's sum is divided by."""
+    if reduction == "local_token":
+        return "pass"
+    return reduction if reduction in counts else "sequence"
+
+
+def _with_last(batches: Iterable[Any]) -> Iterator[tuple[Any, bool]]:
+    """Each batch, and whether it is the last one."""
+    end = object()
+    for item, following in itertools.pairwise(itertools.chain(batches, [end])):
+        yield item, following is end
+
+
+def _of_row(values: Any, row: int, length: int, width: int) -> Any:
+    """One row of a tensor, or of each of several, without its padding."""
+    if isinstance(values, tuple | list):
+        return tuple(_of_row(value, row, length, width) for value in values)
+    own = values[row]
+    own = own[:length] if own.ndim and own.shape[0] in (width, width - 1) else own
+    return (own.float() if own.is_floating_point() else own).cpu().numpy()
+
+
+def _stacked(arrays: list[Any]) -> Any:
+    """Arrays of different first lengths as one, padded with -100; of tuples, one array a place."""
+    if arrays and isinstance(arrays[0], tuple):
+        return tuple(_stacked(list(column)) for column in zip(*arrays, strict=True))
+    if not arrays or arrays[0].ndim == 0 or len({a.shape for a in arrays}) == 1:
+        return np.stack(arrays) if arrays else np.zeros(0)
+    longest = max(len(a) for a in arrays)
+    pads = [[(0, longest - len(a))] + [(0, 0)] * (a.ndim - 1) for a in arrays]
+    return np.stack([np.pad(a, pad, constant_values=IGNORED) for a, pad in zip(arrays, pads, strict=True)])
+
+
+def _tensors(values: Any) -> Any:
+    if values is None:
+        return None
+    return tuple(map(_tensors, values)) if isinstance(values, tuple) else torch.from_numpy(values)

@@ -1,0 +1,598 @@
+"""`OnlineTrainer`: prompts to rollouts to rewards to advantages to rows, for every method that generates as it trains."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, ClassVar
+
+import datasets
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from posttrain.checks import rules as log_rules
+from posttrain.data.chat import terminal_token_ids
+from posttrain.data.forest import collate
+from posttrain.data.formats import is_conversational
+from posttrain.data.processors import is_processor
+from posttrain.data.samplers import PromptStream, RepeatSampler
+from posttrain.errors import RolloutServerError
+from posttrain.loop.online_config import OnlineConfig, resolve_auto
+from posttrain.loop.prompts import (
+    PromptSource,
+    RolloutSource,
+    SyncRollouts,
+    check_stream,
+    describe_schedule,
+    empty_prompts,
+    make_driver,
+    without_workers,
+)
+from posttrain.loop.scoring import (
+    WATCHED_CODES,
+    DynamicSampler,
+    RewardWatch,
+    Scorer,
+    completion_lengths,
+    completion_rows,
+    groups_without_signal,
+    reward_options,
+    reward_runner,
+    rollout_metrics,
+)
+from posttrain.loop.trainer import PostTrainer
+from posttrain.loop.weight_sync import WeightSync, training_engine, vllm_engine
+from posttrain.losses.policy import engine_gap
+from posttrain.metrics import MetricBuffer, mean
+from posttrain.models import parallel
+from posttrain.models.forward import batch_logps
+from posttrain.models.reference import Reference
+from posttrain.report.completions import rollout_table
+from posttrain.rewards.runner import RewardRunner, RewardTable
+from posttrain.rollouts.base import RolloutEngine, require_engine
+from posttrain.rollouts.batch import (
+    RolloutBatch,
+    RolloutWindow,
+    balance_rows,
+    completions_for_rewards,
+    shared_requests,
+)
+from posttrain.rollouts.sampling import configured_sampling, generation_fields
+from posttrain.types import Batch, Finding, LossTerms, ModelOutputs, Prompt, Rollout, Row, Sampling
+
+
+class OnlineTrainer(PostTrainer, config=OnlineConfig):
+    """Adds generation, scoring and the buffer of scored rollouts to the training loop.
+
+    One generation goes through four methods, each of which a subclass may replace: `roll_out` (prompts to completions),
+    `score` (completions to rewards of all ranks), `attach_logps` (log-probs under older or frozen weights) and
+    `advantages` (rewards to what each completion is worth). Then its rows wait in the buffer for the objective.
+
+    What it owns: `prompt_source` (which prompts, in which order), `source` (where rollouts come from), `weight_sync` (the
+    engine, and the weights it holds), `driver` (episodes, where tools, environments or a rollout function are given),
+    `reward_watch` (rewards that teach nothing) and `dynamic_sampler` (fresh groups in the place of those without variance).
+    """
+
+    runner_class: ClassVar[type[RewardRunner]] = RewardRunner
+    # Whether tools, environments and a rollout function are taken.
+    takes_episodes: ClassVar[bool] = False
+    # Whether a prompt that is too long is cut to `prompt_limit` instead of being refused; whether training samples.
+    cuts_prompts, samples_completions = False, True
+    zero_gradient_is_normal = True
+    check_area: ClassVar[str] = "R"
+    excluded_codes: ClassVar[tuple[str, ...]] = WATCHED_CODES
+    args: OnlineConfig
+    # Environments and further reward columns of the generation under way.
+    _environments: list[Any] | None = None
+    _extra: dict[str, list[Any]] = {}  # noqa: RUF012 - replaced, never changed
+
+    def __init__(
+        self,
+        model: str | nn.Module,
+        reward_funcs: Any = None,
+        args: OnlineConfig | None = None,
+        *,
+        train_dataset: Any = None,
+        tools: Sequence[Callable] | None = None,
+        rollout_func: Callable | None = None,
+        environment_factory: Callable | Mapping[str, Callable] | None = None,
+        reward_processing_classes: Any = None,
+        rollout_engine: RolloutEngine | None = None,
+        **kwargs: Any,
+    ) -> None:
+        given = {"tools": tools, "rollout_func": rollout_func, "environment_factory": environment_factory}
+        self.driver = make_driver(type(self), args, {name: value for name, value in given.items() if value is not None})
+        # Tools and environments may return images; a rollout function reads them itself.
+        calls = self.driver is not None and rollout_func is None
+        self.returns_images = calls and is_processor(kwargs.get("processing_class"))
+        self.takes_images = self.takes_images and (self.driver is None or self.returns_images)
+        # By the names that TRL's trainers have.
+        self.tools, self.rollout_func = list(tools or ()), rollout_func
+        self.environments = None if self.driver is None else self.driver.pool
+        if train_dataset is None:
+            train_dataset = empty_prompts(self.environments, type(self).__name__, args)
+        options = reward_options(reward_funcs, args, reward_processing_classes)
+        self.rewards = reward_runner(self.runner_class, options, self.environments)
+        if args is not None and type(self).get_train_dataloader is OnlineTrainer.get_train_dataloader:
+            check_stream(args, train_dataset)
+        super().__init__(model, args, train_dataset=train_dataset, **kwargs)
+        self.window = RolloutWindow(self.args.num_iterations)
+        own_stops = generation_fields(self.args.generation_kwargs or {}).get("stop_token_ids")
+        known_stops = terminal_token_ids(self.processing_class, getattr(self.model, "generation_config", None))
+        self.stop_ids = tuple(own_stops or known_stops)
+        self.weight_sync = self._make_weight_sync(self.make_engine(rollout_engine))
+        self.reference = self.make_reference()
+        if self.reference is not None and self.reference.copy is not None:
+            self.reference.copy.to(self.args.device)
+        self.prompt_source.check_context(self.context if self.samples_completions else None)
+        if self.weight_sync.needs_weight_sync:
+            self.weight_sync.check_engine(self.engine)
+        self.announce()
+        if getattr(self.args, "log_completions", False):
+            self.add_callback(rollout_table(self.args, self.record, self.rewards.names))
+        self.source = self.make_source()
+
+    # Parts -------------------------------------------------------------------------------------------------------
+
+    def make_reference(self) -> Reference | None:
+        """The frozen start of training, where a KL penalty needs it."""
+        needed = self.args.beta or getattr(self.args, "log_ref_kl", False)
+        return Reference(self.model, fresh_adapter=self.fresh_adapter) if needed else None
+
+    def make_engine(self, given: RolloutEngine | None) -> Any:
+        """The engine object that was given, or the one that the config names."""
+        if given is not None:
+            return require_engine(given)
+        bare = self.accelerator.unwrap_model(self.model)
+        resolve_auto(self.args, bare, self.processing_class)
+        far = getattr(self.args, "use_vllm", False)
+        engine = vllm_engine(bare, self.args, self.accelerator) if far else self.engine_on(bare)
+        return self.vision.check_engine(engine, self.rewards.functions)
+
+    def engine_on(self, model: Any) -> Any:
+        """The engine in process that the config names, on a model."""
+        return training_engine(model, self.args, tokenizer=self.processing_class, pad_token_id=self.pad_token_id)
+
+    def _make_weight_sync(self, engine: Any) -> WeightSync:
+        return WeightSync(
+            engine, self.args, self.accelerator,
+            model=lambda: self.model,
+            wrapped=lambda: self.model_wrapped,
+            step=lambda: self.state.global_step,
+            inference=self.inference, log=self.log_metrics_now, checks=self.checks,
+        )  # fmt: skip
+
+    def make_source(self) -> RolloutSource:
+        """Where the rollouts of a step come from."""
+        return self.local_rollouts
+
+    @functools.cached_property
+    def local_rollouts(self) -> SyncRollouts:
+        """Rollouts of this process: of every step of synchronous training, and of evaluation."""
+        return SyncRollouts(
+            lambda rows: self.generate_and_score(rows, "train"),
+            self.driver,
+            self.weight_sync,
+            check_lengths=lambda requests: self.prompt_source.check_lengths(requests, self.context),
+            stop_ids=self.stop_ids,
+            pad_token_id=self.pad_token_id,
+            log=self.log_metrics_now,
+        )
+
+    @functools.cached_property
+    def dynamic_sampler(self) -> DynamicSampler:
+        """Made when it is first needed: a subclass may choose the training prompts before that."""
+        args = self.args
+        return DynamicSampler(
+            args.dynamic_sampling,
+            self.group_size("train"),
+            prompts=PromptStream(self.train_dataset, args.seed + 1_000_003),
+            accelerator=self.accelerator,
+            rewards=self.rewards,
+            generate=lambda rows: self.generate(rows, "train"),
+            score=lambda batch: self.score(batch, "train"),
+            flat=lambda table: groups_without_signal(args, table, self.group_size("train")),
+        )
+
+    @property
+    def engine(self) -> Any:
+        """Samples completions; another one may be put in its place."""
+        return self.weight_sync.engine
+
+    @engine.setter
+    def engine(self, engine: Any) -> None:
+        self.weight_sync.engine = engine
+
+    @property
+    def context(self) -> int | None:
+        """Most tokens of prompt and completion, of the model and of the engine."""
+        return self.weight_sync.context
+
+    # Prompts -----------------------------------------------------------------------------------------------------
+
+    def make_prompt_source(self) -> PromptSource:
+        """Where prompts come from."""
+        pictured = self.vision.prompts if self.vision.images else None
+        return PromptSource(self.args, self.processing_class, tokenized=pictured)
+
+    def prepare_datasets(self, train: Any, evaluation: Any) -> tuple[Any, Any]:
+        """Refuse prompts that cannot be generated from, then try the reward functions on two rows."""
+        self.prompt_source = self.make_prompt_source()
+        if self.driver is not None:
+            train, evaluation = self.prompt_source.for_episodes(self.driver, train, evaluation, self.vision.reader)
+        train, evaluation = self.vision.checked_prompts(train, "train"), self.vision.checked_prompts(evaluation, "eval")
+        train, evaluation, head = self.prompt_source.prepared(train, evaluation, images=self.may_read_images)
+        if self.args.check_rewards and self.can_dry_run:
+            rows = self.vision.opened(self.prompt_source.trial_rows(head))
+            self.rewards.dry_run(rows, conversational=is_conversational(rows[0]))
+        return train, evaluation
+
+    @property
+    def may_read_images(self) -> bool:
+        """Whether prompts may have images: placed here, or read by a rollout function or an environment."""
+        return self.vision.images or not self.can_dry_run
+
+    @property
+    def can_dry_run(self) -> bool:
+        """Whether reward functions get nothing but columns of the dataset: no environments, no rollout function."""
+        return self.environments is None and self.rollout_func is None
+
+    def announce(self) -> None:
+        """Log the schedule and the first prompt as the model reads it; refuse prompts that leave no room."""
+        length = len(self.train_dataset) if hasattr(self.train_dataset, "__len__") else None
+        schedule = self.schedule_text(length) if isinstance(self.args, OnlineConfig) else None
+        self.prompt_source.announce(self.train_dataset, None if self.cuts_prompts else self.context, schedule=schedule)
+
+    def schedule_text(self, prompts: int | None) -> str:
+        """How generations and updates follow each other; ``prompts`` is the length of the training set, if it has one."""
+        return describe_schedule(self.args, prompts)
+
+    def collator(self) -> Any:
+        """Rows stay rows until their completions exist."""
+        return list
+
+    def get_train_dataloader(self) -> DataLoader:
+        """Batches of ``per_device_train_batch_size * steps_per_generation`` rows, every prompt repeated G times."""
+        return self._get_dataloader(
+            dataset=self.prompt_source.train_rows(self.train_dataset),
+            description="Training",
+            batch_size=self._train_batch_size * (self.args.steps_per_generation or 1),
+            sampler_fn=self._get_train_sampler,
+            is_training=True,
+        )
+
+    def _get_dataloader(self, dataset: Any, *args: Any, is_training: bool = False, **kwargs: Any) -> DataLoader:
+        """As the parent's; a stream to evaluate on comes in the order that the sampler gives rows, and without workers."""
+        if is_training or not isinstance(dataset, datasets.IterableDataset):
+            return super()._get_dataloader(dataset, *args, is_training=is_training, **kwargs)
+        with without_workers(self.args):
+            return super()._get_dataloader(self.prompt_source.eval_rows(dataset), *args, **kwargs)
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> RepeatSampler:
+        return self.prompt_source.train_sampler(self.train_dataset if train_dataset is None else train_dataset)
+
+    def _get_eval_sampler(self, eval_dataset: Any) -> RepeatSampler:
+        return self.prompt_source.eval_sampler(eval_dataset)
+
+    def group_size(self, mode: str) -> int:
+        """Completions per prompt."""
+        return self.prompt_source.group_size(mode)
+
+    @property
+    def eval_group(self) -> int:
+        """Completions of one prompt are consecutive rows."""
+        return self.group_size("eval")
+
+    # Each prompt is completed so often.
+    answers_per_row = eval_group
+
+    # Micro-batches -----------------------------------------------------------------------------------------------
+
+    def micro_batch(self, inputs: list[dict[str, Any]], index: int) -> list[Batch]:
+        """The next slice of the buffer; a new generation first, when the buffer is used up."""
+        if self.window.used_up:
+            generation = self.next_rollouts(inputs)
+            self.window.fill(self._slices(generation, self.args.steps_per_generation or 1), self.state.global_step)
+        rows = self.window.take()
+        self.log_metrics_now({"staleness/mean_updates": mean(float(self.state.global_step - self.window.born))})
+        return self.collate(rows)
+
+    def next_rollouts(self, examples: list[dict[str, Any]]) -> RolloutBatch:
+        """A scored rollout batch from the source, of these examples where the source is this process."""
+        self.local_rollouts.prompts = examples
+        return self.source.next(len(examples))
+
+    def _slices(self, generation: RolloutBatch, count: int) -> list[list[Row]]:
+        """Whole groups in random order, cut into ``count`` slices, then exchanged with other ranks where that pays."""
+        seed, skip = self.args.seed + self.window.generations, self.args.mask_truncated_completions
+        slices = generation.slices(count, seed=seed, skip_truncated=skip)
+        if self.accelerator.num_processes == 1 or not self.args.balance_ranks or self.keep_groups_together:
+            return slices
+        slices, metrics = balance_rows(slices, self.accelerator)
+        for of_slice in metrics:
+            self.log_metrics_now(of_slice)
+        return slices
+
+    def eval_batches(self, inputs: list[dict[str, Any]]) -> list[Batch]:
+        """Generate, score and collate one evaluation batch."""
+        generation = self.generate_and_score(inputs, "eval")
+        score = functools.partial(self.scorer.score, state=self.state, group_size=self.eval_group, training=False)
+        self.log_metrics_now(self.vision.control(inputs, self.eval_group, self.roll_out, score), "eval")
+        whole, skip = range(len(generation.rollouts)), self.args.mask_truncated_completions
+        return self.collate(generation.rows(whole, skip_truncated=skip))
+
+    def collate(self, rows: list[Row]) -> list[Batch]:
+        """Rows as forward passes."""
+        if not rows:
+            return []
+        options = {"whole_rows": self.keep_groups_together, "together": self.single_forward_per_microbatch}
+        return collate(rows, pad_token_id=self.pad_token_id, layout=self.layout, **options)
+
+    # Generation and scoring --------------------------------------------------------------------------------------
+
+    def generate_and_score(self, examples: list[dict[str, Any]], mode: str) -> RolloutBatch:
+        """Sample a completion for each (already repeated) example, score it, and attach what the loss needs."""
+        generation = self.generated(examples, mode)
+        table = self.score(generation, mode)
+        if mode == "train" and self.args.dynamic_sampling:
+            self.log_metrics_now(self.dynamic_sampler.replace(generation, table))
+        self.weight_sync.rest()
+        self.attach_logps(generation, mode)
+        advantages = self.advantages(generation, table, mode)
+        mine = advantages[table.start : table.start + len(generation.rollouts)]
+        generation.columns["advantages"] = mine.tolist()
+        shares = parallel.gather_objects(self.completion_rows(generation, table), self.accelerator)
+        self.record.add_completions([row for share in shares for row in share], evaluation=mode == "eval")
+        return generation
+
+    def advantages(self, generation: RolloutBatch, table: RewardTable, mode: str) -> Tensor:
+        """``(n,)`` advantages of the rows of all ranks; the heart of a subclass.
+
+        Args:
+            generation: This rank's completions, with what `attach_logps` gave them.
+            table: Rewards of all ranks' completions, groups of `group_size` consecutive; this rank's begin at ``start``.
+            mode: ``train`` or ``eval``.
+        """
+        raise NotImplementedError(f"{type(self).__name__} must define advantages(generation, table, mode).")
+
+    def generated(self, examples: list[dict[str, Any]], mode: str) -> RolloutBatch:
+        """See `generate`. To generate is a collective: a rank without examples samples too, and leaves it behind."""
+        if examples:
+            return self.generate(examples, mode)
+        metrics, self.buffers[mode] = self.buffers[mode], MetricBuffer()
+        self.generate([dict(self.spare_example)], mode)
+        self.buffers[mode] = metrics
+        return RolloutBatch([], [], [], born=self.state.global_step)
+
+    @functools.cached_property
+    def spare_example(self) -> dict[str, Any]:
+        """What a rank without examples of its own generates from: the first training row."""
+        return next(iter(self.train_dataset))
+
+    def generate(self, examples: list[dict[str, Any]], mode: str) -> RolloutBatch:
+        """One completion per example, decoded and counted; environments are reset first."""
+        begin = time.perf_counter()
+        self._extra, number, size = {}, self._generation_number(mode), self.group_size(mode)
+        self._environments, examples = self.local_rollouts.begin(examples, number=number, group_size=size)
+        rollouts, completions = self.roll_out(examples, mode)
+        self.window.generations += mode == "train"
+        masked, pictured = self.vision.look_at(rollouts, examples, self.model, self.pad_token_id)
+        examples = self.vision.opened(examples)
+        generation = RolloutBatch(
+            examples, rollouts, completions,
+            born=self.state.global_step,
+            environments=self._environments,
+            extra=self._extra,
+            left_out=masked,
+        )  # fmt: skip
+        seconds, cut = time.perf_counter() - begin, self.args.mask_truncated_completions
+        self.log_metrics_now(rollout_metrics(generation, seconds, masks_truncated=cut) | pictured, mode)
+        if mode == "train":
+            tokens = sum(completion_lengths(generation)) + sum(len(r.prompt_ids) for r in rollouts)
+            self.counters["num_tokens"] += parallel.all_reduce_sum([float(tokens)], self.accelerator)[0]
+        return generation
+
+    def _generation_number(self, mode: str) -> int:
+        """Seeds follow from it; evaluation goes by the step."""
+        return self.window.generations if mode == "train" else 10_000_019 + self.state.global_step
+
+    def roll_out(self, examples: list[dict[str, Any]], mode: str) -> tuple[list[Rollout], list[Any]]:
+        """One completion per example, and what reward functions see of each: its text, or a list of messages."""
+        if self.rollout_func is not None:
+            vocabulary = self.model.config.get_text_config().vocab_size
+            rollouts, completions, self._extra = self.local_rollouts.run_function(examples, self, vocabulary=vocabulary)
+            return rollouts, completions
+        if self.driver is not None and self.driver.calls_tools:
+            return self.local_rollouts.run_tools(examples, self._environments, self.sampling(mode), mode)
+        rollouts = self.sample(self.tokenize(examples), self.sampling(mode))
+        chat = is_conversational(examples[0])
+        return rollouts, completions_for_rewards(self.processing_class, rollouts, conversational=chat)
+
+    @property
+    def prompt_limit(self) -> int | None:
+        """Most tokens of a prompt; a longer one loses its beginning. None: no prompt is cut."""
+        return None
+
+    def tokenize(self, examples: list[dict[str, Any]]) -> list[Any]:
+        """Prompts as the engine must see them, of long ones the end; what an environment added cannot open or end a turn."""
+        if self.driver is not None and self.environments is not None:
+            return self.driver.tokenize(examples)
+        return self.prompt_source.cut(self.prompt_source.tokenized(examples), self.prompt_limit)
+
+    def sample(self, prompts: list[list[int]], sampling: Sampling) -> list[Rollout]:
+        """One call to the engine, one completion a prompt; equal neighbours are one request and share their prompt."""
+        requests = shared_requests(prompts)
+        self.prompt_source.check_lengths(requests, self.context, sampling.max_new_tokens)
+        rollouts = self.weight_sync.ask([(requests, sampling)])[0]
+        for rollout, prompt in zip(rollouts, prompts, strict=True):
+            rollout.pictures = Prompt.pictures_of(prompt)
+        return rollouts
+
+    def sampling(self, mode: str) -> Sampling:
+        """Sampling settings of the next call; the seed is a function of the run's seed, the rank and the call's number."""
+        world, rank = self.accelerator.num_processes, self.accelerator.process_index
+        seed = (self.args.seed * 1_000_003 + self._generation_number(mode) * world + rank) % 2**63
+        return self.vision.sampling(configured_sampling(self.args, stop_token_ids=self.stop_ids, seed=seed), self.model)
+
+    def score(self, generation: RolloutBatch, mode: str) -> RewardTable:
+        """Rewards of all ranks' rows."""
+        training, size = mode == "train", self.group_size(mode)
+        table = self.scorer.score(generation, self.state, group_size=size, training=training)
+        self.log_metrics_now(table.metrics, mode)
+        return table
+
+    # Log-probs ---------------------------------------------------------------------------------------------------
+
+    @property
+    def engine_is_policy(self) -> bool:
+        """Whether completions are sampled with the very weights that are trained, so that nothing is to be corrected.
+
+        A rollout function may sample from anything: the log-probs it returns are corrected for.
+        """
+        return self.rollout_func is None and self.engine.capabilities.shares_weights
+
+    def compute_loss_terms(self, model: nn.Module, batch: Batch) -> tuple[LossTerms, ModelOutputs]:
+        """Run forward and objective; log the log-prob gap to the engine (only rounding error for the in-process engine)."""
+        terms, outputs = super().compute_loss_terms(model, batch)
+        sampled, trained = batch.columns.get("engine_logp"), batch.old_logp
+        if trained is None or self.old_logp_is_engines:
+            moved = model.training and self.window.born != self.state.global_step
+            trained = None if moved and batch.old_logp is not None else outputs.logp
+        if sampled is not None and trained is not None:
+            terms.metrics |= engine_gap(trained, sampled, batch.loss_mask)
+        return terms, outputs
+
+    @property
+    def old_logp_is_engines(self) -> bool:
+        """Whether the engine's log-probs are the trainer's to rounding, so that no pass computes them again.
+
+        In half precision the two round differently (0.01 nats a token), and ratios would begin away from 1. Log-probs
+        returned by a user's ``rollout_func`` are never used.
+        """
+        exact = self.engine.capabilities.logprobs_match_training and not (self.args.bf16 or self.args.fp16)
+        return exact and self.engine_is_policy
+
+    def needs_old_logp(self, mode: str) -> bool:
+        """Whether a slice may outlive the weights that sampled it."""
+        args = self.args
+        window = (args.steps_per_generation or 1) * args.num_iterations
+        return mode == "train" and args.gradient_accumulation_steps % window != 0
+
+    def attach_logps(self, generation: RolloutBatch, mode: str) -> None:
+        """Old log-probs where the buffer outlives its weights, those of a foreign engine, of the reference for a KL."""
+        complete = [len(r.logp) == len(r.token_ids) for r in generation.rollouts]
+        # The same on every rank: the passes below are collectives.
+        known = all(parallel.all_gather_objects(complete, self.accelerator))
+        sampled = [list(rollout.logp) for rollout in generation.rollouts]
+        if known and not self.engine_is_policy:
+            generation.token_columns["rollout_logp"] = sampled
+        elif known and self.engine.capabilities.has_logprobs and self.temperature == self.args.temperature:
+            generation.token_columns["engine_logp"] = sampled
+        if self.needs_old_logp(mode) and known and self.old_logp_is_engines:
+            generation.token_columns["old_logp"] = sampled
+        elif self.needs_old_logp(mode):
+            with self.inference() as policy:
+                generation.token_columns["old_logp"] = self.logps(policy, generation.every_row())
+        if self.reference is not None:
+            with self.inference() as policy, self.reference.active(policy) as reference:
+                generation.token_columns["ref_logp"] = self.logps(reference, generation.every_row())
+
+    def logps(self, model: nn.Module, rows: list[Row], temperature: float | None = None) -> list[list[float]]:
+        """Per-token log-probs of every completion, by the same forward that trains; at the loss's temperature or another."""
+        batches = collate(rows, pad_token_id=self.pad_token_id, layout=self.layout) if rows else []
+        passes = parallel.in_step(batches, self.accelerator, self.spare_batch)
+        placed = ((batch.to(self.args.device), counts) for batch, counts in passes)
+        temperature = self.temperature if temperature is None else temperature
+        return batch_logps(model, placed, temperature=temperature, chunk_size=self.args.logits_chunk_size)
+
+    # Logs and checks ---------------------------------------------------------------------------------------------
+
+    def check_start(self) -> None:
+        """As every trainer's; reward models are placed and tried."""
+        super().check_start()
+        self.reward_watch = RewardWatch(
+            self.rewards,
+            self.accelerator,
+            checks=self.checks,
+            log=self.log_metrics_now,
+            scaled=str(getattr(self.args, "scale_rewards", "none")) != "none",
+            stop_after=getattr(self.args, "stop_without_signal", None),
+        )
+        self.scorer = Scorer(self.rewards, self.processing_class, self.accelerator)
+        self.reward_watch.start(self.args.device, getattr(self.args, "max_completion_length", None))
+
+    @property
+    def generations_per_step(self) -> float:
+        """Generations of one optimiser step."""
+        args = self.args
+        return args.gradient_accumulation_steps / ((args.steps_per_generation or 1) * args.num_iterations)
+
+    def log_checks(self, logs: dict[str, float]) -> Iterable[Finding | None]:
+        """Of generating and learning, where a step was logged."""
+        yield from super().log_checks(logs)
+        rows = self.state.log_history
+        if rows and "loss" in rows[-1]:
+            yield from log_rules.check_log(rows, generations_per_step=self.generations_per_step)
+
+    def postprocess_metrics(self, metrics: dict[str, float]) -> dict[str, float]:
+        """Lengths of ended completions are 0 where none ended."""
+        if "completions/mean_length" in metrics:
+            for kind in ("mean", "min", "max"):
+                metrics.setdefault(f"completions/{kind}_terminated_length", 0.0)
+        return super().postprocess_metrics(metrics)
+
+    def count_tokens_seen(self, tokens: float) -> None:
+        """Counted at generation instead, each prompt once per completion."""
+
+    def completion_rows(self, generation: RolloutBatch, table: RewardTable) -> list[dict[str, Any]]:
+        """One row a completion of this rank: prompt, completion, each reward, extra columns, advantage."""
+        step, images = self.state.global_step, self.vision.images and self.args.log_multimodal
+        self._rows = completion_rows(generation, table, self.processing_class, step, images=images)
+        return self._rows
+
+    # The loop, checkpoints ---------------------------------------------------------------------------------------
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """Train; where the rollout servers fail for good, save a checkpoint before the error ends the run.
+
+        Environments are closed however it ends; later evaluations make new ones.
+        """
+        try:
+            return super().train(*args, **kwargs)
+        except RolloutServerError as error:
+            if self.state.global_step > 0:
+                self._save_checkpoint(self.model_wrapped, trial=None)
+                error.add_note(
+                    f"A checkpoint of step {self.state.global_step} was saved in {self.args.output_dir}; go on with "
+                    "resume_from_checkpoint=True once the servers are back."
+                )
+            raise
+        finally:
+            if self.environments is not None:
+                self.environments.close()
+
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+        """As the parent's; a generation that fails leaves the position in the window as it was, for the checkpoint."""
+        with self.window.kept_on(RolloutServerError):
+            return super().get_batch_samples(*args, **kwargs)
+
+    def _load_best_model(self) -> None:
+        super()._load_best_model()
+        self.weight_sync.forget_push()
+
+    def state_to_save(self) -> dict[str, Any]:
+        """Where the run stands inside its window, with the scored rollouts it has not trained yet."""
+        state = super().state_to_save() | {"online": self.window.state(), "rewards": self.rewards.transforms_state()}
+        if self.args.dynamic_sampling:
+            state["fresh_prompts"] = self.dynamic_sampler.prompts.state()
+        return state
+
+    def load_saved_state(self, state: dict[str, Any]) -> None:
+        """Undo `state_to_save`."""
+        super().load_saved_state(state)
+        self.rewards.load_transforms(state.get("rewards", ()))
+        if "fresh_prompts" in state:
+            self.dynamic_sampler.prompts.load(state["fresh_prompts"])
+        processes = self.accelerator.num_processes
+        self.window.load(state["online"], before=state.get("processes", processes), now=processes)

@@ -1,0 +1,560 @@
+"""The prompts of an online run, checked, repeated and dealt to ranks; and where their rollouts come from (`RolloutSource`)."""
+
+from __future__ import annotations
+
+import abc
+import itertools
+import logging
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+import datasets
+
+from posttrain.data.chat import tokenize_prompts
+from posttrain.data.formats import PROMPT_COLUMNS, is_conversational, refuse_images, shown_prompt
+from posttrain.data.samplers import RepeatSampler, check_prompts, repeat_iterable_dataset
+from posttrain.errors import ConfigError, DataError
+from posttrain.loop.config import with_attributes
+from posttrain.loop.online_config import OnlineConfig
+from posttrain.loop.weight_sync import WeightSync
+from posttrain.metrics import Metric, mean
+from posttrain.models import parallel
+from posttrain.rollouts.batch import RolloutBatch
+from posttrain.rollouts.episodes.environments import EMPTY_PROMPT, EnvironmentPool
+from posttrain.types import Prompt, Request, Rollout, Sampling
+
+if TYPE_CHECKING:
+    from posttrain.data.processors import PictureProcessor
+    from posttrain.rollouts.episodes.driver import EpisodeDriver
+    from posttrain.rollouts.episodes.loop import Batches, Episode
+
+logger = logging.getLogger(__name__)
+
+
+# Options of a loader without worker processes.
+IN_PROCESS = {"dataloader_num_workers": 0, "dataloader_prefetch_factor": None, "dataloader_persistent_workers": False}
+# Tokens of a prompt that an error quotes.
+BEGINNING = 40
+# Prompts that are tokenised before anything is generated.
+TRIED = 256
+# Characters of the first prompt that are logged, and of its end where it is longer.
+SHOWN, ENDING = 400, 60
+
+
+class PromptSource:
+    """Prompts of a run: what is refused of them, in which order they come, and whether they fit the model.
+
+    Args:
+        args: Of the trainer.
+        tokenizer: Of the policy.
+        length_option: What the config calls the most tokens of a completion, for messages.
+        tokenized: Rows to prompts as the model reads them; None: by the tokenizer.
+    """
+
+    def __init__(
+        self,
+        args: Any,
+        tokenizer: Any,
+        *,
+        length_option: str = "max_completion_length",
+        tokenized: Callable[[list[dict[str, Any]]], Any] | None = None,
+    ) -> None:
+        self.args, self.tokenizer, self.length_option = args, tokenizer, length_option
+        # Whether columns that are not prompts are left out.
+        self.drops_columns = bool(args.remove_unused_columns)
+        self.tokenized = tokenized or self._tokenized
+        self._cut_told = False
+
+    # Before the model loads --------------------------------------------------------------------------------------
+
+    def prepared(self, train: Any, evaluation: Any, *, images: bool = False) -> tuple[Any, Any, list[dict[str, Any]]]:
+        """Refuse prompts that cannot be generated from.
+
+        Args:
+            train: The training set.
+            evaluation: A set, or several by name, or None.
+            images: Whether rows may have images.
+
+        Returns:
+            Both as they are generated from, and the first rows of the training set.
+
+        Raises:
+            DataError: A row has no usable prompt.
+            ConfigError: A generation takes more prompts than there are.
+        """
+        if self.drops_columns:
+            many = isinstance(evaluation, dict)
+            train, evaluation = (
+                _only_prompts(train),
+                {k: _only_prompts(v) for k, v in evaluation.items()} if many else _only_prompts(evaluation),
+            )
+        head: list[dict[str, Any]] = []
+        for name, dataset in named_sets({"train_dataset": train, "eval_dataset": evaluation}):
+            if not images:
+                refuse_images(dataset, name)
+            rows = self.checked_rows(dataset, name)
+            head = head or rows
+        self.check_size(train)
+        return train, evaluation, head
+
+    def for_episodes(
+        self, driver: EpisodeDriver, train: Any, evaluation: Any, reader: PictureProcessor | None = None
+    ) -> tuple[Any, Any]:
+        """Datasets as a driver of episodes needs them: a prompt in every row, messages where there are tools.
+
+        Args:
+            driver: Of the run.
+            train: The training set.
+            evaluation: A set, or several by name, or None.
+            reader: Where rows, tools and environments may have images.
+
+        Raises:
+            DataError: The model may call tools, and prompts are text.
+            ModelError: The chat template cannot hold tool calls.
+        """
+        for name, dataset in named_sets({"train": train, "eval": evaluation} if driver.pool is None else {}):
+            if driver.calls_tools and reader is None:
+                refuse_images(dataset, name)
+        if driver.pool is not None:
+            train, evaluation = [with_prompts(one, drops_columns=self.drops_columns) for one in (train, evaluation)]
+        row: dict[str, Any] = next(iter(train), {}) if driver.calls_tools else {}
+        if "prompt" in row and not is_conversational({"prompt": row["prompt"]}):
+            raise DataError(
+                "tools need conversational prompts, and train_dataset has text in 'prompt'. Give lists of messages: "
+                "[{'role': 'user', 'content': ...}]."
+            )
+        driver.use_tokenizer(self.tokenizer, reader)
+        return train, evaluation
+
+    def checked_rows(self, dataset: Any, name: str) -> list[dict[str, Any]]:
+        """The first rows of a dataset, all of whose prompts can be generated from."""
+        return check_prompts(dataset, name, self.tokenizer)
+
+    def trial_rows(self, head: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Two of the first rows, as reward functions will see them."""
+        return head[:2]
+
+    def check_size(self, train: Any) -> None:
+        """Refuse a training set that does not fill one generation; warn where many prompts of an epoch are skipped."""
+        if not isinstance(train, datasets.Dataset):
+            return
+        args = self.args
+        wanted = (args.generation_batch_size or 0) // args.num_generations
+        if len(train) < wanted:
+            raise ConfigError(
+                f"train_dataset has {len(train)} prompts, but one generation takes {wanted} (generation_batch_size="
+                f"{args.generation_batch_size} / num_generations={args.num_generations}): nothing would ever be trained. "
+                f"Give at least {wanted} prompts, or lower per_device_train_batch_size or gradient_accumulation_steps."
+            )
+        dropped = len(train) % wanted
+        if dropped > 0.05 * len(train):
+            logger.warning(
+                "%d of %d prompts do not fill a last generation of %d and are skipped in every epoch.",
+                dropped,
+                len(train),
+                wanted,
+            )
+
+    # Order -------------------------------------------------------------------------------------------------------
+
+    def group_size(self, mode: str) -> int:
+        """Completions per prompt; ``mode`` is ``train`` or ``eval``."""
+        args = self.args
+        return (args.num_generations_eval or args.num_generations) if mode == "eval" else args.num_generations
+
+    def repeats(self) -> tuple[int, int]:
+        """Prompts of one generation, and how often the loader yields them: once for each micro-batch they are trained in."""
+        args = self.args
+        prompts = (args.generation_batch_size or 0) // args.num_generations
+        return prompts, args.num_iterations * (args.steps_per_generation or 1)
+
+    def train_rows(self, dataset: Any) -> Any:
+        """A training stream shuffled and repeated; a Dataset as it is, for `train_sampler`."""
+        if not isinstance(dataset, datasets.IterableDataset):
+            return dataset
+        shuffled = dataset.shuffle(seed=self.args.seed) if self.args.shuffle_dataset else dataset
+        return repeat_iterable_dataset(shuffled, self.args.num_generations, *self.repeats())
+
+    def eval_rows(self, stream: datasets.IterableDataset) -> Any:
+        """A stream to evaluate on, in the order in which `eval_sampler` gives rows."""
+        return repeat_iterable_dataset(stream.shuffle(seed=self.args.seed), self.group_size("eval"))
+
+    def train_sampler(self, dataset: Any) -> RepeatSampler:
+        """Every prompt G times, and every generation as often as it is trained."""
+        prompts, repeats = self.repeats()
+        return RepeatSampler(
+            dataset,
+            mini_repeat_count=self.args.num_generations,
+            batch_size=prompts,
+            repeat_count=repeats,
+            shuffle=self.args.shuffle_dataset,
+            seed=self.args.seed,
+        )
+
+    def eval_sampler(self, dataset: Any) -> RepeatSampler:
+        """Every prompt as often as evaluation completes it."""
+        return RepeatSampler(dataset, mini_repeat_count=self.group_size("eval"), seed=self.args.seed)
+
+    # Lengths -----------------------------------------------------------------------------------------------------
+
+    def check_context(self, limit: int | None) -> None:
+        """Refuse a completion length that leaves no room for any prompt in a context of ``limit`` tokens."""
+        longest = self.args.max_completion_length
+        if limit is not None and longest >= limit:
+            raise ConfigError(
+                f"{self.length_option}={longest} leaves no room for a prompt in the model's context of {limit} tokens. Lower it."
+            )
+
+    def check_lengths(self, requests: list[Request], limit: int | None, completion: int | None = None) -> None:
+        """Refuse a prompt that does not fit a context of ``limit`` tokens together with its completion.
+
+        Args:
+            requests: Of one call to the engine.
+            limit: Most tokens of prompt and completion; None is no bound.
+            completion: Most tokens of a completion; None: those of the config.
+        """
+        completion = self.args.max_completion_length if completion is None else completion
+        longest = max((request.prompt_ids for request in requests), key=len, default=())
+        if limit is not None and len(longest) + completion > limit:
+            raise DataError(
+                f"a prompt of {len(longest)} tokens plus {self.length_option}={completion} does not fit the model's context of "
+                f"{limit} tokens. Drop or shorten the prompt, or lower {self.length_option}. It begins: "
+                f"{self.tokenizer.decode(longest[:BEGINNING])!r}."
+            )
+
+    def cut(self, prompts: list[Any], limit: int | None) -> list[Any]:
+        """The last ``limit`` tokens of each prompt, see `cut_prompt`; it is told once."""
+        long = sum(limit is not None and len(prompt) > limit for prompt in prompts)
+        if long and not self._cut_told:
+            self._cut_told = True
+            text = "%d of %d prompts lose their beginning: max_length or max_prompt_length leaves them %d tokens."
+            logger.warning(text, long, len(prompts), limit)
+        return [cut_prompt(prompt, limit) for prompt in prompts] if long else prompts
+
+    def _tokenized(self, rows: list[dict[str, Any]]) -> list[list[int]]:
+        return tokenize_prompts(rows, self.tokenizer, chat_template_kwargs=self.args.chat_template_kwargs or {})
+
+    def announce(self, dataset: Any, limit: int | None, *, schedule: str | None) -> None:
+        """Log the schedule and the first prompt as the model reads it; refuse prompts that do not fit ``limit`` tokens."""
+        if schedule is not None:
+            logger.info("schedule: %s", schedule)
+        if not hasattr(dataset, "__len__") or "prompt" not in (getattr(dataset, "column_names", None) or ()):
+            return
+        rows = list(itertools.islice(dataset, TRIED))
+        prompts = self.tokenized(rows)
+        text = shown_prompt(self.tokenizer, prompts[0], Prompt.pictures_of(prompts[0]))
+        kind = "rendered by the chat template" if is_conversational(rows[0]) else "as text"
+        logger.info(
+            "the first prompt, %s, %d tokens: %r%s", kind, len(prompts[0]), text[:SHOWN],
+            f" ... {text[-ENDING:]!r}" if len(text) > SHOWN else "",
+        )  # fmt: skip
+        longest = self.args.max_completion_length
+        long = [i for i, ids in enumerate(prompts) if limit is not None and len(ids) + longest > limit]
+        if long:
+            raise DataError(
+                f"train_dataset row {long[0]}: a prompt of {len(prompts[long[0]])} tokens plus {self.length_option}={longest} "
+                f"does not fit the model's context of {limit} tokens ({len(long)} of the first {len(prompts)} rows are too "
+                f"long). Drop or shorten these prompts, or lower {self.length_option}."
+            )
+
+
+def check_stream(args: Any, train_dataset: Any) -> None:
+    """A stream must reach each process by itself and in one piece, or its groups fall apart.
+
+    Raises:
+        ConfigError: The main process would deal its rows out.
+    """
+    if not isinstance(train_dataset, datasets.IterableDataset):
+        return
+    if args.accelerator_config.dispatch_batches:
+        raise ConfigError(
+            "accelerator_config has dispatch_batches=True, and train_dataset is a stream: the main process would hand "
+            "its rows out and cut groups up. Leave it out."
+        )
+    if args.dataloader_num_workers:
+        logger.warning(
+            "dataloader_num_workers=%d is set to 0: workers would split the groups of a stream between them.",
+            args.dataloader_num_workers,
+        )
+        vars(args).update(IN_PROCESS)
+
+
+def without_workers(args: Any) -> AbstractContextManager[None]:
+    """Inside, loaders read in this process."""
+    return with_attributes(args, IN_PROCESS)
+
+
+def named_sets(sets: dict[str, Any]) -> list[tuple[str, Any]]:
+    """Datasets with their names, those of a dict one by one, without those that are None."""
+    found = []
+    for name, dataset in sets.items():
+        several = {f"{name}[{key!r}]": one for key, one in dataset.items()} if isinstance(dataset, dict) else None
+        found += list(named_sets(several)) if several is not None else [(name, dataset)]
+    return [(name, dataset) for name, dataset in found if dataset is not None]
+
+
+def empty_prompts(pool: EnvironmentPool | None, trainer: str, args: Any) -> datasets.Dataset:
+    """One empty prompt for each group of a generation: without a training set, the environment says what is to be done.
+
+    Args:
+        pool: Environments, if any were given.
+        trainer: Name of the trainer, for messages.
+        args: Of the trainer; None where none were given.
+
+    Raises:
+        DataError: There is no environment.
+        ConfigError: Rows must choose an environment, or nothing bounds the run.
+    """
+    if pool is None:
+        raise DataError(f"{trainer} needs train_dataset, and it is None: only an environment_factory can do without.")
+    if pool.routed:
+        raise ConfigError(
+            "train_dataset=None with a dict of environments: each row says which it wants, in a column 'environment'. Give "
+            "such a dataset, or a single factory."
+        )
+    if args is None or args.max_steps <= 0:
+        given = None if args is None else args.max_steps
+        raise ConfigError(f"train_dataset=None has no length: set max_steps above 0 (it is {given}).")
+    groups = (args.generation_batch_size or 0) // args.num_generations
+    return datasets.Dataset.from_list([{"prompt": list(EMPTY_PROMPT)} for _ in range(groups)])
+
+
+def with_prompts(dataset: Any, *, drops_columns: bool) -> Any:
+    """A dataset (or several by name) whose rows all have a ``prompt``: an empty one for an environment to fill.
+
+    Raises:
+        ConfigError: Columns would be dropped that ``reset`` is given.
+    """
+    if isinstance(dataset, dict):
+        return {name: with_prompts(one, drops_columns=drops_columns) for name, one in dataset.items()}
+    names = getattr(dataset, "column_names", None)
+    others = sorted(set(names or ()) - {*PROMPT_COLUMNS})
+    if drops_columns and others:
+        raise ConfigError(
+            f"remove_unused_columns=True would leave out {others}, and an environment's reset gets all columns of its row. "
+            "Leave it off, or remove the columns from the dataset."
+        )
+    if not isinstance(dataset, datasets.Dataset | datasets.IterableDataset) or (names and "prompt" in names):
+        return dataset
+    if isinstance(dataset, datasets.Dataset):
+        return dataset.add_column("prompt", [list(EMPTY_PROMPT)] * len(dataset))
+    return dataset.map(lambda row: {"prompt": row.get("prompt") or list(EMPTY_PROMPT)})
+
+
+def _only_prompts(dataset: Any) -> Any:
+    """Without other columns; a reward function that needs one of them learns it in the dry run."""
+    names = getattr(dataset, "column_names", None)
+    return dataset.select_columns([name for name in names if name in PROMPT_COLUMNS]) if names else dataset
+
+
+def cut_prompt(ids: list[int], most: int | None) -> list[int]:
+    """The last ``most`` tokens.
+
+    Raises:
+        DataError: The prompt has images and more tokens: a cut could go through an image.
+    """
+    if most is None or len(ids) <= most:
+        return ids
+    if Prompt.pictures_of(ids):
+        raise DataError(
+            f"a prompt with images has {len(ids)} tokens, and max_length and max_prompt_length leave it {most}: a cut would go "
+            "through an image. Fix: larger limits, or smaller images."
+        )
+    return ids[-most:]
+
+
+def describe_schedule(args: OnlineConfig, prompts: int | None) -> str:
+    """Generations, updates and epochs in words.
+
+    Args:
+        args: With its batch arithmetic resolved.
+        prompts: Rows of the training set; None where it has no length.
+    """
+    slices, passes = args.steps_per_generation or 1, args.num_iterations
+    updates = slices * passes / args.gradient_accumulation_steps
+    groups = (args.generation_batch_size or 0) // args.num_generations
+    lines = [
+        f"each generation is {groups} prompts x {args.num_generations} completions = {args.generation_batch_size}, in "
+        f"{slices} slices, each trained {passes} time{'s' if passes > 1 else ''}: {_updates(updates)} a generation."
+    ]
+    if args.gradient_accumulation_steps % (slices * passes) == 0:
+        lines.append(
+            "Every slice is trained before the weights move, so the importance ratio is 1: a loss near 0 and a clip ratio of "
+            "0 are normal, and grad_norm shows whether something is learned."
+        )
+    else:
+        lines.append(
+            f"The last slice is {_updates(max(updates - 1, 0))} old when it is trained (staleness/mean_updates)."
+        )
+    if prompts:
+        generations = prompts // groups
+        steps = generations * slices * passes / args.gradient_accumulation_steps
+        lines.append(f"An epoch of {prompts} prompts is {generations} generations and {steps:g} optimiser steps.")
+        if args.max_steps > 0 and steps:
+            lines.append(f"max_steps={args.max_steps} is {args.max_steps / steps:.3g} epochs.")
+    return " ".join(lines)
+
+
+def _updates(count: float) -> str:
+    return f"{count:g} update{'' if count == 1 else 's'}"
+
+
+# Rollouts, what reward functions see of each, further columns for them.
+Rolled = tuple[list[Rollout], list[Any], dict[str, list[Any]]]
+
+
+def make_driver(trainer: Any, args: Any, given: dict[str, Any]) -> EpisodeDriver | None:
+    """The driver of what a trainer was given; None where completions are single turns of the engine.
+
+    Args:
+        trainer: The trainer's class.
+        args: Its config; None where none was given.
+        given: ``tools``, ``environment_factory``, ``rollout_func``, those that are not None.
+
+    Raises:
+        ConfigError: The trainer takes none of them.
+    """
+    if given and not trainer.takes_episodes:
+        raise ConfigError(
+            f"{trainer.__name__} has no {', '.join(given)}: its completions are single turns of the engine. Fix: use "
+            "GRPOTrainer, or leave it out."
+        )
+    if not any(given.values()):
+        return None
+    from posttrain.rollouts.episodes.driver import EpisodeDriver, EpisodeSetup
+
+    return EpisodeDriver(EpisodeSetup.of(args, **given))
+
+
+class RolloutSource(abc.ABC):
+    """Gives scored rollouts, generated in this process or in others."""
+
+    @abc.abstractmethod
+    def next(self, n: int) -> RolloutBatch:
+        """The next ``n`` rollouts, with rewards and advantages; a collective.
+
+        Args:
+            n: Rollouts of this process (`SyncRollouts`), or of all processes (`AsyncRollouts`).
+        """
+
+
+class SyncRollouts(RolloutSource):
+    """Rollouts that are generated in the trainer's process when they are asked for, with the trainer's engine.
+
+    Args:
+        generate: Examples to a scored rollout batch.
+        driver: Of episodes with tools, environments or a rollout function; None: single turns alone.
+        sync: Pushes weights and asks the engine; its accelerator makes every call here one of all ranks.
+        check_lengths: Refuses prompts that do not fit the context.
+        stop_ids: Tokens that end a turn.
+        pad_token_id: Of the policy.
+        log: Takes metrics and a mode.
+    """
+
+    def __init__(
+        self,
+        generate: Callable[[list[dict[str, Any]]], RolloutBatch],
+        driver: EpisodeDriver | None,
+        sync: WeightSync,
+        *,
+        check_lengths: Callable[[list[Request]], None],
+        stop_ids: tuple[int, ...],
+        pad_token_id: int,
+        log: Callable[[dict[str, Metric], str], None],
+    ) -> None:
+        self.generate, self.driver, self.sync = generate, driver, sync
+        self.accelerator, self.check_lengths, self.log = sync.accelerator, check_lengths, log
+        self.stop_ids, self.pad_token_id = stop_ids, pad_token_id
+        # Rows of the loader that wait to be completed, each prompt as often as it is.
+        self.prompts: list[dict[str, Any]] = []
+        self._warned = False
+
+    def next(self, n: int) -> RolloutBatch:
+        """See `RolloutSource.next`; completes the next ``n`` of ``prompts``."""
+        chosen, self.prompts = self.prompts[:n], self.prompts[n:]
+        return self.generate(chosen)
+
+    def begin(
+        self, rows: list[dict[str, Any]], *, number: int, group_size: int
+    ) -> tuple[list[Any] | None, list[dict[str, Any]]]:
+        """Reset an environment for each row; a collective.
+
+        Args:
+            rows: Dataset rows, groups consecutive.
+            number: Of the generation; seeds follow from it.
+            group_size: G.
+
+        Returns:
+            The environments, None where there are none, and the rows with what the environments said first.
+        """
+        driver = self.driver
+        if driver is None or driver.pool is None:
+            return None, rows
+        driver.pool.release()
+        seeds, rows = self._group_seeds(len(rows), number, group_size), [dict(row) for row in rows]
+        return parallel.run_and_share(lambda: driver.begin(rows, seeds), self.accelerator)
+
+    def _group_seeds(self, count: int, number: int, group_size: int) -> list[int]:
+        """A number for each row, equal for completions that are compared with each other, over ranks too."""
+        start = sum(parallel.all_gather_objects([count], self.accelerator)[: self.accelerator.process_index])
+        base = self.sync.args.seed * 1_000_003 + number * 100_003
+        return [(base + (start + i) // group_size) % 2**31 for i in range(count)]
+
+    def run_tools(
+        self, rows: list[dict[str, Any]], environments: list[Any] | None, sampling: Sampling, mode: str
+    ) -> tuple[list[Rollout], list[Any]]:
+        """One episode a row, of turns and tool calls; a collective, since ranks leave the loop together.
+
+        Args:
+            rows: Dataset rows.
+            environments: One for each, or None.
+            sampling: Of every turn.
+            mode: ``train`` or ``eval``, for the log.
+
+        Returns:
+            Rollouts, and the messages of each episode.
+        """
+        from posttrain.rollouts.batch import shared_requests
+
+        def generate(batches: Batches) -> list[list[Rollout]]:
+            return self.sync.ask([(shared_requests(prompts), one) for prompts, one in batches])
+
+        def any_process(here: bool) -> bool:
+            return parallel.all_reduce_sum([float(here)], self.accelerator)[0] > 0
+
+        assert self.driver is not None
+        episodes = self.driver.episodes(rows, environments)
+        self.check_lengths([Request(episode.prompt_ids) for episode in episodes])
+        limits = {"context": self.sync.context, "stop_ids": self.stop_ids}
+        with self.sync.engine.prefix_cache():
+            found = self.driver.run_tools(episodes, sampling, generate, **limits, any_process=any_process)
+        self.log(_call_metrics(episodes, pictures=self.driver.reader is not None), mode)
+        return found
+
+    def run_function(self, rows: list[dict[str, Any]], trainer: Any, *, vocabulary: int) -> Rolled:
+        """Let the user's rollout function complete the prompts; see `EpisodeDriver.run_function`."""
+        driver, args = self.driver, self.sync.args
+        assert driver is not None
+        if self.sync.needs_weight_sync:
+            # The function may ask the same servers: with the weights of now.
+            self.sync.push_if_due()
+        ends = (*self.stop_ids, self.pad_token_id)
+        limits = {"stop_ids": ends, "vocabulary": vocabulary, "most": args.max_completion_length}
+        found = parallel.run_and_share(lambda: driver.run_function(rows, trainer, **limits), self.accelerator)
+        if args.vllm_importance_sampling_correction and not any(r.logp for r in found[0]) and not self._warned:
+            self._warned = True
+            logger.warning(
+                "rollout_func returned no log-probs (logprobs=None): nothing corrects for how far what it sampled from is from "
+                "the policy. Return those of the sampler."
+            )
+        return found
+
+
+def _call_metrics(episodes: list[Episode], *, pictures: bool) -> dict[str, Metric]:
+    calls, failures = sum(e.calls for e in episodes), sum(e.failures for e in episodes)
+    return {
+        "tools/call_frequency": mean(calls / max(len(episodes), 1), weight=len(episodes)),
+        "tools/failure_frequency": mean(failures / calls, weight=calls) if calls else mean(0.0, weight=1e-9),
+        "tools/escaped_control_tokens": mean(float(sum(e.escaped for e in episodes))),
+    } | ({"images/masked_episodes": mean(float(sum(e.masked for e in episodes)))} if pictures else {})

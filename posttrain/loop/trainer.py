@@ -1,0 +1,610 @@
+"""`PostTrainer`: the one training loop; it does not know which algorithm runs."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+import torch
+import transformers
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from transformers.trainer_utils import EvalLoopOutput, set_seed
+
+from posttrain.checks.registry import Preflight
+from posttrain.data.forest import Layout, collate, halves
+from posttrain.data.formats import plain_rows
+from posttrain.data.samplers import Deal
+from posttrain.loop import checkpoint, config
+from posttrain.loop.config import PostTrainingConfig, named_method
+from posttrain.loop.data_report import DataReport, DataReportCallback, DatasetHead, prompt_rows, warnings_are_errors
+from posttrain.loop.evaluation import count_rounds, evaluate, evaluation_loader, predicted_rows
+from posttrain.loop.passes import DryStep, PassRunner, dry_step, fit_memory
+from posttrain.loop.pictures import Vision
+from posttrain.losses.reduce import Denominators, reduce
+from posttrain.metrics import Metric, MetricBuffer, mean
+from posttrain.models import load, memory, parallel
+from posttrain.models.forward import add_router_term, forward, noisy_embeddings, router_coefficient
+from posttrain.models.vision import load_renamed
+from posttrain.report.card import create_model_card
+from posttrain.report.record import RunRecordCallback
+from posttrain.types import Batch, Finding, LossTerms, ModelOutputs, Row
+
+logger = logging.getLogger(__name__)
+
+
+@config.attributes(_metrics="buffers")
+class PostTrainer(transformers.Trainer):
+    """Turns rows into batches, batches into loss terms, terms into one gradient, whatever the algorithm.
+
+    A subclass gives ``objective(outputs, batch) -> LossTerms`` and the rows (`rows`); ``needs`` names what the forward
+    pass must produce. Everything else (loading, adapters, accumulation, ranks, metrics, checkpoints) is here once.
+    """
+
+    loss_is_scaled_for_ga = True  # Our denominators span the whole optimiser step, over micro-batches and ranks.
+    needs: frozenset[str] = frozenset({"logp"})
+    config_class: ClassVar[type[Any]] = PostTrainingConfig
+    _tag_names: ClassVar[list[str]] = ["posttrain"]
+    _name: ClassVar[str] = "post-training"
+    _paper: ClassVar[dict[str, str]] = {}  # Title, arXiv id and citation, for the model card.
+    _suffix: ClassVar[str] = "posttrain"
+    generative: ClassVar[bool] = True  # Whether the model must have a language-model head.
+    # Whether the objective compares the completions of a row, which are then never divided.
+    keep_groups_together: ClassVar[bool] = False
+    denominators = Denominators(1, 1, 1)  # Of the current optimiser step.
+    eval_group: int = 1  # Consecutive rows of an evaluation batch that are compared with each other.
+    takes_images: bool = False  # Whether rows may hold pictures.
+    returns_images: bool = False  # Whether tools or environments may show some.
+    takes_loss_func: ClassVar[bool] = (
+        False  # Its loss is a sum over label tokens; a compute_loss_func may take its place.
+    )
+    takes_collator: ClassVar[bool] = False  # Whether `rows` reads what a user's own data_collator makes.
+    single_forward_per_microbatch = False  # Whether the objective compares all rows of a micro-batch.
+    # Codes of findings that do not concern this method's rows.
+    ignored_codes: ClassVar[frozenset[str]] = frozenset()
+    # Letters of the codes that `signs` may find, but for those that are checked at another moment.
+    check_area: ClassVar[str] = ""
+    excluded_codes: ClassVar[tuple[str, ...]] = ()
+    zero_gradient_is_normal = False  # An online step whose groups are all equal moves nothing, rightly.
+    answers_per_row = 1  # Sequences of a row of the dataset.
+    no_rows: Any = ()  # What an evaluation batch without rows is collated to.
+    _in_loop, _eval_rounds = False, 0
+    reduced_by: str | None = None  # The reduction of the loss that `compute_loss` returned last.
+    aux_loss_enabled = property(lambda self: bool(self.router_coefficient))
+    _window_start: float | None = None
+    _head: DatasetHead | None = None
+    if not TYPE_CHECKING:
+        __getattr__ = config.absent
+
+    def __init_subclass__(cls, config: Any = None, arguments: str = "", **kwargs: Any) -> None:
+        """Take what the class line says of a method, see `posttrain.loop.config.named_method`."""
+        super().__init_subclass__(**kwargs)
+        if config is not None:
+            named_method(cls, config, arguments)
+
+    def __init__(
+        self,
+        model: str | nn.Module,
+        args: PostTrainingConfig | None = None,
+        *,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: Any = None,
+        peft_config: Any = None,
+        quantization_config: Any = None,
+        **trainer_kwargs: Any,
+    ) -> None:
+        model_id = load.model_id_of(model, type(self).__name__)
+        args = config.as_config(self.config_class, args or f"{Path(model_id).name or 'model'}-{self._suffix}")
+        config.check_hooks(self, trainer_kwargs.get("compute_loss_func"))
+        self.args, self.user_collator = args, trainer_kwargs.pop("data_collator", None)
+        config.check_arguments(type(self), model, args, train_dataset, self.user_collator)
+        set_seed(args.seed)
+        init = dict(args.model_init_kwargs or {}) if isinstance(model, str) else {}
+        sets, shown = tuple(map(plain_rows, (train_dataset, eval_dataset))), self.returns_images
+        train_dataset, eval_dataset = sets
+        self.vision = Vision(args, processing_class, model_id, sets, takes=self.takes_images, returned=shown)
+        self.processing_class = self.vision.tokenizer or load.load_tokenizer(
+            model_id, trust_remote_code=args.trust_remote_code, revision=init.get("revision")
+        )
+        self.added_tokens: list[int] = []
+        if load.changes_vocabulary(args):
+            whole = self._load(model, args, init, quantization_config)
+            model, self.processing_class, self.added_tokens = load.clone_chat_template(
+                whole, self.processing_class, args.chat_template_path
+            )
+        load.prepare_tokenizer(self.processing_class, args)
+        self.checks, self._raw = config.make_checks(self, args), train_dataset
+        train_dataset = self.checks.config(model, train_dataset, eval_dataset, peft_config)
+        with parallel.main_process_first(), warnings_are_errors(args.strict_data):
+            train_dataset, eval_dataset = self.prepare_datasets(train_dataset, eval_dataset)
+        model = self._prepare_model(self._load(model, args, init, quantization_config), args, peft_config)
+        self.buffers = {"train": MetricBuffer(), "eval": MetricBuffer()}
+        self.counters: dict[str, float] = {"num_tokens": 0.0}
+        self.router_coefficient = router_coefficient(model, args)
+        trainer_kwargs |= {"train_dataset": train_dataset, "eval_dataset": eval_dataset}
+        super().__init__(model, args, self.collator(), processing_class=self.processing_class, **trainer_kwargs)
+        self._begin()
+
+    def _begin(self) -> None:
+        parallel.refuse_lost_sharding(self.accelerator, self.args)
+        parallel.shard_present_layers(self.accelerator, self.model)
+        self.vision.check_shards(self.model, self.accelerator)
+        if hasattr(self.model, "add_model_tags"):
+            self.model.add_model_tags(self._tag_names)
+        self.layout = self._choose_layout()
+        self._set_signature_columns_if_needed()
+        self.checks.knows(model=self.model)
+        self.check_start()
+        args, shards = self.args, parallel.shards_parameters(self.accelerator)
+        # Looked up at every call: a user may replace them on the instance.
+        loss, backward = lambda *given: self._loss_of_pass(*given), partial(parallel.backward, self.accelerator)
+        self.passes = PassRunner(loss, backward, self._halves, self.buffers, shards=shards)
+        self.record, self.interrupt = RunRecordCallback(args, self.processing_class), checkpoint.GracefulInterrupt()
+        size = lambda: checkpoint.checkpoint_bytes(self.model, args)  # noqa: E731
+        self.checkpoints = checkpoint.Checkpointer(args, self.accelerator, self.record.lock, size)
+        self.checks.record = self.record
+        keepers = (memory.KeepLastActivations(), memory.KeepHostMemory())
+        reports = (self.record, DataReportCallback(lambda: self.data_report()))
+        for callback in (self.interrupt, *reports, *keepers, self.checks):
+            self.add_callback(callback)
+
+    # What a subclass gives ---------------------------------------------------------------------------------------
+
+    def objective(self, outputs: ModelOutputs, batch: Batch) -> LossTerms:
+        """The algorithm: unreduced loss terms and metrics of one batch."""
+        raise NotImplementedError(f"{type(self).__name__} must define objective(outputs, batch).")
+
+    def rows(self, examples: list[dict[str, Any]]) -> list[Row]:
+        """Prepared dataset examples as rows."""
+        raise NotImplementedError(f"{type(self).__name__} must define rows(examples).")
+
+    def prepare_datasets(self, train: Any, evaluation: Any) -> tuple[Any, Any]:
+        """Check and tokenise all datasets, once; runs before the model is loaded."""
+        prepared = self.prepare(train, "train", training=True)
+        return prepared, None if evaluation is None else self.prepare_evaluation(evaluation)
+
+    def prepare_evaluation(self, dataset: Any) -> Any:
+        """One raw evaluation set, or several by name, as the loop needs them; prepared ones come back equal."""
+        if isinstance(dataset, dict):
+            return {name: self.prepare(one, name) for name, one in dataset.items()}
+        return self.prepare(dataset, "eval")
+
+    def prepare(self, dataset: Any, name: str, *, training: bool = False) -> Any:
+        """One raw dataset as the collator needs it."""
+        return dataset
+
+    @property
+    def temperature(self) -> float:
+        """What the logits are divided by before any log-prob."""
+        return getattr(self.args, "temperature", 1.0)
+
+    # Construction ------------------------------------------------------------------------------------------------
+
+    def _load(self, model: Any, args: PostTrainingConfig, init: dict[str, Any], quantization_config: Any) -> Any:
+        if not isinstance(model, str):
+            given = {"model_init_kwargs": args.model_init_kwargs, "quantization_config": quantization_config}
+            config.warn_of_unused(given if not self.added_tokens else {})
+            return model
+        return self.load_model(model, **config.loading_options(args, init, quantization_config))
+
+    def load_model(self, model_id: str, **kwargs: Any) -> Any:
+        """The model behind a string."""
+        return load.create_model_from_path(model_id, **kwargs)
+
+    def _prepare_model(self, model: Any, args: PostTrainingConfig, peft_config: Any) -> Any:
+        load.mirror_eos(self.processing_class, model, args)
+        self.pad_token_id = load.resolve_pad_token(self.processing_class, model)
+        self.fresh_adapter = peft_config is not None
+        peft = self.vision.prepare(model, peft_config)
+        return config.prepared_model(model, args, peft, added_tokens=self.added_tokens, generative=self.generative)
+
+    def _choose_layout(self) -> Layout:
+        # User functions on logits want one sequence a row.
+        wanted = (self.compute_loss_func, self.compute_metrics, self.preprocess_logits_for_metrics)
+        with parallel.gathered(self.model.parameters()):  # ZeRO-3 may have sharded them as they were loaded.
+            return config.choose_layout(self.model, self.args, padded=any(one is not None for one in wanted))
+
+    def read_also_by(self, other: nn.Module | None) -> None:
+        """Lay rows out so that another model, which gets the same passes, computes them as each sequence alone."""
+        if other is not None:
+            with parallel.gathered(other.parameters()):
+                self.layout = config.joint_layout(self.layout, other, self.args)
+
+    def collator(self) -> Callable[[list[dict[str, Any]]], Any]:
+        """Dataset examples to what the loader yields: here, the batches of one micro-batch."""
+        return lambda examples: collate(
+            self.vision.placed(self.rows(examples), examples),
+            pad_token_id=self.pad_token_id,
+            layout=self.layout,
+            whole_rows=self.keep_groups_together,
+            together=self.single_forward_per_microbatch,
+        )
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> Any:
+        dataset = self.train_dataset if train_dataset is None else train_dataset
+        return super()._get_train_sampler(config.measured(dataset, self.args))
+
+    def _get_eval_sampler(self, eval_dataset: Any) -> Any:
+        return super()._get_eval_sampler(config.measured(eval_dataset, self.args))
+
+    def _remove_unused_columns(self, dataset: Any, description: str | None = None) -> Any:
+        return dataset  # Rows are read by name; what is not read costs nothing.
+
+    def _get_collator_with_removed_columns(self, data_collator: Callable, description: str | None = None) -> Callable:
+        return data_collator
+
+    # Checks and reports ------------------------------------------------------------------------------------------
+
+    def check_start(self) -> None:
+        """The model and its layout, then the rows; a method adds what it needs to begin."""
+        if self.args.strict_data and self.train_dataset is not None:
+            self.data_report()
+        self.checks.start(self.model, self.layout)
+        self.check_data()
+
+    def check_data(self) -> None:
+        """A sample of the rows that will be trained; a method adds its own."""
+        self.checks.data(self.head, self.eval_dataset)
+
+    def log_checks(self, logs: dict[str, float]) -> Iterable[Finding | None]:
+        """Findings about the line that was just logged; a method adds its own."""
+        return ()
+
+    @property
+    def preflight(self) -> Preflight:
+        """What was looked for in this run, and what was found."""
+        return self.checks.preflight
+
+    @property
+    def head(self) -> DatasetHead:
+        """The training rows that are looked at before training, read once; another ``train_dataset`` is read anew."""
+        if self._head is None or self._head.prepared is not self.train_dataset:
+            given = (self._raw, self.train_dataset, self._rows_of, self.processing_class)
+            self._head = DatasetHead(*given, self.args, fills_prompts=self.checks.fills_prompts)
+        return self._head
+
+    def data_report(self) -> DataReport:
+        """What the training set looks like to the model, from rows spread over it.
+
+        Raises:
+            DataError: ``strict_data`` is set and there is something to warn of.
+
+        >>> print(trainer.data_report())  # doctest: +SKIP
+        """
+        return self.head.report(getattr(self, "reports", {}).get("train"), self.ignored_codes)
+
+    def _rows_of(self, examples: list[dict[str, Any]]) -> list[Row]:
+        try:
+            return self.vision.placed(self.rows(examples), examples)
+        except NotImplementedError:  # Completions come later: prompts alone.
+            return self.vision.prompt_rows(examples) or prompt_rows(examples, self.processing_class, self.args)
+
+    def dry_step(self, batch_size: int | None = None) -> DryStep:
+        """Forward and backward of the longest rows, see `posttrain.loop.passes.dry_step`."""
+        return dry_step(self, batch_size)
+
+    def train(self, resume_from_checkpoint: Any = None, **kwargs: Any) -> Any:
+        """Train; Ctrl-C or SIGTERM finishes the step, saves a checkpoint and returns; ``trainer.interrupt.requested`` says so."""
+        fit_memory(self)
+        resume = self.checkpoints.resolve(resume_from_checkpoint)
+        if resume is not None:
+            self.args.resume_from_checkpoint = resume  # Callbacks find their own state by it.
+        begin = partial(checkpoint.begin_in_folder, self, resumed=resume is not None)
+        parallel.run_and_share(lambda: self.accelerator.is_main_process and begin(), self.accelerator)
+        if not self.args.max_grad_norm and not self.is_deepspeed_enabled:
+            # At 0 no norm is taken, and NaN reaches the weights.
+            self.args.max_grad_norm = math.inf
+        self.interrupt.install(self.accelerator)
+        # transformers' own hook would take the width of a row for the length of each document in it.
+        alpha, self.neftune_noise_alpha = self.neftune_noise_alpha, None
+        try:
+            with noisy_embeddings(self.model, alpha):
+                return super().train(resume, **kwargs)
+        finally:
+            self.neftune_noise_alpha = alpha
+            self.interrupt.restore()
+            for callback in self.callback_handler.callbacks:
+                if hasattr(callback, "stop"):
+                    callback.stop()
+
+    # One optimiser step ------------------------------------------------------------------------------------------
+
+    def get_batch_samples(self, epoch_iterator: Iterator, num_batches: int, device: Any) -> tuple[list[Any], None]:
+        """All micro-batches of one optimiser step, so that its denominators are known before the first forward."""
+        began = time.perf_counter()
+        drawn = list(itertools.islice(epoch_iterator, num_batches))
+        self.checkpoints.place.draw(epoch_iterator, len(drawn))
+        self._load_rng_state(self.checkpoints.place.checkpoint)  # Before rollouts are sampled and scored.
+        if not drawn:  # A stream has come to its end; it begins again with the next epoch.
+            return [], None
+        self._window_start = began
+        micro_batches = [self.micro_batch(inputs, index) for index, inputs in enumerate(drawn)]
+        self.denominators = self._count(micro_batches)
+        self.before_step(micro_batches)
+        # A step of fewer micro-batches ends with the last one all the same, and leaves no gradient to the next step.
+        return [[]] * (num_batches - len(drawn)) + micro_batches, None
+
+    def before_step(self, micro_batches: list[list[Batch]]) -> None:
+        """What a method computes over the whole optimiser step before its first forward pass."""
+
+    def micro_batch(self, inputs: Any, index: int) -> list[Batch]:
+        """What the loader yielded, as batches; online trainers generate here."""
+        return inputs
+
+    def _count(self, micro_batches: Sequence[Sequence[Batch]]) -> Denominators:
+        """Tokens and sequences of the whole optimiser step, over micro-batches and ranks."""
+        batches = [batch for micro in micro_batches for batch in micro]
+        tokens = sum(batch.num_loss_tokens for batch in batches)
+        sequences = sum(batch.num_sequences for batch in batches)
+        seen = sum(batch.num_sequence_tokens for batch in batches)
+        named = self.named_counts(batches)
+        counts = [tokens, sequences, seen, len(batches), self.checks.has_overlong_sequence(batches), *named.values()]
+        tokens, sequences, seen, passes, alarms, *rest = parallel.all_reduce_sum(counts, self.accelerator)
+        self.count_tokens_seen(seen)
+        self.log_metrics_now(self.checks.step(batches, tokens, sequences, alarms, self.state))
+        totals = dict(zip(named, rest, strict=True))
+        return Denominators(tokens, sequences, passes, self.accelerator.num_processes, totals)
+
+    def named_counts(self, batches: Sequence[Batch]) -> dict[str, float]:
+        """Other counts of the optimiser step that the objective divides by; the same names on every rank."""
+        return {}
+
+    def count_tokens_seen(self, tokens: float) -> None:
+        """Add the real tokens of an optimiser step, over all ranks, to the running total."""
+        self.counters["num_tokens"] += tokens
+
+    def training_step(self, model: nn.Module, inputs: list[Batch], num_items_in_batch: Any = None) -> Tensor:
+        """Forward and backward over the batches of one micro-batch; returns their summed loss."""
+        model.train()
+        total = torch.zeros((), device=self.args.device)
+        offloading = memory.get_act_offloading_ctx_manager(model, enabled=self.args.activation_offloading)
+        passes = parallel.equal_passes(len(inputs), self.accelerator)
+        with memory.gradients_first(model, passes=passes):
+            for index in range(passes):
+                batch = inputs[min(index, len(inputs) - 1)]
+                idle = index >= len(inputs)  # Only to keep collectives equal over ranks.
+                with offloading, parallel.no_sync(model, last=index == passes - 1):
+                    total = total + self.passes.run(model, batch, 0.0 if idle else 1.0, step=self.state.global_step)
+        return total
+
+    def _loss_of_pass(self, model: nn.Module, batch: Batch) -> Tensor:
+        with self.compute_loss_context_manager():
+            return self.compute_loss(model, batch.to(self.args.device))
+
+    def _halves(self, batch: Batch) -> list[Batch]:
+        """The batch in parts; itself where the objective wants it whole, or where other processes would be left behind."""
+        if self.single_forward_per_microbatch or self.router_coefficient or self.accelerator.num_processes > 1:
+            return [batch]
+        return halves(batch, pad_token_id=self.pad_token_id, layout=self.layout, whole_rows=self.keep_groups_together)
+
+    def _clip_grad_norm(self, model: nn.Module) -> Any:
+        """Clip; a gradient that is not finite does not reach the weights, and three in a row end the run."""
+        norm = super()._clip_grad_norm(model)
+        scaled, sharded = self.accelerator.mixed_precision == "fp16", parallel.is_prepared_late(self.accelerator)
+        if not self.checks.gradient(norm, model, scaled=scaled, sharded=sharded, step=self.state.global_step + 1):
+            for parameter in model.parameters():
+                parameter.grad = None
+        return norm
+
+    def compute_loss(
+        self, model: nn.Module, inputs: Batch, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """Batch to scalar: forward, objective, reduce. A subclass may change what comes out; evaluation goes through it too.
+
+        Args:
+            model: What to run, wrapped as the run wraps it.
+            inputs: One forward pass.
+            return_outputs: Also return the `ModelOutputs`.
+            num_items_in_batch: See `Denominators.over`.
+
+        Returns:
+            The sum of the pass's terms over counts of the whole optimiser step, so that losses of passes add up.
+        """
+        terms, outputs = self.compute_loss_terms(model, inputs)
+        self.buffers["train" if model.training else "eval"].add(terms.metrics)
+        self.reduced_by = terms.count or terms.reduction
+        loss = reduce(terms, self.denominators.over(num_items_in_batch, allowed=self.takes_loss_func))
+        return (loss, outputs) if return_outputs else loss
+
+    def compute_loss_terms(self, model: nn.Module, batch: Batch) -> tuple[LossTerms, ModelOutputs]:
+        """Forward and objective; a mixture of experts adds its load-balancing term, averaged over passes."""
+        needs = self.needs | {"aux"} if self.router_coefficient else self.needs
+        chunk, compare = self.args.logits_chunk_size, self.comparison(batch)
+        outputs = forward(model, batch, needs, temperature=self.temperature, chunk_size=chunk, compare=compare)
+        terms = self.objective(outputs, batch)
+        add_router_term(terms, outputs, self.router_coefficient)
+        return terms, outputs
+
+    def comparison(self, batch: Batch) -> Any:
+        """What the output layer does instead of log-probs, see `TokenHead.compare`; None: nothing."""
+        return None
+
+    # Logging and checkpoints -------------------------------------------------------------------------------------
+
+    def log_metrics_now(self, metrics: dict[str, Metric], mode: str = "train") -> None:
+        """Add metrics to the current window."""
+        self.buffers[mode].add(metrics)
+
+    def postprocess_metrics(self, metrics: dict[str, float]) -> dict[str, float]:
+        """The window's metrics with those that follow from others; training and evaluation both pass here."""
+        return metrics
+
+    def reduced_metrics(self, mode: str) -> dict[str, float]:
+        """The metrics of the window since the last call, over all ranks."""
+        gather = partial(parallel.all_gather_objects, accelerator=self.accelerator)
+        return self.postprocess_metrics(self.buffers[mode].compute(gather))
+
+    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        if self._window_start is not None:
+            self.log_metrics_now({"step_time": mean(time.perf_counter() - self._window_start)})
+            self._window_start = None
+        with config.with_attributes(self, {"_in_loop": True}):
+            super()._maybe_log_save_evaluate(*args, **kwargs)
+        self.checkpoints.complete(self.state)
+
+    def create_model_card(
+        self, model_name: str | None = None, dataset_name: Any = None, tags: Any = None, **_: Any
+    ) -> None:
+        """Write ``<output_dir>/README.md``: what the model is, how it was trained, how it is used."""
+        create_model_card(self, model_name, dataset_name, tags)
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """As `transformers.Trainer.save_model`; what the saved configs say of padding and stopping is checked, once."""
+        self.checks.saved_tokens(self.model, self.processing_class)
+        with parallel.saved_whole(self.accelerator, not _internal_call):
+            super().save_model(output_dir, _internal_call)
+        self.vision.save(output_dir or self.args.output_dir)
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        self.create_model_card()
+        if trial is None and self.hp_search_backend is None:
+            self.store_flos()
+        final = self.checkpoints.save(self._write_checkpoint, Path(self._get_output_dir(trial=trial)), self.state)
+        if not self._in_loop:
+            self.checkpoints.complete(self.state)
+        if self.args.push_to_hub:
+            self._push_from_checkpoint(str(final))
+
+    def _write_checkpoint(self, part: Path) -> None:
+        """Everything of a checkpoint, before it is moved to its place."""
+        self.save_model(str(part), _internal_call=True)
+        if not self.args.save_only_model:
+            self._save_optimizer_and_scheduler(str(part))
+            self._save_scaler(str(part))
+            self._save_rng_state(str(part))
+            state = self.state_to_save() | {"stream": self.checkpoints.place.stream}
+            checkpoint.save_state(part, state, self.accelerator)
+        if self.args.should_save:
+            checkpoint.export_callbacks((*self.callback_handler.callbacks, self.control), self.state)
+            self.state.save_to_json(str(part / "trainer_state.json"))
+
+    def _load_optimizer_and_scheduler(self, folder: str | None) -> None:
+        with parallel.reading_fsdp(self, folder):
+            super()._load_optimizer_and_scheduler(folder)
+        if state := checkpoint.saved_state(folder, self.accelerator):
+            self.load_saved_state(state)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        with parallel.reading_fsdp(self, resume_from_checkpoint):
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+        load_renamed(model or self.model, resume_from_checkpoint, self.accelerator)
+
+    def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None) -> Any:
+        with parallel.reading_zero(self, resume_from_checkpoint):
+            return super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
+
+    def _init_training_state(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
+        start = super()._init_training_state(*args, **kwargs)
+        return self.checkpoints.place.begin(start, self.train_dataset, skips=not self.args.ignore_data_skip)
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        if self.checkpoints.place.restores_random():  # Once: the loop would again, after the first step's rollouts.
+            super()._load_rng_state(checkpoint)
+
+    def _load_best_model(self) -> None:
+        with parallel.reading_zero(self, self.state.best_model_checkpoint):
+            super()._load_best_model()
+        load_renamed(self.model, str(self.state.best_model_checkpoint), self.accelerator)
+
+    def state_to_save(self) -> dict[str, Any]:
+        """What a checkpoint must hold beyond the parent's, as JSON, for a resumed run to equal an uninterrupted one."""
+        return {"counters": self.counters, "step_rows": self.get_total_train_batch_size(self.args)}
+
+    def load_saved_state(self, state: dict[str, Any]) -> None:
+        """Undo `state_to_save`."""
+        self.counters = state["counters"]
+        checkpoint.warn_of_other_rows(state, self.get_total_train_batch_size(self.args))
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Reduce this window's metrics over ranks, once, and pass everything on."""
+        if self._eval_rounds:
+            count_rounds(logs, self._eval_rounds)
+        if not any(key.startswith("eval_") for key in logs):
+            logs.update(self.reduced_metrics("train"))
+            logs["num_tokens"] = self.counters["num_tokens"]
+        super().log(logs, start_time)
+
+    # Evaluation --------------------------------------------------------------------------------------------------
+
+    def evaluate(self, eval_dataset: Any = None, *args: Any, **kwargs: Any) -> dict[str, float]:
+        """As `transformers.Trainer.evaluate`; a raw dataset is prepared first, a string names one given at construction."""
+        if eval_dataset is not None and not isinstance(eval_dataset, str):
+            eval_dataset = self.prepare_evaluation(plain_rows(eval_dataset))
+        return super().evaluate(eval_dataset, *args, **kwargs)
+
+    def predict(self, test_dataset: Any, *args: Any, **kwargs: Any) -> Any:
+        """As `transformers.Trainer.predict`; a raw dataset is prepared first, and full logits want one sequence a row."""
+        layout, self.layout = self.layout, Layout("padded", row_tokens=self.layout.row_tokens)
+        try:
+            output = super().predict(self.prepare_evaluation(plain_rows(test_dataset)), *args, **kwargs)
+        finally:
+            self.layout = layout
+        count_rounds(output.metrics, self._eval_rounds)
+        return output
+
+    def _get_dataloader(  # The signature is transformers'.
+        self, dataset: Any, description: str, batch_size: int, sampler_fn: Callable[[Any], Any] | None = None,
+        is_training: bool = False, dataloader_key: str | None = None,
+    ) -> DataLoader:  # fmt: skip
+        """As the parent's for training, but batches stay where counting waits for no GPU; for evaluation `evaluation_loader`."""
+        if is_training:
+            loader = super()._get_dataloader(dataset, description, batch_size, sampler_fn, True, dataloader_key)
+            loader.device = None
+            return loader
+        place = {"world": self.accelerator.num_processes, "rank": self.accelerator.process_index}
+        deal = Deal(batch_size, **place, group=self.eval_group, drop_last=self.args.dataloader_drop_last)
+        loader = evaluation_loader(dataset, self.args, deal, partial(self._collated, self.data_collator), sampler_fn)
+        if dataloader_key is not None and self.args.dataloader_persistent_workers:  # Where the parent looks for it.
+            vars(self).setdefault("_eval_dataloaders", {})[dataloader_key] = loader
+        return loader
+
+    def _collated(self, collator: Callable[[list[Any]], Any], rows: list[Any]) -> Any:
+        return collator(rows) if rows else self.no_rows
+
+    def eval_batches(self, inputs: Any) -> list[Batch]:
+        """Batches of one evaluation micro-batch, which may be empty; online trainers generate here."""
+        return list(inputs)
+
+    def evaluation_loop(  # The signature is transformers'.
+        self, dataloader: Any, description: str, prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval",
+    ) -> EvalLoopOutput:  # fmt: skip
+        """Loss over the whole set, divided by its own counts: it does not depend on the evaluation batch size."""
+        output, self._eval_rounds = evaluate(self, dataloader, metric_key_prefix, predicts=description == "Prediction")
+        return output
+
+    def spare_batch(self) -> Batch:
+        """One token after another: what a rank without rows runs where a forward pass is a collective."""
+        token = int(self.pad_token_id)
+        return collate([Row([token], [[token]], [[1]])], pad_token_id=token, layout=self.layout)[0].to(self.args.device)
+
+    @property
+    def own_loss(self) -> bool:
+        """Whether the user's code says what the loss is: a subclass's ``compute_loss``, or ``compute_loss_func``."""
+        return self.compute_loss_func is not None or config.user_override(self, "compute_loss") is not None
+
+    def predictions(self, model: nn.Module, batches: list[Batch]) -> list[tuple[Any, np.ndarray]]:
+        """One (logits, labels) a row, in the order of the dataset; ``preprocess_logits_for_metrics`` makes them small."""
+        with self.compute_loss_context_manager():
+            return predicted_rows(model, batches, self.preprocess_logits_for_metrics)
+
+    def floating_point_ops(self, inputs: Any) -> int:
+        """Six per parameter and token, as the forward and backward of a dense transformer cost."""
+        return 6 * sum(p.numel() for p in self.model.parameters()) * sum(batch.num_tokens for batch in inputs)
+
+    def _track_num_input_tokens(self, inputs: list[Batch]) -> None:
+        if self.args.include_num_input_tokens_seen != "no":
+            self.state.num_input_tokens_seen = int(self.counters["num_tokens"])
+
+    def inference(self, model: nn.Module | None = None) -> contextlib.AbstractContextManager[nn.Module]:
+        """The model in eval mode, without gradients, under the run's precision; training mode is restored."""
+        return parallel.inference(model if model is not None else self.model_wrapped, self.accelerator)

@@ -1,0 +1,402 @@
+"""`A2POTrainer`: estimate each prompt's optimal value once, then regress one completion's log-ratio on its advantage."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import datasets
+import torch
+from torch import Tensor, nn
+from tqdm.auto import tqdm
+
+from posttrain.data.formats import plain_rows
+from posttrain.errors import DataError, check_rules
+from posttrain.loop.checkpoint import last_complete_checkpoint, saved_state
+from posttrain.loop.config import takes
+from posttrain.loop.online import OnlineTrainer
+from posttrain.loop.online_config import OnlineConfig
+from posttrain.loop.prompts import named_sets
+from posttrain.loop.scoring import score_rollouts
+from posttrain.losses.advantages import weighted_total
+from posttrain.losses.reduce import sequence_sum
+from posttrain.metrics import mean
+from posttrain.models import parallel
+from posttrain.models.reference import Reference, disable_dropout_in_model, fingerprint, hash_tensors
+from posttrain.report.record import read_line
+from posttrain.rewards.runner import RewardTable, transform_names
+from posttrain.rollouts.batch import RolloutBatch
+from posttrain.types import (
+    Batch,
+    LossTerms,
+    ModelOutputs,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Sampling,
+    option,
+)
+
+logger = logging.getLogger(__name__)
+
+
+# Transforms that read other rewards than their own: not those of the values.
+OF_OTHERS = ("rank", "zscore", "running")
+
+
+@dataclass
+class A2POConfig(OnlineConfig):
+    """Arguments of `A2POTrainer`: one completion a prompt, measured against the value of its prompt.
+
+    Reference: Accelerating RL for LLM reasoning with optimal advantage regression, arXiv:2505.20686.
+    """
+
+    _least_generations: ClassVar[int] = 1
+
+    learning_rate: float = option(5e-5, "Peak learning rate.")
+    num_generations: PositiveInt = option(1, "Completions per prompt in training: always 1.")
+    max_prompt_length: PositiveInt | None = option(
+        512, "Most prompt tokens; longer prompts lose their beginning. None: no limit."
+    )
+    max_completion_length: PositiveInt = option(256, "Most tokens of a completion, EOS included.")
+    top_k: NonNegativeInt | None = option(None, "Keep the k most likely tokens; None or 0 is off.")  # type: ignore[assignment]
+    num_value_samples: PositiveInt = option(
+        8, "Completions of the reference that a prompt's value is estimated from, at least 1."
+    )
+    beta1: PositiveFloat = option(
+        0.5, "Temperature of the value: near 0 the best sample's reward, large their mean; > 0."
+    )
+    filter_all_incorrect: bool = option(True, "Leave out training prompts that no sample of the reference solved.")
+    beta2: PositiveFloat = option(1e-3, "Weight of the log-ratio to the reference that advantages are fitted by; > 0.")
+
+    def __post_init__(self) -> None:
+        self.top_k = self.top_k or 0
+        super().__post_init__()
+        rules = {
+            "num_generations": (
+                self.num_generations == 1,
+                "must be 1: the baseline is the prompt's value, not a group",
+            ),
+            "beta": (self.beta == 0, "must be 0.0: the pull of the reference is beta2"),
+            "epsilon": (self.epsilon == 0.2 and self.epsilon_high is None, "is not read: nothing is clipped here"),
+            "num_iterations": (self.num_iterations == 1, "must be 1: the regression has no importance ratio"),
+            "dynamic_sampling": (self.dynamic_sampling == 0, "must be 0: one completion a prompt has no variance"),
+            "reward_transform": (
+                not transform_names(self.reward_transform) & set(OF_OTHERS),
+                f"holds one of {', '.join(OF_OTHERS)}, which depends on other rewards; values and rewards need one scale. Take "
+                "clip, log1p or tanh",
+            ),
+        }
+        check_rules(self, ((name, *rule) for name, rule in rules.items()))
+
+
+def optimal_value(rewards: Sequence[float], beta1: float) -> float:
+    """``V* = beta1 log mean_i exp(r_i / beta1)`` over the rewards that are known; NaN where none is.
+
+    Args:
+        rewards: Of the reference's completions; NaN where no function applied.
+        beta1: Above 0.
+
+    Reference: A*-PO, arXiv:2505.20686, equation 5.
+
+    >>> [round(optimal_value([1.0] * k + [0.0] * (8 - k), 0.5), 5) for k in (0, 1, 4, 8)]
+    [0.0, 0.29351, 0.71689, 1.0]
+    """
+    known = [reward for reward in rewards if not math.isnan(reward)]
+    if not known:
+        return math.nan
+    highest = max(known)
+    total = math.fsum(math.exp((reward - highest) / beta1) for reward in known)
+    return highest + beta1 * math.log(total / len(known))
+
+
+def row_key(example: Mapping[str, Any]) -> str:
+    """A dataset row by its content: the prompt, and the columns that rewards read."""
+    text = json.dumps(dict(example), sort_keys=True, default=lambda value: type(value).__name__)
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+class ValueCache:
+    """Rewards of the reference's completions by prompt, in memory and as lines of a file.
+
+    Args:
+        path: JSON lines, appended to as they are found, so that an interrupted estimate goes on where it stopped.
+        run: What `fingerprint` gave; lines of other runs are left alone.
+    """
+
+    def __init__(self, path: Path, run: str) -> None:
+        self.path, self.run = path, run
+        self.rewards: dict[str, list[float]] = {}
+        for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else []:
+            entry = read_line(line)
+            if entry is None:
+                logger.warning("%s has a line that was cut off; its prompt is sampled again.", path)
+            elif entry["run"] == run:
+                self.rewards[entry["prompt"]] = entry["rewards"]
+
+    def add(self, found: Mapping[str, list[float]], *, write: bool) -> None:
+        """Take over new rewards; ``write`` on one process only."""
+        new = {key: rewards for key, rewards in found.items() if key not in self.rewards}
+        self.rewards.update(new)
+        if write and new:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with self.path.open("a", encoding="utf-8") as file:
+                for key, rewards in new.items():
+                    file.write(json.dumps({"run": self.run, "prompt": key, "rewards": rewards}) + "\n")
+
+    def value(self, example: Mapping[str, Any], beta1: float) -> float:
+        """The value of a row's prompt; NaN where it has none."""
+        return optimal_value(self.rewards[row_key(example)], beta1)
+
+
+FILE = "v_star.jsonl"
+# By which a reward may differ from 0 or 1 and still be one of them.
+TOLERANCE = 1e-6
+# Samples of values have seeds of their own.
+VALUE_SEED = 20_000_003
+
+
+def a2po_objective(out: ModelOutputs, batch: Batch, cfg: A2POConfig) -> LossTerms:
+    """``mean_i (beta2 sum_t (logp - ref_logp) - (r_i - V*_i))^2`` over the completions that were scored.
+
+    Reference: A*-PO, arXiv:2505.20686, equation 6.
+    """
+    forest = (batch.loss_mask, batch.sequence, batch.num_sequences)
+    implicit = cfg.beta2 * sequence_sum(out.logp - batch.ref_logp, *forest)
+    judged = _judged(batch)
+    metrics = {"implicit_reward": mean(implicit, judged), "advantage": mean(batch.advantages, judged)}
+    terms = (implicit - batch.advantages).square()
+    return LossTerms(terms, judged, "token", count="judged", metrics=metrics)
+
+
+def _judged(batch: Batch) -> Tensor:
+    """Completions with a reward: the others carry no token of loss, ``(S,)`` bool."""
+    return sequence_sum(batch.loss_mask.float(), batch.loss_mask, batch.sequence, batch.num_sequences) > 0
+
+
+class A2POTrainer(OnlineTrainer, config=A2POConfig):
+    """A*-PO: no group and no value model; a completion is measured against its prompt's value under the optimal policy.
+
+    Before the first step, ``num_value_samples`` completions of the frozen reference give each prompt's
+    ``V* = beta1 log mean exp(r / beta1)``; they are kept in ``output_dir/v_star.jsonl`` and in checkpoints, by what they
+    depend on. Then each step samples one completion a prompt. An experimental method.
+
+    Args:
+        model: Hub id, folder, model or peft model.
+        reward_funcs: As in `GRPOTrainer`.
+        args: `A2POConfig`.
+        train_dataset: Rows with ``prompt``; not a stream, since every prompt needs its value first.
+        eval_dataset: One set, or several by name.
+
+    Reference: Accelerating RL for LLM reasoning with optimal advantage regression, arXiv:2505.20686.
+    """
+
+    cuts_prompts = True
+    args: A2POConfig
+
+    @takes("model, reward_funcs, args, train_dataset, eval_dataset, processing_class, callbacks, optimizers")
+    def __init__(
+        self,
+        model: str | nn.Module,
+        reward_funcs: Any = None,
+        args: A2POConfig | None = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: Any = None,
+        callbacks: Any = None,
+        optimizers: tuple = (None, None),
+        **kwargs: Any,
+    ) -> None:
+        for name, dataset in named_sets({"train_dataset": train_dataset, "eval_dataset": eval_dataset}):
+            if isinstance(dataset, datasets.IterableDataset):
+                raise DataError(
+                    f"{name} is a stream, and A2PO estimates the value of every prompt first. Give a Dataset."
+                )
+        data = {"train_dataset": train_dataset, "eval_dataset": eval_dataset, "processing_class": processing_class}
+        self._own_engine = kwargs.get("rollout_engine") is None
+        super().__init__(model, reward_funcs, args, callbacks=callbacks, optimizers=optimizers, **data, **kwargs)
+        disable_dropout_in_model(self.model)  # The log-ratio would carry its noise.
+        self.cache: ValueCache | None = None  # Rewards of the reference by prompt, once they are estimated.
+        self._value_batch = 0  # Number of the batch of value samples; its seed follows from it.
+        self._restored: dict[str, Any] = {}
+        self._filtered = False
+
+    def make_reference(self) -> Reference:
+        """Always: values and log-ratios are relative to it."""
+        return Reference(self.model, fresh_adapter=self.fresh_adapter)
+
+    # Stage 1: values of all prompts ------------------------------------------------------------------------------------
+
+    def train(self, resume_from_checkpoint: Any = None, **kwargs: Any) -> Any:
+        """Estimate values, leave out prompts that nothing solves, then train."""
+        self._restore_values(resume_from_checkpoint)
+        self.estimate_values([self.train_dataset, *(d for _, d in named_sets({"eval_dataset": self.eval_dataset}))])
+        if not self._filtered:
+            self.train_dataset = self.train_dataset.select(self._solvable(self.train_dataset))
+            self.prompt_source.check_size(self.train_dataset)
+            self._filtered = True
+        return super().train(resume_from_checkpoint, **kwargs)
+
+    def evaluate(self, eval_dataset: Any = None, *args: Any, **kwargs: Any) -> dict[str, float]:
+        """As every trainer's; prompts without a value get one first."""
+        eval_dataset = plain_rows(eval_dataset)
+        given = self.eval_dataset if eval_dataset is None or isinstance(eval_dataset, str) else eval_dataset
+        self.estimate_values([dataset for _, dataset in named_sets({"eval_dataset": given})])
+        return super().evaluate(eval_dataset, *args, **kwargs)
+
+    def estimate_values(self, sets: Iterable[Any]) -> ValueCache:
+        """Sample and score completions of the reference for every prompt whose rewards are not known yet."""
+        cache = self.cache = self.cache or self._open_cache()
+        rows = {row_key(row): row for dataset in sets for row in dataset}
+        todo = [(key, row) for key, row in rows.items() if key not in cache.rewards]
+        if not todo:
+            return cache
+        world, rank = self.accelerator.num_processes, self.accelerator.process_index
+        size = max(1, self.args.per_device_eval_batch_size)
+        main = self.accelerator.is_main_process
+        quiet = self.args.disable_tqdm or not main
+        with self._reference_engine(), tqdm(total=len(todo), desc="Values", unit="prompt", disable=quiet) as bar:
+            for start in range(0, len(todo), size * world):
+                part = todo[start + rank * size : start + (rank + 1) * size]
+                self._value_batch = start + rank
+                found = parallel.run_and_share(lambda part=part: self._sampled_rewards(part), self.accelerator)
+                merged = parallel.all_gather_objects(list(found.items()), self.accelerator)
+                cache.add(dict(merged), write=main)
+                bar.update(len(merged))
+        return cache
+
+    def _sampled_rewards(self, part: Sequence[tuple[str, Any]]) -> dict[str, list[float]]:
+        """Weighted rewards of ``num_value_samples`` completions of each of these rows, transformed as those of training."""
+        n = self.args.num_value_samples
+        examples = [row for _, row in part for _ in range(n)]
+        if not examples:
+            self.roll_out([dict(self.spare_example)], "value")  # To generate is a collective.
+            return {}
+        generation = RolloutBatch(examples, *self.roll_out(examples, "value"))
+        table = score_rollouts(self.rewards, generation, self.processing_class, self.state)
+        groups = torch.arange(len(part)).repeat_interleave(n)
+        totals = weighted_total(self.rewards.transformed(table.values, groups), table.weights)  # (prompts n,)
+        return {key: rewards for (key, _), rewards in zip(part, totals.reshape(-1, n).tolist(), strict=True)}
+
+    def _solvable(self, dataset: datasets.Dataset) -> list[int]:
+        """Rows to train on: with a value, and (for rewards of 0 and 1) solved at least once.
+
+        Raises:
+            DataError: None is left.
+        """
+        assert self.cache is not None
+        rewards = [[r for r in self.cache.rewards[row_key(row)] if not math.isnan(r)] for row in dataset]
+        binary = all(min(abs(r), abs(r - 1)) <= TOLERANCE for row in rewards for r in row)
+        if self.args.filter_all_incorrect and not binary:
+            logger.warning(
+                "filter_all_incorrect=True has no effect: rewards%s are not all 0 or 1, so a sum of 0 does not mean unsolved.",
+                "" if not self.args.reward_transform else f" after reward_transform={self.args.reward_transform}",
+            )
+        strict = self.args.filter_all_incorrect and binary
+        kept = [i for i, row in enumerate(rewards) if row and (not strict or sum(row) > TOLERANCE)]
+        if not kept:
+            raise DataError(
+                f"none of the {len(rewards)} training prompts is left: the reference solved none of them in "
+                f"{self.args.num_value_samples} attempts (filter_all_incorrect={self.args.filter_all_incorrect}). Fix: take "
+                "easier prompts, more num_value_samples, a better start, or check what the reward reads."
+            )
+        logger.info("%d of %d training prompts have a value to learn from.", len(kept), len(rewards))
+        return kept
+
+    def _open_cache(self) -> ValueCache:
+        model, sampling = self.reference.copy or self.model, self.sampling("value")
+        names = [name for name in Sampling.__slots__ if name != "seed"]
+        run = fingerprint(
+            # Without an adapter that is trained: the reference runs without it.
+            model=hash_tensors({name: p for name, p in model.named_parameters() if not p.requires_grad}),
+            sampling={name: getattr(sampling, name) for name in names},
+            samples=self.args.num_value_samples,
+            prompt=[self.args.max_prompt_length, self.args.chat_template_kwargs, self.processing_class.chat_template],
+            rewards=list(zip(self.rewards.names, self.rewards.weights.tolist(), strict=True)),
+            transforms=self.args.reward_transform,
+        )
+        cache = ValueCache(Path(self.args.output_dir, FILE), run)
+        if self._restored.get("run") == run:
+            cache.add(self._restored["rewards"], write=False)
+        return cache
+
+    @contextlib.contextmanager
+    def _reference_engine(self) -> Iterator[None]:
+        """Generate with the reference meanwhile, here in process where the engine has a copy of the policy's weights.
+
+        An engine object that was given, and has none, samples from the policy, which is the reference at first.
+        """
+        engine, far = self.engine, self.engine.capabilities.needs_weight_sync
+        with self.inference() as policy, self.reference.active(policy):
+            copy = self.reference.copy
+            if far or (self._own_engine and copy is not None):
+                model = copy if copy is not None else self.accelerator.unwrap_model(self.model)
+                self.engine = self.engine_on(model)
+            try:
+                yield
+            finally:
+                if self.engine is not engine:
+                    self.engine.close()
+                self.engine = engine
+
+    def sampling(self, mode: str) -> Sampling:
+        """As every online trainer's; the samples of values have seeds of their own."""
+        settings = super().sampling("eval" if mode == "value" else mode)
+        if mode != "value":
+            return settings
+        seed = (self.args.seed * 1_000_003 + VALUE_SEED + self._value_batch) % 2**63
+        return replace(settings, seed=seed)
+
+    def _restore_values(self, checkpoint: Any) -> None:
+        """Values from the checkpoint, before the dataset is filtered by them: the place in it must not move."""
+        if checkpoint is True:
+            checkpoint = last_complete_checkpoint(self.args.output_dir)
+        self._restored = saved_state(checkpoint or None, self.accelerator).get("values") or {}
+
+    # Stage 2: one completion a prompt ----------------------------------------------------------------------------------
+
+    @property
+    def prompt_limit(self) -> int | None:
+        """The question's end stays."""
+        return self.args.max_prompt_length
+
+    def advantages(self, generation: RolloutBatch, table: RewardTable, mode: str) -> Tensor:
+        """``r - V*``; a completion without a reward (or a prompt without a value) is left out."""
+        assert self.cache is not None
+        mine = [self.cache.value(example, self.args.beta1) for example in generation.examples]
+        values = torch.tensor(parallel.all_gather_objects(mine, self.accelerator))
+        totals = weighted_total(table.values, table.weights)
+        advantages = totals - values
+        unknown = advantages.isnan()
+        advantages = advantages.masked_fill(unknown, 0.0)
+        self.reward_watch.log(generation, table, totals, advantages, mode)
+        local = unknown[table.start : table.start + len(generation.rollouts)]
+        generation.left_out |= set(local.nonzero().flatten().tolist())
+        self.log_metrics_now({"v_star": mean(values, ~values.isnan())}, mode)
+        return advantages
+
+    def needs_old_logp(self, mode: str) -> bool:
+        """Never: the regression has no importance ratio."""
+        return False
+
+    def named_counts(self, batches: Sequence[Batch]) -> dict[str, float]:
+        """Completions that were scored: what the loss is a mean over."""
+        return {"judged": float(sum(int(_judged(batch).sum()) for batch in batches))}
+
+    def objective(self, outputs: ModelOutputs, batch: Batch) -> LossTerms:
+        """See `a2po_objective`."""
+        return a2po_objective(outputs, batch, self.args)
+
+    # Checkpoints -----------------------------------------------------------------------------------------------------
+
+    def state_to_save(self) -> dict[str, Any]:
+        """With the rewards that values are made of."""
+        values = None if self.cache is None else {"run": self.cache.run, "rewards": self.cache.rewards}
+        return super().state_to_save() | {"values": values}

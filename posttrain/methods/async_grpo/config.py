@@ -1,0 +1,214 @@
+"""`AsyncGRPOConfig`: how far ahead rollouts may be written, how old they may be, and how the loss makes up for it."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Annotated, ClassVar, Literal
+
+from posttrain.errors import ConfigError, check_rules
+from posttrain.loop.online_config import EpisodeFields, OnlineConfig
+from posttrain.loop.pictures import PictureConfig
+from posttrain.rewards.runner import transform_names
+from posttrain.types import NonNegativeFloat, NonNegativeInt, OneOf, PositiveFloat, PositiveInt, Share, option
+
+logger = logging.getLogger(__name__)
+
+ENGINES = ("auto", "native", "hf", "server")
+POLICIES = ("drop", "pace")
+SCALES = ("population", "group", "none")
+DEFAULT_URL = "http://localhost:8000"
+
+# Fields of synchronous training that have no meaning here, with the value that says so.
+MEANINGLESS = {
+    "num_iterations": 1,
+    "dynamic_sampling": 0,
+    "beta": 0.0,
+    "sync_ref_model": False,
+    "steps_per_generation": None,
+    "generation_batch_size": None,
+    "use_liger_kernel": False,
+    "use_vllm": False,
+}
+
+
+@dataclass
+class AsyncGRPOConfig(PictureConfig, EpisodeFields, OnlineConfig):
+    """Arguments of `AsyncGRPOTrainer`: GRPO whose rollouts are written in processes of their own, while it trains.
+
+    One optimiser step takes ``samples_per_step`` rollouts from a queue, in as many forward passes as their tokens need;
+    ``gradient_accumulation_steps`` only enters its default (per-device batch x accumulation x processes) and is 1 afterwards.
+    """
+
+    _least_generations: ClassVar[int] = 2
+
+    lr_scheduler_type: str = option("constant", "Schedule of the learning rate.")
+    logging_steps: float = option(1, "Optimiser steps between two log lines.")
+    max_completion_length: PositiveInt = option(2048, "Most tokens of a rollout beyond its prompt, over all its turns.")
+    samples_per_step: PositiveInt | None = option(
+        None, "Rollouts of one optimiser step. None: per-device batch x accumulation x processes."
+    )
+    token_budget: int | None = option(
+        None,
+        "Most tokens of a row of one process; a longer rollout is dropped. None: the model's context; 0 or less: no "
+        "bound, rollouts are dealt to processes by length alone.",
+    )
+    max_inflight_tasks: int = option(
+        -1, "Rollouts written at once, rounded up to whole groups. -1: (max_staleness + 1) x samples_per_step."
+    )
+    max_staleness: NonNegativeInt = option(4, "Weight versions a rollout may be behind when it arrives; 0: none.")
+    max_staleness_hard: NonNegativeInt | None = option(
+        None, "Weight versions it may be behind when it is trained, never more. None: max_staleness."
+    )
+    staleness_policy: Literal["drop", "pace"] = option(
+        "drop",
+        "drop: write as much as fits, throw away what gets too old; pace: write no more than can be trained in time.",
+    )
+    queue_maxsize: PositiveInt = option(1024, "Most rollouts that wait to be trained, at least a group.")
+    queue_max_tokens: PositiveInt | None = option(
+        None, "Most tokens that wait, those still being written counted with their limit. None: no such bound."
+    )
+    weight_sync_steps: PositiveInt = option(1, "Optimiser steps between two weight versions.")
+    num_rollout_workers: PositiveInt = option(1, "Processes that write rollouts.")
+    worker_engine: Annotated[str, OneOf(ENGINES)] = option(
+        "auto",
+        "native or hf: workers hold a copy of the model on the CPU; server: they ask the rollout servers at "
+        "vllm_server_base_url. auto: server where that is set, else native.",
+    )
+    worker_threads: PositiveInt | None = option(
+        None, "Threads of a worker. None: an equal share of the cores with the trainer."
+    )
+    worker_segment_s: PositiveFloat = option(
+        30.0, "Seconds after which a worker hands over what is finished and goes on with the rest and new prompts."
+    )
+    vllm_server_base_url: list[str] | None = option(
+        None,
+        "URL of the rollout server for worker_engine='server', several, or a file with one a line that is read "
+        "again, so that servers may come and go. None: http://localhost:8000.",
+    )
+    request_timeout: PositiveInt = option(600, "Seconds one request to a server may take.")
+    heartbeat_stale_after_s: PositiveFloat = option(
+        300.0, "Silence after which a worker counts as hung and is replaced."
+    )
+    weight_sync_timeout: PositiveFloat = option(1800, "Seconds new weights may take to arrive.")
+    sync_timeout_s: PositiveFloat | None = option(None, "The same; None: weight_sync_timeout.")
+    max_worker_restarts: NonNegativeInt = option(
+        8, "Workers that may be replaced within ten minutes before the run stops."
+    )
+    rollout_failure_budget: Share = option(0.05, "Share of the last 200 rollouts that may fail before the run stops.")
+    reward_timeout_s: PositiveFloat = option(120.0, "Seconds a reward function may take for a group.")
+    tool_timeout_s: PositiveFloat | None = option(None, "Seconds a tool may take; None: tool_timeout (60).")
+    fork_threshold_tokens: PositiveInt = option(1024, "Rewritten tokens of a conversation from which a new row begins.")
+    scale_rewards: Literal["population", "group", "none"] = option(
+        "population",
+        "Divide advantages by the group's population std + 1e-8; group: its sample std + 1e-4, as GRPOConfig; none.",
+    )
+    is_correction: Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "geometric"] | None = (
+        option(
+            None,
+            "None: the clipped ratio is that of policy to sampler. Else the policy gradient is weighted by that "
+            "ratio, bounded so.",
+        )
+    )
+    is_clip_max: PositiveFloat | None = option(2.0, "Upper bound of the correction's ratio.")
+    is_clip_min: NonNegativeFloat | None = option(None, "Lower bound of it; None is 0.")
+    delta: PositiveFloat | None = option(None, "Cap of the unclipped ratio; above 1 + epsilon_high.")
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = option(
+        "float32", "Of a model that is loaded by its name; dtype of model_init_kwargs wins."
+    )
+
+    def __post_init__(self) -> None:
+        self.check_fields()
+        self._refuse_meaningless()
+        if self.rollout_engine == "server":  # Of the trainer's own process, which only evaluates.
+            self.rollout_engine, self.worker_engine = "auto", "server"
+        self.reward_timeout = self.reward_timeout_s if self.reward_timeout is None else self.reward_timeout
+        self.tool_timeout = self.tool_timeout if self.tool_timeout_s is None else self.tool_timeout_s
+        self.sync_timeout_s = self.weight_sync_timeout if self.sync_timeout_s is None else self.sync_timeout_s
+        super().__post_init__()
+        self._check_ranges()
+        self._check_choices()
+        if self.max_staleness_hard is None:
+            self.max_staleness_hard = self.max_staleness
+        if self.max_staleness_hard < self.max_staleness:
+            raise ConfigError(
+                f"max_staleness_hard={self.max_staleness_hard} is below max_staleness={self.max_staleness}: what is accepted "
+                "would never be trained. Raise it, or leave it None."
+            )
+        self._resolve_inflight()
+        # The live stream goes on where the checkpoint says; there are no batches to skip.
+        self.ignore_data_skip = True
+
+    def _refuse_meaningless(self) -> None:
+        if "running" in transform_names(self.reward_transform):
+            raise ConfigError(
+                "reward_transform='running': rewards are scored in several workers here, each of which would have a scale of its "
+                "own. Take log1p, tanh:s or clip:a:b, or leave scale_rewards at a spread of the group."
+            )
+        if self.deepspeed is not None:
+            raise ConfigError(
+                f"deepspeed={self.deepspeed!r}: asynchronous GRPO runs on one process, DDP or FSDP2. Leave it out."
+            )
+        for name, neutral in MEANINGLESS.items():
+            value = getattr(self, name)
+            if value != neutral:
+                error = NotImplementedError if name == "use_liger_kernel" else ConfigError
+                raise error(
+                    f"{name}={value!r} has no meaning in asynchronous GRPO, where every rollout is trained once and nothing is "
+                    "compared with a reference; engines are chosen by worker_engine. Leave it out, or use GRPOTrainer."
+                )
+
+    def _check_ranges(self) -> None:
+        assert self.samples_per_step is not None
+        rules: list[tuple[str, bool, str]] = [
+            ("max_inflight_tasks", self.max_inflight_tasks == -1 or self.max_inflight_tasks > 0, "must be -1 or above 0"),
+            ("queue_maxsize", self.queue_maxsize >= self.num_generations, "must hold a group (num_generations)"),
+            (
+                "samples_per_step",
+                self.samples_per_step >= self.world_size,
+                f"must give each of {self.world_size} processes a rollout",
+            ),
+        ]  # fmt: skip
+        check_rules(self, rules)
+
+    def _check_choices(self) -> None:
+        if self.is_correction is None:
+            return
+        low, high = self.is_clip_min, self.is_clip_max
+        if low is None and high is None and "truncate" in self.is_correction:
+            raise ConfigError(f"is_correction={self.is_correction!r} truncates to nothing: set is_clip_max.")
+        if low is not None and high is not None and low >= high:
+            raise ConfigError(f"is_clip_min={low} must be below is_clip_max={high}.")
+
+    def _resolve_batches(self) -> None:
+        """Rollouts of a step, whatever its passes; what evaluation generates is checked as everywhere."""
+        if self.samples_per_step is None:
+            per_rank = self.per_device_train_batch_size * self.gradient_accumulation_steps
+            self.samples_per_step = per_rank * self.world_size
+        self.gradient_accumulation_steps = self.steps_per_generation = 1
+        self.generation_batch_size = self.num_generations
+        self._check_evaluation_groups()
+
+    def _resolve_inflight(self) -> None:
+        assert self.samples_per_step is not None
+        wanted, group = self.max_inflight_tasks, self.num_generations
+        if wanted == -1:
+            wanted = (self.max_staleness + 1) * self.samples_per_step
+        self.max_inflight_tasks = -(-wanted // group) * group
+
+    @property
+    def server_urls(self) -> list[str]:
+        """Where rollout servers are."""
+        urls = self.vllm_server_base_url or DEFAULT_URL
+        return [urls] if isinstance(urls, str) else list(urls)
+
+    def check_vllm_settings(self) -> None:
+        """See `OnlineConfig.check_vllm_settings`; the trainer's own engine only evaluates."""
+        raise ConfigError("use_vllm=True: the workers sample. Fix: worker_engine='server' with vLLM behind the URL.")
+
+    @property
+    def resolved_engine(self) -> str:
+        """What workers generate with."""
+        if self.worker_engine != "auto":
+            return self.worker_engine
+        return "server" if self.vllm_server_base_url else "native"

@@ -1,0 +1,572 @@
+"""`AsyncRollouts`: rollouts that workers write ahead; `RolloutService`: these workers and the weights they sample with."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+import os
+import queue
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from posttrain.data.processors import PictureProcessor
+from posttrain.errors import RolloutError
+from posttrain.loop.prompts import RolloutSource
+from posttrain.loop.scoring import RewardWatch, completion_rows, reward_options
+from posttrain.loop.weight_sync import WeightSync, sync_option, whole_update
+from posttrain.methods.async_grpo.config import AsyncGRPOConfig
+from posttrain.methods.async_grpo.worker import RolloutJob
+from posttrain.metrics import Metric, maximum, mean, total
+from posttrain.models import parallel
+from posttrain.models.heads import causal_lm
+from posttrain.rewards.runner import RewardRunner, RewardTable
+from posttrain.rollouts.batch import RolloutBatch, by_context, completions_for_rewards, rollout_batch
+from posttrain.rollouts.episodes.driver import EpisodeSetup
+from posttrain.rollouts.workers.engine import EngineSpec
+from posttrain.rollouts.workers.ledger import DROP_REASONS, DropWatch, Ledger, balanced_shares
+from posttrain.rollouts.workers.processes import PoolSettings, WorkerPool
+from posttrain.rollouts.workers.samples import RolloutBuffer, RolloutSample, TaskSource, Trajectory
+from posttrain.rollouts.workers.shared_weights import SharedWeights, Weights
+from posttrain.rollouts.workers.worker import ActiveClock
+from posttrain.types import Sampling
+
+logger = logging.getLogger(__name__)
+
+# Parameters of a reward model that is slow without the accelerator.
+BIG_MODEL = 50_000_000
+# Completions' limit times this is what a rollout reserves where the context is unknown.
+LONGEST_PROMPT = 2
+# Seconds that the queue may be empty before the workers' health is checked.
+LOOK_S = 5.0
+# Rollouts in a row that are too long for a row, after which none will ever fit.
+STRAIGHT = 100
+
+
+def warn_of_reward_models(functions: Any) -> None:
+    """Reward models run where the workers are: on the CPU."""
+    for function in functions if isinstance(functions, list | tuple) else [functions]:
+        size = sum(p.numel() for p in function.parameters()) if isinstance(function, nn.Module) else 0
+        if size > BIG_MODEL or isinstance(function, str):
+            logger.warning(
+                "the reward model %s runs in the rollout workers, on the CPU: slow. Serve it, and let a function ask the "
+                "server.", function if isinstance(function, str) else f"of {size / 1e6:.0f}M parameters",
+            )  # fmt: skip
+
+
+class RolloutService:
+    """Starts the rollout workers, pushes weights to them and stops them; only the main process has workers.
+
+    Args:
+        args: Of the trainer.
+        given: What the trainer was given: ``rollout_worker``, ``weight_transfer``, ``engine_factory``, reward functions, tools.
+        sync: Of the trainer: its model and accelerator, the check of servers, the log.
+        tasks: Prompts.
+        ledger: Counts rollouts.
+        tokenizer: Of the policy.
+        pad_token_id: Of the policy.
+        sampling: Settings of the workers' engines.
+        reader: Reads prompts with pictures; None: prompts are text.
+
+    Attributes:
+        worker: Writes rollouts; None before the first step, and on processes other than the main one.
+        transfer: Takes weights to the engines; None before the first step.
+        version: Of the weights that were pushed last.
+    """
+
+    def __init__(
+        self,
+        args: AsyncGRPOConfig,
+        given: dict[str, Any],
+        sync: WeightSync,
+        *,
+        tasks: TaskSource,
+        ledger: Ledger,
+        tokenizer: Any,
+        pad_token_id: int,
+        sampling: Callable[[], Sampling],
+        reader: PictureProcessor | None = None,
+    ) -> None:
+        self.args, self.given, self.sync, self.accelerator = args, given, sync, sync.accelerator
+        self.tasks, self.ledger, self.sampling = tasks, ledger, sampling
+        self.tokenizer, self.pad_token_id, self.reader = tokenizer, pad_token_id, reader
+        self.worker: Any = None
+        self.transfer: Any = None
+        self.version = 0
+        self._serving = False
+        # Step after which weights were pushed last.
+        self._sent_at = -1
+
+    @property
+    def owns_workers(self) -> bool:
+        """Whether the workers are ours, so that every rollout can be accounted for from its beginning."""
+        return isinstance(self.worker, WorkerPool)
+
+    # Start and stop ----------------------------------------------------------------------------------------------
+
+    def serve(self) -> None:
+        """Push the weights as they are now, then start the workers, once; every rank must call it."""
+        if self._serving:
+            return
+        self._serving = True
+        self.transfer = self.given["weight_transfer"] or self.make_transfer()
+        if hasattr(self.transfer, "version"):
+            self.transfer.version = self.version
+        parallel.run_and_share(self._on_main(self.transfer.init_weight_transfer), self.accelerator)
+        if self._engine_kind == "server":
+            self.sync.check_engine(getattr(self.transfer, "engine", None))
+        self.worker = (self.given["rollout_worker"] or self.make_worker()) if self._is_main else None
+        self.push_weights()
+        parallel.run_and_share(self._on_main(lambda: self.worker.start()), self.accelerator)
+
+    @property
+    def _is_main(self) -> bool:
+        return self.accelerator.is_main_process
+
+    def _on_main(self, function: Callable[[], Any]) -> Callable[[], Any]:
+        return function if self._is_main else lambda: None
+
+    def close(self) -> None:
+        """Stop workers and remove weights; never raises over another error."""
+        if not self._serving:
+            return
+        self._serving = False
+        ends = {"workers": getattr(self.worker, "stop", None), "weights": getattr(self.transfer, "destroy", None)}
+        for name, end in ends.items() if self._is_main else ():
+            try:
+                end() if end is not None else None
+            except Exception:
+                logger.exception("the %s could not be closed", name)
+        for place in ("writing", "waiting", "held"):  # Nothing is left there unless an error ended the run.
+            self.ledger.drop(getattr(self.ledger, place), "unfinished", place)
+
+    # Weights -----------------------------------------------------------------------------------------------------
+
+    def push_weights(self, again: bool = False) -> None:
+        """The next version; every rank must call it, since reading sharded weights is a collective.
+
+        Args:
+            again: The same version, to servers that lack it; the weights must not have moved since.
+
+        Raises:
+            WeightSyncError: It did not arrive; on every rank.
+        """
+        began = time.perf_counter()
+        tensors = Weights(self.sync.wrapped(), checkpoint_names=getattr(self.transfer, "checkpoint_names", False))
+        tries = sync_option(self.args, "vllm_sync_retries") + 1 if self._engine_kind == "server" else 1
+        whole_update(lambda: parallel.run_and_share(lambda: self._send(tensors, again), self.accelerator), tries)
+        self.version += not again
+        self._sent_at = self.sync.step()
+        if self.worker is not None:
+            if self.owns_workers:
+                self.worker.holders = getattr(self.transfer, "holders", None)
+            self.worker.update_model_version(self.version)
+        self.sync.log({"weight_sync_time_s": mean(time.perf_counter() - began)})
+
+    def _send(self, tensors: Iterable[tuple[str, Tensor]], again: bool) -> None:
+        if not self._is_main:
+            for _ in tensors:
+                pass
+        elif again:
+            self.transfer.send_again(tensors)  # Nobody asks those servers yet: nothing is to be paused.
+        else:
+            self.transfer.pause()
+            try:
+                self.transfer.send_weights(tensors)
+            finally:
+                self.transfer.resume()
+
+    def serve_again(self) -> None:
+        """Give servers that lack the weights what the others have; every rank must call it."""
+        self.push_weights(again=self._sent_at == self.sync.step())
+
+    def make_transfer(self) -> Any:
+        """Shared memory for engines that hold a copy, the servers' own way for servers."""
+        if self._engine_kind != "server":
+            return SharedWeights()
+        from posttrain.rollouts.server.engine import ServerEngine, ServerTransfer
+
+        args, urls = self.args, self.args.server_urls
+        waits = {"connection_timeout": args.vllm_server_timeout, "patience": args.vllm_server_timeout}
+        options = self._server_options() | waits
+        return ServerTransfer(functools.partial(ServerEngine, urls if len(urls) > 1 else urls[0], **options))
+
+    # Workers -----------------------------------------------------------------------------------------------------
+
+    @property
+    def _engine_kind(self) -> str:
+        return "custom" if self.given["engine_factory"] is not None else self.args.resolved_engine
+
+    def _server_options(self) -> dict[str, Any]:
+        args = self.args
+        key = getattr(args, "vllm_server_api_key", None)
+        return {"request_timeout": float(args.request_timeout), "sync_timeout": args.sync_timeout_s, "api_key": key}
+
+    def make_worker(self) -> WorkerPool:
+        """Processes as the config says."""
+        args = self.args
+        longest = self.sync.context or LONGEST_PROMPT * args.max_completion_length
+        settings = PoolSettings(
+            workers=args.num_rollout_workers,
+            group_size=args.num_generations,
+            max_inflight=args.max_inflight_tasks,
+            window=(args.max_staleness + 1) * (args.samples_per_step or 1) if args.staleness_policy == "pace" else None,
+            max_staleness=args.max_staleness,
+            max_staleness_hard=args.max_staleness_hard or args.max_staleness,
+            rollout_tokens=min(longest, LONGEST_PROMPT * args.max_completion_length),
+            failure_budget=args.rollout_failure_budget,
+            max_restarts=args.max_worker_restarts,
+            stale_after_s=args.heartbeat_stale_after_s,
+            sync_timeout_s=args.sync_timeout_s,
+        )
+        buffer = RolloutBuffer(args.queue_maxsize, args.queue_max_tokens)
+        folder = Path(args.output_dir, "rollout_workers")
+        return WorkerPool(self.make_job(), self.tasks, settings, buffer=buffer, ledger=self.ledger, folder=folder)
+
+    def make_job(self) -> RolloutJob:
+        """What is sent to every worker."""
+        args, given = self.args, self.given
+        shared = args.worker_threads or max(1, (os.cpu_count() or 1) // (args.num_rollout_workers + 1))
+        episodes = {"tools": given["tools"], "environment_factory": given["environment_factory"]}
+        contexts = [self.sync.context, getattr(self.transfer, "context", None)]
+        return RolloutJob(
+            engine=self._engine_spec(),
+            tokenizer=self.tokenizer,
+            sampling=self.sampling(),
+            context=min((c for c in contexts if c), default=None),
+            episodes=EpisodeSetup.of(args, **episodes),
+            rewards=reward_options(given["reward_funcs"], args, given["reward_processing_classes"])
+            | {"score_twice": False},
+            scale_rewards=args.scale_rewards,
+            mask_truncated=args.mask_truncated_completions,
+            threads=shared,
+            segment_s=args.worker_segment_s,
+            slots=max(args.num_generations, -(-args.max_inflight_tasks // args.num_rollout_workers)),
+            reader=self.reader,
+        )
+
+    def _engine_spec(self) -> EngineSpec:
+        kind, inner, factory = self._engine_kind, causal_lm(self.sync.model()), self.given["engine_factory"]
+        if kind == "server":
+            from posttrain.rollouts.server.engine import FollowingEngine
+
+            patience = self.args.vllm_server_timeout
+            factory = functools.partial(FollowingEngine, patience=patience, **self._server_options())
+        return EngineSpec(
+            kind,
+            config=inner.config,
+            dtype=str(next(inner.parameters()).dtype).removeprefix("torch."),
+            pad_token_id=self.pad_token_id,
+            trust_remote_code=self.args.trust_remote_code,
+            weights=str(self.transfer.folder) if isinstance(self.transfer, SharedWeights) else "",
+            factory=factory,
+            processor=None if self.reader is None else self.reader.processor,
+        )
+
+
+class AsyncRollouts(RolloutSource):
+    """Rollouts that workers write ahead, taken from a queue as steps need them; each in exactly one place of the ledger.
+
+    Args:
+        service: Workers and their weights.
+        rewards: For their names, weights and verdicts.
+        watch: Notices rewards that cannot teach anything.
+        add_completions: Takes rows of the completions table.
+
+    Attributes:
+        ledger: Where every rollout is.
+        held: Rollouts of the step under way, on the main process.
+    """
+
+    def __init__(
+        self,
+        service: RolloutService,
+        rewards: RewardRunner,
+        watch: RewardWatch,
+        add_completions: Callable[[list[dict[str, Any]]], None],
+    ) -> None:
+        self.service, self.rewards, self.watch, self.add_completions = service, rewards, watch, add_completions
+        self.args, self.sync, self.accelerator = service.args, service.sync, service.accelerator
+        self.tasks, self.ledger, self.tokenizer = service.tasks, service.ledger, service.tokenizer
+        self.drops = DropWatch(self.args.max_staleness)
+        self.held: list[Trajectory] = []
+        self._straight = 0
+        self._seen_stale = 0
+
+    def next(self, n: int) -> RolloutBatch:
+        """See `RolloutSource.next`: this process's share of ``n`` rollouts; workers are started before the first."""
+        self.service.serve()
+        main = self.accelerator.is_main_process
+        while True:
+            dealt = parallel.run_and_share(lambda: self._deal(n) if main else None, self.accelerator)
+            # Each process is sent its own share alone. None for all: servers are to be given their weights first.
+            share = parallel.scatter_objects(dealt or [None] * self.accelerator.num_processes, self.accelerator)
+            if share is not None:
+                return rollout_batch(by_context(share))
+            self.service.serve_again()
+
+    def _deal(self, count: int) -> list[list[RolloutSample]] | None:
+        """The step's samples, one list a process; None: servers are to be given their weights first."""
+        began = time.perf_counter()
+        if not self.take(count):
+            return None
+        waited = time.perf_counter() - began
+        samples = [sample for trajectory in self.held for sample in trajectory.samples]
+        if not self.service.owns_workers:  # Ours looked at every token before they sent it (`score_group`).
+            for sample in samples:
+                sample.check()
+        self._log_step(waited)
+        shares = balanced_shares([len(sample) for sample in samples], self.accelerator.num_processes)
+        return [[samples[i] for i in share] for share in shares]
+
+    @property
+    def token_budget(self) -> int:
+        """Tokens of a row; 0: no bound."""
+        given = self.args.token_budget
+        return max(0, given) if given is not None else (self.sync.context or 0)
+
+    def take(self, count: int) -> bool:
+        """Hold so many rollouts, none further behind the weights than ``max_staleness_hard`` as this step trains it.
+
+        Returns:
+            False: not yet, since servers lack the weights and nothing arrives; what is held stays held.
+
+        Raises:
+            RolloutError: Nothing came for too long, or 100 in a row were too long for a row.
+        """
+        held, self.held = self.held, []
+        for trajectory in held:  # Of a call that was broken off to push weights.
+            self._hold(trajectory, "held")
+        while len(self.held) < count:
+            trajectory = self._wait()
+            if trajectory is None:
+                return False
+            self._hold(trajectory, "waiting")
+        stale = self.ledger.dropped["stale_in_flight"] + self.ledger.dropped["stale_in_queue"]
+        limit = getattr(self.service.worker, "max_inflight", 0)
+        lower = self.drops.add(count, stale - self._seen_stale, limit)
+        self._seen_stale = stale
+        if lower != limit and self.service.owns_workers:
+            self.service.worker.max_inflight = max(self.args.num_generations, lower)
+        return True
+
+    def _hold(self, trajectory: Trajectory, place: str) -> None:
+        reason = self._refused(trajectory)
+        if reason is not None:
+            self.ledger.drop(1, reason, place)
+            self._close_group(trajectory.group_id)
+            return
+        if place == "waiting":
+            self.ledger.hold(1)
+        self.held.append(trajectory)
+
+    def _refused(self, trajectory: Trajectory) -> str | None:
+        bound = self.args.max_staleness_hard
+        assert bound is not None
+        if self.service.version - trajectory.version > bound:
+            return "stale_in_queue"
+        longest = max(len(sample) for sample in trajectory.samples)
+        if 0 < self.token_budget < longest:
+            self._straight += 1
+            logger.warning("a rollout of %d tokens does not fit token_budget=%d: dropped", longest, self.token_budget)
+            if self._straight >= STRAIGHT:
+                raise RolloutError(
+                    f"{STRAIGHT} rollouts in a row were longer than token_budget={self.token_budget} (the last: {longest} "
+                    "tokens): nothing would ever be trained. Raise token_budget, or lower max_completion_length."
+                )
+            return "too_long"
+        self._straight = 0
+        return None
+
+    def _wait(self) -> Trajectory | None:
+        """The next rollout from the queue; while there is none, the health of the workers is checked.
+
+        Returns:
+            None where servers lack the weights.
+        """
+        stale = self.args.heartbeat_stale_after_s
+        clock = ActiveClock(2 * LOOK_S)
+        began = clock.look()
+        while True:
+            self.service.worker.check_health(stale)
+            try:
+                item = self.service.worker.rollout_buffer.get(timeout=min(LOOK_S, stale))
+            except queue.Empty:
+                if self.service.owns_workers and self.service.worker.starting:
+                    began = clock.look()
+                if clock.look() - began > 2 * stale:
+                    raise self._nothing(clock.now - began) from None
+                if getattr(self.service.transfer, "missing_weights", bool)():
+                    return None
+                continue
+            return item if self.service.owns_workers else self._booked(item)
+
+    def _booked(self, item: Any) -> Trajectory:
+        """What a user's own worker hands over, which counts from now on: a sample, several rows, a trajectory."""
+        self.ledger.dispatch(1)
+        self.ledger.arrive(1)
+        if isinstance(item, Trajectory):
+            return replace(item, arrived=self.service.version)
+        return Trajectory([item] if isinstance(item, RolloutSample) else list(item), arrived=self.service.version)
+
+    def _nothing(self, waited: float) -> RolloutError:
+        dropped = dict(self.ledger.dropped)
+        servers = getattr(self.service.transfer, "failure_reason", str)()
+        return RolloutError(
+            f"no fresh rollout arrived for {waited:.0f} s (2 x heartbeat_stale_after_s), and the workers say that they are "
+            f"well: {self.ledger.writing} rollouts are under way, {dropped} were dropped. "
+            + (f"Rollout servers that are not: {servers}. " if servers else "")
+            + "If one rollout takes that long, raise heartbeat_stale_after_s or lower max_completion_length."
+        )
+
+    def _close_group(self, group_id: int) -> None:
+        """No rollout of this group is under way any more."""
+        if self.service.owns_workers:
+            with self.service.worker.lock:
+                self.tasks.done(group_id)
+
+    # The account -------------------------------------------------------------------------------------------------
+
+    def book(self, *, skipped: bool) -> None:
+        """The step is done: what it held is trained; or, where its update was left out, dropped with the queue."""
+        worker = self.service.worker
+        if skipped:
+            self.ledger.drop(self.ledger.held, "skipped", "held")
+            if self.service.owns_workers:
+                with worker.lock:
+                    drained = worker.rollout_buffer.drain()
+                    self.ledger.drop(len(drained), "skipped", "waiting")
+                self.held += drained
+        else:
+            self.ledger.train()
+        for trajectory in self.held:
+            self._close_group(trajectory.group_id)
+        self.held = []
+        worker.audit() if self.service.owns_workers else self.ledger.audit()
+
+    def close(self) -> None:
+        """Stop the workers; what was under way counts as unfinished."""
+        self.service.close()
+        self.held = []
+
+    def account(self) -> dict[str, float]:
+        """Where all rollouts are, in one moment: ``produced = trained + dropped + in_flight``."""
+        ledger = self.ledger
+        with ledger.lock:
+            counts = {
+                "async/produced": ledger.produced,
+                "async/trained": ledger.trained,
+                "async/dropped": sum(ledger.dropped.values()),
+                "async/in_flight": ledger.in_flight,
+                "async/queued": ledger.waiting,
+                "async/stale_dropped": ledger.dropped["stale_in_flight"] + ledger.dropped["stale_in_queue"],
+                **{f"async/dropped_{reason}": ledger.dropped[reason] for reason in DROP_REASONS},
+            }
+        counts |= {
+            "async/version": self.service.version,
+            "async/worker_restarts": getattr(self.service.worker, "restarts", 0),
+        }
+        return {name: float(value) for name, value in counts.items()}
+
+    def state(self) -> dict[str, Any]:
+        """For a checkpoint: where prompts and counts stand; rollouts under way are asked for again after a resume."""
+        lock = self.service.worker.lock if self.service.owns_workers else self.ledger.lock
+        with lock:
+            mine = {"tasks": self.tasks.state(), "ledger": self.ledger.state()}
+        return mine | {"version": self.service.version}
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Undo `state`."""
+        self.tasks.load(state["tasks"])
+        self.ledger.load(state["ledger"])
+        self.service.version = state["version"]
+
+    # Logging -----------------------------------------------------------------------------------------------------
+
+    def _log_step(self, waited: float) -> None:
+        """What the step holds, of all processes; only the main one logs it."""
+        first = [trajectory.samples[0] for trajectory in self.held]
+        metrics = _sample_metrics(first) | self._age_metrics() | self._pool_metrics()
+        metrics["queue_wait_time_s"] = mean(waited)
+        self.sync.log(metrics)
+        batch, table = rollout_batch(first), self._table(first)
+        completions_for_rewards(self.tokenizer, batch.rollouts, conversational=False)
+        self.add_completions(completion_rows(batch, table, self.tokenizer, self.sync.step()))
+        self._watch_rewards(first, table)
+
+    def _age_metrics(self) -> dict[str, Metric]:
+        held = self.held
+        ages = torch.tensor([float(self.service.version - c.version) for c in held])
+        flight = torch.tensor([float(c.arrived - c.version) for c in held])
+        rows = [sample for c in held for sample in c.samples]
+        lengths = torch.tensor([float(len(sample)) for sample in rows])
+        return {
+            "async/staleness_mean": mean(ages),
+            "async/staleness_max": maximum(ages),
+            "async/staleness_in_flight_mean": mean(flight),
+            "async/staleness_in_queue_mean": mean(ages - flight),
+            "async/at_staleness_bound": mean((ages == self.args.max_staleness_hard).float()),
+            "async/mixed_versions": mean(torch.tensor([float(len(sample.spans) > 1) for sample in rows])),
+            "rollout/fork_rate": mean((len(rows) - len(held)) / len(held), weight=len(held)),
+            "train_seq_len": mean(lengths),
+        }
+
+    def _pool_metrics(self) -> dict[str, Metric]:
+        if not self.service.owns_workers:
+            return {}
+        worker = self.service.worker
+        spent = worker.spent()
+        found = {
+            "buffer_qsize": mean(float(len(worker.rollout_buffer))),
+            "async/queue_tokens": mean(float(worker.rollout_buffer.tokens)),
+        }
+        if spent.get("generate"):
+            found["generation_tok_per_s"] = mean(spent.get("tokens", 0.0) / spent["generate"])
+        if spent.get("groups"):
+            found["scoring_time_ms"] = mean(1e3 * spent.get("score", 0.0) / spent["groups"])
+        return found
+
+    def _table(self, samples: list[RolloutSample]) -> RewardTable:
+        """Rewards as samples bring them, NaN where one does not."""
+        names = list(self.rewards.names)
+        values = [[sample.metrics.get(f"rewards/{name}", math.nan) for name in names] for sample in samples]
+        return RewardTable(torch.tensor(values), names, self.rewards.weights)
+
+    def _watch_rewards(self, first: list[RolloutSample], table: RewardTable) -> None:
+        """Rewards that cannot teach anything end the run, as in synchronous training."""
+        # A user's own worker may send no rewards but the advantage.
+        known = [i for i, s in enumerate(first) if any(f"rewards/{name}" in s.metrics for name in table.names)]
+        if known:
+            judged = replace(table, values=table.values[known])
+            groups = torch.tensor([first[i].group_id for i in known])
+            self.rewards.judge(judged, groups, prompts=[first[i].prompt for i in known])
+            self.sync.log(judged.metrics)
+        self.watch.clipped(int(sum(s.metrics.get("advantages/clipped_share", 0.0) for s in first)), len(first))
+        totals = torch.tensor([s.metrics.get("reward", math.nan) for s in first])
+        self.watch.batch(table, totals, torch.tensor([s.advantage for s in first]))
+
+
+def _sample_metrics(first: list[RolloutSample]) -> dict[str, Metric]:
+    """Means over rollouts of the numbers that came with them; one that lacks a number is left out of its mean."""
+    names = sorted({name for sample in first for name in sample.metrics})
+    found: dict[str, Metric] = {}
+    for name in names:
+        values = torch.tensor([sample.metrics.get(name, math.nan) for sample in first])
+        known = ~values.isnan()
+        found[name] = mean(values.nan_to_num(0.0), known)
+        if name.startswith("rewards/") and name.endswith("/nan"):
+            found[name] = total(float(values.nansum()))  # Rows, as in synchronous training.
+        if name.startswith("rewards/") and name.count("/") == 1:
+            found[f"{name}/mean"] = found[name]
+    found["advantages/abs_max"] = maximum(torch.tensor([sample.advantage for sample in first]).abs())
+    groups: dict[int, bool] = {}
+    for sample in first:
+        groups[sample.group_id] = groups.get(sample.group_id, True) and sample.advantage == 0
+    found["frac_reward_zero_std"] = mean(sum(groups.values()) / len(groups), weight=len(groups))
+    return found

@@ -1,0 +1,558 @@
+"""What a rollout worker does: completes prompts with the newest weights it has, scores the completions, sends them."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import functools
+import logging
+import math
+import os
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from posttrain.data.chat import tokenize_prompts
+from posttrain.data.formats import is_conversational, is_messages
+from posttrain.data.picture_rows import opened, picture_prompt
+from posttrain.data.pictures import without_pictures
+from posttrain.data.processors import PictureProcessor
+from posttrain.errors import RolloutError
+from posttrain.loop.scoring import reward_runner, score_rollouts
+from posttrain.losses.advantages import MOST, centred, group_advantages, weighted_total
+from posttrain.rewards.runner import RewardRunner, RewardTable
+from posttrain.rollouts.batch import RolloutBatch, completions_for_rewards, shared_requests
+from posttrain.rollouts.episodes.driver import EpisodeDriver, EpisodeSetup
+from posttrain.rollouts.episodes.loop import Batches, Episode
+from posttrain.rollouts.workers.engine import (
+    EngineSpec,
+    PartialCompletion,
+    ResumableGenerator,
+    WorkerEngine,
+    begin_completions,
+)
+from posttrain.rollouts.workers.processes import GroupResult
+from posttrain.rollouts.workers.samples import GroupTask, RolloutSample, Trajectory
+from posttrain.rollouts.workers.shared_weights import remove_weights
+from posttrain.rollouts.workers.worker import Link
+from posttrain.types import Prompt, Request, Rollout, Sampling
+
+logger = logging.getLogger(__name__)
+
+# Of the population std.
+EPSILON = 1e-8
+# Groups that wait for the reward functions before generation waits too.
+SCORE_BACKLOG = 16
+# Seconds between two looks of the interrupter, and of a worker that has nothing to do.
+LOOK_S, REST_S = 0.05, 0.5
+
+
+@dataclass
+class RolloutJob:
+    """Everything a worker needs, as it is sent to it.
+
+    Attributes:
+        engine: How to make the engine.
+        tokenizer: With its chat template.
+        sampling: All fields, defaults included; the seed is each group's own.
+        context: Most tokens the model can read.
+        episodes: Tools and environments.
+        rewards: Keywords of `RewardRunner`.
+        scale_rewards: See `score_group`.
+        mask_truncated: See `score_group`.
+        threads: Of torch; None: all.
+        segment_s: Seconds after which a call to the engine is interrupted, so that what is finished is handed over.
+        slots: Rollouts of one call, at most.
+        reader: Reads prompts with pictures; None: prompts are text.
+    """
+
+    engine: EngineSpec
+    tokenizer: Any
+    sampling: Sampling
+    context: int | None
+    episodes: EpisodeSetup
+    rewards: dict[str, Any]
+    scale_rewards: str = "population"
+    mask_truncated: bool = False
+    threads: int | None = None
+    segment_s: float = 30.0
+    slots: int = 256
+    reader: PictureProcessor | None = None
+
+    def run(self, link: Link) -> None:
+        """Make the engine and the reward functions, then serve."""
+        logging.basicConfig(level=logging.WARNING)
+        if self.threads is not None:
+            torch.set_num_threads(self.threads)
+        if self.engine.weights:
+            link.on_orphaned = functools.partial(remove_weights, Path(self.engine.weights))
+        handle = WorkerEngine(self.engine)
+        try:
+            loop = RolloutWorkerLoop(self, link, handle)
+            link.ready()
+            loop.run()
+        finally:
+            handle.engine.close()
+
+
+@dataclass(slots=True)
+class RolloutGroup:
+    """The completions of one prompt, before they are scored.
+
+    Attributes:
+        task: The prompt.
+        version: Of the weights when its first request was sent.
+        batch: Completions that came to an end.
+        errors: One for each completion that did not.
+        metrics: Numbers to log, one dict a completion.
+        lent: Environments that are its own until it is scored.
+    """
+
+    task: GroupTask
+    version: int
+    batch: RolloutBatch
+    errors: list[str] = field(default_factory=list)
+    metrics: list[dict[str, float]] = field(default_factory=list)
+    lent: list[Any] = field(default_factory=list)
+
+
+class GroupGenerator:
+    """Completes prompts with any engine: one turn, or as many as tools and environments take.
+
+    Args:
+        driver: Of episodes.
+        generator: The engine.
+        tokenizer: With its chat template.
+        sampling: The seed is each group's own.
+        context: Most tokens the model can read.
+        reader: See `RolloutJob`.
+    """
+
+    def __init__(
+        self,
+        driver: EpisodeDriver,
+        generator: ResumableGenerator,
+        tokenizer: Any,
+        sampling: Sampling,
+        context: int | None = None,
+        reader: PictureProcessor | None = None,
+    ) -> None:
+        self.driver, self.generator, self.tokenizer, self.reader = driver, generator, tokenizer, reader
+        self.base, self.context = sampling, context
+        driver.use_tokenizer(tokenizer)
+        # Whether groups need more than one call to the engine.
+        self.episodic = driver.calls_tools or driver.pool is not None
+
+    def prompt(self, task: GroupTask) -> tuple[list[int], Sampling]:
+        """A prompt's tokens, and the sampling of its completions.
+
+        Raises:
+            RolloutError: It leaves no room for an answer.
+        """
+        kwargs = self.driver.setup.template_kwargs
+        if self.reader is None:
+            (ids,) = tokenize_prompts([task.row], self.tokenizer, chat_template_kwargs=kwargs)
+        else:
+            ids = picture_prompt(self.reader, task.row, kwargs)
+        return ids, replace(self.base, max_new_tokens=self._room(ids), seed=task.seed)
+
+    def _room(self, ids: list[int]) -> int:
+        """Most tokens of an answer."""
+        base, context = self.base, self.context
+        room = base.max_new_tokens if context is None else min(base.max_new_tokens, context - len(ids))
+        if room < 1:
+            raise RolloutError(
+                f"a prompt of {len(ids)} tokens leaves no room for an answer in the model's context of {context} tokens."
+            )
+        return room
+
+    def single_turn(self, task: GroupTask, version: int, rollouts: list[Rollout]) -> RolloutGroup:
+        """Completions of one prompt, decoded."""
+        chat = is_conversational({"prompt": task.row["prompt"]})
+        completions = completions_for_rewards(self.tokenizer, rollouts, conversational=chat)
+        (row,) = [task.row] if self.reader is None else opened([task.row])
+        return RolloutGroup(task, version, RolloutBatch([row] * len(rollouts), rollouts, completions))
+
+    def groups(self, tasks: Sequence[GroupTask], version: int) -> list[RolloutGroup]:
+        """All completions of some prompts, from the reset of their environments to their last turn."""
+        if not self.episodic:
+            return [self._plain(task, version) for task in tasks]
+        rows = [dict(task.row) for task in tasks for _ in range(task.size)]
+        errors: dict[int, str] = {}
+        environments, rows = self.driver.begin(rows, [task.seed for task in tasks for _ in range(task.size)], errors)
+        try:
+            episodes = dict(self._episodes(rows, environments, errors))
+            done = dict(zip(episodes, self._completed(list(episodes.values()), tasks[0].seed), strict=True))
+        except BaseException:
+            self._release(environments or [])
+            raise
+        found, start = [], 0
+        for task in tasks:
+            members = range(start, start + task.size)
+            fine, start = [i for i in members if i in done], start + task.size
+            lent = [] if environments is None else [environments[i] for i in members]
+            batch = RolloutBatch([rows[i] for i in fine], [done[i][0] for i in fine], [done[i][1] for i in fine])
+            batch.environments = None if environments is None else [environments[i] for i in fine]
+            metrics = [_call_metrics(episodes[i]) for i in fine] if self.driver.calls_tools else []
+            found.append(RolloutGroup(task, version, batch, [errors[i] for i in members if i in errors], metrics, lent))
+        return found
+
+    def release(self, groups: Sequence[RolloutGroup]) -> None:
+        """Let others use the environments of groups that were scored."""
+        self._release([environment for group in groups for environment in group.lent])
+
+    def _release(self, environments: Sequence[Any]) -> None:
+        if self.driver.pool is not None:
+            self.driver.pool.release([e for e in environments if e is not None])
+
+    def _plain(self, task: GroupTask, version: int) -> RolloutGroup:
+        try:
+            ids, sampling = self.prompt(task)
+        except RolloutError as error:
+            return RolloutGroup(task, version, RolloutBatch([], [], []), [_text(error)] * task.size)
+        request = Request(ids, task.size, pictures=Prompt.pictures_of(ids))
+        return self.single_turn(task, version, self.generator.finish([request], sampling))
+
+    def _episodes(
+        self, rows: list[dict[str, Any]], environments: list[Any] | None, errors: dict[int, str]
+    ) -> Iterator[tuple[int, Episode]]:
+        """Prompts of rows that have no error, tokenised; those without room for an answer get one."""
+        for index, row in enumerate(rows):
+            if index in errors:
+                continue
+            try:
+                (episode,) = self.driver.episodes([row], environments and [environments[index]])
+                self._room(episode.prompt_ids)
+            except Exception as error:
+                errors[index] = _text(error)
+                continue
+            yield index, episode
+
+    def _completed(self, episodes: list[Episode], seed: int) -> list[tuple[Rollout, Any]]:
+        """All turns of episodes, and what reward functions see of each; without tools there is one turn."""
+        if not episodes:
+            return []
+        sampling = replace(self.base, seed=seed)
+        if self.driver.calls_tools:
+            limits = {"context": self.context, "stop_ids": sampling.stop_token_ids}
+            return list(zip(*self.driver.run_tools(episodes, sampling, self._generate, **limits), strict=True))
+        prompts = [episode.prompt_ids for episode in episodes]
+        room = replace(sampling, max_new_tokens=min(map(self._room, prompts)))
+        rollouts = self.generator.finish(shared_requests(prompts), room)
+        return list(zip(rollouts, completions_for_rewards(self.tokenizer, rollouts, conversational=True), strict=True))
+
+    def _generate(self, batches: Batches) -> list[list[Rollout]]:
+        return [self.generator.finish(shared_requests(prompts), sampling) for prompts, sampling in batches]
+
+
+def _call_metrics(episode: Episode) -> dict[str, float]:
+    found = {"tools/call_frequency": float(episode.calls), "tools/escaped_control_tokens": float(episode.escaped)}
+    return found | ({"tools/failure_frequency": episode.failures / episode.calls} if episode.calls else {})
+
+
+def _text(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+# Scoring -------------------------------------------------------------------------------------------------------------
+
+
+def population_advantages(totals: Tensor) -> Tensor:
+    """``(r - mean) / (std + 1e-8)`` with the population std over the scored members of one group; 0 for the others.
+
+    Args:
+        totals: ``(n,)`` rewards, NaN where no function applied.
+
+    >>> population_advantages(torch.tensor([1.0, 0.0, float("nan"), 1.0, 0.0]))
+    tensor([ 1., -1.,  0.,  1., -1.])
+    """
+    scored = ~totals.isnan()
+    if not bool(scored.any()):
+        return torch.zeros_like(totals)
+    gaps = centred(totals)
+    return (gaps / (gaps[scored].square().mean().sqrt() + EPSILON)).nan_to_num(0.0)
+
+
+def score_group(
+    group: RolloutGroup, rewards: RewardRunner, tokenizer: Any, *, scale_rewards: str, mask_truncated: bool
+) -> list[Trajectory]:
+    """One trajectory a completion, with its advantage and what is logged of it; those without a trained token are left out.
+
+    Args:
+        group: Completions of one prompt.
+        rewards: The functions.
+        tokenizer: Decodes the ends of prompts, for format rewards.
+        scale_rewards: ``population``, ``group`` or ``none``.
+        mask_truncated: Leave out completions that were cut.
+
+    Raises:
+        RewardError: A function raised or returned what is no reward.
+        RolloutError: A trained token has no log-prob.
+    """
+    batch = group.batch
+    table = score_rollouts(rewards, batch, tokenizer, SimpleNamespace(global_step=group.version))
+    table.values = rewards.transformed(table.values, torch.zeros(len(batch.rollouts), dtype=torch.long))
+    totals = weighted_total(table.values, table.weights)
+    if scale_rewards == "population":
+        exact = population_advantages(totals)
+    else:
+        exact = group_advantages(table.values, table.weights, len(totals), scale_rewards=scale_rewards).advantages
+    most = math.inf if scale_rewards == "none" else MOST
+    shared, found = _group_metrics(table, totals), []
+    for i, rollout in enumerate(batch.rollouts):
+        if not any(batch.loss_mask(i, mask_truncated)):
+            continue
+        metrics = {
+            **shared,
+            **(group.metrics[i] if group.metrics else {}),
+            "reward": float(totals[i]),
+            **{f"rewards/{n}": v for n, v in zip(table.names, table.values[i].tolist(), strict=True)},
+            **_length_metrics(rollout),
+            "advantages/clipped_share": float(exact[i].abs() > most),
+        }
+        sample = _sample(group, i, float(exact[i].clamp(-most, most)), metrics)
+        sample.check()
+        found.append(Trajectory([sample], finished=rollout.finish_reason == "stop"))
+    return found
+
+
+def _group_metrics(table: RewardTable, totals: Tensor) -> dict[str, float]:
+    """What all completions of a group have in common: std, seconds, shares of odd rewards."""
+    scored = totals[~totals.isnan()]
+    found = {"reward_std": float(scored.std()) if len(scored) > 1 else math.nan}
+    found |= {name: float(m.value) / float(m.weight) for name, m in table.metrics.items() if m.reduction == "mean"}
+    odd = {name: float(m.value) for name, m in table.metrics.items() if name.endswith("/nan")}
+    return found | {name: count / len(totals) for name, count in odd.items()}
+
+
+def _length_metrics(rollout: Rollout) -> dict[str, float]:
+    written = sum(rollout.tool_mask) if rollout.tool_mask else len(rollout.token_ids)
+    tools = {"tools/token_share": 1 - written / len(rollout.token_ids)} if rollout.tool_mask else {}
+    return tools | {
+        "completions/mean_length": float(written),
+        "completions/clipped_ratio": float(rollout.finish_reason != "stop"),
+    }
+
+
+def _sample(group: RolloutGroup, index: int, advantage: float, metrics: dict[str, float]) -> RolloutSample:
+    rollout = group.batch.rollouts[index]
+    before, count = len(rollout.prompt_ids), len(rollout.token_ids)
+    mask = rollout.tool_mask or [1] * count
+    logp = rollout.logp if len(rollout.logp) == count else [math.nan] * count
+    versions = [version for version, _ in rollout.spans or [(rollout.version, count)]]
+    prompt = group.batch.examples[index]["prompt"]
+    return RolloutSample(
+        # Opened images stay with the reward functions.
+        prompt=without_pictures(prompt) if is_messages(prompt) else prompt,
+        completion=group.batch.completions[index],
+        input_ids=[*rollout.prompt_ids, *rollout.token_ids],
+        completion_mask=[*[0] * before, *mask],
+        old_log_probs=[*[0.0] * before, *(x if kept else 0.0 for x, kept in zip(logp, mask, strict=True))],
+        advantage=advantage,
+        model_version=min([group.version, *versions]),
+        group_id=group.task.group_id,
+        metrics=metrics,
+        spans=list(rollout.spans or [(rollout.version, sum(mask))]),
+        pictures=rollout.pictures,
+    )
+
+
+# The loop of a worker ------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Open:
+    """A prompt whose completions are being generated."""
+
+    task: GroupTask
+    version: int
+    completions: list[PartialCompletion]
+
+
+class RolloutWorkerLoop:
+    """Serves one link with one engine.
+
+    An engine in this process runs on the main thread, all prompts in one call, which is interrupted when there are new
+    weights, and now and then so that finished groups go out and new prompts come in. Calls to servers each have a thread.
+    """
+
+    def __init__(self, job: RolloutJob, link: Link, handle: WorkerEngine) -> None:
+        self.job, self.link, self.handle = job, link, handle
+        driver = EpisodeDriver(job.episodes)
+        generator = ResumableGenerator(handle.engine, self.refresh)
+        self.generator = GroupGenerator(driver, generator, job.tokenizer, job.sampling, job.context, job.reader)
+        self.rewards = reward_runner(RewardRunner, job.rewards, driver.pool)
+        self.rewards.start("cpu")
+        self.parallel = job.engine.kind == "server"
+        self.active: list[_Open] = []
+        self._calling: float | None = None
+        self._loading, self._judging = threading.Lock(), threading.Lock()
+        workers = max(1, job.slots) if self.parallel else 1
+        self._calls = concurrent.futures.ThreadPoolExecutor(min(workers, 256), thread_name_prefix="rollouts")
+        self._scoring = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="rewards")
+        self._pending: set[concurrent.futures.Future] = set()
+        if not self.parallel:
+            threading.Thread(target=self._interrupter, daemon=True, name="interrupter").start()
+
+    def refresh(self) -> None:
+        """Load the newest weights, where they are newer than ours."""
+        with self._loading:
+            began = time.perf_counter()
+            version, holders = self.link.version, self.link.holders
+            if self.handle.refresh(version, holders):
+                self.link.send("loaded", version=self.handle.version, seconds=time.perf_counter() - began)
+
+    def run(self) -> None:
+        """Serve until the trainer asks to stop."""
+        while not self.link.stopping.is_set():
+            self.link.progress()
+            if self.link.version:
+                self.refresh()
+            self.active = [g for g in self.active if g.task.group_id not in self.link.cancelled]
+            tasks = self._admit()
+            if self.parallel:
+                for task in tasks:
+                    self._submit(self._calls, self._groups, [task])
+                self.link.wait(REST_S)
+            elif self.generator.episodic:
+                self._groups(tasks)
+            else:
+                self._begin(tasks)
+                self._generate_chunk()
+            if not tasks and not self.active:
+                self.link.wait(REST_S)
+
+    def _admit(self) -> list[GroupTask]:
+        """Tasks that are begun now: as many as the call has slots for, and at least one when nothing else is under way."""
+        taken: list[GroupTask] = []
+        busy = sum(len(group.completions) for group in self.active)
+        # One that came with newer weights waits until they are loaded, so that its version is theirs.
+        while self.link.tasks and self.link.tasks[0].version <= self.handle.version:
+            size = self.link.tasks[0].size
+            if (busy or taken) and busy + sum(t.size for t in taken) + size > self.job.slots and not self.parallel:
+                break
+            task = self.link.tasks.popleft()
+            if task.group_id in self.link.cancelled:
+                continue
+            taken.append(task)
+            self.link.send("begun", group_id=task.group_id, version=self.handle.version)
+        return taken
+
+    # One turn, on this thread ------------------------------------------------------------------------------------
+
+    def _begin(self, tasks: list[GroupTask]) -> None:
+        for task in tasks:
+            try:
+                prompt_ids, sampling = self.generator.prompt(task)
+            except Exception as error:
+                self._send(GroupResult(task.group_id, errors=[_text(error)] * task.size))
+                continue
+            request = Request(prompt_ids, task.size, sampling, Prompt.pictures_of(prompt_ids))
+            completions = begin_completions([request], sampling)
+            self.active.append(_Open(task, self.handle.version, completions))
+
+    def _generate_chunk(self) -> None:
+        """One call to the engine for everything unfinished; what is finished then goes to be scored."""
+        unfinished = [one for group in self.active for one in group.completions if one.finish_reason is None]
+        if not unfinished:
+            return
+        before = sum(len(one.token_ids) for one in unfinished)
+        began = self._calling = time.perf_counter()
+        try:
+            self.generator.generator.advance(unfinished)
+        except Exception as error:
+            logger.warning("the engine failed: %s", error, exc_info=True)
+            for group in self.active:
+                self._send(GroupResult(group.task.group_id, errors=[_text(error)] * group.task.size))
+            self.active = []
+            return
+        finally:
+            self._calling = None
+        spent = {"generate": time.perf_counter() - began}
+        tokens = sum(len(one.token_ids) for one in unfinished) - before
+        done = [g for g in self.active if all(one.finish_reason is not None for one in g.completions)]
+        self.active = [g for g in self.active if g not in done]
+        for group in done:
+            rollouts = [one.rollout() for one in group.completions]
+            finished = self.generator.single_turn(group.task, group.version, rollouts)
+            self._submit(self._scoring, self._score, finished, spent, tokens)
+            spent, tokens = {}, 0
+        if tokens or spent:
+            self.link.send("spent", seconds=spent, tokens=tokens)
+
+    def _interrupter(self) -> None:
+        while not self.link.stopping.is_set():
+            time.sleep(LOOK_S)
+            began = self._calling
+            if began is None:
+                continue
+            cancelled = any(g.task.group_id in self.link.cancelled for g in list(self.active))
+            long = time.perf_counter() - began > self.job.segment_s
+            if long or cancelled or self.link.version > self.handle.version or self.link.stopping.is_set():
+                self.handle.engine.interrupt()
+
+    # Several turns -----------------------------------------------------------------------------------------------
+
+    def _groups(self, tasks: list[GroupTask]) -> None:
+        """Whole episodes of some prompts, and their rewards, before anything else happens to their environments."""
+        if not tasks or (self.parallel and tasks[0].group_id in self.link.cancelled):
+            return
+        version = self.handle.version
+        began = self._calling = time.perf_counter()
+        try:
+            groups = self.generator.groups(tasks, version)
+        except Exception as error:
+            logger.warning("episodes failed: %s", error, exc_info=True)
+            groups = [RolloutGroup(t, version, RolloutBatch([], [], []), [_text(error)] * t.size) for t in tasks]
+        finally:
+            self._calling = None
+        spent = {"generate": time.perf_counter() - began}
+        try:
+            for group in groups:
+                self._score(group, spent, sum(len(rollout.token_ids) for rollout in group.batch.rollouts))
+                spent = {}
+        finally:
+            self.generator.release(groups)
+
+    # Scoring -----------------------------------------------------------------------------------------------------
+
+    def _submit(self, where: concurrent.futures.Executor, *call: Any) -> None:
+        if where is self._scoring and len(self._pending) >= SCORE_BACKLOG:
+            concurrent.futures.wait(self._pending, return_when=concurrent.futures.FIRST_COMPLETED)
+        self._pending = {future for future in self._pending if not future.done()}
+        self._pending.add(where.submit(*call))
+
+    def _score(self, group: RolloutGroup, spent: dict[str, float], tokens: int) -> None:
+        self.link.progress()
+        began = time.perf_counter()
+        size, errors = group.task.size, list(group.errors)
+        trajectories, alone = [], 0
+        options: dict[str, Any] = {
+            "scale_rewards": self.job.scale_rewards,
+            "mask_truncated": self.job.mask_truncated,
+        }
+        if len(group.batch.rollouts) >= min(2, size):
+            try:
+                with self._judging:  # Calls to servers end on many threads.
+                    trajectories = score_group(group, self.rewards, self.job.tokenizer, **options)
+            except Exception as error:
+                logger.warning("scoring failed: %s", error, exc_info=True)
+                errors += [_text(error)] * len(group.batch.rollouts)
+        else:
+            alone = len(group.batch.rollouts)
+        seconds = {**spent, "score": time.perf_counter() - began}
+        untrainable = size - len(errors) - len(trajectories) - alone
+        self._send(GroupResult(group.task.group_id, trajectories, errors, untrainable, alone, seconds, tokens))
+
+    def _send(self, result: GroupResult) -> None:
+        try:
+            self.link.send("result", result=result)
+        except OSError:
+            # The trainer is gone.
+            os._exit(0)

@@ -1,0 +1,89 @@
+"""CPO and its variants SimPO and AlphaPO: preference without a reference model."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Literal
+
+from posttrain.errors import ConfigError
+from posttrain.loop.config import attributes
+from posttrain.losses.divergence import alpha_reward, mean_logp
+from posttrain.losses.preference import CPO_LOSSES
+from posttrain.methods.preference import (
+    OF_REFERENCE_FREE,
+    AnswerConfig,
+    ReferenceFreeTrainer,
+    UnreadFields,
+    branch_sums,
+    likelihood_terms,
+    reference_free_metrics,
+)
+from posttrain.types import Batch, LossTerms, ModelOutputs, NonNegativeFloat, Share, option
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class CPOConfig(UnreadFields, AnswerConfig):
+    """Arguments of `CPOTrainer`."""
+
+    loss_type: Literal["sigmoid", "hinge", "ipo", "simpo", "alphapo"] = option(
+        "sigmoid", "alphapo is simpo with cpo_alpha=0 and a shaped reward (alpha)."
+    )
+    cpo_alpha: NonNegativeFloat = option(1.0, "Weight of the chosen answers' likelihood; 0: none (SimPO).")
+    simpo_gamma: float = option(0.5, "Margin of simpo; about beta / 2.")
+    alpha: float = option(0.0, "AlphaPO's shape of the reward; 0 is the log-likelihood.")
+    label_smoothing: Share = option(0.0, "Chance that a label is wrong; sigmoid and simpo.")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.refuse_unread()
+        if self.loss_type == "alphapo":
+            self.loss_type, self.cpo_alpha = "simpo", 0.0
+        formula = CPO_LOSSES[self.loss_type]
+        if self.label_smoothing and "label_smoothing" not in formula.scalars:
+            raise ConfigError(
+                f"label_smoothing={self.label_smoothing} is not read by loss_type={self.loss_type!r}; sigmoid and simpo read it."
+            )
+        if self.alpha and not formula.per_token:
+            raise ConfigError(
+                f"alpha={self.alpha} shapes a mean log-prob a token, and loss_type={self.loss_type!r} takes sums. Use 'alphapo'."
+            )
+        self._tell_defaults()
+
+    def _tell_defaults(self) -> None:
+        fields = type(self).__dataclass_fields__
+        if self.loss_type == "simpo" and self.beta == fields["beta"].default:
+            logger.warning("loss_type='simpo' with the default beta=%s asks for %s nats a token; SimPO uses 2 to 2.5.",
+                           self.beta, self.simpo_gamma / self.beta)  # fmt: skip
+        if self.loss_type == "simpo" and self.cpo_alpha == fields["cpo_alpha"].default:
+            logger.warning(
+                "loss_type='simpo' with the default cpo_alpha=%s is CPO-SimPO; SimPO has cpo_alpha=0.", self.cpo_alpha
+            )
+
+
+@attributes("beta", "label_smoothing", "loss_type", "cpo_alpha", "simpo_gamma", "alpha")
+@attributes("max_length", "truncation_mode", fixed=True)
+class CPOTrainer(ReferenceFreeTrainer, config=CPOConfig, arguments=OF_REFERENCE_FREE):
+    """Trains on pairs by the policy's own likelihood.
+
+    With R the shaped log-likelihood of an answer and ``u = R+ - R-``: a loss on u, plus ``cpo_alpha`` times the NLL of the
+    chosen answers, a mean over the tokens of the whole optimiser step.
+
+    Reference: CPO, arXiv:2401.08417; SimPO, arXiv:2405.14734; AlphaPO, arXiv:2501.03884.
+    """
+
+    args: CPOConfig
+
+    def objective(self, outputs: ModelOutputs, batch: Batch) -> LossTerms:
+        """The preference term and the likelihood of the chosen answers."""
+        cfg = self.args
+        formula = CPO_LOSSES[cfg.loss_type]
+        logp, length = branch_sums(outputs, batch, 2)
+        read = mean_logp(logp, length) if formula.per_token else logp
+        reward = alpha_reward(read, alpha=cfg.alpha)
+        values = {"chosen_score": reward[:, 0], "rejected_score": reward[:, 1]}
+        terms = formula(values, beta=cfg.beta, gamma=cfg.simpo_gamma, label_smoothing=cfg.label_smoothing)
+        metrics = reference_free_metrics(outputs, batch, cfg.beta * reward, read)
+        return likelihood_terms(terms, outputs, batch, metrics, weight=cfg.cpo_alpha, branches=2, branch=0)

@@ -1,0 +1,254 @@
+"""`DistillationConfig`: the axes of distillation, and what combinations of them mean nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_type_hints
+
+from posttrain.errors import ConfigError, check_rules
+from posttrain.loop.online_config import OnlineConfig, truncated_sampling
+from posttrain.loop.pictures import PictureConfig
+from posttrain.models.heads import causal_lm
+from posttrain.types import NonNegativeInt, PositiveFloat, PositiveInt, PositiveShare, Share, option
+
+logger = logging.getLogger(__name__)
+
+FLAT = 0.05  # A beta this close to 0 or 1, and not there, has hardly any gradient.
+Support = Literal["none", "full", "teacher_topk", "student_topk", "union_topk", "sampled", "top1_pair", "aligned"]
+
+
+def preset(unread: dict[str, tuple[Any, str]] | None = None, **defaults: Any) -> Callable[[Any], Any]:
+    """A row of the table of methods, put on a config before ``dataclass``.
+
+    Args:
+        unread: Fields of TRL that would change nothing here: their default, and what to use instead. Another value is refused.
+        defaults: Fields of the bases with another default; a pair also has the help text of another meaning.
+    """
+
+    def decorate(cls: Any) -> Any:
+        bases = [base for base in cls.__mro__[:0:-1] if dataclasses.is_dataclass(base)]
+        known: dict[str, Any] = {f.name: f for base in bases for f in dataclasses.fields(base)}
+        kinds: dict[str, Any] = {}
+        for base in (OnlineConfig, *cls.__bases__[::-1]):  # With those of their own bases.
+            kinds |= get_type_hints(base, include_extras=True)
+        made = {name: (value[0], f"Not read. {value[1]}") for name, value in (unread or {}).items()}
+        cls._refused = cls._refused | (unread or {})
+        for name, value in (defaults | made).items():
+            default, text = value if isinstance(value, tuple) else (value, known[name].metadata["help"])
+            kind = "str | None" if default is None else type(default).__name__
+            cls.__annotations__[name] = kinds.get(name, kind)
+            setattr(cls, name, option(default, text))
+        return cls
+
+    return decorate
+
+
+def logit_width(model: Any) -> int:
+    """Logits of a model, wrapped or not."""
+    inner: Any = causal_lm(model)
+    return inner.config.get_text_config().vocab_size
+
+
+@dataclass(frozen=True)
+class Axes:
+    """What the loss of a run is, as one row of the table of methods.
+
+    Attributes:
+        support: Ids that the divergence sees at each position: all (``full``), the k most likely ones of a side or of both, the
+            sampled one, that and the teacher's first (``top1_pair``), groups of tokens aligned by bytes (``aligned``); ``none``:
+            there is no teacher.
+        beta: See `posttrain.losses.distillation.divergence`.
+        top_k: k.
+        tail: One category more for the mass outside the support; else both sides are renormalised.
+        student_temperature, teacher_temperature: Divide the logits of each before the divergence.
+        estimator: ``exact``, or ``score``: the policy gradient of the sampled token.
+        prefix: gamma and epsilon of the weights of IW-OPD; None: every token weighs the same.
+        reduction: ``token``; ``sequence_token``: mean of each sequence; ``active``: the same over sequences with a teacher.
+        is_clip: Most of the importance weight of a token whose weights have moved since; None: no weight.
+        weight, cross_entropy: Of the divergence and of ``-log q`` of the tokens.
+        policy: Of a GRPO term; None: there is none.
+    """
+
+    support: Support = "full"
+    beta: float = 1.0
+    top_k: int = 0
+    tail: bool = True
+    student_temperature: float = 1.0
+    teacher_temperature: float = 1.0
+    estimator: Literal["exact", "score"] = "exact"
+    prefix: tuple[float, float] | None = None
+    reduction: Literal["token", "sequence_token", "active"] = "token"
+    is_clip: float | None = None
+    weight: float = 1.0
+    cross_entropy: float = 0.0
+    policy: float | None = None
+
+    def check(self) -> Axes:
+        """Refuse what trains nothing; returns itself.
+
+        Raises:
+            ConfigError: A value out of range, or one id without a tail.
+        """
+        if not 0 <= self.beta <= 1:
+            raise ConfigError(
+                f"beta={self.beta} must be in [0, 1]: 0 is KL(teacher || student), 1 KL(student || teacher)."
+            )
+        coldest = min(self.student_temperature, self.teacher_temperature)
+        if coldest <= 0:
+            raise ConfigError(f"temperature={coldest} must be above 0: logits are divided by it.")
+        exact = self.estimator == "exact"
+        single = self.support == "sampled" or (self.support.endswith("topk") and self.top_k == 1)
+        if single and not self.tail and exact:
+            raise ConfigError(
+                f"top_k={self.top_k or 1} without a tail: one renormalised id has probability 1 on both sides, the loss is 0. "
+                "Fix: add the tail (loss_add_tail=True, distillation_add_tail=True), or more ids."
+            )
+        if exact and (0 < self.beta < FLAT or 1 - FLAT < self.beta < 1):
+            text = "beta=%s: the divergence and its gradient shrink with beta (1 - beta) and are not the KL of beta=%d."
+            logger.warning(text, self.beta, round(self.beta))
+        return self
+
+
+@dataclass
+class DistillationFields:
+    """Fields of every distillation config, whatever it builds on."""
+
+    learning_rate: float = option(1e-6, "Peak learning rate.")
+    num_generations: PositiveInt = option(1, "Completions per prompt, at least 1.")
+    temperature: PositiveFloat = option(1.0, "Sampling and loss: divides the logits of student and teacher; > 0.")
+    lmbda: Share = option(
+        1.0,
+        "Share of prompts whose completions the student samples, in [0, 1]; the others train on the dataset's completion "
+        "column, or on the teacher's samples with seq_kd. 0 never generates.",
+    )
+    seq_kd: bool = option(False, "Where the student does not sample, the teacher does.")
+    max_length: int | None = option(None, "Tokens of a dataset row; of a longer one the end is kept. None: no limit.")
+    max_prompt_length: PositiveInt | None = option(
+        None, "Tokens of a prompt; of a longer one the end is kept. None: no limit."
+    )
+    eval_mode: Literal["auto", "dataset", "student"] = option(
+        "auto",
+        "Completions that evaluation scores: the dataset's, or samples of the student; auto: the dataset's where it has a "
+        "completion column.",
+    )
+    teacher_model_name_or_path: str | None = option(None, "The teacher, where the trainer is given no teacher_model.")
+    teacher_model_revision: str | None = option(None, "Branch, tag or commit of the teacher.")
+    teacher_model_init_kwargs: dict[str, Any] | str | None = option(
+        None, "Keywords for from_pretrained of the teacher; without dtype the checkpoint's."
+    )
+    teacher_model_kind: Literal["model", "live", "base", "ema"] = option(
+        "model",
+        "model: another model. The student itself: live, as it is now; base, as it was given (with LoRA the adapter off); "
+        "ema, a moving average of its weights (with LoRA of its adapter's).",
+    )
+    teacher_update_rate: PositiveShare = option(0.05, "ema: share of the student in each update, in (0, 1].")
+    teacher_sync_steps: PositiveInt = option(1, "ema: optimiser steps between two updates, at least 1.")
+    teacher_scores: str | None = option(
+        None, "File of `posttrain teacher-scores` of the training set, read instead of a teacher model."
+    )
+    eval_teacher_scores: str | None = option(None, "The same of the evaluation set, with teacher_scores.")
+    teacher_model_server_url: str | None = option(
+        None, "Server that scores completions instead of a teacher model in this process."
+    )
+    loss_top_k: NonNegativeInt = option(
+        0,
+        "Ids per position that the divergence sees: the teacher's most likely ones for beta=0, the student's for beta=1, both "
+        "between; 1: the sampled token takes the student's place. 0: the whole vocabulary.",
+    )
+    loss_add_tail: bool = option(True, "One category more for the mass outside loss_top_k ids.")
+    tokenizer_check: Literal["error", "warn", "off"] = option(
+        "error", "What happens where the tokenizers of student and teacher differ."
+    )
+
+    if TYPE_CHECKING:  # Of the config that these fields stand in front of.
+        beta: float
+        use_liger_kernel: bool
+
+    # Where the divergence has its beta and its temperature from: the name of a field, or the number itself.
+    _beta: ClassVar[str | float] = "beta"
+    _loss_temperature: ClassVar[str | float] = "temperature"
+    _least_generations: ClassVar[int] = 1
+    _VALID_DICT_FIELDS: ClassVar[list[str]] = [*OnlineConfig._VALID_DICT_FIELDS, "teacher_model_init_kwargs"]
+    _refused: ClassVar[dict[str, tuple[Any, str]]] = {}  # See `preset`.
+
+    def __post_init__(self) -> None:
+        super().__post_init__()  # type: ignore[misc]
+        # The names under which `SyncRefModelCallback` reads them.
+        self.ref_model_mixup_alpha, self.ref_model_sync_steps = self.teacher_update_rate, self.teacher_sync_steps
+        check_rules(self, self._rules())
+        self._check_sources()
+        axes = self.axes().check()
+        if axes.estimator == "score" and (cut := truncated_sampling(self)):
+            logger.warning(
+                "%s with a loss of sampled tokens: they are drawn from another distribution than its own.", cut
+            )
+
+    def _rules(self) -> list[tuple[str, bool, str]]:
+        refused, names = self._refused.items(), ("teacher_update_rate", "teacher_sync_steps")
+        ema = [(f.name, getattr(self, f.name) == f.default) for f in dataclasses.fields(self) if f.name in names]
+        return [
+            *((name, getattr(self, name) == old, f"would change nothing. Fix: {new}") for name, (old, new) in refused),
+            *(
+                (name, self.teacher_model_kind == "ema" or kept, "is read with teacher_model_kind='ema' alone")
+                for name, kept in ema
+            ),
+            ("max_length", (self.max_length or 2) >= 2, "must be at least 2: a prompt token and one of the answer"),
+            ("use_liger_kernel", not self.use_liger_kernel, "is not needed: the loss is computed in chunks anyway"),
+            ("eval_teacher_scores", self.teacher_scores or not self.eval_teacher_scores, "needs teacher_scores"),
+        ]
+
+    def _check_sources(self) -> None:
+        """Refuse several teachers at once, and tokens that a teacher cannot give."""
+        names = ("teacher_scores", "teacher_model_server_url", "teacher_model_name_or_path", "teacher_model_kind")
+        given = {name: getattr(self, name) for name in names if getattr(self, name) not in (None, "model")}
+        # A server's model may be named: the handshake compares.
+        if len(given) > 1 and set(given) != {"teacher_model_server_url", "teacher_model_name_or_path"}:
+            raise ConfigError(f"there is one teacher, and {given} name several. Fix: set one of them.")
+        if self.teacher_scores and self.lmbda > 0:
+            raise ConfigError(
+                f"teacher_scores={self.teacher_scores!r} with lmbda={self.lmbda}: a file has scores of the dataset's "
+                "completions, and none of samples. Fix: lmbda=0, or a teacher model."
+            )
+        if self.seq_kd and (self.teacher_scores or self.teacher_model_server_url or self.lmbda == 1):
+            raise ConfigError(
+                f"seq_kd=True with lmbda={self.lmbda}: the teacher samples where the student does not, and must be a model in "
+                "this process. Fix: lmbda below 1 and a teacher_model, or seq_kd=False."
+            )
+        if self.num_generations > 1 and self.lmbda < 1 and not self.seq_kd:
+            text = "num_generations=%d with lmbda=%s: a completion of the dataset counts %d times."
+            logger.warning(text, self.num_generations, self.lmbda, self.num_generations)
+
+    def axes(self) -> Axes:
+        """The loss as a row of the table of methods."""
+        sources, k = (self._beta, self._loss_temperature), self.loss_top_k
+        beta, t = (float(getattr(self, one) if isinstance(one, str) else one) for one in sources)
+        support: Support = "student_topk" if beta == 1 else "union_topk"
+        if self.teacher_scores:
+            support = "teacher_topk"
+        elif k == 0 and not self.teacher_model_server_url:
+            support = "full"
+        elif beta == 0:
+            support = "teacher_topk"
+        elif k <= 1:
+            support = "sampled" if beta == 1 else "top1_pair"
+        return Axes(support, beta, k, self.loss_add_tail, student_temperature=t, teacher_temperature=t)
+
+
+@dataclass
+@preset(
+    unread={
+        "max_tool_calling_iterations": (None, "Completions of a student are single turns; tools are GRPOTrainer's.")
+    }
+)
+class DistillationConfig(DistillationFields, PictureConfig, OnlineConfig):
+    """Arguments of `DistillationTrainer`.
+
+    Reference: GKD, arXiv:2306.13649.
+    """
+
+    beta: float = option(
+        1.0, "Divergence: 0 is KL(teacher || student), 1 KL(student || teacher), between Jensen-Shannon."
+    )

@@ -1,0 +1,163 @@
+"""Rows of distillation: prompts and answers as ids, and prompts that show the teacher more than the student."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from string import Formatter
+from typing import Any
+
+import datasets
+
+from posttrain.data.chat import RENDERED, tokenize_prompts
+from posttrain.data.formats import is_messages, strip_none
+from posttrain.data.sft import IGNORED, SupervisedOptions, label_batch
+from posttrain.errors import DataError
+from posttrain.loop.prompts import cut_prompt
+from posttrain.types import Rollout, Row
+
+
+def with_prompt_column(dataset: Any) -> Any:
+    """``messages`` as ``prompt`` and ``completion``, which is the last message where it is the assistant's."""
+    names = getattr(dataset, "column_names", None) or ()
+    if "messages" not in names or "prompt" in names:
+        return dataset
+    return dataset.map(_divided, remove_columns=["messages"])
+
+
+def with_template_arguments(dataset: Any, kwargs: dict[str, Any] | None) -> Any:
+    """``chat_template_kwargs`` of the run in every row, whose own win: answers follow the prompts that are sampled from."""
+    if not kwargs:
+        return dataset
+    column = "chat_template_kwargs"
+    return dataset.map(lambda row: {column: kwargs | (strip_none(row).get(column) or {})})
+
+
+def _divided(row: dict[str, Any]) -> dict[str, Any]:
+    messages = row["messages"]
+    if not is_messages(messages):
+        raise DataError(f"column 'messages' must be a list of messages, and it is {str(messages)[:80]!r}.")
+    if len(messages) > 1 and messages[-1].get("role") == "assistant":
+        return {"prompt": messages[:-1], "completion": messages[-1:]}
+    return {"prompt": messages, "completion": None}
+
+
+def tokenized_answers(
+    dataset: Any, tokenizer: Any, *, name: str, max_length: int | None, max_prompt_length: int | None
+) -> Any:
+    """A dataset with the columns ``prompt_ids`` and ``completion_ids``, and ``score_row``, the number of each row.
+
+    Raises:
+        DataError: A row without an answer token, or whose answer leaves no room for the prompt; names the row.
+    """
+    options = {"tokenizer": tokenizer, "name": name, "max_length": max_length, "max_prompt_length": max_prompt_length}
+    function = functools.partial(_tokenized, **options)
+    mapped = dataset.map(function, with_indices=True, batched=True)
+    return mapped if isinstance(mapped, datasets.Dataset | datasets.IterableDataset) else dataset
+
+
+def _tokenized(
+    batch: dict[str, list], indices: list[int], *, tokenizer: Any, name: str, max_length: int | None,
+    max_prompt_length: int | None,
+) -> dict[str, list]:  # fmt: skip
+    texts = {column: batch[column] for column in (*RENDERED, "completion") if column in batch}
+    empty = next((i for i, answer in zip(indices, texts["completion"], strict=True) if not answer), None)
+    if empty is not None:
+        raise DataError(
+            f"{name} row {empty}: its completion is empty, so that there is nothing to compare. Fix: leave it out."
+        )
+    labelled = label_batch(texts, indices, tokenizer, SupervisedOptions(completion_only_loss=True, max_length=None))
+    out: dict[str, list] = {"prompt_ids": [], "completion_ids": [], "score_row": list(indices)}
+    for index, ids, labels in zip(indices, labelled["input_ids"], labelled["labels"], strict=True):
+        first = next((i for i, label in enumerate(labels) if label != IGNORED), len(ids))
+        if first == len(ids):
+            raise DataError(f"{name} row {index}: its answer has no token of its own. Fix: leave it out.")
+        if first == 0:
+            raise DataError(f"{name} row {index}: its prompt has no token, and the first answer token follows nothing.")
+        prompt, answer = cut_prompt(ids[:first], max_prompt_length), ids[first:]
+        if max_length is not None and len(answer) >= max_length:
+            raise DataError(
+                f"{name} row {index}: its answer of {len(answer)} tokens leaves no prompt token in max_length={max_length}. Fix: "
+                f"max_length above {len(answer)}, or a shorter answer."
+            )
+        out["prompt_ids"].append(cut_prompt(prompt, None if max_length is None else max_length - len(answer)))
+        out["completion_ids"].append(answer)
+    return out
+
+
+def as_rollout(row: Row, tokenizer: Any) -> Rollout:
+    """The answer of a dataset row, as if it had been sampled.
+
+    Raises:
+        DataError: The answer has images.
+    """
+    (ids,), pictures = row.completions, row.pictures or [[], []]
+    if pictures[1]:
+        raise DataError(f"an answer has {len(pictures[1])} images, and a student writes text alone. Fix: leave it out.")
+    text = tokenizer.decode(ids, skip_special_tokens=True)
+    return Rollout(row.prompt_ids, ids, [], "stop", text=text, pictures=tuple(pictures[0]))
+
+
+def privileged_prompt(
+    example: dict[str, Any], template: str, shown: Mapping[str, str], tokenizer: Any, *, most: int | None,
+    kwargs: dict[str, Any],
+) -> list[int]:  # fmt: skip
+    """Ids of an example's prompt whose last user turn is ``template`` of its text and of what only the teacher sees, by name.
+
+    Where there are more than ``most`` tokens the texts of ``shown`` are cut, each from its end and the last one first, never the
+    question.
+    """
+    ids = _filled(example, template, shown, tokenizer, kwargs)
+    for name in reversed(shown):
+        if most is None or len(ids) <= most:
+            break
+        pieces = tokenizer(shown[name], add_special_tokens=False)["input_ids"]
+        shown = {**shown, name: tokenizer.decode(pieces[: max(len(pieces) - (len(ids) - most), 0)])}
+        ids = _filled(example, template, shown, tokenizer, kwargs)
+    return cut_prompt(ids, most)
+
+
+def _filled(
+    example: dict[str, Any], template: str, shown: Mapping[str, str], tokenizer: Any, kwargs: dict[str, Any]
+) -> list[int]:
+    prompt = example["prompt"]
+    if isinstance(prompt, str):
+        filled: Any = template.format(prompt=prompt, **shown)
+    elif prompt[-1].get("role") != "user":
+        raise DataError(
+            f"a prompt must end with a user turn to show the teacher more, and it ends with {prompt[-1].get('role')!r}."
+        )
+    else:
+        content = prompt[-1]["content"]
+        text = content if isinstance(content, str) else "".join(block["text"] for block in content)
+        filled = [*prompt[:-1], {**prompt[-1], "content": template.format(prompt=text, **shown)}]
+    return tokenize_prompts([{**example, "prompt": filled}], tokenizer, chat_template_kwargs=kwargs)[0]
+
+
+def template_fields(template: str) -> set[str]:
+    """Names in braces of a template; ``{"{"}`` where it is malformed, which is no name."""
+    try:
+        return {name for _, name, _, _ in Formatter().parse(template) if name is not None}
+    except ValueError:
+        return {"{"}
+
+
+def text_of(value: Any) -> str:
+    """Privileged context as text: a string, or the texts of messages; empty where there is none."""
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return "\n".join(str(item["content"] if isinstance(item, dict) else item) for item in value)
+    return "" if value is None else str(value)
+
+
+def joined_text(value: Any, where: str = "") -> str:
+    """As `text_of`.
+
+    Raises:
+        DataError: There is none, or nothing is written in it; ``where`` names the row.
+    """
+    text = text_of(value)
+    if not text.strip():
+        raise DataError(
+            f"{where}privileged_context is {value!r}: the teacher would see no more than the student. Fix: leave the row out."
+        )
+    return text

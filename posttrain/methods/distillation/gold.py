@@ -1,0 +1,281 @@
+"""GOLD: GKD, and losses between models of different tokenizers, whose tokens are aligned by the bytes they spell."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, count, takewhile
+from typing import Any, ClassVar, Literal
+
+import torch
+
+from posttrain.checks.tokenizers import compare_tokenizers, token_bytes
+from posttrain.data.chat import common_prefix, terminal_token_ids, tokenize_prompts
+from posttrain.data.forest import sequences
+from posttrain.errors import ConfigError
+from posttrain.loop.pictures import Vision
+from posttrain.methods.distillation.config import Axes, logit_width, preset
+from posttrain.methods.distillation.objective import AlignedComparison
+from posttrain.methods.distillation.presets import OF_BUFFER, OF_GKD, GKDConfig
+from posttrain.methods.distillation.teacher import own_tokenizer, teacher_id
+from posttrain.methods.distillation.trainer import DistillationTrainer
+from posttrain.metrics import mean
+from posttrain.models import load
+from posttrain.rewards.runner import RewardTable
+from posttrain.rollouts.batch import RolloutBatch
+from posttrain.types import Batch, NonNegativeFloat, PositiveFloat, Rollout, Row, option
+
+PROBE = "The quick brown fox."
+# What a text is put behind, to be encoded without what a tokenizer writes at its beginning.
+ANCHORS = ("\n", "x", ".", "0")
+
+
+def byte_groups(first: Sequence[bytes], second: Sequence[bytes]) -> list[tuple[range, range]]:
+    """Shortest runs of tokens of both sides that spell the same bytes; what follows the last common end is left out.
+
+    >>> byte_groups([b"ab", b"cde", b"f"], [b"a", b"b", b"cdef"])
+    [(range(0, 1), range(0, 2)), (range(1, 3), range(2, 3))]
+    """
+    # Of both sides: where in the text each token ends, and how many tokens there are until then.
+    mine, theirs = (dict(zip(accumulate(map(len, side)), count(1), strict=False)) for side in (first, second))
+    groups, i, j = [], 0, 0
+    for end in sorted(mine.keys() & theirs.keys()):
+        if b"".join(first[i : mine[end]]) != b"".join(second[j : theirs[end]]):
+            break
+        groups.append((range(i, mine[end]), range(j, theirs[end])))
+        i, j = mine[end], theirs[end]
+    return groups
+
+
+@dataclass
+@preset(
+    unread=OF_BUFFER | {
+        "wandb_log_unique_prompts": (True, "Use log_unique_prompts."),
+        "callbacks": (None, "The trainer takes callbacks."),
+        "uld_skip_student_eos": (True, "A stop token spells nothing that the teacher could be asked for."),
+        "uld_skip_teacher_eos": (True, "A stop token spells nothing that the student could be asked for."),
+    },
+    learning_rate=1e-7, top_p=0.95, vllm_server_port=8001,
+    temperature=(0.9, "Sampling, and the loss of one vocabulary; > 0."),
+)  # fmt: skip
+class GOLDConfig(GKDConfig):
+    """Arguments of `GOLDTrainer`."""
+
+    _loss_temperature: ClassVar[str | float] = "temperature"
+    teacher_tokenizer_name_or_path: str | None = option(
+        None, "The teacher's tokenizer; None: that of a teacher given by id."
+    )
+    use_uld_loss: bool = option(False, "Align tokens of two tokenizers by their bytes.")
+    use_extended_uld: bool = option(True, "False: compare token i with token i, whatever they spell.")
+    uld_token_merge_strategy: Literal["observed", "bayesian"] = option(
+        "observed", "The distribution before the first token of a group, or before its last."
+    )
+    uld_use_hybrid_loss: bool = option(False, "Compare tokens of equal bytes by the divergence of beta.")
+    uld_hybrid_matched_weight: NonNegativeFloat | None = option(
+        None, "Of tokens of equal bytes; None: their share of the teacher's vocabulary."
+    )
+    uld_hybrid_unmatched_weight: NonNegativeFloat | None = option(None, "Of the others; None: the rest to 1.")
+    uld_crossentropy_weight: NonNegativeFloat = option(0.0, "Of -log p of the answer's tokens.")
+    uld_distillation_weight: NonNegativeFloat = option(1.0, "Of the loss between both models.")
+    uld_student_temperature: PositiveFloat = option(1.0, "Loss only: divides the student's logits; > 0.")
+    uld_teacher_temperature: PositiveFloat = option(1.0, "Loss only: divides the teacher's logits; > 0.")
+
+    def _rules(self) -> list[tuple[str, bool, str]]:
+        matched, unmatched = self.uld_hybrid_matched_weight, self.uld_hybrid_unmatched_weight
+        far = self.seq_kd or self.teacher_scores or self.teacher_model_server_url or self.loss_top_k
+        text = "with seq_kd, teacher_scores, teacher_model_server_url or loss_top_k: samples and scores are of another "
+        return [
+            *super()._rules(),
+            (
+                "uld_hybrid_matched_weight",
+                (matched is None) == (unmatched is None),
+                f"and uld_hybrid_unmatched_weight={unmatched}: set both or neither",
+            ),
+            ("use_uld_loss", not (self.use_uld_loss and far), text + "tokenizer. Fix: a teacher model in this process"),
+        ]
+
+    def axes(self) -> Axes:
+        """Aligned groups with ``use_uld_loss``."""
+        if not self.use_uld_loss:
+            return super().axes()
+        return Axes(
+            "aligned",
+            beta=self.beta,
+            student_temperature=self.uld_student_temperature,
+            teacher_temperature=self.uld_teacher_temperature,
+            weight=self.uld_distillation_weight,
+            cross_entropy=self.uld_crossentropy_weight,
+        )
+
+
+class GOLDTrainer(DistillationTrainer, config=GOLDConfig, arguments=OF_GKD):
+    """General online logit distillation: GKD, also from a teacher with another tokenizer.
+
+    Reference: Universal Logit Distillation, arXiv:2402.12030.
+    """
+
+    def _other_teacher(self, given: Any, tokenizer: Any) -> None:
+        args = self.args
+        name = args.teacher_tokenizer_name_or_path
+        known = name or teacher_id(given, args)
+        if args.use_uld_loss and self.vision.images:
+            self.teacher_vision = Vision(args, tokenizer, known, (self.train_dataset,), takes=True)
+            tokenizer = self.teacher_vision.processor
+        elif tokenizer is None and name is not None:
+            tokenizer = load.load_tokenizer(name, trust_remote_code=args.trust_remote_code)
+        if args.use_uld_loss and tokenizer is None:
+            if not known:
+                raise ConfigError(
+                    "use_uld_loss=True and the teacher is a model object, whose tokenizer is not known. Fix: "
+                    "teacher_processing_class, or teacher_tokenizer_name_or_path."
+                )
+            tokenizer = own_tokenizer(known, required=True, trust_remote_code=args.trust_remote_code)
+        super()._other_teacher(given, tokenizer)
+
+    @property
+    def shares_tokens(self) -> bool:
+        """Not where tokens are aligned."""
+        return not self.args.use_uld_loss
+
+    @property
+    def keeps_completions(self) -> bool:
+        """The teacher's tokens of each completion."""
+        return self.args.use_uld_loss or super().keeps_completions
+
+    def check_vocabularies(self, teacher: Any, tokenizer: Any) -> None:
+        """Tokens of both must be known as bytes; otherwise as the parent's."""
+        if not self.args.use_uld_loss:
+            return super().check_vocabularies(teacher, tokenizer)
+        match = compare_tokenizers(self.processing_class, tokenizer)
+        lossy = [kind for kind in match.bytes if kind not in ("bytes", "byte-fallback")]
+        if lossy:
+            raise ConfigError(
+                f"use_uld_loss=True needs tokenizers that spell every byte, and these are {match.bytes[0]} (student) and "
+                f"{match.bytes[1]} (teacher). Fix: a teacher with a byte-level or byte-fallback tokenizer."
+            )
+        self._mine, self._theirs = token_bytes(self.processing_class), token_bytes(tokenizer)
+        spelled = b"".join(self._theirs[i] for i in continued(tokenizer, self._theirs, PROBE))
+        if spelled != PROBE.encode():
+            raise ConfigError(
+                f"use_uld_loss=True, and the teacher's tokenizer spells {PROBE!r} as {spelled.decode(errors='replace')!r}: "
+                "hardly any token would have a partner. Fix: a teacher whose tokenizer keeps the text as it is."
+            )
+        sizes = (len(self.processing_class), len(tokenizer))
+        self._widths = (min(sizes[0], logit_width(self.model)), min(sizes[1], logit_width(teacher)))
+        theirs = {spelled: i for i, spelled in self._theirs.items() if i < self._widths[1]}
+        pairs = sorted((i, theirs[s]) for i, s in self._mine.items() if s in theirs and i < self._widths[0])
+        if not pairs and self.args.uld_use_hybrid_loss:
+            raise ConfigError(
+                "uld_use_hybrid_loss=True, and the tokenizers have no token in common. Fix: set it to False."
+            )
+        self._pairs = torch.tensor(pairs, device=self.args.device).reshape(-1, 2).T
+        share = len(pairs) / self._widths[1]
+        self.log_metrics_now({"align/vocab_overlap": mean(share)})
+        matched, unmatched = self.args.uld_hybrid_matched_weight, self.args.uld_hybrid_unmatched_weight
+        self._weights = (share, 1 - share) if matched is None else (matched, unmatched)
+        return None
+
+    def facts(self, generation: RolloutBatch, table: RewardTable, mode: str) -> list[Any]:
+        """The teacher's ids of prompt and completion; the column ``aligned`` has its token of each group, counted from 1."""
+        if not self.args.use_uld_loss:
+            return super().facts(generation, table, mode)
+        found, columns = [], []
+        stops = set(terminal_token_ids(self.processing_class)) | set(self.stop_ids)
+        groups_made = 0
+        for example, rollout in zip(generation.examples, generation.rollouts, strict=True):
+            # What a template writes behind the stop token follows another text in the teacher's.
+            written = takewhile(lambda token: token not in stops, rollout.token_ids)
+            spelled = [self._mine.get(token, b"") for token in written]
+            text = b"".join(spelled)
+            valid = _longest_text(text)
+            ids = continued(self.teacher_tokenizer, self._theirs, valid)
+            groups = self._groups([s for s in spelled if s], [self._theirs[i] for i in ids])
+            places = [k for k, s in enumerate(spelled) if s]
+            column = [0.0] * len(rollout.token_ids)
+            at = 0 if self.args.uld_token_merge_strategy == "observed" else -1
+            for mine, theirs in groups:
+                column[places[mine[at]]] = float(theirs[at] + 1)
+            single = sum(len(a) == len(b) == 1 for a, b in groups)
+            used = sum(len(spelled[places[i]]) for a, _ in groups for i in a)
+            groups_made += len(groups)
+            found.append({"prompt": self._prompt(example, rollout), "ids": ids})
+            columns.append(column)
+            shares = {
+                "align/dropped_bytes_fraction": mean(1 - used / max(len(text), 1), weight=len(text)),
+                "align/one_to_one_fraction": mean(single / max(len(places), 1), weight=len(places)),
+            }
+            self.log_metrics_now(shares, mode)
+        generation.token_columns["aligned"] = columns
+        self.log_metrics_now({"align/group_count": mean(float(groups_made))}, mode)
+        return found
+
+    def _prompt(self, example: dict[str, Any], rollout: Rollout) -> list[int]:
+        """Messages in the teacher's own template; of a plain text what the student's prompt ids spell, where it may be cut."""
+        if self.vision.images:
+            return list(self.teacher_vision.prompt(example, [one.picture for one in rollout.pictures]))
+        if isinstance(example["prompt"], str):
+            special = set(self.processing_class.all_special_ids)
+            text = _longest_text(b"".join(self._mine.get(i, b"") for i in rollout.prompt_ids if i not in special))
+            # Some tokenizers write a space before a text; the teacher's writes its own.
+            example = {"prompt": text if example["prompt"].endswith(text) else text.removeprefix(" ")}
+        kwargs = self.args.chat_template_kwargs or {}
+        return tokenize_prompts([example], self.teacher_tokenizer, chat_template_kwargs=kwargs)[0]
+
+    def _groups(self, mine: list[bytes], theirs: list[bytes]) -> list[tuple[range, range]]:
+        if self.args.use_extended_uld:
+            return byte_groups(mine, theirs)
+        return [(range(i, i + 1), range(i, i + 1)) for i in range(min(len(mine), len(theirs)))]
+
+    def comparison(self, batch: Batch) -> Any:
+        """The teacher's own tokens at the groups."""
+        if not self.args.use_uld_loss:
+            return super().comparison(batch)
+        assert self.teacher is not None
+        rows, index, offset = [], [], 0
+        for row in sequences(batch):
+            aligned, keys = row.token_columns["aligned"], row.sequence_columns["key"]
+            for mask, places, key in zip(row.loss_masks, aligned, keys, strict=True):
+                fact = self._fact(int(key))
+                made = Row(fact["prompt"], [fact["ids"]], [[1] * len(fact["ids"])])
+                if row.pictures:
+                    held = [one.picture for one in row.pictures[0]]
+                    made.pictures = self.teacher_vision.reader.place_all([fact["prompt"], fact["ids"]], held)
+                rows.append(made)
+                index += [offset + int(place) - 1 for place, kept in zip(places, mask, strict=True) if place and kept]
+                offset += len(fact["ids"])
+        device = batch.input_ids.device
+        teacher = self.teacher.of_rows(rows, device)
+        mine = (batch.columns["aligned"][batch.loss_mask] > 0).nonzero().flatten()
+        chosen = replace(teacher, hidden=teacher.hidden[torch.tensor(index, dtype=torch.long, device=device)])
+        matched = (self._pairs[0], self._pairs[1]) if self.args.uld_use_hybrid_loss else None
+        options: dict[str, Any] = {"weights": self._weights, "widths": self._widths}
+        if self.vision.images:
+            pairs = zip((self.vision, self.teacher_vision), self._widths, strict=True)
+            options["without"] = tuple(self.never_written(vision, width) for vision, width in pairs)
+        return AlignedComparison(self.axes, chosen, mine, matched, **options)
+
+
+def continued(tokenizer: Any, spelled: Mapping[int, bytes], text: str) -> list[int]:
+    """Ids of a text behind another: without the space that SentencePiece tokenizers write before the first word of a text."""
+    value = text.encode()
+
+    def spells(ids: list[int]) -> int:
+        """Bytes at the beginning of the text that the ids spell."""
+        return common_prefix(b"".join(spelled[i] for i in ids), value)
+
+    best = tokenizer(text, add_special_tokens=False)["input_ids"]
+    for before in ANCHORS:
+        if spells(best) == len(value):
+            break
+        first, whole = (tokenizer(one, add_special_tokens=False)["input_ids"] for one in (before, before + text))
+        if whole[: len(first)] == first:
+            best = max(best, whole[len(first) :], key=spells)
+    return best
+
+
+def _longest_text(value: bytes) -> str:
+    """The longest beginning that is valid UTF-8: a teacher cannot be asked about half a character."""
+    try:
+        return value.decode()
+    except UnicodeDecodeError as error:
+        return value[: error.start].decode()

@@ -1,0 +1,354 @@
+"""Both models' logits meet here, a chunk at a time; and what is made of their divergence."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from posttrain.errors import ModelError
+from posttrain.losses.distillation import (
+    divergence,
+    hybrid_divergence,
+    normalized,
+    prefix_weights,
+    score_surrogate,
+    sorted_l1,
+    support_mass,
+    union_support,
+    with_tail,
+)
+from posttrain.losses.reduce import sequence_lengths, spread
+from posttrain.methods.distillation.config import Axes
+from posttrain.metrics import Metric, maximum, mean, minimum
+from posttrain.models.heads import Float32Linear, LogitRule, TokenHead
+from posttrain.models.logprob import chunked_rows, raw_logits
+from posttrain.types import Batch, LossTerms, ModelOutputs
+
+MAX_LOG_RATIO = 20.0
+COLUMNS = ("divergence", "logp", "gap", "entropy", "mass", "agree")
+
+
+def kept(logits: Tensor, columns: int | None, without: Tensor | None) -> Tensor:
+    """The first ``columns`` of ``(n, W)`` logits; those ``without`` a place in the distribution (marks of images) are -inf."""
+    logits = logits[:, :columns]
+    return logits if without is None else logits.index_fill(1, without, -torch.inf)
+
+
+@dataclass
+class HiddenTeacher:
+    """A teacher that ran here: hidden states at the loss positions and its output layer.
+
+    Attributes:
+        hidden: ``(N, H)``; where ``weight`` is None, logits ``(N, W)``.
+        weight: ``(W, H)``.
+        bias: ``(W,)`` or None.
+        rule: What its architecture does to logits.
+    """
+
+    hidden: Tensor
+    weight: Tensor | None = None
+    bias: Tensor | None = None
+    rule: LogitRule = field(default_factory=LogitRule)
+
+    def logp(self, part: slice, columns: int | None, temperature: float, without: Tensor | None = None) -> Tensor:
+        """``(n, V)`` log-probs over the first ``columns`` ids ``without`` some."""
+        x = self.hidden[part].float()
+        if self.weight is not None:
+            rule = {"logit_scale": self.rule.scale, "softcap": self.rule.softcap}
+            x = raw_logits(self.hidden[part], self.weight, self.bias, **rule)
+        x = kept(x, columns, without)
+        return (x if temperature == 1 else x / temperature).log_softmax(-1)
+
+
+@dataclass
+class TokenScores:
+    """What a file or a server says of L tokens, at temperature 1.
+
+    Attributes:
+        ids: ``(L, k)`` most likely ids at each position, best first.
+        logps: ``(L, k)`` their log-probs.
+        actual: ``(L,)`` log-probs of the tokens themselves.
+    """
+
+    ids: Tensor
+    logps: Tensor
+    actual: Tensor
+
+
+def capture(hidden: Tensor, layer: Any, rule: LogitRule, head: TokenHead) -> dict[str, Any]:
+    """For `posttrain.models.forward.forward`: the teacher's hidden states at the loss positions, and no logits."""
+    if hasattr(layer, "base_layer") and getattr(layer, "disable_adapters", False):
+        layer = layer.base_layer
+    if layer is None:
+        return {"teacher": HiddenTeacher(hidden)}
+    if type(layer) not in (nn.Linear, Float32Linear):
+        return {"teacher": HiddenTeacher(rule.logits(layer(hidden)))}
+    weight, device = layer.weight, hidden.device.type
+    if type(layer) is nn.Linear and torch.is_autocast_enabled(device):
+        weight = weight.to(torch.get_autocast_dtype(device))  # As the student's: else rounding would be a divergence.
+    return {"teacher": HiddenTeacher(hidden, weight, layer.bias, rule)}
+
+
+def _by_position(
+    hidden: Tensor, layer: Any, rule: LogitRule, head: TokenHead, measure: Callable[[Tensor, slice], Tensor]
+) -> Tensor:
+    """``(N, K)`` numbers of each position's logits, the first two differentiable; a chunk at a time where that is possible."""
+    if layer is None:
+        return measure(hidden, slice(None))
+    if type(layer) not in (nn.Linear, Float32Linear):
+        return measure(rule.logits(layer(hidden)), slice(None))
+    options: dict[str, Any] = {"logit_scale": rule.scale, "softcap": rule.softcap, "chunk_size": head.chunk_size}
+    with torch.autocast(hidden.device.type, enabled=False) if type(layer) is Float32Linear else nullcontext():
+        return chunked_rows(hidden, layer.weight, layer.bias, measure, columns=2, **options)
+
+
+@dataclass
+class Comparison:
+    """Compares the student's logits with a teacher, position by position.
+
+    Attributes:
+        axes: What is compared.
+        teacher: `HiddenTeacher` or `TokenScores` at the same positions.
+        columns: Ids that both models have a token for; those beyond are padding. None: all.
+        policy_temperature: Divides the logits of the log-probs that are not part of the divergence.
+        without: Ids that have no probability on either side: placeholders and markers of images, which nobody writes.
+    """
+
+    axes: Axes
+    teacher: Any
+    columns: int | None
+    policy_temperature: float
+    without: Tensor | None = None
+
+    def __call__(self, hidden: Tensor, layer: Any, rule: LogitRule, head: TokenHead) -> dict[str, Tensor]:
+        """``(N,)`` numbers by name; ``divergence`` and ``logp`` are differentiable."""
+        self.targets = head.targets
+        return dict(zip(COLUMNS, _by_position(hidden, layer, rule, head, self.measure).unbind(1), strict=True))
+
+    def measure(self, x: Tensor, part: slice) -> Tensor:
+        """``(n, V)`` logits to ``(n, K)``, in the order of `COLUMNS`; in backward the first two alone."""
+        targets, axes = self.targets[part, None], self.axes
+        again = x.is_leaf and x.requires_grad  # Backward computes the chunk again, for the two that are differentiable.
+        x = kept(x, self.columns, self.without)
+        log_q = (x if axes.student_temperature == 1 else x / axes.student_temperature).log_softmax(-1)
+        own = log_q
+        if self.policy_temperature != axes.student_temperature:
+            own = (x / self.policy_temperature).log_softmax(-1)
+        logp = own.gather(1, targets)[:, 0]
+        with torch.no_grad():
+            log_p, actual, best = self._teacher(part, targets, x.dtype)
+        value, mass = torch.zeros_like(logp), torch.ones_like(logp)
+        if axes.estimator == "exact":
+            value, mass = self._divergence(log_q, log_p, targets, part)
+        if again:
+            return torch.stack([value, logp], 1)
+        gap = log_q.gather(1, targets)[:, 0] - actual
+        entropy = -torch.linalg.vecdot(log_q.exp(), log_q.clamp_min(-1e4))
+        agree = (log_q.argmax(-1) == best).to(gap)
+        return torch.stack([value, logp, gap, entropy, mass, agree], 1)
+
+    def _teacher(self, part: slice, targets: Tensor, dtype: torch.dtype) -> tuple[Tensor | None, Tensor, Tensor]:
+        """Log-probs over the vocabulary where they exist, those of the tokens, and the most likely ids."""
+        if isinstance(self.teacher, TokenScores):
+            return None, self.teacher.actual[part].to(dtype), self.teacher.ids[part, 0]
+        log_p = self.teacher.logp(part, self.columns, self.axes.teacher_temperature, self.without).to(dtype)
+        return log_p, log_p.gather(1, targets)[:, 0], log_p.argmax(-1)
+
+    def _divergence(self, log_q: Tensor, log_p: Tensor | None, targets: Tensor, part: slice) -> tuple[Tensor, Tensor]:
+        axes = self.axes
+        if axes.support == "full":
+            assert log_p is not None
+            return divergence(log_q, log_p, beta=axes.beta), torch.ones_like(log_q[:, 0])
+        ids, again = self._support(log_q, log_p, targets, part)
+        q, p = log_q.gather(1, ids), self._at(log_p, ids, part).to(log_q.dtype)
+        q, p = q.masked_fill(again, -torch.inf), p.masked_fill(again, -torch.inf)
+        complete = with_tail if axes.tail else normalized
+        return divergence(complete(q), complete(p), beta=axes.beta), support_mass(p)
+
+    def _support(self, log_q: Tensor, log_p: Tensor | None, targets: Tensor, part: slice) -> tuple[Tensor, Tensor]:
+        """``(n, k)`` ids, and which of them do not count: there twice, or beyond the student's vocabulary."""
+        kind, k = self.axes.support, min(self.axes.top_k or 1, log_q.shape[1])
+        if kind == "sampled":
+            return targets, torch.zeros_like(targets, dtype=torch.bool)
+        mine = targets if kind == "top1_pair" else log_q.detach().topk(k, -1).indices
+        if kind == "student_topk":
+            return mine, torch.zeros_like(mine, dtype=torch.bool)
+        theirs = self.teacher.ids[part] if log_p is None else log_p.topk(k, -1).indices
+        # A server's model may have more logits than there are tokens: their mass is outside of the support.
+        beyond = theirs >= log_q.shape[1]
+        theirs = theirs.masked_fill(beyond, 0)
+        if kind == "teacher_topk":
+            return theirs, beyond
+        ids, again = union_support(theirs[:, :k].masked_fill(beyond[:, :k], -1), mine)
+        return ids.clamp_min(0), again | (ids < 0)
+
+    def _at(self, log_p: Tensor | None, ids: Tensor, part: slice) -> Tensor:
+        """The teacher's log-probs of those ids; of scores those that the support consists of."""
+        if log_p is not None:
+            return log_p.gather(1, ids)
+        logps, actual = self.teacher.logps[part], self.teacher.actual[part, None]
+        return {"teacher_topk": logps, "sampled": actual, "top1_pair": torch.cat([logps[:, :1], actual], 1)}[
+            self.axes.support
+        ]
+
+
+@dataclass
+class AlignedComparison:
+    """Compares groups of tokens that spell the same bytes in two vocabularies.
+
+    Attributes:
+        axes: Temperatures and beta.
+        teacher: At the teacher's rows of the groups.
+        rows: ``(G,)`` which of the student's loss positions belong to the groups.
+        matched: Ids of equal bytes, for the hybrid loss; None: sorted probabilities alone.
+        weights: Of the matched and the unmatched part.
+        widths: Ids of each tokenizer.
+        without: Of each, ids that have no probability: placeholders and markers of images, which nobody writes.
+    """
+
+    axes: Axes
+    teacher: HiddenTeacher
+    rows: Tensor
+    matched: tuple[Tensor, Tensor] | None
+    weights: tuple[float, float]
+    widths: tuple[int, int]
+    without: tuple[Tensor | None, Tensor | None] = (None, None)
+
+    def __call__(self, hidden: Tensor, layer: Any, rule: LogitRule, head: TokenHead) -> dict[str, Tensor]:
+        """``matched``, ``unmatched`` at the groups' positions and 0 elsewhere, and ``logp``: ``(N,)``, differentiable."""
+        self.targets = head.targets
+        groups = _by_position(hidden[self.rows], layer, rule, head, self.measure)
+        logp, entropy = _by_position(hidden, layer, rule, head, self._logp).unbind(1)
+        zeros = logp.new_zeros(len(hidden))
+        matched, unmatched = (zeros.index_put((self.rows,), groups[:, i].to(zeros)) for i in (0, 1))
+        return {"matched": matched, "unmatched": unmatched, "logp": logp, "entropy": entropy.detach()}
+
+    def _logp(self, x: Tensor, part: slice) -> Tensor:
+        log_q = x.log_softmax(-1)
+        entropy = -torch.linalg.vecdot(log_q.detach().exp(), log_q.detach())
+        return torch.stack([log_q.gather(1, self.targets[part, None])[:, 0], entropy], 1)
+
+    def measure(self, x: Tensor, part: slice) -> Tensor:
+        """``(n, V)`` logits of groups to ``(n, 2)``."""
+        log_q = (kept(x, self.widths[0], self.without[0]) / self.axes.student_temperature).log_softmax(-1)
+        log_p = self.teacher.logp(part, self.widths[1], self.axes.teacher_temperature, self.without[1]).to(log_q.dtype)
+        if self.matched is None:
+            return torch.stack([torch.zeros_like(log_q[:, 0]), sorted_l1(log_q.exp(), log_p.exp())], 1)
+        return torch.stack(hybrid_divergence(log_q, log_p, self.matched, beta=self.axes.beta, weights=self.weights), 1)
+
+
+def distillation_objective(out: ModelOutputs, batch: Batch, axes: Axes) -> LossTerms:
+    """``w d + w_ce (-log q)`` at every loss token, unreduced, with ``d`` the divergence or its sampled-token gradient.
+
+    Args:
+        out: With ``compared`` of `Comparison` or `AlignedComparison`.
+        batch: Columns ``on_policy`` (S,) and ``active`` (S,) where there are such sequences; ``old_logp`` for ``is_clip``.
+        axes: The row of the table.
+    """
+    mask, grid = batch.loss_mask, torch.zeros(batch.input_ids.shape, device=batch.input_ids.device)
+
+    def place(values: Tensor) -> Tensor:
+        return grid.to(values.dtype).masked_scatter(mask, values)
+
+    found, metrics = out.compared, {}
+    if axes.support == "aligned":
+        kept = mask & (batch.columns["aligned"] > 0)
+        metrics = {name + "_loss": mean(place(found[name]), kept) for name in ("matched", "unmatched")}
+        terms = axes.weight * place(found["matched"] + found["unmatched"])
+        loss = LossTerms(terms, kept, "token", count="groups")
+    elif axes.support == "none":
+        terms, loss = grid, LossTerms(grid, mask, "token")
+    else:
+        values = place(found["divergence"])
+        _check_finite(values, mask, axes)
+        if axes.estimator == "score":
+            values, metrics = _score(out, batch, place(found["gap"]), axes)
+        metrics |= _agreement(found)
+        terms = axes.weight * values * _importance(out, batch, axes)
+        loss = _reduced(terms, batch, axes)
+    metrics |= _by_source(terms.detach(), batch, loss.mask)
+    if axes.cross_entropy and out.logp is not None:
+        loss.extra.append(LossTerms(-axes.cross_entropy * out.logp, mask, "token"))
+        metrics["distill/cross_entropy"] = mean(-out.logp, mask)
+    if out.entropy is not None:
+        metrics["entropy"] = mean(out.entropy, mask)
+    loss.metrics = metrics
+    return loss
+
+
+def _check_finite(values: Tensor, mask: Tensor, axes: Axes) -> None:
+    wrong = int((~values.detach().isfinite() & mask).sum())
+    if wrong:
+        raise ModelError(
+            f"the divergence (beta={axes.beta}) is not finite at {wrong} of {int(mask.sum())} tokens: one model gives mass to "
+            "ids that the other excludes, or its logits are NaN. Fix: beta between 0 and 1, or a teacher of the same vocabulary."
+        )
+
+
+def _agreement(found: dict[str, Tensor]) -> dict[str, Metric]:
+    """Log q - log p of the tokens: its mean estimates KL(student || teacher) where the student sampled them."""
+    gap = found["gap"]
+    return {
+        "distill/divergence": mean(found["divergence"]),
+        "distill/divergence_max": maximum(found["divergence"]),
+        "distill/k1": mean(gap),
+        "distill/k3": mean((-gap).clamp_max(MAX_LOG_RATIO).exp() - 1 + gap),
+        "distill/k1_max": maximum(gap),
+        "distill/agreement": mean(found["agree"]),
+        "distill/support_mass": mean(found["mass"]),
+    }
+
+
+def _score(out: ModelOutputs, batch: Batch, gap: Tensor, axes: Axes) -> tuple[Tensor, dict[str, Metric]]:
+    """The policy gradient of the reverse KL; with ``prefix`` early tokens weigh more."""
+    assert out.logp is not None
+    teacher, mask = out.logp.detach() - gap, batch.loss_mask
+    if axes.prefix is None:
+        return score_surrogate(out.logp, teacher), {}
+    sampled = batch.rollout_logp if batch.rollout_logp is not None else batch.old_logp
+    advantages = (teacher - (out.logp.detach() if sampled is None else sampled)) * mask
+    weights = prefix_weights(advantages, mask, batch.sequence, gamma=axes.prefix[0], epsilon=axes.prefix[1])
+    metrics = {
+        "iw_opd/mean_advantage": mean(advantages, mask),
+        "iw_opd/mean_abs_advantage": mean(advantages.abs(), mask),
+        "iw_opd/mean_weight": mean(weights, mask),
+        "iw_opd/min_weight": minimum(weights[mask]),
+        "iw_opd/max_weight": maximum(weights[mask]),
+    }
+    return -weights * advantages * out.logp, metrics
+
+
+def _importance(out: ModelOutputs, batch: Batch, axes: Axes) -> Tensor | float:
+    """Clipped weight of tokens that older weights sampled."""
+    if axes.is_clip is None or batch.old_logp is None:
+        return 1.0
+    assert out.logp is not None
+    ratio = (out.logp.detach() - batch.old_logp).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    return ratio.clamp_max(axes.is_clip)
+
+
+def _reduced(terms: Tensor, batch: Batch, axes: Axes) -> LossTerms:
+    forest: dict[str, Any] = {"sequence": batch.sequence, "num_sequences": batch.num_sequences}
+    if axes.reduction != "active":
+        return LossTerms(terms, batch.loss_mask, axes.reduction, **forest)
+    active = batch.columns.get("active", torch.ones(batch.num_sequences, device=terms.device))
+    lengths = sequence_lengths(batch.loss_mask, batch.sequence, batch.num_sequences)
+    return LossTerms(terms * spread(active / lengths, batch.sequence), batch.loss_mask, "token", count="active")
+
+
+def _by_source(terms: Tensor, batch: Batch, mask: Tensor) -> dict[str, Metric]:
+    """The loss of tokens that the student sampled, and of the others."""
+    if "on_policy" not in batch.columns:
+        return {}
+    own = batch.columns["on_policy"]
+    sampled = spread(own, batch.sequence) > 0
+    return {
+        "on_policy_loss": mean(terms, mask & sampled),
+        "off_policy_loss": mean(terms, mask & ~sampled),
+        "on_policy_fraction": mean(own),
+    }

@@ -1,0 +1,511 @@
+"""TRL's distillation methods as rows of one table: a config with its defaults, and what the common trainer has not."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Literal
+
+import datasets
+import torch
+
+from posttrain.data.formats import is_conversational
+from posttrain.errors import ConfigError, DataError
+from posttrain.losses.distillation import discounted_returns
+from posttrain.methods.distillation.config import (
+    Axes,
+    DistillationConfig,
+    DistillationFields,
+    Support,
+    preset,
+)
+from posttrain.methods.distillation.data import joined_text, template_fields, text_of
+from posttrain.methods.distillation.trainer import DistillationTrainer
+from posttrain.methods.grpo.config import GRPOConfig
+from posttrain.metrics import mean
+from posttrain.rewards.runner import RewardTable
+from posttrain.rollouts.batch import RolloutBatch, completions_for_rewards
+from posttrain.types import (
+    Batch,
+    LossTerms,
+    ModelOutputs,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Rollout,
+    Share,
+    option,
+)
+
+THINKING = re.compile(r"<think>.*?</think>\s*", re.DOTALL)
+SHORT = 10  # A single line of fewer characters is no answer (SSD).
+OF_GKD = (
+    "model, teacher_model, args, data_collator, train_dataset, eval_dataset, processing_class, compute_metrics, callbacks, "
+    "optimizers, preprocess_logits_for_metrics, peft_config"
+)
+OF_REWARDED = (
+    "args, train_dataset, eval_dataset, processing_class, reward_processing_classes, callbacks, optimizers, peft_config"
+)
+OF_MINILLM = f"model, teacher_model, reward_funcs, {OF_REWARDED}, rollout_func"
+OF_SELF = "model, args, train_dataset, eval_dataset, processing_class, callbacks, optimizers, peft_config"
+# Fields that the peer's configs have from SFT, whose preparation of rows its trainers switch off.
+OF_SFT: dict[str, tuple[Any, str]] = {
+    "assistant_only_loss": (False, "The last message is the completion, and it alone is trained."),
+    "completion_only_loss": (None, "The completion alone is trained."),
+    "dataset_kwargs": (None, "Prepare the dataset with dataset.map."),
+    "dataset_num_proc": (None, "Prepare the dataset with dataset.map(num_proc=...)."),
+    "dataset_text_field": ("text", "The columns are prompt and completion, or messages."),
+    "eval_packing": (None, "Rows share forward passes without padding where the model allows it."),
+    "loss_type": ("nll", "beta chooses the divergence."),
+    "packing": (False, "Rows share forward passes without padding where the model allows it."),
+    "packing_strategy": ("bfd", "See packing."),
+    "padding_free": (False, "See packing."),
+    "truncation_mode": ("keep_start", "Of a prompt that is too long the end is kept, as the peer's collator does."),
+}
+# Of GRPO's trainer, and not of its loss.
+OF_GRPO: dict[str, tuple[Any, str]] = {
+    "cast_lm_head_to_fp32": (False, "Both models' logits are in float32 anyway."),
+    "entropy_coef": (0.0, "Use GRPO for a bonus of entropy."),
+    "mask_zero_variance_groups": (False, "Groups without a reward to learn from still have a teacher."),
+    "sync_ref_model": (False, "teacher_model_kind='ema' is a teacher that follows the student."),
+    "top_entropy_quantile": (1.0, "The teacher is asked about every token."),
+    "use_adaptive_entropy": (False, "See entropy_coef."),
+}
+OF_BUFFER: dict[str, tuple[Any, str]] = {
+    "vllm_sync_frequency": (
+        1,
+        "Weights are pushed when they moved; steps_per_generation trains one generation longer.",
+    ),
+    "log_completions_steps": (100, "Use logging_steps."),
+}
+# Of a teacher and its divergence, which SSD has not.
+OF_TEACHER: dict[str, tuple[Any, str]] = {
+    name: (default, "SSD trains on its own samples, without a teacher.")
+    for name, default in {
+        "beta": 1.0, "loss_top_k": 0, "loss_add_tail": True, "seq_kd": False, "teacher_model_kind": "model",
+        "teacher_model_name_or_path": None, "teacher_model_server_url": None, "teacher_scores": None,
+    }.items()
+}  # fmt: skip
+
+
+def _template_rule(
+    config: Any, field: str, needed: tuple[str, ...], optional: tuple[str, ...] = ()
+) -> tuple[str, bool, str]:
+    """A rule of a config: the template has these names in braces, and no others."""
+    fields = template_fields(getattr(config, field))
+    shown, known = (
+        " and ".join(f"{{{name}}}" for name in names) for names in (needed, dict.fromkeys((*needed, *optional)))
+    )
+    other = "" if len(needed) == len(known.split(" and ")) else f", of {known}"
+    rule = f"must have {shown} in it{other}; other braces are written twice"
+    return field, set(needed) <= fields <= {*needed, *optional}, rule
+
+
+def _require_context(dataset: Any, name: str) -> None:
+    names = getattr(dataset, "column_names", None)
+    if names is not None and "privileged_context" not in names:
+        raise DataError(f"{name} has no column 'privileged_context'; its columns are {sorted(names)}.")
+
+
+# GKD --------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+@preset(
+    unread=OF_SFT, learning_rate=2e-5, lmbda=0.5, beta=0.5, max_length=1024, max_completion_length=128, disable_dropout=True,
+    temperature=(0.9, "Sampling only: the loss is at temperature 1; > 0."),
+)  # fmt: skip
+class GKDConfig(DistillationConfig):
+    """Arguments of `GKDTrainer`."""
+
+    _loss_temperature: ClassVar[str | float] = 1.0
+    max_new_tokens: PositiveInt | None = option(None, "TRL's name of max_completion_length.")
+    chat_template_path: str | None = option(
+        None, "Template file, or a folder or hub id whose template and tokens to take."
+    )
+    eos_token: str | None = option(None, "End-of-sequence token; None: the tokenizer's.")
+    pad_token: str | None = option(None, "Padding token; None: the tokenizer's, else its end-of-sequence token.")
+
+    def __post_init__(self) -> None:
+        self.check_fields()
+        self.max_new_tokens = self.max_completion_length = self.max_new_tokens or self.max_completion_length
+        super().__post_init__()
+
+
+class GKDTrainer(DistillationTrainer, config=GKDConfig, arguments=f"{OF_GKD}, formatting_func"):
+    """Generalised knowledge distillation: the dataset's answers mixed with the student's own (or the teacher's).
+
+    Reference: GKD, arXiv:2306.13649.
+    """
+
+
+# IW-OPD -----------------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+@preset(
+    unread=OF_BUFFER | {
+        "reverse_kl_top_1_mode": ("sampled", "loss_top_k above 1 sees the student's likeliest ids."),
+        "use_teacher_server": (False, "teacher_model_server_url names the server."),
+    },
+    loss_top_k=(1, "jsd: ids per position, see DistillationConfig; 0: all."), max_length=1024, disable_dropout=True,
+    vllm_server_port=8001,
+)  # fmt: skip
+class IWOPDConfig(DistillationConfig):
+    """Arguments of `IWOPDTrainer`; ``top_p`` is 1.0, as below 1 the estimate is biased."""
+
+    distillation_objective: Literal["iw_opd", "jsd"] = option(
+        "iw_opd", "iw_opd: policy gradient with prefix weights; jsd: the divergence of beta."
+    )
+    iw_opd_gamma: NonNegativeFloat = option(0.5, "How much more the first token weighs, at least 0.")
+    iw_opd_epsilon: PositiveFloat = option(1e-8, "Least sum of advantages that is divided by, above 0.")
+
+    def _rules(self) -> list[tuple[str, bool, str]]:
+        jsd = self.distillation_objective == "jsd"
+        return [
+            *super()._rules(),
+            *((name, jsd or getattr(self, name) in known, "is not read with iw_opd. Fix: distillation_objective='jsd'")
+              for name, known in (("beta", (1,)), ("loss_top_k", (0, 1)))),
+            ("lmbda", jsd or self.lmbda == 1, "with iw_opd: its gradient is right for the student's own tokens alone. Fix: "
+             "lmbda=1.0, or distillation_objective='jsd'"),
+        ]  # fmt: skip
+
+    def axes(self) -> Axes:
+        """The sampled token's policy gradient, or the divergence."""
+        if self.distillation_objective == "jsd":
+            return super().axes()
+        prefix = (self.iw_opd_gamma, self.iw_opd_epsilon)
+        return replace(super().axes(), support="sampled", beta=1.0, estimator="score", prefix=prefix)
+
+
+class IWOPDTrainer(DistillationTrainer, config=IWOPDConfig, arguments=OF_GKD):
+    """On-policy distillation whose early tokens weigh more, against the log-probs that they were sampled with.
+
+    Reference: IW-OPD, arXiv:2606.22600.
+    """
+
+    _name: ClassVar[str] = "IW-OPD"
+
+
+# MiniLLM: with a GRPO term ------------------------------------------------------------------------------------------------
+
+
+@dataclass
+@preset(
+    unread=OF_GRPO, disable_dropout=True, num_generations=(8, "Completions per prompt; 1 sets scale_rewards='none'.")
+)
+class MiniLLMConfig(DistillationFields, GRPOConfig):
+    """Arguments of `MiniLLMTrainer`: those of GRPO, whose ``beta`` is a KL penalty, and of the teacher."""
+
+    _beta: ClassVar[str | float] = 1.0
+    _loss_temperature: ClassVar[str | float] = "kd_temperature"
+    rkl_advantage: bool = option(True, "Add log p - log q of each token to its advantage.")
+    single_step_decomposition: bool = option(True, "Add KL(student || teacher) of each position.")
+    kd_temperature: PositiveFloat = option(1.0, "Loss only: divides both models' logits; > 0.")
+    gamma: Share = option(0.0, "Discount of later tokens' rewards, in [0, 1]; 0: the token's own.")
+    length_normalization: bool = option(True, "Divide by the sum of the discounts.")
+
+    def __post_init__(self) -> None:
+        if self.num_generations == 1:
+            self.scale_rewards = "none"
+        super().__post_init__()
+
+    def _rules(self) -> list[tuple[str, bool, str]]:
+        read = self.rkl_advantage or self.single_step_decomposition
+        return [
+            *super()._rules(),
+            (
+                "rkl_advantage",
+                read,
+                "with single_step_decomposition=False: the teacher would not be read. Fix: set one, or GRPO",
+            ),
+        ]
+
+    def axes(self) -> Axes:
+        """The reverse KL, over the vocabulary and as a reward."""
+        return replace(super().axes(), policy=1.0)
+
+
+class MiniLLMTrainer(DistillationTrainer, config=MiniLLMConfig, arguments=OF_MINILLM):
+    """The reverse KL to the teacher as a reward of each token, beside rewards of whole completions if there are any.
+
+    Reference: MiniLLM, arXiv:2306.08543.
+    """
+
+    takes_rewards: ClassVar[bool] = True
+    takes_images: bool = False
+
+    def objective(self, outputs: ModelOutputs, batch: Batch) -> LossTerms:
+        """``GRPO(A + sum gamma^i (log p - log q)) + KL(q || p)``."""
+        args, returns = self.args, None
+        if args.rkl_advantage:
+            gap = torch.zeros(batch.input_ids.shape, device=batch.input_ids.device)
+            gap = gap.masked_scatter(batch.loss_mask, outputs.compared["gap"])  # (B, T)
+            credit = {"gamma": args.gamma, "length_normalization": args.length_normalization}
+            returns = discounted_returns(-gap, batch.loss_mask, batch.sequence, **credit)
+        single = super().objective(outputs, batch)
+        policy = self.policy_terms(outputs, batch, returns)
+        if args.single_step_decomposition:
+            policy.extra.append(single)
+        policy.metrics = single.metrics | policy.metrics
+        return policy
+
+
+# The student as its own teacher -------------------------------------------------------------------------------------------
+
+
+@dataclass
+@preset(
+    learning_rate=5e-5, max_prompt_length=512, num_generations=8, teacher_model_kind=("base", "base, live or ema."),
+    max_completion_length=(256, "Most tokens of a completion, EOS included."),
+    disable_dropout=(True, "Set every dropout to 0."),
+    unread={
+        "use_teacher_server": (False, "teacher_model_kind='live' needs no second model."),
+        "loss_top_k": (0, "Use distillation_topk."),
+        "loss_add_tail": (True, "Use distillation_add_tail."),
+    },
+)  # fmt: skip
+class SelfDistillationFields(DistillationFields):
+    """Fields of methods whose teacher is the student with more in its prompt."""
+
+    _beta: ClassVar[str | float] = "distillation_alpha"
+    distillation_alpha: float = option(0.5, "beta of the divergence: 0 forward KL, 1 reverse KL.")
+    distillation_mode: Literal["sampled_token", "full_logits", "topk_logits"] = option(
+        "topk_logits", "What the divergence sees: the token, all ids, the student's likeliest."
+    )
+    distillation_topk: PositiveInt | None = option(100, "Ids of topk_logits.")
+    distillation_add_tail: bool = option(False, "One category more for the mass outside them.")
+    distillation_is_clip: PositiveFloat | None = option(
+        2.0, "Most of the importance weight of tokens that older weights sampled; None: no weight."
+    )
+
+    def _rules(self) -> list[tuple[str, bool, str]]:
+        mode, alpha, k = self.distillation_mode, self.distillation_alpha, self.distillation_topk or 0
+        sampled = mode != "sampled_token" or alpha == 1
+        return [
+            *super()._rules(),
+            ("distillation_alpha", sampled, "with sampled_token, which estimates the reverse KL alone. Fix: 1.0"),
+            ("distillation_topk", mode != "topk_logits" or k, "must be set with topk_logits"),
+        ]
+
+    def axes(self) -> Axes:
+        """By ``distillation_mode``; every sequence weighs the same."""
+        modes: dict[str, Support] = {"sampled_token": "sampled", "full_logits": "full", "topk_logits": "student_topk"}
+        support, tail = modes[self.distillation_mode], self.distillation_add_tail
+        row = replace(super().axes(), support=support, top_k=self.distillation_topk or 0, tail=tail)
+        estimator: Any = "score" if support == "sampled" else "exact"
+        return replace(row, estimator=estimator, is_clip=self.distillation_is_clip, reduction="sequence_token")
+
+
+@dataclass
+@preset(unread={"beta": (1.0, "Use distillation_alpha.")})
+class SDFTConfig(SelfDistillationFields, DistillationConfig):
+    """Arguments of `SDFTTrainer`."""
+
+    teacher_prompt_template: str = option(
+        "{prompt}\n\n{privileged_context}", "The teacher's last user turn; both names are needed."
+    )
+    generate_from_teacher: bool = option(False, "Sample from the teacher's prompt.")
+    num_loss_tokens_to_skip: NonNegativeInt = option(0, "First tokens of a completion that are not trained.")
+
+    def _rules(self) -> list[tuple[str, bool, str]]:
+        return [*super()._rules(), _template_rule(self, "teacher_prompt_template", ("prompt", "privileged_context"))]
+
+
+class SDFTTrainer(DistillationTrainer, config=SDFTConfig, arguments=OF_SELF):
+    """The student learns what it would say if it saw the ``privileged_context`` of the row.
+
+    Reference: Self-Distillation Fine-Tuning, arXiv:2601.19897.
+    """
+
+    privileged: ClassVar[bool] = True
+    takes_images: bool = False
+
+    def prepare(self, dataset: Any, name: str, *, training: bool = False) -> Any:
+        """Refuse a dataset without ``privileged_context``, and a row where it is None."""
+        _require_context(dataset, name)
+        for row, value in enumerate(dataset["privileged_context"] if isinstance(dataset, datasets.Dataset) else ()):
+            joined_text(value, f"{name} row {row}: ")
+        return super().prepare(dataset, name, training=training)
+
+    def _hinted(self, example: dict[str, Any]) -> list[int]:
+        shown, args = {"privileged_context": joined_text(example.get("privileged_context"))}, self.args
+        return self.teacher_prompt(example, args.teacher_prompt_template, shown, args.max_prompt_length)
+
+    def student_rollouts(self, examples: list[dict[str, Any]], mode: str) -> tuple[list[Rollout], list[Any]]:
+        """As the parent's, from the teacher's prompts where that is asked for; the first tokens may carry no loss."""
+        if self.args.generate_from_teacher:
+            rollouts = self.sample([self._hinted(example) for example in examples], self.sampling(mode))
+            for rollout, ids in zip(rollouts, self.tokenize(examples), strict=True):
+                rollout.prompt_ids, rollout.logp = ids, []
+            chat = is_conversational(examples[0])
+            completions = completions_for_rewards(self.processing_class, rollouts, conversational=chat)
+        else:
+            rollouts, completions = super().student_rollouts(examples, mode)
+        skip = self.args.num_loss_tokens_to_skip
+        for rollout in rollouts if skip else ():
+            rollout.tool_mask = [int(i >= skip) for i in range(len(rollout.token_ids))]
+        return rollouts, completions
+
+    def facts(self, generation: RolloutBatch, table: RewardTable, mode: str) -> list[Any]:
+        """The teacher's prompt of each completion."""
+        return [self._hinted(example) for example in generation.examples]
+
+
+@dataclass
+@preset(
+    distillation_alpha=1.0, distillation_mode="sampled_token", distillation_topk=None, teacher_model_kind="ema",
+    epsilon_high=(0.2, "Upper clip: 1 + epsilon_high; None: epsilon."),
+    unread=OF_GRPO | {
+        "diagnostics_warning_interval": (10, "The checks of the log warn of flat rewards by themselves."),
+        "diagnostics_flat_tolerance": (1e-8, "Use min_group_std."),
+    },
+)  # fmt: skip
+class SDPOConfig(SelfDistillationFields, GRPOConfig):
+    """Arguments of `SDPOTrainer`: those of GRPO, whose ``beta`` is a KL penalty, and of the teacher."""
+
+    distillation_weight: Share = option(1.0, "w in (1 - w) policy + w distillation, in [0, 1].")
+    max_reprompt_len: PositiveInt = option(10240, "Tokens of the teacher's prompt; the hint is cut.")
+    use_successful_as_teacher: bool = option(True, "Show the teacher a successful completion.")
+    success_reward_threshold: float = option(1.0, "Reward from which a completion is a success.")
+    dont_reprompt_on_self_success: bool = option(True, "Never show a completion itself.")
+    reprompt_template: str = option(
+        "{prompt}{solution}{feedback}\n\nCorrectly solve the original question.\n",
+        "The teacher's last user turn, of {prompt}, {solution} and {feedback}.",
+    )
+    solution_template: str = option(
+        "\nCorrect solution:\n\n{successful_previous_attempt}\n\n", "Of the successful completion."
+    )
+    feedback_template: str = option(
+        "\nThe following is feedback from your unsuccessful earlier attempt:\n\n{feedback_raw}\n\n",
+        "Of the column privileged_context.",
+    )
+    include_environment_feedback: bool = option(False, "Show the column privileged_context.")
+    environment_feedback_only_without_solution: bool = option(False, "Only where none succeeded.")
+    remove_thinking_from_demonstration: bool = option(False, "Cut <think> blocks out.")
+
+    def _rules(self) -> list[tuple[str, bool, str]]:
+        read = {"solution": self.use_successful_as_teacher, "feedback": self.include_environment_feedback}
+        needed = ("prompt", *(name for name, wanted in read.items() if wanted))
+        return [
+            *super()._rules(),
+            _template_rule(self, "reprompt_template", needed, tuple(read)),
+            _template_rule(self, "solution_template", ("successful_previous_attempt",)),
+            _template_rule(self, "feedback_template", ("feedback_raw",)),
+            ("use_successful_as_teacher", any(read.values()), "with include_environment_feedback=False: the teacher would "
+             "see no more than the student. Fix: set one of them"),
+        ]  # fmt: skip
+
+    def axes(self) -> Axes:
+        """The mean over sequences whose teacher sees more."""
+        w = self.distillation_weight
+        return replace(super().axes(), reduction="active", weight=w, policy=1 - w)
+
+
+class SDPOTrainer(DistillationTrainer, config=SDPOConfig, arguments=f"model, reward_funcs, {OF_REWARDED}"):
+    """The student learns from itself after it saw a successful completion of the same prompt.
+
+    Reference: Self-Distillation Policy Optimization, arXiv:2601.20802.
+    """
+
+    privileged: ClassVar[bool] = True
+    takes_images: bool = False
+    takes_rewards: ClassVar[bool] = True
+
+    def __init__(self, model: Any, *, reward_funcs: Any = None, **kwargs: Any) -> None:
+        if reward_funcs is None:
+            raise ConfigError("SDPO needs reward_funcs: they say which completions succeeded.")
+        super().__init__(model, reward_funcs=reward_funcs, **kwargs)
+
+    def prepare(self, dataset: Any, name: str, *, training: bool = False) -> Any:
+        """Refuse a dataset without ``privileged_context`` where it is to be shown."""
+        if self.args.include_environment_feedback:
+            _require_context(dataset, name)
+        return super().prepare(dataset, name, training=training)
+
+    def facts(self, generation: RolloutBatch, table: RewardTable, mode: str) -> list[Any]:
+        """The teacher's prompt of each completion, and which have one of their own (column ``active``)."""
+        count, size = len(generation.rollouts), self.group_size(mode)
+        mine = self.totals[table.start : table.start + count].tolist() if count else []
+        draw = torch.Generator().manual_seed(self.args.seed + self._generation_number(mode))
+        prompts, active = [], []
+        for i, (example, rollout) in enumerate(zip(generation.examples, generation.rollouts, strict=True)):
+            group = range(i // size * size, min(i // size * size + size, count))
+            hint = self._hint(example, [generation.rollouts[j] for j in self._successes(mine, i, group)], draw)
+            active.append(float(any(hint.values())))
+            prompts.append(self._shown(example, hint) if active[-1] else rollout.prompt_ids)
+        generation.columns["active"] = active
+        self.log_metrics_now({"self_distillation/reprompt_sample_fraction": mean(torch.tensor(active))}, mode)
+        return prompts
+
+    def _successes(self, rewards: list[float], own: int, group: range) -> list[int]:
+        args = self.args
+        if not args.use_successful_as_teacher:
+            return []
+        found = [j for j in group if rewards[j] >= args.success_reward_threshold]
+        return [j for j in found if j != own or not args.dont_reprompt_on_self_success]
+
+    def _hint(self, example: dict[str, Any], successes: list[Rollout], draw: torch.Generator) -> dict[str, str]:
+        """What the teacher sees beside the prompt; empty texts where there is nothing."""
+        args, hint = self.args, {"solution": "", "feedback": ""}
+        if successes:
+            chosen = successes[int(torch.randint(len(successes), (), generator=draw))].text or ""
+            chosen = THINKING.sub("", chosen) if args.remove_thinking_from_demonstration else chosen
+            hint["solution"] = args.solution_template.format(successful_previous_attempt=chosen)
+        told = text_of(example.get("privileged_context"))
+        only = hint["solution"] and args.environment_feedback_only_without_solution
+        if args.include_environment_feedback and told.strip() and not only:
+            hint["feedback"] = args.feedback_template.format(feedback_raw=told)
+        return hint
+
+    def _shown(self, example: dict[str, Any], hint: dict[str, str]) -> list[int]:
+        return self.teacher_prompt(example, self.args.reprompt_template, hint, self.args.max_reprompt_len)
+
+    def objective(self, outputs: ModelOutputs, batch: Batch) -> LossTerms:
+        """``(1 - w) GRPO + w divergence``, the divergence over completions whose teacher saw more."""
+        loss = super().objective(outputs, batch)
+        if self.axes.policy:
+            policy = self.policy_terms(outputs, batch)
+            policy.terms = self.axes.policy * policy.terms
+            loss.extra.append(policy)
+            loss.metrics = policy.metrics | loss.metrics
+        return loss
+
+
+# SSD --------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+@preset(
+    unread=OF_TEACHER, learning_rate=5e-5, max_prompt_length=512, max_completion_length=256, disable_dropout=True,
+    temperature=(1.0, "Sampling only: the cross-entropy is at temperature 1; > 0."),
+)  # fmt: skip
+class SSDConfig(DistillationConfig):
+    """Arguments of `SSDTrainer`."""
+
+    filter_empty: bool = option(True, "Leave out blank completions, and single lines under 10 letters.")
+
+    def axes(self) -> Axes:
+        """Cross-entropy alone."""
+        return Axes("none", weight=0.0, cross_entropy=1.0)
+
+
+class SSDTrainer(DistillationTrainer, config=SSDConfig, arguments=OF_SELF):
+    """Simple self-distillation: supervised fine-tuning on the model's own samples, at another temperature.
+
+    Reference: arXiv:2604.01193.
+    """
+
+    takes_images: bool = False
+
+    def keep(self, generation: RolloutBatch, table: RewardTable, mode: str) -> None:
+        """As the parent's; completions that say nothing are left out."""
+        super().keep(generation, table, mode)
+        texts = [(rollout.text or "").strip() for rollout in generation.rollouts]
+        if self.args.filter_empty:
+            generation.left_out = {
+                i for i, text in enumerate(texts) if not text or ("\n" not in text and len(text) < SHORT)
+            }
+        kept = [float(i not in generation.left_out) for i in range(len(texts))]
+        self.log_metrics_now({"ssd/active_sample_ratio": mean(torch.tensor(kept))}, mode)

@@ -1,0 +1,565 @@
+"""`DistillationTrainer`: a student learns a teacher's next-token distributions, on its own tokens or on others'."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from posttrain.checks.tokenizers import TokenizerMatch, compare_tokenizers, require_same_tokens
+from posttrain.data.chat import terminal_token_ids
+from posttrain.data.forest import Layout
+from posttrain.data.formats import get_dataset_column_names
+from posttrain.errors import ConfigError, DataError
+from posttrain.loop.config import choose_layout, takes
+from posttrain.loop.online import OnlineTrainer
+from posttrain.loop.pictures import Vision
+from posttrain.loop.prompts import PromptSource
+from posttrain.losses.reduce import spread
+from posttrain.methods.distillation.config import Axes, DistillationConfig, logit_width
+from posttrain.methods.distillation.data import (
+    as_rollout,
+    privileged_prompt,
+    tokenized_answers,
+    with_prompt_column,
+    with_template_arguments,
+)
+from posttrain.methods.distillation.objective import Comparison, TokenScores, distillation_objective
+from posttrain.methods.distillation.teacher import (
+    AdapterAverage,
+    ModelTeacher,
+    ScoreFile,
+    ServerTeacher,
+    frozen,
+    load_teacher,
+    own_tokenizer,
+    scores_of_batch,
+    teacher_id,
+)
+from posttrain.methods.grpo.trainer import grpo_objective, scored_groups
+from posttrain.models import parallel
+from posttrain.models.heads import causal_lm, has_tower, install_token_head, picture_encoder
+from posttrain.models.memory_estimate import Part
+from posttrain.models.reference import Reference
+from posttrain.models.vision import install_pictures
+from posttrain.report.sync_reference import SyncRefModelCallback
+from posttrain.rewards.runner import RewardTable
+from posttrain.rollouts.batch import RolloutBatch, completions_for_rewards
+from posttrain.rollouts.server.client import VLLMClient
+from posttrain.types import Batch, LossTerms, ModelOutputs, Prompt, Request, Rollout, Row
+
+WORST = 5  # Tokens of a pass that are named in the table of completions.
+
+
+def _unrewarded(completions: list[Any], **_: Any) -> list[None]:
+    """Stands where online trainers have reward functions; it is never called."""
+    raise AssertionError("distillation without rewards scores nothing")
+
+
+class DistillationTrainer(OnlineTrainer, config=DistillationConfig):
+    """Distillation with four axes: whose tokens (``lmbda``, ``seq_kd``), which divergence, which teacher, what else.
+
+    Args:
+        model: The student: hub id, folder, model or peft model.
+        teacher_model: Hub id, folder or model; None where ``args`` names the teacher.
+        args: `DistillationConfig` or one of the presets.
+        train_dataset: ``prompt`` (and ``completion``), or ``messages``.
+        eval_dataset: Likewise.
+        processing_class: The student's tokenizer; None loads the model's.
+        teacher_processing_class: The teacher's; None loads that of the teacher's id, or of the folder
+            or id that a model object was loaded from; of one built in memory the student's is taken for it.
+        teacher_server: Client of a server that scores, see `ServerTeacher`.
+
+    Reference: GKD, arXiv:2306.13649.
+
+    >>> trainer = DistillationTrainer(student, teacher, train_dataset=prompts)  # doctest: +SKIP
+    >>> trainer.train()  # doctest: +SKIP
+    """
+
+    compared: ClassVar[bool] = False  # ``beta`` is the divergence's, and no tie to a reference.
+    cuts_prompts = True
+    needs = frozenset({"logp", "entropy"})
+    takes_rewards: ClassVar[bool] = False  # Whether GRPO's loss stands beside the divergence.
+    privileged: ClassVar[bool] = False  # Whether the teacher reads another prompt, which `facts` gives.
+    takes_images: bool = True
+    may_read_images = property(lambda self: self.vision.images)
+    args: Any
+
+    @takes(
+        "model, teacher_model, args, train_dataset, eval_dataset, processing_class, callbacks, optimizers, "
+        "quantization_config, peft_config, tools"
+    )
+    def __init__(
+        self,
+        model: str | nn.Module,
+        teacher_model: str | nn.Module | None = None,
+        args: Any = None,
+        *,
+        teacher_processing_class: Any = None,
+        teacher_server: Any = None,
+        reward_funcs: Any = None,
+        formatting_func: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        if reward_funcs is not None and not self.takes_rewards:
+            raise ConfigError(
+                f"{type(self).__name__} reads no rewards. Fix: MiniLLM or SDPO, or leave reward_funcs out."
+            )
+        if formatting_func is not None:
+            raise ConfigError(
+                "formatting_func has no place here. Fix: dataset.map to the columns prompt and completion."
+            )
+        # What the teacher needs to know of completions that are trained or evaluated, by their number, as JSON.
+        self.kept: dict[str, dict[int, Any]] = {"train": {}, "eval": {}}
+        self.score_files: dict[str, ScoreFile] = {}
+        self.columns: int | None = None
+        # Tokens on which the two differ most, by the completion's number; rows of the completions' table, likewise.
+        self._worst: list[tuple[float, str]] = []
+        self._row_of: dict[float, dict[str, Any]] = {}
+        self.teacher_vision: Any = None  # How the teacher reads images, where it does not read the student's ids.
+        super().__init__(model, reward_funcs or _unrewarded, args, **kwargs)
+        self.record.listeners.append(self._listed)
+        # A mean over the tokens of the micro-batch wants them in one pass.
+        self.single_forward_per_microbatch = self.takes_rewards and self.args.loss_type == "bnpo"
+        self.teacher: ModelTeacher | None = None
+        self.teacher_model: nn.Module | None = None
+        self.server: ServerTeacher | None = None
+        self._make_teacher(teacher_model, teacher_processing_class, teacher_server)
+        if self.keeps_completions:
+            self.args.balance_ranks = False  # What is known of a completion stays on its rank.
+
+    @functools.cached_property
+    def axes(self) -> Axes:
+        """The loss as a row of the table of methods."""
+        return self.args.axes()
+
+    @property
+    def temperature(self) -> float:
+        """Of log-probs: the sampling's where there is a GRPO term, else the loss's."""
+        return float(self.args.temperature) if self.takes_rewards else self.axes.student_temperature
+
+    # Teachers ----------------------------------------------------------------------------------------------------
+
+    @staticmethod
+    def teachers_in_memory(args: Any, policy: Part, configs: Mapping[str, Any]) -> list[Part]:
+        """For estimates: the teacher model, or the copy of the student that stays its teacher."""
+        if args.teacher_model_kind in ("base", "ema") and policy.peft_config is None:
+            return [replace(policy, role="teacher", trained=False)]
+        if (config := configs.get("teacher")) is None:
+            return []
+        dtype = dict(args.teacher_model_init_kwargs or {}).get("dtype", "auto")
+        known = getattr(config, "dtype", None) or torch.float32 if dtype == "auto" else dtype
+        known = known if isinstance(known, torch.dtype) else getattr(torch, str(known).removeprefix("torch."))
+        return [Part("teacher", config, "causal", known, trained=False)]
+
+    def _make_teacher(self, given: Any, tokenizer: Any, server: Any) -> None:
+        args = self.args
+        if self.vision.images and (self.score_files or server or args.teacher_model_server_url):
+            raise ConfigError(
+                "the rows have images, and a file or a server scores text alone. Fix: a teacher model in this process."
+            )
+        named = args.teacher_model_name_or_path
+        if isinstance(given, str) and named not in (None, given):
+            raise ConfigError(
+                f"teacher_model={given!r} and teacher_model_name_or_path={named!r}. Fix: set one of them."
+            )
+        if self.axes.support == "none" and (given is not None or server is not None):
+            raise ConfigError(f"{self._name} has no teacher, and one is given. Fix: leave it out.")
+        if self.axes.support == "none" or self.score_files:
+            return
+        if args.teacher_model_server_url or server is not None:
+            client = VLLMClient(args.teacher_model_server_url) if server is None else server
+            probe = next(row.prompt_ids for row in self._rows_of([next(iter(self.train_dataset))]))
+            expected = args.teacher_model_name_or_path
+            self.server = ServerTeacher(client, self.axes, expected=expected, probe=[*probe, *probe][:8])
+            if tokenizer is None:
+                trust = {"trust_remote_code": args.trust_remote_code, "revision": args.teacher_model_revision}
+                tokenizer = own_tokenizer(expected or self.server.name, required=False, **trust)
+            if tokenizer is not None and args.tokenizer_check != "off":
+                self._compared(getattr(tokenizer, "tokenizer", tokenizer), None, None)
+        elif args.teacher_model_kind == "model":
+            self._other_teacher(given, tokenizer)
+        elif given is None:
+            self._own_teacher(args.teacher_model_kind)
+        else:
+            raise ConfigError(
+                f"teacher_model with teacher_model_kind={args.teacher_model_kind!r}: there would be two teachers. Leave one out."
+            )
+
+    def _own_teacher(self, kind: str) -> None:
+        """The student's weights, now or then."""
+        own = None if kind == "live" else Reference(self.model, fresh_adapter=self.fresh_adapter and kind == "base")
+        if own is not None and own.copy is not None:
+            self.teacher_model = own.copy.to(self.args.device)
+            install_token_head(own.copy)
+        if kind == "ema" and own is not None:
+            whole = own.copy is not None
+            self.add_callback(SyncRefModelCallback(own, self.accelerator) if whole else AdapterAverage(own))
+
+        @contextmanager
+        def running() -> Iterator[nn.Module]:
+            with self.inference() as policy:
+                if own is None:
+                    yield policy
+                else:
+                    with own.active(policy) as model:
+                        yield model
+
+        self.teacher = ModelTeacher(running, self.layout, True, self.pad_token_id)
+
+    def _other_teacher(self, given: Any, tokenizer: Any) -> None:
+        args, loaded = self.args, isinstance(given, nn.Module)
+        # Of a teacher that is not there `load_teacher` tells.
+        if tokenizer is None and (loaded or teacher_id(given, args)):
+            trust = {
+                "trust_remote_code": args.trust_remote_code,
+                "revision": None if loaded else args.teacher_model_revision,
+            }
+            tokenizer = own_tokenizer(teacher_id(given, args), required=not loaded, **trust)
+        processor = tokenizer if hasattr(tokenizer, "image_processor") else None
+        tokenizer = getattr(tokenizer, "tokenizer", tokenizer)
+        model = load_teacher(given, self.args, self.model).to(self.args.device)
+        install_token_head(model)
+        if self.vision.images:
+            self.show_pictures(model, processor)
+        self.teacher_model, self.teacher_tokenizer = model, tokenizer or self.processing_class
+        self.check_vocabularies(model, self.teacher_tokenizer)
+        self.checks.knows(parts={"teacher_model": model if self.shares_tokens else None})
+        layout = choose_layout(model, self.args, padded=False)
+        fits = layout.dense_mask <= self.layout.dense_mask and layout.rope_switch is layout.rope_end is None
+        shared = layout.kind == self.layout.kind == "tree" and fits
+        running = functools.partial(frozen, model, self.accelerator.autocast)
+        self.teacher = ModelTeacher(running, layout, shared and self.shares_tokens, self.pad_token_id)
+
+    def show_pictures(self, teacher: nn.Module, processor: Any) -> None:
+        """Let the teacher see the student's pictures through its own tower; prepared once where both prepare them alike.
+
+        Raises:
+            ConfigError: It reads text alone, or is of another family, which has other ids and pixels.
+        """
+        kinds = [causal_lm(model).config.model_type for model in (self.model, teacher)]
+        if not has_tower(teacher) or (self.shares_tokens and kinds[0] != kinds[1]):
+            raise ConfigError(
+                f"the rows have images, and the teacher is {kinds[1]!r}, which does not read the ids and pixels of the student, "
+                f"{kinds[0]!r}. Fix: a teacher of the student's family, or GOLD with use_uld_loss=True and one that reads images."
+            )
+        if not self.shares_tokens:
+            size = int(self.args.image_cache_gb * 2**30)
+            install_pictures(teacher, self.teacher_vision.processor, cache_bytes=size)
+        elif self.vision.show(teacher, processor):
+            encoder = picture_encoder(teacher)
+            assert encoder is not None
+            encoder.next = picture_encoder(self.model)
+
+    @property
+    def shares_tokens(self) -> bool:
+        """Whether the teacher reads the student's ids."""
+        return True
+
+    def check_vocabularies(self, teacher: nn.Module, tokenizer: Any) -> None:
+        """Refuse a teacher whose ids mean other tokens; cut both models' logits to the ids that have one."""
+        widths = (logit_width(self.model), logit_width(teacher))
+        if self.args.tokenizer_check == "off":
+            self.columns = min(widths)
+            return
+        if widths[1] < len(tokenizer) and self.args.tokenizer_check == "error":
+            raise ConfigError(
+                f"the teacher has {widths[1]} logits, and its tokenizer {len(tokenizer)} tokens: it cannot say how likely the "
+                "others are. Fix: teacher_processing_class, if its own tokenizer is another, or tokenizer_check='warn'."
+            )
+        match = self._compared(tokenizer, widths[1], getattr(causal_lm(teacher), "generation_config", None))
+        self.columns = match.columns if match.verdict != "identical" else None
+
+    def _compared(self, tokenizer: Any, width: int | None, generation_config: Any) -> TokenizerMatch:
+        """The student's tokenizer beside the teacher's of ``width`` logits, whose ids must mean the same."""
+        own = getattr(causal_lm(self.model), "generation_config", None)
+        stops = (terminal_token_ids(self.processing_class, own), terminal_token_ids(tokenizer, generation_config))
+        widths = (logit_width(self.model), width)
+        match = compare_tokenizers(self.processing_class, tokenizer, widths=widths, stops=stops)
+        options = {"mode": self.args.tokenizer_check, "trainer": type(self).__name__}
+        require_same_tokens(match, on_policy=self.args.lmbda > 0, **options)
+        return match
+
+    def _choose_layout(self) -> Layout:
+        """As the parent's, one row a pass: beside a teacher, activations of a second row have no room."""
+        return replace(super()._choose_layout(), pass_tokens=0)
+
+    # Data --------------------------------------------------------------------------------------------------------
+
+    def make_prompt_source(self) -> PromptSource:
+        """Columns beside the prompt are answers and what the teacher is shown: they stay."""
+        source = super().make_prompt_source()
+        source.drops_columns = False
+        return source
+
+    def prepare_datasets(self, train: Any, evaluation: Any) -> tuple[Any, Any]:
+        """Prompts as every online trainer's; answers of the dataset as ids, where they are trained or evaluated."""
+        train = self.prepare(train, "train_dataset", training=True)
+        return super().prepare_datasets(train, None if evaluation is None else self.prepare_evaluation(evaluation))
+
+    def prepare(self, dataset: Any, name: str, *, training: bool = False) -> Any:
+        """A raw set with its answers as ids, where they are trained or evaluated; a prepared one comes back as it is."""
+        args, dataset = self.args, with_prompt_column(dataset)
+        # A stream that was mapped declares no columns.
+        columns = get_dataset_column_names(dataset) if hasattr(dataset, "column_names") else []
+        if "prompt_ids" in columns:
+            return dataset
+        answered = args.eval_mode != "student" and "completion" in columns
+        if training:
+            answered = args.lmbda < 1 and not args.seq_kd
+        if answered and "completion" not in columns:
+            raise DataError(
+                f"{name} has no completion column, and lmbda={args.lmbda} trains on the dataset's completions. Fix: a completion "
+                "column, seq_kd=True (the teacher samples them), or lmbda=1 (the student does)."
+            )
+        dataset = with_template_arguments(dataset, args.chat_template_kwargs if answered else None)
+        if answered and self.vision.reader is not None:
+            dataset, _ = self.vision.prepare_rows(
+                dataset, branches=("completion",), begins=True, name=name, keep=columns
+            )
+        elif answered:
+            limits = {"max_length": args.max_length, "max_prompt_length": args.max_prompt_length}
+            dataset = tokenized_answers(dataset, self.processing_class, name=name, **limits)
+        if args.teacher_scores:
+            self._open_scores(dataset, name, training=training, answered=answered)
+        return dataset
+
+    def _open_scores(self, dataset: Any, name: str, *, training: bool, answered: bool) -> None:
+        path = self.args.teacher_scores if training else self.args.eval_teacher_scores
+        if path is None or not answered:
+            raise ConfigError(
+                f"teacher_scores without scores of the dataset {name!r}. Fix: score its answers too "
+                "(posttrain teacher-scores) and set eval_teacher_scores, or leave eval_dataset out."
+            )
+        file = self.score_files["train" if training else "eval"] = ScoreFile(path)
+        file.check(dataset, self.processing_class, self.args.axes())
+        self.columns = len(self.processing_class)  # The teacher's scores are over these.
+
+    def rows(self, examples: list[dict[str, Any]]) -> list[Row]:
+        """Rows of the dataset's own answers; without them completions come later."""
+        if not examples or "completion_ids" not in examples[0]:
+            raise NotImplementedError
+        ids = [(list(example["prompt_ids"]), list(example["completion_ids"])) for example in examples]
+        rows = [Row(prompt, [answer], [[1] * len(answer)]) for prompt, answer in ids]
+        return self.vision.placed(rows, examples)
+
+    @property
+    def samples_completions(self) -> bool:
+        """Not where the dataset's answers alone are trained."""
+        return self.args.lmbda > 0 or self.args.seq_kd
+
+    @property
+    def prompt_limit(self) -> int | None:
+        """Prompts to sample from are cut as those of dataset rows are."""
+        args = self.args
+        room = None if args.max_length is None else max(args.max_length - args.max_completion_length, 1)
+        return min((most for most in (args.max_prompt_length, room) if most is not None), default=None)
+
+    @property
+    def can_dry_run(self) -> bool:
+        """Whether there are reward functions, which alone are tried on rows."""
+        return self.takes_rewards and self.rewards.functions[0] is not _unrewarded
+
+    # Whose tokens ------------------------------------------------------------------------------------------------
+
+    def samples(self, examples: Sequence[dict[str, Any]], mode: str) -> list[bool]:
+        """Which examples the student completes; the same draw on every rank, one for each prompt."""
+        if mode == "eval":
+            return ["completion_ids" not in example for example in examples]
+        size = self.group_size(mode)
+        seed = self.args.seed * 1_000_003 + self._generation_number(mode)
+        drawn = torch.rand(-(-len(examples) // size), generator=torch.Generator().manual_seed(seed)) < self.args.lmbda
+        return drawn.repeat_interleave(size)[: len(examples)].tolist()
+
+    def generated(self, examples: list[dict[str, Any]], mode: str) -> RolloutBatch:
+        """As the parent's; answers of the dataset need no engine, and a rank without examples then does nothing."""
+        if not examples and mode == "eval" and "completion_ids" in self.spare_example:
+            return RolloutBatch([], [], [], born=self.state.global_step)
+        return super().generated(examples, mode)
+
+    def roll_out(self, examples: list[dict[str, Any]], mode: str) -> tuple[list[Rollout], list[Any]]:
+        """Completions by whoever the draw names: the student, or the teacher or the dataset."""
+        self._sampled = sampled = self.samples(examples, mode)
+        if all(sampled):
+            return self.student_rollouts(examples, mode)
+        own = [example for example, mine in zip(examples, sampled, strict=True) if mine]
+        others = [example for example, mine in zip(examples, sampled, strict=True) if not mine]
+        mine = iter(self.student_rollouts(own, mode)[0] if own else ())
+        if self.args.seq_kd and mode == "train":
+            given = iter(self._teacher_rollouts(others, mode))
+        else:
+            given = iter([as_rollout(row, self.processing_class) for row in self.rows(others)])
+        rollouts = [next(mine) if one else next(given) for one in sampled]
+        chat = not isinstance(examples[0]["prompt"], str)
+        return rollouts, completions_for_rewards(self.processing_class, rollouts, conversational=chat)
+
+    def student_rollouts(self, examples: list[dict[str, Any]], mode: str) -> tuple[list[Rollout], list[Any]]:
+        """Samples of the student."""
+        return super().roll_out(examples, mode)
+
+    @functools.cached_property
+    def _teacher_engine(self) -> Any:
+        if self.teacher_model is None:
+            raise ConfigError("seq_kd=True needs a teacher model of its own to sample from. Fix: teacher_model.")
+        return self.engine_on(self.teacher_model)
+
+    def _teacher_rollouts(self, examples: list[dict[str, Any]], mode: str) -> list[Rollout]:
+        requests = [Request(prompt, pictures=Prompt.pictures_of(prompt)) for prompt in self.tokenize(examples)]
+        rollouts = self._teacher_engine.generate(requests, self.sampling(mode))
+        for rollout, request in zip(rollouts, requests, strict=True):
+            rollout.logp, rollout.pictures = [], request.pictures  # Log-probs of the teacher, and not of a student.
+        return rollouts
+
+    # One generation ----------------------------------------------------------------------------------------------
+
+    def score(self, generation: RolloutBatch, mode: str) -> RewardTable:
+        """Rewards, where the method has them."""
+        if self.can_dry_run:
+            return super().score(generation, mode)
+        return RewardTable(torch.empty(len(generation.rollouts), 0), [], torch.empty(0))
+
+    def advantages(self, generation: RolloutBatch, table: RewardTable, mode: str) -> Tensor:
+        """As GRPO's, 0 without rewards; and what the teacher needs to know of each completion is kept."""
+        self.totals = found = torch.zeros(len(generation.rollouts))
+        if self.can_dry_run:
+            stats = scored_groups(table, self.group_size(mode), self.args)
+            self.reward_watch.log(generation, table, stats.totals, stats.advantages, mode, stats.zero_std_share)
+            self.totals, found = stats.totals, stats.advantages
+        if len(self._sampled) == len(generation.rollouts):
+            generation.columns["on_policy"] = [float(one) for one in self._sampled]
+        self.keep(generation, table, mode)
+        return found
+
+    @property
+    def keeps_completions(self) -> bool:
+        """Whether the teacher needs more of a completion than its tokens."""
+        return self.privileged or self.server is not None or bool(self.score_files)
+
+    def keep(self, generation: RolloutBatch, table: RewardTable, mode: str) -> None:
+        """Number the completions, on each rank others, above 0 in training and below in evaluation; keep the `facts` of each."""
+        sign, count = 1 if mode == "train" else -1, len(generation.rollouts)
+        keys = [sign * (self.accelerator.process_index * count + i + 1) for i in range(count)]
+        if self.keeps_completions:
+            self.kept[mode] = dict(zip(keys, self.facts(generation, table, mode), strict=True))
+        generation.columns["key"] = [float(key) for key in keys]
+
+    def _listed(self, rows: list[dict[str, Any]], evaluation: bool) -> None:
+        """Completions of all ranks, in the main process, before they are written: with a column for the worst tokens."""
+        numbered = {row.pop("key"): row for row in rows}
+        for row in rows:
+            row["worst_tokens"] = ""
+            if not self.can_dry_run:
+                del row["advantage"]
+        if not evaluation:
+            self._row_of = numbered
+
+    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        for key, text in parallel.all_gather_objects(self._worst, self.accelerator):
+            if key in self._row_of:
+                self._row_of[key]["worst_tokens"] += text
+        self._worst = []
+        super()._maybe_log_save_evaluate(*args, **kwargs)
+
+    def facts(self, generation: RolloutBatch, table: RewardTable, mode: str) -> list[Any]:
+        """What the teacher needs to know of each completion, as JSON: a row of scores, a server's scores, its own prompt."""
+        if self.server is None:
+            return [int(example["score_row"]) for example in generation.examples]
+        return self.server.score(
+            [r.prompt_ids for r in generation.rollouts], [r.token_ids for r in generation.rollouts]
+        )
+
+    def _fact(self, key: int) -> Any:
+        mode = "train" if key > 0 else "eval"
+        fact = self.kept[mode][key]
+        if self.score_files:
+            return self.score_files[mode].read(fact, self.axes.top_k)
+        return fact if self.server is None else TokenScores(**{name: torch.tensor(x) for name, x in fact.items()})
+
+    def teacher_prompt(
+        self, example: dict[str, Any], template: str, shown: Mapping[str, str], most: int | None
+    ) -> list[int]:
+        """Ids of ``template`` of the example's prompt and what only the teacher sees, by name, with room for a completion."""
+        room = None if self.context is None else self.context - self.args.max_completion_length
+        most = min((limit for limit in (most, room) if limit is not None), default=None)
+        kwargs = self.args.chat_template_kwargs or {}
+        return privileged_prompt(example, template, shown, self.processing_class, most=most, kwargs=kwargs)
+
+    def needs_old_logp(self, mode: str) -> bool:
+        """Where ratios are clipped: in the policy's loss, with ``is_clip``, in IW-OPD; exact divergences have none."""
+        axes = self.axes
+        return (self.takes_rewards or axes.is_clip is not None or axes.prefix is not None) and super().needs_old_logp(
+            mode
+        )
+
+    def make_reference(self) -> Reference | None:
+        """``beta`` is the divergence's, and no KL penalty, but where there is a GRPO term."""
+        return super().make_reference() if self.takes_rewards else None
+
+    # The loss ----------------------------------------------------------------------------------------------------
+
+    def comparison(self, batch: Batch) -> Any:
+        """What the student's head compares itself with; None where there is no teacher."""
+        if self.axes.support == "none":
+            return None
+        options: dict[str, Any] = {"columns": self.columns, "policy_temperature": self.temperature}
+        options["without"] = self.never_written(self.vision, self.columns or logit_width(self.model))
+        if self.score_files or self.server is not None:
+            return Comparison(self.axes, scores_of_batch(batch, self._fact), **options)
+        assert self.teacher is not None
+        if self.privileged and "key" in batch.columns:
+            return Comparison(self.axes, self.teacher.of_prompts(batch, self._fact), **options)
+        return Comparison(self.axes, self.teacher.of_batch(batch), **options)
+
+    def before_step(self, micro_batches: list[list[Batch]]) -> None:
+        """Refuse a step that teaches nothing."""
+        if self.denominators.tokens == 0:
+            raise DataError(
+                "an optimiser step has no answer token: there is nothing to learn. Fix: longer completions."
+            )
+
+    def never_written(self, vision: Vision, width: int) -> Tensor | None:
+        """Ids below ``width`` that stand for images or mark them, which no engine draws either; None for text."""
+        return None if vision.reader is None else torch.tensor(vision.reader.never(width), device=self.args.device)
+
+    def objective(self, outputs: ModelOutputs, batch: Batch) -> LossTerms:
+        """See `distillation_objective`; in training the tokens on which the two differ most are remembered."""
+        loss = distillation_objective(outputs, batch, self.axes)
+        if self.model.training and "gap" in outputs.compared and "key" in batch.columns:
+            values = outputs.compared["divergence" if self.axes.estimator == "exact" else "gap"].detach().abs()
+            sequence, targets = batch.sequence[batch.loss_mask].tolist(), batch.input_ids[batch.loss_mask].tolist()
+            for i in values.topk(min(WORST, len(values))).indices.tolist():
+                text = f"{self.processing_class.decode([targets[i]])!r} {float(values[i]):.2f}  "
+                self._worst.append((float(batch.columns["key"][sequence[i]]), text))
+        return loss
+
+    def policy_terms(self, outputs: ModelOutputs, batch: Batch, extra: Tensor | None = None) -> LossTerms:
+        """GRPO's loss; ``extra (B, T)`` is added to the advantage of each token."""
+        assert outputs.logp is not None and batch.advantages is not None
+        shared = spread(batch.advantages, batch.sequence)
+        return grpo_objective(
+            outputs, replace(batch, advantages=shared if extra is None else shared + extra), self.args
+        )
+
+    def named_counts(self, batches: Sequence[Batch]) -> dict[str, float]:
+        """Sequences that have a teacher, and aligned groups, where the loss divides by them."""
+        if self.axes.reduction == "active":
+            return {"active": sum(float(b.columns["active"].sum()) for b in batches if "active" in b.columns)}
+        if self.axes.support == "aligned":
+            return {"groups": sum(float((b.columns["aligned"] > 0).sum()) for b in batches if "aligned" in b.columns)}
+        return {}
+
+    # Checkpoints -------------------------------------------------------------------------------------------------
+
+    def state_to_save(self) -> dict[str, Any]:
+        """As the parent's, with what the teacher must know of completions that wait."""
+        return super().state_to_save() | {"kept": {} if self.window.used_up else self.kept["train"]}
+
+    def load_saved_state(self, state: dict[str, Any]) -> None:
+        """Undo `state_to_save`."""
+        super().load_saved_state(state)
+        self.kept["train"] = {int(key): fact for key, fact in state.get("kept", {}).items()}

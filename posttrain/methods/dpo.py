@@ -1,0 +1,214 @@
+"""Direct preference optimisation: raise the chosen answer over the rejected one, relative to a reference."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor, nn
+
+from posttrain.errors import ConfigError, check_choice
+from posttrain.loop.config import attributes, takes, warn_keep_end
+from posttrain.loop.pictures import PictureConfig
+from posttrain.losses.divergence import desensitized_sum, pair_values, wpo_weight
+from posttrain.losses.likelihood import nll
+from posttrain.losses.preference import DPO_LOSSES
+from posttrain.losses.reduce import row_terms, sequence_sum
+from posttrain.methods.preference import (
+    OF_COMPARED,
+    PRECOMPUTED,
+    ComparedConfig,
+    PreferenceTrainer,
+    answer_mask,
+    pair_metrics,
+    sequence_logp,
+)
+from posttrain.metrics import mean
+from posttrain.types import Batch, LossTerms, ModelOutputs, PositiveFloat, Share, option
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class DPOConfig(PictureConfig, ComparedConfig):
+    """Arguments of `DPOTrainer`."""
+
+    removed: ClassVar[dict[str, str]] = ComparedConfig.removed | {
+        "rpo_alpha": "add 'sft' to loss_type and its weight to loss_weights",
+        "reference_free": "use CPOTrainer with cpo_alpha=0",
+        "max_completion_length": "filter the data, or set max_length",
+        "generate_during_eval": "use LogCompletionsCallback",
+        "force_use_ref_model": "pass ref_model",
+        "ref_model_init_kwargs": "load the reference yourself and pass ref_model",
+        "f_divergence_params": "use f_alpha_divergence_coef",
+    }
+    loss_type: list[str] = field(
+        default_factory=lambda: ["sigmoid"], metadata={"help": f"One or more of: {', '.join(DPO_LOSSES)}."}
+    )
+    loss_weights: list[float] | None = option(None, "Weights of the losses, one each; None: all 1.")
+    ld_alpha: Share | None = option(None, "Weight in [0, 1] of tokens beyond the shorter answer (LD-DPO); None: 1.")
+    f_divergence_type: Literal["reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"] = option(
+        "reverse_kl", "Which divergence from the reference is charged."
+    )
+    f_alpha_divergence_coef: float = option(0.5, "Coefficient of alpha_divergence.")
+    label_smoothing: Share = option(0.0, "Chance that a label is wrong; read by robust, exo_pair, aot, aot_unpaired.")
+    use_weighting: bool = option(False, "Weigh pairs by how likely the policy finds them (WPO).")
+    discopop_tau: PositiveFloat = option(0.05, "Temperature of discopop, above 0.")
+    padding_free: bool = option(False, "For compatibility: pairs carry no padding either way.")
+
+    pad_token: str | None = option(None, "Deprecated: set pad_token on the tokenizer.")
+
+    def __post_init__(self) -> None:
+        self.loss_type = [self.loss_type] if isinstance(self.loss_type, str) else list(self.loss_type)
+        super().__post_init__()
+        warn_keep_end(self.truncation_mode)
+        for name in self.loss_type:
+            hint = " (it is called 'aot_unpaired' now)" if name == "aot_pair" else ""
+            if hint:
+                raise ConfigError(f"loss_type={name!r} is not known{hint}.")
+            check_choice("loss_type", name, DPO_LOSSES)
+        if self.loss_weights is not None and len(self.loss_weights) != len(self.loss_type):
+            raise ConfigError(
+                f"loss_weights has {len(self.loss_weights)} values for {len(self.loss_type)} losses {self.loss_type}."
+            )
+        self._check_ranges()
+
+    def _check_ranges(self) -> None:
+        smoothed = [name for name in self.loss_type if "label_smoothing" in DPO_LOSSES[name].scalars]
+        if self.label_smoothing and not smoothed:
+            raise ConfigError(
+                f"label_smoothing={self.label_smoothing} is not read by loss_type={self.loss_type}. Use 'robust', which is made "
+                "for labels that are sometimes wrong, or leave it out."
+            )
+        if "robust" in smoothed and not 0 <= self.label_smoothing < 0.5:
+            raise ConfigError(f"label_smoothing={self.label_smoothing} with 'robust' must be in [0, 0.5).")
+        if "exo_pair" in smoothed and not 0 < self.label_smoothing < 1:
+            raise ConfigError(f"label_smoothing={self.label_smoothing} with 'exo_pair' must be above 0, e.g. 1e-3.")
+        self._check_uses()
+
+    def _check_uses(self) -> None:
+        formulas = {name: DPO_LOSSES[name] for name in self.loss_type}
+        ranked = [name for name, formula in formulas.items() if formula.kind == "sorted"]
+        if self.use_weighting and ranked:
+            raise ConfigError(
+                f"use_weighting=True weighs pairs, and loss_type={ranked} sorts them apart. Drop one of them."
+            )
+        if self.f_divergence_type != "reverse_kl" and not any(f.uses_link for f in formulas.values()):
+            raise ConfigError(
+                f"f_divergence_type={self.f_divergence_type!r} is not read by loss_type={self.loss_type}. Leave it out."
+            )
+        per_token = [name for name, formula in formulas.items() if formula.per_token]
+        if per_token and self.beta == type(self).__dataclass_fields__["beta"].default:
+            logger.warning(
+                "loss_type=%s divides by length, and beta=%s is the default made for sums: log-ratios a token are one or two "
+                "orders smaller. Tülu 3 uses 5 for sigmoid_norm.", per_token, self.beta,
+            )  # fmt: skip
+
+
+def dpo_objective(out: ModelOutputs, batch: Batch, reference: Tensor, cfg: DPOConfig) -> LossTerms:
+    """The weighted sum of the losses that ``cfg`` names: a mean over pairs, and for ``sft`` one over chosen tokens.
+
+    Both are means over the whole optimiser step, or over the whole set in evaluation.
+
+    Args:
+        out: Log-probs and what `DPOTrainer.needs` asks for beside them.
+        batch: Pairs, chosen first.
+        reference: Summed log-probs of the reference ``(S,)``, desensitised if the policy's are.
+        cfg: `DPOConfig`.
+    """
+    assert out.logp is not None
+    plain, length = sequence_logp(out.logp, batch)
+    logp = desensitize(out.logp, batch, length, cfg.ld_alpha)
+    pairs = [batch.grouped(x, 2).unbind(1) for x in (logp, reference, length, plain)]
+    (policy_c, policy_r), (ref_c, ref_r), (length_c, length_r), (plain_c, _) = pairs
+    link = {"divergence": cfg.f_divergence_type, "alpha": cfg.f_alpha_divergence_coef}
+    values = pair_values(policy_c, policy_r, ref_c, ref_r, length_c, length_r, plain_chosen_logp=plain_c, **link)
+    weight = _pair_weight(out, batch, plain, length) if cfg.use_weighting else None
+    scalars = {"beta": cfg.beta, "label_smoothing": cfg.label_smoothing, "discopop_tau": cfg.discopop_tau}
+    total, metrics = torch.zeros_like(policy_c), pair_metrics(out, batch, values, cfg.beta, pairs)
+    chosen, extra = answer_mask(batch, 2, 0), []
+    for name, share in zip(cfg.loss_type, cfg.loss_weights or [1.0] * len(cfg.loss_type), strict=True):
+        formula, mask = DPO_LOSSES[name], None
+        if formula.kind == "likelihood":
+            terms, mask = nll(out.logp), chosen
+            extra.append(LossTerms(share * terms, mask, "token", count="likelihood"))
+        else:
+            terms = formula(values, **scalars)
+            terms = terms if weight is None else terms * weight
+            total = total + share * terms
+        if len(cfg.loss_type) > 1:
+            metrics[f"loss/{name}"] = mean(terms, mask)
+    if weight is not None:
+        metrics["weights/mean"] = mean(weight)
+    found = row_terms(batch, total, branches=2, metrics=metrics)
+    found.extra += extra
+    return found
+
+
+def desensitize(logp: Tensor, batch: Batch, length: Tensor, alpha: float | None) -> Tensor:
+    """Summed log-probs ``(S,)``, tokens beyond the pair's shorter answer weighted by ``alpha``."""
+    if alpha is None:
+        return sequence_logp(logp, batch)[0]
+    shorter = batch.spread_rows(batch.grouped(length, 2).amin(1), 2)
+    return desensitized_sum(logp.float(), batch.loss_mask, batch.sequence, shorter, alpha=alpha)
+
+
+def _pair_weight(out: ModelOutputs, batch: Batch, logp: Tensor, length: Tensor) -> Tensor:
+    assert out.collision is not None
+    total = sequence_sum(out.collision, batch.loss_mask, batch.sequence, batch.num_sequences)
+    return batch.grouped(wpo_weight(logp, total, length), 2).prod(1)
+
+
+@attributes("beta", "loss_weights", "f_divergence_type", "f_alpha_divergence_coef", "label_smoothing", "padding_free")
+@attributes("ld_alpha", "use_weighting", loss_types="args.loss_type", **PRECOMPUTED, fixed=True)
+class DPOTrainer(PreferenceTrainer, config=DPOConfig):
+    """Trains on preference pairs; a pair's prompt is computed once, by the policy and by the reference.
+
+    Without ``ref_model`` the reference is a frozen copy of the **given** weights, or the same model with a new adapter off.
+
+    >>> DPOTrainer("HuggingFaceTB/SmolLM2-135M-Instruct", train_dataset=pairs).train()  # doctest: +SKIP
+
+    Reference: Direct preference optimization, arXiv:2305.18290.
+    """
+
+    takes_images: bool = True
+    needs: frozenset[str] = frozenset({"logp", "entropy", "correct", "mean_logit"})
+    _paper: ClassVar[dict[str, str]] = {
+        "title": "Direct Preference Optimization: Your Language Model is Secretly a Reward Model",
+        "id": "2305.18290",
+    }
+    args: DPOConfig
+
+    @takes(OF_COMPARED)
+    def __init__(
+        self, model: str | nn.Module, ref_model: nn.Module | None = None, args: DPOConfig | None = None, **kwargs: Any
+    ) -> None:
+        super().__init__(model, ref_model, args, **kwargs)
+        if self.args.use_weighting:
+            self.needs = self.needs | {"collision"}
+        # A sorting loss compares all pairs of a micro-batch.
+        self.single_forward_per_microbatch = any(DPO_LOSSES[name].kind == "sorted" for name in self.args.loss_type)
+        if self.single_forward_per_microbatch and self.args.per_device_train_batch_size < 4:
+            logger.warning(
+                "loss_type=%s sorts the pairs of a device's batch, and per_device_train_batch_size=%d leaves little to sort.",
+                self.args.loss_type, self.args.per_device_train_batch_size,
+            )  # fmt: skip
+
+    def sums(self, logp: Tensor, batch: Batch) -> Tensor:
+        """Summed log-probs, desensitised where ``ld_alpha`` says so."""
+        return desensitize(logp, batch, sequence_logp(logp, batch)[1], self.args.ld_alpha)
+
+    def reference_key(self) -> dict[str, Any]:
+        """Settings that move the reference's sums."""
+        return super().reference_key() | {"ld_alpha": self.args.ld_alpha}
+
+    def objective(self, outputs: ModelOutputs, batch: Batch) -> LossTerms:
+        """See `dpo_objective`."""
+        return dpo_objective(outputs, batch, self.reference_logp(batch), self.args)
+
+    def starts_at_ln_2(self) -> bool:
+        """The sigmoid loss alone, unweighted."""
+        cfg = self.args
+        return cfg.loss_type == ["sigmoid"] and not cfg.use_weighting and (cfg.loss_weights or [1.0]) == [1.0]

@@ -1,0 +1,256 @@
+"""`GRPOConfig`: the loss family's choices, checked against each other before anything is loaded."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from posttrain.errors import ConfigError
+from posttrain.loop.online_config import EpisodeFields, OnlineConfig, reject_truncated_sampling, truncated_sampling
+from posttrain.loop.pictures import PictureConfig
+from posttrain.types import NonNegativeFloat, OneOf, PositiveFloat, Share, option
+
+logger = logging.getLogger(__name__)
+
+
+OLD_UPDATES = 16  # Updates between sampling and training, after which even a clipped ratio is mostly noise.
+BY_LENGTH = ("bnpo", "dr_grpo", "dapo", "cispo")  # Reductions under which a sequence's ratio counts once a token.
+LOW_TEMPERATURE = 0.1
+# What the loss of one ratio a completion has no place for.
+WITHOUT_IN_GMPO = {
+    "importance_sampling_level": "token",
+    "delta": None,
+    "off_policy_mask_threshold": None,
+    "entropy_coef": 0.0,
+    "use_adaptive_entropy": False,
+}
+
+
+def check_combinations(cfg: GRPOConfig) -> None:
+    """Refuse what could only train something else than what was asked for.
+
+    Raises:
+        ConfigError: Names the fields, their values and what to set.
+    """
+    if cfg.loss_type == "luspo":
+        _check_luspo(cfg)
+    if cfg.loss_type == "gmpo":
+        _check_gmpo(cfg)
+    if cfg.loss_type == "cispo" and (cfg.epsilon_high is None or cfg.epsilon_high < 1):
+        raise ConfigError(
+            f"loss_type='cispo' with epsilon_high={cfg.epsilon_high}: CISPO caps the ratio itself, so a cap below 1 would "
+            "scale every token down. Use epsilon_high=5.0."
+        )
+    low, high = cfg.vllm_importance_sampling_clip_min, cfg.vllm_importance_sampling_clip_max
+    if cfg.vllm_importance_sampling_mode.endswith("_truncate") and low is None and high is None:
+        raise ConfigError(
+            f"vllm_importance_sampling_mode={cfg.vllm_importance_sampling_mode!r} truncates the ratio at "
+            "vllm_importance_sampling_clip_min and vllm_importance_sampling_clip_max, and both are None. Set one, e.g. "
+            "vllm_importance_sampling_clip_max=2.0."
+        )
+
+
+def _check_luspo(cfg: GRPOConfig) -> None:
+    token_weights = cfg.vllm_importance_sampling_correction and cfg.vllm_importance_sampling_mode.startswith("token")
+    for name, fits in {
+        "importance_sampling_level": cfg.importance_sampling_level == "sequence",
+        "beta": cfg.beta == 0,
+        "top_entropy_quantile": cfg.top_entropy_quantile == 1,
+        "vllm_importance_sampling_mode": not token_weights,
+    }.items():
+        if not fits:
+            raise ConfigError(
+                f"loss_type='luspo' weighs whole sequences, so {name}={getattr(cfg, name)!r} cannot be used with it. "
+                "Set importance_sampling_level='sequence', beta=0.0, top_entropy_quantile=1.0 and a "
+                "vllm_importance_sampling_mode that begins with 'sequence'."
+            )
+
+
+def _check_gmpo(cfg: GRPOConfig) -> None:
+    for name, default in WITHOUT_IN_GMPO.items():
+        if getattr(cfg, name) != default:
+            raise ConfigError(
+                f"{name}={getattr(cfg, name)!r} has no meaning in GMPO, whose loss is one ratio a completion. Leave it at "
+                f"{default!r}, or use another loss_type."
+            )
+
+
+def check_correction(cfg: GRPOConfig) -> None:
+    """Refuse settings that do not fit log-probs of an engine which is not the trainer.
+
+    Raises:
+        ConfigError: VESPO with one weight a sequence; truncated sampling with the correction.
+    """
+    if not cfg.vllm_importance_sampling_correction:
+        return
+    mode = cfg.vllm_importance_sampling_mode
+    if cfg.loss_type == "vespo" and not mode.startswith("token"):
+        raise ConfigError(
+            f"loss_type='vespo' multiplies the engine's correction up over tokens, and vllm_importance_sampling_mode="
+            f"{mode!r} has one value a sequence. Set vllm_importance_sampling_mode='token_truncate'."
+        )
+    reject_truncated_sampling(cfg)
+
+
+def warn_ineffective_options(cfg: GRPOConfig) -> None:
+    """Say what is accepted and will not do what it may seem to do."""
+    _warn_of_levels(cfg)
+    _warn_of_clips(cfg)
+    _warn_of_schedule(cfg)
+    if cfg.multi_objective_aggregation == "normalize_then_sum" and cfg.scale_rewards != "group":
+        logger.warning("scale_rewards=%r is ignored with normalize_then_sum.", cfg.scale_rewards)
+    if cfg.temperature < LOW_TEMPERATURE:
+        logger.warning(
+            "temperature=%s is so low that completions of a group will hardly differ; log-probs are divided by it too.",
+            cfg.temperature,
+        )
+    if truncated := truncated_sampling(cfg):
+        logger.warning(
+            "%s: completions are drawn from a truncated distribution; log-probs, ratios and the KL are of the whole one and "
+            "ignore it.", truncated,
+        )  # fmt: skip
+
+
+def _warn_of_levels(cfg: GRPOConfig) -> None:
+    level, kind = cfg.importance_sampling_level, cfg.loss_type
+    if level != "token" and kind in BY_LENGTH:
+        logger.warning(
+            "importance_sampling_level=%r with loss_type=%r weighs sequences by length; GSPO is loss_type='grpo'.",
+            level, kind,
+        )  # fmt: skip
+    if level != "token" and kind == "vespo":
+        logger.warning("vespo forms its own sequence weight; importance_sampling_level=%r is ignored.", level)
+
+
+def _warn_of_clips(cfg: GRPOConfig) -> None:
+    high = cfg.epsilon if cfg.epsilon_high is None else cfg.epsilon_high
+    set_by_user = {name for name in ("epsilon", "epsilon_high", "delta") if _changed(cfg, name)}
+    unused = {"sapo": {"epsilon", "epsilon_high", "delta"}, "cispo": {"epsilon", "delta"}}
+    unused["vespo"] = unused["sapo"]
+    if ignored := sorted(set_by_user & unused.get(cfg.loss_type, set())):
+        logger.warning(
+            "%s: ignored, because loss_type=%r does not clip with it.",
+            ", ".join(f"{name}={getattr(cfg, name)}" for name in ignored), cfg.loss_type,
+        )  # fmt: skip
+    elif cfg.delta is not None and cfg.delta < 1 + high:
+        logger.warning("delta=%s is below 1 + epsilon_high = %s and cancels the clip.", cfg.delta, 1 + high)
+
+
+def _changed(cfg: GRPOConfig, name: str) -> bool:
+    return getattr(cfg, name) != type(cfg).__dataclass_fields__[name].default
+
+
+def _warn_of_schedule(cfg: GRPOConfig) -> None:
+    window = (cfg.steps_per_generation or 1) * cfg.num_iterations
+    accumulation = cfg.gradient_accumulation_steps
+    if window / accumulation > OLD_UPDATES:
+        logger.warning(
+            "steps_per_generation=%d x num_iterations=%d over gradient_accumulation_steps=%d: the last slices are %.0f "
+            "updates old when they are trained. Lower steps_per_generation or num_iterations.",
+            cfg.steps_per_generation, cfg.num_iterations, accumulation, window / accumulation,
+        )  # fmt: skip
+    fields = ["epsilon", "epsilon_high", "delta", "importance_sampling_level"]
+    chosen = [f"{name}={getattr(cfg, name)!r}" for name in fields if _changed(cfg, name)]
+    chosen += [f"loss_type={cfg.loss_type!r}"] * (cfg.loss_type in ("sapo", "cispo", "vespo"))
+    if chosen and accumulation % window == 0:
+        logger.warning(
+            "%s: no effect, because each batch is trained before the weights move (gradient_accumulation_steps=%d is a "
+            "multiple of steps_per_generation x num_iterations = %d), so the importance ratio is 1. Raise "
+            "steps_per_generation or num_iterations to go off-policy.",
+            ", ".join(chosen), accumulation, window,
+        )  # fmt: skip
+
+
+LEVELS = ("token", "sequence", "sequence_token")
+SCALES = ("group", "batch", "none")
+AGGREGATIONS = ("sum_then_normalize", "normalize_then_sum")
+
+
+@dataclass
+class GRPOConfig(PictureConfig, EpisodeFields, OnlineConfig):
+    """Arguments of `GRPOTrainer`: group-relative policy optimisation and the losses of its family.
+
+    Reference: DeepSeekMath (arXiv:2402.03300), equation 3; DAPO (2503.14476); Dr. GRPO (2503.20783); GSPO (2507.18071).
+    """
+
+    loss_type: Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo", "gmpo"] = option(
+        "dapo", "A row of the loss table: ratio level, surrogate and reduction."
+    )
+    importance_sampling_level: Literal["token", "sequence", "sequence_token"] = option(
+        "token", "One ratio a token (GRPO), or a sequence (GSPO)."
+    )
+    delta: PositiveFloat | None = option(None, "Cap of the unclipped ratio; above 1 + epsilon_high.")
+    scale_rewards: Annotated[str, OneOf(SCALES)] = option(
+        "group", "Divide advantages by the std of the group, of the batch, or not (none)."
+    )
+    multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = option(
+        "sum_then_normalize", "Weigh rewards before or after normalising each (GDPO)."
+    )
+    min_group_std: NonNegativeFloat = option(
+        0.0, "A group whose rewards spread less than this counts as having no signal."
+    )
+    sapo_temperature_neg: PositiveFloat = option(1.05, "SAPO: sharpness for negative advantages, > 0.")
+    sapo_temperature_pos: PositiveFloat = option(1.0, "SAPO: sharpness for positive advantages, > 0.")
+    vespo_k_pos: float = option(2.0, "VESPO exponent, positive advantages.")
+    vespo_lambda_pos: float = option(3.0, "VESPO decay, positive advantages.")
+    vespo_k_neg: float = option(3.0, "VESPO exponent, negative advantages.")
+    vespo_lambda_neg: float = option(2.0, "VESPO decay, negative advantages.")
+    mask_zero_variance_groups: bool = option(
+        False, "Leave groups whose rewards are all equal out of loss and denominators, their KL included."
+    )
+    log_ref_kl: bool = option(False, "With beta=0: measure the KL to the start of training without charging it.")
+    use_bias_correction_kl: bool = option(True, "Multiply the KL by the importance ratio.")
+    top_entropy_quantile: Share = option(1.0, "Train this share of the most uncertain tokens.")
+    entropy_coef: float = option(0.0, "Weight of the entropy bonus.")
+    off_policy_mask_threshold: PositiveFloat | None = option(
+        None, "Drop bad sequences the policy has moved away from by more than this, > 0."
+    )
+    cast_lm_head_to_fp32: bool = option(False, "Compute the output layer in float32.")
+    use_adaptive_entropy: bool = option(False, "Steer entropy_coef towards entropy_target.")
+    entropy_coef_min: float = option(0.0, "Lower bound of the steered coefficient.")
+    entropy_coef_max: float = option(1.0, "Upper bound of the steered coefficient.")
+    entropy_coef_delta: PositiveFloat = option(0.005, "Step of the steered coefficient.")
+    entropy_target: NonNegativeFloat = option(0.2, "Entropy in nats to hold.")
+    log_completions_hub_repo: str | None = option(
+        None, "Dataset repository that completions are pushed to every 2 minutes."
+    )
+
+    def __post_init__(self) -> None:
+        spelled = {"True": "group", "true": "group", "False": "none", "false": "none"}
+        self.scale_rewards = spelled.get(str(self.scale_rewards), self.scale_rewards)
+        self._resolve_liger()
+        if self.loss_type == "bnpo":
+            self.balance_ranks = False  # Its mean is one of each rank's own rows.
+        super().__post_init__()
+        self._check_ranges()
+        self._check_combinations()
+
+    def check_foreign_logprobs(self) -> None:
+        """See `check_correction`."""
+        check_correction(self)
+
+    def _resolve_liger(self) -> None:
+        if self.use_liger_kernel and importlib.util.find_spec("liger_kernel") is None:
+            # Its loss is what people turn it on for, and ours never holds the logits either, with every option.
+            logger.warning(
+                "use_liger_kernel=True: liger_kernel is not installed and its layers are left out. The loss is computed in "
+                "chunks without it."
+            )
+            self.use_liger_kernel = False
+
+    def _check_ranges(self) -> None:
+        if self.entropy_coef_min > self.entropy_coef_max:
+            raise ConfigError(
+                f"entropy_coef_min={self.entropy_coef_min} must not be above entropy_coef_max={self.entropy_coef_max}."
+            )
+        if self.log_completions_hub_repo and not self.log_completions:
+            raise ConfigError(
+                f"log_completions_hub_repo={self.log_completions_hub_repo!r} is set but log_completions=False. Turn "
+                "log_completions on, or leave the repository out."
+            )
+
+    def _check_combinations(self) -> None:
+        check_combinations(self)
+        warn_ineffective_options(self)

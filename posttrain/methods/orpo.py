@@ -1,0 +1,68 @@
+"""ORPO: supervised fine-tuning on the chosen answers with an odds-ratio penalty on the rejected ones."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch.nn import functional as F
+
+from posttrain.loop.config import attributes
+from posttrain.losses.divergence import mean_logp
+from posttrain.losses.preference import log_odds_ratio, orpo
+from posttrain.methods.preference import (
+    OF_REFERENCE_FREE,
+    AnswerConfig,
+    ReferenceFreeTrainer,
+    UnreadFields,
+    branch_sums,
+    likelihood_terms,
+    reference_free_metrics,
+)
+from posttrain.metrics import mean
+from posttrain.types import Batch, LossTerms, ModelOutputs, PositiveFloat, Row, option
+
+
+@dataclass
+class ORPOConfig(UnreadFields, AnswerConfig):
+    """Arguments of `ORPOTrainer`."""
+
+    beta: PositiveFloat = option(0.1, "Weight of the odds-ratio term, the paper's lambda, above 0.")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.refuse_unread()
+
+
+@attributes("beta")
+@attributes("max_length", "truncation_mode", fixed=True)
+class ORPOTrainer(ReferenceFreeTrainer, config=ORPOConfig, arguments=OF_REFERENCE_FREE):
+    """``NLL(prompt and chosen) - beta lsig(log-odds ratio)``, without a reference.
+
+    The NLL is a mean over the prompts' and chosen answers' tokens of the whole optimiser step.
+
+    Reference: ORPO, arXiv:2403.07691, equations 6 and 7.
+    """
+
+    _paper: ClassVar[dict[str, str]] = {
+        "title": "ORPO: Monolithic Preference Optimization without Reference Model",
+        "id": "2403.07691",
+    }
+    args: ORPOConfig
+
+    def rows(self, examples: list[dict[str, Any]]) -> list[Row]:
+        """Pairs whose prompts are trained, once each."""
+        rows = super().rows(examples)
+        for row in rows:
+            row.prompt_mask = [1] * len(row.prompt_ids)
+        return rows
+
+    def objective(self, outputs: ModelOutputs, batch: Batch) -> LossTerms:
+        """The odds-ratio term and the likelihood of prompts and chosen answers."""
+        logp, length = branch_sums(outputs, batch, 2)
+        means = mean_logp(logp, length)
+        odds = log_odds_ratio(means[:, 0], means[:, 1])
+        metrics = reference_free_metrics(outputs, batch, self.args.beta * means, means)
+        metrics |= {"log_odds_ratio": mean(F.logsigmoid(odds)), "log_odds_chosen": mean(odds)}
+        terms = orpo(means[:, 0], means[:, 1], beta=self.args.beta)
+        return likelihood_terms(terms, outputs, batch, metrics, weight=1.0, branches=2, branch=0)

@@ -1,0 +1,171 @@
+"""PPO in one function: the clipped surrogate of the policy, and the clipped error of the value function."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from posttrain.losses.policy import clipped
+from posttrain.losses.ppo import Moments, clipped_value_loss, gae, moments, response_masks, token_rewards, whiten
+from posttrain.metrics import Metric, mean
+from posttrain.rollouts.batch import RolloutBatch
+from posttrain.types import Batch, LossTerms, ModelOutputs, Row
+
+if TYPE_CHECKING:
+    from posttrain.methods.ppo.config import PPOConfig
+
+STATES = "states"  # Count of states with a value, which is not that of trained tokens.
+
+
+def ppo_objective(out: ModelOutputs, batch: Batch, cfg: PPOConfig) -> LossTerms:
+    """``-min(r A, clip(r, 1 - c, 1 + c) A)`` a token, plus ``vf_coef`` times the clipped value loss a state.
+
+    Both are means over the whole mini-batch: the first over its tokens, the second over its states, one more a response
+    that ended early.
+
+    Args:
+        out: ``logp``, ``values`` and, for the log, ``entropy``, ``(B, T)``.
+        batch: ``advantages`` and ``old_logp (B, T)``; columns ``old_values``, ``returns`` and ``states (B, T)``.
+        cfg: ``cliprange``, ``cliprange_value``, ``vf_coef``.
+
+    Reference: PPO, arXiv:1707.06347, equations 7 and 9.
+    """
+    assert out.logp is not None and out.values is not None and batch.old_logp is not None
+    mask, states = batch.loss_mask, states_mask(batch)
+    old_values, returns = batch.columns["old_values"], batch.columns["returns"]
+    log_ratio = out.logp - batch.old_logp
+    policy = clipped(log_ratio, batch.advantages, epsilon=cfg.cliprange, epsilon_high=cfg.cliprange)  # type: ignore[arg-type]
+    value = clipped_value_loss(out.values, old_values, returns, cliprange=cfg.cliprange_value)
+    moved = log_ratio.detach()
+    excess = moved.exp() - 1.0  # Centred, so that a variance of 1e-9 survives float32.
+    value_error = (out.values.detach() - returns).square() / 2
+    metrics = {
+        "loss/policy_avg": mean(policy, mask),
+        "loss/value_avg": mean(value, states),
+        "policy/approxkl_avg": mean(moved.square() / 2, mask),
+        "policy/clipfrac_avg": mean((policy.detach() > -excess.add(1.0) * batch.advantages).float(), mask),
+        "val/clipfrac_avg": mean((value.detach() > value_error).float(), states),
+        "val/ratio": mean(excess, mask),
+        "val/ratio_var": mean(excess.square(), mask),
+    }
+    if out.entropy is not None:
+        metrics["policy/entropy_avg"] = mean(out.entropy, mask)
+    loss = LossTerms(policy, mask, "token", metrics=metrics)
+    loss.extra.append(LossTerms(cfg.vf_coef * value, states, "token", count=STATES))
+    return loss
+
+
+def states_mask(batch: Batch) -> Tensor:
+    """``(B, T)`` bool, where the value function is trained."""
+    return batch.columns["states"] > 0
+
+
+@dataclass(frozen=True, slots=True)
+class Episodes:
+    """S responses of one rank on a ``(S, T)`` grid, T the most tokens a response may have.
+
+    Attributes:
+        advantages: Whitened over the rollout batch of all ranks; 0 outside ``tokens``.
+        returns: What the value function is pulled to.
+        tokens: Which entries are tokens of a response that was scored.
+        states: Which entries are states with a value.
+        metrics: ``objective/*``.
+    """
+
+    advantages: Tensor
+    returns: Tensor
+    tokens: Tensor
+    states: Tensor
+    metrics: dict[str, Metric]
+
+
+def plain_rows(generation: RolloutBatch, length: int, pad_token_id: int) -> list[Row]:
+    """One row a response; one that ended early has a pad token more, which is never trained.
+
+    The pad stands for the state after the last token: what predicts it is that token's hidden state, whose value is what
+    `token_rewards` credits the score to.
+    """
+    rows = []
+    for rollout in generation.rollouts:
+        n = len(rollout.token_ids)
+        after = [pad_token_id] if n < length else []
+        rows.append(Row(list(rollout.prompt_ids), [[*rollout.token_ids, *after]], [[1] * n + [0] * len(after)]))
+    return rows
+
+
+def scores_of(generation: RolloutBatch, totals: Tensor, ends: set[int], penalty: float | None) -> Tensor:
+    """``(S,)`` float64 rewards of this rank's responses, less the penalty where none of the end tokens occurs."""
+    if penalty is None:
+        return totals.double()
+    missing = torch.tensor([ends.isdisjoint(rollout.token_ids) for rollout in generation.rollouts])
+    return totals.double() - penalty * missing
+
+
+def episodes(
+    generation: RolloutBatch, scores: Tensor, cfg: PPOConfig, merged: Callable[[Moments], Moments]
+) -> Episodes:
+    """Charge the divergence, credit the score, estimate advantages, whiten over all ranks.
+
+    Args:
+        generation: With ``old_logp``, ``ref_logp`` and ``old_values`` a token, as of `plain_rows`.
+        scores: ``(S,)``, NaN where no reward function said anything: such a response trains nothing.
+        cfg: ``response_length``, ``kl_coef``, ``kl_estimator``, ``gamma``, ``lam``, ``whiten_rewards``.
+        merged: Moments of this rank's numbers to those of all ranks'.
+    """
+    width, scored = cfg.response_length, ~scores.isnan()
+    grids = {name: _grid(generation.token_columns[name], width) for name in ("old_logp", "ref_logp", "old_values")}
+    lengths = torch.tensor([len(rollout.token_ids) for rollout in generation.rollouts])
+    tokens, states = (mask & scored[:, None] for mask in response_masks(lengths, width))
+    logp, values = grids["old_logp"] * tokens, grids["old_values"] * states
+    rewards, kl = token_rewards(
+        logp, grids["ref_logp"], scores.nan_to_num(0.0), lengths, kl_coef=cfg.kl_coef, kl_estimator=cfg.kl_estimator
+    )
+    rewards, kl = rewards * states, kl * tokens
+    if cfg.whiten_rewards:
+        rewards = _whitened(rewards, states, merged, shift_mean=False)
+    advantages, returns = gae(rewards, values, gamma=cfg.gamma, lam=cfg.lam)
+    charged = -cfg.kl_coef * kl.sum(1)
+    metrics = {
+        "objective/kl": mean(kl.sum(1), scored),
+        "objective/entropy": mean(-logp.sum(1), scored),
+        "objective/non_score_reward": mean(charged, scored),
+        "objective/rlhf_reward": mean(charged + scores.nan_to_num(0.0), scored),
+        "objective/scores": mean(scores.nan_to_num(0.0), scored),
+    }
+    return Episodes(_whitened(advantages, tokens, merged), returns * states, tokens, states, metrics)
+
+
+def _whitened(values: Tensor, mask: Tensor, merged: Callable[[Moments], Moments], *, shift_mean: bool = True) -> Tensor:
+    statistics = merged(moments(values, mask))
+    return whiten(values, mask, statistics, shift_mean=shift_mean) if statistics.count else values * mask
+
+
+def _grid(lists: list[list[float]], width: int) -> Tensor:
+    """Lists of different lengths as ``(S, T)`` float64, 0 behind their ends."""
+    grid = torch.zeros(len(lists), width, dtype=torch.float64)
+    for row, numbers in enumerate(lists):
+        grid[row, : len(numbers)] = torch.tensor(numbers, dtype=torch.float64)
+    return grid
+
+
+def training_rows(generation: RolloutBatch, length: int, pad_token_id: int) -> list[Row]:
+    """`plain_rows` with the columns of `ppo_objective`, of a generation that `attach` completed."""
+    rows = plain_rows(generation, length, pad_token_id)
+    columns = ("old_logp", "old_values", "advantages", "returns", "states")
+    for i, row in enumerate(rows):
+        row.loss_masks = [[int(kept) for kept in generation.token_columns["trained"][i]]]
+        row.token_columns = {name: [generation.token_columns[name][i]] for name in columns}
+    return rows
+
+
+def attach(generation: RolloutBatch, found: Episodes) -> None:
+    """Put `Episodes` on the generation, one list a response, as long as the row of `plain_rows`."""
+    sizes = [len(numbers) for numbers in generation.token_columns["old_values"]]
+    grids = {"advantages": found.advantages, "returns": found.returns}
+    grids |= {"states": found.states.double(), "trained": found.tokens.double()}
+    for name, grid in grids.items():
+        generation.token_columns[name] = [row[:size].tolist() for row, size in zip(grid, sizes, strict=True)]

@@ -1,0 +1,579 @@
+"""`PPOTrainer`: sample, score, estimate how much better each token was than its state promised, take clipped steps."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import logging
+import math
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import datasets
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from posttrain.data.forest import collate, share_prompts, split_by_sequence
+from posttrain.data.samplers import check_prompts
+from posttrain.errors import CheckpointError, ConfigError, DataError, did_you_mean
+from posttrain.loop.online import OnlineTrainer
+from posttrain.loop.prompts import PromptSource
+from posttrain.losses.advantages import weighted_total
+from posttrain.losses.ppo import Moments, merge_moments
+from posttrain.methods.ppo.config import PPOConfig
+from posttrain.methods.ppo.objective import (
+    STATES,
+    attach,
+    episodes,
+    plain_rows,
+    ppo_objective,
+    scores_of,
+    states_mask,
+    training_rows,
+)
+from posttrain.metrics import MetricBuffer, mean
+from posttrain.models import parallel
+from posttrain.models.forward import forward
+from posttrain.models.heads import causal_lm
+from posttrain.models.load import create_model_from_path, get_config_model_id, load_classifier, resolve_pad_token
+from posttrain.models.reference import Reference, check_reference, disable_dropout_in_model
+from posttrain.models.value_head import (
+    ValueHead,
+    attach_value,
+    check_scorer,
+    check_vocabulary,
+    load_value_state,
+    value_state,
+    without_value,
+)
+from posttrain.rewards.model import TokenReward
+from posttrain.rewards.runner import RewardTable
+from posttrain.rollouts.batch import RolloutBatch, sampler_gap
+from posttrain.types import Batch, LossTerms, ModelOutputs, Row, Sampling
+
+logger = logging.getLogger(__name__)
+
+
+TABLE_TEMPERATURE = 0.01  # Sample tables show what the model says at its most certain.
+# A mean divergence that stays below is no noise of the k1 estimate.
+KL_LOW, KL_UPDATES = -1.0, 5
+
+
+VALUE_FILE = "value_function.safetensors"  # In checkpoints only: a saved policy is a plain model.
+
+
+class TokenPrompts(PromptSource):
+    """Prompts of a PPO run, of which each is completed once; rows may hold token ids.
+
+    Args:
+        args: Of the trainer.
+        tokenizer: Of the policy.
+        collator: The user's, which turns rows with ``input_ids`` into a padded batch first; None needs none.
+    """
+
+    args: PPOConfig
+
+    def __init__(self, args: PPOConfig, tokenizer: Any, *, collator: Any = None) -> None:
+        super().__init__(args, tokenizer, length_option="response_length")
+        self.collator, self.drops_columns = collator, False
+
+    def trial_rows(self, head: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """With the text of token ids, and with the ids that a rollout brings."""
+        return [{**row, "prompt_ids": [0]} for row in self.readable(head[:2])]
+
+    def checked_rows(self, dataset: Any, name: str) -> list[dict[str, Any]]:
+        """As the parent's; rows with ``input_ids`` must hold a token that is no padding."""
+        first = next(iter(dataset), None)
+        if first is None or "input_ids" not in first:
+            return check_prompts(dataset, name, self.tokenizer)
+        if isinstance(dataset, datasets.Dataset):
+            rows = dataset.select_columns([c for c in ("input_ids", "attention_mask") if c in first]).with_format(None)
+        else:
+            rows = dataset.take(64)
+        for index, row in enumerate(rows):
+            if not self._real(row):
+                raise DataError(f"{name} row {index}, column 'input_ids': it holds no token but padding. Drop the row.")
+        return [row for _, row in zip(range(2), dataset, strict=False)]
+
+    def repeats(self) -> tuple[int, int]:
+        """Prompts of a rollout batch, and how many micro-batches are trained on it."""
+        args = self.args
+        return args.batch_size, args.updates * args.gradient_accumulation_steps
+
+    def readable(self, inputs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Rows as rewards see them: token ids without padding, and the text they stand for."""
+        if not inputs or "input_ids" not in inputs[0]:
+            return [dict(row) for row in inputs]
+        given = inputs
+        if self.collator is not None:
+            batch = self.collator([{k: row[k] for k in ("input_ids", "attention_mask") if k in row} for row in inputs])
+            masks = batch.get("attention_mask", [None] * len(inputs))
+            given = [{"input_ids": ids, "attention_mask": m} for ids, m in zip(batch["input_ids"], masks, strict=True)]
+        found = []
+        for row, one in zip(inputs, given, strict=True):
+            ids = self._real(one)
+            found.append({"prompt": self.tokenizer.decode(ids), **row, "input_ids": ids})
+            found[-1].pop("attention_mask", None)
+        return found
+
+    def _real(self, row: dict[str, Any]) -> list[int]:
+        """A row's tokens without padding: what its mask keeps, or what stands between pad tokens."""
+        ids, mask = [int(token) for token in row["input_ids"]], row.get("attention_mask")
+        if mask is not None:
+            return [token for token, kept in zip(ids, mask, strict=True) if kept]
+        pad = self.tokenizer.pad_token_id
+        real = [i for i, token in enumerate(ids) if token != pad]
+        return ids[real[0] : real[-1] + 1] if real else []
+
+
+class PPOTrainer(OnlineTrainer, config=PPOConfig):
+    """Proximal policy optimisation with a learned value function and a divergence charged to the rewards.
+
+    Args:
+        args: `PPOConfig`.
+        processing_class: The policy's tokenizer; None loads it. Its pad token must not be its eos token.
+        model: Hub id, folder, model, or peft model.
+        ref_model: What the divergence is measured from; None is a copy of ``model``, or ``model`` without its adapter.
+        reward_model: A sequence classifier with one label (or its id), which reads the policy's token ids; or a function as
+            `GRPOTrainer` takes them, ``f(prompts, completions, **columns) -> list[float]``; or a list of these.
+        train_dataset: Rows with ``input_ids`` (prompts; padding is taken off) or with ``prompt``, text or messages.
+        value_model: A sequence classifier with one label (or its id) that is trained beside the policy; None puts a value
+            head on the policy's own trunk: one forward pass gives log-probs and values, and no second model is in memory.
+        data_collator: Turns rows with ``input_ids`` into a padded batch first; None needs none.
+        rollout_engine: An engine object; None makes the one that ``args.rollout_engine`` names.
+
+    Reference: PPO, arXiv:1707.06347; Learning to summarize from human feedback, arXiv:2009.01325, section 3.4.
+
+    >>> def short(completions, **kwargs):
+    ...     return [-len(text) / 100 for text in completions]
+    >>> trainer = PPOTrainer(args, tokenizer, model, None, short, prompts, None)  # doctest: +SKIP
+    >>> trainer.train()  # doctest: +SKIP
+    """
+
+    needs: frozenset[str] = frozenset({"logp", "values", "entropy"})
+    _paper: ClassVar[dict[str, str]] = {"title": "Proximal Policy Optimization Algorithms", "id": "1707.06347"}
+    args: PPOConfig
+    prompt_source: TokenPrompts
+    reference: Reference
+    # Optimiser step after which the last sample table was made.
+    _table_of = -1
+
+    def __init__(
+        self,
+        args: PPOConfig | None = None,
+        processing_class: Any = None,
+        model: Any = None,
+        ref_model: Any = None,
+        reward_model: Any = None,
+        train_dataset: Any = None,
+        value_model: Any = None,
+        data_collator: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        name = model if isinstance(model, str) else get_config_model_id(getattr(model, "config", None))
+        args = copy.copy(args) if args is not None else PPOConfig(f"{Path(name).name or 'model'}-PPO")
+        self._given_collator, self._owns_tokenizer = data_collator, processing_class is None
+        self._low_kl = 0
+        self._clock: tuple[float, float] | None = None  # Episodes and time at which this run began.
+        model, self._given_reference, self._given_value = _opened(args, model, ref_model, value_model)
+        args.plan(len(train_dataset) if hasattr(train_dataset, "__len__") else None)
+        self.reward_model, rewards = reward_model, _reward_functions(reward_model, args)
+        super().__init__(model, rewards, args, processing_class=processing_class, train_dataset=train_dataset, **kwargs)
+        # One slice, a rollout batch; its mini-batches are dealt anew in every pass.
+        self.window.count = 1
+        self._join_value()
+        for reward in self._token_rewards():
+            reward.model.to(self.args.device)
+            reward.pad_token_id = self.pad_token_id
+        self.buffers["table"] = MetricBuffer()
+        self.counters.setdefault("episode", 0.0)
+        self.stops = self._stops()
+        self.end_ids = {self.processing_class.eos_token_id, *self.stops}  # One of them shows that a response ended.
+
+    def _token_rewards(self) -> list[TokenReward]:
+        return [function for function in self.rewards.functions if isinstance(function, TokenReward)]
+
+    def _join_value(self) -> None:
+        """Make the value function a part of the policy, in a layout that both can read."""
+        value = attach_value(self.model, self._given_value)
+        if self.args.disable_dropout:
+            disable_dropout_in_model(value)
+        if not isinstance(value, ValueHead):
+            config: Any = value.config
+            config.get_text_config().pad_token_id = self.pad_token_id
+            self.read_also_by(value)
+
+    def _stops(self) -> tuple[int, ...]:
+        """Tokens at which generation stops."""
+        chosen, vocabulary = self.args.stop_token_id, len(self.processing_class)
+        if chosen is not None and not 0 <= chosen < vocabulary:
+            raise ConfigError(f"stop_token_id={chosen} is no token. Fix: give an id from 0 to {vocabulary - 1}.")
+        if self.args.stop_token == "eos":
+            return tuple(self.stop_ids)
+        if chosen is None:
+            logger.warning(
+                "stop_token=None: nothing ends a response, all have response_length=%d tokens and go on behind an end token. "
+                "Set stop_token='eos' to stop there.", self.args.response_length,
+            )  # fmt: skip
+        return () if chosen is None else (chosen,)
+
+    def make_prompt_source(self) -> TokenPrompts:
+        """Prompts as text, messages or token ids."""
+        return TokenPrompts(self.args, self.processing_class, collator=self._given_collator)
+
+    def prepare_datasets(self, train: Any, evaluation: Any) -> tuple[Any, Any]:
+        """Refuse what cannot be generated from or scored, before the policy loads."""
+        _check_pad(self.processing_class, may_change=self._owns_tokenizer)
+        for reward in self._token_rewards():
+            check_vocabulary(self.processing_class, reward.model, "reward_model")
+        if self._given_value is not None and not isinstance(self._given_value, ValueHead):
+            check_vocabulary(self.processing_class, self._given_value, "value_model")
+        return super().prepare_datasets(train, evaluation)
+
+    def make_reference(self) -> Reference:
+        """The model that was given, a named adapter, the policy without its adapter, or a frozen copy."""
+        given, adapter = self._given_reference, self.args.ref_adapter_name
+        if given is not None and self.args.disable_dropout:
+            disable_dropout_in_model(given)
+        self.read_also_by(given)
+        return Reference(self.model, fresh_adapter=self.fresh_adapter, given=given, adapter=adapter)
+
+    @property
+    def policy_model(self) -> Any:
+        """What is trained and saved."""
+        return self.model
+
+    @property
+    def ref_model(self) -> Any:
+        """The frozen reference; None where it is the policy with another adapter, or none."""
+        return self.reference.copy
+
+    @property
+    def value_model(self) -> Any:
+        """The value function: the model that was given, or the head on the policy's trunk."""
+        inner = causal_lm(self.model)
+        return getattr(inner, "value_model", None) or getattr(inner, "v_head", None)
+
+    # One rollout batch -----------------------------------------------------------------------------------------------
+
+    def micro_batch(self, inputs: list[dict[str, Any]], index: int) -> list[Batch]:
+        """The next piece of a mini-batch; a new rollout batch first, when all passes over the last are done."""
+        args = self.args
+        pieces = args.num_mini_batches * args.gradient_accumulation_steps
+        window = self.window
+        window.passes = args.num_ppo_epochs * pieces
+        self._clock = self._clock or (self.counters["episode"], time.perf_counter())
+        if window.used_up:
+            generation = self.next_rollouts(self.prompt_source.readable(inputs))
+            window.fill([self._training_rows(generation)], self.state.global_step)
+        place, rows = window.step, window.take()
+        self.log_metrics_now({"staleness/mean_updates": mean(float(self.state.global_step - window.born))})
+        return self.collate(share_prompts(self._piece(rows, *divmod(place, pieces)))[0])
+
+    def _piece(self, rows: list[Row], epoch: int, number: int) -> list[Row]:
+        """Micro-batch ``number`` of a pass: every pass deals the responses anew, and each to one mini-batch."""
+        args = self.args
+        seed = (args.seed * 1_000_003 + self.window.generations) * 1_009 + epoch
+        order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed % 2**63))
+        mini, micro = divmod(number, args.gradient_accumulation_steps)
+        chosen = order.tensor_split(args.num_mini_batches)[mini].tensor_split(args.gradient_accumulation_steps)[micro]
+        return [rows[i] for i in chosen.tolist()]
+
+    def eval_batches(self, inputs: list[dict[str, Any]]) -> list[Batch]:
+        """Sample, score and collate one evaluation batch."""
+        generation = self.generate_and_score(self.prompt_source.readable(inputs), "eval")
+        return self.collate(share_prompts(self._training_rows(generation))[0])
+
+    def _training_rows(self, generation: RolloutBatch) -> list[Row]:
+        """A rollout batch, ready to be dealt to mini-batches."""
+        return training_rows(generation, self.args.response_length, self.pad_token_id)
+
+    def generate_and_score(self, examples: list[dict[str, Any]], mode: str) -> RolloutBatch:
+        """Sample a response for each example, score it, and estimate the advantage of each token."""
+        generation = self.generated(examples, mode)
+        for example, rollout in zip(generation.examples, generation.rollouts, strict=True):
+            example["prompt_ids"] = rollout.prompt_ids
+        table = self.score(generation, mode)
+        self.attach_logps(generation, mode)
+        self.estimate(generation, table, mode)
+        shares = parallel.gather_objects(self.completion_rows(generation, table), self.accelerator)
+        self.record.add_completions([row for share in shares for row in share], evaluation=mode == "eval")
+        return generation
+
+    def tokenize(self, examples: list[dict[str, Any]]) -> list[list[int]]:
+        """As the parent's; rows with ``input_ids`` are prompts already."""
+        if "input_ids" not in examples[0]:
+            return super().tokenize(examples)
+        return [list(example["input_ids"]) for example in examples]
+
+    def sampling(self, mode: str) -> Sampling:
+        """At the temperature of the log-probs, until a stop token where one is set."""
+        temperature = TABLE_TEMPERATURE if mode == "table" else self.temperature
+        return dataclasses.replace(super().sampling(mode), temperature=temperature, stop_token_ids=self.stops)
+
+    @property
+    def generations_per_step(self) -> float:
+        """Rollout batches of one optimiser step."""
+        return 1 / self.args.updates
+
+    @property
+    def temperature(self) -> float:
+        """A hair above the option's, in sampling and in every log-prob alike."""
+        return self.args.temperature + 1e-7
+
+    def attach_logps(self, generation: RolloutBatch, mode: str) -> None:
+        """Log-probs and values under the policy in one pass, then log-probs under the reference."""
+        rows = plain_rows(generation, self.args.response_length, self.pad_token_id)
+        with self.inference() as policy:
+            found = self.measure(policy, rows, frozenset({"logp", "values"}))
+        with self.inference() as policy, self.reference.active(policy) as reference:
+            found["ref_logp"] = self.measure(reference, rows, frozenset({"logp"}))["logp"]
+        if self.engine.capabilities.has_logprobs:
+            self.log_metrics_now(sampler_gap(generation.rollouts, found["logp"]), mode)
+        names = {"logp": "old_logp", "values": "old_values"}
+        generation.token_columns |= {names.get(name, name): column for name, column in found.items()}
+
+    @torch.no_grad()
+    def measure(self, model: nn.Module, rows: Sequence[Row], needs: frozenset[str]) -> dict[str, list[list[float]]]:
+        """Per-token numbers of every response, by the forward that trains."""
+        chunk = self.args.logits_chunk_size
+        size, result = self.args.local_rollout_forward_batch_size, {name: [[]] * len(rows) for name in needs}
+        batches: list[tuple[Batch, list[int]]] = []  # And where the responses of each stand among the rows.
+        for start in range(0, len(rows), size):
+            part, places = share_prompts(rows[start : start + size])
+            here = [start + place for place in places]
+            batches += [(b, here) for b in collate(part, pad_token_id=self.pad_token_id, layout=self.layout)]
+        for (batch, places), counts in parallel.in_step(batches, self.accelerator, lambda: (self.spare_batch(), [])):
+            outputs = forward(model, batch.to(self.args.device), needs, temperature=self.temperature, chunk_size=chunk)
+            for name in needs if counts else ():
+                # On the host, where the batch is: one copy, not one a response.
+                pieces = split_by_sequence(getattr(outputs, name).cpu(), batch.to("cpu"))
+                for origin, piece in zip(batch.origin, pieces, strict=True):
+                    result[name][places[origin]] = piece.tolist()
+        return result
+
+    def estimate(self, generation: RolloutBatch, table: RewardTable, mode: str) -> None:
+        """Advantages and returns of this rank's responses, and what is said about the rollout batch."""
+        args, count = self.args, len(generation.rollouts)
+        totals = weighted_total(table.values, table.weights)
+        scores = scores_of(
+            generation, totals[table.start : table.start + count], self.end_ids, args.missing_eos_penalty
+        )
+        found = episodes(generation, scores, args, self._merged)
+        attach(generation, found)
+        generation.columns["scores"] = scores.tolist()
+        self.reward_watch.log(generation, table, totals, found.advantages, mode)
+        eos = sum(rollout.token_ids.count(self.processing_class.eos_token_id) for rollout in generation.rollouts)
+        kl, responses, eos, rows = parallel.all_reduce_sum(
+            [float(found.metrics["objective/kl"].value), float(found.metrics["objective/kl"].weight), eos, count],
+            self.accelerator,
+        )
+        self.log_metrics_now({**found.metrics, "val/num_eos_tokens": mean(eos)}, mode)
+        if mode == "train":
+            self.counters["episode"] += rows
+            self._watch_kl(kl / max(responses, 1.0))
+
+    def _merged(self, part: Moments) -> Moments:
+        return merge_moments(parallel.all_gather_objects([part], self.accelerator))
+
+    def _watch_kl(self, kl: float) -> None:
+        self._low_kl = self._low_kl + 1 if kl < KL_LOW else 0
+        if self._low_kl == KL_UPDATES:
+            logger.warning(
+                "objective/kl has been below %g for %d rollout batches (now %.2f), and a divergence cannot be negative: the "
+                "policy is not the one whose samples are judged. Usual causes: a ref_model that is not the model training "
+                "began with, tokenizers that differ, sampling that leaves tokens out (top-k, top-p), a wrong temperature.",
+                KL_LOW, KL_UPDATES, kl,
+            )  # fmt: skip
+
+    # One optimiser step ----------------------------------------------------------------------------------------------
+
+    def objective(self, outputs: ModelOutputs, batch: Batch) -> LossTerms:
+        """See `ppo_objective`."""
+        return ppo_objective(outputs, batch, self.args)
+
+    def named_counts(self, batches: Sequence[Batch]) -> dict[str, float]:
+        """States with a value, which the value loss is a mean over."""
+        return {STATES: float(sum(states_mask(batch).sum() for batch in batches))}
+
+    def postprocess_metrics(self, metrics: dict[str, float]) -> dict[str, float]:
+        """The ratio's mean and variance from those of its distance to 1."""
+        if "val/ratio" in metrics:
+            excess = metrics["val/ratio"]
+            metrics["val/ratio_var"] = max(metrics["val/ratio_var"] - excess * excess, 0.0)
+            metrics["val/ratio"] = 1.0 + excess
+        return metrics
+
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+        """As transformers', with a rate that stands still during the steps of one rollout batch."""
+        given = self.lr_scheduler is not None
+        scheduler = super().create_scheduler(num_training_steps, optimizer)
+        if not given and hasattr(scheduler, "lr_lambdas"):
+            updates = self.args.updates
+            scheduler.lr_lambdas = [
+                lambda step, rate=rate: rate(step // updates * updates) for rate in scheduler.lr_lambdas
+            ]
+        return scheduler
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Adds ``lr``, ``episode`` and ``eps``, responses a second since training began."""
+        if "loss" in logs and self._clock is not None:
+            done, (before, began) = self.counters["episode"], self._clock
+            logs |= {"lr": logs.get("learning_rate", math.nan), "episode": done}
+            logs["eps"] = (done - before) / max(time.perf_counter() - began, 1e-9)
+        super().log(logs, start_time)
+
+    # Saving and loading ----------------------------------------------------------------------------------------------
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        if state_dict is not None:  # Gathered: the policy's own tensors alone.
+            state_dict = {k: v for k, v in state_dict.items() if "v_head." not in k and "value_model." not in k}
+        with without_value(self.model):
+            super()._save(output_dir, state_dict)
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """The policy; a checkpoint holds the value function too, in a file of its own."""
+        super().save_model(output_dir, _internal_call)
+        if _internal_call and output_dir and self.args.should_save and not parallel.shards_parameters(self.accelerator):
+            tensors = {key: tensor.contiguous() for key, tensor in value_state(self.model).items()}
+            save_file(tensors, Path(output_dir, VALUE_FILE))
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        load = super()._load_from_checkpoint
+        self._load_parts(resume_from_checkpoint, lambda: load(resume_from_checkpoint, model))
+
+    def _load_best_model(self) -> None:
+        self._load_parts(self.state.best_model_checkpoint, super()._load_best_model)
+
+    def _load_parts(self, folder: str, load_policy: Callable[[], None]) -> None:
+        if parallel.shards_parameters(self.accelerator):
+            load_policy()  # The sharded state holds both.
+            return
+        with without_value(self.model):
+            load_policy()
+        path = Path(folder, VALUE_FILE)
+        if not path.is_file():
+            raise CheckpointError(
+                f"the checkpoint {folder!r} has no {VALUE_FILE}: it is not one of a PPO run, or it is incomplete. Fix: resume "
+                "from another one, or start with its model as a new run."
+            )
+        load_value_state(self.model, load_file(path))
+
+    # Sample tables ---------------------------------------------------------------------------------------------------
+
+    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        super()._maybe_log_save_evaluate(*args, **kwargs)
+        wanted, step = self.args.num_sample_generations, self.state.global_step
+        if not wanted or self.eval_dataset is None or self._table_of == step:
+            return
+        if step % max(1, self.state.max_steps // wanted) == 0:
+            self._table_of = step  # The loop comes by once more when training is over.
+            self.generate_completions(sampling=True)
+
+    def generate_completions(self, sampling: bool = False) -> list[dict[str, Any]]:
+        """Answers to the prompts of ``eval_dataset`` at temperature 0.01, scored; kept in ``eval_completions.parquet``.
+
+        Args:
+            sampling: Only those of the first evaluation batch.
+
+        Returns:
+            One row an answer, of all processes: prompt, completion and rewards.
+        """
+        rows: list[dict[str, Any]] = []
+        datasets = self.eval_dataset
+        loader = self.get_eval_dataloader(next(iter(datasets)) if isinstance(datasets, dict) else None)
+        for inputs in loader:
+            generation = self._answers(inputs)
+            for example, rollout in zip(generation.examples, generation.rollouts, strict=True):
+                example["prompt_ids"] = rollout.prompt_ids
+            rows += self.completion_rows(generation, self.score(generation, "table"))
+            if sampling:
+                break
+        rows = parallel.all_gather_objects(rows, self.accelerator)
+        self.buffers["table"] = MetricBuffer()
+        self.record.add_completions(rows, evaluation=True)
+        return rows
+
+    def _answers(self, inputs: list[dict[str, Any]]) -> RolloutBatch:
+        """Of one evaluation batch; a rank without rows samples along, because the others do."""
+        examples = self.prompt_source.readable(inputs or [dict(self.spare_example)])
+        rollouts, completions = self.roll_out(examples, "table")
+        return RolloutBatch(examples, rollouts, completions) if inputs else RolloutBatch([], [], [])
+
+
+def _opened(args: PPOConfig, model: Any, ref_model: Any, value_model: Any) -> tuple[Any, Any, Any]:
+    """Policy, reference and value function: strings loaded.
+
+    Raises:
+        ConfigError: The reference is the policy itself, or an adapter that the policy does not have.
+    """
+    if isinstance(ref_model, nn.Module):
+        check_reference(ref_model, model)
+    known = sorted(getattr(model, "peft_config", {}))
+    for name in (args.model_adapter_name, args.ref_adapter_name):
+        if name is not None and name not in known:
+            raise ConfigError(f"the model has no adapter {name!r}; it has {known}{did_you_mean(name, known)}.")
+    if args.model_adapter_name is not None:
+        model.set_adapter(args.model_adapter_name)
+    if isinstance(ref_model, str):
+        ref_model = create_model_from_path(ref_model, trust_remote_code=args.trust_remote_code)
+    value_model = _classifier(value_model, args)
+    if value_model is not None and not isinstance(value_model, ValueHead):
+        check_scorer(value_model, "value_model")
+    return model, ref_model, value_model
+
+
+def _reward_functions(reward_model: Any, args: PPOConfig) -> list[Any]:
+    """Models as readers of token ids, functions as they are."""
+    given = list(reward_model) if isinstance(reward_model, list | tuple) else [reward_model]
+    if not given or any(reward is None for reward in given):
+        raise ConfigError(
+            "reward_model is None. Fix: give a sequence classifier, a reward function, or a list of them."
+        )
+    functions: list[Any] = []
+    for reward in given:
+        if isinstance(reward, str | nn.Module):
+            reward = _classifier(reward, args)
+            check_scorer(reward, "reward_model")
+            if args.disable_dropout:
+                disable_dropout_in_model(reward)
+            reward = TokenReward(reward, batch_size=args.local_rollout_forward_batch_size)
+        functions.append(reward)
+    return functions
+
+
+def _classifier(model: Any, args: PPOConfig) -> Any:
+    if not isinstance(model, str):
+        return model
+    return load_classifier(model, num_labels=1, trust_remote_code=args.trust_remote_code)
+
+
+def _check_pad(tokenizer: Any, *, may_change: bool) -> None:
+    """Padding and the end of a response must be two tokens, or rows that come padded could not be told apart.
+
+    Args:
+        tokenizer: Of the policy.
+        may_change: Whether it is ours, so that another pad token may be set.
+
+    Raises:
+        ConfigError: They are one token.
+    """
+    if tokenizer.pad_token_id is None:
+        resolve_pad_token(tokenizer)
+    if tokenizer.pad_token_id != tokenizer.eos_token_id:
+        return
+    added = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
+    free = [token for token in (tokenizer.unk_token, *added, tokenizer.bos_token) if token]
+    other = next((token for token in free if token != tokenizer.eos_token), None)
+    if may_change and other is not None:
+        logger.info("the pad token equals the eos token %r; %r pads instead.", tokenizer.eos_token, other)
+        tokenizer.pad_token = other
+        return
+    fix = f"tokenizer.pad_token = {other!r}" if other else "tokenizer.add_special_tokens({'pad_token': '[PAD]'})"
+    raise ConfigError(
+        f"the pad token of processing_class equals its eos token {tokenizer.eos_token!r} (id {tokenizer.eos_token_id}): the "
+        f"end of a response would be taken for padding. Set another one before training: {fix}."
+    )

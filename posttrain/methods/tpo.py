@@ -1,0 +1,73 @@
+"""TPO: a preferred and a rejected answer compared, and a gold answer imitated, without a reference model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from posttrain.errors import ConfigError
+from posttrain.loop.config import attributes
+from posttrain.losses.divergence import mean_logp
+from posttrain.losses.preference import TPO_LOSSES
+from posttrain.methods.preference import (
+    AnswerConfig,
+    ReferenceFreeTrainer,
+    answer_mask,
+    branch_sums,
+    likelihood_terms,
+    reference_free_metrics,
+)
+from posttrain.metrics import mean
+from posttrain.types import Batch, LossTerms, ModelOutputs, NonNegativeFloat, PositiveFloat, Share, option
+
+OF_TPO = (
+    "model, args, data_collator, train_dataset, eval_dataset, processing_class, compute_metrics, callbacks, "
+    "optimizers, peft_config"
+)
+
+
+@dataclass
+class TPOConfig(AnswerConfig):
+    """Arguments of `TPOTrainer`."""
+
+    learning_rate: float = option(5e-7, "Peak learning rate; about ten times more for LoRA.")
+    loss_type: Literal["sigmoid", "hinge", "ipo", "tpo-l"] = option(
+        "sigmoid", "On sums of log-probs (sigmoid, hinge) or means a token (ipo, tpo-l)."
+    )
+    beta: PositiveFloat = option(0.01, "Scale of the reward, above 0.")
+    label_smoothing: Share = option(0.0, "Chance that a label is wrong; sigmoid and tpo-l.")
+    tpo_alpha: NonNegativeFloat = option(1.0, "Weight of the gold answers' NLL; 0 leaves them out.")
+    tpo_l_gamma: float = option(0.5, "Margin of tpo-l.")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.label_smoothing and "label_smoothing" not in TPO_LOSSES[self.loss_type].scalars:
+            raise ConfigError(
+                f"label_smoothing={self.label_smoothing} is not read by loss_type={self.loss_type!r}; sigmoid and tpo-l read it."
+            )
+
+
+@attributes("beta", "label_smoothing", "loss_type", "tpo_alpha", "tpo_l_gamma")
+class TPOTrainer(ReferenceFreeTrainer, config=TPOConfig, arguments=OF_TPO):
+    """Three answers to one prompt are one tree: chosen, rejected, and the gold ``reference`` that is imitated.
+
+    Reference: Triple preference optimization, arXiv:2405.16681.
+    """
+
+    branches: ClassVar[tuple[str, ...]] = ("chosen", "rejected", "reference")
+    needs: frozenset[str] = frozenset({"logp", "entropy", "mean_logit", "correct"})
+    likelihood_branch: ClassVar[int] = 2
+    args: TPOConfig
+
+    def objective(self, outputs: ModelOutputs, batch: Batch) -> LossTerms:
+        """The preference term and the likelihood of the gold answers."""
+        cfg = self.args
+        formula = TPO_LOSSES[cfg.loss_type]
+        logp, length = branch_sums(outputs, batch, 3)
+        read = mean_logp(logp, length) if formula.per_token else logp
+        values = {"chosen_score": read[:, 0], "rejected_score": read[:, 1]}
+        terms = formula(values, beta=cfg.beta, gamma=cfg.tpo_l_gamma, label_smoothing=cfg.label_smoothing)
+        metrics = reference_free_metrics(outputs, batch, cfg.beta * read[:, :2], read)
+        assert outputs.correct is not None
+        metrics["mean_token_accuracy"] = mean(outputs.correct.float(), answer_mask(batch, 3, 0))
+        return likelihood_terms(terms, outputs, batch, metrics, weight=cfg.tpo_alpha, branches=3, branch=2)

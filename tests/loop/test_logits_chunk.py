@@ -1,0 +1,68 @@
+"""`logits_chunk_size`: how many positions have logits at once."""
+
+import datasets
+import pytest
+
+import posttrain
+from posttrain import PPOConfig, PPOTrainer
+from posttrain.errors import ConfigError
+from posttrain.models import heads
+from tests.conftest import build_model
+from tests.methods.helpers import grpo, grpo_args
+from tests.wordings import raises
+
+
+@pytest.mark.parametrize("size", [None, 3])
+def test_it_reaches_the_loss_and_changes_no_number(size, tiny_tokenizer, tmp_path, monkeypatch):
+    seen, whole = set(), heads.token_logprobs
+
+    def watched(*args, chunk_size=None, **kwargs):
+        seen.add(chunk_size)
+        same = whole(*args, **kwargs)
+        out = whole(*args, chunk_size=chunk_size, **kwargs)
+        assert (out.logp - same.logp).abs().max() < 1e-5
+        return out
+
+    trainer = grpo(tmp_path, tiny_tokenizer, logits_chunk_size=size, max_steps=1)
+    monkeypatch.setattr(heads, "token_logprobs", watched)
+    trainer.train()
+    assert seen == {size}
+
+
+def test_it_is_a_number_of_positions(tmp_path):
+    with raises(ConfigError, "logits_chunk_size=0", "1"):
+        grpo_args(tmp_path, logits_chunk_size=0)
+
+
+@pytest.mark.parametrize("method", ["ppo", "dpo", "kto", "bco"])
+def test_it_holds_in_every_pass(method, tiny_tokenizer, tmp_path, monkeypatch):
+    """Of the reference, of values and of what is measured before a step, too."""
+    seen, whole = set(), heads.token_logprobs
+
+    def watched(*args, chunk_size=None, **kwargs):
+        seen.add(chunk_size)
+        return whole(*args, chunk_size=chunk_size, **kwargs)
+
+    short = {"report_to": "none", "bf16": False, "max_steps": 1, "save_strategy": "no", "logits_chunk_size": 3}
+    tiny_tokenizer.pad_token = "<|endoftext|>"
+    model = build_model(len(tiny_tokenizer))
+    if method == "ppo":
+        config = PPOConfig(
+            str(tmp_path), **short, per_device_train_batch_size=2, response_length=4, num_sample_generations=0
+        )
+        data = datasets.Dataset.from_list([{"prompt": f"Say {i}"} for i in range(8)])
+        trainer = PPOTrainer(
+            config, tiny_tokenizer, model, None, lambda completions, **_: [1.0] * len(completions), data
+        )
+    else:
+        rows = [{"prompt": f"Say {i}:", "chosen": " yes yes", "rejected": " no"} for i in range(8)]
+        if method != "dpo":
+            rows = [{"prompt": f"Say {i}:", "completion": " yes", "label": i % 2 == 0} for i in range(8)]
+        name = method.upper()
+        config = getattr(posttrain, f"{name}Config")(str(tmp_path), **short, per_device_train_batch_size=4)
+        trainer = getattr(posttrain, f"{name}Trainer")(
+            model, args=config, train_dataset=datasets.Dataset.from_list(rows), processing_class=tiny_tokenizer
+        )
+    monkeypatch.setattr(heads, "token_logprobs", watched)
+    trainer.train()
+    assert seen == {3}

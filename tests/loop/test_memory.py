@@ -1,0 +1,91 @@
+"""Out of memory: the pass is divided, and the step ends with the gradient it would have had."""
+
+import pytest
+import torch
+
+from tests.methods.helpers import chats, grpo, losses, sft, weights
+from tests.wordings import raises
+
+
+def runs_out(trainer, when, *, inside="forward"):
+    """Raise once (or while ``when`` says so) in a forward pass, or in the middle of a backward pass."""
+    inner_loss, inner_backward = trainer.compute_loss, trainer.accelerator.backward
+    seen = []
+
+    def compute_loss(model, batch, *args, **kwargs):
+        seen.append(batch.input_ids.numel())
+        if inside == "forward" and when(seen):
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
+        return inner_loss(model, batch, *args, **kwargs)
+
+    def backward(loss, **kwargs):
+        inner_backward(loss, **kwargs)
+        if inside == "backward" and when(seen):
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
+
+    trainer.compute_loss, trainer.accelerator.backward = compute_loss, backward
+    return seen
+
+
+SETTINGS = {"beta": 0.05, "optim": "sgd", "gradient_accumulation_steps": 2, "per_device_train_batch_size": 8}
+
+
+@pytest.mark.parametrize("inside", ["forward", "backward"])
+@pytest.mark.parametrize("loss_type", ["dapo", "grpo", "dr_grpo"])
+def test_a_divided_step_is_the_step_it_would_have_been(tiny_tokenizer, tmp_path, inside, loss_type, caplog):
+    whole = grpo(tmp_path / "whole", tiny_tokenizer, loss_type=loss_type, **SETTINGS)
+    whole.train()
+    broken = grpo(tmp_path / "broken", tiny_tokenizer, loss_type=loss_type, **SETTINGS)
+    seen = runs_out(
+        broken, lambda calls: len(calls) == 2, inside=inside
+    )  # In the second micro-batch of the first step.
+    broken.train()
+    assert len(seen) > 4
+    assert "out of memory in a pass of" in caplog.text
+    assert losses(broken) == pytest.approx(losses(whole), abs=1e-6)
+    assert torch.allclose(weights(broken), weights(whole), atol=1e-6)
+    first, expected = broken.state.log_history[0], whole.state.log_history[0]
+    assert first["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-4)
+    for name in ("entropy", "kl", "clip_ratio/region_mean"):  # Each token counted once.
+        assert first[name] == pytest.approx(expected[name], abs=1e-6), name
+    assert first["memory/halvings"] == 1
+
+
+def test_later_passes_are_small_enough_at_once(tiny_tokenizer, tmp_path):
+    trainer = grpo(tmp_path, tiny_tokenizer, max_steps=3, per_device_train_batch_size=16, num_train_epochs=9)
+    limit = []
+
+    def too_large(calls):
+        limit[:] = limit or [calls[0] * 3 // 4]
+        return calls[-1] > limit[0]
+
+    seen = runs_out(trainer, too_large)
+    trainer.train()
+    assert sum(size > limit[0] for size in seen) == 1
+    assert trainer.state.global_step == 3
+
+
+def test_what_never_fits_ends_the_run_with_the_error(tiny_tokenizer, tmp_path):
+    trainer = grpo(tmp_path, tiny_tokenizer)
+    seen = runs_out(trainer, lambda calls: True)
+    with raises(torch.OutOfMemoryError):
+        trainer.train()
+    assert len(seen) <= 4
+
+
+def test_a_loss_of_the_whole_micro_batch_is_not_divided(tiny_tokenizer, tmp_path):
+    trainer = grpo(tmp_path, tiny_tokenizer, loss_type="bnpo")
+    runs_out(trainer, lambda calls: len(calls) == 1)
+    with pytest.raises(torch.OutOfMemoryError):
+        trainer.train()
+
+
+def test_supervised_training_is_divided_too(tiny_tokenizer, tmp_path):
+    settings = {"optim": "sgd", "gradient_accumulation_steps": 2, "data": chats(16)}
+    whole = sft(tmp_path / "a", tiny_tokenizer, **settings)
+    whole.train()
+    broken = sft(tmp_path / "b", tiny_tokenizer, **settings)
+    runs_out(broken, lambda calls: len(calls) == 2, inside="backward")
+    broken.train()
+    assert losses(broken) == pytest.approx(losses(whole), abs=1e-6)
+    assert torch.allclose(weights(broken), weights(whole), atol=1e-6)

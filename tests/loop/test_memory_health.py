@@ -1,0 +1,278 @@
+"""Dry steps leave nothing behind, a batch size is found that fits, and profiles are told at their steps."""
+
+import random
+
+import numpy
+import peft
+import pytest
+import torch
+
+from posttrain.data.samplers import longest_examples
+from posttrain.errors import ConfigError
+from posttrain.loop import passes as memory_health
+from posttrain.loop.passes import DryStep
+from posttrain.models.memory import Available
+from tests.conftest import build_model
+from tests.methods.helpers import chats, grpo, losses, sft, weights
+from tests.wordings import raises
+
+DROPOUT = {"attention_dropout": 0.3}
+
+
+def ended(make, *, dry):
+    trainer = make("dry" if dry else "plain", dry_step=dry)
+    trainer.train()
+    history = [{k: v for k, v in row.items() if not timed(k)} for row in trainer.state.log_history]
+    return weights(trainer), history, torch.random.get_rng_state()
+
+
+def timed(name):
+    return any(word in name for word in ("time", "second", "runtime", "memory/", "health/"))
+
+
+@pytest.mark.parametrize("method", ["sft", "grpo", "lora"])
+def test_training_after_a_dry_step_is_bit_for_bit_training_without(tiny_tokenizer, tmp_path, method):
+    """With dropout, so that one random number too many would show."""
+
+    def make(name, **settings):
+        model = build_model(len(tiny_tokenizer), **DROPOUT)
+        if method == "grpo":
+            settings |= {"engine": "native", "beta": 0.1}
+            return grpo(tmp_path / name, tiny_tokenizer, model, **settings)
+        if method == "lora":
+            settings["peft_config"] = peft.LoraConfig(r=2, target_modules="all-linear", lora_dropout=0.3)
+        return sft(tmp_path / name, tiny_tokenizer, model, gradient_accumulation_steps=2, **settings)
+
+    plain, dry = ended(make, dry=False), ended(make, dry=True)
+    assert torch.equal(plain[0], dry[0])
+    assert plain[1] == dry[1]
+    assert torch.equal(plain[2], dry[2])
+
+
+def test_a_dry_step_leaves_gradients_modes_numbers_and_metrics_alone(tiny_tokenizer, tmp_path):
+    trainer = sft(tmp_path, tiny_tokenizer, build_model(len(tiny_tokenizer), **DROPOUT))
+    parameter = next(trainer.model.parameters())
+    parameter.grad = torch.ones_like(parameter)
+    trainer.model.eval()
+    before = torch.random.get_rng_state(), random.getstate(), numpy.random.get_state()[1].tolist(), weights(trainer)
+    step = trainer.dry_step()
+    after = torch.random.get_rng_state(), random.getstate(), numpy.random.get_state()[1].tolist(), weights(trainer)
+    assert torch.equal(before[0], after[0]) and before[1:3] == after[1:3] and torch.equal(before[3], after[3])
+    assert torch.equal(parameter.grad, torch.ones_like(parameter))
+    assert [p for p in trainer.model.parameters() if p.grad is not None] == [parameter]
+    assert not any(module.training for module in trainer.model.modules())
+    assert not trainer.model.is_gradient_checkpointing
+    assert trainer.buffers["train"]._items in ({}, [])
+    assert not step.failed and step.tokens > 0 and step.needed >= step.peak > 0
+
+
+def test_a_dry_step_takes_the_longest_rows(tiny_tokenizer, tmp_path):
+    trainer = sft(tmp_path, tiny_tokenizer)
+    sizes = sorted((len(row["input_ids"]) for row in trainer.train_dataset), reverse=True)
+    rows = memory_health.longest_rows(trainer, 4)
+    assert [len(row.prompt_ids) + len(row.completions[0]) for row in rows] == sizes[:4]
+    online = grpo(tmp_path / "online", tiny_tokenizer)
+    longest = max(len(row.prompt_ids) for row in online._rows_of(list(online.train_dataset)))
+    rows = memory_health.longest_rows(online, 8)
+    assert [len(row.completions) for row in rows] == [4, 4]
+    assert all(len(row.prompt_ids) == longest and set(map(len, row.completions)) == {8} for row in rows)
+
+
+def test_on_a_cpu_a_dry_step_is_asked_for(tiny_tokenizer, tmp_path, monkeypatch):
+    ran = []
+    monkeypatch.setattr(memory_health, "dry_step", lambda trainer, size=None: ran.append(size) or fake(1))
+    sft(tmp_path / "a", tiny_tokenizer, max_steps=1).train()
+    assert ran == []
+    sft(tmp_path / "b", tiny_tokenizer, max_steps=1, dry_step=True).train()
+    assert len(ran) == 1
+
+
+def fake(tokens, *, failed=False, each=2**20):
+    return DryStep(tokens * each, tokens * each, tokens, 0.0, failed)
+
+
+def test_a_dry_step_that_needs_too_much_is_told_and_training_goes_on(tiny_tokenizer, tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(memory_health, "dry_step", lambda trainer, size=None: fake(100))
+    trainer = sft(tmp_path, tiny_tokenizer, dry_step=True, memory_limit_gib=0.05, max_steps=1)
+    trainer.train()
+    assert "PT-M003" in caplog.text and "100 MiB" in caplog.text
+    assert trainer.state.global_step == 1
+
+
+def test_out_of_memory_in_a_dry_step_is_seen_and_other_errors_are_not_hidden(tiny_tokenizer, tmp_path, monkeypatch):
+    trainer = sft(tmp_path, tiny_tokenizer)
+
+    def fails(error):
+        def raises(trainer, batch):
+            raise error
+
+        monkeypatch.setattr(memory_health, "_dry_pass", raises)
+        return trainer.dry_step()
+
+    assert fails(torch.OutOfMemoryError("CUDA out of memory")).failed
+    assert fails(
+        RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes")
+    ).failed
+    with raises(RuntimeError):
+        fails(RuntimeError("shapes differ"))
+
+
+# per_device_train_batch_size="auto" -----------------------------------------------------------------------------------
+
+
+def limited(monkeypatch, most_tokens):
+    """A device on which exactly this many tokens of a pass fit in what is planned with."""
+    tried = []
+
+    def dry_step(trainer, size=None):
+        batch = memory_health.largest_pass(trainer, size)
+        tried.append(size)
+        return fake(batch.input_ids.numel())
+
+    limit = most_tokens * 2**20 * 10 // 9 + 2**19
+    monkeypatch.setattr(memory_health, "dry_step", dry_step)
+    monkeypatch.setattr(memory_health, "available_memory", lambda *_: Available(limit, limit, "a small device"))
+    monkeypatch.setattr(memory_health, "in_use", lambda *_: 0)
+    return tried
+
+
+def equal_rows(count=64):
+    import datasets
+
+    return datasets.Dataset.from_list([{"input_ids": [5] * 20} for _ in range(count)])
+
+
+@pytest.mark.parametrize(("fits", "chosen"), [(20, 1), (40, 2), (79, 2), (80, 4), (160, 8), (10_000, 16)])
+def test_auto_finds_the_largest_batch_and_keeps_the_effective_one(tiny_tokenizer, tmp_path, monkeypatch, fits, chosen):
+    tried = limited(monkeypatch, fits)
+    trainer = sft(
+        tmp_path, tiny_tokenizer, data=equal_rows(), per_device_train_batch_size="auto", gradient_accumulation_steps=2,
+        max_row_tokens=400, max_steps=1,
+    )  # fmt: skip
+    trainer.train()
+    args = trainer.args
+    assert args.per_device_train_batch_size == trainer._train_batch_size == chosen
+    assert args.gradient_accumulation_steps * chosen == 16
+    assert trainer.state.log_history[0]["documents"] == 16
+    assert len(tried) <= 3
+
+
+def test_auto_trains_as_a_number_does(tiny_tokenizer, tmp_path, monkeypatch):
+    limited(monkeypatch, 10_000)
+    settings = {"data": equal_rows(), "gradient_accumulation_steps": 2, "max_steps": 2}
+    found = sft(tmp_path / "a", tiny_tokenizer, per_device_train_batch_size="auto", **settings)
+    found.train()
+    settings |= {"per_device_train_batch_size": 16, "gradient_accumulation_steps": 1}
+    given = sft(tmp_path / "b", tiny_tokenizer, **settings)
+    given.train()
+    assert losses(found) == losses(given) and torch.equal(weights(found), weights(given))
+
+
+def test_auto_keeps_groups_whole_at_the_generation_batch_alone(tiny_tokenizer, tmp_path, monkeypatch):
+    trainer = grpo(
+        tmp_path, tiny_tokenizer, engine="native", per_device_train_batch_size="auto", gradient_accumulation_steps=2,
+        num_generations=8, max_row_tokens=600,
+    )  # fmt: skip
+    longest = len(memory_health.longest_rows(trainer, 1)[0].prompt_ids)
+    limited(monkeypatch, longest + 4 * 8)  # Half a group of completions of 8 tokens.
+    before = trainer.args.generation_batch_size
+    trainer.train()
+    args = trainer.args
+    assert args.per_device_train_batch_size == 4  # Not a multiple of the group.
+    assert args.per_device_train_batch_size * args.gradient_accumulation_steps == 16
+    assert args.per_device_train_batch_size * args.steps_per_generation == args.generation_batch_size == before == 16
+    assert trainer.state.global_step == 2
+    assert trainer.state.log_history[0]["documents"] == 16
+
+
+def test_all_ranks_take_the_smallest_size_that_any_found(tiny_tokenizer, tmp_path, monkeypatch):
+    limited(monkeypatch, 10_000)
+    trainer = sft(tmp_path, tiny_tokenizer, data=equal_rows(), per_device_train_batch_size="auto")
+    monkeypatch.setattr(
+        memory_health.parallel, "all_gather_objects", lambda items, _: [*items, 2]
+    )  # As another rank says.
+    memory_health.fit_memory(trainer)
+    assert (trainer.args.per_device_train_batch_size, trainer.args.gradient_accumulation_steps) == (2, 4)
+
+
+def test_auto_with_real_steps_ends_with_a_size_that_fits(tiny_tokenizer, tmp_path):
+    trainer = sft(tmp_path, tiny_tokenizer, data=chats(), per_device_train_batch_size="auto", max_steps=1)
+    trainer.train()
+    assert trainer.args.per_device_train_batch_size == 8  # Nothing of this size is beyond this machine.
+
+
+def test_auto_says_when_not_even_one_row_fits(tiny_tokenizer, tmp_path, monkeypatch):
+    limited(monkeypatch, 10)
+    trainer = sft(tmp_path, tiny_tokenizer, data=equal_rows(), per_device_train_batch_size="auto")
+    with raises(ConfigError, "20"):
+        trainer.train()
+
+
+def test_auto_is_refused_where_the_size_is_part_of_the_loss(tiny_tokenizer, tmp_path):
+    trainer = grpo(tmp_path, tiny_tokenizer, per_device_train_batch_size="auto", loss_type="bnpo")
+    with raises(ConfigError):
+        trainer.train()
+
+
+@pytest.mark.parametrize("value", ["lots", "-3"])
+def test_words_that_are_no_batch_size_are_refused(tiny_tokenizer, tmp_path, value):
+    with raises(ConfigError, "'auto'"):
+        sft(tmp_path, tiny_tokenizer, per_device_train_batch_size=value)
+
+
+def test_far_too_large_steps_are_not_tried(tiny_tokenizer, tmp_path, monkeypatch):
+    """A process that asks a CPU for too much is ended, not told."""
+    tried = limited(monkeypatch, 20)
+    trainer = sft(
+        tmp_path, tiny_tokenizer, data=equal_rows(), per_device_train_batch_size="auto", gradient_accumulation_steps=4,
+        max_row_tokens=2000, max_steps=1,
+    )  # fmt: skip
+    trainer.train()
+    assert max(tried) * 20 <= 1.5 * 20 * 2
+
+
+# Before a weight is loaded --------------------------------------------------------------------------------------------
+
+
+def test_a_run_whose_weights_exceed_the_memory_is_refused(tiny_tokenizer, tmp_path):
+    with raises(ConfigError, "PT-M001"):
+        sft(tmp_path, tiny_tokenizer, memory_limit_gib=0.0002)
+
+
+def test_weights_that_cannot_fit_are_told_before_they_are_loaded(tiny_tokenizer, tiny_model_dir, tmp_path, monkeypatch):
+    """In float32 with AdamW a model of 7B needs 112 GB, which was said once it had been read from the disk."""
+    monkeypatch.setattr("posttrain.models.load.create_model_from_path", None)
+    with raises(ConfigError, "PT-M001", "torch.float32"):
+        sft(tmp_path, tiny_tokenizer, model=tiny_model_dir, memory_limit_gib=0.0002)
+
+
+def test_a_run_that_is_likely_not_to_fit_is_warned_of_and_can_be_silenced(tiny_tokenizer, tmp_path, caplog):
+    sft(tmp_path / "a", tiny_tokenizer, memory_limit_gib=0.01)  # The interpreter alone takes more.
+    assert "PT-M002" in caplog.text and "posttrain estimate" in caplog.text
+    caplog.clear()
+    silence = {"estimate-exceeds-memory": "a test"}
+    sft(tmp_path / "b", tiny_tokenizer, memory_limit_gib=0.01, silence_findings=silence)
+    sft(tmp_path / "c", tiny_tokenizer)
+    assert "PT-M" not in caplog.text
+
+
+# Profiles -------------------------------------------------------------------------------------------------------------
+
+
+def test_profiles_are_taken_after_the_third_step_and_logged(tiny_tokenizer, tmp_path):
+    trainer = grpo(tmp_path, tiny_tokenizer, engine="native", max_steps=4, num_train_epochs=9)
+    trainer.train()
+    rows = [row for row in trainer.state.log_history if "loss" in row]
+    told = [row for row in rows if "memory/peak_gib" in row]
+    assert [row["step"] for row in told] == [3]
+    assert 0 < told[0]["memory/peak_share"] < 1
+    assert told[0]["health/rank_imbalance"] == 1.0
+    assert 0 < told[0]["health/generation_share"] <= 1
+    assert told[0]["health/tokens_per_second"] > 0
+
+
+def test_the_longest_examples_are_the_longest():
+    data = chats(40).map(lambda row, i: {"input_ids": [1] * ((7 * i) % 40)}, with_indices=True)
+    assert [len(row["input_ids"]) for row in longest_examples(data, 3)] == [39, 38, 37]
+    stream = data.to_iterable_dataset()
+    assert [len(row["input_ids"]) for row in longest_examples(stream, 3)] == [39, 38, 37]

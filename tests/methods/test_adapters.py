@@ -1,0 +1,160 @@
+"""Adapters: what they save whole is used, what cannot train is refused."""
+
+import peft
+import pytest
+import torch
+
+from posttrain import ConfigError, ModelError
+from posttrain.models.attention import probe_head
+from posttrain.rollouts.base import create_engine
+from posttrain.rollouts.workers.shared_weights import merged_weights
+from posttrain.types import Request, Sampling
+from tests.conftest import build_model
+from tests.methods.helpers import chats, grpo, sft
+from tests.wordings import raises
+
+
+def test_a_head_that_peft_trains_whole_is_the_one_that_is_used(tiny_tokenizer, tmp_path):
+    config = peft.LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["lm_head"])
+    model = build_model(len(tiny_tokenizer), tie_word_embeddings=False)
+    trainer = sft(tmp_path, tiny_tokenizer, model=model, peft_config=config, max_steps=2, eval_dataset=chats(4))
+    before = losses_of(trainer)
+    trainer.train()
+    head = trainer.model.base_model.model.lm_head
+    assert not torch.equal(head.modules_to_save["default"].weight, head.original_module.weight)
+    assert trainer.evaluate()["eval_loss"] < before
+    with trainer.model.disable_adapter():
+        assert trainer.evaluate()["eval_loss"] == pytest.approx(before, rel=1e-6)
+
+
+def losses_of(trainer):
+    return trainer.evaluate()["eval_loss"]
+
+
+def test_an_adapter_loaded_for_inference_is_refused(tiny_tokenizer, tmp_path):
+    base = build_model(len(tiny_tokenizer))
+    peft.get_peft_model(base, peft.LoraConfig(r=4, target_modules=["q_proj"])).save_pretrained(tmp_path / "adapter")
+    frozen = peft.PeftModel.from_pretrained(build_model(len(tiny_tokenizer)), tmp_path / "adapter")
+    with pytest.raises(ModelError, match="is_trainable=True"):
+        sft(tmp_path, tiny_tokenizer, model=frozen)
+    going_on = peft.PeftModel.from_pretrained(build_model(len(tiny_tokenizer)), tmp_path / "adapter", is_trainable=True)
+    sft(tmp_path, tiny_tokenizer, model=going_on, max_steps=1).train()
+    with raises(ModelError):
+        sft(tmp_path, tiny_tokenizer, model=str(tmp_path / "adapter"))
+
+
+def test_prefix_tuning_with_recomputed_activations_is_refused(tiny_tokenizer, tmp_path):
+    config = peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    with pytest.raises(ConfigError, match="gradient_checkpointing=False"):
+        sft(tmp_path, tiny_tokenizer, peft_config=config)
+
+
+VIRTUAL = {
+    "prompt": lambda: peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
+    "p": lambda: peft.PromptEncoderConfig(task_type="CAUSAL_LM", num_virtual_tokens=3, encoder_hidden_size=16),
+    "prefix": lambda: peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
+}
+
+
+def with_virtual_tokens(kind, vocabulary=97):
+    """A model whose virtual tokens matter: they are not near zero."""
+    torch.manual_seed(0)
+    model = peft.get_peft_model(build_model(vocabulary), VIRTUAL[kind]()).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.normal_(std=0.5)
+    return model
+
+
+@torch.no_grad()
+def said_alone(model, rollout):
+    """Log-probs of a completion by the model as it was given, its peft wrapper included, on this one sequence."""
+    ids = torch.tensor([[*rollout.prompt_ids, *rollout.token_ids]])
+    logits = model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits[0, -ids.shape[1] :].float()
+    return logits.log_softmax(-1)[:-1].gather(1, ids[0, 1:, None])[len(rollout.prompt_ids) - 1 :, 0]
+
+
+@pytest.mark.parametrize("kind", VIRTUAL)
+def test_the_engine_that_auto_takes_samples_through_virtual_tokens(kind, caplog):
+    model = with_virtual_tokens(kind)
+    engine = create_engine("auto", model, pad_token_id=0)
+    assert engine.name == "hf"
+    assert "virtual tokens" in caplog.text
+    requests = [Request([5, 6, 7, 8], 2), Request([9], 1), Request([11, 12, 13, 14], 1), Request([3, 4, 5, 6, 7], 1)]
+    for rollout in engine.generate(requests, Sampling(8, seed=0)):
+        torch.testing.assert_close(torch.tensor(rollout.logp), said_alone(model, rollout), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("kind", VIRTUAL)
+@pytest.mark.parametrize("name", ["native", "paged"])
+def test_engines_below_the_adapter_refuse_virtual_tokens(kind, name):
+    with raises(ConfigError, "rollout_engine='hf'"):
+        create_engine(name, with_virtual_tokens(kind), pad_token_id=0)
+
+
+@pytest.mark.parametrize("kind", VIRTUAL)
+def test_weights_for_another_process_are_not_the_base_model_s_without_its_virtual_tokens(kind):
+    with raises(ModelError):
+        dict(merged_weights(with_virtual_tokens(kind)))
+
+
+@pytest.mark.parametrize("kind", VIRTUAL)
+def test_the_head_of_a_model_with_virtual_tokens_is_not_suspected(kind, caplog):
+    model = with_virtual_tokens(kind)
+    probe_head(model)
+    assert "own_logits" not in vars(model.get_base_model())
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("kind", VIRTUAL)
+def test_online_with_virtual_tokens_trains_against_the_bare_model(tiny_tokenizer, tmp_path, kind):
+    """Old log-probs are those of the model with virtual tokens, reference log-probs those of the model without."""
+    model = with_virtual_tokens(kind, len(tiny_tokenizer))
+    settings = {
+        "beta": 0.5,
+        "num_iterations": 2,
+        "max_steps": 2,
+        "gradient_checkpointing": False,
+        "max_completion_length": 4,
+    }
+    base = build_model(len(tiny_tokenizer))
+    trainer = grpo(
+        tmp_path,
+        tiny_tokenizer,
+        model=base,
+        engine="native",
+        peft_config=VIRTUAL[kind](),
+        **settings,
+        rollout_engine="auto",
+    )
+    assert trainer.engine.name == "hf"
+    with torch.no_grad():
+        own = dict(model.named_parameters())
+        for name, parameter in trainer.model.named_parameters():
+            parameter.copy_(own[name])
+    seen, attach = [], trainer.attach_logps
+    trainer.attach_logps = lambda generation, mode: (
+        attach(generation, mode) or seen.append((generation, snapshot(trainer)))
+    )
+    trainer.train()
+    generation, (current, bare) = seen[0]
+    for i, rollout in enumerate(generation.rollouts):
+        columns = generation.token_columns
+        expected = said_alone(current, rollout)
+        torch.testing.assert_close(torch.tensor(rollout.logp), expected, atol=1e-4, rtol=0)
+        torch.testing.assert_close(torch.tensor(columns["old_logp"][i]), expected, atol=1e-4, rtol=0)
+        torch.testing.assert_close(torch.tensor(columns["ref_logp"][i]), said_alone(bare, rollout), atol=1e-4, rtol=0)
+    assert any(row.get("kl", 0) > 1e-3 for row in trainer.state.log_history)
+
+
+def snapshot(trainer):
+    """Copies of the model with its virtual tokens, and of the base model, as they are now."""
+    model = with_virtual_tokens(
+        next(k for k in VIRTUAL if isinstance(VIRTUAL[k](), type(trainer.model.active_peft_config))),
+        trainer.model.config.vocab_size,
+    )
+    model.load_state_dict(trainer.model.state_dict())
+    bare = build_model(trainer.model.config.vocab_size)
+    bare.load_state_dict(trainer.model.get_base_model().state_dict())
+    return model, bare
