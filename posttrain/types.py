@@ -29,17 +29,11 @@ hidden state predicts it. There are no shifted labels.
 
 from __future__ import annotations
 
-import json
-import math
-import numbers
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from functools import cache
-from types import UnionType
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from posttrain.errors import ConfigError, DataError, check_choice
+from posttrain.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     import torch
@@ -54,143 +48,15 @@ __all__ = [
     "Leaf",
     "LossTerms",
     "ModelOutputs",
-    "NonNegativeFloat",
-    "NonNegativeInt",
-    "OneOf",
-    "Port",
-    "PositiveFloat",
-    "PositiveInt",
-    "PositiveShare",
     "Prompt",
-    "Range",
     "Reduction",
     "Request",
     "Rollout",
     "Row",
     "Sampling",
     "Segment",
-    "Share",
-    "check_fields",
     "check_segments",
-    "option",
-    "read_mapping",
 ]
-
-
-@dataclass(frozen=True)
-class Range:
-    """Finite numbers that a field may have; the limits it leaves out are none."""
-
-    least: float = -math.inf
-    most: float = math.inf
-    above: float = -math.inf
-
-    def __contains__(self, value: Any) -> bool:
-        return self.least <= value <= self.most and self.above < value < math.inf
-
-    def __str__(self) -> str:
-        limits = (("at least", self.least), ("above", self.above), ("at most", self.most))
-        return " and ".join(f"{word} {limit:g}" for word, limit in limits if math.isfinite(limit))
-
-
-class OneOf(tuple):
-    """Values that a field may have where its type cannot say so: a command line has no union of words and truths."""
-
-
-# Types of fields, by the names that pydantic gives them; `check_fields` holds a config to them.
-PositiveInt = Annotated[int, Range(least=1)]
-NonNegativeInt = Annotated[int, Range(least=0)]
-Port = Annotated[int, Range(least=0, most=65535)]
-PositiveFloat = Annotated[float, Range(above=0)]
-NonNegativeFloat = Annotated[float, Range(least=0)]
-Share = Annotated[float, Range(least=0, most=1)]
-PositiveShare = Annotated[float, Range(above=0, most=1)]
-_WORDS = {bool: "True or False", int: "a whole number", float: "a finite number", str: "a string", type(None): "None"}
-_KINDS = {int: numbers.Integral, float: numbers.Real, str: str | os.PathLike, type(None): type(None)}
-
-
-def option(default: Any, text: str) -> Any:
-    """A field of a config with its help text."""
-    return field(default=default, metadata={"help": text})
-
-
-def read_mapping(name: str, value: Any) -> Any:
-    """The mapping that a field holds as a JSON object, which is how a command line gives it; anything else as it is.
-
-    Raises:
-        ConfigError: A string that is no JSON object.
-
-    >>> read_mapping("chat_template_kwargs", '{"enable_thinking": false}')
-    {'enable_thinking': False}
-    """
-    if not isinstance(value, str):
-        return value
-    try:
-        found = json.loads(value)
-    except ValueError:
-        found = None
-    if not isinstance(found, dict):
-        raise ConfigError(f"{name}={value!r} must be a mapping, or a JSON object such as '{{\"key\": 1}}'.")
-    return found
-
-
-def check_fields(config: Any, *, beside: type) -> None:
-    """Refuse the first field of a config whose value is not of its type, or out of its range.
-
-    Containers are not looked into: what is read of them is checked where it is read.
-
-    Args:
-        config: A dataclass.
-        beside: A base class whose fields are not ours to check.
-
-    Raises:
-        ConfigError: Names the field, its value, what it must be, and what it is for.
-    """
-    for name, kind, default, text in _declared(type(config), beside):
-        value = getattr(config, name)
-        if value is default or _is_a(value, kind):
-            continue
-        if choices := _choices(kind):
-            check_choice(name, value, choices)
-        raise ConfigError(f"{name}={value!r} must be {_words(kind, value)}. Meaning: {text}")
-
-
-@cache
-def _declared(cls: Any, beside: type) -> list[tuple[str, Any, Any, str]]:
-    """Name, type, default and help text of each field."""
-    kinds, others = get_type_hints(cls, include_extras=True), getattr(beside, "__dataclass_fields__", {})
-    own = [one for one in fields(cls) if one.init and one.name not in others]
-    return [(one.name, kinds[one.name], one.default, one.metadata.get("help", "")) for one in own]
-
-
-def _is_a(value: Any, kind: Any) -> bool:
-    parts = get_args(kind)
-    if get_origin(kind) is Annotated:
-        return (isinstance(parts[1], OneOf) or _is_a(value, parts[0])) and value in parts[1]
-    if get_origin(kind) is Literal:
-        return value in parts
-    if get_origin(kind) in (Union, UnionType):
-        return any(_is_a(value, part) for part in parts)
-    if kind is bool:
-        return isinstance(value, int) and value in (0, 1)
-    if isinstance(value, bool) or (kind is float and isinstance(value, float) and not math.isfinite(value)):
-        return kind not in _KINDS
-    return isinstance(value, _KINDS.get(kind, object))
-
-
-def _choices(kind: Any) -> list[Any]:
-    """The values that a field may have, where they are listed."""
-    if isinstance(kind, OneOf) or get_origin(kind) is Literal:
-        return list(kind if isinstance(kind, OneOf) else get_args(kind))
-    return [value for part in get_args(kind) for value in _choices(part)]
-
-
-def _words(kind: Any, value: Any) -> str:
-    """What a value must be: the range alone, where its type is right."""
-    parts = get_args(kind)
-    if get_origin(kind) is Annotated:
-        return str(parts[1]) if _is_a(value, parts[0]) else f"{_WORDS[parts[0]]}, {parts[1]}"
-    return ", or ".join(_words(part, value) for part in parts) if parts else _WORDS.get(kind, str(kind))
 
 
 FinishReason = Literal["stop", "length", "abort"]

@@ -11,7 +11,7 @@ import transformers
 
 import posttrain as pt
 from posttrain.errors import ConfigError
-from posttrain.types import OneOf, Range, check_fields, option
+from posttrain.fields import OneOf, Range, check_fields, option
 
 TRAINING = transformers.TrainingArguments
 CONFIGS = sorted(n for n in pt.__all__ if n.endswith("Config") and issubclass(getattr(pt, n), TRAINING))

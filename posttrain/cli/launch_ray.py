@@ -23,11 +23,11 @@ from typing import Any, Literal
 from posttrain.cli import ranks
 from posttrain.cli.parser import PosttrainArgumentParser, load_config, split_config
 from posttrain.errors import ConfigError
+from posttrain.fields import NonNegativeFloat, NonNegativeInt, PositiveFloat, check_fields, option
 from posttrain.integrations import is_available, require
 from posttrain.rollouts.server.replies import API_KEY_VARIABLE
 from posttrain.rollouts.vllm import vllm_command
 from posttrain.serve.server import ServeConfig
-from posttrain.types import NonNegativeFloat, NonNegativeInt, PositiveFloat, check_fields, option
 
 # Beginnings of the environment variables that go along; Ray passes on no others.
 PASSED_ON = ("HF_", "TRANSFORMERS_", "TOKENIZERS_", "WANDB_", "TRACKIO_", "POSTTRAIN_", "NCCL_", "PYTORCH_")

@@ -6,7 +6,7 @@ import sys
 from dataclasses import dataclass, field
 from typing import Literal
 
-from posttrain.types import option, read_mapping
+from posttrain.fields import option, read_mapping
 
 
 @dataclass

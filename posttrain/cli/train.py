@@ -18,7 +18,7 @@ from typing import Any
 
 from posttrain.cli import launch_ray, ranks
 from posttrain.errors import ConfigError, did_you_mean
-from posttrain.types import option
+from posttrain.fields import option
 
 
 def named_object(path: str, option: str) -> Any:

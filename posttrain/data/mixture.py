@@ -18,8 +18,8 @@ from huggingface_hub.errors import HFValidationError
 
 from posttrain.data.chat import check_unicode
 from posttrain.errors import ConfigError, DataError, check_choice, did_you_mean
+from posttrain.fields import option
 from posttrain.integrations.hub import not_found
-from posttrain.types import option
 
 logger = logging.getLogger(__name__)
 

@@ -22,16 +22,7 @@ from posttrain.checks.registry import silenced_codes
 from posttrain.data.forest import Layout
 from posttrain.data.samplers import with_lengths
 from posttrain.errors import ArgumentTypeError, ConfigError, DataError, ModelError
-from posttrain.loop.checks import Checks, log_codes
-from posttrain.models.attention import padded_layout, probe_head, probe_layout
-from posttrain.models.forward import learns_prompts
-from posttrain.models.heads import causal_lm, install_token_head, train_new_tokens, train_score_head
-from posttrain.models.load import check_model_source, with_dtype, wrap_with_peft
-from posttrain.models.memory import check_offloading
-from posttrain.models.parallel import bf16_is_faster
-from posttrain.models.reference import disable_dropout_in_model
-from posttrain.report.record import check_writable
-from posttrain.types import (
+from posttrain.fields import (
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
@@ -41,6 +32,15 @@ from posttrain.types import (
     option,
     read_mapping,
 )
+from posttrain.loop.checks import Checks, log_codes
+from posttrain.models.attention import padded_layout, probe_head, probe_layout
+from posttrain.models.forward import learns_prompts
+from posttrain.models.heads import causal_lm, install_token_head, train_new_tokens, train_score_head
+from posttrain.models.load import check_model_source, with_dtype, wrap_with_peft
+from posttrain.models.memory import check_offloading
+from posttrain.models.parallel import bf16_is_faster
+from posttrain.models.reference import disable_dropout_in_model
+from posttrain.report.record import check_writable
 
 if TYPE_CHECKING:
     from posttrain.loop.trainer import PostTrainer
@@ -164,7 +164,7 @@ class PostTrainingConfig(transformers.TrainingArguments):
         return super().__new__(cls)
 
     def check_fields(self) -> None:
-        """Refuse a value that is not of its field's type, or out of its range; see `posttrain.types.check_fields`."""
+        """Refuse a value that is not of its field's type, or out of its range; see `posttrain.fields.check_fields`."""
         check_fields(self, beside=transformers.TrainingArguments)
 
     def __post_init__(self) -> None:

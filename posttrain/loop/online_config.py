@@ -11,10 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import transformers
 
 from posttrain.errors import ConfigError, MissingDependencyError, check_choice
-from posttrain.loop.config import PostTrainingConfig, check_gathering
-from posttrain.rollouts.base import choose_engine
-from posttrain.rollouts.sampling import GENERATION_NAMES, generation_fields, structured_guide
-from posttrain.types import (
+from posttrain.fields import (
     NonNegativeFloat,
     NonNegativeInt,
     OneOf,
@@ -26,6 +23,9 @@ from posttrain.types import (
     Share,
     option,
 )
+from posttrain.loop.config import PostTrainingConfig, check_gathering
+from posttrain.rollouts.base import choose_engine
+from posttrain.rollouts.sampling import GENERATION_NAMES, generation_fields, structured_guide
 
 logger = logging.getLogger(__name__)
 

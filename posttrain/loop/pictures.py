@@ -45,6 +45,7 @@ from posttrain.data.picture_rows import (
 from posttrain.data.pictures import Picture, read_picture, shaded
 from posttrain.data.processors import LARGE, PictureProcessor, family_of, load_processor
 from posttrain.errors import ConfigError, DataError, ModelError, check_rules
+from posttrain.fields import NonNegativeFloat, NonNegativeInt, OneOf, PositiveInt, option
 from posttrain.losses.advantages import weighted_total
 from posttrain.metrics import Metric, mean
 from posttrain.models.heads import causal_lm, has_tower, picture_encoder
@@ -60,7 +61,7 @@ from posttrain.models.vision import (
 from posttrain.rewards.judges import JudgeReward
 from posttrain.rewards.model import ModelReward
 from posttrain.rollouts.batch import RolloutBatch
-from posttrain.types import NonNegativeFloat, NonNegativeInt, OneOf, PositiveInt, Prompt, Rollout, Row, Sampling, option
+from posttrain.types import Prompt, Rollout, Row, Sampling
 
 logger = logging.getLogger(__name__)
 

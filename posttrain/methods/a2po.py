@@ -19,6 +19,7 @@ from tqdm.auto import tqdm
 
 from posttrain.data.formats import plain_rows
 from posttrain.errors import DataError, check_rules
+from posttrain.fields import NonNegativeInt, PositiveFloat, PositiveInt, option
 from posttrain.loop.checkpoint import last_complete_checkpoint, saved_state
 from posttrain.loop.config import takes
 from posttrain.loop.online import OnlineTrainer
@@ -33,16 +34,7 @@ from posttrain.models.reference import Reference, disable_dropout_in_model, fing
 from posttrain.report.record import read_line
 from posttrain.rewards.runner import RewardTable, transform_names
 from posttrain.rollouts.batch import RolloutBatch
-from posttrain.types import (
-    Batch,
-    LossTerms,
-    ModelOutputs,
-    NonNegativeInt,
-    PositiveFloat,
-    PositiveInt,
-    Sampling,
-    option,
-)
+from posttrain.types import Batch, LossTerms, ModelOutputs, Sampling
 
 logger = logging.getLogger(__name__)
 

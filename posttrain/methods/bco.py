@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from posttrain.errors import ConfigError, DataError
+from posttrain.fields import NonNegativeFloat, PositiveInt, option
 from posttrain.integrations import require
 from posttrain.losses.reduce import row_terms
 from posttrain.losses.unpaired import BCO_LOSSES, Moments, density_weight, update_moments
@@ -21,7 +22,7 @@ from posttrain.methods.preference import ComparedConfig, PreferenceTrainer, judg
 from posttrain.metrics import mean
 from posttrain.models import parallel
 from posttrain.models.forward import forward
-from posttrain.types import Batch, LossTerms, ModelOutputs, NonNegativeFloat, PositiveInt, Row, option
+from posttrain.types import Batch, LossTerms, ModelOutputs, Row
 
 logger = logging.getLogger(__name__)
 

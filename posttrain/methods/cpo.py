@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from posttrain.errors import ConfigError
+from posttrain.fields import NonNegativeFloat, Share, option
 from posttrain.loop.config import attributes
 from posttrain.losses.divergence import alpha_reward, mean_logp
 from posttrain.losses.preference import CPO_LOSSES
@@ -19,7 +20,7 @@ from posttrain.methods.preference import (
     likelihood_terms,
     reference_free_metrics,
 )
-from posttrain.types import Batch, LossTerms, ModelOutputs, NonNegativeFloat, Share, option
+from posttrain.types import Batch, LossTerms, ModelOutputs
 
 logger = logging.getLogger(__name__)
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from posttrain.errors import ConfigError, check_choice
+from posttrain.fields import PositiveFloat, Share, option
 from posttrain.loop.config import attributes, takes, warn_keep_end
 from posttrain.loop.pictures import PictureConfig
 from posttrain.losses.divergence import desensitized_sum, pair_values, wpo_weight
@@ -26,7 +27,7 @@ from posttrain.methods.preference import (
     sequence_logp,
 )
 from posttrain.metrics import mean
-from posttrain.types import Batch, LossTerms, ModelOutputs, PositiveFloat, Share, option
+from posttrain.types import Batch, LossTerms, ModelOutputs
 
 logger = logging.getLogger(__name__)
 

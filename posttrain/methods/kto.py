@@ -12,6 +12,7 @@ from torch import Tensor
 
 from posttrain.data.forest import collate
 from posttrain.errors import ConfigError
+from posttrain.fields import NonNegativeFloat, option
 from posttrain.loop.config import attributes
 from posttrain.loop.pictures import PictureConfig
 from posttrain.losses.reduce import row_terms
@@ -28,7 +29,7 @@ from posttrain.metrics import mean
 from posttrain.models import parallel
 from posttrain.models.forward import forward
 from posttrain.models.reference import Reference, precomputed_logps
-from posttrain.types import Batch, LossTerms, ModelOutputs, NonNegativeFloat, Row, option
+from posttrain.types import Batch, LossTerms, ModelOutputs, Row
 
 logger = logging.getLogger(__name__)
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from posttrain.errors import ConfigError, RewardError
+from posttrain.fields import NonNegativeInt, PositiveFloat, PositiveInt, PositiveShare, option
 from posttrain.loop.config import takes
 from posttrain.loop.online import OnlineTrainer
 from posttrain.loop.online_config import OnlineConfig
@@ -26,17 +27,7 @@ from posttrain.rewards.judges import BaseJudge, JudgeReward, PairRewards
 from posttrain.rewards.model import WholeTextReward
 from posttrain.rewards.runner import RewardTable
 from posttrain.rollouts.batch import RolloutBatch, sampler_gap
-from posttrain.types import (
-    Batch,
-    LossTerms,
-    ModelOutputs,
-    NonNegativeInt,
-    PositiveFloat,
-    PositiveInt,
-    PositiveShare,
-    Rollout,
-    option,
-)
+from posttrain.types import Batch, LossTerms, ModelOutputs, Rollout
 
 logger = logging.getLogger(__name__)
 

@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 from torch.nn import functional as F
 
+from posttrain.fields import PositiveFloat, option
 from posttrain.loop.config import attributes
 from posttrain.losses.divergence import mean_logp
 from posttrain.losses.preference import log_odds_ratio, orpo
@@ -20,7 +21,7 @@ from posttrain.methods.preference import (
     reference_free_metrics,
 )
 from posttrain.metrics import mean
-from posttrain.types import Batch, LossTerms, ModelOutputs, PositiveFloat, Row, option
+from posttrain.types import Batch, LossTerms, ModelOutputs, Row
 
 
 @dataclass

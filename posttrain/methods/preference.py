@@ -28,6 +28,7 @@ from posttrain.data.formats import ROW as NUMBER
 from posttrain.data.formats import PreparationReport
 from posttrain.data.preference import AnswerOptions, answer_rows, extract_and_unpair, prepare_answers
 from posttrain.errors import ArgumentTypeError, ConfigError, DataError
+from posttrain.fields import PositiveFloat, PositiveInt, PositiveShare, option
 from posttrain.loop.config import PostTrainingConfig
 from posttrain.loop.trainer import PostTrainer
 from posttrain.losses.likelihood import nll
@@ -36,17 +37,7 @@ from posttrain.metrics import Metric, mean
 from posttrain.models import parallel
 from posttrain.models.forward import forward
 from posttrain.models.reference import Reference, check_reference, precomputed_logps, tell_own_checkpoint
-from posttrain.types import (
-    Batch,
-    Finding,
-    LossTerms,
-    ModelOutputs,
-    PositiveFloat,
-    PositiveInt,
-    PositiveShare,
-    Row,
-    option,
-)
+from posttrain.types import Batch, Finding, LossTerms, ModelOutputs, Row
 
 logger = logging.getLogger(__name__)
 

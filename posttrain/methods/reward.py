@@ -13,6 +13,7 @@ from torch import nn
 from posttrain.data.forest import unbatched_answers
 from posttrain.data.preference import pair_rows, prepare_reward_dataset
 from posttrain.errors import ModelError
+from posttrain.fields import NonNegativeFloat, PositiveInt, option
 from posttrain.loop.config import PostTrainingConfig, takes
 from posttrain.loop.trainer import PostTrainer
 from posttrain.losses.preference import bradley_terry, centering
@@ -20,7 +21,7 @@ from posttrain.losses.reduce import row_terms
 from posttrain.metrics import maximum, mean, minimum
 from posttrain.models.forward import forward
 from posttrain.models.load import load_classifier
-from posttrain.types import Batch, LossTerms, ModelOutputs, NonNegativeFloat, PositiveInt, Row, option
+from posttrain.types import Batch, LossTerms, ModelOutputs, Row
 
 logger = logging.getLogger(__name__)
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from posttrain.errors import ConfigError
+from posttrain.fields import NonNegativeFloat, PositiveInt, option
 from posttrain.loop.config import attributes, takes
 from posttrain.loop.online import OnlineTrainer
 from posttrain.loop.online_config import OnlineConfig, reject_truncated_sampling
@@ -23,7 +24,7 @@ from posttrain.models import parallel
 from posttrain.report.sync_reference import SyncRefModelCallback
 from posttrain.rewards.runner import RewardTable
 from posttrain.rollouts.batch import RolloutBatch
-from posttrain.types import Batch, LossTerms, ModelOutputs, NonNegativeFloat, PositiveInt, option
+from posttrain.types import Batch, LossTerms, ModelOutputs
 
 logger = logging.getLogger(__name__)
 

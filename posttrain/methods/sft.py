@@ -20,6 +20,7 @@ from posttrain.data.sft import (
     with_training_template,
 )
 from posttrain.errors import ConfigError
+from posttrain.fields import PositiveInt, option
 from posttrain.loop.config import PostTrainingConfig, attributes, takes, warn_keep_end
 from posttrain.loop.evaluation import full_logits
 from posttrain.loop.pictures import PictureConfig
@@ -27,7 +28,7 @@ from posttrain.loop.trainer import PostTrainer
 from posttrain.losses.likelihood import dft, nll, uniform_nll
 from posttrain.metrics import Metric, mean
 from posttrain.models.forward import learns_prompts
-from posttrain.types import Batch, LossTerms, ModelOutputs, PositiveInt, Row, option
+from posttrain.types import Batch, LossTerms, ModelOutputs, Row
 
 LOSSES: dict[str, Callable] = {"nll": nll, "chunked_nll": nll, "dft": dft}
 

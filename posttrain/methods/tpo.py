@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from posttrain.errors import ConfigError
+from posttrain.fields import NonNegativeFloat, PositiveFloat, Share, option
 from posttrain.loop.config import attributes
 from posttrain.losses.divergence import mean_logp
 from posttrain.losses.preference import TPO_LOSSES
@@ -18,7 +19,7 @@ from posttrain.methods.preference import (
     reference_free_metrics,
 )
 from posttrain.metrics import mean
-from posttrain.types import Batch, LossTerms, ModelOutputs, NonNegativeFloat, PositiveFloat, Share, option
+from posttrain.types import Batch, LossTerms, ModelOutputs
 
 OF_TPO = (
     "model, args, data_collator, train_dataset, eval_dataset, processing_class, compute_metrics, callbacks, "

@@ -16,10 +16,10 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase, Pro
 
 from posttrain.data.chat import terminal_token_ids
 from posttrain.errors import ArgumentTypeError, ConfigError, DataError, ModelError, check_choice
+from posttrain.fields import PositiveInt, Share, check_fields, option
 from posttrain.integrations import require
 from posttrain.integrations.hub import explained, not_found
 from posttrain.models.heads import causal_lm
-from posttrain.types import PositiveInt, Share, check_fields, option
 
 if TYPE_CHECKING:
     from peft import LoraConfig

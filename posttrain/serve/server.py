@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from posttrain.errors import ConfigError
+from posttrain.fields import Port, PositiveInt, check_fields, option
 from posttrain.integrations import require
 from posttrain.rollouts.server.replies import API_KEY_VARIABLE, check_token
-from posttrain.types import Port, PositiveInt, check_fields, option
 
 # Seconds. Clients keep connections between steps of training; closed ones would cost them a retry.
 KEEP_ALIVE_S = 120

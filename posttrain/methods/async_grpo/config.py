@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
 from posttrain.errors import ConfigError, check_rules
+from posttrain.fields import NonNegativeFloat, NonNegativeInt, OneOf, PositiveFloat, PositiveInt, Share, option
 from posttrain.loop.online_config import EpisodeFields, OnlineConfig
 from posttrain.loop.pictures import PictureConfig
 from posttrain.rewards.runner import transform_names
-from posttrain.types import NonNegativeFloat, NonNegativeInt, OneOf, PositiveFloat, PositiveInt, Share, option
 
 logger = logging.getLogger(__name__)
 

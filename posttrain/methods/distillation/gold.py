@@ -13,6 +13,7 @@ from posttrain.checks.tokenizers import compare_tokenizers, token_bytes
 from posttrain.data.chat import common_prefix, terminal_token_ids, tokenize_prompts
 from posttrain.data.forest import sequences
 from posttrain.errors import ConfigError
+from posttrain.fields import NonNegativeFloat, PositiveFloat, option
 from posttrain.loop.pictures import Vision
 from posttrain.methods.distillation.config import Axes, logit_width, preset
 from posttrain.methods.distillation.objective import AlignedComparison
@@ -23,7 +24,7 @@ from posttrain.metrics import mean
 from posttrain.models import load
 from posttrain.rewards.runner import RewardTable
 from posttrain.rollouts.batch import RolloutBatch
-from posttrain.types import Batch, NonNegativeFloat, PositiveFloat, Rollout, Row, option
+from posttrain.types import Batch, Rollout, Row
 
 PROBE = "The quick brown fox."
 # What a text is put behind, to be encoded without what a tokenizer writes at its beginning.

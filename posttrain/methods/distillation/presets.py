@@ -11,6 +11,7 @@ import torch
 
 from posttrain.data.formats import is_conversational
 from posttrain.errors import ConfigError, DataError
+from posttrain.fields import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Share, option
 from posttrain.losses.distillation import discounted_returns
 from posttrain.methods.distillation.config import (
     Axes,
@@ -25,18 +26,7 @@ from posttrain.methods.grpo.config import GRPOConfig
 from posttrain.metrics import mean
 from posttrain.rewards.runner import RewardTable
 from posttrain.rollouts.batch import RolloutBatch, completions_for_rewards
-from posttrain.types import (
-    Batch,
-    LossTerms,
-    ModelOutputs,
-    NonNegativeFloat,
-    NonNegativeInt,
-    PositiveFloat,
-    PositiveInt,
-    Rollout,
-    Share,
-    option,
-)
+from posttrain.types import Batch, LossTerms, ModelOutputs, Rollout
 
 THINKING = re.compile(r"<think>.*?</think>\s*", re.DOTALL)
 SHORT = 10  # A single line of fewer characters is no answer (SSD).

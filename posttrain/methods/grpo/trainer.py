@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from posttrain.checks.rewards import RunningReward
 from posttrain.errors import ConfigError, check_choice
+from posttrain.fields import NonNegativeFloat, option
 from posttrain.loop.config import attributes, takes
 from posttrain.loop.online import OnlineTrainer
 from posttrain.loop.scoring import FIXED, FIXED_PATHS, SETTABLE, SETTABLE_PATHS, groups_without_signal, last_logged
@@ -46,7 +47,7 @@ from posttrain.report.completions import CompletionsHubCallback
 from posttrain.report.sync_reference import SyncRefModelCallback
 from posttrain.rewards.runner import RewardTable
 from posttrain.rollouts.batch import RolloutBatch
-from posttrain.types import Batch, LossTerms, ModelOutputs, NonNegativeFloat, option
+from posttrain.types import Batch, LossTerms, ModelOutputs
 
 logger = logging.getLogger(__name__)
 

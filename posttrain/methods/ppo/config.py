@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from posttrain.errors import ConfigError, exact_div
+from posttrain.fields import NonNegativeFloat, NonNegativeInt, OneOf, PositiveFloat, PositiveInt, Share, option
 from posttrain.loop.config import PostTrainingConfig, check_gathering
 from posttrain.loop.online_config import ENGINES, RewardFields
 from posttrain.rewards.runner import transform_names
-from posttrain.types import NonNegativeFloat, NonNegativeInt, OneOf, PositiveFloat, PositiveInt, Share, option
 
 ESTIMATORS = ("k1", "k3")
 WHITEN_LEAST = 8  # Responses of a mini-batch on one process below which whitened rewards are mostly noise.
