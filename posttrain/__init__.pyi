@@ -206,7 +206,7 @@ from .report.completions import (
     print_prompt_completions_sample as print_prompt_completions_sample,
 )
 from .report.progress import RichProgressCallback as RichProgressCallback
-from .report.sync_reference import SyncRefModelCallback as SyncRefModelCallback
+from .loop.sync_reference import SyncRefModelCallback as SyncRefModelCallback
 from .rewards.format import (
     get_cosine_scaled_reward as get_cosine_scaled_reward,
     get_repetition_penalty_reward as get_repetition_penalty_reward,
@@ -231,8 +231,8 @@ from .rollouts.base import (
     Capabilities as Capabilities,
     RolloutEngine as RolloutEngine,
     ScriptedEngine as ScriptedEngine,
-    complete as complete,
 )
+from .rollouts.engines import complete as complete
 from .rollouts.episodes.environments import step_environment as step_environment
 from .rollouts.episodes.loop import Episode as Episode, roll_out_with_tools as roll_out_with_tools
 from .rollouts.hf import HFEngine as HFEngine

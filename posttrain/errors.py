@@ -6,7 +6,6 @@ Each class is also the standard-library type a caller would expect, so ``except 
 from __future__ import annotations
 
 import difflib
-import math
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -17,7 +16,6 @@ __all__ = [
     "ROUNDING",
     "ArgumentTypeError",
     "BadRequest",
-    "BadValue",
     "CheckpointError",
     "ConfigError",
     "DataError",
@@ -36,13 +34,6 @@ __all__ = [
     "check_rules",
     "did_you_mean",
     "exact_div",
-    "given_integer",
-    "given_number",
-    "given_truth",
-    "listed",
-    "scalar",
-    "token_ids",
-    "token_logps",
 ]
 
 
@@ -233,105 +224,3 @@ def check_choice(field: str, value: object, choices: Iterable[str]) -> None:
 
 
 ROUNDING = 1e-6  # Nats above 0 that a log-softmax in float32 may come out at.
-
-
-class BadValue(RolloutError, ValueError):
-    """A value from outside the library that cannot be used."""
-
-
-def scalar(value: Any) -> Any:
-    """What an array or tensor of one element holds; anything else as it is.
-
-    >>> import torch
-    >>> scalar(torch.tensor([0.5])), scalar("a")
-    (0.5, 'a')
-    """
-    shape = getattr(value, "shape", None)
-    if isinstance(shape, tuple) and math.prod(shape) == 1 and hasattr(value, "item"):
-        return value.item()
-    return value
-
-
-def listed(value: Any, where: str) -> list[Any]:
-    """A sequence, array or tensor as a list.
-
-    Raises:
-        RolloutError: Anything else: None, a text, a dict, a number or an array without dimensions.
-    """
-    items = value.tolist() if hasattr(value, "tolist") else value
-    if not isinstance(items, Sequence) or isinstance(items, str | bytes):
-        raise BadValue(f"{where} is {value!r:.80} ({type(value).__name__}). Fix: give a list.")
-    return list(items)
-
-
-def given_number(value: Any, where: str) -> float:
-    """A finite real number.
-
-    Raises:
-        RolloutError: Names the value; also for None and for text.
-    """
-    number = scalar(value)
-    if isinstance(number, str | bytes | complex) or not hasattr(number, "__float__") or getattr(number, "shape", ()):
-        raise BadValue(f"{where} is {value!r:.80} ({type(value).__name__}). Fix: give a number.")
-    if not math.isfinite(number):
-        raise BadValue(f"{where} is {float(number)}. Fix: give a finite number.")
-    return float(number)
-
-
-def given_integer(value: Any, where: str) -> int:
-    """A whole number, which may be written as 5.0.
-
-    Raises:
-        RolloutError: Names the value.
-    """
-    number = given_number(value, where)
-    if number != int(number):
-        raise BadValue(f"{where} is {number}. Fix: give an integer.")
-    return int(scalar(value))
-
-
-def given_truth(value: Any, where: str) -> bool:
-    """True or False, said by a bool or a 0 or 1 of any library.
-
-    Raises:
-        RolloutError: Names the value.
-    """
-    number = scalar(value)
-    if not hasattr(number, "__float__") or getattr(number, "shape", ()) or number not in (0, 1):
-        raise BadValue(f"{where} is {value!r:.80} ({type(value).__name__}). Fix: give True or False.")
-    return bool(number)
-
-
-def token_ids(values: Any, where: str, vocabulary: int | None = None) -> list[int]:
-    """At least one token id, each in ``[0, vocabulary)``.
-
-    Raises:
-        RolloutError: Names the position and the value.
-    """
-    ids = [given_integer(value, f"{where}, position {t},") for t, value in enumerate(listed(values, where))]
-    if not ids:
-        raise BadValue(f"{where}: no token. Fix: give at least one.")
-    for position, token in enumerate(ids):
-        if token < 0 or (vocabulary is not None and token >= vocabulary):
-            most = "" if vocabulary is None else f" in [0, {vocabulary})"
-            raise BadValue(f"{where}, position {position}, is {token}. Fix: give token ids{most or ' of 0 and above'}.")
-    return ids
-
-
-def token_logps(values: Sequence[Any], mask: Sequence[Any], where: str) -> list[float]:
-    """Log-probs of tokens: finite and at most 0 where ``mask`` is 1, whatever stands where it is 0 (returned as 0.0).
-
-    Raises:
-        RolloutError: Names the position and the value.
-
-    >>> token_logps([-1.0, None, 1e-9], [1, 0, 1], "here")
-    [-1.0, 0.0, 0.0]
-    """
-    found = []
-    for position, (value, kept) in enumerate(zip(values, mask, strict=True)):
-        at = f"{where}, position {position},"
-        logp = given_number(value, at) if kept else 0.0
-        if logp > ROUNDING:
-            raise BadValue(f"{at} is {logp}. Fix: give log-probs, which are at most 0.")
-        found.append(min(logp, 0.0))
-    return found

@@ -11,8 +11,8 @@ import transformers
 from torch import Tensor, nn
 
 from posttrain.errors import CheckpointError, ConfigError, ModelError
+from posttrain.loop.sync_reference import bare, has_adapter, is_sharded, resumed_from, write_tensors
 from posttrain.models.reference import Reference
-from posttrain.report.sync_reference import bare, has_adapter, is_sharded, resumed_from, write_tensors
 
 if TYPE_CHECKING:
     from transformers import TrainerControl, TrainerState, TrainingArguments

@@ -28,7 +28,7 @@ from posttrain.errors import CheckpointError
 from posttrain.integrations.machine import free_disk, gpu_memory, gpu_processes
 from posttrain.models import parallel
 from posttrain.models.memory_estimate import optimizer_bytes
-from posttrain.report.record import read_json
+from posttrain.report.files import read_json
 from posttrain.types import Finding
 
 if TYPE_CHECKING:

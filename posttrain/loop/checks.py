@@ -32,7 +32,9 @@ from posttrain.metrics import Metric, mean
 from posttrain.models import parallel
 from posttrain.models.heads import picture_encoder
 from posttrain.models.vision import tower_parameters
-from posttrain.report.record import LOCK, describe_run, whole_file
+from posttrain.report.files import whole_file
+from posttrain.report.lock import LOCK
+from posttrain.report.record import describe_run
 from posttrain.types import Batch, Finding
 
 logger = logging.getLogger(__name__)

@@ -40,7 +40,7 @@ from posttrain.models.load import check_model_source, with_dtype, wrap_with_peft
 from posttrain.models.memory import check_offloading
 from posttrain.models.parallel import bf16_is_faster
 from posttrain.models.reference import disable_dropout_in_model
-from posttrain.report.record import check_writable
+from posttrain.report.lock import check_writable
 
 if TYPE_CHECKING:
     from posttrain.loop.trainer import PostTrainer

@@ -18,6 +18,7 @@ from posttrain.data.formats import is_conversational
 from posttrain.data.processors import is_processor
 from posttrain.data.samplers import PromptStream, RepeatSampler
 from posttrain.errors import RolloutServerError
+from posttrain.loop.dynamic_sampling import DynamicSampler, groups_without_signal
 from posttrain.loop.online_config import OnlineConfig, resolve_auto
 from posttrain.loop.prompts import (
     PromptSource,
@@ -29,14 +30,11 @@ from posttrain.loop.prompts import (
     make_driver,
     without_workers,
 )
+from posttrain.loop.reward_watch import WATCHED_CODES, RewardWatch
 from posttrain.loop.scoring import (
-    WATCHED_CODES,
-    DynamicSampler,
-    RewardWatch,
     Scorer,
     completion_lengths,
     completion_rows,
-    groups_without_signal,
     reward_options,
     reward_runner,
     rollout_metrics,

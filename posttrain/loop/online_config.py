@@ -24,7 +24,7 @@ from posttrain.fields import (
     option,
 )
 from posttrain.loop.config import PostTrainingConfig, check_gathering
-from posttrain.rollouts.base import choose_engine
+from posttrain.rollouts.engines import choose_engine
 from posttrain.rollouts.sampling import GENERATION_NAMES, generation_fields, structured_guide
 
 logger = logging.getLogger(__name__)

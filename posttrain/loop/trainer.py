@@ -26,8 +26,9 @@ from posttrain.data.samplers import Deal
 from posttrain.loop import checkpoint, config
 from posttrain.loop.config import PostTrainingConfig, named_method
 from posttrain.loop.data_report import DataReport, DataReportCallback, DatasetHead, prompt_rows, warnings_are_errors
+from posttrain.loop.dry_step import DryStep, dry_step, fit_memory
 from posttrain.loop.evaluation import count_rounds, evaluate, evaluation_loader, predicted_rows
-from posttrain.loop.passes import DryStep, PassRunner, dry_step, fit_memory
+from posttrain.loop.passes import PassRunner
 from posttrain.loop.pictures import Vision
 from posttrain.losses.reduce import Denominators, reduce
 from posttrain.metrics import Metric, MetricBuffer, mean
@@ -289,7 +290,7 @@ class PostTrainer(transformers.Trainer):
             return self.vision.prompt_rows(examples) or prompt_rows(examples, self.processing_class, self.args)
 
     def dry_step(self, batch_size: int | None = None) -> DryStep:
-        """Forward and backward of the longest rows, see `posttrain.loop.passes.dry_step`."""
+        """Forward and backward of the longest rows, see `posttrain.loop.dry_step.dry_step`."""
         return dry_step(self, batch_size)
 
     def train(self, resume_from_checkpoint: Any = None, **kwargs: Any) -> Any:

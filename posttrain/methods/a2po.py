@@ -31,7 +31,7 @@ from posttrain.losses.reduce import sequence_sum
 from posttrain.metrics import mean
 from posttrain.models import parallel
 from posttrain.models.reference import Reference, disable_dropout_in_model, fingerprint, hash_tensors
-from posttrain.report.record import read_line
+from posttrain.report.files import read_line
 from posttrain.rewards.runner import RewardTable, transform_names
 from posttrain.rollouts.batch import RolloutBatch
 from posttrain.types import Batch, LossTerms, ModelOutputs, Sampling

@@ -398,7 +398,7 @@ class PreferenceTrainer(PostTrainer):
             if self.reference.copy is not None:  # Without a copy it costs nothing, and other sets may be evaluated.
                 self.reference = None
         elif args.sync_ref_model:
-            from posttrain.report.sync_reference import SyncRefModelCallback
+            from posttrain.loop.sync_reference import SyncRefModelCallback
 
             self.add_callback(SyncRefModelCallback(self.reference, self.accelerator))
 

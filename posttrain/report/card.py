@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from posttrain.errors import check_choice
 from posttrain.integrations import require
 from posttrain.models.load import get_config_model_id
-from posttrain.report.record import whole_file
+from posttrain.report.files import whole_file
 from posttrain.report.templates import TEMPLATES
 
 if TYPE_CHECKING:

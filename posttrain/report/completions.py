@@ -26,8 +26,10 @@ from posttrain.errors import ConfigError, DataError
 from posttrain.integrations import require
 from posttrain.models import parallel
 from posttrain.models.load import resolve_pad_token
-from posttrain.report.record import RunRecordCallback, read_line, whole_file
-from posttrain.rollouts.base import RolloutEngine, create_engine
+from posttrain.report.files import read_line, whole_file
+from posttrain.report.record import RunRecordCallback
+from posttrain.rollouts.base import RolloutEngine
+from posttrain.rollouts.engines import create_engine
 from posttrain.types import Request, Sampling
 
 if TYPE_CHECKING:

@@ -18,8 +18,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from posttrain.errors import ConfigError, MissingDependencyError, RewardError, did_you_mean, scalar
+from posttrain.errors import ConfigError, MissingDependencyError, RewardError, did_you_mean
 from posttrain.metrics import Metric, mean, total
+from posttrain.values import scalar
 
 RESERVED = ("prompt", "completion", "completion_ids")
 # Arguments that the trainer gives, besides prompts, completions and dataset columns.

@@ -22,7 +22,8 @@ from posttrain.data.pictures import Placed, read_picture
 from posttrain.errors import BadRequest, ConfigError, DataError, ModelError, RolloutError, WeightSyncError
 from posttrain.models.heads import has_tower, picture_encoder
 from posttrain.models.load import create_model_from_path, load_tokenizer, resolve_pad_token
-from posttrain.rollouts.base import check_requests, create_engine
+from posttrain.rollouts.base import check_requests
+from posttrain.rollouts.engines import create_engine
 from posttrain.rollouts.sampling import structured_guide
 from posttrain.rollouts.server.replies import API_KEY_VARIABLE, LOOPBACK
 from posttrain.rollouts.server.weight_sync import file_tensors, shared_path

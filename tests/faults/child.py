@@ -12,7 +12,7 @@ from tests.faults.scene import Scene
 
 def hold(folder: Path) -> None:
     """Have the folder, and live on."""
-    from posttrain.report.record import FolderLock
+    from posttrain.report.lock import FolderLock
 
     lock = FolderLock(folder)
     lock.acquire()

@@ -15,7 +15,7 @@ from typing import Any
 
 from posttrain.checks import machine as table
 from posttrain.loop import checkpoint as checkpoints
-from posttrain.report.record import LOCK
+from posttrain.report.lock import LOCK
 from tests.faults import build
 from tests.faults.scene import Case, Scene
 

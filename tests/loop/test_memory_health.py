@@ -9,8 +9,8 @@ import torch
 
 from posttrain.data.samplers import longest_examples
 from posttrain.errors import ConfigError
-from posttrain.loop import passes as memory_health
-from posttrain.loop.passes import DryStep
+from posttrain.loop import dry_step as memory_health
+from posttrain.loop.dry_step import DryStep
 from posttrain.models.memory import Available
 from tests.conftest import build_model
 from tests.methods.helpers import chats, grpo, losses, sft, weights

@@ -3,7 +3,7 @@
 import sys
 
 from posttrain import Rollout  # noqa: F401 - the public package must import in a worker too
-from posttrain.report.record import read_rows
+from posttrain.report.files import read_rows
 from tests.conftest import build_tokenizer
 from tests.methods.helpers import chats, count_a, grpo, prompts, sft
 from tests.ranks import leave, part, step_taken, weights

@@ -6,7 +6,7 @@ import torch
 
 from posttrain import ConfigError, ModelError
 from posttrain.models.attention import probe_head
-from posttrain.rollouts.base import create_engine
+from posttrain.rollouts.engines import create_engine
 from posttrain.rollouts.workers.shared_weights import merged_weights
 from posttrain.types import Request, Sampling
 from tests.conftest import build_model

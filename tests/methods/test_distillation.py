@@ -258,7 +258,7 @@ def test_a_mixture_of_experts_adds_its_load_balancing_term(tmp_path, tiny_tokeni
 
 @pytest.mark.parametrize("settings", [{"lmbda": 0.0, "beta": 0.5}, {"lmbda": 1.0, "num_generations": 2}])
 def test_the_table_of_completions_names_the_tokens_on_which_the_two_differ_most(settings, tmp_path, tiny_tokenizer):
-    from posttrain.report.record import read_rows
+    from posttrain.report.files import read_rows
 
     trainer = make(tmp_path, tiny_tokenizer, max_steps=1, **settings)
     trainer.train()

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from posttrain import ConfigError
 from posttrain.data.samplers import PromptStream
 from posttrain.errors import CheckpointError
-from posttrain.loop.scoring import flat_groups
+from posttrain.loop.dynamic_sampling import flat_groups
 from posttrain.rollouts.batch import RolloutWindow, deal
 from posttrain.types import Row
 from tests.methods.helpers import grpo, grpo_args, prompts, scripted, weights

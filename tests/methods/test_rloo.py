@@ -10,7 +10,7 @@ import torch
 from posttrain import ConfigError, DataError
 from posttrain.checks.registry import Preflight
 from posttrain.data.forest import Layout, collate
-from posttrain.loop.scoring import RewardWatch
+from posttrain.loop.reward_watch import RewardWatch
 from posttrain.losses.advantages import leave_one_out_advantages, standardized
 from posttrain.losses.reduce import Denominators, reduce
 from posttrain.methods.rloo import RLOOConfig, RLOOTrainer, rloo_objective

@@ -8,7 +8,7 @@ from posttrain.data.forest import Layout, collate, split_by_sequence
 from posttrain.errors import ConfigError, DataError, RolloutError
 from posttrain.models.attention import disagreement, probe_layout, rope_limits
 from posttrain.models.forward import forward
-from posttrain.rollouts.base import create_engine
+from posttrain.rollouts.engines import create_engine
 from posttrain.rollouts.native.engine import native_is_exact
 from posttrain.types import Request, Row, Sampling
 from tests.conftest import build_model

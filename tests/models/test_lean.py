@@ -9,7 +9,7 @@ import torch
 import transformers
 from torch import nn
 
-from posttrain.models.heads import keep_inputs_only, plain
+from posttrain.models.lean_layers import keep_inputs_only, plain
 
 SIZE = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -144,7 +144,7 @@ def test_copies_names_and_weights_stay():
 
 
 def test_random_numbers_of_the_run_are_not_drawn_from():
-    from posttrain.models import heads as module
+    from posttrain.models import lean_layers as module
 
     model = model_of("llama")
     module._twin.cache_clear()

@@ -21,7 +21,7 @@ import torch
 from posttrain.errors import CheckpointError, ConfigError
 from posttrain.loop import checkpoint as checkpoints
 from posttrain.models import parallel
-from posttrain.report.record import LOCK, FolderLock
+from posttrain.report.lock import LOCK, FolderLock
 from tests.methods.helpers import chats, grpo, losses, sft, weights
 from tests.wordings import raises
 

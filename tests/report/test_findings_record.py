@@ -9,7 +9,8 @@ import time
 
 import pytest
 
-from posttrain.report.record import RunRecord, read_rows
+from posttrain.report.files import read_rows
+from posttrain.report.record import RunRecord
 from posttrain.types import Finding
 from tests.methods.helpers import sft
 

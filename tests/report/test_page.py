@@ -12,9 +12,9 @@ import pytest
 from posttrain.checks.rules import RULES, check_log, review
 from posttrain.cli.main import main
 from posttrain.errors import ConfigError, DataError
+from posttrain.report.lock import FolderLock
 from posttrain.report.page import read_run, read_runs, render
 from posttrain.report.page.build import content, panels_of
-from posttrain.report.record import FolderLock
 from tests.report.page_runs import EVIL, break_record, dpo_record, grpo_record
 from tests.wordings import raises
 

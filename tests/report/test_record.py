@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from posttrain.errors import ConfigError
-from posttrain.report.record import LOCK, FolderLock, RunRecord, RunRecordCallback, check_writable, hide_secrets
+from posttrain.report.lock import LOCK, FolderLock, check_writable
+from posttrain.report.record import RunRecord, RunRecordCallback, hide_secrets
 from tests.wordings import raises
 
 

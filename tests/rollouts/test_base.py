@@ -13,7 +13,7 @@ from posttrain import AsyncGRPOConfig, GRPOConfig, OnlineDPOConfig, PPOConfig, R
 from posttrain.errors import ConfigError, MissingDependencyError
 from posttrain.loop.online_config import resolve_auto
 from posttrain.rollouts import paged, vllm
-from posttrain.rollouts.base import choose_engine, create_engine
+from posttrain.rollouts.engines import choose_engine, create_engine
 from posttrain.rollouts.native import engine as native
 from posttrain.rollouts.server.weight_sync import SHARED_FOLDER
 from tests.conftest import build_model

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from posttrain.errors import ConfigError, RolloutError
-from posttrain.rollouts.base import create_engine
+from posttrain.rollouts.engines import create_engine
 from posttrain.rollouts.native.engine import NativeEngine
 from posttrain.rollouts.native.sampler import Chooser, uniforms
 from posttrain.rollouts.sampling import banned_continuations, truncate

@@ -6,7 +6,7 @@ import pytest
 
 from posttrain.errors import RolloutError
 from posttrain.models.vision import install_pictures
-from posttrain.rollouts.base import choose_engine
+from posttrain.rollouts.engines import choose_engine
 from posttrain.rollouts.hf import HFEngine
 from posttrain.rollouts.native.engine import NativeEngine, logp_gaps, native_is_exact
 from posttrain.types import Request, Sampling

@@ -6,8 +6,8 @@ import threading
 import pytest
 import torch
 
+from posttrain.checks.server import check_info, check_parity, needs_of, probe_logprobs, probe_sequences
 from posttrain.errors import ServerBusy
-from posttrain.loop.weight_sync import check_info, check_parity, needs_of, probe_logprobs, probe_sequences
 from posttrain.models.forward import sequence_logps
 from posttrain.rollouts.server import pool as fleet
 from posttrain.rollouts.server.engine import ServerEngine

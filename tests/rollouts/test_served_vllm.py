@@ -4,8 +4,8 @@ import pytest
 import requests
 import torch
 
+from posttrain.checks.server import check_info, check_parity, needs_of, probe_logprobs, probe_sequences
 from posttrain.errors import ServerUnreachable, WeightSyncError
-from posttrain.loop.weight_sync import check_info, check_parity, needs_of, probe_logprobs, probe_sequences
 from posttrain.rollouts.server.client import VLLMClient
 from posttrain.rollouts.server.engine import ServerEngine
 from posttrain.rollouts.server.replies import API_KEY_VARIABLE

@@ -13,7 +13,7 @@ from posttrain.integrations import is_available
 if not is_available("vllm"):
     pytest.skip("vLLM is not installed", allow_module_level=True)
 
-from posttrain.loop.weight_sync import check_parity, probe_sequences
+from posttrain.checks.server import check_parity, probe_sequences
 from posttrain.models.forward import sequence_logps
 from posttrain.rollouts.vllm import VLLMEngine
 from posttrain.rollouts.workers.shared_weights import Weights

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from posttrain.data.processors import PictureProcessor
 from posttrain.errors import RolloutError
 from posttrain.loop.prompts import RolloutSource
-from posttrain.loop.scoring import RewardWatch, completion_rows, reward_options
+from posttrain.loop.reward_watch import RewardWatch
+from posttrain.loop.scoring import completion_rows, reward_options
 from posttrain.loop.weight_sync import WeightSync, sync_option, whole_update
 from posttrain.methods.async_grpo.config import AsyncGRPOConfig
 from posttrain.methods.async_grpo.worker import RolloutJob

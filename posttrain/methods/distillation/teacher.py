@@ -31,7 +31,7 @@ from posttrain.models.attention import probe_layout
 from posttrain.models.forward import forward
 from posttrain.models.heads import causal_lm, install_token_head
 from posttrain.models.reference import Reference, hash_vocabulary
-from posttrain.report.record import whole_file
+from posttrain.report.files import whole_file
 from posttrain.rollouts.base import evaluating
 from posttrain.types import Batch, Row
 

@@ -20,6 +20,7 @@ from posttrain.loop.config import choose_layout, takes
 from posttrain.loop.online import OnlineTrainer
 from posttrain.loop.pictures import Vision
 from posttrain.loop.prompts import PromptSource
+from posttrain.loop.sync_reference import SyncRefModelCallback
 from posttrain.losses.reduce import spread
 from posttrain.methods.distillation.config import Axes, DistillationConfig, logit_width
 from posttrain.methods.distillation.data import (
@@ -47,7 +48,6 @@ from posttrain.models.heads import causal_lm, has_tower, install_token_head, pic
 from posttrain.models.memory_estimate import Part
 from posttrain.models.reference import Reference
 from posttrain.models.vision import install_pictures
-from posttrain.report.sync_reference import SyncRefModelCallback
 from posttrain.rewards.runner import RewardTable
 from posttrain.rollouts.batch import RolloutBatch, completions_for_rewards
 from posttrain.rollouts.server.client import VLLMClient

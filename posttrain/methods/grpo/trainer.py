@@ -19,8 +19,10 @@ from posttrain.checks.rewards import RunningReward
 from posttrain.errors import ConfigError, check_choice
 from posttrain.fields import NonNegativeFloat, option
 from posttrain.loop.config import attributes, takes
+from posttrain.loop.dynamic_sampling import groups_without_signal
 from posttrain.loop.online import OnlineTrainer
-from posttrain.loop.scoring import FIXED, FIXED_PATHS, SETTABLE, SETTABLE_PATHS, groups_without_signal, last_logged
+from posttrain.loop.scoring import FIXED, FIXED_PATHS, SETTABLE, SETTABLE_PATHS, last_logged
+from posttrain.loop.sync_reference import SyncRefModelCallback
 from posttrain.losses.advantages import AdvantageStats, group_advantages
 from posttrain.losses.policy import (
     LOSS_TYPES,
@@ -44,7 +46,6 @@ from posttrain.metrics import Metric, maximum, mean, minimum
 from posttrain.models import parallel
 from posttrain.models.heads import cast_head_to_fp32, causal_lm
 from posttrain.report.completions import CompletionsHubCallback
-from posttrain.report.sync_reference import SyncRefModelCallback
 from posttrain.rewards.runner import RewardTable
 from posttrain.rollouts.batch import RolloutBatch
 from posttrain.types import Batch, LossTerms, ModelOutputs

@@ -22,10 +22,10 @@ from markupsafe import Markup
 
 from posttrain.checks.rules import Rule, Verdict, review
 from posttrain.errors import ConfigError
+from posttrain.report.files import whole_file
 from posttrain.report.inspect import histogram
 from posttrain.report.page.run import Run, Series, flat
 from posttrain.report.progress import MAIN
-from posttrain.report.record import whole_file
 from posttrain.report.templates import TEMPLATES, environment
 
 LONGEST = 4000  # Characters of a completion before its middle is left out.

@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.errors import ConfigError, DataError
-from posttrain.report.record import LOCK, FolderLock, read_line, read_rows, step_of_part
+from posttrain.report.files import read_line, read_rows
+from posttrain.report.lock import LOCK, FolderLock
+from posttrain.report.record import step_of_part
 from posttrain.types import Finding
 
 NOT_CURVES = {"step", "time", "epoch"}

@@ -10,23 +10,14 @@ from typing import Any
 
 from posttrain.data.formats import is_conversational
 from posttrain.data.processors import PictureProcessor
-from posttrain.errors import (
-    ArgumentTypeError,
-    ConfigError,
-    ModelError,
-    RolloutError,
-    given_truth,
-    listed,
-    scalar,
-    token_ids,
-    token_logps,
-)
+from posttrain.errors import ArgumentTypeError, ConfigError, ModelError, RolloutError
 from posttrain.rollouts.batch import completions_for_rewards
 from posttrain.rollouts.episodes.environments import EnvironmentPool
 from posttrain.rollouts.episodes.loop import MAX_ITERATIONS, Episode, Generate, ToolLoop
 from posttrain.rollouts.episodes.tokens import prepare_tokenizer, tokenize_observed
 from posttrain.rollouts.episodes.toolbox import ToolBox, ToolRunner
 from posttrain.types import Rollout, Sampling
+from posttrain.values import given_truth, listed, scalar, token_ids, token_logps
 
 
 @dataclass

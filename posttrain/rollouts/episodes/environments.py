@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from posttrain.data.pictures import Background, observed_blocks
-from posttrain.errors import BadValue, ConfigError, DataError, RolloutError, did_you_mean, given_number, given_truth
+from posttrain.errors import ConfigError, DataError, RolloutError, did_you_mean
 from posttrain.rollouts.episodes.toolbox import ToolBox, ToolRunner, TooSlow, shows_images, tool_schema
+from posttrain.values import BadValue, given_number, given_truth
 
 logger = logging.getLogger(__name__)
 

@@ -16,7 +16,8 @@ from transformers.utils import get_json_schema
 
 from posttrain.data.formats import PICTURE_BLOCKS
 from posttrain.data.pictures import Background, observed_blocks
-from posttrain.errors import BadValue, ConfigError, did_you_mean
+from posttrain.errors import ConfigError, did_you_mean
+from posttrain.values import BadValue
 
 T = TypeVar("T")
 LONGEST = 1_000_000  # Characters of a result; more fits no context, and would only cost time to tokenise.

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from posttrain.models.heads import plain
+from posttrain.models.lean_layers import plain
 from posttrain.rollouts.native.attention import Block, Group, Store, current_store
 
 logger = logging.getLogger(__name__)

@@ -11,7 +11,8 @@ import torch
 
 from posttrain.errors import ConfigError, RolloutError, RolloutInterrupted, check_choice
 from posttrain.models.vision import install_pictures
-from posttrain.rollouts.base import RolloutEngine, create_engine, require_engine
+from posttrain.rollouts.base import RolloutEngine, require_engine
+from posttrain.rollouts.engines import create_engine
 from posttrain.rollouts.workers.shared_weights import copy_into, read_weights
 from posttrain.types import FinishReason, Request, Rollout, Sampling
 

@@ -11,8 +11,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-from posttrain.errors import ROUNDING, RolloutError, given_number, token_ids, token_logps
+from posttrain.errors import ROUNDING, RolloutError
 from posttrain.types import Rollout
+from posttrain.values import given_number, token_ids, token_logps
 
 if TYPE_CHECKING:
     # Workers that need neither start in a fraction of a second.

@@ -6,8 +6,8 @@ import transformers
 from transformers import TrainerControl, TrainerState
 
 from posttrain.errors import CheckpointError, ConfigError, ModelError
+from posttrain.loop.sync_reference import SyncRefModelCallback, is_sharded, resumed_from
 from posttrain.models.reference import Reference, create_reference_model
-from posttrain.report.sync_reference import SyncRefModelCallback, is_sharded, resumed_from
 from tests.compat.test_bema import Watch, build_trainer
 from tests.conftest import build_model
 from tests.wordings import raises

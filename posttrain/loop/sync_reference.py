@@ -1,4 +1,4 @@
-"""`SyncRefModelCallback`: a reference model that follows the policy (TR-DPO), and what callbacks know of wrappers."""
+"""TR-DPO: the reference follows the policy, every few optimiser steps."""
 
 from __future__ import annotations
 
@@ -16,15 +16,17 @@ from torch import Tensor, nn
 from posttrain.errors import CheckpointError, ConfigError, ModelError
 from posttrain.integrations import require
 from posttrain.models.reference import Reference
-from posttrain.report.record import whole_file
+from posttrain.report.files import whole_file
 
 if TYPE_CHECKING:
     from transformers import TrainerControl, TrainerState, TrainingArguments
 
-
 logger = logging.getLogger(__name__)
 
+
 STATE_FILE = "ref_model.safetensors"
+
+
 # Attributes that a parameter has only where a process holds a part of it: ZeRO-3, both kinds of FSDP, tensor parallelism.
 SHARD_MARKS = ("ds_id", "_fsdp_flattened", "_is_flat_param", "device_mesh")
 

@@ -1,0 +1,245 @@
+"""Is a rollout server what training assumes: its model, its flags, its log-probs, before and after a push of weights?"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from posttrain.checks.registry import finding
+from posttrain.errors import WeightSyncError
+from posttrain.rollouts.server.replies import ranked, sampling_body, shape_of
+from posttrain.types import Finding, Sampling
+
+SEQUENCES, LENGTH, LONGEST = 4, 64, 2048  # Of the parity probe, in tokens.
+
+
+# Nats a token, mean and 99th percentile. Measured on 4 x 63 random tokens with SmolLM2-135M: float32 on both sides below 1e-3;
+# bfloat16 against float32 0.054 and 0.31, bfloat16 on both sides 0.085 and 0.48 (likely tokens lie ten times closer).
+GAPS = {"float32": (0.02, 0.5), "float16": (0.05, 0.5), "bfloat16": (0.15, 1.0)}
+
+
+GAPS_QUANTISED, FAR_SHARE = (0.3, 2.0), 0.99
+
+
+SAME_MODE = (
+    1e-3  # Log-probs at two temperatures that differ by less are of one distribution: the temperature is not in them.
+)
+
+
+PROBE_TOP = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """What a run needs of a server; None or 0 where it does not matter.
+
+    Attributes:
+        shape: Architecture, hidden size, layers and key-value heads of the policy, by the names that servers use.
+        completion: Most tokens of a completion.
+        at_once: Completions of one generation.
+        truncated: Whether sampling leaves tokens out or penalises them.
+        devices: UUIDs of the trainer's accelerators.
+    """
+
+    model: str
+    revision: str | None
+    shape: Mapping[str, Any]
+    vocabulary: int
+    completion: int
+    at_once: int
+    temperature: float
+    truncated: bool
+    devices: tuple[str, ...] = ()
+
+
+def needs_of(model: Any, args: Any) -> Needs:
+    """What a trainer with this model and these arguments needs."""
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    text = base.config.get_text_config()
+    uuids = [str(torch.cuda.get_device_properties(i).uuid) for i in range(torch.cuda.device_count())]
+    truncated = args.top_p < 1 or args.top_k > 0 or bool(args.min_p) or args.repetition_penalty != 1
+    return Needs(
+        model=str(base.config.name_or_path),
+        revision=(getattr(args, "model_init_kwargs", None) or {}).get("revision"),
+        shape={
+            "architectures": [type(base).__name__],
+            **shape_of(text),
+        },
+        vocabulary=text.vocab_size,
+        completion=args.max_completion_length,
+        at_once=args.generation_batch_size or 0,
+        temperature=args.temperature,
+        truncated=truncated,
+        devices=tuple(uuids),
+    )
+
+
+def check_info(url: str, info: Mapping[str, Any], needs: Needs) -> Iterator[Finding]:
+    """What a server says of itself against what the run needs."""
+    yield from _model(url, info, needs)
+    yield from _flags(url, info, needs)
+    yield from _seeds(url, info, needs)
+
+
+def _model(url: str, info: Mapping[str, Any], needs: Needs) -> Iterator[Finding]:
+    differing = {
+        name: (info.get(name), value)
+        for name, value in needs.shape.items()
+        if value is not None and info.get(name) is not None and info[name] != value
+    }
+    if differing:
+        theirs = ", ".join(f"{name}={pair[0]}" for name, pair in differing.items())
+        ours = ", ".join(f"{name}={pair[1]}" for name, pair in differing.items())
+        yield finding(
+            "PT-S001", "error", f"the server serves {info.get('model')} with {theirs}, and the trainer has {ours}.", url,
+            "weights of one cannot be loaded into the other, and completions would come from another policy.",
+            f"start the server with the model that is trained: posttrain serve --model {needs.model or 'MODEL'}.",
+        )  # fmt: skip
+    vocabulary = info.get("vocab_size")
+    if vocabulary is not None and vocabulary < needs.vocabulary:
+        yield finding(
+            "PT-S002", "error", f"the server's vocabulary has {vocabulary} tokens, the trainer's {needs.vocabulary}.", url,
+            "prompts with tokens that were added for training cannot be sent, and the embeddings do not fit.",
+            "save the trained model with its new tokens and serve that.",
+        )  # fmt: skip
+    revision = info.get("revision")
+    if revision and needs.revision and revision != needs.revision:
+        yield finding(
+            "PT-S003", "warning", f"the server loaded revision {revision}, the trainer {needs.revision}.", url,
+            "their tokenizers and configs may differ; the weights are pushed in any case.",
+            f"start the server with --revision {needs.revision}.",
+        )  # fmt: skip
+
+
+def _flags(url: str, info: Mapping[str, Any], needs: Needs) -> Iterator[Finding]:
+    length, dash = info.get("max_model_len"), "-" if info.get("engine") == "vllm" else "_"
+    if length is not None and length <= needs.completion:
+        yield finding(
+            "PT-S010", "error",
+            f"max_model_len={length} of the server holds no prompt beside max_completion_length={needs.completion}.", url,
+            "every request would be refused, or every completion cut.",
+            f"restart it: {_restart(info, needs)} --max{dash}model{dash}len {needs.completion + 512}.",
+        )  # fmt: skip
+    if info.get("takes_no_weights"):
+        yield finding(
+            "PT-S012", "error", f"the server takes no weights: {info['takes_no_weights']}.", url,
+            "it would sample from the weights it started with for the whole run.", f"restart it: {_restart(info, needs)}.",
+        )  # fmt: skip
+    shared = sorted(set(info.get("device_uuids") or ()) & set(needs.devices))
+    if shared:
+        yield finding(
+            "PT-S013", "error", f"server and trainer both use accelerator {', '.join(shared)}.", url,
+            "they cannot form a group to send weights, and share its memory.",
+            "give each its own with CUDA_VISIBLE_DEVICES, or set vllm_mode='colocate'.",
+        )  # fmt: skip
+    slots = info.get("max_num_seqs")
+    if slots and needs.at_once > 4 * slots:
+        yield finding(
+            "PT-S014", "info", f"the server writes {slots} completions at once, and a generation has {needs.at_once}.", url,
+            "most of them wait for most of the time.", "raise --max_num_seqs, or add servers.",
+        )  # fmt: skip
+    quantised = info.get("quantization") or info.get("quantisation")
+    if quantised:
+        yield finding(
+            "PT-S015", "warning", f"the server runs {quantised} weights.", url,
+            "rollouts come from a rounded policy; the correction for it costs effective samples.",
+            "serve full weights, or watch sampling/sampling_logp_difference.",
+        )  # fmt: skip
+
+
+def _seeds(url: str, info: Mapping[str, Any], needs: Needs) -> Iterator[Finding]:
+    if info.get("device") == "cpu" and info.get("chunked_prefill"):
+        yield finding(
+            "PT-S017", "error", "the server is a vLLM on a CPU that reads long prompts, or many at once, in pieces.", url,
+            "every request of a run has a seed, and this build cannot take one back after a piece: its engine would end with "
+            "'CPU Generator does not use offset'.",
+            f"restart it: {_restart(info, needs)} (or vllm serve with --no-enable-chunked-prefill).",
+        )  # fmt: skip
+
+
+def _restart(info: Mapping[str, Any], needs: Needs) -> str:
+    """The command that starts this kind of server."""
+    command = "posttrain vllm-serve" if info.get("engine") == "vllm" else "posttrain serve"
+    return f"{command} --model {needs.model or 'MODEL'}"
+
+
+def probe_logprobs(client: Any, needs: Needs) -> Iterator[Finding]:
+    """One prompt at two temperatures: whether log-probs are of the distribution that is sampled from (two tiny requests)."""
+    prompt = [min(7, needs.vocabulary - 1)]
+    settings = [Sampling(1, temperature, top_logps=PROBE_TOP) for temperature in (0.5, 1.0)]
+    try:
+        choices = [client.complete([prompt], seeds=[0], **sampling_body(one))[0] for one in settings]
+    except WeightSyncError:
+        return  # Its weights are not whole: it samples nothing before the first push.
+    pairs = [{i: v for i, v in ranked(choice)[0] if math.isfinite(v)} for choice in choices]
+    common = pairs[0].keys() & pairs[1].keys()
+    if not common or max(abs(pairs[0][i] - pairs[1][i]) for i in common) >= SAME_MODE:
+        return
+    url = str(getattr(client, "base_url", "server"))
+    yield finding(
+        "PT-S011", "error" if needs.temperature != 1.0 else "warning",
+        f"the server's log-probs are the same at temperatures 0.5 and 1.0, and this run samples at {needs.temperature}.", url,
+        "importance ratios compare log-probs of two distributions unless it samples at 1.0 from the whole distribution.",
+        f"restart it: posttrain vllm-serve --model {needs.model} (or vllm serve with --logprobs-mode processed_logprobs).",
+    )  # fmt: skip
+
+
+def probe_sequences(vocabulary: int, context: int | None, window: int | None = None) -> list[list[int]]:
+    """The token ids of the parity probe, the same in every run: 4 sequences of at most 64 tokens.
+
+    The last one reaches 64 tokens beyond a sliding window of at most `LONGEST`, as far as the context goes.
+    """
+    generator = torch.Generator().manual_seed(0)
+    length = min(LENGTH, context or LENGTH)
+    found = torch.randint(0, vocabulary, (SEQUENCES, length), generator=generator).tolist()
+    beyond = 0 if window is None or window > LONGEST else window + LENGTH - length
+    more = max(0, min(beyond, context - length if context else beyond))
+    found[-1] += torch.randint(0, vocabulary, (more,), generator=generator).tolist()
+    return found
+
+
+def check_parity(
+    where: str, ours: Sequence[Sequence[float]], theirs: Sequence[Sequence[float]], *, dtype: Any, version: int,
+    computed: Any = "float32",
+) -> Finding | None:  # fmt: skip
+    """Log-probs of the same tokens on both sides.
+
+    Args:
+        where: The server.
+        ours: One list of log-probs a sequence, by the trainer.
+        theirs: By the server.
+        dtype: Of the server's weights; None is held to the widest bound.
+        version: Of the weights.
+        computed: What the trainer's forward pass computes in; the narrower of both sides sets the bounds.
+    """
+    gaps = [abs(a - b) for mine, its in zip(ours, theirs, strict=True) for a, b in zip(mine, its, strict=True)]
+    sides = [GAPS.get(str(side).removeprefix("torch."), GAPS_QUANTISED) for side in (dtype, computed)]
+    limit, far_limit = max(sides)
+    average = statistics.fmean(gaps)
+    far = sorted(gaps)[min(int(FAR_SHARE * len(gaps)), len(gaps) - 1)]
+    if average <= limit and far <= far_limit:  # False for NaN.
+        return None
+    return finding(
+        "PT-S004", "error",
+        f"the server's weights differ from the trainer's after version {version} was pushed: mean log-prob gap {average:.3g} "
+        f"over {len(gaps)} tokens (limit {limit}), 99th percentile {far:.3g} (limit {far_limit}).", where,
+        "rollouts would come from another policy. Causes: weights that are read from disk again after sleeping, names that the "
+        "engine ignores, an adapter that is not merged, another trainer that pushes to this server.",
+        "restart the server with the model that is trained, and give every trainer its own.",
+    )  # fmt: skip
+
+
+def check_negative_control(where: str, before: Finding | None) -> Finding | None:
+    """A resumed run's server should not have its weights before they are pushed: otherwise a push proves nothing."""
+    if before is not None:
+        return None
+    return finding(
+        "PT-S005", "warning", "the server's log-probs equalled the trainer's before the weights of this resumed run were pushed.",
+        where, "either it has them already, or training has hardly moved them: that a push arrives cannot be seen from here.",
+        "look at reward and sampling/sampling_logp_difference over the next steps.",
+    )  # fmt: skip

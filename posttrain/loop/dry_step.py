@@ -1,0 +1,300 @@
+"""A step of the longest rows before step 0: does it fit, and which batch size does?"""
+
+from __future__ import annotations
+
+import bisect
+import logging
+import random
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy
+import torch
+
+from posttrain.checks import memory as checks
+from posttrain.checks.machine import gib, memory_limit
+from posttrain.data.forest import collate
+from posttrain.data.samplers import longest_examples
+from posttrain.errors import ConfigError
+from posttrain.loop.memory_profile import MemoryProfile
+from posttrain.models import parallel
+from posttrain.models.forward import forward
+from posttrain.models.heads import causal_lm
+from posttrain.models.memory import (
+    available_memory,
+    get_act_offloading_ctx_manager,
+    in_use,
+    keep_last_activations,
+    peak_in_use,
+    recompute_activations,
+    reset_peak,
+)
+from posttrain.models.memory_estimate import optimizer_bytes
+from posttrain.types import Batch, Row
+
+if TYPE_CHECKING:
+    from posttrain.loop.trainer import PostTrainer
+from posttrain.loop.passes import _devices, _is_memory, _kind
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class DryStep:
+    """What a step at the longest lengths took.
+
+    Attributes:
+        peak: Most bytes that the process held.
+        needed: With the optimiser's states that its first update will make.
+        tokens: Of the largest pass.
+        seconds: Of that pass.
+        failed: Whether memory ran out.
+    """
+
+    peak: int
+    needed: int
+    tokens: int
+    seconds: float
+    failed: bool = False
+
+
+def fit_memory(trainer: PostTrainer) -> None:
+    """A batch size where ``per_device_train_batch_size='auto'`` asks for one; a dry step where ``dry_step`` does.
+
+    On a GPU a dry step is the default: it costs a step's time and finds out at once what would end the run later. On a
+    CPU it is not: a step takes long there, and a system that runs out of memory ends the process instead of telling it.
+    While training, `MemoryProfile` looks.
+    """
+    if not any(isinstance(one, MemoryProfile) for one in trainer.callback_handler.callbacks):
+        trainer.add_callback(MemoryProfile(trainer))
+    if parallel.is_prepared_late(trainer.accelerator):
+        if getattr(trainer.args, "auto_batch_size", False):
+            raise ConfigError(
+                "per_device_train_batch_size='auto' tries steps before the model is handed to FSDP or DeepSpeed, which "
+                "cannot run it then. Set a number; posttrain estimate tells which."
+            )
+        return
+    if getattr(trainer.args, "auto_batch_size", False):
+        _choose_batch_size(trainer)
+        return
+    wanted = getattr(trainer.args, "dry_step", None)
+    if wanted if wanted is not None else trainer.args.device.type == "cuda":
+        try:
+            step = dry_step(trainer)
+        except Exception as error:
+            if wanted or trainer.accelerator.num_processes > 1:
+                raise
+            logger.warning(
+                "the dry step could not be taken (%s: %s); training begins without.", type(error).__name__, error
+            )
+            return
+        _check_dry(trainer, step)
+
+
+def dry_step(trainer: PostTrainer, batch_size: int | None = None) -> DryStep:
+    """Forward and backward of the longest rows; no update, and nothing that stays.
+
+    Gradients, random numbers, metrics, dropout and the training mode are as they were, so that training after it is
+    the training it would have been.
+
+    Args:
+        trainer: Before or between steps.
+        batch_size: Rows; None: ``per_device_train_batch_size``.
+
+    >>> trainer.dry_step().needed / 2**30  # doctest: +SKIP
+    """
+    batch = largest_pass(trainer, batch_size or int(trainer.args.per_device_train_batch_size))
+    device, tokens = trainer.args.device, batch.input_ids.numel()
+    sizes = [(p.numel(), p.nbytes) for p in trainer.model.parameters() if p.requires_grad]
+    started = bool(getattr(getattr(trainer, "optimizer", None), "state", None))
+    later = 0 if started else optimizer_bytes(str(getattr(trainer.args.optim, "value", trainer.args.optim)), sizes)
+    failed, seconds = False, 0.0
+    with _untouched(trainer):
+        reset_peak(device)
+        try:
+            for _ in range(2):  # The second one has gradients to add to.
+                begin = time.perf_counter()
+                _dry_pass(trainer, batch)
+                seconds = time.perf_counter() - begin
+        except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
+            if not _is_memory(error):
+                raise
+            failed = True
+        peak = peak_in_use(device)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    return DryStep(peak, peak + later, tokens, seconds, failed)
+
+
+def _dry_pass(trainer: PostTrainer, batch: Batch) -> None:
+    model = trainer.model
+    offloading = get_act_offloading_ctx_manager(model, enabled=trainer.args.activation_offloading)
+    with offloading, trainer.compute_loss_context_manager():
+        settings: dict[str, Any] = {"temperature": trainer.temperature, "chunk_size": trainer.args.logits_chunk_size}
+        out = forward(model, batch.to(trainer.args.device), trainer.needs, **settings)
+        parts = [x.float().sum() for x in (out.logp, out.scores, out.values, out.logits) if x is not None]
+        loss = torch.stack([part for part in parts if part.requires_grad]).sum()
+    loss.backward()
+
+
+@contextmanager
+def _untouched(trainer: PostTrainer) -> Iterator[None]:
+    """Everything that a pass moves, as it was before."""
+    model = trainer.model
+    gradients = [(p, p.grad) for p in model.parameters()]
+    modes = [(module, module.training) for module in model.modules()]
+    states = random.getstate(), numpy.random.get_state()
+    layers = _recompute(trainer)
+    try:
+        with torch.random.fork_rng(devices=_devices(trainer.args.device), device_type=_kind(trainer.args.device)):
+            model.train()
+            for parameter, _ in gradients:
+                parameter.grad = None
+            yield
+    finally:
+        for layer, on in layers:
+            layer.gradient_checkpointing = on
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+        for module, training in modes:
+            module.training = training
+        random.setstate(states[0])
+        numpy.random.set_state(states[1])
+
+
+def _recompute(trainer: PostTrainer) -> list[tuple[Any, bool]]:
+    """Checkpointing as `transformers.Trainer` switches it on when training begins; what each layer had before."""
+    args, inner = trainer.args, causal_lm(trainer.model)
+    layers = [m for m in inner.modules() if hasattr(m, "gradient_checkpointing")]
+    before = [(layer, bool(layer.gradient_checkpointing)) for layer in layers]
+    wanted = getattr(args, "activation_checkpointing", None) or args.gradient_checkpointing
+    if not wanted or any(on for _, on in before):
+        return before
+    options = getattr(args, "activation_checkpointing_kwargs", None) or args.gradient_checkpointing_kwargs
+    recompute_activations(inner, options)
+    if "every_n_layers" not in (options or {}):
+        keep_last_activations(trainer.model, args.kept_layers)
+    return before
+
+
+def _check_dry(trainer: PostTrainer, step: DryStep) -> None:
+    has = available_memory(trainer.args.device, memory_limit(trainer.args))
+    divisible = not trainer.single_forward_per_microbatch and trainer.accelerator.num_processes == 1
+    worst = max(parallel.all_gather_objects([(step.needed, step.failed)], trainer.accelerator))
+    with trainer.checks.preflight.record_check("first_batch", ("PT-M003",)):
+        trainer.checks.report([
+            checks.check_dry_step(
+                worst[0], has.free, tokens=step.tokens, where=has.where, failed=step.failed or worst[1], divisible=divisible
+            )
+        ])  # fmt: skip
+    logger.info(
+        "dry step: %d tokens in %.1f s, at most %s with the optimizer's states, of %s",
+        step.tokens, step.seconds, gib(step.needed), gib(has.free),
+    )  # fmt: skip
+
+
+def largest_pass(trainer: PostTrainer, batch_size: int) -> Batch:
+    """The pass with most tokens of a micro-batch of so many rows, each as long as the longest."""
+    rows = longest_rows(trainer, batch_size)
+    batches = collate(
+        rows,
+        pad_token_id=trainer.pad_token_id,
+        layout=trainer.layout,
+        whole_rows=trainer.keep_groups_together,
+        together=trainer.single_forward_per_microbatch,
+    )
+    return max(batches, key=lambda batch: (batch.input_ids.numel(), int(batch.loss_mask.sum())))
+
+
+def longest_rows(trainer: PostTrainer, batch_size: int) -> list[Row]:
+    """The longest micro-batch that the data can give.
+
+    Given answers: the longest rows of the training set. Sampled ones: as many completions of the longest prompt as
+    a micro-batch has, each of ``max_completion_length`` random tokens.
+    """
+    examples = longest_examples(trainer.train_dataset, batch_size)
+    rows = trainer._rows_of(examples)
+    if not any(row.completions for row in rows):
+        prompt = max(rows, key=lambda row: len(row.prompt_ids), default=Row([0], [], []))
+        longest = prompt.prompt_ids or [0]
+        length = int(trainer.args.max_completion_length)
+        # Of the prompt's own tokens: none stands for an image that is not there.
+        draw, words = random.Random(0), [int(trainer.pad_token_id)] if any(prompt.pictures) else longest
+        counts = checks.group_sizes(trainer.args, batch_size)
+        drawn = [[draw.choices(words, k=length) for _ in range(n)] for n in counts]
+        shown = lambda n: [prompt.pictures[0], *([] for _ in range(n))] if any(prompt.pictures) else []  # noqa: E731
+        rows = [Row(longest, d, [[1] * length] * len(d), pictures=shown(len(d))) for d in drawn]
+    trainer.checks.longest_of_data = max(
+        len(row.prompt_ids) + max(map(len, row.completions), default=0) for row in rows
+    )
+    return rows
+
+
+def batch_sizes(args: Any) -> list[int]:
+    """Sizes that keep the effective batch, and the generation batch where there is one."""
+    batch, steps = int(args.per_device_train_batch_size), getattr(args, "steps_per_generation", None)
+    sizes = checks.batch_sizes(batch, int(args.gradient_accumulation_steps))
+    return [n for n in sizes if steps is None or batch * int(steps) % n == 0]
+
+
+def _choose_batch_size(trainer: PostTrainer) -> None:
+    """Bisect over `batch_sizes` with dry steps at the longest lengths; all ranks take the smallest that any found."""
+    if trainer.single_forward_per_microbatch:
+        raise ConfigError(
+            "per_device_train_batch_size='auto' with a loss that compares the rows of a micro-batch: its size is part of "
+            "the loss. Set a number."
+        )
+    has, sizes = available_memory(trainer.args.device, memory_limit(trainer.args)), batch_sizes(trainer.args)
+    limit, tried = int(checks.MOST * has.free), {}
+
+    def fits(size: int) -> bool:
+        batch = largest_pass(trainer, size)
+        shape = (*batch.input_ids.shape, int(batch.loss_mask.sum()))
+        if shape not in tried:
+            tried[shape] = _predicted(trainer, batch.input_ids.numel(), tried.values(), limit) or dry_step(
+                trainer, size
+            )
+        return not tried[shape].failed and tried[shape].needed <= limit
+
+    # Larger steps never need less.
+    count = bisect.bisect_left(sizes, True, lo=1, key=lambda size: not fits(size)) if fits(sizes[0]) else 0
+    size = min(parallel.all_gather_objects([sizes[count - 1] if count else 0], trainer.accelerator))
+    if size == 0:
+        least = min(step.needed for step in tried.values())
+        raise ConfigError(
+            f"per_device_train_batch_size='auto': not even one row fits: a step at the longest lengths needs {gib(least)}, and "
+            f"{has.where} has {gib(has.free)} (of which {checks.MOST:.0%} are planned with). Lower max_length or "
+            "max_completion_length, train an adapter, or take optim='adafactor'."
+        )
+    _take_batch_size(trainer, size)
+    logger.warning(
+        "per_device_train_batch_size='auto': %d, with gradient_accumulation_steps=%d, of sizes %s, in %s.",
+        size, trainer.args.gradient_accumulation_steps, sizes, gib(has.free),
+    )  # fmt: skip
+
+
+def _predicted(trainer: PostTrainer, tokens: int, tried: Iterable[DryStep], limit: int) -> DryStep | None:
+    """A step far beyond the limit by what smaller passes took: on a CPU the system would end the process."""
+    last = max((step for step in tried if not step.failed), key=lambda step: step.tokens, default=None)
+    if last is None:
+        return None
+    each = max(last.peak - in_use(trainer.args.device), 0) / max(last.tokens, 1)
+    needed = last.needed + int(each * (tokens - last.tokens))
+    return DryStep(needed, needed, tokens, 0.0, failed=True) if needed > 1.5 * limit else None
+
+
+def _take_batch_size(trainer: PostTrainer, size: int) -> None:
+    args = trainer.args
+    old = int(args.per_device_train_batch_size)
+    args.gradient_accumulation_steps = old * int(args.gradient_accumulation_steps) // size
+    if "steps_per_generation" in vars(args):
+        args.steps_per_generation = old * int(args.steps_per_generation) // size
+    args.per_device_train_batch_size = size
+    args.auto_batch_size = False  # Found: a second call of train() keeps it.
+    if hasattr(args, "micro_batch_size"):
+        args.micro_batch_size = size * args.world_size
+    trainer._train_batch_size = args.train_batch_size
+    trainer.accelerator.gradient_accumulation_steps = args.gradient_accumulation_steps

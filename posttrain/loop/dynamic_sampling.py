@@ -1,0 +1,176 @@
+"""Fresh groups in the place of those without a spread of rewards (DAPO's dynamic sampling)."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from posttrain.data.samplers import PromptStream
+from posttrain.errors import ConfigError
+from posttrain.losses.advantages import group_advantages, weighted_total
+from posttrain.metrics import Metric, mean, total
+from posttrain.models import parallel
+from posttrain.rewards.runner import RewardRunner, RewardTable
+from posttrain.rollouts.batch import RolloutBatch
+
+# A group with a standard deviation up to this has no signal.
+FLAT = 1e-8
+
+
+def flat_groups(
+    values: Tensor, weights: Tensor, size: int, *, least: float = 0.0, each_function: bool = False
+) -> Tensor:
+    """Which groups give no completion an advantage, ``(n / G,)`` bool: too little variance, or fewer than two scored.
+
+    Args:
+        values: ``(n, K)`` rewards, groups consecutive, NaN where a function did not apply.
+        weights: ``(K,)``.
+        size: G.
+        least: Standard deviation that counts as signal.
+        each_function: Where functions are normalised before they are added, one that varies is enough.
+    """
+    columns = values if each_function else weighted_total(values, weights)[:, None]
+    one = torch.ones(1)
+    stds = [group_advantages(columns[:, [k]], one, size).group_std for k in range(columns.shape[1])]
+    return ~(torch.stack(stds) > max(FLAT, least)).any(0)
+
+
+def groups_without_signal(args: Any, table: RewardTable, size: int) -> Tensor:
+    """`flat_groups` of all ranks' rewards as the config of a trainer counts signal, ``(n / G,)`` bool."""
+    least = getattr(args, "min_group_std", 0.0)
+    each = getattr(args, "multi_objective_aggregation", "") == "normalize_then_sum"
+    return flat_groups(table.values, table.weights, size, least=least, each_function=each)
+
+
+class DynamicSampler:
+    """Replaces groups without variance by groups of fresh prompts, for a bounded number of rounds.
+
+    Args:
+        rounds: Most rounds for one rollout batch.
+        group_size: G.
+        prompts: Fresh prompts, in an order apart from that of training.
+        accelerator: Of the run.
+        rewards: For `RewardRunner.transformed`.
+        generate: Dataset rows, each repeated G times, to a `RolloutBatch`; a collective.
+        score: A `RolloutBatch` to rewards of all ranks; a collective.
+        flat: Rewards of all ranks to which groups teach nothing, ``(n / G,)`` bool.
+
+    Reference: DAPO, arXiv:2503.14476, section 3.2.
+    """
+
+    def __init__(
+        self,
+        rounds: int,
+        group_size: int,
+        *,
+        prompts: PromptStream,
+        accelerator: Any,
+        rewards: RewardRunner,
+        generate: Callable[[list[dict[str, Any]]], RolloutBatch],
+        score: Callable[[RolloutBatch], RewardTable],
+        flat: Callable[[RewardTable], Tensor],
+    ) -> None:
+        self.rounds, self.group_size, self.prompts = rounds, group_size, prompts
+        self.accelerator, self.rewards = accelerator, rewards
+        self.generate, self.score, self.flat = generate, score, flat
+
+    def replace(self, batch: RolloutBatch, table: RewardTable) -> dict[str, Metric]:
+        """Sample fresh prompts, as many a round as there are groups to replace, and put those that vary in their places.
+
+        Every rank makes the same plan from the gathered rewards, generates equally many whole groups, and calls every
+        collective equally often.
+
+        Args:
+            batch: Of this rank; changed in place.
+            table: Rewards of all ranks; changed in place.
+
+        Returns:
+            What is logged of it.
+        """
+        places = self.flat(table).nonzero().flatten().tolist()
+        found, drawn, tokens, rounds, accepted = len(places), 0, 0, 0, 0
+        size = self.group_size
+        while places and rounds < self.rounds:
+            rounds += 1
+            fresh, judged = self._sample_groups(len(places))
+            usable = (~self.flat(judged)).nonzero().flatten().tolist()
+            drawn += len(judged.values) // size
+            tokens += sum(len(rollout.token_ids) for rollout in fresh.rollouts)
+            accepted += len(usable)
+            self._put(batch, table, fresh, judged, list(zip(places, usable, strict=False)))
+            places = places[len(usable) :]
+        if accepted and table.raw is not None:  # Anew for all: what a transform divides by may be other rewards.
+            table.values[:] = self.rewards.transformed(table.raw, torch.arange(len(table.raw)) // size)
+        groups = len(table.values) // size
+        metrics = {
+            "dynamic_sampling/groups_without_variance": mean(found / groups),
+            "dynamic_sampling/groups_left": mean(len(places) / groups),
+            "dynamic_sampling/rounds": mean(float(rounds)),
+            "dynamic_sampling/prompts_drawn": mean(float(drawn)),
+            "dynamic_sampling/tokens": total(float(tokens)),
+        }
+        if drawn:
+            metrics["dynamic_sampling/accepted"] = mean(accepted / drawn, weight=drawn)
+        return metrics
+
+    def _sample_groups(self, count: int) -> tuple[RolloutBatch, RewardTable]:
+        """At least ``count`` fresh groups over all ranks, whole ones and equally many on each."""
+        world, rank = self.accelerator.num_processes, self.accelerator.process_index
+        each = -(-count // world)
+        rows = self.prompts.take(each * world)[rank * each : (rank + 1) * each]
+        fresh = self.generate([row for row in rows for _ in range(self.group_size)])
+        return fresh, self.score(fresh)
+
+    def _put(
+        self,
+        batch: RolloutBatch,
+        table: RewardTable,
+        fresh: RolloutBatch,
+        judged: RewardTable,
+        pairs: list[tuple[int, int]],
+    ) -> None:
+        """Write group ``b`` of the fresh ones over group ``a``, for every pair ``(a, b)``, on whichever ranks they are."""
+        if self.accelerator.num_processes > 1 and batch.environments is not None:
+            raise ConfigError("dynamic_sampling cannot hand environments to another process. Set dynamic_sampling=0.")
+        size = self.group_size
+        moves = {b * size + k: a * size + k for a, b in pairs for k in range(size)}
+        mine = range(judged.start, judged.start + len(fresh.rollouts))
+        parcels = [(row, _take(fresh, judged, row - judged.start)) for row in moves if row in mine]
+        for row, parcel in parallel.all_gather_objects(parcels, self.accelerator):
+            place = moves[row]
+            table.values[place] = judged.values[row]
+            if table.raw is not None and judged.raw is not None:
+                table.raw[place] = judged.raw[row]
+            if table.start <= place < table.start + len(batch.rollouts):
+                _give(batch, table, place - table.start, parcel)
+
+
+def _lists(generation: RolloutBatch, table: RewardTable) -> dict[tuple[str, str], list[Any]]:
+    """Every list with one entry a completion of this rank, by where it belongs."""
+    found: dict[tuple[str, str], list[Any]] = {
+        ("", field.name): value
+        for field in dataclasses.fields(generation)
+        if isinstance(value := getattr(generation, field.name), list)
+    }
+    found |= {("extra", name): values for name, values in generation.extra.items()}
+    return found | {("table", name): values for name, values in table.extra_columns.items()}
+
+
+def _take(generation: RolloutBatch, table: RewardTable, index: int) -> dict[tuple[str, str], Any]:
+    return {key: values[index] for key, values in _lists(generation, table).items()}
+
+
+def _give(generation: RolloutBatch, table: RewardTable, index: int, parcel: dict[tuple[str, str], Any]) -> None:
+    """A column that one side lacks is None on the other's rows."""
+    lists = _lists(generation, table)
+    for (where, name), value in parcel.items():
+        if (where, name) not in lists:
+            home = generation.extra if where == "extra" else table.extra_columns
+            lists[where, name] = home.setdefault(name, [None] * len(generation.rollouts))
+        lists[where, name][index] = value
+    for key in lists.keys() - parcel.keys():
+        lists[key][index] = None

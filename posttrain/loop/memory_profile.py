@@ -1,0 +1,147 @@
+"""What a run's memory and speed are at a few of its steps: peaks, shares of the device's peak rate."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+import torch
+import transformers
+from torch import nn
+
+from posttrain.checks import memory as checks
+from posttrain.checks.machine import memory_limit
+from posttrain.checks.registry import codes_of
+from posttrain.errors import ModelError
+from posttrain.metrics import mean
+from posttrain.models import parallel
+from posttrain.models.memory import (
+    available_memory,
+    compute_flops_per_token,
+    compute_mfu,
+    peak_in_use,
+)
+
+if TYPE_CHECKING:
+    pass
+
+
+PROFILED = (3, 50)  # Then every thousandth step.
+
+
+EVERY = 1000
+
+
+# Dense bf16 operations a second, from the makers' data sheets; sparse ones are twice as many on paper.
+PEAKS = {"H100": 989.5e12, "H200": 989.5e12, "A100": 312e12, "L40S": 362e12, "A10G": 70e12, "RTX 4090": 165e12}
+
+
+class MemoryProfile(transformers.TrainerCallback):
+    """Says after 3 and 50 steps, then every 1,000, how full the memory was and where the time went.
+
+    Logged at these steps: ``memory/peak_gib``, ``memory/peak_share``, ``memory/fragmentation``,
+    ``health/tokens_per_second``, ``health/mfu`` (where the device's peak is known), ``health/rank_imbalance`` and
+    ``health/generation_share``.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self.trainer = trainer
+        self._begun: tuple[float, int, int] | None = None  # Time, real and computed tokens when the first step ended.
+        self._logs: dict[str, float] = {}
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **_: Any) -> None:
+        """Remember what sampling took."""
+        if logs and "step_time" in logs:
+            self._logs = dict(logs)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Look, where it is time."""
+        tokens = self.trainer.checks.tokens_seen
+        if self._begun is None:
+            self._begun = (time.perf_counter(), *tokens)
+            return
+        if state.global_step in PROFILED or state.global_step % EVERY == 0:
+            self._look(state.global_step, tokens)
+
+    def _look(self, step: int, tokens: tuple[int, int]) -> None:
+        trainer = self.trainer
+        assert self._begun is not None
+        seconds = max(time.perf_counter() - self._begun[0], 1e-9)
+        real, computed = (now - before for now, before in zip(tokens, self._begun[1:], strict=True))
+        ranks = parallel.all_gather_objects([(real, computed)], trainer.accelerator)
+        rate = sum(one for one, _ in ranks) / seconds
+        work = [one for _, one in ranks]
+        imbalance = max(work) * len(work) / max(sum(work), 1)
+        seen = self._profile(step, rate, imbalance)
+        trainer.log_metrics_now({name: mean(value) for name, value in _logged(seen).items()})
+        with trainer.checks.preflight.record_check("log_step", codes_of("M", "log_step")):
+            trainer.checks.report(checks.check_profile(seen))
+
+    def _profile(self, step: int, rate: float, imbalance: float) -> checks.Profile:
+        trainer, args = self.trainer, self.trainer.args
+        device, peak = args.device, peak_in_use(args.device)
+        has = available_memory(device, memory_limit(args))
+        gpu = device.type == "cuda"
+        largest = trainer.checks.largest_seen
+        return checks.Profile(
+            step=step,
+            peak=peak,
+            total=has.total if gpu else has.free,
+            reserved=torch.cuda.max_memory_reserved(device) if gpu else 0,
+            allocated=torch.cuda.max_memory_allocated(device) if gpu else 0,
+            batch=int(args.per_device_train_batch_size),
+            accumulation=int(args.gradient_accumulation_steps),
+            pass_tokens=largest[0],
+            row_tokens=trainer.layout.row_tokens,
+            standing=_standing(trainer),
+            longest=trainer.checks.longest_of_data,
+            longest_seen=largest[1],
+            tokens_per_second=rate,
+            mfu=_mfu(trainer, rate, largest[1]) if gpu else None,
+            imbalance=imbalance,
+            generation=self._generation(),
+            checkpointing=bool(getattr(args, "activation_checkpointing", None) or args.gradient_checkpointing),
+        )
+
+    def _generation(self) -> float | None:
+        logs = self._logs
+        if "rollouts/seconds" not in logs or not logs.get("step_time"):
+            return None
+        return min(1.0, logs["rollouts/seconds"] * self.trainer.generations_per_step / logs["step_time"])
+
+
+def _logged(seen: checks.Profile) -> dict[str, float]:
+    found = {
+        "memory/peak_gib": seen.peak / 2**30,
+        "memory/peak_share": seen.peak / max(seen.total, 1),
+        "health/tokens_per_second": seen.tokens_per_second,
+        "health/rank_imbalance": seen.imbalance,
+    }
+    if seen.reserved:
+        found["memory/fragmentation"] = (seen.reserved - seen.allocated) / max(seen.reserved, 1)
+    if seen.mfu is not None:
+        found["health/mfu"] = seen.mfu
+    if seen.generation is not None:
+        found["health/generation_share"] = seen.generation
+    return found
+
+
+def _standing(trainer: Any) -> int:
+    """Bytes that no batch changes: weights, their gradients, optimiser states."""
+    model: nn.Module = trainer.model
+    weights = sum(p.nbytes * (2 if p.requires_grad else 1) for p in model.parameters())
+    states = getattr(trainer.optimizer, "state", {}) or {}
+    kept = [v for state in states.values() if isinstance(state, dict) for v in state.values()]
+    return weights + sum(value.nbytes for value in kept if isinstance(value, torch.Tensor))
+
+
+def _mfu(trainer: Any, rate: float, length: int) -> float | None:
+    name = torch.cuda.get_device_name(trainer.args.device)
+    peak = next((value for key, value in PEAKS.items() if key in name), None)
+    if peak is None or not length:
+        return None
+    try:
+        each = compute_flops_per_token(trainer.model.config, length)
+    except ModelError:
+        return None
+    return compute_mfu(each, rate, trainer.accelerator.num_processes, peak)
