@@ -249,9 +249,9 @@ from .rollouts.workers.samples import (
 )
 from .rollouts.workers.shared_weights import SharedWeights as SharedWeights, Weights as Weights
 from .serve.server import ServeConfig as ServeConfig, run_server as run_server
-from .loop.config import PostTrainingConfig as PostTrainingConfig
+from .methods.config import PostTrainingConfig as PostTrainingConfig
 from .loop.online import OnlineTrainer as OnlineTrainer
-from .loop.online_config import OnlineConfig as OnlineConfig
+from .methods.online_config import OnlineConfig as OnlineConfig
 from .loop.trainer import PostTrainer as PostTrainer
 from .types import (
     Batch as Batch,

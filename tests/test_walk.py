@@ -15,8 +15,16 @@ PAGE = PACKAGE.parent / "docs" / "concepts.md"
 # What the page leaves out: what every row uses anywhere, and what happens beside its way.
 ASIDE = ("checks/", "report/", "integrations/", "errors.py", "fields.py", "metrics.py", "types.py")
 ASIDE += ("rollouts/server/", "rollouts/engines.py")
-ASIDE += ("models/load.py", "models/parallel.py", "models/memory.py", "models/memory_estimate.py", "models/lean_layers.py")
-ASIDE += tuple(f"loop/{name}.py" for name in ("checkpoint", "checks", "config", "data_report", "dry_step", "memory_profile"))
+ASIDE += (
+    "models/load.py",
+    "models/parallel.py",
+    "models/memory.py",
+    "models/memory_estimate.py",
+    "models/lean_layers.py",
+)
+ASIDE += tuple(
+    f"loop/{name}.py" for name in ("checkpoint", "checks", "config", "data_report", "dry_step", "memory_profile")
+)
 ASIDE += ("loop/evaluation.py",)
 
 

@@ -10,7 +10,7 @@ import functools
 from typing import Any
 
 from posttrain.errors import ConfigError
-from posttrain.loop.config import PADDED_STEPS, user_override
+from posttrain.loop.build import PADDED_STEPS, user_override
 
 # Accepted without a word: TRL sends figures of use with it, and nothing is sent here.
 SILENT = ("_send_telemetry",)

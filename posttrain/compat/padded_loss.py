@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from posttrain.errors import ConfigError
-from posttrain.loop.config import PADDED_STEPS, user_override, with_attributes
+from posttrain.loop.build import PADDED_STEPS, user_override, with_attributes
 from posttrain.loop.online import OnlineTrainer
 from posttrain.losses.reduce import Denominators
 from posttrain.types import Batch, ModelOutputs

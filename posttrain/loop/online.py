@@ -19,7 +19,6 @@ from posttrain.data.processors import is_processor
 from posttrain.data.samplers import PromptStream, RepeatSampler
 from posttrain.errors import RolloutServerError
 from posttrain.loop.dynamic_sampling import DynamicSampler, groups_without_signal
-from posttrain.loop.online_config import OnlineConfig, resolve_auto
 from posttrain.loop.prompts import (
     PromptSource,
     RolloutSource,
@@ -42,6 +41,7 @@ from posttrain.loop.scoring import (
 from posttrain.loop.trainer import PostTrainer
 from posttrain.loop.weight_sync import WeightSync, training_engine, vllm_engine
 from posttrain.losses.policy import engine_gap
+from posttrain.methods.online_config import OnlineConfig, resolve_auto
 from posttrain.metrics import MetricBuffer, mean
 from posttrain.models import parallel
 from posttrain.models.forward import batch_logps

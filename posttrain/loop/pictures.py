@@ -6,10 +6,10 @@ import logging
 import math
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from itertools import islice
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import torch
 from datasets import Features, List, Value
@@ -45,8 +45,8 @@ from posttrain.data.picture_rows import (
 from posttrain.data.pictures import Picture, read_picture, shaded
 from posttrain.data.processors import LARGE, PictureProcessor, family_of, load_processor
 from posttrain.errors import ConfigError, DataError, ModelError, check_rules
-from posttrain.fields import NonNegativeFloat, NonNegativeInt, OneOf, PositiveInt, option
 from posttrain.losses.advantages import weighted_total
+from posttrain.methods.config import PictureConfig
 from posttrain.metrics import Metric, mean
 from posttrain.models.heads import causal_lm, has_tower, picture_encoder
 from posttrain.models.load import get_config_model_id
@@ -81,41 +81,6 @@ MAY_LACK = {
     "_raise_exceptions_for_connection_errors": False,
     "_raise_exceptions_for_gated_repo": False,
 }
-
-
-@dataclass
-class PictureConfig:
-    """Options of training on images; a text model refuses them."""
-
-    freeze_vision: Annotated[str, OneOf(("auto", "tower", True, False))] = option(
-        "auto",
-        "True: tower and projector; tower: the tower alone; False: nothing; auto: nothing, with an adapter both.",
-    )
-    image_fit: Literal["error", "drop", "resize"] = option(
-        "error",
-        "Rows whose images do not fit or cannot be read: an error above 0.5 %, or dropped and counted; resize: an "
-        "error, but images above their limits, or of rows above max_length, are made smaller.",
-    )
-    image_max_tokens: PositiveInt | None = option(None, "Placeholders an image may have; None: any number.")
-    image_max_pixels: PositiveInt | None = option(
-        None, "Pixels an image may have before it is prepared; None: any number."
-    )
-    max_images_per_row: NonNegativeInt | None = option(None, "Images a row may have; None: any number.")
-    image_background: Literal["white", "black"] = option("white", "What shows through transparent pixels.")
-    check_image_use: bool = option(
-        False, "Online: evaluation also samples with images exchanged between rows, for PT-G017."
-    )
-    image_cache_gb: NonNegativeFloat = option(1.0, "Host memory for features of a frozen tower, in GB; 0 keeps none.")
-
-    def __post_init__(self) -> None:
-        choices = {"True": True, "False": False}
-        self.freeze_vision = choices.get(str(self.freeze_vision).capitalize(), self.freeze_vision)  # type: ignore[assignment]
-        lengths = (self.image_max_tokens, self.image_max_pixels, getattr(self, "max_length", None))
-        if self.image_fit == "resize" and lengths == (None, None, None):
-            raise ConfigError("image_fit='resize' needs a size. Fix: image_max_tokens=256, say.")
-        post = getattr(super(), "__post_init__", None)
-        if post is not None:
-            post()
 
 
 class Vision:

@@ -15,9 +15,9 @@ from posttrain.data.chat import tokenize_prompts
 from posttrain.data.formats import PROMPT_COLUMNS, is_conversational, refuse_images, shown_prompt
 from posttrain.data.samplers import RepeatSampler, check_prompts, repeat_iterable_dataset
 from posttrain.errors import ConfigError, DataError
-from posttrain.loop.config import with_attributes
-from posttrain.loop.online_config import OnlineConfig
+from posttrain.loop.build import with_attributes
 from posttrain.loop.weight_sync import WeightSync
+from posttrain.methods.online_config import OnlineConfig
 from posttrain.metrics import Metric, mean
 from posttrain.models import parallel
 from posttrain.rollouts.batch import RolloutBatch

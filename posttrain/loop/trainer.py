@@ -23,14 +23,15 @@ from posttrain.checks.registry import Preflight
 from posttrain.data.forest import Layout, collate, halves
 from posttrain.data.formats import plain_rows
 from posttrain.data.samplers import Deal
-from posttrain.loop import checkpoint, config
-from posttrain.loop.config import PostTrainingConfig, named_method
+from posttrain.loop import build, checkpoint
+from posttrain.loop.build import named_method
 from posttrain.loop.data_report import DataReport, DataReportCallback, DatasetHead, prompt_rows, warnings_are_errors
 from posttrain.loop.dry_step import DryStep, dry_step, fit_memory
 from posttrain.loop.evaluation import count_rounds, evaluate, evaluation_loader, predicted_rows
 from posttrain.loop.passes import PassRunner
 from posttrain.loop.pictures import Vision
 from posttrain.losses.reduce import Denominators, reduce
+from posttrain.methods.config import PostTrainingConfig
 from posttrain.metrics import Metric, MetricBuffer, mean
 from posttrain.models import load, memory, parallel
 from posttrain.models.forward import add_router_term, forward, noisy_embeddings, router_coefficient
@@ -42,7 +43,7 @@ from posttrain.types import Batch, Finding, LossTerms, ModelOutputs, Row
 logger = logging.getLogger(__name__)
 
 
-@config.attributes(_metrics="buffers")
+@build.attributes(_metrics="buffers")
 class PostTrainer(transformers.Trainer):
     """Turns rows into batches, batches into loss terms, terms into one gradient, whatever the algorithm.
 
@@ -83,10 +84,10 @@ class PostTrainer(transformers.Trainer):
     _window_start: float | None = None
     _head: DatasetHead | None = None
     if not TYPE_CHECKING:
-        __getattr__ = config.absent
+        __getattr__ = build.absent
 
     def __init_subclass__(cls, config: Any = None, arguments: str = "", **kwargs: Any) -> None:
-        """Take what the class line says of a method, see `posttrain.loop.config.named_method`."""
+        """Take what the class line says of a method, see `posttrain.loop.build.named_method`."""
         super().__init_subclass__(**kwargs)
         if config is not None:
             named_method(cls, config, arguments)
@@ -104,10 +105,10 @@ class PostTrainer(transformers.Trainer):
         **trainer_kwargs: Any,
     ) -> None:
         model_id = load.model_id_of(model, type(self).__name__)
-        args = config.as_config(self.config_class, args or f"{Path(model_id).name or 'model'}-{self._suffix}")
-        config.check_hooks(self, trainer_kwargs.get("compute_loss_func"))
+        args = build.as_config(self.config_class, args or f"{Path(model_id).name or 'model'}-{self._suffix}")
+        build.check_hooks(self, trainer_kwargs.get("compute_loss_func"))
         self.args, self.user_collator = args, trainer_kwargs.pop("data_collator", None)
-        config.check_arguments(type(self), model, args, train_dataset, self.user_collator)
+        build.check_arguments(type(self), model, args, train_dataset, self.user_collator)
         set_seed(args.seed)
         init = dict(args.model_init_kwargs or {}) if isinstance(model, str) else {}
         sets, shown = tuple(map(plain_rows, (train_dataset, eval_dataset))), self.returns_images
@@ -123,7 +124,7 @@ class PostTrainer(transformers.Trainer):
                 whole, self.processing_class, args.chat_template_path
             )
         load.prepare_tokenizer(self.processing_class, args)
-        self.checks, self._raw = config.make_checks(self, args), train_dataset
+        self.checks, self._raw = build.make_checks(self, args), train_dataset
         train_dataset = self.checks.config(model, train_dataset, eval_dataset, peft_config)
         with parallel.main_process_first(), warnings_are_errors(args.strict_data):
             train_dataset, eval_dataset = self.prepare_datasets(train_dataset, eval_dataset)
@@ -193,9 +194,9 @@ class PostTrainer(transformers.Trainer):
     def _load(self, model: Any, args: PostTrainingConfig, init: dict[str, Any], quantization_config: Any) -> Any:
         if not isinstance(model, str):
             given = {"model_init_kwargs": args.model_init_kwargs, "quantization_config": quantization_config}
-            config.warn_of_unused(given if not self.added_tokens else {})
+            build.warn_of_unused(given if not self.added_tokens else {})
             return model
-        return self.load_model(model, **config.loading_options(args, init, quantization_config))
+        return self.load_model(model, **build.loading_options(args, init, quantization_config))
 
     def load_model(self, model_id: str, **kwargs: Any) -> Any:
         """The model behind a string."""
@@ -206,19 +207,19 @@ class PostTrainer(transformers.Trainer):
         self.pad_token_id = load.resolve_pad_token(self.processing_class, model)
         self.fresh_adapter = peft_config is not None
         peft = self.vision.prepare(model, peft_config)
-        return config.prepared_model(model, args, peft, added_tokens=self.added_tokens, generative=self.generative)
+        return build.prepared_model(model, args, peft, added_tokens=self.added_tokens, generative=self.generative)
 
     def _choose_layout(self) -> Layout:
         # User functions on logits want one sequence a row.
         wanted = (self.compute_loss_func, self.compute_metrics, self.preprocess_logits_for_metrics)
         with parallel.gathered(self.model.parameters()):  # ZeRO-3 may have sharded them as they were loaded.
-            return config.choose_layout(self.model, self.args, padded=any(one is not None for one in wanted))
+            return build.choose_layout(self.model, self.args, padded=any(one is not None for one in wanted))
 
     def read_also_by(self, other: nn.Module | None) -> None:
         """Lay rows out so that another model, which gets the same passes, computes them as each sequence alone."""
         if other is not None:
             with parallel.gathered(other.parameters()):
-                self.layout = config.joint_layout(self.layout, other, self.args)
+                self.layout = build.joint_layout(self.layout, other, self.args)
 
     def collator(self) -> Callable[[list[dict[str, Any]]], Any]:
         """Dataset examples to what the loader yields: here, the batches of one micro-batch."""
@@ -232,10 +233,10 @@ class PostTrainer(transformers.Trainer):
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
         dataset = self.train_dataset if train_dataset is None else train_dataset
-        return super()._get_train_sampler(config.measured(dataset, self.args))
+        return super()._get_train_sampler(build.measured(dataset, self.args))
 
     def _get_eval_sampler(self, eval_dataset: Any) -> Any:
-        return super()._get_eval_sampler(config.measured(eval_dataset, self.args))
+        return super()._get_eval_sampler(build.measured(eval_dataset, self.args))
 
     def _remove_unused_columns(self, dataset: Any, description: str | None = None) -> Any:
         return dataset  # Rows are read by name; what is not read costs nothing.
@@ -448,7 +449,7 @@ class PostTrainer(transformers.Trainer):
         if self._window_start is not None:
             self.log_metrics_now({"step_time": mean(time.perf_counter() - self._window_start)})
             self._window_start = None
-        with config.with_attributes(self, {"_in_loop": True}):
+        with build.with_attributes(self, {"_in_loop": True}):
             super()._maybe_log_save_evaluate(*args, **kwargs)
         self.checkpoints.complete(self.state)
 
@@ -591,7 +592,7 @@ class PostTrainer(transformers.Trainer):
     @property
     def own_loss(self) -> bool:
         """Whether the user's code says what the loss is: a subclass's ``compute_loss``, or ``compute_loss_func``."""
-        return self.compute_loss_func is not None or config.user_override(self, "compute_loss") is not None
+        return self.compute_loss_func is not None or build.user_override(self, "compute_loss") is not None
 
     def predictions(self, model: nn.Module, batches: list[Batch]) -> list[tuple[Any, np.ndarray]]:
         """One (logits, labels) a row, in the order of the dataset; ``preprocess_logits_for_metrics`` makes them small."""

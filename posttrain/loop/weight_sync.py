@@ -20,7 +20,7 @@ from posttrain.checks.server import (
 )
 from posttrain.errors import ConfigError, RolloutServerError, WeightSyncError
 from posttrain.loop.checks import Checks
-from posttrain.loop.online_config import VllmSyncFields
+from posttrain.methods.online_config import VllmSyncFields
 from posttrain.metrics import Metric, mean
 from posttrain.models import parallel
 from posttrain.models.forward import sequence_logps

@@ -20,14 +20,14 @@ from tqdm.auto import tqdm
 from posttrain.data.formats import plain_rows
 from posttrain.errors import DataError, check_rules
 from posttrain.fields import NonNegativeInt, PositiveFloat, PositiveInt, option
+from posttrain.loop.build import takes
 from posttrain.loop.checkpoint import last_complete_checkpoint, saved_state
-from posttrain.loop.config import takes
 from posttrain.loop.online import OnlineTrainer
-from posttrain.loop.online_config import OnlineConfig
 from posttrain.loop.prompts import named_sets
 from posttrain.loop.scoring import score_rollouts
 from posttrain.losses.advantages import weighted_total
 from posttrain.losses.reduce import sequence_sum
+from posttrain.methods.online_config import OnlineConfig
 from posttrain.metrics import mean
 from posttrain.models import parallel
 from posttrain.models.reference import Reference, disable_dropout_in_model, fingerprint, hash_tensors

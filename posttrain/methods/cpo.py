@@ -8,7 +8,7 @@ from typing import Literal
 
 from posttrain.errors import ConfigError
 from posttrain.fields import NonNegativeFloat, Share, option
-from posttrain.loop.config import attributes
+from posttrain.loop.build import attributes
 from posttrain.losses.divergence import alpha_reward, mean_logp
 from posttrain.losses.preference import CPO_LOSSES
 from posttrain.methods.preference import (

@@ -11,12 +11,12 @@ from torch import Tensor, nn
 
 from posttrain.errors import ConfigError, check_choice
 from posttrain.fields import PositiveFloat, Share, option
-from posttrain.loop.config import attributes, takes, warn_keep_end
-from posttrain.loop.pictures import PictureConfig
+from posttrain.loop.build import attributes, takes
 from posttrain.losses.divergence import desensitized_sum, pair_values, wpo_weight
 from posttrain.losses.likelihood import nll
 from posttrain.losses.preference import DPO_LOSSES
 from posttrain.losses.reduce import row_terms, sequence_sum
+from posttrain.methods.config import PictureConfig, warn_keep_end
 from posttrain.methods.preference import (
     OF_COMPARED,
     PRECOMPUTED,

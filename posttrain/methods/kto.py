@@ -13,10 +13,10 @@ from torch import Tensor
 from posttrain.data.forest import collate
 from posttrain.errors import ConfigError
 from posttrain.fields import NonNegativeFloat, option
-from posttrain.loop.config import attributes
-from posttrain.loop.pictures import PictureConfig
+from posttrain.loop.build import attributes
 from posttrain.losses.reduce import row_terms
 from posttrain.losses.unpaired import KTO_LOSSES, kl_baseline, kl_totals
+from posttrain.methods.config import PictureConfig
 from posttrain.methods.preference import (
     OF_COMPARED,
     PRECOMPUTED,

@@ -13,13 +13,13 @@ from torch import Tensor, nn
 
 from posttrain.errors import ConfigError, RewardError
 from posttrain.fields import NonNegativeInt, PositiveFloat, PositiveInt, PositiveShare, option
-from posttrain.loop.config import takes
+from posttrain.loop.build import takes
 from posttrain.loop.online import OnlineTrainer
-from posttrain.loop.online_config import OnlineConfig
-from posttrain.loop.pictures import PictureConfig
 from posttrain.losses.advantages import weighted_total
 from posttrain.losses.preference import sigmoid, squared_gap
 from posttrain.losses.reduce import sequence_sum
+from posttrain.methods.config import PictureConfig
+from posttrain.methods.online_config import OnlineConfig
 from posttrain.metrics import Metric, mean
 from posttrain.models import parallel
 from posttrain.models.reference import Reference, check_reference, tell_own_checkpoint

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from torch.nn import functional as F
 
 from posttrain.fields import PositiveFloat, option
-from posttrain.loop.config import attributes
+from posttrain.loop.build import attributes
 from posttrain.losses.divergence import mean_logp
 from posttrain.losses.preference import log_odds_ratio, orpo
 from posttrain.methods.preference import (

@@ -29,10 +29,10 @@ from posttrain.data.formats import PreparationReport
 from posttrain.data.preference import AnswerOptions, answer_rows, extract_and_unpair, prepare_answers
 from posttrain.errors import ArgumentTypeError, ConfigError, DataError
 from posttrain.fields import PositiveFloat, PositiveInt, PositiveShare, option
-from posttrain.loop.config import PostTrainingConfig
 from posttrain.loop.trainer import PostTrainer
 from posttrain.losses.likelihood import nll
 from posttrain.losses.reduce import row_terms, sequence_lengths, sequence_sum
+from posttrain.methods.config import PostTrainingConfig
 from posttrain.metrics import Metric, mean
 from posttrain.models import parallel
 from posttrain.models.forward import forward

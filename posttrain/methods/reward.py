@@ -14,10 +14,11 @@ from posttrain.data.forest import unbatched_answers
 from posttrain.data.preference import pair_rows, prepare_reward_dataset
 from posttrain.errors import ModelError
 from posttrain.fields import NonNegativeFloat, PositiveInt, option
-from posttrain.loop.config import PostTrainingConfig, takes
+from posttrain.loop.build import takes
 from posttrain.loop.trainer import PostTrainer
 from posttrain.losses.preference import bradley_terry, centering
 from posttrain.losses.reduce import row_terms
+from posttrain.methods.config import PostTrainingConfig
 from posttrain.metrics import maximum, mean, minimum
 from posttrain.models.forward import forward
 from posttrain.models.load import load_classifier

@@ -11,15 +11,15 @@ from torch import Tensor, nn
 
 from posttrain.errors import ConfigError
 from posttrain.fields import NonNegativeFloat, PositiveInt, option
-from posttrain.loop.config import attributes, takes
+from posttrain.loop.build import attributes, takes
 from posttrain.loop.online import OnlineTrainer
-from posttrain.loop.online_config import OnlineConfig, reject_truncated_sampling
-from posttrain.loop.pictures import PictureConfig
 from posttrain.loop.scoring import FIXED, FIXED_PATHS, SETTABLE, SETTABLE_PATHS, last_logged
 from posttrain.loop.sync_reference import SyncRefModelCallback
 from posttrain.losses.advantages import group_advantages, leave_one_out_advantages, standardized
 from posttrain.losses.policy import clip_metrics, clipped, engine_gap, k1, rollout_correction
 from posttrain.losses.reduce import sequence_mean, sequence_sum
+from posttrain.methods.config import PictureConfig
+from posttrain.methods.online_config import OnlineConfig, reject_truncated_sampling
 from posttrain.metrics import maximum, mean
 from posttrain.models import parallel
 from posttrain.rewards.runner import RewardTable

@@ -21,11 +21,11 @@ from posttrain.data.sft import (
 )
 from posttrain.errors import ConfigError
 from posttrain.fields import PositiveInt, option
-from posttrain.loop.config import PostTrainingConfig, attributes, takes, warn_keep_end
+from posttrain.loop.build import attributes, takes
 from posttrain.loop.evaluation import full_logits
-from posttrain.loop.pictures import PictureConfig
 from posttrain.loop.trainer import PostTrainer
 from posttrain.losses.likelihood import dft, nll, uniform_nll
+from posttrain.methods.config import PictureConfig, PostTrainingConfig, warn_keep_end
 from posttrain.metrics import Metric, mean
 from posttrain.models.forward import learns_prompts
 from posttrain.types import Batch, LossTerms, ModelOutputs, Row

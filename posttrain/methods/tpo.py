@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 
 from posttrain.errors import ConfigError
 from posttrain.fields import NonNegativeFloat, PositiveFloat, Share, option
-from posttrain.loop.config import attributes
+from posttrain.loop.build import attributes
 from posttrain.losses.divergence import mean_logp
 from posttrain.losses.preference import TPO_LOSSES
 from posttrain.methods.preference import (

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from posttrain.checks import registry as core
-from posttrain.checks.server import Needs, check_info, check_negative_control, check_parity, needs_of, probe_logprobs
 from posttrain.checks import server as checks
+from posttrain.checks.server import Needs, check_info, check_negative_control, check_parity, needs_of, probe_logprobs
 from tests.conftest import build_model
 
 SHAPE = {"architectures": ["LlamaForCausalLM"], "hidden_size": 32, "num_hidden_layers": 2, "num_key_value_heads": 2}

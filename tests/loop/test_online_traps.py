@@ -283,7 +283,7 @@ def test_fields_of_tools_exist_only_where_tools_are():
     from dataclasses import fields
 
     from posttrain import A2POConfig, GMPOConfig, OnlineDPOConfig, RLOOConfig
-    from posttrain.loop.online_config import EpisodeFields
+    from posttrain.methods.online_config import EpisodeFields
 
     own = {f.name for f in fields(EpisodeFields)}
     assert len(own) == 5

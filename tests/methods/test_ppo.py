@@ -17,8 +17,8 @@ import posttrain
 from posttrain import CheckpointError, ConfigError, DataError, ModelError, RewardError, Row
 from posttrain.data import trie
 from posttrain.data.forest import Layout
-from posttrain.loop.online_config import RewardFields
 from posttrain.losses.reduce import Denominators, reduce
+from posttrain.methods.online_config import RewardFields
 from posttrain.methods.ppo import PPOConfig, PPOTrainer, ppo_objective
 from posttrain.types import ModelOutputs
 from tests.conftest import build_masked_model, build_model, build_tokenizer

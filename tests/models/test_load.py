@@ -5,7 +5,7 @@ import torch
 
 import posttrain
 from posttrain import ConfigError, ModelError, create_model_from_path
-from posttrain.loop.config import PostTrainingConfig
+from posttrain.methods.config import PostTrainingConfig
 from posttrain.models.load import load_classifier
 from posttrain.rewards.model import ModelReward
 from tests.wordings import raises

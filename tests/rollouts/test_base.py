@@ -11,7 +11,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from posttrain import AsyncGRPOConfig, GRPOConfig, OnlineDPOConfig, PPOConfig, RLOOConfig
 from posttrain.errors import ConfigError, MissingDependencyError
-from posttrain.loop.online_config import resolve_auto
+from posttrain.methods.online_config import resolve_auto
 from posttrain.rollouts import paged, vllm
 from posttrain.rollouts.engines import choose_engine, create_engine
 from posttrain.rollouts.native import engine as native

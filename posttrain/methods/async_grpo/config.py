@@ -8,8 +8,8 @@ from typing import Annotated, ClassVar, Literal
 
 from posttrain.errors import ConfigError, check_rules
 from posttrain.fields import NonNegativeFloat, NonNegativeInt, OneOf, PositiveFloat, PositiveInt, Share, option
-from posttrain.loop.online_config import EpisodeFields, OnlineConfig
-from posttrain.loop.pictures import PictureConfig
+from posttrain.methods.config import PictureConfig
+from posttrain.methods.online_config import EpisodeFields, OnlineConfig
 from posttrain.rewards.runner import transform_names
 
 logger = logging.getLogger(__name__)

@@ -17,7 +17,7 @@ from transformers import TrainerCallback
 from posttrain.data.forest import collate
 from posttrain.data.samplers import PromptStream
 from posttrain.errors import ConfigError
-from posttrain.loop.config import attributes, takes
+from posttrain.loop.build import attributes, takes
 from posttrain.loop.online import OnlineTrainer
 from posttrain.losses.advantages import weighted_total
 from posttrain.losses.policy import clip_metrics, clipped, importance_log_ratio, k3, rollout_correction

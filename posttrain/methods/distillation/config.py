@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_type_hints
 
 from posttrain.errors import ConfigError, check_rules
 from posttrain.fields import NonNegativeInt, PositiveFloat, PositiveInt, PositiveShare, Share, option
-from posttrain.loop.online_config import OnlineConfig, truncated_sampling
-from posttrain.loop.pictures import PictureConfig
+from posttrain.methods.config import PictureConfig
+from posttrain.methods.online_config import OnlineConfig, truncated_sampling
 from posttrain.models.heads import causal_lm
 
 logger = logging.getLogger(__name__)

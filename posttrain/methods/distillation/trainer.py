@@ -16,7 +16,7 @@ from posttrain.data.chat import terminal_token_ids
 from posttrain.data.forest import Layout
 from posttrain.data.formats import get_dataset_column_names
 from posttrain.errors import ConfigError, DataError
-from posttrain.loop.config import choose_layout, takes
+from posttrain.loop.build import choose_layout, takes
 from posttrain.loop.online import OnlineTrainer
 from posttrain.loop.pictures import Vision
 from posttrain.loop.prompts import PromptSource

@@ -9,8 +9,8 @@ from typing import Annotated, Literal
 
 from posttrain.errors import ConfigError
 from posttrain.fields import NonNegativeFloat, OneOf, PositiveFloat, Share, option
-from posttrain.loop.online_config import EpisodeFields, OnlineConfig, reject_truncated_sampling, truncated_sampling
-from posttrain.loop.pictures import PictureConfig
+from posttrain.methods.config import PictureConfig
+from posttrain.methods.online_config import EpisodeFields, OnlineConfig, reject_truncated_sampling, truncated_sampling
 
 logger = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from posttrain.checks.rewards import RunningReward
 from posttrain.errors import ConfigError, check_choice
 from posttrain.fields import NonNegativeFloat, option
-from posttrain.loop.config import attributes, takes
+from posttrain.loop.build import attributes, takes
 from posttrain.loop.dynamic_sampling import groups_without_signal
 from posttrain.loop.online import OnlineTrainer
 from posttrain.loop.scoring import FIXED, FIXED_PATHS, SETTABLE, SETTABLE_PATHS, last_logged

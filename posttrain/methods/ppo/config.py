@@ -8,8 +8,8 @@ from typing import Annotated, Any, Literal
 
 from posttrain.errors import ConfigError, exact_div
 from posttrain.fields import NonNegativeFloat, NonNegativeInt, OneOf, PositiveFloat, PositiveInt, Share, option
-from posttrain.loop.config import PostTrainingConfig, check_gathering
-from posttrain.loop.online_config import ENGINES, RewardFields
+from posttrain.methods.config import PostTrainingConfig, check_gathering
+from posttrain.methods.online_config import ENGINES, RewardFields
 from posttrain.rewards.runner import transform_names
 
 ESTIMATORS = ("k1", "k3")

@@ -23,7 +23,7 @@ from posttrain.fields import (
     Share,
     option,
 )
-from posttrain.loop.config import PostTrainingConfig, check_gathering
+from posttrain.methods.config import PostTrainingConfig, check_gathering
 from posttrain.rollouts.engines import choose_engine
 from posttrain.rollouts.sampling import GENERATION_NAMES, generation_fields, structured_guide
 

@@ -6,39 +6,26 @@ import functools
 import importlib
 import inspect
 import logging
-import os
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import datasets
 import torch
 import transformers
 from torch import nn
 
-from posttrain.checks.registry import silenced_codes
 from posttrain.data.forest import Layout
 from posttrain.data.samplers import with_lengths
 from posttrain.errors import ArgumentTypeError, ConfigError, DataError, ModelError
-from posttrain.fields import (
-    NonNegativeFloat,
-    NonNegativeInt,
-    PositiveFloat,
-    PositiveInt,
-    Share,
-    check_fields,
-    option,
-    read_mapping,
-)
 from posttrain.loop.checks import Checks, log_codes
+from posttrain.methods.config import PostTrainingConfig
 from posttrain.models.attention import padded_layout, probe_head, probe_layout
 from posttrain.models.forward import learns_prompts
 from posttrain.models.heads import causal_lm, install_token_head, train_new_tokens, train_score_head
-from posttrain.models.load import check_model_source, with_dtype, wrap_with_peft
+from posttrain.models.load import check_model_source, wrap_with_peft
 from posttrain.models.memory import check_offloading
-from posttrain.models.parallel import bf16_is_faster
 from posttrain.models.reference import disable_dropout_in_model
 from posttrain.report.lock import check_writable
 
@@ -48,208 +35,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-AUTO = "auto"
-PLANNED = 8  # What 'auto' counts the effective batch from: the default of per_device_train_batch_size.
-
-
-def check_gathering(config: Any) -> None:
-    """Refuse or tell that shards stay apart (``ds3_gather_for_generation=False``): every rollout engine reads whole weights."""
-    if config.ds3_gather_for_generation:
-        return
-    if getattr(config, "use_vllm", False):
-        raise ConfigError(
-            "ds3_gather_for_generation=False with use_vllm=True: vLLM is sent whole weights. Leave it at True."
-        )
-    logger.warning(
-        "ds3_gather_for_generation=False is ignored: rollout_engine=%r reads whole weights, so ZeRO-3's shards are gathered to "
-        "generate. A model above one device's memory needs a rollout server: use_vllm=True.", config.rollout_engine,
-    )  # fmt: skip
-
-
-def refuse_cut_sequences(config: Any) -> None:
-    """Refuse context, sequence and tensor parallelism: processes that hold pieces of the same sequences.
-
-    Raises:
-        ConfigError: ``parallelism_config`` asks for it, or the variables that ``accelerate launch`` makes of its file.
-    """
-    sizes = {name: getattr(config.parallelism_config, name, None) or 1 for name in ("cp_size", "sp_size", "tp_size")}
-    if config.parallelism_config is None and os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "").lower() == "true":
-        sizes = {name: int(os.environ.get(f"PARALLELISM_CONFIG_{name.upper()}", "1")) for name in sizes}
-    if max(sizes.values()) > 1:
-        said = ", ".join(f"{name}={size}" for name, size in sizes.items())
-        raise ConfigError(
-            f"parallelism_config with {said}: rows cannot be cut along their tokens here, since sequences share their prompt by "
-            "a mask that accelerate would drop. Fix: set the three to 1; shard the model (FSDP2, ZeRO-3) for long rows."
-        )
-
-
-@dataclass
-class PostTrainingConfig(transformers.TrainingArguments):
-    """Arguments of every trainer: those of `transformers.TrainingArguments` with defaults made for post-training.
-
-    Activations are recomputed in backward unless ``gradient_checkpointing=False`` (or ``activation_checkpointing``, its
-    newer name; either spelling works, two that contradict each other are refused).
-    """
-
-    _VALID_DICT_FIELDS = [  # noqa: RUF012
-        *transformers.TrainingArguments._VALID_DICT_FIELDS, "model_init_kwargs", "silence_findings"
-    ]  # fmt: skip
-    # Options that an older TRL had and this config has not: what to do instead.
-    removed: ClassVar[dict[str, str]] = {
-        "max_seq_length": "set max_length",
-        "max_prompt_length": "filter the data, or set max_length",
-    }
-
-    per_device_train_batch_size: int | str = option(
-        PLANNED,
-        "Rows of a micro-batch on each device. auto: the largest that fits 90 % of the memory at the longest "
-        "lengths, found by dry steps; with gradient_accumulation_steps it makes the effective batch that 8 would make.",
-    )
-    dry_step: bool | None = option(
-        None,
-        "Before step 0, try a step at the longest lengths without an update. None: on a GPU yes, on a CPU no (a step "
-        "takes long there, and a system out of memory ends the process instead of telling it).",
-    )
-    memory_limit_gib: PositiveFloat | None = option(
-        None, "Most memory of the device to plan with, in GiB; None: what is free."
-    )
-    logits_chunk_size: PositiveInt | None = option(
-        None,
-        "Positions whose logits exist at once, in the loss and its backward; None: as many as 24 MiB hold on a "
-        "CPU, 64 on an accelerator.",
-    )
-    logging_steps: float = option(10, "Optimiser steps between two log lines; below 1 a share of all steps.")
-    bf16: bool | None = option(
-        None, "Autocast to bfloat16. None turns it on where fp16 is off and the device is really faster."
-    )
-    lr_scheduler_kwargs: dict | str | None = option(None, "Extra arguments of the schedule.")
-    model_init_kwargs: dict[str, Any] | str | None = option(
-        None, "Keywords for from_pretrained when the model is given as a string."
-    )
-    trust_remote_code: bool = option(False, "Allow code from the model's repository, for model and tokenizer.")
-    router_aux_loss_coef: NonNegativeFloat | None = option(
-        None, "Weight of the load-balancing term of mixtures of experts. None: the model's own; 0: none."
-    )
-    activation_offloading: bool = option(
-        False, "Keep activations in the host's memory between forward and backward (CUDA)."
-    )
-    kept_layers: NonNegativeInt | None = option(
-        None,
-        "With gradient_checkpointing: last layers that keep their activations instead of computing them again. "
-        "None: as many as fit where full logits and their gradient would have been; 0: none.",
-    )
-    disable_dropout: bool = option(False, "Set every dropout to 0.")
-    strict_data: bool = option(False, "Make every warning about the data, while it is prepared and after, an error.")
-    preflight: Literal["error", "warn", "off"] = option(
-        "error", "Checks: error stops on what cannot be meant and warns of the rest; warn never stops; off: none."
-    )
-    silence_findings: dict[str, str] | str | None = option(
-        None, "Findings that are known to be fine here: a reason by code or name, {'PT-D013': 'a control group'}."
-    )
-    bad_rows: Literal["error", "drop"] = option(
-        "error", "Rows that cannot be trained: error refuses them, drop leaves them out and lists them in a file."
-    )
-    bad_rows_max: Share = option(0.05, "Share of rows that bad_rows='drop' may leave out before it refuses, in [0, 1].")
-    max_row_tokens: PositiveInt | None = option(
-        None,
-        "Tokens a packed row may hold. None picks 2048 where attention takes segments, 512 with a dense mask on a CPU, 2048 "
-        "with one on a GPU, 16384 with FlexAttention. More fills a GPU better; less needs less memory.",
-    )
-
-    def __new__(cls, *args: Any, **kwargs: Any) -> PostTrainingConfig:
-        """Refuse what was removed by its name, before the constructor calls it unknown."""
-        for name in set(kwargs) & set(cls.removed):
-            if name not in cls.__dataclass_fields__:
-                raise ConfigError(f"{cls.__name__} has no option {name}={kwargs[name]!r}. Fix: {cls.removed[name]}.")
-        return super().__new__(cls)
-
-    def check_fields(self) -> None:
-        """Refuse a value that is not of its field's type, or out of its range; see `posttrain.fields.check_fields`."""
-        check_fields(self, beside=transformers.TrainingArguments)
-
-    def __post_init__(self) -> None:
-        self.check_fields()
-        for name in self._VALID_DICT_FIELDS:
-            if name not in transformers.TrainingArguments._VALID_DICT_FIELDS:
-                setattr(self, name, read_mapping(name, getattr(self, name)))
-        refuse_cut_sequences(self)
-        self._resolve_checkpointing()
-        if hasattr(self, "pad_to_multiple_of"):
-            self.pad_to_multiple_of = row_multiple(self.pad_to_multiple_of)
-        self._resolve_bf16()
-        self._resolve_batch_size()
-        super().__post_init__()
-        if self.model_init_kwargs is not None:
-            self.model_init_kwargs = with_dtype(self.model_init_kwargs)  # type: ignore[arg-type]
-        if getattr(self, "pad_token", None) is not None:
-            warnings.warn("pad_token is deprecated: set it on the tokenizer.", FutureWarning, stacklevel=4)
-        self._check_preflight()
-        # One non-finite loss must not be replaced by an average of good ones: the log would show a healthy run.
-        self.logging_nan_inf_filter = False
-
-    def _resolve_batch_size(self) -> None:
-        given = self.per_device_train_batch_size
-        self.auto_batch_size = given == AUTO
-        if self.auto_batch_size:
-            self.per_device_train_batch_size = PLANNED
-        elif isinstance(given, str):
-            if not given.strip().isdigit():
-                raise ConfigError(f"per_device_train_batch_size={given!r} must be a number or {AUTO!r}.")
-            self.per_device_train_batch_size = int(given)
-        for name in ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"):
-            if isinstance(value := getattr(self, name), int) and value < 1:
-                raise ConfigError(f"{name}={value} must be at least 1.")
-
-    def _check_preflight(self) -> None:
-        silenced_codes(self.silence_findings)  # type: ignore[arg-type]
-
-    def _resolve_checkpointing(self) -> None:
-        new_name = hasattr(self, "activation_checkpointing")
-        spelled = [self.gradient_checkpointing, getattr(self, "activation_checkpointing", None)]
-        given = [value for value in spelled if value is not None]
-        if len(given) == 2 and given[0] != given[1]:
-            raise ConfigError(
-                f"gradient_checkpointing={spelled[0]} and activation_checkpointing={spelled[1]} are two names of one "
-                "switch and contradict each other. Set one of them."
-            )
-        value = bool(given[0]) if given else True
-        if new_name:
-            self.activation_checkpointing, self.gradient_checkpointing = value, None
-            if self.gradient_checkpointing_kwargs is not None and self.activation_checkpointing_kwargs is None:
-                self.activation_checkpointing_kwargs = self.gradient_checkpointing_kwargs
-            self.gradient_checkpointing_kwargs = None
-        else:
-            self.gradient_checkpointing = value
-
-    def _resolve_bf16(self) -> None:
-        if self.bf16 is None:
-            self.bf16 = not self.fp16 and bf16_is_faster()
-            if not self.bf16 and not self.fp16:
-                logger.info("bf16=None: computing in float32, because this device is not faster in bfloat16.")
-        if self.bf16 and not torch.cuda.is_available() and not torch.backends.mps.is_available():
-            self.use_cpu = True  # transformers allows bf16 on a CPU only when it is asked for by name.
-
-
-def row_multiple(given: Any) -> int | None:
-    """``pad_to_multiple_of`` as a number; "auto" is None: what the layout of rows wants."""
-    if given in (None, "auto", "none", "null"):
-        return None
-    if not str(given).isdigit() or int(given) < 1:
-        raise ConfigError(
-            f"pad_to_multiple_of={given!r} must be at least 1, or 'auto' or None for what the layout wants."
-        )
-    return int(given)
-
-
-def warn_keep_end(truncation_mode: str) -> None:
-    """``keep_end`` trains on texts without their beginning, which no generation looks like; it will go."""
-    if truncation_mode == "keep_end":
-        warnings.warn(
-            "truncation_mode='keep_end' is deprecated: rows that lost their beginning look like no prompt. Raise max_length, or "
-            "shorten rows yourself.",
-            FutureWarning,
-            stacklevel=4,
-        )
 
 
 def takes(parameters: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
