@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,7 +13,6 @@ from torch import Tensor
 
 from posttrain.checks.registry import finding
 from posttrain.checks.rows import answers_of, count_of, note_suspects, where
-from posttrain.checks.rules import check_log
 from posttrain.data.chat import common_prefix
 from posttrain.data.formats import PROMPT_COLUMNS, has_pictures, maybe_convert_to_chatml
 from posttrain.errors import ConfigError
@@ -25,7 +23,7 @@ from posttrain.types import Batch, Finding, Row
 PAIR_CODES = ("PT-D022", "PT-D023", "PT-D024")
 JUDGED_CODES = ("PT-D026",)
 PAIR_TEXT_CODES = ("PT-D033", "PT-D034", "PT-D035")
-SIGHT_CODES, AGREEMENT_CODES = ("PT-P008",), ("PT-D036",)
+AGREEMENT_CODES = ("PT-D036",)
 
 # Pairs below which a share says nothing.
 ENOUGH = 20
@@ -328,84 +326,9 @@ def reference_prefers_rejected(chosen: Sequence[float], rejected: Sequence[float
     )
 
 
-# Share of the run before which margins are mostly noise.
-BEGUN = 0.1
-# Standard deviations under zero at which a margin stands against its label; pairs below which their share says nothing.
-BELOW, ENOUGH_MARGINS = 0.5, 50
-# A share of such pairs, and its ratio to the share that a single bell curve has there. Drawn from mixtures of two hills the
-# ratio was 1.56 to 3.3; from single hills of other shapes (uniform, exponential, Student's t), 0.3 to 1.33.
-LEAST, TIMES = 0.02, 1.5
-# Margins are looked at anew when a tenth more pairs were met.
-AGAIN = 1.1
 # Two careful people agree on which answer is better in 63 % (arXiv:2204.05862, section 2.2) to 73 % of the pairs
 # (arXiv:2203.02155, section 3.4); a judge that agrees less often with labels than this does not see in them what people do.
 AGREES, INVERTED = 0.55, 0.45
-
-
-class SecondSight:
-    """The margin of every pair when the run met it again, and which pairs still stand against their labels.
-
-    A margin is the log-ratio of the chosen answer to the reference minus that of the rejected one: 0 before training.
-    """
-
-    def __init__(self) -> None:
-        self.first: dict[int, int] = {}
-        self.margins: dict[int, float] = {}
-        self._looked = 0
-
-    def see(self, step: int, rows: Sequence[int], margins: Sequence[float], *, progress: float) -> None:
-        """Note the margins of a micro-batch.
-
-        Args:
-            step: Optimiser steps done; a pair is met again at a later one only.
-            rows: Numbers of the pairs.
-            margins: One each, in nats.
-            progress: Share of the run that is done.
-        """
-        for row, margin in zip(rows, margins, strict=True):
-            if self.first.setdefault(row, step) < step and progress >= BEGUN:
-                self.margins[row] = margin
-
-    def due(self) -> bool:
-        """Whether there is more to look at than the last time."""
-        if len(self.margins) < max(ENOUGH_MARGINS, AGAIN * self._looked):
-            return False
-        self._looked = len(self.margins)
-        return True
-
-    def suspects(self) -> list[int]:
-        """Rows whose margin stays below minus half a standard deviation, the lowest first."""
-        bound = -BELOW * statistics.pstdev(self.margins.values())
-        return sorted((row for row, margin in self.margins.items() if margin < bound), key=self.margins.__getitem__)
-
-
-def check_second_sight(margins: Sequence[float]) -> Finding | None:
-    """More pairs whose margin stays below -0.5 standard deviations than a single bell curve would have there.
-
-    Margins of sound pairs scatter around one mean; pairs with flipped labels move the other way and make a second hill.
-
-    Args:
-        margins: Of pairs that were trained on before.
-    """
-    spread = statistics.pstdev(margins) if len(margins) >= ENOUGH_MARGINS else 0.0
-    if spread == 0:
-        return None
-    low = sum(margin < -BELOW * spread for margin in margins)
-    share, expected = low / len(margins), statistics.NormalDist(statistics.fmean(margins), spread).cdf(-BELOW * spread)
-    # Three standard errors away, so that a small set does not say it by chance.
-    noise = 3 * math.sqrt(max(expected * (1 - expected), 1 / len(margins)) / len(margins))
-    if share < max(LEAST, TIMES * expected, expected + noise):
-        return None
-    return finding(
-        "PT-P008",
-        "warning",
-        f"{low} of {len(margins)} pairs ({share:.0%}) that were trained on before keep a margin below -{BELOW:g} standard "
-        f"deviations; {expected:.0%} would be expected. As many labels may be flipped.",
-        "margins on second sight",
-        "the other pairs pull these the other way although their own labels were trained: they teach the opposite.",
-        "look at them in suspect_pairs.jsonl; remove them, or use loss_type='robust' with "
-        f"label_smoothing={min(share, 0.49):.2f}.",
-    )
 
 
 def check_agreement(scores: Mapping[int, tuple[float, float]], model: str) -> Finding | None:
@@ -444,8 +367,6 @@ def check_agreement(scores: Mapping[int, tuple[float, float]], model: str) -> Fi
 
 # The watch over a run's pairs ----------------------------------------------------------------------------------------
 
-# Column of the prepared training set, where the run will meet its pairs more than once.
-ROW_NUMBER = "row_number"
 # Pairs that a reward model is shown, and characters of a text in suspect_pairs.jsonl.
 JUDGED, EXCERPT = 512, 200
 # Number, prompt, chosen, rejected.
@@ -453,7 +374,7 @@ Pair = tuple[int, Any, Any, Any]
 
 
 class PairWatch:
-    """Asks whether chosen answers are really better: by a reward model, by the reference, by margins seen twice.
+    """Asks whether chosen answers are really better: by a reward model, and whether policy and reference begin alike.
 
     Args:
         args: `AnswerConfig`.
@@ -469,10 +390,7 @@ class PairWatch:
     ) -> None:
         self.args, self.checks, self.tokenizer, self.branches = args, checks, tokenizer, branches
         self.compared, self.given = compared, given
-        self.sight = SecondSight()
         self._begun = False
-        # Margins stay on the device until the next log line, so that no step waits for them.
-        self._margins: list[tuple[int, Tensor, Tensor]] = []
 
     # A reward model's opinion ------------------------------------------------------------------------------------
 
@@ -524,73 +442,25 @@ class PairWatch:
         good, bad = (judge(prompts, [pair[side] for pair in mine]) for side in (2, 3))
         return [(pair[0], scores) for pair, scores in zip(mine, zip(good, bad, strict=True), strict=True)]
 
-    # Margins -----------------------------------------------------------------------------------------------------
-
-    def numbered(self, prepared: Any) -> Any:
-        """The prepared training set with a number for each pair, where the run will meet pairs more than once."""
-        args = self.args
-        if not self.compared or len(self.branches) != 2 or not hasattr(prepared, "__len__"):
-            return prepared
-        # Margins against a reference that moves begin anew with each of its moves.
-        if args.preflight == "off" or getattr(args, "sync_ref_model", False) or not len(prepared):
-            return prepared
-        batch = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
-        epochs = args.max_steps * batch / len(prepared) if args.max_steps > 0 else args.num_train_epochs
-        if epochs <= 1 or ROW_NUMBER in prepared.column_names:
-            return prepared
-        return prepared.add_column(ROW_NUMBER, list(range(len(prepared))))
+    # The first pass ----------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def see(
-        self, batch: Batch, log_ratio: Callable[[], Tensor], *, step: int, half: bool, loss: float | None, main: bool
-    ) -> None:
-        """One training pass: before the first update policy and reference must agree; margins are kept.
+    def first_pass(self, batch: Batch, log_ratio: Callable[[], Tensor], *, half: bool, loss: float | None) -> None:
+        """Before the first update policy and reference must agree; later calls do nothing.
 
         Args:
             batch: The pass.
             log_ratio: Gives ``(S,)`` log-ratios of policy to reference, summed as the loss sums them.
-            step: Optimiser steps taken.
             half: Whether the policy computes in half precision.
             loss: The mean loss where it must be ln 2 before the first update; else None.
-            main: Whether this is the main process.
         """
-        begins, self._begun = not self._begun, True
-        numbered = ROW_NUMBER in batch.columns and main
-        if not (numbered or (begins and step == 0)):
+        if self._begun:
             return
-        ratio = log_ratio()
-        if begins and step == 0:
-            length = sequence_lengths(batch.loss_mask, batch.sequence, batch.num_sequences)
-            gap = float((ratio.abs() / length).max())
-            with self.checks.preflight.record_check("first_batch", ("PT-P001",)):
-                self.checks.report([reference_mismatch(gap, half=half, loss=loss, given=self.given)])
-        if numbered:
-            chosen, rejected = batch.grouped(ratio, 2).unbind(1)
-            self._margins.append((step, batch.grouped(batch.columns[ROW_NUMBER], 2)[:, 0], chosen - rejected))
-
-    def log_checks(self, logs: dict[str, float], state: Any, raw: Any, prepared: Any) -> Iterable[Finding | None]:
-        """What the rewards of pairs say; of margins seen twice, those of the main process's pairs."""
-        yield from check_log(state.log_history, "P")
-        for step, numbers, margins in self._margins:
-            progress = step / max(int(state.max_steps or 0), 1)
-            self.sight.see(step, numbers.long().tolist(), margins.tolist(), progress=progress)
-        self._margins = []
-        if self.sight.due():
-            found = check_second_sight(list(self.sight.margins.values()))
-            if found is not None:
-                self._note_margins(raw, prepared)
-            yield found
-
-    def _note_margins(self, raw: Any, prepared: Any) -> None:
-        """Write the suspects down; numbers are those of the given set where preparation left nothing out."""
-        same = hasattr(raw, "__len__") and len(raw) == len(prepared)
-        decode, rows = self.tokenizer.decode, []
-        for number in self.sight.suspects():
-            row = prepared[number]
-            texts = {name: decode(row[f"{name}_ids"])[:EXCERPT] for name in ("prompt", *self.branches)}
-            margin = self.sight.margins[number]
-            rows.append({"row" if same else "prepared_row": number, "margin": round(margin, 4), **texts})
-        note_suspects(self.args.output_dir, "its margin stays negative on second sight", rows)
+        self._begun = True
+        length = sequence_lengths(batch.loss_mask, batch.sequence, batch.num_sequences)
+        gap = float((log_ratio().abs() / length).max())
+        with self.checks.preflight.record_check("first_batch", ("PT-P001",)):
+            self.checks.report([reference_mismatch(gap, half=half, loss=loss, given=self.given)])
 
 
 def _text(value: Any) -> str:

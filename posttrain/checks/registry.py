@@ -254,7 +254,6 @@ CODES: tuple[tuple[str, str, Moment, str, str], ...] = (
     ("PT-P005", "accuracy-below-half", "log_step", "the policy moves towards rejected answers", "f"),
     ("PT-P006", "rewards-stay-zero", "log_step", "policy and reference stay equal", "f"),
     ("PT-P007", "eval-accuracy-below-half", "log_step", "evaluation prefers the rejected answers", "f"),
-    ("PT-P008", "margins-stay-negative", "log_step", "pairs that stay against their labels", "f"),
     ("PT-R002", "online-groups-flat", "log_step", "nearly all groups have equal rewards", "j"),
     ("PT-R003", "online-length-grows", "log_step", "completions grow while the reward stands", "j"),
     ("PT-R004", "online-kl-grows", "log_step", "the policy runs away from its reference", "c"),

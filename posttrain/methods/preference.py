@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from posttrain.checks.pairs import (
     JUDGED_CODES,
     PAIR_CODES,
-    ROW_NUMBER,
     PairWatch,
     check_judged,
     check_pairs,
     reference_prefers_rejected,
 )
+from posttrain.checks.rules import check_log
 from posttrain.data.chat import terminal_token_ids
 from posttrain.data.forest import unbatched_answers
 from posttrain.data.formats import ROW as NUMBER
@@ -430,17 +430,16 @@ class PreferenceTrainer(PostTrainer):
     def log_checks(self, logs: dict[str, float]) -> Iterable[Finding | None]:
         """What the rewards of pairs say."""
         yield from super().log_checks(logs)
-        yield from self.pairs.log_checks(logs, self.state, self._raw, self.train_dataset)
+        yield from check_log(self.state.log_history, "P")
 
     def compute_loss_terms(self, model: nn.Module, batch: Batch) -> tuple[LossTerms, ModelOutputs]:
-        """As every trainer's; policy and reference are compared before the first update, and margins are kept."""
+        """As every trainer's; policy and reference are compared before the first update."""
         terms, outputs = super().compute_loss_terms(model, batch)
-        if self.compared and model.training:
+        if self.compared and model.training and self.state.global_step == 0:
             half = self.accelerator.mixed_precision != "no" or next(self.model.parameters()).dtype != torch.float32
-            loss = float(terms.terms.detach().mean()) if self.state.global_step == 0 and self.starts_at_ln_2() else None
-            known = {"step": self.state.global_step, "half": half, "loss": loss}
+            loss = float(terms.terms.detach().mean()) if self.starts_at_ln_2() else None
             ratio = lambda: self.sums(outputs.logp, batch) - self.reference_logp(batch)  # noqa: E731
-            self.pairs.see(batch, ratio, **known, main=self.accelerator.is_main_process)
+            self.pairs.first_pass(batch, ratio, half=half, loss=loss)
         return terms, outputs
 
     # Rows --------------------------------------------------------------------------------------------------------
@@ -474,14 +473,13 @@ class PreferenceTrainer(PostTrainer):
                     self.checks.report([check_judged(self.rows(sample))])
                 else:
                     self.checks.report(check_pairs(answer_rows(sample, self.branches[:2]), **options))
-        return self.pairs.numbered(prepared) if training else prepared
+        return prepared
 
     def rows(self, examples: list[dict[str, Any]]) -> list[Row]:
         """See `answer_rows`; the label of a judged answer is a column."""
         if self.user_collator is not None:
             examples = unbatched_answers(self.user_collator(examples), examples, self.branches)
         columns = {"ref_logps": self.reference_columns} if self.compared else {}
-        columns[ROW_NUMBER] = (ROW_NUMBER,) * len(self.branches)
         rows = answer_rows(examples, self.branches, columns)
         if self.judged:
             for index, (row, example) in enumerate(zip(rows, examples, strict=True)):

@@ -1,4 +1,4 @@
-"""Are chosen answers really better? Asked of real runs: margins on second sight, and a reward model."""
+"""Are chosen answers really better? Asked of real runs, by a reward model; and do policy and reference begin alike?"""
 
 from __future__ import annotations
 
@@ -40,31 +40,6 @@ def findings(folder, code):
 def suspects(folder):
     path = folder / "suspect_pairs.jsonl"
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
-
-
-def test_pairs_that_stay_against_their_labels_are_told_and_listed_on_second_sight(tiny_tokenizer, tmp_path):
-    flipped = set(range(0, 100, 5))
-    trainer = dpo(
-        tmp_path, tiny_tokenizer, data=pairs(100, flipped), max_steps=-1, num_train_epochs=3, learning_rate=3e-4, beta=0.1,
-    )  # fmt: skip
-    assert trainer.train_dataset["row_number"][:] == list(range(100))
-    trainer.train()
-    (found, *_) = findings(tmp_path, "PT-P008")
-    assert "pairs (" in found["what"] and "robust" in found["fix"] and found["step"] > 13  # 13 steps are an epoch.
-    rows = [row for row in suspects(tmp_path) if "second sight" in row["reason"]]
-    assert {row["row"] for row in rows} == flipped and all(row["margin"] < 0 for row in rows)
-    assert rows[0]["chosen"].split()[0] in BAD and rows[0]["prompt"].startswith("What is")
-
-
-def test_sound_pairs_met_three_times_say_nothing(tiny_tokenizer, tmp_path):
-    trainer = dpo(
-        tmp_path, tiny_tokenizer, data=pairs(100), max_steps=-1, num_train_epochs=3, learning_rate=3e-4, beta=0.1
-    )
-    trainer.train()
-    assert len(trainer.pairs.sight.margins) == 100 and findings(tmp_path, "PT-P008") == []
-    assert suspects(tmp_path) == []
-    checks = {row["code"]: row for row in json.loads((tmp_path / "preflight.json").read_text())["checks"]}
-    assert checks["PT-P008"]["outcome"] == "nothing found"
 
 
 def test_in_bfloat16_policy_and_reference_are_computed_alike_and_neither_in_float32(tiny_tokenizer, tmp_path):

@@ -1,0 +1,108 @@
+"""Attributes of trainers by TRL's names: where each stands here, and which of them may be set while training."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+from typing import Any, NoReturn
+
+import transformers
+
+# Read at every step, so that setting them takes effect; all are fields of the config.
+SETTABLE = frozenset({
+    "alpha", "beta", "chat_template_kwargs", "cpo_alpha", "desirable_weight", "f_alpha_divergence_coef",
+    "f_divergence_type", "label_smoothing", "loss_weights", "mask_truncated_completions", "max_completion_length", "min_p",
+    "multi_objective_aggregation", "normalize_advantages", "num_completions_to_print", "padding_free",
+    "repetition_penalty", "reward_clip_range", "scale_rewards", "simpo_gamma", "temperature", "top_k", "top_p", "tpo_alpha",
+    "tpo_l_gamma", "undesirable_weight", "vllm_importance_sampling_clip_max", "vllm_importance_sampling_clip_min",
+})  # fmt: skip
+# Read once, when the trainer is made.
+FIXED = frozenset({
+    "completion_only_loss", "generation_config", "generation_kwargs", "importance_sampling_level", "ld_alpha",
+    "log_completions", "loss_type", "max_length", "num_generations", "num_generations_eval", "num_iterations",
+    "pad_to_multiple_of", "precompute_ref_logps", "loss_types", "ref_model", "reward_func_names", "reward_funcs",
+    "reward_processing_classes", "shuffle_dataset", "top_entropy_quantile", "truncation_mode", "use_vllm", "use_weighting",
+    "vllm_gpu_memory_utilization", "vllm_importance_sampling_correction", "vllm_importance_sampling_mode", "vllm_mode",
+    "vllm_tensor_parallel_size",
+})  # fmt: skip
+# Names that stand elsewhere: paths from the trainer, where None stands for the next one; the first is the one that is set.
+PATHS: dict[str, tuple[str, ...]] = {
+    "_metrics": ("buffers",),
+    "chat_template": ("processing_class.chat_template",),
+    "completion_only_loss": ("args.completion_only_loss", "prompts_are_given"),
+    "epsilon_high": ("args.epsilon_high", "args.epsilon"),
+    "epsilon_low": ("args.epsilon",),
+    "loss_types": ("args.loss_type",),
+    "num_generations_eval": ("args.num_generations_eval", "args.num_generations"),
+    "precompute_ref_logps": ("args.precompute_ref_log_probs",),
+    "ref_model": ("reference.copy",),
+    "reward_func_names": ("rewards.names",),
+    "reward_funcs": ("rewards.functions",),
+    "reward_processing_classes": ("rewards.processing_classes",),
+    "reward_weights": ("rewards.weights",),
+}
+SET = SETTABLE | FIXED | set(PATHS)
+OF_TRANSFORMERS = frozenset(transformers.TrainingArguments.__dataclass_fields__)
+
+# Public methods of TRL's trainers that ours lack; compat/ knows what does their job.
+PUBLIC_IN_TRL = frozenset({
+    "build_tokenized_answer", "compute_liger_loss", "compute_ref_log_probs", "concatenated_forward", "concatenated_inputs",
+    "cpo_loss", "generate_from_model", "generate_on_policy_outputs", "get_batch_logps", "get_batch_loss_metrics",
+    "get_gamma_weights", "get_high_entropy_mask", "get_off_policy_mask", "odds_ratio_loss", "process_vision_row",
+    "sample_rollouts", "store_metrics", "tokenize_row",
+})  # fmt: skip
+
+
+def paths_of(trainer: object, name: str) -> tuple[str, ...]:
+    """Where an attribute by TRL's name stands for this trainer; empty: it has none of that name."""
+    config = vars(trainer).get("args")
+    fields = type(config).__dataclass_fields__ if config is not None else {}
+    if name in fields and name not in OF_TRANSFORMERS and name not in PATHS:
+        return (f"args.{name}",)
+    paths = PATHS.get(name, ())
+    first = paths[0].split(".") if paths else [""]
+    known = first[1] in fields if first[0] == "args" else first[0] in vars(trainer)
+    return paths if known else ()
+
+
+def _at(trainer: object, path: str) -> Any:
+    return functools.reduce(lambda at, name: None if at is None else getattr(at, name), path.split("."), trainer)
+
+
+def read(trainer: object, name: str) -> Any:
+    """The value of an attribute that the trainer itself does not have."""
+    hidden = inspect.getattr_static(type(trainer), name, None)
+    if isinstance(hidden, property | functools.cached_property):
+        return hidden.__get__(trainer, type(trainer))  # It read what was not there: its own error comes out again.
+    if paths := paths_of(trainer, name):
+        return next((value for path in paths if (value := _at(trainer, path)) is not None), None)
+    raise_absent(trainer, name)
+
+
+def write(trainer: object, name: str, value: object) -> bool:
+    """Set an attribute by TRL's name where it stands; False where it is the trainer's own.
+
+    Raises:
+        AttributeError: The trainer has read it already.
+    """
+    if name not in SET or hasattr(type(trainer), name) or not (paths := paths_of(trainer, name)):
+        return False
+    if name in FIXED:
+        raise AttributeError(
+            f"{type(trainer).__name__} has read {paths[0]} already. Fix: set it before the trainer is made."
+        )
+    *holder, last = paths[0].split(".")
+    setattr(_at(trainer, ".".join(holder)) if holder else trainer, last, value)
+    return True
+
+
+def raise_absent(trainer: object, name: str) -> NoReturn:
+    """Raise the error for an attribute that nothing stands for; of a method of TRL's it names the hook.
+
+    Raises:
+        AttributeError: Always.
+    """
+    if name not in PUBLIC_IN_TRL and (name.startswith("__") or not name.startswith("_")):
+        raise AttributeError(f"{type(trainer).__name__!r} object has no attribute {name!r}", name=name)
+    raise importlib.import_module("posttrain.compat.overrides").missing(type(trainer), name)

@@ -1,0 +1,119 @@
+"""What an algorithm is to the training loop: its `Traits`, and a `Method` that turns outputs into loss terms."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Generic, TypeVar
+
+from torch import Tensor
+
+from posttrain.methods.config import PostTrainingConfig
+from posttrain.types import Batch, LossTerms, ModelOutputs, Row
+
+Config = TypeVar("Config", bound=PostTrainingConfig)
+
+
+@dataclass(frozen=True)
+class Traits:
+    """What loop, checks and estimate may know of a method: they ask here and nowhere else.
+
+    Attributes:
+        needs: What the forward pass must produce, by names of `ModelOutputs`.
+        answers: Sequences that a row of the dataset makes, consecutive ones being compared with each other.
+        whole_rows: The loss compares the completions of a row, which are never divided over passes.
+        single_pass: The loss compares all rows of a micro-batch, which is one pass.
+        generative: The model has a language-model head; else a score head.
+        samples: Rows come from completions that are sampled while training.
+        compares_reference: The loss compares the policy with a frozen reference.
+        reads_images: Rows may hold pictures.
+        takes_collator: `Method.rows` is given what a user's own ``data_collator`` makes.
+        takes_loss_func: The loss is a sum over label tokens; a user's ``compute_loss_func`` may take its place.
+        takes_episodes: Tools, environments and a rollout function are taken.
+        cuts_prompts: A prompt that is too long is cut instead of being refused.
+        still_steps: A step that moves nothing is no alarm: all rewards of all groups may be equal.
+        log_area: Letter of the codes that findings about log lines may have; "" for none.
+        other_moments: Codes of that letter that are looked for at another moment.
+        ignored_codes: Codes of findings that do not concern the method's rows.
+    """
+
+    needs: frozenset[str] = frozenset({"logp"})
+    answers: int = 1
+    whole_rows: bool = False
+    single_pass: bool = False
+    generative: bool = True
+    samples: bool = False
+    compares_reference: bool = False
+    reads_images: bool = False
+    takes_collator: bool = False
+    takes_loss_func: bool = False
+    takes_episodes: bool = False
+    cuts_prompts: bool = False
+    still_steps: bool = False
+    log_area: str = ""
+    other_moments: tuple[str, ...] = ()
+    ignored_codes: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True)
+class Paper:
+    """Title and arXiv id, for the model card."""
+
+    title: str
+    arxiv: str
+
+
+@dataclass(frozen=True)
+class Collectives:
+    """What a method may ask of the other processes; one process alone answers itself.
+
+    Attributes:
+        total: Sums a list of numbers over all processes.
+        gather: Values ``(n,)`` of all processes, whose counts may differ, in one tensor. All must call it equally often.
+        shared: Whether there are other processes.
+    """
+
+    total: Callable[[list[float]], list[float]] = list
+    gather: Callable[[Tensor], Tensor] = lambda values: values
+    shared: bool = False
+
+
+class Method(ABC, Generic[Config]):
+    """An algorithm: rows of the dataset, and the loss terms of what the model makes of them.
+
+    It knows no trainer, no device and no file. What it keeps from step to step is in `state`.
+
+    Args:
+        cfg: Its config.
+    """
+
+    traits: Traits = Traits()
+    paper: ClassVar[Paper | None] = None
+
+    def __init__(self, cfg: Config) -> None:
+        self.cfg = cfg
+        self.collectives = Collectives()
+
+    def rows(self, examples: list[dict[str, Any]]) -> list[Row]:
+        """Prepared examples of the dataset as rows; methods that sample have none before they have completions."""
+        raise NotImplementedError(f"{type(self).__name__} must define rows(examples).")
+
+    @abstractmethod
+    def objective(self, outputs: ModelOutputs, batch: Batch) -> LossTerms:
+        """Unreduced loss terms and metrics of one batch."""
+
+    def counts(self, batches: Sequence[Batch]) -> dict[str, float]:
+        """Further counts of an optimiser step that its terms are divided by (`LossTerms.count`); the same names on all ranks."""
+        return {}
+
+    def derived_metrics(self, metrics: dict[str, float]) -> dict[str, float]:
+        """The metrics of a log line with those that follow from others."""
+        return metrics
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint must hold, as JSON, for a resumed run to equal an uninterrupted one."""
+        return {}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Undo `state`."""
