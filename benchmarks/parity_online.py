@@ -191,8 +191,8 @@ def peer_case(method: str, settings: dict[str, Any], count: int) -> dict[str, An
 def our_terms(method: str, settings: dict[str, Any]) -> Any:
     """A function from outputs and a batch to loss terms."""
     import posttrain
-    from posttrain.methods.a2po import a2po_objective
-    from posttrain.methods.grpo.trainer import gmpo_objective
+    from posttrain.methods.experimental.a2po import a2po_objective
+    from posttrain.methods.grpo.objective import gmpo_objective
     from posttrain.methods.online_dpo import pair_terms, sequence_sums
     from posttrain.methods.rloo import rloo_objective
 

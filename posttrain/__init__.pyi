@@ -1,42 +1,54 @@
 """Every public name and where it stands: type checkers read it, and `posttrain/__init__.py` loads names by it."""
 
-from .methods.a2po import A2POConfig as A2POConfig, A2POTrainer as A2POTrainer
-from .methods.async_grpo import AsyncGRPOConfig as AsyncGRPOConfig, AsyncGRPOTrainer as AsyncGRPOTrainer
-from .methods.bco import BCOConfig as BCOConfig, BCOTrainer as BCOTrainer
-from .methods.cpo import CPOConfig as CPOConfig, CPOTrainer as CPOTrainer
+from .methods.async_grpo import AsyncGRPOConfig as AsyncGRPOConfig
+from .methods.bco import BCOConfig as BCOConfig
+from .methods.cpo import CPOConfig as CPOConfig
 from .methods.distillation.config import DistillationConfig as DistillationConfig
-from .methods.distillation.gold import GOLDConfig as GOLDConfig, GOLDTrainer as GOLDTrainer
 from .methods.distillation.presets import (
     GKDConfig as GKDConfig,
-    GKDTrainer as GKDTrainer,
     IWOPDConfig as IWOPDConfig,
-    IWOPDTrainer as IWOPDTrainer,
     MiniLLMConfig as MiniLLMConfig,
-    MiniLLMTrainer as MiniLLMTrainer,
     SDFTConfig as SDFTConfig,
-    SDFTTrainer as SDFTTrainer,
     SDPOConfig as SDPOConfig,
-    SDPOTrainer as SDPOTrainer,
     SSDConfig as SSDConfig,
+)
+from .methods.dpo import DPOConfig as DPOConfig
+from .methods.experimental.a2po import A2POConfig as A2POConfig
+from .methods.experimental.gmpo import GMPOConfig as GMPOConfig
+from .methods.grpo import GRPOConfig as GRPOConfig
+from .methods.kto import KTOConfig as KTOConfig
+from .methods.online_dpo import OnlineDPOConfig as OnlineDPOConfig
+from .methods.orpo import ORPOConfig as ORPOConfig
+from .methods.ppo import PPOConfig as PPOConfig
+from .methods.preference import AnswerConfig as AnswerConfig, ComparedConfig as ComparedConfig
+from .methods.reward import RewardConfig as RewardConfig
+from .methods.rloo import RLOOConfig as RLOOConfig
+from .methods.sft import SFTConfig as SFTConfig
+from .methods.tpo import TPOConfig as TPOConfig
+from .trainers.a2po import A2POTrainer as A2POTrainer
+from .trainers.async_grpo.trainer import AsyncGRPOTrainer as AsyncGRPOTrainer
+from .trainers.bco import BCOTrainer as BCOTrainer
+from .trainers.distillation import DistillationTrainer as DistillationTrainer
+from .trainers.distillation_presets import (
+    GKDTrainer as GKDTrainer,
+    IWOPDTrainer as IWOPDTrainer,
+    MiniLLMTrainer as MiniLLMTrainer,
+    SDFTTrainer as SDFTTrainer,
+    SDPOTrainer as SDPOTrainer,
     SSDTrainer as SSDTrainer,
 )
-from .methods.distillation.trainer import DistillationTrainer as DistillationTrainer
-from .methods.dpo import DPOConfig as DPOConfig, DPOTrainer as DPOTrainer
-from .methods.grpo import GRPOConfig as GRPOConfig, GRPOTrainer as GRPOTrainer
-from .methods.grpo.trainer import GMPOConfig as GMPOConfig, GMPOTrainer as GMPOTrainer
-from .methods.kto import KTOConfig as KTOConfig, KTOTrainer as KTOTrainer
-from .methods.online_dpo import OnlineDPOConfig as OnlineDPOConfig, OnlineDPOTrainer as OnlineDPOTrainer
-from .methods.orpo import ORPOConfig as ORPOConfig, ORPOTrainer as ORPOTrainer
-from .methods.ppo import PPOConfig as PPOConfig, PPOTrainer as PPOTrainer
-from .methods.preference import (
-    AnswerConfig as AnswerConfig,
-    ComparedConfig as ComparedConfig,
-    PreferenceTrainer as PreferenceTrainer,
-)
-from .methods.reward import RewardConfig as RewardConfig, RewardTrainer as RewardTrainer
-from .methods.rloo import RLOOConfig as RLOOConfig, RLOOTrainer as RLOOTrainer
-from .methods.sft import SFTConfig as SFTConfig, SFTTrainer as SFTTrainer
-from .methods.tpo import TPOConfig as TPOConfig, TPOTrainer as TPOTrainer
+from .trainers.dpo import DPOTrainer as DPOTrainer
+from .trainers.gmpo import GMPOTrainer as GMPOTrainer
+from .trainers.gold import GOLDConfig as GOLDConfig, GOLDTrainer as GOLDTrainer
+from .trainers.grpo import GRPOTrainer as GRPOTrainer
+from .trainers.kto import KTOTrainer as KTOTrainer
+from .trainers.online_dpo import OnlineDPOTrainer as OnlineDPOTrainer
+from .trainers.ppo import PPOTrainer as PPOTrainer
+from .trainers.preference import PreferenceTrainer as PreferenceTrainer
+from .trainers.reference_free import CPOTrainer as CPOTrainer, ORPOTrainer as ORPOTrainer, TPOTrainer as TPOTrainer
+from .trainers.reward import RewardTrainer as RewardTrainer
+from .trainers.rloo import RLOOTrainer as RLOOTrainer
+from .trainers.sft import SFTTrainer as SFTTrainer
 from .checks.tokenizers import (
     TokenizerMatch as TokenizerMatch,
     check_tokenizers as check_tokenizers,

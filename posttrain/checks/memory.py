@@ -353,7 +353,7 @@ def plan(
     policy = Part("policy", model_config, dtype=dtype, peft_config=peft_config, bits=bits, **known)
     size = batch_size or int(args.per_device_train_batch_size)
     rows = _longest_rows(trainer, args, lengths, size)
-    together = {"whole_rows": trainer.keep_groups_together, "together": _single_pass(args)}
+    together = {"whole_rows": trainer.method.traits.whole_rows, "together": _single_pass(args)}
     batches = collate(rows, pad_token_id=0, layout=_layout(args, model_config, device), **together)
     reference = ("copy" if peft_config is None else "adapter") if _compares(trainer, args) else ""
     frozen = _frozen_parts(policy, reference, parts.get("reward_model"))
@@ -364,10 +364,10 @@ def plan(
         batches=batches,
         passes=max(1, round(len(batches) * _accumulation(args) * args.per_device_train_batch_size / size)),
         critic=None if critic is None else Part("value model", critic, "sequence", dtype),
-        value_head="values" in trainer.needs and critic is None,
+        value_head="values" in trainer.method.traits.needs and critic is None,
         frozen=(*frozen, *teachers),
         reference=reference or ("copy" if teachers else ""),
-        needs=trainer.needs | {"entropy"} | ({"logits"} if smoothing else set()),
+        needs=trainer.method.traits.needs | {"entropy"} | ({"logits"} if smoothing else set()),
         checkpointing=bool(getattr(args, "activation_checkpointing", None) or args.gradient_checkpointing),
         kept_layers=args.kept_layers,
         optimizer=str(getattr(args.optim, "value", args.optim)),
@@ -382,7 +382,7 @@ def plan(
 
 def _kind(trainer: Any, args: Any, *, images: bool) -> dict[str, Any]:
     """What a trainer and its config say of the policy."""
-    kind = "causal" if trainer.generative else "sequence"
+    kind = "causal" if trainer.method.traits.generative else "sequence"
     return {"kind": kind, "freeze_vision": getattr(args, "freeze_vision", "auto"), "images": images}
 
 

@@ -200,7 +200,7 @@ def adapt(trainer: Any) -> None:
                 f"{owner.__name__} overrides {name}, which is never called here: another method does its job. Fix: use {hook} "
                 "instead (docs/hooks.md)."
             )
-    if (owner := user_override(trainer, "_get_num_items_in_batch")) and not trainer.takes_loss_func:
+    if (owner := user_override(trainer, "_get_num_items_in_batch")) and not trainer.method.traits.takes_loss_func:
         raise ConfigError(
             f"{owner.__name__} overrides _get_num_items_in_batch, and the loss is no sum over label tokens that it could "
             "divide. Fix: scale what super().compute_loss(...) returns, or override named_counts(batches) (docs/hooks.md)."

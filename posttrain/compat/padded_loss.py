@@ -261,7 +261,7 @@ class BeforeUser(Trainer):
     def _dict(self, batch: Batch) -> PaddedInputs:
         """TRL's inputs of a batch."""
         answers = "answers" if batch.advantages is None else "rollouts"
-        inputs = to_padded(batch, self.answers_per_row, "labels" if self.takes_loss_func else answers)
+        inputs = to_padded(batch, self.answers_per_row, "labels" if self.method.traits.takes_loss_func else answers)
         if isinstance(self, OnlineTrainer):
             inputs[ITEMS] = torch.tensor(self.denominators.tokens)
             inputs.made[ITEMS] = inputs[ITEMS].clone()
@@ -300,7 +300,7 @@ class BeforeUser(Trainer):
             return (loss, None) if return_outputs else loss
         whole, passes = self.denominators, self._passes_of_mean
         # In training a subclass was asked as the step began; in evaluation it is not asked, as in TRL.
-        items = label_tokens(self.denominators, self.takes_loss_func)
+        items = label_tokens(self.denominators, self.method.traits.takes_loss_func)
         with with_attributes(self, {"denominators": _shared(whole, passes)}):
             # What `super()` returns without a count is then a micro-batch's mean.
             result = super().compute_loss(model, shown, return_outputs, num_items_in_batch=items)
@@ -318,9 +318,9 @@ class BeforeUser(Trainer):
         if user_override(self, "loss_is_scaled_for_ga"):  # As transformers' trainers are told.
             return 1.0 if self.loss_is_scaled_for_ga else passes
         owner = user_override(self, "compute_loss")
-        if owner is None or not (self.takes_loss_func or isinstance(self, OnlineTrainer)):
-            return 1.0 if self.takes_loss_func else passes
-        names = (ITEMS, "super" if self.takes_loss_func else "current_gradient_accumulation_steps")
+        if owner is None or not (self.method.traits.takes_loss_func or isinstance(self, OnlineTrainer)):
+            return 1.0 if self.method.traits.takes_loss_func else passes
+        names = (ITEMS, "super" if self.method.traits.takes_loss_func else "current_gradient_accumulation_steps")
         return 1.0 if _reads(owner, "compute_loss", *names) else passes
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
@@ -350,7 +350,7 @@ class BehindUser(Trainer):
         return samples, self._get_num_items_in_batch(samples, device)
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Tensor | None:
-        return label_tokens(self.denominators, self.takes_loss_func)
+        return label_tokens(self.denominators, self.method.traits.takes_loss_func)
 
     def compute_loss(
         self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
@@ -382,7 +382,7 @@ class BehindUser(Trainer):
         """TRL's ``training_step`` of one dict: forward, backward, the detached loss."""
         if not isinstance(inputs, dict):
             return super().training_step(model, inputs)
-        counts = self._whole.over(num_items_in_batch, allowed=self.takes_loss_func)
+        counts = self._whole.over(num_items_in_batch, allowed=self.method.traits.takes_loss_func)
         with with_attributes(self, {"denominators": counts, "_given": inputs}):
             return super().training_step(model, [to_batch(inputs)])
 

@@ -1,12 +1,10 @@
-"""The config that all trainers share, and what is made of it before a trainer trains: arguments checked, a model prepared."""
+"""What a trainer is made of before it trains: arguments that were checked, a prepared model, a layout, checks."""
 
 from __future__ import annotations
 
-import functools
 import importlib
-import inspect
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -14,13 +12,15 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import datasets
 import torch
 import transformers
-from torch import nn
+from torch import Tensor, nn
 
 from posttrain.data.forest import Layout
 from posttrain.data.samplers import with_lengths
 from posttrain.errors import ArgumentTypeError, ConfigError, DataError, ModelError
 from posttrain.loop.checks import Checks, log_codes
+from posttrain.methods.base import Collectives, Traits
 from posttrain.methods.config import PostTrainingConfig
+from posttrain.models import parallel
 from posttrain.models.attention import padded_layout, probe_head, probe_layout
 from posttrain.models.forward import learns_prompts
 from posttrain.models.heads import causal_lm, install_token_head, train_new_tokens, train_score_head
@@ -35,61 +35,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-
-
-def takes(parameters: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Let a constructor be called with arguments by position, in TRL's order; further ones are keywords.
-
-    ``args`` of `transformers.TrainingArguments` becomes the trainer's own config before the constructor sees it.
-
-    Args:
-        parameters: Names of all that have a position, the model first, with commas between.
-    """
-    names = parameters.split(", ")
-
-    def decorate(init: Callable[..., None]) -> Callable[..., None]:
-        own = inspect.signature(init).parameters
-        standard = {"optimizers": (None, None)}
-        ordered = [
-            own[name].replace(kind=inspect.Parameter.POSITIONAL_OR_KEYWORD)
-            if name in own
-            else inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=standard.get(name))
-            for name in names
-        ]
-        further = [
-            parameter if parameter.kind is parameter.VAR_KEYWORD else parameter.replace(kind=parameter.KEYWORD_ONLY)
-            for name, parameter in own.items()
-            if name not in ("self", *names)
-        ]
-        signature = inspect.Signature([own["self"], *ordered, *further])
-
-        @functools.wraps(init)
-        def constructor(self: Any, *args: Any, **kwargs: Any) -> None:
-            given = signature.bind(self, *args, **kwargs).arguments
-            given |= given.pop("kwargs", {})
-            if "args" in given:
-                given["args"] = as_config(type(self).config_class, given["args"])
-            init(**given)
-
-        vars(constructor)["__signature__"] = signature
-        return constructor
-
-    return decorate
-
-
-def named_method(cls: Any, config: type, arguments: str) -> None:
-    """Give a trainer's class its config and its names, which are those of the class where its body says no others.
-
-    Args:
-        cls: The class.
-        config: The class of its arguments.
-        arguments: Of its constructor, those that have a position, see `takes`; empty: as the parent's.
-    """
-    cls.config_class, cls._suffix = config, cls.__name__.removesuffix("Trainer")
-    cls._name = vars(cls).get("_name", cls._suffix)
-    cls._tag_names = vars(cls).get("_tag_names", ["posttrain", cls._name.lower().replace(" ", "-")])
-    if arguments:
-        cls.__init__ = takes(arguments)(cls.__init__)
 
 
 def as_config(config: type, args: Any) -> Any:
@@ -109,51 +54,12 @@ def as_config(config: type, args: Any) -> Any:
     return config(**fields | {"hub_token": args.hub_token})  # to_dict() hides the token.
 
 
-class Alias:
-    """An attribute of a trainer by TRL's name: reading and setting it reads and sets what stands at a path.
-
-    Args:
-        path: From the trainer, such as ``args.beta``; several, joined by " or ", where None stands for the next one.
-        fixed: Setting it is an error, as a trainer that is made would not read it again.
-    """
-
-    def __init__(self, path: str, *, fixed: bool = False) -> None:
-        self.paths, self.fixed = path.split(" or "), fixed
-
-    def __get__(self, trainer: Any, owner: type) -> Any:
-        if trainer is None:
-            return self
-        found = (self._at(trainer, path.split(".")) for path in self.paths)
-        return next((value for value in found if value is not None), None)
-
-    def __set__(self, trainer: Any, value: Any) -> None:
-        if self.fixed:
-            raise AttributeError(
-                f"{type(trainer).__name__} has read {self.paths[0]} already. Fix: set it before the trainer is made."
-            )
-        *holder, name = self.paths[0].split(".")
-        setattr(self._at(trainer, holder), name, value)
-
-    def _at(self, trainer: Any, names: list[str]) -> Any:
-        return functools.reduce(lambda at, name: None if at is None else getattr(at, name), names, trainer)
-
-
-def attributes(*fields: str, fixed: bool = False, **paths: str) -> Callable[[type[T]], type[T]]:
-    """A class decorator that adds an `Alias` for fields of the config by their names, and for others by their paths."""
-
-    def decorate(cls: type[T]) -> type[T]:
-        for name, path in ({name: f"args.{name}" for name in fields} | paths).items():
-            setattr(cls, name, Alias(path, fixed=fixed))
-        return cls
-
-    return decorate
-
-
-def check_arguments(trainer: type[PostTrainer], model: Any, args: Any, train_dataset: Any, collator: Any) -> None:
+def check_arguments(traits: Traits, name: str, model: Any, args: Any, train_dataset: Any, collator: Any) -> None:
     """Refuse what cannot be trained before anything is loaded.
 
     Args:
-        trainer: The trainer's class: its ``config_class``, ``takes_collator`` and ``generative``.
+        traits: Of the method.
+        name: Of the trainer's class.
         model: As it was given.
         args: As it was given.
         train_dataset: As it was given.
@@ -164,8 +70,7 @@ def check_arguments(trainer: type[PostTrainer], model: Any, args: Any, train_dat
         ConfigError: A collator that has no place, a stream without ``max_steps``.
         DataError: There is no training set.
     """
-    name: str = trainer.__name__
-    if collator is not None and not trainer.takes_collator:
+    if collator is not None and not traits.takes_collator:
         raise ConfigError(
             f"{name} makes its own batches of tokenised rows, and data_collator={collator!r:.80} "
             "has no place there. Leave it out; pad_to_multiple_of and max_row_tokens shape batches."
@@ -183,7 +88,7 @@ def check_arguments(trainer: type[PostTrainer], model: Any, args: Any, train_dat
         args.accelerator_config.dispatch_batches = False
     check_offloading(args)
     check_writable(args.output_dir)
-    check_model_source(model, generative=trainer.generative)
+    check_model_source(model, generative=traits.generative)
 
 
 def warn_of_unused(given: Mapping[str, Any]) -> None:
@@ -296,12 +201,13 @@ def make_checks(trainer: PostTrainer, args: Any) -> Checks:
         trainer: With its ``processing_class``; rewards and environments where the method has them.
         args: The trainer's config.
     """
+    traits = trainer.method.traits
     checks = Checks(
         args,
         trainer=type(trainer).__name__.removesuffix("Trainer").lower(),
-        ignored_codes=trainer.ignored_codes,
-        log_codes=log_codes(trainer.check_area, trainer.excluded_codes),
-        zero_gradient_is_normal=trainer.zero_gradient_is_normal,
+        ignored_codes=traits.ignored_codes,
+        log_codes=log_codes(traits.log_area, traits.other_moments),
+        zero_gradient_is_normal=traits.still_steps,
         fills_prompts=getattr(trainer, "environments", None) is not None,
     )
     checks.log_checks.append(trainer.log_checks)
@@ -349,7 +255,7 @@ def check_hooks(trainer: Any, compute_loss_func: Any) -> None:
     Raises:
         ConfigError: Names the class and what to override instead.
     """
-    if compute_loss_func is not None and not trainer.takes_loss_func:
+    if compute_loss_func is not None and not trainer.method.traits.takes_loss_func:
         raise ConfigError(
             f"compute_loss_func is given, and {type(trainer).__name__} would not call it: its loss compares sequences, and "
             "never holds logits. Fix: override objective(outputs, batch) in a subclass (docs/hooks.md)."
@@ -359,45 +265,25 @@ def check_hooks(trainer: Any, compute_loss_func: Any) -> None:
         importlib.import_module("posttrain.compat.overrides").adapt(trainer)
 
 
-# Public methods of TRL's trainers that ours lack; compat/ knows what does their job.
-PUBLIC_IN_TRL = {
-    "build_tokenized_answer",
-    "compute_liger_loss",
-    "compute_ref_log_probs",
-    "concatenated_forward",
-    "concatenated_inputs",
-    "cpo_loss",
-    "generate_from_model",
-    "get_batch_logps",
-    "get_batch_loss_metrics",
-    "get_gamma_weights",
-    "get_high_entropy_mask",
-    "get_off_policy_mask",
-    "odds_ratio_loss",
-    "generate_on_policy_outputs",
-    "process_vision_row",
-    "sample_rollouts",
-    "store_metrics",
-    "tokenize_row",
-}
-
-
-def absent(trainer: Any, name: str) -> Any:
-    """Raise the error for an attribute that a trainer does not have; of a method of TRL's it names the hook.
-
-    Raises:
-        AttributeError: Always, but for a property that read what was not there: its own error comes out again.
-    """
-    found = inspect.getattr_static(type(trainer), name, None)
-    if isinstance(found, property | functools.cached_property):
-        return found.__get__(trainer, type(trainer))
-    if name not in PUBLIC_IN_TRL and (name.startswith("__") or not name.startswith("_")):
-        raise AttributeError(f"{type(trainer).__name__!r} object has no attribute {name!r}", name=name)
-    raise importlib.import_module("posttrain.compat.overrides").missing(type(trainer), name)
-
-
 def measured(dataset: Any, args: Any) -> Any:
     """The dataset with the lengths of its rows, where the sampling strategy wants rows of like length."""
     if args.train_sampling_strategy not in ("group_by_length", "batch_rebalance"):
         return dataset
     return with_lengths(dataset, args.length_column_name)
+
+
+# No value that methods gather is as low.
+PADDING = -1e9
+
+
+def collectives(accelerator: Any) -> Collectives:
+    """What a method may ask of the processes of a run."""
+
+    def gather(values: Tensor) -> Tensor:
+        padded = accelerator.pad_across_processes(values, dim=0, pad_index=PADDING)
+        whole = accelerator.gather(padded)
+        return whole[whole != PADDING]
+
+    if accelerator.num_processes == 1:
+        return Collectives()
+    return Collectives(lambda numbers: parallel.all_reduce_sum(numbers, accelerator), gather, shared=True)

@@ -134,7 +134,7 @@ def _dry_pass(trainer: PostTrainer, batch: Batch) -> None:
     offloading = get_act_offloading_ctx_manager(model, enabled=trainer.args.activation_offloading)
     with offloading, trainer.compute_loss_context_manager():
         settings: dict[str, Any] = {"temperature": trainer.temperature, "chunk_size": trainer.args.logits_chunk_size}
-        out = forward(model, batch.to(trainer.args.device), trainer.needs, **settings)
+        out = forward(model, batch.to(trainer.args.device), trainer.method.traits.needs, **settings)
         parts = [x.float().sum() for x in (out.logp, out.scores, out.values, out.logits) if x is not None]
         loss = torch.stack([part for part in parts if part.requires_grad]).sum()
     loss.backward()
@@ -182,7 +182,7 @@ def _recompute(trainer: PostTrainer) -> list[tuple[Any, bool]]:
 
 def _check_dry(trainer: PostTrainer, step: DryStep) -> None:
     has = available_memory(trainer.args.device, memory_limit(trainer.args))
-    divisible = not trainer.single_forward_per_microbatch and trainer.accelerator.num_processes == 1
+    divisible = not trainer.method.traits.single_pass and trainer.accelerator.num_processes == 1
     worst = max(parallel.all_gather_objects([(step.needed, step.failed)], trainer.accelerator))
     with trainer.checks.preflight.record_check("first_batch", ("PT-M003",)):
         trainer.checks.report([
@@ -203,8 +203,8 @@ def largest_pass(trainer: PostTrainer, batch_size: int) -> Batch:
         rows,
         pad_token_id=trainer.pad_token_id,
         layout=trainer.layout,
-        whole_rows=trainer.keep_groups_together,
-        together=trainer.single_forward_per_microbatch,
+        whole_rows=trainer.method.traits.whole_rows,
+        together=trainer.method.traits.single_pass,
     )
     return max(batches, key=lambda batch: (batch.input_ids.numel(), int(batch.loss_mask.sum())))
 
@@ -242,7 +242,7 @@ def batch_sizes(args: Any) -> list[int]:
 
 def _choose_batch_size(trainer: PostTrainer) -> None:
     """Bisect over `batch_sizes` with dry steps at the longest lengths; all ranks take the smallest that any found."""
-    if trainer.single_forward_per_microbatch:
+    if trainer.method.traits.single_pass:
         raise ConfigError(
             "per_device_train_batch_size='auto' with a loss that compares the rows of a micro-batch: its size is part of "
             "the loss. Set a number."

@@ -130,7 +130,7 @@ class _Evaluation:
     def _idle(self, batch: Batch) -> None:
         """A forward pass that only keeps ranks in step."""
         with self.trainer.compute_loss_context_manager():
-            forward(self.model, batch, self.trainer.needs, chunk_size=self.args.logits_chunk_size)
+            forward(self.model, batch, self.trainer.method.traits.needs, chunk_size=self.args.logits_chunk_size)
 
     def _sums(self, batch: Batch, counts: dict[str, float]) -> dict[str, float]:
         """The loss of one pass as sums by reduction; the user's own loss may add counts."""

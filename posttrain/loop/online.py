@@ -29,7 +29,7 @@ from posttrain.loop.prompts import (
     make_driver,
     without_workers,
 )
-from posttrain.loop.reward_watch import WATCHED_CODES, RewardWatch
+from posttrain.loop.reward_watch import RewardWatch
 from posttrain.loop.scoring import (
     Scorer,
     completion_lengths,
@@ -60,7 +60,7 @@ from posttrain.rollouts.sampling import configured_sampling, generation_fields
 from posttrain.types import Batch, Finding, LossTerms, ModelOutputs, Prompt, Rollout, Row, Sampling
 
 
-class OnlineTrainer(PostTrainer, config=OnlineConfig):
+class OnlineTrainer(PostTrainer):
     """Adds generation, scoring and the buffer of scored rollouts to the training loop.
 
     One generation goes through four methods, each of which a subclass may replace: `roll_out` (prompts to completions),
@@ -73,13 +73,6 @@ class OnlineTrainer(PostTrainer, config=OnlineConfig):
     """
 
     runner_class: ClassVar[type[RewardRunner]] = RewardRunner
-    # Whether tools, environments and a rollout function are taken.
-    takes_episodes: ClassVar[bool] = False
-    # Whether a prompt that is too long is cut to `prompt_limit` instead of being refused; whether training samples.
-    cuts_prompts, samples_completions = False, True
-    zero_gradient_is_normal = True
-    check_area: ClassVar[str] = "R"
-    excluded_codes: ClassVar[tuple[str, ...]] = WATCHED_CODES
     args: OnlineConfig
     # Environments and further reward columns of the generation under way.
     _environments: list[Any] | None = None
@@ -100,11 +93,15 @@ class OnlineTrainer(PostTrainer, config=OnlineConfig):
         **kwargs: Any,
     ) -> None:
         given = {"tools": tools, "rollout_func": rollout_func, "environment_factory": environment_factory}
-        self.driver = make_driver(type(self), args, {name: value for name, value in given.items() if value is not None})
+        self.driver = make_driver(
+            self.METHOD.traits,
+            type(self).__name__,
+            args,
+            {name: value for name, value in given.items() if value is not None},
+        )
         # Tools and environments may return images; a rollout function reads them itself.
         calls = self.driver is not None and rollout_func is None
-        self.returns_images = calls and is_processor(kwargs.get("processing_class"))
-        self.takes_images = self.takes_images and (self.driver is None or self.returns_images)
+        self._returns_images = calls and is_processor(kwargs.get("processing_class"))
         # By the names that TRL's trainers have.
         self.tools, self.rollout_func = list(tools or ()), rollout_func
         self.environments = None if self.driver is None else self.driver.pool
@@ -130,6 +127,11 @@ class OnlineTrainer(PostTrainer, config=OnlineConfig):
         if getattr(self.args, "log_completions", False):
             self.add_callback(rollout_table(self.args, self.record, self.rewards.names))
         self.source = self.make_source()
+
+    def reads_images(self) -> tuple[bool, bool]:
+        """Pictures of prompts, and those that tools and environments return."""
+        reads = self.method.traits.reads_images and (self.driver is None or self._returns_images)
+        return reads, self._returns_images
 
     # Parts -------------------------------------------------------------------------------------------------------
 
@@ -203,6 +205,11 @@ class OnlineTrainer(PostTrainer, config=OnlineConfig):
         self.weight_sync.engine = engine
 
     @property
+    def samples_completions(self) -> bool:
+        """Whether training samples."""
+        return True
+
+    @property
     def context(self) -> int | None:
         """Most tokens of prompt and completion, of the model and of the engine."""
         return self.weight_sync.context
@@ -240,7 +247,9 @@ class OnlineTrainer(PostTrainer, config=OnlineConfig):
         """Log the schedule and the first prompt as the model reads it; refuse prompts that leave no room."""
         length = len(self.train_dataset) if hasattr(self.train_dataset, "__len__") else None
         schedule = self.schedule_text(length) if isinstance(self.args, OnlineConfig) else None
-        self.prompt_source.announce(self.train_dataset, None if self.cuts_prompts else self.context, schedule=schedule)
+        self.prompt_source.announce(
+            self.train_dataset, None if self.method.traits.cuts_prompts else self.context, schedule=schedule
+        )
 
     def schedule_text(self, prompts: int | None) -> str:
         """How generations and updates follow each other; ``prompts`` is the length of the training set, if it has one."""
@@ -282,8 +291,10 @@ class OnlineTrainer(PostTrainer, config=OnlineConfig):
         """Completions of one prompt are consecutive rows."""
         return self.group_size("eval")
 
-    # Each prompt is completed so often.
-    answers_per_row = eval_group
+    @property
+    def answers_per_row(self) -> int:
+        """Each prompt is completed so often."""
+        return self.eval_group
 
     # Micro-batches -----------------------------------------------------------------------------------------------
 
@@ -305,7 +316,7 @@ class OnlineTrainer(PostTrainer, config=OnlineConfig):
         """Whole groups in random order, cut into ``count`` slices, then exchanged with other ranks where that pays."""
         seed, skip = self.args.seed + self.window.generations, self.args.mask_truncated_completions
         slices = generation.slices(count, seed=seed, skip_truncated=skip)
-        if self.accelerator.num_processes == 1 or not self.args.balance_ranks or self.keep_groups_together:
+        if self.accelerator.num_processes == 1 or not self.args.balance_ranks or self.method.traits.whole_rows:
             return slices
         slices, metrics = balance_rows(slices, self.accelerator)
         for of_slice in metrics:
@@ -324,7 +335,7 @@ class OnlineTrainer(PostTrainer, config=OnlineConfig):
         """Rows as forward passes."""
         if not rows:
             return []
-        options = {"whole_rows": self.keep_groups_together, "together": self.single_forward_per_microbatch}
+        options = {"whole_rows": self.method.traits.whole_rows, "together": self.method.traits.single_pass}
         return collate(rows, pad_token_id=self.pad_token_id, layout=self.layout, **options)
 
     # Generation and scoring --------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from posttrain.data.samplers import RepeatSampler, check_prompts, repeat_iterabl
 from posttrain.errors import ConfigError, DataError
 from posttrain.loop.build import with_attributes
 from posttrain.loop.weight_sync import WeightSync
+from posttrain.methods.base import Traits
 from posttrain.methods.online_config import OnlineConfig
 from posttrain.metrics import Metric, mean
 from posttrain.models import parallel
@@ -404,20 +405,21 @@ def _updates(count: float) -> str:
 Rolled = tuple[list[Rollout], list[Any], dict[str, list[Any]]]
 
 
-def make_driver(trainer: Any, args: Any, given: dict[str, Any]) -> EpisodeDriver | None:
+def make_driver(traits: Traits, name: str, args: Any, given: dict[str, Any]) -> EpisodeDriver | None:
     """The driver of what a trainer was given; None where completions are single turns of the engine.
 
     Args:
-        trainer: The trainer's class.
+        traits: Of the method.
+        name: Of the trainer's class.
         args: Its config; None where none was given.
         given: ``tools``, ``environment_factory``, ``rollout_func``, those that are not None.
 
     Raises:
         ConfigError: The trainer takes none of them.
     """
-    if given and not trainer.takes_episodes:
+    if given and not traits.takes_episodes:
         raise ConfigError(
-            f"{trainer.__name__} has no {', '.join(given)}: its completions are single turns of the engine. Fix: use "
+            f"{name} has no {', '.join(given)}: its completions are single turns of the engine. Fix: use "
             "GRPOTrainer, or leave it out."
         )
     if not any(given.values()):

@@ -15,6 +15,7 @@ from posttrain.errors import RewardError
 from posttrain.loop.checks import Checks
 from posttrain.loop.scoring import completion_lengths, reward_metrics
 from posttrain.losses.advantages import MOST
+from posttrain.methods.base import BATCH_CODES
 from posttrain.metrics import Metric, mean
 from posttrain.models import parallel
 from posttrain.rewards.format import SoftOverlongPunishment
@@ -22,11 +23,6 @@ from posttrain.rewards.runner import RewardRunner, RewardTable
 from posttrain.rollouts.batch import RolloutBatch
 
 # Codes that are looked for in the rewards of every rollout batch.
-BATCH_CODES = ("PT-R019", "PT-R020", "PT-R027")
-
-
-# All codes that `RewardWatch` looks for; the log checks leave them out.
-WATCHED_CODES = (*BATCH_CODES, "PT-R022", "PT-R028")
 
 
 class RewardWatch:

@@ -23,14 +23,14 @@ from posttrain.checks.registry import Preflight
 from posttrain.data.forest import Layout, collate, halves
 from posttrain.data.formats import plain_rows
 from posttrain.data.samplers import Deal
-from posttrain.loop import build, checkpoint
-from posttrain.loop.build import named_method
+from posttrain.loop import attributes, build, checkpoint
 from posttrain.loop.data_report import DataReport, DataReportCallback, DatasetHead, prompt_rows, warnings_are_errors
 from posttrain.loop.dry_step import DryStep, dry_step, fit_memory
 from posttrain.loop.evaluation import count_rounds, evaluate, evaluation_loader, predicted_rows
 from posttrain.loop.passes import PassRunner
 from posttrain.loop.pictures import Vision
 from posttrain.losses.reduce import Denominators, reduce
+from posttrain.methods.base import Method
 from posttrain.methods.config import PostTrainingConfig
 from posttrain.metrics import Metric, MetricBuffer, mean
 from posttrain.models import load, memory, parallel
@@ -43,54 +43,46 @@ from posttrain.types import Batch, Finding, LossTerms, ModelOutputs, Row
 logger = logging.getLogger(__name__)
 
 
-@build.attributes(_metrics="buffers")
 class PostTrainer(transformers.Trainer):
     """Turns rows into batches, batches into loss terms, terms into one gradient, whatever the algorithm.
 
-    A subclass gives ``objective(outputs, batch) -> LossTerms`` and the rows (`rows`); ``needs`` names what the forward
-    pass must produce. Everything else (loading, adapters, accumulation, ranks, metrics, checkpoints) is here once.
+    What is particular to the algorithm is its ``METHOD``; everything else (loading, adapters, accumulation, ranks, metrics,
+    checkpoints) is here once. A user's subclass may override what is documented as a hook, such as `objective`.
     """
 
     loss_is_scaled_for_ga = True  # Our denominators span the whole optimiser step, over micro-batches and ranks.
-    needs: frozenset[str] = frozenset({"logp"})
-    config_class: ClassVar[type[Any]] = PostTrainingConfig
-    _tag_names: ClassVar[list[str]] = ["posttrain"]
+    METHOD: ClassVar[type[Method[Any]]]
+    config_class: ClassVar[type[PostTrainingConfig]] = PostTrainingConfig  # Of METHOD.
+    # Names for the model card, as TRL's trainers have them; by the class that says METHOD where it says no others.
     _name: ClassVar[str] = "post-training"
-    _paper: ClassVar[dict[str, str]] = {}  # Title, arXiv id and citation, for the model card.
-    _suffix: ClassVar[str] = "posttrain"
-    generative: ClassVar[bool] = True  # Whether the model must have a language-model head.
-    # Whether the objective compares the completions of a row, which are then never divided.
-    keep_groups_together: ClassVar[bool] = False
+    _tag_names: ClassVar[list[str]] = ["posttrain"]
     denominators = Denominators(1, 1, 1)  # Of the current optimiser step.
-    eval_group: int = 1  # Consecutive rows of an evaluation batch that are compared with each other.
-    takes_images: bool = False  # Whether rows may hold pictures.
-    returns_images: bool = False  # Whether tools or environments may show some.
-    takes_loss_func: ClassVar[bool] = (
-        False  # Its loss is a sum over label tokens; a compute_loss_func may take its place.
-    )
-    takes_collator: ClassVar[bool] = False  # Whether `rows` reads what a user's own data_collator makes.
-    single_forward_per_microbatch = False  # Whether the objective compares all rows of a micro-batch.
-    # Codes of findings that do not concern this method's rows.
-    ignored_codes: ClassVar[frozenset[str]] = frozenset()
-    # Letters of the codes that `signs` may find, but for those that are checked at another moment.
-    check_area: ClassVar[str] = ""
-    excluded_codes: ClassVar[tuple[str, ...]] = ()
-    zero_gradient_is_normal = False  # An online step whose groups are all equal moves nothing, rightly.
-    answers_per_row = 1  # Sequences of a row of the dataset.
     no_rows: Any = ()  # What an evaluation batch without rows is collated to.
     _in_loop, _eval_rounds = False, 0
     reduced_by: str | None = None  # The reduction of the loss that `compute_loss` returned last.
-    aux_loss_enabled = property(lambda self: bool(self.router_coefficient))
     _window_start: float | None = None
     _head: DatasetHead | None = None
-    if not TYPE_CHECKING:
-        __getattr__ = build.absent
 
-    def __init_subclass__(cls, config: Any = None, arguments: str = "", **kwargs: Any) -> None:
-        """Take what the class line says of a method, see `posttrain.loop.build.named_method`."""
+    def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        if config is not None:
-            named_method(cls, config, arguments)
+        if "METHOD" in vars(cls):
+            name = cls.__name__.removesuffix("Trainer")
+            cls.config_class = cls.METHOD.config_class
+            cls._name = vars(cls).get("_name", name)
+            cls._tag_names = vars(cls).get("_tag_names", ["posttrain", cls._name.lower().replace(" ", "-")])
+
+    @property
+    def aux_loss_enabled(self) -> bool:
+        """Whether a mixture of experts has its load-balancing term; TRL's name."""
+        return bool(self.router_coefficient)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # A setting by TRL's name is set where it stands.
+        if name not in attributes.SET or not attributes.write(self, name, value):
+            super().__setattr__(name, value)
+
+    if not TYPE_CHECKING:  # Type checkers tell of names that do not exist.
+        __getattr__ = attributes.read
 
     def __init__(
         self,
@@ -105,15 +97,17 @@ class PostTrainer(transformers.Trainer):
         **trainer_kwargs: Any,
     ) -> None:
         model_id = load.model_id_of(model, type(self).__name__)
-        args = build.as_config(self.config_class, args or f"{Path(model_id).name or 'model'}-{self._suffix}")
-        build.check_hooks(self, trainer_kwargs.get("compute_loss_func"))
+        args = build.as_config(self.config_class, args or f"{Path(model_id).name or 'model'}-{self._name}")
         self.args, self.user_collator = args, trainer_kwargs.pop("data_collator", None)
-        build.check_arguments(type(self), model, args, train_dataset, self.user_collator)
+        self.method = self.METHOD(args)
+        build.check_hooks(self, trainer_kwargs.get("compute_loss_func"))
+        build.check_arguments(self.method.traits, type(self).__name__, model, args, train_dataset, self.user_collator)
         set_seed(args.seed)
         init = dict(args.model_init_kwargs or {}) if isinstance(model, str) else {}
-        sets, shown = tuple(map(plain_rows, (train_dataset, eval_dataset))), self.returns_images
+        sets = tuple(map(plain_rows, (train_dataset, eval_dataset)))
         train_dataset, eval_dataset = sets
-        self.vision = Vision(args, processing_class, model_id, sets, takes=self.takes_images, returned=shown)
+        reads, returned = self.reads_images()
+        self.vision = Vision(args, processing_class, model_id, sets, takes=reads, returned=returned)
         self.processing_class = self.vision.tokenizer or load.load_tokenizer(
             model_id, trust_remote_code=args.trust_remote_code, revision=init.get("revision")
         )
@@ -134,6 +128,7 @@ class PostTrainer(transformers.Trainer):
         self.router_coefficient = router_coefficient(model, args)
         trainer_kwargs |= {"train_dataset": train_dataset, "eval_dataset": eval_dataset}
         super().__init__(model, args, self.collator(), processing_class=self.processing_class, **trainer_kwargs)
+        self.method.collectives = build.collectives(self.accelerator)
         self._begin()
 
     def _begin(self) -> None:
@@ -163,11 +158,15 @@ class PostTrainer(transformers.Trainer):
 
     def objective(self, outputs: ModelOutputs, batch: Batch) -> LossTerms:
         """The algorithm: unreduced loss terms and metrics of one batch."""
-        raise NotImplementedError(f"{type(self).__name__} must define objective(outputs, batch).")
+        return self.method.objective(outputs, batch)
 
     def rows(self, examples: list[dict[str, Any]]) -> list[Row]:
         """Prepared dataset examples as rows."""
-        raise NotImplementedError(f"{type(self).__name__} must define rows(examples).")
+        return self.method.rows(examples)
+
+    def reads_images(self) -> tuple[bool, bool]:
+        """Whether rows may hold pictures, and whether tools or environments may show some."""
+        return self.method.traits.reads_images, False
 
     def prepare_datasets(self, train: Any, evaluation: Any) -> tuple[Any, Any]:
         """Check and tokenise all datasets, once; runs before the model is loaded."""
@@ -207,7 +206,9 @@ class PostTrainer(transformers.Trainer):
         self.pad_token_id = load.resolve_pad_token(self.processing_class, model)
         self.fresh_adapter = peft_config is not None
         peft = self.vision.prepare(model, peft_config)
-        return build.prepared_model(model, args, peft, added_tokens=self.added_tokens, generative=self.generative)
+        return build.prepared_model(
+            model, args, peft, added_tokens=self.added_tokens, generative=self.method.traits.generative
+        )
 
     def _choose_layout(self) -> Layout:
         # User functions on logits want one sequence a row.
@@ -227,8 +228,8 @@ class PostTrainer(transformers.Trainer):
             self.vision.placed(self.rows(examples), examples),
             pad_token_id=self.pad_token_id,
             layout=self.layout,
-            whole_rows=self.keep_groups_together,
-            together=self.single_forward_per_microbatch,
+            whole_rows=self.method.traits.whole_rows,
+            together=self.method.traits.single_pass,
         )
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
@@ -282,7 +283,7 @@ class PostTrainer(transformers.Trainer):
 
         >>> print(trainer.data_report())  # doctest: +SKIP
         """
-        return self.head.report(getattr(self, "reports", {}).get("train"), self.ignored_codes)
+        return self.head.report(getattr(self, "reports", {}).get("train"), self.method.traits.ignored_codes)
 
     def _rows_of(self, examples: list[dict[str, Any]]) -> list[Row]:
         try:
@@ -358,7 +359,7 @@ class PostTrainer(transformers.Trainer):
 
     def named_counts(self, batches: Sequence[Batch]) -> dict[str, float]:
         """Other counts of the optimiser step that the objective divides by; the same names on every rank."""
-        return {}
+        return self.method.counts(batches)
 
     def count_tokens_seen(self, tokens: float) -> None:
         """Add the real tokens of an optimiser step, over all ranks, to the running total."""
@@ -384,9 +385,11 @@ class PostTrainer(transformers.Trainer):
 
     def _halves(self, batch: Batch) -> list[Batch]:
         """The batch in parts; itself where the objective wants it whole, or where other processes would be left behind."""
-        if self.single_forward_per_microbatch or self.router_coefficient or self.accelerator.num_processes > 1:
+        if self.method.traits.single_pass or self.router_coefficient or self.accelerator.num_processes > 1:
             return [batch]
-        return halves(batch, pad_token_id=self.pad_token_id, layout=self.layout, whole_rows=self.keep_groups_together)
+        return halves(
+            batch, pad_token_id=self.pad_token_id, layout=self.layout, whole_rows=self.method.traits.whole_rows
+        )
 
     def _clip_grad_norm(self, model: nn.Module) -> Any:
         """Clip; a gradient that is not finite does not reach the weights, and three in a row end the run."""
@@ -414,12 +417,12 @@ class PostTrainer(transformers.Trainer):
         terms, outputs = self.compute_loss_terms(model, inputs)
         self.buffers["train" if model.training else "eval"].add(terms.metrics)
         self.reduced_by = terms.count or terms.reduction
-        loss = reduce(terms, self.denominators.over(num_items_in_batch, allowed=self.takes_loss_func))
+        loss = reduce(terms, self.denominators.over(num_items_in_batch, allowed=self.method.traits.takes_loss_func))
         return (loss, outputs) if return_outputs else loss
 
     def compute_loss_terms(self, model: nn.Module, batch: Batch) -> tuple[LossTerms, ModelOutputs]:
         """Forward and objective; a mixture of experts adds its load-balancing term, averaged over passes."""
-        needs = self.needs | {"aux"} if self.router_coefficient else self.needs
+        needs = self.method.traits.needs | ({"aux"} if self.router_coefficient else set())
         chunk, compare = self.args.logits_chunk_size, self.comparison(batch)
         outputs = forward(model, batch, needs, temperature=self.temperature, chunk_size=chunk, compare=compare)
         terms = self.objective(outputs, batch)
@@ -438,7 +441,7 @@ class PostTrainer(transformers.Trainer):
 
     def postprocess_metrics(self, metrics: dict[str, float]) -> dict[str, float]:
         """The window's metrics with those that follow from others; training and evaluation both pass here."""
-        return metrics
+        return self.method.derived_metrics(metrics)
 
     def reduced_metrics(self, mode: str) -> dict[str, float]:
         """The metrics of the window since the last call, over all ranks."""
@@ -519,11 +522,13 @@ class PostTrainer(transformers.Trainer):
 
     def state_to_save(self) -> dict[str, Any]:
         """What a checkpoint must hold beyond the parent's, as JSON, for a resumed run to equal an uninterrupted one."""
-        return {"counters": self.counters, "step_rows": self.get_total_train_batch_size(self.args)}
+        rows = self.get_total_train_batch_size(self.args)
+        return {"counters": self.counters, "step_rows": rows, **self.method.state()}
 
     def load_saved_state(self, state: dict[str, Any]) -> None:
         """Undo `state_to_save`."""
         self.counters = state["counters"]
+        self.method.load_state(state)
         checkpoint.warn_of_other_rows(state, self.get_total_train_batch_size(self.args))
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
@@ -571,6 +576,16 @@ class PostTrainer(transformers.Trainer):
 
     def _collated(self, collator: Callable[[list[Any]], Any], rows: list[Any]) -> Any:
         return collator(rows) if rows else self.no_rows
+
+    @property
+    def answers_per_row(self) -> int:
+        """Sequences of a row of the dataset."""
+        return self.method.traits.answers
+
+    @property
+    def eval_group(self) -> int:
+        """Consecutive rows of an evaluation batch that are compared with each other."""
+        return 1
 
     def eval_batches(self, inputs: Any) -> list[Batch]:
         """Batches of one evaluation micro-batch, which may be empty; online trainers generate here."""

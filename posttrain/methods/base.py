@@ -56,12 +56,13 @@ class Traits:
     ignored_codes: frozenset[str] = frozenset()
 
 
-@dataclass(frozen=True)
-class Paper:
-    """Title and arXiv id, for the model card."""
-
-    title: str
-    arxiv: str
+# Codes that the watch over rewards looks for in a batch, and all it looks for.
+BATCH_CODES = ("PT-R019", "PT-R020", "PT-R027")
+WATCHED_CODES = (*BATCH_CODES, "PT-R022", "PT-R028")
+# Of methods that sample while they train.
+SAMPLES = Traits(
+    needs=frozenset({"logp", "entropy"}), samples=True, still_steps=True, log_area="R", other_moments=WATCHED_CODES
+)
 
 
 @dataclass(frozen=True)
@@ -88,8 +89,8 @@ class Method(ABC, Generic[Config]):
         cfg: Its config.
     """
 
+    config_class: ClassVar[type[PostTrainingConfig]] = PostTrainingConfig
     traits: Traits = Traits()
-    paper: ClassVar[Paper | None] = None
 
     def __init__(self, cfg: Config) -> None:
         self.cfg = cfg

@@ -8,13 +8,11 @@ from typing import Literal
 
 from posttrain.errors import ConfigError
 from posttrain.fields import NonNegativeFloat, Share, option
-from posttrain.loop.build import attributes
 from posttrain.losses.divergence import alpha_reward, mean_logp
 from posttrain.losses.preference import CPO_LOSSES
 from posttrain.methods.preference import (
-    OF_REFERENCE_FREE,
     AnswerConfig,
-    ReferenceFreeTrainer,
+    ReferenceFree,
     UnreadFields,
     branch_sums,
     likelihood_terms,
@@ -64,9 +62,7 @@ class CPOConfig(UnreadFields, AnswerConfig):
             )
 
 
-@attributes("beta", "label_smoothing", "loss_type", "cpo_alpha", "simpo_gamma", "alpha")
-@attributes("max_length", "truncation_mode", fixed=True)
-class CPOTrainer(ReferenceFreeTrainer, config=CPOConfig, arguments=OF_REFERENCE_FREE):
+class CPO(ReferenceFree[CPOConfig]):
     """Trains on pairs by the policy's own likelihood.
 
     With R the shaped log-likelihood of an answer and ``u = R+ - R-``: a loss on u, plus ``cpo_alpha`` times the NLL of the
@@ -75,11 +71,11 @@ class CPOTrainer(ReferenceFreeTrainer, config=CPOConfig, arguments=OF_REFERENCE_
     Reference: CPO, arXiv:2401.08417; SimPO, arXiv:2405.14734; AlphaPO, arXiv:2501.03884.
     """
 
-    args: CPOConfig
+    config_class = CPOConfig
 
     def objective(self, outputs: ModelOutputs, batch: Batch) -> LossTerms:
         """The preference term and the likelihood of the chosen answers."""
-        cfg = self.args
+        cfg = self.cfg
         formula = CPO_LOSSES[cfg.loss_type]
         logp, length = branch_sums(outputs, batch, 2)
         read = mean_logp(logp, length) if formula.per_token else logp

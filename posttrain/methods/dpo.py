@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from posttrain.errors import ConfigError, check_choice
 from posttrain.fields import PositiveFloat, Share, option
-from posttrain.loop.build import attributes, takes
 from posttrain.losses.divergence import desensitized_sum, pair_values, wpo_weight
 from posttrain.losses.likelihood import nll
 from posttrain.losses.preference import DPO_LOSSES
 from posttrain.losses.reduce import row_terms, sequence_sum
 from posttrain.methods.config import PictureConfig, warn_keep_end
 from posttrain.methods.preference import (
-    OF_COMPARED,
-    PRECOMPUTED,
+    PAIRS,
+    AnswerMethod,
     ComparedConfig,
-    PreferenceTrainer,
     answer_mask,
     pair_metrics,
     sequence_logp,
@@ -162,54 +160,38 @@ def _pair_weight(out: ModelOutputs, batch: Batch, logp: Tensor, length: Tensor) 
     return batch.grouped(wpo_weight(logp, total, length), 2).prod(1)
 
 
-@attributes("beta", "loss_weights", "f_divergence_type", "f_alpha_divergence_coef", "label_smoothing", "padding_free")
-@attributes("ld_alpha", "use_weighting", loss_types="args.loss_type", **PRECOMPUTED, fixed=True)
-class DPOTrainer(PreferenceTrainer, config=DPOConfig):
-    """Trains on preference pairs; a pair's prompt is computed once, by the policy and by the reference.
+class DPO(AnswerMethod[DPOConfig]):
+    """Pairs, by how much more likely than the reference the policy makes the chosen answer."""
 
-    Without ``ref_model`` the reference is a frozen copy of the **given** weights, or the same model with a new adapter off.
+    config_class = DPOConfig
+    traits = replace(
+        PAIRS,
+        needs=frozenset({"logp", "entropy", "correct", "mean_logit"}),
+        compares_reference=True,
+        reads_images=True,
+    )
+    reference_columns = ("ref_chosen_logps", "ref_rejected_logps")
 
-    >>> DPOTrainer("HuggingFaceTB/SmolLM2-135M-Instruct", train_dataset=pairs).train()  # doctest: +SKIP
-
-    Reference: Direct preference optimization, arXiv:2305.18290.
-    """
-
-    takes_images: bool = True
-    needs: frozenset[str] = frozenset({"logp", "entropy", "correct", "mean_logit"})
-    _paper: ClassVar[dict[str, str]] = {
-        "title": "Direct Preference Optimization: Your Language Model is Secretly a Reward Model",
-        "id": "2305.18290",
-    }
-    args: DPOConfig
-
-    @takes(OF_COMPARED)
-    def __init__(
-        self, model: str | nn.Module, ref_model: nn.Module | None = None, args: DPOConfig | None = None, **kwargs: Any
-    ) -> None:
-        super().__init__(model, ref_model, args, **kwargs)
-        if self.args.use_weighting:
-            self.needs = self.needs | {"collision"}
+    def __init__(self, cfg: DPOConfig) -> None:
+        super().__init__(cfg)
         # A sorting loss compares all pairs of a micro-batch.
-        self.single_forward_per_microbatch = any(DPO_LOSSES[name].kind == "sorted" for name in self.args.loss_type)
-        if self.single_forward_per_microbatch and self.args.per_device_train_batch_size < 4:
-            logger.warning(
-                "loss_type=%s sorts the pairs of a device's batch, and per_device_train_batch_size=%d leaves little to sort.",
-                self.args.loss_type, self.args.per_device_train_batch_size,
-            )  # fmt: skip
-
-    def sums(self, logp: Tensor, batch: Batch) -> Tensor:
-        """Summed log-probs, desensitised where ``ld_alpha`` says so."""
-        return desensitize(logp, batch, sequence_logp(logp, batch)[1], self.args.ld_alpha)
-
-    def reference_key(self) -> dict[str, Any]:
-        """Settings that move the reference's sums."""
-        return super().reference_key() | {"ld_alpha": self.args.ld_alpha}
+        sorts = any(DPO_LOSSES[name].kind == "sorted" for name in cfg.loss_type)
+        needs = self.traits.needs | ({"collision"} if cfg.use_weighting else set())
+        self.traits = replace(self.traits, needs=needs, single_pass=sorts)
 
     def objective(self, outputs: ModelOutputs, batch: Batch) -> LossTerms:
         """See `dpo_objective`."""
-        return dpo_objective(outputs, batch, self.reference_logp(batch), self.args)
+        return dpo_objective(outputs, batch, self.reference_logp(batch), self.cfg)
+
+    def sums(self, logp: Tensor, batch: Batch) -> Tensor:
+        """Summed log-probs, desensitised where ``ld_alpha`` says so."""
+        return desensitize(logp, batch, sequence_logp(logp, batch)[1], self.cfg.ld_alpha)
+
+    def reference_key(self) -> dict[str, Any]:
+        """Settings that move the reference's sums."""
+        return super().reference_key() | {"ld_alpha": self.cfg.ld_alpha}
 
     def starts_at_ln_2(self) -> bool:
         """The sigmoid loss alone, unweighted."""
-        cfg = self.args
+        cfg = self.cfg
         return cfg.loss_type == ["sigmoid"] and not cfg.use_weighting and (cfg.loss_weights or [1.0]) == [1.0]

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from torch.nn import functional as F
 
 from posttrain.fields import PositiveFloat, option
-from posttrain.loop.build import attributes
 from posttrain.losses.divergence import mean_logp
 from posttrain.losses.preference import log_odds_ratio, orpo
 from posttrain.methods.preference import (
-    OF_REFERENCE_FREE,
     AnswerConfig,
-    ReferenceFreeTrainer,
+    ReferenceFree,
     UnreadFields,
     branch_sums,
     likelihood_terms,
@@ -35,9 +33,7 @@ class ORPOConfig(UnreadFields, AnswerConfig):
         self.refuse_unread()
 
 
-@attributes("beta")
-@attributes("max_length", "truncation_mode", fixed=True)
-class ORPOTrainer(ReferenceFreeTrainer, config=ORPOConfig, arguments=OF_REFERENCE_FREE):
+class ORPO(ReferenceFree[ORPOConfig]):
     """``NLL(prompt and chosen) - beta lsig(log-odds ratio)``, without a reference.
 
     The NLL is a mean over the prompts' and chosen answers' tokens of the whole optimiser step.
@@ -45,11 +41,7 @@ class ORPOTrainer(ReferenceFreeTrainer, config=ORPOConfig, arguments=OF_REFERENC
     Reference: ORPO, arXiv:2403.07691, equations 6 and 7.
     """
 
-    _paper: ClassVar[dict[str, str]] = {
-        "title": "ORPO: Monolithic Preference Optimization without Reference Model",
-        "id": "2403.07691",
-    }
-    args: ORPOConfig
+    config_class = ORPOConfig
 
     def rows(self, examples: list[dict[str, Any]]) -> list[Row]:
         """Pairs whose prompts are trained, once each."""
@@ -63,7 +55,7 @@ class ORPOTrainer(ReferenceFreeTrainer, config=ORPOConfig, arguments=OF_REFERENC
         logp, length = branch_sums(outputs, batch, 2)
         means = mean_logp(logp, length)
         odds = log_odds_ratio(means[:, 0], means[:, 1])
-        metrics = reference_free_metrics(outputs, batch, self.args.beta * means, means)
+        metrics = reference_free_metrics(outputs, batch, self.cfg.beta * means, means)
         metrics |= {"log_odds_ratio": mean(F.logsigmoid(odds)), "log_odds_chosen": mean(odds)}
-        terms = orpo(means[:, 0], means[:, 1], beta=self.args.beta)
+        terms = orpo(means[:, 0], means[:, 1], beta=self.cfg.beta)
         return likelihood_terms(terms, outputs, batch, metrics, weight=1.0, branches=2, branch=0)

@@ -2,56 +2,28 @@
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import itertools
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from posttrain.checks.pairs import (
-    JUDGED_CODES,
-    PAIR_CODES,
-    PairWatch,
-    check_judged,
-    check_pairs,
-    reference_prefers_rejected,
-)
-from posttrain.checks.rules import check_log
-from posttrain.data.chat import terminal_token_ids
-from posttrain.data.forest import unbatched_answers
-from posttrain.data.formats import ROW as NUMBER
-from posttrain.data.formats import PreparationReport
-from posttrain.data.preference import AnswerOptions, answer_rows, extract_and_unpair, prepare_answers
-from posttrain.errors import ArgumentTypeError, ConfigError, DataError
+from posttrain.data.preference import answer_rows
+from posttrain.errors import ConfigError, DataError
 from posttrain.fields import PositiveFloat, PositiveInt, PositiveShare, option
-from posttrain.loop.trainer import PostTrainer
 from posttrain.losses.likelihood import nll
 from posttrain.losses.reduce import row_terms, sequence_lengths, sequence_sum
+from posttrain.methods.base import Method, Traits
 from posttrain.methods.config import PostTrainingConfig
 from posttrain.metrics import Metric, mean
-from posttrain.models import parallel
-from posttrain.models.forward import forward
-from posttrain.models.reference import Reference, check_reference, precomputed_logps, tell_own_checkpoint
-from posttrain.types import Batch, Finding, LossTerms, ModelOutputs, Row
+from posttrain.types import Batch, LossTerms, ModelOutputs, Row
 
 logger = logging.getLogger(__name__)
 
 
-# Arguments that have a position, of trainers that compare with a reference, and of those without one.
-OF_COMPARED = (
-    "model, ref_model, args, data_collator, train_dataset, eval_dataset, processing_class, compute_metrics, callbacks, "
-    "optimizers, quantization_config, peft_config"
-)
-OF_REFERENCE_FREE = (
-    "model, args, data_collator, train_dataset, eval_dataset, processing_class, model_init, callbacks, optimizers, "
-    "preprocess_logits_for_metrics, peft_config, compute_metrics"
-)
-PRECOMPUTED = {"precompute_ref_logps": "args.precompute_ref_log_probs"}  # TRL's name of the attribute.
 SORTED = 10  # Batches that one label may fill in a row.
 BALANCED = 1.33  # Good answers may weigh this much more than bad ones, in all (KTO, section 4.2).
 
@@ -296,264 +268,57 @@ class ComparedConfig(AnswerConfig):
             )
 
 
-def check_given(model: Any, ref_model: Any, tokenizer: Any) -> None:
-    """Refuse arguments of a constructor that cannot work, before anything is loaded."""
-    if isinstance(ref_model, str):
-        raise ArgumentTypeError(
-            f"ref_model={ref_model!r} must be a loaded model. Load it with create_model_from_path({ref_model!r}), or leave "
-            "it out to take the weights of the model itself."
-        )
-    if ref_model is not None:
-        check_reference(ref_model, model)
-    if tokenizer is not None and not hasattr(tokenizer, "decode"):
-        raise ArgumentTypeError(
-            f"processing_class must be a tokenizer, not {type(tokenizer).__name__}. Load it with "
-            "AutoTokenizer.from_pretrained, or leave it out to take the model's own."
-        )
+Answers = TypeVar("Answers", bound=AnswerConfig)
+PAIRS = Traits(answers=2, whole_rows=True, takes_collator=True, log_area="P")
+JUDGED = replace(PAIRS, answers=1, compares_reference=True, needs=frozenset({"logp", "entropy", "mean_logit"}))
 
 
-class PreferenceTrainer(PostTrainer):
-    """Answers to a shared prompt are one tree, computed once by the policy and once by the reference.
-
-    A subclass gives the objective and these:
+class AnswerMethod(Method[Answers]):
+    """Answers to a shared prompt, which were compared or judged.
 
     Attributes:
         branches: Columns of the answers, in the order of a row's sequences.
-        compared: Whether the loss compares the policy with a reference.
         judged: One answer a row, with a label that says whether it is good; pairs become a good and a bad answer.
         likelihood_branch: The answer whose likelihood is raised too.
         reference_columns: Columns of precomputed log-probs of the reference, one a branch.
         keep: Further columns that the loss reads.
     """
 
-    check_area: ClassVar[str] = "P"
     branches: ClassVar[tuple[str, ...]] = ("chosen", "rejected")
-    compared: ClassVar[bool] = True
     judged: ClassVar[bool] = False
     likelihood_branch: ClassVar[int] = 0
-    keep_groups_together: ClassVar[bool] = True
-    reference_columns: ClassVar[tuple[str, ...]] = ("ref_chosen_logps", "ref_rejected_logps")
+    reference_columns: ClassVar[tuple[str, ...]] = ()
     keep: ClassVar[tuple[str, ...]] = ()
-    takes_collator: ClassVar[bool] = True
-    args: Any
-
-    def __init__(
-        self, model: str | nn.Module, ref_model: nn.Module | None = None, args: Any = None, **kwargs: Any
-    ) -> None:
-        check_given(model, ref_model, kwargs.get("processing_class"))
-        self.reports: dict[str, PreparationReport] = {}
-        self._own_reference = ref_model is None
-        self.reference: Reference | None = None
-        super().__init__(model, args, **kwargs)
-        if self.compared:
-            self._make_reference(ref_model)
-        self._tell_learning_rate()
-        for callback in self.callback_handler.callbacks:
-            self._share_reference(callback)
-
-    def _load(self, model: Any, args: Any, init: dict[str, Any], quantization_config: Any) -> Any:
-        # The reference is loaded anew from its name: with a quantisation that the policy does not have.
-        if quantization_config and not isinstance(model, str) and not self.added_tokens:
-            raise ConfigError(
-                f"quantization_config is given with a {type(model).__name__} that is loaded already. Quantise it on "
-                "loading, or give the model as a string."
-            )
-        return super()._load(model, args, init, quantization_config)
-
-    def add_callback(self, callback: Any) -> None:
-        """As `transformers.Trainer.add_callback`; callbacks that move the reference are given it."""
-        super().add_callback(callback)
-        self._share_reference(self.callback_handler.callbacks[-1])
-
-    def _share_reference(self, callback: Any) -> None:
-        if hasattr(type(callback), "ref_model") and self.reference is not None and self.reference.copy is not None:
-            callback.ref_model = self.reference.copy
-
-    def _tell_learning_rate(self) -> None:
-        default = type(self.args).__dataclass_fields__["learning_rate"].default
-        if self.fresh_adapter and self.args.learning_rate == default:
-            logger.warning(
-                "learning_rate=%s is the default for all weights, and an adapter alone is trained: it learns little at that "
-                "rate. About %s is usual.", default, 10 * default,
-            )  # fmt: skip
-
-    def _make_reference(self, given: nn.Module | None) -> None:
-        args = self.args
-        if given is None:
-            tell_own_checkpoint(self.model)
-        if args.precompute_ref_log_probs and given is None and not self.fresh_adapter:
-            # The policy as it is now is the reference: no copy is needed.
-            self.train_dataset = self._precompute(self.train_dataset, None, "train")
-            self.eval_dataset = self._precompute_all(self.eval_dataset, None)
-            return
-        if given is not None and self.vision.images:
-            self.vision.show(given)
-        self.read_also_by(given)
-        self.reference = Reference(self.model, fresh_adapter=self.fresh_adapter, given=given)
-        if self.reference.copy is not None:
-            self.reference.copy.to(args.device)
-        if args.precompute_ref_log_probs:
-            self.train_dataset = self._precompute(self.train_dataset, self.reference, "train")
-            self.eval_dataset = self._precompute_all(self.eval_dataset, self.reference)
-            if self.reference.copy is not None:  # Without a copy it costs nothing, and other sets may be evaluated.
-                self.reference = None
-        elif args.sync_ref_model:
-            from posttrain.loop.sync_reference import SyncRefModelCallback
-
-            self.add_callback(SyncRefModelCallback(self.reference, self.accelerator))
-
-    def _precompute_all(self, dataset: Any, reference: Reference | None) -> Any:
-        if isinstance(dataset, dict):
-            return {name: self._precompute(one, reference, name) for name, one in dataset.items()}
-        return None if dataset is None else self._precompute(dataset, reference, "eval")
-
-    def _precompute(self, dataset: Any, reference: Reference | None, name: str) -> Any:
-        done = precomputed_logps(self, dataset, reference, self.reference_columns, name=name)
-        if len(self.reference_columns) == 2:
-            with self.checks.preflight.record_check("data", ("PT-P002",)):
-                self.checks.report(
-                    [reference_prefers_rejected(*(done[column][:] for column in self.reference_columns))]
-                )
-        return done
-
-    @functools.cached_property
-    def pairs(self) -> PairWatch:
-        """Whether chosen answers are really better."""
-        options = {"compared": self.compared, "given": not self._own_reference}
-        return PairWatch(self.args, self.checks, self.processing_class, self.branches, **options)
-
-    def check_data(self) -> None:
-        """As every trainer's; then a reward model's opinion of pairs, where one is named."""
-        super().check_data()
-        self.pairs.agreement(self._raw, self.accelerator)
-
-    def log_checks(self, logs: dict[str, float]) -> Iterable[Finding | None]:
-        """What the rewards of pairs say."""
-        yield from super().log_checks(logs)
-        yield from check_log(self.state.log_history, "P")
-
-    def compute_loss_terms(self, model: nn.Module, batch: Batch) -> tuple[LossTerms, ModelOutputs]:
-        """As every trainer's; policy and reference are compared before the first update."""
-        terms, outputs = super().compute_loss_terms(model, batch)
-        if self.compared and model.training and self.state.global_step == 0:
-            half = self.accelerator.mixed_precision != "no" or next(self.model.parameters()).dtype != torch.float32
-            loss = float(terms.terms.detach().mean()) if self.starts_at_ln_2() else None
-            ratio = lambda: self.sums(outputs.logp, batch) - self.reference_logp(batch)  # noqa: E731
-            self.pairs.first_pass(batch, ratio, half=half, loss=loss)
-        return terms, outputs
-
-    # Rows --------------------------------------------------------------------------------------------------------
-
-    def answer_options(self) -> AnswerOptions:
-        """How rows become ids."""
-        return AnswerOptions(self.branches, self.args.max_length, self.args.truncation_mode, self.args.mask_inner_turns)
-
-    def prepare(self, dataset: Any, name: str, *, training: bool = False) -> Any:
-        """Tokenise one set, as `prepare_answers` does; check labels, and what came of the first rows of the training set."""
-        if self.judged:
-            dataset = extract_and_unpair(dataset, self.args.dataset_num_proc)
-        keep = (*self.reference_columns, *self.keep, NUMBER)
-        about: dict[str, Any] = {"name": name, "num_proc": self.args.dataset_num_proc, "keep": keep}
-        if self.vision.reader is not None:
-            prepared, self.reports[name] = self.vision.prepare_rows(dataset, branches=self.branches, **about)
-        else:
-            found = prepare_answers(dataset, self.processing_class, self.answer_options(), **about)
-            prepared, self.reports[name] = found
-        if self.judged and "label" not in (prepared.column_names or ["label"]):
-            raise DataError(f"the {name} rows have no 'label'. Give True for good answers and False for bad ones.")
-        if not hasattr(prepared, "select"):
-            return prepared
-        if self.judged:
-            check_labels(prepared["label"][:], self.args, training=training)
-        if training:
-            sample = list(prepared.select(range(min(CHECKED_ROWS, len(prepared)))))
-            options = {"limit": self.args.max_length, "stops": terminal_token_ids(self.processing_class)}
-            with self.checks.preflight.record_check("data", JUDGED_CODES if self.judged else PAIR_CODES):
-                if self.judged:
-                    self.checks.report([check_judged(self.rows(sample))])
-                else:
-                    self.checks.report(check_pairs(answer_rows(sample, self.branches[:2]), **options))
-        return prepared
 
     def rows(self, examples: list[dict[str, Any]]) -> list[Row]:
         """See `answer_rows`; the label of a judged answer is a column."""
-        if self.user_collator is not None:
-            examples = unbatched_answers(self.user_collator(examples), examples, self.branches)
-        columns = {"ref_logps": self.reference_columns} if self.compared else {}
+        columns = {"ref_logps": self.reference_columns} if self.traits.compares_reference else {}
         rows = answer_rows(examples, self.branches, columns)
         if self.judged:
             for index, (row, example) in enumerate(zip(rows, examples, strict=True)):
                 row.sequence_columns["label"] = [float(as_label(example["label"], index))]
         return rows
 
-    def named_counts(self, batches: Sequence[Batch]) -> dict[str, float]:
+    def counts(self, batches: Sequence[Batch]) -> dict[str, float]:
         """Tokens of the likelihood term over the step."""
         if self.judged:
             return {}
         masks = (likelihood_mask(batch, len(self.branches), self.likelihood_branch) for batch in batches)
         return {"likelihood": float(sum(int(mask.sum()) for mask in masks))}
 
-    def postprocess_metrics(self, metrics: dict[str, float]) -> dict[str, float]:
+    def derived_metrics(self, metrics: dict[str, float]) -> dict[str, float]:
         """Margins of judged answers are the difference of two means, over whatever the window holds."""
         if not self.judged or not {"rewards/chosen", "rewards/rejected"} <= set(metrics):
             return metrics
         return metrics | {"rewards/margins": metrics["rewards/chosen"] - metrics["rewards/rejected"]}
 
-    # Reference ---------------------------------------------------------------------------------------------------
-
-    @property
-    def ref_model(self) -> nn.Module | None:
-        """The frozen model that is the reference; None where it is the policy with its adapter off, or is not kept.
-
-        Setting it makes another frozen model the reference.
-        """
-        return None if self.reference is None else self.reference.copy
-
-    @ref_model.setter
-    def ref_model(self, model: nn.Module) -> None:
-        check_given(self.model, model, None)
-        self.read_also_by(model)
-        self.reference = Reference(self.model, given=model.to(self.args.device))
-        self._own_reference = False
-        for callback in self.callback_handler.callbacks:
-            self._share_reference(callback)
-
-    def before_step(self, micro_batches: list[list[Batch]]) -> None:
-        """The reference's log-probs, of batches that have been counted."""
-        for batches in micro_batches:
-            batches[:] = PreferenceTrainer.eval_batches(self, batches)
-
-    def eval_batches(self, inputs: list[Batch]) -> list[Batch]:
-        """Batches with the reference's log-probs."""
-        ran = parallel.in_step(inputs, self.accelerator, self.spare_batch)
-        return [batch for batch, counts in [(self.with_reference(one), counts) for one, counts in ran] if counts]
-
-    @property
-    def answers_per_row(self) -> int:
-        """Each branch is a sequence."""
-        return len(self.branches)
-
-    def batches_of(self, examples: list[dict[str, Any]]) -> list[Batch]:
-        """Examples as the batches whose log-probs the loss reads."""
-        return self.data_collator(examples)
+    # Against a reference -----------------------------------------------------------------------------------------
 
     def reference_key(self) -> dict[str, Any]:
         """Settings beyond data, weights and precision that move the reference's log-probs."""
+        cfg = self.cfg
         names = ("max_length", "truncation_mode", "mask_inner_turns")
-        return {name: getattr(self.args, name) for name in names}
-
-    def with_reference(self, batch: Batch) -> Batch:
-        """Add ``ref_logp``, from the reference in eval mode and under the training precision."""
-        if not self.compared or "ref_logps" in batch.columns:
-            return batch
-        if self.reference is None and (not self._own_reference or self.state.global_step):
-            return batch
-        batch = batch.to(self.args.device)
-        # Before the first update a policy without another reference is its own.
-        active = contextlib.nullcontext if self.reference is None else self.reference.active
-        with self.inference() as policy, active(policy) as reference:
-            logp = forward(reference, batch, chunk_size=self.args.logits_chunk_size).logp
-        return replace(batch, ref_logp=logp)
+        return {name: getattr(cfg, name) for name in names}
 
     def reference_logp(self, batch: Batch) -> Tensor:
         """The reference's summed log-probs, ``(S,)``."""
@@ -575,12 +340,7 @@ class PreferenceTrainer(PostTrainer):
         return False
 
 
-class ReferenceFreeTrainer(PreferenceTrainer):
+class ReferenceFree(AnswerMethod[Answers]):
     """Answers by the policy's own likelihood: there is no reference to compare with."""
 
-    compared: ClassVar[bool] = False
-    reference_columns: ClassVar[tuple[str, ...]] = ()
-    needs: frozenset[str] = frozenset({"logp", "entropy", "mean_logit"})
-
-    def __init__(self, model: str | nn.Module, args: Any = None, **kwargs: Any) -> None:
-        super().__init__(model, None, args, **kwargs)
+    traits = replace(PAIRS, needs=frozenset({"logp", "entropy", "mean_logit"}))

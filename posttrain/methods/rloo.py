@@ -4,26 +4,19 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from posttrain.errors import ConfigError
 from posttrain.fields import NonNegativeFloat, PositiveInt, option
-from posttrain.loop.build import attributes, takes
-from posttrain.loop.online import OnlineTrainer
-from posttrain.loop.scoring import FIXED, FIXED_PATHS, SETTABLE, SETTABLE_PATHS, last_logged
-from posttrain.loop.sync_reference import SyncRefModelCallback
-from posttrain.losses.advantages import group_advantages, leave_one_out_advantages, standardized
-from posttrain.losses.policy import clip_metrics, clipped, engine_gap, k1, rollout_correction
+from posttrain.losses.advantages import leave_one_out_advantages
+from posttrain.losses.policy import clip_metrics, clipped, engine_gap, rollout_correction
 from posttrain.losses.reduce import sequence_mean, sequence_sum
+from posttrain.methods.base import SAMPLES, Method
 from posttrain.methods.config import PictureConfig
 from posttrain.methods.online_config import OnlineConfig, reject_truncated_sampling
 from posttrain.metrics import maximum, mean
-from posttrain.models import parallel
-from posttrain.rewards.runner import RewardTable
-from posttrain.rollouts.batch import RolloutBatch
 from posttrain.types import Batch, LossTerms, ModelOutputs
 
 logger = logging.getLogger(__name__)
@@ -116,112 +109,19 @@ def rloo_objective(out: ModelOutputs, batch: Batch, cfg: RLOOConfig) -> LossTerm
     return LossTerms(terms, whole, "sequence", num_sequences=batch.num_sequences, metrics=metrics)
 
 
-@attributes(*SETTABLE, "normalize_advantages", "reward_clip_range", **SETTABLE_PATHS)
-@attributes(*FIXED, **FIXED_PATHS, fixed=True)
-class RLOOTrainer(OnlineTrainer, config=RLOOConfig):
+class RLOO(Method[RLOOConfig]):
     """REINFORCE with the mean of a prompt's other completions as the baseline; the KL is part of the reward.
 
-    Args:
-        model: Hub id, folder, model or peft model.
-        reward_funcs: A callable ``f(prompts, completions, **columns) -> list[float | None]``, a reward model, or several.
-        args: `RLOOConfig`.
-        train_dataset: Prompts, with the columns that rewards read.
-        eval_dataset: Prompts to evaluate on, or several sets by name.
-        processing_class: The tokenizer; None loads the model's.
-        reward_processing_classes: Tokenizers of reward models.
-        callbacks: `transformers.TrainerCallback` objects.
-        kwargs: Those of `OnlineTrainer`: ``peft_config``, ``rollout_engine`` and so on.
-
     Reference: Back to basics, arXiv:2402.14740.
-
-    >>> def short(completions, **kwargs):
-    ...     return [-len(text) / 100 for text in completions]
-    >>> trainer = RLOOTrainer(model, short, train_dataset=prompts)  # doctest: +SKIP
-    >>> trainer.train()  # doctest: +SKIP
     """
 
-    takes_images: bool = True
-    needs: frozenset[str] = frozenset({"logp", "entropy"})
-    _paper: ClassVar[dict[str, str]] = {
-        "title": "Back to Basics: Revisiting REINFORCE Style Optimization for Learning from Human Feedback in LLMs",
-        "id": "2402.14740",
-    }
-    args: RLOOConfig
-    _told = False
-    _logs = property(last_logged)
+    config_class = RLOOConfig
+    traits = replace(SAMPLES, reads_images=True)
 
-    @takes(
-        "model, reward_funcs, args, train_dataset, eval_dataset, processing_class, reward_processing_classes, "
-        "callbacks, optimizers, quantization_config, peft_config"
-    )
-    def __init__(
-        self, model: str | nn.Module, reward_funcs: Any = None, args: RLOOConfig | None = None, **kwargs: Any
-    ) -> None:
-        super().__init__(model, reward_funcs, args, **kwargs)
-        self._clipped_steps, self._last_logged = 0, 0
-        if self.args.sync_ref_model and self.reference is not None:
-            self.add_callback(SyncRefModelCallback(self.reference, self.accelerator))
-
-    def needs_old_logp(self, mode: str) -> bool:
-        """Always: the KL of the reward is measured with them."""
-        return True
-
-    def advantages(self, generation: RolloutBatch, table: RewardTable, mode: str) -> Tensor:
-        """``(clip(R) - beta KL)`` against the mean of the others; what is logged as reward is R itself."""
-        args, size = self.args, self.group_size(mode)
-        stats = group_advantages(table.values, table.weights, size, scale_rewards="none")
-        totals = stats.totals if args.reward_clip_range is None else stats.totals.clamp(*args.reward_clip_range)
-        if self.reference is not None:
-            totals = totals - args.beta * self._charged_kl(generation, mode)
-        advantages = leave_one_out_advantages(totals, size)
-        if args.normalize_advantages:
-            advantages = self.reward_watch.bounded(standardized(advantages, ~totals.isnan()), mode)
-        self.reward_watch.log(generation, table, stats.totals, advantages, mode, stats.zero_std_share)
-        return advantages
-
-    def _charged_kl(self, generation: RolloutBatch, mode: str) -> Tensor:
-        """``(n,)`` summed k1 over the loss tokens of all ranks' completions: ``sum_t m (old_logp - ref_logp)``."""
-        kept = [generation.loss_mask(i, self.args.mask_truncated_completions) for i in range(len(generation.rollouts))]
-        old, ref = generation.token_columns["old_logp"], generation.token_columns["ref_logp"]
-        tokens = [
-            k1(torch.tensor(o), torch.tensor(r))[torch.tensor(m, dtype=torch.bool)]
-            for o, r, m in zip(old, ref, kept, strict=True)
-        ]
-        self.log_metrics_now({"kl": mean(torch.cat([torch.empty(0), *tokens]))}, mode)
-        return torch.tensor(parallel.all_gather_objects([float(t.sum()) for t in tokens], self.accelerator))
+    def advantages(self, totals: Tensor, size: int) -> Tensor:
+        """``(n,)`` rewards, with the KL charged, against the mean of the others of their group of ``size``."""
+        return leave_one_out_advantages(totals, size)
 
     def objective(self, outputs: ModelOutputs, batch: Batch) -> LossTerms:
         """See `rloo_objective`."""
-        if batch.rollout_logp is not None and self.args.vllm_importance_sampling_correction and not self._told:
-            self._told = True
-            logger.warning(
-                "completions come from another engine than the trainer's: their weight is the ratio of both probabilities "
-                "(vllm_importance_sampling_mode=%r). vllm_importance_sampling_correction=False turns that off.",
-                self.args.vllm_importance_sampling_mode,
-            )
-        # While the policy has not moved the ratio is 1. Stored log-probs would add half precision's rounding of every token
-        # of a completion: ratios up to 2.9 were seen for 8 tokens in bfloat16, and the clip would act on them.
-        if not super().needs_old_logp("train"):
-            batch = replace(batch, old_logp=None)
-        return rloo_objective(outputs, batch, self.args)
-
-    def reduced_metrics(self, mode: str) -> dict[str, float]:
-        metrics = super().reduced_metrics(mode)
-        if mode == "train":
-            self._watch_clipping(metrics.get("clip_ratio/region_mean", 0.0))
-        return metrics
-
-    def _watch_clipping(self, share: float) -> None:
-        """A ratio of whole sequences leaves the clip's band after tiny updates: then most of a generation trains nothing."""
-        if not super().needs_old_logp("train"):
-            return
-        steps, self._last_logged = self.state.global_step - self._last_logged, self.state.global_step
-        before = self._clipped_steps
-        self._clipped_steps = before + steps if share > CLIPPED_MOST else 0
-        if before < CLIPPED_STEPS <= self._clipped_steps:
-            logger.warning(
-                "%.0f%% of the sequences were clipped over the last %d steps, so they train nothing. RLOO's ratio is that of "
-                "whole completions and grows with their length. Let steps_per_generation * num_iterations divide "
-                "gradient_accumulation_steps, lower learning_rate, or use GRPO with importance_sampling_level='sequence'.",
-                100 * share, self._clipped_steps,
-            )  # fmt: skip
+        return rloo_objective(outputs, batch, self.cfg)

@@ -4,30 +4,21 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import torch
-from torch import nn
 
-from posttrain.data.forest import unbatched
-from posttrain.data.formats import ROW, PreparationReport
 from posttrain.data.sft import (
     SupervisedOptions,
-    check_prepared,
     document_rows,
-    prepare_sft_dataset,
-    with_training_template,
 )
 from posttrain.errors import ConfigError
 from posttrain.fields import PositiveInt, option
-from posttrain.loop.build import attributes, takes
-from posttrain.loop.evaluation import full_logits
-from posttrain.loop.trainer import PostTrainer
 from posttrain.losses.likelihood import dft, nll, uniform_nll
+from posttrain.methods.base import Method, Traits
 from posttrain.methods.config import PictureConfig, PostTrainingConfig, warn_keep_end
 from posttrain.metrics import Metric, mean
-from posttrain.models.forward import learns_prompts
 from posttrain.types import Batch, LossTerms, ModelOutputs, Row
 
 LOSSES: dict[str, Callable] = {"nll": nll, "chunked_nll": nll, "dft": dft}
@@ -130,128 +121,24 @@ def predicted_metrics(logits: torch.Tensor, labels: torch.Tensor, chunk: int = 2
     return {"entropy": mean(entropy), "mean_token_accuracy": mean((kept.argmax(-1) == targets).float())}
 
 
-@attributes("padding_free")
-@attributes(fixed=True, completion_only_loss="args.completion_only_loss or prompts_are_given")
-class SFTTrainer(PostTrainer, config=SFTConfig):
-    """Supervised fine-tuning on text, conversations, prompt-completion pairs or tokenised rows.
+class SFT(Method[SFTConfig]):
+    """The likelihood of the trained tokens of documents, conversations or completions."""
 
-    >>> trainer = SFTTrainer("HuggingFaceTB/SmolLM2-135M-Instruct", train_dataset=dataset)  # doctest: +SKIP
-    >>> trainer.train()  # doctest: +SKIP
-    """
-
-    needs: frozenset[str] = frozenset({"logp", "entropy", "correct"})
-    takes_collator: ClassVar[bool] = True
-    takes_images: bool = True
-    takes_loss_func: ClassVar[bool] = True
-    args: SFTConfig
-
-    @takes(
-        "model, args, data_collator, train_dataset, eval_dataset, processing_class, compute_loss_func, compute_metrics, "
-        "callbacks, optimizers, optimizer_cls_and_kwargs, preprocess_logits_for_metrics, quantization_config, "
-        "peft_config, formatting_func"
+    config_class = SFTConfig
+    traits = Traits(
+        needs=frozenset({"logp", "entropy", "correct"}), reads_images=True, takes_collator=True, takes_loss_func=True
     )
-    def __init__(
-        self,
-        model: str | nn.Module,
-        args: SFTConfig | None = None,
-        *,
-        formatting_func: Callable[[dict], str] | None = None,
-        **kwargs: Any,
-    ) -> None:
-        self.formatting_func = formatting_func
-        self.reports: dict[str, PreparationReport] = {}
-        if getattr(args, "loss_type", None) == "dft" and kwargs.get("compute_loss_func") is not None:
-            raise ConfigError("loss_type='dft' and compute_loss_func both say what the loss is. Leave one out.")
-        joined = [name for name in ("padding_free", "packing", "eval_packing") if getattr(args, name, False)]
-        if kwargs.get("data_collator") is not None and joined:
-            raise ConfigError(
-                f"{joined[0]}=True joins documents in a way that a data_collator cannot know. Leave one out."
-            )
-        super().__init__(model, args, **kwargs)
-        if self.args.label_smoothing_factor:
-            self.needs = self.needs | {"logits"}
-        if self.args.packing and learns_prompts(self.model):
-            raise ConfigError(
-                "packing=True with prompt learning: every document needs virtual tokens of its own, so there is nothing to gain. "
-                "Set packing=False."
-            )
 
-    @property
-    def prompts_are_given(self) -> bool:
-        """Whether rows have their prompt in a column of its own."""
-        return {"prompt", "completion"} <= set(self._raw.column_names or ())
-
-    def prepare(self, dataset: Any, name: str, *, training: bool = False) -> Any:
-        """Tokenise one set, as `prepare_sft_dataset` does."""
-        args = self.args
-        if self.vision.reader is not None:
-            self._refuse_with_images()
-            packs = args.packing if training or args.eval_packing is None else args.eval_packing
-            prepared, self.reports[name] = self.vision.prepare_rows(
-                dataset,
-                name=name,
-                num_proc=args.dataset_num_proc,
-                keep=(ROW,),
-                packs=packs,
-            )
-            return prepared.shuffle(seed=args.seed) if args.shuffle_dataset else prepared
-        if (args.dataset_kwargs or {}).get("skip_prepare_dataset"):
-            check_prepared(dataset, name, len(self.processing_class))
-            return dataset
-        if training and args.packing and args.shuffle_dataset:
-            dataset = dataset.shuffle(seed=args.seed)
-        options = with_training_template(args.supervised_options(training=training), self.processing_class)
-        prepared, report = prepare_sft_dataset(
-            dataset,
-            self.processing_class,
-            options,
-            name=name,
-            formatting_func=self.formatting_func,
-            num_proc=args.dataset_num_proc,
-            seed=args.seed,
-        )
-        self.reports[name] = report
-        return prepared.shuffle(seed=args.seed) if args.shuffle_dataset else prepared
-
-    def _refuse_with_images(self) -> None:
-        """Options that rows of images do not have."""
-        args = self.args
-        given = {
-            "formatting_func": self.formatting_func,
-            "data_collator": self.user_collator,
-            "dataset_kwargs": (args.dataset_kwargs or {}).get("skip_prepare_dataset"),
-        }
-        named = [name for name, value in given.items() if value]
-        if named:
-            raise ConfigError(
-                f"rows with images are trained without {named}: they are read and placed here. Fix: leave it out, and give "
-                "'messages', or 'prompt' and 'completion'."
-            )
-        if (args.packing or args.eval_packing) and args.packing_strategy != "bfd":
-            raise ConfigError(
-                f"packing_strategy={args.packing_strategy!r} cuts rows anywhere, also inside an image. Fix: 'bfd', which places "
-                "whole rows side by side."
-            )
+    def __init__(self, cfg: SFTConfig) -> None:
+        super().__init__(cfg)
+        if cfg.label_smoothing_factor:
+            self.traits = replace(self.traits, needs=self.traits.needs | {"logits"})
 
     def rows(self, examples: list[dict[str, Any]]) -> list[Row]:
         """Tokenised examples as rows without a shared prompt; packed examples come apart into their documents."""
-        if self.user_collator is not None:
-            examples = unbatched(self.user_collator(examples))
         return document_rows(examples)
 
     def objective(self, outputs: ModelOutputs, batch: Batch) -> LossTerms:
         """See `sft_objective`."""
-        smoothing = self.args.label_smoothing_factor
-        return sft_objective(outputs, batch, loss_type=self.args.loss_type or "nll", smoothing=smoothing)
-
-    def compute_loss(
-        self, model: nn.Module, inputs: Batch, return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> Any:
-        """`sft_objective`, or the user's ``compute_loss_func(outputs, labels, num_items_in_batch)`` on full logits."""
-        if self.compute_loss_func is None:
-            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        output, labels = full_logits(model, inputs)
-        self.log_metrics_now(predicted_metrics(output.logits, labels), "train" if model.training else "eval")
-        tokens = self.denominators.over(num_items_in_batch, allowed=True).tokens
-        loss = self.compute_loss_func(output, labels, num_items_in_batch=tokens) * self.denominators.world_size
-        return (loss, output) if return_outputs else loss
+        smoothing = self.cfg.label_smoothing_factor
+        return sft_objective(outputs, batch, loss_type=self.cfg.loss_type or "nll", smoothing=smoothing)

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar, Literal
+from dataclasses import dataclass, replace
+from typing import Literal
 
 from posttrain.errors import ConfigError
 from posttrain.fields import NonNegativeFloat, PositiveFloat, Share, option
-from posttrain.loop.build import attributes
 from posttrain.losses.divergence import mean_logp
 from posttrain.losses.preference import TPO_LOSSES
 from posttrain.methods.preference import (
+    PAIRS,
     AnswerConfig,
-    ReferenceFreeTrainer,
+    ReferenceFree,
     answer_mask,
     branch_sums,
     likelihood_terms,
@@ -20,11 +20,6 @@ from posttrain.methods.preference import (
 )
 from posttrain.metrics import mean
 from posttrain.types import Batch, LossTerms, ModelOutputs
-
-OF_TPO = (
-    "model, args, data_collator, train_dataset, eval_dataset, processing_class, compute_metrics, callbacks, "
-    "optimizers, peft_config"
-)
 
 
 @dataclass
@@ -48,21 +43,20 @@ class TPOConfig(AnswerConfig):
             )
 
 
-@attributes("beta", "label_smoothing", "loss_type", "tpo_alpha", "tpo_l_gamma")
-class TPOTrainer(ReferenceFreeTrainer, config=TPOConfig, arguments=OF_TPO):
+class TPO(ReferenceFree[TPOConfig]):
     """Three answers to one prompt are one tree: chosen, rejected, and the gold ``reference`` that is imitated.
 
     Reference: Triple preference optimization, arXiv:2405.16681.
     """
 
-    branches: ClassVar[tuple[str, ...]] = ("chosen", "rejected", "reference")
-    needs: frozenset[str] = frozenset({"logp", "entropy", "mean_logit", "correct"})
-    likelihood_branch: ClassVar[int] = 2
-    args: TPOConfig
+    config_class = TPOConfig
+    branches = ("chosen", "rejected", "reference")
+    likelihood_branch = 2
+    traits = replace(PAIRS, answers=3, needs=frozenset({"logp", "entropy", "mean_logit", "correct"}))
 
     def objective(self, outputs: ModelOutputs, batch: Batch) -> LossTerms:
         """The preference term and the likelihood of the gold answers."""
-        cfg = self.args
+        cfg = self.cfg
         formula = TPO_LOSSES[cfg.loss_type]
         logp, length = branch_sums(outputs, batch, 3)
         read = mean_logp(logp, length) if formula.per_token else logp

@@ -55,17 +55,6 @@ def test_in_bfloat16_policy_and_reference_are_computed_alike_and_neither_in_floa
     assert findings(tmp_path, "PT-P001") == []
 
 
-def test_pairs_are_numbered_only_where_they_are_met_again(tiny_tokenizer, tmp_path):
-    for settings in (
-        {"max_steps": 2},
-        {"max_steps": 20, "preflight": "off"},
-        {"max_steps": 20, "sync_ref_model": True},
-    ):
-        trainer = dpo(tmp_path, tiny_tokenizer, data=pairs(40), **settings)
-        assert "row_number" not in trainer.train_dataset.column_names
-    assert "row_number" in dpo(tmp_path, tiny_tokenizer, data=pairs(40), max_steps=20).train_dataset.column_names
-
-
 @pytest.fixture
 def judge(tiny_tokenizer, tmp_path):
     """A folder with a reward model, and pairs that it judges as they are labelled."""

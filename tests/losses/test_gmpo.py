@@ -8,7 +8,8 @@ import torch
 from posttrain.errors import ConfigError
 from posttrain.losses.policy import geometric_ratio
 from posttrain.losses.reduce import Denominators, reduce
-from posttrain.methods.grpo.trainer import GMPOConfig, grpo_objective
+from posttrain.methods.experimental.gmpo import GMPOConfig
+from posttrain.methods.grpo.objective import grpo_objective
 from tests.losses.properties import (
     Case,
     assert_layouts_agree,

@@ -5,12 +5,13 @@ import queue
 
 from transformers import TrainerCallback
 
-from posttrain.methods.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
-from posttrain.methods.async_grpo.worker import GroupGenerator, RolloutGroup
+from posttrain.methods.async_grpo import AsyncGRPOConfig
 from posttrain.rollouts.batch import RolloutBatch
 from posttrain.rollouts.episodes.driver import EpisodeDriver, EpisodeSetup
 from posttrain.rollouts.workers.engine import ResumableGenerator
 from posttrain.rollouts.workers.samples import GroupTask, RolloutSample
+from posttrain.trainers.async_grpo.trainer import AsyncGRPOTrainer
+from posttrain.trainers.async_grpo.worker import GroupGenerator, RolloutGroup
 from tests.conftest import build_model
 from tests.methods.helpers import GROUPS, count_a, prompts
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from posttrain import AsyncGRPOConfig, GRPOConfig
-from posttrain.methods.async_grpo.worker import score_group
 from posttrain.rewards.runner import RewardRunner
+from posttrain.trainers.async_grpo.worker import score_group
 from tests.methods.async_helpers import group_of, steps, trainer
 from tests.methods.helpers import count_a, grpo, weights
 

@@ -11,13 +11,14 @@ import torch
 from posttrain import ConfigError, DataError, GRPOConfig, ModelOutputs, RewardError, RolloutError
 from posttrain.data.forest import collate
 from posttrain.losses.reduce import Denominators, reduce
-from posttrain.methods.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer, async_grpo_objective
-from posttrain.methods.async_grpo.rollouts import warn_of_reward_models
-from posttrain.methods.async_grpo.worker import population_advantages, score_group
-from posttrain.methods.grpo.trainer import grpo_objective
+from posttrain.methods.async_grpo import AsyncGRPOConfig, async_grpo_objective
+from posttrain.methods.grpo.objective import grpo_objective
 from posttrain.rewards.runner import RewardRunner
 from posttrain.rollouts.batch import by_context, rollout_batch
 from posttrain.rollouts.workers.samples import Trajectory
+from posttrain.trainers.async_grpo.rollouts import warn_of_reward_models
+from posttrain.trainers.async_grpo.trainer import AsyncGRPOTrainer
+from posttrain.trainers.async_grpo.worker import population_advantages, score_group
 from posttrain.types import Rollout
 from tests.conftest import build_model
 from tests.methods.async_helpers import StubTransfer, assert_exact, group_of, sample, steps, trainer

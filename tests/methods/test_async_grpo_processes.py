@@ -18,10 +18,10 @@ from transformers import TrainerCallback
 
 from posttrain import ScriptedEngine
 from posttrain.loop.scoring import reward_runner
-from posttrain.methods.async_grpo.worker import score_group
 from posttrain.rewards.runner import RewardRunner
 from posttrain.rollouts.server.weight_sync import shared_root
 from posttrain.rollouts.workers.samples import GroupTask
+from posttrain.trainers.async_grpo.worker import score_group
 from posttrain.types import Sampling
 from tests.methods.async_helpers import At, Evidence, assert_exact, generator_of, steps, trainer
 from tests.methods.helpers import prompts, weights

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from posttrain import ConfigError, DataError, GRPOConfig, GRPOTrainer, ModelError, ScriptedEngine
-from posttrain.methods.grpo.trainer import EntropyBonus
+from posttrain.methods.grpo.objective import EntropyBonus
 from posttrain.models.heads import Float32Linear, cast_head_to_fp32
 from posttrain.rollouts.base import RolloutEngine
 from tests.conftest import build_model

@@ -19,7 +19,8 @@ from posttrain.data import trie
 from posttrain.data.forest import Layout
 from posttrain.losses.reduce import Denominators, reduce
 from posttrain.methods.online_config import RewardFields
-from posttrain.methods.ppo import PPOConfig, PPOTrainer, ppo_objective
+from posttrain.methods.ppo import PPOConfig, ppo_objective
+from posttrain.trainers.ppo import PPOTrainer
 from posttrain.types import ModelOutputs
 from tests.conftest import build_masked_model, build_model, build_tokenizer
 from tests.losses.properties import TABLE, layouts, outputs, policy
@@ -1123,7 +1124,7 @@ def test_responses_to_one_prompt_share_its_computation_and_nothing_else_changes(
     for shares in (True, False):
         if not shares:
             monkeypatch.setattr(
-                "posttrain.methods.ppo.trainer.share_prompts", lambda rows: (list(rows), list(range(len(rows))))
+                "posttrain.trainers.ppo.share_prompts", lambda rows: (list(rows), list(range(len(rows))))
             )
             monkeypatch.setattr("posttrain.data.forest._grow", lambda members, layout: trie.alone(members))
         trainer = ppo(tmp_path / str(shares), tokenizer, data=data, max_steps=4, learning_rate=1e-4)

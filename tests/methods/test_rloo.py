@@ -13,9 +13,10 @@ from posttrain.data.forest import Layout, collate
 from posttrain.loop.reward_watch import RewardWatch
 from posttrain.losses.advantages import leave_one_out_advantages, standardized
 from posttrain.losses.reduce import Denominators, reduce
-from posttrain.methods.rloo import RLOOConfig, RLOOTrainer, rloo_objective
+from posttrain.methods.rloo import RLOOConfig, rloo_objective
 from posttrain.rewards.runner import RewardTable
 from posttrain.rollouts.batch import RolloutBatch
+from posttrain.trainers.rloo import RLOOTrainer
 from posttrain.types import Batch, ModelOutputs, Rollout
 from tests.conftest import build_model
 from tests.loop.test_two_ranks import FREE, run

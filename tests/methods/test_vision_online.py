@@ -461,8 +461,8 @@ def asynchronous(tmp_path, make=None, name="llava", **options):
 
 
 def test_asynchronous_updates_on_equal_rollouts_are_synchronous_grpo_s(tmp_path):
-    from posttrain.methods.async_grpo.worker import score_group
     from posttrain.rewards.runner import RewardRunner
+    from posttrain.trainers.async_grpo.worker import score_group
     from tests.methods.async_helpers import steps
     from tests.methods.test_async_against_sync import recorded
 

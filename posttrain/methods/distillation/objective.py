@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,8 @@ from posttrain.losses.distillation import (
     with_tail,
 )
 from posttrain.losses.reduce import sequence_lengths, spread
-from posttrain.methods.distillation.config import Axes
+from posttrain.methods.base import SAMPLES, Method
+from posttrain.methods.distillation.config import Axes, DistillationConfig
 from posttrain.metrics import Metric, maximum, mean, minimum
 from posttrain.models.heads import Float32Linear, LogitRule, TokenHead
 from posttrain.models.logprob import chunked_rows, raw_logits
@@ -352,3 +353,38 @@ def _by_source(terms: Tensor, batch: Batch, mask: Tensor) -> dict[str, Metric]:
         "off_policy_loss": mean(terms, mask & ~sampled),
         "on_policy_fraction": mean(own),
     }
+
+
+class Distillation(Method[Any]):
+    """A student learns a teacher's next-token distributions, on its own tokens or on others'.
+
+    Attributes:
+        axes: The loss as a row of the table of methods.
+        takes_rewards: Whether GRPO's loss stands beside the divergence.
+        privileged: Whether the teacher reads another prompt than the student.
+
+    Reference: GKD, arXiv:2306.13649.
+    """
+
+    config_class = DistillationConfig
+    traits = replace(SAMPLES, cuts_prompts=True, reads_images=True)
+    takes_rewards: ClassVar[bool] = False
+    privileged: ClassVar[bool] = False
+
+    def __init__(self, cfg: Any) -> None:
+        super().__init__(cfg)
+        self.axes: Axes = cfg.axes()
+        # A mean over the tokens of the micro-batch wants them in one pass.
+        self.traits = replace(self.traits, single_pass=self.takes_rewards and cfg.loss_type == "bnpo")
+
+    def objective(self, outputs: ModelOutputs, batch: Batch) -> LossTerms:
+        """See `distillation_objective`."""
+        return distillation_objective(outputs, batch, self.axes)
+
+    def counts(self, batches: Sequence[Batch]) -> dict[str, float]:
+        """Sequences that have a teacher, and aligned groups, where the loss divides by them."""
+        if self.axes.reduction == "active":
+            return {"active": sum(float(b.columns["active"].sum()) for b in batches if "active" in b.columns)}
+        if self.axes.support == "aligned":
+            return {"groups": sum(float((b.columns["aligned"] > 0).sum()) for b in batches if "aligned" in b.columns)}
+        return {}

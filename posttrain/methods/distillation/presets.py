@@ -6,13 +6,8 @@ import re
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
-import datasets
-import torch
-
-from posttrain.data.formats import is_conversational
-from posttrain.errors import ConfigError, DataError
+from posttrain.errors import DataError
 from posttrain.fields import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Share, option
-from posttrain.losses.distillation import discounted_returns
 from posttrain.methods.distillation.config import (
     Axes,
     DistillationConfig,
@@ -20,25 +15,12 @@ from posttrain.methods.distillation.config import (
     Support,
     preset,
 )
-from posttrain.methods.distillation.data import joined_text, template_fields, text_of
-from posttrain.methods.distillation.trainer import DistillationTrainer
+from posttrain.methods.distillation.data import template_fields
+from posttrain.methods.distillation.objective import Distillation
 from posttrain.methods.grpo.config import GRPOConfig
-from posttrain.metrics import mean
-from posttrain.rewards.runner import RewardTable
-from posttrain.rollouts.batch import RolloutBatch, completions_for_rewards
-from posttrain.types import Batch, LossTerms, ModelOutputs, Rollout
 
 THINKING = re.compile(r"<think>.*?</think>\s*", re.DOTALL)
 SHORT = 10  # A single line of fewer characters is no answer (SSD).
-OF_GKD = (
-    "model, teacher_model, args, data_collator, train_dataset, eval_dataset, processing_class, compute_metrics, callbacks, "
-    "optimizers, preprocess_logits_for_metrics, peft_config"
-)
-OF_REWARDED = (
-    "args, train_dataset, eval_dataset, processing_class, reward_processing_classes, callbacks, optimizers, peft_config"
-)
-OF_MINILLM = f"model, teacher_model, reward_funcs, {OF_REWARDED}, rollout_func"
-OF_SELF = "model, args, train_dataset, eval_dataset, processing_class, callbacks, optimizers, peft_config"
 # Fields that the peer's configs have from SFT, whose preparation of rows its trainers switch off.
 OF_SFT: dict[str, tuple[Any, str]] = {
     "assistant_only_loss": (False, "The last message is the completion, and it alone is trained."),
@@ -123,11 +105,13 @@ class GKDConfig(DistillationConfig):
         super().__post_init__()
 
 
-class GKDTrainer(DistillationTrainer, config=GKDConfig, arguments=f"{OF_GKD}, formatting_func"):
+class GKD(Distillation):
     """Generalised knowledge distillation: the dataset's answers mixed with the student's own (or the teacher's).
 
     Reference: GKD, arXiv:2306.13649.
     """
+
+    config_class = GKDConfig
 
 
 # IW-OPD -----------------------------------------------------------------------------------------------------------------
@@ -169,13 +153,13 @@ class IWOPDConfig(DistillationConfig):
         return replace(super().axes(), support="sampled", beta=1.0, estimator="score", prefix=prefix)
 
 
-class IWOPDTrainer(DistillationTrainer, config=IWOPDConfig, arguments=OF_GKD):
+class IWOPD(Distillation):
     """On-policy distillation whose early tokens weigh more, against the log-probs that they were sampled with.
 
     Reference: IW-OPD, arXiv:2606.22600.
     """
 
-    _name: ClassVar[str] = "IW-OPD"
+    config_class = IWOPDConfig
 
 
 # MiniLLM: with a GRPO term ------------------------------------------------------------------------------------------------
@@ -217,29 +201,15 @@ class MiniLLMConfig(DistillationFields, GRPOConfig):
         return replace(super().axes(), policy=1.0)
 
 
-class MiniLLMTrainer(DistillationTrainer, config=MiniLLMConfig, arguments=OF_MINILLM):
+class MiniLLM(Distillation):
     """The reverse KL to the teacher as a reward of each token, beside rewards of whole completions if there are any.
 
     Reference: MiniLLM, arXiv:2306.08543.
     """
 
-    takes_rewards: ClassVar[bool] = True
-    takes_images: bool = False
-
-    def objective(self, outputs: ModelOutputs, batch: Batch) -> LossTerms:
-        """``GRPO(A + sum gamma^i (log p - log q)) + KL(q || p)``."""
-        args, returns = self.args, None
-        if args.rkl_advantage:
-            gap = torch.zeros(batch.input_ids.shape, device=batch.input_ids.device)
-            gap = gap.masked_scatter(batch.loss_mask, outputs.compared["gap"])  # (B, T)
-            credit = {"gamma": args.gamma, "length_normalization": args.length_normalization}
-            returns = discounted_returns(-gap, batch.loss_mask, batch.sequence, **credit)
-        single = super().objective(outputs, batch)
-        policy = self.policy_terms(outputs, batch, returns)
-        if args.single_step_decomposition:
-            policy.extra.append(single)
-        policy.metrics = single.metrics | policy.metrics
-        return policy
+    config_class = MiniLLMConfig
+    traits = replace(Distillation.traits, reads_images=False)
+    takes_rewards = True
 
 
 # The student as its own teacher -------------------------------------------------------------------------------------------
@@ -303,44 +273,15 @@ class SDFTConfig(SelfDistillationFields, DistillationConfig):
         return [*super()._rules(), _template_rule(self, "teacher_prompt_template", ("prompt", "privileged_context"))]
 
 
-class SDFTTrainer(DistillationTrainer, config=SDFTConfig, arguments=OF_SELF):
+class SDFT(Distillation):
     """The student learns what it would say if it saw the ``privileged_context`` of the row.
 
     Reference: Self-Distillation Fine-Tuning, arXiv:2601.19897.
     """
 
-    privileged: ClassVar[bool] = True
-    takes_images: bool = False
-
-    def prepare(self, dataset: Any, name: str, *, training: bool = False) -> Any:
-        """Refuse a dataset without ``privileged_context``, and a row where it is None."""
-        _require_context(dataset, name)
-        for row, value in enumerate(dataset["privileged_context"] if isinstance(dataset, datasets.Dataset) else ()):
-            joined_text(value, f"{name} row {row}: ")
-        return super().prepare(dataset, name, training=training)
-
-    def _hinted(self, example: dict[str, Any]) -> list[int]:
-        shown, args = {"privileged_context": joined_text(example.get("privileged_context"))}, self.args
-        return self.teacher_prompt(example, args.teacher_prompt_template, shown, args.max_prompt_length)
-
-    def student_rollouts(self, examples: list[dict[str, Any]], mode: str) -> tuple[list[Rollout], list[Any]]:
-        """As the parent's, from the teacher's prompts where that is asked for; the first tokens may carry no loss."""
-        if self.args.generate_from_teacher:
-            rollouts = self.sample([self._hinted(example) for example in examples], self.sampling(mode))
-            for rollout, ids in zip(rollouts, self.tokenize(examples), strict=True):
-                rollout.prompt_ids, rollout.logp = ids, []
-            chat = is_conversational(examples[0])
-            completions = completions_for_rewards(self.processing_class, rollouts, conversational=chat)
-        else:
-            rollouts, completions = super().student_rollouts(examples, mode)
-        skip = self.args.num_loss_tokens_to_skip
-        for rollout in rollouts if skip else ():
-            rollout.tool_mask = [int(i >= skip) for i in range(len(rollout.token_ids))]
-        return rollouts, completions
-
-    def facts(self, generation: RolloutBatch, table: RewardTable, mode: str) -> list[Any]:
-        """The teacher's prompt of each completion."""
-        return [self._hinted(example) for example in generation.examples]
+    config_class = SDFTConfig
+    traits = replace(Distillation.traits, reads_images=False)
+    privileged = True
 
 
 @dataclass
@@ -393,74 +334,16 @@ class SDPOConfig(SelfDistillationFields, GRPOConfig):
         return replace(super().axes(), reduction="active", weight=w, policy=1 - w)
 
 
-class SDPOTrainer(DistillationTrainer, config=SDPOConfig, arguments=f"model, reward_funcs, {OF_REWARDED}"):
+class SDPO(Distillation):
     """The student learns from itself after it saw a successful completion of the same prompt.
 
     Reference: Self-Distillation Policy Optimization, arXiv:2601.20802.
     """
 
-    privileged: ClassVar[bool] = True
-    takes_images: bool = False
-    takes_rewards: ClassVar[bool] = True
-
-    def __init__(self, model: Any, *, reward_funcs: Any = None, **kwargs: Any) -> None:
-        if reward_funcs is None:
-            raise ConfigError("SDPO needs reward_funcs: they say which completions succeeded.")
-        super().__init__(model, reward_funcs=reward_funcs, **kwargs)
-
-    def prepare(self, dataset: Any, name: str, *, training: bool = False) -> Any:
-        """Refuse a dataset without ``privileged_context`` where it is to be shown."""
-        if self.args.include_environment_feedback:
-            _require_context(dataset, name)
-        return super().prepare(dataset, name, training=training)
-
-    def facts(self, generation: RolloutBatch, table: RewardTable, mode: str) -> list[Any]:
-        """The teacher's prompt of each completion, and which have one of their own (column ``active``)."""
-        count, size = len(generation.rollouts), self.group_size(mode)
-        mine = self.totals[table.start : table.start + count].tolist() if count else []
-        draw = torch.Generator().manual_seed(self.args.seed + self._generation_number(mode))
-        prompts, active = [], []
-        for i, (example, rollout) in enumerate(zip(generation.examples, generation.rollouts, strict=True)):
-            group = range(i // size * size, min(i // size * size + size, count))
-            hint = self._hint(example, [generation.rollouts[j] for j in self._successes(mine, i, group)], draw)
-            active.append(float(any(hint.values())))
-            prompts.append(self._shown(example, hint) if active[-1] else rollout.prompt_ids)
-        generation.columns["active"] = active
-        self.log_metrics_now({"self_distillation/reprompt_sample_fraction": mean(torch.tensor(active))}, mode)
-        return prompts
-
-    def _successes(self, rewards: list[float], own: int, group: range) -> list[int]:
-        args = self.args
-        if not args.use_successful_as_teacher:
-            return []
-        found = [j for j in group if rewards[j] >= args.success_reward_threshold]
-        return [j for j in found if j != own or not args.dont_reprompt_on_self_success]
-
-    def _hint(self, example: dict[str, Any], successes: list[Rollout], draw: torch.Generator) -> dict[str, str]:
-        """What the teacher sees beside the prompt; empty texts where there is nothing."""
-        args, hint = self.args, {"solution": "", "feedback": ""}
-        if successes:
-            chosen = successes[int(torch.randint(len(successes), (), generator=draw))].text or ""
-            chosen = THINKING.sub("", chosen) if args.remove_thinking_from_demonstration else chosen
-            hint["solution"] = args.solution_template.format(successful_previous_attempt=chosen)
-        told = text_of(example.get("privileged_context"))
-        only = hint["solution"] and args.environment_feedback_only_without_solution
-        if args.include_environment_feedback and told.strip() and not only:
-            hint["feedback"] = args.feedback_template.format(feedback_raw=told)
-        return hint
-
-    def _shown(self, example: dict[str, Any], hint: dict[str, str]) -> list[int]:
-        return self.teacher_prompt(example, self.args.reprompt_template, hint, self.args.max_reprompt_len)
-
-    def objective(self, outputs: ModelOutputs, batch: Batch) -> LossTerms:
-        """``(1 - w) GRPO + w divergence``, the divergence over completions whose teacher saw more."""
-        loss = super().objective(outputs, batch)
-        if self.axes.policy:
-            policy = self.policy_terms(outputs, batch)
-            policy.terms = self.axes.policy * policy.terms
-            loss.extra.append(policy)
-            loss.metrics = policy.metrics | loss.metrics
-        return loss
+    config_class = SDPOConfig
+    traits = replace(Distillation.traits, reads_images=False)
+    privileged = True
+    takes_rewards = True
 
 
 # SSD --------------------------------------------------------------------------------------------------------------------
@@ -481,21 +364,11 @@ class SSDConfig(DistillationConfig):
         return Axes("none", weight=0.0, cross_entropy=1.0)
 
 
-class SSDTrainer(DistillationTrainer, config=SSDConfig, arguments=OF_SELF):
+class SSD(Distillation):
     """Simple self-distillation: supervised fine-tuning on the model's own samples, at another temperature.
 
     Reference: arXiv:2604.01193.
     """
 
-    takes_images: bool = False
-
-    def keep(self, generation: RolloutBatch, table: RewardTable, mode: str) -> None:
-        """As the parent's; completions that say nothing are left out."""
-        super().keep(generation, table, mode)
-        texts = [(rollout.text or "").strip() for rollout in generation.rollouts]
-        if self.args.filter_empty:
-            generation.left_out = {
-                i for i, text in enumerate(texts) if not text or ("\n" not in text and len(text) < SHORT)
-            }
-        kept = [float(i not in generation.left_out) for i in range(len(texts))]
-        self.log_metrics_now({"ssd/active_sample_ratio": mean(torch.tensor(kept))}, mode)
+    config_class = SSDConfig
+    traits = replace(Distillation.traits, reads_images=False)

@@ -1,7 +1,6 @@
 """PPO with a learned value function."""
 
 from posttrain.methods.ppo.config import PPOConfig
-from posttrain.methods.ppo.objective import ppo_objective
-from posttrain.methods.ppo.trainer import PPOTrainer
+from posttrain.methods.ppo.objective import PPO, ppo_objective
 
-__all__ = ["PPOConfig", "PPOTrainer", "ppo_objective"]
+__all__ = ["PPO", "PPOConfig", "ppo_objective"]

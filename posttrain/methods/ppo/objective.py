@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from posttrain.losses.policy import clipped
 from posttrain.losses.ppo import Moments, clipped_value_loss, gae, moments, response_masks, token_rewards, whiten
+from posttrain.methods.base import SAMPLES, Method
+from posttrain.methods.ppo.config import PPOConfig
 from posttrain.metrics import Metric, mean
 from posttrain.rollouts.batch import RolloutBatch
 from posttrain.types import Batch, LossTerms, ModelOutputs, Row
-
-if TYPE_CHECKING:
-    from posttrain.methods.ppo.config import PPOConfig
 
 STATES = "states"  # Count of states with a value, which is not that of trained tokens.
 
@@ -169,3 +167,29 @@ def attach(generation: RolloutBatch, found: Episodes) -> None:
     grids |= {"states": found.states.double(), "trained": found.tokens.double()}
     for name, grid in grids.items():
         generation.token_columns[name] = [row[:size].tolist() for row, size in zip(grid, sizes, strict=True)]
+
+
+class PPO(Method[PPOConfig]):
+    """Proximal policy optimisation with a learned value function.
+
+    Reference: PPO, arXiv:1707.06347.
+    """
+
+    config_class = PPOConfig
+    traits = replace(SAMPLES, needs=frozenset({"logp", "values", "entropy"}))
+
+    def objective(self, outputs: ModelOutputs, batch: Batch) -> LossTerms:
+        """See `ppo_objective`."""
+        return ppo_objective(outputs, batch, self.cfg)
+
+    def counts(self, batches: Sequence[Batch]) -> dict[str, float]:
+        """States with a value, which the value loss is a mean over."""
+        return {STATES: float(sum(states_mask(batch).sum() for batch in batches))}
+
+    def derived_metrics(self, metrics: dict[str, float]) -> dict[str, float]:
+        """The ratio's mean and variance from those of its distance to 1."""
+        if "val/ratio" in metrics:
+            excess = metrics["val/ratio"]
+            metrics["val/ratio_var"] = max(metrics["val/ratio_var"] - excess * excess, 0.0)
+            metrics["val/ratio"] = 1.0 + excess
+        return metrics

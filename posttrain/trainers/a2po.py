@@ -7,86 +7,50 @@ import hashlib
 import json
 import logging
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import datasets
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from tqdm.auto import tqdm
 
 from posttrain.data.formats import plain_rows
-from posttrain.errors import DataError, check_rules
-from posttrain.fields import NonNegativeInt, PositiveFloat, PositiveInt, option
-from posttrain.loop.build import takes
+from posttrain.errors import DataError
 from posttrain.loop.checkpoint import last_complete_checkpoint, saved_state
 from posttrain.loop.online import OnlineTrainer
 from posttrain.loop.prompts import named_sets
 from posttrain.loop.scoring import score_rollouts
 from posttrain.losses.advantages import weighted_total
-from posttrain.losses.reduce import sequence_sum
-from posttrain.methods.online_config import OnlineConfig
+from posttrain.methods.experimental.a2po import A2PO, A2POConfig
 from posttrain.metrics import mean
 from posttrain.models import parallel
 from posttrain.models.reference import Reference, disable_dropout_in_model, fingerprint, hash_tensors
 from posttrain.report.files import read_line
-from posttrain.rewards.runner import RewardTable, transform_names
+from posttrain.rewards.runner import RewardTable
+from posttrain.rollouts.base import RolloutEngine
 from posttrain.rollouts.batch import RolloutBatch
-from posttrain.types import Batch, LossTerms, ModelOutputs, Sampling
+from posttrain.trainers.arguments import (
+    Adapter,
+    Callbacks,
+    EvalSets,
+    Metrics,
+    Model,
+    OptimizerClass,
+    Optimizers,
+    Quantization,
+    Rewards,
+    Tokenizer,
+    TrainSet,
+)
+from posttrain.types import Sampling
 
 logger = logging.getLogger(__name__)
 
 
 # Transforms that read other rewards than their own: not those of the values.
-OF_OTHERS = ("rank", "zscore", "running")
-
-
-@dataclass
-class A2POConfig(OnlineConfig):
-    """Arguments of `A2POTrainer`: one completion a prompt, measured against the value of its prompt.
-
-    Reference: Accelerating RL for LLM reasoning with optimal advantage regression, arXiv:2505.20686.
-    """
-
-    _least_generations: ClassVar[int] = 1
-
-    learning_rate: float = option(5e-5, "Peak learning rate.")
-    num_generations: PositiveInt = option(1, "Completions per prompt in training: always 1.")
-    max_prompt_length: PositiveInt | None = option(
-        512, "Most prompt tokens; longer prompts lose their beginning. None: no limit."
-    )
-    max_completion_length: PositiveInt = option(256, "Most tokens of a completion, EOS included.")
-    top_k: NonNegativeInt | None = option(None, "Keep the k most likely tokens; None or 0 is off.")  # type: ignore[assignment]
-    num_value_samples: PositiveInt = option(
-        8, "Completions of the reference that a prompt's value is estimated from, at least 1."
-    )
-    beta1: PositiveFloat = option(
-        0.5, "Temperature of the value: near 0 the best sample's reward, large their mean; > 0."
-    )
-    filter_all_incorrect: bool = option(True, "Leave out training prompts that no sample of the reference solved.")
-    beta2: PositiveFloat = option(1e-3, "Weight of the log-ratio to the reference that advantages are fitted by; > 0.")
-
-    def __post_init__(self) -> None:
-        self.top_k = self.top_k or 0
-        super().__post_init__()
-        rules = {
-            "num_generations": (
-                self.num_generations == 1,
-                "must be 1: the baseline is the prompt's value, not a group",
-            ),
-            "beta": (self.beta == 0, "must be 0.0: the pull of the reference is beta2"),
-            "epsilon": (self.epsilon == 0.2 and self.epsilon_high is None, "is not read: nothing is clipped here"),
-            "num_iterations": (self.num_iterations == 1, "must be 1: the regression has no importance ratio"),
-            "dynamic_sampling": (self.dynamic_sampling == 0, "must be 0: one completion a prompt has no variance"),
-            "reward_transform": (
-                not transform_names(self.reward_transform) & set(OF_OTHERS),
-                f"holds one of {', '.join(OF_OTHERS)}, which depends on other rewards; values and rewards need one scale. Take "
-                "clip, log1p or tanh",
-            ),
-        }
-        check_rules(self, ((name, *rule) for name, rule in rules.items()))
 
 
 def optimal_value(rewards: Sequence[float], beta1: float) -> float:
@@ -155,25 +119,7 @@ TOLERANCE = 1e-6
 VALUE_SEED = 20_000_003
 
 
-def a2po_objective(out: ModelOutputs, batch: Batch, cfg: A2POConfig) -> LossTerms:
-    """``mean_i (beta2 sum_t (logp - ref_logp) - (r_i - V*_i))^2`` over the completions that were scored.
-
-    Reference: A*-PO, arXiv:2505.20686, equation 6.
-    """
-    forest = (batch.loss_mask, batch.sequence, batch.num_sequences)
-    implicit = cfg.beta2 * sequence_sum(out.logp - batch.ref_logp, *forest)
-    judged = _judged(batch)
-    metrics = {"implicit_reward": mean(implicit, judged), "advantage": mean(batch.advantages, judged)}
-    terms = (implicit - batch.advantages).square()
-    return LossTerms(terms, judged, "token", count="judged", metrics=metrics)
-
-
-def _judged(batch: Batch) -> Tensor:
-    """Completions with a reward: the others carry no token of loss, ``(S,)`` bool."""
-    return sequence_sum(batch.loss_mask.float(), batch.loss_mask, batch.sequence, batch.num_sequences) > 0
-
-
-class A2POTrainer(OnlineTrainer, config=A2POConfig):
+class A2POTrainer(OnlineTrainer):
     """A*-PO: no group and no value model; a completion is measured against its prompt's value under the optimal policy.
 
     Before the first step, ``num_value_samples`` completions of the frozen reference give each prompt's
@@ -190,30 +136,64 @@ class A2POTrainer(OnlineTrainer, config=A2POConfig):
     Reference: Accelerating RL for LLM reasoning with optimal advantage regression, arXiv:2505.20686.
     """
 
-    cuts_prompts = True
+    METHOD = A2PO
     args: A2POConfig
 
-    @takes("model, reward_funcs, args, train_dataset, eval_dataset, processing_class, callbacks, optimizers")
     def __init__(
         self,
-        model: str | nn.Module,
-        reward_funcs: Any = None,
+        model: Model,
+        reward_funcs: Rewards | None = None,
         args: A2POConfig | None = None,
-        train_dataset: Any = None,
-        eval_dataset: Any = None,
-        processing_class: Any = None,
-        callbacks: Any = None,
-        optimizers: tuple = (None, None),
-        **kwargs: Any,
+        train_dataset: TrainSet | None = None,
+        eval_dataset: EvalSets | None = None,
+        processing_class: Tokenizer | None = None,
+        callbacks: Callbacks | None = None,
+        optimizers: Optimizers = (None, None),
+        *,
+        reward_processing_classes: Tokenizer | list[Tokenizer] | None = None,
+        rollout_engine: RolloutEngine | None = None,
+        quantization_config: Quantization | None = None,
+        peft_config: Adapter | None = None,
+        data_collator: Callable | None = None,
+        model_init: Callable | None = None,
+        compute_loss_func: Callable | None = None,
+        compute_metrics: Metrics | None = None,
+        optimizer_cls_and_kwargs: OptimizerClass | None = None,
+        preprocess_logits_for_metrics: Callable | None = None,
+        tools: Sequence[Callable] | None = None,
+        rollout_func: Callable | None = None,
+        environment_factory: Callable | Mapping[str, Callable] | None = None,
     ) -> None:
         for name, dataset in named_sets({"train_dataset": train_dataset, "eval_dataset": eval_dataset}):
             if isinstance(dataset, datasets.IterableDataset):
                 raise DataError(
                     f"{name} is a stream, and A2PO estimates the value of every prompt first. Give a Dataset."
                 )
-        data = {"train_dataset": train_dataset, "eval_dataset": eval_dataset, "processing_class": processing_class}
-        self._own_engine = kwargs.get("rollout_engine") is None
-        super().__init__(model, reward_funcs, args, callbacks=callbacks, optimizers=optimizers, **data, **kwargs)
+
+        self._own_engine = rollout_engine is None
+        super().__init__(
+            model,
+            reward_funcs,
+            args,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            processing_class=processing_class,
+            callbacks=callbacks,
+            optimizers=optimizers,
+            reward_processing_classes=reward_processing_classes,
+            rollout_engine=rollout_engine,
+            quantization_config=quantization_config,
+            peft_config=peft_config,
+            data_collator=data_collator,
+            model_init=model_init,
+            compute_loss_func=compute_loss_func,
+            compute_metrics=compute_metrics,
+            optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
+            preprocess_logits_for_metrics=preprocess_logits_for_metrics,
+            tools=tools,
+            rollout_func=rollout_func,
+            environment_factory=environment_factory,
+        )
         disable_dropout_in_model(self.model)  # The log-ratio would carry its noise.
         self.cache: ValueCache | None = None  # Rewards of the reference by prompt, once they are estimated.
         self._value_batch = 0  # Number of the batch of value samples; its seed follows from it.
@@ -377,14 +357,6 @@ class A2POTrainer(OnlineTrainer, config=A2POConfig):
     def needs_old_logp(self, mode: str) -> bool:
         """Never: the regression has no importance ratio."""
         return False
-
-    def named_counts(self, batches: Sequence[Batch]) -> dict[str, float]:
-        """Completions that were scored: what the loss is a mean over."""
-        return {"judged": float(sum(int(_judged(batch).sum()) for batch in batches))}
-
-    def objective(self, outputs: ModelOutputs, batch: Batch) -> LossTerms:
-        """See `a2po_objective`."""
-        return a2po_objective(outputs, batch, self.args)
 
     # Checkpoints -----------------------------------------------------------------------------------------------------
 

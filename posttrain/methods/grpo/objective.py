@@ -1,28 +1,18 @@
-"""GRPO: the objective of the whole family, its trainer, and GMPO, which differs in its defaults."""
+"""GRPO: the objective of the whole family, advantages within groups, and the steered entropy bonus."""
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import logging
 import math
-from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from posttrain.checks.rewards import RunningReward
-from posttrain.errors import ConfigError, check_choice
-from posttrain.fields import NonNegativeFloat, option
-from posttrain.loop.build import attributes, takes
-from posttrain.loop.dynamic_sampling import groups_without_signal
-from posttrain.loop.online import OnlineTrainer
-from posttrain.loop.scoring import FIXED, FIXED_PATHS, SETTABLE, SETTABLE_PATHS, last_logged
-from posttrain.loop.sync_reference import SyncRefModelCallback
 from posttrain.losses.advantages import AdvantageStats, group_advantages
 from posttrain.losses.policy import (
     LOSS_TYPES,
@@ -41,16 +31,15 @@ from posttrain.losses.policy import (
     vespo_weight,
 )
 from posttrain.losses.reduce import Denominators, reduce, spread
-from posttrain.methods.grpo.config import GRPOConfig, check_correction
+from posttrain.methods.base import SAMPLES, Method
+from posttrain.methods.grpo.config import GRPOConfig
 from posttrain.metrics import Metric, maximum, mean, minimum
-from posttrain.models import parallel
-from posttrain.models.heads import cast_head_to_fp32, causal_lm
-from posttrain.report.completions import CompletionsHubCallback
 from posttrain.rewards.runner import RewardTable
-from posttrain.rollouts.batch import RolloutBatch
 from posttrain.types import Batch, LossTerms, ModelOutputs
 
 logger = logging.getLogger(__name__)
+
+Config = TypeVar("Config", bound=GRPOConfig)
 
 
 def grpo_needs(cfg: GRPOConfig) -> frozenset[str]:
@@ -213,16 +202,6 @@ STATE_FILE = "entropy_ctrl_state.json"
 PATIENCE = 50
 
 
-def _active_dropout(model: nn.Module) -> str:
-    """The first dropout that acts in training, as ``name=rate`` (an adapter's own included); empty where there is none."""
-    for name, module in model.named_modules():
-        if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
-            return f"{name}={module.p}"
-    config: Any = getattr(model, "config", None)
-    rate = getattr(config.get_text_config() if config is not None else None, "attention_dropout", 0.0)
-    return f"attention_dropout={rate}" if rate else ""
-
-
 class EntropyBonus:
     """The coefficient of the entropy term: fixed, or steered so that the entropy stays near its target.
 
@@ -235,13 +214,12 @@ class EntropyBonus:
 
     Args:
         args: Of the trainer.
-        accelerator: Of the run.
 
     Reference: Skywork-OR1, arXiv:2505.22312.
     """
 
-    def __init__(self, args: GRPOConfig, accelerator: Any = None) -> None:
-        self.args, self.accelerator = args, accelerator
+    def __init__(self, args: GRPOConfig) -> None:
+        self.args = args
         self.active, self.steered = bool(args.entropy_coef or args.use_adaptive_entropy), args.use_adaptive_entropy
         self.coefficient, self.last = float(args.entropy_coef), math.inf
         # Entropy of the tokens it acts on, their count, policy loss: (3,) sums over an optimiser step.
@@ -267,19 +245,20 @@ class EntropyBonus:
             return
         assert outputs.entropy is not None
         mask = terms.extra[0].mask
-        policy = reduce(dataclasses.replace(terms, extra=[]), denominators) / denominators.world_size
+        policy = reduce(replace(terms, extra=[]), denominators) / denominators.world_size
         self._window += torch.stack([outputs.entropy[mask].sum(), mask.sum(), policy]).to(self._window)
 
-    def end_step(self, step: int) -> dict[str, Metric]:
+    def end_step(self, step: int, total: Callable[[list[float]], list[float]]) -> dict[str, Metric]:
         """Steer, from the entropy over all micro-batches and ranks of an optimiser step, and say what to log.
 
         Args:
             step: Optimiser steps that were made; a second call with the same number does nothing.
+            total: Sums numbers over ranks.
         """
         if not self.active or step == self._ended_at:
             return {}
         self._ended_at = step
-        entropy, tokens, policy = parallel.all_reduce_sum(self._window.tolist(), self.accelerator)
+        entropy, tokens, policy = total(self._window.tolist())
         self._window.zero_()
         if self.steered:
             self.update(entropy / max(tokens, 1.0))
@@ -307,14 +286,6 @@ class EntropyBonus:
             self.coefficient, self.last = state["entropy_coef"], math.inf if last is None else last
 
 
-# Groups this narrow against all rewards are noise; more than this share of them is reported.
-TINY, MANY = 1e-3, 0.2
-# Groups before anything is said of their share, and the latest that it is a share of.
-ENOUGH, LOOKED_AT = 5, 64
-# No entropy is negative.
-PADDING = -1e9
-
-
 def scored_groups(table: RewardTable, size: int, args: GRPOConfig) -> AdvantageStats:
     """Advantages of completions within their groups of ``size``."""
     return group_advantages(
@@ -327,170 +298,32 @@ def scored_groups(table: RewardTable, size: int, args: GRPOConfig) -> AdvantageS
     )
 
 
-@attributes(*SETTABLE, "scale_rewards", "multi_objective_aggregation", **SETTABLE_PATHS)
-@attributes("loss_type", "importance_sampling_level", "top_entropy_quantile", *FIXED, **FIXED_PATHS, fixed=True)
-class GRPOTrainer(OnlineTrainer, config=GRPOConfig):
+class GRPO(Method[Config]):
     """Group-relative policy optimisation: no value model; a completion's baseline is its group's mean.
 
-    Args:
-        model: Hub id, folder, model or peft model.
-        reward_funcs: A callable ``f(prompts, completions, **columns) -> list[float | None]``, a reward model, or several.
-        args: `GRPOConfig`.
-        rollout_engine: An engine object; None makes the one that ``args.rollout_engine`` names.
-        tools, rollout_func, environment_factory: See `EpisodeSetup` and the pages on tools and environments.
+    Attributes:
+        bonus: The coefficient of the entropy term, fixed or steered.
 
     Reference: DeepSeekMath, arXiv:2402.03300, equations 3 and 4.
-
-    >>> def short(completions, **kwargs):
-    ...     return [-len(text) / 100 for text in completions]
-    >>> trainer = GRPOTrainer(model, short, train_dataset=prompts)  # doctest: +SKIP
-    >>> trainer.train()  # doctest: +SKIP
     """
 
-    takes_images: bool = True
-    takes_episodes: ClassVar[bool] = True
-    args: GRPOConfig
+    config_class = GRPOConfig
+    traits = replace(SAMPLES, reads_images=True, takes_episodes=True)
 
-    @takes(
-        "model, reward_funcs, args, train_dataset, eval_dataset, processing_class, reward_processing_classes, "
-        "callbacks, optimizers, quantization_config, peft_config, tools, rollout_func, environment_factory"
-    )
-    def __init__(
-        self, model: str | nn.Module, reward_funcs: Any = None, args: GRPOConfig | None = None, **kwargs: Any
-    ) -> None:
-        super().__init__(model, reward_funcs, args, **kwargs)
-        args = self.args
-        self.needs = grpo_needs(args)
+    def __init__(self, cfg: Config) -> None:
+        super().__init__(cfg)
         # A threshold over the micro-batch, and a mean that is one of the micro-batch, want it in one pass.
-        self.single_forward_per_microbatch = args.top_entropy_quantile < 1.0 or args.loss_type == "bnpo"
-        self._warned_of_noise, self._totals = False, RunningReward()
-        self._stds_seen: deque[float] = deque(maxlen=LOOKED_AT)
-        self.entropy_bonus = EntropyBonus(args, self.accelerator)
-        if not self.engine_is_policy:
-            check_correction(args)
-        if args.sync_ref_model:
-            self.add_callback(SyncRefModelCallback(self.reference, self.accelerator))
-        if args.log_completions_hub_repo:
-            self.add_callback(CompletionsHubCallback(args.log_completions_hub_repo))
-        if dropout := _active_dropout(self.model):
-            logger.warning(
-                "%s is active: log-probs of the policy carry its noise, and those it is compared with do not. Set "
-                "disable_dropout=True.", dropout,
-            )  # fmt: skip
+        single = cfg.top_entropy_quantile < 1.0 or cfg.loss_type == "bnpo"
+        self.traits = replace(self.traits, needs=grpo_needs(cfg), single_pass=single)
+        self.bonus = EntropyBonus(cfg)
 
-    def _prepare_model(self, model: Any, args: Any, peft_config: Any) -> Any:
-        model = super()._prepare_model(model, args, peft_config)
-        if args.cast_lm_head_to_fp32:
-            cast_head_to_fp32(causal_lm(model))
-        return model
-
-    def advantages(self, generation: RolloutBatch, table: RewardTable, mode: str) -> Tensor:
-        """A completion's reward against its group's mean, divided by a spread."""
-        args, size = self.args, self.group_size(mode)
-        stats = scored_groups(table, size, args)
-        divided = args.scale_rewards != "none" or args.multi_objective_aggregation != "sum_then_normalize"
-        advantages = self.reward_watch.bounded(stats.advantages, mode) if divided else stats.advantages
-        self.reward_watch.log(generation, table, stats.totals, advantages, mode, stats.zero_std_share)
-        if mode == "train":
-            self._warn_of_noise(stats)
-        if args.mask_zero_variance_groups and size > 1:
-            flat = groups_without_signal(args, table, size)  # Also where nothing was scored.
-            mine = flat.repeat_interleave(size)[table.start : table.start + len(generation.rollouts)]
-            generation.left_out |= set(mine.nonzero().flatten().tolist())
-            self.log_metrics_now({"groups/masked": mean(flat.float())}, mode)
-        return advantages
-
-    def _warn_of_noise(self, stats: AdvantageStats) -> None:
-        """Warn of groups that are narrow against all rewards so far: a generation may hold a single group."""
-        self._totals.add(stats.totals.tolist())
-        self._stds_seen.extend(stats.group_std[~stats.group_std.isnan()].tolist())
-        known, whole = len(self._stds_seen), self._totals.std
-        narrow = sum(std > 0 and self.args.min_group_std <= std < TINY * whole for std in self._stds_seen)
-        if self._warned_of_noise or self.args.scale_rewards != "group" or known < ENOUGH or narrow <= MANY * known:
-            return
-        self._warned_of_noise = True
-        logger.warning(
-            "%d of the last %d groups spread less than a thousandth of the rewards' std so far (%.3g), and scale_rewards='group' "
-            "blows that up to full-size updates. If it is noise, set min_group_std, or scale_rewards='batch'.",
-            narrow, known, whole,
-        )  # fmt: skip
+    def advantages(self, rewards: RewardTable, size: int) -> AdvantageStats:
+        """A completion's reward against the mean of its group of ``size``, divided by a spread."""
+        return scored_groups(rewards, size, self.cfg)
 
     def objective(self, outputs: ModelOutputs, batch: Batch) -> LossTerms:
         """See `grpo_objective`."""
         # In evaluation passes are not equally many.
-        shared = self.accelerator.num_processes > 1 and self.model.training
-        gather = self._gather_entropies if shared else None
-        return grpo_objective(outputs, batch, self.args, entropy_coef=self.entropy_bonus.applied, gather=gather)
-
-    def _gather_entropies(self, values: Tensor) -> Tensor:
-        """Of all ranks, whose counts differ; one collective in every micro-batch, of which all have equally many."""
-        padded = self.accelerator.pad_across_processes(values, dim=0, pad_index=PADDING)  # type: ignore[arg-type]
-        gathered = self.accelerator.gather(padded)
-        assert isinstance(gathered, torch.Tensor)
-        return gathered[gathered != PADDING]
-
-    # The entropy bonus -------------------------------------------------------------------------------------------
-
-    @property
-    def entropy_coef(self) -> float:
-        """The coefficient of the entropy term, steered or not."""
-        return self.entropy_bonus.coefficient
-
-    def compute_loss_terms(self, model: nn.Module, batch: Batch) -> tuple[LossTerms, ModelOutputs]:
-        """As the parent's; in training, what steering and the log need is added up over the optimiser step."""
-        terms, outputs = super().compute_loss_terms(model, batch)
-        if model.training:
-            self.entropy_bonus.add(terms, outputs, self.denominators)
-        return terms, outputs
-
-    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
-        self.log_metrics_now(self.entropy_bonus.end_step(self.state.global_step))
-        super()._maybe_log_save_evaluate(*args, **kwargs)
-
-    def _save_rng_state(self, output_dir: str) -> None:
-        super()._save_rng_state(output_dir)
-        if self.args.should_save:
-            self.entropy_bonus.save(output_dir)
-
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        super()._load_optimizer_and_scheduler(checkpoint)
-        self.entropy_bonus.load(checkpoint, self.state.global_step)
-
-    # Attributes that callbacks and reward functions read, by TRL's names ---------------------------------------------
-
-    _logs = property(last_logged)
-
-    @property
-    def _buffered_inputs(self) -> Any:
-        return self.window.slices
-
-    @_buffered_inputs.setter
-    def _buffered_inputs(self, value: Any) -> None:
-        if value is not None:
-            raise ConfigError("_buffered_inputs holds rows of token forests; set it to None to generate again.")
-        self.window.slices = None
-
-
-@dataclass
-class GMPOConfig(GRPOConfig):
-    """Arguments of `GMPOTrainer`; the clip bounds are in log space: ratios in (e^-0.4, e^0.4) = (0.670, 1.492) stay."""
-
-    loss_type: Literal["gmpo"] = option("gmpo", "Only gmpo: the row of `LOSS_TYPES`.")
-    epsilon: NonNegativeFloat = option(0.4, "Lower clip of the log-ratio: -epsilon.")
-    epsilon_high: NonNegativeFloat | None = option(None, "Upper clip of the log-ratio; None: epsilon.")
-
-    def _check_choices(self) -> None:
-        check_choice("loss_type", self.loss_type, ("gmpo",))
-        super()._check_choices()
-
-
-class GMPOTrainer(GRPOTrainer, config=GMPOConfig):
-    """Geometric-mean policy optimisation: GRPO whose ratio is the geometric mean of a completion's clipped token ratios.
-
-    A single token far off cannot decide the loss of its completion: its log-ratio is clipped and averaged. An
-    experimental method.
-
-    Reference: Geometric-mean policy optimization, arXiv:2507.20673, equation 4.
-    """
-
-    args: GMPOConfig
+        shared = self.collectives.shared and torch.is_grad_enabled()
+        gather = self.collectives.gather if shared else None
+        return grpo_objective(outputs, batch, self.cfg, entropy_coef=self.bonus.applied, gather=gather)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -16,7 +16,7 @@ from posttrain.data.chat import terminal_token_ids
 from posttrain.data.forest import Layout
 from posttrain.data.formats import get_dataset_column_names
 from posttrain.errors import ConfigError, DataError
-from posttrain.loop.build import choose_layout, takes
+from posttrain.loop.build import choose_layout
 from posttrain.loop.online import OnlineTrainer
 from posttrain.loop.pictures import Vision
 from posttrain.loop.prompts import PromptSource
@@ -30,7 +30,7 @@ from posttrain.methods.distillation.data import (
     with_prompt_column,
     with_template_arguments,
 )
-from posttrain.methods.distillation.objective import Comparison, TokenScores, distillation_objective
+from posttrain.methods.distillation.objective import Comparison, Distillation, TokenScores
 from posttrain.methods.distillation.teacher import (
     AdapterAverage,
     ModelTeacher,
@@ -42,15 +42,29 @@ from posttrain.methods.distillation.teacher import (
     scores_of_batch,
     teacher_id,
 )
-from posttrain.methods.grpo.trainer import grpo_objective, scored_groups
+from posttrain.methods.grpo.objective import grpo_objective, scored_groups
 from posttrain.models import parallel
 from posttrain.models.heads import causal_lm, has_tower, install_token_head, picture_encoder
 from posttrain.models.memory_estimate import Part
 from posttrain.models.reference import Reference
 from posttrain.models.vision import install_pictures
 from posttrain.rewards.runner import RewardTable
+from posttrain.rollouts.base import RolloutEngine
 from posttrain.rollouts.batch import RolloutBatch, completions_for_rewards
 from posttrain.rollouts.server.client import VLLMClient
+from posttrain.trainers.arguments import (
+    Adapter,
+    Callbacks,
+    EvalSets,
+    Metrics,
+    Model,
+    OptimizerClass,
+    Optimizers,
+    Quantization,
+    Rewards,
+    Tokenizer,
+    TrainSet,
+)
 from posttrain.types import Batch, LossTerms, ModelOutputs, Prompt, Request, Rollout, Row
 
 WORST = 5  # Tokens of a pass that are named in the table of completions.
@@ -61,7 +75,7 @@ def _unrewarded(completions: list[Any], **_: Any) -> list[None]:
     raise AssertionError("distillation without rewards scores nothing")
 
 
-class DistillationTrainer(OnlineTrainer, config=DistillationConfig):
+class DistillationTrainer(OnlineTrainer):
     """Distillation with four axes: whose tokens (``lmbda``, ``seq_kd``), which divergence, which teacher, what else.
 
     Args:
@@ -81,32 +95,40 @@ class DistillationTrainer(OnlineTrainer, config=DistillationConfig):
     >>> trainer.train()  # doctest: +SKIP
     """
 
-    compared: ClassVar[bool] = False  # ``beta`` is the divergence's, and no tie to a reference.
-    cuts_prompts = True
-    needs = frozenset({"logp", "entropy"})
-    takes_rewards: ClassVar[bool] = False  # Whether GRPO's loss stands beside the divergence.
-    privileged: ClassVar[bool] = False  # Whether the teacher reads another prompt, which `facts` gives.
-    takes_images: bool = True
-    may_read_images = property(lambda self: self.vision.images)
+    METHOD: ClassVar[type[Distillation]] = Distillation
+    method: Distillation
     args: Any
 
-    @takes(
-        "model, teacher_model, args, train_dataset, eval_dataset, processing_class, callbacks, optimizers, "
-        "quantization_config, peft_config, tools"
-    )
     def __init__(
         self,
-        model: str | nn.Module,
-        teacher_model: str | nn.Module | None = None,
-        args: Any = None,
+        model: Model,
+        teacher_model: Model | None = None,
+        args: DistillationConfig | None = None,
+        train_dataset: TrainSet | None = None,
+        eval_dataset: EvalSets | None = None,
+        processing_class: Tokenizer | None = None,
+        callbacks: Callbacks | None = None,
+        optimizers: Optimizers = (None, None),
+        quantization_config: Quantization | None = None,
+        peft_config: Adapter | None = None,
+        tools: Sequence[Callable] | None = None,
         *,
-        teacher_processing_class: Any = None,
+        teacher_processing_class: Tokenizer | None = None,
         teacher_server: Any = None,
-        reward_funcs: Any = None,
-        formatting_func: Any = None,
-        **kwargs: Any,
+        reward_funcs: Rewards | None = None,
+        formatting_func: Callable[[dict], str] | None = None,
+        rollout_engine: RolloutEngine | None = None,
+        data_collator: Callable | None = None,
+        model_init: Callable | None = None,
+        compute_loss_func: Callable | None = None,
+        compute_metrics: Metrics | None = None,
+        optimizer_cls_and_kwargs: OptimizerClass | None = None,
+        preprocess_logits_for_metrics: Callable | None = None,
+        reward_processing_classes: Tokenizer | list[Tokenizer] | None = None,
+        rollout_func: Callable | None = None,
+        environment_factory: Callable | Mapping[str, Callable] | None = None,
     ) -> None:
-        if reward_funcs is not None and not self.takes_rewards:
+        if reward_funcs is not None and not self.method.takes_rewards:
             raise ConfigError(
                 f"{type(self).__name__} reads no rewards. Fix: MiniLLM or SDPO, or leave reward_funcs out."
             )
@@ -122,10 +144,32 @@ class DistillationTrainer(OnlineTrainer, config=DistillationConfig):
         self._worst: list[tuple[float, str]] = []
         self._row_of: dict[float, dict[str, Any]] = {}
         self.teacher_vision: Any = None  # How the teacher reads images, where it does not read the student's ids.
-        super().__init__(model, reward_funcs or _unrewarded, args, **kwargs)
+
+        rewards = reward_funcs or _unrewarded
+        super().__init__(
+            model,
+            rewards,
+            args,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            processing_class=processing_class,
+            callbacks=callbacks,
+            optimizers=optimizers,
+            quantization_config=quantization_config,
+            peft_config=peft_config,
+            tools=tools,
+            rollout_engine=rollout_engine,
+            data_collator=data_collator,
+            model_init=model_init,
+            compute_loss_func=compute_loss_func,
+            compute_metrics=compute_metrics,
+            optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
+            preprocess_logits_for_metrics=preprocess_logits_for_metrics,
+            reward_processing_classes=reward_processing_classes,
+            rollout_func=rollout_func,
+            environment_factory=environment_factory,
+        )
         self.record.listeners.append(self._listed)
-        # A mean over the tokens of the micro-batch wants them in one pass.
-        self.single_forward_per_microbatch = self.takes_rewards and self.args.loss_type == "bnpo"
         self.teacher: ModelTeacher | None = None
         self.teacher_model: nn.Module | None = None
         self.server: ServerTeacher | None = None
@@ -133,15 +177,20 @@ class DistillationTrainer(OnlineTrainer, config=DistillationConfig):
         if self.keeps_completions:
             self.args.balance_ranks = False  # What is known of a completion stays on its rank.
 
-    @functools.cached_property
+    @property
     def axes(self) -> Axes:
         """The loss as a row of the table of methods."""
-        return self.args.axes()
+        return self.method.axes
 
     @property
     def temperature(self) -> float:
         """Of log-probs: the sampling's where there is a GRPO term, else the loss's."""
-        return float(self.args.temperature) if self.takes_rewards else self.axes.student_temperature
+        return float(self.args.temperature) if self.method.takes_rewards else self.axes.student_temperature
+
+    @property
+    def may_read_images(self) -> bool:
+        """Prompts may have images where the student places them."""
+        return self.vision.images
 
     # Teachers ----------------------------------------------------------------------------------------------------
 
@@ -363,7 +412,7 @@ class DistillationTrainer(OnlineTrainer, config=DistillationConfig):
     @property
     def can_dry_run(self) -> bool:
         """Whether there are reward functions, which alone are tried on rows."""
-        return self.takes_rewards and self.rewards.functions[0] is not _unrewarded
+        return self.method.takes_rewards and self.rewards.functions[0] is not _unrewarded
 
     # Whose tokens ------------------------------------------------------------------------------------------------
 
@@ -438,7 +487,7 @@ class DistillationTrainer(OnlineTrainer, config=DistillationConfig):
     @property
     def keeps_completions(self) -> bool:
         """Whether the teacher needs more of a completion than its tokens."""
-        return self.privileged or self.server is not None or bool(self.score_files)
+        return self.method.privileged or self.server is not None or bool(self.score_files)
 
     def keep(self, generation: RolloutBatch, table: RewardTable, mode: str) -> None:
         """Number the completions, on each rank others, above 0 in training and below in evaluation; keep the `facts` of each."""
@@ -492,13 +541,13 @@ class DistillationTrainer(OnlineTrainer, config=DistillationConfig):
     def needs_old_logp(self, mode: str) -> bool:
         """Where ratios are clipped: in the policy's loss, with ``is_clip``, in IW-OPD; exact divergences have none."""
         axes = self.axes
-        return (self.takes_rewards or axes.is_clip is not None or axes.prefix is not None) and super().needs_old_logp(
-            mode
-        )
+        return (
+            self.method.takes_rewards or axes.is_clip is not None or axes.prefix is not None
+        ) and super().needs_old_logp(mode)
 
     def make_reference(self) -> Reference | None:
         """``beta`` is the divergence's, and no KL penalty, but where there is a GRPO term."""
-        return super().make_reference() if self.takes_rewards else None
+        return super().make_reference() if self.method.takes_rewards else None
 
     # The loss ----------------------------------------------------------------------------------------------------
 
@@ -511,7 +560,7 @@ class DistillationTrainer(OnlineTrainer, config=DistillationConfig):
         if self.score_files or self.server is not None:
             return Comparison(self.axes, scores_of_batch(batch, self._fact), **options)
         assert self.teacher is not None
-        if self.privileged and "key" in batch.columns:
+        if self.method.privileged and "key" in batch.columns:
             return Comparison(self.axes, self.teacher.of_prompts(batch, self._fact), **options)
         return Comparison(self.axes, self.teacher.of_batch(batch), **options)
 
@@ -528,7 +577,7 @@ class DistillationTrainer(OnlineTrainer, config=DistillationConfig):
 
     def objective(self, outputs: ModelOutputs, batch: Batch) -> LossTerms:
         """See `distillation_objective`; in training the tokens on which the two differ most are remembered."""
-        loss = distillation_objective(outputs, batch, self.axes)
+        loss = super().objective(outputs, batch)
         if self.model.training and "gap" in outputs.compared and "key" in batch.columns:
             values = outputs.compared["divergence" if self.axes.estimator == "exact" else "gap"].detach().abs()
             sequence, targets = batch.sequence[batch.loss_mask].tolist(), batch.input_ids[batch.loss_mask].tolist()
@@ -544,14 +593,6 @@ class DistillationTrainer(OnlineTrainer, config=DistillationConfig):
         return grpo_objective(
             outputs, replace(batch, advantages=shared if extra is None else shared + extra), self.args
         )
-
-    def named_counts(self, batches: Sequence[Batch]) -> dict[str, float]:
-        """Sequences that have a teacher, and aligned groups, where the loss divides by them."""
-        if self.axes.reduction == "active":
-            return {"active": sum(float(b.columns["active"].sum()) for b in batches if "active" in b.columns)}
-        if self.axes.support == "aligned":
-            return {"groups": sum(float((b.columns["aligned"] > 0).sum()) for b in batches if "aligned" in b.columns)}
-        return {}
 
     # Checkpoints -------------------------------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ import dataclasses
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -25,13 +25,11 @@ from posttrain.losses.advantages import weighted_total
 from posttrain.losses.ppo import Moments, merge_moments
 from posttrain.methods.ppo.config import PPOConfig
 from posttrain.methods.ppo.objective import (
-    STATES,
+    PPO,
     attach,
     episodes,
     plain_rows,
-    ppo_objective,
     scores_of,
-    states_mask,
     training_rows,
 )
 from posttrain.metrics import MetricBuffer, mean
@@ -51,8 +49,21 @@ from posttrain.models.value_head import (
 )
 from posttrain.rewards.model import TokenReward
 from posttrain.rewards.runner import RewardTable
+from posttrain.rollouts.base import RolloutEngine
 from posttrain.rollouts.batch import RolloutBatch, sampler_gap
-from posttrain.types import Batch, LossTerms, ModelOutputs, Row, Sampling
+from posttrain.trainers.arguments import (
+    Adapter,
+    Callbacks,
+    EvalSets,
+    Metrics,
+    Model,
+    OptimizerClass,
+    Optimizers,
+    Quantization,
+    Tokenizer,
+    TrainSet,
+)
+from posttrain.types import Batch, Row, Sampling
 
 logger = logging.getLogger(__name__)
 
@@ -129,7 +140,7 @@ class TokenPrompts(PromptSource):
         return ids[real[0] : real[-1] + 1] if real else []
 
 
-class PPOTrainer(OnlineTrainer, config=PPOConfig):
+class PPOTrainer(OnlineTrainer):
     """Proximal policy optimisation with a learned value function and a divergence charged to the rewards.
 
     Args:
@@ -153,7 +164,8 @@ class PPOTrainer(OnlineTrainer, config=PPOConfig):
     >>> trainer.train()  # doctest: +SKIP
     """
 
-    needs: frozenset[str] = frozenset({"logp", "values", "entropy"})
+    METHOD = PPO
+    method: PPO
     _paper: ClassVar[dict[str, str]] = {"title": "Proximal Policy Optimization Algorithms", "id": "1707.06347"}
     args: PPOConfig
     prompt_source: TokenPrompts
@@ -164,14 +176,28 @@ class PPOTrainer(OnlineTrainer, config=PPOConfig):
     def __init__(
         self,
         args: PPOConfig | None = None,
-        processing_class: Any = None,
-        model: Any = None,
-        ref_model: Any = None,
-        reward_model: Any = None,
-        train_dataset: Any = None,
-        value_model: Any = None,
-        data_collator: Any = None,
-        **kwargs: Any,
+        processing_class: Tokenizer | None = None,
+        model: Model | None = None,
+        ref_model: nn.Module | None = None,
+        reward_model: nn.Module | None = None,
+        train_dataset: TrainSet | None = None,
+        value_model: nn.Module | None = None,
+        data_collator: Callable | None = None,
+        *,
+        eval_dataset: EvalSets | None = None,
+        callbacks: Callbacks | None = None,
+        optimizers: Optimizers = (None, None),
+        peft_config: Adapter | None = None,
+        rollout_engine: RolloutEngine | None = None,
+        quantization_config: Quantization | None = None,
+        model_init: Callable | None = None,
+        compute_loss_func: Callable | None = None,
+        compute_metrics: Metrics | None = None,
+        optimizer_cls_and_kwargs: OptimizerClass | None = None,
+        preprocess_logits_for_metrics: Callable | None = None,
+        tools: Sequence[Callable] | None = None,
+        rollout_func: Callable | None = None,
+        environment_factory: Callable | Mapping[str, Callable] | None = None,
     ) -> None:
         name = model if isinstance(model, str) else get_config_model_id(getattr(model, "config", None))
         args = copy.copy(args) if args is not None else PPOConfig(f"{Path(name).name or 'model'}-PPO")
@@ -181,9 +207,27 @@ class PPOTrainer(OnlineTrainer, config=PPOConfig):
         model, self._given_reference, self._given_value = _opened(args, model, ref_model, value_model)
         args.plan(len(train_dataset) if hasattr(train_dataset, "__len__") else None)
         self.reward_model, rewards = reward_model, _reward_functions(reward_model, args)
-        super().__init__(model, rewards, args, processing_class=processing_class, train_dataset=train_dataset, **kwargs)
-        # One slice, a rollout batch; its mini-batches are dealt anew in every pass.
-        self.window.count = 1
+        super().__init__(
+            model,
+            rewards,
+            args,
+            processing_class=processing_class,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            callbacks=callbacks,
+            optimizers=optimizers,
+            peft_config=peft_config,
+            rollout_engine=rollout_engine,
+            quantization_config=quantization_config,
+            model_init=model_init,
+            compute_loss_func=compute_loss_func,
+            compute_metrics=compute_metrics,
+            optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
+            preprocess_logits_for_metrics=preprocess_logits_for_metrics,
+            tools=tools,
+            rollout_func=rollout_func,
+            environment_factory=environment_factory,
+        )
         self._join_value()
         for reward in self._token_rewards():
             reward.model.to(self.args.device)
@@ -390,22 +434,6 @@ class PPOTrainer(OnlineTrainer, config=PPOConfig):
             )  # fmt: skip
 
     # One optimiser step ----------------------------------------------------------------------------------------------
-
-    def objective(self, outputs: ModelOutputs, batch: Batch) -> LossTerms:
-        """See `ppo_objective`."""
-        return ppo_objective(outputs, batch, self.args)
-
-    def named_counts(self, batches: Sequence[Batch]) -> dict[str, float]:
-        """States with a value, which the value loss is a mean over."""
-        return {STATES: float(sum(states_mask(batch).sum() for batch in batches))}
-
-    def postprocess_metrics(self, metrics: dict[str, float]) -> dict[str, float]:
-        """The ratio's mean and variance from those of its distance to 1."""
-        if "val/ratio" in metrics:
-            excess = metrics["val/ratio"]
-            metrics["val/ratio_var"] = max(metrics["val/ratio_var"] - excess * excess, 0.0)
-            metrics["val/ratio"] = 1.0 + excess
-        return metrics
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
         """As transformers', with a rate that stands still during the steps of one rollout batch."""

@@ -6,26 +6,20 @@ import dataclasses
 import itertools
 import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
-from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import TrainerCallback
 
 from posttrain.data.forest import collate
 from posttrain.data.samplers import PromptStream
 from posttrain.errors import ConfigError
-from posttrain.loop.build import attributes, takes
 from posttrain.loop.online import OnlineTrainer
 from posttrain.losses.advantages import weighted_total
-from posttrain.losses.policy import clip_metrics, clipped, importance_log_ratio, k3, rollout_correction
-from posttrain.losses.reduce import spread
 from posttrain.methods.async_grpo.config import AsyncGRPOConfig
-from posttrain.methods.async_grpo.rollouts import AsyncRollouts, RolloutService, warn_of_reward_models
-from posttrain.methods.async_grpo.worker import population_advantages
-from posttrain.metrics import Metric, maximum, mean
+from posttrain.methods.async_grpo.objective import AsyncGRPO
 from posttrain.models import parallel
 from posttrain.rewards.runner import RewardTable
 from posttrain.rollouts.base import RolloutEngine
@@ -33,64 +27,27 @@ from posttrain.rollouts.batch import RolloutBatch
 from posttrain.rollouts.workers.ledger import Ledger, MismatchGuard
 from posttrain.rollouts.workers.samples import TaskSource
 from posttrain.rollouts.workers.worker import check_picklable
+from posttrain.trainers.arguments import (
+    Adapter,
+    Callbacks,
+    EvalSets,
+    Metrics,
+    Model,
+    OptimizerClass,
+    Optimizers,
+    Quantization,
+    Rewards,
+    Tokenizer,
+    TrainSet,
+)
+from posttrain.trainers.async_grpo.rollouts import AsyncRollouts, RolloutService, warn_of_reward_models
+from posttrain.trainers.async_grpo.worker import population_advantages
 from posttrain.types import Batch, LossTerms, ModelOutputs
 
 logger = logging.getLogger(__name__)
 
-NEEDS = frozenset({"logp", "entropy"})
 
-
-def async_grpo_objective(out: ModelOutputs, batch: Batch, cfg: AsyncGRPOConfig) -> LossTerms:
-    """``-min(rho A, clip(rho, 1 - eps, 1 + eps_high) A)``, per token, divided by the tokens of the whole step.
-
-    ``is_correction=None``: ``rho = pi / mu`` with the log-probs ``log mu`` of the weights that sampled each token. Otherwise
-    ``rho = pi / pi_start`` (1, with its gradient, since all passes of a step see the same weights), and the term is weighted
-    by ``pi_start / mu``, bounded: decoupled PPO, whose proximal policy costs no pass of its own here.
-
-    Args:
-        out: Log-probs and entropies of the policy.
-        batch: With ``rollout_logp`` and ``advantages``.
-        cfg: `AsyncGRPOConfig`.
-
-    Reference: PPO, arXiv:1707.06347, equation 7; AReaL, arXiv:2505.24298, equation 5.
-    """
-    assert out.logp is not None and batch.rollout_logp is not None and batch.advantages is not None
-    forest = (batch.loss_mask, batch.sequence, batch.num_sequences)
-    advantages = spread(batch.advantages, batch.sequence)
-    old = batch.rollout_logp if cfg.is_correction is None else None
-    log_ratio = importance_log_ratio(out.logp, old, *forest, level="token")
-    high = cfg.epsilon if cfg.epsilon_high is None else cfg.epsilon_high
-    terms = clipped(log_ratio, advantages, epsilon=cfg.epsilon, epsilon_high=high, delta=cfg.delta)
-    ratio = (out.logp - batch.rollout_logp).detach().exp()
-    metrics: dict[str, Metric] = {
-        "entropy": mean(out.entropy, batch.loss_mask),  # type: ignore[arg-type]
-        "ratio": mean(ratio, batch.loss_mask),
-        "ratio/max": maximum(ratio, batch.loss_mask),
-        "kl": mean(k3(batch.rollout_logp, out.logp.detach()), batch.loss_mask),
-    }
-    metrics |= clip_metrics(log_ratio, advantages, *forest, epsilon=cfg.epsilon, epsilon_high=high, delta=cfg.delta)
-    if cfg.is_correction is not None:
-        bounds = {"clip_max": cfg.is_clip_max, "clip_min": cfg.is_clip_min}
-        weight = rollout_correction(out.logp.detach(), batch.rollout_logp, *forest, mode=cfg.is_correction, **bounds)
-        terms = terms * weight
-        metrics |= {
-            "sampling/importance_sampling_ratio/mean": mean(weight, batch.loss_mask),
-            "sampling/importance_sampling_ratio/max": maximum(weight, batch.loss_mask),
-            "sampling/frac_masked": mean((weight == 0).float(), batch.loss_mask),
-        }
-    return LossTerms(
-        terms,
-        batch.loss_mask,
-        "token",
-        sequence=batch.sequence,
-        num_sequences=batch.num_sequences,
-        metrics=metrics,
-    )
-
-
-@attributes(epsilon_low="args.epsilon", epsilon_high="args.epsilon_high or args.epsilon")
-@attributes("num_generations", "temperature", "max_completion_length", reward_funcs="rewards.functions", fixed=True)
-class AsyncGRPOTrainer(OnlineTrainer, config=AsyncGRPOConfig):
+class AsyncGRPOTrainer(OnlineTrainer):
     """Group-relative policy optimisation whose rollouts are written ahead, by processes of their own (experimental).
 
     Workers write and score completions with the newest weights they have; the trainer takes them from a queue as its steps
@@ -114,44 +71,76 @@ class AsyncGRPOTrainer(OnlineTrainer, config=AsyncGRPOConfig):
     >>> trainer.train()  # doctest: +SKIP
     """
 
-    takes_episodes: ClassVar[bool] = True
-    takes_images: bool = True
-    needs = NEEDS
+    METHOD = AsyncGRPO
     _tag_names: ClassVar[list[str]] = ["posttrain", "async-grpo"]
     args: AsyncGRPOConfig
     source: AsyncRollouts
 
-    @takes(
-        "model, reward_funcs, args, train_dataset, processing_class, callbacks, optimizers, peft_config, tools, "
-        "environment_factory, rollout_worker, weight_transfer"
-    )
     def __init__(
         self,
-        model: str | nn.Module,
-        reward_funcs: Any = None,
+        model: Model,
+        reward_funcs: Rewards | None = None,
         args: AsyncGRPOConfig | None = None,
-        train_dataset: Any = None,
-        processing_class: Any = None,
-        *,
+        train_dataset: TrainSet | None = None,
+        processing_class: Tokenizer | None = None,
+        callbacks: Callbacks | None = None,
+        optimizers: Optimizers = (None, None),
+        peft_config: Adapter | None = None,
+        tools: Sequence[Callable] | None = None,
+        environment_factory: Callable | Mapping[str, Callable] | None = None,
         rollout_worker: Any = None,
         weight_transfer: Any = None,
-        engine_factory: Callable[[], RolloutEngine] | None = None,
-        **kwargs: Any,
+        *,
+        eval_dataset: EvalSets | None = None,
+        reward_processing_classes: Tokenizer | list[Tokenizer] | None = None,
+        engine_factory: Callable | None = None,
+        rollout_func: Callable | None = None,
+        rollout_engine: RolloutEngine | None = None,
+        quantization_config: Quantization | None = None,
+        data_collator: Callable | None = None,
+        model_init: Callable | None = None,
+        compute_loss_func: Callable | None = None,
+        compute_metrics: Metrics | None = None,
+        optimizer_cls_and_kwargs: OptimizerClass | None = None,
+        preprocess_logits_for_metrics: Callable | None = None,
     ) -> None:
-        sent = {name: kwargs.get(name) for name in ("tools", "environment_factory", "reward_processing_classes")}
+        sent: dict[str, Any] = {
+            "tools": tools,
+            "environment_factory": environment_factory,
+            "reward_processing_classes": reward_processing_classes,
+        }
         sent |= {"reward_funcs": reward_funcs, "engine_factory": engine_factory}
         if rollout_worker is None:
             check_picklable({**sent, "processing_class": processing_class})
             warn_of_reward_models(reward_funcs)
-        if kwargs.get("rollout_func") is not None:
+        if rollout_func is not None:
             raise ConfigError(
                 "rollout_func runs in the trainer; rollouts are written elsewhere here. Give rollout_worker."
             )
         self.given = {**sent, "rollout_worker": rollout_worker, "weight_transfer": weight_transfer}
         # What tools and environments show comes after the prompt, and a sample has pictures in its prompt alone.
-        self.takes_images = not (kwargs.get("tools") or kwargs.get("environment_factory"))
+        self._prompt_images = not (tools or environment_factory)
         super().__init__(
-            model, reward_funcs, args, train_dataset=train_dataset, processing_class=processing_class, **kwargs
+            model,
+            reward_funcs,
+            args,
+            train_dataset=train_dataset,
+            processing_class=processing_class,
+            callbacks=callbacks,
+            optimizers=optimizers,
+            peft_config=peft_config,
+            tools=tools,
+            environment_factory=environment_factory,
+            eval_dataset=eval_dataset,
+            reward_processing_classes=reward_processing_classes,
+            rollout_engine=rollout_engine,
+            quantization_config=quantization_config,
+            data_collator=data_collator,
+            model_init=model_init,
+            compute_loss_func=compute_loss_func,
+            compute_metrics=compute_metrics,
+            optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
+            preprocess_logits_for_metrics=preprocess_logits_for_metrics,
         )
         if "DEEPSPEED" in str(self.accelerator.distributed_type):
             raise ConfigError("asynchronous GRPO runs on one process, DDP or FSDP2, not on DeepSpeed.")
@@ -166,6 +155,10 @@ class AsyncGRPOTrainer(OnlineTrainer, config=AsyncGRPOConfig):
         self._step_kl = torch.zeros(2, dtype=torch.float64)
         self._skipping = False
         self.add_callback(_Steps(self))
+
+    def reads_images(self) -> tuple[bool, bool]:
+        """Pictures of prompts alone."""
+        return self._prompt_images, False
 
     def load_model(self, model_id: str, **kwargs: Any) -> Any:
         """As every trainer's, in the config's ``dtype`` unless ``model_init_kwargs`` names another."""
@@ -250,7 +243,7 @@ class AsyncGRPOTrainer(OnlineTrainer, config=AsyncGRPOConfig):
 
     def objective(self, outputs: ModelOutputs, batch: Batch) -> LossTerms:
         """See `async_grpo_objective`; the mismatch of the step is added up for the guard."""
-        terms = async_grpo_objective(outputs, batch, self.args)
+        terms = super().objective(outputs, batch)
         kl = terms.metrics["kl"]
         if self.model.training:
             self._step_kl += torch.tensor([float(kl.value), float(kl.weight)], dtype=torch.float64)

@@ -23,7 +23,6 @@ from posttrain.loop.reward_watch import RewardWatch
 from posttrain.loop.scoring import completion_rows, reward_options
 from posttrain.loop.weight_sync import WeightSync, sync_option, whole_update
 from posttrain.methods.async_grpo.config import AsyncGRPOConfig
-from posttrain.methods.async_grpo.worker import RolloutJob
 from posttrain.metrics import Metric, maximum, mean, total
 from posttrain.models import parallel
 from posttrain.models.heads import causal_lm
@@ -36,6 +35,7 @@ from posttrain.rollouts.workers.processes import PoolSettings, WorkerPool
 from posttrain.rollouts.workers.samples import RolloutBuffer, RolloutSample, TaskSource, Trajectory
 from posttrain.rollouts.workers.shared_weights import SharedWeights, Weights
 from posttrain.rollouts.workers.worker import ActiveClock
+from posttrain.trainers.async_grpo.worker import RolloutJob
 from posttrain.types import Sampling
 
 logger = logging.getLogger(__name__)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, count, takewhile
 from typing import Any, ClassVar, Literal
@@ -16,14 +16,28 @@ from posttrain.errors import ConfigError
 from posttrain.fields import NonNegativeFloat, PositiveFloat, option
 from posttrain.loop.pictures import Vision
 from posttrain.methods.distillation.config import Axes, logit_width, preset
-from posttrain.methods.distillation.objective import AlignedComparison
-from posttrain.methods.distillation.presets import OF_BUFFER, OF_GKD, GKDConfig
+from posttrain.methods.distillation.objective import AlignedComparison, Distillation
+from posttrain.methods.distillation.presets import OF_BUFFER, GKDConfig
 from posttrain.methods.distillation.teacher import own_tokenizer, teacher_id
-from posttrain.methods.distillation.trainer import DistillationTrainer
 from posttrain.metrics import mean
 from posttrain.models import load
 from posttrain.rewards.runner import RewardTable
+from posttrain.rollouts.base import RolloutEngine
 from posttrain.rollouts.batch import RolloutBatch
+from posttrain.trainers.arguments import (
+    Adapter,
+    Callbacks,
+    EvalSets,
+    Metrics,
+    Model,
+    OptimizerClass,
+    Optimizers,
+    Quantization,
+    Rewards,
+    Tokenizer,
+    TrainSet,
+)
+from posttrain.trainers.distillation import DistillationTrainer
 from posttrain.types import Batch, Rollout, Row
 
 PROBE = "The quick brown fox."
@@ -109,11 +123,80 @@ class GOLDConfig(GKDConfig):
         )
 
 
-class GOLDTrainer(DistillationTrainer, config=GOLDConfig, arguments=OF_GKD):
+class GOLD(Distillation):
     """General online logit distillation: GKD, also from a teacher with another tokenizer.
 
     Reference: Universal Logit Distillation, arXiv:2402.12030.
     """
+
+    config_class = GOLDConfig
+
+
+class GOLDTrainer(DistillationTrainer):
+    """General online logit distillation: GKD, also from a teacher with another tokenizer.
+
+    Reference: Universal Logit Distillation, arXiv:2402.12030.
+    """
+
+    METHOD = GOLD
+    args: GOLDConfig
+
+    def __init__(
+        self,
+        model: Model,
+        teacher_model: Model | None = None,
+        args: GOLDConfig | None = None,
+        data_collator: Callable | None = None,
+        train_dataset: TrainSet | None = None,
+        eval_dataset: EvalSets | None = None,
+        processing_class: Tokenizer | None = None,
+        compute_metrics: Metrics | None = None,
+        callbacks: Callbacks | None = None,
+        optimizers: Optimizers = (None, None),
+        preprocess_logits_for_metrics: Callable | None = None,
+        peft_config: Adapter | None = None,
+        *,
+        teacher_processing_class: Tokenizer | None = None,
+        teacher_server: Any = None,
+        reward_funcs: Rewards | None = None,
+        reward_processing_classes: Tokenizer | list[Tokenizer] | None = None,
+        formatting_func: Callable[[dict], str] | None = None,
+        quantization_config: Quantization | None = None,
+        tools: Sequence[Callable] | None = None,
+        rollout_engine: RolloutEngine | None = None,
+        model_init: Callable | None = None,
+        compute_loss_func: Callable | None = None,
+        optimizer_cls_and_kwargs: OptimizerClass | None = None,
+        rollout_func: Callable | None = None,
+        environment_factory: Callable | Mapping[str, Callable] | None = None,
+    ) -> None:
+        super().__init__(
+            model,
+            teacher_model,
+            args,
+            data_collator=data_collator,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            processing_class=processing_class,
+            compute_metrics=compute_metrics,
+            callbacks=callbacks,
+            optimizers=optimizers,
+            preprocess_logits_for_metrics=preprocess_logits_for_metrics,
+            peft_config=peft_config,
+            teacher_processing_class=teacher_processing_class,
+            teacher_server=teacher_server,
+            reward_funcs=reward_funcs,
+            reward_processing_classes=reward_processing_classes,
+            formatting_func=formatting_func,
+            quantization_config=quantization_config,
+            tools=tools,
+            rollout_engine=rollout_engine,
+            model_init=model_init,
+            compute_loss_func=compute_loss_func,
+            optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
+            rollout_func=rollout_func,
+            environment_factory=environment_factory,
+        )
 
     def _other_teacher(self, given: Any, tokenizer: Any) -> None:
         args = self.args

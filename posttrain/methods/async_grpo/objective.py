@@ -1,0 +1,74 @@
+"""The objective of asynchronous GRPO: decoupled PPO with advantages of groups."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from posttrain.losses.policy import clip_metrics, clipped, importance_log_ratio, k3, rollout_correction
+from posttrain.losses.reduce import spread
+from posttrain.methods.async_grpo.config import AsyncGRPOConfig
+from posttrain.methods.base import SAMPLES, Method
+from posttrain.metrics import Metric, maximum, mean
+from posttrain.types import Batch, LossTerms, ModelOutputs
+
+
+def async_grpo_objective(out: ModelOutputs, batch: Batch, cfg: AsyncGRPOConfig) -> LossTerms:
+    """``-min(rho A, clip(rho, 1 - eps, 1 + eps_high) A)``, per token, divided by the tokens of the whole step.
+
+    ``is_correction=None``: ``rho = pi / mu`` with the log-probs ``log mu`` of the weights that sampled each token. Otherwise
+    ``rho = pi / pi_start`` (1, with its gradient, since all passes of a step see the same weights), and the term is weighted
+    by ``pi_start / mu``, bounded: decoupled PPO, whose proximal policy costs no pass of its own here.
+
+    Args:
+        out: Log-probs and entropies of the policy.
+        batch: With ``rollout_logp`` and ``advantages``.
+        cfg: `AsyncGRPOConfig`.
+
+    Reference: PPO, arXiv:1707.06347, equation 7; AReaL, arXiv:2505.24298, equation 5.
+    """
+    assert out.logp is not None and batch.rollout_logp is not None and batch.advantages is not None
+    forest = (batch.loss_mask, batch.sequence, batch.num_sequences)
+    advantages = spread(batch.advantages, batch.sequence)
+    old = batch.rollout_logp if cfg.is_correction is None else None
+    log_ratio = importance_log_ratio(out.logp, old, *forest, level="token")
+    high = cfg.epsilon if cfg.epsilon_high is None else cfg.epsilon_high
+    terms = clipped(log_ratio, advantages, epsilon=cfg.epsilon, epsilon_high=high, delta=cfg.delta)
+    ratio = (out.logp - batch.rollout_logp).detach().exp()
+    metrics: dict[str, Metric] = {
+        "entropy": mean(out.entropy, batch.loss_mask),  # type: ignore[arg-type]
+        "ratio": mean(ratio, batch.loss_mask),
+        "ratio/max": maximum(ratio, batch.loss_mask),
+        "kl": mean(k3(batch.rollout_logp, out.logp.detach()), batch.loss_mask),
+    }
+    metrics |= clip_metrics(log_ratio, advantages, *forest, epsilon=cfg.epsilon, epsilon_high=high, delta=cfg.delta)
+    if cfg.is_correction is not None:
+        bounds = {"clip_max": cfg.is_clip_max, "clip_min": cfg.is_clip_min}
+        weight = rollout_correction(out.logp.detach(), batch.rollout_logp, *forest, mode=cfg.is_correction, **bounds)
+        terms = terms * weight
+        metrics |= {
+            "sampling/importance_sampling_ratio/mean": mean(weight, batch.loss_mask),
+            "sampling/importance_sampling_ratio/max": maximum(weight, batch.loss_mask),
+            "sampling/frac_masked": mean((weight == 0).float(), batch.loss_mask),
+        }
+    return LossTerms(
+        terms,
+        batch.loss_mask,
+        "token",
+        sequence=batch.sequence,
+        num_sequences=batch.num_sequences,
+        metrics=metrics,
+    )
+
+
+class AsyncGRPO(Method[AsyncGRPOConfig]):
+    """Group-relative policy optimisation of rollouts that older weights wrote.
+
+    Reference: AReaL, arXiv:2505.24298; DeepSeekMath, arXiv:2402.03300, equation 3.
+    """
+
+    config_class = AsyncGRPOConfig
+    traits = replace(SAMPLES, reads_images=True, takes_episodes=True)
+
+    def objective(self, outputs: ModelOutputs, batch: Batch) -> LossTerms:
+        """See `async_grpo_objective`."""
+        return async_grpo_objective(outputs, batch, self.cfg)

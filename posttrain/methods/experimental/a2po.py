@@ -1,0 +1,105 @@
+"""A*-PO: a regression of log-ratios on advantages over prompts' values under the optimal policy."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from torch import Tensor
+
+from posttrain.errors import check_rules
+from posttrain.fields import NonNegativeInt, PositiveFloat, PositiveInt, option
+from posttrain.losses.reduce import sequence_sum
+from posttrain.methods.base import SAMPLES, Method
+from posttrain.methods.online_config import OnlineConfig
+from posttrain.metrics import mean
+from posttrain.rewards.runner import transform_names
+from posttrain.types import Batch, LossTerms, ModelOutputs
+
+logger = logging.getLogger(__name__)
+
+OF_OTHERS = ("rank", "zscore", "running")
+
+
+@dataclass
+class A2POConfig(OnlineConfig):
+    """Arguments of `A2POTrainer`: one completion a prompt, measured against the value of its prompt.
+
+    Reference: Accelerating RL for LLM reasoning with optimal advantage regression, arXiv:2505.20686.
+    """
+
+    _least_generations: ClassVar[int] = 1
+
+    learning_rate: float = option(5e-5, "Peak learning rate.")
+    num_generations: PositiveInt = option(1, "Completions per prompt in training: always 1.")
+    max_prompt_length: PositiveInt | None = option(
+        512, "Most prompt tokens; longer prompts lose their beginning. None: no limit."
+    )
+    max_completion_length: PositiveInt = option(256, "Most tokens of a completion, EOS included.")
+    top_k: NonNegativeInt | None = option(None, "Keep the k most likely tokens; None or 0 is off.")  # type: ignore[assignment]
+    num_value_samples: PositiveInt = option(
+        8, "Completions of the reference that a prompt's value is estimated from, at least 1."
+    )
+    beta1: PositiveFloat = option(
+        0.5, "Temperature of the value: near 0 the best sample's reward, large their mean; > 0."
+    )
+    filter_all_incorrect: bool = option(True, "Leave out training prompts that no sample of the reference solved.")
+    beta2: PositiveFloat = option(1e-3, "Weight of the log-ratio to the reference that advantages are fitted by; > 0.")
+
+    def __post_init__(self) -> None:
+        self.top_k = self.top_k or 0
+        super().__post_init__()
+        rules = {
+            "num_generations": (
+                self.num_generations == 1,
+                "must be 1: the baseline is the prompt's value, not a group",
+            ),
+            "beta": (self.beta == 0, "must be 0.0: the pull of the reference is beta2"),
+            "epsilon": (self.epsilon == 0.2 and self.epsilon_high is None, "is not read: nothing is clipped here"),
+            "num_iterations": (self.num_iterations == 1, "must be 1: the regression has no importance ratio"),
+            "dynamic_sampling": (self.dynamic_sampling == 0, "must be 0: one completion a prompt has no variance"),
+            "reward_transform": (
+                not transform_names(self.reward_transform) & set(OF_OTHERS),
+                f"holds one of {', '.join(OF_OTHERS)}, which depends on other rewards; values and rewards need one scale. Take "
+                "clip, log1p or tanh",
+            ),
+        }
+        check_rules(self, ((name, *rule) for name, rule in rules.items()))
+
+
+def a2po_objective(out: ModelOutputs, batch: Batch, cfg: A2POConfig) -> LossTerms:
+    """``mean_i (beta2 sum_t (logp - ref_logp) - (r_i - V*_i))^2`` over the completions that were scored.
+
+    Reference: A*-PO, arXiv:2505.20686, equation 6.
+    """
+    forest = (batch.loss_mask, batch.sequence, batch.num_sequences)
+    implicit = cfg.beta2 * sequence_sum(out.logp - batch.ref_logp, *forest)
+    judged = _judged(batch)
+    metrics = {"implicit_reward": mean(implicit, judged), "advantage": mean(batch.advantages, judged)}
+    terms = (implicit - batch.advantages).square()
+    return LossTerms(terms, judged, "token", count="judged", metrics=metrics)
+
+
+def _judged(batch: Batch) -> Tensor:
+    """Completions with a reward: the others carry no token of loss, ``(S,)`` bool."""
+    return sequence_sum(batch.loss_mask.float(), batch.loss_mask, batch.sequence, batch.num_sequences) > 0
+
+
+class A2PO(Method[A2POConfig]):
+    """A*-PO: no group and no value model; a completion is measured against its prompt's value under the optimal policy.
+
+    Reference: Accelerating RL for LLM reasoning with optimal advantage regression, arXiv:2505.20686.
+    """
+
+    config_class = A2POConfig
+    traits = replace(SAMPLES, needs=frozenset({"logp"}), cuts_prompts=True, compares_reference=True)
+
+    def objective(self, outputs: ModelOutputs, batch: Batch) -> LossTerms:
+        """See `a2po_objective`."""
+        return a2po_objective(outputs, batch, self.cfg)
+
+    def counts(self, batches: Sequence[Batch]) -> dict[str, float]:
+        """Completions that were scored: what the loss is a mean over."""
+        return {"judged": float(sum(int(_judged(batch).sum()) for batch in batches))}

@@ -1,0 +1,33 @@
+"""GMPO: GRPO whose ratio is the geometric mean of a completion's clipped token ratios."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from posttrain.errors import check_choice
+from posttrain.fields import NonNegativeFloat, option
+from posttrain.methods.grpo.config import GRPOConfig
+from posttrain.methods.grpo.objective import GRPO
+
+
+@dataclass
+class GMPOConfig(GRPOConfig):
+    """Arguments of `GMPOTrainer`; the clip bounds are in log space: ratios in (e^-0.4, e^0.4) = (0.670, 1.492) stay."""
+
+    loss_type: Literal["gmpo"] = option("gmpo", "Only gmpo: the row of `LOSS_TYPES`.")
+    epsilon: NonNegativeFloat = option(0.4, "Lower clip of the log-ratio: -epsilon.")
+    epsilon_high: NonNegativeFloat | None = option(None, "Upper clip of the log-ratio; None: epsilon.")
+
+    def _check_choices(self) -> None:
+        check_choice("loss_type", self.loss_type, ("gmpo",))
+        super()._check_choices()
+
+
+class GMPO(GRPO[GMPOConfig]):
+    """Geometric-mean policy optimisation: GRPO whose ratio is the geometric mean of a completion's clipped token ratios.
+
+    Reference: Geometric-mean policy optimization, arXiv:2507.20673, equation 4.
+    """
+
+    config_class = GMPOConfig

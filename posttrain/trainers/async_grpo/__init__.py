@@ -1,0 +1,1 @@
+"""Asynchronous GRPO: the trainer, the queue it takes rollouts from, and the workers that fill it."""

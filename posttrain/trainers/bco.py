@@ -1,0 +1,130 @@
+"""`BCOTrainer`, by TRL's signature: prompt densities, and rewards of a whole step before its first loss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from posttrain.errors import ConfigError
+from posttrain.losses.unpaired import density_weight
+from posttrain.methods.bco import BCO, BCOConfig, PromptDensity, embed_prompts
+from posttrain.methods.preference import sequence_logp
+from posttrain.models import parallel
+from posttrain.models.forward import forward
+from posttrain.trainers.arguments import (
+    Adapter,
+    Callbacks,
+    EvalSets,
+    Metrics,
+    Model,
+    OptimizerClass,
+    Optimizers,
+    Quantization,
+    Tokenizer,
+    TrainSet,
+)
+from posttrain.trainers.preference import PreferenceTrainer
+from posttrain.types import Batch
+
+
+class BCOTrainer(PreferenceTrainer):
+    """``-lsig(r - delta)`` for a good answer and ``-lsig(-(r - delta))`` for a bad one, with ``r = beta`` times the log-ratio.
+
+    delta is the running mean of all rewards so far, those of the current optimiser step included; it is saved with every
+    checkpoint, and evaluation reads it without moving it. A step of one forward pass moves delta with that pass's own
+    rewards. With several passes (accumulation, or rows that do not fit one) the first loss needs the rewards of the last
+    pass, so an extra pass without gradients computes them all: accumulating changes neither delta nor the gradient.
+
+    Reference: Binary classifier optimization, arXiv:2404.04656.
+    """
+
+    METHOD = BCO
+    method: BCO
+    args: BCOConfig
+
+    def __init__(
+        self,
+        model: Model,
+        ref_model: nn.Module | None = None,
+        args: BCOConfig | None = None,
+        *,
+        embedding_func: Callable | None = None,
+        embedding_tokenizer: Tokenizer | None = None,
+        data_collator: Callable | None = None,
+        train_dataset: TrainSet | None = None,
+        eval_dataset: EvalSets | None = None,
+        processing_class: Tokenizer | None = None,
+        model_init: Callable | None = None,
+        compute_loss_func: Callable | None = None,
+        compute_metrics: Metrics | None = None,
+        callbacks: Callbacks | None = None,
+        optimizers: Optimizers = (None, None),
+        optimizer_cls_and_kwargs: OptimizerClass | None = None,
+        preprocess_logits_for_metrics: Callable | None = None,
+        quantization_config: Quantization | None = None,
+        peft_config: Adapter | None = None,
+    ) -> None:
+        if (embedding_func is None) != (embedding_tokenizer is None):
+            raise ConfigError("embedding_func and embedding_tokenizer belong together: give both, or none.")
+        self.embedding = None if embedding_func is None else (embedding_func, embedding_tokenizer)
+        self.density: PromptDensity | None = None
+        super().__init__(
+            model,
+            ref_model,
+            args,
+            data_collator=data_collator,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            processing_class=processing_class,
+            model_init=model_init,
+            compute_loss_func=compute_loss_func,
+            compute_metrics=compute_metrics,
+            callbacks=callbacks,
+            optimizers=optimizers,
+            optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
+            preprocess_logits_for_metrics=preprocess_logits_for_metrics,
+            quantization_config=quantization_config,
+            peft_config=peft_config,
+        )
+
+    def prepare(self, dataset: Any, name: str, *, training: bool = False) -> Any:
+        """Tokenise; with an embedding, each bad answer's weight is computed once, from how likely its prompt is a good one's."""
+        prepared = super().prepare(dataset, name, training=training)
+        if self.embedding is None:
+            return prepared
+        if not hasattr(prepared, "select"):
+            raise ConfigError(f"embedding_func needs a {name} dataset with a length, and it is a stream.")
+        texts = self.processing_class.batch_decode(prepared["prompt_ids"][:], skip_special_tokens=True)
+        embeddings = embed_prompts(texts, *self.embedding)
+        if training:
+            labels, size = list(map(bool, prepared["label"][:])), self.args.prompt_sample_size
+            self.density = PromptDensity.fit(embeddings, labels, sample_size=size, seed=self.args.seed)
+            self.density.save(self.args.output_dir)
+        assert self.density is not None
+        weights = density_weight(
+            torch.from_numpy(self.density.probability(embeddings)),
+            low=self.args.min_density_ratio,
+            high=self.args.max_density_ratio,
+        )
+        return prepared.add_column("density_weight", weights.tolist())
+
+    def before_step(self, micro_batches: list[list[Batch]]) -> None:
+        """Rewards of the whole step move delta before its first loss."""
+        super().before_step(micro_batches)
+        one_pass = self.denominators.passes == self.accelerator.num_processes and len(micro_batches) == 1
+        self.method.moves_in_pass = one_pass
+        if not one_pass:
+            batches = [batch for micro in micro_batches for batch in micro]
+            ran = parallel.in_step(batches, self.accelerator, self.spare_batch)
+            rewards = [(self._rewards(batch), counts) for batch, counts in ran]
+            self.log_metrics_now(self.method.move([values for values, counts in rewards if counts]))
+
+    def _rewards(self, batch: Batch) -> Tensor:
+        batch = batch.to(self.args.device)
+        with self.inference() as policy:
+            logp = forward(policy, batch, chunk_size=self.args.logits_chunk_size).logp
+        assert logp is not None
+        return self.args.beta * (sequence_logp(logp, batch)[0] - self.method.reference_logp(batch))

@@ -1,0 +1,565 @@
+"""TRL's distillation methods by their names and signatures: GKD, IW-OPD, MiniLLM, SDFT, SDPO, SSD."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
+
+import datasets
+import torch
+
+from posttrain.data.formats import is_conversational
+from posttrain.errors import ConfigError
+from posttrain.losses.distillation import discounted_returns
+from posttrain.methods.distillation.data import joined_text, text_of
+from posttrain.methods.distillation.presets import (
+    GKD,
+    IWOPD,
+    SDFT,
+    SDPO,
+    SHORT,
+    SSD,
+    THINKING,
+    GKDConfig,
+    IWOPDConfig,
+    MiniLLM,
+    MiniLLMConfig,
+    SDFTConfig,
+    SDPOConfig,
+    SSDConfig,
+    _require_context,
+)
+from posttrain.metrics import mean
+from posttrain.rewards.runner import RewardTable
+from posttrain.rollouts.base import RolloutEngine
+from posttrain.rollouts.batch import RolloutBatch, completions_for_rewards
+from posttrain.trainers.arguments import (
+    Adapter,
+    Callbacks,
+    EvalSets,
+    Metrics,
+    Model,
+    OptimizerClass,
+    Optimizers,
+    Quantization,
+    Rewards,
+    Tokenizer,
+    TrainSet,
+)
+from posttrain.trainers.distillation import DistillationTrainer
+from posttrain.types import Batch, LossTerms, ModelOutputs, Rollout
+
+
+class GKDTrainer(DistillationTrainer):
+    """Generalised knowledge distillation: the dataset's answers mixed with the student's own (or the teacher's).
+
+    Reference: GKD, arXiv:2306.13649.
+    """
+
+    METHOD = GKD
+    args: GKDConfig
+
+    def __init__(
+        self,
+        model: Model,
+        teacher_model: Model | None = None,
+        args: GKDConfig | None = None,
+        data_collator: Callable | None = None,
+        train_dataset: TrainSet | None = None,
+        eval_dataset: EvalSets | None = None,
+        processing_class: Tokenizer | None = None,
+        compute_metrics: Metrics | None = None,
+        callbacks: Callbacks | None = None,
+        optimizers: Optimizers = (None, None),
+        preprocess_logits_for_metrics: Callable | None = None,
+        peft_config: Adapter | None = None,
+        formatting_func: Callable[[dict], str] | None = None,
+        *,
+        teacher_processing_class: Tokenizer | None = None,
+        teacher_server: Any = None,
+        reward_funcs: Rewards | None = None,
+        reward_processing_classes: Tokenizer | list[Tokenizer] | None = None,
+        quantization_config: Quantization | None = None,
+        tools: Sequence[Callable] | None = None,
+        rollout_engine: RolloutEngine | None = None,
+        model_init: Callable | None = None,
+        compute_loss_func: Callable | None = None,
+        optimizer_cls_and_kwargs: OptimizerClass | None = None,
+        rollout_func: Callable | None = None,
+        environment_factory: Callable | Mapping[str, Callable] | None = None,
+    ) -> None:
+        super().__init__(
+            model,
+            teacher_model,
+            args,
+            data_collator=data_collator,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            processing_class=processing_class,
+            compute_metrics=compute_metrics,
+            callbacks=callbacks,
+            optimizers=optimizers,
+            preprocess_logits_for_metrics=preprocess_logits_for_metrics,
+            peft_config=peft_config,
+            formatting_func=formatting_func,
+            teacher_processing_class=teacher_processing_class,
+            teacher_server=teacher_server,
+            reward_funcs=reward_funcs,
+            reward_processing_classes=reward_processing_classes,
+            quantization_config=quantization_config,
+            tools=tools,
+            rollout_engine=rollout_engine,
+            model_init=model_init,
+            compute_loss_func=compute_loss_func,
+            optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
+            rollout_func=rollout_func,
+            environment_factory=environment_factory,
+        )
+
+
+class IWOPDTrainer(DistillationTrainer):
+    """On-policy distillation whose early tokens weigh more, against the log-probs that they were sampled with.
+
+    Reference: IW-OPD, arXiv:2606.22600.
+    """
+
+    METHOD = IWOPD
+    _name: ClassVar[str] = "IW-OPD"
+    args: IWOPDConfig
+
+    def __init__(
+        self,
+        model: Model,
+        teacher_model: Model | None = None,
+        args: IWOPDConfig | None = None,
+        data_collator: Callable | None = None,
+        train_dataset: TrainSet | None = None,
+        eval_dataset: EvalSets | None = None,
+        processing_class: Tokenizer | None = None,
+        compute_metrics: Metrics | None = None,
+        callbacks: Callbacks | None = None,
+        optimizers: Optimizers = (None, None),
+        preprocess_logits_for_metrics: Callable | None = None,
+        peft_config: Adapter | None = None,
+        *,
+        teacher_processing_class: Tokenizer | None = None,
+        teacher_server: Any = None,
+        reward_funcs: Rewards | None = None,
+        reward_processing_classes: Tokenizer | list[Tokenizer] | None = None,
+        formatting_func: Callable[[dict], str] | None = None,
+        quantization_config: Quantization | None = None,
+        tools: Sequence[Callable] | None = None,
+        rollout_engine: RolloutEngine | None = None,
+        model_init: Callable | None = None,
+        compute_loss_func: Callable | None = None,
+        optimizer_cls_and_kwargs: OptimizerClass | None = None,
+        rollout_func: Callable | None = None,
+        environment_factory: Callable | Mapping[str, Callable] | None = None,
+    ) -> None:
+        super().__init__(
+            model,
+            teacher_model,
+            args,
+            data_collator=data_collator,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            processing_class=processing_class,
+            compute_metrics=compute_metrics,
+            callbacks=callbacks,
+            optimizers=optimizers,
+            preprocess_logits_for_metrics=preprocess_logits_for_metrics,
+            peft_config=peft_config,
+            teacher_processing_class=teacher_processing_class,
+            teacher_server=teacher_server,
+            reward_funcs=reward_funcs,
+            reward_processing_classes=reward_processing_classes,
+            formatting_func=formatting_func,
+            quantization_config=quantization_config,
+            tools=tools,
+            rollout_engine=rollout_engine,
+            model_init=model_init,
+            compute_loss_func=compute_loss_func,
+            optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
+            rollout_func=rollout_func,
+            environment_factory=environment_factory,
+        )
+
+
+class MiniLLMTrainer(DistillationTrainer):
+    """The reverse KL to the teacher as a reward of each token, beside rewards of whole completions if there are any.
+
+    Reference: MiniLLM, arXiv:2306.08543.
+    """
+
+    METHOD = MiniLLM
+    args: MiniLLMConfig
+
+    def __init__(
+        self,
+        model: Model,
+        teacher_model: Model | None = None,
+        reward_funcs: Rewards | None = None,
+        args: MiniLLMConfig | None = None,
+        train_dataset: TrainSet | None = None,
+        eval_dataset: EvalSets | None = None,
+        processing_class: Tokenizer | None = None,
+        reward_processing_classes: Tokenizer | list[Tokenizer] | None = None,
+        callbacks: Callbacks | None = None,
+        optimizers: Optimizers = (None, None),
+        peft_config: Adapter | None = None,
+        rollout_func: Callable | None = None,
+        *,
+        teacher_processing_class: Tokenizer | None = None,
+        teacher_server: Any = None,
+        formatting_func: Callable[[dict], str] | None = None,
+        quantization_config: Quantization | None = None,
+        tools: Sequence[Callable] | None = None,
+        rollout_engine: RolloutEngine | None = None,
+        data_collator: Callable | None = None,
+        compute_metrics: Metrics | None = None,
+        model_init: Callable | None = None,
+        compute_loss_func: Callable | None = None,
+        optimizer_cls_and_kwargs: OptimizerClass | None = None,
+        preprocess_logits_for_metrics: Callable | None = None,
+        environment_factory: Callable | Mapping[str, Callable] | None = None,
+    ) -> None:
+        super().__init__(
+            model,
+            teacher_model,
+            args,
+            reward_funcs=reward_funcs,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            processing_class=processing_class,
+            reward_processing_classes=reward_processing_classes,
+            callbacks=callbacks,
+            optimizers=optimizers,
+            peft_config=peft_config,
+            rollout_func=rollout_func,
+            teacher_processing_class=teacher_processing_class,
+            teacher_server=teacher_server,
+            formatting_func=formatting_func,
+            quantization_config=quantization_config,
+            tools=tools,
+            rollout_engine=rollout_engine,
+            data_collator=data_collator,
+            compute_metrics=compute_metrics,
+            model_init=model_init,
+            compute_loss_func=compute_loss_func,
+            optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
+            preprocess_logits_for_metrics=preprocess_logits_for_metrics,
+            environment_factory=environment_factory,
+        )
+
+    def objective(self, outputs: ModelOutputs, batch: Batch) -> LossTerms:
+        """``GRPO(A + sum gamma^i (log p - log q)) + KL(q || p)``."""
+        args, returns = self.args, None
+        if args.rkl_advantage:
+            gap = torch.zeros(batch.input_ids.shape, device=batch.input_ids.device)
+            gap = gap.masked_scatter(batch.loss_mask, outputs.compared["gap"])  # (B, T)
+            credit = {"gamma": args.gamma, "length_normalization": args.length_normalization}
+            returns = discounted_returns(-gap, batch.loss_mask, batch.sequence, **credit)
+        single = super().objective(outputs, batch)
+        policy = self.policy_terms(outputs, batch, returns)
+        if args.single_step_decomposition:
+            policy.extra.append(single)
+        policy.metrics = single.metrics | policy.metrics
+        return policy
+
+
+class SDFTTrainer(DistillationTrainer):
+    """The student learns what it would say if it saw the ``privileged_context`` of the row.
+
+    Reference: Self-Distillation Fine-Tuning, arXiv:2601.19897.
+    """
+
+    METHOD = SDFT
+    args: SDFTConfig
+
+    def __init__(
+        self,
+        model: Model,
+        args: SDFTConfig | None = None,
+        train_dataset: TrainSet | None = None,
+        eval_dataset: EvalSets | None = None,
+        processing_class: Tokenizer | None = None,
+        callbacks: Callbacks | None = None,
+        optimizers: Optimizers = (None, None),
+        peft_config: Adapter | None = None,
+        *,
+        teacher_model: Model | None = None,
+        teacher_processing_class: Tokenizer | None = None,
+        teacher_server: Any = None,
+        reward_funcs: Rewards | None = None,
+        reward_processing_classes: Tokenizer | list[Tokenizer] | None = None,
+        formatting_func: Callable[[dict], str] | None = None,
+        quantization_config: Quantization | None = None,
+        tools: Sequence[Callable] | None = None,
+        rollout_engine: RolloutEngine | None = None,
+        data_collator: Callable | None = None,
+        compute_metrics: Metrics | None = None,
+        model_init: Callable | None = None,
+        compute_loss_func: Callable | None = None,
+        optimizer_cls_and_kwargs: OptimizerClass | None = None,
+        preprocess_logits_for_metrics: Callable | None = None,
+        rollout_func: Callable | None = None,
+        environment_factory: Callable | Mapping[str, Callable] | None = None,
+    ) -> None:
+        super().__init__(
+            model,
+            teacher_model,
+            args,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            processing_class=processing_class,
+            callbacks=callbacks,
+            optimizers=optimizers,
+            peft_config=peft_config,
+            teacher_processing_class=teacher_processing_class,
+            teacher_server=teacher_server,
+            reward_funcs=reward_funcs,
+            reward_processing_classes=reward_processing_classes,
+            formatting_func=formatting_func,
+            quantization_config=quantization_config,
+            tools=tools,
+            rollout_engine=rollout_engine,
+            data_collator=data_collator,
+            compute_metrics=compute_metrics,
+            model_init=model_init,
+            compute_loss_func=compute_loss_func,
+            optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
+            preprocess_logits_for_metrics=preprocess_logits_for_metrics,
+            rollout_func=rollout_func,
+            environment_factory=environment_factory,
+        )
+
+    def prepare(self, dataset: Any, name: str, *, training: bool = False) -> Any:
+        """Refuse a dataset without ``privileged_context``, and a row where it is None."""
+        _require_context(dataset, name)
+        for row, value in enumerate(dataset["privileged_context"] if isinstance(dataset, datasets.Dataset) else ()):
+            joined_text(value, f"{name} row {row}: ")
+        return super().prepare(dataset, name, training=training)
+
+    def _hinted(self, example: dict[str, Any]) -> list[int]:
+        shown, args = {"privileged_context": joined_text(example.get("privileged_context"))}, self.args
+        return self.teacher_prompt(example, args.teacher_prompt_template, shown, args.max_prompt_length)
+
+    def student_rollouts(self, examples: list[dict[str, Any]], mode: str) -> tuple[list[Rollout], list[Any]]:
+        """As the parent's, from the teacher's prompts where that is asked for; the first tokens may carry no loss."""
+        if self.args.generate_from_teacher:
+            rollouts = self.sample([self._hinted(example) for example in examples], self.sampling(mode))
+            for rollout, ids in zip(rollouts, self.tokenize(examples), strict=True):
+                rollout.prompt_ids, rollout.logp = ids, []
+            chat = is_conversational(examples[0])
+            completions = completions_for_rewards(self.processing_class, rollouts, conversational=chat)
+        else:
+            rollouts, completions = super().student_rollouts(examples, mode)
+        skip = self.args.num_loss_tokens_to_skip
+        for rollout in rollouts if skip else ():
+            rollout.tool_mask = [int(i >= skip) for i in range(len(rollout.token_ids))]
+        return rollouts, completions
+
+    def facts(self, generation: RolloutBatch, table: RewardTable, mode: str) -> list[Any]:
+        """The teacher's prompt of each completion."""
+        return [self._hinted(example) for example in generation.examples]
+
+
+class SDPOTrainer(DistillationTrainer):
+    """The student learns from itself after it saw a successful completion of the same prompt.
+
+    Reference: Self-Distillation Policy Optimization, arXiv:2601.20802.
+    """
+
+    METHOD = SDPO
+    args: SDPOConfig
+
+    def __init__(
+        self,
+        model: Model,
+        reward_funcs: Rewards | None = None,
+        args: SDPOConfig | None = None,
+        train_dataset: TrainSet | None = None,
+        eval_dataset: EvalSets | None = None,
+        processing_class: Tokenizer | None = None,
+        reward_processing_classes: Tokenizer | list[Tokenizer] | None = None,
+        callbacks: Callbacks | None = None,
+        optimizers: Optimizers = (None, None),
+        peft_config: Adapter | None = None,
+        *,
+        teacher_model: Model | None = None,
+        teacher_processing_class: Tokenizer | None = None,
+        teacher_server: Any = None,
+        formatting_func: Callable[[dict], str] | None = None,
+        quantization_config: Quantization | None = None,
+        tools: Sequence[Callable] | None = None,
+        rollout_engine: RolloutEngine | None = None,
+        data_collator: Callable | None = None,
+        compute_metrics: Metrics | None = None,
+        model_init: Callable | None = None,
+        compute_loss_func: Callable | None = None,
+        optimizer_cls_and_kwargs: OptimizerClass | None = None,
+        preprocess_logits_for_metrics: Callable | None = None,
+        rollout_func: Callable | None = None,
+        environment_factory: Callable | Mapping[str, Callable] | None = None,
+    ) -> None:
+        if reward_funcs is None:
+            raise ConfigError("SDPO needs reward_funcs: they say which completions succeeded.")
+        super().__init__(
+            model,
+            teacher_model,
+            args,
+            reward_funcs=reward_funcs,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            processing_class=processing_class,
+            reward_processing_classes=reward_processing_classes,
+            callbacks=callbacks,
+            optimizers=optimizers,
+            peft_config=peft_config,
+            teacher_processing_class=teacher_processing_class,
+            teacher_server=teacher_server,
+            formatting_func=formatting_func,
+            quantization_config=quantization_config,
+            tools=tools,
+            rollout_engine=rollout_engine,
+            data_collator=data_collator,
+            compute_metrics=compute_metrics,
+            model_init=model_init,
+            compute_loss_func=compute_loss_func,
+            optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
+            preprocess_logits_for_metrics=preprocess_logits_for_metrics,
+            rollout_func=rollout_func,
+            environment_factory=environment_factory,
+        )
+
+    def prepare(self, dataset: Any, name: str, *, training: bool = False) -> Any:
+        """Refuse a dataset without ``privileged_context`` where it is to be shown."""
+        if self.args.include_environment_feedback:
+            _require_context(dataset, name)
+        return super().prepare(dataset, name, training=training)
+
+    def facts(self, generation: RolloutBatch, table: RewardTable, mode: str) -> list[Any]:
+        """The teacher's prompt of each completion, and which have one of their own (column ``active``)."""
+        count, size = len(generation.rollouts), self.group_size(mode)
+        mine = self.totals[table.start : table.start + count].tolist() if count else []
+        draw = torch.Generator().manual_seed(self.args.seed + self._generation_number(mode))
+        prompts, active = [], []
+        for i, (example, rollout) in enumerate(zip(generation.examples, generation.rollouts, strict=True)):
+            group = range(i // size * size, min(i // size * size + size, count))
+            hint = self._hint(example, [generation.rollouts[j] for j in self._successes(mine, i, group)], draw)
+            active.append(float(any(hint.values())))
+            prompts.append(self._shown(example, hint) if active[-1] else rollout.prompt_ids)
+        generation.columns["active"] = active
+        self.log_metrics_now({"self_distillation/reprompt_sample_fraction": mean(torch.tensor(active))}, mode)
+        return prompts
+
+    def _successes(self, rewards: list[float], own: int, group: range) -> list[int]:
+        args = self.args
+        if not args.use_successful_as_teacher:
+            return []
+        found = [j for j in group if rewards[j] >= args.success_reward_threshold]
+        return [j for j in found if j != own or not args.dont_reprompt_on_self_success]
+
+    def _hint(self, example: dict[str, Any], successes: list[Rollout], draw: torch.Generator) -> dict[str, str]:
+        """What the teacher sees beside the prompt; empty texts where there is nothing."""
+        args, hint = self.args, {"solution": "", "feedback": ""}
+        if successes:
+            chosen = successes[int(torch.randint(len(successes), (), generator=draw))].text or ""
+            chosen = THINKING.sub("", chosen) if args.remove_thinking_from_demonstration else chosen
+            hint["solution"] = args.solution_template.format(successful_previous_attempt=chosen)
+        told = text_of(example.get("privileged_context"))
+        only = hint["solution"] and args.environment_feedback_only_without_solution
+        if args.include_environment_feedback and told.strip() and not only:
+            hint["feedback"] = args.feedback_template.format(feedback_raw=told)
+        return hint
+
+    def _shown(self, example: dict[str, Any], hint: dict[str, str]) -> list[int]:
+        return self.teacher_prompt(example, self.args.reprompt_template, hint, self.args.max_reprompt_len)
+
+    def objective(self, outputs: ModelOutputs, batch: Batch) -> LossTerms:
+        """``(1 - w) GRPO + w divergence``, the divergence over completions whose teacher saw more."""
+        loss = super().objective(outputs, batch)
+        if self.axes.policy:
+            policy = self.policy_terms(outputs, batch)
+            policy.terms = self.axes.policy * policy.terms
+            loss.extra.append(policy)
+            loss.metrics = policy.metrics | loss.metrics
+        return loss
+
+
+class SSDTrainer(DistillationTrainer):
+    """Simple self-distillation: supervised fine-tuning on the model's own samples, at another temperature.
+
+    Reference: arXiv:2604.01193.
+    """
+
+    METHOD = SSD
+    args: SSDConfig
+
+    def __init__(
+        self,
+        model: Model,
+        args: SSDConfig | None = None,
+        train_dataset: TrainSet | None = None,
+        eval_dataset: EvalSets | None = None,
+        processing_class: Tokenizer | None = None,
+        callbacks: Callbacks | None = None,
+        optimizers: Optimizers = (None, None),
+        peft_config: Adapter | None = None,
+        *,
+        teacher_model: Model | None = None,
+        teacher_processing_class: Tokenizer | None = None,
+        teacher_server: Any = None,
+        reward_funcs: Rewards | None = None,
+        reward_processing_classes: Tokenizer | list[Tokenizer] | None = None,
+        formatting_func: Callable[[dict], str] | None = None,
+        quantization_config: Quantization | None = None,
+        tools: Sequence[Callable] | None = None,
+        rollout_engine: RolloutEngine | None = None,
+        data_collator: Callable | None = None,
+        compute_metrics: Metrics | None = None,
+        model_init: Callable | None = None,
+        compute_loss_func: Callable | None = None,
+        optimizer_cls_and_kwargs: OptimizerClass | None = None,
+        preprocess_logits_for_metrics: Callable | None = None,
+        rollout_func: Callable | None = None,
+        environment_factory: Callable | Mapping[str, Callable] | None = None,
+    ) -> None:
+        super().__init__(
+            model,
+            teacher_model,
+            args,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            processing_class=processing_class,
+            callbacks=callbacks,
+            optimizers=optimizers,
+            peft_config=peft_config,
+            teacher_processing_class=teacher_processing_class,
+            teacher_server=teacher_server,
+            reward_funcs=reward_funcs,
+            reward_processing_classes=reward_processing_classes,
+            formatting_func=formatting_func,
+            quantization_config=quantization_config,
+            tools=tools,
+            rollout_engine=rollout_engine,
+            data_collator=data_collator,
+            compute_metrics=compute_metrics,
+            model_init=model_init,
+            compute_loss_func=compute_loss_func,
+            optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
+            preprocess_logits_for_metrics=preprocess_logits_for_metrics,
+            rollout_func=rollout_func,
+            environment_factory=environment_factory,
+        )
+
+    def keep(self, generation: RolloutBatch, table: RewardTable, mode: str) -> None:
+        """As the parent's; completions that say nothing are left out."""
+        super().keep(generation, table, mode)
+        texts = [(rollout.text or "").strip() for rollout in generation.rollouts]
+        if self.args.filter_empty:
+            generation.left_out = {
+                i for i, text in enumerate(texts) if not text or ("\n" not in text and len(text) < SHORT)
+            }
+        kept = [float(i not in generation.left_out) for i in range(len(texts))]
+        self.log_metrics_now({"ssd/active_sample_ratio": mean(torch.tensor(kept))}, mode)

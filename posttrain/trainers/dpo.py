@@ -1,0 +1,88 @@
+"""`DPOTrainer`, by TRL's signature."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import ClassVar
+
+from torch import nn
+
+from posttrain.methods.dpo import DPO, DPOConfig
+from posttrain.trainers.arguments import (
+    Adapter,
+    Callbacks,
+    EvalSets,
+    Metrics,
+    Model,
+    OptimizerClass,
+    Optimizers,
+    Quantization,
+    Tokenizer,
+    TrainSet,
+)
+from posttrain.trainers.preference import PreferenceTrainer
+
+logger = logging.getLogger(__name__)
+
+
+class DPOTrainer(PreferenceTrainer):
+    """Trains on preference pairs; a pair's prompt is computed once, by the policy and by the reference.
+
+    Without ``ref_model`` the reference is a frozen copy of the **given** weights, or the same model with a new adapter off.
+
+    >>> DPOTrainer("HuggingFaceTB/SmolLM2-135M-Instruct", train_dataset=pairs).train()  # doctest: +SKIP
+
+    Reference: Direct preference optimization, arXiv:2305.18290.
+    """
+
+    METHOD = DPO
+    _paper: ClassVar[dict[str, str]] = {
+        "title": "Direct Preference Optimization: Your Language Model is Secretly a Reward Model",
+        "id": "2305.18290",
+    }
+    args: DPOConfig
+
+    def __init__(
+        self,
+        model: Model,
+        ref_model: nn.Module | None = None,
+        args: DPOConfig | None = None,
+        data_collator: Callable | None = None,
+        train_dataset: TrainSet | None = None,
+        eval_dataset: EvalSets | None = None,
+        processing_class: Tokenizer | None = None,
+        compute_metrics: Metrics | None = None,
+        callbacks: Callbacks | None = None,
+        optimizers: Optimizers = (None, None),
+        quantization_config: Quantization | None = None,
+        peft_config: Adapter | None = None,
+        *,
+        model_init: Callable | None = None,
+        compute_loss_func: Callable | None = None,
+        optimizer_cls_and_kwargs: OptimizerClass | None = None,
+        preprocess_logits_for_metrics: Callable | None = None,
+    ) -> None:
+        super().__init__(
+            model,
+            ref_model,
+            args,
+            data_collator=data_collator,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            processing_class=processing_class,
+            compute_metrics=compute_metrics,
+            callbacks=callbacks,
+            optimizers=optimizers,
+            quantization_config=quantization_config,
+            peft_config=peft_config,
+            model_init=model_init,
+            compute_loss_func=compute_loss_func,
+            optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
+            preprocess_logits_for_metrics=preprocess_logits_for_metrics,
+        )
+        if self.method.traits.single_pass and self.args.per_device_train_batch_size < 4:
+            logger.warning(
+                "loss_type=%s sorts the pairs of a device's batch, and per_device_train_batch_size=%d leaves little to sort.",
+                self.args.loss_type, self.args.per_device_train_batch_size,
+            )  # fmt: skip

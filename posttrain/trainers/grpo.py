@@ -1,0 +1,221 @@
+"""`GRPOTrainer`, by TRL's signature."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+
+from posttrain.checks.rewards import RunningReward
+from posttrain.errors import ConfigError
+from posttrain.loop.dynamic_sampling import groups_without_signal
+from posttrain.loop.online import OnlineTrainer
+from posttrain.loop.scoring import last_logged
+from posttrain.loop.sync_reference import SyncRefModelCallback
+from posttrain.losses.advantages import AdvantageStats
+from posttrain.methods.grpo.config import GRPOConfig, check_correction
+from posttrain.methods.grpo.objective import GRPO
+from posttrain.metrics import mean
+from posttrain.models.heads import cast_head_to_fp32, causal_lm
+from posttrain.report.completions import CompletionsHubCallback
+from posttrain.rewards.runner import RewardTable
+from posttrain.rollouts.base import RolloutEngine
+from posttrain.rollouts.batch import RolloutBatch
+from posttrain.trainers.arguments import (
+    Adapter,
+    Callbacks,
+    EvalSets,
+    Metrics,
+    Model,
+    OptimizerClass,
+    Optimizers,
+    Quantization,
+    Rewards,
+    Tokenizer,
+    TrainSet,
+)
+from posttrain.types import Batch, LossTerms, ModelOutputs
+
+logger = logging.getLogger(__name__)
+
+# Groups this narrow against all rewards are noise; more than this share of them is reported.
+TINY, MANY = 1e-3, 0.2
+# Groups before anything is said of their share, and the latest that it is a share of.
+ENOUGH, LOOKED_AT = 5, 64
+
+
+def _active_dropout(model: nn.Module) -> str:
+    """The first dropout that acts in training, as ``name=rate`` (an adapter's own included); empty where there is none."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
+            return f"{name}={module.p}"
+    config: Any = getattr(model, "config", None)
+    rate = getattr(config.get_text_config() if config is not None else None, "attention_dropout", 0.0)
+    return f"attention_dropout={rate}" if rate else ""
+
+
+class GRPOTrainer(OnlineTrainer):
+    """Group-relative policy optimisation: no value model; a completion's baseline is its group's mean.
+
+    Args:
+        model: Hub id, folder, model or peft model.
+        reward_funcs: A callable ``f(prompts, completions, **columns) -> list[float | None]``, a reward model, or several.
+        args: `GRPOConfig`.
+        rollout_engine: An engine object; None makes the one that ``args.rollout_engine`` names.
+        tools, rollout_func, environment_factory: See `EpisodeSetup` and the pages on tools and environments.
+
+    Reference: DeepSeekMath, arXiv:2402.03300, equations 3 and 4.
+
+    >>> def short(completions, **kwargs):
+    ...     return [-len(text) / 100 for text in completions]
+    >>> trainer = GRPOTrainer(model, short, train_dataset=prompts)  # doctest: +SKIP
+    >>> trainer.train()  # doctest: +SKIP
+    """
+
+    METHOD: ClassVar[type[GRPO[Any]]] = GRPO
+    method: GRPO[Any]
+    args: GRPOConfig
+
+    def __init__(
+        self,
+        model: Model,
+        reward_funcs: Rewards | None = None,
+        args: GRPOConfig | None = None,
+        train_dataset: TrainSet | None = None,
+        eval_dataset: EvalSets | None = None,
+        processing_class: Tokenizer | None = None,
+        reward_processing_classes: Tokenizer | list[Tokenizer] | None = None,
+        callbacks: Callbacks | None = None,
+        optimizers: Optimizers = (None, None),
+        quantization_config: Quantization | None = None,
+        peft_config: Adapter | None = None,
+        tools: Sequence[Callable] | None = None,
+        rollout_func: Callable | None = None,
+        environment_factory: Callable | Mapping[str, Callable] | None = None,
+        *,
+        rollout_engine: RolloutEngine | None = None,
+        data_collator: Callable | None = None,
+        model_init: Callable | None = None,
+        compute_loss_func: Callable | None = None,
+        compute_metrics: Metrics | None = None,
+        optimizer_cls_and_kwargs: OptimizerClass | None = None,
+        preprocess_logits_for_metrics: Callable | None = None,
+    ) -> None:
+        super().__init__(
+            model,
+            reward_funcs,
+            args,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            processing_class=processing_class,
+            reward_processing_classes=reward_processing_classes,
+            callbacks=callbacks,
+            optimizers=optimizers,
+            quantization_config=quantization_config,
+            peft_config=peft_config,
+            tools=tools,
+            rollout_func=rollout_func,
+            environment_factory=environment_factory,
+            rollout_engine=rollout_engine,
+            data_collator=data_collator,
+            model_init=model_init,
+            compute_loss_func=compute_loss_func,
+            compute_metrics=compute_metrics,
+            optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
+            preprocess_logits_for_metrics=preprocess_logits_for_metrics,
+        )
+        args = self.args
+        self._warned_of_noise, self._totals = False, RunningReward()
+        self._stds_seen: deque[float] = deque(maxlen=LOOKED_AT)
+        if not self.engine_is_policy:
+            check_correction(args)
+        if args.sync_ref_model:
+            self.add_callback(SyncRefModelCallback(self.reference, self.accelerator))
+        if args.log_completions_hub_repo:
+            self.add_callback(CompletionsHubCallback(args.log_completions_hub_repo))
+        if dropout := _active_dropout(self.model):
+            logger.warning(
+                "%s is active: log-probs of the policy carry its noise, and those it is compared with do not. Set "
+                "disable_dropout=True.", dropout,
+            )  # fmt: skip
+
+    def _prepare_model(self, model: Any, args: Any, peft_config: Any) -> Any:
+        model = super()._prepare_model(model, args, peft_config)
+        if args.cast_lm_head_to_fp32:
+            cast_head_to_fp32(causal_lm(model))
+        return model
+
+    def advantages(self, generation: RolloutBatch, table: RewardTable, mode: str) -> Tensor:
+        """A completion's reward against its group's mean, divided by a spread."""
+        args, size = self.args, self.group_size(mode)
+        stats = self.method.advantages(table, size)
+        divided = args.scale_rewards != "none" or args.multi_objective_aggregation != "sum_then_normalize"
+        advantages = self.reward_watch.bounded(stats.advantages, mode) if divided else stats.advantages
+        self.reward_watch.log(generation, table, stats.totals, advantages, mode, stats.zero_std_share)
+        if mode == "train":
+            self._warn_of_noise(stats)
+        if args.mask_zero_variance_groups and size > 1:
+            flat = groups_without_signal(args, table, size)  # Also where nothing was scored.
+            mine = flat.repeat_interleave(size)[table.start : table.start + len(generation.rollouts)]
+            generation.left_out |= set(mine.nonzero().flatten().tolist())
+            self.log_metrics_now({"groups/masked": mean(flat.float())}, mode)
+        return advantages
+
+    def _warn_of_noise(self, stats: AdvantageStats) -> None:
+        """Warn of groups that are narrow against all rewards so far: a generation may hold a single group."""
+        self._totals.add(stats.totals.tolist())
+        self._stds_seen.extend(stats.group_std[~stats.group_std.isnan()].tolist())
+        known, whole = len(self._stds_seen), self._totals.std
+        narrow = sum(std > 0 and self.args.min_group_std <= std < TINY * whole for std in self._stds_seen)
+        if self._warned_of_noise or self.args.scale_rewards != "group" or known < ENOUGH or narrow <= MANY * known:
+            return
+        self._warned_of_noise = True
+        logger.warning(
+            "%d of the last %d groups spread less than a thousandth of the rewards' std so far (%.3g), and scale_rewards='group' "
+            "blows that up to full-size updates. If it is noise, set min_group_std, or scale_rewards='batch'.",
+            narrow, known, whole,
+        )  # fmt: skip
+
+    # The entropy bonus -------------------------------------------------------------------------------------------
+
+    @property
+    def entropy_coef(self) -> float:
+        """The coefficient of the entropy term, steered or not."""
+        return self.method.bonus.coefficient
+
+    def compute_loss_terms(self, model: nn.Module, batch: Batch) -> tuple[LossTerms, ModelOutputs]:
+        """As the parent's; in training, what steering and the log need is added up over the optimiser step."""
+        terms, outputs = super().compute_loss_terms(model, batch)
+        if model.training:
+            self.method.bonus.add(terms, outputs, self.denominators)
+        return terms, outputs
+
+    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        self.log_metrics_now(self.method.bonus.end_step(self.state.global_step, self.method.collectives.total))
+        super()._maybe_log_save_evaluate(*args, **kwargs)
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        super()._save_rng_state(output_dir)
+        if self.args.should_save:
+            self.method.bonus.save(output_dir)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)
+        self.method.bonus.load(checkpoint, self.state.global_step)
+
+    # Attributes that callbacks and reward functions read, by TRL's names ---------------------------------------------
+
+    _logs = property(last_logged)
+
+    @property
+    def _buffered_inputs(self) -> Any:
+        return self.window.slices
+
+    @_buffered_inputs.setter
+    def _buffered_inputs(self, value: Any) -> None:
+        if value is not None:
+            raise ConfigError("_buffered_inputs holds rows of token forests; set it to None to generate again.")
+        self.window.slices = None

@@ -1,0 +1,187 @@
+"""`KTOTrainer`, by TRL's signature: mismatched answers beside the judged ones, and their baseline over ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from posttrain.data.forest import collate
+from posttrain.losses.unpaired import kl_baseline, kl_totals
+from posttrain.methods.kto import KTO, KTOConfig, fixed_partners, mismatched, partners
+from posttrain.methods.preference import sequence_logp
+from posttrain.metrics import mean
+from posttrain.models import parallel
+from posttrain.models.forward import forward
+from posttrain.models.reference import Reference, precomputed_logps
+from posttrain.trainers.arguments import (
+    Adapter,
+    Callbacks,
+    EvalSets,
+    Metrics,
+    Model,
+    OptimizerClass,
+    Optimizers,
+    Quantization,
+    Tokenizer,
+    TrainSet,
+)
+from posttrain.trainers.preference import PreferenceTrainer
+from posttrain.types import Batch, Row
+
+
+class KTOTrainer(PreferenceTrainer):
+    """Trains on prompts with one answer and a label each; pairs are taken apart.
+
+    The baseline z0 is the mean log-ratio of answers to other prompts of the same batch, over the whole optimiser step and
+    all ranks, at least 0 and without a gradient. A column ``KL_completion_ids`` names each row's other answer instead;
+    ``precompute_ref_log_probs`` writes it, with the reference's log-probs of both answers.
+
+    Reference: KTO, arXiv:2402.01306.
+    """
+
+    METHOD = KTO
+    method: KTO
+    _paper: ClassVar[dict[str, str]] = {
+        "title": "KTO: Model Alignment as Prospect Theoretic Optimization",
+        "id": "2402.01306",
+    }
+    no_rows = ((), ())
+    args: KTOConfig
+
+    def __init__(
+        self,
+        model: Model,
+        ref_model: nn.Module | None = None,
+        args: KTOConfig | None = None,
+        data_collator: Callable | None = None,
+        train_dataset: TrainSet | None = None,
+        eval_dataset: EvalSets | None = None,
+        processing_class: Tokenizer | None = None,
+        compute_metrics: Metrics | None = None,
+        callbacks: Callbacks | None = None,
+        optimizers: Optimizers = (None, None),
+        quantization_config: Quantization | None = None,
+        peft_config: Adapter | None = None,
+        *,
+        model_init: Callable | None = None,
+        compute_loss_func: Callable | None = None,
+        optimizer_cls_and_kwargs: OptimizerClass | None = None,
+        preprocess_logits_for_metrics: Callable | None = None,
+    ) -> None:
+        super().__init__(
+            model,
+            ref_model,
+            args,
+            data_collator=data_collator,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            processing_class=processing_class,
+            compute_metrics=compute_metrics,
+            callbacks=callbacks,
+            optimizers=optimizers,
+            quantization_config=quantization_config,
+            peft_config=peft_config,
+            model_init=model_init,
+            compute_loss_func=compute_loss_func,
+            optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
+            preprocess_logits_for_metrics=preprocess_logits_for_metrics,
+        )
+
+    def collator(self) -> Any:
+        """Judged rows and, for the baseline, the same prompts with their partners' answers."""
+        judge = super().collator()
+
+        def collate_both(examples: list[dict[str, Any]]) -> tuple[list[Batch], list[Batch]]:
+            return judge(examples), self._collate(self._mismatched_rows(examples))
+
+        return collate_both
+
+    def _collate(self, rows: list[Row]) -> list[Batch]:
+        return collate(rows, pad_token_id=self.pad_token_id, layout=self.layout) if rows else []
+
+    def _mismatched_rows(self, examples: list[dict[str, Any]]) -> list[Row]:
+        """Prompts with answers to others, cut to ``max_length``: those that the rows name, or the neighbours'."""
+        if self.args.loss_type != "kto":
+            return []
+        if all("KL_completion_ids" in example for example in examples):
+            others = [example["KL_completion_ids"] for example in examples]
+        else:
+            rows = self.rows(examples)
+            others = [None if p is None else rows[p].completions[0] for p in partners(rows)]
+        return self._mismatch(examples, others)
+
+    def _mismatch(self, examples: list[dict[str, Any]], others: list[list[int] | None]) -> list[Row]:
+        """Each prompt, with its pictures, and another row's answer; a row without one is left out."""
+        both = [(example, ids) for example, ids in zip(examples, others, strict=True) if ids]
+        rows = [mismatched(example, ids, self.args.max_length) for example, ids in both]
+        return self.vision.placed(rows, [example for example, _ in both])
+
+    def batches_of(self, examples: list[dict[str, Any]]) -> list[Batch]:
+        """The judged batches alone."""
+        return self.data_collator(examples)[0]
+
+    def _precompute(self, dataset: Any, reference: Reference | None, name: str) -> Any:
+        """The reference's log-probs of the answers and, for the baseline, of another row's answer, fixed once."""
+        done = super()._precompute(dataset, reference, name)
+        if self.args.loss_type != "kto":
+            return done
+        if "KL_completion_ids" not in done.column_names:
+            chosen = fixed_partners(done["prompt_ids"][:], self.args.seed)
+            answers = done["completion_ids"][:]
+            done = done.add_column("KL_completion_ids", [None if p is None else answers[p] for p in chosen])
+
+        def mismatched(examples: list[dict[str, Any]]) -> list[Batch]:
+            # A row without a partner needs a number in the column, of its own answer; the baseline leaves it out.
+            ids = [example["KL_completion_ids"] or example["completion_ids"] for example in examples]
+            return self._collate(self._mismatch(examples, ids))
+
+        return precomputed_logps(self, done, reference, ("ref_KL_logps",), name=name, batches_of=mismatched)
+
+    def get_batch_samples(self, epoch_iterator: Iterator, num_batches: int, device: torch.device) -> Any:
+        """All micro-batches of a step, and the mismatched ones beside them."""
+        self._mismatched: list[Batch] = []
+        self._judged = 0
+        return super().get_batch_samples(epoch_iterator, num_batches, device)
+
+    def before_step(self, micro_batches: list[list[Batch]]) -> None:
+        """The baseline of the step."""
+        super().before_step(micro_batches)
+        self.method.baseline = self._baseline(self._mismatched)
+        self._log_baseline(self._mismatched, self._judged, "train")
+
+    def _log_baseline(self, mismatched: list[Batch], judged: int, mode: str) -> None:
+        found = {"kl": mean(self.method.baseline)}  # The same on every rank.
+        if self.args.loss_type == "kto":
+            found["kl/valid_fraction"] = mean(sum(b.num_sequences for b in mismatched) / max(judged, 1), weight=judged)
+        self.log_metrics_now(found, mode)
+
+    def micro_batch(self, inputs: Any, index: int) -> list[Batch]:
+        """Judged batches with the reference's log-probs; the mismatched ones are kept for the baseline."""
+        judged, mismatched = inputs
+        self._mismatched += mismatched
+        self._judged += sum(batch.num_sequences for batch in judged)
+        return super().micro_batch(judged, index)
+
+    def eval_batches(self, inputs: Any) -> list[Batch]:
+        """As in training, the baseline of each evaluation batch by itself."""
+        judged, mismatched = inputs
+        self.method.baseline = self._baseline(mismatched)
+        self._log_baseline(mismatched, sum(batch.num_sequences for batch in judged), "eval")
+        return super().eval_batches(judged)
+
+    def _baseline(self, mismatched: list[Batch]) -> Tensor:
+        """z0 over all ranks; ranks may hold different numbers of batches."""
+        totals = torch.zeros(2, dtype=torch.float64)
+        for source, counts in parallel.in_step(mismatched, self.accelerator, self.spare_batch):
+            batch = self.with_reference(source.to(self.args.device))
+            with self.inference() as policy:
+                logp = forward(policy, batch, chunk_size=self.args.logits_chunk_size).logp
+            if counts:
+                assert logp is not None
+                ratio = sequence_logp(logp, batch)[0] - self.method.reference_logp(batch)
+                totals += kl_totals(ratio).double().cpu()
+        summed = parallel.all_reduce_sum(totals.tolist(), self.accelerator)
+        return kl_baseline(torch.tensor(summed)).float().to(self.args.device)

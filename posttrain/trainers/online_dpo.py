@@ -1,0 +1,301 @@
+"""`OnlineDPOTrainer`, by TRL's signature: judges and rewards of pairs, the reference, what is logged."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from posttrain.errors import ConfigError, RewardError
+from posttrain.loop.online import OnlineTrainer
+from posttrain.losses.advantages import weighted_total
+from posttrain.methods.online_dpo import TIES_MOST, OnlineDPO, OnlineDPOConfig
+from posttrain.metrics import mean
+from posttrain.models import parallel
+from posttrain.models.reference import Reference, check_reference, tell_own_checkpoint
+from posttrain.rewards.judges import JudgeReward, PairRewards
+from posttrain.rewards.model import WholeTextReward
+from posttrain.rewards.runner import RewardTable
+from posttrain.rollouts.base import RolloutEngine
+from posttrain.rollouts.batch import RolloutBatch, sampler_gap
+from posttrain.trainers.arguments import (
+    Adapter,
+    Callbacks,
+    EvalSets,
+    Metrics,
+    Model,
+    OptimizerClass,
+    Optimizers,
+    Quantization,
+    Rewards,
+    Tokenizer,
+    TrainSet,
+)
+from posttrain.types import Batch, LossTerms, ModelOutputs, Rollout
+
+logger = logging.getLogger(__name__)
+
+
+class OnlineDPOTrainer(OnlineTrainer):
+    """Samples two completions a prompt and raises the better one over the other, relative to a reference.
+
+    The first completion is chosen where its reward is above the other's, or a judge prefers it; equal ones are ties and
+    train nothing.
+
+    Args:
+        model: Hub id, folder, model or peft model.
+        ref_model: The reference; None: the given weights as they are now, or the model with its new adapter off.
+        reward_funcs: A reward model or its id, a callable, or several. Callables see the first completions of all prompts,
+            then the second ones, columns repeated.
+        args: The config; required.
+        data_collator: Must be None: there is nothing to collate before completions exist.
+        train_dataset: Prompts; required.
+        eval_dataset: Prompts to evaluate on, or several sets by name.
+        processing_class: The tokenizer; required where the model is an object.
+        reward_processing_classes: Tokenizers of reward models.
+        judge: Instead of ``reward_funcs``: a `BasePairwiseJudge`, `BaseRankJudge` or `BaseBinaryJudge`.
+
+    Reference: Direct language model alignment from online AI feedback, arXiv:2402.04792.
+
+    >>> trainer = OnlineDPOTrainer(
+    ...     model, reward_funcs=reward, args=OnlineDPOConfig("runs/online_dpo"), train_dataset=prompts, processing_class=tok
+    ... )  # doctest: +SKIP
+    >>> trainer.train()  # doctest: +SKIP
+    """
+
+    METHOD = OnlineDPO
+    method: OnlineDPO
+    runner_class = PairRewards
+    _name: ClassVar[str] = "Online DPO"
+    _paper: ClassVar[dict[str, str]] = {
+        "title": "Direct Language Model Alignment from Online AI Feedback",
+        "id": "2402.04792",
+    }
+    args: OnlineDPOConfig
+
+    def __init__(
+        self,
+        model: Model,
+        ref_model: nn.Module | None = None,
+        reward_funcs: Rewards | None = None,
+        args: OnlineDPOConfig | None = None,
+        data_collator: Callable | None = None,
+        train_dataset: TrainSet | None = None,
+        eval_dataset: EvalSets | None = None,
+        processing_class: Tokenizer | None = None,
+        reward_processing_classes: Tokenizer | list[Tokenizer] | None = None,
+        peft_config: Adapter | None = None,
+        compute_metrics: Metrics | None = None,
+        callbacks: Callbacks | None = None,
+        optimizers: Optimizers = (None, None),
+        preprocess_logits_for_metrics: Callable | None = None,
+        *,
+        judge: Any = None,
+        rollout_engine: RolloutEngine | None = None,
+        quantization_config: Quantization | None = None,
+        model_init: Callable | None = None,
+        compute_loss_func: Callable | None = None,
+        optimizer_cls_and_kwargs: OptimizerClass | None = None,
+        tools: Sequence[Callable] | None = None,
+        rollout_func: Callable | None = None,
+        environment_factory: Callable | Mapping[str, Callable] | None = None,
+    ) -> None:
+        self.judge, self._given_reference = judge, ref_model
+        if args is None:
+            raise ConfigError(f"args is missing: give a {self.config_class.__name__}.")
+        self._check_given(model, reward_funcs, args, data_collator, processing_class)
+        functions: list[Any] = [JudgeReward(judge, halves=True)] if judge is not None else []
+        if judge is None:
+            functions = self._reward_functions(reward_funcs, reward_processing_classes, args, processing_class)
+        super().__init__(
+            model,
+            functions,
+            args,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            processing_class=processing_class,
+            peft_config=peft_config,
+            compute_metrics=compute_metrics,
+            callbacks=callbacks,
+            optimizers=optimizers,
+            preprocess_logits_for_metrics=preprocess_logits_for_metrics,
+            rollout_engine=rollout_engine,
+            quantization_config=quantization_config,
+            model_init=model_init,
+            compute_loss_func=compute_loss_func,
+            optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
+            tools=tools,
+            rollout_func=rollout_func,
+            environment_factory=environment_factory,
+        )
+        self._ties_told = False
+
+    def _check_given(self, model: Any, reward_funcs: Any, args: Any, data_collator: Any, tokenizer: Any) -> None:
+        if (reward_funcs is None) == (self.judge is None):
+            given = "neither is" if self.judge is None else "both are"
+            raise ConfigError(f"give reward_funcs or judge: {given} given.")
+        if tokenizer is None and not isinstance(model, str):
+            raise ConfigError("processing_class is missing: give the model's tokenizer.")
+        if data_collator is not None:
+            raise ConfigError("data_collator must be None: prompts have nothing to collate before they are completed.")
+        if self._given_reference is not None:
+            check_reference(self._given_reference, model)
+        for name in ("missing_eos_penalty", "reward_weights", "reward_transform") if self.judge is not None else ():
+            if getattr(args, name, None) is not None:
+                raise ConfigError(
+                    f"{name} changes rewards, and a judge gives verdicts and probabilities. Leave one of them out."
+                )
+
+    def _reward_functions(self, given: Any, tokenizers: Any, args: Any, tokenizer: Any) -> list[Any]:
+        """Reward models as functions of whole texts; everything else as it is."""
+        functions = list(given) if isinstance(given, list | tuple) else [given]
+        own = list(tokenizers) if isinstance(tokenizers, list | tuple) else [tokenizers] * len(functions)
+        if len(own) != len(functions):
+            raise ConfigError(
+                f"reward_processing_classes has {len(own)} entries for {len(functions)} reward functions."
+            )
+        init = {"trust_remote_code": args.trust_remote_code, "model_init_kwargs": args.model_init_kwargs}
+        made = []
+        for function, theirs in zip(functions, own, strict=True):
+            nameless = not getattr(getattr(function, "config", None), "_name_or_path", "")
+            if isinstance(function, nn.Module) and theirs is None and nameless:
+                theirs = tokenizer  # Made in memory: it can only be for the policy's own tokens.
+            is_model = isinstance(function, str | nn.Module)
+            made.append(WholeTextReward(function, theirs, **init) if is_model else function)
+        return made
+
+    def make_reference(self) -> Reference:
+        """Always: the loss is measured against it."""
+        if self._given_reference is None:
+            tell_own_checkpoint(self.model)
+        elif self.vision.images:
+            self.vision.show(self._given_reference)
+        self.read_also_by(self._given_reference)
+        return Reference(self.model, fresh_adapter=self.fresh_adapter, given=self._given_reference)
+
+    @property
+    def temperature(self) -> float:
+        """1: the loss compares models, not samplers; there is no importance ratio in it."""
+        return 1.0
+
+    @property
+    def beta(self) -> float:
+        """``args.beta`` in the present epoch."""
+        return self.args.beta_at(self.state.epoch)
+
+    def objective(self, outputs: ModelOutputs, batch: Batch) -> LossTerms:
+        """See `OnlineDPO.objective`."""
+        self.method.beta = self.beta
+        return super().objective(outputs, batch)
+
+    # Sampling ----------------------------------------------------------------------------------------------------
+
+    def roll_out(self, examples: list[dict[str, Any]], mode: str) -> tuple[list[Rollout], list[Any]]:
+        """As every online trainer; what reward functions see may keep its end-of-sequence token."""
+        rollouts, completions = super().roll_out(examples, mode)
+        if self.args.keep_eos_for_rewards:
+            ends = [
+                self.processing_class.decode(r.token_ids[-1:]) if r.finish_reason == "stop" else "" for r in rollouts
+            ]
+            completions = [c + end if isinstance(c, str) else c for c, end in zip(completions, ends, strict=True)]
+        return rollouts, completions
+
+    @property
+    def prompt_limit(self) -> int:
+        """What ``max_length`` leaves of a prompt: the loss reads the same cut prompts."""
+        return self.args.max_length - self.args.max_new_tokens
+
+    # Scores and preferences --------------------------------------------------------------------------------------
+
+    def score(self, generation: RolloutBatch, mode: str) -> RewardTable:
+        """As every online trainer, pairs in the layout that functions expect; a judge has nothing to say of one completion."""
+        self.rewards.pairs = mode == "train"  # type: ignore[attr-defined]
+        if mode == "train" or self.judge is None:
+            return super().score(generation, mode)
+        counts = parallel.all_gather_objects([len(generation.rollouts)], self.accelerator)
+        start = sum(counts[: self.accelerator.process_index])
+        return RewardTable(torch.empty(sum(counts), 0), [], torch.empty(0), start=start)
+
+    def attach_logps(self, generation: RolloutBatch, mode: str) -> None:
+        """The reference's log-probs of every completion."""
+        rows = range(len(generation.rollouts))
+        assert self.reference is not None
+        with self.inference() as policy, self.reference.active(policy) as reference:
+            generation.token_columns["ref_logp"] = self.logps(reference, generation.rows(rows, skip_truncated=False))
+        if not self.engine.capabilities.has_logprobs:
+            return
+        # The loss has no use for the sampler's temperature, so one completion a rollout batch has a pass of its own.
+        with self.inference() as policy:
+            own = self.logps(policy, generation.rows(rows[:1], skip_truncated=False), self.args.temperature)
+        self.log_metrics_now(sampler_gap(generation.rollouts[:1], own), mode)
+
+    def advantages(self, generation: RolloutBatch, table: RewardTable, mode: str) -> Tensor:
+        """``(n,)`` how much a completion is preferred to its partner, 1, -1 or 0; in evaluation 0."""
+        totals = weighted_total(table.values, table.weights)
+        reasons = [rollout.finish_reason for rollout in generation.rollouts]
+        ended = torch.tensor([r == "stop" for r in parallel.all_gather_objects(reasons, self.accelerator)])
+        scores = totals - (self.args.missing_eos_penalty or 0.0) * (~ended).float()
+        pairs = scores if mode == "eval" else scores.view(-1, 2)
+        known = ~scores.isnan() if mode == "eval" else ~pairs.isnan().any(1).repeat_interleave(2)
+        found = torch.zeros_like(scores)
+        if mode == "train":
+            found = self._prefer(pairs, known[::2], self._equal(generation))
+        self.log_scores(scores, known, ended, mode)
+        self.reward_watch.log(generation, table, totals, found, mode)
+        mine = slice(table.start, table.start + len(generation.rollouts))
+        generation.columns["compared"] = known[mine].float().tolist()
+        generation.columns["scores"] = scores[mine].nan_to_num(0.0).tolist()
+        return found
+
+    def _equal(self, generation: RolloutBatch) -> Tensor:
+        """``(P,)`` which pairs of all ranks are one completion twice: no verdict can tell them apart."""
+        rollouts = generation.rollouts
+        same = [a.token_ids == b.token_ids for a, b in zip(rollouts[::2], rollouts[1::2], strict=True)]
+        return torch.tensor(parallel.all_gather_objects(same, self.accelerator), dtype=torch.bool)
+
+    def _prefer(self, pairs: Tensor, known: Tensor, equal: Tensor) -> Tensor:
+        if not bool(known.any()):
+            raise RewardError(
+                f"none of the {len(pairs)} pairs of this generation has a reward for both completions: "
+                f"{', '.join(self.rewards.names)} returned None. Nothing can be preferred. Return a number wherever a function "
+                "applies."
+            )
+        gap = torch.where(known & ~equal, pairs[:, 0] - pairs[:, 1], 0.0)
+        self.log_metrics_now({"ties": mean((gap == 0).float(), known), "groups/unscorable": mean((~known).float())})
+        return torch.stack([gap.sign(), -gap.sign()], 1).flatten()
+
+    def log_scores(self, scores: Tensor, known: Tensor, ended: Tensor, mode: str) -> None:
+        """``objective/scores`` and how many completions ended; of all ranks' rows.
+
+        Args:
+            scores: ``(n,)``, penalties taken, NaN where no function applied.
+            known: ``(n,)`` bool, rows that count.
+            ended: ``(n,)`` bool.
+            mode: ``train`` (pairs) or ``eval``.
+        """
+        metrics = {"objective/scores": mean(scores, known), "val/contain_eos_token": mean(ended.float())}
+        if mode == "train":
+            metrics["objective/scores_margin"] = mean((scores[::2] - scores[1::2]).abs(), known[::2])
+        self.log_metrics_now(metrics, mode)
+
+    # Logs --------------------------------------------------------------------------------------------------------
+
+    def reduced_metrics(self, mode: str) -> dict[str, float]:
+        metrics = super().reduced_metrics(mode)
+        if mode == "train" and metrics.get("ties", 0.0) > TIES_MOST and not self._ties_told:
+            self._ties_told = True
+            logger.warning(
+                "%.0f%% of the pairs are ties, equal completions or equal rewards, and train nothing. Raise temperature, or use "
+                "a reward (or judge) that tells completions apart.",
+                100 * metrics["ties"],
+            )
+        return metrics
+
+    def evaluation_loop(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> Any:
+        """As every trainer, without a loss: one completion a prompt has nothing to be compared with."""
+        output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
+        output.metrics.pop(f"{metric_key_prefix}_loss", None)
+        return output

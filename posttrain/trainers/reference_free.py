@@ -1,0 +1,166 @@
+"""`CPOTrainer`, `ORPOTrainer` and `TPOTrainer`: preference without a reference, by TRL's signatures."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+from posttrain.methods.cpo import CPO, CPOConfig
+from posttrain.methods.orpo import ORPO, ORPOConfig
+from posttrain.methods.tpo import TPO, TPOConfig
+from posttrain.trainers.arguments import (
+    Adapter,
+    Callbacks,
+    EvalSets,
+    Metrics,
+    Model,
+    OptimizerClass,
+    Optimizers,
+    Quantization,
+    Tokenizer,
+    TrainSet,
+)
+from posttrain.trainers.preference import PreferenceTrainer
+
+
+class ReferenceFreeTrainer(PreferenceTrainer):
+    """Answers by the policy's own likelihood: there is no reference to compare with."""
+
+    def __init__(self, model: Model, args: Any = None, **kwargs: Any) -> None:
+        super().__init__(model, None, args, **kwargs)
+
+
+class CPOTrainer(ReferenceFreeTrainer):
+    """Trains on pairs by the policy's own likelihood. See `CPO`."""
+
+    METHOD = CPO
+    args: CPOConfig
+
+    def __init__(
+        self,
+        model: Model,
+        args: CPOConfig | None = None,
+        data_collator: Callable | None = None,
+        train_dataset: TrainSet | None = None,
+        eval_dataset: EvalSets | None = None,
+        processing_class: Tokenizer | None = None,
+        model_init: Callable | None = None,
+        callbacks: Callbacks | None = None,
+        optimizers: Optimizers = (None, None),
+        preprocess_logits_for_metrics: Callable | None = None,
+        peft_config: Adapter | None = None,
+        compute_metrics: Metrics | None = None,
+        *,
+        compute_loss_func: Callable | None = None,
+        optimizer_cls_and_kwargs: OptimizerClass | None = None,
+        quantization_config: Quantization | None = None,
+    ) -> None:
+        super().__init__(
+            model,
+            args,
+            data_collator=data_collator,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            processing_class=processing_class,
+            model_init=model_init,
+            callbacks=callbacks,
+            optimizers=optimizers,
+            preprocess_logits_for_metrics=preprocess_logits_for_metrics,
+            peft_config=peft_config,
+            compute_metrics=compute_metrics,
+            compute_loss_func=compute_loss_func,
+            optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
+            quantization_config=quantization_config,
+        )
+
+
+class ORPOTrainer(ReferenceFreeTrainer):
+    """``NLL(prompt and chosen) - beta lsig(log-odds ratio)``, without a reference. See `ORPO`."""
+
+    METHOD = ORPO
+    _paper: ClassVar[dict[str, str]] = {
+        "title": "ORPO: Monolithic Preference Optimization without Reference Model",
+        "id": "2403.07691",
+    }
+    args: ORPOConfig
+
+    def __init__(
+        self,
+        model: Model,
+        args: ORPOConfig | None = None,
+        data_collator: Callable | None = None,
+        train_dataset: TrainSet | None = None,
+        eval_dataset: EvalSets | None = None,
+        processing_class: Tokenizer | None = None,
+        model_init: Callable | None = None,
+        callbacks: Callbacks | None = None,
+        optimizers: Optimizers = (None, None),
+        preprocess_logits_for_metrics: Callable | None = None,
+        peft_config: Adapter | None = None,
+        compute_metrics: Metrics | None = None,
+        *,
+        compute_loss_func: Callable | None = None,
+        optimizer_cls_and_kwargs: OptimizerClass | None = None,
+        quantization_config: Quantization | None = None,
+    ) -> None:
+        super().__init__(
+            model,
+            args,
+            data_collator=data_collator,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            processing_class=processing_class,
+            model_init=model_init,
+            callbacks=callbacks,
+            optimizers=optimizers,
+            preprocess_logits_for_metrics=preprocess_logits_for_metrics,
+            peft_config=peft_config,
+            compute_metrics=compute_metrics,
+            compute_loss_func=compute_loss_func,
+            optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
+            quantization_config=quantization_config,
+        )
+
+
+class TPOTrainer(ReferenceFreeTrainer):
+    """Three answers to one prompt are one tree: chosen, rejected, and the gold ``reference`` that is imitated. See `TPO`."""
+
+    METHOD = TPO
+    args: TPOConfig
+
+    def __init__(
+        self,
+        model: Model,
+        args: TPOConfig | None = None,
+        data_collator: Callable | None = None,
+        train_dataset: TrainSet | None = None,
+        eval_dataset: EvalSets | None = None,
+        processing_class: Tokenizer | None = None,
+        compute_metrics: Metrics | None = None,
+        callbacks: Callbacks | None = None,
+        optimizers: Optimizers = (None, None),
+        peft_config: Adapter | None = None,
+        *,
+        model_init: Callable | None = None,
+        compute_loss_func: Callable | None = None,
+        optimizer_cls_and_kwargs: OptimizerClass | None = None,
+        preprocess_logits_for_metrics: Callable | None = None,
+        quantization_config: Quantization | None = None,
+    ) -> None:
+        super().__init__(
+            model,
+            args,
+            data_collator=data_collator,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            processing_class=processing_class,
+            compute_metrics=compute_metrics,
+            callbacks=callbacks,
+            optimizers=optimizers,
+            peft_config=peft_config,
+            model_init=model_init,
+            compute_loss_func=compute_loss_func,
+            optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
+            preprocess_logits_for_metrics=preprocess_logits_for_metrics,
+            quantization_config=quantization_config,
+        )

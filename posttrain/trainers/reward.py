@@ -1,0 +1,125 @@
+"""`RewardTrainer`: outcome reward models, by TRL's signature."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import numpy as np
+from torch import nn
+
+from posttrain.data.forest import unbatched_answers
+from posttrain.data.preference import prepare_reward_dataset
+from posttrain.errors import ModelError
+from posttrain.loop.trainer import PostTrainer
+from posttrain.methods.reward import RewardConfig, RewardModel
+from posttrain.models.forward import forward
+from posttrain.models.load import load_classifier
+from posttrain.trainers.arguments import (
+    Adapter,
+    Callbacks,
+    EvalSets,
+    Metrics,
+    Model,
+    OptimizerClass,
+    Optimizers,
+    Quantization,
+    Tokenizer,
+    TrainSet,
+)
+from posttrain.types import Batch, Row
+
+logger = logging.getLogger(__name__)
+
+
+class RewardTrainer(PostTrainer):
+    """Trains a sequence classifier with one output on preference pairs; a pair's prompt is computed once.
+
+    The score is read at the true last token of each answer, found by position: a pad token that equals eos changes nothing.
+
+    >>> trainer = RewardTrainer("HuggingFaceTB/SmolLM2-135M-Instruct", train_dataset=pairs)  # doctest: +SKIP
+    >>> trainer.train()  # doctest: +SKIP
+
+    Reference: Training a helpful and harmless assistant, arXiv:2204.05862.
+    """
+
+    METHOD = RewardModel
+    _tag_names: ClassVar[list[str]] = ["posttrain", "reward-trainer"]
+    args: RewardConfig
+
+    def __init__(
+        self,
+        model: Model,
+        args: RewardConfig | None = None,
+        data_collator: Callable | None = None,
+        train_dataset: TrainSet | None = None,
+        eval_dataset: EvalSets | None = None,
+        processing_class: Tokenizer | None = None,
+        compute_metrics: Metrics | None = None,
+        callbacks: Callbacks | None = None,
+        optimizers: Optimizers = (None, None),
+        optimizer_cls_and_kwargs: OptimizerClass | None = None,
+        preprocess_logits_for_metrics: Callable | None = None,
+        quantization_config: Quantization | None = None,
+        peft_config: Adapter | None = None,
+        *,
+        model_init: Callable | None = None,
+        compute_loss_func: Callable | None = None,
+    ) -> None:
+        labels = getattr(getattr(model, "config", None), "num_labels", 1)
+        if labels != 1:
+            raise ModelError(f"a reward model needs num_labels=1, and {type(model).__name__} has num_labels={labels}.")
+        super().__init__(
+            model,
+            args,
+            data_collator=data_collator,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            processing_class=processing_class,
+            compute_metrics=compute_metrics,
+            callbacks=callbacks,
+            optimizers=optimizers,
+            optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
+            preprocess_logits_for_metrics=preprocess_logits_for_metrics,
+            quantization_config=quantization_config,
+            peft_config=peft_config,
+            model_init=model_init,
+            compute_loss_func=compute_loss_func,
+        )
+        tokenizer = self.processing_class
+        if tokenizer.pad_token_id == tokenizer.eos_token_id:
+            logger.warning(
+                "the pad token equals the eos token %r. Training reads scores by position and is not affected, but "
+                "transformers' own forward looks for the last token that is not pad and would miss the eos: score with "
+                "posttrain's reward functions, or set tokenizer.pad_token to another token.",
+                tokenizer.eos_token,
+            )
+
+    def load_model(self, model_id: str, **kwargs: Any) -> Any:
+        """A sequence classifier with one output; its head is new unless the checkpoint has one."""
+        return load_classifier(model_id, num_labels=1, **kwargs)
+
+    def prepare(self, dataset: Any, name: str, *, training: bool = False) -> Any:
+        """Tokenise one set of pairs, as `prepare_reward_dataset` does."""
+        args = self.args
+        return prepare_reward_dataset(
+            dataset, self.processing_class, max_length=args.max_length, name=name, num_proc=args.dataset_num_proc
+        )
+
+    def rows(self, examples: list[dict[str, Any]]) -> list[Row]:
+        """See `pair_rows`; a user's collator sees the examples first."""
+        if self.user_collator is not None:
+            examples = unbatched_answers(self.user_collator(examples), examples, ("chosen", "rejected"))
+        return super().rows(examples)
+
+    def predictions(self, model: nn.Module, batches: list[Batch]) -> list[tuple[np.ndarray, np.ndarray]]:
+        """``[chosen, rejected]`` scores of each pair in the order of the dataset, with label 0."""
+        found: dict[int, np.ndarray] = {}
+        for batch in batches:
+            scores = forward(model, batch, self.method.traits.needs).scores
+            assert scores is not None
+            pairs = batch.grouped(scores, 2).float().cpu().numpy()
+            for first, pair in zip(sorted(batch.origin)[::2], pairs, strict=True):
+                found[first] = pair
+        return [(found[first], np.array(0)) for first in sorted(found)]
