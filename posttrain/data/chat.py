@@ -13,8 +13,10 @@ from typing import Any
 
 from jinja2 import TemplateSyntaxError
 
+from posttrain.data.chat import tokenize_prompts
 from posttrain.data.formats import is_conversational, strip_none, warn_once
 from posttrain.errors import ConfigError, DataError, ModelError
+from posttrain.types import Prompt
 
 logger = logging.getLogger(__name__)
 
@@ -549,3 +551,19 @@ def tokenize_prompts(
     if not chat:
         ids = [open_end(x, text, tokenizer) for x, text in zip(ids, texts, strict=True)]
     return [x for x, group in zip(ids, alike, strict=True) for _ in group]
+
+
+def cut_prompt(ids: list[int], most: int | None) -> list[int]:
+    """The last ``most`` tokens.
+
+    Raises:
+        DataError: The prompt has images and more tokens: a cut could go through an image.
+    """
+    if most is None or len(ids) <= most:
+        return ids
+    if Prompt.pictures_of(ids):
+        raise DataError(
+            f"a prompt with images has {len(ids)} tokens, and max_length and max_prompt_length leave it {most}: a cut would go "
+            "through an image. Fix: larger limits, or smaller images."
+        )
+    return ids[-most:]

@@ -19,14 +19,12 @@ from posttrain.data.processors import is_processor
 from posttrain.data.samplers import PromptStream, RepeatSampler
 from posttrain.errors import RolloutServerError
 from posttrain.loop.dynamic_sampling import DynamicSampler, groups_without_signal
+from posttrain.loop.episodes import EpisodeRunner, make_driver
 from posttrain.loop.prompts import (
     PromptSource,
-    RolloutSource,
-    SyncRollouts,
     check_stream,
     describe_schedule,
     empty_prompts,
-    make_driver,
     without_workers,
 )
 from posttrain.loop.reward_watch import RewardWatch
@@ -67,8 +65,8 @@ class OnlineTrainer(PostTrainer):
     `score` (completions to rewards of all ranks), `attach_logps` (log-probs under older or frozen weights) and
     `advantages` (rewards to what each completion is worth). Then its rows wait in the buffer for the objective.
 
-    What it owns: `prompt_source` (which prompts, in which order), `source` (where rollouts come from), `weight_sync` (the
-    engine, and the weights it holds), `driver` (episodes, where tools, environments or a rollout function are given),
+    What it owns: `prompt_source` (which prompts, in which order), `weight_sync` (the engine, and the weights it holds),
+    `driver` (episodes, where tools, environments or a rollout function are given),
     `reward_watch` (rewards that teach nothing) and `dynamic_sampler` (fresh groups in the place of those without variance).
     """
 
@@ -126,7 +124,6 @@ class OnlineTrainer(PostTrainer):
         self.announce()
         if getattr(self.args, "log_completions", False):
             self.add_callback(rollout_table(self.args, self.record, self.rewards.names))
-        self.source = self.make_source()
 
     def reads_images(self) -> tuple[bool, bool]:
         """Pictures of prompts, and those that tools and environments return."""
@@ -163,15 +160,10 @@ class OnlineTrainer(PostTrainer):
             inference=self.inference, log=self.log_metrics_now, checks=self.checks,
         )  # fmt: skip
 
-    def make_source(self) -> RolloutSource:
-        """Where the rollouts of a step come from."""
-        return self.local_rollouts
-
     @functools.cached_property
-    def local_rollouts(self) -> SyncRollouts:
-        """Rollouts of this process: of every step of synchronous training, and of evaluation."""
-        return SyncRollouts(
-            lambda rows: self.generate_and_score(rows, "train"),
+    def episodes(self) -> EpisodeRunner:
+        """Runs what takes more than one call to the engine."""
+        return EpisodeRunner(
             self.driver,
             self.weight_sync,
             check_lengths=lambda requests: self.prompt_source.check_lengths(requests, self.context),
@@ -301,16 +293,11 @@ class OnlineTrainer(PostTrainer):
     def micro_batch(self, inputs: list[dict[str, Any]], index: int) -> list[Batch]:
         """The next slice of the buffer; a new generation first, when the buffer is used up."""
         if self.window.used_up:
-            generation = self.next_rollouts(inputs)
+            generation = self.generate_and_score(inputs, "train")
             self.window.fill(self._slices(generation, self.args.steps_per_generation or 1), self.state.global_step)
         rows = self.window.take()
         self.log_metrics_now({"staleness/mean_updates": mean(float(self.state.global_step - self.window.born))})
         return self.collate(rows)
-
-    def next_rollouts(self, examples: list[dict[str, Any]]) -> RolloutBatch:
-        """A scored rollout batch from the source, of these examples where the source is this process."""
-        self.local_rollouts.prompts = examples
-        return self.source.next(len(examples))
 
     def _slices(self, generation: RolloutBatch, count: int) -> list[list[Row]]:
         """Whole groups in random order, cut into ``count`` slices, then exchanged with other ranks where that pays."""
@@ -383,7 +370,7 @@ class OnlineTrainer(PostTrainer):
         """One completion per example, decoded and counted; environments are reset first."""
         begin = time.perf_counter()
         self._extra, number, size = {}, self._generation_number(mode), self.group_size(mode)
-        self._environments, examples = self.local_rollouts.begin(examples, number=number, group_size=size)
+        self._environments, examples = self.episodes.begin(examples, number=number, group_size=size)
         rollouts, completions = self.roll_out(examples, mode)
         self.window.generations += mode == "train"
         masked, pictured = self.vision.look_at(rollouts, examples, self.model, self.pad_token_id)
@@ -410,10 +397,10 @@ class OnlineTrainer(PostTrainer):
         """One completion per example, and what reward functions see of each: its text, or a list of messages."""
         if self.rollout_func is not None:
             vocabulary = self.model.config.get_text_config().vocab_size
-            rollouts, completions, self._extra = self.local_rollouts.run_function(examples, self, vocabulary=vocabulary)
+            rollouts, completions, self._extra = self.episodes.run_function(examples, self, vocabulary=vocabulary)
             return rollouts, completions
         if self.driver is not None and self.driver.calls_tools:
-            return self.local_rollouts.run_tools(examples, self._environments, self.sampling(mode), mode)
+            return self.episodes.run_tools(examples, self._environments, self.sampling(mode), mode)
         rollouts = self.sample(self.tokenize(examples), self.sampling(mode))
         chat = is_conversational(examples[0])
         return rollouts, completions_for_rewards(self.processing_class, rollouts, conversational=chat)

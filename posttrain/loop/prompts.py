@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import abc
 import itertools
 import logging
 from collections.abc import Callable
@@ -11,24 +10,18 @@ from typing import TYPE_CHECKING, Any
 
 import datasets
 
-from posttrain.data.chat import tokenize_prompts
+from posttrain.data.chat import cut_prompt, tokenize_prompts
 from posttrain.data.formats import PROMPT_COLUMNS, is_conversational, refuse_images, shown_prompt
 from posttrain.data.samplers import RepeatSampler, check_prompts, repeat_iterable_dataset
 from posttrain.errors import ConfigError, DataError
 from posttrain.loop.build import with_attributes
-from posttrain.loop.weight_sync import WeightSync
-from posttrain.methods.base import Traits
 from posttrain.methods.online_config import OnlineConfig
-from posttrain.metrics import Metric, mean
-from posttrain.models import parallel
-from posttrain.rollouts.batch import RolloutBatch
 from posttrain.rollouts.episodes.environments import EMPTY_PROMPT, EnvironmentPool
-from posttrain.types import Prompt, Request, Rollout, Sampling
+from posttrain.types import Prompt, Request
 
 if TYPE_CHECKING:
     from posttrain.data.processors import PictureProcessor
     from posttrain.rollouts.episodes.driver import EpisodeDriver
-    from posttrain.rollouts.episodes.loop import Batches, Episode
 
 logger = logging.getLogger(__name__)
 
@@ -349,22 +342,6 @@ def _only_prompts(dataset: Any) -> Any:
     return dataset.select_columns([name for name in names if name in PROMPT_COLUMNS]) if names else dataset
 
 
-def cut_prompt(ids: list[int], most: int | None) -> list[int]:
-    """The last ``most`` tokens.
-
-    Raises:
-        DataError: The prompt has images and more tokens: a cut could go through an image.
-    """
-    if most is None or len(ids) <= most:
-        return ids
-    if Prompt.pictures_of(ids):
-        raise DataError(
-            f"a prompt with images has {len(ids)} tokens, and max_length and max_prompt_length leave it {most}: a cut would go "
-            "through an image. Fix: larger limits, or smaller images."
-        )
-    return ids[-most:]
-
-
 def describe_schedule(args: OnlineConfig, prompts: int | None) -> str:
     """Generations, updates and epochs in words.
 
@@ -399,164 +376,3 @@ def describe_schedule(args: OnlineConfig, prompts: int | None) -> str:
 
 def _updates(count: float) -> str:
     return f"{count:g} update{'' if count == 1 else 's'}"
-
-
-# Rollouts, what reward functions see of each, further columns for them.
-Rolled = tuple[list[Rollout], list[Any], dict[str, list[Any]]]
-
-
-def make_driver(traits: Traits, name: str, args: Any, given: dict[str, Any]) -> EpisodeDriver | None:
-    """The driver of what a trainer was given; None where completions are single turns of the engine.
-
-    Args:
-        traits: Of the method.
-        name: Of the trainer's class.
-        args: Its config; None where none was given.
-        given: ``tools``, ``environment_factory``, ``rollout_func``, those that are not None.
-
-    Raises:
-        ConfigError: The trainer takes none of them.
-    """
-    if given and not traits.takes_episodes:
-        raise ConfigError(
-            f"{name} has no {', '.join(given)}: its completions are single turns of the engine. Fix: use "
-            "GRPOTrainer, or leave it out."
-        )
-    if not any(given.values()):
-        return None
-    from posttrain.rollouts.episodes.driver import EpisodeDriver, EpisodeSetup
-
-    return EpisodeDriver(EpisodeSetup.of(args, **given))
-
-
-class RolloutSource(abc.ABC):
-    """Gives scored rollouts, generated in this process or in others."""
-
-    @abc.abstractmethod
-    def next(self, n: int) -> RolloutBatch:
-        """The next ``n`` rollouts, with rewards and advantages; a collective.
-
-        Args:
-            n: Rollouts of this process (`SyncRollouts`), or of all processes (`AsyncRollouts`).
-        """
-
-
-class SyncRollouts(RolloutSource):
-    """Rollouts that are generated in the trainer's process when they are asked for, with the trainer's engine.
-
-    Args:
-        generate: Examples to a scored rollout batch.
-        driver: Of episodes with tools, environments or a rollout function; None: single turns alone.
-        sync: Pushes weights and asks the engine; its accelerator makes every call here one of all ranks.
-        check_lengths: Refuses prompts that do not fit the context.
-        stop_ids: Tokens that end a turn.
-        pad_token_id: Of the policy.
-        log: Takes metrics and a mode.
-    """
-
-    def __init__(
-        self,
-        generate: Callable[[list[dict[str, Any]]], RolloutBatch],
-        driver: EpisodeDriver | None,
-        sync: WeightSync,
-        *,
-        check_lengths: Callable[[list[Request]], None],
-        stop_ids: tuple[int, ...],
-        pad_token_id: int,
-        log: Callable[[dict[str, Metric], str], None],
-    ) -> None:
-        self.generate, self.driver, self.sync = generate, driver, sync
-        self.accelerator, self.check_lengths, self.log = sync.accelerator, check_lengths, log
-        self.stop_ids, self.pad_token_id = stop_ids, pad_token_id
-        # Rows of the loader that wait to be completed, each prompt as often as it is.
-        self.prompts: list[dict[str, Any]] = []
-        self._warned = False
-
-    def next(self, n: int) -> RolloutBatch:
-        """See `RolloutSource.next`; completes the next ``n`` of ``prompts``."""
-        chosen, self.prompts = self.prompts[:n], self.prompts[n:]
-        return self.generate(chosen)
-
-    def begin(
-        self, rows: list[dict[str, Any]], *, number: int, group_size: int
-    ) -> tuple[list[Any] | None, list[dict[str, Any]]]:
-        """Reset an environment for each row; a collective.
-
-        Args:
-            rows: Dataset rows, groups consecutive.
-            number: Of the generation; seeds follow from it.
-            group_size: G.
-
-        Returns:
-            The environments, None where there are none, and the rows with what the environments said first.
-        """
-        driver = self.driver
-        if driver is None or driver.pool is None:
-            return None, rows
-        driver.pool.release()
-        seeds, rows = self._group_seeds(len(rows), number, group_size), [dict(row) for row in rows]
-        return parallel.run_and_share(lambda: driver.begin(rows, seeds), self.accelerator)
-
-    def _group_seeds(self, count: int, number: int, group_size: int) -> list[int]:
-        """A number for each row, equal for completions that are compared with each other, over ranks too."""
-        start = sum(parallel.all_gather_objects([count], self.accelerator)[: self.accelerator.process_index])
-        base = self.sync.args.seed * 1_000_003 + number * 100_003
-        return [(base + (start + i) // group_size) % 2**31 for i in range(count)]
-
-    def run_tools(
-        self, rows: list[dict[str, Any]], environments: list[Any] | None, sampling: Sampling, mode: str
-    ) -> tuple[list[Rollout], list[Any]]:
-        """One episode a row, of turns and tool calls; a collective, since ranks leave the loop together.
-
-        Args:
-            rows: Dataset rows.
-            environments: One for each, or None.
-            sampling: Of every turn.
-            mode: ``train`` or ``eval``, for the log.
-
-        Returns:
-            Rollouts, and the messages of each episode.
-        """
-        from posttrain.rollouts.batch import shared_requests
-
-        def generate(batches: Batches) -> list[list[Rollout]]:
-            return self.sync.ask([(shared_requests(prompts), one) for prompts, one in batches])
-
-        def any_process(here: bool) -> bool:
-            return parallel.all_reduce_sum([float(here)], self.accelerator)[0] > 0
-
-        assert self.driver is not None
-        episodes = self.driver.episodes(rows, environments)
-        self.check_lengths([Request(episode.prompt_ids) for episode in episodes])
-        limits = {"context": self.sync.context, "stop_ids": self.stop_ids}
-        with self.sync.engine.prefix_cache():
-            found = self.driver.run_tools(episodes, sampling, generate, **limits, any_process=any_process)
-        self.log(_call_metrics(episodes, pictures=self.driver.reader is not None), mode)
-        return found
-
-    def run_function(self, rows: list[dict[str, Any]], trainer: Any, *, vocabulary: int) -> Rolled:
-        """Let the user's rollout function complete the prompts; see `EpisodeDriver.run_function`."""
-        driver, args = self.driver, self.sync.args
-        assert driver is not None
-        if self.sync.needs_weight_sync:
-            # The function may ask the same servers: with the weights of now.
-            self.sync.push_if_due()
-        ends = (*self.stop_ids, self.pad_token_id)
-        limits = {"stop_ids": ends, "vocabulary": vocabulary, "most": args.max_completion_length}
-        found = parallel.run_and_share(lambda: driver.run_function(rows, trainer, **limits), self.accelerator)
-        if args.vllm_importance_sampling_correction and not any(r.logp for r in found[0]) and not self._warned:
-            self._warned = True
-            logger.warning(
-                "rollout_func returned no log-probs (logprobs=None): nothing corrects for how far what it sampled from is from "
-                "the policy. Return those of the sampler."
-            )
-        return found
-
-
-def _call_metrics(episodes: list[Episode], *, pictures: bool) -> dict[str, Metric]:
-    calls, failures = sum(e.calls for e in episodes), sum(e.failures for e in episodes)
-    return {
-        "tools/call_frequency": mean(calls / max(len(episodes), 1), weight=len(episodes)),
-        "tools/failure_frequency": mean(failures / calls, weight=calls) if calls else mean(0.0, weight=1e-9),
-        "tools/escaped_control_tokens": mean(float(sum(e.escaped for e in episodes))),
-    } | ({"images/masked_episodes": mean(float(sum(e.masked for e in episodes)))} if pictures else {})

@@ -311,7 +311,7 @@ class PPOTrainer(OnlineTrainer):
         window.passes = args.num_ppo_epochs * pieces
         self._clock = self._clock or (self.counters["episode"], time.perf_counter())
         if window.used_up:
-            generation = self.next_rollouts(self.prompt_source.readable(inputs))
+            generation = self.generate_and_score(self.prompt_source.readable(inputs), "train")
             window.fill([self._training_rows(generation)], self.state.global_step)
         place, rows = window.step, window.take()
         self.log_metrics_now({"staleness/mean_updates": mean(float(self.state.global_step - window.born))})

@@ -9,11 +9,10 @@ from typing import Any
 
 import datasets
 
-from posttrain.data.chat import RENDERED, tokenize_prompts
+from posttrain.data.chat import RENDERED, cut_prompt, tokenize_prompts
 from posttrain.data.formats import is_messages, strip_none
 from posttrain.data.sft import IGNORED, SupervisedOptions, label_batch
 from posttrain.errors import DataError
-from posttrain.loop.prompts import cut_prompt
 from posttrain.types import Rollout, Row
 
 

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 from posttrain.data.processors import PictureProcessor
 from posttrain.errors import RolloutError
-from posttrain.loop.prompts import RolloutSource
 from posttrain.loop.reward_watch import RewardWatch
 from posttrain.loop.scoring import completion_rows, reward_options
 from posttrain.loop.weight_sync import WeightSync, sync_option, whole_update
@@ -271,7 +270,7 @@ class RolloutService:
         )
 
 
-class AsyncRollouts(RolloutSource):
+class AsyncRollouts:
     """Rollouts that workers write ahead, taken from a queue as steps need them; each in exactly one place of the ledger.
 
     Args:
@@ -301,7 +300,7 @@ class AsyncRollouts(RolloutSource):
         self._seen_stale = 0
 
     def next(self, n: int) -> RolloutBatch:
-        """See `RolloutSource.next`: this process's share of ``n`` rollouts; workers are started before the first."""
+        """The share that this process has of ``n`` rollouts; workers are started before the first."""
         self.service.serve()
         main = self.accelerator.is_main_process
         while True:

@@ -149,6 +149,7 @@ class AsyncGRPOTrainer(OnlineTrainer):
                 "rollout_worker without weight_transfer: it loads what lies in shared memory, or stays as it is."
             )
         args = self.args
+        self.source = self.make_source()
         self.mismatch = MismatchGuard()
         self.trained_groups: int = 0
         self._new_groups: set[int] = set()
