@@ -13,7 +13,6 @@ from typing import Any
 
 from jinja2 import TemplateSyntaxError
 
-from posttrain.data.chat import tokenize_prompts
 from posttrain.data.formats import is_conversational, strip_none, warn_once
 from posttrain.errors import ConfigError, DataError, ModelError
 from posttrain.types import Prompt
