@@ -349,11 +349,11 @@ def test_the_tables_of_callbacks_are_those_of_the_code():
 
 
 def test_the_tables_of_commands_are_those_of_the_code():
+    from posttrain.cli.commands import TRAINING
     from posttrain.cli.inspect import EXAMPLES, ROWS
-    from posttrain.cli.main import COMMANDS
     from posttrain.cli.train import CONFIGS, ScriptArguments
 
-    assert sorted(names("cli.md", "command")) == sorted(COMMANDS)
+    assert sorted(names("cli.md", "command")) == sorted(TRAINING)
     assert sorted(names("inspect.md", "command")) == sorted(ROWS)
     assert options("cli.md", "option") == {f.name: default_of(f) for f in dataclasses.fields(ScriptArguments)}
     assert sorted(names("cli.md", "`--accelerate_config`")) == sorted(path.stem for path in CONFIGS.glob("*.yaml"))
@@ -380,15 +380,15 @@ def test_commands_are_understood(words):
     """Every flag of a command on the page is an option of it, of its launcher, or of `inspect`."""
     from posttrain.cli import inspect as inspection
     from posttrain.cli import train
-    from posttrain.cli.main import COMMANDS
+    from posttrain.cli.main import TRAINING
 
     name, *rest = words
-    assert name in COMMANDS
+    assert name in TRAINING
     if name == "inspect":
         _, rest = inspection._parser().parse_known_args(rest)
         name = words[1]
         assert name in inspection.ROWS
-    if name in train.COMMANDS:
+    if name in TRAINING:
         rest, _ = train._accelerate_shortcut(rest)
         at = rest.index("--config") if "--config" in rest else len(rest)
         rest = rest[:at] + rest[at + 2 :]

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from posttrain.cli import train
+from posttrain.cli.commands import TRAINING
 from posttrain.cli.subject import ROWS, Subject, no_progress_bars
 from posttrain.errors import PreflightError, check_choice
 from posttrain.types import Finding
@@ -271,11 +272,11 @@ def run(argv: list[str]) -> int:
         "tokenizer and template, rows, rewards, memory and server. Reads no weights and writes nothing.",
         allow_abbrev=False,
     )
-    parser.add_argument("command", metavar="COMMAND", help="a training command: " + ", ".join(sorted(train.COMMANDS)))
+    parser.add_argument("command", metavar="COMMAND", help="a training command: " + ", ".join(sorted(TRAINING)))
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
     parser.add_argument("--examples", type=int, default=EXAMPLES, metavar="N", help=f"rows to tokenise ({EXAMPLES})")
     options, rest = parser.parse_known_args(argv)
-    check_choice("command", options.command, sorted(train.COMMANDS))
+    check_choice("command", options.command, sorted(TRAINING))
     checkup = Checkup(options.command, rest, max(1, options.examples))
     checkup.make()
     if options.json:

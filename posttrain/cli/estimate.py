@@ -8,7 +8,7 @@ import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from posttrain.cli import train
+from posttrain.cli.commands import TRAINING
 from posttrain.cli.subject import Subject, model_config
 from posttrain.errors import DataError, PosttrainError
 
@@ -37,7 +37,7 @@ def run(argv: list[str]) -> int:
         f"Exit code 0 if it fits, {DOES_NOT_FIT} if it does not.",
         allow_abbrev=False,
     )
-    parser.add_argument("trainer", metavar="TRAINER", help="a training command: " + ", ".join(sorted(train.COMMANDS)))
+    parser.add_argument("trainer", metavar="TRAINER", help="a training command: " + ", ".join(sorted(TRAINING)))
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     parser.add_argument("--prompt_tokens", type=int, metavar="N", help="of the longest prompt, instead of reading data")
     parser.add_argument("--completion_tokens", type=int, metavar="N", help="tokens of the longest completion")

@@ -10,40 +10,14 @@ from collections.abc import Callable
 from typing import Any
 
 from posttrain.cli import ranks
+from posttrain.cli.commands import TRAINING
 
-# Training commands, and what each is for.
-TRAINING = {
-    "sft": "supervised fine-tuning",
-    "reward": "outcome reward models, from preference pairs",
-    "dpo": "direct preference optimisation, from preference pairs",
-    "kto": "from answers judged good or bad",
-    "bco": "the same, by a binary classifier's loss",
-    "cpo": "pairs without a reference model; SimPO and AlphaPO too",
-    "orpo": "supervised fine-tuning with an odds-ratio penalty on rejected answers",
-    "tpo": "pairs and a gold answer",
-    "grpo": "group-relative policy optimisation",
-    "gmpo": "GRPO with geometric means of clipped ratios",
-    "async-grpo": "GRPO on rollouts that other processes write while it trains",
-    "a2po": "regression on optimal advantages, one completion a prompt",
-    "rloo": "policy gradients against the mean of a prompt's other completions",
-    "ppo": "clipped policy gradients with a value function",
-    "online-dpo": "DPO on pairs of the policy's own completions, by rewards or a judge",
-    "distill": "learn a teacher's next-token distributions, on the student's own samples",
-    "distillation": "the same command by TRL's name",
-    "gkd": "the same on the dataset's answers, or a mixture of both",
-    "gold": "the same from a teacher with another tokenizer",
-    "minillm": "the reverse KL to a teacher as a reward of each token",
-    "iw-opd": "the same with more weight on early tokens",
-    "sdft": "the student with a hint is its own teacher",
-    "sdpo": "the student that saw a success is its own teacher",
-    "ssd": "supervised fine-tuning on the model's own samples",
-}
 HELP = f"""usage: posttrain COMMAND [options]
 
 Post-training of transformer language models.
 
 training commands (all take --config file.yaml; COMMAND --help lists every option):
-{chr(10).join(f"  {name:10}  {text}" for name, text in TRAINING.items())}
+{chr(10).join(f"  {name:10}  {command.text}" for name, command in TRAINING.items())}
 
 other commands:
   demo    teach a small language model to add, on this machine, in a few minutes

@@ -11,6 +11,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from posttrain.cli import train
+from posttrain.cli.commands import TRAINING
 from posttrain.errors import DataError, check_choice
 from posttrain.types import Finding, Row
 
@@ -55,11 +56,11 @@ class Subject:
     """
 
     def __init__(self, name: str, tokens: Sequence[str]) -> None:
-        check_choice("command", name, sorted(train.COMMANDS))
+        check_choice("command", name, sorted(TRAINING))
         self.name = name
         self.parsed, _, _ = train.parse(name, tokens)
         self.script_args, self.config, self.model_args, self.mixture = self.parsed
-        self.kind = train._load(train.COMMANDS[name].trainer)
+        self.kind = TRAINING[name].trainer
 
     @cached_property
     def source(self) -> str:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.cli import launch_ray, ranks
+from posttrain.cli.commands import TRAINING
 from posttrain.errors import ConfigError, did_you_mean
 from posttrain.fields import option
 
@@ -177,65 +178,14 @@ class PPOScriptArguments(GRPOScriptArguments):
     )
 
 
-@dataclass(frozen=True)
-class Command:
-    """One training command: module and beginning of the names of its classes, and what says on which data it trains."""
-
-    module: str
-    name: str
-    script_args: type = ScriptArguments
-
-    @property
-    def trainer(self) -> str:
-        """``module:class`` of the trainer."""
-        return f"posttrain.methods.{self.module}:{self.name}Trainer"
-
-    @property
-    def config(self) -> str:
-        """``module:class`` of its config."""
-        return f"posttrain.methods.{self.module}:{self.name}Config"
-
-    @property
-    def asks_servers(self) -> bool:
-        """Whether rollout servers can generate for it."""
-        return "vllm_server_base_url" in _load(self.config).__dataclass_fields__
-
-
-COMMANDS: dict[str, Command] = {
-    **{name: Command(name, name.upper()) for name in ("sft", "dpo", "kto", "bco", "cpo", "orpo", "tpo")},
-    "reward": Command("reward", "Reward"),
-    "rloo": Command("rloo", "RLOO", GRPOScriptArguments),
-    "ppo": Command("ppo", "PPO", PPOScriptArguments),
-    "online-dpo": Command("online_dpo", "OnlineDPO", JudgedScriptArguments),
-    "grpo": Command("grpo", "GRPO", EpisodeScriptArguments),
-    "gmpo": Command("grpo.trainer", "GMPO", EpisodeScriptArguments),
-    "async-grpo": Command("async_grpo", "AsyncGRPO", EpisodeScriptArguments),
-    "a2po": Command("a2po", "A2PO", GRPOScriptArguments),
-    "distill": Command("distillation.trainer", "Distillation"),
-    "distillation": Command("distillation.trainer", "Distillation"),
-    "gkd": Command("distillation.presets", "GKD"),
-    "gold": Command("distillation.gold", "GOLD"),
-    "minillm": Command("distillation.presets", "MiniLLM", GRPOScriptArguments),
-    "sdft": Command("distillation.presets", "SDFT"),
-    "sdpo": Command("distillation.presets", "SDPO", GRPOScriptArguments),
-    "ssd": Command("distillation.presets", "SSD"),
-    "iw-opd": Command("distillation.presets", "IWOPD"),
-}
-
-
-def _load(path: str) -> Any:
-    module, _, name = path.partition(":")
-    return getattr(importlib.import_module(module), name)
-
-
 def parser_for(name: str) -> Any:
     """The parser of one training command."""
     from posttrain.cli.parser import PosttrainArgumentParser
     from posttrain.data.mixture import DatasetMixtureConfig
     from posttrain.models.load import ModelConfig
 
-    command = COMMANDS[name]
-    types = (command.script_args, _load(command.config), ModelConfig, DatasetMixtureConfig)
+    command = TRAINING[name]
+    types = (globals()[command.script_args], command.config, ModelConfig, DatasetMixtureConfig)
     # The dtype that asynchronous GRPO has too: `ModelConfig` comes later, and its own is for the other commands.
     shared = {"conflict_handler": "resolve"} if name == "async-grpo" else {}
     return PosttrainArgumentParser(types, prog=f"posttrain {name}", **shared)
@@ -259,7 +209,7 @@ def run(name: str, argv: list[str]) -> int:
     ``--launcher ray`` servers and trainer on a cluster.
     """
     if launch_ray.is_wanted(argv):
-        return launch_ray.run(name, argv, COMMANDS[name].asks_servers)
+        return launch_ray.run(name, argv, TRAINING[name].asks_servers)
     parsed, argv, launch = parse(name, argv)
     if launch and "LOCAL_RANK" not in os.environ and ranks.EXIT_CODES not in os.environ:
         return _launch(name, argv, launch)
@@ -287,7 +237,7 @@ def train(name: str, script_args: Any, config: Any, model_args: Any, mixture: An
             f"{sorted(data)}. Set dataset_test_split or test_split_size, or eval_strategy to 'no'."
         )
     extra = _parts(script_args, config)
-    trainer = _load(COMMANDS[name].trainer)(
+    trainer = TRAINING[name].trainer(
         model=model,
         args=config,
         train_dataset=data.get(_train_split(script_args, mixture)),

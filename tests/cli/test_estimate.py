@@ -5,9 +5,10 @@ import json
 import pytest
 
 from posttrain.checks.memory import Lengths, plan, samples
+from posttrain.cli.commands import TRAINING
 from posttrain.cli.estimate import DOES_NOT_FIT
 from posttrain.cli.main import main
-from posttrain.cli.train import COMMANDS, _load, parser_for
+from posttrain.cli.train import parser_for
 from tests.conftest import build_model
 
 
@@ -110,12 +111,12 @@ METHODS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("trainer", sorted(COMMANDS))
+@pytest.mark.parametrize("trainer", sorted(TRAINING))
 def test_each_trainer_has_a_plan(trainer, tmp_path):
     from posttrain.models.memory_estimate import estimate_memory
 
     (_, args, *_) = parser_for(trainer).parse_args_and_config(["--output_dir", str(tmp_path), "--bf16", "false"])
-    work = plan(_load(COMMANDS[trainer].trainer), args, build_model(100).config, lengths=Lengths(8, 8))
+    work = plan((TRAINING[trainer].trainer), args, build_model(100).config, lengths=Lengths(8, 8))
     found, (answers, compared) = estimate_memory(work), METHODS[trainer]
     assert found.peak > 0
     assert samples(args) == (answers == 0) and ("reference" in found.standing) == compared

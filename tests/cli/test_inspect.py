@@ -6,6 +6,7 @@ import pytest
 
 from posttrain.cli import inspect as command
 from posttrain.cli import train
+from posttrain.cli.commands import TRAINING
 from posttrain.cli.subject import Prepared, Subject
 from posttrain.errors import ConfigError, DataError
 from posttrain.types import Row
@@ -40,7 +41,7 @@ def summary_of(name, argv, **kwargs):
 
 def rows_of(name, dataset, tokenizer, config):
     """Rows of objects, as the command makes them of its arguments."""
-    subject, kind = Subject.__new__(Subject), train._load(train.COMMANDS[name].trainer)
+    subject, kind = Subject.__new__(Subject), TRAINING[name].trainer
     vars(subject).update(name=name, config=config, tokenizer=tokenizer, kind=kind, source="")
     return subject.rows_of(dataset)[0].rows
 
@@ -293,7 +294,7 @@ def test_no_command_is_wrong_usage_and_help_names_the_commands(capsys):
 
 
 def test_no_training_option_has_the_name_of_an_inspect_option():
-    for name in train.COMMANDS:
+    for name in TRAINING:
         fields = train.parser_for(name).fields
         assert not {option.lstrip("-") for option in NAMES} & set(fields)
 

@@ -16,6 +16,7 @@ import pytest
 import yaml
 
 from posttrain.cli import launch_ray, train
+from posttrain.cli.commands import TRAINING
 from posttrain.cli.launch_ray import RayRun
 from posttrain.errors import ConfigError, MissingDependencyError
 
@@ -24,7 +25,7 @@ MODEL = ["--model_name_or_path", "m"]
 
 
 def job(*tokens, name="grpo"):
-    return RayRun(name, ["--launcher", "ray", *tokens], train.COMMANDS[name].asks_servers)
+    return RayRun(name, ["--launcher", "ray", *tokens], TRAINING[name].asks_servers)
 
 
 @pytest.fixture
@@ -114,7 +115,7 @@ def test_what_cannot_work_is_refused_before_anything_is_placed(name, tokens, mes
 
 
 def test_the_commands_with_servers_are_those_that_generate():
-    asking = {name for name, command in train.COMMANDS.items() if command.asks_servers}
+    asking = {name for name, command in TRAINING.items() if command.asks_servers}
     assert {"grpo", "gmpo", "a2po", "rloo", "online-dpo", "async-grpo", "gkd", "gold", "minillm", "ssd"} <= asking
     assert not asking & {"sft", "dpo", "kto", "reward", "ppo"}
 

@@ -7,8 +7,9 @@ from typing import Literal
 import pytest
 
 from posttrain import SFTConfig
+from posttrain.cli.commands import TRAINING
 from posttrain.cli.parser import TrlParser, load_config
-from posttrain.cli.train import COMMANDS, parser_for
+from posttrain.cli.train import parser_for
 from posttrain.errors import ConfigError
 from tests.wordings import raises
 
@@ -70,7 +71,7 @@ def test_trap_s39_an_unknown_key_names_the_closest(parse):
         parse("", "--learning_rat", "1")
 
 
-@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize("name", TRAINING)
 def test_every_boolean_option_has_a_flag_that_turns_it_off(name, tmp_path):
     parser = parser_for(name)
     booleans = {n for n, item in parser.fields.items() if item.type in (bool, "bool", bool | None, "bool | None")}
@@ -148,7 +149,7 @@ def test_a_field_called_config_is_refused():
         TrlParser(Bad)
 
 
-@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize("name", TRAINING)
 def test_help_of_every_training_command_prints(name, capsys):
     with pytest.raises(SystemExit) as stop:
         parser_for(name).parse_args(["--help"])
