@@ -9,6 +9,8 @@ import itertools
 import json
 import re
 import shlex
+import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -148,10 +150,11 @@ def test_console_examples_print_what_the_page_says(page, tmp_path, monkeypatch):
 def test_marked_examples_run(page, tmp_path, monkeypatch, tiny_model_dir):
     """Blocks of one page share their names, as a reader would run them; the tiny model stands for the real one."""
     monkeypatch.chdir(tmp_path)
-    scope = {}
+    script = types.ModuleType("script")  # Classes are pickled by the module that defines them.
+    monkeypatch.setitem(sys.modules, "script", script)
     for code, marked in blocks(page, "python"):
         if marked:
-            exec(compile(code.replace(MODEL, tiny_model_dir), page, "exec"), scope)
+            exec(compile(code.replace(MODEL, tiny_model_dir), page, "exec"), vars(script))
 
 
 @pytest.mark.parametrize("page", with_blocks("json"))
@@ -349,11 +352,11 @@ def test_the_tables_of_callbacks_are_those_of_the_code():
 
 
 def test_the_tables_of_commands_are_those_of_the_code():
-    from posttrain.cli.commands import TRAINING
     from posttrain.cli.inspect import EXAMPLES, ROWS
+    from posttrain.cli.main import COMMANDS
     from posttrain.cli.train import CONFIGS, ScriptArguments
 
-    assert sorted(names("cli.md", "command")) == sorted(TRAINING)
+    assert sorted(names("cli.md", "command")) == sorted(COMMANDS)
     assert sorted(names("inspect.md", "command")) == sorted(ROWS)
     assert options("cli.md", "option") == {f.name: default_of(f) for f in dataclasses.fields(ScriptArguments)}
     assert sorted(names("cli.md", "`--accelerate_config`")) == sorted(path.stem for path in CONFIGS.glob("*.yaml"))
@@ -380,10 +383,11 @@ def test_commands_are_understood(words):
     """Every flag of a command on the page is an option of it, of its launcher, or of `inspect`."""
     from posttrain.cli import inspect as inspection
     from posttrain.cli import train
-    from posttrain.cli.main import TRAINING
+    from posttrain.cli.commands import TRAINING
+    from posttrain.cli.main import COMMANDS
 
     name, *rest = words
-    assert name in TRAINING
+    assert name in COMMANDS
     if name == "inspect":
         _, rest = inspection._parser().parse_known_args(rest)
         name = words[1]

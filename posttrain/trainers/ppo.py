@@ -435,6 +435,10 @@ class PPOTrainer(OnlineTrainer):
 
     # One optimiser step ----------------------------------------------------------------------------------------------
 
+    def postprocess_metrics(self, metrics: dict[str, float]) -> dict[str, float]:
+        """Those of PPO; lengths of ended responses are not among them where none ended."""
+        return self.method.derived_metrics(metrics)
+
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
         """As transformers', with a rate that stands still during the steps of one rollout batch."""
         given = self.lr_scheduler is not None

@@ -10,7 +10,7 @@ import posttrain as pt
 from posttrain import ConfigError
 from posttrain.compat.overrides import REFUSED as REFUSED_ROWS
 from posttrain.compat.overrides import SILENT, UNCALLED, hook_for, table
-from posttrain.loop.build import PUBLIC_IN_TRL
+from posttrain.loop.attributes import PUBLIC_IN_TRL
 from posttrain.methods.async_grpo import AsyncGRPOConfig
 from tests.conftest import build_model
 from tests.methods import async_helpers
