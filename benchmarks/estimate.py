@@ -189,7 +189,7 @@ def one(name: str, case: str) -> dict[str, Any]:
         trainer.train()
         measured = rss("VmHWM") - before
         config = transformers.AutoConfig.from_pretrained(model) if isinstance(model, str) else model
-        work = plan(trainer, args, config, lengths=lengths_of(method, args, tokenizer), peft_config=lora)
+        work = plan(trainer.METHOD(args), config, lengths=lengths_of(method, args, tokenizer), peft_config=lora)
         found = estimate_memory(work)
     return {
         "model": Path(name).name, "case": case, "measured_mb": round(measured / 1e6), "after_loading_mb": round(built / 1e6),

@@ -202,7 +202,7 @@ def memory(folder: Path, case: str, size: str) -> dict[str, Any]:
     longest = {"prompt": max(len(row.prompt_ids) for row in made), "completion": ANSWER + 1}
     config = transformers.AutoConfig.from_pretrained(folder / size)
     work = plan(
-        trainer, trainer.args, config, lengths=Lengths(**longest), pictures=sampled_pictures(trainer.vision, made)
+        trainer.method, config, lengths=Lengths(**longest), pictures=sampled_pictures(trainer.vision, made)
     )
     found = estimate_memory(work)
     return {

@@ -260,7 +260,8 @@ from .rollouts.workers.samples import (
     WeightTransferProtocol as WeightTransferProtocol,
 )
 from .rollouts.workers.shared_weights import SharedWeights as SharedWeights, Weights as Weights
-from .serve.server import ServeConfig as ServeConfig, run_server as run_server
+from .serve.config import ServeConfig as ServeConfig
+from .serve.server import run_server as run_server
 from .methods.config import PostTrainingConfig as PostTrainingConfig
 from .loop.online import OnlineTrainer as OnlineTrainer
 from .methods.online_config import OnlineConfig as OnlineConfig

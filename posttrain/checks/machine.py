@@ -18,6 +18,7 @@ from packaging.version import InvalidVersion, Version
 
 from posttrain.checks.registry import Context, finding, probe
 from posttrain.integrations.machine import port_is_free
+from posttrain.models.memory import gib
 from posttrain.types import Finding
 
 logger = logging.getLogger(__name__)
@@ -31,16 +32,6 @@ HERE = ("localhost", "127.0.0.1", "0.0.0.0", "::1")
 PLAINLY, SHARE = 2**30, 0.25
 # Tokens of a pass in the rough bound.
 MOST_TOKENS = 16_384
-
-
-def gib(count: float) -> str:
-    """Bytes in words.
-
-    >>> gib(3 * 2**29), gib(5 * 2**20)
-    ('1.5 GiB', '5 MiB')
-    """
-    unit, name = next(((unit, name) for unit, name in ((2**30, "GiB"), (2**20, "MiB")) if count >= unit), (1024, "KiB"))
-    return f"{count / unit:.{1 if name == 'GiB' else 0}f} {name}"
 
 
 # Disk, GPU and ports -------------------------------------------------------------------------------------------------
@@ -509,16 +500,16 @@ def weights_fit(context: Context) -> Iterable[Finding | None]:
 @probe("data", "PT-M001", "PT-M002")
 def memory_fits(context: Context) -> Iterable[Finding | None]:
     """An estimate against what is free; traced (seconds) only where a rough bound leaves a doubt."""
-    trainer = context.parts.get("trainer") or context.parts.get("trainer_class")
+    method = context.parts.get("method")
     limit, bound = memory_limit(context.args), _bound(context.model)
-    if trainer is None or context.model_config is None or (limit is None and bound < PLAINLY):
+    if method is None or context.model_config is None or (limit is None and bound < PLAINLY):
         return
     from posttrain.checks.memory import compare_estimate
     from posttrain.models.memory import available_memory
 
     has = available_memory(context.args.device, limit)
     if bound >= SHARE * has.free:
-        yield compare_estimate(context, trainer, has)
+        yield compare_estimate(context, method, has)
 
 
 def _bound(model: Any) -> float:

@@ -11,15 +11,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from posttrain.checks.machine import gib
 from posttrain.checks.registry import Context, finding
 from posttrain.errors import ModelError
+from posttrain.models.memory import gib
 from posttrain.types import Batch, Finding, Row
 
 if TYPE_CHECKING:
     from posttrain.data.forest import Layout
     from posttrain.data.pictures import Picture
     from posttrain.data.processors import PictureProcessor
+    from posttrain.methods.base import Method, Traits
     from posttrain.models.memory import Available
     from posttrain.models.memory_estimate import Generating, Part, Shards, Workload
 
@@ -237,31 +238,26 @@ def samples(args: Any) -> bool:
     return hasattr(args, "num_generations")
 
 
-def _answers(trainer: Any) -> int:
-    """Completions of a dataset row, by the trainer's class."""
-    return len(getattr(trainer, "branches", ())) or trainer.answers_per_row
-
-
-def _compares(trainer: Any, args: Any) -> bool:
+def _compares(traits: Traits, args: Any) -> bool:
     """Whether a frozen reference scores the rows."""
-    if not samples(args) or not getattr(trainer, "compared", True):
-        return getattr(trainer, "compared", False) and not args.precompute_ref_log_probs
-    always = any(getattr(args, name, None) is not None for name in ("kl_coef", "beta2"))
-    return always or bool(args.beta) or getattr(args, "log_ref_kl", False)
+    if not traits.samples:
+        return traits.compares_reference and not args.precompute_ref_log_probs
+    kl = traits.beta_is_kl and (bool(args.beta) or getattr(args, "log_ref_kl", False))
+    return traits.compares_reference or kl
 
 
-def assumed_lengths(trainer: Any, args: Any) -> Lengths:
+def assumed_lengths(traits: Traits, args: Any) -> Lengths:
     """The longest that the config allows, where the data was not read.
 
     Args:
-        trainer: A trainer, or its class.
+        traits: Of the method.
         args: Its config.
     """
     longest = getattr(args, "max_length", None)
     if not samples(args):
         total = longest or ASSUMED
         source = f"max_length={total}" if longest else f"assumed, as max_length is not set: {ASSUMED}"
-        if not hasattr(trainer, "branches") and _answers(trainer) == 1:
+        if traits.documents:
             return Lengths(0, total, source)
         return Lengths(total // 2, total - total // 2, f"{source}, half of it prompt (assumed)")
     completion = args.max_completion_length or ASSUMED_PROMPT
@@ -277,9 +273,9 @@ def group_sizes(args: Any, size: int) -> list[int]:
     return [group] * (size // group) + ([size % group] if size % group else [])
 
 
-def _longest_rows(trainer: Any, args: Any, lengths: Lengths, size: int) -> list[Row]:
+def _longest_rows(traits: Traits, args: Any, lengths: Lengths, size: int) -> list[Row]:
     """A micro-batch of one process in which every row is as long as the longest; all tokens are 0."""
-    counts = group_sizes(args, size) if samples(args) else [_answers(trainer)] * size
+    counts = group_sizes(args, size) if samples(args) else [traits.answers] * size
     answer = [0] * max(lengths.completion, 1)
     return [Row([0] * lengths.prompt, [answer] * count, [[1] * len(answer)] * count) for count in counts]
 
@@ -302,19 +298,8 @@ def _layout(args: Any, config: Any, device: str) -> Layout:
     return replace(layout, pad_to_multiple_of=multiple) if multiple else layout
 
 
-def _single_pass(args: Any) -> bool:
-    """Whether the loss compares all rows of a micro-batch, which must then be one forward pass."""
-    from posttrain.losses.preference import DPO_LOSSES
-
-    losses = getattr(args, "loss_type", None)
-    if isinstance(losses, list):
-        return any(DPO_LOSSES[name].kind == "sorted" for name in losses if name in DPO_LOSSES)
-    return losses == "bnpo" or getattr(args, "top_entropy_quantile", 1.0) < 1.0
-
-
 def plan(
-    trainer: Any,
-    args: Any,
+    method: Method[Any],
     model_config: Any,
     *,
     lengths: Lengths | None = None,
@@ -330,8 +315,7 @@ def plan(
     """What one process of this run holds.
 
     Args:
-        trainer: A trainer, or its class.
-        args: Its config.
+        method: The algorithm, with its config.
         model_config: Configuration of the policy.
         lengths: Of the longest prompt and completion; None: what the config allows.
         peft_config: Of an adapter that is trained.
@@ -346,28 +330,28 @@ def plan(
     from posttrain.data.forest import collate
     from posttrain.models.memory_estimate import Part, Workload
 
-    parts = dict(parts or {})
-    lengths = lengths or assumed_lengths(trainer, args)
+    parts, args, traits = dict(parts or {}), method.cfg, method.traits
+    lengths = lengths or assumed_lengths(traits, args)
     dtype = _dtype(args, model_config)
-    known = _kind(trainer, args, images=pictures is not None)
+    known = _kind(traits, args, images=pictures is not None)
     policy = Part("policy", model_config, dtype=dtype, peft_config=peft_config, bits=bits, **known)
     size = batch_size or int(args.per_device_train_batch_size)
-    rows = _longest_rows(trainer, args, lengths, size)
-    together = {"whole_rows": trainer.method.traits.whole_rows, "together": _single_pass(args)}
+    rows = _longest_rows(traits, args, lengths, size)
+    together = {"whole_rows": traits.whole_rows, "together": traits.single_pass}
     batches = collate(rows, pad_token_id=0, layout=_layout(args, model_config, device), **together)
-    reference = ("copy" if peft_config is None else "adapter") if _compares(trainer, args) else ""
+    reference = ("copy" if peft_config is None else "adapter") if _compares(traits, args) else ""
     frozen = _frozen_parts(policy, reference, parts.get("reward_model"))
-    teachers = trainer.teachers_in_memory(args, policy, parts) if hasattr(trainer, "teachers_in_memory") else []
+    teachers = method.other_models(policy, parts)
     critic, smoothing = parts.get("value_model"), bool(getattr(args, "label_smoothing_factor", 0))
     return Workload(
         policy=policy,
         batches=batches,
         passes=max(1, round(len(batches) * _accumulation(args) * args.per_device_train_batch_size / size)),
         critic=None if critic is None else Part("value model", critic, "sequence", dtype),
-        value_head="values" in trainer.method.traits.needs and critic is None,
+        value_head="values" in traits.needs and critic is None,
         frozen=(*frozen, *teachers),
         reference=reference or ("copy" if teachers else ""),
-        needs=trainer.method.traits.needs | {"entropy"} | ({"logits"} if smoothing else set()),
+        needs=traits.needs | {"entropy"} | ({"logits"} if smoothing else set()),
         checkpointing=bool(getattr(args, "activation_checkpointing", None) or args.gradient_checkpointing),
         kept_layers=args.kept_layers,
         optimizer=str(getattr(args.optim, "value", args.optim)),
@@ -380,9 +364,9 @@ def plan(
     )
 
 
-def _kind(trainer: Any, args: Any, *, images: bool) -> dict[str, Any]:
-    """What a trainer and its config say of the policy."""
-    kind = "causal" if trainer.method.traits.generative else "sequence"
+def _kind(traits: Traits, args: Any, *, images: bool) -> dict[str, Any]:
+    """What a method and its config say of the policy."""
+    kind = "causal" if traits.generative else "sequence"
     return {"kind": kind, "freeze_vision": getattr(args, "freeze_vision", "auto"), "images": images}
 
 
@@ -477,12 +461,12 @@ def compare_weights(context: Context, has: Available) -> Finding | None:
     return check_estimate(found, sum(found.values()) * 2, total=has.total, where=has.where, fixes=fixes)
 
 
-def compare_estimate(context: Context, trainer: Any, has: Available) -> Finding | None:
+def compare_estimate(context: Context, method: Method[Any], has: Available) -> Finding | None:
     """The estimate of the longest step against the memory there is.
 
     Args:
         context: Of the run.
-        trainer: The trainer, or its class.
+        method: The algorithm, with its config.
         has: Memory that is free.
     """
     from posttrain.models.memory import in_use
@@ -493,9 +477,9 @@ def compare_estimate(context: Context, trainer: Any, has: Available) -> Finding 
         # The estimate counts the weights, which are in memory already.
         process = max(in_use("cpu") - sum(parameter.nbytes for parameter in context.model.parameters()), 0)
     work = plan(
-        trainer, args, context.model_config, lengths=longest_of(context.rows, trainer, args), peft_config=context.peft_config,
+        method, context.model_config, lengths=longest_of(context.rows, method.traits, args), peft_config=context.peft_config,
         device=args.device.type, process=process, processes=context.processes,
-        pictures=sampled_pictures(getattr(trainer, "vision", None), context.rows),
+        pictures=sampled_pictures(context.parts.get("vision"), context.rows),
     )  # fmt: skip
     try:
         found = estimate_memory(work)
@@ -521,9 +505,9 @@ def _image_tokens(placed: Sequence[Any]) -> int:
     return sum(one.count for one in placed)
 
 
-def longest_of(rows: Sequence[Row], trainer: Any, args: Any) -> Lengths:
+def longest_of(rows: Sequence[Row], traits: Traits, args: Any) -> Lengths:
     """Those of the longest row; completions that are sampled later are as long as they may be."""
-    known = assumed_lengths(trainer, args)
+    known = assumed_lengths(traits, args)
     if not rows:
         return known
     if samples(args):

@@ -220,7 +220,7 @@ class Checkup:
         subject, model_args = self.subject, self.subject.model_args
         fields = {name: value for name, value in self.known.items() if name in Context.__dataclass_fields__}
         parts = {name: value for name, value in self.known.items() if name not in fields}
-        parts |= {"script_args": subject.script_args, "model_args": model_args, "trainer_class": subject.kind}
+        parts |= {"script_args": subject.script_args, "model_args": model_args, "method": subject.method}
         return Context(
             trainer=subject.kind.__name__.removesuffix("Trainer").lower(),
             args=subject.config,

@@ -65,7 +65,7 @@ def estimate(subject: Subject, *, given: tuple[int | None, int | None] = (None, 
     from posttrain.models.memory import available_memory, in_use
     from posttrain.models.memory_estimate import estimate_memory
 
-    args, model_args, kind, config = subject.config, subject.model_args, subject.kind, subject.model_config
+    args, model_args, config = subject.config, subject.model_args, subject.model_config
     args.model_init_kwargs = model_args.model_init_kwargs(args.trust_remote_code) | dict(args.model_init_kwargs or {})
     notes: list[str] = []
     lengths, pictures = _lengths(subject, given, notes)
@@ -75,14 +75,14 @@ def estimate(subject: Subject, *, given: tuple[int | None, int | None] = (None, 
         "device": device, "process": in_use("cpu") if device == "cpu" else 0, "processes": max(int(args.world_size), 1),
         "bits": 4 if model_args.load_in_4bit else 8 if model_args.load_in_8bit else None, "pictures": pictures,
     }  # fmt: skip
-    work = plan(kind, args, config, **settings)
+    work = plan(subject.method, config, **settings)
     memory = estimate_memory(work)
     available = available_memory(device, memory_limit(args))
     size, accumulation = int(args.per_device_train_batch_size), int(args.gradient_accumulation_steps)
     # Peak by sizes that keep the effective batch; sizes whose largest passes are equal are estimated once.
     known, peaks, limit = {_largest(work): memory.peak}, {}, int(MOST * available.free)
     for other in batch_sizes(size, accumulation):
-        changed = plan(kind, args, config, batch_size=other, **settings)
+        changed = plan(subject.method, config, batch_size=other, **settings)
         key = _largest(changed)
         known[key] = known[key] if key in known else estimate_memory(changed).peak
         peaks[other] = known[key]
@@ -126,7 +126,7 @@ def _lengths(subject: Subject, given: tuple[int | None, int | None], notes: list
     from posttrain.checks.memory import Lengths, assumed_lengths, longest_of, sampled_pictures
 
     prompt, completion = given
-    known = assumed_lengths(subject.kind, subject.config)
+    known = assumed_lengths(subject.method.traits, subject.config)
     if prompt is not None or completion is not None:
         return Lengths(prompt or 0, completion or known.completion, "given"), None
     try:
@@ -140,7 +140,7 @@ def _lengths(subject: Subject, given: tuple[int | None, int | None], notes: list
     if pictures:
         sizes = ", ".join(f"{one.size[0]}x{one.size[1]}" for one in pictures[1])
         notes.append(f"images of the row that has most: {sizes}; freeze_vision={subject.config.freeze_vision}.")
-    return longest_of(rows, subject.kind, subject.config), pictures
+    return longest_of(rows, subject.method.traits, subject.config), pictures
 
 
 def _longest_rows(subject: Subject) -> tuple[list[Any], Any]:
@@ -188,7 +188,7 @@ def _short(error: BaseException) -> str:
 
 def screen(found: dict[str, Any]) -> str:
     """The answer as lines for a terminal."""
-    from posttrain.checks.machine import gib
+    from posttrain.models.memory import gib
 
     peak, lengths, limit, tokens = (found[name] for name in ("peak", "lengths", "limit", "largest_pass"))
     sizes = sorted(found["components"].items(), key=lambda item: -item[1])

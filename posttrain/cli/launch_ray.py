@@ -27,7 +27,7 @@ from posttrain.fields import NonNegativeFloat, NonNegativeInt, PositiveFloat, ch
 from posttrain.integrations import is_available, require
 from posttrain.rollouts.server.replies import API_KEY_VARIABLE
 from posttrain.rollouts.vllm import vllm_command
-from posttrain.serve.server import ServeConfig
+from posttrain.serve.config import ServeConfig
 
 # Beginnings of the environment variables that go along; Ray passes on no others.
 PASSED_ON = ("HF_", "TRANSFORMERS_", "TOKENIZERS_", "WANDB_", "TRACKIO_", "POSTTRAIN_", "NCCL_", "PYTORCH_")

@@ -79,7 +79,8 @@ def environment() -> str:
 def _serve(argv: list[str]) -> int:
     """Returns 0 after a shutdown that was asked for."""
     from posttrain.cli.parser import PosttrainArgumentParser
-    from posttrain.serve.server import ServeConfig, run_server
+    from posttrain.serve.config import ServeConfig
+    from posttrain.serve.server import run_server
 
     (config,) = PosttrainArgumentParser(ServeConfig, prog="posttrain serve").parse_args_and_config(argv)
     logging.getLogger("posttrain").setLevel(logging.INFO)

@@ -50,6 +50,7 @@ class Subject:
     Attributes:
         parsed: What its parser returned: data, config, model and mixture arguments.
         kind: The trainer's class.
+        method: Its algorithm, with the config.
 
     Raises:
         ConfigError: No such command, or arguments that it refuses.
@@ -63,6 +64,11 @@ class Subject:
         self.kind = TRAINING[name].trainer
 
     @cached_property
+    def method(self) -> Any:
+        """The algorithm, with its config."""
+        return self.kind.METHOD(self.config)
+
+    @cached_property
     def source(self) -> str:
         """Where the model is.
 
@@ -72,7 +78,7 @@ class Subject:
         from posttrain.models.load import check_model_source
 
         source = train.model_source(self.model_args, self.config)
-        check_model_source(source, generative=self.kind.generative)
+        check_model_source(source, generative=self.method.traits.generative)
         return source
 
     @cached_property
@@ -138,17 +144,11 @@ class Subject:
         """Rows as the trainer makes them, and what it reads images with; None where rows are text."""
         from posttrain.loop.pictures import Vision
 
-        takes = self.kind.takes_images
+        takes = self.method.traits.reads_images
         with no_progress_bars():
             vision = Vision(self.config, None, self.source if takes else "", (examples,), takes=takes)
-            made = self._prompts(examples, vision) if self._samples else self._answers(examples, vision)
+            made = self._prompts(examples, vision) if self.method.traits.samples else self._answers(examples, vision)
         return made, vision if vision.images else None
-
-    @property
-    def _samples(self) -> bool:
-        from posttrain.loop.online import OnlineTrainer
-
-        return issubclass(self.kind, OnlineTrainer)
 
     def _prompts(self, examples: Any, vision: Any) -> Prepared:
         """Prompts alone, as the engine will see them."""
@@ -176,12 +176,18 @@ class Subject:
             examples = examples.remove_columns(ROW)
         vars(config).update(packing=packs, eval_packing=None, shuffle_dataset=False)
         trainer = self.kind.__new__(self.kind)
-        given = {"args": config, "processing_class": self.tokenizer, "vision": vision, "reports": {}}
+        given = {
+            "args": config,
+            "method": self.kind.METHOD(config),
+            "processing_class": self.tokenizer,
+            "vision": vision,
+            "reports": {},
+        }
         vars(trainer).update(given, user_collator=None, formatting_func=None, embedding=None)
         prepared = trainer.prepare(examples, "train")
         rows, report = trainer._rows_of(list(prepared)), trainer.reports.get("train", PreparationReport("train"))
         findings = [diverged_prompts(report.diverged, report.rows_in)] if self.name == "sft" else []
-        if getattr(self.kind, "branches", None) == ("chosen", "rejected"):
+        if getattr(self.method, "branches", None) == ("chosen", "rejected"):
             findings += check_pairs(rows, limit=config.max_length, stops=terminal_token_ids(self.tokenizer))
         numbers = list(prepared[ROW]) if ROW in prepared.column_names else None
         # Packing that splits rows cuts none; what no report counts is told by the rows' lengths.

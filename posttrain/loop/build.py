@@ -21,11 +21,12 @@ from posttrain.loop.checks import Checks, log_codes
 from posttrain.methods.base import Collectives, Traits
 from posttrain.methods.config import PostTrainingConfig
 from posttrain.models import parallel
-from posttrain.models.attention import padded_layout, probe_head, probe_layout
+from posttrain.models.attention import padded_layout
 from posttrain.models.forward import learns_prompts
 from posttrain.models.heads import causal_lm, install_token_head, train_new_tokens, train_score_head
 from posttrain.models.load import check_model_source, wrap_with_peft
 from posttrain.models.memory import check_offloading
+from posttrain.models.probe import probe_head, probe_layout
 from posttrain.models.reference import disable_dropout_in_model
 from posttrain.report.lock import check_writable
 
@@ -211,7 +212,12 @@ def make_checks(trainer: PostTrainer, args: Any) -> Checks:
         fills_prompts=getattr(trainer, "environments", None) is not None,
     )
     checks.log_checks.append(trainer.log_checks)
-    parts = {"trainer": trainer, "rewards": getattr(trainer, "rewards", None)}
+    parts = {
+        "trainer": trainer,
+        "method": trainer.method,
+        "vision": trainer.vision,
+        "rewards": getattr(trainer, "rewards", None),
+    }
     parts = {**parts, "processor": trainer.vision.processor if trainer.vision.images else None}
     checks.knows(tokenizer=trainer.processing_class, parts=parts)
     return checks

@@ -15,7 +15,7 @@ import numpy
 import torch
 
 from posttrain.checks import memory as checks
-from posttrain.checks.machine import gib, memory_limit
+from posttrain.checks.machine import memory_limit
 from posttrain.data.forest import collate
 from posttrain.data.samplers import longest_examples
 from posttrain.errors import ConfigError
@@ -26,6 +26,7 @@ from posttrain.models.heads import causal_lm
 from posttrain.models.memory import (
     available_memory,
     get_act_offloading_ctx_manager,
+    gib,
     in_use,
     keep_last_activations,
     peak_in_use,

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 from torch import Tensor
 
 from posttrain.methods.config import PostTrainingConfig
 from posttrain.types import Batch, LossTerms, ModelOutputs, Row
+
+if TYPE_CHECKING:
+    from posttrain.models.memory_estimate import Part
 
 Config = TypeVar("Config", bound=PostTrainingConfig)
 
@@ -27,6 +30,8 @@ class Traits:
         generative: The model has a language-model head; else a score head.
         samples: Rows come from completions that are sampled while training.
         compares_reference: The loss compares the policy with a frozen reference.
+        beta_is_kl: ``cfg.beta`` above 0 charges a KL to a frozen reference.
+        documents: Rows are whole documents: nothing in them is a prompt.
         reads_images: Rows may hold pictures.
         takes_collator: `Method.rows` is given what a user's own ``data_collator`` makes.
         takes_loss_func: The loss is a sum over label tokens; a user's ``compute_loss_func`` may take its place.
@@ -45,6 +50,8 @@ class Traits:
     generative: bool = True
     samples: bool = False
     compares_reference: bool = False
+    beta_is_kl: bool = False
+    documents: bool = False
     reads_images: bool = False
     takes_collator: bool = False
     takes_loss_func: bool = False
@@ -111,6 +118,15 @@ class Method(ABC, Generic[Config]):
     def derived_metrics(self, metrics: dict[str, float]) -> dict[str, float]:
         """The metrics of a log line with those that follow from others."""
         return metrics
+
+    def other_models(self, policy: Part, configs: Mapping[str, Any]) -> list[Part]:
+        """Models that stay in memory beside policy and reference, for estimates.
+
+        Args:
+            policy: The policy.
+            configs: Configurations of other models, by name.
+        """
+        return []
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint must hold, as JSON, for a resumed run to equal an uninterrupted one."""

@@ -126,7 +126,11 @@ class SFT(Method[SFTConfig]):
 
     config_class = SFTConfig
     traits = Traits(
-        needs=frozenset({"logp", "entropy", "correct"}), reads_images=True, takes_collator=True, takes_loss_func=True
+        needs=frozenset({"logp", "entropy", "correct"}),
+        documents=True,
+        reads_images=True,
+        takes_collator=True,
+        takes_loss_func=True,
     )
 
     def __init__(self, cfg: SFTConfig) -> None:

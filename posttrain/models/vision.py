@@ -416,7 +416,7 @@ def install_pictures(model: Any, processor: Any, *, cache_bytes: int = 2**30) ->
             encoder._encode(inner, [picture], counts)
     inner.picture_encoder = encoder
     if not family.models:
-        from posttrain.models.attention import prove_pictures
+        from posttrain.models.probe import prove_pictures
 
         prove_pictures(inner)
     return encoder

@@ -20,8 +20,8 @@ from dataclasses import astuple, dataclass
 from typing import Any
 
 from posttrain.errors import ConfigError, MissingDependencyError, RewardError, did_you_mean
-from posttrain.rewards.format import completion_text
 from posttrain.rewards.remote import post_json
+from posttrain.rewards.texts import completion_text
 
 EXAMPLES = (
     "sandbox='bubblewrap', sandbox='container:docker run --rm -i --network none python:3.12-slim', or the URL of a "

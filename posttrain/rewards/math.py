@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from posttrain.errors import RewardError
 from posttrain.integrations import is_available, math_verify, require
-from posttrain.rewards.format import completion_text, text_with_reasoning
+from posttrain.rewards.texts import completion_text, text_with_reasoning
 
 logger = logging.getLogger(__name__)
 

@@ -10,8 +10,8 @@ import datasets
 
 from posttrain.errors import ConfigError, RewardError, check_choice, did_you_mean
 from posttrain.integrations import require
-from posttrain.rewards.format import completion_text
 from posttrain.rewards.math import boxed
+from posttrain.rewards.texts import completion_text
 
 SPACING = 10_000_019  # reasoning-gym draws row i from seed + i: seeds 0 and 1 would share all rows but one.
 EXTRACT = ("auto", "tag", "last_number", "text")

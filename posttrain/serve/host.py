@@ -27,8 +27,8 @@ from posttrain.rollouts.engines import create_engine
 from posttrain.rollouts.sampling import structured_guide
 from posttrain.rollouts.server.replies import API_KEY_VARIABLE, LOOPBACK
 from posttrain.rollouts.server.weight_sync import file_tensors, shared_path
+from posttrain.serve.config import ServeConfig
 from posttrain.serve.engine import NOT_WHOLE, Job, ServedEngine, score_choice
-from posttrain.serve.server import ServeConfig
 from posttrain.types import Request as Prompt
 from posttrain.types import Rollout, Sampling
 

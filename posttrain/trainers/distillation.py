@@ -45,7 +45,6 @@ from posttrain.methods.distillation.teacher import (
 from posttrain.methods.grpo.objective import grpo_objective, scored_groups
 from posttrain.models import parallel
 from posttrain.models.heads import causal_lm, has_tower, install_token_head, picture_encoder
-from posttrain.models.memory_estimate import Part
 from posttrain.models.reference import Reference
 from posttrain.models.vision import install_pictures
 from posttrain.rewards.runner import RewardTable
@@ -193,18 +192,6 @@ class DistillationTrainer(OnlineTrainer):
         return self.vision.images
 
     # Teachers ----------------------------------------------------------------------------------------------------
-
-    @staticmethod
-    def teachers_in_memory(args: Any, policy: Part, configs: Mapping[str, Any]) -> list[Part]:
-        """For estimates: the teacher model, or the copy of the student that stays its teacher."""
-        if args.teacher_model_kind in ("base", "ema") and policy.peft_config is None:
-            return [replace(policy, role="teacher", trained=False)]
-        if (config := configs.get("teacher")) is None:
-            return []
-        dtype = dict(args.teacher_model_init_kwargs or {}).get("dtype", "auto")
-        known = getattr(config, "dtype", None) or torch.float32 if dtype == "auto" else dtype
-        known = known if isinstance(known, torch.dtype) else getattr(torch, str(known).removeprefix("torch."))
-        return [Part("teacher", config, "causal", known, trained=False)]
 
     def _make_teacher(self, given: Any, tokenizer: Any, server: Any) -> None:
         args = self.args

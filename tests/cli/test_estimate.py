@@ -116,7 +116,7 @@ def test_each_trainer_has_a_plan(trainer, tmp_path):
     from posttrain.models.memory_estimate import estimate_memory
 
     (_, args, *_) = parser_for(trainer).parse_args_and_config(["--output_dir", str(tmp_path), "--bf16", "false"])
-    work = plan(TRAINING[trainer].trainer, args, build_model(100).config, lengths=Lengths(8, 8))
+    work = plan(TRAINING[trainer].trainer.METHOD(args), build_model(100).config, lengths=Lengths(8, 8))
     found, (answers, compared) = estimate_memory(work), METHODS[trainer]
     assert found.peak > 0
     assert samples(args) == (answers == 0) and ("reference" in found.standing) == compared

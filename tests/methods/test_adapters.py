@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from posttrain import ConfigError, ModelError
-from posttrain.models.attention import probe_head
+from posttrain.models.probe import probe_head
 from posttrain.rollouts.engines import create_engine
 from posttrain.rollouts.workers.shared_weights import merged_weights
 from posttrain.types import Request, Sampling

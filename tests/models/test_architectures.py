@@ -6,8 +6,9 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from posttrain.data.forest import Layout, collate, split_by_sequence
 from posttrain.errors import ConfigError, DataError, RolloutError
-from posttrain.models.attention import disagreement, probe_layout, rope_limits
+from posttrain.models.attention import rope_limits
 from posttrain.models.forward import forward
+from posttrain.models.probe import disagreement, probe_layout
 from posttrain.rollouts.engines import create_engine
 from posttrain.rollouts.native.engine import native_is_exact
 from posttrain.types import Request, Row, Sampling

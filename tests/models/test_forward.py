@@ -6,9 +6,10 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from posttrain.data.forest import Layout, collate, split_by_sequence
 from posttrain.models import attention
-from posttrain.models.attention import coarsest_dtype, probe_layout
+from posttrain.models.attention import coarsest_dtype
 from posttrain.models.forward import forward, inverse_lengths, noisy_embeddings, sequence_logps
 from posttrain.models.heads import cast_head_to_fp32
+from posttrain.models.probe import probe_layout
 from posttrain.rollouts.native.engine import NativeEngine
 from posttrain.types import Row
 from tests.conftest import build_model

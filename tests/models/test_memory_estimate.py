@@ -36,6 +36,11 @@ BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "estimate.py"
 REAL = Path.home() / ".cache" / "posttrain" / "SmolLM2-135M-Instruct"
 
 
+def planned(trainer, config, *given, **options):
+    """The plan of a trainer's method with a config."""
+    return plan(trainer.METHOD(config), *given, **options)
+
+
 def args(kind=SFTConfig, **settings):
     base = {"bf16": False, "report_to": "none", "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
     return kind("out", **(base | settings))
@@ -49,7 +54,7 @@ def one_batch(rows=2, tokens=32):
 
 
 def test_weights_gradients_and_states_are_counted_to_the_byte():
-    found = estimate_memory(plan(SFTTrainer, args(), LLAMA, lengths=Lengths(0, 64)))
+    found = estimate_memory(planned(SFTTrainer, args(), LLAMA, lengths=Lengths(0, 64)))
     assert found.parameters == found.trainable == WEIGHTS
     assert found.standing["weights"] == 4 * WEIGHTS
     assert found.standing["optimizer states"] == 8 * WEIGHTS
@@ -84,7 +89,7 @@ def test_an_adapter_has_gradients_and_states_of_its_own_size_alone():
     import peft
 
     lora = peft.LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM")
-    found = estimate_memory(plan(DPOTrainer, args(DPOConfig), LLAMA, lengths=Lengths(20, 10), peft_config=lora))
+    found = estimate_memory(planned(DPOTrainer, args(DPOConfig), LLAMA, lengths=Lengths(20, 10), peft_config=lora))
     assert found.trainable == 3 * (4 * 64 + 64 * 4)
     assert found.standing["optimizer states"] == 8 * found.trainable
     assert "reference" not in found.standing  # The policy without its adapter.
@@ -93,9 +98,9 @@ def test_an_adapter_has_gradients_and_states_of_its_own_size_alone():
 
 def test_a_frozen_copy_is_held_where_the_method_compares():
     settings = {"num_generations": 4, "max_completion_length": 16}
-    assert estimate_memory(plan(DPOTrainer, args(DPOConfig), LLAMA)).standing["reference"] == 4 * WEIGHTS
-    with_kl = plan(GRPOTrainer, args(GRPOConfig, beta=0.1, **settings), LLAMA)
-    without = plan(GRPOTrainer, args(GRPOConfig, beta=0.0, **settings), LLAMA)
+    assert estimate_memory(planned(DPOTrainer, args(DPOConfig), LLAMA)).standing["reference"] == 4 * WEIGHTS
+    with_kl = planned(GRPOTrainer, args(GRPOConfig, beta=0.1, **settings), LLAMA)
+    without = planned(GRPOTrainer, args(GRPOConfig, beta=0.0, **settings), LLAMA)
     gap = estimate_memory(with_kl).standing["reference"]
     assert gap == 4 * WEIGHTS and "reference" not in estimate_memory(without).standing
 
@@ -159,7 +164,7 @@ def test_tracing_takes_no_memory_for_a_model_of_seventy_billion_weights():
     ],
 )  # fmt: skip
 def test_other_families_are_traced(config):
-    assert estimate_memory(plan(SFTTrainer, args(), config, lengths=Lengths(0, 64))).moments["forward and backward"]
+    assert estimate_memory(planned(SFTTrainer, args(), config, lengths=Lengths(0, 64))).moments["forward and backward"]
 
 
 def test_a_model_that_needs_values_is_refused_with_what_measures_it(monkeypatch):
@@ -168,7 +173,7 @@ def test_a_model_that_needs_values_is_refused_with_what_measures_it(monkeypatch)
 
     monkeypatch.setattr(memory_estimate, "trace_pass", reads_values)
     with pytest.raises(ModelError, match=r"LlamaForCausalLM.*aten.nonzero.*dry_step=True"):
-        estimate_memory(plan(SFTTrainer, args(), LLAMA, lengths=Lengths(0, 64)))
+        estimate_memory(planned(SFTTrainer, args(), LLAMA, lengths=Lengths(0, 64)))
 
 
 def test_shards_divide_what_they_name():
@@ -191,8 +196,8 @@ def test_keys_and_values_are_counted_by_the_formula():
 
 def test_ppo_counts_its_value_model_and_its_reward_model():
     config = args(PPOConfig, response_length=16)
-    head = estimate_memory(plan(PPOTrainer, config, LLAMA))
-    model = estimate_memory(plan(PPOTrainer, config, LLAMA, parts={"value_model": LLAMA, "reward_model": LLAMA}))
+    head = estimate_memory(planned(PPOTrainer, config, LLAMA))
+    model = estimate_memory(planned(PPOTrainer, config, LLAMA, parts={"value_model": LLAMA, "reward_model": LLAMA}))
     assert head.trainable == WEIGHTS + 64 + 1
     assert model.trainable == 2 * WEIGHTS + 64  # A classifier has no bias.
     assert model.standing["reward model"] == 4 * (WEIGHTS + 64)
@@ -235,9 +240,9 @@ def test_the_tower_and_its_pixels_are_counted(name):
     held = (reader, [read_picture(noise(84, 56))])
     known = {"lengths": Lengths(40, 8), "device": "cpu"}
     options = {"gradient_checkpointing": False, "max_length": None}
-    text, own = plan(SFTTrainer, args(**options), model.config, **known), {}
+    text, own = planned(SFTTrainer, args(**options), model.config, **known), {}
     for choice in ("auto", True, "tower"):
-        work = plan(SFTTrainer, args(freeze_vision=choice, **options), model.config, pictures=held, **known)
+        work = planned(SFTTrainer, args(freeze_vision=choice, **options), model.config, pictures=held, **known)
         own[choice] = estimate_memory(work)
     weights = sum(p.numel() for p in model.parameters())
     assert own["auto"].parameters == own["auto"].trainable == weights

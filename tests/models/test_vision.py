@@ -12,8 +12,8 @@ import torch
 from posttrain.data.forest import Layout, collate, halves, share_prompts, split_by_sequence, to_rows
 from posttrain.data.pictures import read_picture
 from posttrain.errors import ModelError
-from posttrain.models.attention import probe_layout
 from posttrain.models.forward import forward
+from posttrain.models.probe import probe_layout
 from posttrain.models.vision import grid_positions, install_pictures, refuse_skipped_layers, tower_parameters
 from posttrain.types import Row
 from tests.vision_families import NAMES, build, noise

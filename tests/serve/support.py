@@ -9,9 +9,9 @@ import requests
 import uvicorn
 
 from posttrain.rollouts.native.engine import NativeEngine
+from posttrain.serve.config import ServeConfig
 from posttrain.serve.engine import ServedEngine
 from posttrain.serve.host import Host, create_app
-from posttrain.serve.server import ServeConfig
 from tests.conftest import build_model
 
 VOCAB = 37

@@ -11,7 +11,7 @@ import yaml
 
 from posttrain.cli.parser import PosttrainArgumentParser
 from posttrain.rollouts.vllm import vllm_command
-from posttrain.serve.server import ServeConfig
+from posttrain.serve.config import ServeConfig
 
 FOLDER = Path(__file__).parents[2] / "examples" / "serving"
 SCRIPTS = sorted(FOLDER.glob("*.sh"))

@@ -16,8 +16,8 @@ from posttrain.rollouts.native.engine import NativeEngine
 from posttrain.rollouts.server.engine import ServerEngine
 from posttrain.rollouts.server.replies import API_KEY_VARIABLE, pictures_body
 from posttrain.rollouts.server.weight_sync import SharedFolder, checksum
+from posttrain.serve.config import ServeConfig
 from posttrain.serve.engine import ServedEngine
-from posttrain.serve.server import ServeConfig
 from posttrain.types import Request, Sampling
 from tests.conftest import build_model
 from tests.methods.test_vision_online import QUICK, prompts, short

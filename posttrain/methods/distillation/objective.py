@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
@@ -28,6 +28,7 @@ from posttrain.methods.distillation.config import Axes, DistillationConfig
 from posttrain.metrics import Metric, maximum, mean, minimum
 from posttrain.models.heads import Float32Linear, LogitRule, TokenHead
 from posttrain.models.logprob import chunked_rows, raw_logits
+from posttrain.models.memory_estimate import Part
 from posttrain.types import Batch, LossTerms, ModelOutputs
 
 MAX_LOG_RATIO = 20.0
@@ -388,3 +389,15 @@ class Distillation(Method[Any]):
         if self.axes.support == "aligned":
             return {"groups": sum(float((b.columns["aligned"] > 0).sum()) for b in batches if "aligned" in b.columns)}
         return {}
+
+    def other_models(self, policy: Part, configs: Mapping[str, Any]) -> list[Part]:
+        """The teacher model, or the copy of the student that stays its teacher."""
+        cfg = self.cfg
+        if cfg.teacher_model_kind in ("base", "ema") and policy.peft_config is None:
+            return [replace(policy, role="teacher", trained=False)]
+        if (config := configs.get("teacher")) is None:
+            return []
+        dtype = dict(cfg.teacher_model_init_kwargs or {}).get("dtype", "auto")
+        known = getattr(config, "dtype", None) or torch.float32 if dtype == "auto" else dtype
+        known = known if isinstance(known, torch.dtype) else getattr(torch, str(known).removeprefix("torch."))
+        return [Part("teacher", config, "causal", known, trained=False)]

@@ -27,9 +27,9 @@ from posttrain.methods.distillation.config import Axes, logit_width
 from posttrain.methods.distillation.data import tokenized_answers, with_prompt_column, with_template_arguments
 from posttrain.methods.distillation.objective import HiddenTeacher, TokenScores, capture
 from posttrain.models import load
-from posttrain.models.attention import probe_layout
 from posttrain.models.forward import forward
 from posttrain.models.heads import causal_lm, install_token_head
+from posttrain.models.probe import probe_layout
 from posttrain.models.reference import Reference, hash_vocabulary
 from posttrain.report.files import whole_file
 from posttrain.rollouts.base import evaluating

@@ -176,7 +176,7 @@ class PPO(Method[PPOConfig]):
     """
 
     config_class = PPOConfig
-    traits = replace(SAMPLES, needs=frozenset({"logp", "values", "entropy"}))
+    traits = replace(SAMPLES, needs=frozenset({"logp", "values", "entropy"}), compares_reference=True)
 
     def objective(self, outputs: ModelOutputs, batch: Batch) -> LossTerms:
         """See `ppo_objective`."""

@@ -15,9 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from posttrain.errors import ConfigError, RolloutError, RolloutInterrupted, check_choice
-from posttrain.models.attention import coarsest_dtype, disagreement, probe_cases, probe_key, random_prompts
+from posttrain.models.attention import coarsest_dtype
 from posttrain.models.forward import sequence_logps
 from posttrain.models.heads import LogitRule, causal_lm, picture_encoder, placeholder_of, trunk
+from posttrain.models.probe import disagreement, probe_cases, probe_key, random_prompts
 from posttrain.models.vision import probe_rows
 from posttrain.rollouts.base import (
     Capabilities,

@@ -1,0 +1,53 @@
+"""What a reward function reads of a completion: a text, or the last message's content."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from posttrain.data.chat import REASONING
+from posttrain.data.responses import ParsedMessage
+
+
+def completion_text(completion: Any) -> str:
+    """The text to judge: a string, or the last assistant message that says something.
+
+    >>> completion_text([{"role": "assistant", "content": "42"}, {"role": "tool", "content": "ok"}])
+    '42'
+    """
+    if isinstance(completion, str):
+        return completion
+    text = _content(_answer(completion))
+    return text if text.strip() else ""
+
+
+def text_with_reasoning(completion: Any) -> str:
+    """As `completion_text`, with the reasoning that the tokenizer's response format puts into a field of its own.
+
+    >>> text_with_reasoning([{"role": "assistant", "reasoning_content": "why", "content": "42"}])
+    '<think>why</think>42'
+    """
+    if isinstance(completion, str):
+        return completion
+    message = _answer(completion)
+    if isinstance(message, ParsedMessage):
+        return message.raw
+    reasoning = next((message[name] for name in REASONING if message.get(name)), None)
+    return _content(message) if reasoning is None else f"{OPEN}{reasoning}{CLOSE}{_content(message)}"
+
+
+OPEN, CLOSE = "<think>", "</think>"
+
+
+def _answer(messages: Sequence[Any]) -> Any:
+    """The last assistant message that says something, else the last one; empty where the assistant has none."""
+    turns = [message for message in messages if message.get("role", "assistant") == "assistant"]
+    return next((turn for turn in reversed(turns) if _content(turn).strip()), turns[-1] if turns else {})
+
+
+def _content(message: Any) -> str:
+    """A message's text, also when it comes in parts."""
+    content = message.get("content") or ""
+    if isinstance(content, str):
+        return content
+    return "".join(part.get("text") or "" for part in content if part.get("type", "text") == "text")
