@@ -201,9 +201,7 @@ def memory(folder: Path, case: str, size: str) -> dict[str, Any]:
     made = trainer._rows_of([trainer.train_dataset[i] for i in range(2)])
     longest = {"prompt": max(len(row.prompt_ids) for row in made), "completion": ANSWER + 1}
     config = transformers.AutoConfig.from_pretrained(folder / size)
-    work = plan(
-        trainer.method, config, lengths=Lengths(**longest), pictures=sampled_pictures(trainer.vision, made)
-    )
+    work = plan(trainer.method, config, lengths=Lengths(**longest), pictures=sampled_pictures(trainer.vision, made))
     found = estimate_memory(work)
     return {
         "model": size, "case": case, "measured_mb": round(measured / 1e6), "estimate_mb": round(found.peak / 1e6),

@@ -79,7 +79,7 @@ def test_what_the_launcher_was_told_to_cut_is_refused_too(axis, tmp_path, monkey
 
 def test_trap_s41_the_key_of_kept_log_probs_holds_every_setting_that_moves_them(tiny_tokenizer, tmp_path):
     keys = [
-        tuple(sorted(dpo(tmp_path / str(i), tiny_tokenizer, preflight="off", **changed).reference_key().items()))
+        tuple(sorted(dpo(tmp_path / str(i), tiny_tokenizer, preflight="off", **changed).method.reference_key().items()))
         for i, changed in enumerate(({}, {"ld_alpha": 0.5}, {"max_length": 64}, {"mask_inner_turns": True}))
     ]
     assert len(set(keys)) == len(keys)

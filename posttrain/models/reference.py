@@ -380,7 +380,7 @@ def _cache(trainer: Any, dataset: datasets.Dataset, reference: Reference | None,
         "precision": trainer.accelerator.mixed_precision,
         "attention": getattr(text, "_attn_implementation", None),
         "layout": trainer.layout.kind,
-        "options": trainer.reference_key(),
+        "options": trainer.method.reference_key(),
     }
     return Path(datasets.config.HF_DATASETS_CACHE) / "posttrain_reference" / f"{fingerprint(**key)}.npy"
 
@@ -408,7 +408,7 @@ def _compute(
                 context = nullcontext(policy) if reference is None else reference.active(policy)
                 with context as model:
                     logp = forward(model, batch, chunk_size=args.logits_chunk_size).logp
-            values[torch.tensor(batch.origin)] = trainer.sums(logp, batch).double().cpu()
+            values[torch.tensor(batch.origin)] = trainer.method.sums(logp, batch).double().cpu()
         rows = values.view(-1, branches).tolist()
         found += list(zip(indices, rows, strict=False))
     gathered = dict(parallel.all_gather_objects(found, accelerator))

@@ -127,7 +127,7 @@ class DistillationTrainer(OnlineTrainer):
         rollout_func: Callable | None = None,
         environment_factory: Callable | Mapping[str, Callable] | None = None,
     ) -> None:
-        if reward_funcs is not None and not self.method.takes_rewards:
+        if reward_funcs is not None and not self.METHOD.takes_rewards:
             raise ConfigError(
                 f"{type(self).__name__} reads no rewards. Fix: MiniLLM or SDPO, or leave reward_funcs out."
             )

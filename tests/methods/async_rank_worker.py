@@ -2,7 +2,7 @@
 
 import sys
 
-from posttrain.methods.async_grpo import rollouts
+from posttrain.trainers.async_grpo import rollouts
 from tests.conftest import build_tokenizer
 from tests.methods.async_helpers import Recovering, sample, trainer
 from tests.ranks import leave, part, step_taken, weights

@@ -9,7 +9,7 @@ import pytest
 import requests
 
 from posttrain.errors import ConfigError
-from posttrain.methods.async_grpo import rollouts as rollouts_module
+from posttrain.trainers.async_grpo import rollouts as rollouts_module
 from tests.conftest import build_model, build_tokenizer
 from tests.methods.async_helpers import At, Evidence, Recovering, assert_exact, sample, steps, trainer
 from tests.methods.helpers import prompts

@@ -811,7 +811,7 @@ def test_the_config_answers_whatever_the_online_trainer_asks():
         return (isinstance(of, ast.Name) and of.id == "args") or (isinstance(of, ast.Attribute) and of.attr == "args")
 
     folder, known = (
-        Path(posttrain.__file__).parent / "training",
+        Path(posttrain.__file__).parent / "loop",
         set(dir(PPOConfig("unused", bf16=False, report_to="none"))),
     )
     for name in ("online", "scoring", "prompts", "trainer", "evaluation"):
@@ -1126,7 +1126,7 @@ def test_responses_to_one_prompt_share_its_computation_and_nothing_else_changes(
             monkeypatch.setattr(
                 "posttrain.trainers.ppo.share_prompts", lambda rows: (list(rows), list(range(len(rows))))
             )
-            monkeypatch.setattr("posttrain.data.forest._grow", lambda members, layout: trie.alone(members))
+            monkeypatch.setattr("posttrain.data.forest._grow", lambda members, layout, **_: trie.alone(members))
         trainer = ppo(tmp_path / str(shares), tokenizer, data=data, max_steps=4, learning_rate=1e-4)
         tokens = []
         collate = trainer.collate

@@ -13,7 +13,7 @@ from posttrain.data.forest import Layout, collate
 from posttrain.loop.reward_watch import RewardWatch
 from posttrain.losses.advantages import leave_one_out_advantages, standardized
 from posttrain.losses.reduce import Denominators, reduce
-from posttrain.methods.rloo import RLOOConfig, rloo_objective
+from posttrain.methods.rloo import RLOO, RLOOConfig, rloo_objective
 from posttrain.rewards.runner import RewardTable
 from posttrain.rollouts.batch import RolloutBatch
 from posttrain.trainers.rloo import RLOOTrainer
@@ -151,6 +151,7 @@ class Stub(RLOOTrainer):
 
     def __init__(self, args, group):
         self.args, self.metrics, self.reference, self.size = args, {}, object() if args.beta else None, group
+        self.method = RLOO(args)
         self.accelerator = type("A", (), {"num_processes": 1})()
         self.rewards = type("R", (), {"disagreements": {}})()
         checks = types.SimpleNamespace(preflight=Preflight("off"), report=list)

@@ -158,7 +158,7 @@ def test_trap_40_cached_reference_log_probs_have_a_key_of_everything_that_moves_
         } | changes
         trainer = SimpleNamespace(
             model=options["model"], accelerator=SimpleNamespace(mixed_precision=options["precision"]),
-            layout=Layout("padded"), reference_key=lambda: options["options"],
+            layout=Layout("padded"), method=SimpleNamespace(reference_key=lambda: options["options"]),
         )  # fmt: skip
         reference = SimpleNamespace(copy=None, adapter=options["adapter"])
         return precompute._cache(trainer, options["rows"], reference, ["a"]).name
