@@ -11,9 +11,17 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import pytest
 import torch
 
+from tests.forks import open_session
+
 if not torch.cuda.is_available():
     # Triton decides when it is first imported, by whichever library, whether kernels are interpreted.
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """All processes of a session share the templates of `tests.forks`; workers inherit where they are."""
+    if not hasattr(config, "workerinput"):
+        open_session()
 
 
 def pytest_collection_modifyitems(items: list) -> None:
