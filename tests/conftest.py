@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import gc
+import json
 import os
+from collections.abc import Iterator
+from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -24,15 +27,40 @@ def pytest_configure(config: pytest.Config) -> None:
         open_session()
 
 
+DURATIONS = Path(__file__).with_name(
+    "durations.json"
+)  # Seconds of the longest case of slow tests: `tools/durations.py`.
+
+
 def pytest_collection_modifyitems(items: list) -> None:
-    """The longest test of all begins first: at the end the other process would have nothing to do beside it."""
-    items.sort(key=lambda item: "test_the_figures_of_the_house" not in item.nodeid)
+    """The longest tests begin first: at the end the other process would have nothing to do beside one of them."""
+    seconds = json.loads(DURATIONS.read_text(encoding="utf-8"))
+    items.sort(key=lambda item: -seconds.get(item.nodeid.partition("[")[0], 0))
 
 
-def pytest_collection_finish() -> None:
+_since_frozen = 0
+
+
+def _freeze() -> None:
     """Half a million objects of imported libraries are looked at by each full collection, of which trainers ask for some."""
     gc.collect()
     gc.freeze()
+
+
+def pytest_collection_finish() -> None:
+    """No import of a test's file is garbage."""
+    _freeze()
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
+    """What tests import adds up: it is frozen now and then, between two files, where no test's own objects are alive."""
+    global _since_frozen
+    yield
+    _since_frozen += 1
+    if _since_frozen > 300 and nextitem is not None and nextitem.path != item.path:
+        _freeze()
+        _since_frozen = 0
 
 
 def pytest_sessionfinish() -> None:
