@@ -33,9 +33,15 @@ DURATIONS = Path(__file__).with_name(
 
 
 def pytest_collection_modifyitems(items: list) -> None:
-    """The longest tests begin first: at the end the other process would have nothing to do beside one of them."""
-    seconds = json.loads(DURATIONS.read_text(encoding="utf-8"))
-    items.sort(key=lambda item: -seconds.get(item.nodeid.partition("[")[0], 0))
+    """Files with the longest tests begin first: at the end the other process would have nothing to do beside one of them.
+
+    Tests of one file stay together, for what its fixtures keep is made once a process.
+    """
+    longest: dict[str, float] = {}
+    for test, seconds in json.loads(DURATIONS.read_text(encoding="utf-8")).items():
+        file = test.partition("::")[0]
+        longest[file] = max(seconds, longest.get(file, 0))
+    items.sort(key=lambda item: -longest.get(item.nodeid.partition("::")[0], 0))
 
 
 _since_frozen = 0
