@@ -283,6 +283,7 @@ def _serve(path: Path) -> None:
     for pid in children:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
+    shutil.rmtree(path.parent, ignore_errors=True)  # Of a session that was killed.
 
 
 def _import() -> None:
