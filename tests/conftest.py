@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import json
 import os
@@ -146,6 +147,26 @@ def build_masked_model(vocab_size: int, head: str = "CausalLM", seed: int = 3, *
     settings |= {"eos_token_id": 2, "pad_token_id": 2, "vocab_size": vocab_size}
     config = transformers.StableLmConfig(**(settings | overrides))
     return getattr(transformers, f"StableLmFor{head}")(config).eval()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _proven_once() -> Iterator[None]:
+    """Whether an image processor by itself prepares a large picture as its processor does, shown once for equal processors."""
+    from posttrain.data.processors import PictureProcessor
+
+    shown, prove = {}, PictureProcessor._alone.func
+
+    def remembered(self):
+        image, made = self.processor.image_processor, self.processor
+        key = (self.family, type(made), repr(made.to_dict()), type(image), repr(sorted(vars(image).items(), key=str)))
+        if key not in shown:
+            shown[key] = prove(self)
+        return shown[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PictureProcessor, "_alone", functools.cached_property(remembered))
+        PictureProcessor._alone.__set_name__(PictureProcessor, "_alone")
+        yield
 
 
 @pytest.fixture(scope="session")
