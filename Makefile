@@ -13,7 +13,7 @@ TORCH := torch
 endif
 PIP := $(BIN)/python -m pip install -q --disable-pip-version-check
 
-.PHONY: demo test test-serving test-ranks verify-gpu check lint docs bench parity clean
+.PHONY: demo test quick test-serving test-ranks verify-gpu check lint docs bench parity clean
 
 $(VENV)/.base: pyproject.toml constraints/cpu.txt
 	$(PYTHON) -m venv $(VENV)
@@ -34,6 +34,9 @@ demo: $(VENV)/.demo  ## teach a real language model to add, on this machine
 
 test: $(VENV)/.dev  ## run the tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto $(ARGS)
+
+quick: $(VENV)/.dev  ## the loop of a change, within a minute: one proof of each kind, and tests of what changed
+	HF_HUB_OFFLINE=1 $(BIN)/python tools/quick.py $(ARGS)
 
 .venv-vllm/.ready:  ## vLLM's CPU build wants an environment of its own
 	$(PYTHON) -m venv .venv-vllm

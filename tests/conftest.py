@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import gc
+import json
 import os
+from collections.abc import Iterator
+from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -11,20 +15,59 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import pytest
 import torch
 
+from tests.forks import open_session
+
 if not torch.cuda.is_available():
     # Triton decides when it is first imported, by whichever library, whether kernels are interpreted.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """All processes of a session share the templates of `tests.forks`; workers inherit where they are."""
+    if not hasattr(config, "workerinput"):
+        open_session()
+
+
+DURATIONS = Path(__file__).with_name(
+    "durations.json"
+)  # Seconds of the longest case of slow tests: `tools/durations.py`.
+
+
 def pytest_collection_modifyitems(items: list) -> None:
-    """The longest test of all begins first: at the end the other process would have nothing to do beside it."""
-    items.sort(key=lambda item: "test_the_figures_of_the_house" not in item.nodeid)
+    """Files with the longest tests begin first: at the end the other process would have nothing to do beside one of them.
+
+    Tests of one file stay together, for what its fixtures keep is made once a process.
+    """
+    longest: dict[str, float] = {}
+    for test, seconds in json.loads(DURATIONS.read_text(encoding="utf-8")).items():
+        file = test.partition("::")[0]
+        longest[file] = max(seconds, longest.get(file, 0))
+    items.sort(key=lambda item: -longest.get(item.nodeid.partition("::")[0], 0))
 
 
-def pytest_collection_finish() -> None:
+_since_frozen = 0
+
+
+def _freeze() -> None:
     """Half a million objects of imported libraries are looked at by each full collection, of which trainers ask for some."""
     gc.collect()
     gc.freeze()
+
+
+def pytest_collection_finish() -> None:
+    """No import of a test's file is garbage."""
+    _freeze()
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
+    """What tests import adds up: it is frozen now and then, between two files, where no test's own objects are alive."""
+    global _since_frozen
+    yield
+    _since_frozen += 1
+    if _since_frozen > 300 and nextitem is not None and nextitem.path != item.path:
+        _freeze()
+        _since_frozen = 0
 
 
 def pytest_sessionfinish() -> None:
@@ -104,6 +147,26 @@ def build_masked_model(vocab_size: int, head: str = "CausalLM", seed: int = 3, *
     settings |= {"eos_token_id": 2, "pad_token_id": 2, "vocab_size": vocab_size}
     config = transformers.StableLmConfig(**(settings | overrides))
     return getattr(transformers, f"StableLmFor{head}")(config).eval()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _proven_once() -> Iterator[None]:
+    """Whether an image processor by itself prepares a large picture as its processor does, shown once for equal processors."""
+    from posttrain.data.processors import PictureProcessor
+
+    shown, prove = {}, PictureProcessor._alone.func
+
+    def remembered(self):
+        image, made = self.processor.image_processor, self.processor
+        key = (self.family, type(made), repr(made.to_dict()), type(image), repr(sorted(vars(image).items(), key=str)))
+        if key not in shown:
+            shown[key] = prove(self)
+        return shown[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PictureProcessor, "_alone", functools.cached_property(remembered))
+        PictureProcessor._alone.__set_name__(PictureProcessor, "_alone")
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -2,31 +2,23 @@
 
 from __future__ import annotations
 
-import faulthandler
-import functools
-import gc
+import contextlib
 import json
 import os
-import runpy
-import select
 import signal
 import socket
 import subprocess
-import sys
 import time
-import traceback
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
 
-ROOT = Path(__file__).parents[1]
-ENVIRONMENT = {
-    "PYTHONPATH": str(ROOT),
-    "OMP_NUM_THREADS": "1",
-    "HF_HUB_OFFLINE": "1",
-    "TOKENIZERS_PARALLELISM": "false",
-}
+from tests.forks import ENVIRONMENT as ENVIRONMENT
+from tests.forks import ROOT as ROOT
+from tests.forks import Forked
+
 # Names of metrics whose value depends on the clock, on how many passes there were, or on the process.
 FREE = ("seconds", "per_second", "runtime", "step_time", "epoch")
 
@@ -79,7 +71,7 @@ def _forked(
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    running = {}
+    running: dict[Forked, Path] = {}
     for rank in range(processes):
         numbers = {
             "RANK": rank,
@@ -90,92 +82,33 @@ def _forked(
         }
         ranked = {name: str(number) for name, number in numbers.items()} | {"MASTER_ADDR": "127.0.0.1"}
         log = folder / f"rank{rank}.log"
-        template = _template(rank, pretends)
-        ask = {"argv": argv, "env": env | (ranked if processes > 1 else {}), "log": str(log)}
-        template.stdin.write(json.dumps(ask) + "\n")
-        template.stdin.flush()
-        running[template.stdout] = (int(template.stdout.readline()), log)
+        with open(log, "w") as file:
+            own = env | (ranked if processes > 1 else {})
+            process = Forked(["-m", *argv], stdout=file, stderr=file, env=own, rank=rank, pretends=pretends)
+        running[process] = log
     failed = ""
     while running:
-        ready, _, _ = select.select(list(running), [], [], max(deadline - time.monotonic(), 0))
-        if not ready:
-            for pid, _ in running.values():
-                os.kill(pid, signal.SIGUSR1)
+        if time.monotonic() > deadline:
+            for process in running:
+                process.send_signal(signal.SIGUSR1)
             time.sleep(1)  # For each to write where it stands.
-            _kill(pid for pid, _ in running.values())
-            for stdout in running:
-                stdout.readline()
-            stand = "\n".join(log.read_text(encoding="utf-8", errors="replace")[-3000:] for _, log in running.values())
+            _kill(running)
+            stand = "\n".join(log.read_text(encoding="utf-8", errors="replace")[-3000:] for log in running.values())
             raise subprocess.TimeoutExpired(argv, deadline, output=stand)
-        for stdout in ready:
-            _, log = running.pop(stdout)
-            if int(stdout.readline()) and not failed:
+        (first, *_) = running
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            first.wait(0.02)
+        for process in [one for one in running if one.poll() is not None]:
+            log = running.pop(process)
+            if process.returncode and not failed:
                 failed = log.read_text(encoding="utf-8", errors="replace")[-8000:] or "no output"
-                _kill(pid for pid, _ in running.values())
+                _kill(running)
     return failed
 
 
-def _kill(pids: Any) -> None:
-    for pid in pids:
-        os.kill(pid, 9)
-
-
-@functools.cache
-def _template(rank: int, pretends: bool = False) -> Any:
-    """A process that has imported the libraries and forks itself for each request; it ends with its standard input."""
-    env = os.environ | ENVIRONMENT | {"TEMPLATE_OF_RANK": str(rank)} | ({"PRETENDS": "1"} if pretends else {})
-    return subprocess.Popen(
-        [sys.executable, "-m", "tests.ranks"], cwd=ROOT, env=env,
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-    )  # fmt: skip
-
-
-def _serve() -> None:
-    """Fork for each line of standard input; write the child's id, and its exit status once it has ended."""
-    answers = os.fdopen(os.dup(1), "w")
-    if os.environ.get("PRETENDS"):
-        from tests.gpu.device import pretend
-
-        pretend()
-    import accelerate  # noqa: F401
-    import datasets  # noqa: F401
-    import peft  # noqa: F401
-
-    import posttrain
-
-    for name in ("SFTTrainer", "DPOTrainer", "GRPOTrainer", "PPOTrainer", "KTOTrainer", "RewardTrainer"):
-        getattr(posttrain, name)
-    gc.freeze()
-    for line in sys.stdin:
-        pid = os.fork()
-        if pid == 0:
-            answers.close()
-            _run(**json.loads(line))
-        print(pid, file=answers, flush=True)
-        print(os.waitpid(pid, 0)[1], file=answers, flush=True)
-
-
-def _run(argv: list[str], env: dict[str, str], log: str) -> None:
-    """Be the program ``python -m argv`` and never return."""
-    nothing, out = os.open(os.devnull, os.O_RDONLY), os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    for source, target in ((nothing, 0), (out, 1), (out, 2)):
-        os.dup2(source, target)
-    os.environ.clear()
-    os.environ.update(env)
-    sys.argv = argv[:]
-    faulthandler.register(signal.SIGUSR1)
-    code = 1
-    try:
-        runpy.run_module(argv[0], run_name="__main__", alter_sys=True)
-        code = 0
-    except SystemExit as end:
-        code = end.code if isinstance(end.code, int) else int(end.code is not None)
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+def _kill(processes: Iterable[Forked]) -> None:
+    for process in processes:
+        process.kill()
 
 
 def leave(found: Any) -> None:
@@ -212,7 +145,3 @@ def assert_same_step(one: dict[str, Any], two: dict[str, Any]) -> None:
     a, b = torch.tensor(one["step"]), torch.tensor(two["step"])
     assert a.abs().max() > 1e-3
     assert (a - b).abs().max() < 1e-5
-
-
-if __name__ == "__main__":
-    _serve()

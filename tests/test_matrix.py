@@ -1,5 +1,8 @@
 """The short form of `tests.matrix`: sharded training on two processes is that of one, and goes on from its checkpoints on four."""
 
+import os
+
+import filelock
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -16,7 +19,10 @@ SAMPLED = "grpo native/plain"
 
 @pytest.fixture(scope="module")
 def both(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("matrix")
+    """Made once, whichever processes of the session want it: it takes a minute of both cores."""
+    root = tmp_path_factory.getbasetemp()
+    root = root.parent if "PYTEST_XDIST_WORKER" in os.environ else root
+    folder = root / "matrix"
     resumed = [RESUME, RESUME_GRPO]
     cells = {
         "FSDP2": [*CELLS, SAMPLED, *resumed],
@@ -24,7 +30,8 @@ def both(tmp_path_factory):
         "one": [*CELLS, *resumed],
         "DDP": [SAMPLED, *resumed],
     }
-    return {way: run(way, of_way, folder / way) for way, of_way in cells.items()}, folder
+    with filelock.FileLock(root / "matrix.lock"):
+        return {way: run(way, of_way, folder / way) for way, of_way in cells.items()}, folder
 
 
 @pytest.mark.distributed

@@ -14,15 +14,18 @@ tiny run to the end of the second, `make_*` what runs until training begins. `mu
 
 import argparse
 import ast
+import contextlib
+import functools
 import io
 import json
+import multiprocessing
 import os
 import pathlib
-import subprocess
 import sys
 import tempfile
 import tokenize
 from collections import defaultdict
+from concurrent.futures import ProcessPoolExecutor
 
 GOALS = {  # figure: (most, what it is)
     "step_sft": (900, "lines of code that one optimiser step of SFT runs through (TRL: 496)"),
@@ -49,9 +52,17 @@ BASES = ("PostTrainer", "OnlineTrainer", "PreferenceTrainer", "DistillationTrain
 WHERE = defaultdict(list)
 
 
-def code_lines(text):
-    """Numbers of the lines that hold code, for a file."""
-    tree, docs = ast.parse(text), set()
+@functools.cache
+def read(path):
+    """The text of a file, its tree, and the numbers of lines that hold code and docstrings."""
+    text = pathlib.Path(path).read_text(encoding="utf-8")
+    tree = ast.parse(text)
+    return text, tree, *code_lines(text, tree)
+
+
+def code_lines(text, tree):
+    """Numbers of the lines that hold code, for a file; and of those of docstrings."""
+    docs = set()
     for node in ast.walk(tree):
         if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)) and node.body:
             first = node.body[0]
@@ -122,11 +133,10 @@ def static(root):
         modules[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
     documented = 0
     for name, path in modules.items():
-        text = path.read_text(encoding="utf-8")
-        tree = ast.parse(text)
+        text, tree, _, docs = read(str(path.absolute()))
         hidden = only_for_types(tree)
         figures["lines"] += text.count("\n")
-        documented += len(code_lines(text)[1])
+        documented += len(docs)
         for number, line in enumerate(text.splitlines(), 1):
             if "type: ignore" in line:
                 WHERE["type_ignores"].append(f"{path}:{number}")
@@ -237,25 +247,35 @@ def tiny():
     return LlamaForCausalLM(config), tokenizer
 
 
+def imported():
+    """What runs while modules are imported is not the way of the data."""
+    import datasets  # noqa: F401
+    import torch
+
+    torch.set_num_threads(1)
+    import posttrain
+
+    for name in ("SFTConfig", "SFTTrainer", "DPOConfig", "DPOTrainer", "GRPOConfig", "GRPOTrainer"):
+        getattr(posttrain, name)
+
+
 def trace(kind):
     """Functions of the package that run while a trainer is made, and in the second step; and who calls whom there."""
     import logging
     import threading
 
     import datasets
-    import torch
     import transformers
 
-    torch.set_num_threads(1)
-    logging.disable(logging.CRITICAL)
     import posttrain
 
+    logging.disable(logging.CRITICAL)
     home = os.path.dirname(posttrain.__file__) + os.sep
     made, stepped, calls, phase = set(), set(), set(), ["make"]
 
-    def look(frame, event, _):
+    def look(frame, event, _):  # As a trace function that returns None it is told of calls alone.
         code = frame.f_code
-        if event != "call" or not code.co_filename.startswith(home) or code.co_name == "<module>":
+        if not code.co_filename.startswith(home) or code.co_name == "<module>":
             return
         if phase[0] == "make":
             made.add((code.co_filename, code.co_firstlineno))
@@ -275,8 +295,6 @@ def trace(kind):
             phase[0] = "step" if state.global_step == 1 else "done"  # From the end of one step to the end of the next.
 
     model, tokenizer = tiny()
-    for name in ("SFTConfig", "SFTTrainer", "DPOConfig", "DPOTrainer", "GRPOConfig", "GRPOTrainer"):
-        getattr(posttrain, name)  # What runs while modules are imported is not the way of the data.
     ask = lambda i: [{"role": "user", "content": f"What is {i}?"}]
     say = lambda text: [{"role": "assistant", "content": text}]
     common = {
@@ -284,8 +302,8 @@ def trace(kind):
         "disable_tqdm": True, "logging_steps": 1, "gradient_checkpointing": False, "use_cpu": True,
     }  # fmt: skip
     with tempfile.TemporaryDirectory() as out:
-        threading.setprofile(look)
-        sys.setprofile(look)
+        threading.settrace(look)
+        sys.settrace(look)
         table = datasets.Dataset.from_list
         if kind == "sft":
             rows = [{"messages": ask(i) + say(f"It is {i}.")} for i in range(16)]
@@ -308,8 +326,8 @@ def trace(kind):
             trainer = posttrain.GRPOTrainer(model, reward, args, train_dataset=table(rows), processing_class=tokenizer)
         trainer.add_callback(Phase())
         trainer.train()
-        sys.setprofile(None)
-        threading.setprofile(None)
+        sys.settrace(None)
+        threading.settrace(None)
     return made, stepped, calls, home
 
 
@@ -319,10 +337,10 @@ def text_of(functions):
     for file, line in functions:
         by_file[file].add(line)
     for file, starts in by_file.items():
-        text = pathlib.Path(file).read_text(encoding="utf-8")
-        lines, counted = code_lines(text)[0], set()
+        _, tree, lines, _ = read(file)
+        counted = set()
         kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
-        for node in sorted((n for n in ast.walk(ast.parse(text)) if isinstance(n, kinds)), key=lambda n: n.lineno):
+        for node in sorted((n for n in ast.walk(tree) if isinstance(n, kinds)), key=lambda n: n.lineno):
             first = min([node.lineno, *(d.lineno for d in node.decorator_list)])
             if first in starts or node.lineno in starts:
                 mine = {n for n in range(first, node.end_lineno + 1) if n in lines} - counted
@@ -340,51 +358,48 @@ def deepest(package):
     return max(own(getattr(posttrain, n)) for n in names if isinstance(getattr(posttrain, n), type))
 
 
+def quiet_trace(kind):
+    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
+        return trace(kind)
+
+
+def traces():
+    """Each run in a fork of this process, side by side: the imports, most of the time, are made once and are no run's own."""
+    imported()
+    forks = ProcessPoolExecutor(max_workers=3, mp_context=multiprocessing.get_context("fork"))
+    return {kind: forks.submit(quiet_trace, kind) for kind in ("grpo", "dpo", "sft")}
+
+
+def figures_of(kind, made, stepped, calls, home):
+    """Figures of one trainer's run; what they count is left in `WHERE`."""
+    make, step = text_of(made), text_of(stepped)
+    mutual = sorted({tuple(sorted(pair)) for pair in calls if pair[::-1] in calls})
+    short = lambda rows: [f"{n:5d} {key.replace(home, '')}" for key, n in sorted(rows.items())]
+    WHERE[f"make_{kind}"], WHERE[f"step_{kind}"] = short(make), short(step)
+    WHERE[f"mutual_{kind}"] = [" <-> ".join(p.replace(home, "") for p in pair) for pair in mutual]
+    return {f"make_{kind}": sum(make.values()), f"step_{kind}": sum(step.values()), f"mutual_{kind}": len(mutual)}
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--package", default="posttrain")
     parser.add_argument("--static", action="store_true")
     parser.add_argument("--where", metavar="FIGURE")
     parser.add_argument("--json", action="store_true")
-    parser.add_argument("--part", help=argparse.SUPPRESS)
     args = parser.parse_args()
     sys.path.insert(0, os.getcwd())
-    if args.part:
-        made, stepped, calls, home = trace(args.part)
-        make, step = text_of(made), text_of(stepped)
-        mutual = sorted({tuple(sorted(pair)) for pair in calls if pair[::-1] in calls})
-        short = lambda rows: [f"{n:5d} {key.replace(home, '')}" for key, n in sorted(rows.items())]
-        where = {f"make_{args.part}": short(make), f"step_{args.part}": short(step),
-                 f"mutual_{args.part}": [" <-> ".join(p.replace(home, "") for p in pair) for pair in mutual]}  # fmt: skip
-        figures = {
-            f"make_{args.part}": sum(make.values()),
-            f"step_{args.part}": sum(step.values()),
-            f"mutual_{args.part}": len(mutual),
-        }
-        if args.part == "sft":
-            figures["deepest"] = deepest(args.package)
-        print(json.dumps(figures | {"where": where}))
-        return 0
-    environment = os.environ | {
-        "HF_HUB_OFFLINE": "1",
-        "TOKENIZERS_PARALLELISM": "false",
-        "PYTHONDONTWRITEBYTECODE": "1",
-    }
-    parts = {}
-    for part in [] if args.static else ["grpo", "dpo", "sft"]:  # Side by side: importing the libraries is most of it.
-        command = [sys.executable, __file__, "--package", args.package, "--part", part]
-        parts[part] = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
-        )
+    os.environ.update({"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"})
+    sys.dont_write_bytecode = True
+    runs = {} if args.static else traces()
     figures = static(pathlib.Path(args.package))
-    for part, process in parts.items():
-        out, err = process.communicate()
-        if process.returncode:
-            print(f"{part}: failed\n{err[-800:]}")
+    for kind, run in runs.items():
+        try:
+            figures |= figures_of(kind, *run.result())
+        except Exception as error:
+            print(f"{kind}: failed\n{error!r}\n{error.__cause__}")
             return 2
-        found = json.loads(out.strip().splitlines()[-1])
-        WHERE.update(found.pop("where"))
-        figures |= found
+    if runs:
+        figures["deepest"] = deepest(args.package)
     if args.where:
         print("\n".join(str(row) for row in WHERE.get(args.where, ["nothing is listed for this figure"])))
         return 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import functools
 import hashlib
 import io
 import logging
@@ -387,6 +388,7 @@ def _with_blocks(messages: Sequence[Mapping[str, Any]], change: Callable[[Any], 
     ]
 
 
+@functools.lru_cache(maxsize=8)  # Probes of several models and processors ask for the same few.
 def shaded(size: tuple[int, int], *, turned: bool = False) -> Picture:
     """A picture from black to white, downwards or sideways."""
     shade = require("PIL.Image", "reading images").linear_gradient("L")

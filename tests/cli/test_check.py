@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
+import os
 from pathlib import Path
 
 import pytest
 
 from posttrain.cli.main import main
+from tests import forks
 
 
 @pytest.fixture
@@ -107,9 +107,7 @@ def test_launched_processes_hand_their_exit_code_on(folder):
         "--use_cpu",
         "true",
     ]
-    done = subprocess.run(
-        [sys.executable, "-m", "posttrain.cli.main", *argv], capture_output=True, text=True, check=False, timeout=200
-    )
+    done = forks.run(["-m", "posttrain.cli.main", *argv], cwd=os.getcwd(), timeout=200)
     assert done.returncode == 78, done.stderr[-2000:]
     assert "PT-D030: 1 of 13 rows" in done.stderr
 

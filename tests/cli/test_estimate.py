@@ -1,6 +1,8 @@
 """`posttrain estimate`: what it says about a config, its exit codes, and what it does without data."""
 
 import json
+import pickle
+from dataclasses import replace
 
 import pytest
 
@@ -9,7 +11,36 @@ from posttrain.cli.commands import TRAINING
 from posttrain.cli.estimate import DOES_NOT_FIT
 from posttrain.cli.main import main
 from posttrain.cli.train import parser_for
+from posttrain.models import memory_estimate
 from tests.conftest import build_model
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _traced_once():
+    """A pass that another test traced, of an equal model and equal batches, holds what it held."""
+    known, largest = {}, memory_estimate._largest_pass
+
+    def described(config):
+        return type(config), config._attn_implementation, config.to_dict() | {"_name_or_path": ""}
+
+    def remembered(work, shadow, **options):
+        # All that `Shadow` and a trace are made of; pickles of unequal values are unequal.
+        models = [part and replace(part, config=described(part.config)) for part in (work.policy, work.critic)]
+        told = (models, work.value_head, work.checkpointing, work.kept_layers, sorted(work.needs), work.autocast)
+        key = pickle.dumps((told, work.batches, work.pixels, sorted(options.items())))
+        if key not in known:
+            known[key] = largest(work, shadow, **options)
+        return known[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(memory_estimate, "_largest_pass", remembered)
+        yield
+
+
+@pytest.fixture
+def tiny_model(tiny_tokenizer):
+    """One layer is traced in half the time of two."""
+    return build_model(len(tiny_tokenizer), num_hidden_layers=1)
 
 
 @pytest.fixture
@@ -116,7 +147,9 @@ def test_each_trainer_has_a_plan(trainer, tmp_path):
     from posttrain.models.memory_estimate import estimate_memory
 
     (_, args, *_) = parser_for(trainer).parse_args_and_config(["--output_dir", str(tmp_path), "--bf16", "false"])
-    work = plan(TRAINING[trainer].trainer.METHOD(args), build_model(100).config, lengths=Lengths(8, 8))
+    work = plan(
+        TRAINING[trainer].trainer.METHOD(args), build_model(100, num_hidden_layers=1).config, lengths=Lengths(8, 8)
+    )
     found, (answers, compared) = estimate_memory(work), METHODS[trainer]
     assert found.peak > 0
     assert samples(args) == (answers == 0) and ("reference" in found.standing) == compared

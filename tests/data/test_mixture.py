@@ -13,6 +13,7 @@ import pytest
 
 from posttrain.data.mixture import DatasetConfig, DatasetMixtureConfig, get_dataset, load_rows
 from posttrain.errors import ConfigError, DataError
+from tests import forks
 from tests.wordings import raises
 
 
@@ -212,17 +213,8 @@ def test_trap_s32_two_processes_draw_the_same_split(jsonl):
         "import sys\nfrom posttrain.data.mixture import DatasetMixtureConfig, get_dataset\n"
         "d = get_dataset(DatasetMixtureConfig([sys.argv[1]], test_split_size=0.3), seed=7)\nprint(d['test']['answer'][:])\n"
     )
-    runs = [
-        subprocess.run(
-            [sys.executable, "-c", code, path],
-            env=os.environ | {"PYTHONHASHSEED": str(i)},
-            capture_output=True,
-            text=True,
-            timeout=100,
-            check=True,
-        ).stdout
-        for i in range(2)
-    ]
+    # Each rank's template has a hash seed of its own.
+    runs = [forks.run(["-c", code, path], rank=i, check=True).stdout for i in range(2)]
     assert runs[0] == runs[1] != ""
 
 

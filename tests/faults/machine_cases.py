@@ -7,8 +7,6 @@ import json
 import os
 import resource
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -18,19 +16,14 @@ from posttrain.loop import checkpoint as checkpoints
 from posttrain.report.lock import LOCK
 from tests.faults import build
 from tests.faults.scene import Case, Scene
+from tests.forks import Forked
 
-ROOT = Path(__file__).resolve().parents[2]
 SAVING = {"save_strategy": "steps", "save_steps": 1}
 
 
-def child(scene: Scene, what: str, until: str) -> subprocess.Popen:
+def child(scene: Scene, what: str, until: str) -> Forked:
     """A process of its own that does ``what`` in the scene's folder, once the file ``until`` is there."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "tests.faults.child", what, str(scene.folder)],
-        cwd=ROOT,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
+    process = Forked(["-m", "tests.faults.child", what, scene.folder])
     deadline = time.monotonic() + 120
     while not (scene.folder / until).exists():
         if process.poll() is not None or time.monotonic() > deadline:

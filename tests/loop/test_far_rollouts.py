@@ -1,8 +1,6 @@
 """Training on rollouts of a server: the same run as in process, weights pushed when they moved, failures that lose nothing."""
 
-import json
 import os
-import subprocess
 import sys
 import threading
 import time
@@ -14,6 +12,7 @@ import torch
 
 from posttrain import GRPOTrainer
 from posttrain.errors import ConfigError, RolloutServerError, ServerUnreachable, WeightSyncError
+from posttrain.models import parallel
 from posttrain.rollouts.native.engine import NativeEngine
 from posttrain.rollouts.server import client as connection
 from posttrain.rollouts.server import engine as server
@@ -23,10 +22,10 @@ from posttrain.rollouts.server.replies import derived_seed
 from posttrain.types import Request, Sampling
 from tests.conftest import build_model
 from tests.methods.helpers import count_a, grpo, grpo_args, losses, prompts, weights
+from tests.ranks import leave, part, run_ranks
 from tests.rollouts.stub_server import Restarting, StubServer
 from tests.wordings import raises
 
-ROOT = Path(__file__).parents[2]
 # Adam makes steps of one size out of gradients that are noise; plain descent keeps them as small as they are.
 PLAIN = {"max_steps": 3, "optim": "sgd", "learning_rate": 0.1}
 
@@ -298,7 +297,10 @@ def work(folder, rank):
         trainer.weight_sync.ask([([Request([5] * 600)], Sampling(3))])
     except Exception as error:
         found["error"] = [type(error).__name__, str(error), isinstance(error, RolloutServerError)]
-    Path(folder, f"found{rank}.json").write_text(json.dumps(found))
+    everyone = parallel.gather_objects(found, trainer.accelerator)
+    if rank == 0:
+        leave(everyone)
+    part()
 
 
 @pytest.mark.distributed
@@ -306,21 +308,7 @@ def test_trap_s16_s19_two_ranks_share_one_server_its_errors_too_and_one_may_have
     tmp_path, tiny_tokenizer, stub
 ):
     (tmp_path / "url").write_text(stub.url)
-    code = f"from tests.loop.test_far_rollouts import work; import os; work({str(tmp_path)!r}, int(os.environ['RANK']))"
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--master_port=0", "--no-python"]
-    command = [
-        *command[:-2],
-        "--rdzv-backend=c10d",
-        "--rdzv-endpoint=localhost:0",
-        "--no-python",
-        sys.executable,
-        "-c",
-        code,
-    ]
-    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stderr[-3000:]
-    found = [json.loads((tmp_path / f"found{rank}.json").read_text()) for rank in range(2)]
+    found = run_ranks("tests.loop.test_far_rollouts", tmp_path, processes=2, folder=tmp_path, timeout=200)
     assert [f["holds_engine"] for f in found] == [True, False]
     for rank in range(2):
         first, second, third = found[rank]["rounds"]
@@ -358,3 +346,7 @@ def test_generation_waits_for_a_server_that_comes_back(tiny_tokenizer):
     assert [r.token_ids for r in engine.generate([Request([5], 2)], Sampling(4, seed=1))] == truth
     engine.close()
     second[0].close()
+
+
+if __name__ == "__main__":
+    work(sys.argv[1], int(os.environ["RANK"]))

@@ -5,11 +5,8 @@ import os
 import re
 import shutil
 import signal
-import subprocess
-import sys
 import threading
 import time
-from pathlib import Path
 
 import psutil
 import pytest
@@ -23,11 +20,9 @@ from posttrain.rollouts.server.weight_sync import shared_root
 from posttrain.rollouts.workers.samples import GroupTask
 from posttrain.trainers.async_grpo.worker import score_group
 from posttrain.types import Sampling
+from tests.forks import PIPE, Forked
 from tests.methods.async_helpers import At, Evidence, assert_exact, generator_of, steps, trainer
 from tests.methods.helpers import prompts, weights
-
-ROOT = Path(__file__).parents[2]
-
 
 # A run of its own that goes on until it is ended, and says so after each step.
 ENDLESS = """
@@ -51,8 +46,7 @@ if __name__ == "__main__":
 @pytest.fixture
 def endless(tmp_path):
     """A trainer in a process group of its own that has taken a step; all of the group is killed at the end."""
-    command = [sys.executable, "-c", ENDLESS, str(tmp_path)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT, start_new_session=True)
+    process = Forked(["-c", ENDLESS, tmp_path], stdout=PIPE, start_new_session=True)
     while process.poll() is None and not process.stdout.readline().startswith("step 1"):
         pass
     assert shared(process)

@@ -86,7 +86,8 @@ def test_gradients_of_tree_and_padded_agree():
         for batch in collate(rows(), pad_token_id=0, layout=layout):
             (forward(model, batch).logp.square().sum()).backward()
         grads.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
-    assert torch.allclose(grads[0], grads[1], atol=1e-4)
+    # Sums in another order: 1e-6 of the largest was seen on AVX2, where an absolute 1e-4 is below the rounding of 200.
+    assert (grads[0] - grads[1]).abs().max() < 2e-6 * grads[0].abs().max()
 
 
 def test_padding_content_changes_nothing():

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -13,6 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from posttrain.models.memory import KeepHostMemory, _glibc, gradients_first
+from tests import forks
 from tests.conftest import build_model
 
 SCRIPT = """
@@ -40,13 +38,7 @@ print(without, kept, faults())
 
 @pytest.mark.skipif(_glibc() is None, reason="another C library")
 def test_pages_are_not_cleared_again_each_step_until_training_ends():
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT],
-        capture_output=True,
-        text=True,
-        check=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
+    done = forks.run(["-c", SCRIPT], check=True)
     without, kept, after = map(int, done.stdout.split())
     assert without > 20_000, (
         "six tensors of 64 MB are 98,304 pages of 4 KB, and fewer where the kernel gives larger ones"

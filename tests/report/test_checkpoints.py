@@ -22,19 +22,13 @@ from posttrain.errors import CheckpointError, ConfigError
 from posttrain.loop import checkpoint as checkpoints
 from posttrain.models import parallel
 from posttrain.report.lock import LOCK, FolderLock
+from tests.forks import Forked
 from tests.methods.helpers import chats, grpo, losses, sft, weights
 from tests.wordings import raises
 
-ROOT = Path(__file__).resolve().parents[2]
-
 
 def start(*arguments):
-    return subprocess.Popen(
-        [sys.executable, "-m", "tests.report.folder_worker", *map(str, arguments)],
-        cwd=ROOT,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
+    return Forked(["-m", "tests.report.folder_worker", *arguments])
 
 
 def wait_for(path, process=None, seconds=120):

@@ -3,8 +3,6 @@
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 
 import pytest
@@ -12,6 +10,7 @@ import pytest
 from posttrain.report.files import read_rows
 from posttrain.report.record import RunRecord
 from posttrain.types import Finding
+from tests import forks
 from tests.methods.helpers import sft
 
 
@@ -70,7 +69,7 @@ except OSError as error:
 
 
 def test_a_line_that_does_not_fit_on_the_disk_is_a_clear_error_and_leaves_no_torn_half(tmp_path):
-    out = subprocess.run([sys.executable, "-c", FULL, str(tmp_path)], capture_output=True, text=True, check=True).stdout
+    out = forks.run(["-c", FULL, tmp_path], check=True).stdout
     assert "a line of the run record could not be written" in out
     assert "resume from the last checkpoint" in out
     content = (tmp_path / "metrics.jsonl").read_text()
@@ -90,7 +89,7 @@ for step in itertools.count(1):
 
 @pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="needs SIGKILL")
 def test_a_killed_writer_loses_no_line_that_it_reported(tmp_path):
-    process = subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    process = forks.Forked(["-c", WRITER, tmp_path], stdout=forks.PIPE)
     reported = 0
     try:
         while reported < 20:

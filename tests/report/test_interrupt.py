@@ -1,12 +1,11 @@
 """The end that loses nothing, on several ranks; that of one process is tested with the trainers."""
 
 import signal
-import subprocess
-import sys
 import time
 
 import pytest
 
+from tests.forks import PIPE, Forked
 from tests.ranks import run_ranks
 
 
@@ -19,8 +18,7 @@ def test_ranks_end_after_the_same_step_although_one_alone_was_told(tmp_path):
 
 @pytest.mark.parametrize("kind", ["waiting", "swallowing"])
 def test_the_second_signal_ends_a_process_that_would_swallow_it(kind, tmp_path):
-    command = [sys.executable, "-m", "tests.report.stuck_worker", str(tmp_path / "run"), kind]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
+    with Forked(["-m", "tests.report.stuck_worker", tmp_path / "run", kind], stdout=PIPE, stderr=PIPE) as child:
         try:
             assert child.stdout.readline().strip() == "stuck"
             child.send_signal(signal.SIGINT)

@@ -5,7 +5,6 @@ import json
 import re
 import shutil
 import subprocess
-import sys
 
 import pytest
 
@@ -15,6 +14,7 @@ from posttrain.errors import ConfigError, DataError
 from posttrain.report.lock import FolderLock
 from posttrain.report.page import read_run, read_runs, render
 from posttrain.report.page.build import content, panels_of
+from tests.forks import PIPE, Forked
 from tests.report.page_runs import EVIL, break_record, dpo_record, grpo_record
 from tests.wordings import raises
 
@@ -78,8 +78,7 @@ sys.stdin.read()
 
 def test_a_run_goes_on_while_another_process_holds_its_folder_not_this_one(tmp_path):
     grpo_record(tmp_path, steps=1)
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    with subprocess.Popen([sys.executable, "-c", TRAINS, str(tmp_path)], **pipes) as process:
+    with Forked(["-c", TRAINS, tmp_path], stdin=PIPE, stdout=PIPE) as process:
         assert process.stdout.readline() == "ready\n"
         assert read_run(tmp_path).state == "running"
         process.communicate("", timeout=30)

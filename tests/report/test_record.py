@@ -4,7 +4,6 @@ import json
 import math
 import os
 import socket
-import subprocess
 import sys
 import time
 import types
@@ -16,6 +15,7 @@ import torch
 from posttrain.errors import ConfigError
 from posttrain.report.lock import LOCK, FolderLock, check_writable
 from posttrain.report.record import RunRecord, RunRecordCallback, hide_secrets
+from tests.forks import PIPE, Forked
 from tests.wordings import raises
 
 
@@ -230,8 +230,7 @@ input()
 @pytest.fixture
 def other(tmp_path):
     """Another process that holds the folder; ranks of one run have its environment."""
-    command = [sys.executable, "-c", HOLDS, str(tmp_path)]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    process = Forked(["-c", HOLDS, tmp_path], stdin=PIPE, stdout=PIPE)
     assert process.stdout.readline() == "held\n"
     yield process
     process.kill()

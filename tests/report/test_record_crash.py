@@ -2,8 +2,6 @@
 
 import json
 import signal
-import subprocess
-import sys
 import time
 
 import pytest
@@ -11,6 +9,7 @@ import pytest
 from posttrain.report.page import read_run
 from posttrain.report.record import RunRecord
 from posttrain.types import Finding
+from tests.forks import Forked
 
 SENTENCE = "KL grew – naïve 😀"  # Characters of several bytes must not be torn either.
 
@@ -65,7 +64,7 @@ while True:
 
 
 def test_a_record_is_whole_lines_while_it_is_written_and_after_the_writer_is_killed(tmp_path):
-    process = subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path)])
+    process = Forked(["-c", WRITER, tmp_path])
     path = tmp_path / "metrics.jsonl"
     try:
         until = time.monotonic() + 300

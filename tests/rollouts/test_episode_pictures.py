@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 
 import datasets
 import pytest
@@ -86,7 +87,10 @@ def short_turns(trainer, tokens=3):
     ask = trainer.weight_sync.ask
 
     def cut(batches):
-        answers = ask(batches)
+        # Where they are cut is where they need not be sampled beyond.
+        answers = ask(
+            [(requests, replace(one, max_new_tokens=min(tokens, one.max_new_tokens))) for requests, one in batches]
+        )
         for rollout in (one for answer in answers for one in answer):
             rollout.token_ids, rollout.logp = rollout.token_ids[:tokens], rollout.logp[:tokens]
             rollout.finish_reason, rollout.processed_logp = "stop", None

@@ -2,7 +2,6 @@
 
 import concurrent.futures
 import contextlib
-import os
 import re
 import signal
 import subprocess
@@ -17,6 +16,7 @@ from posttrain.rollouts.native.engine import NativeEngine
 from posttrain.rollouts.server.client import VLLMClient
 from posttrain.types import Request, Sampling
 from tests.conftest import build_model
+from tests.forks import Forked
 
 ROOT = Path(__file__).parents[2]
 
@@ -25,10 +25,9 @@ ROOT = Path(__file__).parents[2]
 def process(tmp_path, *options):
     """The command on a free port; its address, the process and its log."""
     log = tmp_path / "server.log"
-    command = [sys.executable, "-m", "posttrain.cli.main", "serve", "--port", "0", *options]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     with open(log, "w") as file:
-        running = subprocess.Popen(command, stdout=file, stderr=file, cwd=ROOT, env=environment)
+        command = ["-m", "posttrain.cli.main", "serve", "--port", "0", *options]
+        running = Forked(command, stdout=file, stderr=file)
     try:
         deadline = time.monotonic() + 120
         while (found := re.search(r"running on (http://\S+)", log.read_text())) is None:
