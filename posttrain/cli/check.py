@@ -142,8 +142,12 @@ class Checkup:
 
     def _model(self) -> str:
         from posttrain.checks.machine import check_precision
+        from posttrain.models.load import get_quantization_config
+        from posttrain.models.quantised import check_quantised
 
         subject, model_args = self.subject, self.subject.model_args
+        adapter = model_args if model_args.use_peft else None
+        check_quantised(subject.source, subject.config, adapter, get_quantization_config(model_args))
         found = self.known["model_config"] = subject.model_config
         count = _parameters(found)
         dtype = str(model_args.dtype)

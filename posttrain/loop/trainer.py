@@ -33,6 +33,7 @@ from posttrain.losses.reduce import Denominators, reduce
 from posttrain.metrics import Metric, MetricBuffer, mean
 from posttrain.models import load, memory, parallel
 from posttrain.models.forward import add_router_term, forward, noisy_embeddings, router_coefficient
+from posttrain.models.quantised import check_quantised
 from posttrain.models.vision import load_renamed
 from posttrain.report.card import create_model_card
 from posttrain.report.record import RunRecordCallback
@@ -107,6 +108,7 @@ class PostTrainer(transformers.Trainer):
         config.check_hooks(self, trainer_kwargs.get("compute_loss_func"))
         self.args, self.user_collator = args, trainer_kwargs.pop("data_collator", None)
         config.check_arguments(type(self), model, args, train_dataset, self.user_collator)
+        check_quantised(model, args, peft_config, quantization_config)
         set_seed(args.seed)
         init = dict(args.model_init_kwargs or {}) if isinstance(model, str) else {}
         sets, shown = tuple(map(plain_rows, (train_dataset, eval_dataset))), self.returns_images
