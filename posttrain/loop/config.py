@@ -6,7 +6,6 @@ import functools
 import importlib
 import inspect
 import logging
-import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -23,6 +22,7 @@ from posttrain.data.forest import Layout
 from posttrain.data.samplers import with_lengths
 from posttrain.errors import ArgumentTypeError, ConfigError, DataError, ModelError
 from posttrain.loop.checks import Checks, log_codes
+from posttrain.loop.token_split import check_parallelism
 from posttrain.models.attention import padded_layout, probe_head, probe_layout
 from posttrain.models.forward import learns_prompts
 from posttrain.models.heads import causal_lm, install_token_head, train_new_tokens, train_score_head
@@ -30,6 +30,7 @@ from posttrain.models.load import check_model_source, with_dtype, wrap_with_peft
 from posttrain.models.memory import check_offloading
 from posttrain.models.parallel import bf16_is_faster
 from posttrain.models.reference import disable_dropout_in_model
+from posttrain.models.token_split import alone
 from posttrain.report.record import check_writable
 from posttrain.types import (
     NonNegativeFloat,
@@ -64,23 +65,6 @@ def check_gathering(config: Any) -> None:
         "ds3_gather_for_generation=False is ignored: rollout_engine=%r reads whole weights, so ZeRO-3's shards are gathered to "
         "generate. A model above one device's memory needs a rollout server: use_vllm=True.", config.rollout_engine,
     )  # fmt: skip
-
-
-def refuse_cut_sequences(config: Any) -> None:
-    """Refuse context, sequence and tensor parallelism: processes that hold pieces of the same sequences.
-
-    Raises:
-        ConfigError: ``parallelism_config`` asks for it, or the variables that ``accelerate launch`` makes of its file.
-    """
-    sizes = {name: getattr(config.parallelism_config, name, None) or 1 for name in ("cp_size", "sp_size", "tp_size")}
-    if config.parallelism_config is None and os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "").lower() == "true":
-        sizes = {name: int(os.environ.get(f"PARALLELISM_CONFIG_{name.upper()}", "1")) for name in sizes}
-    if max(sizes.values()) > 1:
-        said = ", ".join(f"{name}={size}" for name, size in sizes.items())
-        raise ConfigError(
-            f"parallelism_config with {said}: rows cannot be cut along their tokens here, since sequences share their prompt by "
-            "a mask that accelerate would drop. Fix: set the three to 1; shard the model (FSDP2, ZeRO-3) for long rows."
-        )
 
 
 @dataclass
@@ -172,7 +156,7 @@ class PostTrainingConfig(transformers.TrainingArguments):
         for name in self._VALID_DICT_FIELDS:
             if name not in transformers.TrainingArguments._VALID_DICT_FIELDS:
                 setattr(self, name, read_mapping(name, getattr(self, name)))
-        refuse_cut_sequences(self)
+        check_parallelism(self)
         self._resolve_checkpointing()
         if hasattr(self, "pad_to_multiple_of"):
             self.pad_to_multiple_of = row_multiple(self.pad_to_multiple_of)
@@ -469,9 +453,10 @@ def choose_layout(model: Any, args: Any, *, padded: bool) -> Layout:
         args: ``max_row_tokens``, ``pad_to_multiple_of``, ``bf16``, ``fp16``.
         padded: Whether something wants one sequence a row; virtual tokens do in any case.
     """
-    probe_head(model)
     autocast = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None
-    layout = padded_layout(model) if padded or learns_prompts(model) else probe_layout(model, autocast)
+    with alone():
+        probe_head(model)
+        layout = padded_layout(model) if padded or learns_prompts(model) else probe_layout(model, autocast)
     if args.max_row_tokens is not None and layout.row_tokens > 1:
         layout = replace(layout, row_tokens=args.max_row_tokens)
     multiple = getattr(args, "pad_to_multiple_of", None)

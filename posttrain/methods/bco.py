@@ -116,6 +116,7 @@ class BCOTrainer(PreferenceTrainer, config=BCOConfig):
     """
 
     judged: ClassVar[bool] = True
+    splits_tokens = False  # Its running mean is moved by a collective within the objective.
     branches: ClassVar[tuple[str, ...]] = ("completion",)
     reference_columns: ClassVar[tuple[str, ...]] = ("ref_logps",)
     needs: frozenset[str] = frozenset({"logp", "entropy", "mean_logit"})

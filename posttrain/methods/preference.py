@@ -336,6 +336,7 @@ class PreferenceTrainer(PostTrainer):
     """
 
     check_area: ClassVar[str] = "P"
+    splits_tokens = True
     branches: ClassVar[tuple[str, ...]] = ("chosen", "rejected")
     compared: ClassVar[bool] = True
     judged: ClassVar[bool] = False

@@ -77,6 +77,7 @@ class RewardTrainer(PostTrainer, config=RewardConfig):
 
     needs: frozenset[str] = frozenset({"scores"})
     generative: ClassVar[bool] = False
+    splits_tokens = True
     keep_groups_together: ClassVar[bool] = True
     takes_collator: ClassVar[bool] = True
     answers_per_row = 2

@@ -139,6 +139,7 @@ class RLOOTrainer(OnlineTrainer, config=RLOOConfig):
     >>> trainer.train()  # doctest: +SKIP
     """
 
+    splits_tokens = True
     takes_images: bool = True
     needs: frozenset[str] = frozenset({"logp", "entropy"})
     _paper: ClassVar[dict[str, str]] = {

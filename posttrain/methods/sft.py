@@ -142,6 +142,7 @@ class SFTTrainer(PostTrainer, config=SFTConfig):
     takes_collator: ClassVar[bool] = True
     takes_images: bool = True
     takes_loss_func: ClassVar[bool] = True
+    splits_tokens = True
     args: SFTConfig
 
     @takes(

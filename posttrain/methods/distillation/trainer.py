@@ -81,6 +81,7 @@ class DistillationTrainer(OnlineTrainer, config=DistillationConfig):
     >>> trainer.train()  # doctest: +SKIP
     """
 
+    splits_tokens = True
     compared: ClassVar[bool] = False  # ``beta`` is the divergence's, and no tie to a reference.
     cuts_prompts = True
     needs = frozenset({"logp", "entropy"})

@@ -345,6 +345,7 @@ class GRPOTrainer(OnlineTrainer, config=GRPOConfig):
     >>> trainer.train()  # doctest: +SKIP
     """
 
+    splits_tokens = True
     takes_images: bool = True
     takes_episodes: ClassVar[bool] = True
     args: GRPOConfig
