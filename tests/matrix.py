@@ -70,7 +70,7 @@ def planned(way: str, kind: str, variant: str) -> bool:
     """Whether a cell is one of the table: each method on every way, and each variant where it changes what is exchanged."""
     if way == "FSDP2-2x2" and kind in SAMPLED:  # Four ranks draw other completions than two.
         return False
-    if way.startswith("sp"):
+    if way.startswith("sp") and not kind.startswith("resume"):
         return kind in DIVIDED and (
             variant == "plain" or (way == "sp2" and variant in VARIANTS and variant != "frozen")
         )

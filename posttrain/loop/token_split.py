@@ -19,7 +19,7 @@ from posttrain.models import token_split
 from posttrain.models.attention import MASKABLE, TOLERANCE, coarsest_dtype, disagreement, random_prompts
 from posttrain.models.forward import forward
 from posttrain.models.heads import causal_lm
-from posttrain.types import Row, read_mapping
+from posttrain.types import Batch, ModelOutputs, Row, read_mapping
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -209,7 +209,7 @@ def _probe(model: nn.Module, layout: Layout, accelerator: Accelerator, size: int
         with accelerator.autocast():
             for way in (None, split):
                 token_split.activate(way)
-                outputs = forward(model, batch.to(parameters[0].device), needs)
+                outputs = _tried(model, batch.to(parameters[0].device), needs, size)
                 value = outputs.scores if scored else outputs.logp
                 assert value is not None
                 found.append(value if scored else value[batch.loss_mask.to(value.device)])
@@ -223,6 +223,19 @@ def _probe(model: nn.Module, layout: Layout, accelerator: Accelerator, size: int
             f"sp_size={size}: {type(causal_lm(model)).__name__} divided over processes does not compute what it computes whole "
             f"({reason}): a layer mixes tokens beside attention. Fix: sp_size=1."
         )
+
+
+def _tried(model: nn.Module, batch: Batch, needs: frozenset[str], size: int) -> ModelOutputs:
+    """A forward pass, whose failure says what it is a failure of; processes of a group fail alike."""
+    try:
+        return forward(model, batch, needs)
+    except (RuntimeError, TypeError, ValueError, KeyError) as error:
+        token_split.activate(None)
+        name, said = type(causal_lm(model)).__name__, str(error).splitlines()[0][:160]
+        raise ModelError(
+            f"sp_size={size}: {name} does not run divided over processes ({type(error).__name__}: {said}): its layers do not hand "
+            "on what attention must know, or mix tokens beside it. Fix: sp_size=1; shard the model (FSDP2) for long rows."
+        ) from error
 
 
 def refuse_predict(size: int) -> None:

@@ -66,13 +66,8 @@ def forward(
         split.tell(asked.bare())
         result = _run(model, asked, compare, split, split.rank)
     else:
-        # Of a teacher, say, while the others of the group wait to help with the student.
-        if gathers_in_forward(model.modules()):
-            raise ModelError(
-                f"sp_size={split.size}: a sharded model runs inside a training pass, which the other processes of its group do "
-                "not. Fix: a teacher that is not sharded, or sp_size=1."
-            )
-        result = _run(model, asked, compare)
+        with on_whole_rows(model):
+            result = _run(model, asked, compare)
     if "scores" in needs:
         return ModelOutputs(scores=result["scores"][:, 0])
     return ModelOutputs(
@@ -83,6 +78,23 @@ def forward(
         aux_loss=result.get("aux_loss"),
         compared=result if compare is not None else {},
     )
+
+
+@contextmanager
+def on_whole_rows(model: nn.Module) -> Iterator[None]:
+    """Inside, this process computes its batches alone: a teacher's, while the others of the group wait to help with the student.
+
+    Raises:
+        ModelError: The model is sharded, and the others do not run it.
+    """
+    split = token_split.active()
+    if split is not None and gathers_in_forward(model.modules()):
+        raise ModelError(
+            f"sp_size={split.size}: a sharded model reads whole rows in a pass that the other processes of its group do not run. "
+            "Fix: a teacher that is not sharded (no self-distillation under FSDP), or sp_size=1."
+        )
+    with token_split.alone():
+        yield
 
 
 @dataclass(frozen=True, slots=True)
