@@ -25,7 +25,8 @@ from tests.ranks import leave, part, run_ranks
 STEPS, TOLERANCE = 3, 1e-5
 WATCHDOG = 60  # Seconds that a cell may take, and the start of the processes.
 SERVER = "POSTTRAIN_TEST_SERVER"
-BEGIN, END = "<!-- ranks -->", "<!-- end of ranks -->"
+# Tables of the page: of whole rows on each process, and of rows that processes divide; one that was not run stays.
+TABLES = {False: ("<!-- ranks -->", "<!-- end of ranks -->"), True: ("<!-- sp -->", "<!-- end of sp -->")}
 KINDS = ("sft", "sft moe", "reward", "dpo", "kto", "grpo", "grpo native", "grpo server", "ppo", "gkd")
 # With pictures that the second rank has none of.
 PICTURED = tuple(f"{method} {family}" for method in ("sft", "dpo", "grpo") for family in ("qwen2_vl", "llava"))
@@ -389,8 +390,12 @@ def main() -> None:
         print(way, cell, result, flush=True)
     if args.page:
         text = args.page.read_text(encoding="utf-8")
-        head, tail = text.split(BEGIN)[0], text.split(END)[1]
-        args.page.write_text(f"{head}{BEGIN}\n{table(results)}\n{END}{tail}", encoding="utf-8")
+        for divided, (begin, end) in TABLES.items():
+            own = {key: result for key, result in results.items() if key[0].startswith("sp") == divided}
+            if own:
+                head, tail = text.split(begin)[0], text.split(end)[1]
+                text = f"{head}{begin}\n{table(own)}\n{end}{tail}"
+        args.page.write_text(text, encoding="utf-8")
 
 
 def compared(found: dict[str, Any], folder: Path, way: str, cell: str) -> Any:

@@ -89,6 +89,10 @@ class PostTrainingConfig(transformers.TrainingArguments):
         "Rows of a micro-batch on each device. auto: the largest that fits 90 % of the memory at the longest "
         "lengths, found by dry steps; with gradient_accumulation_steps it makes the effective batch that 8 would make.",
     )
+    parallelism_config: dict[str, Any] | str | None = option(
+        None,
+        "Of accelerate, as an object or a mapping. sp_size: processes that share each row by tokens (Ulysses); 1 is off.",
+    )
     dry_step: bool | None = option(
         None,
         "Before step 0, try a step at the longest lengths without an update. None: on a GPU yes, on a CPU no (a step "

@@ -76,7 +76,9 @@ def loss_of(model: Any, batch: Any, needs: frozenset[str]) -> torch.Tensor:
 
 def gradient(model: Any) -> torch.Tensor:
     """Of all weights in one row, and none afterwards."""
-    flat = torch.cat([torch.zeros_like(p).flatten() if p.grad is None else p.grad.flatten() for p in model.parameters()])
+    flat = torch.cat(
+        [torch.zeros_like(p).flatten() if p.grad is None else p.grad.flatten() for p in model.parameters()]
+    )
     model.zero_grad(set_to_none=True)
     return flat
 
