@@ -233,8 +233,8 @@ def _tried(model: nn.Module, batch: Batch, needs: frozenset[str], size: int) -> 
         token_split.activate(None)
         name, said = type(causal_lm(model)).__name__, str(error).splitlines()[0][:160]
         raise ModelError(
-            f"sp_size={size}: {name} does not run divided over processes ({type(error).__name__}: {said}): its layers do not hand "
-            "on what attention must know, or mix tokens beside it. Fix: sp_size=1; shard the model (FSDP2) for long rows."
+            f"sp_size={size}: {name} does not run divided over processes ({type(error).__name__}: {said}): its layers do not "
+            "hand on what attention must know, or mix tokens beside it. Fix: sp_size=1; shard the model (FSDP2) for long rows."
         ) from error
 
 
