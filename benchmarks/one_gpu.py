@@ -1,7 +1,7 @@
 """What fits one GPU, by the estimate: models of 1.5B, 7B and 32B, whole, with LoRA and with QLoRA.
 
-``--page docs/one_gpu.md`` writes the table. Shapes are those of Qwen2.5; no weight is read and no GPU is asked. A cell is the peak
-of one process in GiB.
+``--page docs/one_gpu.md`` writes the table. Shapes are those of Qwen2.5; no weight is read and no GPU is asked. A cell is the
+peak of one process in GiB.
 """
 
 from __future__ import annotations
