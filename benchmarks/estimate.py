@@ -7,6 +7,8 @@ libraries, tokenizer and data. The estimate leaves these out too (``process=0``)
 from __future__ import annotations
 
 import argparse
+import copy
+import importlib.util
 import json
 import random
 import sys
@@ -36,6 +38,7 @@ CASES = {
     "sft, one pass a step": ("sft", {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 1}),
     "sft, adafactor": ("sft", {"optim": "adafactor"}),
     "sft, LoRA": ("sft", {"lora": 16}),
+    "sft, QLoRA": ("sft", {"lora": 16, "four_bits": True}),  # Where bitsandbytes is.
     "reward": ("reward", {}),
     "dpo": ("dpo", {}),
     "dpo, LoRA": ("dpo", {"lora": 16}),
@@ -115,6 +118,15 @@ def lengths_of(method: str, args: Any, tokenizer: Any) -> Any:
     return Lengths(prompt, SAMPLED if method in ("grpo", "ppo") else ANSWER)
 
 
+def packing(wanted: bool) -> Any:
+    """4-bit weights whose products are in float32, as a CPU is fastest with."""
+    import torch
+    import transformers
+
+    options = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True, "bnb_4bit_compute_dtype": torch.float32}
+    return transformers.BitsAndBytesConfig(load_in_4bit=True, **options) if wanted else None
+
+
 def prepare(method: str, model: Any, tokenizer: Any, given: dict[str, Any], folder: str) -> tuple[Any, Any, Any]:
     """Config, adapter, and a function that makes the trainer."""
     import datasets
@@ -124,7 +136,7 @@ def prepare(method: str, model: Any, tokenizer: Any, given: dict[str, Any], fold
     import posttrain
 
     given = dict(given)
-    rank = given.pop("lora", None)
+    rank, packed = given.pop("lora", None), packing(given.pop("four_bits", False))
     task = "SEQ_CLS" if method == "reward" else "CAUSAL_LM"
     lora = peft.LoraConfig(r=rank, task_type=task, target_modules="all-linear") if rank else None
     name = {"sft": "SFT", "dpo": "DPO", "grpo": "GRPO", "reward": "Reward", "ppo": "PPO", "kto": "KTO", "orpo": "ORPO"}
@@ -140,7 +152,10 @@ def prepare(method: str, model: Any, tokenizer: Any, given: dict[str, Any], fold
         if not isinstance(model, str):
             policy = kind.from_config(model, **({"num_labels": 1} if method == "reward" else {}))
             args.model_init_kwargs = None
-        common = {"args": args, "train_dataset": data, "processing_class": tokenizer, "peft_config": lora}
+        common = {"args": args, "train_dataset": data, "processing_class": tokenizer}
+        common["peft_config"] = copy.deepcopy(lora)  # peft writes the layers of a model into it.
+        if packed is not None and isinstance(policy, str):
+            common["quantization_config"] = packed
         if method == "grpo":
             common["reward_funcs"] = short
         if method == "ppo":
@@ -152,7 +167,6 @@ def prepare(method: str, model: Any, tokenizer: Any, given: dict[str, Any], fold
 
 def warm_up(model: Any, args: Any, make: Any) -> None:
     """A step of a model of two narrow layers, so that libraries are loaded and their pages touched."""
-    import copy
     import ctypes
     import gc
 
@@ -176,6 +190,7 @@ def one(name: str, case: str) -> dict[str, Any]:
 
     from posttrain.checks.memory import plan
     from posttrain.models.memory_estimate import estimate_memory
+    from posttrain.models.quantised import weight_bits
 
     method, given = CASES[case]
     model, tokenizer = build(name)
@@ -189,7 +204,10 @@ def one(name: str, case: str) -> dict[str, Any]:
         trainer.train()
         measured = rss("VmHWM") - before
         config = transformers.AutoConfig.from_pretrained(model) if isinstance(model, str) else model
-        work = plan(trainer.METHOD(args), config, lengths=lengths_of(method, args, tokenizer), peft_config=lora)
+        bits = weight_bits(packing(given.get("four_bits", False)))
+        work = plan(
+            trainer.METHOD(args), config, lengths=lengths_of(method, args, tokenizer), peft_config=lora, bits=bits
+        )
         found = estimate_memory(work)
     return {
         "model": Path(name).name, "case": case, "measured_mb": round(measured / 1e6), "after_loading_mb": round(built / 1e6),
@@ -214,6 +232,8 @@ def main() -> None:
     path = harness.RESULTS / "estimate.json"
     found = {(row["model"], row["case"]): row for row in json.loads(path.read_text())["rows"]} if path.exists() else {}
     for name, case in wanted:
+        if CASES[case][1].get("four_bits") and importlib.util.find_spec("bitsandbytes") is None:
+            continue
         if args.only and not f"{Path(name).name}/{case}".endswith(tuple(args.only)):
             continue
         row = harness.child(sys.executable, __file__, "--one", name, case)

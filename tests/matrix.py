@@ -25,7 +25,8 @@ from tests.ranks import leave, part, run_ranks
 STEPS, TOLERANCE = 3, 1e-5
 WATCHDOG = 60  # Seconds that a cell may take, and the start of the processes.
 SERVER = "POSTTRAIN_TEST_SERVER"
-BEGIN, END = "<!-- ranks -->", "<!-- end of ranks -->"
+# Tables of the page: of whole rows on each process, and of rows that processes divide; one that was not run stays.
+TABLES = {False: ("<!-- ranks -->", "<!-- end of ranks -->"), True: ("<!-- sp -->", "<!-- end of sp -->")}
 KINDS = ("sft", "sft moe", "reward", "dpo", "kto", "grpo", "grpo native", "grpo server", "ppo", "gkd")
 # With pictures that the second rank has none of.
 PICTURED = tuple(f"{method} {family}" for method in ("sft", "dpo", "grpo") for family in ("qwen2_vl", "llava"))
@@ -38,6 +39,11 @@ WAYS: dict[str, tuple[int, dict[str, Any]]] = {
     "FSDP2-4": (4, {"fsdp": True, "fsdp_config": FSDP2}),
     # Two copies of the model, each in two shards.
     "FSDP2-2x2": (4, {"fsdp": True, "fsdp_config": FSDP2, "hybrid": True}),
+    # Rows over 2 and over 4 processes by tokens, then 2 groups of 2.
+    "sp2": (2, {"sp": 2}),
+    "sp4": (4, {"sp": 4}),
+    "sp2x2-DDP": (4, {"sp": 2}),
+    "sp2x2-FSDP2": (4, {"sp": 2, "fsdp": True, "fsdp_config": FSDP2}),
     # Checkpoints in shards, of torch.distributed.checkpoint.
     "FSDP2-sharded": (2, {"fsdp": True, "fsdp_config": FSDP2 | {"state_dict_type": "SHARDED_STATE_DICT"}}),
     "ZeRO-2": (2, {"zero": 2}),
@@ -57,6 +63,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
+DIVIDED = ("sft", "sft moe", "reward", "dpo", "kto", "grpo", "gkd")  # What was shown with rows over processes.
 SAMPLED = ("grpo native", "grpo server", "grpo qwen2_vl", "grpo llava")  # By seeds of each rank.
 
 
@@ -64,6 +71,10 @@ def planned(way: str, kind: str, variant: str) -> bool:
     """Whether a cell is one of the table: each method on every way, and each variant where it changes what is exchanged."""
     if way == "FSDP2-2x2" and kind in SAMPLED:  # Four ranks draw other completions than two.
         return False
+    if way.startswith("sp") and not kind.startswith("resume"):
+        return kind in DIVIDED and (
+            variant == "plain" or (way == "sp2" and variant in VARIANTS and variant != "frozen")
+        )
     if variant == "frozen":
         return kind in PICTURED and way in ("DDP", "FSDP2", "ZeRO-3")
     if variant in VARIANTS and variant != "plain":
@@ -207,6 +218,10 @@ def work(way: str, folder: Path, cells: list[str]) -> None:
 
         shape = ParallelismConfig(dp_replicate_size=2, dp_shard_size=2)
         given = {name: value for name, value in given.items() if name != "hybrid"} | {"parallelism_config": shape}
+    if "sp" in given:
+        given = {name: value for name, value in given.items() if name != "sp"} | {
+            "parallelism_config": {"sp_size": given["sp"]}
+        }
     found = {}
     for cell in cells:
         kind, variant = cell.split("/")
@@ -221,7 +236,7 @@ def work(way: str, folder: Path, cells: list[str]) -> None:
         evaluated = trainer.evaluate()
         trainer.save_model(str(folder / cell / "saved"))
         history = [row for row in trainer.state.log_history if "grad_norm" in row]
-        kind_of_way = next((kind for name, kind in SHARDED.items() if way.startswith(name)), "")
+        kind_of_way = next((kind for name, kind in SHARDED.items() if name in way), "")
         assert kind_of_way in str(trainer.accelerator.distributed_type), trainer.accelerator.distributed_type
         found[cell] = {
             "loss": [row["loss"] for row in history],
@@ -351,7 +366,16 @@ def main() -> None:
         part()
         return
     named = [(kind, variant) for variant in args.variants.split(",") for kind in args.kinds.split(",")]
-    every = ["DDP", "FSDP2", "FSDP2-2x2", *(["ZeRO-2", "ZeRO-3"] if args.python else [])]
+    every = [
+        "DDP",
+        "FSDP2",
+        "FSDP2-2x2",
+        "sp2",
+        "sp4",
+        "sp2x2-DDP",
+        "sp2x2-FSDP2",
+        *(["ZeRO-2", "ZeRO-3"] if args.python else []),
+    ]
     ways = args.ways.split(",") if args.ways else every
     cells = {way: [f"{k}/{v}" for k, v in named if planned(way, k, v)] for way in ways}
     # "one" is a way too where it resumes what several wrote.
@@ -366,8 +390,12 @@ def main() -> None:
         print(way, cell, result, flush=True)
     if args.page:
         text = args.page.read_text(encoding="utf-8")
-        head, tail = text.split(BEGIN)[0], text.split(END)[1]
-        args.page.write_text(f"{head}{BEGIN}\n{table(results)}\n{END}{tail}", encoding="utf-8")
+        for divided, (begin, end) in TABLES.items():
+            own = {key: result for key, result in results.items() if key[0].startswith("sp") == divided}
+            if own:
+                head, tail = text.split(begin)[0], text.split(end)[1]
+                text = f"{head}{begin}\n{table(own)}\n{end}{tail}"
+        args.page.write_text(text, encoding="utf-8")
 
 
 def compared(found: dict[str, Any], folder: Path, way: str, cell: str) -> Any:

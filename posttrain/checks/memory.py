@@ -309,7 +309,7 @@ def plan(
     process: int = 0,
     processes: int = 1,
     batch_size: int | None = None,
-    bits: int | None = None,
+    bits: float | None = None,
     pictures: tuple[PictureProcessor, Sequence[Picture]] | None = None,
 ) -> Workload:
     """What one process of this run holds.
@@ -324,7 +324,7 @@ def plan(
         process: Bytes of the interpreter and its libraries.
         processes: Ranks.
         batch_size: Instead of the config's.
-        bits: Of quantised weights.
+        bits: Of a quantised weight with its scales, see `posttrain.models.quantised.weight_bits`.
         pictures: Those of the longest row, and what prepares them; None: rows are text.
     """
     from posttrain.data.forest import collate

@@ -61,9 +61,10 @@ def estimate(subject: Subject, *, given: tuple[int | None, int | None] = (None, 
 
     from posttrain.checks.machine import memory_limit
     from posttrain.checks.memory import MOST, batch_sizes, plan
-    from posttrain.models.load import get_peft_config
+    from posttrain.models.load import get_peft_config, get_quantization_config
     from posttrain.models.memory import available_memory, in_use
     from posttrain.models.memory_estimate import estimate_memory
+    from posttrain.models.quantised import weight_bits
 
     args, model_args, config = subject.config, subject.model_args, subject.model_config
     args.model_init_kwargs = model_args.model_init_kwargs(args.trust_remote_code) | dict(args.model_init_kwargs or {})
@@ -73,7 +74,7 @@ def estimate(subject: Subject, *, given: tuple[int | None, int | None] = (None, 
     settings = {
         "lengths": lengths, "peft_config": get_peft_config(model_args), "parts": _parts(subject, notes),
         "device": device, "process": in_use("cpu") if device == "cpu" else 0, "processes": max(int(args.world_size), 1),
-        "bits": 4 if model_args.load_in_4bit else 8 if model_args.load_in_8bit else None, "pictures": pictures,
+        "bits": weight_bits(get_quantization_config(model_args)), "pictures": pictures,
     }  # fmt: skip
     work = plan(subject.method, config, **settings)
     memory = estimate_memory(work)

@@ -28,6 +28,7 @@ from posttrain.models.load import check_model_source, wrap_with_peft
 from posttrain.models.memory import check_offloading
 from posttrain.models.probe import probe_head, probe_layout
 from posttrain.models.reference import disable_dropout_in_model
+from posttrain.models.token_split import alone
 from posttrain.report.lock import check_writable
 
 if TYPE_CHECKING:
@@ -160,9 +161,10 @@ def choose_layout(model: Any, args: Any, *, padded: bool) -> Layout:
         args: ``max_row_tokens``, ``pad_to_multiple_of``, ``bf16``, ``fp16``.
         padded: Whether something wants one sequence a row; virtual tokens do in any case.
     """
-    probe_head(model)
     autocast = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None
-    layout = padded_layout(model) if padded or learns_prompts(model) else probe_layout(model, autocast)
+    with alone():
+        probe_head(model)
+        layout = padded_layout(model) if padded or learns_prompts(model) else probe_layout(model, autocast)
     if args.max_row_tokens is not None and layout.row_tokens > 1:
         layout = replace(layout, row_tokens=args.max_row_tokens)
     multiple = getattr(args, "pad_to_multiple_of", None)

@@ -29,12 +29,14 @@ from posttrain.loop.dry_step import DryStep, dry_step, fit_memory
 from posttrain.loop.evaluation import count_rounds, evaluate, evaluation_loader, predicted_rows
 from posttrain.loop.passes import PassRunner
 from posttrain.loop.pictures import Vision
+from posttrain.loop.token_split import begin_split, refuse_predict, without_accelerate
 from posttrain.losses.reduce import Denominators, reduce
 from posttrain.methods.base import Method
 from posttrain.methods.config import PostTrainingConfig
 from posttrain.metrics import Metric, MetricBuffer, mean
-from posttrain.models import load, memory, parallel
-from posttrain.models.forward import add_router_term, forward, noisy_embeddings, router_coefficient
+from posttrain.models import load, memory, parallel, token_split
+from posttrain.models.forward import add_router_term, forward, help_with, noisy_embeddings, router_coefficient
+from posttrain.models.quantised import check_quantised
 from posttrain.models.vision import load_renamed
 from posttrain.report.card import create_model_card
 from posttrain.report.record import RunRecordCallback
@@ -102,6 +104,7 @@ class PostTrainer(transformers.Trainer):
         self.method = self.METHOD(args)
         build.check_hooks(self, trainer_kwargs.get("compute_loss_func"))
         build.check_arguments(self.method.traits, type(self).__name__, model, args, train_dataset, self.user_collator)
+        check_quantised(model, args, peft_config, quantization_config)
         set_seed(args.seed)
         init = dict(args.model_init_kwargs or {}) if isinstance(model, str) else {}
         sets = tuple(map(plain_rows, (train_dataset, eval_dataset)))
@@ -137,7 +140,12 @@ class PostTrainer(transformers.Trainer):
         self.vision.check_shards(self.model, self.accelerator)
         if hasattr(self.model, "add_model_tags"):
             self.model.add_model_tags(self._tag_names)
-        self.layout = self._choose_layout()
+        about = {
+            "supported": self.method.traits.splits_tokens,
+            "pictures": self.vision.images,
+            "name": type(self).__name__,
+        }
+        self.layout = begin_split(self.args, self.accelerator, self.model, self._choose_layout(), **about)
         self._set_signature_columns_if_needed()
         self.checks.knows(model=self.model)
         self.check_start()
@@ -189,6 +197,17 @@ class PostTrainer(transformers.Trainer):
         return getattr(self.args, "temperature", 1.0)
 
     # Construction ------------------------------------------------------------------------------------------------
+
+    @property
+    def split_size(self) -> int:
+        """Processes that compute each batch together."""
+        split = token_split.active()
+        return 1 if split is None else split.size
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """As the parent's; what accelerate would do with ``sp_size`` needs DeepSpeed, and is done here."""
+        with without_accelerate(self.args):
+            super().create_accelerator_and_postprocess()
 
     def _load(self, model: Any, args: PostTrainingConfig, init: dict[str, Any], quantization_config: Any) -> Any:
         if not isinstance(model, str):
@@ -371,13 +390,23 @@ class PostTrainer(transformers.Trainer):
         total = torch.zeros((), device=self.args.device)
         offloading = memory.get_act_offloading_ctx_manager(model, enabled=self.args.activation_offloading)
         passes = parallel.equal_passes(len(inputs), self.accelerator)
-        with memory.gradients_first(model, passes=passes):
+        with memory.gradients_first(model, passes=passes * self.split_size):
             for index in range(passes):
                 batch = inputs[min(index, len(inputs) - 1)]
                 idle = index >= len(inputs)  # Only to keep collectives equal over ranks.
-                with offloading, parallel.no_sync(model, last=index == passes - 1):
-                    total = total + self.passes.run(model, batch, 0.0 if idle else 1.0, step=self.state.global_step)
+                for helped, last in token_split.turns(index == passes - 1):
+                    with offloading, parallel.no_sync(model, last=last):
+                        if helped is not None:
+                            self._help(model, helped)
+                            continue
+                        total = total + self.passes.run(model, batch, 0.0 if idle else 1.0, step=self.state.global_step)
         return total
+
+    def _help(self, model: nn.Module, process: int) -> None:
+        """Columns of a pass of another process of the group, which this process computes."""
+        with self.compute_loss_context_manager():
+            loss = help_with(model, process, self.args.device)
+        self.passes.backward(loss)
 
     def _loss_of_pass(self, model: nn.Module, batch: Batch) -> Tensor:
         with self.compute_loss_context_manager():
@@ -550,6 +579,7 @@ class PostTrainer(transformers.Trainer):
 
     def predict(self, test_dataset: Any, *args: Any, **kwargs: Any) -> Any:
         """As `transformers.Trainer.predict`; a raw dataset is prepared first, and full logits want one sequence a row."""
+        refuse_predict(self.split_size)
         layout, self.layout = self.layout, Layout("padded", row_tokens=self.layout.row_tokens)
         try:
             output = super().predict(self.prepare_evaluation(plain_rows(test_dataset)), *args, **kwargs)

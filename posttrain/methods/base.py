@@ -37,6 +37,7 @@ class Traits:
         takes_loss_func: The loss is a sum over label tokens; a user's ``compute_loss_func`` may take its place.
         takes_episodes: Tools, environments and a rollout function are taken.
         cuts_prompts: A prompt that is too long is cut instead of being refused.
+        splits_tokens: It was shown on rows that several processes hold pieces of (``sp_size``).
         still_steps: A step that moves nothing is no alarm: all rewards of all groups may be equal.
         log_area: Letter of the codes that findings about log lines may have; "" for none.
         other_moments: Codes of that letter that are looked for at another moment.
@@ -57,6 +58,7 @@ class Traits:
     takes_loss_func: bool = False
     takes_episodes: bool = False
     cuts_prompts: bool = False
+    splits_tokens: bool = False
     still_steps: bool = False
     log_area: str = ""
     other_moments: tuple[str, ...] = ()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -114,7 +114,8 @@ class BCO(AnswerMethod[BCOConfig]):
     """
 
     config_class = BCOConfig
-    traits = JUDGED
+    # Its running mean is moved by a collective within the objective.
+    traits = replace(JUDGED, splits_tokens=False)
     judged = True
     branches = ("completion",)
     reference_columns = ("ref_logps",)

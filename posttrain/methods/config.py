@@ -53,20 +53,41 @@ def check_gathering(config: Any) -> None:
     )  # fmt: skip
 
 
-def refuse_cut_sequences(config: Any) -> None:
-    """Refuse context, sequence and tensor parallelism: processes that hold pieces of the same sequences.
+ASKED = "ACCELERATE_USE_PARALLELISM_CONFIG"  # Set by ``accelerate launch`` where its file has a parallelism config.
+SIZES = ("sp_size", "cp_size", "tp_size", "dp_replicate_size", "dp_shard_size")
+
+
+def parallel_sizes(config: Any) -> dict[str, int]:
+    """Sizes of the axes that ``parallelism_config`` has, or the variables that ``accelerate launch`` makes of its file."""
+    given = config.parallelism_config
+    if given is None and os.environ.get(ASKED, "").lower() == "true":
+        return {name: int(os.environ.get(f"PARALLELISM_CONFIG_{name.upper()}", "1")) for name in SIZES}
+    return {name: int(getattr(given, name, None) or 1) for name in SIZES}
+
+
+def check_parallelism(config: Any) -> None:
+    """Take ``parallelism_config`` as a dict too, and refuse context and tensor parallelism.
 
     Raises:
-        ConfigError: ``parallelism_config`` asks for it, or the variables that ``accelerate launch`` makes of its file.
+        ConfigError: ``cp_size`` or ``tp_size`` above 1, or a size that does not exist.
     """
-    sizes = {name: getattr(config.parallelism_config, name, None) or 1 for name in ("cp_size", "sp_size", "tp_size")}
-    if config.parallelism_config is None and os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "").lower() == "true":
-        sizes = {name: int(os.environ.get(f"PARALLELISM_CONFIG_{name.upper()}", "1")) for name in sizes}
-    if max(sizes.values()) > 1:
-        said = ", ".join(f"{name}={size}" for name, size in sizes.items())
+    if isinstance(config.parallelism_config, dict | str):
+        from accelerate import ParallelismConfig
+
+        given = read_mapping("parallelism_config", config.parallelism_config) or {}
+        unknown = sorted(set(given) - set(ParallelismConfig.__dataclass_fields__))
+        if unknown:
+            raise ConfigError(
+                f"parallelism_config has {unknown}, which accelerate does not know. Fix: {', '.join(SIZES)}."
+            )
+        config.parallelism_config = ParallelismConfig(**given)
+    sizes = parallel_sizes(config)
+    if max(sizes["cp_size"], sizes["tp_size"]) > 1:
+        said = ", ".join(f"{name}={sizes[name]}" for name in ("cp_size", "sp_size", "tp_size"))
         raise ConfigError(
-            f"parallelism_config with {said}: rows cannot be cut along their tokens here, since sequences share their prompt by "
-            "a mask that accelerate would drop. Fix: set the three to 1; shard the model (FSDP2, ZeRO-3) for long rows."
+            f"parallelism_config with {said}: ring attention (cp_size) would drop the mask by which sequences share a prompt, "
+            "and tensor parallelism (tp_size) is not done here. Fix: for rows longer than a device sp_size (Ulysses: tokens of "
+            "a row over processes, heads within attention); for models larger than one FSDP2 or ZeRO-3, with both sizes at 1."
         )
 
 
@@ -91,6 +112,10 @@ class PostTrainingConfig(transformers.TrainingArguments):
         PLANNED,
         "Rows of a micro-batch on each device. auto: the largest that fits 90 % of the memory at the longest "
         "lengths, found by dry steps; with gradient_accumulation_steps it makes the effective batch that 8 would make.",
+    )
+    parallelism_config: dict[str, Any] | str | None = option(
+        None,
+        "Of accelerate, as an object or a mapping. sp_size: processes that share each row by tokens (Ulysses); 1 is off.",
     )
     dry_step: bool | None = option(
         None,
@@ -159,7 +184,7 @@ class PostTrainingConfig(transformers.TrainingArguments):
         for name in self._VALID_DICT_FIELDS:
             if name not in transformers.TrainingArguments._VALID_DICT_FIELDS:
                 setattr(self, name, read_mapping(name, getattr(self, name)))
-        refuse_cut_sequences(self)
+        check_parallelism(self)
         self._resolve_checkpointing()
         if hasattr(self, "pad_to_multiple_of"):
             self.pad_to_multiple_of = row_multiple(self.pad_to_multiple_of)

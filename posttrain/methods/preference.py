@@ -269,7 +269,7 @@ class ComparedConfig(AnswerConfig):
 
 
 Answers = TypeVar("Answers", bound=AnswerConfig)
-PAIRS = Traits(answers=2, whole_rows=True, takes_collator=True, log_area="P")
+PAIRS = Traits(answers=2, whole_rows=True, takes_collator=True, log_area="P", splits_tokens=True)
 JUDGED = replace(PAIRS, answers=1, compares_reference=True, needs=frozenset({"logp", "entropy", "mean_logit"}))
 
 

@@ -63,7 +63,14 @@ class RewardModel(Method[RewardConfig]):
     """A scalar head that scores the chosen answer of a pair higher."""
 
     config_class = RewardConfig
-    traits = Traits(needs=frozenset({"scores"}), answers=2, whole_rows=True, generative=False, takes_collator=True)
+    traits = Traits(
+        needs=frozenset({"scores"}),
+        answers=2,
+        whole_rows=True,
+        generative=False,
+        takes_collator=True,
+        splits_tokens=True,
+    )
 
     def rows(self, examples: list[dict[str, Any]]) -> list[Row]:
         """See `pair_rows`."""

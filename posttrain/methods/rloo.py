@@ -116,7 +116,7 @@ class RLOO(Method[RLOOConfig]):
     """
 
     config_class = RLOOConfig
-    traits = replace(SAMPLES, beta_is_kl=True, reads_images=True)
+    traits = replace(SAMPLES, splits_tokens=True, beta_is_kl=True, reads_images=True)
 
     def advantages(self, totals: Tensor, size: int) -> Tensor:
         """``(n,)`` rewards, with the KL charged, against the mean of the others of their group of ``size``."""

@@ -131,6 +131,7 @@ class SFT(Method[SFTConfig]):
         reads_images=True,
         takes_collator=True,
         takes_loss_func=True,
+        splits_tokens=True,
     )
 
     def __init__(self, cfg: SFTConfig) -> None:

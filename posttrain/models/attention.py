@@ -13,6 +13,7 @@ from posttrain.data.forest import Layout
 from posttrain.errors import ModelError
 from posttrain.models import tree_attention
 from posttrain.models.heads import causal_lm, learns_prompts, picture_encoder, unwrapped
+from posttrain.models.token_split import TokenSplit
 from posttrain.types import Batch
 
 if TYPE_CHECKING:
@@ -33,9 +34,13 @@ KINDS = {"full_attention", "sliding_attention", "chunked_attention"}  # Layers w
 
 
 def attention_inputs(
-    batch: Batch, config: PretrainedConfig, dtype: torch.dtype, span: Tensor | None = None
+    batch: Batch,
+    config: PretrainedConfig,
+    dtype: torch.dtype,
+    span: Tensor | None = None,
+    split: TokenSplit | None = None,
 ) -> dict[str, Any]:
-    """What tells a transformers model who sees whom in this batch; ``span`` as in `forest_mask`.
+    """What tells a transformers model who sees whom in this batch; ``span`` as in `forest_mask`, ``split`` as in `Forest`.
 
     Returns:
         ``attention_mask``: None for rows that are one plain sequence each; ``(B, T)`` where such rows are padded; else, of layers
@@ -48,12 +53,12 @@ def attention_inputs(
     """
     text = config.get_text_config()
     batch.check()
-    if span is None and batch.one_sequence_a_row:
+    if split is None and span is None and batch.one_sequence_a_row:
         whole = batch.num_tokens == batch.input_ids.numel()
         return {"attention_mask": None if whole else batch.real.long()}
     implementation = getattr(text, "_attn_implementation", None) or "sdpa"
     parts = implementation in tree_attention.BACKENDS and span is None and not batch.dense_mask
-    if parts:
+    if parts or split is not None:
         tree_attention.install(implementation)
 
     def build(window: int | None, chunk: int | None = None) -> Any:
@@ -67,7 +72,7 @@ def attention_inputs(
         # On a CPU sdpa makes numbers of a bool mask in every layer anew, and keeps all of them for backward.
         return tree_attention.added(allowed, dtype, -torch.inf if implementation == "sdpa" else torch.finfo(dtype).min)
 
-    forest = {"forest": tree_attention.Forest(batch)} if parts else {}
+    forest = {"forest": tree_attention.Forest(batch, split)} if parts or split is not None else {}
     kinds = set(getattr(text, "layer_types", None) or ())
     window = getattr(text, "sliding_window", None)
     if not kinds:

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from posttrain.data.forest import split_by_sequence
-from posttrain.errors import ConfigError
+from posttrain.errors import ConfigError, ModelError
 from posttrain.metrics import mean
+from posttrain.models import token_split
 from posttrain.models.attention import attention_inputs
 from posttrain.models.heads import (
     PER_TOKEN,
@@ -24,6 +25,8 @@ from posttrain.models.heads import (
     unwrapped,
     virtual_tokens,
 )
+from posttrain.models.parallel import gathers_in_forward
+from posttrain.models.token_split import TokenSplit
 from posttrain.models.vision import VisionView, plain_inputs, view
 from posttrain.types import Batch, LossTerms, ModelOutputs, Row
 
@@ -53,30 +56,19 @@ def forward(
         ``values`` (asked for by that name) of the state before each completion token.
     """
     install_token_head(model)
-    inner: Any = causal_lm(model)
-    virtual = virtual_tokens(model)
-    head = _score_head(batch, needs, virtual) or _token_head(batch, needs, virtual, temperature)
-    if isinstance(head, TokenHead):
-        head.chunk_size, head.compare = chunk_size, compare
-    if isinstance(head, TokenHead) and "values" in needs:
-        head.values = _value_reader(inner, batch, virtual)
-    balance = isinstance(head, TokenHead) and head.balance_over is not None
-    noise = getattr(inner, "embedding_noise", None)
-    if noise is not None:
-        noise.inverse_lengths = inverse_lengths(batch)
-    seen = _view(inner, batch)
-    head.inputs = seen.inputs
-    result = model(
-        input_ids=batch.input_ids,
-        **_attention(model, inner, batch, seen),
-        use_cache=False,
-        token_head=head,
-        **({"output_router_logits": True} if balance else {}),
-        **batch.model_kwargs,
-    )
-    if noise is not None:
-        noise.inverse_lengths = None
-    if isinstance(head, ScoreHead):
+    asked = Pass(batch, needs, temperature, chunk_size, compares=compare is not None)
+    split = token_split.active()
+    if split is None or (torch.is_grad_enabled() and not split.in_turn):
+        result = _run(model, asked, compare)
+    elif not split.in_turn:
+        result = _in_turns(model, asked, compare, split)
+    elif torch.is_grad_enabled():
+        split.tell(asked.bare())
+        result = _run(model, asked, compare, split, split.rank)
+    else:
+        with on_whole_rows(model):
+            result = _run(model, asked, compare)
+    if "scores" in needs:
         return ModelOutputs(scores=result["scores"][:, 0])
     return ModelOutputs(
         logp=_place(result.get("logp"), batch),
@@ -86,6 +78,162 @@ def forward(
         aux_loss=result.get("aux_loss"),
         compared=result if compare is not None else {},
     )
+
+
+@contextmanager
+def on_whole_rows(model: nn.Module) -> Iterator[None]:
+    """Inside, this process computes its batches alone: a teacher's, while the others of the group wait to help with the student.
+
+    Raises:
+        ModelError: The model is sharded, and the others do not run it.
+    """
+    split = token_split.active()
+    if split is not None and gathers_in_forward(model.modules()):
+        raise ModelError(
+            f"sp_size={split.size}: a sharded model reads whole rows in a pass that the other processes of its group do not run. "
+            "Fix: a teacher that is not sharded (no self-distillation under FSDP), or sp_size=1."
+        )
+    with token_split.alone():
+        yield
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """What processes that compute a batch together must know of it; see `forward`.
+
+    Attributes:
+        compares: Whether the process whose batch it is compares the last hidden states with another model.
+    """
+
+    batch: Batch
+    needs: frozenset[str]
+    temperature: float
+    chunk_size: int | None
+    compares: bool = False
+
+    def bare(self) -> Pass:
+        """On the host, without what the objective alone reads."""
+        empty = dict.fromkeys(("advantages", "old_logp", "ref_logp", "rollout_logp"))
+        batch = replace(self.batch, **empty, columns={}).to("cpu")
+        return replace(self, batch=batch)
+
+
+def _run(
+    model: nn.Module,
+    asked: Pass,
+    compare: Callable[..., dict[str, Any]] | None,
+    split: TokenSplit | None = None,
+    owner: int = 0,
+) -> dict[str, Any]:
+    """One forward pass; with a ``split``, of this process's columns of a batch of process ``owner``.
+
+    Returns:
+        By name, in the order of the loss positions ``(N, ...)`` or of the sequences ``(S, ...)``; summed over the split.
+    """
+    inner: Any = causal_lm(model)
+    batch, needs, virtual = asked.batch, asked.needs, virtual_tokens(model)
+    head = _score_head(batch, needs, virtual) or _token_head(batch, needs, virtual, asked.temperature)
+    if isinstance(head, TokenHead):
+        head.chunk_size, head.compare = asked.chunk_size, compare
+    if isinstance(head, TokenHead) and "values" in needs:
+        head.values = _value_reader(inner, batch, virtual)
+    balance = isinstance(head, TokenHead) and head.balance_over is not None
+    noise = getattr(inner, "embedding_noise", None)
+    if noise is not None:
+        noise.inverse_lengths = inverse_lengths(batch)
+    seen = _view(inner, batch)
+    head.inputs = seen.inputs
+    inputs = {"input_ids": batch.input_ids, **_attention(model, inner, batch, seen, split)}
+    own = None
+    if split is not None:
+        columns = split.columns(batch.input_ids.shape[1])
+        inputs |= {name: inputs[name][..., columns] for name in ("input_ids", "position_ids")}
+        head, own = _piece(head, columns, split, owner, compares=asked.compares)
+    result = model(
+        **inputs,
+        use_cache=False,
+        token_head=head,
+        **({"output_router_logits": True} if balance else {}),
+        **batch.model_kwargs,
+    )
+    if noise is not None:
+        noise.inverse_lengths = None
+    # What was compared was brought together before.
+    return result if split is None or own is None or asked.compares else _at_owner(result, own, split, owner)
+
+
+def _piece(
+    head: TokenHead | ScoreHead, columns: slice, split: TokenSplit, owner: int, *, compares: bool
+) -> tuple[TokenHead | ScoreHead, tuple[Tensor, int]]:
+    """The head at the positions that are predicted from some columns; which of all these are, and how many all are."""
+    inside = (head.columns >= columns.start) & (head.columns < columns.stop)
+    own = (inside.nonzero()[:, 0], len(head.columns))
+    moved = {"rows": head.rows[inside], "columns": head.columns[inside] - columns.start}
+    if isinstance(head, ScoreHead):
+        return replace(head, **moved), own
+    piece = replace(head, **moved, targets=head.targets[inside])
+    if head.balance_over is not None:
+        piece.balance_over = head.balance_over[:, columns]
+        piece.total = lambda sums: split.at_owner(owner, [sums])[0]
+    if compares:
+        piece.compare = _compared_at_owner(head, own, split, owner)
+    return piece, own
+
+
+def _compared_at_owner(
+    head: TokenHead, own: tuple[Tensor, int], split: TokenSplit, owner: int
+) -> Callable[..., dict[str, Any]]:
+    """Bring the last hidden states to the process whose batch it is, which alone has what they are compared with."""
+
+    def compare(hidden: Tensor, layer: Any, rule: Any, piece: TokenHead) -> dict[str, Any]:
+        (whole,) = split.at_owner(owner, [_all_positions(hidden, *own)])
+        if owner == split.rank:
+            assert head.compare is not None
+            return head.compare(whole, layer, rule, head)
+        # Whoever averages gradients waits for one of every weight.
+        weights = () if layer is None else [p for p in layer.parameters() if p.requires_grad]
+        return {"hidden": whole, **{f"weight {i}": p.flatten()[:1] for i, p in enumerate(weights)}}
+
+    return compare
+
+
+def _all_positions(values: Tensor, where: Tensor, count: int) -> Tensor:
+    """``(n, ...)`` values of this process among ``count`` positions, zero at those of others."""
+    return values.new_zeros(count, *values.shape[1:]).index_put((where,), values)
+
+
+def _at_owner(result: dict[str, Any], own: tuple[Tensor, int], split: TokenSplit, owner: int) -> dict[str, Any]:
+    """What the positions of all processes gave, where the head did not compare; the router's term is whole already."""
+    names = [name for name in ("logp", *PER_TOKEN, "logits", "scores") if name in result]
+    if not names:
+        return result
+    placed = [_all_positions(result[name].float(), *own) for name in names]
+    whole = zip(names, split.at_owner(owner, placed), strict=True)
+    return result | {name: value.to(result[name].dtype) for name, value in whole}
+
+
+def _in_turns(
+    model: nn.Module, asked: Pass, compare: Callable[..., dict[str, Any]] | None, split: TokenSplit
+) -> dict[str, Any]:
+    """A pass without gradients of every process of the group, one after the other; this process's own is returned."""
+    result: dict[str, Any] = {}
+    device = asked.batch.input_ids.device
+    for owner, other in enumerate(split.exchanged(asked.bare())):
+        mine = owner == split.rank
+        found = _run(model, replace(other, batch=other.batch.to(device)), compare if mine else None, split, owner)
+        result = found if mine else result
+    return result
+
+
+def help_with(model: nn.Module, owner: int, device: torch.device | str) -> Tensor:
+    """Columns of a training pass of process ``owner`` that fall to this one; what to call backward on for its gradients."""
+    split = token_split.active()
+    assert split is not None
+    install_token_head(model)
+    asked = split.hear(owner)
+    result = _run(model, replace(asked, batch=asked.batch.to(device)), None, split, owner)
+    tensors = [x for x in result.values() if isinstance(x, Tensor) and x.requires_grad]
+    return torch.stack([0.0 * x.float().sum() for x in tensors]).sum()
 
 
 @dataclass(slots=True)
@@ -157,11 +305,13 @@ def _view(model: Any, batch: Batch) -> VisionView:
     return view(model, batch) if reads_images or batch.pictures else VisionView(batch.position_ids)
 
 
-def _attention(model: nn.Module, inner: Any, batch: Batch, seen: VisionView) -> dict[str, Any]:
+def _attention(
+    model: nn.Module, inner: Any, batch: Batch, seen: VisionView, split: TokenSplit | None = None
+) -> dict[str, Any]:
     if learns_prompts(model):
         assert batch.one_sequence_a_row, "virtual tokens need one sequence a row"
         return {"attention_mask": batch.real.long()}
-    told = attention_inputs(batch, inner.config, next(inner.parameters()).dtype, seen.span)
+    told = attention_inputs(batch, inner.config, next(inner.parameters()).dtype, seen.span, split)
     return told | ({} if seen.position_ids is None else {"position_ids": seen.position_ids})
 
 

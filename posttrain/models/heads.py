@@ -120,6 +120,7 @@ class TokenHead:
         compare: Instead of log-probs: hidden states ``(N, H)``, the output layer (None: they are logits), its `LogitRule` and
             this object to what is returned. How two models are compared without their logits.
         inputs: The model inside of its wrappers to further arguments of its forward: the features of images.
+        total: A tensor of this process to its sum over all that hold tokens of the batch; None: all are here.
     """
 
     rows: Tensor
@@ -132,6 +133,7 @@ class TokenHead:
     values: Callable[[Tensor], Tensor] | None = None
     compare: Callable[[Tensor, Any, LogitRule, TokenHead], dict[str, Any]] | None = None
     inputs: Callable[[Any], dict[str, Any]] | None = None
+    total: Callable[[Tensor], Tensor] | None = None
 
 
 @dataclass(slots=True)
@@ -241,7 +243,7 @@ def _head_forward(
     if head.values is not None:
         result["values"] = head.values(output.hidden_states[-1] if own else output.last_hidden_state)
     if head.balance_over is not None:
-        result["aux_loss"] = _balance(inner, output.router_logits, head.balance_over)
+        result["aux_loss"] = _balance(inner, output.router_logits, head.balance_over, head.total)
     return result
 
 
@@ -350,7 +352,7 @@ def _from_logits(logits: Tensor, head: TokenHead) -> dict[str, Tensor]:
     return result
 
 
-def _balance(inner: Any, router_logits: Any, real: Tensor) -> Tensor:
+def _balance(inner: Any, router_logits: Any, real: Tensor, total: Callable[[Tensor], Tensor] | None = None) -> Tensor:
     """``E sum_e f_e P_e`` over real tokens, all layers pooled: the load-balancing term, unscaled.
 
     ``f_e`` are assignments per token to expert e and ``P_e`` is its mean probability; top-k at perfect balance.
@@ -363,6 +365,9 @@ def _balance(inner: Any, router_logits: Any, real: Tensor) -> Tensor:
     layers = [logits.reshape(-1, logits.shape[-1])[kept] for logits in router_logits]
     probabilities = torch.cat(layers).float().softmax(-1)  # (layers N, E)
     chosen = torch.zeros_like(probabilities).scatter(1, probabilities.topk(top_k, dim=-1).indices, 1.0)
+    if total is not None:  # A product of two means, each over tokens of all processes.
+        sums = total(torch.stack([chosen.sum(0), probabilities.sum(0), torch.ones_like(chosen).sum(0)]))  # (3, E)
+        return probabilities.shape[1] * (sums[0] * sums[1] / sums[2] ** 2).sum()
     return probabilities.shape[1] * (chosen.mean(0) * probabilities.mean(0)).sum()
 
 

@@ -20,6 +20,8 @@ from posttrain.fields import PositiveInt, Share, check_fields, option
 from posttrain.integrations import require
 from posttrain.integrations.hub import explained, not_found
 from posttrain.models.heads import causal_lm
+from posttrain.models.parallel import bf16_is_faster
+from posttrain.models.quantised import prepare_adapter
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -114,7 +116,7 @@ def get_quantization_config(model_args: ModelConfig) -> BitsAndBytesConfig | Non
     """The bitsandbytes settings that ``model_args`` describes, or None.
 
     4-bit weights compute in bf16 unless ``dtype`` asks for another half precision: computing in the fp32 default would
-    cost the speed that quantising was meant to keep.
+    cost the speed that quantising was meant to keep. Where bf16 is the slower of the two (`bf16_is_faster`) it is float32.
     """
     if not (model_args.load_in_4bit or model_args.load_in_8bit):
         return None
@@ -122,7 +124,8 @@ def get_quantization_config(model_args: ModelConfig) -> BitsAndBytesConfig | Non
 
     if model_args.load_in_8bit:
         return BitsAndBytesConfig(load_in_8bit=True)
-    compute = torch.float16 if model_args.dtype == "float16" else torch.bfloat16
+    faster = torch.bfloat16 if bf16_is_faster() else torch.float32
+    compute = torch.float16 if model_args.dtype == "float16" else faster
     return BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_compute_dtype=compute,
@@ -358,10 +361,7 @@ def wrap_with_peft(model: Any, peft_config: Any, *, activation_checkpointing: bo
     if isinstance(model, peft.PeftModel) and activation_checkpointing:
         # Frozen embeddings cut the graph before the first checkpointed layer: without this, adapters get no gradient.
         model.enable_input_require_grads()
-    if getattr(model, "is_loaded_in_4bit", False) or getattr(model, "is_loaded_in_8bit", False):
-        for name, parameter in model.named_parameters():
-            if parameter.requires_grad and "lora_magnitude_vector" not in name:  # DoRA's updates would round away.
-                parameter.data = parameter.data.to(torch.bfloat16)
+    prepare_adapter(model)
     return model
 
 

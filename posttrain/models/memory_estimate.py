@@ -57,7 +57,7 @@ class Part:
         dtype: Of the weights.
         peft_config: Of an adapter; then nothing else is trained.
         trained: Whether it has gradients and optimiser states.
-        bits: Of quantised linear weights, 4 or 8; None: they have ``dtype``.
+        bits: Of a quantised linear weight with its scales, see `weight_bits`; None: they have ``dtype``.
         freeze_vision, images: As in the run's config, and whether its rows have images; for models with a tower.
     """
 
@@ -67,7 +67,7 @@ class Part:
     dtype: torch.dtype = torch.float32
     peft_config: Any = None
     trained: bool = True
-    bits: int | None = None
+    bits: float | None = None
     freeze_vision: Any = "auto"
     images: bool = False
 
@@ -226,6 +226,7 @@ def estimate_memory(work: Workload) -> MemoryEstimate:
         "optimizer states": optimizer_bytes(work.optimizer, trained) // shards.optimizer,
         "gradient buckets": gradients if shards.processes > 1 and shards.gradients == 1 else 0,
         "gathered weights": _gathered(shadow.model) if shards.weights > 1 else 0,
+        "unpacked weight": _unpacked(shadow, work.autocast or work.policy.dtype) if work.policy.bits else 0,
     }
     for part in work.frozen:
         held = sum(size for size, _ in Shadow(part).named_sizes().values())
@@ -271,6 +272,12 @@ def _gathered(model: nn.Module) -> int:
     sizes = [sum(p.nbytes for p in layer.parameters()) for layer in layers]
     rest = sum(p.nbytes for p in model.parameters()) - sum(sizes)
     return rest + 2 * max(sizes, default=0)
+
+
+def _unpacked(shadow: Shadow, dtype: torch.dtype) -> int:
+    """The largest quantised weight as a product reads it, and its transpose in backward; one layer at a time."""
+    packed = (p for name, p in shadow.model.named_parameters() if name in shadow.quantised)
+    return 2 * dtype.itemsize * max((p.numel() for p in packed), default=0)
 
 
 def _largest_pass(work: Workload, shadow: Shadow, *, training: bool, accumulating: bool) -> dict[str, int]:
@@ -350,16 +357,23 @@ class Shadow:
             recompute_activations(causal_lm(self.model))
             keep_last_activations(self.model, kept_layers)
 
+    @property
+    def quantised(self) -> set[str]:
+        """Names of packed weights: those of linear layers that are not trained, but for the output layer's."""
+        if self.part.bits is None:
+            return set()
+        linear = {f"{n}.weight" for n, m in self.model.named_modules() if isinstance(m, nn.Linear)}
+        head = getattr(getattr(causal_lm(self.model), "lm_head", None), "weight", None)
+        named = self.model.named_parameters()
+        return {name for name, p in named if name in linear and not p.requires_grad and p is not head}
+
     def named_sizes(self) -> dict[str, tuple[int, bool]]:
         """Bytes of each parameter, and whether it is trained."""
-        bits = self.part.bits
-        linear = {f"{n}.weight" for n, m in self.model.named_modules() if isinstance(m, nn.Linear)} if bits else set()
-        head = getattr(getattr(causal_lm(self.model), "lm_head", None), "weight", None)
-        sizes = {}
-        for name, p in self.model.named_parameters():
-            quantised = bits is not None and name in linear and not p.requires_grad and p is not head
-            sizes[name] = (p.numel() * bits // 8 if quantised and bits else p.nbytes, p.requires_grad)
-        return sizes
+        packed, bits = self.quantised, self.part.bits or 0
+        return {
+            name: (int(p.numel() * bits / 8) if name in packed else p.nbytes, p.requires_grad)
+            for name, p in self.model.named_parameters()
+        }
 
 
 def _build(part: Part) -> Any:

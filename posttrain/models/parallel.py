@@ -19,6 +19,7 @@ from accelerate.state import GradientState
 
 from posttrain.errors import CheckpointError, ConfigError, PosttrainError
 from posttrain.integrations import require
+from posttrain.models import token_split
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -144,9 +145,10 @@ def is_prepared_late(accelerator: Accelerator) -> bool:
 def equal_passes(count: int, accelerator: Accelerator) -> int:
     """How many passes every rank must run: ``count``, or the largest over ranks where a pass is a collective.
 
-    Forward is one under FSDP and ZeRO-3, and backward under ZeRO-2, which hands gradients to their owners in each.
+    Forward is one under FSDP and ZeRO-3, and where processes hold pieces of the same rows; backward is one under ZeRO-2, which
+    hands gradients to their owners in each.
     """
-    if not is_prepared_late(accelerator):
+    if not is_prepared_late(accelerator) and token_split.active() is None:
         return count
     counts = torch.tensor([count], device=accelerator.device)
     torch.distributed.all_reduce(counts, op=torch.distributed.ReduceOp.MAX)

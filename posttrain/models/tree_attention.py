@@ -23,7 +23,6 @@ import importlib.util
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import cache
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -32,6 +31,7 @@ import torch
 from torch import Tensor, nn
 
 from posttrain.errors import ModelError
+from posttrain.models.token_split import TokenSplit
 from posttrain.types import Batch, Segment
 
 logger = logging.getLogger(__name__)
@@ -110,17 +110,23 @@ def _below(one: Segment, segments: Sequence[Segment], window: int | None) -> Ite
         yield Part(one.row, slice(other.start, stop), keys, False, None if whole else other.position - first)
 
 
-@dataclass(slots=True)
 class Forest:
     """What attention needs to know of a batch; travels with the forward call.
 
-    Attributes:
+    No dataclass: FSDP2 copies those that a layer is given, field by field, to cast tensors in them, and what one layer made for
+    the next ones would be made in each.
+
+    Args:
         batch: The tries.
+        split: Processes that hold a share of the columns each; None: every column is here.
     """
 
-    batch: Batch
-    _parts: dict[int | None, list[Part]] = field(default_factory=dict)
-    _kept: dict[Any, Any] = field(default_factory=dict)
+    __slots__ = ("_kept", "_parts", "batch", "split")
+
+    def __init__(self, batch: Batch, split: TokenSplit | None = None) -> None:
+        self.batch, self.split = batch, split
+        self._parts: dict[int | None, list[Part]] = {}
+        self._kept: dict[Any, Any] = {}
 
     def parts(self, window: int | None) -> list[Part]:
         """See `parts_of`."""
@@ -449,6 +455,17 @@ def _attention(own: Callable[..., tuple[Tensor, Tensor | None]]) -> Callable[...
         forest: Forest | None = None,
         **rest: Any,
     ) -> tuple[Tensor, Tensor | None]:
+        if forest is not None and forest.split is not None:
+            masked = attention_mask is not None and attention_mask.shape[-1] > 1
+            rows = forest.kept("whole rows", lambda: Forest(forest.batch))
+            sinks = rest.pop("s_aux", None)
+
+            def whole(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor | None]:
+                more = {} if sinks is None else {"s_aux": sinks}
+                return attention(module, q, k, v, attention_mask, dropout, scaling, rows, **rest, **more)
+
+            ratio = query.shape[1] // key.shape[1] if masked else None
+            return forest.split.attention(whole, query, key, value, sinks, ratio), None
         # A mask that came with the forest is a layer's that takes no segments: see `attention_mask`.
         if forest is None or attention_mask is None or attention_mask.shape[-1] > 1:
             return own(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **rest)

@@ -505,7 +505,8 @@ def test_t35_a_partly_frozen_model_is_averaged_by_name_and_a_short_run_saves_no_
         assert torch.equal(value, start[name]) == (name == "model.embed_tokens.weight"), name
 
 
-def test_t37_four_bit_weights_compute_in_bfloat16_from_the_command_line():
+def test_t37_four_bit_weights_compute_in_bfloat16_from_the_command_line(monkeypatch):
+    monkeypatch.setattr("posttrain.models.load.bf16_is_faster", lambda: True)
     assert get_quantization_config(ModelConfig(load_in_4bit=True)).bnb_4bit_compute_dtype == torch.bfloat16
     half = ModelConfig(load_in_4bit=True, dtype="float16")
     assert get_quantization_config(half).bnb_4bit_compute_dtype == torch.float16

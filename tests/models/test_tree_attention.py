@@ -391,3 +391,12 @@ def test_parts_of_one_size_share_their_mask():
     tries = Forest(forest([-1], [512]))
     masks = {id(tries.mask(part, 64, torch.float32)) for part in tries.parts(64) if part.ahead is not None}
     assert len(tries.parts(64)) == 15 and len(masks) == 1
+
+
+def test_what_travels_with_a_forward_call_is_not_copied_by_fsdp():
+    """With mixed precision FSDP2 makes copies of dataclasses among a layer's arguments, to cast the tensors in them."""
+    from torch.distributed.utils import _apply_to_tensors
+
+    (batch,) = collate([Row([3, 4], [[5, 6], [7]], [[1, 1], [1]])], pad_token_id=0, layout=Layout("tree"))
+    forest = Forest(batch)
+    assert _apply_to_tensors(lambda x: x.to(torch.bfloat16), {"forest": forest})["forest"] is forest

@@ -368,7 +368,7 @@ class Distillation(Method[Any]):
     """
 
     config_class = DistillationConfig
-    traits = replace(SAMPLES, cuts_prompts=True, reads_images=True)
+    traits = replace(SAMPLES, splits_tokens=True, cuts_prompts=True, reads_images=True)
     takes_rewards: ClassVar[bool] = False
     privileged: ClassVar[bool] = False
 

@@ -27,7 +27,7 @@ from posttrain.methods.distillation.config import Axes, logit_width
 from posttrain.methods.distillation.data import tokenized_answers, with_prompt_column, with_template_arguments
 from posttrain.methods.distillation.objective import HiddenTeacher, TokenScores, capture
 from posttrain.models import load
-from posttrain.models.forward import forward
+from posttrain.models.forward import forward, on_whole_rows
 from posttrain.models.heads import causal_lm, install_token_head
 from posttrain.models.probe import probe_layout
 from posttrain.models.reference import Reference, hash_vocabulary
@@ -124,7 +124,7 @@ class ModelTeacher:
         """The teacher at the loss positions of a batch, in their order."""
         if not self.shared:
             return self.of_rows(sequences(batch), batch.input_ids.device)
-        with self.running() as model:
+        with self.running() as model, on_whole_rows(model):
             return forward(model, batch, frozenset(), compare=capture).compared["teacher"]
 
     def of_rows(self, rows: Sequence[Row], device: Any) -> HiddenTeacher:
@@ -133,7 +133,7 @@ class ModelTeacher:
         shared, places = share_prompts(bare)
         pieces: list[Tensor] = [torch.empty(0)] * len(places)
         view: Any = None
-        with self.running() as model:
+        with self.running() as model, on_whole_rows(model):
             for batch in collate(shared, pad_token_id=self.pad_token_id, layout=self.layout):
                 view = forward(model, batch.to(device), frozenset(), compare=capture).compared["teacher"]
                 counts = torch.bincount(batch.sequence[batch.loss_mask], minlength=batch.num_sequences).tolist()
