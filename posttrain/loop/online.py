@@ -58,6 +58,7 @@ from posttrain.rollouts.batch import (
     completions_for_rewards,
     shared_requests,
 )
+from posttrain.rollouts.episodes.harness import harness_reward
 from posttrain.rollouts.sampling import configured_sampling, generation_fields
 from posttrain.types import Batch, Finding, LossTerms, ModelOutputs, Prompt, Rollout, Row, Sampling
 
@@ -97,14 +98,17 @@ class OnlineTrainer(PostTrainer, config=OnlineConfig):
         tools: Sequence[Callable] | None = None,
         rollout_func: Callable | None = None,
         environment_factory: Callable | Mapping[str, Callable] | None = None,
+        harness: Any = None,
         reward_processing_classes: Any = None,
         rollout_engine: RolloutEngine | None = None,
         **kwargs: Any,
     ) -> None:
-        given = {"tools": tools, "rollout_func": rollout_func, "environment_factory": environment_factory}
+        given = {"tools": tools, "rollout_func": rollout_func, "environment_factory": environment_factory, "harness": harness}
+        reward_funcs = harness_reward if reward_funcs is None and harness is not None else reward_funcs
         self.driver = make_driver(type(self), args, {name: value for name, value in given.items() if value is not None})
         # Tools and environments may return images; a rollout function reads them itself.
-        calls = self.driver is not None and rollout_func is None
+        self.harness = None if self.driver is None else self.driver.harness
+        calls = self.driver is not None and rollout_func is None and self.harness is None
         self.returns_images = calls and is_processor(kwargs.get("processing_class"))
         self.takes_images = self.takes_images and (self.driver is None or self.returns_images)
         # By the names that TRL's trainers have.
@@ -236,7 +240,7 @@ class OnlineTrainer(PostTrainer, config=OnlineConfig):
     @property
     def can_dry_run(self) -> bool:
         """Whether reward functions get nothing but columns of the dataset: no environments, no rollout function."""
-        return self.environments is None and self.rollout_func is None
+        return self.environments is None and self.rollout_func is None and self.harness is None
 
     def announce(self) -> None:
         """Log the schedule and the first prompt as the model reads it; refuse prompts that leave no room."""
@@ -385,6 +389,7 @@ class OnlineTrainer(PostTrainer, config=OnlineConfig):
             environments=self._environments,
             extra=self._extra,
             left_out=masked,
+            failure_reward=None if self.harness is None else self.harness.options.failure,
         )  # fmt: skip
         seconds, cut = time.perf_counter() - begin, self.args.mask_truncated_completions
         self.log_metrics_now(rollout_metrics(generation, seconds, masks_truncated=cut) | pictured, mode)
@@ -402,6 +407,12 @@ class OnlineTrainer(PostTrainer, config=OnlineConfig):
         if self.rollout_func is not None:
             vocabulary = self.model.config.get_text_config().vocab_size
             rollouts, completions, self._extra = self.local_rollouts.run_function(examples, self, vocabulary=vocabulary)
+            return rollouts, completions
+        if self.harness is not None:
+            vocabulary, number = self.model.config.get_text_config().vocab_size, self._generation_number(mode)
+            settings = {"vocabulary": vocabulary, "number": number}
+            rolled = self.local_rollouts.run_harness(examples, self.sampling(mode), mode, **settings)
+            rollouts, completions, self._extra = rolled
             return rollouts, completions
         if self.driver is not None and self.driver.calls_tools:
             return self.local_rollouts.run_tools(examples, self._environments, self.sampling(mode), mode)
@@ -481,10 +492,10 @@ class OnlineTrainer(PostTrainer, config=OnlineConfig):
 
     def attach_logps(self, generation: RolloutBatch, mode: str) -> None:
         """Old log-probs where the buffer outlives its weights, those of a foreign engine, of the reference for a KL."""
-        complete = [len(r.logp) == len(r.token_ids) for r in generation.rollouts]
+        complete = [len(r.logp) == len(r.token_ids) for r in generation.sequences()]
         # The same on every rank: the passes below are collectives.
         known = all(parallel.all_gather_objects(complete, self.accelerator))
-        sampled = [list(rollout.logp) for rollout in generation.rollouts]
+        sampled = [list(rollout.logp) for rollout in generation.sequences()]
         if known and not self.engine_is_policy:
             generation.token_columns["rollout_logp"] = sampled
         elif known and self.engine.capabilities.has_logprobs and self.temperature == self.args.temperature:
@@ -571,6 +582,8 @@ class OnlineTrainer(PostTrainer, config=OnlineConfig):
         finally:
             if self.environments is not None:
                 self.environments.close()
+            if self.harness is not None:
+                self.harness.close()
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
         """As the parent's; a generation that fails leaves the position in the window as it was, for the checkpoint."""

@@ -13,6 +13,7 @@ import transformers
 from posttrain.errors import ConfigError, MissingDependencyError, check_choice
 from posttrain.loop.config import PostTrainingConfig, check_gathering
 from posttrain.rollouts.base import choose_engine
+from posttrain.rollouts.episodes.harness import HarnessFields
 from posttrain.rollouts.sampling import GENERATION_NAMES, generation_fields, structured_guide
 from posttrain.types import (
     NonNegativeFloat,
@@ -437,7 +438,7 @@ def _near(value: int, step: int) -> str:
 
 
 @dataclass
-class EpisodeFields:
+class EpisodeFields(HarnessFields):
     """Fields of configs whose trainers let the model call tools; the others do not have them."""
 
     max_tool_calling_iterations: Annotated[int, Range(least=-1)] | None = option(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -34,7 +35,7 @@ WATCHED_CODES = (*BATCH_CODES, "PT-R022", "PT-R028")
 
 def completion_lengths(batch: RolloutBatch) -> list[int]:
     """Tokens that the model wrote, of each completion."""
-    return [sum(batch.loss_mask(i, False)) for i in range(len(batch.rollouts))]
+    return [sum(map(sum, batch.trained(i, False))) for i in range(len(batch.rollouts))]
 
 
 def rollout_metrics(batch: RolloutBatch, seconds: float, *, masks_truncated: bool) -> dict[str, Metric]:
@@ -60,7 +61,7 @@ def rollout_metrics(batch: RolloutBatch, seconds: float, *, masks_truncated: boo
         "rollouts/seconds": mean(seconds),
     }
     if any(rollout.tool_mask for rollout in batch.rollouts):
-        tokens = sum(len(rollout.token_ids) for rollout in batch.rollouts)
+        tokens = sum(len(rollout.token_ids) for rollout in batch.sequences())
         metrics["tools/token_share"] = mean(1 - float(lengths.sum()) / tokens, weight=tokens)
     if masks_truncated:
         metrics["completions/masked_ratio"] = mean((~ended).float())
@@ -196,7 +197,7 @@ def score_rollouts(rewards: RewardRunner, batch: RolloutBatch, tokenizer: Any, s
     """
     if not batch.examples:
         return RewardTable(torch.empty(0, len(rewards.names)), list(rewards.names), rewards.weights)
-    return rewards(
+    table = rewards(
         prompts=[example["prompt"] for example in batch.examples],
         completions=batch.completions,
         completion_ids=[rollout.token_ids for rollout in batch.rollouts],
@@ -205,6 +206,11 @@ def score_rollouts(rewards: RewardRunner, batch: RolloutBatch, tokenizer: Any, s
         prompt_suffixes=prompt_suffixes(tokenizer, batch.rollouts),
         environments=batch.environments,
     )
+    # An episode that failed is not judged by what it said: left out it has no reward, else the one that was set.
+    for i, error in enumerate(batch.extra.get("harness_error", ())):
+        if error is not None:
+            table.values[i] = math.nan if batch.failure_reward is None else batch.failure_reward
+    return table
 
 
 # Attributes of trainers that compare the completions of a prompt, by TRL's names: those that may be set while training...
