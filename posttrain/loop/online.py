@@ -58,7 +58,7 @@ from posttrain.rollouts.batch import (
     completions_for_rewards,
     shared_requests,
 )
-from posttrain.rollouts.episodes.harness import harness_reward
+from posttrain.rollouts.episodes.harness import take_harness
 from posttrain.rollouts.sampling import configured_sampling, generation_fields
 from posttrain.types import Batch, Finding, LossTerms, ModelOutputs, Prompt, Rollout, Row, Sampling
 
@@ -104,7 +104,7 @@ class OnlineTrainer(PostTrainer, config=OnlineConfig):
         **kwargs: Any,
     ) -> None:
         given = {"tools": tools, "rollout_func": rollout_func, "environment_factory": environment_factory, "harness": harness}
-        reward_funcs = harness_reward if reward_funcs is None and harness is not None else reward_funcs
+        _, given["harness"], reward_funcs = take_harness(None, harness, reward_funcs)
         self.driver = make_driver(type(self), args, {name: value for name, value in given.items() if value is not None})
         # Tools and environments may return images; a rollout function reads them itself.
         self.harness = None if self.driver is None else self.driver.harness

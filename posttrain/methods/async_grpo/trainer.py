@@ -30,6 +30,7 @@ from posttrain.models import parallel
 from posttrain.rewards.runner import RewardTable
 from posttrain.rollouts.base import RolloutEngine
 from posttrain.rollouts.batch import RolloutBatch
+from posttrain.rollouts.episodes.harness import take_harness
 from posttrain.rollouts.workers.ledger import Ledger, MismatchGuard
 from posttrain.rollouts.workers.samples import TaskSource
 from posttrain.rollouts.workers.worker import check_picklable
@@ -138,7 +139,8 @@ class AsyncGRPOTrainer(OnlineTrainer, config=AsyncGRPOConfig):
         engine_factory: Callable[[], RolloutEngine] | None = None,
         **kwargs: Any,
     ) -> None:
-        sent = {name: kwargs.get(name) for name in ("tools", "environment_factory", "reward_processing_classes")}
+        rollout_worker, kwargs["harness"], reward_funcs = take_harness(rollout_worker, kwargs.get("harness"), reward_funcs)
+        sent = {name: kwargs.get(name) for name in ("tools", "environment_factory", "reward_processing_classes", "harness")}
         sent |= {"reward_funcs": reward_funcs, "engine_factory": engine_factory}
         if rollout_worker is None:
             check_picklable({**sent, "processing_class": processing_class})

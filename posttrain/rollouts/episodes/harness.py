@@ -245,8 +245,10 @@ class HarnessRunner:
             require(package, "harness")
         self.harness, self.options = harness, options
         self.proxy: CaptureProxy | None = None
+        self._pool = ThreadPoolExecutor(options.limit, thread_name_prefix="harness")
         self._runner = ToolRunner(timeout=options.timeout)
-        self._commands: set[subprocess.Popen] = set()
+        # Commands that run, with the keys of their episodes.
+        self._commands: dict[subprocess.Popen, str] = {}
         self._lock = threading.Lock()
 
     def run(
@@ -275,21 +277,20 @@ class HarnessRunner:
         if isinstance(self.harness, _Replay):
             return [self.harness.next(row) for row in rows]
         proxy, number = self._listening(policy), 0
-        pool = ThreadPoolExecutor(self.options.limit, thread_name_prefix="harness")
+        begun: list[HarnessEpisode] = []
         futures: list[Future[HarnessEpisode]] = []
         try:
             for index, (row, seed) in enumerate(zip(rows, seeds, strict=True)):
-                futures.append(pool.submit(self._episode, proxy, row, seed, index))
+                begun.append(HarnessEpisode(row, proxy.open(seed * 1_000_003 + index)))
+                futures.append(self._pool.submit(self._episode, proxy, begun[-1], seed))
                 futures[-1].add_done_callback(lambda _: proxy.queue.wake())
             while any_process(not all(future.done() for future in futures)):
                 proxy.queue.wait(LOOK_S)
                 number += 1
                 proxy.queue.answer(sample, per_request=per_request, seed=(seeds[0] if seeds else 0) + number)
         except BaseException:
-            self._abandon(proxy, futures)
+            self._abandon(proxy, begun, futures)
             raise
-        finally:
-            pool.shutdown(wait=False, cancel_futures=True)
         episodes = [future.result() for future in futures]
         if self.options.record is not None:
             for one in episodes:
@@ -301,29 +302,32 @@ class HarnessRunner:
         if self.proxy is not None:
             self.proxy.stop()
             self.proxy = None
+        for process in list(self._commands):
+            _kill(process)
 
     def _listening(self, policy: Policy) -> CaptureProxy:
         from posttrain.rollouts.episodes.proxy import CaptureProxy
 
-        if self.proxy is None:
-            self.proxy = CaptureProxy(policy, host=self.options.host, port=self.options.port).start()
-            logger.info("harnesses find the policy %r at %s", policy.model, self.proxy.url)
-        self.proxy.policy = policy
-        return self.proxy
+        with self._lock:
+            if self.proxy is None:
+                self.proxy = CaptureProxy(policy, host=self.options.host, port=self.options.port).start()
+                logger.info("harnesses find the policy %r at %s", policy.model, self.proxy.url)
+            self.proxy.policy = policy
+            return self.proxy
 
-    def _abandon(self, proxy: CaptureProxy, futures: Sequence[Future]) -> None:
+    def _abandon(self, proxy: CaptureProxy, begun: Sequence[HarnessEpisode], futures: Sequence[Future]) -> None:
         for future in futures:
             future.cancel()
-        for session in list(proxy.sessions.values()):
-            proxy.end(session)
+        for episode in begun:
+            proxy.end(episode.session)
+        keys = {episode.session.key for episode in begun}
         with self._lock:
-            running = list(self._commands)
+            running = [process for process, key in self._commands.items() if key in keys]
         for process in running:
             _kill(process)
 
-    def _episode(self, proxy: CaptureProxy, row: dict[str, Any], seed: int, index: int) -> HarnessEpisode:
-        session = proxy.open(seed * 1_000_003 + index)
-        episode = HarnessEpisode(row, session)
+    def _episode(self, proxy: CaptureProxy, episode: HarnessEpisode, seed: int) -> HarnessEpisode:
+        session, row = episode.session, episode.task
         try:
             command = self.harness.command
             if command is None:
@@ -364,7 +368,7 @@ class HarnessRunner:
         pipes: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
         process = subprocess.Popen(command, env=environment, start_new_session=True, text=True, **pipes)
         with self._lock:
-            self._commands.add(process)
+            self._commands[process] = session.key
         try:
             out, err = process.communicate(task, timeout=self.options.timeout)
         except subprocess.TimeoutExpired as error:
@@ -372,7 +376,7 @@ class HarnessRunner:
         finally:
             _kill(process)
             with self._lock:
-                self._commands.discard(process)
+                self._commands.pop(process, None)
         if process.returncode:
             raise RolloutError(f"{command[0]!r} ended with exit code {process.returncode}: {err.strip()[-TAIL:]}")
         lines = [line for line in out.splitlines() if line.strip()]
@@ -518,6 +522,33 @@ def _metrics(episodes: Sequence[HarnessEpisode]) -> dict[str, Metric]:
     }
 
 
+def take_harness(worker: Any, harness: Any, reward_funcs: Any) -> tuple[Any, Harness | None, Any]:
+    """What a trainer was given, told apart: a `HarnessRolloutWorker` is a harness and no worker.
+
+    Args:
+        worker: ``rollout_worker``.
+        harness: ``harness``.
+        reward_funcs: None with a harness: its own number is the reward.
+
+    Returns:
+        The worker, the harness, and the reward functions.
+
+    Raises:
+        ConfigError: Two harnesses.
+    """
+    if isinstance(worker, Harness):
+        if harness is not None:
+            raise ConfigError("rollout_worker is a harness, and harness is given too. Fix: give one of the two.")
+        worker, harness = None, worker
+    if harness is None:
+        return worker, None, reward_funcs
+    made = Harness.of(harness)
+    functions = [harness_reward] if reward_funcs is None else reward_funcs
+    listed = functions if isinstance(functions, list | tuple) else [functions]
+    made.requires = made.requires or harness_reward in listed
+    return worker, made, functions
+
+
 def check_harness(args: Any, trainer: str) -> None:
     """Refuse settings that a harness does not go with.
 
@@ -531,15 +562,3 @@ def check_harness(args: Any, trainer: str) -> None:
         )
 
 
-__all__ = [
-    "Harness",
-    "HarnessEpisode",
-    "HarnessFields",
-    "HarnessOptions",
-    "HarnessRollouts",
-    "HarnessRunner",
-    "as_rollouts",
-    "check_harness",
-    "harness_reward",
-    "replayed",
-]
