@@ -36,7 +36,7 @@ from posttrain.types import Rollout, Sampling
 logger = logging.getLogger(__name__)
 
 # Seconds without another call after which those that wait are begun: episodes ask one by one.
-GATHER_S = 0.005
+GATHER_S = 0.02
 # Seconds that the address may take to listen.
 START_S = 30.0
 
