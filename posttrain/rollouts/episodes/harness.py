@@ -72,6 +72,7 @@ class Harness:
             advantage is multiplied by there. None: 1 for all.
         trains: ``f(call) -> bool``: whether the tokens of a call are trained; others are context. None: all.
         requires: Whether a result that is None is a failure, whatever the reward functions are.
+        keeps: ``f(calls) -> calls``: which of the answered calls are the agent's; the others are context too. None: all.
 
     >>> Harness(["my-agent", "--once"]).command
     ['my-agent', '--once']
@@ -81,6 +82,7 @@ class Harness:
     credit: Callable[[Session], Sequence[float]] | None = None
     trains: Callable[[CapturedCall], bool] | None = None
     requires: bool = False
+    keeps: Callable[[list[CapturedCall]], list[CapturedCall]] | None = None
 
     def __post_init__(self) -> None:
         if callable(self.run):
@@ -375,6 +377,11 @@ class HarnessRunner:
             raise TooSlow from error
         finally:
             _kill(process)
+            for pipe in (process.stdin, process.stdout, process.stderr):
+                if pipe is not None:
+                    # What it never read stays unwritten.
+                    with contextlib.suppress(OSError):
+                        pipe.close()
             with self._lock:
                 self._commands.pop(process, None)
         if process.returncode:
@@ -475,12 +482,12 @@ def _rollout(episode: HarnessEpisode, harness: Harness) -> Rollout | None:
                 f"the harness's credit gave {len(credits)} numbers for {len(branches)} branches. Fix: one for each of "
                 "session.branches()."
             )
-    made = []
+    kept, made = _kept(session, harness), []
     for branch, credit in zip(branches, credits, strict=True):
         rollout = branch.episode.rollout()
         rollout.credit = credit
-        if harness.trains is not None:
-            rollout.tool_mask = _filtered(branch.calls, rollout, session, harness.trains)
+        if kept is not None:
+            rollout.tool_mask = _filtered(branch.calls, rollout, session, kept)
         if rollout.token_ids:
             made.append(rollout)
     if not made:
@@ -490,15 +497,24 @@ def _rollout(episode: HarnessEpisode, harness: Harness) -> Rollout | None:
     return made[0]
 
 
+def _kept(session: Session, harness: Harness) -> set[int] | None:
+    """Numbers of the calls that are trained; None: all."""
+    if harness.keeps is None and harness.trains is None:
+        return None
+    calls = [call for call in session.calls if call.state == "answered"]
+    calls = calls if harness.keeps is None else list(harness.keeps(calls))
+    return {call.number for call in calls if harness.trains is None or harness.trains(call)}
+
+
 def _filtered(
-    calls: Sequence[tuple[int, int]], rollout: Rollout, session: Session, trains: Callable[[CapturedCall], bool]
+    calls: Sequence[tuple[int, int]], rollout: Rollout, session: Session, kept: set[int]
 ) -> list[int]:
     """The mask of a branch without the tokens of calls that are not to be trained."""
     mask = list(rollout.tool_mask or [1] * len(rollout.token_ids))
     for number, choice in calls:
         call = session.calls[number]
         start = len(call.prompt_ids) - len(rollout.prompt_ids)
-        if not trains(call):
+        if number not in kept:
             count = len(call.completions[choice].token_ids)
             mask[start : start + count] = [0] * count
     return mask
