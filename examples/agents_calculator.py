@@ -66,7 +66,7 @@ def agent(task: dict, base_url: str, api_key: str, model: str) -> dict:
     return {"reward": 1.0 if right else 0.2 * called, "right": right, "called": called}
 
 
-def main(model: str, steps: int = 25) -> None:
+def main(model: str, steps: int = 20) -> None:
     """Train, and compare the agent before and after on questions it was not trained on."""
     config = GRPOConfig(
         "runs/agents_calculator",
@@ -78,16 +78,16 @@ def main(model: str, steps: int = 25) -> None:
         learning_rate=3e-5,
         logging_steps=1,
         save_strategy="no",
-        per_device_eval_batch_size=64,
+        per_device_eval_batch_size=32,
         num_generations_eval=1,
         seed=0,
     )
-    train, held_out = questions(2 * steps, seed=1), questions(64, seed=2)
+    train, held_out = questions(2 * steps, seed=1), questions(32, seed=2)
     trainer = GRPOTrainer(model, args=config, train_dataset=train, eval_dataset=held_out, harness=agent)
     before = trainer.evaluate()["eval_reward"]
     trainer.train()
     after = trainer.evaluate()["eval_reward"]
-    print(f"reward of 64 held-out questions: {before:.3f} before training, {after:.3f} after {steps} steps")
+    print(f"reward of 32 held-out questions: {before:.3f} before training, {after:.3f} after {steps} steps")
 
 
 if __name__ == "__main__":

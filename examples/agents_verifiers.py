@@ -84,7 +84,7 @@ def main() -> None:
     config = posttrain.GRPOConfig(
         output_dir=options.output,
         max_steps=options.steps,
-        per_device_train_batch_size=32,
+        per_device_train_batch_size=16,
         num_generations=8,
         max_completion_length=16,
         learning_rate=2e-5,
@@ -94,7 +94,10 @@ def main() -> None:
     trainer = posttrain.GRPOTrainer(options.model, args=config, train_dataset=rows, harness=harness)
     trainer.train()
     rewards = [log["reward"] for log in trainer.state.log_history if "reward" in log]
-    print("reward of the first and the last five steps:", *(f"{sum(part) / len(part):.3f}" for part in (rewards[:5], rewards[-5:])))
+    print(
+        "reward of the first and the last five steps:",
+        *(f"{sum(part) / len(part):.3f}" for part in (rewards[:5], rewards[-5:])),
+    )
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -20,6 +21,7 @@ from posttrain.loop.checks import Checks
 from posttrain.losses.advantages import MOST, group_advantages, weighted_total
 from posttrain.metrics import Metric, maximum, mean, minimum, total
 from posttrain.models import parallel
+from posttrain.report.episodes import episode_tree
 from posttrain.rewards.format import SoftOverlongPunishment
 from posttrain.rewards.runner import RewardRunner, RewardTable, correlation
 from posttrain.rollouts.batch import RolloutBatch, prompt_suffixes
@@ -139,6 +141,8 @@ def completion_rows(
         rollout = batch.rollouts[i]
         rows[i]["tokens"] = [tokenizer.decode([token]) for token in rollout.token_ids]
         rows[i]["logps"] = list(rollout.logp)
+        if "session" in batch.extra:
+            rows[i]["episode"] = json.dumps(episode_tree(batch.extra["session"][i]))
     for group in batch.groups()[:THUMBNAILED] if images and table.start == 0 else []:
         shown = [one.picture.thumbnail() for one in batch.rollouts[group[0]].pictures]
         for i in group if shown else ():

@@ -52,8 +52,8 @@ class Chaos:
                     messages = messages[:1]
         if drawn.random() < 0.1:
             raise ValueError("an agent that breaks")
-        if drawn.random() < 0.05:
-            await asyncio.sleep(60)
+        if drawn.random() < 0.03:
+            await asyncio.sleep(16)
         return drawn.random()
 
     def note(self, key):
@@ -107,7 +107,7 @@ def soak(model, tokenizer, seconds):
     engine.tokenizer = tokenizer
     policy = Policy(tokenizer, Sampling(12, stop_token_ids=(2,)), context=512, vocabulary=len(tokenizer))
     chaos, number = Chaos(), 0
-    options = HarnessOptions(limit=16, timeout=4.0)
+    options = HarnessOptions(limit=16, timeout=15.0)
     runners = [HarnessRunner(Harness(chaos), options), HarnessRunner(Harness([sys.executable, "-c", COMMAND]), options)]
     totals, ends, sampled = Counter(), Counter(), Counter()
     sample = engine_sample(engine)
@@ -156,7 +156,9 @@ def check(episode, rollout):
 
 def run_soak(model, tokenizer, seconds):
     totals, ends, read, sampled, strays = soak(model, tokenizer, seconds)
-    print(f"{seconds} s: calls {dict(totals)}, strays {strays}, episodes {dict(ends)}, read by functions {dict(read)}, sampled {sampled}")
+    print(
+        f"{seconds} s: calls {dict(totals)}, strays {strays}, episodes {dict(ends)}, read by functions {dict(read)}, sampled {sampled}"
+    )
     parts = ("answered", "retried", "cancelled", "refused", "failed")
     assert totals["received"] == sum(totals[name] for name in parts)
     assert read["whole"] <= totals["answered"] + totals["retried"] and read["bad"] <= totals["refused"]

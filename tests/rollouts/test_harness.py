@@ -86,7 +86,9 @@ def test_credit_scales_the_advantage_of_its_branch_alone(batch):
 def test_the_slices_of_a_generation_hold_whole_episodes(batch):
     slices = batch.slices(2, seed=0, skip_truncated=False)
     sizes = sorted(sum(len(row.completions) for row in rows) for rows in slices)
-    assert sizes == [1, 3] and sum(v for rows in slices for row in rows for v in row.sequence_columns["share"]) == pytest.approx(2)
+    assert sizes == [1, 3] and sum(
+        v for rows in slices for row in rows for v in row.sequence_columns["share"]
+    ) == pytest.approx(2)
 
 
 def test_three_forks_train_as_one_trie_whose_tokens_and_flops_are_counted(tiny_model, tiny_tokenizer, tmp_path):
@@ -96,7 +98,7 @@ def test_three_forks_train_as_one_trie_whose_tokens_and_flops_are_counted(tiny_m
     session = generation.extra["session"][0]
     rollout = generation.rollouts[0]
     assert len(rollout.branches) == 3
-    rows = [row for row in dataclasses.replace(generation, rollouts=[rollout]).rows([0], skip_truncated=False)]
+    rows = dataclasses.replace(generation, rollouts=[rollout]).rows([0], skip_truncated=False)
     (together,) = collate(rows, pad_token_id=2, layout=Layout(row_tokens=512))
     apart = collate(rows, pad_token_id=2, layout=Layout(kind="padded", row_tokens=512))
     sequences = sum(len(r.prompt_ids) + len(r.token_ids) for r in (rollout, *rollout.branches))
@@ -202,7 +204,9 @@ def test_a_harness_that_never_ends_is_ended_and_so_is_what_it_started(tiny_model
     assert not mark.exists()
 
 
-def test_an_engine_that_fails_ends_the_run_and_not_the_wait_for_harnesses(tiny_model, tiny_tokenizer, tmp_path, monkeypatch):
+def test_an_engine_that_fails_ends_the_run_and_not_the_wait_for_harnesses(
+    tiny_model, tiny_tokenizer, tmp_path, monkeypatch
+):
     trainer = trainer_of(tiny_model, tiny_tokenizer, tmp_path, single)
 
     def broken(requests, sampling):
@@ -213,7 +217,9 @@ def test_an_engine_that_fails_ends_the_run_and_not_the_wait_for_harnesses(tiny_m
         trainer.generate(ROWS[:2], "train")
 
 
-def test_what_was_recorded_trains_again_without_harness_and_without_sampling(tiny_model, tiny_tokenizer, tmp_path, monkeypatch):
+def test_what_was_recorded_trains_again_without_harness_and_without_sampling(
+    tiny_model, tiny_tokenizer, tmp_path, monkeypatch
+):
     path, start = tmp_path / "episodes.jsonl", {k: v.clone() for k, v in tiny_model.state_dict().items()}
     first = trainer_of(tiny_model, tiny_tokenizer, tmp_path / "a", forking, harness_record=str(path))
     first.train()
@@ -230,13 +236,17 @@ def test_what_was_recorded_trains_again_without_harness_and_without_sampling(tin
 
 
 def test_credit_and_a_filter_choose_what_is_trained(tiny_model, tiny_tokenizer, tmp_path):
-    harness = Harness(forking, credit=lambda s: [1.0, 0.0, 0.5, 0.5][: len(s.branches())], trains=lambda call: call.number != 0)
+    harness = Harness(
+        forking, credit=lambda s: [1.0, 0.0, 0.5, 0.5][: len(s.branches())], trains=lambda call: call.number != 0
+    )
     trainer = trainer_of(tiny_model, tiny_tokenizer, tmp_path, harness)
     generation = trainer.generate(ROWS[:1] * 2, "train")
     rollout, session = generation.rollouts[0], generation.extra["session"][0]
     first = len(session.calls[0].completions[0].token_ids)
     assert [one.credit for one in (rollout, *rollout.branches)] == [1.0, 0.0, 0.5, 0.5]
-    assert not any(rollout.tool_mask[:first]) and sum(rollout.tool_mask) == len(session.calls[1].completions[0].token_ids)
+    assert not any(rollout.tool_mask[:first]) and sum(rollout.tool_mask) == len(
+        session.calls[1].completions[0].token_ids
+    )
     wrong = trainer_of(tiny_model, tiny_tokenizer, tmp_path, Harness(forking, credit=lambda s: [1.0]))
     with raises(RolloutError, "1 numbers", "4 branches"):
         wrong.generate(ROWS[:1] * 2, "train")
@@ -244,7 +254,9 @@ def test_credit_and_a_filter_choose_what_is_trained(tiny_model, tiny_tokenizer, 
 
 @pytest.mark.slow
 def test_workers_run_a_harness(tiny_model, tiny_tokenizer, tmp_path):
-    trainer = trainer_of(tiny_model, tiny_tokenizer, tmp_path, forking, cls=AsyncGRPOTrainer, max_steps=2, token_budget=0)
+    trainer = trainer_of(
+        tiny_model, tiny_tokenizer, tmp_path, forking, cls=AsyncGRPOTrainer, max_steps=2, token_budget=0
+    )
     trainer.train()
     log = first_log(trainer)
     assert log["ratio/max"] == pytest.approx(1, abs=1e-4) and log["harness/answered"] == 5

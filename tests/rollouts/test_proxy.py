@@ -140,9 +140,15 @@ def test_a_stream_has_the_chunks_of_openais_service(tiny_model, tiny_tokenizer):
     lines = [line.removeprefix("data: ") for line in reply.text.splitlines() if line]
     chunks = [json.loads(line) for line in lines[:-1]]
     deltas = [chunk["choices"][0]["delta"] for chunk in chunks if chunk["choices"]]
-    assert lines[-1] == "[DONE]" and chunks[-1]["usage"]["completion_tokens"] == len(session.calls[0].completions[0].token_ids)
-    assert deltas[0]["role"] == "assistant" and "".join(d.get("content", "") for d in deltas) == "The answer is a number."
-    assert chunks[-2]["choices"][0]["finish_reason"] == "stop" and {c["object"] for c in chunks} == {"chat.completion.chunk"}
+    assert lines[-1] == "[DONE]" and chunks[-1]["usage"]["completion_tokens"] == len(
+        session.calls[0].completions[0].token_ids
+    )
+    assert (
+        deltas[0]["role"] == "assistant" and "".join(d.get("content", "") for d in deltas) == "The answer is a number."
+    )
+    assert chunks[-2]["choices"][0]["finish_reason"] == "stop" and {c["object"] for c in chunks} == {
+        "chat.completion.chunk"
+    }
     assert '"text": "The answer is a "' in plain.text and counts.answered == 2
 
 
@@ -201,7 +207,9 @@ def test_a_client_that_leaves_cancels_its_call_and_a_retry_of_it_is_answered(tin
 
 def test_a_stream_that_is_cut_is_cancelled(tiny_model, tiny_tokenizer):
     long = "The answer is a number. " * 4000
-    with serving(tiny_model, tiny_tokenizer, scripted(tiny_tokenizer, long), context=None, sampling={"max_new_tokens": 99999}) as proxy:
+    with serving(
+        tiny_model, tiny_tokenizer, scripted(tiny_tokenizer, long), context=None, sampling={"max_new_tokens": 99999}
+    ) as proxy:
         session = proxy.open()
         body = json.dumps({"model": "policy", "messages": ASK, "stream": True})
         with socket.create_connection((proxy.host, proxy.port)) as raw:
@@ -255,6 +263,7 @@ BAD = [
     ({"parallel_tool_calls": False}, 400, "parallel_tool_calls", "parallel_tool_calls"),
     ({"messages": []}, 400, "messages", "messages"),
     ({"messages": [{"role": "judge", "content": "x"}]}, 400, "messages[0].role", "judge"),
+    ({"messages": [{"role": "assistant", "content": "", "tool_calls": [{"id": "x"}]}]}, 400, "messages[0].tool_calls[0]", "name"),
     ({"messages": [{"role": "user", "content": 3}]}, 400, "messages[0].content", "int"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, 400, "messages[0].content", "image_url"),
     ({"messages": [{"role": "system", "content": "x"}]}, 400, "messages", "system"),
@@ -318,18 +327,31 @@ def test_openais_own_client_is_served_streaming_and_not(tiny_model, tiny_tokeniz
     openai = pytest.importorskip("openai")
     tiny_tokenizer.chat_template = TOOL_TEMPLATE
     asked = '\n<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
-    with serving(tiny_model, tiny_tokenizer, scripted(tiny_tokenizer, "one", asked, "two", asked, "three"), sampling=LONG) as proxy:
+    with serving(
+        tiny_model, tiny_tokenizer, scripted(tiny_tokenizer, "one", asked, "two", asked, "three"), sampling=LONG
+    ) as proxy:
         session = proxy.open()
         client = openai.OpenAI(base_url=proxy.url, api_key=session.key)
-        assert [model.id for model in client.models.list()] == ["policy"] and client.models.retrieve("policy").id == "policy"
+        assert [model.id for model in client.models.list()] == ["policy"] and client.models.retrieve(
+            "policy"
+        ).id == "policy"
         chat = client.chat.completions
         whole = chat.create(model="policy", messages=ASK, logprobs=True, temperature=1)
-        assert whole.choices[0].message.content == "one" and whole.usage.completion_tokens == len(whole.choices[0].logprobs.content)
+        assert whole.choices[0].message.content == "one" and whole.usage.completion_tokens == len(
+            whole.choices[0].logprobs.content
+        )
         called = chat.create(model="policy", messages=ASK, tools=[TOOL]).choices[0]
         assert called.finish_reason == "tool_calls" and called.message.tool_calls[0].function.name == "add"
-        more = [*ASK, called.message.model_dump(), {"role": "tool", "tool_call_id": called.message.tool_calls[0].id, "content": "3"}]
+        more = [
+            *ASK,
+            called.message.model_dump(),
+            {"role": "tool", "tool_call_id": called.message.tool_calls[0].id, "content": "3"},
+        ]
         chunks = list(chat.create(model="policy", messages=more, tools=[TOOL], stream=True))
-        assert "".join(c.choices[0].delta.content or "" for c in chunks) == "two" and chunks[-1].choices[0].finish_reason == "stop"
+        assert (
+            "".join(c.choices[0].delta.content or "" for c in chunks) == "two"
+            and chunks[-1].choices[0].finish_reason == "stop"
+        )
         streamed = list(chat.create(model="policy", messages=ASK, tools=[TOOL], stream=True))
         (tool,) = [t for c in streamed for t in c.choices[0].delta.tool_calls or ()]
         assert json.loads(tool.function.arguments) == {"a": 1}

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from posttrain.data.chat import encode, one_bos, open_end, render_prompt
+from posttrain.data.chat import encode, one_bos, open_end, render_prompt, tool_call
 from posttrain.data.responses import add_response_schema, parse_response
 from posttrain.data.templates import supports_tool_calling
 from posttrain.errors import DataError, ModelError, RolloutError
@@ -155,7 +155,9 @@ class Policy:
     max_tokens: int | None = None
 
     def __post_init__(self) -> None:
-        self.calls_tools = bool(getattr(self.tokenizer, "chat_template", None)) and supports_tool_calling(self.tokenizer)
+        self.calls_tools = bool(getattr(self.tokenizer, "chat_template", None)) and supports_tool_calling(
+            self.tokenizer
+        )
         if self.calls_tools:
             try:
                 self.tokenizer = add_response_schema(copy.copy(self.tokenizer))
@@ -302,7 +304,8 @@ class Policy:
         bias = tuple(sorted((body.logit_bias or {}).items()))
         if bias:
             raise CallError(
-                "logit_bias changes the distribution that is sampled from, and log-probs are of the whole one. Fix: leave it out.",
+                "logit_bias changes the distribution that is sampled from, and log-probs are of the whole one. Fix: leave it "
+                "out.",
                 param="logit_bias",
                 code="unsupported_parameter",
             )
@@ -347,7 +350,9 @@ class Policy:
         """Note what was sampled for a call."""
         call.completions = list(rollouts)
         tools = call.tools or None
-        call.answers = [parse_response(self.tokenizer, r.token_ids, prefix=call.prompt_ids, tools=tools) for r in rollouts]
+        call.answers = [
+            parse_response(self.tokenizer, r.token_ids, prefix=call.prompt_ids, tools=tools) for r in rollouts
+        ]
         written = [self._written(call.prompt_ids, r.token_ids) for r in rollouts]
         begin = call.text or self.decode(call.prompt_ids)
         call.ends = [begin + text for text in written]
@@ -385,7 +390,9 @@ def read_message(message: Mapping[str, Any], index: int) -> dict[str, Any]:
     role = {"developer": "system"}.get(str(read.get("role")), read.get("role"))
     where = f"messages[{index}]"
     if role not in ("system", "user", "assistant", "tool"):
-        raise CallError(f"Invalid value: {role!r} is no role of a message.", param=f"{where}.role", code="invalid_value")
+        raise CallError(
+            f"Invalid value: {role!r} is no role of a message.", param=f"{where}.role", code="invalid_value"
+        )
     content = read.get("content", "")
     if isinstance(content, list):
         kinds = [part.get("type") if isinstance(part, dict) else type(part).__name__ for part in content]
@@ -399,8 +406,21 @@ def read_message(message: Mapping[str, Any], index: int) -> dict[str, Any]:
         content = "".join(str(part.get("text", "")) for part in content)
     if not isinstance(content, str):
         raise CallError(f"{where}.content must be text, and it is {type(content).__name__}.", param=f"{where}.content")
-    kept = {name: read[name] for name in ("name", "tool_calls", "tool_call_id", "reasoning_content") if name in read}
+    kept = {name: read[name] for name in ("name", "tool_call_id", "reasoning_content") if name in read}
+    if read.get("tool_calls"):
+        kept["tool_calls"] = [
+            _given_call(call, f"{where}.tool_calls[{k}]") for k, call in enumerate(read["tool_calls"])
+        ]
     return {"role": role, "content": content} | kept
+
+
+def _given_call(call: Any, where: str) -> dict[str, Any]:
+    """A tool call in the order of keys that calls have here: templates write them as they stand."""
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise CallError(f"{where} has no function with a name.", param=where, code="invalid_value")
+    made = tool_call(function["name"], function.get("arguments"))
+    return made | ({"id": call["id"]} if call.get("id") is not None else {})
 
 
 # Answers in OpenAI's form ------------------------------------------------------------------------------------------------

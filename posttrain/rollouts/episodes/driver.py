@@ -21,13 +21,13 @@ from posttrain.errors import (
     token_ids,
     token_logps,
 )
+from posttrain.rollouts.base import RolloutEngine
 from posttrain.rollouts.batch import completions_for_rewards
 from posttrain.rollouts.episodes.environments import EnvironmentPool
 from posttrain.rollouts.episodes.harness import Harness, HarnessOptions, HarnessRollouts, HarnessRunner, as_rollouts
 from posttrain.rollouts.episodes.loop import MAX_ITERATIONS, Episode, Generate, ToolLoop
 from posttrain.rollouts.episodes.tokens import prepare_tokenizer, tokenize_observed
 from posttrain.rollouts.episodes.toolbox import ToolBox, ToolRunner
-from posttrain.rollouts.base import RolloutEngine
 from posttrain.types import Rollout, Sampling
 
 
@@ -107,8 +107,8 @@ class EpisodeDriver:
             )
         if setup.harness is not None and (function is not None or setup.tools or factory is not None):
             raise ConfigError(
-                "harness runs whole episodes itself, so tools, environment_factory and rollout_func have nothing to do beside it. "
-                "Give one of them."
+                "harness runs whole episodes itself, so tools, environment_factory and rollout_func have nothing to do beside "
+                "it. Give one of them."
             )
         if function is not None and not callable(function):
             raise ArgumentTypeError(f"rollout_func must be callable, and it is {type(function).__name__}.")

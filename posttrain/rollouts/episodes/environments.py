@@ -270,7 +270,9 @@ class EnvironmentPool:
         arguments = {"group_seed": seed, **row}
         for attempt in range(self.retries + 1):
             try:
-                return environment, self.runner.call(environment.reset, accepted_arguments(environment.reset, arguments))
+                return environment, self.runner.call(
+                    environment.reset, accepted_arguments(environment.reset, arguments)
+                )
             except (Exception, SystemExit) as error:
                 cause = error
             self._drop(kind, environment)

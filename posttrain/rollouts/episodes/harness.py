@@ -54,7 +54,9 @@ class HarnessFields:
     harness_host: str = option("127.0.0.1", "Address that the policy is served on to harnesses.")
     harness_port: Port = option(0, "Its port; 0: a free one.")
     harness_call_timeout: PositiveFloat = option(600.0, "Seconds a call may wait for its completion.")
-    harness_max_calls: PositiveInt | None = option(None, "Calls of an episode; further ones are refused. None: no limit.")
+    harness_max_calls: PositiveInt | None = option(
+        None, "Calls of an episode; further ones are refused. None: no limit."
+    )
     harness_max_tokens: PositiveInt | None = option(None, "Tokens sampled for an episode. None: no limit.")
     harness_record: str | None = option(None, "File that every episode is appended to, for posttrain.replayed.")
 
@@ -139,8 +141,8 @@ class _Replay(Harness):
         found = self.waiting.get(_task_key(row))
         if not found:
             raise DataError(
-                f"{self.path} has no episode of the row {dict(row)!r:.120}; it has those of {len(self.waiting)} others. Fix: train "
-                "on the dataset that was recorded."
+                f"{self.path} has no episode of the row {dict(row)!r:.120}; it has those of {len(self.waiting)} others. Fix: "
+                "train on the dataset that was recorded."
             )
         one = found.pop(0)
         found.append(one)
@@ -174,8 +176,8 @@ def _number(result: Any) -> float:
     with contextlib.suppress(TypeError, ValueError):
         return float(value)  # type: ignore[arg-type]
     raise RewardError(
-        f"the harness returned {result!r:.80}, which is no number and has no 'reward'. Fix: return a number, or give reward_funcs "
-        "that read harness_result."
+        f"the harness returned {result!r:.80}, which is no number and has no 'reward'. Fix: return a number, or give "
+        "reward_funcs that read harness_result."
     )
 
 
@@ -403,7 +405,9 @@ def _kill(process: subprocess.Popen) -> None:
 
 
 def _refusals(session: Session) -> str:
-    counts = {name: count for name, count in asdict(session.counts).items() if count and name not in ("received", "tokens")}
+    counts = {
+        name: count for name, count in asdict(session.counts).items() if count and name not in ("received", "tokens")
+    }
     return f"NoAnswer: none of its {session.counts.received} calls was answered ({counts})"
 
 
@@ -436,7 +440,9 @@ class HarnessRollouts:
     metrics: dict[str, Metric] = field(default_factory=dict)
 
 
-def as_rollouts(episodes: Sequence[HarnessEpisode], harness: Harness, *, placeholder: int, leave_out: bool) -> HarnessRollouts:
+def as_rollouts(
+    episodes: Sequence[HarnessEpisode], harness: Harness, *, placeholder: int, leave_out: bool
+) -> HarnessRollouts:
     """Episodes to rollouts; failures are counted, and said in the log.
 
     Args:
@@ -506,9 +512,7 @@ def _kept(session: Session, harness: Harness) -> set[int] | None:
     return {call.number for call in calls if harness.trains is None or harness.trains(call)}
 
 
-def _filtered(
-    calls: Sequence[tuple[int, int]], rollout: Rollout, session: Session, kept: set[int]
-) -> list[int]:
+def _filtered(calls: Sequence[tuple[int, int]], rollout: Rollout, session: Session, kept: set[int]) -> list[int]:
     """The mask of a branch without the tokens of calls that are not to be trained."""
     mask = list(rollout.tool_mask or [1] * len(rollout.token_ids))
     for number, choice in calls:
@@ -525,11 +529,13 @@ def _metrics(episodes: Sequence[HarnessEpisode]) -> dict[str, Metric]:
     n = max(len(episodes), 1)
     totals = Counter[str]()
     for one in episodes:
-        totals.update({name: value for name, value in asdict(one.session.counts).items()})
+        totals.update(asdict(one.session.counts))
     answered = [one.session for one in episodes if one.session.counts.answered]
     branches = sum(len(session.branches()) for session in answered)
     seen, once = sum(s.tokens_seen() for s in answered), sum(s.tokens_once() for s in answered)
-    found = {f"harness/{name}": mean(totals[name] / n, weight=n) for name in ("answered", "retried", "cancelled", "refused")}
+    found = {
+        f"harness/{name}": mean(totals[name] / n, weight=n) for name in ("answered", "retried", "cancelled", "refused")
+    }
     return found | {
         "harness/failed_episodes": mean(sum(one.error is not None for one in episodes) / n, weight=n),
         "harness/failed_calls": mean(totals["failed"] / n, weight=n),
@@ -576,5 +582,3 @@ def check_harness(args: Any, trainer: str) -> None:
             f"{trainer}: dynamic_sampling={args.dynamic_sampling} with harness: fresh episodes would be run for groups without "
             "variance while others wait. Fix: dynamic_sampling=0."
         )
-
-

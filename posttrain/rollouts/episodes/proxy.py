@@ -121,7 +121,9 @@ class CallQueue:
         batches = [
             (
                 [one.request if per_request else replace(one.request, sampling=None) for one in members],
-                replace(members[0].request.sampling or Sampling(1), seed=None) if common is None else replace(common, seed=seed),
+                replace(members[0].request.sampling or Sampling(1), seed=None)
+                if common is None
+                else replace(common, seed=seed),
             )
             for common, members in together.items()
         ]
@@ -203,7 +205,9 @@ class CaptureProxy:
                 "a free port."
             ) from error
         self.port = held.getsockname()[1]
-        config = uvicorn.Config(self.app(), access_log=False, log_level="warning", timeout_keep_alive=120, lifespan="off")
+        config = uvicorn.Config(
+            self.app(), access_log=False, log_level="warning", timeout_keep_alive=120, lifespan="off"
+        )
         self._server = uvicorn.Server(config)
         self._thread = threading.Thread(
             target=self._server.run, kwargs={"sockets": [held]}, daemon=True, name="capture-proxy"
@@ -274,7 +278,9 @@ class CaptureProxy:
         Raises:
             CallError: None that is open.
         """
-        given = request.path_params.get("key") or request.headers.get("authorization", "").removeprefix("Bearer ").strip()
+        given = (
+            request.path_params.get("key") or request.headers.get("authorization", "").removeprefix("Bearer ").strip()
+        )
         session = self.sessions.get(given)
         if session is None or session.closed:
             self.strays += 1
@@ -344,7 +350,9 @@ class CaptureProxy:
         if before is None:
             return None
         said = request.headers.get("x-stainless-retry-count", "0") not in ("", "0")
-        unread = before.state == "cancelled" and bool(before.completions or (session.key, before.number) in self._sampling)
+        unread = before.state == "cancelled" and bool(
+            before.completions or (session.key, before.number) in self._sampling
+        )
         if not (said or unread) or (before.state == "cancelled" and not unread):
             return None
         before.retries += 1

@@ -301,7 +301,9 @@ def read_sessions(path: str | Path) -> Iterator[Recorded]:
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{path}: the sessions cannot be read: {error}. Fix: name a file of recorded sessions.") from error
+        raise DataError(
+            f"{path}: the sessions cannot be read: {error}. Fix: name a file of recorded sessions."
+        ) from error
     for number, line in enumerate(text.splitlines(), 1):
         if not line.strip():
             continue

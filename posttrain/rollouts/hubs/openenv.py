@@ -1,4 +1,4 @@
-"""OpenEnv: clients of its environments for ``environment_factory``; sessions of agents are in `posttrain.rollouts.hubs.sessions`."""
+"""OpenEnv's clients as environments, for ``environment_factory``."""
 
 from __future__ import annotations
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import json
+import secrets
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -81,25 +81,18 @@ class HarnessRolloutWorker(Harness):
     ) -> None:
         if worker_kwargs:
             raise ConfigError(
-                f"HarnessRolloutWorker got {sorted(worker_kwargs)}: models, datasets, rewards and limits are the trainer's. Fix: set "
-                "them in AsyncGRPOConfig, and give the worker as rollout_worker."
+                f"HarnessRolloutWorker got {sorted(worker_kwargs)}: models, datasets, rewards and limits are the trainer's. Fix: "
+                "set them in AsyncGRPOConfig, and give the worker as rollout_worker."
             )
         super().__init__(self._episode, trains=train_turn_fn, requires=rollout_reward_fn is None, keeps=agent_turn_fn)
         self.factory, self.adapter, self.reward = harness_session_factory, harness_adapter, rollout_reward_fn
-        self.max_turns, self.timeout, self._numbers = max_turns, timeout, itertools.count()
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_numbers": None}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _numbers=itertools.count())
+        self.max_turns, self.timeout = max_turns, timeout
 
     def _episode(self, task: Mapping[str, Any], base_url: str, api_key: str, model: str, seed: int) -> Any:
         """One session, from its creation to its reward."""
         address = {"base_url": base_url, "api_key": api_key, "model": model}
         known = accepted_arguments(self.factory.create, address)
-        number = f"episode-{next(self._numbers)}"
-        session = self.factory.create(task=task, seed=seed, episode_id=number, **known)
+        session = self.factory.create(task=task, seed=seed, episode_id=f"episode-{secrets.token_hex(8)}", **known)
         try:
             outcome = self._white(session, address) if self.adapter is not None else self._black(session)
         finally:
@@ -117,7 +110,13 @@ class HarnessRolloutWorker(Harness):
         names = Counter(entry.tool_name for entry in result.tool_trace)
         failed = sum(entry.result.error is not None for entry in result.tool_trace)
         return HarnessRolloutOutcome(
-            verified.env_reward, list(result.messages), list(result.events), names.total(), failed, dict(names), not result.done
+            verified.env_reward,
+            list(result.messages),
+            list(result.events),
+            names.total(),
+            failed,
+            dict(names),
+            not result.done,
         )
 
     def _black(self, session: Any) -> HarnessRolloutOutcome:
@@ -138,7 +137,10 @@ def _model_step(address: dict[str, str]) -> Callable[..., Any]:
 
     def step(messages: list[dict[str, Any]], tools: list[Any], sampling: dict[str, Any]) -> Any:
         schemas = [
-            {"type": "function", "function": {"name": t.name, "description": t.description, "parameters": t.input_schema}}
+            {
+                "type": "function",
+                "function": {"name": t.name, "description": t.description, "parameters": t.input_schema},
+            }
             for t in tools
         ]
         body = {"model": address["model"], "messages": messages, "return_token_ids": True, "logprobs": True, **sampling}
