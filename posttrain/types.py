@@ -457,7 +457,8 @@ class Batch:
     @property
     def num_episodes(self) -> float:
         """Sequences, the branches of an episode counted as one."""
-        return float(self.num_sequences if self.shares is None else self.shares.sum())
+        shares = self.shares
+        return float(self.num_sequences) if shares is None else float(shares.sum())
 
     @property
     def num_loss_tokens(self) -> int:

@@ -103,7 +103,12 @@ class OnlineTrainer(PostTrainer, config=OnlineConfig):
         rollout_engine: RolloutEngine | None = None,
         **kwargs: Any,
     ) -> None:
-        given = {"tools": tools, "rollout_func": rollout_func, "environment_factory": environment_factory, "harness": harness}
+        given = {
+            "tools": tools,
+            "rollout_func": rollout_func,
+            "environment_factory": environment_factory,
+            "harness": harness,
+        }
         _, given["harness"], reward_funcs = take_harness(None, harness, reward_funcs)
         self.driver = make_driver(type(self), args, {name: value for name, value in given.items() if value is not None})
         # Tools and environments may return images; a rollout function reads them itself.

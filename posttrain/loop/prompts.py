@@ -535,7 +535,9 @@ class SyncRollouts(RolloutSource):
         self.log(_call_metrics(episodes, pictures=self.driver.reader is not None), mode)
         return found
 
-    def run_harness(self, rows: list[dict[str, Any]], sampling: Sampling, mode: str, *, vocabulary: int, number: int) -> Rolled:
+    def run_harness(
+        self, rows: list[dict[str, Any]], sampling: Sampling, mode: str, *, vocabulary: int, number: int
+    ) -> Rolled:
         """One episode of the user's own code a row; a collective, since ranks leave the loop together.
 
         Args:

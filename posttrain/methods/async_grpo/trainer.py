@@ -139,8 +139,12 @@ class AsyncGRPOTrainer(OnlineTrainer, config=AsyncGRPOConfig):
         engine_factory: Callable[[], RolloutEngine] | None = None,
         **kwargs: Any,
     ) -> None:
-        rollout_worker, kwargs["harness"], reward_funcs = take_harness(rollout_worker, kwargs.get("harness"), reward_funcs)
-        sent = {name: kwargs.get(name) for name in ("tools", "environment_factory", "reward_processing_classes", "harness")}
+        rollout_worker, kwargs["harness"], reward_funcs = take_harness(
+            rollout_worker, kwargs.get("harness"), reward_funcs
+        )
+        sent = {
+            name: kwargs.get(name) for name in ("tools", "environment_factory", "reward_processing_classes", "harness")
+        }
         sent |= {"reward_funcs": reward_funcs, "engine_factory": engine_factory}
         if rollout_worker is None:
             check_picklable({**sent, "processing_class": processing_class})

@@ -15,14 +15,14 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from posttrain.errors import ArgumentTypeError, ConfigError, DataError, RewardError, RolloutError
 from posttrain.integrations import require
 from posttrain.metrics import Metric, mean
 from posttrain.rollouts.episodes.session import CapturedCall, Recorded, Session, read_sessions, record_session
 from posttrain.rollouts.episodes.toolbox import ToolRunner, TooSlow
-from posttrain.types import OneOf, Port, PositiveFloat, PositiveInt, Rollout, option
+from posttrain.types import Port, PositiveFloat, PositiveInt, Rollout, option
 
 if TYPE_CHECKING:
     from posttrain.rollouts.episodes.calls import Policy
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 Run = Callable[..., Any] | str | Sequence[str]
-LEFT_OUT = "leave_out"
 # Seconds between two looks at whether episodes have ended.
 LOOK_S = 0.05
 # Characters of a command's output that an error quotes.
@@ -44,8 +43,8 @@ class HarnessFields:
 
     harness_limit: PositiveInt = option(16, "Episodes of a harness that run at once.")
     harness_timeout: PositiveFloat | None = option(600.0, "Seconds an episode may take; None: for ever.")
-    harness_failure: Annotated[str | float, OneOf((LEFT_OUT,))] | float = option(
-        LEFT_OUT, "What an episode that failed is worth: leave_out trains nothing of it; a number is its reward."
+    harness_failure: float | None = option(
+        None, "The reward of an episode that failed, which is trained; None: it is left out."
     )
     harness_sampling: Literal["refuse", "override"] = option(
         "refuse", "A call with other sampling settings than the run's: refuse it, or sample it with the run's."
@@ -216,21 +215,23 @@ class HarnessOptions:
 
     @classmethod
     def of(cls, args: Any) -> HarnessOptions:
-        """Those of a config; None: the defaults.
-
-        Raises:
-            ConfigError: ``harness_failure`` is neither a number nor ``leave_out``.
-        """
+        """Those of a config; None: the defaults."""
         if args is None:
             return cls()
-        same = ("limit", "timeout", "model", "host", "port", "call_timeout", "max_calls", "max_tokens", "record")
-        given = {name: getattr(args, f"harness_{name}") for name in same}
-        failure = args.harness_failure
-        return cls(
-            **given,
-            failure=None if failure == LEFT_OUT else float(failure),
-            overrides=args.harness_sampling == "override",
+        same = (
+            "limit",
+            "timeout",
+            "failure",
+            "model",
+            "host",
+            "port",
+            "call_timeout",
+            "max_calls",
+            "max_tokens",
+            "record",
         )
+        given = {name: getattr(args, f"harness_{name}") for name in same}
+        return cls(**given, overrides=args.harness_sampling == "override")
 
 
 class HarnessRunner:
