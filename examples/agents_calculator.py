@@ -3,8 +3,7 @@
     pip install "posttrain[serve]" openai
     python examples/agents_calculator.py HuggingFaceTB/SmolLM2-135M-Instruct
 
-The agent knows nothing of the trainer: it has an address and a key, and it returns a number. A product would multiply in its
-head and be wrong; with the calculator it is right.
+The agent knows nothing of the trainer: it has an address and a key, and it returns a number.
 """
 
 import random
@@ -16,10 +15,9 @@ from datasets import Dataset
 
 from posttrain import GRPOConfig, GRPOTrainer
 
-SYSTEM = "You have a calculator. To use it, reply with CALC and the numbers."
 # One conversation for the agent to copy from; all episodes share its tokens.
 SHOWN = [
-    {"role": "system", "content": SYSTEM},
+    {"role": "system", "content": "You have a calculator. To use it, reply with CALC and the numbers."},
     {"role": "user", "content": "What is 12 * 34?"},
     {"role": "assistant", "content": "CALC(12 * 34)"},
     {"role": "user", "content": "The result is 408. Reply with the answer alone."},
@@ -29,12 +27,11 @@ CALL = re.compile(r"CALC\((\d{1,6})\s*([*+-])\s*(\d{1,6})\)")
 
 
 def questions(count: int, seed: int) -> Dataset:
-    """Products of numbers with three and two digits."""
+    """Numbers of three digits times numbers of two."""
     drawn = random.Random(seed)
     pairs = [(drawn.randrange(100, 1000), drawn.randrange(11, 100)) for _ in range(count)]
-    return Dataset.from_list(
-        [{"prompt": [{"role": "user", "content": f"What is {a} * {b}?"}], "answer": a * b} for a, b in pairs]
-    )
+    rows = [{"prompt": [{"role": "user", "content": f"What is {a} * {b}?"}], "answer": a * b} for a, b in pairs]
+    return Dataset.from_list(rows)
 
 
 def calculate(text: str) -> int | None:
@@ -56,32 +53,18 @@ def agent(task: dict, base_url: str, api_key: str, model: str) -> dict:
         result = calculate(reply)
         if result is None:
             break
-        called = True
-        messages += [
-            {"role": "assistant", "content": reply},
-            {"role": "user", "content": f"The result is {result}. Reply with the answer alone."},
-        ]
+        told = f"The result is {result}. Reply with the answer alone."
+        called, messages = True, [*messages, {"role": "assistant", "content": reply}, {"role": "user", "content": told}]
     numbers = re.findall(r"\d+", reply.replace(",", ""))
     right = bool(numbers) and int(numbers[-1][:12]) == task["answer"]
     return {"reward": 1.0 if right else 0.2 * called, "right": right, "called": called}
 
 
-def main(model: str, steps: int = 20) -> None:
+def main(model: str, steps: int = 8) -> None:
     """Train, and compare the agent before and after on questions it was not trained on."""
-    config = GRPOConfig(
-        "runs/agents_calculator",
-        max_steps=steps,
-        per_device_train_batch_size=16,
-        num_generations=8,
-        max_completion_length=16,
-        temperature=0.9,
-        learning_rate=3e-5,
-        logging_steps=1,
-        save_strategy="no",
-        per_device_eval_batch_size=32,
-        num_generations_eval=1,
-        seed=0,
-    )
+    settings = {"per_device_train_batch_size": 16, "max_completion_length": 16, "temperature": 0.9, "logging_steps": 1}
+    settings |= {"per_device_eval_batch_size": 32, "num_generations_eval": 1, "save_strategy": "no"}
+    config = GRPOConfig("runs/agents_calculator", max_steps=steps, learning_rate=3e-5, **settings)
     train, held_out = questions(2 * steps, seed=1), questions(32, seed=2)
     trainer = GRPOTrainer(model, args=config, train_dataset=train, eval_dataset=held_out, harness=agent)
     before = trainer.evaluate()["eval_reward"]

@@ -1,26 +1,20 @@
-"""A `verifiers` environment trained by GRPO: sums, played by a chat loop that runs in this process.
+"""A `verifiers` environment trained by GRPO: sums, played by a chat loop in this process.
 
     pip install "posttrain[serve,verifiers]"
-    python examples/agents_verifiers.py --model HuggingFaceTB/SmolLM2-135M-Instruct --steps 20
+    python examples/agents_verifiers.py HuggingFaceTB/SmolLM2-135M-Instruct
 
-The environment is an ordinary one of verifiers: a taskset (data and reward) and a harness (the agent's program). Published
-environments are taken the same way: ``verifiers_environment("their-id")``.
+Published environments are taken the same way: ``verifiers_environment("their-id")``.
 """
 
-from __future__ import annotations
-
-import argparse
 import random
 import re
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import httpx2
 import verifiers.v1 as vf
 
-import posttrain
-from posttrain.rollouts.hubs.verifiers import verifiers_environment
+from posttrain import GRPOConfig, GRPOTrainer, verifiers_environment
 
 __all__ = ["ChatHarness", "SumsTaskset"]
 
@@ -37,21 +31,17 @@ class SumTask(vf.Task[SumData]):
     @vf.reward
     async def right(self, trace: vf.Trace) -> float:
         """1 for the sum; something for a number that is close, so that there is a way to it."""
-        said = re.search(r"\d+", trace.last_reply)
-        if said is None:
-            return 0.0
-        gap = abs(int(said[0][:6]) - self.data.answer)
-        return 1.0 if gap == 0 else 0.5 / (1 + gap)
+        said = re.search(r"\d{1,6}", trace.last_reply)
+        gap = None if said is None else abs(int(said[0]) - self.data.answer)
+        return 0.0 if gap is None else 1.0 if gap == 0 else 0.5 / (1 + gap)
 
 
 class SumsTaskset(vf.Taskset[SumTask, vf.TasksetConfig]):
-    """Two numbers below 10."""
+    """64 sums of two numbers below 10."""
 
-    def load(self) -> Iterator[SumTask]:
-        """64 sums."""
-        drawn = random.Random(0)
-        for _ in range(64):
-            a, b = drawn.randrange(10), drawn.randrange(10)
+    def load(self):
+        """The tasks."""
+        for a, b in random.Random(0).sample([(a, b) for a in range(10) for b in range(10)], 64):
             text = f"What is {a} + {b}? Reply with the number alone."
             yield SumTask(SumData(prompt=text, answer=a + b), self.config.task)
 
@@ -59,48 +49,28 @@ class SumsTaskset(vf.Taskset[SumTask, vf.TasksetConfig]):
 class ChatHarness(vf.Harness[vf.HarnessConfig]):
     """One question, one answer, without a process of its own."""
 
-    APPENDS_SYSTEM_PROMPT = True
-    SUPPORTS_MCP = False
-    NEEDS_CONTAINER = EXECUTES_CODE = False
+    APPENDS_SYSTEM_PROMPT, NEEDS_CONTAINER, EXECUTES_CODE = True, False, False
 
     async def launch(self, ctx, trace, runtime, endpoint, secret, mcp_urls, data):
-        """Ask the model at the interception's address."""
+        """Ask the model at the address of verifiers' interception."""
         body = {"model": ctx.model, "messages": [{"role": "user", "content": data.prompt_text}]}
-        async with httpx2.AsyncClient(timeout=120) as client:
-            headers = {"Authorization": f"Bearer {secret}"}
-            reply = await client.post(f"{endpoint}/chat/completions", json=body, headers=headers)
-            reply.raise_for_status()
+        async with httpx2.AsyncClient(timeout=120, headers={"Authorization": f"Bearer {secret}"}) as client:
+            (await client.post(f"{endpoint}/chat/completions", json=body)).raise_for_status()
         return vf.ProgramResult(exit_code=0, stdout="", stderr="")
 
 
-def main() -> None:
+def main(model: str, steps: int = 20) -> None:
     """Train, and print the rewards."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", default="HuggingFaceTB/SmolLM2-135M-Instruct")
-    parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--output", default="agents-verifiers")
-    options = parser.parse_args()
     rows, harness = verifiers_environment(Path(__file__).stem)
-    config = posttrain.GRPOConfig(
-        output_dir=options.output,
-        max_steps=options.steps,
-        per_device_train_batch_size=16,
-        num_generations=8,
-        max_completion_length=16,
-        learning_rate=2e-5,
-        logging_steps=1,
-        save_strategy="no",
-    )
-    trainer = posttrain.GRPOTrainer(options.model, args=config, train_dataset=rows, harness=harness)
+    settings = {"per_device_train_batch_size": 16, "max_completion_length": 16, "learning_rate": 2e-5}
+    config = GRPOConfig("runs/agents_verifiers", max_steps=steps, logging_steps=1, save_strategy="no", **settings)
+    trainer = GRPOTrainer(model, args=config, train_dataset=rows, harness=harness)
     trainer.train()
     rewards = [log["reward"] for log in trainer.state.log_history if "reward" in log]
-    print(
-        "reward of the first and the last five steps:",
-        *(f"{sum(part) / len(part):.3f}" for part in (rewards[:5], rewards[-5:])),
-    )
+    print("rewards of the first and the last five steps:", rewards[:5], rewards[-5:])
 
 
 if __name__ == "__main__":
     # verifiers finds environments by the name of their module.
     sys.path.insert(0, str(Path(__file__).parent))
-    main()
+    main(sys.argv[1], *map(int, sys.argv[2:]))
