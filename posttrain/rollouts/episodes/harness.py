@@ -73,6 +73,7 @@ class Harness:
             advantage is multiplied by there. None: 1 for all.
         trains: ``f(call) -> bool``: whether the tokens of a call are trained; others are context. None: all.
         requires: Whether a result that is None is a failure, whatever the reward functions are.
+        close: Called when training ends, however it ends.
         keeps: ``f(calls) -> calls``: which of the answered calls are the agent's; the others are context too. None: all.
 
     >>> Harness(["my-agent", "--once"]).command
@@ -84,6 +85,7 @@ class Harness:
     trains: Callable[[CapturedCall], bool] | None = None
     requires: bool = False
     keeps: Callable[[list[CapturedCall]], list[CapturedCall]] | None = None
+    close: Callable[[], None] | None = None
 
     def __post_init__(self) -> None:
         if callable(self.run):
@@ -309,6 +311,8 @@ class HarnessRunner:
             self.proxy = None
         for process in list(self._commands):
             _kill(process)
+        if self.harness.close is not None:
+            self.harness.close()
 
     def _listening(self, policy: Policy) -> CaptureProxy:
         from posttrain.rollouts.episodes.proxy import CaptureProxy

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 from collections.abc import Mapping
 from typing import Any
@@ -16,6 +17,8 @@ from posttrain.rollouts.episodes.harness import Harness
 
 # Of an environment without end.
 MOST_TASKS = 10_000
+# Seconds that servers of an environment may take to end.
+CLOSE_S = 10.0
 
 
 def verifiers_environment(
@@ -58,7 +61,8 @@ def verifiers_environment(
     if not listed:
         raise DataError(f"the environment {environment.config.env_id!r} has no tasks. Fix: check its taskset's config.")
     rows = [{"prompt": _messages(task.data), "task": index} for index, task in enumerate(listed)]
-    return datasets.Dataset.from_list(rows), Harness(_Player(environment, listed), requires=True)
+    player = _Player(environment, listed)
+    return datasets.Dataset.from_list(rows), Harness(player, requires=True, close=player.close)
 
 
 def _messages(data: Any) -> list[dict[str, Any]]:
@@ -78,7 +82,7 @@ class _Player:
     def __init__(self, environment: Any, tasks: list[Any]) -> None:
         self.environment, self.tasks = environment, tasks
         self._serving: dict[asyncio.AbstractEventLoop, asyncio.Future[None]] = {}
-        self._holders: set[asyncio.Task[None]] = set()
+        self._holders: dict[asyncio.AbstractEventLoop, tuple[asyncio.Task[None], asyncio.Event]] = {}
 
     async def __call__(self, task: Mapping[str, Any], base_url: str, api_key: str, model: str) -> dict[str, Any]:
         """One episode.
@@ -108,16 +112,27 @@ class _Player:
         loop = asyncio.get_running_loop()
         if loop not in self._serving:
             ready = self._serving[loop] = loop.create_future()
-            holder = loop.create_task(self._hold(ready))
-            self._holders.add(holder)
-            holder.add_done_callback(self._holders.discard)
+            stop = asyncio.Event()
+            self._holders[loop] = loop.create_task(self._hold(ready, stop)), stop
         await asyncio.shield(self._serving[loop])
 
-    async def _hold(self, ready: asyncio.Future[None]) -> None:
+    def close(self) -> None:
+        """End the servers; the next episode begins them again."""
+        holders, self._holders, self._serving = self._holders, {}, {}
+        for loop, (holder, stop) in holders.items():
+
+            async def end(holder: asyncio.Task[None] = holder, stop: asyncio.Event = stop) -> None:
+                stop.set()
+                await holder
+
+            with contextlib.suppress(Exception):
+                asyncio.run_coroutine_threadsafe(end(), loop).result(CLOSE_S)
+
+    async def _hold(self, ready: asyncio.Future[None], stop: asyncio.Event) -> None:
         try:
             async with self.environment.serving():
                 ready.set_result(None)
-                await asyncio.Event().wait()
+                await stop.wait()
         except Exception as error:
             if not ready.done():
                 ready.set_exception(error)
