@@ -19,6 +19,7 @@ from typing import Any
 import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
+from starlette.requests import ClientDisconnect
 
 from posttrain.errors import RolloutError
 from posttrain.rollouts.episodes.calls import (
@@ -323,8 +324,11 @@ class CaptureProxy:
         except CallError:
             session.counts.refused += 1
             raise
+        except ClientDisconnect:
+            # The client left before its body had come: nobody reads this.
+            session.counts.cancelled += 1
+            return Response(status_code=499)
         except BaseException:
-            # The client left before its body had come, or a fault of ours.
             session.counts.failed += 1
             raise
         await self._sampled(request, session, call, again=before is not None)
