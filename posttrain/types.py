@@ -313,6 +313,20 @@ class Batch:
         return sum(leaf.length for leaf in self.leaves)
 
     @property
+    def shares(self) -> Tensor | None:
+        """``(S,)`` share of its episode's trained tokens that each sequence has; None: every sequence is an episode of its own.
+
+        The branches of an episode are sequences of their own, and means over sequences count it once: its shares add up to 1.
+        """
+        return self.columns.get("share")
+
+    @property
+    def num_episodes(self) -> float:
+        """Sequences, the branches of an episode counted as one."""
+        shares = self.shares
+        return float(self.num_sequences) if shares is None else float(shares.sum())
+
+    @property
     def num_loss_tokens(self) -> int:
         """N, the tokens that carry loss."""
         if self._counted is None or self._counted[1] != self.loss_mask._version:
@@ -372,6 +386,7 @@ class LossTerms:
         count: Name of the count in `Denominators.named` that ``token`` divides by; None: all tokens that carry loss.
         extra: Further terms with their own reduction (an entropy bonus, a centring penalty), added after the main one.
         metrics: What to log.
+        share: ``(S,)`` what a sequence counts among sequences, see `Batch.shares`; None: 1.
     """
 
     terms: Tensor
@@ -383,6 +398,7 @@ class LossTerms:
     count: str | None = None
     extra: list[LossTerms] = field(default_factory=list)
     metrics: dict[str, Metric] = field(default_factory=dict)
+    share: Tensor | None = None
 
 
 @dataclass(slots=True, frozen=True)
@@ -478,6 +494,9 @@ class Rollout:
         spans: Runs of (version, tokens) where the weights changed while it was written; None: all are of ``version``.
         pictures: Those of the prompt.
         shown: Those that tools and environments showed after it, placed in ``token_ids``.
+        branches: Further sequences of the same episode, whose prompts may run through this one (forks of an agent's history);
+            they have its reward and advantage, and count with it as one sequence.
+        credit: What the advantage is multiplied by here.
     """
 
     prompt_ids: list[int]
@@ -492,6 +511,8 @@ class Rollout:
     spans: list[tuple[int, int]] | None = None
     pictures: Sequence[Any] = ()
     shown: Sequence[Any] = ()
+    branches: Sequence[Rollout] = ()
+    credit: float = 1.0
 
 
 @dataclass(slots=True, frozen=True)

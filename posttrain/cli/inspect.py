@@ -1,5 +1,7 @@
 """`posttrain inspect sft --config x.yaml`: the rows a training command would train on, before it costs anything.
 
+`posttrain inspect sessions FILE` shows the recorded episodes of a harness.
+
 Data and tokenizer come from the same file and flags as the training command; no weight is read and nothing is written but
 the file that ``--html`` names.
 """
@@ -49,6 +51,8 @@ def run(argv: list[str]) -> int:
     Returns:
         0, whatever was found: this command shows, it does not judge.
     """
+    if argv[:1] == ["sessions"]:
+        return _sessions(argv[1:])
     options, rest = _parser().parse_known_args(argv)
     check_choice("command", options.command, sorted(ROWS))
     for name in ("rows", "examples"):
@@ -65,6 +69,23 @@ def run(argv: list[str]) -> int:
     to_console(summary)
     if options.html:
         Path(options.html).write_text(to_html(summary), encoding="utf-8")
+    return 0
+
+
+def _sessions(argv: list[str]) -> int:
+    """The episodes of a replay file, as trees."""
+    parser = argparse.ArgumentParser(
+        prog="posttrain inspect sessions", description="Show recorded episodes of a harness."
+    )
+    parser.add_argument("file", help="what harness_record named")
+    parser.add_argument("--rows", type=int, default=8, metavar="N", help="episodes to show (8)")
+    options = parser.parse_args(argv)
+    if options.rows < 1:
+        raise ConfigError(f"--rows {options.rows}: give at least 1.")
+
+    from posttrain.report.episodes import to_console
+
+    to_console(options.file, show=options.rows)
     return 0
 
 

@@ -64,8 +64,8 @@ INSTEAD = {
     "ProfilingContext": "posttrain.profiling_context",
     "prepare_deepspeed": "accelerator.prepare_model(model, evaluation_mode=True)",
     "prepare_fsdp": "accelerator.prepare_model(model, evaluation_mode=True)",
-    "HarborSpec": "environment_factory with a class of your own (docs/environments.md)",
-    "OpenRewardSpec": "environment_factory with a class of your own (docs/environments.md)",
+    "HarborSpec": "harness with a function or command of your own (docs/agents.md), or environment_factory",
+    "OpenRewardSpec": "harness with a function or command of your own (docs/agents.md), or environment_factory",
     "DataCollatorForCompletionOnlyLM": "SFTConfig(completion_only_loss=True)",
     "ConstantLengthDataset": "SFTConfig(packing=True)",
     "PRMTrainer": "posttrain.RewardTrainer",
@@ -92,7 +92,6 @@ INSTEAD = {
     "split_pixel_values_by_grid": "nothing: a row keeps its own pictures (posttrain.Row.pictures)",
     "unsplit_pixel_values_by_grid": "nothing: a row keeps its own pictures (posttrain.Row.pictures)",
     "DataCollatorForTriplePreference": "posttrain.TPOTrainer, which batches triples itself",
-    "HarnessRolloutWorker": "rollout_func or environment_factory (docs/environments.md)",
 }
 
 # Names that TRL has in two modules with two meanings.

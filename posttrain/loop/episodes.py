@@ -31,7 +31,7 @@ def make_driver(traits: Traits, name: str, args: Any, given: dict[str, Any]) -> 
         traits: Of the method.
         name: Of the trainer's class.
         args: Its config; None where none was given.
-        given: ``tools``, ``environment_factory``, ``rollout_func``, those that are not None.
+        given: ``tools``, ``environment_factory``, ``rollout_func``, ``harness``, those that are not None.
 
     Raises:
         ConfigError: The trainer takes none of them.
@@ -44,7 +44,10 @@ def make_driver(traits: Traits, name: str, args: Any, given: dict[str, Any]) -> 
     if not any(given.values()):
         return None
     from posttrain.rollouts.episodes.driver import EpisodeDriver, EpisodeSetup
+    from posttrain.rollouts.episodes.harness import check_harness
 
+    if "harness" in given:
+        check_harness(args, name)
     return EpisodeDriver(EpisodeSetup.of(args, **given))
 
 
@@ -131,6 +134,34 @@ class EpisodeRunner:
             found = self.driver.run_tools(episodes, sampling, generate, **limits, any_process=any_process)
         self.log(_call_metrics(episodes, pictures=self.driver.reader is not None), mode)
         return found
+
+    def run_harness(
+        self, rows: list[dict[str, Any]], sampling: Sampling, mode: str, *, vocabulary: int, number: int
+    ) -> Rolled:
+        """One episode of the user's own code a row; a collective, since ranks leave the loop together.
+
+        Args:
+            rows: Dataset rows.
+            sampling: Of every call.
+            mode: ``train`` or ``eval``, for the log.
+            vocabulary: V.
+            number: Of the generation; seeds follow from it.
+        """
+        driver, sync = self.driver, self.sync
+        assert driver is not None
+
+        def any_process(here: bool) -> bool:
+            return parallel.all_reduce_sum([float(here)], self.accelerator)[0] > 0
+
+        seeds = self._group_seeds(len(rows), number, max(sync.args.num_generations if mode == "train" else 1, 1))
+        with sync.engine.prefix_cache():
+            found = driver.run_harness(
+                rows, seeds, sampling, sync.ask,
+                engine=sync.engine, context=sync.context, vocabulary=vocabulary, placeholder=self.pad_token_id,
+                any_process=any_process,
+            )  # fmt: skip
+        self.log(found.metrics, mode)
+        return found.rollouts, found.completions, found.extra
 
     def run_function(self, rows: list[dict[str, Any]], trainer: Any, *, vocabulary: int) -> Rolled:
         """Let the user's rollout function complete the prompts; see `EpisodeDriver.run_function`."""

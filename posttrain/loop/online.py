@@ -54,6 +54,7 @@ from posttrain.rollouts.batch import (
     completions_for_rewards,
     shared_requests,
 )
+from posttrain.rollouts.episodes.harness import take_harness
 from posttrain.rollouts.sampling import configured_sampling, generation_fields
 from posttrain.types import Batch, Finding, LossTerms, ModelOutputs, Prompt, Rollout, Row, Sampling
 
@@ -86,19 +87,23 @@ class OnlineTrainer(PostTrainer):
         tools: Sequence[Callable] | None = None,
         rollout_func: Callable | None = None,
         environment_factory: Callable | Mapping[str, Callable] | None = None,
+        harness: Any = None,
         reward_processing_classes: Any = None,
         rollout_engine: RolloutEngine | None = None,
         **kwargs: Any,
     ) -> None:
-        given = {"tools": tools, "rollout_func": rollout_func, "environment_factory": environment_factory}
-        self.driver = make_driver(
-            self.METHOD.traits,
-            type(self).__name__,
-            args,
-            {name: value for name, value in given.items() if value is not None},
-        )
+        given = {
+            "tools": tools,
+            "rollout_func": rollout_func,
+            "environment_factory": environment_factory,
+            "harness": harness,
+        }
+        _, given["harness"], reward_funcs = take_harness(None, harness, reward_funcs)
+        given = {name: value for name, value in given.items() if value is not None}
+        self.driver = make_driver(self.METHOD.traits, type(self).__name__, args, given)
         # Tools and environments may return images; a rollout function reads them itself.
-        calls = self.driver is not None and rollout_func is None
+        self.harness = None if self.driver is None else self.driver.harness
+        calls = self.driver is not None and rollout_func is None and self.harness is None
         self._returns_images = calls and is_processor(kwargs.get("processing_class"))
         # By the names that TRL's trainers have.
         self.tools, self.rollout_func = list(tools or ()), rollout_func
@@ -233,7 +238,7 @@ class OnlineTrainer(PostTrainer):
     @property
     def can_dry_run(self) -> bool:
         """Whether reward functions get nothing but columns of the dataset: no environments, no rollout function."""
-        return self.environments is None and self.rollout_func is None
+        return self.environments is None and self.rollout_func is None and self.harness is None
 
     def announce(self) -> None:
         """Log the schedule and the first prompt as the model reads it; refuse prompts that leave no room."""
@@ -381,6 +386,7 @@ class OnlineTrainer(PostTrainer):
             environments=self._environments,
             extra=self._extra,
             left_out=masked,
+            failure_reward=None if self.harness is None else self.harness.options.failure,
         )  # fmt: skip
         seconds, cut = time.perf_counter() - begin, self.args.mask_truncated_completions
         self.log_metrics_now(rollout_metrics(generation, seconds, masks_truncated=cut) | pictured, mode)
@@ -398,6 +404,12 @@ class OnlineTrainer(PostTrainer):
         if self.rollout_func is not None:
             vocabulary = self.model.config.get_text_config().vocab_size
             rollouts, completions, self._extra = self.episodes.run_function(examples, self, vocabulary=vocabulary)
+            return rollouts, completions
+        if self.harness is not None:
+            vocabulary, number = self.model.config.get_text_config().vocab_size, self._generation_number(mode)
+            settings = {"vocabulary": vocabulary, "number": number}
+            rolled = self.episodes.run_harness(examples, self.sampling(mode), mode, **settings)
+            rollouts, completions, self._extra = rolled
             return rollouts, completions
         if self.driver is not None and self.driver.calls_tools:
             return self.episodes.run_tools(examples, self._environments, self.sampling(mode), mode)
@@ -477,10 +489,10 @@ class OnlineTrainer(PostTrainer):
 
     def attach_logps(self, generation: RolloutBatch, mode: str) -> None:
         """Old log-probs where the buffer outlives its weights, those of a foreign engine, of the reference for a KL."""
-        complete = [len(r.logp) == len(r.token_ids) for r in generation.rollouts]
+        complete = [len(r.logp) == len(r.token_ids) for r in generation.sequences()]
         # The same on every rank: the passes below are collectives.
         known = all(parallel.all_gather_objects(complete, self.accelerator))
-        sampled = [list(rollout.logp) for rollout in generation.rollouts]
+        sampled = [list(rollout.logp) for rollout in generation.sequences()]
         if known and not self.engine_is_policy:
             generation.token_columns["rollout_logp"] = sampled
         elif known and self.engine.capabilities.has_logprobs and self.temperature == self.args.temperature:
@@ -567,6 +579,8 @@ class OnlineTrainer(PostTrainer):
         finally:
             if self.environments is not None:
                 self.environments.close()
+            if self.harness is not None:
+                self.harness.close()
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
         """As the parent's; a generation that fails leaves the position in the window as it was, for the checkpoint."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,6 +14,7 @@ from torch import Tensor
 from posttrain.data.formats import shown_prompt
 from posttrain.metrics import Metric, maximum, mean, minimum
 from posttrain.models import parallel
+from posttrain.report.episodes import episode_tree
 from posttrain.rewards.runner import RewardRunner, RewardTable, correlation
 from posttrain.rollouts.batch import RolloutBatch, prompt_suffixes
 from posttrain.rollouts.episodes.environments import EnvironmentPool
@@ -21,7 +24,7 @@ THUMBNAILED = 4  # Prompts of a generation whose images are kept for the report;
 
 def completion_lengths(batch: RolloutBatch) -> list[int]:
     """Tokens that the model wrote, of each completion."""
-    return [sum(batch.loss_mask(i, False)) for i in range(len(batch.rollouts))]
+    return [sum(map(sum, batch.trained(i, False))) for i in range(len(batch.rollouts))]
 
 
 def rollout_metrics(batch: RolloutBatch, seconds: float, *, masks_truncated: bool) -> dict[str, Metric]:
@@ -47,7 +50,7 @@ def rollout_metrics(batch: RolloutBatch, seconds: float, *, masks_truncated: boo
         "rollouts/seconds": mean(seconds),
     }
     if any(rollout.tool_mask for rollout in batch.rollouts):
-        tokens = sum(len(rollout.token_ids) for rollout in batch.rollouts)
+        tokens = sum(len(rollout.token_ids) for rollout in batch.sequences())
         metrics["tools/token_share"] = mean(1 - float(lengths.sum()) / tokens, weight=tokens)
     if masks_truncated:
         metrics["completions/masked_ratio"] = mean((~ended).float())
@@ -125,6 +128,8 @@ def completion_rows(
         rollout = batch.rollouts[i]
         rows[i]["tokens"] = [tokenizer.decode([token]) for token in rollout.token_ids]
         rows[i]["logps"] = list(rollout.logp)
+        if "session" in batch.extra:
+            rows[i]["episode"] = json.dumps(episode_tree(batch.extra["session"][i]))
     for group in batch.groups()[:THUMBNAILED] if images and table.start == 0 else []:
         shown = [one.picture.thumbnail() for one in batch.rollouts[group[0]].pictures]
         for i in group if shown else ():
@@ -183,7 +188,7 @@ def score_rollouts(rewards: RewardRunner, batch: RolloutBatch, tokenizer: Any, s
     """
     if not batch.examples:
         return RewardTable(torch.empty(0, len(rewards.names)), list(rewards.names), rewards.weights)
-    return rewards(
+    table = rewards(
         prompts=[example["prompt"] for example in batch.examples],
         completions=batch.completions,
         completion_ids=[rollout.token_ids for rollout in batch.rollouts],
@@ -192,6 +197,11 @@ def score_rollouts(rewards: RewardRunner, batch: RolloutBatch, tokenizer: Any, s
         prompt_suffixes=prompt_suffixes(tokenizer, batch.rollouts),
         environments=batch.environments,
     )
+    # An episode that failed is not judged by what it said: left out it has no reward, else the one that was set.
+    for i, error in enumerate(batch.extra.get("harness_error", ())):
+        if error is not None:
+            table.values[i] = math.nan if batch.failure_reward is None else batch.failure_reward
+    return table
 
 
 # Attributes of trainers that compare the completions of a prompt, by TRL's names: those that may be set while training...

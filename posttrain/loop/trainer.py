@@ -366,7 +366,7 @@ class PostTrainer(transformers.Trainer):
         """Tokens and sequences of the whole optimiser step, over micro-batches and ranks."""
         batches = [batch for micro in micro_batches for batch in micro]
         tokens = sum(batch.num_loss_tokens for batch in batches)
-        sequences = sum(batch.num_sequences for batch in batches)
+        sequences = sum(batch.num_episodes for batch in batches)
         seen = sum(batch.num_sequence_tokens for batch in batches)
         named = self.named_counts(batches)
         counts = [tokens, sequences, seen, len(batches), self.checks.has_overlong_sequence(batches), *named.values()]
@@ -455,6 +455,7 @@ class PostTrainer(transformers.Trainer):
         chunk, compare = self.args.logits_chunk_size, self.comparison(batch)
         outputs = forward(model, batch, needs, temperature=self.temperature, chunk_size=chunk, compare=compare)
         terms = self.objective(outputs, batch)
+        terms.share = batch.shares
         add_router_term(terms, outputs, self.router_coefficient)
         return terms, outputs
 

@@ -36,7 +36,7 @@ class Denominators:
 
     Attributes:
         tokens: Tokens that carry loss, over all micro-batches and ranks.
-        sequences: Sequences, likewise.
+        sequences: Sequences, likewise; the branches of an episode are one (`posttrain.types.Batch.shares`).
         passes: Forward passes, likewise (only ``local_token`` divides by it).
         world_size: Ranks; the loss is multiplied by it because data parallelism averages gradients.
         named: Other counts that an objective divides by (tokens of the chosen answers), likewise.
@@ -110,12 +110,14 @@ def _sequence_token(terms: LossTerms, counts: Denominators) -> Tensor:
     """``mean_i sum_t l*m / |o_i|``: every sequence weighs the same (GRPO)."""
     assert terms.sequence is not None
     means = sequence_mean(terms.terms, terms.mask, terms.sequence, terms.num_sequences)
+    means = means if terms.share is None else means * terms.share
     return means.sum() / (counts.sequences or 1.0)
 
 
 def _sequence(terms: LossTerms, counts: Denominators) -> Tensor:
     """``mean_i l_i`` of per-sequence terms."""
-    return _masked_sum(terms) / (counts.sequences or 1.0)
+    total = _masked_sum(terms if terms.share is None else replace(terms, terms=terms.terms * terms.share))
+    return total / (counts.sequences or 1.0)
 
 
 def _constant(terms: LossTerms, counts: Denominators) -> Tensor:

@@ -25,6 +25,7 @@ from posttrain.fields import (
 )
 from posttrain.methods.config import PostTrainingConfig, check_gathering
 from posttrain.rollouts.engines import choose_engine
+from posttrain.rollouts.episodes.harness import HarnessFields
 from posttrain.rollouts.sampling import GENERATION_NAMES, generation_fields, structured_guide
 
 logger = logging.getLogger(__name__)
@@ -437,7 +438,7 @@ def _near(value: int, step: int) -> str:
 
 
 @dataclass
-class EpisodeFields:
+class EpisodeFields(HarnessFields):
     """Fields of configs whose trainers let the model call tools; the others do not have them."""
 
     max_tool_calling_iterations: Annotated[int, Range(least=-1)] | None = option(

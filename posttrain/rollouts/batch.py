@@ -72,11 +72,12 @@ class RolloutBatch:
         rollouts: Token ids, log-probs and finish reasons.
         completions: What reward functions see: text, or a list of messages.
         columns: Filled in after scoring, one number a completion (``advantages``).
-        token_columns: Per-completion lists of per-token numbers (``old_logp``, ``ref_logp``, ``rollout_logp``).
+        token_columns: Lists of per-token numbers, one for each of `sequences` (``old_logp``, ``ref_logp``, ``rollout_logp``).
         born: Optimiser step whose weights sampled it.
         environments: The environment each completion came about in, if there was one.
         extra: Further columns for the reward functions, one value a completion.
         left_out: Completions that carry no loss, whatever their tokens.
+        failure_reward: Of episodes of a harness that failed (``extra["harness_error"]``); None: they have none.
     """
 
     examples: list[dict[str, Any]]
@@ -88,6 +89,7 @@ class RolloutBatch:
     environments: list[Any] | None = None
     extra: dict[str, list[Any]] = dataclasses.field(default_factory=dict)
     left_out: set[int] = dataclasses.field(default_factory=set)
+    failure_reward: float | None = None
 
     def loss_mask(self, index: int, skip_truncated: bool) -> list[int]:
         """1 on tokens the model wrote; all 0 on one left out, and on a truncated one when those are masked."""
@@ -95,6 +97,28 @@ class RolloutBatch:
         if index in self.left_out or (skip_truncated and rollout.finish_reason != "stop"):
             return [0] * len(rollout.token_ids)
         return rollout.tool_mask or [1] * len(rollout.token_ids)
+
+    def sequences(self) -> list[Rollout]:
+        """All completions, then all their branches: the order of ``token_columns``."""
+        return [*self.rollouts, *(one for rollout in self.rollouts for one in rollout.branches)]
+
+    def trained(self, index: int, skip_truncated: bool) -> list[list[int]]:
+        """Loss masks of a completion and of its branches."""
+        rollout = self.rollouts[index]
+        masks = [self.loss_mask(index, skip_truncated)]
+        for branch in rollout.branches:
+            cut = index in self.left_out or (skip_truncated and branch.finish_reason != "stop")
+            own = branch.tool_mask or [1] * len(branch.token_ids)
+            masks.append([0] * len(own) if cut else own)
+        return masks
+
+    def _shares(self, masks: Sequence[Sequence[int]]) -> list[float]:
+        """What each sequence of an episode counts as one, see `Batch.shares`; an episode without tokens counts nothing."""
+        counts = [sum(mask) for mask in masks]
+        if not any(map(len, masks)):
+            return [0.0]
+        total = sum(counts)
+        return [count / total if total else 1 / len(counts) for count in counts]
 
     def reward_columns(self) -> dict[str, list[Any]]:
         """What reward functions get besides prompts and completions: dataset columns (those of the first row decide)."""
@@ -122,22 +146,39 @@ class RolloutBatch:
         """The chosen completions as rows; neighbours with the same prompt share one."""
         rows: list[Row] = []
         before: Any = None
-        for i in indices:
-            rollout = self.rollouts[i]
+        shared = any(rollout.branches or not rollout.token_ids for rollout in self.rollouts)
+        for i, k, place, rollout in self._placed(indices):
             if before != _prompt(rollout):
                 before = _prompt(rollout)
                 rows.append(Row(list(rollout.prompt_ids), [], [], pictures=[list(rollout.pictures)]))
-            row = rows[-1]
+            row, masks = rows[-1], self.trained(i, skip_truncated)
             row.pictures.append(list(rollout.shown))
             row.completions.append(list(rollout.token_ids))
-            row.loss_masks.append(self.loss_mask(i, skip_truncated))
+            row.loss_masks.append(masks[k])
             for name, numbers in self.columns.items():
-                row.sequence_columns.setdefault(name, []).append(numbers[i])
+                credit = rollout.credit if name == "advantages" else 1.0
+                row.sequence_columns.setdefault(name, []).append(numbers[i] * credit)
+            if shared:
+                row.sequence_columns.setdefault("share", []).append(self._shares(masks)[k])
             for name, column in self.token_columns.items():
-                row.token_columns.setdefault(name, []).append(column[i])
+                row.token_columns.setdefault(name, []).append(column[place])
         for row in rows:
             row.pictures = row.pictures if any(row.pictures) else []
         return rows
+
+    def _placed(self, indices: Sequence[int]) -> Iterator[tuple[int, int, int, Rollout]]:
+        """The chosen completions, then their branches, so that equal prompts stay neighbours.
+
+        Yields:
+            Index of the completion, number of the sequence in its episode, its place in `sequences`, and the sequence.
+        """
+        for i in indices:
+            yield i, 0, i, self.rollouts[i]
+        counts = (len(rollout.branches) for rollout in self.rollouts)
+        starts = list(itertools.accumulate(counts, initial=len(self.rollouts)))
+        for i in indices:
+            for k, branch in enumerate(self.rollouts[i].branches):
+                yield i, k + 1, starts[i] + k, branch
 
     def slices(self, count: int, *, seed: int, skip_truncated: bool) -> list[list[Row]]:
         """Whole groups in random order, cut into ``count`` equal slices (a group may straddle two)."""

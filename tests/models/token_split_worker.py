@@ -10,8 +10,8 @@ from accelerate import PartialState
 
 from posttrain.data.forest import collate
 from posttrain.models import token_split
-from posttrain.models.attention import probe_layout
 from posttrain.models.forward import forward, help_with
+from posttrain.models.probe import probe_layout
 from posttrain.types import Row
 from tests.conftest import build_model
 from tests.ranks import leave, part

@@ -26,7 +26,8 @@ STEPS = 16  # Moments shown, evenly spread, the first and the last among them.
 GROUPS = 2  # Prompts of a moment.
 MEMBERS = 4  # Completions of a prompt: the best, the worst, and what lies between.
 KNOWN = (
-    "step", "prompt", "completion", "advantage", "tokens", "logps", "image_digests", "image_sizes", "thumbnails"
+    "step", "prompt", "completion", "advantage", "tokens", "logps", "image_digests", "image_sizes", "thumbnails",
+    "episode",
 )  # fmt: skip
 
 
@@ -71,6 +72,7 @@ class Sample:
         scores: The table's other columns: rewards by function, and whatever functions logged.
         tokens, logps: Text and log-probability (nats) of each token; empty where they were not recorded.
         pictures: Images of the prompt that were recorded: a ``data:`` address of the thumbnail; size and digest.
+        episode: The tree of an episode of a harness, see `posttrain.report.episodes.episode_tree`; empty where there is none.
     """
 
     prompt: str
@@ -80,6 +82,7 @@ class Sample:
     tokens: list[str] = field(default_factory=list)
     logps: list[float] = field(default_factory=list)
     pictures: list[tuple[str, str]] = field(default_factory=list)
+    episode: dict[str, Any] = field(default_factory=dict)
 
     @property
     def reward(self) -> float:
@@ -383,7 +386,14 @@ def _sample(row: Mapping[str, Any]) -> Sample:
         tokens=[str(token) for token in tokens] if whole and tokens else [],
         logps=[math.nan if value is None else float(value) for value in logps] if whole and logps else [],
         pictures=_pictures(row),
+        episode=_episode(row),
     )
+
+
+def _episode(row: Mapping[str, Any]) -> dict[str, Any]:
+    read = read_line(str(row.get("episode") or "")) or {}
+    whole = isinstance(read.get("branches"), list) and all(isinstance(one, dict) for one in read["branches"])
+    return read if whole else {}
 
 
 def _pictures(row: Mapping[str, Any]) -> list[tuple[str, str]]:

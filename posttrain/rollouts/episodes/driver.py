@@ -11,8 +11,10 @@ from typing import Any
 from posttrain.data.formats import is_conversational
 from posttrain.data.processors import PictureProcessor
 from posttrain.errors import ArgumentTypeError, ConfigError, ModelError, RolloutError
+from posttrain.rollouts.base import RolloutEngine
 from posttrain.rollouts.batch import completions_for_rewards
 from posttrain.rollouts.episodes.environments import EnvironmentPool
+from posttrain.rollouts.episodes.harness import Harness, HarnessOptions, HarnessRollouts, HarnessRunner, as_rollouts
 from posttrain.rollouts.episodes.loop import MAX_ITERATIONS, Episode, Generate, ToolLoop
 from posttrain.rollouts.episodes.tokens import prepare_tokenizer, tokenize_observed
 from posttrain.rollouts.episodes.toolbox import ToolBox, ToolRunner
@@ -36,6 +38,8 @@ class EpisodeSetup:
         tool_workers: Rollouts whose tools run at once; None: all, at most 32; 0: in turn, on the calling thread.
         tool_timeout: Seconds a call, a reset or a get_reward may take; None: no limit.
         environment_retries: Further attempts of a reset or get_reward.
+        harness: Runs whole episodes against an address of the policy; see `Harness`.
+        harness_options: How it is run.
     """
 
     tools: Sequence[Callable] | None = None
@@ -47,6 +51,8 @@ class EpisodeSetup:
     tool_workers: int | None = None
     tool_timeout: float | None = 60.0
     environment_retries: int = 0
+    harness: Any = None
+    harness_options: HarnessOptions = field(default_factory=HarnessOptions)
 
     @classmethod
     def of(cls, args: Any, **given: Any) -> EpisodeSetup:
@@ -62,6 +68,7 @@ class EpisodeSetup:
             tool_workers=args.tool_workers,
             tool_timeout=args.tool_timeout,
             environment_retries=args.environment_retries,
+            harness_options=HarnessOptions.of(args),
         )
 
 
@@ -75,6 +82,7 @@ class EpisodeDriver:
 
     Attributes:
         pool: Environments; None where none were given.
+        harness: Runs the user's own code; None where none was given.
 
     Raises:
         ConfigError: A rollout function beside tools or environments; two tools of one name.
@@ -88,10 +96,17 @@ class EpisodeDriver:
                 "rollout_func runs whole episodes itself, so tools and environment_factory have nothing to do beside it. Give "
                 "one of the two."
             )
+        if setup.harness is not None and (function is not None or setup.tools or factory is not None):
+            raise ConfigError(
+                "harness runs whole episodes itself, so tools, environment_factory and rollout_func have nothing to do beside "
+                "it. Give one of them."
+            )
         if function is not None and not callable(function):
             raise ArgumentTypeError(f"rollout_func must be callable, and it is {type(function).__name__}.")
         self.setup, self.tokenizer = setup, None
         self.reader: PictureProcessor | None = None
+        harness = None if setup.harness is None else Harness.of(setup.harness)
+        self.harness = None if harness is None else HarnessRunner(harness, setup.harness_options)
         self.toolbox = ToolBox.of(setup.tools)
         self.runner = ToolRunner(setup.tool_workers, setup.tool_timeout)
         self.pool: EnvironmentPool | None = None
@@ -194,6 +209,54 @@ class EpisodeDriver:
         texts = loop.suffix.tokenizer.batch_decode([e.token_ids for e in episodes], skip_special_tokens=True)
         rollouts = [e.rollout(text) for e, text in zip(episodes, texts, strict=True)]
         return rollouts, [e.messages or [{"role": "assistant", "content": ""}] for e in episodes]
+
+    def run_harness(
+        self,
+        rows: Sequence[dict[str, Any]],
+        seeds: Sequence[int],
+        sampling: Sampling,
+        sample: Callable[[list[Any]], list[list[Rollout]]],
+        *,
+        engine: RolloutEngine,
+        context: int | None,
+        vocabulary: int | None,
+        placeholder: int,
+        any_process: Callable[[bool], bool] = bool,
+    ) -> HarnessRollouts:
+        """One episode of the user's own code a row; see `HarnessRunner.run`.
+
+        Args:
+            rows: Tasks.
+            seeds: Of their draws.
+            sampling: ``max_new_tokens`` bounds one call.
+            sample: Asks the engine.
+            engine: For what it cannot do.
+            context: Most tokens of prompt and completion.
+            vocabulary: V.
+            placeholder: See `as_rollouts`.
+            any_process: Whether any process has episodes left, given whether this one has.
+        """
+        from posttrain.rollouts.episodes.calls import Policy
+
+        assert self.harness is not None
+        options, can = self.harness.options, engine.capabilities
+        policy = Policy(
+            self.tokenizer,
+            sampling,
+            context=context,
+            vocabulary=vocabulary,
+            model=options.model,
+            template_kwargs=self.setup.template_kwargs,
+            unsupported=can.unsupported,
+            overrides=options.overrides,
+            call_timeout=options.call_timeout,
+            max_calls=options.max_calls,
+            max_tokens=options.max_tokens,
+        )
+        alone = {"per_request": can.per_request_sampling, "any_process": any_process}
+        episodes = self.harness.run(rows, seeds, policy, sample, **alone)
+        leave_out = options.failure is None
+        return as_rollouts(episodes, self.harness.harness, placeholder=placeholder, leave_out=leave_out)
 
     def run_function(
         self,

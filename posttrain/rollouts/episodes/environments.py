@@ -271,7 +271,9 @@ class EnvironmentPool:
         arguments = {"group_seed": seed, **row}
         for attempt in range(self.retries + 1):
             try:
-                return environment, self.runner.call(environment.reset, _accepted(environment.reset, arguments))
+                return environment, self.runner.call(
+                    environment.reset, accepted_arguments(environment.reset, arguments)
+                )
             except (Exception, SystemExit) as error:
                 cause = error
             self._drop(kind, environment)
@@ -321,7 +323,7 @@ def _prompt(row: dict[str, Any], index: int) -> list[dict[str, Any]]:
     return prompt
 
 
-def _accepted(function: Callable, arguments: dict[str, Any]) -> dict[str, Any]:
+def accepted_arguments(function: Callable, arguments: dict[str, Any]) -> dict[str, Any]:
     """The arguments a function names, or all where it has ``**kwargs``."""
     parameters = inspect.signature(function).parameters.values()
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
@@ -416,7 +418,7 @@ def step_environment(
             self._total, self.done = 0.0, False
 
         def reset(self, group_seed: int | None = None) -> str:
-            arguments = _accepted(self._client.reset, {"seed": group_seed})
+            arguments = accepted_arguments(self._client.reset, {"seed": group_seed})
             seen, _, self.done = _read(self._client.reset(**arguments), f"{name}: reset")
             self._total = 0.0
             return observe(seen)

@@ -285,7 +285,7 @@ class ToolLoop:
         cut = len(ids) < len(rollout.token_ids)
         episode.finish_reason = "length" if cut else rollout.finish_reason
         episode.version = rollout.version
-        episode.spans += _spans(rollout, len(ids))
+        episode.spans += turn_spans(rollout, len(ids))
         episode.knows_logp = episode.knows_logp and len(rollout.logp) == len(rollout.token_ids)
         before = episode.suffix or episode.prompt_ids
         drawn = rollout.processed_logp
@@ -309,7 +309,7 @@ def opened(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return filled(blocks, [picture.opened() for picture in held])
 
 
-def _spans(rollout: Rollout, length: int) -> list[tuple[int, int]]:
+def turn_spans(rollout: Rollout, length: int) -> list[tuple[int, int]]:
     """Runs of (version, tokens) of the first tokens of a rollout."""
     kept = []
     for version, count in rollout.spans or [(rollout.version, length)]:

@@ -395,10 +395,12 @@ class ToolRunner:
 
     def _running_loop(self) -> asyncio.AbstractEventLoop:
         with self._lock:
-            if self._loop is None:
-                self._loop = asyncio.new_event_loop()
-                threading.Thread(target=self._loop.run_forever, daemon=True, name="async-tools").start()
-            return self._loop
+            # A call that never gave its loop back leaves it, at any time and without this lock.
+            loop = self._loop
+            if loop is None:
+                loop = self._loop = asyncio.new_event_loop()
+                threading.Thread(target=loop.run_forever, daemon=True, name="async-tools").start()
+            return loop
 
 
 async def _itself(value: Any) -> Any:

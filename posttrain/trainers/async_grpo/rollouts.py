@@ -233,7 +233,7 @@ class RolloutService:
         """What is sent to every worker."""
         args, given = self.args, self.given
         shared = args.worker_threads or max(1, (os.cpu_count() or 1) // (args.num_rollout_workers + 1))
-        episodes = {"tools": given["tools"], "environment_factory": given["environment_factory"]}
+        episodes = {name: given[name] for name in ("tools", "environment_factory", "harness")}
         contexts = [self.sync.context, getattr(self.transfer, "context", None)]
         return RolloutJob(
             engine=self._engine_spec(),

@@ -24,6 +24,7 @@ from posttrain.models import parallel
 from posttrain.rewards.runner import RewardTable
 from posttrain.rollouts.base import RolloutEngine
 from posttrain.rollouts.batch import RolloutBatch
+from posttrain.rollouts.episodes.harness import take_harness
 from posttrain.rollouts.workers.ledger import Ledger, MismatchGuard
 from posttrain.rollouts.workers.samples import TaskSource
 from posttrain.rollouts.workers.worker import check_picklable
@@ -95,6 +96,7 @@ class AsyncGRPOTrainer(OnlineTrainer):
         reward_processing_classes: Tokenizer | list[Tokenizer] | None = None,
         engine_factory: Callable | None = None,
         rollout_func: Callable | None = None,
+        harness: Any = None,
         rollout_engine: RolloutEngine | None = None,
         quantization_config: Quantization | None = None,
         data_collator: Callable | None = None,
@@ -104,9 +106,11 @@ class AsyncGRPOTrainer(OnlineTrainer):
         optimizer_cls_and_kwargs: OptimizerClass | None = None,
         preprocess_logits_for_metrics: Callable | None = None,
     ) -> None:
+        rollout_worker, harness, reward_funcs = take_harness(rollout_worker, harness, reward_funcs)
         sent: dict[str, Any] = {
             "tools": tools,
             "environment_factory": environment_factory,
+            "harness": harness,
             "reward_processing_classes": reward_processing_classes,
         }
         sent |= {"reward_funcs": reward_funcs, "engine_factory": engine_factory}
@@ -133,6 +137,7 @@ class AsyncGRPOTrainer(OnlineTrainer):
             environment_factory=environment_factory,
             eval_dataset=eval_dataset,
             reward_processing_classes=reward_processing_classes,
+            harness=harness,
             rollout_engine=rollout_engine,
             quantization_config=quantization_config,
             data_collator=data_collator,

@@ -9,7 +9,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -147,7 +147,9 @@ class GroupGenerator:
         self.base, self.context = sampling, context
         driver.use_tokenizer(tokenizer)
         # Whether groups need more than one call to the engine.
-        self.episodic = driver.calls_tools or driver.pool is not None
+        self.episodic = driver.calls_tools or driver.pool is not None or driver.harness is not None
+        # Told now and then that this thread is at work, while a harness is; raises where all is to end.
+        self.alive: Callable[[bool], bool] = bool
 
     def prompt(self, task: GroupTask) -> tuple[list[int], Sampling]:
         """A prompt's tokens, and the sampling of its completions.
@@ -183,6 +185,8 @@ class GroupGenerator:
         """All completions of some prompts, from the reset of their environments to their last turn."""
         if not self.episodic:
             return [self._plain(task, version) for task in tasks]
+        if self.driver.harness is not None:
+            return self._harnessed(tasks, version)
         rows = [dict(task.row) for task in tasks for _ in range(task.size)]
         errors: dict[int, str] = {}
         environments, rows = self.driver.begin(rows, [task.seed for task in tasks for _ in range(task.size)], errors)
@@ -202,6 +206,33 @@ class GroupGenerator:
             metrics = [_call_metrics(episodes[i]) for i in fine] if self.driver.calls_tools else []
             found.append(RolloutGroup(task, version, batch, [errors[i] for i in members if i in errors], metrics, lent))
         return found
+
+    def _harnessed(self, tasks: Sequence[GroupTask], version: int) -> list[RolloutGroup]:
+        """Episodes of a harness; those that failed are errors of their group, unless failures have a reward."""
+        assert self.driver.harness is not None
+        failure = self.driver.harness.options.failure
+        rows = [dict(task.row) for task in tasks for _ in range(task.size)]
+        made = self.driver.run_harness(
+            rows, [task.seed for task in tasks for _ in range(task.size)], self.base, self._sample,
+            engine=self.generator.engine, context=self.context, vocabulary=None,
+            placeholder=self.base.stop_token_ids[0], any_process=self.alive,
+        )  # fmt: skip
+        errors, found, start = made.extra["harness_error"], [], 0
+        shared = {name: float(metric.value) / float(metric.weight) for name, metric in made.metrics.items()}
+        for task in tasks:
+            members = range(start, start + task.size)
+            fine, start = [i for i in members if errors[i] is None or failure is not None], start + task.size
+            extra = {name: [values[i] for i in fine] for name, values in made.extra.items()}
+            batch = RolloutBatch(
+                [rows[i] for i in fine], [made.rollouts[i] for i in fine], [made.completions[i] for i in fine],
+                extra=extra, failure_reward=failure,
+            )  # fmt: skip
+            failed = [errors[i] for i in members if i not in fine]
+            found.append(RolloutGroup(task, version, batch, failed, [dict(shared) for _ in fine]))
+        return found
+
+    def _sample(self, batches: list[tuple[list[Request], Sampling]]) -> list[list[Rollout]]:
+        return [self.generator.finish(requests, sampling) for requests, sampling in batches]
 
     def release(self, groups: Sequence[RolloutGroup]) -> None:
         """Let others use the environments of groups that were scored."""
@@ -306,7 +337,8 @@ def score_group(
     most = math.inf if scale_rewards == "none" else MOST
     shared, found = _group_metrics(table, totals), []
     for i, rollout in enumerate(batch.rollouts):
-        if not any(batch.loss_mask(i, mask_truncated)):
+        masks = batch.trained(i, mask_truncated)
+        if not any(map(any, masks)):
             continue
         metrics = {
             **shared,
@@ -316,9 +348,12 @@ def score_group(
             **_length_metrics(rollout),
             "advantages/clipped_share": float(exact[i].abs() > most),
         }
-        sample = _sample(group, i, float(exact[i].clamp(-most, most)), metrics)
-        sample.check()
-        found.append(Trajectory([sample], finished=rollout.finish_reason == "stop"))
+        advantage, sequences = float(exact[i].clamp(-most, most)), (rollout, *rollout.branches)
+        kept = [one for one, mask in zip(sequences, masks, strict=True) if any(mask)]
+        samples = [_sample(group, i, advantage * one.credit, metrics, one) for one in kept]
+        for sample in samples:
+            sample.check()
+        found.append(Trajectory(samples, finished=rollout.finish_reason == "stop"))
     return found
 
 
@@ -340,8 +375,9 @@ def _length_metrics(rollout: Rollout) -> dict[str, float]:
     }
 
 
-def _sample(group: RolloutGroup, index: int, advantage: float, metrics: dict[str, float]) -> RolloutSample:
-    rollout = group.batch.rollouts[index]
+def _sample(
+    group: RolloutGroup, index: int, advantage: float, metrics: dict[str, float], rollout: Rollout
+) -> RolloutSample:
     before, count = len(rollout.prompt_ids), len(rollout.token_ids)
     mask = rollout.tool_mask or [1] * count
     logp = rollout.logp if len(rollout.logp) == count else [math.nan] * count
@@ -389,6 +425,7 @@ class RolloutWorkerLoop:
         self.generator = GroupGenerator(driver, generator, job.tokenizer, job.sampling, job.context, job.reader)
         self.rewards = reward_runner(RewardRunner, job.rewards, driver.pool)
         self.rewards.start("cpu")
+        self.generator.alive = self._at_work
         self.parallel = job.engine.kind == "server"
         self.active: list[_Open] = []
         self._calling: float | None = None
@@ -407,6 +444,12 @@ class RolloutWorkerLoop:
             version, holders = self.link.version, self.link.holders
             if self.handle.refresh(version, holders):
                 self.link.send("loaded", version=self.handle.version, seconds=time.perf_counter() - began)
+
+    def _at_work(self, here: bool) -> bool:
+        self.link.progress()
+        if self.link.stopping.is_set():
+            raise RolloutError("the trainer asks this worker to stop")
+        return here
 
     def run(self) -> None:
         """Serve until the trainer asks to stop."""

@@ -1,0 +1,137 @@
+"""An episode of a harness as its tree: turns, forks and tool calls, as data for the page and on a terminal."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+from rich.tree import Tree
+
+from posttrain.errors import DataError
+from posttrain.rollouts.episodes.session import Branch, CapturedCall, Recorded, Session, read_sessions
+
+# Characters of a message that are kept.
+LONGEST = 600
+
+
+def episode_tree(session: Session) -> dict[str, Any]:
+    """What an episode asked, as plain data.
+
+    Returns:
+        ``branches``, each with its turns and with the call that it forks from; ``unread``: calls that are in none; ``counts``;
+        tokens ``seen`` (every call with its prompt) and computed ``once``.
+    """
+    branches = session.branches()
+    unread = [{"call": call.number, "state": call.state} for call in session.calls if call.state != "answered"]
+    return {
+        "branches": [_branch(session, branch) for branch in branches],
+        "unread": unread,
+        "counts": asdict(session.counts),
+        "seen": session.tokens_seen(),
+        "once": session.tokens_once(),
+    }
+
+
+def _branch(session: Session, branch: Branch) -> dict[str, Any]:
+    first = session.calls[branch.calls[0][0]]
+    return {
+        "forked": branch.forked,
+        "parent": None if first.parent is None else first.parent[0],
+        "tokens": len(branch.episode.prompt_ids) + len(branch.episode.token_ids),
+        "trained": sum(branch.episode.tool_mask),
+        "turns": [_turn(session, session.calls[number], choice) for number, choice in branch.calls],
+    }
+
+
+def _turn(session: Session, call: CapturedCall, choice: int) -> dict[str, Any]:
+    rollout, answer = call.completions[choice], call.answers[choice]
+    known = 0 if call.parent is None else len(session.calls[call.parent[0]].messages) + 1
+    context = [{"role": str(m.get("role")), "text": cut(str(m.get("content") or ""))} for m in call.messages[known:]]
+    return {
+        "call": call.number,
+        "choice": choice,
+        "context": context or [{"role": "prompt", "text": cut(call.text[-LONGEST:])}],
+        "text": cut(str(answer.get("content") or "")),
+        "calls": list(_calls(answer)),
+        "tokens": len(rollout.token_ids),
+        "version": rollout.version,
+        "finish": rollout.finish_reason,
+        "retries": call.retries,
+    }
+
+
+def _calls(answer: Mapping[str, Any]) -> Iterator[str]:
+    for call in answer.get("tool_calls") or ():
+        function = call["function"]
+        yield cut(f"{function['name']}({json.dumps(function['arguments'], ensure_ascii=False)})")
+
+
+def cut(text: str) -> str:
+    """A text without its middle where it is long."""
+    half = LONGEST // 2
+    return text if len(text) <= LONGEST else f"{text[:half]} [… {len(text) - 2 * half:,} characters …] {text[-half:]}"
+
+
+def to_console(path: str | Path, *, show: int = 8, console: Console | None = None) -> None:
+    """Show the recorded episodes of a replay file.
+
+    Args:
+        path: Of ``harness_record``.
+        show: How many.
+        console: None: the terminal.
+
+    Raises:
+        DataError: The file has none, or is none.
+    """
+    episodes = list(read_sessions(path))
+    if not episodes:
+        raise DataError(f"{path} has no episodes. Fix: record some with harness_record.")
+    console = console if console is not None else Console()
+    for number, episode in enumerate(episodes[:show]):
+        console.print(as_tree(episode, f"episode {number}"))
+    seen = sum(one.session.tokens_seen() for one in episodes)
+    once = sum(one.session.tokens_once() for one in episodes)
+    failed = sum(one.error is not None for one in episodes)
+    calls = sum(len(one.session.calls) for one in episodes)
+    console.print(
+        f"{len(episodes)} episodes, {failed} failed; {calls} calls of {seen:,} tokens, of which "
+        f"{once:,} are computed ({once / max(seen, 1):.0%})",
+        highlight=False,
+    )
+
+
+def as_tree(episode: Recorded, title: str) -> Tree:
+    """One episode: a node a branch, in it a node a turn."""
+    made = episode_tree(episode.session)
+    end = (
+        f"failed: {episode.error}"
+        if episode.error is not None
+        else f"result {cut(json.dumps(episode.result, default=str))}"
+    )
+    root = Tree(Text(f"{title}: {end}; {made['seen']:,} tokens seen, {made['once']:,} computed", style="bold"))
+    for index, branch in enumerate(made["branches"]):
+        root.add(_branch_node(index, branch))
+    for one in made["unread"]:
+        root.add(Text(f"call {one['call']}: {one['state']}, not trained", style="dim"))
+    return root
+
+
+def _branch_node(index: int, branch: Mapping[str, Any]) -> Tree:
+    forked = f", forks after {branch['forked']} tokens" if index else ""
+    node = Tree(Text(f"branch {index}: {branch['tokens']} tokens, {branch['trained']} trained{forked}", style="blue"))
+    for turn in branch["turns"]:
+        inside = node.add(Text(f"call {turn['call']}", style="dim"))
+        _lines(inside, [(f"{m['role']}: {m['text']}", "dim") for m in turn["context"]])
+        _lines(inside, [(turn["text"], "bold green")] * bool(turn["text"]))
+        _lines(inside, [(call, "bold magenta") for call in turn["calls"]])
+    return node
+
+
+def _lines(node: Tree, lines: Sequence[tuple[str, str]]) -> None:
+    for text, style in lines:
+        node.add(Text(text, style=style))

@@ -1,0 +1,560 @@
+"""Calls in OpenAI's form: bodies to what an engine samples, completions to answers, and errors that OpenAI's clients read."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import math
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from posttrain.data.chat import encode, one_bos, open_end, render_prompt, tool_call
+from posttrain.data.responses import add_response_schema, parse_response
+from posttrain.data.templates import supports_tool_calling
+from posttrain.errors import DataError, ModelError, RolloutError
+from posttrain.rollouts.base import check_requests
+from posttrain.rollouts.episodes.session import CapturedCall, Session
+from posttrain.rollouts.episodes.tokens import PlainText
+from posttrain.types import Request, Rollout, Sampling
+
+# What OpenAI's own service takes, and what changes nothing that is sampled.
+WITHOUT_EFFECT = ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key")
+# Settings of the distribution: by OpenAI's name or that of other servers, and the value that is off.
+OF_THE_RUN: dict[str, str] = {name: name for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")}
+OFF = {"presence_penalty": 0, "frequency_penalty": 0}
+MOST_CHOICES = 128
+
+
+class CallError(Exception):
+    """A call that is refused, as OpenAI's clients read it.
+
+    Attributes:
+        status: Of HTTP.
+        content: The body.
+    """
+
+    def __init__(
+        self, message: str, *, param: str | None = None, status: int = 400, code: str | None = None, kind: str = ""
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        kind = kind or ("invalid_request_error" if status < 500 else "server_error")
+        self.content = {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+class _Body(BaseModel):
+    """Unknown parameters are refused: one that is left out in silence would change what is sampled."""
+
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+
+    model: str
+    n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] | None = None
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    temperature: Annotated[float, Field(ge=0)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Field(gt=0)] | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[int, float] | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stream: bool | None = None
+    stream_options: dict[str, Any] | None = None
+    return_token_ids: bool | None = None
+
+    @property
+    def includes_usage(self) -> bool:
+        """Whether a stream ends with what was used."""
+        return bool((self.stream_options or {}).get("include_usage"))
+
+
+class ChatBody(_Body):
+    """``/v1/chat/completions``."""
+
+    messages: Annotated[list[dict[str, Any]], Field(min_length=1)]
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+    response_format: dict[str, Any] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class CompletionBody(_Body):
+    """``/v1/completions``."""
+
+    prompt: str | Annotated[list[Annotated[int, Field(ge=0, strict=True)]], Field(min_length=1)]
+    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+
+
+def read_body(kind: type[_Body], raw: bytes) -> tuple[Any, str]:
+    """A body, and the digest by which a retry of it is recognised.
+
+    Raises:
+        CallError: It is no JSON, or a parameter is unknown or out of range; names it.
+    """
+    try:
+        content = json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        raise CallError(f"We could not parse the JSON body of your request: {error}.") from error
+    if not isinstance(content, dict):
+        raise CallError(f"The body of a request must be a JSON object, and it is {type(content).__name__}.")
+    digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+    taken = {name: value for name, value in content.items() if name not in WITHOUT_EFFECT and value is not None}
+    try:
+        return kind.model_validate(taken), digest
+    except ValidationError as error:
+        first = error.errors()[0]
+        name = ".".join(str(part) for part in first["loc"])
+        if first["type"] == "extra_forbidden":
+            raise CallError(
+                f"Unrecognized request argument supplied: {name}. The engine of this run would not follow it. Fix: leave it out.",
+                param=name,
+                code="unknown_parameter",
+            ) from error
+        raise CallError(f"Invalid value for {name!r}: {first['msg']}.", param=name, code="invalid_value") from error
+
+
+@dataclass
+class Policy:
+    """The model behind the address, and what calls may ask of it.
+
+    Attributes:
+        tokenizer: With its chat template.
+        sampling: Of every call: the distribution that log-probs are of. ``max_new_tokens`` bounds one completion.
+        context: Most tokens of prompt and completion; None: no limit.
+        vocabulary: V; None: unknown.
+        model: The name that calls must give.
+        template_kwargs: For the chat template.
+        unsupported: Fields of `Sampling` that the engine does not take.
+        overrides: Whether calls with other sampling settings than the run's are sampled with the run's; else they are refused.
+        call_timeout: Seconds that a call may wait for its completion.
+        max_calls: Calls of a session that are sampled for; None: no limit.
+        max_tokens: Tokens that are sampled for a session; None: no limit.
+    """
+
+    tokenizer: Any
+    sampling: Sampling
+    context: int | None = None
+    vocabulary: int | None = None
+    model: str = "policy"
+    template_kwargs: dict[str, Any] = field(default_factory=dict)
+    unsupported: Sequence[str] = ()
+    overrides: bool = False
+    call_timeout: float = 600.0
+    max_calls: int | None = None
+    max_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        self.calls_tools = bool(getattr(self.tokenizer, "chat_template", None)) and supports_tool_calling(
+            self.tokenizer
+        )
+        if self.calls_tools:
+            try:
+                self.tokenizer = add_response_schema(copy.copy(self.tokenizer))
+            except ModelError:
+                # Nobody reads its calls: tools are refused then, and not read as text.
+                self.calls_tools = False
+        # One instance, so that a text that it hides is hidden by the same word in every call.
+        self.plain = PlainText(self.tokenizer) if hasattr(self.tokenizer, "all_special_tokens") else None
+
+    # Prompts -------------------------------------------------------------------------------------------------------------
+
+    def chat(self, body: ChatBody, session: Session) -> CapturedCall:
+        """A chat call as a prompt: ids of what the session has sampled, then of what is new.
+
+        Raises:
+            CallError: It cannot be rendered, or asks for what is not taken.
+        """
+        self._check_chat(body)
+        tools = list(body.tools or ()) if body.tool_choice != "none" else []
+        messages = [read_message(message, index) for index, message in enumerate(body.messages)]
+        kwargs = self.template_kwargs | (body.chat_template_kwargs or {})
+        try:
+            text = render_prompt(self.tokenizer, self._hidden(messages), tools or None, **kwargs)
+        except (DataError, ModelError) as error:
+            raise CallError(str(error), param="messages") from error
+        parent = session.parent_of_text(text)
+        ids, parent = self._ids(session, text, parent, plain=False)
+        return CapturedCall(0, ids, text, parent, messages, tools)
+
+    def completion(self, body: CompletionBody, session: Session) -> CapturedCall:
+        """The same of a plain prompt, as text or as token ids."""
+        if isinstance(body.prompt, str):
+            if not body.prompt:
+                raise CallError("The prompt is empty; give it at least one token.", param="prompt")
+            ids, parent = self._ids(session, body.prompt, session.parent_of_text(body.prompt), plain=True)
+            return CapturedCall(0, ids, body.prompt, parent)
+        ids = list(body.prompt)
+        return CapturedCall(0, ids, "", session.parent_of_ids(ids))
+
+    def _ids(
+        self, session: Session, text: str, parent: tuple[int, int] | None, *, plain: bool
+    ) -> tuple[list[int], tuple[int, int] | None]:
+        """Ids of a text, and what it goes on from; of that, only what follows is tokenised."""
+        if parent is not None:
+            call = session.calls[parent[0]]
+            rest = text[len(call.ends[parent[1]]) :]
+            ids = self._encoded(rest)
+            # A tokenizer that reads a piece of a text otherwise than its middle has no seam there.
+            if self._spells(ids, rest):
+                return [*call.ids(parent[1]), *ids], parent
+        if plain:
+            (ids,) = encode(self.tokenizer, [text], special=True)
+            return open_end(one_bos(ids, self.tokenizer.bos_token_id), text, self.tokenizer), None
+        return one_bos(self._encoded(text), self.tokenizer.bos_token_id), None
+
+    def _encoded(self, text: str) -> list[int]:
+        return self.plain.ids(text) if self.plain is not None else encode(self.tokenizer, [text], special=False)[0]
+
+    def _spells(self, ids: list[int], text: str) -> bool:
+        hidden = self.plain is not None and self.plain.hidden.search(text)
+        return bool(hidden) or self.decode(ids) == text
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Ids as they are, special tokens and spaces included."""
+        return self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+    def _hidden(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Results of tools cannot end their turn or begin the model's: special tokens in them are plain text."""
+        if self.plain is None:
+            return messages
+        return [
+            m | {"content": self.plain.hide(m["content"])}
+            if m["role"] == "tool" and isinstance(m.get("content"), str)
+            else m
+            for m in messages
+        ]
+
+    def _check_chat(self, body: ChatBody) -> None:
+        if body.tools and not self.calls_tools:
+            raise CallError(
+                "The chat template of this model shows no tools, or nobody reads its calls: they would be left out. Fix: leave "
+                "tools out, or train a model whose template has them.",
+                param="tools",
+                code="unsupported_parameter",
+            )
+        if body.tool_choice not in (None, "auto", "none"):
+            raise CallError(
+                f"tool_choice={body.tool_choice!r} forces a call, which the engine cannot. Fix: 'auto' or 'none'.",
+                param="tool_choice",
+                code="unsupported_parameter",
+            )
+        if body.parallel_tool_calls is False:
+            raise CallError(
+                "parallel_tool_calls=false forbids several calls in one answer, which the engine cannot. Fix: leave it out.",
+                param="parallel_tool_calls",
+                code="unsupported_parameter",
+            )
+        kind = (body.response_format or {"type": "text"}).get("type")
+        if kind != "text":
+            raise CallError(
+                f"response_format of type {kind!r} changes the distribution that is sampled from, and log-probs are of the whole "
+                "one. Fix: leave it out, and let the reward ask for the format.",
+                param="response_format",
+                code="unsupported_parameter",
+            )
+
+    # Sampling ------------------------------------------------------------------------------------------------------------
+
+    def request(self, body: Any, call: CapturedCall, session: Session) -> Request:
+        """What the engine is asked for.
+
+        Raises:
+            CallError: Another model, settings that are not the run's, a prompt that leaves no room, or a session whose calls or
+                tokens are used up.
+        """
+        if body.model != self.model:
+            raise CallError(
+                f"The model {body.model!r} does not exist. Fix: ask for {self.model!r}, which is the policy that is trained.",
+                param="model",
+                status=404,
+                code="model_not_found",
+            )
+        self._check_settings(body)
+        self._check_budget(session)
+        n, stop = body.n or 1, body.stop
+        wanted = getattr(body, "max_completion_tokens", None) or body.max_tokens
+        most = min(wanted or self.sampling.max_new_tokens, self.sampling.max_new_tokens)
+        if self.context is not None and len(call.prompt_ids) >= self.context:
+            raise CallError(
+                f"This model's maximum context length is {self.context} tokens, and the prompt has {len(call.prompt_ids)}. Fix: "
+                "shorten the messages.",
+                param="messages",
+                code="context_length_exceeded",
+            )
+        most = most if self.context is None else min(most, self.context - len(call.prompt_ids))
+        if self.max_tokens is not None:
+            most = min(most, max(1, self.max_tokens - session.counts.tokens))
+        stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
+        if stops and "stop_strings" in self.unsupported:
+            raise CallError("The engine of this run takes no stop strings. Fix: leave stop out.", param="stop")
+        top = getattr(body, "top_logprobs", None) or (0 if isinstance(body.logprobs, bool) else body.logprobs) or 0
+        if top and "top_logps" in self.unsupported:
+            raise CallError("The engine of this run gives no log-probs of other tokens.", param="top_logprobs")
+        bias = tuple(sorted((body.logit_bias or {}).items()))
+        if bias:
+            raise CallError(
+                "logit_bias changes the distribution that is sampled from, and log-probs are of the whole one. Fix: leave it "
+                "out.",
+                param="logit_bias",
+                code="unsupported_parameter",
+            )
+        own = replace(
+            self.sampling,
+            max_new_tokens=most,
+            stop_strings=(*self.sampling.stop_strings, *stops),
+            seed=_seed(session.seed, call, body.seed, len(session.calls)),
+            top_logps=top,
+        )
+        request = Request(call.prompt_ids, n, own)
+        try:
+            check_requests([request], own, self.context, self.vocabulary)
+        except RolloutError as error:
+            raise CallError(str(error), param="messages" if isinstance(body, ChatBody) else "prompt") from error
+        return request
+
+    def _check_settings(self, body: Any) -> None:
+        """Other settings than the run's would be of another distribution than the trainer's log-probs."""
+        for name, value in OFF.items():
+            if getattr(body, name) not in (None, value) and not self.overrides:
+                raise CallError(_other(name, getattr(body, name), value), param=name, code="unsupported_value")
+        for name in OF_THE_RUN:
+            asked, own = getattr(body, name), getattr(self.sampling, name)
+            alike = asked is None or math.isclose(max(asked, 0), own or 0, abs_tol=1e-9)
+            if not alike and not self.overrides:
+                raise CallError(_other(name, asked, own), param=name, code="unsupported_value")
+
+    def _check_budget(self, session: Session) -> None:
+        sampled = sum(call.state in ("waiting", "answered") for call in session.calls)
+        for name, used, most in (
+            ("harness_max_calls", sampled, self.max_calls),
+            ("harness_max_tokens", session.counts.tokens, self.max_tokens),
+        ):
+            if most is not None and used >= most:
+                # No client tries a 400 again.
+                raise CallError(f"This episode has used up its {name}={most}.", code="budget_exceeded")
+
+    # Answers -------------------------------------------------------------------------------------------------------------
+
+    def take(self, call: CapturedCall, rollouts: Sequence[Rollout]) -> None:
+        """Note what was sampled for a call."""
+        call.completions = list(rollouts)
+        tools = call.tools or None
+        call.answers = [
+            parse_response(self.tokenizer, r.token_ids, prefix=call.prompt_ids, tools=tools) for r in rollouts
+        ]
+        written = [self._written(call.prompt_ids, r.token_ids) for r in rollouts]
+        begin = call.text or self.decode(call.prompt_ids)
+        call.ends = [begin + text for text in written]
+        for rollout, answer in zip(call.completions, call.answers, strict=True):
+            rollout.text = answer["content"]
+
+    def _written(self, prompt: Sequence[int], ids: Sequence[int]) -> str:
+        """Text of a completion as it stands behind its prompt: some tokenizers drop the first space of what stands alone."""
+        tail = list(prompt[-8:])
+        before, whole = self.decode(tail), self.decode([*tail, *ids])
+        return whole[len(before) :] if whole.startswith(before) else self.decode(ids)
+
+
+def _other(name: str, asked: Any, own: Any) -> str:
+    return (
+        f"{name}={asked} is not the run's {name}={own}: log-probs that are trained would be of another distribution than the one "
+        f"sampled from. Fix: leave {name} out of the call, set it in the run's config, or harness_sampling='override', which "
+        "samples with the run's."
+    )
+
+
+def _seed(own: int, call: CapturedCall, asked: int | None, number: int) -> int:
+    """Of a call's draws: by session, number and prompt. A seed of the call makes it repeat within its session alone."""
+    named = json.dumps([own, call.prompt_ids, asked if asked is not None else number])
+    return int.from_bytes(hashlib.sha256(named.encode()).digest()[:7], "big")
+
+
+def read_message(message: Mapping[str, Any], index: int) -> dict[str, Any]:
+    """A message of OpenAI's form as chat templates read it.
+
+    Raises:
+        CallError: Parts that are no text, or a role that no template has.
+    """
+    read = {name: value for name, value in message.items() if value is not None}
+    role = {"developer": "system"}.get(str(read.get("role")), read.get("role"))
+    where = f"messages[{index}]"
+    if role not in ("system", "user", "assistant", "tool"):
+        raise CallError(
+            f"Invalid value: {role!r} is no role of a message.", param=f"{where}.role", code="invalid_value"
+        )
+    content = read.get("content", "")
+    if isinstance(content, list):
+        kinds = [part.get("type") if isinstance(part, dict) else type(part).__name__ for part in content]
+        other = next((kind for kind in kinds if kind != "text"), None)
+        if other is not None:
+            raise CallError(
+                f"{where} has a part of type {other!r}, and this model reads text alone. Fix: send text.",
+                param=f"{where}.content",
+                code="unsupported_content",
+            )
+        content = "".join(str(part.get("text", "")) for part in content)
+    if not isinstance(content, str):
+        raise CallError(f"{where}.content must be text, and it is {type(content).__name__}.", param=f"{where}.content")
+    kept = {name: read[name] for name in ("name", "tool_call_id", "reasoning_content") if name in read}
+    if read.get("tool_calls"):
+        kept["tool_calls"] = [
+            _given_call(call, f"{where}.tool_calls[{k}]") for k, call in enumerate(read["tool_calls"])
+        ]
+    return {"role": role, "content": content} | kept
+
+
+def _given_call(call: Any, where: str) -> dict[str, Any]:
+    """A tool call in the order of keys that calls have here: templates write them as they stand."""
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise CallError(f"{where} has no function with a name.", param=where, code="invalid_value")
+    made = tool_call(function["name"], function.get("arguments"))
+    return made | ({"id": call["id"]} if call.get("id") is not None else {})
+
+
+# Answers in OpenAI's form ------------------------------------------------------------------------------------------------
+
+
+def _finish(rollout: Rollout, answer: Mapping[str, Any]) -> str:
+    if rollout.finish_reason == "length":
+        return "length"
+    return "tool_calls" if answer.get("tool_calls") else "stop"
+
+
+def _message(answer: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """An answer, its calls with ids and with arguments as JSON text."""
+    calls = [
+        {
+            "id": f"call_{name}_{k}",
+            "type": "function",
+            "function": {"name": c["function"]["name"], "arguments": json.dumps(c["function"]["arguments"])},
+        }
+        for k, c in enumerate(answer.get("tool_calls") or ())
+    ]
+    content = answer.get("content") or ""
+    reasoning = next((answer[key] for key in ("reasoning_content", "thinking") if answer.get(key)), None)
+    message: dict[str, Any] = {"role": "assistant", "content": content if content or not calls else None}
+    if reasoning:
+        message["reasoning_content"] = reasoning
+    return message | ({"tool_calls": calls} if calls else {})
+
+
+@dataclass
+class Answer:
+    """One sampled call as OpenAI's service would answer it.
+
+    Args:
+        policy: The model.
+        call: Sampled.
+        key: Of its session, for ids.
+        body: Of the request.
+    """
+
+    policy: Policy
+    call: CapturedCall
+    key: str
+    body: Any
+
+    def __post_init__(self) -> None:
+        self.name = f"{self.key[-8:]}-{self.call.number}"
+        self.is_chat = isinstance(self.body, ChatBody)
+        self.created = int(time.time())
+
+    def head(self, kind: str) -> dict[str, Any]:
+        """What every object begins with."""
+        chat = ("chatcmpl", "chat.completion") if self.is_chat else ("cmpl", "text_completion")
+        suffix = ".chunk" if kind == "chunk" and self.is_chat else ""
+        return {
+            "id": f"{chat[0]}-{self.name}",
+            "object": chat[1] + suffix,
+            "created": self.created,
+            "model": self.policy.model,
+        }
+
+    @property
+    def usage(self) -> dict[str, int]:
+        """Tokens of prompt and completions."""
+        prompt, written = len(self.call.prompt_ids), sum(len(r.token_ids) for r in self.call.completions)
+        return {"prompt_tokens": prompt, "completion_tokens": written, "total_tokens": prompt + written}
+
+    def whole(self) -> dict[str, Any]:
+        """The answer in one piece."""
+        choices = [self._choice(i, r, a) for i, r, a in self._each()]
+        ids = {"prompt_token_ids": self.call.prompt_ids} if self.body.return_token_ids else {}
+        return self.head("whole") | {"choices": choices, "usage": self.usage} | ids
+
+    def _each(self) -> Iterator[tuple[int, Rollout, dict[str, Any]]]:
+        pairs = zip(self.call.completions, self.call.answers, strict=True)
+        return ((i, rollout, answer) for i, (rollout, answer) in enumerate(pairs))
+
+    def _choice(self, index: int, rollout: Rollout, answer: dict[str, Any]) -> dict[str, Any]:
+        told = {"token_ids": rollout.token_ids} if self.body.return_token_ids else {}
+        finish = {"index": index, "finish_reason": _finish(rollout, answer), "logprobs": self._logprobs(rollout)} | told
+        if not self.is_chat:
+            text = self.policy.tokenizer.decode(rollout.token_ids, skip_special_tokens=True)
+            return finish | {"text": text, "finish_reason": "length" if rollout.finish_reason == "length" else "stop"}
+        return finish | {"message": _message(answer, f"{self.name}_{index}")}
+
+    def _logprobs(self, rollout: Rollout, part: slice = slice(None)) -> dict[str, Any] | None:
+        wanted = self.body.logprobs
+        if wanted is None or wanted is False:
+            return None
+        tokens = [self.policy.decode([token]) for token in rollout.token_ids[part]]
+        values = [float(v) if math.isfinite(v) else -9999.0 for v in rollout.logp[part]]
+        tops = (rollout.top_logps or [[]] * len(rollout.token_ids))[part]
+        if not self.is_chat:
+            best = [{self.policy.decode([t]): v for t, v in top} for top in tops]
+            return {"tokens": tokens, "token_logprobs": values, "top_logprobs": best, "text_offset": []}
+        named = [[_token(self.policy.decode([t]), v) for t, v in top] for top in tops]
+        pairs = zip(tokens, values, named, strict=True)
+        return {"content": [_token(t, v) | {"top_logprobs": top} for t, v, top in pairs], "refusal": None}
+
+    def chunks(self) -> Iterator[dict[str, Any]]:
+        """The answer as the chunks of a stream; engines write it whole first."""
+        for index, rollout, answer in self._each():
+            yield from self._chat_chunks(index, rollout, answer) if self.is_chat else self._text_chunks(index, rollout)
+        if self.body.includes_usage:
+            yield self.head("chunk") | {"choices": [], "usage": self.usage}
+
+    def _chunk(self, index: int, delta: dict[str, Any], finish: str | None = None, logprobs: Any = None) -> dict:
+        part = {"delta": delta} if self.is_chat else delta
+        return self.head("chunk") | {
+            "choices": [{"index": index, **part, "finish_reason": finish, "logprobs": logprobs}]
+        }
+
+    def _chat_chunks(self, index: int, rollout: Rollout, answer: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        message = _message(answer, f"{self.name}_{index}")
+        yield self._chunk(index, {"role": "assistant", "content": ""}, logprobs=self._logprobs(rollout))
+        if message.get("reasoning_content"):
+            yield self._chunk(index, {"reasoning_content": message["reasoning_content"]})
+        for piece in _pieces(message["content"] or ""):
+            yield self._chunk(index, {"content": piece})
+        for k, call in enumerate(message.get("tool_calls", ())):
+            yield self._chunk(index, {"tool_calls": [{"index": k, **call}]})
+        yield self._chunk(index, {}, _finish(rollout, answer))
+
+    def _text_chunks(self, index: int, rollout: Rollout) -> Iterator[dict[str, Any]]:
+        text = self.policy.tokenizer.decode(rollout.token_ids, skip_special_tokens=True)
+        for number, piece in enumerate(_pieces(text) or [""]):
+            yield self._chunk(index, {"text": piece}, logprobs=None if number else self._logprobs(rollout))
+        yield self._chunk(index, {"text": ""}, "length" if rollout.finish_reason == "length" else "stop")
+
+
+def _token(text: str, value: float) -> dict[str, Any]:
+    value = value if math.isfinite(value) else -9999.0
+    return {"token": text, "logprob": value, "bytes": list(text.encode("utf-8", "replace"))}
+
+
+def _pieces(text: str, size: int = 16) -> list[str]:
+    return [text[at : at + size] for at in range(0, len(text), size)]

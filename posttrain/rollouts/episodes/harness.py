@@ -1,0 +1,590 @@
+"""Episodes in a user's own code: harnesses that talk to the policy's address, run many at once, and become rollouts."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import json
+import logging
+import os
+import signal
+import subprocess
+import threading
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from posttrain.errors import ArgumentTypeError, ConfigError, DataError, RewardError, RolloutError
+from posttrain.fields import Port, PositiveFloat, PositiveInt, option
+from posttrain.integrations import require
+from posttrain.metrics import Metric, mean
+from posttrain.rollouts.episodes.session import CapturedCall, Recorded, Session, read_sessions, record_session
+from posttrain.rollouts.episodes.toolbox import ToolRunner, TooSlow
+from posttrain.types import Rollout
+
+if TYPE_CHECKING:
+    from posttrain.rollouts.episodes.calls import Policy
+    from posttrain.rollouts.episodes.proxy import CaptureProxy, Sample
+
+logger = logging.getLogger(__name__)
+
+Run = Callable[..., Any] | str | Sequence[str]
+# Seconds between two looks at whether episodes have ended.
+LOOK_S = 0.05
+# Characters of a command's output that an error quotes.
+TAIL = 500
+
+
+@dataclass
+class HarnessFields:
+    """How the harness of a trainer is run; without one they do nothing."""
+
+    harness_limit: PositiveInt = option(16, "Episodes of a harness that run at once.")
+    harness_timeout: PositiveFloat | None = option(600.0, "Seconds an episode may take; None: for ever.")
+    harness_failure: float | None = option(
+        None, "The reward of an episode that failed, which is trained; None: it is left out."
+    )
+    harness_sampling: Literal["refuse", "override"] = option(
+        "refuse", "A call with other sampling settings than the run's: refuse it, or sample it with the run's."
+    )
+    harness_model: str = option("policy", "The name of the model that calls must give.")
+    harness_host: str = option("127.0.0.1", "Address that the policy is served on to harnesses.")
+    harness_port: Port = option(0, "Its port; 0: a free one.")
+    harness_call_timeout: PositiveFloat = option(600.0, "Seconds a call may wait for its completion.")
+    harness_max_calls: PositiveInt | None = option(
+        None, "Calls of an episode; further ones are refused. None: no limit."
+    )
+    harness_max_tokens: PositiveInt | None = option(None, "Tokens sampled for an episode. None: no limit.")
+    harness_record: str | None = option(None, "File that every episode is appended to, for posttrain.replayed.")
+
+
+@dataclass
+class Harness:
+    """A harness with what is particular to it; a trainer takes the bare function or command too.
+
+    Args:
+        run: ``f(task, base_url, api_key) -> result``, plain or asynchronous, with ``model`` and ``seed`` where it names them
+            (``seed`` is one for all episodes that are compared); or a command line, which finds ``OPENAI_BASE_URL``,
+            ``OPENAI_API_KEY``, ``OPENAI_MODEL`` and ``POSTTRAIN_TASK`` (the row as JSON) in its environment, the row at its
+            standard input too, and whose last line is the result, as JSON or as text.
+        credit: ``f(session) -> [number]``, one for each branch in the order of ``session.branches()``: what the episode's
+            advantage is multiplied by there. None: 1 for all.
+        trains: ``f(call) -> bool``: whether the tokens of a call are trained; others are context. None: all.
+        requires: Whether a result that is None is a failure, whatever the reward functions are.
+        close: Called when training ends, however it ends.
+        keeps: ``f(calls) -> calls``: which of the answered calls are the agent's; the others are context too. None: all.
+
+    >>> Harness(["my-agent", "--once"]).command
+    ['my-agent', '--once']
+    """
+
+    run: Run
+    credit: Callable[[Session], Sequence[float]] | None = None
+    trains: Callable[[CapturedCall], bool] | None = None
+    requires: bool = False
+    keeps: Callable[[list[CapturedCall]], list[CapturedCall]] | None = None
+    close: Callable[[], None] | None = None
+
+    def __post_init__(self) -> None:
+        if callable(self.run):
+            return
+        words = [self.run] if isinstance(self.run, str) else self.run
+        if not isinstance(words, Sequence) or not words or not all(isinstance(word, str) and word for word in words):
+            raise ArgumentTypeError(
+                f"harness must be a function (task, base_url, api_key) or a command line, and it is {self.run!r:.80}."
+            )
+
+    @classmethod
+    def of(cls, given: Any) -> Harness:
+        """A harness as a user gives it."""
+        return given if isinstance(given, Harness) else cls(given)
+
+    @property
+    def command(self) -> list[str] | None:
+        """The command line; None of a function. A string is what a shell reads."""
+        if callable(self.run):
+            return None
+        return ["/bin/sh", "-c", self.run] if isinstance(self.run, str) else list(self.run)
+
+
+def replayed(path: str | Path) -> Harness:
+    """A harness that does what was recorded: the trainer is debugged without the agent, and without sampling.
+
+    Episodes are taken by their task's row, in the order in which they were recorded; sampled ids, log-probs and versions are
+    those of the file, so that a policy that has moved since is off-policy by as much.
+
+    Args:
+        path: Of ``harness_record``.
+
+    Raises:
+        DataError: No such file, or a line that is no session.
+    """
+    return _Replay(list(read_sessions(path)), str(path))
+
+
+class _Replay(Harness):
+    """Recorded episodes in the place of a harness."""
+
+    def __init__(self, episodes: Sequence[Recorded], path: str) -> None:
+        super().__init__(self._never)
+        self.path = path
+        self.waiting: dict[str, list[Recorded]] = {}
+        for one in episodes:
+            self.waiting.setdefault(_task_key(one.task), []).append(one)
+
+    def _never(self, task: Any, base_url: str, api_key: str) -> Any:
+        raise NotImplementedError("a recorded episode calls nobody")
+
+    def next(self, row: Mapping[str, Any]) -> HarnessEpisode:
+        """The next recorded episode of a row; after the last one the first again."""
+        found = self.waiting.get(_task_key(row))
+        if not found:
+            raise DataError(
+                f"{self.path} has no episode of the row {dict(row)!r:.120}; it has those of {len(self.waiting)} others. Fix: "
+                "train on the dataset that was recorded."
+            )
+        one = found.pop(0)
+        found.append(one)
+        return HarnessEpisode(dict(row), one.session, one.result, one.error)
+
+
+def _task_key(row: Mapping[str, Any]) -> str:
+    return json.dumps(_plain(row), sort_keys=True, default=str)
+
+
+def _plain(value: Any) -> Any:
+    """Without the Nones that a dataset fills up with."""
+    if isinstance(value, Mapping):
+        return {str(k): _plain(v) for k, v in value.items() if v is not None}
+    return [_plain(v) for v in value] if isinstance(value, list | tuple) else value
+
+
+def harness_reward(completions: Sequence[Any], harness_result: Sequence[Any], **_: Any) -> list[float | None]:
+    """The harness's own number: its result, or ``reward`` of a result that is a mapping; None where the episode failed.
+
+    Raises:
+        RewardError: A result that is no number.
+    """
+    return [None if result is None else _number(result) for result in harness_result]
+
+
+def _number(result: Any) -> float:
+    value = result.get("reward") if isinstance(result, Mapping) else getattr(result, "reward", result)
+    if isinstance(value, bool | int | float):
+        return float(value)
+    with contextlib.suppress(TypeError, ValueError):
+        return float(value)  # type: ignore[arg-type]
+    raise RewardError(
+        f"the harness returned {result!r:.80}, which is no number and has no 'reward'. Fix: return a number, or give "
+        "reward_funcs that read harness_result."
+    )
+
+
+@dataclass(slots=True)
+class HarnessEpisode:
+    """One run of a harness.
+
+    Attributes:
+        task: The row it was given.
+        session: What it asked the model.
+        result: What it returned.
+        error: Why it failed; None.
+    """
+
+    task: dict[str, Any]
+    session: Session
+    result: Any = None
+    error: str | None = None
+
+
+@dataclass
+class HarnessOptions:
+    """Options of a runner, by the names of `HarnessFields`; picklable."""
+
+    limit: int = 16
+    timeout: float | None = 600.0
+    failure: float | None = None
+    overrides: bool = False
+    model: str = "policy"
+    host: str = "127.0.0.1"
+    port: int = 0
+    call_timeout: float = 600.0
+    max_calls: int | None = None
+    max_tokens: int | None = None
+    record: str | None = None
+
+    @classmethod
+    def of(cls, args: Any) -> HarnessOptions:
+        """Those of a config; None: the defaults."""
+        if args is None:
+            return cls()
+        same = (
+            "limit",
+            "timeout",
+            "failure",
+            "model",
+            "host",
+            "port",
+            "call_timeout",
+            "max_calls",
+            "max_tokens",
+            "record",
+        )
+        given = {name: getattr(args, f"harness_{name}") for name in same}
+        return cls(**given, overrides=args.harness_sampling == "override")
+
+
+class HarnessRunner:
+    """Runs the harness on many tasks at once, and answers its calls on the thread that owns the engine.
+
+    Args:
+        harness: What to run.
+        options: How.
+
+    Attributes:
+        proxy: The address; None before the first episode.
+    """
+
+    def __init__(self, harness: Harness, options: HarnessOptions) -> None:
+        for package in ("fastapi", "uvicorn", "pydantic"):
+            require(package, "harness")
+        self.harness, self.options = harness, options
+        self.proxy: CaptureProxy | None = None
+        self._pool = ThreadPoolExecutor(options.limit, thread_name_prefix="harness")
+        self._runner = ToolRunner(timeout=options.timeout)
+        # Commands that run, with the keys of their episodes.
+        self._commands: dict[subprocess.Popen, str] = {}
+        self._lock = threading.Lock()
+
+    def run(
+        self,
+        rows: Sequence[dict[str, Any]],
+        seeds: Sequence[int],
+        policy: Policy,
+        sample: Sample,
+        *,
+        per_request: bool = True,
+        any_process: Callable[[bool], bool] = bool,
+    ) -> list[HarnessEpisode]:
+        """One episode a row, in the order of rows.
+
+        Args:
+            rows: Tasks.
+            seeds: Of their draws; equal ones are told apart by their place.
+            policy: What is asked.
+            sample: Asks the engine; called on this thread, by every process equally often.
+            per_request: See `CallQueue.answer`.
+            any_process: Whether any process has episodes left, given whether this one has.
+
+        Raises:
+            Whatever ``sample`` raises; all episodes are ended first.
+        """
+        if isinstance(self.harness, _Replay):
+            return [self.harness.next(row) for row in rows]
+        proxy, number = self._listening(policy), 0
+        begun: list[HarnessEpisode] = []
+        futures: list[Future[HarnessEpisode]] = []
+        try:
+            for index, (row, seed) in enumerate(zip(rows, seeds, strict=True)):
+                begun.append(HarnessEpisode(row, proxy.open(seed * 1_000_003 + index)))
+                futures.append(self._pool.submit(self._episode, proxy, begun[-1], seed))
+                futures[-1].add_done_callback(lambda _: proxy.queue.wake())
+            while any_process(not all(future.done() for future in futures)):
+                proxy.queue.wait(LOOK_S)
+                number += 1
+                proxy.queue.answer(sample, per_request=per_request, seed=(seeds[0] if seeds else 0) + number)
+        except BaseException:
+            self._abandon(proxy, begun, futures)
+            raise
+        episodes = [future.result() for future in futures]
+        if self.options.record is not None:
+            for one in episodes:
+                record_session(self.options.record, Recorded(one.task, one.session, one.result, one.error))
+        return episodes
+
+    def close(self) -> None:
+        """Listen no more."""
+        if self.proxy is not None:
+            self.proxy.stop()
+            self.proxy = None
+        for process in list(self._commands):
+            _kill(process)
+        if self.harness.close is not None:
+            self.harness.close()
+
+    def _listening(self, policy: Policy) -> CaptureProxy:
+        from posttrain.rollouts.episodes.proxy import CaptureProxy
+
+        with self._lock:
+            if self.proxy is None:
+                self.proxy = CaptureProxy(policy, host=self.options.host, port=self.options.port).start()
+                logger.info("harnesses find the policy %r at %s", policy.model, self.proxy.url)
+            self.proxy.policy = policy
+            return self.proxy
+
+    def _abandon(self, proxy: CaptureProxy, begun: Sequence[HarnessEpisode], futures: Sequence[Future]) -> None:
+        for future in futures:
+            future.cancel()
+        for episode in begun:
+            proxy.end(episode.session)
+        keys = {episode.session.key for episode in begun}
+        with self._lock:
+            running = [process for process, key in self._commands.items() if key in keys]
+        for process in running:
+            _kill(process)
+
+    def _episode(self, proxy: CaptureProxy, episode: HarnessEpisode, seed: int) -> HarnessEpisode:
+        session, row = episode.session, episode.task
+        try:
+            command = self.harness.command
+            if command is None:
+                episode.result = self._called(proxy, session, row, seed)
+            else:
+                episode.result = self._commanded(command, proxy, session, row, seed)
+        except TooSlow:
+            episode.error = f"TimeoutError: it did not end within harness_timeout={self.options.timeout:g} s"
+        except Exception as error:
+            episode.error = f"{type(error).__name__}: {error}"
+        finally:
+            proxy.end(session)
+        if episode.error is None and session.counts.answered + session.counts.retried == 0:
+            episode.error = "NoCall: it never called the policy" if session.counts.received == 0 else _refusals(session)
+        if episode.error is None and episode.result is None and self.harness.requires:
+            episode.error = "NoResult: it returned nothing"
+        return episode
+
+    def _called(self, proxy: CaptureProxy, session: Session, row: dict[str, Any], seed: int) -> Any:
+        """A function, plain or asynchronous, within its time."""
+        function: Any = self.harness.run
+        named = {"model": self.options.model, "seed": seed}
+        known = _parameters(function)
+        keywords = {name: value for name, value in named.items() if known is None or name in known}
+
+        def call() -> Any:
+            return function(row, proxy.url, session.key, **keywords)
+
+        return self._runner.call(call, {})
+
+    def _commanded(
+        self, command: list[str], proxy: CaptureProxy, session: Session, row: dict[str, Any], seed: int
+    ) -> Any:
+        """A command line, in a process group of its own that ends with it."""
+        task = json.dumps(row, default=str)
+        named = {"OPENAI_BASE_URL": proxy.url, "OPENAI_API_KEY": session.key, "OPENAI_MODEL": self.options.model}
+        environment = os.environ | named | {"POSTTRAIN_TASK": task, "POSTTRAIN_SEED": str(seed)}
+        pipes: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+        process = subprocess.Popen(command, env=environment, start_new_session=True, text=True, **pipes)
+        with self._lock:
+            self._commands[process] = session.key
+        try:
+            out, err = process.communicate(task, timeout=self.options.timeout)
+        except subprocess.TimeoutExpired as error:
+            raise TooSlow from error
+        finally:
+            _kill(process)
+            for pipe in (process.stdin, process.stdout, process.stderr):
+                if pipe is not None:
+                    # What it never read stays unwritten.
+                    with contextlib.suppress(OSError):
+                        pipe.close()
+            with self._lock:
+                self._commands.pop(process, None)
+        if process.returncode:
+            raise RolloutError(f"{command[0]!r} ended with exit code {process.returncode}: {err.strip()[-TAIL:]}")
+        lines = [line for line in out.splitlines() if line.strip()]
+        if not lines:
+            return None
+        with contextlib.suppress(ValueError):
+            return json.loads(lines[-1])
+        return lines[-1]
+
+
+def _kill(process: subprocess.Popen) -> None:
+    """A command with what it started."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(5)
+
+
+def _refusals(session: Session) -> str:
+    counts = {
+        name: count for name, count in asdict(session.counts).items() if count and name not in ("received", "tokens")
+    }
+    return f"NoAnswer: none of its {session.counts.received} calls was answered ({counts})"
+
+
+def _parameters(function: Any) -> set[str] | None:
+    """Names that a function takes; None: any."""
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return set()
+    return None if any(p.kind is p.VAR_KEYWORD for p in parameters.values()) else set(list(parameters)[3:])
+
+
+# Rollouts ------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class HarnessRollouts:
+    """Episodes as the trainer knows completions, one entry an episode.
+
+    Attributes:
+        rollouts: The first branch of each, with the others as its ``branches``; of a left-out episode no token.
+        completions: Messages for reward functions.
+        extra: Columns for reward functions: ``harness_result``, ``harness_error``, ``session``.
+        metrics: To log.
+    """
+
+    rollouts: list[Rollout]
+    completions: list[Any]
+    extra: dict[str, list[Any]]
+    metrics: dict[str, Metric] = field(default_factory=dict)
+
+
+def as_rollouts(
+    episodes: Sequence[HarnessEpisode], harness: Harness, *, placeholder: int, leave_out: bool
+) -> HarnessRollouts:
+    """Episodes to rollouts; failures are counted, and said in the log.
+
+    Args:
+        episodes: In their order.
+        harness: For its credit and filter.
+        placeholder: Id of the one token that the prompt of an episode without tokens has.
+        leave_out: Whether nothing of a failed episode is trained.
+
+    Raises:
+        RolloutError: ``credit`` gives another number of values than there are branches.
+    """
+    rollouts, completions = [], []
+    for one in episodes:
+        made = None if one.error is not None and leave_out else _rollout(one, harness)
+        if made is None:
+            made = Rollout([placeholder], [], [], "abort")
+        rollouts.append(made)
+        completions.append(one.session.messages() or [{"role": "assistant", "content": ""}])
+    failed = Counter((one.error or "").split(":")[0] for one in episodes if one.error is not None)
+    if failed:
+        first = next(one.error for one in episodes if one.error is not None)
+        logger.warning(
+            "%d of %d episodes of the harness failed (%s) and are %s. The first: %s",
+            failed.total(), len(episodes), ", ".join(f"{count} {name}" for name, count in failed.most_common()),
+            "left out" if leave_out else "scored as harness_failure says", first,
+        )  # fmt: skip
+    extra = {
+        "harness_result": [None if one.error is not None else one.result for one in episodes],
+        "harness_error": [one.error for one in episodes],
+        "session": [one.session for one in episodes],
+    }
+    return HarnessRollouts(rollouts, completions, extra, _metrics(episodes))
+
+
+def _rollout(episode: HarnessEpisode, harness: Harness) -> Rollout | None:
+    session = episode.session
+    branches = session.branches()
+    credits: list[float] = [1.0] * len(branches)
+    if harness.credit is not None:
+        credits = [float(value) for value in harness.credit(session)]
+        if len(credits) != len(branches):
+            raise RolloutError(
+                f"the harness's credit gave {len(credits)} numbers for {len(branches)} branches. Fix: one for each of "
+                "session.branches()."
+            )
+    kept, made = _kept(session, harness), []
+    for branch, credit in zip(branches, credits, strict=True):
+        rollout = branch.episode.rollout()
+        rollout.credit = credit
+        if kept is not None:
+            rollout.tool_mask = _filtered(branch.calls, rollout, session, kept)
+        if rollout.token_ids:
+            made.append(rollout)
+    if not made:
+        return None
+    made[0].branches = tuple(made[1:])
+    made[0].text = "\n\n".join(session.calls[n].answers[c].get("content") or "" for b in branches for n, c in b.calls)
+    return made[0]
+
+
+def _kept(session: Session, harness: Harness) -> set[int] | None:
+    """Numbers of the calls that are trained; None: all."""
+    if harness.keeps is None and harness.trains is None:
+        return None
+    calls = [call for call in session.calls if call.state == "answered"]
+    calls = calls if harness.keeps is None else list(harness.keeps(calls))
+    return {call.number for call in calls if harness.trains is None or harness.trains(call)}
+
+
+def _filtered(calls: Sequence[tuple[int, int]], rollout: Rollout, session: Session, kept: set[int]) -> list[int]:
+    """The mask of a branch without the tokens of calls that are not to be trained."""
+    mask = list(rollout.tool_mask or [1] * len(rollout.token_ids))
+    for number, choice in calls:
+        call = session.calls[number]
+        start = len(call.prompt_ids) - len(rollout.prompt_ids)
+        if number not in kept:
+            count = len(call.completions[choice].token_ids)
+            mask[start : start + count] = [0] * count
+    return mask
+
+
+def _metrics(episodes: Sequence[HarnessEpisode]) -> dict[str, Metric]:
+    """Calls, forks and failures; tokens computed once against tokens of all calls."""
+    n = max(len(episodes), 1)
+    totals = Counter[str]()
+    for one in episodes:
+        totals.update(asdict(one.session.counts))
+    answered = [one.session for one in episodes if one.session.counts.answered]
+    branches = sum(len(session.branches()) for session in answered)
+    seen, once = sum(s.tokens_seen() for s in answered), sum(s.tokens_once() for s in answered)
+    found = {
+        f"harness/{name}": mean(totals[name] / n, weight=n) for name in ("answered", "retried", "cancelled", "refused")
+    }
+    return found | {
+        "harness/failed_episodes": mean(sum(one.error is not None for one in episodes) / n, weight=n),
+        "harness/failed_calls": mean(totals["failed"] / n, weight=n),
+        "harness/branches": mean(branches / max(len(answered), 1), weight=max(len(answered), 1)),
+        "harness/tokens_once_share": mean(once / max(seen, 1), weight=max(seen, 1)),
+    }
+
+
+def take_harness(worker: Any, harness: Any, reward_funcs: Any) -> tuple[Any, Harness | None, Any]:
+    """What a trainer was given, told apart: a `HarnessRolloutWorker` is a harness and no worker.
+
+    Args:
+        worker: ``rollout_worker``.
+        harness: ``harness``.
+        reward_funcs: None with a harness: its own number is the reward.
+
+    Returns:
+        The worker, the harness, and the reward functions.
+
+    Raises:
+        ConfigError: Two harnesses.
+    """
+    if isinstance(worker, Harness):
+        if harness is not None:
+            raise ConfigError("rollout_worker is a harness, and harness is given too. Fix: give one of the two.")
+        worker, harness = None, worker
+    if harness is None:
+        return worker, None, reward_funcs
+    made = Harness.of(harness)
+    functions = [harness_reward] if reward_funcs is None else reward_funcs
+    listed = functions if isinstance(functions, list | tuple) else [functions]
+    made.requires = made.requires or harness_reward in listed
+    return worker, made, functions
+
+
+def check_harness(args: Any, trainer: str) -> None:
+    """Refuse settings that a harness does not go with.
+
+    Raises:
+        ConfigError: There is one.
+    """
+    if args is not None and args.dynamic_sampling:
+        raise ConfigError(
+            f"{trainer}: dynamic_sampling={args.dynamic_sampling} with harness: fresh episodes would be run for groups without "
+            "variance while others wait. Fix: dynamic_sampling=0."
+        )

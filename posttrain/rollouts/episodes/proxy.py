@@ -1,0 +1,534 @@
+"""An OpenAI-compatible address in front of the policy, which records what every episode samples: `CaptureProxy`."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import secrets
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+from starlette.requests import ClientDisconnect
+
+from posttrain.errors import RolloutError
+from posttrain.rollouts.episodes.calls import (
+    Answer,
+    CallError,
+    ChatBody,
+    CompletionBody,
+    Policy,
+    read_body,
+)
+from posttrain.rollouts.episodes.session import CapturedCall, Session
+from posttrain.types import Request as Prompt
+from posttrain.types import Rollout, Sampling
+
+logger = logging.getLogger(__name__)
+
+# Seconds without another call after which those that wait are begun: episodes ask one by one.
+GATHER_S = 0.02
+# Seconds that the address may take to listen.
+START_S = 30.0
+
+Asked = tuple[list[Prompt], Sampling]
+Sample = Callable[[list[Asked]], list[list[Rollout]]]
+
+
+@dataclass(eq=False)
+class _Waiting:
+    """A call on its way to the engine."""
+
+    request: Prompt
+    session: Session
+    done: Future[list[Rollout]] = field(default_factory=Future)
+
+
+class CallQueue:
+    """Calls of many sessions that wait for one engine, which completes all that wait at once.
+
+    Any thread may submit; the one that owns the engine calls `answer`.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: deque[_Waiting] = deque()
+        self._lock, self._news = threading.Lock(), threading.Event()
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def submit(self, request: Prompt, session: Session) -> Future[list[Rollout]]:
+        """Queue a call; the future has its completions, or the error of the engine."""
+        waiting = _Waiting(request, session)
+        with self._lock:
+            self._waiting.append(waiting)
+        self._news.set()
+        return waiting.done
+
+    def wake(self) -> None:
+        """End a `wait` early."""
+        self._news.set()
+
+    def wait(self, seconds: float) -> None:
+        """Until a call waits, and no other came for a moment, or this long."""
+        if self._news.wait(seconds):
+            self._news.clear()
+        seen = 0
+        while seen < len(self._waiting):
+            seen = len(self._waiting)
+            time.sleep(GATHER_S)
+
+    def drop(self, session: Session) -> None:
+        """Let go of what an ended session waits for."""
+        with self._lock:
+            gone = [one for one in self._waiting if one.session is session]
+            for one in gone:
+                self._waiting.remove(one)
+        for one in gone:
+            one.done.cancel()
+
+    def answer(self, sample: Sample, *, per_request: bool = True, seed: int | None = None) -> int:
+        """Complete all that waits in as few calls of the engine as it allows.
+
+        Args:
+            sample: Asks the engine; called once, with an empty list too, since it may be a call of all ranks.
+            per_request: Whether requests may bring settings of their own.
+            seed: Of engines whose requests may not.
+
+        Returns:
+            Calls that were completed.
+
+        Raises:
+            Whatever ``sample`` raises, which the calls are told too.
+        """
+        with self._lock:
+            taken, self._waiting = list(self._waiting), deque()
+        taken = [one for one in taken if one.done.set_running_or_notify_cancel()]
+        together: dict[Any, list[_Waiting]] = {}
+        for one in taken:
+            own = one.request.sampling
+            assert own is not None
+            together.setdefault(None if per_request else replace(own, seed=None), []).append(one)
+        batches = [
+            (
+                [one.request if per_request else replace(one.request, sampling=None) for one in members],
+                replace(members[0].request.sampling or Sampling(1), seed=None)
+                if common is None
+                else replace(common, seed=seed),
+            )
+            for common, members in together.items()
+        ]
+        try:
+            for members, rollouts in zip(together.values(), sample(batches), strict=True):
+                stream = iter(rollouts)
+                for one in members:
+                    one.done.set_result([next(stream) for _ in range(one.request.n)])
+        except BaseException as error:
+            for one in taken:
+                if not one.done.done():
+                    one.done.set_exception(RolloutError(f"the engine failed: {type(error).__name__}: {error}"))
+            raise
+        return len(taken)
+
+
+class CaptureProxy:
+    """Serves ``/v1/chat/completions``, ``/v1/completions`` and ``/v1/models`` to the sessions that are open.
+
+    A call names its session by its key (``Authorization: Bearer KEY``) or by the path ``/sessions/KEY/v1``. It is rendered by the
+    run's chat code, sampled by the run's engine, recorded as token ids, log-probs and version, and answered in OpenAI's form.
+
+    What happens to a call:
+
+    - **Parallel calls** are sampled together, each as a call of its own.
+    - **A retry** is answered with what was sampled before, and is no second call: one that says so
+      (``x-stainless-retry-count`` above 0, as OpenAI's clients send it), or that has the body of a call whose client left
+      before it had the answer. Another call with the same body is another sample.
+    - **A client that leaves** (a cancelled stream, a time-out of its own) cancels the call: what was sampled is not trained,
+      since nothing that happened followed from it.
+    - **The time is up** (``call_timeout``), **the engine raises**: an error of OpenAI's form, status 504 or 500.
+    - **The session has ended**: status 401.
+
+    Args:
+        policy: The model, and what calls may ask of it.
+        host: Address to listen on.
+        port: 0: a free one.
+
+    Attributes:
+        queue: Calls that wait for the engine.
+        sessions: By key; ended ones stay until `end`.
+        strays: Calls that named no open session.
+
+    >>> proxy = CaptureProxy(policy); proxy.start()  # doctest: +SKIP
+    >>> session = proxy.open()  # doctest: +SKIP
+    >>> client = openai.OpenAI(base_url=proxy.url, api_key=session.key)  # doctest: +SKIP
+    """
+
+    def __init__(self, policy: Policy, *, host: str = "127.0.0.1", port: int = 0) -> None:
+        self.policy, self.host, self.port = policy, host, port
+        self.queue = CallQueue()
+        self.sessions: dict[str, Session] = {}
+        self.strays = 0
+        self._sampling: dict[tuple[str, int], Future[list[Rollout]]] = {}
+        self._server: uvicorn.Server | None = None
+        self._thread: threading.Thread | None = None
+
+    # Start and stop --------------------------------------------------------------------------------------------------------
+
+    @property
+    def url(self) -> str:
+        """What a client takes for ``base_url``."""
+        return f"http://{self.host}:{self.port}/v1"
+
+    def start(self) -> CaptureProxy:
+        """Listen, in a thread of this process.
+
+        Raises:
+            RolloutError: The address cannot be listened on.
+        """
+        held = socket.socket(socket.AF_INET6 if ":" in self.host else socket.AF_INET, socket.SOCK_STREAM)
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            held.bind((self.host, self.port))
+        except OSError as error:
+            held.close()
+            raise RolloutError(
+                f"the address of the harness cannot be listened on: {self.host}:{self.port}: {error}. Fix: harness_port=0 takes "
+                "a free port."
+            ) from error
+        self.port = held.getsockname()[1]
+        config = uvicorn.Config(
+            self.app(), access_log=False, log_level="warning", timeout_keep_alive=120, lifespan="off"
+        )
+        self._server = uvicorn.Server(config)
+        self._thread = threading.Thread(
+            target=self._server.run, kwargs={"sockets": [held]}, daemon=True, name="capture-proxy"
+        )
+        self._thread.start()
+        limit = time.monotonic() + START_S
+        while not self._server.started:
+            if not self._thread.is_alive() or time.monotonic() > limit:
+                raise RolloutError(f"the address {self.url} did not begin to listen within {START_S:g} s.")
+            time.sleep(0.01)
+        return self
+
+    def stop(self) -> None:
+        """End all sessions, and listen no more."""
+        for session in list(self.sessions.values()):
+            self.close(session)
+        if self._server is not None and self._thread is not None:
+            self._server.should_exit = True
+            self._server.force_exit = True
+            self._thread.join(10)
+        self._server = self._thread = None
+
+    def __enter__(self) -> CaptureProxy:
+        return self.start()
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    # Sessions --------------------------------------------------------------------------------------------------------------
+
+    def open(self, seed: int = 0) -> Session:
+        """A session with a key that nobody can guess."""
+        session = Session(f"pt-{secrets.token_urlsafe(18)}", seed)
+        self.sessions[session.key] = session
+        return session
+
+    def close(self, session: Session) -> None:
+        """Refuse further calls of a session, and let go of those under way; what was answered stays recorded."""
+        session.closed = True
+        self.queue.drop(session)
+        for (key, _), future in list(self._sampling.items()):
+            if key == session.key:
+                future.cancel()
+
+    def end(self, session: Session) -> None:
+        """Close a session and forget it."""
+        self.close(session)
+        self.sessions.pop(session.key, None)
+
+    # The endpoints ---------------------------------------------------------------------------------------------------------
+
+    def app(self) -> FastAPI:
+        """The endpoints, under ``/v1`` and under ``/sessions/KEY/v1``."""
+        app = FastAPI(title="posttrain capture proxy")
+        for prefix in ("/v1", "/sessions/{key}/v1"):
+            app.get(f"{prefix}/models")(self._models)
+            app.get(f"{prefix}/models/{{name}}")(self._model)
+            app.post(f"{prefix}/chat/completions")(self._chat)
+            app.post(f"{prefix}/completions")(self._complete)
+        app.add_exception_handler(CallError, _refusal)  # type: ignore[arg-type]
+        app.add_exception_handler(404, _unknown_path)
+        app.add_exception_handler(Exception, _fault)
+        return app
+
+    def _session(self, request: Request) -> Session:
+        """The session that a call names.
+
+        Raises:
+            CallError: None that is open.
+        """
+        given = (
+            request.path_params.get("key") or request.headers.get("authorization", "").removeprefix("Bearer ").strip()
+        )
+        session = self.sessions.get(given)
+        if session is None or session.closed:
+            self.strays += 1
+            why = "belongs to an episode that has ended" if session is not None else "is the key of no episode"
+            raise CallError(
+                f"Incorrect API key provided: {given[:6]}... {why}. Fix: use the api_key that the harness was given.",
+                status=401,
+                code="invalid_api_key",
+            )
+        return session
+
+    def _card(self) -> dict[str, Any]:
+        return {"id": self.policy.model, "object": "model", "created": 0, "owned_by": "posttrain"} | (
+            {} if self.policy.context is None else {"max_model_len": self.policy.context}
+        )
+
+    async def _models(self, request: Request) -> JSONResponse:
+        self._session(request)
+        return JSONResponse({"object": "list", "data": [self._card()]})
+
+    async def _model(self, request: Request, name: str) -> JSONResponse:
+        self._session(request)
+        if name != self.policy.model:
+            raise CallError(f"The model {name!r} does not exist.", param="model", status=404, code="model_not_found")
+        return JSONResponse(self._card())
+
+    async def _chat(self, request: Request) -> Response:
+        return await self._call(request, ChatBody)
+
+    async def _complete(self, request: Request) -> Response:
+        return await self._call(request, CompletionBody)
+
+    async def _call(self, request: Request, kind: type) -> Response:
+        session = self._session(request)
+        session.counts.received += 1
+        try:
+            body, digest = read_body(kind, await request.body())
+            before = self._retried(session, digest, request)
+            call = before if before is not None else self._begin(session, body, digest)
+        except CallError:
+            session.counts.refused += 1
+            raise
+        except ClientDisconnect:
+            # The client left before its body had come: nobody reads this.
+            session.counts.cancelled += 1
+            return Response(status_code=499)
+        except BaseException:
+            session.counts.failed += 1
+            raise
+        await self._sampled(request, session, call, again=before is not None)
+        answer = Answer(self.policy, call, session.key, body)
+        if body.stream:
+            return _Stream(self, session, answer, again=before is not None)
+        self.answered(session, call, again=before is not None)
+        return JSONResponse(answer.whole())
+
+    def _begin(self, session: Session, body: Any, digest: str) -> CapturedCall:
+        """Render a call, check it, and queue it."""
+        render: Any = self.policy.chat if isinstance(body, ChatBody) else self.policy.completion
+        call = render(body, session)
+        call.body = digest
+        request = self.policy.request(body, call, session)
+        session.begin(call)
+        self._sampling[session.key, call.number] = self.queue.submit(request, session)
+        return call
+
+    def _retried(self, session: Session, digest: str, request: Request) -> CapturedCall | None:
+        """The call that this one asks again; None where it is a call of its own."""
+        before = session.same_body(digest)
+        if before is None:
+            return None
+        said = request.headers.get("x-stainless-retry-count", "0") not in ("", "0")
+        unread = before.state == "cancelled" and bool(
+            before.completions or (session.key, before.number) in self._sampling
+        )
+        if not (said or unread) or (before.state == "cancelled" and not unread):
+            return None
+        before.retries += 1
+        return before
+
+    async def _sampled(self, request: Request, session: Session, call: CapturedCall, *, again: bool) -> None:
+        """Wait for the completions of a call.
+
+        Raises:
+            CallError: The time is up, the engine raised, the session ended, or nobody waits any more.
+        """
+        future = self._sampling.get((session.key, call.number))
+        if call.completions or future is None:
+            return
+        waiter = asyncio.ensure_future(asyncio.shield(asyncio.wrap_future(future)))
+        watcher = asyncio.ensure_future(_gone(request))
+        try:
+            await asyncio.wait({waiter, watcher}, timeout=self.policy.call_timeout, return_when=asyncio.FIRST_COMPLETED)
+            if not waiter.done():
+                left = watcher.done()
+                raise self._unread(session, call, future, again=again, left=left)
+            try:
+                rollouts = waiter.result()
+            except (asyncio.CancelledError, Exception) as error:
+                raise self._ended(session, call, error, again=again) from error
+            if session.closed:
+                raise self._ended(session, call, RolloutError("the episode has ended"), again=again)
+            if not call.completions:
+                self._sampling.pop((session.key, call.number), None)
+                session.counts.tokens += sum(len(one.token_ids) for one in rollouts)
+                if any(one.finish_reason == "abort" for one in rollouts):
+                    raise self._ended(session, call, RolloutError("the engine was interrupted"), again=again)
+                self.policy.take(call, rollouts)
+        finally:
+            for task in (waiter, watcher):
+                task.cancel()
+
+    def _unread(
+        self, session: Session, call: CapturedCall, future: Future[list[Rollout]], *, again: bool, left: bool
+    ) -> CallError:
+        """Nobody waits any more, or it took too long."""
+        if again and not left:
+            session.counts.retried += 1
+        elif left:
+            self.unread(session, call, again=again)
+            loop = asyncio.get_running_loop()
+            # In this thread, where all else happens to a session.
+            future.add_done_callback(lambda done: loop.call_soon_threadsafe(self._late, session, call, done))
+        else:
+            session.counts.failed += 1
+            call.state = "failed"
+            future.cancel()
+        return CallError(
+            f"The completion took longer than call_timeout={self.policy.call_timeout:g} s.", status=504, code="timeout"
+        )
+
+    def _late(self, session: Session, call: CapturedCall, done: Future[list[Rollout]]) -> None:
+        """What was sampled for a client that has left: counted, and kept for a retry."""
+        self._sampling.pop((session.key, call.number), None)
+        if not done.cancelled() and done.exception() is None and not call.completions:
+            rollouts = done.result()
+            session.counts.tokens += sum(len(one.token_ids) for one in rollouts)
+            self.policy.take(call, rollouts)
+
+    def _ended(self, session: Session, call: CapturedCall, error: BaseException, *, again: bool) -> CallError:
+        self._sampling.pop((session.key, call.number), None)
+        call.state = "failed"
+        if again:
+            session.counts.retried += 1
+        else:
+            session.counts.failed += 1
+        if session.closed or isinstance(error, asyncio.CancelledError):
+            return CallError("The episode of this key has ended.", status=401, code="invalid_api_key")
+        return CallError(str(error), status=500, code="engine_error")
+
+    def unread(self, session: Session, call: CapturedCall, *, again: bool) -> None:
+        """The client left in the middle of its answer: nothing that happens follows from it."""
+        if again:
+            session.counts.retried += 1
+        else:
+            session.counts.cancelled += 1
+            call.state = "cancelled"
+
+    def answered(self, session: Session, call: CapturedCall, *, again: bool) -> None:
+        """The answer goes out: a later prompt may run through it."""
+        if again:
+            session.counts.retried += 1
+        else:
+            session.counts.answered += 1
+        call.state = "answered"
+
+
+class _Stream(StreamingResponse):
+    """Server-sent events; a client that leaves before the end cancels the call."""
+
+    def __init__(self, proxy: CaptureProxy, session: Session, answer: Answer, *, again: bool) -> None:
+        self.proxy, self.session, self.answer, self.again = proxy, session, answer, again
+        self.whole = False
+        super().__init__(self._events(), media_type="text/event-stream")
+
+    async def _events(self) -> AsyncIterator[bytes]:
+        for chunk in self.answer.chunks():
+            yield b"data: " + json.dumps(chunk).encode() + b"\n\n"
+            # Between two chunks the server notices that nobody reads.
+            await asyncio.sleep(0)
+        # Before the last line: the next call may come before this coroutine goes on.
+        self.whole = True
+        self.proxy.answered(self.session, self.answer.call, again=self.again)
+        yield b"data: [DONE]\n\n"
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """Send, and account for the call however that ends."""
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            if not self.whole:
+                self.proxy.unread(self.session, self.answer.call, again=self.again)
+
+
+async def _gone(request: Request) -> None:
+    """Until the client has left."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _refusal(_: Request, error: CallError) -> JSONResponse:
+    return JSONResponse(error.content, status_code=error.status)
+
+
+async def _unknown_path(request: Request, _: Exception) -> JSONResponse:
+    message = f"Unknown request URL: {request.method} {request.url.path}. Fix: base_url ends with /v1."
+    return JSONResponse(CallError(message, status=404, code="unknown_url").content, status_code=404)
+
+
+async def _fault(_: Request, error: Exception) -> JSONResponse:
+    logger.error("a call of a harness failed: %s: %s", type(error).__name__, error, exc_info=error)
+    return JSONResponse(CallError(f"{type(error).__name__}: {error}", status=500).content, status_code=500)
+
+
+@contextlib.contextmanager
+def sampled_by(proxy: CaptureProxy, sample: Sample, *, per_request: bool = True) -> Iterator[CaptureProxy]:
+    """Listen, and answer calls in a thread of their own: a harness can be tried without a trainer.
+
+    Args:
+        proxy: Not started.
+        sample: Asks the engine.
+        per_request: See `CallQueue.answer`.
+    """
+    ended = threading.Event()
+
+    def work() -> None:
+        while not ended.is_set():
+            proxy.queue.wait(0.1)
+            # The calls are told; the next ones may be fine.
+            with contextlib.suppress(Exception):
+                proxy.queue.answer(sample, per_request=per_request)
+
+    thread = threading.Thread(target=work, daemon=True, name="capture-sampler")
+    with proxy:
+        thread.start()
+        try:
+            yield proxy
+        finally:
+            ended.set()
+            proxy.queue.wake()
+            thread.join(60)
+
+
+def engine_sample(engine: Any) -> Sample:
+    """An engine as `CallQueue.answer` asks it."""
+
+    def sample(batches: Sequence[Asked]) -> list[list[Rollout]]:
+        return [engine.generate(requests, sampling) for requests, sampling in batches]
+
+    return sample

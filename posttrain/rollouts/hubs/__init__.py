@@ -1,0 +1,1 @@
+"""Adapters of hubs of environments: each makes a harness, or an environment factory, of what a hub's package has."""

@@ -1,0 +1,165 @@
+"""`HarnessRolloutWorker`: sessions of agents as OpenEnv has them, as a harness, by TRL's names."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx2
+
+from posttrain.errors import ConfigError, RolloutError
+from posttrain.integrations import require
+from posttrain.rollouts.episodes.environments import accepted_arguments
+from posttrain.rollouts.episodes.harness import Harness
+from posttrain.rollouts.episodes.session import CapturedCall
+
+# Turns of a white box where nothing bounds them.
+MOST_TURNS = 8
+
+
+def has_tool_call(call: CapturedCall) -> bool:
+    """For ``train_turn_fn``: whether the model called a tool there."""
+    return any(answer.get("tool_calls") for answer in call.answers)
+
+
+@dataclass(slots=True)
+class HarnessRolloutOutcome:
+    """What a session of an agent came to, for ``rollout_reward_fn``.
+
+    Attributes:
+        env_reward: The environment's own; None: it has none.
+        completion: Messages of the white box; empty of a black box.
+        trace: What the session says of its events.
+        tool_call_count, tool_failure_count: Of the white box's tools.
+        tool_calls_by_name: Likewise.
+        timed_out: The agent did not come to its end.
+    """
+
+    env_reward: float | None
+    completion: list[dict[str, Any]] = field(default_factory=list)
+    trace: list[Any] = field(default_factory=list)
+    tool_call_count: int = 0
+    tool_failure_count: int = 0
+    tool_calls_by_name: dict[str, int] = field(default_factory=dict)
+    timed_out: bool = False
+
+
+class HarnessRolloutWorker(Harness):
+    """Sessions of an agent behind the policy's address, by TRL's name and arguments: ``rollout_worker=`` or ``harness=``.
+
+    Args:
+        harness_session_factory: ``create(task, seed, episode_id)`` makes a session with ``verify(transcript, final_state)`` and
+            ``close()``; ``seed`` is one for a group. ``base_url``, ``api_key`` and ``model`` are given where it names them.
+        harness_adapter: Drives the session turn by turn (``run_white_box``); None: the agent runs its own loop against the
+            address, and ``wait_for_completion(timeout)`` waits for it.
+        rollout_reward_fn: ``f(outcome) -> float or None``; None: the session's own reward.
+        train_turn_fn: ``f(call) -> bool``: which calls are trained (`has_tool_call`); None: all.
+        agent_turn_fn: ``f(calls) -> calls``: which calls are the agent's at all; None: all that were answered.
+        max_turns: Of a white box.
+        timeout: Seconds of ``wait_for_completion``; None: its own.
+        worker_kwargs: Of TRL's worker; refused, since the trainer's config has them.
+
+    Raises:
+        ConfigError: ``worker_kwargs``.
+    """
+
+    def __init__(
+        self,
+        harness_session_factory: Any,
+        harness_adapter: Any = None,
+        rollout_reward_fn: Callable[[HarnessRolloutOutcome], float | None] | None = None,
+        train_turn_fn: Callable[[CapturedCall], bool] | None = None,
+        agent_turn_fn: Callable[[list[CapturedCall]], list[CapturedCall]] | None = None,
+        *,
+        max_turns: int = MOST_TURNS,
+        timeout: float | None = None,
+        **worker_kwargs: Any,
+    ) -> None:
+        if worker_kwargs:
+            raise ConfigError(
+                f"HarnessRolloutWorker got {sorted(worker_kwargs)}: models, datasets, rewards and limits are the trainer's. Fix: "
+                "set them in AsyncGRPOConfig, and give the worker as rollout_worker."
+            )
+        super().__init__(self._episode, trains=train_turn_fn, requires=rollout_reward_fn is None, keeps=agent_turn_fn)
+        self.factory, self.adapter, self.reward = harness_session_factory, harness_adapter, rollout_reward_fn
+        self.max_turns, self.timeout = max_turns, timeout
+
+    def _episode(self, task: Mapping[str, Any], base_url: str, api_key: str, model: str, seed: int) -> Any:
+        """One session, from its creation to its reward."""
+        address = {"base_url": base_url, "api_key": api_key, "model": model}
+        known = accepted_arguments(self.factory.create, address)
+        session = self.factory.create(task=task, seed=seed, episode_id=f"episode-{secrets.token_hex(8)}", **known)
+        try:
+            outcome = self._white(session, address) if self.adapter is not None else self._black(session)
+        finally:
+            session.close()
+        return outcome.env_reward if self.reward is None else self.reward(outcome)
+
+    def _white(self, session: Any, address: dict[str, str]) -> HarnessRolloutOutcome:
+        require("openenv", "HarnessRolloutWorker")
+        from openenv.core.harness import HarnessRunLimits
+
+        limits = HarnessRunLimits(max_turns=self.max_turns)
+        result = self.adapter.run_white_box(_model_step(address), session, limits)
+        state = {"done": result.done, "metrics": dict(result.metrics)}
+        verified = session.verify(transcript=result.messages, final_state=state)
+        names = Counter(entry.tool_name for entry in result.tool_trace)
+        failed = sum(entry.result.error is not None for entry in result.tool_trace)
+        return HarnessRolloutOutcome(
+            verified.env_reward,
+            list(result.messages),
+            list(result.events),
+            names.total(),
+            failed,
+            dict(names),
+            not result.done,
+        )
+
+    def _black(self, session: Any) -> HarnessRolloutOutcome:
+        if not callable(getattr(session, "wait_for_completion", None)):
+            raise RolloutError(
+                f"{type(session).__name__} has no wait_for_completion, so nobody runs its agent. Fix: give harness_adapter, or "
+                "sessions whose agent calls the base_url that create is given."
+            )
+        ended = session.wait_for_completion(**({} if self.timeout is None else {"timeout": self.timeout}))
+        verified = session.verify(transcript=[], final_state=None)
+        return HarnessRolloutOutcome(verified.env_reward, timed_out=ended is False)
+
+
+def _model_step(address: dict[str, str]) -> Callable[..., Any]:
+    """What a white box samples a turn with: a call of the policy's address."""
+    from openenv.core.harness import ModelStepResult
+    from openenv.core.llm_client import LLMResponse, ToolCall
+
+    def step(messages: list[dict[str, Any]], tools: list[Any], sampling: dict[str, Any]) -> Any:
+        schemas = [
+            {
+                "type": "function",
+                "function": {"name": t.name, "description": t.description, "parameters": t.input_schema},
+            }
+            for t in tools
+        ]
+        body = {"model": address["model"], "messages": messages, "return_token_ids": True, "logprobs": True, **sampling}
+        body |= {"tools": schemas} if schemas else {}
+        reply = httpx2.post(
+            f"{address['base_url']}/chat/completions",
+            json=body,
+            headers={"Authorization": f"Bearer {address['api_key']}"},
+            timeout=None,
+        )
+        if reply.status_code != 200:
+            raise RolloutError(f"the policy's address answered {reply.status_code}: {reply.text[:300]}")
+        content, choice = reply.json(), reply.json()["choices"][0]
+        calls = [
+            ToolCall(id=c["id"], name=c["function"]["name"], args=json.loads(c["function"]["arguments"]))
+            for c in choice["message"].get("tool_calls", ())
+        ]
+        logprobs = [token["logprob"] for token in choice["logprobs"]["content"]]
+        response = LLMResponse(content=choice["message"]["content"] or "", tool_calls=calls)
+        return ModelStepResult(response, content["prompt_token_ids"], choice["token_ids"], logprobs)
+
+    return step

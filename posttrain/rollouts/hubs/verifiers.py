@@ -1,0 +1,139 @@
+"""Environments of `verifiers`: a dataset of their tasks, and a harness that plays and scores them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+from collections.abc import Mapping
+from typing import Any
+from urllib.parse import quote
+
+import datasets
+
+from posttrain.errors import DataError, RolloutError
+from posttrain.integrations import require
+from posttrain.rollouts.episodes.harness import Harness
+
+# Of an environment without end.
+MOST_TASKS = 10_000
+# Seconds that servers of an environment may take to end.
+CLOSE_S = 10.0
+
+
+def verifiers_environment(
+    environment: Any, *, tasks: int | None = None, runtime: str | None = "subprocess", **config: Any
+) -> tuple[datasets.Dataset, Harness]:
+    """An environment of ``verifiers`` (0.4) as a training set and a harness, whose number is the environment's own reward.
+
+    Every model call of the environment's agents goes through verifiers' interception to the address of the policy; judges keep
+    the endpoints that the environment's config names for them.
+
+    Args:
+        environment: An installed environment's id, a config of it (a mapping or ``EnvConfig``), or an ``Env``.
+        tasks: How many to take; None: all, at most 10,000 of an environment without end.
+        runtime: Where the single agent's program runs; None: as the config says. Not for an ``Env``.
+        config: Further fields of the config, for an id.
+
+    Returns:
+        Rows ``prompt`` and ``task`` (its index), and the harness: ``GRPOTrainer(model, train_dataset=rows, harness=harness)``.
+
+    Raises:
+        MissingDependencyError: verifiers is not installed.
+        DataError: The environment has no tasks.
+
+    >>> rows, harness = verifiers_environment("gsm8k-v1")  # doctest: +SKIP
+    """
+    require("verifiers", "verifiers_environment")
+    import verifiers.v1 as vf
+
+    if isinstance(environment, str):
+        given: Any = {"taskset": {"id": environment}, **config}
+        single = runtime is not None and vf.env_config_type(environment) is vf.SingleAgentEnvConfig
+        if single:
+            given["agent"] = {"runtime": {"type": runtime}} | dict(given.get("agent") or {})
+        environment = given
+    if isinstance(environment, Mapping | vf.EnvConfig):
+        environment = vf.load_environment(vf.resolve_env_config(environment))
+    taskset = environment.taskset
+    most = tasks if tasks is not None else None if taskset.bounded else MOST_TASKS
+    listed = list(itertools.islice(taskset, most))
+    if not listed:
+        raise DataError(f"the environment {environment.config.env_id!r} has no tasks. Fix: check its taskset's config.")
+    rows = [{"prompt": _messages(task.data), "task": index} for index, task in enumerate(listed)]
+    player = _Player(environment, listed)
+    return datasets.Dataset.from_list(rows), Harness(player, requires=True, close=player.close)
+
+
+def _messages(data: Any) -> list[dict[str, Any]]:
+    """A task as the trainer shows it; the environment's harness renders it itself."""
+    system = [{"role": "system", "content": data.system_prompt}] if data.system_prompt else []
+    return [*system, {"role": "user", "content": data.prompt_text or str(data.name or data.idx)}]
+
+
+class _Player:
+    """Plays one task as an episode, and returns its reward.
+
+    Args:
+        environment: An ``Env``.
+        tasks: By the index that rows have.
+    """
+
+    def __init__(self, environment: Any, tasks: list[Any]) -> None:
+        self.environment, self.tasks = environment, tasks
+        self._serving: dict[asyncio.AbstractEventLoop, asyncio.Future[None]] = {}
+        self._holders: dict[asyncio.AbstractEventLoop, tuple[asyncio.Task[None], asyncio.Event]] = {}
+
+    async def __call__(self, task: Mapping[str, Any], base_url: str, api_key: str, model: str) -> dict[str, Any]:
+        """One episode.
+
+        Raises:
+            RolloutError: An agent, the environment or its scoring failed; says how.
+        """
+        import verifiers.v1 as vf
+
+        await self._served()
+        root = base_url.removesuffix("/v1")
+        # The key stands in the path: clients of verifiers read theirs from the environment of the process.
+        client = vf.EvalClientConfig(base_url=f"{root}/sessions/{quote(api_key)}/v1", api_key_var="POSTTRAIN_NO_KEY")
+        context = vf.ModelContext(model=model, client=client, sampling=vf.SamplingConfig())
+        (slot,) = self.environment.slots(self.tasks[task["task"]])
+        episode = await self.environment.run_slot(slot, context)
+        if not episode.ok:
+            errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
+            told = "; ".join(f"{error.type}: {error.message}" for error in errors[-3:])
+            raise RolloutError(f"the environment's episode failed: {told or 'it says no reason'}")
+        traces = episode.traces
+        found = {name: float(r.value) for t in traces for name, r in t.rewards.items() if r is not None}
+        return {"reward": sum(trace.reward for trace in traces) / len(traces), "rewards": found}
+
+    async def _served(self) -> None:
+        """Tool servers and interception come up once for a loop, and stay: a task of their own holds them."""
+        loop = asyncio.get_running_loop()
+        if loop not in self._serving:
+            ready = self._serving[loop] = loop.create_future()
+            stop = asyncio.Event()
+            self._holders[loop] = loop.create_task(self._hold(ready, stop)), stop
+        await asyncio.shield(self._serving[loop])
+
+    def close(self) -> None:
+        """End the servers; the next episode begins them again."""
+        holders, self._holders, self._serving = self._holders, {}, {}
+        for loop, (holder, stop) in holders.items():
+
+            async def end(holder: asyncio.Task[None] = holder, stop: asyncio.Event = stop) -> None:
+                stop.set()
+                await holder
+
+            with contextlib.suppress(Exception):
+                asyncio.run_coroutine_threadsafe(end(), loop).result(CLOSE_S)
+
+    async def _hold(self, ready: asyncio.Future[None], stop: asyncio.Event) -> None:
+        try:
+            async with self.environment.serving():
+                ready.set_result(None)
+                await stop.wait()
+        except Exception as error:
+            if not ready.done():
+                ready.set_exception(error)
+            self._serving.clear()

@@ -1,0 +1,19 @@
+"""Harnesses on two gloo processes: live episodes end together, and recorded ones are one step on one process and on two."""
+
+import pytest
+
+from posttrain.rollouts.episodes.session import read_sessions
+from tests.ranks import assert_same_step, run_ranks
+
+
+@pytest.mark.distributed
+def test_episodes_with_forks_are_the_same_step_on_one_process_and_on_two(tmp_path):
+    worker, record = "tests.rollouts.harness_rank_worker", tmp_path / "episodes.jsonl"
+    live = run_ranks(worker, tmp_path / "live", record, 4, "live", processes=2, folder=tmp_path / "a")
+    assert live["logs"]["harness/answered"] == 5 and live["logs"]["harness/failed_episodes"] == 0
+    assert len(list(read_sessions(record))) == 8
+    found = [
+        run_ranks(worker, tmp_path / f"{n}", record, 8 // n, "again", processes=n, folder=tmp_path / f"r{n}")
+        for n in (1, 2)
+    ]
+    assert_same_step(*found)
