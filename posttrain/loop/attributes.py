@@ -33,6 +33,7 @@ PATHS: dict[str, tuple[str, ...]] = {
     "completion_only_loss": ("args.completion_only_loss", "prompts_are_given"),
     "epsilon_high": ("args.epsilon_high", "args.epsilon"),
     "epsilon_low": ("args.epsilon",),
+    "generation_config": ("args.generation_config",),
     "loss_types": ("args.loss_type",),
     "num_generations_eval": ("args.num_generations_eval", "args.num_generations"),
     "precompute_ref_logps": ("args.precompute_ref_log_probs",),
@@ -62,7 +63,7 @@ def paths_of(trainer: object, name: str) -> tuple[str, ...]:
         return (f"args.{name}",)
     paths = PATHS.get(name, ())
     first = paths[0].split(".") if paths else [""]
-    known = first[1] in fields if first[0] == "args" else first[0] in vars(trainer)
+    known = hasattr(config, first[1]) if first[0] == "args" else first[0] in vars(trainer)
     return paths if known else ()
 
 
@@ -86,7 +87,10 @@ def write(trainer: object, name: str, value: object) -> bool:
     Raises:
         AttributeError: The trainer has read it already.
     """
-    if name not in SET or hasattr(type(trainer), name) or not (paths := paths_of(trainer, name)):
+    own = inspect.getattr_static(type(trainer), name, None)
+    if own is not None and not (isinstance(own, property) and own.fset is None):
+        return False
+    if name not in SET or not (paths := paths_of(trainer, name)):
         return False
     if name in FIXED:
         raise AttributeError(

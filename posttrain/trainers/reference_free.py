@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from posttrain.methods.cpo import CPO, CPOConfig
 from posttrain.methods.orpo import ORPO, ORPOConfig
@@ -23,14 +23,7 @@ from posttrain.trainers.arguments import (
 from posttrain.trainers.preference import PreferenceTrainer
 
 
-class ReferenceFreeTrainer(PreferenceTrainer):
-    """Answers by the policy's own likelihood: there is no reference to compare with."""
-
-    def __init__(self, model: Model, args: Any = None, **kwargs: Any) -> None:
-        super().__init__(model, None, args, **kwargs)
-
-
-class CPOTrainer(ReferenceFreeTrainer):
+class CPOTrainer(PreferenceTrainer):
     """Trains on pairs by the policy's own likelihood. See `CPO`."""
 
     METHOD = CPO
@@ -57,6 +50,7 @@ class CPOTrainer(ReferenceFreeTrainer):
     ) -> None:
         super().__init__(
             model,
+            None,
             args,
             data_collator=data_collator,
             train_dataset=train_dataset,
@@ -74,7 +68,7 @@ class CPOTrainer(ReferenceFreeTrainer):
         )
 
 
-class ORPOTrainer(ReferenceFreeTrainer):
+class ORPOTrainer(PreferenceTrainer):
     """``NLL(prompt and chosen) - beta lsig(log-odds ratio)``, without a reference. See `ORPO`."""
 
     METHOD = ORPO
@@ -105,6 +99,7 @@ class ORPOTrainer(ReferenceFreeTrainer):
     ) -> None:
         super().__init__(
             model,
+            None,
             args,
             data_collator=data_collator,
             train_dataset=train_dataset,
@@ -122,7 +117,7 @@ class ORPOTrainer(ReferenceFreeTrainer):
         )
 
 
-class TPOTrainer(ReferenceFreeTrainer):
+class TPOTrainer(PreferenceTrainer):
     """Three answers to one prompt are one tree: chosen, rejected, and the gold ``reference`` that is imitated. See `TPO`."""
 
     METHOD = TPO
@@ -149,6 +144,7 @@ class TPOTrainer(ReferenceFreeTrainer):
     ) -> None:
         super().__init__(
             model,
+            None,
             args,
             data_collator=data_collator,
             train_dataset=train_dataset,
