@@ -168,16 +168,16 @@ def planned(world: int = 64, size: int = 8, tokens: int = 131072) -> dict[str, A
 def tables(found: dict[str, Any]) -> str:
     """Markdown of what was measured and planned."""
     lines = [
-        "| tokens of a row | sp_size | memory of a process | sent by one for a row, both layers | formula | loss |"
+        "| tokens of a row | sp_size | memory of a process | sent by one for a row, both layers | formula |"
     ]
-    lines.append("|---" * 6 + "|")
+    lines.append("|---" * 5 + "|")
     for row in found["measured"]:
         sent = said = "-"
         if row["sp_size"] > 1:
             each = row["sent"] / row["rows"]
             sent, said = f"{each / 2**20:.2f} MiB", f"{row['formula'] / 2**20:.2f} MiB"
         memory = f"{row['memory'] / 2**20:.0f} MiB"
-        lines.append(f"| {row['tokens']:,} | {row['sp_size']} | {memory} | {sent} | {said} | {row['loss']:.6f} |")
+        lines.append(f"| {row['tokens']:,} | {row['sp_size']} | {memory} | {sent} | {said} |")
     one = found["planned"]
     lines += ["", "| 64 ranks in groups of 8, a row of 131,072 tokens, 7B | |", "|---|---|"]
     lines.append(f"| hidden states of a rank | {one['hidden']} |")
