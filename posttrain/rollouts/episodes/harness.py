@@ -582,7 +582,10 @@ def check_harness(args: Any, trainer: str) -> None:
 
     Raises:
         ConfigError: There is one.
+        MissingDependencyError: The packages of the extra ``serve`` are not there.
     """
+    for package in ("fastapi", "uvicorn"):
+        require(package, "harness= (an address of the policy)")
     if args is not None and args.dynamic_sampling:
         raise ConfigError(
             f"{trainer}: dynamic_sampling={args.dynamic_sampling} with harness: fresh episodes would be run for groups without "
