@@ -21,9 +21,14 @@ ASIDE += (
     "models/memory.py",
     "models/memory_estimate.py",
     "models/lean_layers.py",
+    "models/probe.py",
+    "models/quantised.py",
+    "models/token_split.py",
+    "methods/config.py",
 )
 ASIDE += tuple(
-    f"loop/{name}.py" for name in ("checkpoint", "checks", "config", "data_report", "dry_step", "memory_profile")
+    f"loop/{name}.py"
+    for name in ("checkpoint", "attributes", "checks", "data_report", "dry_step", "memory_profile", "token_split")
 )
 ASIDE += ("loop/evaluation.py",)
 
