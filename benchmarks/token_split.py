@@ -167,9 +167,7 @@ def planned(world: int = 64, size: int = 8, tokens: int = 131072) -> dict[str, A
 
 def tables(found: dict[str, Any]) -> str:
     """Markdown of what was measured and planned."""
-    lines = [
-        "| tokens of a row | sp_size | memory of a process | sent by one for a row, both layers | formula |"
-    ]
+    lines = ["| tokens of a row | sp_size | memory of a process | sent by one for a row, both layers | formula |"]
     lines.append("|---" * 5 + "|")
     for row in found["measured"]:
         sent = said = "-"
