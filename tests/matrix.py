@@ -63,7 +63,17 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-DIVIDED = ("sft", "sft moe", "reward", "dpo", "orpo", "kto", "grpo", "rloo", "gkd")  # What was shown with rows over processes.
+DIVIDED = (
+    "sft",
+    "sft moe",
+    "reward",
+    "dpo",
+    "orpo",
+    "kto",
+    "grpo",
+    "rloo",
+    "gkd",
+)  # What was shown with rows over processes.
 SAMPLED = ("grpo native", "grpo server", "grpo qwen2_vl", "grpo llava")  # By seeds of each rank.
 
 
