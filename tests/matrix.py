@@ -27,7 +27,7 @@ WATCHDOG = 60  # Seconds that a cell may take, and the start of the processes.
 SERVER = "POSTTRAIN_TEST_SERVER"
 # Tables of the page: of whole rows on each process, and of rows that processes divide; one that was not run stays.
 TABLES = {False: ("<!-- ranks -->", "<!-- end of ranks -->"), True: ("<!-- sp -->", "<!-- end of sp -->")}
-KINDS = ("sft", "sft moe", "reward", "dpo", "kto", "grpo", "grpo native", "grpo server", "ppo", "gkd")
+KINDS = ("sft", "sft moe", "reward", "dpo", "orpo", "kto", "grpo", "rloo", "grpo native", "grpo server", "ppo", "gkd")
 # With pictures that the second rank has none of.
 PICTURED = tuple(f"{method} {family}" for method in ("sft", "dpo", "grpo") for family in ("qwen2_vl", "llava"))
 FSDP2 = {"version": 2, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "state_dict_type": "FULL_STATE_DICT"}
@@ -63,7 +63,17 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-DIVIDED = ("sft", "sft moe", "reward", "dpo", "kto", "grpo", "gkd")  # What was shown with rows over processes.
+DIVIDED = (
+    "sft",
+    "sft moe",
+    "reward",
+    "dpo",
+    "orpo",
+    "kto",
+    "grpo",
+    "rloo",
+    "gkd",
+)  # What was shown with rows over processes.
 SAMPLED = ("grpo native", "grpo server", "grpo qwen2_vl", "grpo llava")  # By seeds of each rank.
 
 
@@ -116,7 +126,7 @@ def trainer_of(kind: str, folder: Path, tokenizer: Any, **settings: Any) -> Any:
     if kind in PICTURED:
         return pictured(*kind.split(), folder, common | adapter(lora))
     name = kind.split()[0]
-    if name in ("reward", "dpo", "kto", "ppo"):
+    if name in ("reward", "dpo", "orpo", "kto", "ppo"):
         common.pop("shuffle_dataset")
     keys = {"train": data(name, 24), "eval_dataset": data(name, 5)}
     if kind == "sft moe":
@@ -125,6 +135,12 @@ def trainer_of(kind: str, folder: Path, tokenizer: Any, **settings: Any) -> Any:
 
         common |= {"router_aux_loss_coef": 0.5, "data": keys["train"], "eval_dataset": keys["eval_dataset"]}
         return sft(folder, tokenizer, model=experts(tokenizer, "mixtral"), **adapter(lora), **common)
+    if name == "rloo":
+        from tests.methods.helpers import prompts
+        from tests.methods.test_rloo import rloo
+
+        own = {"num_generations": 2, "beta": 0.05, "max_completion_length": 8, "data": prompts(24)}
+        return rloo(folder, tokenizer, eval_dataset=prompts(3), **adapter(lora), **(own | common))
     if name == "grpo":
         return grpo_of(kind, folder, tokenizer, common | adapter(lora))
     return every(name, folder, tokenizer, **keys, **adapter(lora), **common)
