@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     pass
+
+
 from posttrain.errors import ROUNDING, RolloutError
 
 
@@ -111,3 +113,13 @@ def token_logps(values: Sequence[Any], mask: Sequence[Any], where: str) -> list[
             raise BadValue(f"{at} is {logp}. Fix: give log-probs, which are at most 0.")
         found.append(min(logp, 0.0))
     return found
+
+
+def gib(count: float) -> str:
+    """Bytes in words.
+
+    >>> gib(3 * 2**29), gib(5 * 2**20)
+    ('1.5 GiB', '5 MiB')
+    """
+    unit, name = next(((unit, name) for unit, name in ((2**30, "GiB"), (2**20, "MiB")) if count >= unit), (1024, "KiB"))
+    return f"{count / unit:.{1 if name == 'GiB' else 0}f} {name}"

@@ -18,8 +18,8 @@ from packaging.version import InvalidVersion, Version
 
 from posttrain.checks.registry import Context, finding, probe
 from posttrain.integrations.machine import port_is_free
-from posttrain.models.memory import gib
 from posttrain.types import Finding
+from posttrain.values import gib
 
 logger = logging.getLogger(__name__)
 

@@ -13,8 +13,8 @@ import torch
 
 from posttrain.checks.registry import Context, finding
 from posttrain.errors import ModelError
-from posttrain.models.memory import gib
 from posttrain.types import Batch, Finding, Row
+from posttrain.values import gib
 
 if TYPE_CHECKING:
     from posttrain.data.forest import Layout

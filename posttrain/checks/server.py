@@ -12,7 +12,6 @@ import torch
 
 from posttrain.checks.registry import finding
 from posttrain.errors import WeightSyncError
-from posttrain.rollouts.server.replies import ranked, sampling_body, shape_of
 from posttrain.types import Finding, Sampling
 
 SEQUENCES, LENGTH, LONGEST = 4, 64, 2048  # Of the parity probe, in tokens.
@@ -59,6 +58,8 @@ class Needs:
 
 def needs_of(model: Any, args: Any) -> Needs:
     """What a trainer with this model and these arguments needs."""
+    from posttrain.rollouts.server.replies import shape_of
+
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     text = base.config.get_text_config()
     uuids = [str(torch.cuda.get_device_properties(i).uuid) for i in range(torch.cuda.device_count())]
@@ -170,6 +171,8 @@ def _restart(info: Mapping[str, Any], needs: Needs) -> str:
 
 def probe_logprobs(client: Any, needs: Needs) -> Iterator[Finding]:
     """One prompt at two temperatures: whether log-probs are of the distribution that is sampled from (two tiny requests)."""
+    from posttrain.rollouts.server.replies import ranked, sampling_body
+
     prompt = [min(7, needs.vocabulary - 1)]
     settings = [Sampling(1, temperature, top_logps=PROBE_TOP) for temperature in (0.5, 1.0)]
     try:

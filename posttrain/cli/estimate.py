@@ -189,7 +189,7 @@ def _short(error: BaseException) -> str:
 
 def screen(found: dict[str, Any]) -> str:
     """The answer as lines for a terminal."""
-    from posttrain.models.memory import gib
+    from posttrain.values import gib
 
     peak, lengths, limit, tokens = (found[name] for name in ("peak", "lengths", "limit", "largest_pass"))
     sizes = sorted(found["components"].items(), key=lambda item: -item[1])

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from typing import Any
 
 from posttrain.errors import ConfigError
@@ -209,6 +210,8 @@ def adapt(trainer: Any) -> None:
         from posttrain.compat import padded_loss
 
         padded_loss.tell_cost(trainer)
+        # One dict a micro-batch, as in TRL.
+        trainer.method.traits = replace(trainer.method.traits, single_pass=True)
         trainer.__class__ = _between(type(trainer), (padded_loss.BeforeUser,), (padded_loss.BehindUser,))
 
 

@@ -244,9 +244,6 @@ def _shared(whole: Denominators, parts: float) -> Denominators:
 class BeforeUser(Trainer):
     """Stands before the subclass: batches become `PaddedInputs` on their way to it."""
 
-    # One dict a micro-batch, as in TRL.
-    single_forward_per_microbatch = True
-
     @property
     def own_loss(self) -> bool:
         """Evaluation goes through the subclass too."""

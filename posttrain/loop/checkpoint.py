@@ -27,10 +27,10 @@ from posttrain.checks.machine import check_disk_space, check_gpu_memory, check_s
 from posttrain.errors import CheckpointError
 from posttrain.integrations.machine import free_disk, gpu_memory, gpu_processes
 from posttrain.models import parallel
-from posttrain.models.memory import gib
 from posttrain.models.memory_estimate import optimizer_bytes
 from posttrain.report.files import read_json
 from posttrain.types import Finding
+from posttrain.values import gib
 
 if TYPE_CHECKING:
     from posttrain.loop.trainer import PostTrainer

@@ -26,7 +26,6 @@ from posttrain.models.heads import causal_lm
 from posttrain.models.memory import (
     available_memory,
     get_act_offloading_ctx_manager,
-    gib,
     in_use,
     keep_last_activations,
     peak_in_use,
@@ -35,6 +34,7 @@ from posttrain.models.memory import (
 )
 from posttrain.models.memory_estimate import optimizer_bytes
 from posttrain.types import Batch, Row
+from posttrain.values import gib
 
 if TYPE_CHECKING:
     from posttrain.loop.trainer import PostTrainer

@@ -528,13 +528,3 @@ def adjusted_mfu(mfu: float, config: Any, seq_len: int) -> float:
     """
     total = compute_flops_per_token(config, seq_len)
     return mfu * (1 - BACKWARD_FACTOR * _scores(_text_config(config), seq_len) / 2 / total)
-
-
-def gib(count: float) -> str:
-    """Bytes in words.
-
-    >>> gib(3 * 2**29), gib(5 * 2**20)
-    ('1.5 GiB', '5 MiB')
-    """
-    unit, name = next(((unit, name) for unit, name in ((2**30, "GiB"), (2**20, "MiB")) if count >= unit), (1024, "KiB"))
-    return f"{count / unit:.{1 if name == 'GiB' else 0}f} {name}"

@@ -11,7 +11,7 @@ import torch
 import transformers
 from torch.nn.functional import cross_entropy
 
-import posttrain.methods
+import posttrain.trainers
 from posttrain import ConfigError, GRPOTrainer
 from posttrain.types import Rollout
 from tests.conftest import build_model
@@ -89,7 +89,7 @@ def test_the_best_checkpoint_is_chosen_by_the_user_s_loss(tokenizer, tmp_path):
 
 def overridden():
     """Private methods of `transformers.Trainer` that a class of this package defines anew."""
-    modules = pkgutil.walk_packages(posttrain.methods.__path__, "posttrain.methods.")
+    modules = pkgutil.walk_packages(posttrain.trainers.__path__, "posttrain.trainers.")
     trainers = {one for m in modules for one in vars(importlib.import_module(m.name)).values() if isinstance(one, type)}
     own = {
         c

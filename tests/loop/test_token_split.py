@@ -85,7 +85,7 @@ def test_padded_rows_other_methods_images_and_deepspeed_are_refused(tmp_path):
         begin(config(tmp_path), pictures=True)
     with raises(ConfigError, "DeepSpeed"):
         begin(config(tmp_path), kind="DEEPSPEED")
-    assert not PPOTrainer.splits_tokens and not BCOTrainer.splits_tokens
+    assert not PPOTrainer.METHOD.traits.splits_tokens and not BCOTrainer.METHOD.traits.splits_tokens
 
 
 @pytest.mark.parametrize(

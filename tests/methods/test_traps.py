@@ -14,7 +14,7 @@ from posttrain.compat.bema import BEMACallback
 from posttrain.data.forest import Layout, collate
 from posttrain.loop.checks import check_first_gradients
 from posttrain.metrics import MetricBuffer, mean, minimum
-from posttrain.models import attention, parallel
+from posttrain.models import attention, parallel, probe
 from posttrain.models.forward import forward, install_token_head, sequence_logps
 from posttrain.models.load import (
     check_model_source,
@@ -344,7 +344,7 @@ def test_t13_a_model_that_ignores_positions_and_masks_never_gets_packed_rows(cap
     torch.manual_seed(0)
     config = CONFIG_MAPPING["mamba"](vocab_size=97, hidden_size=16, num_hidden_layers=1, state_size=4)
     model = AutoModelForCausalLM.from_config(config).eval()
-    layout = attention.probe_layout(model)
+    layout = probe.probe_layout(model)
     assert layout.kind == "padded"
     assert "does not compute shared prompts and packed rows" in caplog.text
     rows = [Row([], [[5, 6, 7, 8]], [[1] * 4]), Row([], [[9, 10]], [[1] * 2])]
@@ -354,7 +354,7 @@ def test_t13_a_model_that_ignores_positions_and_masks_never_gets_packed_rows(cap
 
 def test_t13_sdpa_isolates_documents_and_is_not_warned_about(caplog):
     attention.PROBED.clear()
-    assert attention.probe_layout(build_model(97)).kind == "tree"
+    assert probe.probe_layout(build_model(97)).kind == "tree"
     assert not caplog.records
 
 
@@ -402,11 +402,11 @@ def test_t16_an_architecture_with_a_rule_of_its_own_is_found_and_computes_its_ow
     model.forward = scaled
     truth = sequence_logps(model, ROWS)[0]
     assert not torch.allclose(logps(model), truth, atol=1e-2)
-    attention.probe_head(model)
+    probe.probe_head(model)
     assert "changes its logits in a way that the chunked head does not know" in caplog.text
     assert torch.allclose(logps(model), truth, atol=1e-5)
     fine = build_model(97)
-    attention.probe_head(fine)
+    probe.probe_head(fine)
     assert "own_logits" not in vars(fine)
 
 

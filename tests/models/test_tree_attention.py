@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from posttrain.data.forest import Layout, collate, split_by_sequence
 from posttrain.errors import DataError
-from posttrain.models import attention, tree_attention
+from posttrain.models import attention, probe, tree_attention
 from posttrain.models.forward import forward, sequence_logps
 from posttrain.models.tree_attention import Forest, forest_mask, parts_of
 from posttrain.types import Batch, Row, Segment, check_segments
@@ -288,8 +288,8 @@ def test_a_kernel_whose_gradients_are_wrong_is_not_taken(monkeypatch):
 
 def test_a_model_whose_gradients_would_be_wrong_gets_a_mask(monkeypatch, caplog):
     monkeypatch.setattr(tree_attention, "kernel_fault", lambda *_: "dk differs")
-    monkeypatch.setattr(attention, "PROBED", {})
-    layout = attention.probe_layout(build_model(97))
+    monkeypatch.setattr(probe, "PROBED", {})
+    layout = probe.probe_layout(build_model(97))
     assert layout.kind == "tree" and layout.dense_mask
     assert "dk differs" in caplog.text and "dense mask" in caplog.text
 

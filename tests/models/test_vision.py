@@ -371,20 +371,20 @@ def test_an_unknown_family_that_prepares_two_pictures_otherwise_than_one_is_refu
 
 
 def test_the_probe_of_a_layout_holds_pictures(family, monkeypatch):
-    from posttrain.models import attention, vision
+    from posttrain.models import probe, vision
 
     name, model, _, _ = family
-    monkeypatch.setattr(attention, "PROBED", {})
-    assert attention.probe_layout(model).kind == "tree"
+    monkeypatch.setattr(probe, "PROBED", {})
+    assert probe.probe_layout(model).kind == "tree"
     if name.startswith("qwen"):
         monkeypatch.setattr(vision, "grid_positions", lambda batch: batch.position_ids)
     elif name in ("gemma3", "paligemma"):
         monkeypatch.setattr(vision, "block_spans", lambda *_: None)
     else:
         return
-    monkeypatch.setattr(attention, "PROBED", {})
+    monkeypatch.setattr(probe, "PROBED", {})
     with raises(ModelError):
-        attention.probe_layout(model)
+        probe.probe_layout(model)
 
 
 def test_shards_of_a_model_that_skips_layers_without_pictures_are_refused():
