@@ -133,13 +133,13 @@ class MetricBuffer(MutableMapping[str, "Series"]):
             self._items[name] = metric if known is None else _merge(known, metric)
             self._appended.pop(name, None)
 
-    def merge(self, other: MetricBuffer) -> None:
-        """Merge what another buffer holds into the window."""
-        for name, metric in other._items.items():
-            if name in other._appended:
-                self[name].extend(other._appended[name])
-            else:
-                self.add({name: metric})
+    def snapshot(self) -> tuple[dict[str, Metric], dict[str, list[float]]]:
+        """What `restore` brings back."""
+        return dict(self._items), dict(self._appended)
+
+    def restore(self, snapshot: tuple[dict[str, Metric], dict[str, list[float]]]) -> None:
+        """Forget what was emitted since `snapshot`."""
+        self._items, self._appended = dict(snapshot[0]), dict(snapshot[1])
 
     def compute(
         self, all_gather: Callable[[list[tuple[str, str, float, float]]], list] | None = None

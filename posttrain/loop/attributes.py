@@ -28,7 +28,6 @@ FIXED = frozenset({
 })  # fmt: skip
 # Names that stand elsewhere: paths from the trainer, where None stands for the next one; the first is the one that is set.
 PATHS: dict[str, tuple[str, ...]] = {
-    "_metrics": ("buffers",),
     "chat_template": ("processing_class.chat_template",),
     "completion_only_loss": ("args.completion_only_loss", "prompts_are_given"),
     "epsilon_high": ("args.epsilon_high", "args.epsilon"),

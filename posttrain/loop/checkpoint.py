@@ -17,23 +17,22 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import transformers
 from datasets import IterableDataset
+from torch import nn
 from transformers.trainer_callback import ExportableState
 
 from posttrain.checks.machine import check_disk_space, check_gpu_memory, check_strangers
 from posttrain.errors import CheckpointError
 from posttrain.integrations.machine import free_disk, gpu_memory, gpu_processes
+from posttrain.loop.checks import Checks
 from posttrain.models import parallel
 from posttrain.models.memory_estimate import optimizer_bytes
 from posttrain.report.files import read_json
 from posttrain.types import Finding
 from posttrain.values import gib
-
-if TYPE_CHECKING:
-    from posttrain.loop.trainer import PostTrainer
 
 logger = logging.getLogger(__name__)
 
@@ -297,6 +296,38 @@ class Checkpointer:
         self.lock.run, self.place = self._run, Place(resume, self.accelerator)
         return resume
 
+    def take_folder(self, model: nn.Module, checks: Checks, *, resumed: bool) -> None:
+        """Take the run's folder and report on disk, memory and foreign checkpoints; the main process alone.
+
+        The folder is free again on an error.
+
+        Args:
+            model: Whose weights and optimiser states will be written.
+            checks: Of the run.
+            resumed: Whether the run goes on from a checkpoint.
+        """
+        args, lock = self.args, self.lock
+        saves = str(getattr(args.save_strategy, "value", args.save_strategy)) != "no"
+        fills_gpu = args.device.type == "cuda" and not parallel.shards_parameters(self.accelerator)
+        asked = {"PT-L001": True, "PT-L002": saves, "PT-L003": fills_gpu}
+        lock.acquire()
+        try:
+            with checks.preflight.record_check("config", [code for code, here in asked.items() if here]):
+                found = [_strangers_of(args, self.run, resumed=resumed)]
+                if saves:
+                    folder, needs = str(Path(args.output_dir).expanduser()), checkpoint_bytes(model, args)
+                    found += [
+                        check_disk_space(free_disk(Path(folder)), needs, folder=folder, limit=args.save_total_limit)
+                    ]
+                if fills_gpu:
+                    needed = _state_bytes(model, args) + sum(p.nbytes for p in model.parameters() if p.requires_grad)
+                    about = {"device": str(args.device), "others": gpu_processes()}
+                    found += [check_gpu_memory(*gpu_memory(args.device), needed, **about)]
+                checks.report(found)
+        except Exception:
+            lock.release()
+            raise
+
     def save(self, write: Callable[[Path], None], folder: Path, state: Any) -> Path:
         """Let ``write`` fill a checkpoint and put it in its place, still unmarked.
 
@@ -445,32 +476,6 @@ def export_callbacks(callbacks: Iterable[Any], state: Any) -> None:
                 kept[name].append(holder.state())
             else:
                 kept[name] = holder.state()
-
-
-def begin_in_folder(trainer: PostTrainer, *, resumed: bool) -> None:
-    """Take the run's folder and report on disk, memory and foreign checkpoints; the main process alone.
-
-    The folder is free again on an error. ``resumed`` says that the run goes on from a checkpoint.
-    """
-    model, args, lock = trainer.model, trainer.args, trainer.checkpoints.lock
-    saves = str(getattr(args.save_strategy, "value", args.save_strategy)) != "no"
-    fills_gpu = args.device.type == "cuda" and not parallel.shards_parameters(trainer.accelerator)
-    asked = {"PT-L001": True, "PT-L002": saves, "PT-L003": fills_gpu}
-    lock.acquire()
-    try:
-        with trainer.checks.preflight.record_check("config", [code for code, here in asked.items() if here]):
-            found = [_strangers_of(args, trainer.checkpoints.run, resumed=resumed)]
-            if saves:
-                folder, needs = str(Path(args.output_dir).expanduser()), checkpoint_bytes(model, args)
-                found += [check_disk_space(free_disk(Path(folder)), needs, folder=folder, limit=args.save_total_limit)]
-            if fills_gpu:
-                needed = _state_bytes(model, args) + sum(p.nbytes for p in model.parameters() if p.requires_grad)
-                about = {"device": str(args.device), "others": gpu_processes()}
-                found += [check_gpu_memory(*gpu_memory(args.device), needed, **about)]
-            trainer.checks.report(found)
-    except Exception:
-        lock.release()
-        raise
 
 
 def _strangers_of(args: Any, run: str, *, resumed: bool) -> Finding | None:

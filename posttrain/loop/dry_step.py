@@ -16,10 +16,8 @@ import torch
 
 from posttrain.checks import memory as checks
 from posttrain.checks.machine import memory_limit
-from posttrain.data.forest import collate
 from posttrain.data.samplers import longest_examples
 from posttrain.errors import ConfigError
-from posttrain.loop.memory_profile import MemoryProfile
 from posttrain.models import parallel
 from posttrain.models.forward import forward
 from posttrain.models.heads import causal_lm
@@ -37,8 +35,8 @@ from posttrain.types import Batch, Row
 from posttrain.values import gib
 
 if TYPE_CHECKING:
-    from posttrain.loop.trainer import PostTrainer
-from posttrain.loop.passes import _devices, _is_memory, _kind
+    from posttrain.loop.data_report import DatasetHead
+    from posttrain.loop.run import Run
 
 logger = logging.getLogger(__name__)
 
@@ -62,63 +60,69 @@ class DryStep:
     failed: bool = False
 
 
-def fit_memory(trainer: PostTrainer) -> None:
+def fit_memory(run: Run, head: DatasetHead, optimizer: Any) -> None:
     """A batch size where ``per_device_train_batch_size='auto'`` asks for one; a dry step where ``dry_step`` does.
 
     On a GPU a dry step is the default: it costs a step's time and finds out at once what would end the run later. On a
     CPU it is not: a step takes long there, and a system that runs out of memory ends the process instead of telling it.
     While training, `MemoryProfile` looks.
+
+    Args:
+        run: Before its first step.
+        head: The training set.
+        optimizer: None before it is made.
     """
-    if not any(isinstance(one, MemoryProfile) for one in trainer.callback_handler.callbacks):
-        trainer.add_callback(MemoryProfile(trainer))
-    if parallel.is_prepared_late(trainer.accelerator):
-        if getattr(trainer.args, "auto_batch_size", False):
+    if parallel.is_prepared_late(run.accelerator):
+        if run.args.auto_batch_size:
             raise ConfigError(
                 "per_device_train_batch_size='auto' tries steps before the model is handed to FSDP or DeepSpeed, which "
                 "cannot run it then. Set a number; posttrain estimate tells which."
             )
         return
-    if getattr(trainer.args, "auto_batch_size", False):
-        _choose_batch_size(trainer)
+    if run.args.auto_batch_size:
+        _choose_batch_size(run, head, optimizer)
         return
-    wanted = getattr(trainer.args, "dry_step", None)
-    if wanted if wanted is not None else trainer.args.device.type == "cuda":
+    wanted = run.args.dry_step
+    if wanted if wanted is not None else run.args.device.type == "cuda":
         try:
-            step = dry_step(trainer)
+            step = dry_step(run, head, optimizer)
         except Exception as error:
-            if wanted or trainer.accelerator.num_processes > 1:
+            if wanted or run.accelerator.num_processes > 1:
                 raise
             logger.warning(
                 "the dry step could not be taken (%s: %s); training begins without.", type(error).__name__, error
             )
             return
-        _check_dry(trainer, step)
+        _check_dry(run, step)
 
 
-def dry_step(trainer: PostTrainer, batch_size: int | None = None) -> DryStep:
+def dry_step(run: Run, head: DatasetHead, optimizer: Any, batch_size: int | None = None) -> DryStep:
     """Forward and backward of the longest rows; no update, and nothing that stays.
 
     Gradients, random numbers, metrics, dropout and the training mode are as they were, so that training after it is
     the training it would have been.
 
     Args:
-        trainer: Before or between steps.
+        run: Before or between steps.
+        head: The training set.
+        optimizer: None before it is made.
         batch_size: Rows; None: ``per_device_train_batch_size``.
 
     >>> trainer.dry_step().needed / 2**30  # doctest: +SKIP
     """
-    batch = largest_pass(trainer, batch_size or int(trainer.args.per_device_train_batch_size))
-    device, tokens = trainer.args.device, batch.input_ids.numel()
-    sizes = [(p.numel(), p.nbytes) for p in trainer.model.parameters() if p.requires_grad]
-    started = bool(getattr(getattr(trainer, "optimizer", None), "state", None))
-    later = 0 if started else optimizer_bytes(str(getattr(trainer.args.optim, "value", trainer.args.optim)), sizes)
+    args = run.args
+    batch = largest_pass(run, head, batch_size or int(args.per_device_train_batch_size))
+    device, tokens = args.device, batch.input_ids.numel()
+    sizes = [(p.numel(), p.nbytes) for p in run.model.parameters() if p.requires_grad]
+    started = optimizer is not None and bool(optimizer.state)
+    later = 0 if started else optimizer_bytes(str(getattr(args.optim, "value", args.optim)), sizes)
     failed, seconds = False, 0.0
-    with _untouched(trainer):
+    with _untouched(run):
         reset_peak(device)
         try:
             for _ in range(2):  # The second one has gradients to add to.
                 begin = time.perf_counter()
-                _dry_pass(trainer, batch)
+                _dry_pass(run, batch)
                 seconds = time.perf_counter() - begin
         except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
             if not _is_memory(error):
@@ -130,27 +134,26 @@ def dry_step(trainer: PostTrainer, batch_size: int | None = None) -> DryStep:
     return DryStep(peak, peak + later, tokens, seconds, failed)
 
 
-def _dry_pass(trainer: PostTrainer, batch: Batch) -> None:
-    model = trainer.model
-    offloading = get_act_offloading_ctx_manager(model, enabled=trainer.args.activation_offloading)
-    with offloading, trainer.compute_loss_context_manager():
-        settings: dict[str, Any] = {"temperature": trainer.temperature, "chunk_size": trainer.args.logits_chunk_size}
-        out = forward(model, batch.to(trainer.args.device), trainer.method.traits.needs, **settings)
+def _dry_pass(run: Run, batch: Batch) -> None:
+    args, model = run.args, run.model
+    with get_act_offloading_ctx_manager(model, enabled=args.activation_offloading):
+        settings: dict[str, Any] = {"temperature": run.method.temperature, "chunk_size": args.logits_chunk_size}
+        out = forward(model, batch.to(args.device), run.method.traits.needs, **settings)
         parts = [x.float().sum() for x in (out.logp, out.scores, out.values, out.logits) if x is not None]
         loss = torch.stack([part for part in parts if part.requires_grad]).sum()
     loss.backward()
 
 
 @contextmanager
-def _untouched(trainer: PostTrainer) -> Iterator[None]:
+def _untouched(run: Run) -> Iterator[None]:
     """Everything that a pass moves, as it was before."""
-    model = trainer.model
+    model = run.model
     gradients = [(p, p.grad) for p in model.parameters()]
     modes = [(module, module.training) for module in model.modules()]
     states = random.getstate(), numpy.random.get_state()
-    layers = _recompute(trainer)
+    layers = _recompute(run)
     try:
-        with torch.random.fork_rng(devices=_devices(trainer.args.device), device_type=_kind(trainer.args.device)):
+        with torch.random.fork_rng(devices=_devices(run.args.device), device_type=_kind(run.args.device)):
             model.train()
             for parameter, _ in gradients:
                 parameter.grad = None
@@ -166,9 +169,9 @@ def _untouched(trainer: PostTrainer) -> Iterator[None]:
         numpy.random.set_state(states[1])
 
 
-def _recompute(trainer: PostTrainer) -> list[tuple[Any, bool]]:
+def _recompute(run: Run) -> list[tuple[Any, bool]]:
     """Checkpointing as `transformers.Trainer` switches it on when training begins; what each layer had before."""
-    args, inner = trainer.args, causal_lm(trainer.model)
+    args, inner = run.args, causal_lm(run.model)
     layers = [m for m in inner.modules() if hasattr(m, "gradient_checkpointing")]
     before = [(layer, bool(layer.gradient_checkpointing)) for layer in layers]
     wanted = getattr(args, "activation_checkpointing", None) or args.gradient_checkpointing
@@ -177,16 +180,16 @@ def _recompute(trainer: PostTrainer) -> list[tuple[Any, bool]]:
     options = getattr(args, "activation_checkpointing_kwargs", None) or args.gradient_checkpointing_kwargs
     recompute_activations(inner, options)
     if "every_n_layers" not in (options or {}):
-        keep_last_activations(trainer.model, args.kept_layers)
+        keep_last_activations(run.model, args.kept_layers)
     return before
 
 
-def _check_dry(trainer: PostTrainer, step: DryStep) -> None:
-    has = available_memory(trainer.args.device, memory_limit(trainer.args))
-    divisible = not trainer.method.traits.single_pass and trainer.accelerator.num_processes == 1
-    worst = max(parallel.all_gather_objects([(step.needed, step.failed)], trainer.accelerator))
-    with trainer.checks.preflight.record_check("first_batch", ("PT-M003",)):
-        trainer.checks.report([
+def _check_dry(run: Run, step: DryStep) -> None:
+    has = available_memory(run.args.device, memory_limit(run.args))
+    divisible = not run.method.traits.single_pass and run.accelerator.num_processes == 1
+    worst = max(parallel.all_gather_objects([(step.needed, step.failed)], run.accelerator))
+    with run.checks.preflight.record_check("first_batch", ("PT-M003",)):
+        run.checks.report([
             checks.check_dry_step(
                 worst[0], has.free, tokens=step.tokens, where=has.where, failed=step.failed or worst[1], divisible=divisible
             )
@@ -197,40 +200,30 @@ def _check_dry(trainer: PostTrainer, step: DryStep) -> None:
     )  # fmt: skip
 
 
-def largest_pass(trainer: PostTrainer, batch_size: int) -> Batch:
+def largest_pass(run: Run, head: DatasetHead, batch_size: int) -> Batch:
     """The pass with most tokens of a micro-batch of so many rows, each as long as the longest."""
-    rows = longest_rows(trainer, batch_size)
-    batches = collate(
-        rows,
-        pad_token_id=trainer.pad_token_id,
-        layout=trainer.layout,
-        whole_rows=trainer.method.traits.whole_rows,
-        together=trainer.method.traits.single_pass,
-    )
+    batches = run.collate(longest_rows(run, head, batch_size))
     return max(batches, key=lambda batch: (batch.input_ids.numel(), int(batch.loss_mask.sum())))
 
 
-def longest_rows(trainer: PostTrainer, batch_size: int) -> list[Row]:
+def longest_rows(run: Run, head: DatasetHead, batch_size: int) -> list[Row]:
     """The longest micro-batch that the data can give.
 
     Given answers: the longest rows of the training set. Sampled ones: as many completions of the longest prompt as
     a micro-batch has, each of ``max_completion_length`` random tokens.
     """
-    examples = longest_examples(trainer.train_dataset, batch_size)
-    rows = trainer._rows_of(examples)
+    rows = head.rows_of(longest_examples(head.prepared, batch_size))
     if not any(row.completions for row in rows):
         prompt = max(rows, key=lambda row: len(row.prompt_ids), default=Row([0], [], []))
         longest = prompt.prompt_ids or [0]
-        length = int(trainer.args.max_completion_length)
+        length = int(run.method.cfg.max_completion_length)
         # Of the prompt's own tokens: none stands for an image that is not there.
-        draw, words = random.Random(0), [int(trainer.pad_token_id)] if any(prompt.pictures) else longest
-        counts = checks.group_sizes(trainer.args, batch_size)
+        draw, words = random.Random(0), [int(run.pad_token_id)] if any(prompt.pictures) else longest
+        counts = checks.group_sizes(run.args, batch_size)
         drawn = [[draw.choices(words, k=length) for _ in range(n)] for n in counts]
         shown = lambda n: [prompt.pictures[0], *([] for _ in range(n))] if any(prompt.pictures) else []  # noqa: E731
         rows = [Row(longest, d, [[1] * length] * len(d), pictures=shown(len(d))) for d in drawn]
-    trainer.checks.longest_of_data = max(
-        len(row.prompt_ids) + max(map(len, row.completions), default=0) for row in rows
-    )
+    run.checks.longest_of_data = max(len(row.prompt_ids) + max(map(len, row.completions), default=0) for row in rows)
     return rows
 
 
@@ -241,28 +234,28 @@ def batch_sizes(args: Any) -> list[int]:
     return [n for n in sizes if steps is None or batch * int(steps) % n == 0]
 
 
-def _choose_batch_size(trainer: PostTrainer) -> None:
+def _choose_batch_size(run: Run, head: DatasetHead, optimizer: Any) -> None:
     """Bisect over `batch_sizes` with dry steps at the longest lengths; all ranks take the smallest that any found."""
-    if trainer.method.traits.single_pass:
+    if run.method.traits.single_pass:
         raise ConfigError(
             "per_device_train_batch_size='auto' with a loss that compares the rows of a micro-batch: its size is part of "
             "the loss. Set a number."
         )
-    has, sizes = available_memory(trainer.args.device, memory_limit(trainer.args)), batch_sizes(trainer.args)
+    has, sizes = available_memory(run.args.device, memory_limit(run.args)), batch_sizes(run.args)
     limit, tried = int(checks.MOST * has.free), {}
 
     def fits(size: int) -> bool:
-        batch = largest_pass(trainer, size)
+        batch = largest_pass(run, head, size)
         shape = (*batch.input_ids.shape, int(batch.loss_mask.sum()))
         if shape not in tried:
-            tried[shape] = _predicted(trainer, batch.input_ids.numel(), tried.values(), limit) or dry_step(
-                trainer, size
+            tried[shape] = _predicted(run, batch.input_ids.numel(), tried.values(), limit) or dry_step(
+                run, head, optimizer, size
             )
         return not tried[shape].failed and tried[shape].needed <= limit
 
     # Larger steps never need less.
     count = bisect.bisect_left(sizes, True, lo=1, key=lambda size: not fits(size)) if fits(sizes[0]) else 0
-    size = min(parallel.all_gather_objects([sizes[count - 1] if count else 0], trainer.accelerator))
+    size = min(parallel.all_gather_objects([sizes[count - 1] if count else 0], run.accelerator))
     if size == 0:
         least = min(step.needed for step in tried.values())
         raise ConfigError(
@@ -270,25 +263,25 @@ def _choose_batch_size(trainer: PostTrainer) -> None:
             f"{has.where} has {gib(has.free)} (of which {checks.MOST:.0%} are planned with). Lower max_length or "
             "max_completion_length, train an adapter, or take optim='adafactor'."
         )
-    _take_batch_size(trainer, size)
+    _take_batch_size(run, size)
     logger.warning(
         "per_device_train_batch_size='auto': %d, with gradient_accumulation_steps=%d, of sizes %s, in %s.",
-        size, trainer.args.gradient_accumulation_steps, sizes, gib(has.free),
+        size, run.args.gradient_accumulation_steps, sizes, gib(has.free),
     )  # fmt: skip
 
 
-def _predicted(trainer: PostTrainer, tokens: int, tried: Iterable[DryStep], limit: int) -> DryStep | None:
+def _predicted(run: Run, tokens: int, tried: Iterable[DryStep], limit: int) -> DryStep | None:
     """A step far beyond the limit by what smaller passes took: on a CPU the system would end the process."""
     last = max((step for step in tried if not step.failed), key=lambda step: step.tokens, default=None)
     if last is None:
         return None
-    each = max(last.peak - in_use(trainer.args.device), 0) / max(last.tokens, 1)
+    each = max(last.peak - in_use(run.args.device), 0) / max(last.tokens, 1)
     needed = last.needed + int(each * (tokens - last.tokens))
     return DryStep(needed, needed, tokens, 0.0, failed=True) if needed > 1.5 * limit else None
 
 
-def _take_batch_size(trainer: PostTrainer, size: int) -> None:
-    args = trainer.args
+def _take_batch_size(run: Run, size: int) -> None:
+    args = run.args
     old = int(args.per_device_train_batch_size)
     args.gradient_accumulation_steps = old * int(args.gradient_accumulation_steps) // size
     if "steps_per_generation" in vars(args):
@@ -297,5 +290,17 @@ def _take_batch_size(trainer: PostTrainer, size: int) -> None:
     args.auto_batch_size = False  # Found: a second call of train() keeps it.
     if hasattr(args, "micro_batch_size"):
         args.micro_batch_size = size * args.world_size
-    trainer._train_batch_size = args.train_batch_size
-    trainer.accelerator.gradient_accumulation_steps = args.gradient_accumulation_steps
+    run.accelerator.gradient_accumulation_steps = args.gradient_accumulation_steps
+
+
+def _kind(device: torch.device) -> str:
+    return "cuda" if device.type == "cpu" else device.type  # fork_rng saves the CPU's numbers in any case.
+
+
+def _devices(device: torch.device) -> list[Any]:
+    return [] if device.type == "cpu" else [device]
+
+
+def _is_memory(error: BaseException) -> bool:
+    text = str(error).lower()
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or ("alloc" in text and "memory" in text)

@@ -20,7 +20,7 @@ from posttrain.models.forward import forward, virtual_tokens
 from posttrain.types import Batch, LossTerms
 
 if TYPE_CHECKING:
-    from posttrain.loop.trainer import PostTrainer
+    from posttrain.loop.run import Run
 
 IGNORED = -100
 OWN = "own"  # What the user's own loss is a mean over.
@@ -77,26 +77,34 @@ class _Evaluation:
     """One pass over an evaluation set: loss divided by the set's own counts, metrics, predictions.
 
     Args:
-        trainer: Whose model, objective and hooks are used.
+        run: Whose objective and hooks are used.
         model: In evaluation mode.
+        compute_metrics: The user's.
         keeps_predictions: Whether predictions are wanted though nobody computes metrics.
     """
 
-    def __init__(self, trainer: PostTrainer, model: nn.Module, *, keeps_predictions: bool) -> None:
-        self.trainer, self.model, self.keeps_predictions = trainer, model, keeps_predictions
-        self.args, self.accelerator = trainer.args, trainer.accelerator
-        self.compute_metrics: Callable[..., dict[str, float]] | None = trainer.compute_metrics
+    def __init__(
+        self,
+        run: Run,
+        model: nn.Module,
+        compute_metrics: Callable[..., dict[str, float]] | None,
+        *,
+        keeps_predictions: bool,
+    ) -> None:
+        self.context, self.model, self.keeps_predictions = run, model, keeps_predictions
+        self.args, self.accelerator, self.hooks = run.args, run.accelerator, run.hooks
+        self.compute_metrics = compute_metrics
         self.wanted = self.compute_metrics is not None or keeps_predictions
         self.by_batch = self.compute_metrics is not None and self.args.batch_eval_metrics
-        self.tally = _Tally.named(trainer.named_counts([]))
+        self.tally = _Tally.named(run.hooks.named_counts([]))
 
     @torch.no_grad()
     def run(self, dataloader: Any) -> float:
         """Go over the set; returns the loss over all ranks' rows."""
         for inputs, last in _with_last(dataloader):
-            batches = [batch.to(self.args.device) for batch in self.trainer.eval_batches(inputs)]
+            batches = [batch.to(self.args.device) for batch in self.hooks.eval_batches(inputs)]
             seen = _Seen()
-            for batch, counts in parallel.in_step(batches, self.accelerator, self.trainer.spare_batch):
+            for batch, counts in parallel.in_step(batches, self.accelerator, self.context.spare_batch):
                 if counts:
                     self._add(batch, seen)
                 else:
@@ -129,22 +137,20 @@ class _Evaluation:
 
     def _idle(self, batch: Batch) -> None:
         """A forward pass that only keeps ranks in step."""
-        with self.trainer.compute_loss_context_manager():
-            forward(self.model, batch, self.trainer.method.traits.needs, chunk_size=self.args.logits_chunk_size)
+        forward(self.model, batch, self.context.method.traits.needs, chunk_size=self.args.logits_chunk_size)
 
     def _sums(self, batch: Batch, counts: dict[str, float]) -> dict[str, float]:
         """The loss of one pass as sums by reduction; the user's own loss may add counts."""
-        with self.trainer.compute_loss_context_manager():
-            if self.trainer.own_loss:
-                return _own_loss(self.trainer, self.model, batch, counts)
-            terms, _ = self.trainer.compute_loss_terms(self.model, batch)
-            self.trainer.buffers["eval"].add(terms.metrics)
-            return _loss_sums(terms)
+        if self.hooks.own_loss:
+            return _own_loss(self.context, self.model, batch, counts)
+        terms, _ = self.hooks.compute_loss_terms(self.model, batch)
+        self.context.log(terms.metrics, "eval")
+        return _loss_sums(terms)
 
     def _add(self, batch: Batch, seen: _Seen) -> None:
         """Add up the loss of one pass."""
         counts: dict[str, float] = {"token": batch.num_loss_tokens, "sequence": batch.num_sequences, "pass": 1}
-        counts |= self.trainer.named_counts([batch])
+        counts |= self.hooks.named_counts([batch])
         sums = self._sums(batch, counts)
         for name, value in counts.items():
             self.tally.counts[name] += value
@@ -155,9 +161,9 @@ class _Evaluation:
 
     def _see(self, batches: list[Batch], seen: _Seen) -> None:
         """Predictions of one evaluation batch, and the ids and losses of its sequences."""
-        pairs = self.trainer.predictions(self.model, batches)
+        pairs = self.hooks.predictions(self.model, batches)
         for _ in range(parallel.equal_passes(len(batches), self.accelerator) - len(batches)):
-            self._idle(self.trainer.spare_batch())
+            self._idle(self.context.spare_batch())
         seen.predictions, seen.labels = [p for p, _ in pairs], [label for _, label in pairs]
         # As transformers does it: each row has the loss of its batch.
         average = sum(seen.losses) / max(len(seen.losses), 1)
@@ -194,47 +200,53 @@ class _Evaluation:
         return EvalPrediction(*(map(_tensors, shown) if as_tensors else shown))
 
 
-def evaluate(trainer: PostTrainer, dataloader: Any, prefix: str, *, predicts: bool) -> tuple[EvalLoopOutput, int]:
-    """Go over an evaluation set with a trainer's loss, metrics and predictions.
+def evaluate(
+    run: Run,
+    dataloader: Any,
+    prefix: str,
+    compute_metrics: Callable[..., dict[str, float]] | None,
+    *,
+    answers: int,
+    predicts: bool,
+) -> tuple[EvalLoopOutput, int]:
+    """Go over an evaluation set with a run's loss, metrics and predictions.
 
     Args:
-        trainer: Whose model, objective and hooks are used.
+        run: Whose model, objective and hooks are used.
         dataloader: See `evaluation_loader`.
         prefix: Of the names of metrics.
+        compute_metrics: The user's.
+        answers: Sequences of a row of the dataset.
         predicts: Whether predictions are wanted though nobody computes metrics.
 
     Returns:
         What `transformers.Trainer.evaluation_loop` returns, and the batches there were.
     """
-    model = trainer.model_wrapped if parallel.shards_parameters(trainer.accelerator) else trainer.model
+    accelerator = run.accelerator
+    model = run.wrapped if parallel.shards_parameters(accelerator) else run.model
     model.eval()
-    half = trainer.accelerator.mixed_precision != "no"
-    if half and model is trainer.model and not hasattr(model, "_original_forward"):
-        model = trainer.accelerator.prepare_model(model, evaluation_mode=True)
-
-    run = _Evaluation(trainer, model, keeps_predictions=predicts)
-    metrics = {f"{prefix}_loss": run.run(dataloader)}
-    for name, value in trainer.reduced_metrics("eval").items():
-        metrics[f"{prefix}_{name}"] = value
-    # Trained so far: evaluation adds none.
-    metrics[f"{prefix}_num_tokens"] = trainer.counters["num_tokens"]
-    predictions, labels, own = run.results()
-    for name, value in own.items():
-        metrics[name if name.startswith(f"{prefix}_") else f"{prefix}_{name}"] = value
-    rows = run.num_rows(dataloader, trainer.answers_per_row)
-    return EvalLoopOutput(predictions, labels, metrics, num_samples=rows), run.tally.rounds
+    if accelerator.mixed_precision != "no" and model is run.model and not hasattr(model, "_original_forward"):
+        model = accelerator.prepare_model(model, evaluation_mode=True)
+    evaluation = _Evaluation(run, model, compute_metrics, keeps_predictions=predicts)
+    metrics = {"loss": evaluation.run(dataloader)} | run.reduced_metrics("eval")
+    metrics["num_tokens"] = run.counters["num_tokens"]  # Trained so far: evaluation adds none.
+    metrics = {f"{prefix}_{name}": value for name, value in metrics.items()}
+    predictions, labels, own = evaluation.results()
+    metrics |= {name if name.startswith(f"{prefix}_") else f"{prefix}_{name}": value for name, value in own.items()}
+    rows = evaluation.num_rows(dataloader, answers)
+    return EvalLoopOutput(predictions, labels, metrics, num_samples=rows), evaluation.tally.rounds
 
 
-def _own_loss(trainer: PostTrainer, model: nn.Module, batch: Batch, counts: dict[str, float]) -> dict[str, float]:
+def _own_loss(run: Run, model: nn.Module, batch: Batch, counts: dict[str, float]) -> dict[str, float]:
     """The user's loss as a sum, the pass taken as an optimiser step; adds to ``counts`` what that loss is a mean over."""
-    before = trainer.denominators
-    trainer.reduced_by = "token" if trainer.compute_loss_func is not None else None
-    trainer.denominators = Denominators(counts["token"], counts["sequence"], 1, 1, trainer.named_counts([batch]))
+    before = run.denominators
+    run.reduced_by = None
+    run.denominators = Denominators(counts["token"], counts["sequence"], 1, 1, run.hooks.named_counts([batch]))
     try:
-        loss = float(trainer.compute_loss(model, batch))
+        loss = float(run.hooks.compute_loss(model, batch))
     finally:
-        trainer.denominators = before
-    counts[OWN] = counts[_divisor(trainer.reduced_by or "sequence", counts)]
+        run.denominators = before
+    counts[OWN] = counts[_divisor(run.reduced_by or "sequence", counts)]
     return {OWN: loss * counts[OWN]}
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import transformers
@@ -13,6 +13,7 @@ from posttrain.checks import memory as checks
 from posttrain.checks.machine import memory_limit
 from posttrain.checks.registry import codes_of
 from posttrain.errors import ModelError
+from posttrain.loop.run import Run
 from posttrain.metrics import mean
 from posttrain.models import parallel
 from posttrain.models.memory import (
@@ -21,10 +22,6 @@ from posttrain.models.memory import (
     compute_mfu,
     peak_in_use,
 )
-
-if TYPE_CHECKING:
-    pass
-
 
 PROFILED = (3, 50)  # Then every thousandth step.
 
@@ -44,8 +41,8 @@ class MemoryProfile(transformers.TrainerCallback):
     ``health/generation_share``.
     """
 
-    def __init__(self, trainer: Any) -> None:
-        self.trainer = trainer
+    def __init__(self, run: Run) -> None:
+        self.run = run
         self._begun: tuple[float, int, int] | None = None  # Time, real and computed tokens when the first step ended.
         self._logs: dict[str, float] = {}
 
@@ -54,35 +51,35 @@ class MemoryProfile(transformers.TrainerCallback):
         if logs and "step_time" in logs:
             self._logs = dict(logs)
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+    def on_step_end(self, args: Any, state: Any, control: Any, optimizer: Any = None, **_: Any) -> None:
         """Look, where it is time."""
-        tokens = self.trainer.checks.tokens_seen
+        tokens = self.run.checks.tokens_seen
         if self._begun is None:
             self._begun = (time.perf_counter(), *tokens)
             return
         if state.global_step in PROFILED or state.global_step % EVERY == 0:
-            self._look(state.global_step, tokens)
+            self._look(state.global_step, tokens, optimizer)
 
-    def _look(self, step: int, tokens: tuple[int, int]) -> None:
-        trainer = self.trainer
+    def _look(self, step: int, tokens: tuple[int, int], optimizer: Any) -> None:
+        run = self.run
         assert self._begun is not None
         seconds = max(time.perf_counter() - self._begun[0], 1e-9)
         real, computed = (now - before for now, before in zip(tokens, self._begun[1:], strict=True))
-        ranks = parallel.all_gather_objects([(real, computed)], trainer.accelerator)
+        ranks = parallel.all_gather_objects([(real, computed)], run.accelerator)
         rate = sum(one for one, _ in ranks) / seconds
         work = [one for _, one in ranks]
         imbalance = max(work) * len(work) / max(sum(work), 1)
-        seen = self._profile(step, rate, imbalance)
-        trainer.log_metrics_now({name: mean(value) for name, value in _logged(seen).items()})
-        with trainer.checks.preflight.record_check("log_step", codes_of("M", "log_step")):
-            trainer.checks.report(checks.check_profile(seen))
+        seen = self._profile(step, rate, imbalance, optimizer)
+        run.log({name: mean(value) for name, value in _logged(seen).items()})
+        with run.checks.preflight.record_check("log_step", codes_of("M", "log_step")):
+            run.checks.report(checks.check_profile(seen))
 
-    def _profile(self, step: int, rate: float, imbalance: float) -> checks.Profile:
-        trainer, args = self.trainer, self.trainer.args
+    def _profile(self, step: int, rate: float, imbalance: float, optimizer: Any) -> checks.Profile:
+        run, args = self.run, self.run.args
         device, peak = args.device, peak_in_use(args.device)
         has = available_memory(device, memory_limit(args))
         gpu = device.type == "cuda"
-        largest = trainer.checks.largest_seen
+        largest = run.checks.largest_seen
         return checks.Profile(
             step=step,
             peak=peak,
@@ -92,12 +89,12 @@ class MemoryProfile(transformers.TrainerCallback):
             batch=int(args.per_device_train_batch_size),
             accumulation=int(args.gradient_accumulation_steps),
             pass_tokens=largest[0],
-            row_tokens=trainer.layout.row_tokens,
-            standing=_standing(trainer),
-            longest=trainer.checks.longest_of_data,
+            row_tokens=run.layout.row_tokens,
+            standing=_standing(run.model, optimizer),
+            longest=run.checks.longest_of_data,
             longest_seen=largest[1],
             tokens_per_second=rate,
-            mfu=_mfu(trainer, rate, largest[1]) if gpu else None,
+            mfu=_mfu(run, rate, largest[1]) if gpu else None,
             imbalance=imbalance,
             generation=self._generation(),
             checkpointing=bool(getattr(args, "activation_checkpointing", None) or args.gradient_checkpointing),
@@ -107,7 +104,8 @@ class MemoryProfile(transformers.TrainerCallback):
         logs = self._logs
         if "rollouts/seconds" not in logs or not logs.get("step_time"):
             return None
-        return min(1.0, logs["rollouts/seconds"] * self.trainer.generations_per_step / logs["step_time"])
+        generations = self.run.method.cfg.generations_per_step
+        return min(1.0, logs["rollouts/seconds"] * generations / logs["step_time"])
 
 
 def _logged(seen: checks.Profile) -> dict[str, float]:
@@ -126,22 +124,21 @@ def _logged(seen: checks.Profile) -> dict[str, float]:
     return found
 
 
-def _standing(trainer: Any) -> int:
+def _standing(model: nn.Module, optimizer: Any) -> int:
     """Bytes that no batch changes: weights, their gradients, optimiser states."""
-    model: nn.Module = trainer.model
     weights = sum(p.nbytes * (2 if p.requires_grad else 1) for p in model.parameters())
-    states = getattr(trainer.optimizer, "state", {}) or {}
+    states = getattr(optimizer, "state", {}) or {}
     kept = [v for state in states.values() if isinstance(state, dict) for v in state.values()]
     return weights + sum(value.nbytes for value in kept if isinstance(value, torch.Tensor))
 
 
-def _mfu(trainer: Any, rate: float, length: int) -> float | None:
-    name = torch.cuda.get_device_name(trainer.args.device)
+def _mfu(run: Run, rate: float, length: int) -> float | None:
+    name = torch.cuda.get_device_name(run.args.device)
     peak = next((value for key, value in PEAKS.items() if key in name), None)
     if peak is None or not length:
         return None
     try:
-        each = compute_flops_per_token(trainer.model.config, length)
+        each = compute_flops_per_token(run.model.config, length)
     except ModelError:
         return None
-    return compute_mfu(each, rate, trainer.accelerator.num_processes, peak)
+    return compute_mfu(each, rate, run.accelerator.num_processes, peak)

@@ -530,18 +530,12 @@ class OnlineTrainer(PostTrainer):
         self.scorer = Scorer(self.rewards, self.processing_class, self.accelerator)
         self.reward_watch.start(self.args.device, getattr(self.args, "max_completion_length", None))
 
-    @property
-    def generations_per_step(self) -> float:
-        """Generations of one optimiser step."""
-        args = self.args
-        return args.gradient_accumulation_steps / ((args.steps_per_generation or 1) * args.num_iterations)
-
     def log_checks(self, logs: dict[str, float]) -> Iterable[Finding | None]:
         """Of generating and learning, where a step was logged."""
         yield from super().log_checks(logs)
         rows = self.state.log_history
         if rows and "loss" in rows[-1]:
-            yield from log_rules.check_log(rows, generations_per_step=self.generations_per_step)
+            yield from log_rules.check_log(rows, generations_per_step=self.args.generations_per_step)
 
     def postprocess_metrics(self, metrics: dict[str, float]) -> dict[str, float]:
         """Lengths of ended completions are 0 where none ended."""

@@ -1,57 +1,67 @@
-"""When memory runs out: a pass that does not fit is divided, and the step goes on with the same normalisers."""
+"""Forward and backward over the batches of a micro-batch; a pass that memory has no room for is divided."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from posttrain.metrics import MetricBuffer, total
+from posttrain.data.forest import halves
+from posttrain.loop.run import Run
+from posttrain.metrics import total
+from posttrain.models import memory, parallel, token_split
+from posttrain.models.forward import help_with
 from posttrain.types import Batch
 
-if TYPE_CHECKING:
-    pass
-
 logger = logging.getLogger(__name__)
-
 
 MOST_HALVINGS = 3  # Of one pass; what does not fit in an eighth will not fit in a sixteenth.
 
 
 class PassRunner:
-    """Runs one forward and backward pass, in halves where the device has no room for it.
+    """Runs forward and backward passes, in halves where the device has no room for one.
 
     The loss is a sum over completions divided by counts of the whole optimiser step, so that two halves add up to the
     gradient of the whole. A backward pass that broke off has left part of its gradient behind: then all passes of the
     step are run again. With several processes the error is passed on: the others would wait for this one.
 
     Args:
-        loss: ``(model, batch) -> Tensor``, the scalar to call backward on; the batch is on any device.
-        backward: Called with that scalar.
-        halves: ``batch -> [batch, ...]``, one element where it cannot be divided.
-        buffers: Metrics by mode; those of a pass that failed are dropped from ``train``.
-        shards: Whether gradients are sharded over processes, so that a broken backward pass cannot be undone.
+        run: Whose losses are computed, by ``hooks.compute_loss``.
     """
 
-    def __init__(
-        self,
-        loss: Callable[[nn.Module, Batch], Tensor],
-        backward: Callable[[Tensor], None],
-        halves: Callable[[Batch], list[Batch]],
-        buffers: dict[str, MetricBuffer],
-        *,
-        shards: bool,
-    ) -> None:
-        self.loss, self.backward, self.halves, self.buffers, self.shards = loss, backward, halves, buffers, shards
+    def __init__(self, run: Run) -> None:
+        self.run = run
         # Tokens of a pass, padding included; known once memory has run out.
         self.most_tokens: int | None = None
         self.step = -1
         self._done: tuple[tuple[Batch, float], ...] = ()
 
-    def run(self, model: nn.Module, batch: Batch, weight: float = 1.0, *, step: int, halvings: int = 0) -> Tensor:
+    def train(self, model: nn.Module, batches: list[Batch]) -> Tensor:
+        """Forward and backward of one micro-batch; returns its summed loss, a scalar without a graph.
+
+        Args:
+            model: As the run wraps it.
+            batches: One forward pass each.
+        """
+        run = self.run
+        accelerator, device, split = run.accelerator, run.args.device, token_split.active()
+        loss = torch.zeros((), device=device)
+        offloading = memory.get_act_offloading_ctx_manager(model, enabled=run.args.activation_offloading)
+        passes = parallel.equal_passes(len(batches), accelerator)
+        with memory.gradients_first(model, passes=passes * (1 if split is None else split.size)):
+            for index in range(passes):
+                batch = batches[min(index, len(batches) - 1)]
+                idle = index >= len(batches)  # Only to keep collectives equal over ranks.
+                for helped, last in token_split.turns(index == passes - 1):
+                    with offloading, parallel.no_sync(model, last=last):
+                        if helped is not None:  # Columns of a pass of another process of the group.
+                            parallel.backward(accelerator, help_with(model, helped, device))
+                            continue
+                        loss = loss + self.compute(model, batch, 0.0 if idle else 1.0, step=run.state.global_step)
+        return loss
+
+    def compute(self, model: nn.Module, batch: Batch, weight: float = 1.0, *, step: int, halvings: int = 0) -> Tensor:
         """Forward and backward of one batch; returns its loss times ``weight``, detached.
 
         Args:
@@ -67,14 +77,14 @@ class PassRunner:
         if self.step != step:
             self._done, self.step = (), step
         if self.most_tokens is not None and batch.input_ids.numel() > self.most_tokens:
-            parts = self.halves(batch)
+            parts = self._halves(batch)
             if len(parts) > 1:
                 return self._parts(model, parts, weight, halvings)
         loss, problem = self._attempt(model, batch, weight)
         if problem is None:
             self._done = (*self._done, (batch, weight))
             return loss
-        parts = self.halves(batch) if halvings < MOST_HALVINGS else [batch]
+        parts = self._halves(batch) if halvings < MOST_HALVINGS else [batch]
         if len(parts) == 1:
             raise problem
         size = batch.input_ids.numel()
@@ -84,34 +94,33 @@ class PassRunner:
             "not change. Fix: lower max_row_tokens, per_device_train_batch_size or max_completion_length.",
             size, step + 1, self.most_tokens,
         )  # fmt: skip
-        self.buffers["train"].add({"memory/halvings": total(1.0)})
+        self.run.buffers["train"].add({"memory/halvings": total(1.0)})
         return self._parts(model, parts, weight, halvings + 1)
 
     def _parts(self, model: nn.Module, parts: list[Batch], weight: float, halvings: int) -> Tensor:
-        return torch.stack([self.run(model, part, weight, step=self.step, halvings=halvings) for part in parts]).sum()
+        return torch.stack(
+            [self.compute(model, part, weight, step=self.step, halvings=halvings) for part in parts]
+        ).sum()
 
     def _attempt(
         self, model: nn.Module, batch: Batch, weight: float
     ) -> tuple[Tensor, None] | tuple[None, torch.OutOfMemoryError]:
         """The loss, or the error; after one, gradients and metrics are as they were before."""
-        metrics, self.buffers["train"] = self.buffers["train"], MetricBuffer()
-        began, problem, loss = False, None, torch.zeros(())
+        run, began = self.run, False
+        metrics = run.buffers["train"].snapshot()
         try:
-            loss = self.loss(model, batch) * weight
+            loss = run.hooks.compute_loss(model, batch.to(run.args.device)) * weight
             began = True
-            self.backward(loss)
-            metrics.merge(self.buffers["train"])
+            parallel.backward(run.accelerator, loss)
+            return loss.detach(), None
         except torch.OutOfMemoryError as error:
             # The frames of the traceback hold the activations.
             problem = error.with_traceback(None)
-        finally:
-            self.buffers["train"] = metrics
-        if problem is None:
-            return loss.detach(), None
-        del loss
+        run.buffers["train"].restore(metrics)
+        loss = None
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
-        if began and not self.shards:
+        if began and not parallel.shards_parameters(run.accelerator):
             self._again(model)
         return None, problem
 
@@ -119,23 +128,17 @@ class PassRunner:
         """Recompute the gradients of this step's earlier passes, which a broken backward pass has changed."""
         for parameter in model.parameters():
             parameter.grad = None
-        metrics, self.buffers["train"] = self.buffers["train"], MetricBuffer()
-        done, self._done = self._done, ()
+        metrics, done = self.run.buffers["train"].snapshot(), self._done
+        self._done = ()
         try:
             for batch, weight in done:
-                self.run(model, batch, weight, step=self.step)
+                self.compute(model, batch, weight, step=self.step)
         finally:
-            self.buffers["train"] = metrics
+            self.run.buffers["train"].restore(metrics)
 
-
-def _kind(device: torch.device) -> str:
-    return "cuda" if device.type == "cpu" else device.type  # fork_rng saves the CPU's numbers in any case.
-
-
-def _devices(device: torch.device) -> list[Any]:
-    return [] if device.type == "cpu" else [device]
-
-
-def _is_memory(error: BaseException) -> bool:
-    text = str(error).lower()
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or ("alloc" in text and "memory" in text)
+    def _halves(self, batch: Batch) -> list[Batch]:
+        """The batch in parts; itself where the objective wants it whole, or where other processes would be left behind."""
+        run, traits = self.run, self.run.method.traits
+        if traits.single_pass or run.router_coefficient or run.accelerator.num_processes > 1:
+            return [batch]
+        return halves(batch, pad_token_id=run.pad_token_id, layout=run.layout, whole_rows=traits.whole_rows)

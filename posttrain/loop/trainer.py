@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import itertools
 import logging
 import math
@@ -13,29 +14,33 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
-import torch
 import transformers
+from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
+from transformers import TrainerState
 from transformers.trainer_utils import EvalLoopOutput, set_seed
 
 from posttrain.checks.registry import Preflight
-from posttrain.data.forest import Layout, collate, halves
+from posttrain.data.forest import Layout
 from posttrain.data.formats import plain_rows
 from posttrain.data.samplers import Deal
-from posttrain.loop import attributes, build, checkpoint
+from posttrain.loop import attributes, build, checkpoint, step
+from posttrain.loop.checks import Checks
 from posttrain.loop.data_report import DataReport, DataReportCallback, DatasetHead, prompt_rows, warnings_are_errors
 from posttrain.loop.dry_step import DryStep, dry_step, fit_memory
 from posttrain.loop.evaluation import count_rounds, evaluate, evaluation_loader, predicted_rows
+from posttrain.loop.memory_profile import MemoryProfile
 from posttrain.loop.passes import PassRunner
 from posttrain.loop.pictures import Vision
+from posttrain.loop.run import Hooks, OfRun, Run
 from posttrain.loop.token_split import begin_split, refuse_predict, without_accelerate
-from posttrain.losses.reduce import Denominators, reduce
+from posttrain.losses.reduce import Denominators
 from posttrain.methods.base import Method
 from posttrain.methods.config import PostTrainingConfig
 from posttrain.metrics import Metric, MetricBuffer, mean
 from posttrain.models import load, memory, parallel, token_split
-from posttrain.models.forward import add_router_term, forward, help_with, noisy_embeddings, router_coefficient
+from posttrain.models.forward import noisy_embeddings, router_coefficient
 from posttrain.models.quantised import check_quantised
 from posttrain.models.vision import load_renamed
 from posttrain.report.card import create_model_card
@@ -58,10 +63,26 @@ class PostTrainer(transformers.Trainer):
     # Names for the model card, as TRL's trainers have them; by the class that says METHOD where it says no others.
     _name: ClassVar[str] = "post-training"
     _tag_names: ClassVar[list[str]] = ["posttrain"]
-    denominators = Denominators(1, 1, 1)  # Of the current optimiser step.
+    # What a run is made of stands in `run`; by these names a trainer and what TRL's callbacks read of it have it too.
+    run: Run
+    method: OfRun[Method[Any]] = OfRun("method")
+    vision = OfRun[Vision]("vision")
+    checks = OfRun[Checks]("checks")
+    buffers = OfRun[dict[str, MetricBuffer]]("buffers")
+    _metrics = OfRun[dict[str, MetricBuffer]]("buffers")
+    counters = OfRun[dict[str, float]]("counters")
+    denominators = OfRun[Denominators]("denominators")
+    model = OfRun[Any]("model")
+    model_wrapped = OfRun[Any]("wrapped")
+    accelerator = OfRun[Accelerator]("accelerator")
+    state = OfRun[TrainerState]("state")
+    pad_token_id = OfRun[int]("pad_token_id")
+    fresh_adapter = OfRun[bool]("fresh_adapter")
+    router_coefficient = OfRun[float]("router_coefficient")
+    layout = OfRun[Layout]("layout")
+    reduced_by = OfRun["str | None"]("reduced_by")  # The reduction of the loss that `compute_loss` returned last.
     no_rows: Any = ()  # What an evaluation batch without rows is collated to.
     _in_loop, _eval_rounds = False, 0
-    reduced_by: str | None = None  # The reduction of the loss that `compute_loss` returned last.
     _window_start: float | None = None
     _head: DatasetHead | None = None
 
@@ -101,7 +122,7 @@ class PostTrainer(transformers.Trainer):
         model_id = load.model_id_of(model, type(self).__name__)
         args = build.as_config(self.config_class, args or f"{Path(model_id).name or 'model'}-{self._name}")
         self.args, self.user_collator = args, trainer_kwargs.pop("data_collator", None)
-        self.method = self.METHOD(args)
+        self.run = Run(args, self.METHOD(args), type(self).__name__)
         build.check_hooks(self, trainer_kwargs.get("compute_loss_func"))
         build.check_arguments(self.method.traits, type(self).__name__, model, args, train_dataset, self.user_collator)
         check_quantised(model, args, peft_config, quantization_config)
@@ -126,8 +147,6 @@ class PostTrainer(transformers.Trainer):
         with parallel.main_process_first(), warnings_are_errors(args.strict_data):
             train_dataset, eval_dataset = self.prepare_datasets(train_dataset, eval_dataset)
         model = self._prepare_model(self._load(model, args, init, quantization_config), args, peft_config)
-        self.buffers = {"train": MetricBuffer(), "eval": MetricBuffer()}
-        self.counters: dict[str, float] = {"num_tokens": 0.0}
         self.router_coefficient = router_coefficient(model, args)
         trainer_kwargs |= {"train_dataset": train_dataset, "eval_dataset": eval_dataset}
         super().__init__(model, args, self.collator(), processing_class=self.processing_class, **trainer_kwargs)
@@ -149,10 +168,7 @@ class PostTrainer(transformers.Trainer):
         self._set_signature_columns_if_needed()
         self.checks.knows(model=self.model)
         self.check_start()
-        args, shards = self.args, parallel.shards_parameters(self.accelerator)
-        # Looked up at every call: a user may replace them on the instance.
-        loss, backward = lambda *given: self._loss_of_pass(*given), partial(parallel.backward, self.accelerator)
-        self.passes = PassRunner(loss, backward, self._halves, self.buffers, shards=shards)
+        args, self.passes, self.run.hooks = self.args, PassRunner(self.run), self._hooks()
         self.record, self.interrupt = RunRecordCallback(args, self.processing_class), checkpoint.GracefulInterrupt()
         size = lambda: checkpoint.checkpoint_bytes(self.model, args)  # noqa: E731
         self.checkpoints = checkpoint.Checkpointer(args, self.accelerator, self.record.lock, size)
@@ -194,7 +210,7 @@ class PostTrainer(transformers.Trainer):
     @property
     def temperature(self) -> float:
         """What the logits are divided by before any log-prob."""
-        return getattr(self.args, "temperature", 1.0)
+        return self.method.temperature
 
     # Construction ------------------------------------------------------------------------------------------------
 
@@ -243,13 +259,7 @@ class PostTrainer(transformers.Trainer):
 
     def collator(self) -> Callable[[list[dict[str, Any]]], Any]:
         """Dataset examples to what the loader yields: here, the batches of one micro-batch."""
-        return lambda examples: collate(
-            self.vision.placed(self.rows(examples), examples),
-            pad_token_id=self.pad_token_id,
-            layout=self.layout,
-            whole_rows=self.method.traits.whole_rows,
-            together=self.method.traits.single_pass,
-        )
+        return lambda examples: self.run.collate(self.vision.placed(self.rows(examples), examples))
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
         dataset = self.train_dataset if train_dataset is None else train_dataset
@@ -312,16 +322,20 @@ class PostTrainer(transformers.Trainer):
 
     def dry_step(self, batch_size: int | None = None) -> DryStep:
         """Forward and backward of the longest rows, see `posttrain.loop.dry_step.dry_step`."""
-        return dry_step(self, batch_size)
+        return dry_step(self.run, self.head, self.optimizer, batch_size)
 
     def train(self, resume_from_checkpoint: Any = None, **kwargs: Any) -> Any:
         """Train; Ctrl-C or SIGTERM finishes the step, saves a checkpoint and returns; ``trainer.interrupt.requested`` says so."""
-        fit_memory(self)
+        if not any(isinstance(callback, MemoryProfile) for callback in self.callback_handler.callbacks):
+            self.add_callback(MemoryProfile(self.run))
+        fit_memory(self.run, self.head, self.optimizer)
+        self._train_batch_size = self.args.train_batch_size
         resume = self.checkpoints.resolve(resume_from_checkpoint)
         if resume is not None:
             self.args.resume_from_checkpoint = resume  # Callbacks find their own state by it.
-        begin = partial(checkpoint.begin_in_folder, self, resumed=resume is not None)
-        parallel.run_and_share(lambda: self.accelerator.is_main_process and begin(), self.accelerator)
+        with parallel.failing_together(self.accelerator):
+            if self.accelerator.is_main_process:
+                self.checkpoints.take_folder(self.model, self.checks, resumed=resume is not None)
         if not self.args.max_grad_norm and not self.is_deepspeed_enabled:
             # At 0 no norm is taken, and NaN reaches the weights.
             self.args.max_grad_norm = math.inf
@@ -338,6 +352,26 @@ class PostTrainer(transformers.Trainer):
                 if hasattr(callback, "stop"):
                     callback.stop()
 
+    def _hooks(self) -> Hooks:
+        """What a subclass, or a user on this very trainer, has put in the place of the loop's and the algorithm's own."""
+        run, kind = self.run, type(self)
+
+        def own(name: str, default: Callable[..., Any]) -> Callable[..., Any]:
+            replaced = name in vars(self) or inspect.getattr_static(kind, name) is not vars(PostTrainer)[name]
+            return getattr(self, name) if replaced else default
+
+        return Hooks(
+            objective=own("objective", run.method.objective),
+            named_counts=own("named_counts", run.method.counts),
+            comparison=own("comparison", lambda batch: None),
+            compute_loss_terms=own("compute_loss_terms", partial(step.compute_terms, run)),
+            compute_loss=own("compute_loss", lambda model, batch: step.compute_loss(run, model, batch)[0]),
+            eval_batches=self.eval_batches,
+            postprocess_metrics=own("postprocess_metrics", run.method.derived_metrics),
+            predictions=self.predictions,
+            own_loss=self.own_loss,
+        )
+
     # One optimiser step ------------------------------------------------------------------------------------------
 
     def get_batch_samples(self, epoch_iterator: Iterator, num_batches: int, device: Any) -> tuple[list[Any], None]:
@@ -350,7 +384,9 @@ class PostTrainer(transformers.Trainer):
             return [], None
         self._window_start = began
         micro_batches = [self.micro_batch(inputs, index) for index, inputs in enumerate(drawn)]
-        self.denominators = self._count(micro_batches)
+        self.run.hooks = self._hooks()  # A user may have put methods of his own on the trainer.
+        self.denominators, seen = step.count(self.run, micro_batches)
+        self.count_tokens_seen(seen)
         self.before_step(micro_batches)
         # A step of fewer micro-batches ends with the last one all the same, and leaves no gradient to the next step.
         return [[]] * (num_batches - len(drawn)) + micro_batches, None
@@ -361,20 +397,6 @@ class PostTrainer(transformers.Trainer):
     def micro_batch(self, inputs: Any, index: int) -> list[Batch]:
         """What the loader yielded, as batches; online trainers generate here."""
         return inputs
-
-    def _count(self, micro_batches: Sequence[Sequence[Batch]]) -> Denominators:
-        """Tokens and sequences of the whole optimiser step, over micro-batches and ranks."""
-        batches = [batch for micro in micro_batches for batch in micro]
-        tokens = sum(batch.num_loss_tokens for batch in batches)
-        sequences = sum(batch.num_episodes for batch in batches)
-        seen = sum(batch.num_sequence_tokens for batch in batches)
-        named = self.named_counts(batches)
-        counts = [tokens, sequences, seen, len(batches), self.checks.has_overlong_sequence(batches), *named.values()]
-        tokens, sequences, seen, passes, alarms, *rest = parallel.all_reduce_sum(counts, self.accelerator)
-        self.count_tokens_seen(seen)
-        self.log_metrics_now(self.checks.step(batches, tokens, sequences, alarms, self.state))
-        totals = dict(zip(named, rest, strict=True))
-        return Denominators(tokens, sequences, passes, self.accelerator.num_processes, totals)
 
     def named_counts(self, batches: Sequence[Batch]) -> dict[str, float]:
         """Other counts of the optimiser step that the objective divides by; the same names on every rank."""
@@ -387,38 +409,7 @@ class PostTrainer(transformers.Trainer):
     def training_step(self, model: nn.Module, inputs: list[Batch], num_items_in_batch: Any = None) -> Tensor:
         """Forward and backward over the batches of one micro-batch; returns their summed loss."""
         model.train()
-        total = torch.zeros((), device=self.args.device)
-        offloading = memory.get_act_offloading_ctx_manager(model, enabled=self.args.activation_offloading)
-        passes = parallel.equal_passes(len(inputs), self.accelerator)
-        with memory.gradients_first(model, passes=passes * self.split_size):
-            for index in range(passes):
-                batch = inputs[min(index, len(inputs) - 1)]
-                idle = index >= len(inputs)  # Only to keep collectives equal over ranks.
-                for helped, last in token_split.turns(index == passes - 1):
-                    with offloading, parallel.no_sync(model, last=last):
-                        if helped is not None:
-                            self._help(model, helped)
-                            continue
-                        total = total + self.passes.run(model, batch, 0.0 if idle else 1.0, step=self.state.global_step)
-        return total
-
-    def _help(self, model: nn.Module, process: int) -> None:
-        """Columns of a pass of another process of the group, which this process computes."""
-        with self.compute_loss_context_manager():
-            loss = help_with(model, process, self.args.device)
-        self.passes.backward(loss)
-
-    def _loss_of_pass(self, model: nn.Module, batch: Batch) -> Tensor:
-        with self.compute_loss_context_manager():
-            return self.compute_loss(model, batch.to(self.args.device))
-
-    def _halves(self, batch: Batch) -> list[Batch]:
-        """The batch in parts; itself where the objective wants it whole, or where other processes would be left behind."""
-        if self.method.traits.single_pass or self.router_coefficient or self.accelerator.num_processes > 1:
-            return [batch]
-        return halves(
-            batch, pad_token_id=self.pad_token_id, layout=self.layout, whole_rows=self.method.traits.whole_rows
-        )
+        return self.passes.train(model, inputs)
 
     def _clip_grad_norm(self, model: nn.Module) -> Any:
         """Clip; a gradient that is not finite does not reach the weights, and three in a row end the run."""
@@ -443,21 +434,12 @@ class PostTrainer(transformers.Trainer):
         Returns:
             The sum of the pass's terms over counts of the whole optimiser step, so that losses of passes add up.
         """
-        terms, outputs = self.compute_loss_terms(model, inputs)
-        self.buffers["train" if model.training else "eval"].add(terms.metrics)
-        self.reduced_by = terms.count or terms.reduction
-        loss = reduce(terms, self.denominators.over(num_items_in_batch, allowed=self.method.traits.takes_loss_func))
+        loss, outputs = step.compute_loss(self.run, model, inputs, num_items_in_batch)
         return (loss, outputs) if return_outputs else loss
 
     def compute_loss_terms(self, model: nn.Module, batch: Batch) -> tuple[LossTerms, ModelOutputs]:
         """Forward and objective; a mixture of experts adds its load-balancing term, averaged over passes."""
-        needs = self.method.traits.needs | ({"aux"} if self.router_coefficient else set())
-        chunk, compare = self.args.logits_chunk_size, self.comparison(batch)
-        outputs = forward(model, batch, needs, temperature=self.temperature, chunk_size=chunk, compare=compare)
-        terms = self.objective(outputs, batch)
-        terms.share = batch.shares
-        add_router_term(terms, outputs, self.router_coefficient)
-        return terms, outputs
+        return step.compute_terms(self.run, model, batch)
 
     def comparison(self, batch: Batch) -> Any:
         """What the output layer does instead of log-probs, see `TokenHead.compare`; None: nothing."""
@@ -475,8 +457,7 @@ class PostTrainer(transformers.Trainer):
 
     def reduced_metrics(self, mode: str) -> dict[str, float]:
         """The metrics of the window since the last call, over all ranks."""
-        gather = partial(parallel.all_gather_objects, accelerator=self.accelerator)
-        return self.postprocess_metrics(self.buffers[mode].compute(gather))
+        return self.run.reduced_metrics(mode)
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
         if self._window_start is not None:
@@ -522,19 +503,27 @@ class PostTrainer(transformers.Trainer):
             checkpoint.export_callbacks((*self.callback_handler.callbacks, self.control), self.state)
             self.state.save_to_json(str(part / "trainer_state.json"))
 
+    @contextlib.contextmanager
+    def _reading_fsdp(self, folder: str | None) -> Iterator[None]:
+        with (
+            parallel.reading_fsdp(self.accelerator, folder, shards=self.is_fsdp_enabled) as reads,
+            build.with_attributes(self, {"is_fsdp_enabled": reads}),
+        ):
+            yield
+
     def _load_optimizer_and_scheduler(self, folder: str | None) -> None:
-        with parallel.reading_fsdp(self, folder):
+        with self._reading_fsdp(folder):
             super()._load_optimizer_and_scheduler(folder)
         if state := checkpoint.saved_state(folder, self.accelerator):
             self.load_saved_state(state)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        with parallel.reading_fsdp(self, resume_from_checkpoint):
+        with self._reading_fsdp(resume_from_checkpoint):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
         load_renamed(model or self.model, resume_from_checkpoint, self.accelerator)
 
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None) -> Any:
-        with parallel.reading_zero(self, resume_from_checkpoint):
+        with parallel.reading_zero(self.accelerator, lambda: self.model_wrapped, resume_from_checkpoint):
             return super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
 
     def _init_training_state(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
@@ -546,7 +535,8 @@ class PostTrainer(transformers.Trainer):
             super()._load_rng_state(checkpoint)
 
     def _load_best_model(self) -> None:
-        with parallel.reading_zero(self, self.state.best_model_checkpoint):
+        best = self.state.best_model_checkpoint
+        with parallel.reading_zero(self.accelerator, lambda: self.model_wrapped, best):
             super()._load_best_model()
         load_renamed(self.model, str(self.state.best_model_checkpoint), self.accelerator)
 
@@ -627,13 +617,14 @@ class PostTrainer(transformers.Trainer):
         ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:  # fmt: skip
         """Loss over the whole set, divided by its own counts: it does not depend on the evaluation batch size."""
-        output, self._eval_rounds = evaluate(self, dataloader, metric_key_prefix, predicts=description == "Prediction")
+        self.run.hooks = self._hooks()
+        options = {"answers": self.answers_per_row, "predicts": description == "Prediction"}
+        output, self._eval_rounds = evaluate(self.run, dataloader, metric_key_prefix, self.compute_metrics, **options)
         return output
 
     def spare_batch(self) -> Batch:
         """One token after another: what a rank without rows runs where a forward pass is a collective."""
-        token = int(self.pad_token_id)
-        return collate([Row([token], [[token]], [[1]])], pad_token_id=token, layout=self.layout)[0].to(self.args.device)
+        return self.run.spare_batch()
 
     @property
     def own_loss(self) -> bool:
@@ -642,8 +633,7 @@ class PostTrainer(transformers.Trainer):
 
     def predictions(self, model: nn.Module, batches: list[Batch]) -> list[tuple[Any, np.ndarray]]:
         """One (logits, labels) a row, in the order of the dataset; ``preprocess_logits_for_metrics`` makes them small."""
-        with self.compute_loss_context_manager():
-            return predicted_rows(model, batches, self.preprocess_logits_for_metrics)
+        return predicted_rows(model, batches, self.preprocess_logits_for_metrics)
 
     def floating_point_ops(self, inputs: Any) -> int:
         """Six per parameter and token, as the forward and backward of a dense transformer cost."""
@@ -655,4 +645,4 @@ class PostTrainer(transformers.Trainer):
 
     def inference(self, model: nn.Module | None = None) -> contextlib.AbstractContextManager[nn.Module]:
         """The model in eval mode, without gradients, under the run's precision; training mode is restored."""
-        return parallel.inference(model if model is not None else self.model_wrapped, self.accelerator)
+        return self.run.inference(model)

@@ -117,6 +117,11 @@ class Method(ABC, Generic[Config]):
         """Further counts of an optimiser step that its terms are divided by (`LossTerms.count`); the same names on all ranks."""
         return {}
 
+    @property
+    def temperature(self) -> float:
+        """What logits are divided by before any log-prob is taken of them."""
+        return float(getattr(self.cfg, "temperature", 1.0))
+
     def derived_metrics(self, metrics: dict[str, float]) -> dict[str, float]:
         """The metrics of a log line with those that follow from others."""
         return metrics

@@ -370,6 +370,11 @@ class OnlineConfig(VllmSyncFields, VllmFields, GenerationFields, ReferenceFields
         settings = {name: getattr(self, name) for name in names} | {"max_new_tokens": self.max_completion_length}
         return transformers.GenerationConfig(do_sample=True, **settings)
 
+    @property
+    def generations_per_step(self) -> float:
+        """Generations of one optimiser step; less than 1 where one serves several."""
+        return self.gradient_accumulation_steps / ((self.steps_per_generation or 1) * self.num_iterations)
+
     def refused_engines(self) -> dict[str, str]:
         """Engines that these settings rule out for ``rollout_engine="auto"``, with the reasons."""
         found = {}

@@ -194,6 +194,11 @@ class OnlineDPO(Method[OnlineDPOConfig]):
         """Completions whose pair has a score on both sides: what the loss is a mean over."""
         return {"compared": float(sum(batch.columns["compared"].sum() for batch in batches))}
 
+    @property
+    def temperature(self) -> float:
+        """1: the loss compares models, not samplers; there is no importance ratio in it."""
+        return 1.0
+
     def objective(self, outputs: ModelOutputs, batch: Batch) -> LossTerms:
         """See `pair_terms`; in evaluation only what is logged of the policy."""
         logp, ratio = sequence_sums(outputs, batch)

@@ -102,8 +102,12 @@ def shards_parameters(accelerator: Accelerator) -> bool:
     name = str(accelerator.distributed_type)
     if "FSDP" in name:
         return True
-    plugin = getattr(accelerator.state, "deepspeed_plugin", None)
+    plugin = _deepspeed_plugin(accelerator)
     return "DEEPSPEED" in name and plugin is not None and plugin.zero_stage == 3
+
+
+def _deepspeed_plugin(accelerator: Accelerator) -> Any:
+    return getattr(accelerator.state, "deepspeed_plugin", None)
 
 
 def refuse_lost_sharding(accelerator: Accelerator, args: Any) -> None:
@@ -317,13 +321,18 @@ def zero_shards(folder: Path) -> list[Path]:
 
 
 @contextmanager
-def reading_zero(trainer: Any, folder: str | None) -> Iterator[None]:
+def reading_zero(accelerator: Accelerator, engine: Callable[[], Any], folder: str | None) -> Iterator[None]:
     """Shards of ZeRO are read by another number of processes through DeepSpeed's universal checkpoint.
 
     The first process makes it beside the shards and removes it once it was read; one that a user made is taken and stays.
+
+    Args:
+        accelerator: Of the run.
+        engine: The model as the run wraps it, now.
+        folder: A checkpoint; None: nothing is read.
     """
-    shards = zero_shards(Path(folder)) if folder is not None and trainer.is_deepspeed_enabled else []
-    accelerator, latest, wrote = trainer.accelerator, Path(folder or "", "latest_universal"), 0
+    shards = zero_shards(Path(folder)) if folder is not None and _deepspeed_plugin(accelerator) is not None else []
+    latest, wrote = Path(folder or "", "latest_universal"), 0
     if shards:  # In DeepSpeed's hands the process that fails would leave the others in a collective.
         wrote = run_and_share(lambda: _read(shards[accelerator.process_index % len(shards)])["processes"], accelerator)
     if not shards or wrote == accelerator.num_processes:
@@ -332,10 +341,10 @@ def reading_zero(trainer: Any, folder: str | None) -> Iterator[None]:
     makes = accelerator.is_main_process and not latest.is_file()
     run_and_share(lambda: _make_universal(shards, wrote) if makes else None, accelerator)
     universal = latest.with_name(latest.read_text(encoding="utf-8").strip())
-    with _loading_universal(trainer):
+    with _loading_universal(accelerator, engine):
         yield
     # Stage 3 gives all groups of parameters the settings of the first, its weight decay too, and one count of steps to share.
-    optimizer = trainer.model_wrapped.optimizer.optimizer
+    optimizer = engine().optimizer.optimizer
     saved = torch.load(universal / "zero" / "optimizer_state.pt", weights_only=False)["param_groups"]
     for group, settings in zip(optimizer.param_groups, saved, strict=True):
         group.update({name: value for name, value in settings.items() if name != "params"})
@@ -348,19 +357,19 @@ def reading_zero(trainer: Any, folder: str | None) -> Iterator[None]:
 
 
 @contextmanager
-def _loading_universal(trainer: Any) -> Iterator[None]:
+def _loading_universal(accelerator: Accelerator, engine: Callable[[], Any]) -> Iterator[None]:
     """What DeepSpeed loads is a universal checkpoint: an engine made inside reads the config, one that is there has read it."""
-    config = trainer.accelerator.state.deepspeed_plugin.deepspeed_config
+    config = _deepspeed_plugin(accelerator).deepspeed_config
     before = config.get("checkpoint", {})
     config["checkpoint"] = before | {"load_universal": True}
-    if is_deepspeed(trainer.model_wrapped):
-        trainer.model_wrapped._config.load_universal_checkpoint = True
+    if is_deepspeed(engine()):
+        engine()._config.load_universal_checkpoint = True
     try:
         yield
     finally:
         config["checkpoint"] = before
-        if is_deepspeed(trainer.model_wrapped):
-            trainer.model_wrapped._config.load_universal_checkpoint = False
+        if is_deepspeed(engine()):
+            engine()._config.load_universal_checkpoint = False
 
 
 def _make_universal(shards: list[Path], wrote: int) -> None:
@@ -401,15 +410,19 @@ def _read(shard: Path) -> dict[str, Any]:
 
 
 @contextmanager
-def reading_fsdp(trainer: Any, folder: str | None) -> Iterator[None]:
-    """A checkpoint of FSDP is read as it was written, whole or in shards, by a process without FSDP too."""
+def reading_fsdp(accelerator: Accelerator, folder: str | None, *, shards: bool) -> Iterator[bool]:
+    """A checkpoint of FSDP is read as it was written, whole or in shards, by a process without FSDP too.
+
+    Yields:
+        Whether to read as FSDP does; ``shards`` where the checkpoint is of another kind.
+    """
     found = sorted(Path(folder).glob("pytorch_model_fsdp*")) if folder is not None else []
     if not found:
-        yield
+        yield shards
         return
     from accelerate import DistributedType, FullyShardedDataParallelPlugin
 
-    state, shards = trainer.accelerator.state, trainer.is_fsdp_enabled
+    state = accelerator.state
     plugin = getattr(state, "fsdp_plugin", None)
     reader = copy.copy(plugin) if shards else FullyShardedDataParallelPlugin(fsdp_version=2)
     reader.state_dict_config = reader.optim_state_dict_config = None
@@ -419,11 +432,11 @@ def reading_fsdp(trainer: Any, folder: str | None) -> Iterator[None]:
         # One process has nobody that waits for what it read.
         reader.state_dict_config.rank0_only = state.num_processes > 1 and not found[0].is_dir()
         state.distributed_type = DistributedType.FSDP
-    trainer.is_fsdp_enabled, state.fsdp_plugin = True, reader
+    state.fsdp_plugin = reader
     try:
-        yield
+        yield True
     finally:
-        trainer.is_fsdp_enabled, state.fsdp_plugin, state.distributed_type = shards, plugin, kind
+        state.fsdp_plugin, state.distributed_type = plugin, kind
 
 
 @contextmanager

@@ -132,7 +132,7 @@ def create_model_card(
         base_model=_base_model(config),
         hub_model_id=getattr(trainer, "hub_model_id", None) or args.hub_model_id,
         dataset_name=dataset_name,
-        tags=_tags(tags, trainer, config, trackio_url),
+        tags=_tags(tags, getattr(trainer, "_tag_names", []), config, trackio_url),
         wandb_url=_live_url("wandb", lambda wandb: wandb.run),
         comet_url=_live_url("comet_ml", lambda comet: comet.get_running_experiment()),
         trackio_url=trackio_url,
@@ -149,10 +149,10 @@ def create_model_card(
 # What a trainer knows --------------------------------------------------------------------------------------------
 
 
-def _tags(tags: str | Iterable[str] | None, trainer: Any, config: Any, trackio_url: str | None) -> list[str]:
+def _tags(tags: str | Iterable[str] | None, own: Iterable[str], config: Any, trackio_url: str | None) -> list[str]:
     """The caller's, the class's, and those that say where and with what it ran; in a stable order."""
     found = [tags] if isinstance(tags, str) else sorted(tags) if isinstance(tags, set | frozenset) else list(tags or [])
-    found += getattr(trainer, "_tag_names", [])
+    found += own
     if getattr(config, "unsloth_version", None) is not None:
         found.append("unsloth")
     if "JOB_ID" in os.environ:

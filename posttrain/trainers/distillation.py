@@ -182,11 +182,6 @@ class DistillationTrainer(OnlineTrainer):
         return self.method.axes
 
     @property
-    def temperature(self) -> float:
-        """Of log-probs: the sampling's where there is a GRPO term, else the loss's."""
-        return float(self.args.temperature) if self.method.takes_rewards else self.axes.student_temperature
-
-    @property
     def may_read_images(self) -> bool:
         """Prompts may have images where the student places them."""
         return self.vision.images

@@ -9,13 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from posttrain.data.forest import collate
+from posttrain.loop.precompute import precomputed_logps
 from posttrain.losses.unpaired import kl_baseline, kl_totals
 from posttrain.methods.kto import KTO, KTOConfig, fixed_partners, mismatched, partners
 from posttrain.methods.preference import sequence_logp
 from posttrain.metrics import mean
 from posttrain.models import parallel
 from posttrain.models.forward import forward
-from posttrain.models.reference import Reference, precomputed_logps
+from posttrain.models.reference import Reference
 from posttrain.trainers.arguments import (
     Adapter,
     Callbacks,
@@ -138,7 +139,7 @@ class KTOTrainer(PreferenceTrainer):
             ids = [example["KL_completion_ids"] or example["completion_ids"] for example in examples]
             return self._collate(self._mismatch(examples, ids))
 
-        return precomputed_logps(self, done, reference, ("ref_KL_logps",), name=name, batches_of=mismatched)
+        return precomputed_logps(self.run, done, reference, ("ref_KL_logps",), name=name, batches_of=mismatched)
 
     def get_batch_samples(self, epoch_iterator: Iterator, num_batches: int, device: torch.device) -> Any:
         """All micro-batches of a step, and the mismatched ones beside them."""

@@ -177,11 +177,6 @@ class OnlineDPOTrainer(OnlineTrainer):
         return Reference(self.model, fresh_adapter=self.fresh_adapter, given=self._given_reference)
 
     @property
-    def temperature(self) -> float:
-        """1: the loss compares models, not samplers; there is no importance ratio in it."""
-        return 1.0
-
-    @property
     def beta(self) -> float:
         """``args.beta`` in the present epoch."""
         return self.args.beta_at(self.state.epoch)

@@ -358,16 +358,6 @@ class PPOTrainer(OnlineTrainer):
         temperature = TABLE_TEMPERATURE if mode == "table" else self.temperature
         return dataclasses.replace(super().sampling(mode), temperature=temperature, stop_token_ids=self.stops)
 
-    @property
-    def generations_per_step(self) -> float:
-        """Rollout batches of one optimiser step."""
-        return 1 / self.args.updates
-
-    @property
-    def temperature(self) -> float:
-        """A hair above the option's, in sampling and in every log-prob alike."""
-        return self.args.temperature + 1e-7
-
     def attach_logps(self, generation: RolloutBatch, mode: str) -> None:
         """Log-probs and values under the policy in one pass, then log-probs under the reference."""
         rows = plain_rows(generation, self.args.response_length, self.pad_token_id)

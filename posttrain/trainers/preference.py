@@ -27,12 +27,13 @@ from posttrain.data.formats import ROW as NUMBER
 from posttrain.data.formats import PreparationReport
 from posttrain.data.preference import AnswerOptions, answer_rows, extract_and_unpair, prepare_answers
 from posttrain.errors import ArgumentTypeError, ConfigError, DataError
+from posttrain.loop.precompute import precomputed_logps
 from posttrain.loop.sync_reference import SyncRefModelCallback
 from posttrain.loop.trainer import PostTrainer
 from posttrain.methods.preference import CHECKED_ROWS, AnswerMethod, check_labels
 from posttrain.models import parallel
 from posttrain.models.forward import forward
-from posttrain.models.reference import Reference, check_reference, precomputed_logps, tell_own_checkpoint
+from posttrain.models.reference import Reference, check_reference, tell_own_checkpoint
 from posttrain.types import Batch, Finding, LossTerms, ModelOutputs, Row
 
 logger = logging.getLogger(__name__)
@@ -130,7 +131,9 @@ class PreferenceTrainer(PostTrainer):
         return None if dataset is None else self._precompute(dataset, reference, "eval")
 
     def _precompute(self, dataset: Any, reference: Reference | None, name: str) -> Any:
-        done = precomputed_logps(self, dataset, reference, self.method.reference_columns, name=name)
+        done = precomputed_logps(
+            self.run, dataset, reference, self.method.reference_columns, name=name, batches_of=self.batches_of
+        )
         if len(self.method.reference_columns) == 2:
             with self.checks.preflight.record_check("data", ("PT-P002",)):
                 self.checks.report(

@@ -161,6 +161,7 @@ class SFTTrainer(PostTrainer):
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         output, labels = full_logits(model, inputs)
         self.log_metrics_now(predicted_metrics(output.logits, labels), "train" if model.training else "eval")
+        self.reduced_by = "token"
         tokens = self.denominators.over(num_items_in_batch, allowed=True).tokens
         loss = self.compute_loss_func(output, labels, num_items_in_batch=tokens) * self.denominators.world_size
         return (loss, output) if return_outputs else loss

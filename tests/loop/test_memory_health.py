@@ -69,18 +69,18 @@ def test_a_dry_step_leaves_gradients_modes_numbers_and_metrics_alone(tiny_tokeni
 def test_a_dry_step_takes_the_longest_rows(tiny_tokenizer, tmp_path):
     trainer = sft(tmp_path, tiny_tokenizer)
     sizes = sorted((len(row["input_ids"]) for row in trainer.train_dataset), reverse=True)
-    rows = memory_health.longest_rows(trainer, 4)
+    rows = memory_health.longest_rows(trainer.run, trainer.head, 4)
     assert [len(row.prompt_ids) + len(row.completions[0]) for row in rows] == sizes[:4]
     online = grpo(tmp_path / "online", tiny_tokenizer)
     longest = max(len(row.prompt_ids) for row in online._rows_of(list(online.train_dataset)))
-    rows = memory_health.longest_rows(online, 8)
+    rows = memory_health.longest_rows(online.run, online.head, 8)
     assert [len(row.completions) for row in rows] == [4, 4]
     assert all(len(row.prompt_ids) == longest and set(map(len, row.completions)) == {8} for row in rows)
 
 
 def test_on_a_cpu_a_dry_step_is_asked_for(tiny_tokenizer, tmp_path, monkeypatch):
     ran = []
-    monkeypatch.setattr(memory_health, "dry_step", lambda trainer, size=None: ran.append(size) or fake(1))
+    monkeypatch.setattr(memory_health, "dry_step", lambda run, head, optimizer, size=None: ran.append(size) or fake(1))
     sft(tmp_path / "a", tiny_tokenizer, max_steps=1).train()
     assert ran == []
     sft(tmp_path / "b", tiny_tokenizer, max_steps=1, dry_step=True).train()
@@ -92,7 +92,7 @@ def fake(tokens, *, failed=False, each=2**20):
 
 
 def test_a_dry_step_that_needs_too_much_is_told_and_training_goes_on(tiny_tokenizer, tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(memory_health, "dry_step", lambda trainer, size=None: fake(100))
+    monkeypatch.setattr(memory_health, "dry_step", lambda run, head, optimizer, size=None: fake(100))
     trainer = sft(tmp_path, tiny_tokenizer, dry_step=True, memory_limit_gib=0.05, max_steps=1)
     trainer.train()
     assert "PT-M003" in caplog.text and "100 MiB" in caplog.text
@@ -124,8 +124,8 @@ def limited(monkeypatch, most_tokens):
     """A device on which exactly this many tokens of a pass fit in what is planned with."""
     tried = []
 
-    def dry_step(trainer, size=None):
-        batch = memory_health.largest_pass(trainer, size)
+    def dry_step(run, head, optimizer, size=None):
+        batch = memory_health.largest_pass(run, head, size)
         tried.append(size)
         return fake(batch.input_ids.numel())
 
@@ -173,7 +173,7 @@ def test_auto_keeps_groups_whole_at_the_generation_batch_alone(tiny_tokenizer, t
         tmp_path, tiny_tokenizer, engine="native", per_device_train_batch_size="auto", gradient_accumulation_steps=2,
         num_generations=8, max_row_tokens=600,
     )  # fmt: skip
-    longest = len(memory_health.longest_rows(trainer, 1)[0].prompt_ids)
+    longest = len(memory_health.longest_rows(trainer.run, trainer.head, 1)[0].prompt_ids)
     limited(monkeypatch, longest + 4 * 8)  # Half a group of completions of 8 tokens.
     before = trainer.args.generation_batch_size
     trainer.train()
@@ -191,7 +191,7 @@ def test_all_ranks_take_the_smallest_size_that_any_found(tiny_tokenizer, tmp_pat
     monkeypatch.setattr(
         memory_health.parallel, "all_gather_objects", lambda items, _: [*items, 2]
     )  # As another rank says.
-    memory_health.fit_memory(trainer)
+    memory_health.fit_memory(trainer.run, trainer.head, trainer.optimizer)
     assert (trainer.args.per_device_train_batch_size, trainer.args.gradient_accumulation_steps) == (2, 4)
 
 

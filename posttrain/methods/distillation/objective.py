@@ -378,6 +378,11 @@ class Distillation(Method[Any]):
         # A mean over the tokens of the micro-batch wants them in one pass.
         self.traits = replace(self.traits, single_pass=self.takes_rewards and cfg.loss_type == "bnpo")
 
+    @property
+    def temperature(self) -> float:
+        """Of log-probs: the sampling's where there is a GRPO term, else the loss's."""
+        return float(self.cfg.temperature) if self.takes_rewards else self.axes.student_temperature
+
     def objective(self, outputs: ModelOutputs, batch: Batch) -> LossTerms:
         """See `distillation_objective`."""
         return distillation_objective(outputs, batch, self.axes)

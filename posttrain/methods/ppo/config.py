@@ -193,3 +193,8 @@ class PPOConfig(_OneCompletion, RewardFields, PostTrainingConfig):
     def updates(self) -> int:
         """Optimiser steps of one rollout batch."""
         return self.num_ppo_epochs * self.num_mini_batches
+
+    @property
+    def generations_per_step(self) -> float:
+        """Rollout batches of one optimiser step."""
+        return 1 / self.updates

@@ -178,6 +178,11 @@ class PPO(Method[PPOConfig]):
     config_class = PPOConfig
     traits = replace(SAMPLES, needs=frozenset({"logp", "values", "entropy"}), compares_reference=True)
 
+    @property
+    def temperature(self) -> float:
+        """A hair above the option's, in sampling and in every log-prob alike."""
+        return self.cfg.temperature + 1e-7
+
     def objective(self, outputs: ModelOutputs, batch: Batch) -> LossTerms:
         """See `ppo_objective`."""
         return ppo_objective(outputs, batch, self.cfg)

@@ -8,23 +8,24 @@ import filelock
 import numpy as np
 import pytest
 
-from posttrain.models import reference as precompute
+from posttrain.loop import precompute
 from tests.conftest import build_model
 
 
 class Stub:
-    """What `precomputed_logps` asks of a trainer."""
+    """What `precomputed_logps` asks of a run."""
 
     def __init__(self, tokenizer, **options):
         self.model = build_model(len(tokenizer))
-        self.processing_class = tokenizer
+        self.tokenizer = tokenizer
         self.accelerator = types.SimpleNamespace(mixed_precision="no", num_processes=1, is_main_process=True)
         self.layout = types.SimpleNamespace(kind="tree")
         self.options = {"max_length": 64, "truncation_mode": "keep_start", "ld_alpha": None} | options
         self.method = types.SimpleNamespace(reference_key=lambda: self.options)
 
-    def batches_of(self, examples):
-        raise AssertionError("replaced in these tests")
+
+def batches_of(examples):
+    raise AssertionError("replaced in these tests")
 
 
 @pytest.fixture
@@ -45,7 +46,7 @@ DATA = datasets.Dataset.from_dict({"x": [1, 2, 3]})
 
 
 def run(trainer, data=DATA):
-    return precompute.precomputed_logps(trainer, data, None, ["a", "b"], name="train")
+    return precompute.precomputed_logps(trainer, data, None, ["a", "b"], name="train", batches_of=batches_of)
 
 
 def test_the_second_run_reads_what_the_first_computed_and_leaves_no_part(cache, tiny_tokenizer):

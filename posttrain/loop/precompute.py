@@ -1,0 +1,166 @@
+"""Log-probs of a frozen reference, computed once before training and kept for later runs, named by all they depend on."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import torch
+
+from posttrain import __version__
+from posttrain.errors import ConfigError
+from posttrain.loop.run import Run
+from posttrain.models import parallel
+from posttrain.models.forward import forward
+from posttrain.models.reference import Reference, fingerprint, hash_module, hash_vocabulary
+from posttrain.types import Batch
+
+logger = logging.getLogger(__name__)
+
+FORMAT = 1  # Changes when the same inputs would give other numbers.
+WAIT = 30 * 60  # Seconds to wait for another run that computes the same.
+
+
+def precomputed_logps(
+    run: Run,
+    dataset: Any,
+    reference: Reference | None,
+    columns: Sequence[str],
+    *,
+    name: str,
+    batches_of: Callable[[list[dict[str, Any]]], list[Batch]],
+) -> Any:
+    """Add one column a branch with the summed reference log-probs; columns that are there already are kept.
+
+    Args:
+        run: Gives layout, precision and the model.
+        dataset: A prepared ``Dataset``.
+        reference: None takes the policy as it is.
+        columns: Names, one a branch.
+        name: Of the set, for messages.
+        batches_of: Examples to the batches whose log-probs are wanted, ``len(columns)`` sequences an example.
+
+    Raises:
+        ConfigError: The dataset is a stream.
+    """
+    if set(columns) <= set(dataset.column_names or ()):
+        return dataset
+    if not isinstance(dataset, datasets.Dataset):
+        raise ConfigError(
+            f"precompute_ref_log_probs=True needs a dataset with a length, and the dataset {name!r} is a stream. Set it to False."
+        )
+    path = _cache(run, dataset, reference, columns)
+    shape = (len(dataset), len(columns))
+    with _one_at_a_time(path, run.accelerator):
+        values = _kept(path, shape, run.accelerator)
+        if values is not None:
+            logger.info("%s dataset: reference log-probs are read from %s.", name, path)
+        else:
+            values = _compute(run, dataset, reference, len(columns), batches_of)
+            if run.accelerator.is_main_process:
+                _keep(path, values)
+    for index, column in enumerate(columns):
+        dataset = dataset.add_column(column, values[:, index].tolist())
+    return dataset
+
+
+@contextmanager
+def _one_at_a_time(path: Path, accelerator: Any) -> Iterator[None]:
+    """Of several runs that want the same numbers one computes them; a run that waits too long computes them again."""
+    if not accelerator.is_main_process:
+        yield
+        return
+    import filelock
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lock = filelock.FileLock(path.with_suffix(".lock"))
+    try:
+        lock.acquire(timeout=WAIT)
+    except (filelock.Timeout, NotImplementedError, OSError) as error:
+        logger.warning("%s is not locked (%s): another run may compute the same.", path, type(error).__name__)
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _kept(path: Path, shape: tuple[int, int], accelerator: Any) -> np.ndarray | None:
+    """The cached numbers on all ranks, or None on all: the main process alone reads, as disks need not be shared."""
+    found = None
+    if accelerator.is_main_process and path.is_file():
+        try:
+            found = np.load(path)
+        except (OSError, ValueError, EOFError) as error:
+            logger.warning("%s cannot be read (%s): its numbers are computed again.", path, type(error).__name__)
+    found = None if found is None or found.shape != shape else found
+    return parallel.broadcast_object(found, accelerator)
+
+
+def _keep(path: Path, values: np.ndarray) -> None:
+    """Write under another name, then rename: a reader sees all of it or nothing."""
+    part = path.with_suffix(f".{os.getpid()}.part")
+    try:
+        with part.open("wb") as file:
+            np.save(file, values)
+        os.replace(part, path)
+    except OSError as error:  # The numbers are here; only the next run will have to compute them again.
+        logger.warning("%s could not be written (%s); nothing else is lost.", path, error.strerror or error)
+        part.unlink(missing_ok=True)
+
+
+def _cache(run: Run, dataset: datasets.Dataset, reference: Reference | None, columns: Sequence[str]) -> Path:
+    """A file named by everything that moves the numbers."""
+    model = run.model if reference is None or reference.copy is None else reference.copy
+    adapter = None if reference is None else ("disabled" if reference.adapter is None else reference.adapter)
+    text = model.config.get_text_config() if hasattr(model, "config") else None
+    key = {
+        "format": FORMAT,
+        "library": __version__,
+        "template": run.tokenizer.chat_template,
+        "vocabulary": hash_vocabulary(run.tokenizer),
+        "data": dataset._fingerprint,
+        "weights": hash_module(model),
+        "adapter": adapter,
+        "columns": list(columns),
+        "precision": run.accelerator.mixed_precision,
+        "attention": getattr(text, "_attn_implementation", None),
+        "layout": run.layout.kind,
+        "options": run.method.reference_key(),
+    }
+    return Path(datasets.config.HF_DATASETS_CACHE) / "posttrain_reference" / f"{fingerprint(**key)}.npy"
+
+
+def _compute(
+    run: Run,
+    dataset: datasets.Dataset,
+    reference: Reference | None,
+    branches: int,
+    batches_of: Callable[[list[dict[str, Any]]], list[Batch]],
+) -> np.ndarray:
+    """``(rows, branches)`` sums; ranks share the rows."""
+    accelerator, args = run.accelerator, run.args
+    size = args.precompute_ref_batch_size or args.per_device_train_batch_size
+    mine = list(range(accelerator.process_index, len(dataset), accelerator.num_processes))
+    steps = -(-len(dataset) // (size * accelerator.num_processes))  # Equal on all ranks: a pass may be a collective.
+    found: list[tuple[int, list[float]]] = []
+    for step in range(steps):
+        indices = mine[step * size : (step + 1) * size]
+        examples = [dataset[i] for i in indices or mine[:1] or [0]]
+        values = torch.zeros(len(examples) * branches, dtype=torch.float64)
+        for batch in batches_of(examples):
+            batch = batch.to(args.device)
+            with run.inference() as policy:
+                context = nullcontext(policy) if reference is None else reference.active(policy)
+                with context as model:
+                    logp = forward(model, batch, chunk_size=args.logits_chunk_size).logp
+            values[torch.tensor(batch.origin)] = run.method.sums(logp, batch).double().cpu()
+        rows = values.view(-1, branches).tolist()
+        found += list(zip(indices, rows, strict=False))
+    gathered = dict(parallel.all_gather_objects(found, accelerator))
+    return np.array([gathered[i] for i in range(len(dataset))], dtype=np.float32)

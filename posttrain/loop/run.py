@@ -1,0 +1,148 @@
+"""`Run`: what one run is made of, the typed context that every part of the loop is given."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
+
+from accelerate import Accelerator
+from torch import nn
+from transformers import PreTrainedTokenizerBase, TrainerState
+
+from posttrain.data.forest import Layout, collate
+from posttrain.loop.checks import Checks
+from posttrain.loop.pictures import Vision
+from posttrain.losses.reduce import Denominators
+from posttrain.methods.base import Method
+from posttrain.methods.config import PostTrainingConfig
+from posttrain.metrics import Metric, MetricBuffer
+from posttrain.models import parallel
+from posttrain.types import Batch, LossTerms, ModelOutputs, Row
+
+if TYPE_CHECKING:
+    import torch
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Hooks:
+    """What a subclass of a trainer may replace of the loop: its own method where it has one, else what the loop does.
+
+    Attributes:
+        objective: Outputs and batch to unreduced terms.
+        named_counts: Further counts of an optimiser step.
+        comparison: What the output layer does instead of log-probs, see `TokenHead.compare`; None: nothing.
+        compute_loss_terms: Model and batch to terms and outputs.
+        compute_loss: Model and batch to the scalar of one pass.
+        eval_batches: What the evaluation loader yields, to batches.
+        postprocess_metrics: The metrics of a window with those that follow from others.
+        predictions: Model and batches to one (logits, labels) a row.
+        own_loss: Whether the user's code says what the loss is.
+    """
+
+    objective: Callable[[ModelOutputs, Batch], LossTerms]
+    named_counts: Callable[[Sequence[Batch]], dict[str, float]]
+    comparison: Callable[[Batch], Any]
+    compute_loss_terms: Callable[[nn.Module, Batch], tuple[LossTerms, ModelOutputs]]
+    compute_loss: Callable[[nn.Module, Batch], torch.Tensor]
+    eval_batches: Callable[[Any], list[Batch]]
+    postprocess_metrics: Callable[[dict[str, float]], dict[str, float]]
+    predictions: Callable[[nn.Module, list[Batch]], list[tuple[Any, Any]]]
+    own_loss: bool = False
+
+
+@dataclass
+class Run:
+    """What one run is made of. `posttrain.loop.build` fills it from top to bottom, in the order of its fields.
+
+    Attributes:
+        args: Its config.
+        method: The algorithm.
+        name: Of the trainer's class.
+        vision: What becomes of pictures; a run of text has none.
+        tokenizer: Of the policy.
+        checks: What is looked for, and what was found.
+        buffers: Metrics of the log window, ``train`` and ``eval``.
+        counters: Totals that are logged and kept in checkpoints.
+        denominators: Counts of the present optimiser step.
+        model: The policy; FSDP and DeepSpeed may put another object in its place.
+        wrapped: The same as the run wraps it.
+        accelerator: Of the run.
+        state: Steps, epochs and log lines so far.
+        pad_token_id: Fills rows of different lengths.
+        fresh_adapter: Whether the adapter was made for this run, so that the model without it is where it began.
+        router_coefficient: Weight of the load-balancing term of a mixture of experts; 0: it is not trained.
+        layout: How rows lie in a forward pass.
+        hooks: What a subclass replaces.
+        reduced_by: The reduction of the loss that was computed last.
+    """
+
+    args: PostTrainingConfig
+    method: Method[Any]
+    name: str
+    vision: Vision = field(init=False)
+    tokenizer: PreTrainedTokenizerBase = field(init=False)
+    checks: Checks = field(init=False)
+    buffers: dict[str, MetricBuffer] = field(default_factory=lambda: {"train": MetricBuffer(), "eval": MetricBuffer()})
+    counters: dict[str, float] = field(default_factory=lambda: {"num_tokens": 0.0})
+    denominators: Denominators = field(default_factory=lambda: Denominators(1, 1, 1))
+    model: nn.Module = field(init=False)
+    wrapped: nn.Module = field(init=False)
+    accelerator: Accelerator = field(init=False)
+    state: TrainerState = field(init=False)
+    pad_token_id: int = field(init=False)
+    fresh_adapter: bool = False
+    router_coefficient: float = 0.0
+    layout: Layout = field(init=False)
+    hooks: Hooks = field(init=False)
+    reduced_by: str | None = None
+
+    def log(self, metrics: Mapping[str, Metric], mode: str = "train") -> None:
+        """Add metrics to the window of the log."""
+        self.buffers[mode].add(metrics)
+
+    def reduced_metrics(self, mode: str) -> dict[str, float]:
+        """The metrics of the window since the last call, over all ranks."""
+        gather = partial(parallel.all_gather_objects, accelerator=self.accelerator)
+        return self.hooks.postprocess_metrics(self.buffers[mode].compute(gather))
+
+    def collate(self, rows: list[Row]) -> list[Batch]:
+        """Rows as forward passes."""
+        traits = self.method.traits
+        return collate(
+            rows,
+            pad_token_id=self.pad_token_id,
+            layout=self.layout,
+            whole_rows=traits.whole_rows,
+            together=traits.single_pass,
+        )
+
+    def spare_batch(self) -> Batch:
+        """One token after another: what a rank without rows runs where a forward pass is a collective."""
+        token = int(self.pad_token_id)
+        return collate([Row([token], [[token]], [[1]])], pad_token_id=token, layout=self.layout)[0].to(self.args.device)
+
+    def inference(self, model: nn.Module | None = None) -> AbstractContextManager[nn.Module]:
+        """The model in eval mode, without gradients, under the run's precision; training mode is restored."""
+        return parallel.inference(self.wrapped if model is None else model, self.accelerator)
+
+
+class OfRun(Generic[T]):
+    """An attribute of a trainer that stands in its `Run`, so that both always have the same."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    @overload
+    def __get__(self, holder: None, owner: type) -> OfRun[T]: ...
+    @overload
+    def __get__(self, holder: Any, owner: type) -> T: ...
+    def __get__(self, holder: Any, owner: type) -> Any:
+        return self if holder is None else getattr(holder.run, self.name)
+
+    def __set__(self, holder: Any, value: T) -> None:
+        setattr(holder.run, self.name, value)

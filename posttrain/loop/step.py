@@ -1,0 +1,69 @@
+"""One optimiser step: count what it holds; then, pass by pass, forward, objective and reduce."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+
+from posttrain.losses.reduce import Denominators, reduce
+from posttrain.models import parallel
+from posttrain.models.forward import add_router_term, forward
+from posttrain.types import Batch, LossTerms, ModelOutputs
+
+if TYPE_CHECKING:
+    from posttrain.loop.run import Run
+
+
+def count(run: Run, micro_batches: Sequence[Sequence[Batch]]) -> tuple[Denominators, float]:
+    """Tokens and sequences of the whole optimiser step, over micro-batches and ranks; the checks of a step look at them.
+
+    Returns:
+        What terms are divided by, and the tokens of all sequences, trained or not.
+    """
+    batches = [batch for micro in micro_batches for batch in micro]
+    named = run.hooks.named_counts(batches)
+    local = [
+        sum(batch.num_loss_tokens for batch in batches),
+        sum(batch.num_episodes for batch in batches),
+        sum(batch.num_sequence_tokens for batch in batches),
+        len(batches),
+        run.checks.has_overlong_sequence(batches),
+        *named.values(),
+    ]
+    tokens, sequences, seen, passes, overlong, *rest = parallel.all_reduce_sum(local, run.accelerator)
+    run.log(run.checks.step(batches, tokens, sequences, overlong, run.state))
+    totals = dict(zip(named, rest, strict=True))
+    return Denominators(tokens, sequences, passes, run.accelerator.num_processes, totals), seen
+
+
+def compute_terms(run: Run, model: nn.Module, batch: Batch) -> tuple[LossTerms, ModelOutputs]:
+    """Forward and objective; a mixture of experts adds its load-balancing term, averaged over passes."""
+    outputs = forward(
+        model,
+        batch,
+        run.method.traits.needs | ({"aux"} if run.router_coefficient else set()),
+        temperature=run.method.temperature,
+        chunk_size=run.args.logits_chunk_size,
+        compare=run.hooks.comparison(batch),
+    )
+    terms = run.hooks.objective(outputs, batch)
+    terms.share = batch.shares
+    add_router_term(terms, outputs, run.router_coefficient)
+    return terms, outputs
+
+
+def compute_loss(run: Run, model: nn.Module, batch: Batch, count: Any = None) -> tuple[Tensor, ModelOutputs]:
+    """Batch to scalar: the sum of a pass's terms over counts of the whole optimiser step, so that passes add up.
+
+    Args:
+        run: Of the trainer.
+        model: As the run wraps it.
+        batch: One forward pass.
+        count: Given by the user in place of the step's label tokens, see `Denominators.over`.
+    """
+    terms, outputs = run.hooks.compute_loss_terms(model, batch)
+    run.log(terms.metrics, "train" if model.training else "eval")
+    run.reduced_by = terms.count or terms.reduction
+    return reduce(terms, run.denominators.over(count, allowed=run.method.traits.takes_loss_func)), outputs
