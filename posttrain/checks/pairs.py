@@ -400,7 +400,8 @@ class PairWatch:
             return
         pairs = list(itertools.islice(self._text_pairs(raw), JUDGED))
         with self.checks.preflight.record_check("data", AGREEMENT_CODES):
-            mine = parallel.run_and_share(lambda: self._scores(pairs, accelerator), accelerator)
+            with parallel.failing_together(accelerator):
+                mine = self._scores(pairs, accelerator)
             scores = dict(parallel.all_gather_objects(mine, accelerator))
             self.checks.report([check_agreement(scores, str(self.args.pair_reward_model))])
         against = {number for number, (good, bad) in scores.items() if bad > good}

@@ -42,7 +42,17 @@ PATHS: dict[str, tuple[str, ...]] = {
     "reward_processing_classes": ("rewards.processing_classes",),
     "reward_weights": ("rewards.weights",),
 }
+# Parts of a run that trainers and transformers know by these names: read and set in `posttrain.loop.run.Run`.
+OF_RUN = {
+    **{name: name for name in (
+        "accelerator", "buffers", "checks", "counters", "denominators", "fresh_adapter", "layout", "method", "model",
+        "pad_token_id", "reduced_by", "router_coefficient", "state", "vision",
+    )},
+    "model_wrapped": "wrapped",
+    "_metrics": "buffers",
+}  # fmt: skip
 SET = SETTABLE | FIXED | set(PATHS)
+ELSEWHERE = SET | set(OF_RUN)
 OF_TRANSFORMERS = frozenset(transformers.TrainingArguments.__dataclass_fields__)
 
 # Public methods of TRL's trainers that ours lack; compat/ knows what does their job.
@@ -72,6 +82,8 @@ def _at(trainer: object, path: str) -> Any:
 
 def read(trainer: object, name: str) -> Any:
     """The value of an attribute that the trainer itself does not have."""
+    if (part := OF_RUN.get(name)) is not None and "run" in vars(trainer):
+        return getattr(vars(trainer)["run"], part)
     hidden = inspect.getattr_static(type(trainer), name, None)
     if isinstance(hidden, property | functools.cached_property):
         return hidden.__get__(trainer, type(trainer))  # It read what was not there: its own error comes out again.
@@ -86,6 +98,9 @@ def write(trainer: object, name: str, value: object) -> bool:
     Raises:
         AttributeError: The trainer has read it already.
     """
+    if (part := OF_RUN.get(name)) is not None:
+        setattr(vars(trainer)["run"], part, value)
+        return True
     own = inspect.getattr_static(type(trainer), name, None)
     if own is not None and not (isinstance(own, property) and own.fset is None):
         return False

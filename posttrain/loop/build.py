@@ -209,11 +209,11 @@ def make_checks(trainer: PostTrainer, args: Any) -> Checks:
         args,
         trainer=type(trainer).__name__.removesuffix("Trainer").lower(),
         ignored_codes=traits.ignored_codes,
+        log_area=traits.log_area,
         log_codes=log_codes(traits.log_area, traits.other_moments),
         zero_gradient_is_normal=traits.still_steps,
         fills_prompts=getattr(trainer, "environments", None) is not None,
     )
-    checks.log_checks.append(trainer.log_checks)
     parts = {
         "trainer": trainer,
         "method": trainer.method,

@@ -286,9 +286,8 @@ class Checkpointer:
 
     def resolve(self, resume_from_checkpoint: Any) -> str | None:
         """The checkpoint to resume from, the same on all ranks; a resumed run goes on under the name of its first part."""
-        resume = parallel.run_and_share(
-            lambda: resolve_resume(resume_from_checkpoint, self.args.output_dir), self.accelerator
-        )
+        with parallel.failing_together(self.accelerator):
+            resume = resolve_resume(resume_from_checkpoint, self.args.output_dir)
         if resume:
             parallel.refuse_other_optimizer(Path(resume), self.accelerator)
         own = (marker(Path(resume)) or {}).get("run") if resume else None
@@ -343,8 +342,10 @@ class Checkpointer:
             path = folder / f"checkpoint-{best}"
             if path == final or path.is_dir():
                 state.best_model_checkpoint = str(path)
-        parallel.run_and_share(lambda: self._write(write, part, state), self.accelerator)
-        parallel.run_and_share(lambda: self._publish(part, final, state), self.accelerator)
+        with parallel.failing_together(self.accelerator):
+            self._write(write, part, state)
+        with parallel.failing_together(self.accelerator):
+            self._publish(part, final, state)
         self._unmarked = final
         return final
 
@@ -365,7 +366,8 @@ class Checkpointer:
         if final is None:
             return
         self.accelerator.wait_for_everyone()
-        parallel.run_and_share(lambda: self._mark(final, state), self.accelerator)
+        with parallel.failing_together(self.accelerator):
+            self._mark(final, state)
 
     def _mark(self, final: Path, state: Any) -> None:
         if not self.args.should_save:

@@ -23,6 +23,7 @@ from torch import nn
 
 from posttrain.checks import machine
 from posttrain.checks.registry import Context, Moment, Preflight, codes_of, describe, load
+from posttrain.checks.rules import check_log
 from posttrain.checks.tokenizers import special_token_findings
 from posttrain.data.forest import Layout
 from posttrain.data.templates import PROBLEMS
@@ -55,7 +56,8 @@ class Checks(transformers.TrainerCallback):
         args: The trainer's config.
         trainer: The trainer's command name, such as ``"grpo"``.
         ignored_codes: Codes of findings that do not concern this method's rows.
-        log_codes: Codes that the method's own checks of log lines (`log_checks`) may find.
+        log_area: Letter of the codes that rules over log lines may find (`posttrain.checks.rules`); "" for none.
+        log_codes: These codes, but for those that are looked for at another moment.
         zero_gradient_is_normal: Whether a step may move nothing: online, where all rewards of all groups are equal.
         fills_prompts: Whether environments write the prompts, so that those of the dataset may be empty and alike.
     """
@@ -66,6 +68,7 @@ class Checks(transformers.TrainerCallback):
         *,
         trainer: str,
         ignored_codes: frozenset[str] = frozenset(),
+        log_area: str = "",
         log_codes: tuple[str, ...] = (),
         zero_gradient_is_normal: bool = False,
         fills_prompts: bool = False,
@@ -76,10 +79,8 @@ class Checks(transformers.TrainerCallback):
         self.context = Context(
             trainer, args, processes=PartialState().num_processes, parts={"ignored_codes": ignored_codes}
         )
-        self.log_codes, self.zero_gradient_is_normal = log_codes, zero_gradient_is_normal
+        self.log_area, self.log_codes, self.zero_gradient_is_normal = log_area, log_codes, zero_gradient_is_normal
         self.fills_prompts = fills_prompts
-        # What the line that was just logged says of the run: functions of the line, one a component.
-        self.log_checks: list[Callable[[dict[str, float]], Iterable[Finding | None]]] = []
         self.record: Any = None
         # Tokens of the largest pass, and of the longest sequence, that were trained.
         self.largest_seen = (0, 0)
@@ -221,14 +222,17 @@ class Checks(transformers.TrainerCallback):
             return
         with self.preflight.record_check("log_step", self.log_codes):
             self.report_from_main(
-                lambda: [
-                    *(found for check in self.log_checks for found in check(logs or {})),
-                    *self._probed("log_step", history=state.log_history),
-                ]
+                lambda: [*self.log_findings(state.log_history), *self._probed("log_step", history=state.log_history)]
             )
         # From the first step on the folder is ours.
         if self._written:
             self.write()
+
+    def log_findings(self, history: Sequence[Mapping[str, float]]) -> Iterator[Finding]:
+        """What the rules of the method's area say of a log whose last line has just been written."""
+        if self.log_area == "P" or (self.log_area and history and "loss" in history[-1]):
+            per_step = getattr(self.args, "generations_per_step", 1.0)
+            yield from check_log(history, self.log_area, generations_per_step=per_step)
 
     # Steps and gradients -----------------------------------------------------------------------------------------
 
@@ -327,7 +331,8 @@ class Checks(transformers.TrainerCallback):
     def report_from_main(self, look: Callable[[], Iterable[Finding | None]]) -> None:
         """Let the main process look and report to every rank; all ranks must call this."""
         state = PartialState()
-        found = parallel.run_and_share(lambda: list(look()) if state.is_main_process else [], state)  # type: ignore[arg-type]
+        with parallel.failing_together(state):
+            found = list(look()) if state.is_main_process else []
         self.report(parallel.all_gather_objects(found, state))  # type: ignore[arg-type]
 
     def keep(self, findings: Iterable[Finding]) -> None:

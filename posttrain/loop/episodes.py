@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from posttrain.errors import ConfigError
+from posttrain.loop.prompts import PromptSource
 from posttrain.loop.weight_sync import WeightSync
 from posttrain.methods.base import Traits
 from posttrain.metrics import Metric, mean
@@ -57,25 +57,20 @@ class EpisodeRunner:
     Args:
         driver: Of episodes with tools, environments or a rollout function; None: single turns alone.
         sync: Pushes weights and asks the engine; its accelerator makes every call here one of all ranks.
-        check_lengths: Refuses prompts that do not fit the context.
+        prompts: Refuses those that do not fit the context.
         stop_ids: Tokens that end a turn.
-        pad_token_id: Of the policy.
-        log: Takes metrics and a mode.
     """
 
     def __init__(
         self,
         driver: EpisodeDriver | None,
         sync: WeightSync,
+        prompts: PromptSource,
         *,
-        check_lengths: Callable[[list[Request]], None],
         stop_ids: tuple[int, ...],
-        pad_token_id: int,
-        log: Callable[[dict[str, Metric], str], None],
     ) -> None:
-        self.driver, self.sync = driver, sync
-        self.accelerator, self.check_lengths, self.log = sync.accelerator, check_lengths, log
-        self.stop_ids, self.pad_token_id = stop_ids, pad_token_id
+        self.driver, self.sync, self.prompts = driver, sync, prompts
+        self.run, self.accelerator, self.stop_ids = sync.run, sync.accelerator, stop_ids
         self._warned = False
 
     def begin(
@@ -96,7 +91,8 @@ class EpisodeRunner:
             return None, rows
         driver.pool.release()
         seeds, rows = self._group_seeds(len(rows), number, group_size), [dict(row) for row in rows]
-        return parallel.run_and_share(lambda: driver.begin(rows, seeds), self.accelerator)
+        with parallel.failing_together(self.accelerator):
+            return driver.begin(rows, seeds)
 
     def _group_seeds(self, count: int, number: int, group_size: int) -> list[int]:
         """A number for each row, equal for completions that are compared with each other, over ranks too."""
@@ -128,11 +124,11 @@ class EpisodeRunner:
 
         assert self.driver is not None
         episodes = self.driver.episodes(rows, environments)
-        self.check_lengths([Request(episode.prompt_ids) for episode in episodes])
+        self.prompts.check_lengths([Request(episode.prompt_ids) for episode in episodes], self.sync.context)
         limits = {"context": self.sync.context, "stop_ids": self.stop_ids}
         with self.sync.engine.prefix_cache():
             found = self.driver.run_tools(episodes, sampling, generate, **limits, any_process=any_process)
-        self.log(_call_metrics(episodes, pictures=self.driver.reader is not None), mode)
+        self.run.log(_call_metrics(episodes, pictures=self.driver.reader is not None), mode)
         return found
 
     def run_harness(
@@ -157,10 +153,10 @@ class EpisodeRunner:
         with sync.engine.prefix_cache():
             found = driver.run_harness(
                 rows, seeds, sampling, sync.ask,
-                engine=sync.engine, context=sync.context, vocabulary=vocabulary, placeholder=self.pad_token_id,
+                engine=sync.engine, context=sync.context, vocabulary=vocabulary, placeholder=self.run.pad_token_id,
                 any_process=any_process,
             )  # fmt: skip
-        self.log(found.metrics, mode)
+        self.run.log(found.metrics, mode)
         return found.rollouts, found.completions, found.extra
 
     def run_function(self, rows: list[dict[str, Any]], trainer: Any, *, vocabulary: int) -> Rolled:
@@ -170,9 +166,10 @@ class EpisodeRunner:
         if self.sync.needs_weight_sync:
             # The function may ask the same servers: with the weights of now.
             self.sync.push_if_due()
-        ends = (*self.stop_ids, self.pad_token_id)
+        ends = (*self.stop_ids, self.run.pad_token_id)
         limits = {"stop_ids": ends, "vocabulary": vocabulary, "most": args.max_completion_length}
-        found = parallel.run_and_share(lambda: driver.run_function(rows, trainer, **limits), self.accelerator)
+        with parallel.failing_together(self.accelerator):
+            found = driver.run_function(rows, trainer, **limits)
         if args.vllm_importance_sampling_correction and not any(r.logp for r in found[0]) and not self._warned:
             self._warned = True
             logger.warning(

@@ -15,6 +15,7 @@ from transformers.trainer_utils import EvalLoopOutput, EvalPrediction
 
 from posttrain.data.samplers import Deal, DealtStream
 from posttrain.losses.reduce import REDUCTIONS, Denominators, reduce
+from posttrain.metrics import Metric, mean
 from posttrain.models import parallel
 from posttrain.models.forward import forward, virtual_tokens
 from posttrain.types import Batch, LossTerms
@@ -36,6 +37,15 @@ def full_logits(model: nn.Module, batch: Batch) -> tuple[Any, Tensor]:
     output = model(input_ids=batch.input_ids, attention_mask=batch.real.long(), use_cache=False)
     output.logits = output.logits[:, virtual_tokens(model) :]
     return output, torch.where(batch.loss_mask, batch.input_ids, IGNORED)
+
+
+@torch.no_grad()
+def predicted_metrics(logits: torch.Tensor, labels: torch.Tensor, chunk: int = 256) -> dict[str, Metric]:
+    """Entropy (nats) and accuracy of trained tokens: logits ``(B, T, V)``, labels ``(B, T)``, -100 on others."""
+    targets = labels[:, 1:]
+    kept, targets = logits[:, :-1][targets != -100], targets[targets != -100]
+    entropy = torch.cat([torch.special.entr(part.float().softmax(-1)).sum(-1) for part in kept.split(chunk)])
+    return {"entropy": mean(entropy), "mean_token_accuracy": mean((kept.argmax(-1) == targets).float())}
 
 
 @dataclass(slots=True)

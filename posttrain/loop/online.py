@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import datasets
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from posttrain.checks import rules as log_rules
 from posttrain.data.chat import terminal_token_ids
 from posttrain.data.forest import collate
 from posttrain.data.formats import is_conversational
 from posttrain.data.processors import is_processor
 from posttrain.data.samplers import PromptStream, RepeatSampler
 from posttrain.errors import RolloutServerError
+from posttrain.loop import step
 from posttrain.loop.dynamic_sampling import DynamicSampler, groups_without_signal
 from posttrain.loop.episodes import EpisodeRunner, make_driver
 from posttrain.loop.prompts import (
@@ -56,7 +56,7 @@ from posttrain.rollouts.batch import (
 )
 from posttrain.rollouts.episodes.harness import take_harness
 from posttrain.rollouts.sampling import configured_sampling, generation_fields
-from posttrain.types import Batch, Finding, LossTerms, ModelOutputs, Prompt, Rollout, Row, Sampling
+from posttrain.types import Batch, LossTerms, ModelOutputs, Prompt, Rollout, Row, Sampling
 
 
 class OnlineTrainer(PostTrainer):
@@ -157,13 +157,7 @@ class OnlineTrainer(PostTrainer):
         return training_engine(model, self.args, tokenizer=self.processing_class, pad_token_id=self.pad_token_id)
 
     def _make_weight_sync(self, engine: Any) -> WeightSync:
-        return WeightSync(
-            engine, self.args, self.accelerator,
-            model=lambda: self.model,
-            wrapped=lambda: self.model_wrapped,
-            step=lambda: self.state.global_step,
-            inference=self.inference, log=self.log_metrics_now, checks=self.checks,
-        )  # fmt: skip
+        return WeightSync(engine, self.run)
 
     @functools.cached_property
     def episodes(self) -> EpisodeRunner:
@@ -171,10 +165,8 @@ class OnlineTrainer(PostTrainer):
         return EpisodeRunner(
             self.driver,
             self.weight_sync,
-            check_lengths=lambda requests: self.prompt_source.check_lengths(requests, self.context),
+            self.prompt_source,
             stop_ids=self.stop_ids,
-            pad_token_id=self.pad_token_id,
-            log=self.log_metrics_now,
         )
 
     @functools.cached_property
@@ -462,7 +454,7 @@ class OnlineTrainer(PostTrainer):
 
     def compute_loss_terms(self, model: nn.Module, batch: Batch) -> tuple[LossTerms, ModelOutputs]:
         """Run forward and objective; log the log-prob gap to the engine (only rounding error for the in-process engine)."""
-        terms, outputs = super().compute_loss_terms(model, batch)
+        terms, outputs = step.compute_terms(self.run, model, batch)
         sampled, trained = batch.columns.get("engine_logp"), batch.old_logp
         if trained is None or self.old_logp_is_engines:
             moved = model.training and self.window.born != self.state.global_step
@@ -521,21 +513,12 @@ class OnlineTrainer(PostTrainer):
         super().check_start()
         self.reward_watch = RewardWatch(
             self.rewards,
-            self.accelerator,
-            checks=self.checks,
-            log=self.log_metrics_now,
+            self.run,
             scaled=str(getattr(self.args, "scale_rewards", "none")) != "none",
             stop_after=getattr(self.args, "stop_without_signal", None),
         )
         self.scorer = Scorer(self.rewards, self.processing_class, self.accelerator)
         self.reward_watch.start(self.args.device, getattr(self.args, "max_completion_length", None))
-
-    def log_checks(self, logs: dict[str, float]) -> Iterable[Finding | None]:
-        """Of generating and learning, where a step was logged."""
-        yield from super().log_checks(logs)
-        rows = self.state.log_history
-        if rows and "loss" in rows[-1]:
-            yield from log_rules.check_log(rows, generations_per_step=self.args.generations_per_step)
 
     def postprocess_metrics(self, metrics: dict[str, float]) -> dict[str, float]:
         """Lengths of ended completions are 0 where none ended."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -12,17 +11,15 @@ from posttrain.checks import rewards as reward_checks
 from posttrain.checks.registry import describe
 from posttrain.checks.rewards import FLAT_GENERATIONS, RunningReward, check_reward_ranges
 from posttrain.errors import RewardError
-from posttrain.loop.checks import Checks
+from posttrain.loop.run import Run
 from posttrain.loop.scoring import completion_lengths, reward_metrics
 from posttrain.losses.advantages import MOST
 from posttrain.methods.base import BATCH_CODES
-from posttrain.metrics import Metric, mean
+from posttrain.metrics import mean
 from posttrain.models import parallel
 from posttrain.rewards.format import SoftOverlongPunishment
 from posttrain.rewards.runner import RewardRunner, RewardTable
 from posttrain.rollouts.batch import RolloutBatch
-
-# Codes that are looked for in the rewards of every rollout batch.
 
 
 class RewardWatch:
@@ -30,9 +27,7 @@ class RewardWatch:
 
     Args:
         rewards: The reward functions of the run.
-        accelerator: Of the run.
-        checks: Reports findings; raises where one is refused.
-        log: Takes metrics and a mode.
+        run: Whose metrics and findings these are.
         scaled: Whether rewards are divided by their standard deviation.
         stop_after: Rollout batches without a signal, in a row, that end the run; None: it goes on.
     """
@@ -40,16 +35,13 @@ class RewardWatch:
     def __init__(
         self,
         rewards: RewardRunner,
-        accelerator: Any,
+        run: Run,
         *,
-        checks: Checks,
-        log: Callable[[dict[str, Metric], str], None],
         scaled: bool,
         stop_after: int | None = None,
     ) -> None:
-        self.rewards, self.accelerator, self.checks = rewards, accelerator, checks
-        self.stop_after = stop_after
-        self.log_metrics, self.scaled = log, scaled
+        self.rewards, self.run, self.checks = rewards, run, run.checks
+        self.stop_after, self.scaled = stop_after, scaled
         # Statistics of each reward function since the run began.
         self.running: dict[str, RunningReward] = {}
         self._flat_batches = 0
@@ -77,7 +69,7 @@ class RewardWatch:
         """
         sizes = advantages.abs()
         far = sizes > MOST
-        self.log_metrics({"advantages/clipped_share": mean(far.float())}, mode)
+        self.run.log({"advantages/clipped_share": mean(far.float())}, mode)
         if mode == "train":
             self.clipped(int(far.sum()), far.numel(), float(sizes.max()) if far.any() else None)
         return advantages.clamp(-MOST, MOST)
@@ -101,13 +93,13 @@ class RewardWatch:
             mode: ``train`` or ``eval``.
             zero_std_share: Share of groups without a spread of rewards; None where there are no groups.
         """
-        lengths = parallel.all_gather_objects(completion_lengths(batch), self.accelerator)
+        lengths = parallel.all_gather_objects(completion_lengths(batch), self.run.accelerator)
         metrics = reward_metrics(table, totals, advantages, lengths)
         if zero_std_share is not None:
             scored = totals[~totals.isnan()]
             metrics["reward_std"] = mean(float(scored.std()) if scored.numel() > 1 else 0.0)
             metrics["frac_reward_zero_std"] = mean(zero_std_share)
-        self.log_metrics(metrics, mode)
+        self.run.log(metrics, mode)
         if mode == "train":
             self.batch(table, totals, advantages)
 

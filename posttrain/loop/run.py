@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
+from typing import TYPE_CHECKING, Any
 
 from accelerate import Accelerator
 from torch import nn
@@ -24,8 +24,6 @@ from posttrain.types import Batch, LossTerms, ModelOutputs, Row
 
 if TYPE_CHECKING:
     import torch
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -78,6 +76,7 @@ class Run:
         router_coefficient: Weight of the load-balancing term of a mixture of experts; 0: it is not trained.
         layout: How rows lie in a forward pass.
         hooks: What a subclass replaces.
+        loss_function: The user's ``compute_loss_func``.
         reduced_by: The reduction of the loss that was computed last.
     """
 
@@ -99,6 +98,7 @@ class Run:
     router_coefficient: float = 0.0
     layout: Layout = field(init=False)
     hooks: Hooks = field(init=False)
+    loss_function: Callable[..., Any] | None = None
     reduced_by: str | None = None
 
     def log(self, metrics: Mapping[str, Metric], mode: str = "train") -> None:
@@ -129,20 +129,3 @@ class Run:
     def inference(self, model: nn.Module | None = None) -> AbstractContextManager[nn.Module]:
         """The model in eval mode, without gradients, under the run's precision; training mode is restored."""
         return parallel.inference(self.wrapped if model is None else model, self.accelerator)
-
-
-class OfRun(Generic[T]):
-    """An attribute of a trainer that stands in its `Run`, so that both always have the same."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    @overload
-    def __get__(self, holder: None, owner: type) -> OfRun[T]: ...
-    @overload
-    def __get__(self, holder: Any, owner: type) -> T: ...
-    def __get__(self, holder: Any, owner: type) -> Any:
-        return self if holder is None else getattr(holder.run, self.name)
-
-    def __set__(self, holder: Any, value: T) -> None:
-        setattr(holder.run, self.name, value)

@@ -262,9 +262,8 @@ class Scorer:
             group_size: G.
             training: Whether the rewards are trained on.
         """
-        table = parallel.run_and_share(
-            lambda: score_rollouts(self.rewards, batch, self.tokenizer, state), self.accelerator
-        )
+        with parallel.failing_together(self.accelerator):
+            table = score_rollouts(self.rewards, batch, self.tokenizer, state)
         counts = parallel.all_gather_objects([len(batch.rollouts)], self.accelerator)
         rows = parallel.all_gather_objects(table.values.tolist(), self.accelerator)
         values = torch.tensor(rows, dtype=torch.float32).reshape(len(rows), -1)  # (n, K)

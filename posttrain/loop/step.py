@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
+from posttrain.loop.evaluation import full_logits, predicted_metrics
 from posttrain.losses.reduce import Denominators, reduce
 from posttrain.models import parallel
 from posttrain.models.forward import add_router_term, forward
@@ -50,11 +51,32 @@ def compute_terms(run: Run, model: nn.Module, batch: Batch) -> tuple[LossTerms, 
     )
     terms = run.hooks.objective(outputs, batch)
     terms.share = batch.shares
+    if model.training:
+        run.method.observe(terms, outputs, run.denominators)
     add_router_term(terms, outputs, run.router_coefficient)
     return terms, outputs
 
 
-def compute_loss(run: Run, model: nn.Module, batch: Batch, count: Any = None) -> tuple[Tensor, ModelOutputs]:
+def no_comparison(batch: Batch) -> None:
+    """What the output layer compares log-probs with, where a method compares nothing."""
+
+
+def loss_of_pass(run: Run, model: nn.Module, batch: Batch) -> Tensor:
+    """`compute_loss` alone, as the loop calls it where no subclass has one of its own."""
+    return compute_loss(run, model, batch)[0]
+
+
+def function_loss(run: Run, model: nn.Module, batch: Batch, count: Any) -> tuple[Tensor, Any]:
+    """The user's ``compute_loss_func(outputs, labels, num_items_in_batch)`` on full logits, and the model's outputs."""
+    assert run.loss_function is not None
+    output, labels = full_logits(model, batch)
+    run.log(predicted_metrics(output.logits, labels), "train" if model.training else "eval")
+    run.reduced_by = "token"
+    tokens = run.denominators.over(count, allowed=True).tokens
+    return run.loss_function(output, labels, num_items_in_batch=tokens) * run.denominators.world_size, output
+
+
+def compute_loss(run: Run, model: nn.Module, batch: Batch, count: Any = None) -> tuple[Tensor, Any]:
     """Batch to scalar: the sum of a pass's terms over counts of the whole optimiser step, so that passes add up.
 
     Args:
@@ -63,6 +85,8 @@ def compute_loss(run: Run, model: nn.Module, batch: Batch, count: Any = None) ->
         batch: One forward pass.
         count: Given by the user in place of the step's label tokens, see `Denominators.over`.
     """
+    if run.loss_function is not None:
+        return function_loss(run, model, batch, count)
     terms, outputs = run.hooks.compute_loss_terms(model, batch)
     run.log(terms.metrics, "train" if model.training else "eval")
     run.reduced_by = terms.count or terms.reduction

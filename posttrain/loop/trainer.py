@@ -8,7 +8,7 @@ import itertools
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -33,7 +33,7 @@ from posttrain.loop.evaluation import count_rounds, evaluate, evaluation_loader,
 from posttrain.loop.memory_profile import MemoryProfile
 from posttrain.loop.passes import PassRunner
 from posttrain.loop.pictures import Vision
-from posttrain.loop.run import Hooks, OfRun, Run
+from posttrain.loop.run import Hooks, Run
 from posttrain.loop.token_split import begin_split, refuse_predict, without_accelerate
 from posttrain.losses.reduce import Denominators
 from posttrain.methods.base import Method
@@ -45,7 +45,7 @@ from posttrain.models.quantised import check_quantised
 from posttrain.models.vision import load_renamed
 from posttrain.report.card import create_model_card
 from posttrain.report.record import RunRecordCallback
-from posttrain.types import Batch, Finding, LossTerms, ModelOutputs, Row
+from posttrain.types import Batch, LossTerms, ModelOutputs, Row
 
 logger = logging.getLogger(__name__)
 
@@ -63,24 +63,22 @@ class PostTrainer(transformers.Trainer):
     # Names for the model card, as TRL's trainers have them; by the class that says METHOD where it says no others.
     _name: ClassVar[str] = "post-training"
     _tag_names: ClassVar[list[str]] = ["posttrain"]
-    # What a run is made of stands in `run`; by these names a trainer and what TRL's callbacks read of it have it too.
+    # What a run is made of; by the names of `attributes.OF_RUN` a trainer has its parts too.
     run: Run
-    method: OfRun[Method[Any]] = OfRun("method")
-    vision = OfRun[Vision]("vision")
-    checks = OfRun[Checks]("checks")
-    buffers = OfRun[dict[str, MetricBuffer]]("buffers")
-    _metrics = OfRun[dict[str, MetricBuffer]]("buffers")
-    counters = OfRun[dict[str, float]]("counters")
-    denominators = OfRun[Denominators]("denominators")
-    model = OfRun[Any]("model")
-    model_wrapped = OfRun[Any]("wrapped")
-    accelerator = OfRun[Accelerator]("accelerator")
-    state = OfRun[TrainerState]("state")
-    pad_token_id = OfRun[int]("pad_token_id")
-    fresh_adapter = OfRun[bool]("fresh_adapter")
-    router_coefficient = OfRun[float]("router_coefficient")
-    layout = OfRun[Layout]("layout")
-    reduced_by = OfRun["str | None"]("reduced_by")  # The reduction of the loss that `compute_loss` returned last.
+    method: Method[Any]
+    vision: Vision
+    checks: Checks
+    buffers: dict[str, MetricBuffer]
+    counters: dict[str, float]
+    denominators: Denominators
+    model: Any
+    model_wrapped: Any
+    accelerator: Accelerator
+    state: TrainerState
+    pad_token_id: int
+    fresh_adapter: bool
+    router_coefficient: float
+    layout: Layout
     no_rows: Any = ()  # What an evaluation batch without rows is collated to.
     _in_loop, _eval_rounds = False, 0
     _window_start: float | None = None
@@ -100,8 +98,8 @@ class PostTrainer(transformers.Trainer):
         return bool(self.router_coefficient)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        # A setting by TRL's name is set where it stands.
-        if name not in attributes.SET or not attributes.write(self, name, value):
+        # A part of the run, or a setting by TRL's name, is set where it stands.
+        if name not in attributes.ELSEWHERE or not attributes.write(self, name, value):
             super().__setattr__(name, value)
 
     if not TYPE_CHECKING:  # Type checkers tell of names that do not exist.
@@ -123,6 +121,7 @@ class PostTrainer(transformers.Trainer):
         args = build.as_config(self.config_class, args or f"{Path(model_id).name or 'model'}-{self._name}")
         self.args, self.user_collator = args, trainer_kwargs.pop("data_collator", None)
         self.run = Run(args, self.METHOD(args), type(self).__name__)
+        self.run.loss_function = trainer_kwargs.get("compute_loss_func")
         build.check_hooks(self, trainer_kwargs.get("compute_loss_func"))
         build.check_arguments(self.method.traits, type(self).__name__, model, args, train_dataset, self.user_collator)
         check_quantised(model, args, peft_config, quantization_config)
@@ -287,10 +286,6 @@ class PostTrainer(transformers.Trainer):
         """A sample of the rows that will be trained; a method adds its own."""
         self.checks.data(self.head, self.eval_dataset)
 
-    def log_checks(self, logs: dict[str, float]) -> Iterable[Finding | None]:
-        """Findings about the line that was just logged; a method adds its own."""
-        return ()
-
     @property
     def preflight(self) -> Preflight:
         """What was looked for in this run, and what was found."""
@@ -363,9 +358,9 @@ class PostTrainer(transformers.Trainer):
         return Hooks(
             objective=own("objective", run.method.objective),
             named_counts=own("named_counts", run.method.counts),
-            comparison=own("comparison", lambda batch: None),
+            comparison=own("comparison", step.no_comparison),
             compute_loss_terms=own("compute_loss_terms", partial(step.compute_terms, run)),
-            compute_loss=own("compute_loss", lambda model, batch: step.compute_loss(run, model, batch)[0]),
+            compute_loss=own("compute_loss", partial(step.loss_of_pass, run)),
             eval_batches=self.eval_batches,
             postprocess_metrics=own("postprocess_metrics", run.method.derived_metrics),
             predictions=self.predictions,
@@ -460,6 +455,7 @@ class PostTrainer(transformers.Trainer):
         return self.run.reduced_metrics(mode)
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        self.run.log(self.method.end_step(self.state.global_step))
         if self._window_start is not None:
             self.log_metrics_now({"step_time": mean(time.perf_counter() - self._window_start)})
             self._window_start = None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
@@ -19,9 +18,9 @@ from posttrain.checks.server import (
     probe_sequences,
 )
 from posttrain.errors import ConfigError, RolloutServerError, WeightSyncError
-from posttrain.loop.checks import Checks
+from posttrain.loop.run import Run
 from posttrain.methods.online_config import VllmSyncFields
-from posttrain.metrics import Metric, mean
+from posttrain.metrics import mean
 from posttrain.models import parallel
 from posttrain.models.forward import sequence_logps
 from posttrain.rollouts.base import Capabilities, RolloutEngine
@@ -109,7 +108,8 @@ def vllm_engine(model: Any, args: Any, accelerator: Any) -> Any:
             api_key=args.vllm_server_api_key,
         )
 
-    engine = parallel.run_and_share(connect, accelerator)
+    with parallel.failing_together(accelerator):
+        engine = connect()
     facts = [] if engine is None else [engine.capabilities]
     shared = parallel.all_gather_objects(facts, accelerator)[0]
     return engine or NonMainRankEngine("server", shared)
@@ -143,33 +143,12 @@ class WeightSync:
 
     Args:
         engine: That samples.
-        args: Of the trainer.
-        accelerator: Of the run.
-        model: The policy as it is now; sharded training replaces it.
-        wrapped: The same as the run wraps it.
-        step: Optimiser steps that were made.
-        inference: Context manager of the policy in eval mode, without gradients.
-        log: Takes metrics.
-        checks: Reports findings; raises where one is refused.
+        run: Whose weights are pushed.
     """
 
-    def __init__(
-        self,
-        engine: Any,
-        args: Any,
-        accelerator: Any,
-        *,
-        model: Callable[[], Any],
-        wrapped: Callable[[], Any],
-        step: Callable[[], int],
-        inference: Callable[[], AbstractContextManager[Any]],
-        log: Callable[[dict[str, Metric]], None],
-        checks: Checks,
-    ) -> None:
-        self.engine, self.args, self.accelerator = engine, args, accelerator
-        self.model, self.wrapped, self.step, self.inference, self.log = model, wrapped, step, inference, log
-        self.checks = checks
-        self.retries: int = sync_option(args, "vllm_sync_retries")
+    def __init__(self, engine: Any, run: Run) -> None:
+        self.engine, self.run, self.args, self.accelerator = engine, run, run.args, run.accelerator
+        self.retries: int = sync_option(run.args, "vllm_sync_retries")
         self._pushed_at: tuple[int, int] | None = None
         self._pushes = 0
         self._checked_at = 0
@@ -182,7 +161,7 @@ class WeightSync:
     @property
     def context(self) -> int | None:
         """Most tokens of prompt and completion, of the model and of the engine."""
-        model = getattr(self.model().config.get_text_config(), "max_position_embeddings", None)
+        model = getattr(self.run.model.config.get_text_config(), "max_position_embeddings", None)
         limits = [model, self.engine.capabilities.context]
         return min((limit for limit in limits if limit is not None), default=None)
 
@@ -194,14 +173,15 @@ class WeightSync:
         """
         if self.args.preflight == "off":
             return
-        with self.checks.preflight.record_check("config", codes_of("S", "config")):
-            found = parallel.run_and_share(lambda: self._engine_findings(engine), self.accelerator)
-            self.checks.report(parallel.all_gather_objects(list(found), self.accelerator))
+        with self.run.checks.preflight.record_check("config", codes_of("S", "config")):
+            with parallel.failing_together(self.accelerator):
+                found = self._engine_findings(engine)
+            self.run.checks.report(parallel.all_gather_objects(list(found), self.accelerator))
 
     def _engine_findings(self, engine: Any) -> list[Any]:
         if not self.accelerator.is_main_process or not isinstance(engine, ServerEngine):
             return []
-        needs = needs_of(self.accelerator.unwrap_model(self.model()), self.args)
+        needs = needs_of(self.accelerator.unwrap_model(self.run.model), self.args)
         return [f for s in engine.fleet.live for f in check_info(s.url, s.info, needs)] + [
             f for s in engine.fleet.live for f in probe_logprobs(s.client, needs)
         ]
@@ -212,8 +192,8 @@ class WeightSync:
         """Rollouts of each ``(requests, sampling)`` of this process; every process calls it, with an empty list too."""
         engine = self.engine
         if not self.needs_weight_sync:
-            whole = parallel.whole_parameters(self.wrapped(), self.accelerator)
-            with self.inference(), whole:
+            whole = parallel.whole_parameters(self.run.wrapped, self.accelerator)
+            with self.run.inference(), whole:
                 return [engine.generate(requests, sampling) for requests, sampling in batches]
         for tried in range(self.retries + 1):
             self.push_if_due()
@@ -238,7 +218,8 @@ class WeightSync:
             stream = iter(self.engine.generate(flat, Sampling(1)) if flat else [])
             return [[[next(stream) for r in batch for _ in range(r.n)] for batch in rank] for rank in asked]
 
-        shares = parallel.run_and_share(lambda: answer() if self.accelerator.is_main_process else [], self.accelerator)
+        with parallel.failing_together(self.accelerator):
+            shares = answer() if self.accelerator.is_main_process else []
         return parallel.scatter_objects(shares, self.accelerator)
 
     def rest(self) -> None:
@@ -254,11 +235,11 @@ class WeightSync:
 
     def push_if_due(self) -> None:
         """Send the weights where they have moved since the last time, or where a server lacks them."""
-        here = (self.step(), self._moved())
+        here = (self.run.state.global_step, self._moved())
         due = here != self._pushed_at or self.engine.needs_weights()
         if parallel.all_reduce_sum([float(due)], self.accelerator)[0] == 0:
             return
-        if self._pushes == 0 and self.step() > 0:
+        if self._pushes == 0 and self.run.state.global_step > 0:
             self._negative_control()
         again = parallel.all_reduce_sum([float(here != self._pushed_at)], self.accelerator)[0] == 0
         self._pushes += 0 if again else 1
@@ -277,12 +258,12 @@ class WeightSync:
         """A number that changes when anybody writes into the weights; 0 where gathering shards writes into them anyway."""
         if parallel.shards_parameters(self.accelerator):
             return 0
-        return sum(parameter._version for parameter in self.model().parameters())
+        return sum(parameter._version for parameter in self.run.model.parameters())
 
     def _push(self) -> None:
         engine, begin = self.engine, time.perf_counter()
         can = engine.capabilities
-        weights = Weights(self.wrapped(), dtype=can.dtype, checkpoint_names=can.checkpoint_names)
+        weights = Weights(self.run.wrapped, dtype=can.dtype, checkpoint_names=can.checkpoint_names)
 
         def send() -> None:
             if engine.capabilities.main_process_only and not self.accelerator.is_main_process:
@@ -291,8 +272,9 @@ class WeightSync:
             else:
                 engine.load_weights(weights, self._pushes)
 
-        parallel.run_and_share(send, self.accelerator)
-        self.log({"weight_sync_time_s": mean(time.perf_counter() - begin)})
+        with parallel.failing_together(self.accelerator):
+            send()
+        self.run.log({"weight_sync_time_s": mean(time.perf_counter() - begin)})
 
     def _check_parity(self) -> None:
         """Log-probs of fixed sequences on both sides; once more after a second push where they differ.
@@ -302,10 +284,10 @@ class WeightSync:
         """
         if self.args.preflight == "off" or not self.engine.capabilities.scores_sequences:
             return
-        with self.checks.preflight.record_check("first_batch", ("PT-S004",)):
+        with self.run.checks.preflight.record_check("first_batch", ("PT-S004",)):
             found = self._parity_finding()
             if found is None or found.severity != "error":
-                self.checks.report([found])
+                self.run.checks.report([found])
                 return
         logger.warning("%s: %s Pushing once more.", found.code, found.what)
         self.engine.mark_stale()
@@ -313,7 +295,7 @@ class WeightSync:
         self._push()
         found = self._parity_finding()
         if found is not None:
-            self.checks.keep([found])
+            self.run.checks.keep([found])
             raise WeightSyncError(
                 f"{found.code}: {found.what} {found.why} Do: {found.fix}", phase="parity", version=self._pushes
             )
@@ -323,20 +305,20 @@ class WeightSync:
         can = self.engine.capabilities
         if self.args.preflight == "off" or not can.scores_sequences or not can.main_process_only:
             return
-        with self.checks.preflight.record_check("first_batch", ("PT-S005",)):
+        with self.run.checks.preflight.record_check("first_batch", ("PT-S005",)):
             try:
                 before = self._parity_finding()
             except RolloutServerError:
                 return  # Its weights are not whole: nothing is equal to them.
-            self.checks.report([check_negative_control(self.engine.name, before)])
+            self.run.checks.report([check_negative_control(self.engine.name, before)])
 
     def _parity_finding(self) -> Any:
         """What the comparison says, on every process."""
-        model = self.model()
+        model = self.run.model
         text = model.config.get_text_config()
         sequences = probe_sequences(text.vocab_size, self.context, getattr(text, "sliding_window", None))
         rows = [Row(ids[:1], [ids[1:]], [[1] * (len(ids) - 1)]) for ids in sequences]
-        with self.inference() as policy:
+        with self.run.inference() as policy:
             ours = [logp.float().cpu().tolist() for logp in sequence_logps(policy, rows)]
 
         mixed = {"bf16": "bfloat16", "fp16": "float16"}.get(str(self.accelerator.mixed_precision))
@@ -351,7 +333,8 @@ class WeightSync:
             ]
             return next((f for f in found if f is not None), None)
 
-        mine = parallel.run_and_share(compare, self.accelerator)
+        with parallel.failing_together(self.accelerator):
+            mine = compare()
         shared = [f for f in parallel.all_gather_objects([mine], self.accelerator) if f is not None]
         return shared[0] if shared else None
 

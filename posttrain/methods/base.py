@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 from torch import Tensor
 
+from posttrain.losses.reduce import Denominators
 from posttrain.methods.config import PostTrainingConfig
+from posttrain.metrics import Metric
 from posttrain.types import Batch, LossTerms, ModelOutputs, Row
 
 if TYPE_CHECKING:
@@ -121,6 +123,13 @@ class Method(ABC, Generic[Config]):
     def temperature(self) -> float:
         """What logits are divided by before any log-prob is taken of them."""
         return float(getattr(self.cfg, "temperature", 1.0))
+
+    def observe(self, terms: LossTerms, outputs: ModelOutputs, denominators: Denominators) -> None:
+        """Take in one forward pass of training; for what is steered from step to step."""
+
+    def end_step(self, step: int) -> dict[str, Metric]:
+        """After ``step`` optimiser steps: steer, and say what to log; a second call with the same number does nothing."""
+        return {}
 
     def derived_metrics(self, metrics: dict[str, float]) -> dict[str, float]:
         """The metrics of a log line with those that follow from others."""

@@ -18,7 +18,7 @@ from posttrain.fields import PositiveInt, option
 from posttrain.losses.likelihood import dft, nll, uniform_nll
 from posttrain.methods.base import Method, Traits
 from posttrain.methods.config import PictureConfig, PostTrainingConfig, warn_keep_end
-from posttrain.metrics import Metric, mean
+from posttrain.metrics import mean
 from posttrain.types import Batch, LossTerms, ModelOutputs, Row
 
 LOSSES: dict[str, Callable] = {"nll": nll, "chunked_nll": nll, "dft": dft}
@@ -110,15 +110,6 @@ def sft_objective(out: ModelOutputs, batch: Batch, *, loss_type: str, smoothing:
         even = torch.zeros_like(terms).masked_scatter(batch.loss_mask, uniform_nll(out.logits))
         terms = (1 - smoothing) * terms + smoothing * even
     return LossTerms(terms, batch.loss_mask, "token", metrics=metrics)
-
-
-@torch.no_grad()
-def predicted_metrics(logits: torch.Tensor, labels: torch.Tensor, chunk: int = 256) -> dict[str, Metric]:
-    """Entropy (nats) and accuracy of trained tokens: logits ``(B, T, V)``, labels ``(B, T)``, -100 on others."""
-    targets = labels[:, 1:]
-    kept, targets = logits[:, :-1][targets != -100], targets[targets != -100]
-    entropy = torch.cat([torch.special.entr(part.float().softmax(-1)).sum(-1) for part in kept.split(chunk)])
-    return {"entropy": mean(entropy), "mean_token_accuracy": mean((kept.argmax(-1) == targets).float())}
 
 
 class SFT(Method[SFTConfig]):

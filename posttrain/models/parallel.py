@@ -334,12 +334,14 @@ def reading_zero(accelerator: Accelerator, engine: Callable[[], Any], folder: st
     shards = zero_shards(Path(folder)) if folder is not None and _deepspeed_plugin(accelerator) is not None else []
     latest, wrote = Path(folder or "", "latest_universal"), 0
     if shards:  # In DeepSpeed's hands the process that fails would leave the others in a collective.
-        wrote = run_and_share(lambda: _read(shards[accelerator.process_index % len(shards)])["processes"], accelerator)
+        with failing_together(accelerator):
+            wrote = _read(shards[accelerator.process_index % len(shards)])["processes"]
     if not shards or wrote == accelerator.num_processes:
         yield
         return
     makes = accelerator.is_main_process and not latest.is_file()
-    run_and_share(lambda: _make_universal(shards, wrote) if makes else None, accelerator)
+    with failing_together(accelerator):
+        _make_universal(shards, wrote) if makes else None
     universal = latest.with_name(latest.read_text(encoding="utf-8").strip())
     with _loading_universal(accelerator, engine):
         yield

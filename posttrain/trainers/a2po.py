@@ -238,7 +238,8 @@ class A2POTrainer(OnlineTrainer):
             for start in range(0, len(todo), size * world):
                 part = todo[start + rank * size : start + (rank + 1) * size]
                 self._value_batch = start + rank
-                found = parallel.run_and_share(lambda part=part: self._sampled_rewards(part), self.accelerator)
+                with parallel.failing_together(self.accelerator):
+                    found = self._sampled_rewards(part)
                 merged = parallel.all_gather_objects(list(found.items()), self.accelerator)
                 cache.add(dict(merged), write=main)
                 bar.update(len(merged))

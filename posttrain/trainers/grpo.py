@@ -37,7 +37,6 @@ from posttrain.trainers.arguments import (
     Tokenizer,
     TrainSet,
 )
-from posttrain.types import Batch, LossTerms, ModelOutputs
 
 logger = logging.getLogger(__name__)
 
@@ -152,7 +151,7 @@ class GRPOTrainer(OnlineTrainer):
 
     def advantages(self, generation: RolloutBatch, table: RewardTable, mode: str) -> Tensor:
         """A completion's reward against its group's mean, divided by a spread."""
-        args, size = self.args, self.group_size(mode)
+        args, size = self.args, self.prompt_source.group_size(mode)
         stats = self.method.advantages(table, size)
         divided = args.scale_rewards != "none" or args.multi_objective_aggregation != "sum_then_normalize"
         advantages = self.reward_watch.bounded(stats.advantages, mode) if divided else stats.advantages
@@ -163,7 +162,7 @@ class GRPOTrainer(OnlineTrainer):
             flat = groups_without_signal(args, table, size)  # Also where nothing was scored.
             mine = flat.repeat_interleave(size)[table.start : table.start + len(generation.rollouts)]
             generation.left_out |= set(mine.nonzero().flatten().tolist())
-            self.log_metrics_now({"groups/masked": mean(flat.float())}, mode)
+            self.run.log({"groups/masked": mean(flat.float())}, mode)
         return advantages
 
     def _warn_of_noise(self, stats: AdvantageStats) -> None:
@@ -187,17 +186,6 @@ class GRPOTrainer(OnlineTrainer):
     def entropy_coef(self) -> float:
         """The coefficient of the entropy term, steered or not."""
         return self.method.bonus.coefficient
-
-    def compute_loss_terms(self, model: nn.Module, batch: Batch) -> tuple[LossTerms, ModelOutputs]:
-        """As the parent's; in training, what steering and the log need is added up over the optimiser step."""
-        terms, outputs = super().compute_loss_terms(model, batch)
-        if model.training:
-            self.method.bonus.add(terms, outputs, self.denominators)
-        return terms, outputs
-
-    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
-        self.log_metrics_now(self.method.bonus.end_step(self.state.global_step, self.method.collectives.total))
-        super()._maybe_log_save_evaluate(*args, **kwargs)
 
     def _save_rng_state(self, output_dir: str) -> None:
         super()._save_rng_state(output_dir)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -20,7 +19,6 @@ from posttrain.checks.pairs import (
     check_pairs,
     reference_prefers_rejected,
 )
-from posttrain.checks.rules import check_log
 from posttrain.data.chat import terminal_token_ids
 from posttrain.data.forest import unbatched_answers
 from posttrain.data.formats import ROW as NUMBER
@@ -34,7 +32,7 @@ from posttrain.methods.preference import CHECKED_ROWS, AnswerMethod, check_label
 from posttrain.models import parallel
 from posttrain.models.forward import forward
 from posttrain.models.reference import Reference, check_reference, tell_own_checkpoint
-from posttrain.types import Batch, Finding, LossTerms, ModelOutputs, Row
+from posttrain.types import Batch, LossTerms, ModelOutputs, Row
 
 logger = logging.getLogger(__name__)
 
@@ -151,11 +149,6 @@ class PreferenceTrainer(PostTrainer):
         """As every trainer's; then a reward model's opinion of pairs, where one is named."""
         super().check_data()
         self.pairs.agreement(self._raw, self.accelerator)
-
-    def log_checks(self, logs: dict[str, float]) -> Iterable[Finding | None]:
-        """What the rewards of pairs say."""
-        yield from super().log_checks(logs)
-        yield from check_log(self.state.log_history, "P")
 
     def compute_loss_terms(self, model: nn.Module, batch: Batch) -> tuple[LossTerms, ModelOutputs]:
         """As every trainer's; policy and reference are compared before the first update."""

@@ -5,15 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from torch import nn
-
 from posttrain.data.forest import unbatched
 from posttrain.data.formats import ROW, PreparationReport
 from posttrain.data.sft import check_prepared, prepare_sft_dataset, with_training_template
 from posttrain.errors import ConfigError
-from posttrain.loop.evaluation import full_logits
 from posttrain.loop.trainer import PostTrainer
-from posttrain.methods.sft import SFT, SFTConfig, predicted_metrics
+from posttrain.methods.sft import SFT, SFTConfig
 from posttrain.models.forward import learns_prompts
 from posttrain.trainers.arguments import (
     Adapter,
@@ -27,7 +24,7 @@ from posttrain.trainers.arguments import (
     Tokenizer,
     TrainSet,
 )
-from posttrain.types import Batch, Row
+from posttrain.types import Row
 
 
 class SFTTrainer(PostTrainer):
@@ -151,17 +148,4 @@ class SFTTrainer(PostTrainer):
 
     def rows(self, examples: list[dict[str, Any]]) -> list[Row]:
         """See `SFT.rows`; a user's collator sees the examples first."""
-        return super().rows(examples if self.user_collator is None else unbatched(self.user_collator(examples)))
-
-    def compute_loss(
-        self, model: nn.Module, inputs: Batch, return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> Any:
-        """`sft_objective`, or the user's ``compute_loss_func(outputs, labels, num_items_in_batch)`` on full logits."""
-        if self.compute_loss_func is None:
-            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        output, labels = full_logits(model, inputs)
-        self.log_metrics_now(predicted_metrics(output.logits, labels), "train" if model.training else "eval")
-        self.reduced_by = "token"
-        tokens = self.denominators.over(num_items_in_batch, allowed=True).tokens
-        loss = self.compute_loss_func(output, labels, num_items_in_batch=tokens) * self.denominators.world_size
-        return (loss, output) if return_outputs else loss
+        return self.method.rows(examples if self.user_collator is None else unbatched(self.user_collator(examples)))

@@ -100,7 +100,7 @@ def test_c_a_policy_that_left_its_sampler_behind_is_told(tiny_tokenizer, tmp_pat
     trainer = grpo(tmp_path, tiny_tokenizer)
     for step in range(1, 61):
         trainer.state.log_history.append({"step": step, "loss": 0.0, "sampling/kl": 0.004 * step})
-        trainer.checks.report_from_main(lambda: trainer.log_checks({}))
+        trainer.checks.report_from_main(lambda: trainer.checks.log_findings(trainer.state.log_history))
     assert "PT-R024: policy mismatch KL" in caplog.text and "learning_rate" in caplog.text
 
 

@@ -321,6 +321,14 @@ class GRPO(Method[Config]):
         """A completion's reward against the mean of its group of ``size``, divided by a spread."""
         return scored_groups(rewards, size, self.cfg)
 
+    def observe(self, terms: LossTerms, outputs: ModelOutputs, denominators: Denominators) -> None:
+        """What steering and the log need is added up over the optimiser step."""
+        self.bonus.add(terms, outputs, denominators)
+
+    def end_step(self, step: int) -> dict[str, Metric]:
+        """Steer the coefficient of the entropy term."""
+        return self.bonus.end_step(step, self.collectives.total)
+
     def objective(self, outputs: ModelOutputs, batch: Batch) -> LossTerms:
         """See `grpo_objective`."""
         # In evaluation passes are not equally many.

@@ -158,16 +158,16 @@ class RolloutService:
             WeightSyncError: It did not arrive; on every rank.
         """
         began = time.perf_counter()
-        tensors = Weights(self.sync.wrapped(), checkpoint_names=getattr(self.transfer, "checkpoint_names", False))
+        tensors = Weights(self.sync.run.wrapped, checkpoint_names=getattr(self.transfer, "checkpoint_names", False))
         tries = sync_option(self.args, "vllm_sync_retries") + 1 if self._engine_kind == "server" else 1
         whole_update(lambda: parallel.run_and_share(lambda: self._send(tensors, again), self.accelerator), tries)
         self.version += not again
-        self._sent_at = self.sync.step()
+        self._sent_at = self.sync.run.state.global_step
         if self.worker is not None:
             if self.owns_workers:
                 self.worker.holders = getattr(self.transfer, "holders", None)
             self.worker.update_model_version(self.version)
-        self.sync.log({"weight_sync_time_s": mean(time.perf_counter() - began)})
+        self.sync.run.log({"weight_sync_time_s": mean(time.perf_counter() - began)})
 
     def _send(self, tensors: Iterable[tuple[str, Tensor]], again: bool) -> None:
         if not self._is_main:
@@ -184,7 +184,7 @@ class RolloutService:
 
     def serve_again(self) -> None:
         """Give servers that lack the weights what the others have; every rank must call it."""
-        self.push_weights(again=self._sent_at == self.sync.step())
+        self.push_weights(again=self._sent_at == self.sync.run.state.global_step)
 
     def make_transfer(self) -> Any:
         """Shared memory for engines that hold a copy, the servers' own way for servers."""
@@ -252,7 +252,7 @@ class RolloutService:
         )
 
     def _engine_spec(self) -> EngineSpec:
-        kind, inner, factory = self._engine_kind, causal_lm(self.sync.model()), self.given["engine_factory"]
+        kind, inner, factory = self._engine_kind, causal_lm(self.sync.run.model), self.given["engine_factory"]
         if kind == "server":
             from posttrain.rollouts.server.engine import FollowingEngine
 
@@ -304,7 +304,8 @@ class AsyncRollouts:
         self.service.serve()
         main = self.accelerator.is_main_process
         while True:
-            dealt = parallel.run_and_share(lambda: self._deal(n) if main else None, self.accelerator)
+            with parallel.failing_together(self.accelerator):
+                dealt = self._deal(n) if main else None
             # Each process is sent its own share alone. None for all: servers are to be given their weights first.
             share = parallel.scatter_objects(dealt or [None] * self.accelerator.num_processes, self.accelerator)
             if share is not None:
@@ -494,10 +495,10 @@ class AsyncRollouts:
         first = [trajectory.samples[0] for trajectory in self.held]
         metrics = _sample_metrics(first) | self._age_metrics() | self._pool_metrics()
         metrics["queue_wait_time_s"] = mean(waited)
-        self.sync.log(metrics)
+        self.sync.run.log(metrics)
         batch, table = rollout_batch(first), self._table(first)
         completions_for_rewards(self.tokenizer, batch.rollouts, conversational=False)
-        self.add_completions(completion_rows(batch, table, self.tokenizer, self.sync.step()))
+        self.add_completions(completion_rows(batch, table, self.tokenizer, self.sync.run.state.global_step))
         self._watch_rewards(first, table)
 
     def _age_metrics(self) -> dict[str, Metric]:
@@ -546,7 +547,7 @@ class AsyncRollouts:
             judged = replace(table, values=table.values[known])
             groups = torch.tensor([first[i].group_id for i in known])
             self.rewards.judge(judged, groups, prompts=[first[i].prompt for i in known])
-            self.sync.log(judged.metrics)
+            self.sync.run.log(judged.metrics)
         self.watch.clipped(int(sum(s.metrics.get("advantages/clipped_share", 0.0) for s in first)), len(first))
         totals = torch.tensor([s.metrics.get("reward", math.nan) for s in first])
         self.watch.batch(table, totals, torch.tensor([s.advantage for s in first]))
