@@ -234,7 +234,7 @@ def columns_of_rewards(context: Context) -> Iterable[Finding]:
     """Columns that reward functions require and the set lacks, for ``posttrain check``: trainers try the functions themselves."""
     rewards: Any = context.parts.get("rewards")
     columns = getattr(context.train_dataset, "column_names", None)
-    if "trainer" not in context.parts and columns:
+    if "run" not in context.parts and columns:
         yield from check_reward_columns(dict(zip(rewards.names, rewards.functions, strict=True)), columns)
 
 

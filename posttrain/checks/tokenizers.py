@@ -346,13 +346,13 @@ def _id(value: int | None) -> str:
     return "none" if value is None else str(value)
 
 
-def require_same_tokens(match: TokenizerMatch, *, mode: str, trainer: str, on_policy: bool = True) -> None:
+def require_same_tokens(match: TokenizerMatch, *, mode: str, method: str, on_policy: bool = True) -> None:
     """Let two models be compared id by id, or refuse.
 
     Args:
         match: See `compare_tokenizers`; padded rows of a model are no difference.
         mode: ``error`` or ``warn``.
-        trainer: Whose loss it is.
+        method: Whose loss it is.
         on_policy: Whether the first model generates, so that both must stop at a common token.
 
     Raises:
@@ -361,7 +361,7 @@ def require_same_tokens(match: TokenizerMatch, *, mode: str, trainer: str, on_po
     found = check_match(match, on_policy=on_policy)
     for one in found:
         if one.severity == "error" and mode == "error":
-            raise ConfigError(f"{trainer}: {one.what} {one.why} Fix: {one.fix}")
+            raise ConfigError(f"{method}: {one.what} {one.why} Fix: {one.fix}")
         logger.warning("%s: %s %s", one.code, one.what, one.why)
 
 

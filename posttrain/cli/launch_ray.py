@@ -283,9 +283,9 @@ class _Placed:
         if tasks:
             self.ray.wait(tasks, num_returns=len(tasks), timeout=PATIENCE)
 
-    def follow(self, trainer: Any, servers: dict[Any, str]) -> int:
+    def follow(self, main: Any, servers: dict[Any, str]) -> int:
         """Wait for the trainer, or for the last of its servers, without which it cannot go on."""
-        waiting = [trainer, *servers]
+        waiting = [main, *servers]
         while True:
             (ended,), waiting = self.ray.wait(waiting)
             try:
@@ -293,8 +293,8 @@ class _Placed:
             except self.ray.exceptions.RayError as error:
                 print(f"posttrain: error: a command was lost: {str(error).splitlines()[0]}", file=sys.stderr)
                 code = LOST
-            if ended == trainer:
+            if ended == main:
                 return code
             print(f"posttrain: warning: {servers[ended]} ended with code {code}", file=sys.stderr)
-            if waiting == [trainer]:
+            if waiting == [main]:
                 return code or LOST

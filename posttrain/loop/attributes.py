@@ -46,7 +46,7 @@ PATHS: dict[str, tuple[str, ...]] = {
 OF_RUN = {
     **{name: name for name in (
         "accelerator", "buffers", "checks", "counters", "denominators", "fresh_adapter", "layout", "method", "model",
-        "pad_token_id", "reduced_by", "router_coefficient", "state", "vision",
+        "pad_token_id", "reduced_by", "reference", "router_coefficient", "state", "vision",
     )},
     "model_wrapped": "wrapped",
     "_metrics": "buffers",

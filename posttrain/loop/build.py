@@ -32,7 +32,8 @@ from posttrain.models.token_split import alone
 from posttrain.report.lock import check_writable
 
 if TYPE_CHECKING:
-    from posttrain.loop.trainer import PostTrainer
+    from posttrain.loop.run import Run
+    from posttrain.rewards.runner import RewardRunner
 
 logger = logging.getLogger(__name__)
 
@@ -197,31 +198,27 @@ def joint_layout(layout: Layout, other: Any, args: Any) -> Layout:
     return replace(careful, joins_rows=joins, rope_switch=switch, rope_end=min(ends, default=None))
 
 
-def make_checks(trainer: PostTrainer, args: Any) -> Checks:
+def make_checks(run: Run, rewards: RewardRunner | None, environments: Any) -> Checks:
     """The checks of a run, before its model is there.
 
     Args:
-        trainer: With its ``processing_class``; rewards and environments where the method has them.
-        args: The trainer's config.
+        run: With its method, pictures and tokenizer.
+        rewards: Of methods that have them.
+        environments: That write prompts; None: the dataset does.
     """
-    traits = trainer.method.traits
+    traits, vision = run.method.traits, run.vision
     checks = Checks(
-        args,
-        trainer=type(trainer).__name__.removesuffix("Trainer").lower(),
+        run.args,
+        command=run.name.removesuffix("Trainer").lower(),
         ignored_codes=traits.ignored_codes,
         log_area=traits.log_area,
         log_codes=log_codes(traits.log_area, traits.other_moments),
         zero_gradient_is_normal=traits.still_steps,
-        fills_prompts=getattr(trainer, "environments", None) is not None,
+        fills_prompts=environments is not None,
     )
-    parts = {
-        "trainer": trainer,
-        "method": trainer.method,
-        "vision": trainer.vision,
-        "rewards": getattr(trainer, "rewards", None),
-    }
-    parts = {**parts, "processor": trainer.vision.processor if trainer.vision.images else None}
-    checks.knows(tokenizer=trainer.processing_class, parts=parts)
+    processor = vision.processor if vision.images else None
+    parts = {"run": run, "method": run.method, "vision": vision, "rewards": rewards, "processor": processor}
+    checks.knows(tokenizer=run.tokenizer, parts=parts)
     return checks
 
 
@@ -250,11 +247,13 @@ def user_override(trainer: Any, name: str) -> type | None:
 def with_attributes(holder: Any, given: Mapping[str, Any]) -> Iterator[None]:
     """Inside, a trainer or a config has other attributes."""
     before = {name: getattr(holder, name) for name in given}
-    vars(holder).update(given)
+    for name, value in given.items():
+        setattr(holder, name, value)
     try:
         yield
     finally:
-        vars(holder).update(before)
+        for name, value in before.items():
+            setattr(holder, name, value)
 
 
 def check_hooks(trainer: Any, compute_loss_func: Any) -> None:

@@ -54,7 +54,7 @@ class Checks(transformers.TrainerCallback):
 
     Args:
         args: The trainer's config.
-        trainer: The trainer's command name, such as ``"grpo"``.
+        command: The trainer's command name, such as ``"grpo"``.
         ignored_codes: Codes of findings that do not concern this method's rows.
         log_area: Letter of the codes that rules over log lines may find (`posttrain.checks.rules`); "" for none.
         log_codes: These codes, but for those that are looked for at another moment.
@@ -66,7 +66,7 @@ class Checks(transformers.TrainerCallback):
         self,
         args: Any,
         *,
-        trainer: str,
+        command: str,
         ignored_codes: frozenset[str] = frozenset(),
         log_area: str = "",
         log_codes: tuple[str, ...] = (),
@@ -77,7 +77,7 @@ class Checks(transformers.TrainerCallback):
         self.preflight = Preflight(args.preflight, args.silence_findings)
         self._tokens_checked = False
         self.context = Context(
-            trainer, args, processes=PartialState().num_processes, parts={"ignored_codes": ignored_codes}
+            command, args, processes=PartialState().num_processes, parts={"ignored_codes": ignored_codes}
         )
         self.log_area, self.log_codes, self.zero_gradient_is_normal = log_area, log_codes, zero_gradient_is_normal
         self.fills_prompts = fills_prompts
@@ -575,7 +575,8 @@ def check_tokens(context: Context, ids: Iterable[int] = ()) -> Iterator[Finding]
         return
     seen = [max(part) for row in context.rows for part in (row.prompt_ids, *row.completions) if len(part)]
     highest = max([*seen, *ids], default=None)
-    reference = getattr(getattr(context.parts.get("trainer"), "reference", None), "copy", None)
+    run = context.parts.get("run")
+    reference = None if run is None or run.reference is None else run.reference.copy
     models = {"the model": context.model, "the reference": reference}
     for name, model in models.items():
         rows = None if model is None else embedding_rows(model)

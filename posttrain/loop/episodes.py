@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from posttrain.errors import ConfigError
@@ -159,7 +160,9 @@ class EpisodeRunner:
         self.run.log(found.metrics, mode)
         return found.rollouts, found.completions, found.extra
 
-    def run_function(self, rows: list[dict[str, Any]], trainer: Any, *, vocabulary: int) -> Rolled:
+    def run_function(
+        self, rows: list[dict[str, Any]], function: Callable[[list[Any]], Any], *, vocabulary: int
+    ) -> Rolled:
         """Let the user's rollout function complete the prompts; see `EpisodeDriver.run_function`."""
         driver, args = self.driver, self.sync.args
         assert driver is not None
@@ -169,7 +172,7 @@ class EpisodeRunner:
         ends = (*self.stop_ids, self.run.pad_token_id)
         limits = {"stop_ids": ends, "vocabulary": vocabulary, "most": args.max_completion_length}
         with parallel.failing_together(self.accelerator):
-            found = driver.run_function(rows, trainer, **limits)
+            found = driver.run_function(rows, function, **limits)
         if args.vllm_importance_sampling_correction and not any(r.logp for r in found[0]) and not self._warned:
             self._warned = True
             logger.warning(

@@ -54,6 +54,7 @@ from posttrain.rollouts.batch import (
     completions_for_rewards,
     shared_requests,
 )
+from posttrain.rollouts.episodes.driver import for_trainer
 from posttrain.rollouts.episodes.harness import take_harness
 from posttrain.rollouts.sampling import configured_sampling, generation_fields
 from posttrain.types import Batch, LossTerms, ModelOutputs, Prompt, Rollout, Row, Sampling
@@ -395,7 +396,8 @@ class OnlineTrainer(PostTrainer):
         """One completion per example, and what reward functions see of each: its text, or a list of messages."""
         if self.rollout_func is not None:
             vocabulary = self.model.config.get_text_config().vocab_size
-            rollouts, completions, self._extra = self.episodes.run_function(examples, self, vocabulary=vocabulary)
+            function = for_trainer(self.rollout_func, self)
+            rollouts, completions, self._extra = self.episodes.run_function(examples, function, vocabulary=vocabulary)
             return rollouts, completions
         if self.harness is not None:
             vocabulary, number = self.model.config.get_text_config().vocab_size, self._generation_number(mode)

@@ -288,12 +288,12 @@ def named_sets(sets: dict[str, Any]) -> list[tuple[str, Any]]:
     return [(name, dataset) for name, dataset in found if dataset is not None]
 
 
-def empty_prompts(pool: EnvironmentPool | None, trainer: str, args: Any) -> datasets.Dataset:
+def empty_prompts(pool: EnvironmentPool | None, name: str, args: Any) -> datasets.Dataset:
     """One empty prompt for each group of a generation: without a training set, the environment says what is to be done.
 
     Args:
         pool: Environments, if any were given.
-        trainer: Name of the trainer, for messages.
+        name: Of the trainer, for messages.
         args: Of the trainer; None where none were given.
 
     Raises:
@@ -301,7 +301,7 @@ def empty_prompts(pool: EnvironmentPool | None, trainer: str, args: Any) -> data
         ConfigError: Rows must choose an environment, or nothing bounds the run.
     """
     if pool is None:
-        raise DataError(f"{trainer} needs train_dataset, and it is None: only an environment_factory can do without.")
+        raise DataError(f"{name} needs train_dataset, and it is None: only an environment_factory can do without.")
     if pool.routed:
         raise ConfigError(
             "train_dataset=None with a dict of environments: each row says which it wants, in a column 'environment'. Give "

@@ -20,6 +20,7 @@ from posttrain.methods.base import Method
 from posttrain.methods.config import PostTrainingConfig
 from posttrain.metrics import Metric, MetricBuffer
 from posttrain.models import parallel
+from posttrain.models.reference import Reference
 from posttrain.types import Batch, LossTerms, ModelOutputs, Row
 
 if TYPE_CHECKING:
@@ -75,6 +76,7 @@ class Run:
         fresh_adapter: Whether the adapter was made for this run, so that the model without it is where it began.
         router_coefficient: Weight of the load-balancing term of a mixture of experts; 0: it is not trained.
         layout: How rows lie in a forward pass.
+        reference: The frozen start of training, or another frozen model, where the loss compares with it.
         hooks: What a subclass replaces.
         loss_function: The user's ``compute_loss_func``.
         reduced_by: The reduction of the loss that was computed last.
@@ -97,6 +99,7 @@ class Run:
     fresh_adapter: bool = False
     router_coefficient: float = 0.0
     layout: Layout = field(init=False)
+    reference: Reference | None = None
     hooks: Hooks = field(init=False)
     loss_function: Callable[..., Any] | None = None
     reduced_by: str | None = None

@@ -42,6 +42,7 @@ from posttrain.metrics import Metric, MetricBuffer, mean
 from posttrain.models import load, memory, parallel, token_split
 from posttrain.models.forward import noisy_embeddings, router_coefficient
 from posttrain.models.quantised import check_quantised
+from posttrain.models.reference import Reference
 from posttrain.models.vision import load_renamed
 from posttrain.report.card import create_model_card
 from posttrain.report.record import RunRecordCallback
@@ -79,6 +80,7 @@ class PostTrainer(transformers.Trainer):
     fresh_adapter: bool
     router_coefficient: float
     layout: Layout
+    reference: Reference | None
     no_rows: Any = ()  # What an evaluation batch without rows is collated to.
     _in_loop, _eval_rounds = False, 0
     _window_start: float | None = None
@@ -141,7 +143,8 @@ class PostTrainer(transformers.Trainer):
                 whole, self.processing_class, args.chat_template_path
             )
         load.prepare_tokenizer(self.processing_class, args)
-        self.checks, self._raw = build.make_checks(self, args), train_dataset
+        self.run.tokenizer, self._raw = self.processing_class, train_dataset
+        self.checks = build.make_checks(self.run, getattr(self, "rewards", None), getattr(self, "environments", None))
         train_dataset = self.checks.config(model, train_dataset, eval_dataset, peft_config)
         with parallel.main_process_first(), warnings_are_errors(args.strict_data):
             train_dataset, eval_dataset = self.prepare_datasets(train_dataset, eval_dataset)

@@ -312,7 +312,7 @@ class DistillationTrainer(OnlineTrainer):
         stops = (terminal_token_ids(self.processing_class, own), terminal_token_ids(tokenizer, generation_config))
         widths = (logit_width(self.model), width)
         match = compare_tokenizers(self.processing_class, tokenizer, widths=widths, stops=stops)
-        options = {"mode": self.args.tokenizer_check, "trainer": type(self).__name__}
+        options = {"mode": self.args.tokenizer_check, "method": type(self).__name__}
         require_same_tokens(match, on_policy=self.args.lmbda > 0, **options)
         return match
 

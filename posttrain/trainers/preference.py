@@ -66,7 +66,6 @@ class PreferenceTrainer(PostTrainer):
         check_given(model, ref_model, kwargs.get("processing_class"))
         self.reports: dict[str, PreparationReport] = {}
         self._own_reference = ref_model is None
-        self.reference: Reference | None = None
         super().__init__(model, args, **kwargs)
         if self.method.traits.compares_reference:
             self._make_reference(ref_model)

@@ -139,7 +139,7 @@ def test_the_policy_its_reference_and_reward_models_are_all_looked_at(tiny_token
     ids = [3, size - 1]
     small = build_model(size - 40)
     parts = {
-        "trainer": types.SimpleNamespace(reference=types.SimpleNamespace(copy=small)),
+        "run": types.SimpleNamespace(reference=types.SimpleNamespace(copy=small)),
         "rewards": types.SimpleNamespace(
             functions=[types.SimpleNamespace(model=small, tokenizer=tiny_tokenizer, __name__="judge"), len]
         ),
@@ -158,7 +158,7 @@ def test_a_scaler_that_still_looks_for_its_scale_ends_no_run(tmp_path):
     model = torch.nn.Linear(2, 1)
     model.weight.grad = torch.full_like(model.weight, torch.inf)
     checks = Checks(
-        types.SimpleNamespace(output_dir=str(tmp_path), preflight="error", silence_findings={}), trainer="sft"
+        types.SimpleNamespace(output_dir=str(tmp_path), preflight="error", silence_findings={}), command="sft"
     )
     checks._trained = (5,)
     assert checks.gradient(torch.tensor(torch.inf), model, scaled=True, sharded=False, step=1)

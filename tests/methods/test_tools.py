@@ -662,7 +662,7 @@ def test_log_probs_are_read_from_any_container_and_need_not_exist_for_tokens_of_
             "prompt_ids": torch.tensor([[1]]), "completion_ids": torch.tensor([[5, 6, 7]]), "logprobs": logprobs,
             "env_mask": torch.tensor([[True, False, True]]), "zero": torch.tensor(0.5),
         }  # fmt: skip
-        ((rollout,), columns) = custom_rollouts(lambda prompts, trainer: given, ["x"], None, stop_ids=[7])
+        ((rollout,), columns) = custom_rollouts(lambda prompts: given, ["x"], stop_ids=[7])
         assert rollout.logp == [-1.0, 0.0, 0.0]
         assert (rollout.token_ids, rollout.tool_mask, columns) == ([5, 6, 7], [1, 0, 1], {"zero": [0.5]})
 
@@ -674,7 +674,7 @@ def test_candidates_of_each_token_are_read_by_their_ids(tokenizer):
         "prompt_ids": [[1]], "completion_ids": [[5, 6]], "logprobs": [[[-0.5, -0.1], [-0.2, -0.9]]],
         "logprob_token_ids": [[[9, 5], [6, 9]]],
     }  # fmt: skip
-    ((rollout,), _) = custom_rollouts(lambda prompts, trainer: given, ["x"], None, stop_ids=[6])
+    ((rollout,), _) = custom_rollouts(lambda prompts: given, ["x"], stop_ids=[6])
     assert rollout.logp == [-0.1, -0.2]
     assert rollout.finish_reason == "stop"
 

@@ -303,7 +303,7 @@ def _check_scorer(teacher: Any, tokenizer: Any, mode: str) -> str:
     own = None if mode == "off" else own_tokenizer(name, required=False)
     if own is not None:
         match = compare_tokenizers(tokenizer, own, widths=(None, width))
-        require_same_tokens(match, mode=mode, trainer="teacher scores", on_policy=False)
+        require_same_tokens(match, mode=mode, method="teacher scores", on_policy=False)
     return name
 
 

@@ -261,7 +261,7 @@ class EpisodeDriver:
     def run_function(
         self,
         rows: Sequence[dict[str, Any]],
-        trainer: Any,
+        function: Callable[[list[Any]], Any],
         *,
         stop_ids: Sequence[int],
         vocabulary: int,
@@ -274,8 +274,7 @@ class EpisodeDriver:
         """
         prompts = [row["prompt"] for row in rows]
         limits = {"stop_ids": stop_ids, "vocabulary": vocabulary, "most": most}
-        assert self.setup.rollout_func is not None
-        rollouts, extra = custom_rollouts(self.setup.rollout_func, prompts, trainer, **limits)
+        rollouts, extra = custom_rollouts(function, prompts, **limits)
         return (
             rollouts,
             completions_for_rewards(self.tokenizer, rollouts, conversational=is_conversational(rows[0])),
@@ -289,21 +288,19 @@ RESERVED = ("prompt_ids", "completion_ids", *OPTIONAL)
 
 
 def custom_rollouts(
-    function: Callable,
+    function: Callable[[list[Any]], Any],
     prompts: Sequence[Any],
-    trainer: Any,
     *,
     stop_ids: Sequence[int],
     vocabulary: int | None = None,
     most: int | None = None,
 ) -> tuple[list[Rollout], dict[str, list[Any]]]:
-    """Call ``function(prompts, trainer)`` and read what it returns.
+    """Call ``function(prompts)`` and read what it returns.
 
     Args:
         function: Returns a dict: ``prompt_ids``, ``completion_ids`` and ``logprobs`` (may be None), one entry a prompt; perhaps
             ``env_mask`` (1 the model's token, 0 another's); anything else is a column for the reward functions.
         prompts: n prompts, each repeated as often as completions of it are wanted.
-        trainer: Passed on.
         stop_ids: A completion that does not end with one of these counts as truncated.
         vocabulary: V; ids lie in [0, V). None: only negative ones are refused.
         most: ``max_completion_length``; None is no bound.
@@ -315,7 +312,7 @@ def custom_rollouts(
         ArgumentTypeError: The function did not return a dict.
         RolloutError: A key is missing, or an entry cannot be used: names the key, the row, the position and the value.
     """
-    given = function(prompts=list(prompts), trainer=trainer) if _takes_names(function) else function(prompts, trainer)
+    given = function(list(prompts))
     if not isinstance(given, dict):
         raise ArgumentTypeError(f"rollout_func must return a dict, and it returned {type(given).__name__}.")
     missing = [key for key in REQUIRED if key not in given]
@@ -343,11 +340,13 @@ class _Bad(RolloutError, ValueError):
     """What a rollout function returned cannot be used."""
 
 
-def _takes_names(function: Callable) -> bool:
+def for_trainer(function: Callable, trainer: Any) -> Callable[[list[Any]], Any]:
+    """The user's ``rollout_func(prompts, trainer)`` as a function of prompts."""
     try:
-        return {"prompts", "trainer"} <= set(inspect.signature(function).parameters)
+        named = {"prompts", "trainer"} <= set(inspect.signature(function).parameters)
     except (TypeError, ValueError):
-        return False
+        named = False
+    return lambda prompts: function(prompts=prompts, trainer=trainer) if named else function(prompts, trainer)
 
 
 def _at(key: str, row: int) -> str:

@@ -577,7 +577,7 @@ def take_harness(worker: Any, harness: Any, reward_funcs: Any) -> tuple[Any, Har
     return worker, made, functions
 
 
-def check_harness(args: Any, trainer: str) -> None:
+def check_harness(args: Any, name: str) -> None:
     """Refuse settings that a harness does not go with.
 
     Raises:
@@ -588,6 +588,6 @@ def check_harness(args: Any, trainer: str) -> None:
         require(package, "harness= (an address of the policy)")
     if args is not None and args.dynamic_sampling:
         raise ConfigError(
-            f"{trainer}: dynamic_sampling={args.dynamic_sampling} with harness: fresh episodes would be run for groups without "
+            f"{name}: dynamic_sampling={args.dynamic_sampling} with harness: fresh episodes would be run for groups without "
             "variance while others wait. Fix: dynamic_sampling=0."
         )

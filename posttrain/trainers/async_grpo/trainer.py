@@ -160,7 +160,7 @@ class AsyncGRPOTrainer(OnlineTrainer):
         self._new_groups: set[int] = set()
         self._step_kl = torch.zeros(2, dtype=torch.float64)
         self._skipping = False
-        self.add_callback(_Steps(self))
+        self.add_callback(_StepCallback(self))
 
     def reads_images(self) -> tuple[bool, bool]:
         """Pictures of prompts alone."""
@@ -333,7 +333,7 @@ class _Ticks(IterableDataset):
         return itertools.count()
 
 
-class _Steps(TrainerCallback):
+class _StepCallback(TrainerCallback):
     """Tells the trainer when an update is about to be made, and when it was."""
 
     def __init__(self, trainer: AsyncGRPOTrainer) -> None:
