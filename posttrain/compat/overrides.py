@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import replace
 from typing import Any
 
@@ -180,8 +179,8 @@ def table() -> str:
     return "\n".join(lines)
 
 
-def adapt(trainer: Any) -> None:
-    """Refuse what would never be called; put adapters around the class of this trainer for what must be called.
+def refuse(trainer: Any) -> None:
+    """Refuse what would never be called; say what steps on padded dicts cost.
 
     Args:
         trainer: Of a user's class, before its model is loaded.
@@ -189,36 +188,26 @@ def adapt(trainer: Any) -> None:
     Raises:
         ConfigError: A method of `REFUSED` is overridden: names it, its class, and the hook; or a count that divides nothing.
     """
-    rows: dict[str, str] = {}
-    for base in reversed(type(trainer).__mro__):
+    rows, kind = {}, type(trainer)
+    for base in reversed(kind.__mro__):
         rows |= REFUSED.get(base.__name__, {}) | UNCALLED.get(base.__name__, {})
     driver = getattr(trainer, "driver", None)
     if driver is not None and (driver.calls_tools or trainer.rollout_func is not None):
         rows |= dict.fromkeys(OF_ONE_TURN, f"{ROLL_OUT}: tools and rollout_func go around a single turn")
     for name, hook in rows.items():
-        if owner := user_override(trainer, name):
+        if owner := user_override(kind, name):
             raise ConfigError(
                 f"{owner.__name__} overrides {name}, which is never called here: another method does its job. Fix: use {hook} "
                 "instead (docs/hooks.md)."
             )
-    if (owner := user_override(trainer, "_get_num_items_in_batch")) and not trainer.method.traits.takes_loss_func:
+    if (owner := user_override(kind, "_get_num_items_in_batch")) and not trainer.method.traits.takes_loss_func:
         raise ConfigError(
             f"{owner.__name__} overrides _get_num_items_in_batch, and the loss is no sum over label tokens that it could "
             "divide. Fix: scale what super().compute_loss(...) returns, or override named_counts(batches) (docs/hooks.md)."
         )
-    if any(user_override(trainer, name) for name in PADDED_STEPS):
+    if any(user_override(kind, name) for name in PADDED_STEPS):
         from posttrain.compat import padded_loss
 
-        padded_loss.tell_cost(trainer)
+        padded_loss.tell_cost(kind)
         # One dict a micro-batch, as in TRL.
         trainer.method.traits = replace(trainer.method.traits, single_pass=True)
-        trainer.__class__ = _between(type(trainer), (padded_loss.BeforeUser,), (padded_loss.BehindUser,))
-
-
-@functools.cache
-def _between(cls: type, before: tuple[type, ...], behind: tuple[type, ...]) -> type:
-    """``cls`` between adapters; those behind it stand before our own classes, so that its ``super()`` reaches them."""
-    ours = next(base for base in cls.__mro__ if base.__module__.split(".")[0] == "posttrain")
-    for adapter in reversed(behind):
-        ours = type(adapter.__name__, (adapter, ours), {"__module__": adapter.__module__})
-    return type(cls.__name__, (*before, cls, ours), {"__module__": cls.__module__, "__doc__": cls.__doc__})

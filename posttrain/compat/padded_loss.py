@@ -78,17 +78,17 @@ class PaddedOutputs:
         return getattr(self.outputs, name)
 
 
-def tell_cost(trainer: Any) -> None:
+def tell_cost(kind: type) -> None:
     """Log what a trainer's own loss or step costs.
 
     Args:
-        trainer: Whose class comes between `BeforeUser` and `BehindUser`.
+        kind: Its class, which stands between `BeforeUser` and `BehindUser`.
     """
-    names = [name for name in PADDED_STEPS if user_override(trainer, name)]
+    names = [name for name in PADDED_STEPS if user_override(kind, name)]
     logger.warning(
         "%s overrides %s: rows are laid out one sequence each, padded, and prompts are not shared, so that it gets TRL's "
         "inputs. That costs time and memory; objective(outputs, batch) keeps the fast layout (docs/hooks.md).",
-        type(trainer).__name__,
+        kind.__name__,
         ", ".join(names),
     )
 
@@ -290,9 +290,9 @@ class BeforeUser(Trainer):
         if not isinstance(inputs, Batch):
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         shown = self._given if self._given is not None else self._dict(inputs)
-        if user_override(self, "_prepare_inputs"):
+        if user_override(type(self), "_prepare_inputs"):
             shown = self._prepare_inputs(shown)
-        if not self.model.training and user_override(self, "prediction_step"):
+        if not self.model.training and user_override(type(self), "prediction_step"):
             loss = self.prediction_step(model, shown, prediction_loss_only=True, ignore_keys=None)[0]
             return (loss, None) if return_outputs else loss
         whole, passes = self.denominators, self._passes_of_mean
@@ -312,9 +312,9 @@ class BeforeUser(Trainer):
     def _passes_of_mean(self) -> float:
         """What a loss is divided by: 1 where it is scaled for the whole step already, else its micro-batches."""
         passes = max(self.denominators.passes / self.denominators.world_size, 1.0)
-        if user_override(self, "loss_is_scaled_for_ga"):  # As transformers' trainers are told.
+        if user_override(type(self), "loss_is_scaled_for_ga"):  # As transformers' trainers are told.
             return 1.0 if self.loss_is_scaled_for_ga else passes
-        owner = user_override(self, "compute_loss")
+        owner = user_override(type(self), "compute_loss")
         if owner is None or not (self.method.traits.takes_loss_func or isinstance(self, OnlineTrainer)):
             return 1.0 if self.method.traits.takes_loss_func else passes
         names = (ITEMS, "super" if self.method.traits.takes_loss_func else "current_gradient_accumulation_steps")
@@ -322,7 +322,7 @@ class BeforeUser(Trainer):
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """The subclass's step over a micro-batch as one dict; where it has none, ours."""
-        own = user_override(self, "training_step")
+        own = user_override(type(self), "training_step")
         if isinstance(inputs, list):
             if not inputs or not own:
                 return super().training_step(model, inputs, num_items_in_batch)
@@ -342,7 +342,7 @@ class BehindUser(Trainer):
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> Any:
         """One dict a micro-batch, where the subclass looks at those of a step, and its count of label tokens."""
         samples, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
-        if any(user_override(self, name) for name in OF_A_STEP):
+        if any(user_override(type(self), name) for name in OF_A_STEP):
             samples = [self._dict(batches[0].to(self.args.device)) if batches else [] for batches in samples]
         return samples, self._get_num_items_in_batch(samples, device)
 
@@ -396,3 +396,11 @@ class BehindUser(Trainer):
 
     def _prepare_inputs(self, inputs: Any) -> Any:
         return inputs  # On the device already.
+
+
+@functools.cache
+def between(kind: type) -> type:
+    """A user's class between `BeforeUser` and `BehindUser`; the latter stands before our classes: its ``super()`` reaches it."""
+    ours = next(base for base in kind.__mro__ if base.__module__.split(".")[0] == "posttrain")
+    behind = type(BehindUser.__name__, (BehindUser, ours), {"__module__": __name__})
+    return type(kind.__name__, (BeforeUser, kind, behind), {"__module__": kind.__module__, "__doc__": kind.__doc__})

@@ -76,8 +76,8 @@ def paths_of(trainer: object, name: str) -> tuple[str, ...]:
     return paths if known else ()
 
 
-def _at(trainer: object, path: str) -> Any:
-    return functools.reduce(lambda at, name: None if at is None else getattr(at, name), path.split("."), trainer)
+def _at(holder: object, path: str) -> Any:
+    return functools.reduce(lambda at, name: None if at is None else getattr(at, name), path.split("."), holder)
 
 
 def read(trainer: object, name: str) -> Any:
@@ -89,7 +89,7 @@ def read(trainer: object, name: str) -> Any:
         return hidden.__get__(trainer, type(trainer))  # It read what was not there: its own error comes out again.
     if paths := paths_of(trainer, name):
         return next((value for path in paths if (value := _at(trainer, path)) is not None), None)
-    raise_absent(trainer, name)
+    raise_absent(type(trainer), name)
 
 
 def write(trainer: object, name: str, value: object) -> bool:
@@ -115,12 +115,12 @@ def write(trainer: object, name: str, value: object) -> bool:
     return True
 
 
-def raise_absent(trainer: object, name: str) -> NoReturn:
+def raise_absent(kind: type, name: str) -> NoReturn:
     """Raise the error for an attribute that nothing stands for; of a method of TRL's it names the hook.
 
     Raises:
         AttributeError: Always.
     """
     if name not in PUBLIC_IN_TRL and (name.startswith("__") or not name.startswith("_")):
-        raise AttributeError(f"{type(trainer).__name__!r} object has no attribute {name!r}", name=name)
-    raise importlib.import_module("posttrain.compat.overrides").missing(type(trainer), name)
+        raise AttributeError(f"{kind.__name__!r} object has no attribute {name!r}", name=name)
+    raise importlib.import_module("posttrain.compat.overrides").missing(kind, name)

@@ -233,12 +233,10 @@ PADDED_STEPS = (
 )
 
 
-def user_override(trainer: Any, name: str) -> type | None:
+def user_override(kind: type, name: str) -> type | None:
     """The class outside this package that defines ``name`` for a trainer; None where the package's own is in force."""
-    if name in vars(trainer):
-        return type(trainer)
     # Adapters of compat/ stand around a user's class and take nothing away from it.
-    classes = [cls for cls in type(trainer).__mro__ if not cls.__module__.startswith("posttrain.compat.")]
+    classes = [cls for cls in kind.__mro__ if not cls.__module__.startswith("posttrain.compat.")]
     owner = next((cls for cls in classes if name in vars(cls)), None)
     return None if owner is None or owner.__module__.split(".")[0] in ("posttrain", "transformers") else owner
 
@@ -256,8 +254,15 @@ def with_attributes(holder: Any, given: Mapping[str, Any]) -> Iterator[None]:
             setattr(holder, name, value)
 
 
+def adapted(kind: type) -> type:
+    """The class that is made where ``kind`` is asked for: a user's one that overrides steps on padded dicts gets adapters."""
+    if kind.__module__.split(".")[0] == "posttrain" or not any(user_override(kind, name) for name in PADDED_STEPS):
+        return kind
+    return importlib.import_module("posttrain.compat.padded_loss").between(kind)
+
+
 def check_hooks(trainer: Any, compute_loss_func: Any) -> None:
-    """Refuse a loss function or an override that would not be called; adapt to methods by TRL's names.
+    """Refuse a loss function or an override that would not be called.
 
     Raises:
         ConfigError: Names the class and what to override instead.
@@ -268,8 +273,7 @@ def check_hooks(trainer: Any, compute_loss_func: Any) -> None:
             "never holds logits. Fix: override objective(outputs, batch) in a subclass (docs/hooks.md)."
         )
     if type(trainer).__module__.split(".")[0] != "posttrain":
-        # The one door to compat/: nothing stands before the calls of a trainer that overrides none of TRL's names.
-        importlib.import_module("posttrain.compat.overrides").adapt(trainer)
+        importlib.import_module("posttrain.compat.overrides").refuse(trainer)
 
 
 def measured(dataset: Any, args: Any) -> Any:

@@ -35,7 +35,7 @@ from posttrain.models.heads import picture_encoder
 from posttrain.models.vision import tower_parameters
 from posttrain.report.files import whole_file
 from posttrain.report.lock import LOCK
-from posttrain.report.record import describe_run
+from posttrain.report.record import versions
 from posttrain.types import Batch, Finding
 
 logger = logging.getLogger(__name__)
@@ -353,7 +353,7 @@ class Checks(transformers.TrainerCallback):
         folder = Path(self.args.output_dir or ".").expanduser()
         if refused and not self._written and (folder / LOCK).exists() and self.record is None:
             return
-        content = self.preflight.to_dict() | {"refused": refused, "versions": describe_run()["versions"]}
+        content = self.preflight.to_dict() | {"refused": refused, "versions": versions()}
         with whole_file(folder / FILE) as part:
             part.write_text(json.dumps(content, indent=2, ensure_ascii=False, default=str) + "\n", encoding="utf-8")
         self._written, self.preflight.changed = True, False

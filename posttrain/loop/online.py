@@ -76,6 +76,7 @@ class OnlineTrainer(PostTrainer):
     args: OnlineConfig
     # Environments and further reward columns of the generation under way.
     _environments: list[Any] | None = None
+    _rows: list[dict[str, Any]] = []  # noqa: RUF012 - replaced, never changed
     _extra: dict[str, list[Any]] = {}  # noqa: RUF012 - replaced, never changed
 
     def __init__(

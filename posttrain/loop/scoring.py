@@ -204,32 +204,8 @@ def score_rollouts(rewards: RewardRunner, batch: RolloutBatch, tokenizer: Any, s
     return table
 
 
-# Attributes of trainers that compare the completions of a prompt, by TRL's names: those that may be set while training...
-SETTABLE = ("beta", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_completion_length",
-            "mask_truncated_completions", "chat_template_kwargs", "vllm_importance_sampling_clip_max",
-            "vllm_importance_sampling_clip_min", "num_completions_to_print")  # fmt: skip
-SETTABLE_PATHS = {
-    "epsilon_low": "args.epsilon",
-    "epsilon_high": "args.epsilon_high or args.epsilon",
-    "reward_weights": "rewards.weights",
-    "chat_template": "processing_class.chat_template",
-}
-# ... and those that are read when the trainer is made.
-FIXED = ("num_generations", "num_iterations", "use_vllm", "vllm_mode", "shuffle_dataset", "log_completions",
-         "vllm_gpu_memory_utilization", "vllm_tensor_parallel_size", "vllm_importance_sampling_correction",
-         "vllm_importance_sampling_mode", "pad_to_multiple_of", "generation_config", "generation_kwargs")  # fmt: skip
-FIXED_PATHS = {
-    "num_generations_eval": "args.num_generations_eval or args.num_generations",
-    "reward_funcs": "rewards.functions",
-    "reward_func_names": "rewards.names",
-    "reward_processing_classes": "rewards.processing_classes",
-    "ref_model": "reference.copy",
-}
-
-
-def last_logged(trainer: Any) -> dict[str, Any]:
-    """The completions of this process's last generation by column, as TRL's trainers keep them in ``_logs``."""
-    rows, names = getattr(trainer, "_rows", []), trainer.rewards.names
+def by_column(rows: list[dict[str, Any]], names: Sequence[str]) -> dict[str, Any]:
+    """Rows of completions by column, as TRL's trainers keep those of the last generation in ``_logs``; ``names`` of rewards."""
     own = {"step", "prompt", "completion", "advantage", *names}
     columns = {key: [row.get(key) for row in rows] for row in rows for key in row}
     return {
@@ -272,6 +248,3 @@ class Scorer:
         whole = dataclasses.replace(table, values=values, start=start)
         shown = {"prompts": [example["prompt"] for example in batch.examples], "columns": batch.reward_columns()}
         return self.rewards.finish(whole, groups=groups, training=training, **shown)
-
-
-# Dynamic sampling: groups whose rewards are all equal teach nothing, so fresh prompts take their places, up to a bound -----

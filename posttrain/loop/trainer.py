@@ -94,6 +94,10 @@ class PostTrainer(transformers.Trainer):
             cls._name = vars(cls).get("_name", name)
             cls._tag_names = vars(cls).get("_tag_names", ["posttrain", cls._name.lower().replace(" ", "-")])
 
+    def __new__(cls, *args: Any, **kwargs: Any) -> PostTrainer:
+        """A trainer; of a user's class that overrides steps on TRL's padded dicts, one with adapters around it (compat/)."""
+        return super().__new__(build.adapted(cls))
+
     @property
     def aux_loss_enabled(self) -> bool:
         """Whether a mixture of experts has its load-balancing term; TRL's name."""
@@ -462,8 +466,11 @@ class PostTrainer(transformers.Trainer):
         if self._window_start is not None:
             self.log_metrics_now({"step_time": mean(time.perf_counter() - self._window_start)})
             self._window_start = None
-        with build.with_attributes(self, {"_in_loop": True}):
+        self._in_loop = True
+        try:
             super()._maybe_log_save_evaluate(*args, **kwargs)
+        finally:
+            self._in_loop = False
         self.checkpoints.complete(self.state)
 
     def create_model_card(
@@ -628,7 +635,8 @@ class PostTrainer(transformers.Trainer):
     @property
     def own_loss(self) -> bool:
         """Whether the user's code says what the loss is: a subclass's ``compute_loss``, or ``compute_loss_func``."""
-        return self.compute_loss_func is not None or build.user_override(self, "compute_loss") is not None
+        replaced = "compute_loss" in vars(self) or build.user_override(type(self), "compute_loss") is not None
+        return replaced or self.compute_loss_func is not None
 
     def predictions(self, model: nn.Module, batches: list[Batch]) -> list[tuple[Any, np.ndarray]]:
         """One (logits, labels) a row, in the order of the dataset; ``preprocess_logits_for_metrics`` makes them small."""

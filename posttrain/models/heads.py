@@ -64,10 +64,11 @@ def cast_head_to_fp32(model: Any) -> None:
     embeddings = model.get_input_embeddings()
     before = embeddings.weight.dtype
     tied = head.weight is embeddings.weight
-    head.float()
-    head.__class__ = Float32Linear
+    wide = nn.utils.skip_init(Float32Linear, head.in_features, head.out_features, bias=head.bias is not None)
+    wide.weight, wide.bias = head.float().weight, head.bias
+    model.set_output_embeddings(wide)
     if tied:
-        embeddings.weight = head.weight  # ``float()`` may have made a new parameter.
+        embeddings.weight = wide.weight  # ``float()`` may have made a new parameter.
         if before != torch.float32:
             embeddings.register_forward_hook(lambda module, args, output: output.to(before))
 

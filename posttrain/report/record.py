@@ -64,7 +64,7 @@ def describe_run() -> dict[str, Any]:
         "python": platform.python_version(),
         "platform": platform.platform(),
         "hardware": _hardware(),
-        "versions": {name: _version(name) for name in PACKAGES},
+        "versions": versions(),
         "git_commit": _git_commit(),
     }
 
@@ -103,10 +103,13 @@ def _hardware() -> dict[str, Any]:
 
 
 @functools.cache  # Reading metadata is a tenth of a short run's time.
-def _version(name: str) -> str | None:
-    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-        return importlib.metadata.version(name)
-    return None
+def versions() -> dict[str, str | None]:
+    """Of the packages that numbers depend on; None of one that is not installed."""
+    found: dict[str, str | None] = dict.fromkeys(PACKAGES)
+    for name in PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
 
 
 def _git_commit() -> str | None:

@@ -13,7 +13,7 @@ from posttrain.checks.rewards import RunningReward
 from posttrain.errors import ConfigError
 from posttrain.loop.dynamic_sampling import groups_without_signal
 from posttrain.loop.online import OnlineTrainer
-from posttrain.loop.scoring import last_logged
+from posttrain.loop.scoring import by_column
 from posttrain.loop.sync_reference import SyncRefModelCallback
 from posttrain.losses.advantages import AdvantageStats
 from posttrain.methods.grpo.config import GRPOConfig, check_correction
@@ -198,7 +198,9 @@ class GRPOTrainer(OnlineTrainer):
 
     # Attributes that callbacks and reward functions read, by TRL's names ---------------------------------------------
 
-    _logs = property(last_logged)
+    @property
+    def _logs(self) -> dict[str, Any]:
+        return by_column(self._rows, self.rewards.names)
 
     @property
     def _buffered_inputs(self) -> Any:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from posttrain.loop.online import OnlineTrainer
-from posttrain.loop.scoring import last_logged
+from posttrain.loop.scoring import by_column
 from posttrain.loop.sync_reference import SyncRefModelCallback
 from posttrain.losses.advantages import group_advantages, standardized
 from posttrain.losses.policy import k1
@@ -68,7 +68,10 @@ class RLOOTrainer(OnlineTrainer):
     }
     args: RLOOConfig
     _told = False
-    _logs = property(last_logged)
+
+    @property
+    def _logs(self) -> dict[str, list]:
+        return by_column(self._rows, self.rewards.names)
 
     def __init__(
         self,
