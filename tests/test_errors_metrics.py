@@ -98,14 +98,16 @@ def test_a_buffer_reads_as_the_dict_of_lists_that_it_stands_for():
     assert not buffer and buffer.compute() == {}
 
 
-def test_what_was_appended_in_a_pass_is_read_again_after_it():
-    whole, one = MetricBuffer(), MetricBuffer()
-    whole["mine"].append(1.0)
-    one["mine"].append(2.0)
-    one.add({"loss": mean(7.0)})
-    whole.merge(one)
-    assert whole["mine"] == [1.0, 2.0] and whole["loss"] == [7.0]
-    assert whole.compute() == {"mine": 1.5, "loss": 7.0}
+def test_what_a_pass_emitted_that_failed_is_forgotten_and_the_rest_is_read_as_before():
+    buffer = MetricBuffer()
+    buffer["mine"].append(1.0)
+    before = buffer.snapshot()
+    buffer["mine"].append(2.0)
+    buffer.add({"loss": mean(7.0)})
+    buffer.restore(before)
+    assert buffer["mine"] == [1.0] and "loss" not in buffer
+    buffer["mine"].append(4.0)
+    assert buffer["mine"] == [1.0, 4.0] and buffer.compute() == {"mine": 2.5}
 
 
 def test_ranks_may_hold_different_names():

@@ -13,8 +13,8 @@ from posttrain.checks import machine as versions
 from posttrain.checks.machine import ports_of_servers
 from posttrain.checks.registry import Context
 from posttrain.checks.rules import check_log
+from posttrain.loop import precompute
 from posttrain.models import parallel
-from posttrain.models import reference as precompute
 from tests.methods.test_dpo import dpo
 
 

@@ -72,7 +72,8 @@ def paths_of(trainer: object, name: str) -> tuple[str, ...]:
         return (f"args.{name}",)
     paths = PATHS.get(name, ())
     first = paths[0].split(".") if paths else [""]
-    known = hasattr(config, first[1]) if first[0] == "args" else first[0] in vars(trainer)
+    held = first[0] in vars(trainer) or (first[0] == "reference" and vars(trainer)["run"].method.traits.samples)
+    known = hasattr(config, first[1]) if first[0] == "args" else held
     return paths if known else ()
 
 

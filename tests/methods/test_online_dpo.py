@@ -6,6 +6,7 @@ import torch
 
 from posttrain import ConfigError, DataError, ModelError, PreflightError, RewardError, ScriptedEngine
 from posttrain.data.forest import Layout, collate
+from posttrain.loop import step
 from posttrain.losses.reduce import Denominators, reduce
 from posttrain.methods.online_dpo import OnlineDPOConfig, pair_terms, sequence_sums
 from posttrain.methods.rloo import RLOOConfig
@@ -389,12 +390,12 @@ def test_o8_pairs_without_a_reward_are_left_out(tiny_tokenizer, tmp_path):
     assert compared == [0.0, 0.0, 1.0, 1.0]
     batches = trainer.collate(generation.rows(range(len(compared)), skip_truncated=False))
     assert trainer.named_counts(batches) == {"compared": sum(compared)}
-    trainer.denominators = trainer._count([batches])
+    trainer.denominators, _ = step.count(trainer.run, [batches])
     trainer.model.train()
     loss = sum(float(trainer.compute_loss(trainer.model, b).detach()) for b in batches)
     alone = generation.rows([i for i, c in enumerate(compared) if c], skip_truncated=False)
     single = trainer.collate(alone)
-    trainer.denominators = trainer._count([single])
+    trainer.denominators, _ = step.count(trainer.run, [single])
     assert loss == pytest.approx(sum(float(trainer.compute_loss(trainer.model, b).detach()) for b in single), abs=1e-5)
 
 

@@ -11,6 +11,7 @@ from posttrain import ConfigError, DataError
 from posttrain.checks.registry import Preflight
 from posttrain.data.forest import Layout, collate
 from posttrain.loop.reward_watch import RewardWatch
+from posttrain.loop.run import Run
 from posttrain.losses.advantages import leave_one_out_advantages, standardized
 from posttrain.losses.reduce import Denominators, reduce
 from posttrain.methods.rloo import RLOO, RLOOConfig, rloo_objective
@@ -150,20 +151,19 @@ class Stub(RLOOTrainer):
     """Advantages without a model."""
 
     def __init__(self, args, group):
-        self.args, self.metrics, self.reference, self.size = args, {}, object() if args.beta else None, group
-        self.method = RLOO(args)
+        self.args, self.run, self.size = args, Run(args, RLOO(args), "RLOOTrainer"), group
+        self.reference = object() if args.beta else None
         self.accelerator = type("A", (), {"num_processes": 1})()
         self.rewards = type("R", (), {"disagreements": {}})()
-        checks = types.SimpleNamespace(preflight=Preflight("off"), report=list)
-        self.reward_watch = RewardWatch(
-            self.rewards, self.accelerator, checks=checks, log=self.log_metrics_now, scaled=False
-        )
+        self.checks = types.SimpleNamespace(preflight=Preflight("off"), report=list)
+        self.reward_watch = RewardWatch(self.rewards, self.run, scaled=False)
 
     def group_size(self, mode):
         return self.size
 
-    def log_metrics_now(self, metrics, mode="train"):
-        self.metrics |= metrics
+    @property
+    def metrics(self):
+        return self.buffers["train"]._items
 
 
 def generation(old, ref):

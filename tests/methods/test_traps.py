@@ -143,7 +143,7 @@ def test_trap_40_a_wrapper_does_not_hide_the_adapter_from_the_reference(fresh):
 def test_trap_40_cached_reference_log_probs_have_a_key_of_everything_that_moves_them():
     from types import SimpleNamespace
 
-    from posttrain.models import reference as precompute
+    from posttrain.loop import precompute
 
     model, other = build_model(97), build_model(97)
     rows = datasets.Dataset.from_dict({"prompt_ids": [[1, 2]]})
@@ -158,7 +158,7 @@ def test_trap_40_cached_reference_log_probs_have_a_key_of_everything_that_moves_
         } | changes
         trainer = SimpleNamespace(
             model=options["model"], accelerator=SimpleNamespace(mixed_precision=options["precision"]),
-            layout=Layout("padded"), method=SimpleNamespace(reference_key=lambda: options["options"]),
+            layout=Layout("padded"), tokenizer=SimpleNamespace(chat_template=None), method=SimpleNamespace(reference_key=lambda: options["options"]),
         )  # fmt: skip
         reference = SimpleNamespace(copy=None, adapter=options["adapter"])
         return precompute._cache(trainer, options["rows"], reference, ["a"]).name
