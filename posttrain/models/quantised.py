@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from posttrain.errors import ConfigError
+from posttrain.integrations import require
 
 logger = logging.getLogger(__name__)
 
@@ -68,6 +69,7 @@ def check_quantised(model: Any, args: Any, peft_config: Any, quantization_config
 
     Raises:
         ConfigError: There is no adapter, or the run shards parameters (FSDP, ZeRO-3).
+        MissingDependencyError: bitsandbytes is not installed.
     """
     init = args.model_init_kwargs or {}
     named = quantization_config if quantization_config is not None else init.get("quantization_config")
@@ -88,6 +90,7 @@ def check_quantised(model: Any, args: Any, peft_config: Any, quantization_config
             "run has shown that packed weights come back whole. Fix: DDP (each process holds the packed weights), or shard "
             "the model without quantization_config."
         )
+    require("bitsandbytes", f"a model of {bits} bits a weight")
 
 
 def compute_dtype(model: Any) -> torch.dtype:

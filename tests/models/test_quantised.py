@@ -1,7 +1,8 @@
 """Adapters on weights that bitsandbytes packed: what is refused, and training, resuming, merging and reloading where it runs."""
 
 import json
-from types import SimpleNamespace
+import sys
+from types import ModuleType, SimpleNamespace
 
 import peft
 import pytest
@@ -45,7 +46,8 @@ def four_bits(compute=torch.float32):
 # What is refused, without the package ---------------------------------------------------------------------------------
 
 
-def test_quantised_weights_without_an_adapter_are_refused_before_anything_is_read():
+def test_quantised_weights_without_an_adapter_are_refused_before_anything_is_read(monkeypatch):
+    monkeypatch.setitem(sys.modules, "bitsandbytes", ModuleType("bitsandbytes"))
     with raises(ConfigError, "4 bits"):
         check_quantised("nowhere", plain(), None, BitsAndBytesConfig(load_in_4bit=True))
     with raises(ConfigError, "8 bits"):
