@@ -351,7 +351,7 @@ class CaptureProxy:
     def _retried(self, session: Session, digest: str, request: Request) -> CapturedCall | None:
         """The call that this one asks again; None where it is a call of its own."""
         before = session.same_body(digest)
-        if before is None:
+        if before is None or before.state == "failed":
             return None
         said = request.headers.get("x-stainless-retry-count", "0") not in ("", "0")
         unread = before.state == "cancelled" and bool(
@@ -400,21 +400,22 @@ class CaptureProxy:
         """Nobody waits any more, or it took too long."""
         if again and not left:
             session.counts.retried += 1
-        elif left:
-            self.unread(session, call, again=again)
+        else:
             loop = asyncio.get_running_loop()
             # In this thread, where all else happens to a session.
             future.add_done_callback(lambda done: loop.call_soon_threadsafe(self._late, session, call, done))
-        else:
-            session.counts.failed += 1
-            call.state = "failed"
-            future.cancel()
+            if left:
+                self.unread(session, call, again=again)
+            else:
+                session.counts.failed += 1
+                call.state = "failed"
+                future.cancel()
         return CallError(
             f"The completion took longer than call_timeout={self.policy.call_timeout:g} s.", status=504, code="timeout"
         )
 
     def _late(self, session: Session, call: CapturedCall, done: Future[list[Rollout]]) -> None:
-        """What was sampled for a client that has left: counted, and kept for a retry."""
+        """What was sampled for a client that has left, or too late: counted, and kept for a retry."""
         self._sampling.pop((session.key, call.number), None)
         if not done.cancelled() and done.exception() is None and not call.completions:
             rollouts = done.result()
@@ -438,7 +439,8 @@ class CaptureProxy:
             session.counts.retried += 1
         else:
             session.counts.cancelled += 1
-            call.state = "cancelled"
+            # A retry may have been answered before this end was noticed.
+            call.state = "answered" if call.state == "answered" else "cancelled"
 
     def answered(self, session: Session, call: CapturedCall, *, again: bool) -> None:
         """The answer goes out: a later prompt may run through it."""

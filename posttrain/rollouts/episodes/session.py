@@ -153,8 +153,9 @@ class Session:
         return call
 
     def same_body(self, body: str) -> CapturedCall | None:
-        """The latest call with this body."""
-        return next((call for call in reversed(self.calls) if call.body == body and call.state != "failed"), None)
+        """The call that a retry of this body is of: the latest that nobody read the answer of, else the latest."""
+        calls = [call for call in reversed(self.calls) if call.body == body]
+        return next((call for call in calls if call.state == "cancelled"), calls[0] if calls else None)
 
     # What is trained ---------------------------------------------------------------------------------------------------
 
@@ -288,8 +289,9 @@ def record_session(path: str | Path, episode: Recorded) -> None:
     text = json.dumps(line, default=str, ensure_ascii=False)
     file = Path(path)
     file.parent.mkdir(parents=True, exist_ok=True)
-    with file.open("a", encoding="utf-8") as out:
-        out.write(text + "\n")
+    # In one piece: workers and ranks append to one file.
+    with file.open("ab", buffering=0) as out:
+        out.write((text + "\n").encode())
 
 
 def read_sessions(path: str | Path) -> Iterator[Recorded]:
