@@ -244,6 +244,8 @@ def work(way: str, folder: Path, cells: list[str]) -> None:
         tokenizer = build_tokenizer()
         tokenizer.pad_token = "<|endoftext|>"
         settings = {**VARIANTS.get(variant, {}), **given, "gradient_accumulation_steps": 4 // processes}
+        # As many rows in an evaluation batch: KTO's baseline and the router's term are of a batch.
+        settings |= {"per_device_eval_batch_size": 4 // processes}
         if kind.startswith("resume"):
             trainer = resumed(way, folder / cell, kind, variant, tokenizer, given)
         else:

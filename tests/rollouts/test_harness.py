@@ -193,6 +193,28 @@ def test_a_command_line_is_a_harness(tiny_model, tiny_tokenizer, tmp_path):
     assert "exit code 3" in generation.extra["harness_error"][1]
 
 
+def test_a_command_may_have_a_long_row_print_what_is_no_text_and_leave_a_server_behind(
+    tiny_model, tiny_tokenizer, tmp_path
+):
+    script = tmp_path / "agent.py"
+    script.write_text(
+        "import json, os, subprocess, sys, urllib.request\n"
+        "row = json.load(sys.stdin)\n"
+        "assert ('POSTTRAIN_TASK' in os.environ) == (len(row['document']) < 1000)\n"
+        "body = json.dumps({'model': os.environ['OPENAI_MODEL'], 'messages': row['prompt']}).encode()\n"
+        "head = {'Authorization': 'Bearer ' + os.environ['OPENAI_API_KEY']}\n"
+        "urllib.request.urlopen(urllib.request.Request(os.environ['OPENAI_BASE_URL'] + '/chat/completions', body, head))\n"
+        "subprocess.Popen(['sleep', '30'])\n"
+        "sys.stdout.buffer.write(b'\\xff\\xfe\\n' * 10); print(len(row['document']))\n"
+    )
+    rows = [{"prompt": ASK, "document": "x" * size} for size in (10, 300_000)]
+    trainer = trainer_of(tiny_model, tiny_tokenizer, tmp_path, [sys.executable, str(script)], rows=rows)
+    begin = time.monotonic()
+    generation = trainer.generate(rows, "train")
+    assert generation.extra["harness_error"] == [None, None]
+    assert generation.extra["harness_result"] == [10, 300_000] and time.monotonic() - begin < 20
+
+
 def test_a_harness_that_never_ends_is_ended_and_so_is_what_it_started(tiny_model, tiny_tokenizer, tmp_path):
     mark = tmp_path / "alive"
     shell = f"(sleep 2; touch {mark}) & sleep 60"
