@@ -9,6 +9,7 @@ from accelerate import ParallelismConfig
 
 from posttrain import BCOTrainer, PPOTrainer, SFTConfig
 from posttrain.data.forest import Layout
+from posttrain.data.processors import Family
 from posttrain.errors import ConfigError, ModelError
 from posttrain.loop.token_split import begin_split, check_heads, parallel_sizes, refuse_predict, without_accelerate
 from posttrain.models import token_split
@@ -29,8 +30,8 @@ def accelerator(processes=4, kind="MULTI_CPU"):
     return SimpleNamespace(num_processes=processes, process_index=0, distributed_type=kind, device="cpu")
 
 
-def begin(args, *, layout=TREE, processes=4, kind="MULTI_CPU", supported=True, pictures=False, **model):
-    about = {"supported": supported, "pictures": pictures, "name": "SFTTrainer"}
+def begin(args, *, layout=TREE, processes=4, kind="MULTI_CPU", supported=True, **model):
+    about = {"supported": supported, "name": "SFTTrainer"}
     return begin_split(args, accelerator(processes, kind), build_model(97, **model), layout, **about)
 
 
@@ -76,13 +77,16 @@ def test_heads_that_processes_cannot_share_are_refused_with_sizes_that_fit(tmp_p
     check_heads(model.config, 1)
 
 
-def test_padded_rows_other_methods_images_and_deepspeed_are_refused(tmp_path):
+def test_padded_rows_other_methods_images_beside_the_text_and_deepspeed_are_refused(tmp_path, monkeypatch):
     with raises(ConfigError, "padded rows"):
         begin(config(tmp_path), layout=Layout("padded"))
     with raises(ConfigError, "was not shown"):
         begin(config(tmp_path), supported=False)
-    with raises(ConfigError, "images"):
-        begin(config(tmp_path), pictures=True)
+    beside = SimpleNamespace(processor=SimpleNamespace(family=Family((), cross=True)))
+    monkeypatch.setattr("posttrain.loop.token_split.picture_encoder", lambda model: beside)
+    with raises(ConfigError, "Mllama"):
+        begin(config(tmp_path))
+    monkeypatch.undo()
     with raises(ConfigError, "DeepSpeed"):
         begin(config(tmp_path), kind="DEEPSPEED")
     assert not PPOTrainer.METHOD.traits.splits_tokens and not BCOTrainer.METHOD.traits.splits_tokens
