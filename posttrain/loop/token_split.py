@@ -79,6 +79,33 @@ def check_heads(config: Any, size: int) -> None:
         )
 
 
+def check_split(args: Any, config: Any, *, supported: bool, name: str) -> None:
+    """Refuse what no processes could divide, before a model is read.
+
+    Args:
+        args: The trainer's config.
+        config: Of the model.
+        supported: Whether the method was shown on divided rows.
+        name: Of the trainer.
+
+    Raises:
+        ConfigError: A method, heads, a backend or an option that is not divided.
+    """
+    size = parallel_sizes(args)["sp_size"]
+    if size == 1:
+        return
+    check_heads(config, size)
+    if not supported:
+        raise ConfigError(f"sp_size={size} was not shown with {name}. Fix: sp_size=1; FSDP2 shards its models.")
+    for option, why in WITHOUT.items():
+        value = getattr(args, option, None)
+        if value and value != type(args).__dataclass_fields__[option].default:
+            raise ConfigError(f"sp_size={size} with {option}={value}: {why}. Fix: leave {option} out, or sp_size=1.")
+    if args.dry_step or getattr(args, "auto_batch_size", False):
+        raise ConfigError(f"sp_size={size}: a step is not tried beforehand. Fix: dry_step=False and a number of rows.")
+    args.dry_step = False
+
+
 def begin_split(
     args: Any, accelerator: Accelerator, model: nn.Module, layout: Layout, *, supported: bool, name: str
 ) -> Layout:
@@ -102,10 +129,12 @@ def begin_split(
     if size == 1:
         return layout
     _check_world(sizes, world)
-    check_heads(causal_lm(model).config, size)
+    check_split(args, causal_lm(model).config, supported=supported, name=name)
     encoder = picture_encoder(model)
-    beside = encoder is not None and encoder.processor.family.cross
-    _check_options(args, size, name, supported=supported, beside=beside)
+    if encoder is not None and encoder.processor.family.cross:
+        raise ConfigError(
+            f"sp_size={size} with images that stand beside the text (Mllama): its layers read them whole. Fix: sp_size=1."
+        )
     if "DEEPSPEED" in str(accelerator.distributed_type):
         raise ConfigError(
             f"sp_size={size} with DeepSpeed is not done here. Fix: FSDP2 (or DDP), with the same sp_size."
@@ -139,22 +168,6 @@ def _check_world(sizes: dict[str, int], world: int) -> None:
             f"parallelism_config with dp_replicate_size x dp_shard_size = {data} and sp_size={size} is for {data * size} "
             f"processes, and there are {world}. Fix: leave the dp sizes out, or make the product {world}."
         )
-
-
-def _check_options(args: Any, size: int, name: str, *, supported: bool, beside: bool) -> None:
-    if not supported:
-        raise ConfigError(f"sp_size={size} was not shown with {name}. Fix: sp_size=1; FSDP2 shards its models.")
-    if beside:
-        raise ConfigError(
-            f"sp_size={size} with images that stand beside the text (Mllama): its layers read them whole. Fix: sp_size=1."
-        )
-    for option, why in WITHOUT.items():
-        value = getattr(args, option, None)
-        if value and value != type(args).__dataclass_fields__[option].default:
-            raise ConfigError(f"sp_size={size} with {option}={value}: {why}. Fix: leave {option} out, or sp_size=1.")
-    if args.dry_step or getattr(args, "auto_batch_size", False):
-        raise ConfigError(f"sp_size={size}: a step is not tried beforehand. Fix: dry_step=False and a number of rows.")
-    args.dry_step = False
 
 
 @torch.no_grad()

@@ -117,6 +117,22 @@ def test_the_command_that_checks_knows_which_sizes_fit(tiny_model_dir, tmp_path,
         assert code == (78 if refused else 0), said
 
 
+def test_the_command_that_checks_knows_which_methods_and_options_are_divided(tiny_model_dir, tmp_path, capsys):
+    from posttrain.cli.check import run
+
+    data, settings = tmp_path / "rows.jsonl", tmp_path / "run.yaml"
+    data.write_text(json.dumps({"prompt": "2 + 2 =", "completion": " 4", "label": True}), encoding="utf-8")
+    for command, more, said in (
+        ("bco", "", "sp_size=2 was not shown with BCOTrainer"),
+        ("sft", "neftune_noise_alpha: 5\n", "sp_size=2 with neftune_noise_alpha=5"),
+    ):
+        text = f"output_dir: {tmp_path}/out\nuse_cpu: true\nparallelism_config: {{sp_size: 2}}\n{more}"
+        settings.write_text(text, encoding="utf-8")
+        given = ["--config", str(settings), "--model_name_or_path", tiny_model_dir, "--dataset_name", str(data)]
+        assert run([command, *given]) == 78
+        assert said in " ".join(capsys.readouterr().out.split())
+
+
 @pytest.mark.distributed
 @pytest.mark.parametrize("way", ["sp2", "sp2x2-FSDP2"])
 def test_losses_norms_and_weights_are_those_of_one_process(way, tmp_path):
