@@ -5,6 +5,7 @@ import json
 import logging
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -255,6 +256,17 @@ def test_what_was_recorded_trains_again_without_harness_and_without_sampling(
     other = trainer_of(tiny_model, tiny_tokenizer, tmp_path / "c", replayed(path), rows=[{"prompt": ASK, "n": 9}] * 4)
     with raises(DataError, "episodes.jsonl", "'n': 9"):
         other.generate([{"prompt": ASK, "n": 9}], "train")
+
+
+def test_a_result_that_is_an_object_is_recorded_by_its_number(tiny_model, tiny_tokenizer, tmp_path):
+    def judged(task, base_url, api_key):
+        return SimpleNamespace(reward=single(task, base_url, api_key))
+
+    path = tmp_path / "episodes.jsonl"
+    trainer = trainer_of(tiny_model, tiny_tokenizer, tmp_path, judged, harness_record=str(path))
+    made = trainer.generate(ROWS[:2], "train").extra["harness_result"]
+    again = trainer_of(tiny_model, tiny_tokenizer, tmp_path, replayed(path)).generate(ROWS[:2], "train")
+    assert harness_reward([], again.extra["harness_result"]) == [one.reward for one in made]
 
 
 def test_credit_and_a_filter_choose_what_is_trained(tiny_model, tiny_tokenizer, tmp_path):

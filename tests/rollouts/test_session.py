@@ -2,6 +2,7 @@
 
 import json
 import multiprocessing
+import pickle
 from collections import Counter
 
 import pytest
@@ -76,6 +77,7 @@ def test_a_recorded_session_is_read_back_whole(tmp_path):
     for error in (None, "ValueError: x"):
         record_session(path, Recorded({"prompt": "q"}, session, 0.5, error))
     one, other = read_sessions(path)
+    assert masks(pickle.loads(pickle.dumps(session))) == masks(session), "rewards that run in processes get it"
     assert json.dumps(one.session.to_dict()) == json.dumps(session.to_dict()) and one.session.closed
     assert masks(one.session) == masks(session)
     assert (one.task, one.result, one.error, other.error) == ({"prompt": "q"}, 0.5, None, "ValueError: x")

@@ -186,6 +186,15 @@ def _number(result: Any) -> float:
     )
 
 
+def _recorded(result: Any) -> Any:
+    """A result as a file holds it: of an object, its number; None where it has none."""
+    if result is None or isinstance(result, str | int | float | Mapping | list | tuple):
+        return result
+    with contextlib.suppress(RewardError):
+        return {"reward": _number(result)}
+    return None
+
+
 @dataclass(slots=True)
 class HarnessEpisode:
     """One run of a harness.
@@ -309,7 +318,7 @@ class HarnessRunner:
         episodes = [future.result() for future in futures]
         if self.options.record is not None:
             for one in episodes:
-                record_session(self.options.record, Recorded(one.task, one.session, one.result, one.error))
+                record_session(self.options.record, Recorded(one.task, one.session, _recorded(one.result), one.error))
         return episodes
 
     def close(self) -> None:

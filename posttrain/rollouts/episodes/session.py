@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -123,8 +122,6 @@ class Session:
         self.calls: list[CapturedCall] = []
         self.counts = Counts()
         self.closed = False
-        # Calls come on the proxy's thread; the trainer reads on its own.
-        self.lock = threading.Lock()
 
     def parent_of_text(self, text: str) -> tuple[int, int] | None:
         """The answered call and choice with the longest text that this one begins with."""
@@ -146,10 +143,9 @@ class Session:
         return found
 
     def begin(self, call: CapturedCall) -> CapturedCall:
-        """Take a call in; its number is given here."""
-        with self.lock:
-            call.number = len(self.calls)
-            self.calls.append(call)
+        """Take a call in; its number is given here, on the one thread that calls come on."""
+        call.number = len(self.calls)
+        self.calls.append(call)
         return call
 
     def same_body(self, body: str) -> CapturedCall | None:
