@@ -19,6 +19,7 @@ from posttrain.losses.reduce import Denominators, reduce
 from posttrain.models.forward import forward
 from posttrain.rollouts.batch import RolloutBatch
 from posttrain.types import LossTerms, Rollout
+from tests import forks
 from tests.rollouts.agents import ASK, asynchronous, forking, single, sometimes
 from tests.wordings import raises
 
@@ -238,6 +239,29 @@ def test_an_engine_that_fails_ends_the_run_and_not_the_wait_for_harnesses(
     monkeypatch.setattr(trainer.engine, "generate", broken)
     with pytest.raises(RolloutError, match="NaN"):
         trainer.generate(ROWS[:2], "train")
+
+
+STUCK = """
+import contextlib, time
+from posttrain.rollouts.episodes.calls import Policy
+from posttrain.rollouts.episodes.harness import Harness, HarnessOptions, HarnessRunner
+from posttrain.types import Sampling
+from tests.conftest import build_tokenizer
+
+def fails(here):
+    raise RuntimeError("another process failed")
+
+runner = HarnessRunner(Harness(lambda *_: time.sleep(120)), HarnessOptions(timeout=None))
+with contextlib.suppress(RuntimeError):
+    runner.run([{"n": 0}], [0], Policy(build_tokenizer(), Sampling(4)), None, any_process=fails)
+runner.close()
+print("the end")
+"""
+
+
+def test_a_program_ends_while_a_harness_does_not():
+    done = forks.run(["-c", STUCK], timeout=40)
+    assert done.returncode == 0 and "the end" in done.stdout, done.stderr
 
 
 def test_what_was_recorded_trains_again_without_harness_and_without_sampling(

@@ -11,9 +11,9 @@ import signal
 import subprocess
 import tempfile
 import threading
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Literal
@@ -265,7 +265,6 @@ class HarnessRunner:
             require(package, "harness")
         self.harness, self.options = harness, options
         self.proxy: CaptureProxy | None = None
-        self._pool = ThreadPoolExecutor(options.limit, thread_name_prefix="harness")
         self._runner = ToolRunner(timeout=options.timeout)
         # Commands that run, with the keys of their episodes.
         self._commands: dict[subprocess.Popen, str] = {}
@@ -306,8 +305,9 @@ class HarnessRunner:
         try:
             for index, (row, seed) in enumerate(zip(rows, seeds, strict=True)):
                 begun.append(HarnessEpisode(row, proxy.open(seed * 1_000_003 + index)))
-                futures.append(self._pool.submit(self._episode, proxy, begun[-1], seed))
+                futures.append(Future())
                 futures[-1].add_done_callback(lambda _: proxy.queue.wake())
+            self._start(proxy, deque(zip(futures, begun, seeds, strict=True)))
             while any_process(not all(future.done() for future in futures)):
                 proxy.queue.wait(LOOK_S)
                 number += 1
@@ -351,6 +351,22 @@ class HarnessRunner:
             running = [process for process, key in self._commands.items() if key in keys]
         for process in running:
             _kill(process)
+
+    def _start(self, proxy: CaptureProxy, waiting: deque[tuple[Future[HarnessEpisode], HarnessEpisode, int]]) -> None:
+        """Run episodes, ``limit`` at once, on threads that do not keep the program from ending."""
+
+        def work() -> None:
+            while waiting:
+                with contextlib.suppress(IndexError):
+                    future, episode, seed = waiting.popleft()
+                    if future.set_running_or_notify_cancel():
+                        try:
+                            future.set_result(self._episode(proxy, episode, seed))
+                        except BaseException as error:
+                            future.set_exception(error)
+
+        for _ in range(min(self.options.limit, len(waiting))):
+            threading.Thread(target=work, daemon=True, name="harness").start()
 
     def _episode(self, proxy: CaptureProxy, episode: HarnessEpisode, seed: int) -> HarnessEpisode:
         session, row = episode.session, episode.task
