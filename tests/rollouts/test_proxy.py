@@ -1,5 +1,6 @@
 """The address of the policy: calls in OpenAI's form, what happens to each, and bad input."""
 
+import contextlib
 import json
 import socket
 import threading
@@ -203,6 +204,30 @@ def test_a_retry_is_of_the_call_that_nobody_read_and_not_of_an_equal_one(tiny_mo
         anew = post(proxy, session, body, headers={key: "1"}).json()
     said = [reply["choices"][0]["message"]["content"] for reply in (second, again, anew)]
     assert said == ["b", "a", "c"], "its own sample; that of the cancelled call; a new one where the last try failed"
+
+
+def test_retries_of_equal_bodies_side_by_side_are_of_a_call_each(tiny_model, tiny_tokenizer):
+    said = ["a", "b", "c", "d"]
+    with serving(tiny_model, tiny_tokenizer, scripted(tiny_tokenizer, *said, delay=0.6)) as proxy:
+        session, found = proxy.open(), []
+
+        def ask(number):
+            headers = {"Authorization": f"Bearer {session.key}"}
+            for attempt, timeout in enumerate((0.2, 0.2, 60)):
+                with contextlib.suppress(httpx2.TimeoutException):
+                    counted = headers | {"x-stainless-retry-count": str(attempt)}
+                    body = {"model": "policy", "messages": ASK}
+                    reply = httpx2.post(f"{proxy.url}/chat/completions", json=body, headers=counted, timeout=timeout)
+                    return found.append(reply.json()["choices"][0]["message"]["content"])
+
+        threads = [threading.Thread(target=ask, args=(number,)) for number in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        counts = settled(session)
+    assert sorted(found) == said, "a sample for each"
+    assert (counts.cancelled, counts.answered, counts.open) == (4, 0, 0) and len(session.branches()) == 4
 
 
 def test_a_retry_that_was_answered_stays_so_when_the_first_client_is_found_gone(tiny_model, tiny_tokenizer):

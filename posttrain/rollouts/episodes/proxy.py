@@ -350,16 +350,20 @@ class CaptureProxy:
 
     def _retried(self, session: Session, digest: str, request: Request) -> CapturedCall | None:
         """The call that this one asks again; None where it is a call of its own."""
-        before = session.same_body(digest)
+        count = request.headers.get("x-stainless-retry-count", "")
+        said = int(count) if count.isdecimal() else 0
+        before = session.same_body(digest, said)
         if before is None or before.state == "failed":
             return None
-        said = request.headers.get("x-stainless-retry-count", "0") not in ("", "0")
         unread = before.state == "cancelled" and bool(
             before.completions or (session.key, before.number) in self._sampling
         )
         if not (said or unread) or (before.state == "cancelled" and not unread):
             return None
         before.retries += 1
+        if unread:
+            # Another retry of an equal body is of another call.
+            before.state = "waiting"
         return before
 
     async def _sampled(self, request: Request, session: Session, call: CapturedCall, *, again: bool) -> None:
@@ -398,18 +402,15 @@ class CaptureProxy:
         self, session: Session, call: CapturedCall, future: Future[list[Rollout]], *, again: bool, left: bool
     ) -> CallError:
         """Nobody waits any more, or it took too long."""
-        if again and not left:
-            session.counts.retried += 1
+        loop = asyncio.get_running_loop()
+        # In this thread, where all else happens to a session.
+        future.add_done_callback(lambda done: loop.call_soon_threadsafe(self._late, session, call, done))
+        if left or again:
+            self.unread(session, call, again=again)
         else:
-            loop = asyncio.get_running_loop()
-            # In this thread, where all else happens to a session.
-            future.add_done_callback(lambda done: loop.call_soon_threadsafe(self._late, session, call, done))
-            if left:
-                self.unread(session, call, again=again)
-            else:
-                session.counts.failed += 1
-                call.state = "failed"
-                future.cancel()
+            session.counts.failed += 1
+            call.state = "failed"
+            future.cancel()
         return CallError(
             f"The completion took longer than call_timeout={self.policy.call_timeout:g} s.", status=504, code="timeout"
         )
@@ -439,8 +440,8 @@ class CaptureProxy:
             session.counts.retried += 1
         else:
             session.counts.cancelled += 1
-            # A retry may have been answered before this end was noticed.
-            call.state = "answered" if call.state == "answered" else "cancelled"
+        # A retry may have been answered before this end was noticed.
+        call.state = "answered" if call.state == "answered" else "cancelled"
 
     def answered(self, session: Session, call: CapturedCall, *, again: bool) -> None:
         """The answer goes out: a later prompt may run through it."""

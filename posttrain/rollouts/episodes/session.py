@@ -16,6 +16,7 @@ from posttrain.types import Rollout
 FORMAT = 1
 
 State = Literal["waiting", "answered", "cancelled", "failed"]
+UNREAD_FIRST: tuple[State, ...] = ("cancelled", "waiting", "failed", "answered")
 
 
 @dataclass(slots=True)
@@ -148,10 +149,11 @@ class Session:
         self.calls.append(call)
         return call
 
-    def same_body(self, body: str) -> CapturedCall | None:
-        """The call that a retry of this body is of: the latest that nobody read the answer of, else the latest."""
+    def same_body(self, body: str, attempt: int = 0) -> CapturedCall | None:
+        """The call that a retry of this body is of: one that was tried as often, and best one that nobody has an answer of."""
         calls = [call for call in reversed(self.calls) if call.body == body]
-        return next((call for call in calls if call.state == "cancelled"), calls[0] if calls else None)
+        alike = [call for call in calls if call.retries == attempt - 1]
+        return min(alike or calls, key=lambda call: UNREAD_FIRST.index(call.state), default=None)
 
     # What is trained ---------------------------------------------------------------------------------------------------
 
