@@ -82,6 +82,8 @@ def planned(way: str, kind: str, variant: str) -> bool:
     if way == "FSDP2-2x2" and kind in SAMPLED:  # Four ranks draw other completions than two.
         return False
     if way.startswith("sp") and not kind.startswith("resume"):
+        if kind in PICTURED:  # Four ranks draw other completions than two.
+            return variant in ("plain", "frozen") and (way == "sp2" or (kind not in SAMPLED and variant == "plain"))
         return kind in DIVIDED and (
             variant == "plain" or (way == "sp2" and variant in VARIANTS and variant != "frozen")
         )
@@ -122,13 +124,13 @@ def trainer_of(kind: str, folder: Path, tokenizer: Any, **settings: Any) -> Any:
         from tests.methods.test_distillation import answers, make
 
         own = {"cls": GKDTrainer, "config": GKDConfig, "lmbda": 0.0, "max_new_tokens": 8}
-        return make(folder, tokenizer, data=answers(24), eval_dataset=answers(5), **adapter(lora), **own, **common)
+        return make(folder, tokenizer, data=answers(24), eval_dataset=answers(9), **adapter(lora), **own, **common)
     if kind in PICTURED:
         return pictured(*kind.split(), folder, common | adapter(lora))
     name = kind.split()[0]
     if name in ("reward", "dpo", "orpo", "kto", "ppo"):
         common.pop("shuffle_dataset")
-    keys = {"train": data(name, 24), "eval_dataset": data(name, 5)}
+    keys = {"train": data(name, 24), "eval_dataset": data(name, 9)}
     if kind == "sft moe":
         from tests.methods.helpers import sft
         from tests.methods.test_sft_options import experts
@@ -175,7 +177,7 @@ def pictured(method: str, family: str, folder: Path, settings: dict[str, Any]) -
         for parameter in model.parameters():  # As large as they are made, rounding grows tenfold in a step.
             parameter.mul_(0.5 if parameter.dim() > 1 else 1.0)
     keys = {"model": model, "processing_class": processor, "peft_config": settings.pop("peft_config", None)}
-    keys |= {"train_dataset": half_pictured(method, 24), "eval_dataset": half_pictured(method, 5)}
+    keys |= {"train_dataset": half_pictured(method, 24), "eval_dataset": half_pictured(method, 9)}
     if method == "grpo":
         own = {"num_generations": 2, "beta": 0.05, "max_completion_length": 8, "preflight": "off"}
         return pt.GRPOTrainer(reward_funcs=count_a, args=pt.GRPOConfig(str(folder), **(SHORT | own | settings)), **keys)
@@ -244,6 +246,8 @@ def work(way: str, folder: Path, cells: list[str]) -> None:
         tokenizer = build_tokenizer()
         tokenizer.pad_token = "<|endoftext|>"
         settings = {**VARIANTS.get(variant, {}), **given, "gradient_accumulation_steps": 4 // processes}
+        # KTO's baseline is of the evaluation batch of all ranks, the router's term of that of each.
+        settings |= {"per_device_eval_batch_size": 2 if kind == "sft moe" else 8 // processes}
         if kind.startswith("resume"):
             trainer = resumed(way, folder / cell, kind, variant, tokenizer, given)
         else:
@@ -284,7 +288,7 @@ def resumed(way: str, folder: Path, kind: str, origin: str, tokenizer: Any, give
     def trainer_in(place: Path) -> Any:
         if "grpo" in kind:
             return grpo_of("grpo", place, tokenizer, common)
-        return sft(place, tokenizer, data=chats(24), eval_dataset=chats(5), **common)
+        return sft(place, tokenizer, data=chats(24), eval_dataset=chats(9), **common)
 
     whole = Path(str(folder).replace(f"/{way}/", f"/{origin}/")) / "whole"
     if way == origin:
@@ -397,6 +401,8 @@ def main() -> None:
     # "one" is a way too where it resumes what several wrote.
     base = dict.fromkeys(cell for way in ways for cell in cells[way] if "one" in ways or not cell.startswith("resume"))
     cells["one"] = [cell for cell in base if cell.split("/")[0] not in SAMPLED]
+    if drawn := [cell for cell in base if cell.split("/")[0] in SAMPLED]:
+        cells["DDP"] = list(dict.fromkeys([*cells.get("DDP", []), *drawn]))
     with tempfile.TemporaryDirectory() as temporary:
         folder = args.keep or Path(temporary)
         python = {way: args.python for way in ways if "zero" in WAYS[way][1]}

@@ -143,7 +143,7 @@ class Checkup:
 
     def _model(self) -> str:
         from posttrain.checks.machine import check_precision
-        from posttrain.loop.token_split import check_heads, parallel_sizes
+        from posttrain.loop.token_split import check_split
         from posttrain.models.load import get_quantization_config
         from posttrain.models.quantised import check_quantised
 
@@ -151,7 +151,7 @@ class Checkup:
         adapter = model_args if model_args.use_peft else None
         check_quantised(subject.source, subject.config, adapter, get_quantization_config(model_args))
         found = self.known["model_config"] = subject.model_config
-        check_heads(found, parallel_sizes(subject.config)["sp_size"])
+        check_split(subject.config, found, supported=subject.method.traits.splits_tokens, name=subject.kind.__name__)
         count = _parameters(found)
         dtype = str(model_args.dtype)
         if count and not model_args.use_peft:

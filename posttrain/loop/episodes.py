@@ -150,12 +150,16 @@ class EpisodeRunner:
         def any_process(here: bool) -> bool:
             return parallel.all_reduce_sum([float(here)], self.accelerator)[0] > 0
 
+        def everyone(here: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], int]:
+            counts = parallel.all_gather_objects([len(here)], self.accelerator)
+            return parallel.all_gather_objects(here, self.accelerator), sum(counts[: self.accelerator.process_index])
+
         seeds = self._group_seeds(len(rows), number, max(sync.args.num_generations if mode == "train" else 1, 1))
         with sync.engine.prefix_cache():
             found = driver.run_harness(
                 rows, seeds, sampling, sync.ask,
                 engine=sync.engine, context=sync.context, vocabulary=vocabulary, placeholder=self.run.pad_token_id,
-                any_process=any_process,
+                any_process=any_process, everyone=everyone,
             )  # fmt: skip
         self.run.log(found.metrics, mode)
         return found.rollouts, found.completions, found.extra

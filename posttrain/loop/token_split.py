@@ -21,6 +21,7 @@ from posttrain.models.attention import MASKABLE, coarsest_dtype
 from posttrain.models.forward import forward
 from posttrain.models.heads import causal_lm
 from posttrain.models.probe import TOLERANCE, disagreement, random_prompts
+from posttrain.models.vision import picture_encoder, probe_rows
 from posttrain.types import Batch, ModelOutputs, Row
 
 if TYPE_CHECKING:
@@ -78,8 +79,35 @@ def check_heads(config: Any, size: int) -> None:
         )
 
 
+def check_split(args: Any, config: Any, *, supported: bool, name: str) -> None:
+    """Refuse what no processes could divide, before a model is read.
+
+    Args:
+        args: The trainer's config.
+        config: Of the model.
+        supported: Whether the method was shown on divided rows.
+        name: Of the trainer.
+
+    Raises:
+        ConfigError: A method, heads, a backend or an option that is not divided.
+    """
+    size = parallel_sizes(args)["sp_size"]
+    if size == 1:
+        return
+    check_heads(config, size)
+    if not supported:
+        raise ConfigError(f"sp_size={size} was not shown with {name}. Fix: sp_size=1; FSDP2 shards its models.")
+    for option, why in WITHOUT.items():
+        value = getattr(args, option, None)
+        if value and value != type(args).__dataclass_fields__[option].default:
+            raise ConfigError(f"sp_size={size} with {option}={value}: {why}. Fix: leave {option} out, or sp_size=1.")
+    if args.dry_step or getattr(args, "auto_batch_size", False):
+        raise ConfigError(f"sp_size={size}: a step is not tried beforehand. Fix: dry_step=False and a number of rows.")
+    args.dry_step = False
+
+
 def begin_split(
-    args: Any, accelerator: Accelerator, model: nn.Module, layout: Layout, *, supported: bool, pictures: bool, name: str
+    args: Any, accelerator: Accelerator, model: nn.Module, layout: Layout, *, supported: bool, name: str
 ) -> Layout:
     """Make the groups of ``sp_size`` processes, once all is known that would refuse them; the layout that they can divide.
 
@@ -89,7 +117,6 @@ def begin_split(
         model: Ready to run, not wrapped by parallelism.
         layout: As the model's probe chose it.
         supported: Whether the method was shown on divided rows.
-        pictures: Whether rows have images.
         name: Of the trainer.
 
     Raises:
@@ -102,8 +129,12 @@ def begin_split(
     if size == 1:
         return layout
     _check_world(sizes, world)
-    check_heads(causal_lm(model).config, size)
-    _check_options(args, size, name, supported=supported, pictures=pictures)
+    check_split(args, causal_lm(model).config, supported=supported, name=name)
+    encoder = picture_encoder(model)
+    if encoder is not None and encoder.processor.family.cross:
+        raise ConfigError(
+            f"sp_size={size} with images that stand beside the text (Mllama): its layers read them whole. Fix: sp_size=1."
+        )
     if "DEEPSPEED" in str(accelerator.distributed_type):
         raise ConfigError(
             f"sp_size={size} with DeepSpeed is not done here. Fix: FSDP2 (or DDP), with the same sp_size."
@@ -139,20 +170,6 @@ def _check_world(sizes: dict[str, int], world: int) -> None:
         )
 
 
-def _check_options(args: Any, size: int, name: str, *, supported: bool, pictures: bool) -> None:
-    if not supported:
-        raise ConfigError(f"sp_size={size} was not shown with {name}. Fix: sp_size=1; FSDP2 shards its models.")
-    if pictures:
-        raise ConfigError(f"sp_size={size} with images: features of a picture stand in whole rows. Fix: sp_size=1.")
-    for option, why in WITHOUT.items():
-        value = getattr(args, option, None)
-        if value and value != type(args).__dataclass_fields__[option].default:
-            raise ConfigError(f"sp_size={size} with {option}={value}: {why}. Fix: leave {option} out, or sp_size=1.")
-    if args.dry_step or getattr(args, "auto_batch_size", False):
-        raise ConfigError(f"sp_size={size}: a step is not tried beforehand. Fix: dry_step=False and a number of rows.")
-    args.dry_step = False
-
-
 @torch.no_grad()
 def _probe(model: nn.Module, layout: Layout, accelerator: Accelerator, size: int) -> None:
     """Log-probs (or scores) of a small forest, divided, must be those of this process alone; all processes look.
@@ -166,7 +183,7 @@ def _probe(model: nn.Module, layout: Layout, accelerator: Accelerator, size: int
     config: Any = causal_lm(model).config
     first, second, third = random_prompts(config.get_text_config().vocab_size, (2 * size + 3, 7, 5))
     row = Row(first, [second, third], [[1] * 7, [1] * 5])
-    (batch,) = collate([row], pad_token_id=0, layout=layout, whole_rows=True)
+    batches = collate([row, *probe_rows(causal_lm(model))], pad_token_id=0, layout=layout, whole_rows=True)
     scored = "Classification" in type(causal_lm(model)).__name__
     needs = frozenset({"scores"}) if scored else frozenset({"logp"})
     training, split, found = model.training, token_split.active(), []
@@ -175,10 +192,13 @@ def _probe(model: nn.Module, layout: Layout, accelerator: Accelerator, size: int
         with accelerator.autocast():
             for way in (None, split):
                 token_split.activate(way)
-                outputs = _tried(model, batch.to(parameters[0].device), needs, size)
-                value = outputs.scores if scored else outputs.logp
-                assert value is not None
-                found.append(value if scored else value[batch.loss_mask.to(value.device)])
+                values = []
+                for batch in batches:
+                    outputs = _tried(model, batch.to(parameters[0].device), needs, size)
+                    value = outputs.scores if scored else outputs.logp
+                    assert value is not None
+                    values.append(value if scored else value[batch.loss_mask.to(value.device)])
+                found.append(torch.cat(values))
     finally:
         token_split.activate(split)
         model.train(training)

@@ -165,11 +165,7 @@ class PostTrainer(transformers.Trainer):
         self.vision.check_shards(self.model, self.accelerator)
         if hasattr(self.model, "add_model_tags"):
             self.model.add_model_tags(self._tag_names)
-        about = {
-            "supported": self.method.traits.splits_tokens,
-            "pictures": self.vision.images,
-            "name": type(self).__name__,
-        }
+        about = {"supported": self.method.traits.splits_tokens, "name": type(self).__name__}
         self.layout = begin_split(self.args, self.accelerator, self.model, self._choose_layout(), **about)
         self._set_signature_columns_if_needed()
         self.checks.knows(model=self.model)

@@ -141,12 +141,12 @@ def _run(
     noise = getattr(inner, "embedding_noise", None)
     if noise is not None:
         noise.inverse_lengths = inverse_lengths(batch)
-    seen = _view(inner, batch)
+    columns = None if split is None else split.columns(batch.input_ids.shape[1])
+    seen = _view(inner, batch, columns)
     head.inputs = seen.inputs
     inputs = {"input_ids": batch.input_ids, **_attention(model, inner, batch, seen, split)}
     own = None
-    if split is not None:
-        columns = split.columns(batch.input_ids.shape[1])
+    if split is not None and columns is not None:
         inputs |= {name: inputs[name][..., columns] for name in ("input_ids", "position_ids")}
         head, own = _piece(head, columns, split, owner, compares=asked.compares)
     result = model(
@@ -298,11 +298,11 @@ def inverse_lengths(batch: Batch) -> Tensor:
     return (total / count.clamp_min(1)).to(batch.input_ids.device)
 
 
-def _view(model: Any, batch: Batch) -> VisionView:
+def _view(model: Any, batch: Batch, columns: slice | None = None) -> VisionView:
     """See `view`; a text model has nothing to see."""
     config = getattr(model, "config", None)
     reads_images = any(getattr(config, name, None) is not None for name in ("image_token_id", "image_token_index"))
-    return view(model, batch) if reads_images or batch.pictures else VisionView(batch.position_ids)
+    return view(model, batch, columns) if reads_images or batch.pictures else VisionView(batch.position_ids)
 
 
 def _attention(

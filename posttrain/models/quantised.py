@@ -7,6 +7,7 @@ Reference: QLoRA, arXiv:2305.14314.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 from collections.abc import Mapping
@@ -14,8 +15,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import PretrainedConfig
 
 from posttrain.errors import ConfigError
+from posttrain.integrations import require
 
 logger = logging.getLogger(__name__)
 
@@ -68,9 +71,12 @@ def check_quantised(model: Any, args: Any, peft_config: Any, quantization_config
 
     Raises:
         ConfigError: There is no adapter, or the run shards parameters (FSDP, ZeRO-3).
+        MissingDependencyError: bitsandbytes is not installed.
     """
     init = args.model_init_kwargs or {}
     named = quantization_config if quantization_config is not None else init.get("quantization_config")
+    if named is None and isinstance(model, str):
+        named = _packed_already(model, init.get("revision"))
     bits = bits_asked(named) if isinstance(model, str) else bits_of(model)
     if bits is None:
         return
@@ -88,6 +94,15 @@ def check_quantised(model: Any, args: Any, peft_config: Any, quantization_config
             "run has shown that packed weights come back whole. Fix: DDP (each process holds the packed weights), or shard "
             "the model without quantization_config."
         )
+    require("bitsandbytes", f"a model of {bits} bits a weight")
+
+
+def _packed_already(model: str, revision: str | None) -> Any:
+    """``quantization_config`` of a checkpoint that was saved packed; None of any other, and of one that cannot be read."""
+    # Loading says better what is wrong with a name.
+    with contextlib.suppress(OSError, ValueError):
+        return PretrainedConfig.get_config_dict(model, revision=revision)[0].get("quantization_config")
+    return None
 
 
 def compute_dtype(model: Any) -> torch.dtype:

@@ -132,6 +132,7 @@ class TokenSplit:
         got = _Exchange.apply(parcels, self).view(self.size, rows, width // self.size, heads, size)
         return got.movedim(0, 2).reshape(rows, width // self.size, self.size * heads, size)
 
+    @torch.compiler.disable
     def attention(
         self,
         whole: Callable[..., tuple[Tensor, Any]],

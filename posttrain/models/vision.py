@@ -62,12 +62,13 @@ class PictureEncoder:
     def __deepcopy__(self, memo: dict[int, Any]) -> PictureEncoder:
         return PictureEncoder(self.processor, self.cache_bytes)
 
-    def inputs(self, model: Any, placed: Sequence[Placed]) -> dict[str, Any]:
+    def inputs(self, model: Any, placed: Sequence[Placed], kept: Tensor | None = None) -> dict[str, Any]:
         """``mm_encoder_outputs`` of pictures in canvas order; a picture that comes twice is encoded once.
 
         Args:
             model: A transformers model; called inside of its wrappers.
             placed: In the order of their placeholders on the canvas.
+            kept: Which features the pass reads, in that order; None: all.
 
         Raises:
             ModelError: The tower gives another number of features than there are placeholders.
@@ -94,6 +95,8 @@ class PictureEncoder:
             self.seconds += time.perf_counter() - began
         features = [found[one.picture] or [] for one in placed]
         levels = [torch.cat(level) for level in zip(*features, strict=True)]
+        if kept is not None:
+            levels = [level[kept.to(level.device)] for level in levels]
         if self.processor.family.cross:
             return {"cross_attention_states": levels[0][None], "tiles": levels[1].view(len(placed), -1)}
         return {"mm_encoder_outputs": {"image": self._output(levels)}}
@@ -485,8 +488,13 @@ class VisionView:
     inputs: Callable[[Any], dict[str, Any]] | None = None
 
 
-def view(model: Any, batch: Batch) -> VisionView:
+def view(model: Any, batch: Batch, columns: slice | None = None) -> VisionView:
     """Positions, blocks and features of a batch; those of text where it has no pictures.
+
+    Args:
+        model: With `install_pictures`, where there are pictures.
+        batch: Whole rows.
+        columns: What the pass reads the features of; positions and blocks are of whole rows. None: all.
 
     Raises:
         ModelError: PT-G011: the canvas has other placeholders than its pictures; or pictures come to a model that was not
@@ -532,7 +540,9 @@ def view(model: Any, batch: Batch) -> VisionView:
         return VisionView(batch.position_ids, inputs=lambda inner: encoder.crossed(inner, batch, placed))
     positions = grid_positions(batch) if family.positions == "grid" else batch.position_ids
     spans = block_spans(batch, found, family.block) if family.block != "none" else None
-    return VisionView(positions, spans, lambda inner: encoder.inputs(inner, placed))
+    where = found.nonzero()[:, 1]  # (sum of tokens,) in the order of the features
+    kept = None if columns is None else (where >= columns.start) & (where < columns.stop)
+    return VisionView(positions, spans, lambda inner: encoder.inputs(inner, placed, kept))
 
 
 def prompt_view(model: Any, ids: Tensor, lengths: Sequence[int], placed: Sequence[Sequence[Placed]]) -> VisionView:

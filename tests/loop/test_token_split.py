@@ -9,6 +9,7 @@ from accelerate import ParallelismConfig
 
 from posttrain import BCOTrainer, PPOTrainer, SFTConfig
 from posttrain.data.forest import Layout
+from posttrain.data.processors import Family
 from posttrain.errors import ConfigError, ModelError
 from posttrain.loop.token_split import begin_split, check_heads, parallel_sizes, refuse_predict, without_accelerate
 from posttrain.models import token_split
@@ -29,8 +30,8 @@ def accelerator(processes=4, kind="MULTI_CPU"):
     return SimpleNamespace(num_processes=processes, process_index=0, distributed_type=kind, device="cpu")
 
 
-def begin(args, *, layout=TREE, processes=4, kind="MULTI_CPU", supported=True, pictures=False, **model):
-    about = {"supported": supported, "pictures": pictures, "name": "SFTTrainer"}
+def begin(args, *, layout=TREE, processes=4, kind="MULTI_CPU", supported=True, **model):
+    about = {"supported": supported, "name": "SFTTrainer"}
     return begin_split(args, accelerator(processes, kind), build_model(97, **model), layout, **about)
 
 
@@ -76,13 +77,16 @@ def test_heads_that_processes_cannot_share_are_refused_with_sizes_that_fit(tmp_p
     check_heads(model.config, 1)
 
 
-def test_padded_rows_other_methods_images_and_deepspeed_are_refused(tmp_path):
+def test_padded_rows_other_methods_images_beside_the_text_and_deepspeed_are_refused(tmp_path, monkeypatch):
     with raises(ConfigError, "padded rows"):
         begin(config(tmp_path), layout=Layout("padded"))
     with raises(ConfigError, "was not shown"):
         begin(config(tmp_path), supported=False)
-    with raises(ConfigError, "images"):
-        begin(config(tmp_path), pictures=True)
+    beside = SimpleNamespace(processor=SimpleNamespace(family=Family((), cross=True)))
+    monkeypatch.setattr("posttrain.loop.token_split.picture_encoder", lambda model: beside)
+    with raises(ConfigError, "Mllama"):
+        begin(config(tmp_path))
+    monkeypatch.undo()
     with raises(ConfigError, "DeepSpeed"):
         begin(config(tmp_path), kind="DEEPSPEED")
     assert not PPOTrainer.METHOD.traits.splits_tokens and not BCOTrainer.METHOD.traits.splits_tokens
@@ -111,6 +115,22 @@ def test_the_command_that_checks_knows_which_sizes_fit(tiny_model_dir, tmp_path,
         said = " ".join(capsys.readouterr().out.split())
         assert ("sp_size=3 does not divide the 4 attention heads" in said) == refused
         assert code == (78 if refused else 0), said
+
+
+def test_the_command_that_checks_knows_which_methods_and_options_are_divided(tiny_model_dir, tmp_path, capsys):
+    from posttrain.cli.check import run
+
+    data, settings = tmp_path / "rows.jsonl", tmp_path / "run.yaml"
+    data.write_text(json.dumps({"prompt": "2 + 2 =", "completion": " 4", "label": True}), encoding="utf-8")
+    for command, more, said in (
+        ("bco", "", "sp_size=2 was not shown with BCOTrainer"),
+        ("sft", "neftune_noise_alpha: 5\n", "sp_size=2 with neftune_noise_alpha=5"),
+    ):
+        text = f"output_dir: {tmp_path}/out\nuse_cpu: true\nparallelism_config: {{sp_size: 2}}\n{more}"
+        settings.write_text(text, encoding="utf-8")
+        given = ["--config", str(settings), "--model_name_or_path", tiny_model_dir, "--dataset_name", str(data)]
+        assert run([command, *given]) == 78
+        assert said in " ".join(capsys.readouterr().out.split())
 
 
 @pytest.mark.distributed

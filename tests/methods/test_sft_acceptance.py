@@ -1,6 +1,7 @@
 """SFT on everything it promises to take: each run moves every weight that is trained and none that is frozen."""
 
 import json
+import sys
 
 import datasets
 import pytest
@@ -8,6 +9,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 
 from posttrain import SFTConfig, SFTTrainer
+from posttrain.errors import MissingDependencyError
 from tests.conftest import build_model
 from tests.methods.helpers import chats, losses, sft
 from tests.methods.test_sft_options import experts
@@ -142,15 +144,13 @@ def test_a_template_cloned_from_a_tokenizer_brings_its_tokens_into_the_model_tha
     moved(trainer)
 
 
-def test_four_bits_without_their_package_are_refused_by_name(tiny_model_dir, tmp_path):
+def test_four_bits_without_their_package_are_refused_by_name(tiny_model_dir, tmp_path, monkeypatch):
     from transformers import BitsAndBytesConfig
 
-    pytest.importorskip("transformers")
-    try:
-        import bitsandbytes  # noqa: F401
-    except ImportError:
-        with raises(ImportError):
-            SFTTrainer(
-                tiny_model_dir, SFTConfig(str(tmp_path), report_to="none", bf16=False), train_dataset=chats(),
-                quantization_config=BitsAndBytesConfig(load_in_4bit=True),
-            )  # fmt: skip
+    settings = BitsAndBytesConfig(load_in_4bit=True)
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
+    with raises(MissingDependencyError, "bitsandbytes", "4 bits", 'pip install "posttrain[quantization]"'):
+        SFTTrainer(
+            tiny_model_dir, SFTConfig(str(tmp_path), report_to="none", bf16=False), train_dataset=chats(),
+            quantization_config=settings, peft_config=LoraConfig(r=2, target_modules="all-linear"),
+        )  # fmt: skip

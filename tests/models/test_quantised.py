@@ -1,7 +1,9 @@
 """Adapters on weights that bitsandbytes packed: what is refused, and training, resuming, merging and reloading where it runs."""
 
 import json
-from types import SimpleNamespace
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 import peft
 import pytest
@@ -45,7 +47,8 @@ def four_bits(compute=torch.float32):
 # What is refused, without the package ---------------------------------------------------------------------------------
 
 
-def test_quantised_weights_without_an_adapter_are_refused_before_anything_is_read():
+def test_quantised_weights_without_an_adapter_are_refused_before_anything_is_read(monkeypatch):
+    monkeypatch.setitem(sys.modules, "bitsandbytes", ModuleType("bitsandbytes"))
     with raises(ConfigError, "4 bits"):
         check_quantised("nowhere", plain(), None, BitsAndBytesConfig(load_in_4bit=True))
     with raises(ConfigError, "8 bits"):
@@ -54,6 +57,17 @@ def test_quantised_weights_without_an_adapter_are_refused_before_anything_is_rea
         check_quantised(SimpleNamespace(is_loaded_in_4bit=True), plain(), None, None)
     check_quantised("nowhere", plain(), lora(), BitsAndBytesConfig(load_in_4bit=True))
     check_quantised(SimpleNamespace(is_loaded_in_4bit=True, peft_config={}), plain(), None, None)
+
+
+def test_a_checkpoint_that_was_saved_packed_is_refused_without_an_adapter(tiny_model_dir, tmp_path):
+    place = tmp_path / "packed"
+    place.mkdir()
+    config = json.loads((Path(tiny_model_dir) / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_4bit": True, "load_in_8bit": False}
+    (place / "config.json").write_text(json.dumps(config))
+    with raises(ConfigError, "4 bits"):
+        check_quantised(str(place), plain(), None, None)
+    check_quantised(tiny_model_dir, plain(), None, None)
 
 
 def test_packed_weights_in_shards_are_refused():

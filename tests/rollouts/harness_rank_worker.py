@@ -16,7 +16,7 @@ def main(folder, record, batch, live):
     """One step; live episodes are recorded, and the others are what was recorded."""
     tokenizer = build_tokenizer()
     config = GRPOConfig(
-        folder, max_steps=1, per_device_train_batch_size=batch, num_generations=2, max_completion_length=8, loss_type="grpo",
+        folder, max_steps=1, per_device_train_batch_size=batch, num_generations=8, max_completion_length=8, loss_type="grpo",
         optim="sgd", learning_rate=1.0, logging_steps=1, use_cpu=True, shuffle_dataset=False, report_to=[], save_strategy="no",
         harness_record=record if live else None,
     )  # fmt: skip

@@ -3,8 +3,10 @@
 import dataclasses
 import json
 import logging
+import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -193,6 +195,28 @@ def test_a_command_line_is_a_harness(tiny_model, tiny_tokenizer, tmp_path):
     assert "exit code 3" in generation.extra["harness_error"][1]
 
 
+def test_a_command_may_have_a_long_row_print_what_is_no_text_and_leave_a_server_behind(
+    tiny_model, tiny_tokenizer, tmp_path
+):
+    script = tmp_path / "agent.py"
+    script.write_text(
+        "import json, os, subprocess, sys, urllib.request\n"
+        "row = json.load(sys.stdin)\n"
+        "assert ('POSTTRAIN_TASK' in os.environ) == (len(row['document']) < 1000)\n"
+        "body = json.dumps({'model': os.environ['OPENAI_MODEL'], 'messages': row['prompt']}).encode()\n"
+        "head = {'Authorization': 'Bearer ' + os.environ['OPENAI_API_KEY']}\n"
+        "urllib.request.urlopen(urllib.request.Request(os.environ['OPENAI_BASE_URL'] + '/chat/completions', body, head))\n"
+        "subprocess.Popen(['sleep', '30'])\n"
+        "sys.stdout.buffer.write(b'\\xff\\xfe\\n' * 10); print(len(row['document']))\n"
+    )
+    rows = [{"prompt": ASK, "document": "x" * size} for size in (10, 300_000)]
+    trainer = trainer_of(tiny_model, tiny_tokenizer, tmp_path, [sys.executable, str(script)], rows=rows)
+    begin = time.monotonic()
+    generation = trainer.generate(rows, "train")
+    assert generation.extra["harness_error"] == [None, None]
+    assert generation.extra["harness_result"] == [10, 300_000] and time.monotonic() - begin < 20
+
+
 def test_a_harness_that_never_ends_is_ended_and_so_is_what_it_started(tiny_model, tiny_tokenizer, tmp_path):
     mark = tmp_path / "alive"
     shell = f"(sleep 2; touch {mark}) & sleep 60"
@@ -217,6 +241,30 @@ def test_an_engine_that_fails_ends_the_run_and_not_the_wait_for_harnesses(
         trainer.generate(ROWS[:2], "train")
 
 
+STUCK = """
+import contextlib, time
+from posttrain.rollouts.episodes.calls import Policy
+from posttrain.rollouts.episodes.harness import Harness, HarnessOptions, HarnessRunner
+from posttrain.types import Sampling
+from tests.conftest import build_tokenizer
+
+def fails(here):
+    raise RuntimeError("another process failed")
+
+runner = HarnessRunner(Harness(lambda *_: time.sleep(120)), HarnessOptions(timeout=None))
+with contextlib.suppress(RuntimeError):
+    runner.run([{"n": 0}], [0], Policy(build_tokenizer(), Sampling(4)), None, any_process=fails)
+runner.close()
+print("the end")
+"""
+
+
+def test_a_program_ends_while_a_harness_does_not():
+    # An interpreter of its own: a fork of the tests ends without waiting for threads.
+    done = subprocess.run([sys.executable, "-c", STUCK], capture_output=True, text=True, timeout=90)
+    assert done.returncode == 0 and "the end" in done.stdout, done.stderr
+
+
 def test_what_was_recorded_trains_again_without_harness_and_without_sampling(
     tiny_model, tiny_tokenizer, tmp_path, monkeypatch
 ):
@@ -233,6 +281,17 @@ def test_what_was_recorded_trains_again_without_harness_and_without_sampling(
     other = trainer_of(tiny_model, tiny_tokenizer, tmp_path / "c", replayed(path), rows=[{"prompt": ASK, "n": 9}] * 4)
     with raises(DataError, "episodes.jsonl", "'n': 9"):
         other.generate([{"prompt": ASK, "n": 9}], "train")
+
+
+def test_a_result_that_is_an_object_is_recorded_by_its_number(tiny_model, tiny_tokenizer, tmp_path):
+    def judged(task, base_url, api_key):
+        return SimpleNamespace(reward=single(task, base_url, api_key))
+
+    path = tmp_path / "episodes.jsonl"
+    trainer = trainer_of(tiny_model, tiny_tokenizer, tmp_path, judged, harness_record=str(path))
+    made = trainer.generate(ROWS[:2], "train").extra["harness_result"]
+    again = trainer_of(tiny_model, tiny_tokenizer, tmp_path, replayed(path)).generate(ROWS[:2], "train")
+    assert harness_reward([], again.extra["harness_result"]) == [one.reward for one in made]
 
 
 def test_credit_and_a_filter_choose_what_is_trained(tiny_model, tiny_tokenizer, tmp_path):

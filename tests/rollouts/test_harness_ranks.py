@@ -8,6 +8,7 @@ from tests.ranks import assert_same_step, run_ranks
 
 @pytest.mark.distributed
 def test_episodes_with_forks_are_the_same_step_on_one_process_and_on_two(tmp_path):
+    # A group is on both processes: the file deals it out once.
     worker, record = "tests.rollouts.harness_rank_worker", tmp_path / "episodes.jsonl"
     live = run_ranks(worker, tmp_path / "live", record, 4, "live", processes=2, folder=tmp_path / "a")
     assert live["logs"]["harness/answered"] == 5 and live["logs"]["harness/failed_episodes"] == 0

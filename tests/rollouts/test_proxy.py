@@ -1,5 +1,6 @@
 """The address of the policy: calls in OpenAI's form, what happens to each, and bad input."""
 
+import contextlib
 import json
 import socket
 import threading
@@ -183,6 +184,60 @@ def test_a_retry_has_the_answer_that_was_sampled_before(tiny_model, tiny_tokeniz
     assert (counts.received, counts.answered, counts.retried, len(session.calls)) == (3, 2, 1, 2)
 
 
+def test_a_retry_is_of_the_call_that_nobody_read_and_not_of_an_equal_one(tiny_model, tiny_tokenizer):
+    body, key = json.dumps({"model": "policy", "messages": ASK}).encode(), "x-stainless-retry-count"
+    with serving(tiny_model, tiny_tokenizer, scripted(tiny_tokenizer, "a", "b", "c", delay=0.4)) as proxy:
+        session = proxy.open()
+        with pytest.raises(httpx2.TimeoutException):
+            httpx2.post(
+                f"{proxy.url}/chat/completions", content=body, timeout=0.1,
+                headers={"Authorization": f"Bearer {session.key}", key: "0"},
+            )  # fmt: skip
+        limit = time.monotonic() + 5
+        while session.counts.cancelled == 0 and time.monotonic() < limit:
+            time.sleep(0.01)
+        session.calls[0].body = "another"  # The next call is a sample of its own, and not that one's retry.
+        second = post(proxy, session, body).json()
+        session.calls[0].body = session.calls[1].body
+        again = post(proxy, session, body, headers={key: "1"}).json()
+        session.calls[1].state = "failed"
+        anew = post(proxy, session, body, headers={key: "1"}).json()
+    said = [reply["choices"][0]["message"]["content"] for reply in (second, again, anew)]
+    assert said == ["b", "a", "c"], "its own sample; that of the cancelled call; a new one where the last try failed"
+
+
+def test_retries_of_equal_bodies_side_by_side_are_of_a_call_each(tiny_model, tiny_tokenizer):
+    said = ["a", "b", "c", "d"]
+    with serving(tiny_model, tiny_tokenizer, scripted(tiny_tokenizer, *said, delay=0.6)) as proxy:
+        session, found = proxy.open(), []
+
+        def ask(number):
+            headers = {"Authorization": f"Bearer {session.key}"}
+            for attempt, timeout in enumerate((0.2, 0.2, 60)):
+                with contextlib.suppress(httpx2.TimeoutException):
+                    counted = headers | {"x-stainless-retry-count": str(attempt)}
+                    body = {"model": "policy", "messages": ASK}
+                    reply = httpx2.post(f"{proxy.url}/chat/completions", json=body, headers=counted, timeout=timeout)
+                    return found.append(reply.json()["choices"][0]["message"]["content"])
+
+        threads = [threading.Thread(target=ask, args=(number,)) for number in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        counts = settled(session)
+    assert sorted(found) == said, "a sample for each"
+    assert (counts.cancelled, counts.answered, counts.open) == (4, 0, 0) and len(session.branches()) == 4
+
+
+def test_a_retry_that_was_answered_stays_so_when_the_first_client_is_found_gone(tiny_model, tiny_tokenizer):
+    with serving(tiny_model, tiny_tokenizer) as proxy:
+        session = proxy.open()
+        post(proxy, session, {"messages": ASK})
+        proxy.unread(session, session.calls[0], again=False)
+    assert session.calls[0].state == "answered" and len(session.branches()) == 1
+
+
 def test_a_client_that_leaves_cancels_its_call_and_a_retry_of_it_is_answered(tiny_model, tiny_tokenizer):
     with serving(tiny_model, tiny_tokenizer, scripted(tiny_tokenizer, "a", "b", delay=0.4)) as proxy:
         session = proxy.open()
@@ -234,6 +289,36 @@ def test_a_call_that_takes_too_long_and_an_engine_that_raises_are_errors_of_open
         assert counts.failed == 1 and session.branches() == []
 
 
+def test_what_comes_too_late_is_counted_and_nothing_of_it_is_kept(tiny_model, tiny_tokenizer):
+    with serving(tiny_model, tiny_tokenizer, scripted(tiny_tokenizer, "ab", delay=0.5), call_timeout=0.2) as proxy:
+        session = proxy.open()
+        assert post(proxy, session, {"messages": ASK}).status_code == 504
+        limit = time.monotonic() + 5
+        while proxy._sampling and time.monotonic() < limit:
+            time.sleep(0.01)
+        assert not proxy._sampling and session.counts.tokens > 0 and session.branches() == []
+
+
+def test_a_stop_string_ends_the_text_of_an_answer_and_is_trained(tiny_model, tiny_tokenizer):
+    tokens = [*tiny_tokenizer("The answer", add_special_tokens=False)["input_ids"], 5]
+    body = {"stop": ["answer"], "return_token_ids": True}
+    with serving(tiny_model, tiny_tokenizer, engine_sample(ScriptedEngine([tokens] * 3))) as proxy:
+        session = proxy.open()
+        chat = post(proxy, session, {"messages": ASK} | body).json()["choices"][0]
+        plain = post(proxy, session, {"prompt": "Say"} | body, "completions").json()["choices"][0]
+        stream = post(proxy, session, {"messages": ASK, "stream": True} | body).text
+    assert chat["message"]["content"] == plain["text"] == "The "
+    assert "answer" not in stream and chat["token_ids"] == tokens
+    assert [sum(branch.episode.tool_mask) for branch in session.branches()] == [len(tokens)] * 3
+
+
+def test_choices_share_what_is_left_of_an_episodes_tokens(tiny_model, tiny_tokenizer):
+    with serving(tiny_model, tiny_tokenizer, sampling={"stop_token_ids": ()}, max_tokens=20) as proxy:
+        session = proxy.open()
+        post(proxy, session, {"messages": ASK, "n": 5})
+    assert session.counts.tokens == 20
+
+
 def test_a_session_that_ends_refuses_calls_and_lets_go_of_those_under_way(tiny_model, tiny_tokenizer):
     with serving(tiny_model, tiny_tokenizer, scripted(tiny_tokenizer, "a", delay=1.0)) as proxy:
         session, found = proxy.open(), []
@@ -264,6 +349,14 @@ BAD = [
     ({"messages": []}, 400, "messages", "messages"),
     ({"messages": [{"role": "judge", "content": "x"}]}, 400, "messages[0].role", "judge"),
     ({"messages": [{"role": "assistant", "content": "", "tool_calls": [{"id": "x"}]}]}, 400, "messages[0].tool_calls[0]", "name"),
+    ({"messages": [{"role": "assistant", "content": "", "tool_calls": 5}]}, 400, "messages[0].tool_calls", "list"),
+    ({"messages": [{"role": "assistant", "function_call": {"name": "f"}}]}, 400, "messages[0].function_call", "tool_calls"),
+    ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, 400, "messages[0].content", "without text"),
+    ({"stop": ["a", ""]}, 400, "stop.1", "at least 1 character"),
+    ({"n": True}, 400, "n", "integer"),
+    ({"stream": "yes"}, 400, "stream", "boolean"),
+    ({"top_logprobs": 2}, 400, "top_logprobs", "logprobs=true"),
+    ({"chat_template_kwargs": {"tokenize": True}}, 400, "chat_template_kwargs", "tokenize"),
     ({"messages": [{"role": "user", "content": 3}]}, 400, "messages[0].content", "int"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, 400, "messages[0].content", "image_url"),
     ({"messages": [{"role": "system", "content": "x"}]}, 400, "messages", "system"),

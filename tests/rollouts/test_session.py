@@ -1,6 +1,9 @@
 """The calls of an episode as a trie: what is context, what is trained, and what a file keeps."""
 
 import json
+import multiprocessing
+import pickle
+from collections import Counter
 
 import pytest
 
@@ -74,9 +77,27 @@ def test_a_recorded_session_is_read_back_whole(tmp_path):
     for error in (None, "ValueError: x"):
         record_session(path, Recorded({"prompt": "q"}, session, 0.5, error))
     one, other = read_sessions(path)
+    assert masks(pickle.loads(pickle.dumps(session))) == masks(session), "rewards that run in processes get it"
     assert json.dumps(one.session.to_dict()) == json.dumps(session.to_dict()) and one.session.closed
     assert masks(one.session) == masks(session)
     assert (one.task, one.result, one.error, other.error) == ({"prompt": "q"}, 0.5, None, "ValueError: x")
+
+
+def _record_many(path, mark):
+    session = Session("k")
+    call(session, [1, 2], [3])
+    for _ in range(20):
+        record_session(path, Recorded({"prompt": mark * 50_000}, session, 0.5))
+
+
+def test_processes_record_into_one_file_line_by_line(tmp_path):
+    path = tmp_path / "episodes.jsonl"
+    begun = [multiprocessing.get_context("fork").Process(target=_record_many, args=(path, mark)) for mark in "abc"]
+    for process in begun:
+        process.start()
+    for process in begun:
+        process.join()
+    assert Counter(one.task["prompt"][0] for one in read_sessions(path)) == {"a": 20, "b": 20, "c": 20}
 
 
 def test_a_file_that_holds_no_sessions_names_the_line(tmp_path):

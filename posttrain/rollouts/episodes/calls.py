@@ -28,6 +28,21 @@ WITHOUT_EFFECT = ("user", "metadata", "store", "service_tier", "safety_identifie
 OF_THE_RUN: dict[str, str] = {name: name for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")}
 OFF = {"presence_penalty": 0, "frequency_penalty": 0}
 MOST_CHOICES = 128
+# Arguments of rendering that no call sets.
+OUR_OWN = {
+    "messages",
+    "conversation",
+    "tools",
+    "tokenize",
+    "add_generation_prompt",
+    "continue_final_message",
+    "chat_template",
+    "return_dict",
+    "return_tensors",
+    "return_assistant_tokens_mask",
+}
+# Keys of a message whose content would be left out.
+UNREAD = ("function_call", "audio")
 
 
 class CallError(Exception):
@@ -47,10 +62,13 @@ class CallError(Exception):
         self.content = {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
+Stop = Annotated[str, Field(min_length=1)]
+
+
 class _Body(BaseModel):
     """Unknown parameters are refused: one that is left out in silence would change what is sampled."""
 
-    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False, strict=True)
 
     model: str
     n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] | None = None
@@ -62,12 +80,17 @@ class _Body(BaseModel):
     repetition_penalty: Annotated[float, Field(gt=0)] | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    logit_bias: dict[int, float] | None = None
+    logit_bias: dict[str, float] | None = None
     seed: int | None = None
-    stop: str | list[str] | None = None
+    stop: Stop | list[Stop] | None = None
     stream: bool | None = None
     stream_options: dict[str, Any] | None = None
     return_token_ids: bool | None = None
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """Strings that end a completion, and that its text does not show."""
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
     @property
     def includes_usage(self) -> bool:
@@ -113,8 +136,9 @@ def read_body(kind: type[_Body], raw: bytes) -> tuple[Any, str]:
     try:
         return kind.model_validate(taken), digest
     except ValidationError as error:
-        first = error.errors()[0]
-        name = ".".join(str(part) for part in first["loc"])
+        # Of a union that which was read furthest, without the name of its member.
+        first = max(error.errors(), key=lambda one: len(one["loc"]))
+        name = ".".join(str(part) for k, part in enumerate(first["loc"]) if k == 0 or isinstance(part, int))
         if first["type"] == "extra_forbidden":
             raise CallError(
                 f"Unrecognized request argument supplied: {name}. The engine of this run would not follow it. Fix: leave it out.",
@@ -249,6 +273,14 @@ class Policy:
                 param="tool_choice",
                 code="unsupported_parameter",
             )
+        if taken := sorted(OUR_OWN & (body.chat_template_kwargs or {}).keys()):
+            raise CallError(
+                f"chat_template_kwargs sets {taken}, which every call is rendered with here. Fix: leave them out.",
+                param="chat_template_kwargs",
+                code="invalid_value",
+            )
+        if body.top_logprobs and not body.logprobs:
+            raise CallError("top_logprobs is given without logprobs. Fix: logprobs=true.", param="top_logprobs")
         if body.parallel_tool_calls is False:
             raise CallError(
                 "parallel_tool_calls=false forbids several calls in one answer, which the engine cannot. Fix: leave it out.",
@@ -282,7 +314,7 @@ class Policy:
             )
         self._check_settings(body)
         self._check_budget(session)
-        n, stop = body.n or 1, body.stop
+        n, stops = body.n or 1, body.stops
         wanted = getattr(body, "max_completion_tokens", None) or body.max_tokens
         most = min(wanted or self.sampling.max_new_tokens, self.sampling.max_new_tokens)
         if self.context is not None and len(call.prompt_ids) >= self.context:
@@ -294,8 +326,7 @@ class Policy:
             )
         most = most if self.context is None else min(most, self.context - len(call.prompt_ids))
         if self.max_tokens is not None:
-            most = min(most, max(1, self.max_tokens - session.counts.tokens))
-        stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
+            most = min(most, max(1, (self.max_tokens - session.counts.tokens) // n))
         if stops and "stop_strings" in self.unsupported:
             raise CallError("The engine of this run takes no stop strings. Fix: leave stop out.", param="stop")
         top = getattr(body, "top_logprobs", None) or (0 if isinstance(body.logprobs, bool) else body.logprobs) or 0
@@ -393,6 +424,13 @@ def read_message(message: Mapping[str, Any], index: int) -> dict[str, Any]:
         raise CallError(
             f"Invalid value: {role!r} is no role of a message.", param=f"{where}.role", code="invalid_value"
         )
+    unread = next((name for name in UNREAD if read.get(name)), None)
+    if unread is not None:
+        raise CallError(
+            f"{where}.{unread} would be left out of the prompt. Fix: tool_calls and text.",
+            param=f"{where}.{unread}",
+            code="unsupported_parameter",
+        )
     content = read.get("content", "")
     if isinstance(content, list):
         kinds = [part.get("type") if isinstance(part, dict) else type(part).__name__ for part in content]
@@ -403,11 +441,16 @@ def read_message(message: Mapping[str, Any], index: int) -> dict[str, Any]:
                 param=f"{where}.content",
                 code="unsupported_content",
             )
-        content = "".join(str(part.get("text", "")) for part in content)
+        content = [part.get("text") for part in content]
+        if not all(isinstance(text, str) for text in content):
+            raise CallError(f"{where} has a part without text.", param=f"{where}.content", code="invalid_value")
+        content = "".join(content)
     if not isinstance(content, str):
         raise CallError(f"{where}.content must be text, and it is {type(content).__name__}.", param=f"{where}.content")
     kept = {name: read[name] for name in ("name", "tool_call_id", "reasoning_content") if name in read}
     if read.get("tool_calls"):
+        if not isinstance(read["tool_calls"], list):
+            raise CallError(f"{where}.tool_calls must be a list.", param=f"{where}.tool_calls", code="invalid_value")
         kept["tool_calls"] = [
             _given_call(call, f"{where}.tool_calls[{k}]") for k, call in enumerate(read["tool_calls"])
         ]
@@ -432,7 +475,12 @@ def _finish(rollout: Rollout, answer: Mapping[str, Any]) -> str:
     return "tool_calls" if answer.get("tool_calls") else "stop"
 
 
-def _message(answer: Mapping[str, Any], name: str) -> dict[str, Any]:
+def _before(text: str, stops: Sequence[str]) -> str:
+    """A text up to the first string that ended it."""
+    return text[: min((at for at in map(text.find, stops) if at >= 0), default=len(text))]
+
+
+def _message(answer: Mapping[str, Any], name: str, stops: Sequence[str]) -> dict[str, Any]:
     """An answer, its calls with ids and with arguments as JSON text."""
     calls = [
         {
@@ -442,7 +490,7 @@ def _message(answer: Mapping[str, Any], name: str) -> dict[str, Any]:
         }
         for k, c in enumerate(answer.get("tool_calls") or ())
     ]
-    content = answer.get("content") or ""
+    content = _before(answer.get("content") or "", stops)
     reasoning = next((answer[key] for key in ("reasoning_content", "thinking") if answer.get(key)), None)
     message: dict[str, Any] = {"role": "assistant", "content": content if content or not calls else None}
     if reasoning:
@@ -502,9 +550,12 @@ class Answer:
         told = {"token_ids": rollout.token_ids} if self.body.return_token_ids else {}
         finish = {"index": index, "finish_reason": _finish(rollout, answer), "logprobs": self._logprobs(rollout)} | told
         if not self.is_chat:
-            text = self.policy.tokenizer.decode(rollout.token_ids, skip_special_tokens=True)
+            text = self._text(rollout)
             return finish | {"text": text, "finish_reason": "length" if rollout.finish_reason == "length" else "stop"}
-        return finish | {"message": _message(answer, f"{self.name}_{index}")}
+        return finish | {"message": _message(answer, f"{self.name}_{index}", self.body.stops)}
+
+    def _text(self, rollout: Rollout) -> str:
+        return _before(self.policy.tokenizer.decode(rollout.token_ids, skip_special_tokens=True), self.body.stops)
 
     def _logprobs(self, rollout: Rollout, part: slice = slice(None)) -> dict[str, Any] | None:
         wanted = self.body.logprobs
@@ -534,7 +585,7 @@ class Answer:
         }
 
     def _chat_chunks(self, index: int, rollout: Rollout, answer: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        message = _message(answer, f"{self.name}_{index}")
+        message = _message(answer, f"{self.name}_{index}", self.body.stops)
         yield self._chunk(index, {"role": "assistant", "content": ""}, logprobs=self._logprobs(rollout))
         if message.get("reasoning_content"):
             yield self._chunk(index, {"reasoning_content": message["reasoning_content"]})
@@ -545,7 +596,7 @@ class Answer:
         yield self._chunk(index, {}, _finish(rollout, answer))
 
     def _text_chunks(self, index: int, rollout: Rollout) -> Iterator[dict[str, Any]]:
-        text = self.policy.tokenizer.decode(rollout.token_ids, skip_special_tokens=True)
+        text = self._text(rollout)
         for number, piece in enumerate(_pieces(text) or [""]):
             yield self._chunk(index, {"text": piece}, logprobs=None if number else self._logprobs(rollout))
         yield self._chunk(index, {"text": ""}, "length" if rollout.finish_reason == "length" else "stop")

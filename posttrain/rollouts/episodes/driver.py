@@ -222,6 +222,7 @@ class EpisodeDriver:
         vocabulary: int | None,
         placeholder: int,
         any_process: Callable[[bool], bool] = bool,
+        everyone: Callable[[list[dict[str, Any]]], tuple[list[dict[str, Any]], int]] | None = None,
     ) -> HarnessRollouts:
         """One episode of the user's own code a row; see `HarnessRunner.run`.
 
@@ -235,6 +236,7 @@ class EpisodeDriver:
             vocabulary: V.
             placeholder: See `as_rollouts`.
             any_process: Whether any process has episodes left, given whether this one has.
+            everyone: See `HarnessRunner.run`.
         """
         from posttrain.rollouts.episodes.calls import Policy
 
@@ -253,8 +255,15 @@ class EpisodeDriver:
             max_calls=options.max_calls,
             max_tokens=options.max_tokens,
         )
-        alone = {"per_request": can.per_request_sampling, "any_process": any_process}
-        episodes = self.harness.run(rows, seeds, policy, sample, **alone)
+        episodes = self.harness.run(
+            rows,
+            seeds,
+            policy,
+            sample,
+            per_request=can.per_request_sampling,
+            any_process=any_process,
+            everyone=everyone,
+        )
         leave_out = options.failure is None
         return as_rollouts(episodes, self.harness.harness, placeholder=placeholder, leave_out=leave_out)
 

@@ -9,13 +9,14 @@ import logging
 import os
 import signal
 import subprocess
+import tempfile
 import threading
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import IO, TYPE_CHECKING, Any, Literal
 
 from posttrain.errors import ArgumentTypeError, ConfigError, DataError, RewardError, RolloutError
 from posttrain.fields import Port, PositiveFloat, PositiveInt, option
@@ -36,6 +37,8 @@ Run = Callable[..., Any] | str | Sequence[str]
 LOOK_S = 0.05
 # Characters of a command's output that an error quotes.
 TAIL = 500
+# Characters of a row that an environment variable may have: Linux takes 128 KiB.
+LONGEST_VARIABLE = 100_000
 
 
 @dataclass
@@ -68,8 +71,8 @@ class Harness:
     Args:
         run: ``f(task, base_url, api_key) -> result``, plain or asynchronous, with ``model`` and ``seed`` where it names them
             (``seed`` is one for all episodes that are compared); or a command line, which finds ``OPENAI_BASE_URL``,
-            ``OPENAI_API_KEY``, ``OPENAI_MODEL`` and ``POSTTRAIN_TASK`` (the row as JSON) in its environment, the row at its
-            standard input too, and whose last line is the result, as JSON or as text.
+            ``OPENAI_API_KEY``, ``OPENAI_MODEL`` and ``POSTTRAIN_TASK`` (the row as JSON, below 100,000 characters) in its
+            environment, the row at its standard input in any case, and whose last line is the result, as JSON or as text.
         credit: ``f(session) -> [number]``, one for each branch in the order of ``session.branches()``: what the episode's
             advantage is multiplied by there. None: 1 for all.
         trains: ``f(call) -> bool``: whether the tokens of a call are trained; others are context. None: all.
@@ -183,6 +186,15 @@ def _number(result: Any) -> float:
     )
 
 
+def _recorded(result: Any) -> Any:
+    """A result as a file holds it: of an object, its number; None where it has none."""
+    if result is None or isinstance(result, str | int | float | Mapping | list | tuple):
+        return result
+    with contextlib.suppress(RewardError):
+        return {"reward": _number(result)}
+    return None
+
+
 @dataclass(slots=True)
 class HarnessEpisode:
     """One run of a harness.
@@ -253,7 +265,6 @@ class HarnessRunner:
             require(package, "harness")
         self.harness, self.options = harness, options
         self.proxy: CaptureProxy | None = None
-        self._pool = ThreadPoolExecutor(options.limit, thread_name_prefix="harness")
         self._runner = ToolRunner(timeout=options.timeout)
         # Commands that run, with the keys of their episodes.
         self._commands: dict[subprocess.Popen, str] = {}
@@ -268,6 +279,7 @@ class HarnessRunner:
         *,
         per_request: bool = True,
         any_process: Callable[[bool], bool] = bool,
+        everyone: Callable[[list[dict[str, Any]]], tuple[list[dict[str, Any]], int]] | None = None,
     ) -> list[HarnessEpisode]:
         """One episode a row, in the order of rows.
 
@@ -278,20 +290,24 @@ class HarnessRunner:
             sample: Asks the engine; called on this thread, by every process equally often.
             per_request: See `CallQueue.answer`.
             any_process: Whether any process has episodes left, given whether this one has.
+            everyone: The rows of all processes, and where those of this one begin; None: there is one.
 
         Raises:
             Whatever ``sample`` raises; all episodes are ended first.
         """
         if isinstance(self.harness, _Replay):
-            return [self.harness.next(row) for row in rows]
+            # All processes go through the file alike, so that none takes an episode that another has.
+            shared, start = (list(rows), 0) if everyone is None else everyone(list(rows))
+            return [self.harness.next(row) for row in shared][start : start + len(rows)]
         proxy, number = self._listening(policy), 0
         begun: list[HarnessEpisode] = []
         futures: list[Future[HarnessEpisode]] = []
         try:
             for index, (row, seed) in enumerate(zip(rows, seeds, strict=True)):
                 begun.append(HarnessEpisode(row, proxy.open(seed * 1_000_003 + index)))
-                futures.append(self._pool.submit(self._episode, proxy, begun[-1], seed))
+                futures.append(Future())
                 futures[-1].add_done_callback(lambda _: proxy.queue.wake())
+            self._start(proxy, deque(zip(futures, begun, seeds, strict=True)))
             while any_process(not all(future.done() for future in futures)):
                 proxy.queue.wait(LOOK_S)
                 number += 1
@@ -302,7 +318,7 @@ class HarnessRunner:
         episodes = [future.result() for future in futures]
         if self.options.record is not None:
             for one in episodes:
-                record_session(self.options.record, Recorded(one.task, one.session, one.result, one.error))
+                record_session(self.options.record, Recorded(one.task, one.session, _recorded(one.result), one.error))
         return episodes
 
     def close(self) -> None:
@@ -335,6 +351,22 @@ class HarnessRunner:
             running = [process for process, key in self._commands.items() if key in keys]
         for process in running:
             _kill(process)
+
+    def _start(self, proxy: CaptureProxy, waiting: deque[tuple[Future[HarnessEpisode], HarnessEpisode, int]]) -> None:
+        """Run episodes, ``limit`` at once, on threads that do not keep the program from ending."""
+
+        def work() -> None:
+            while waiting:
+                with contextlib.suppress(IndexError):
+                    future, episode, seed = waiting.popleft()
+                    if future.set_running_or_notify_cancel():
+                        try:
+                            future.set_result(self._episode(proxy, episode, seed))
+                        except BaseException as error:
+                            future.set_exception(error)
+
+        for _ in range(min(self.options.limit, len(waiting))):
+            threading.Thread(target=work, daemon=True, name="harness").start()
 
     def _episode(self, proxy: CaptureProxy, episode: HarnessEpisode, seed: int) -> HarnessEpisode:
         session, row = episode.session, episode.task
@@ -374,32 +406,39 @@ class HarnessRunner:
         """A command line, in a process group of its own that ends with it."""
         task = json.dumps(row, default=str)
         named = {"OPENAI_BASE_URL": proxy.url, "OPENAI_API_KEY": session.key, "OPENAI_MODEL": self.options.model}
-        environment = os.environ | named | {"POSTTRAIN_TASK": task, "POSTTRAIN_SEED": str(seed)}
-        pipes: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
-        process = subprocess.Popen(command, env=environment, start_new_session=True, text=True, **pipes)
-        with self._lock:
-            self._commands[process] = session.key
-        try:
-            out, err = process.communicate(task, timeout=self.options.timeout)
-        except subprocess.TimeoutExpired as error:
-            raise TooSlow from error
-        finally:
-            _kill(process)
-            for pipe in (process.stdin, process.stdout, process.stderr):
-                if pipe is not None:
-                    # What it never read stays unwritten.
-                    with contextlib.suppress(OSError):
-                        pipe.close()
+        named |= {"POSTTRAIN_SEED": str(seed)} | ({"POSTTRAIN_TASK": task} if len(task) < LONGEST_VARIABLE else {})
+        with contextlib.ExitStack() as held:
+            # Files and no pipes: what it left running may hold them open, and it ends where the command does.
+            given, out, err = (held.enter_context(tempfile.TemporaryFile()) for _ in range(3))
+            given.write(task.encode())
+            given.seek(0)
+            process = subprocess.Popen(
+                command, env=os.environ | named, start_new_session=True, stdin=given, stdout=out, stderr=err
+            )
             with self._lock:
-                self._commands.pop(process, None)
+                self._commands[process] = session.key
+            try:
+                process.wait(self.options.timeout)
+            except subprocess.TimeoutExpired as error:
+                raise TooSlow from error
+            finally:
+                _kill(process)
+                with self._lock:
+                    self._commands.pop(process, None)
+            said, complaint = (_read(file) for file in (out, err))
         if process.returncode:
-            raise RolloutError(f"{command[0]!r} ended with exit code {process.returncode}: {err.strip()[-TAIL:]}")
-        lines = [line for line in out.splitlines() if line.strip()]
+            raise RolloutError(f"{command[0]!r} ended with exit code {process.returncode}: {complaint.strip()[-TAIL:]}")
+        lines = [line for line in said.splitlines() if line.strip()]
         if not lines:
             return None
         with contextlib.suppress(ValueError):
             return json.loads(lines[-1])
         return lines[-1]
+
+
+def _read(file: IO[bytes]) -> str:
+    file.seek(0)
+    return file.read().decode(errors="replace")
 
 
 def _kill(process: subprocess.Popen) -> None:

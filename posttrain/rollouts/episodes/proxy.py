@@ -350,16 +350,20 @@ class CaptureProxy:
 
     def _retried(self, session: Session, digest: str, request: Request) -> CapturedCall | None:
         """The call that this one asks again; None where it is a call of its own."""
-        before = session.same_body(digest)
-        if before is None:
+        count = request.headers.get("x-stainless-retry-count", "")
+        said = int(count) if count.isdecimal() else 0
+        before = session.same_body(digest, said)
+        if before is None or before.state == "failed":
             return None
-        said = request.headers.get("x-stainless-retry-count", "0") not in ("", "0")
         unread = before.state == "cancelled" and bool(
             before.completions or (session.key, before.number) in self._sampling
         )
         if not (said or unread) or (before.state == "cancelled" and not unread):
             return None
         before.retries += 1
+        if unread:
+            # Another retry of an equal body is of another call.
+            before.state = "waiting"
         return before
 
     async def _sampled(self, request: Request, session: Session, call: CapturedCall, *, again: bool) -> None:
@@ -398,13 +402,11 @@ class CaptureProxy:
         self, session: Session, call: CapturedCall, future: Future[list[Rollout]], *, again: bool, left: bool
     ) -> CallError:
         """Nobody waits any more, or it took too long."""
-        if again and not left:
-            session.counts.retried += 1
-        elif left:
+        loop = asyncio.get_running_loop()
+        # In this thread, where all else happens to a session.
+        future.add_done_callback(lambda done: loop.call_soon_threadsafe(self._late, session, call, done))
+        if left or again:
             self.unread(session, call, again=again)
-            loop = asyncio.get_running_loop()
-            # In this thread, where all else happens to a session.
-            future.add_done_callback(lambda done: loop.call_soon_threadsafe(self._late, session, call, done))
         else:
             session.counts.failed += 1
             call.state = "failed"
@@ -414,7 +416,7 @@ class CaptureProxy:
         )
 
     def _late(self, session: Session, call: CapturedCall, done: Future[list[Rollout]]) -> None:
-        """What was sampled for a client that has left: counted, and kept for a retry."""
+        """What was sampled for a client that has left, or too late: counted, and kept for a retry."""
         self._sampling.pop((session.key, call.number), None)
         if not done.cancelled() and done.exception() is None and not call.completions:
             rollouts = done.result()
@@ -438,7 +440,8 @@ class CaptureProxy:
             session.counts.retried += 1
         else:
             session.counts.cancelled += 1
-            call.state = "cancelled"
+        # A retry may have been answered before this end was noticed.
+        call.state = "answered" if call.state == "answered" else "cancelled"
 
     def answered(self, session: Session, call: CapturedCall, *, again: bool) -> None:
         """The answer goes out: a later prompt may run through it."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -17,6 +16,7 @@ from posttrain.types import Rollout
 FORMAT = 1
 
 State = Literal["waiting", "answered", "cancelled", "failed"]
+UNREAD_FIRST: tuple[State, ...] = ("cancelled", "waiting", "failed", "answered")
 
 
 @dataclass(slots=True)
@@ -123,8 +123,6 @@ class Session:
         self.calls: list[CapturedCall] = []
         self.counts = Counts()
         self.closed = False
-        # Calls come on the proxy's thread; the trainer reads on its own.
-        self.lock = threading.Lock()
 
     def parent_of_text(self, text: str) -> tuple[int, int] | None:
         """The answered call and choice with the longest text that this one begins with."""
@@ -146,15 +144,16 @@ class Session:
         return found
 
     def begin(self, call: CapturedCall) -> CapturedCall:
-        """Take a call in; its number is given here."""
-        with self.lock:
-            call.number = len(self.calls)
-            self.calls.append(call)
+        """Take a call in; its number is given here, on the one thread that calls come on."""
+        call.number = len(self.calls)
+        self.calls.append(call)
         return call
 
-    def same_body(self, body: str) -> CapturedCall | None:
-        """The latest call with this body."""
-        return next((call for call in reversed(self.calls) if call.body == body and call.state != "failed"), None)
+    def same_body(self, body: str, attempt: int = 0) -> CapturedCall | None:
+        """The call that a retry of this body is of: one that was tried as often, and best one that nobody has an answer of."""
+        calls = [call for call in reversed(self.calls) if call.body == body]
+        alike = [call for call in calls if call.retries == attempt - 1]
+        return min(alike or calls, key=lambda call: UNREAD_FIRST.index(call.state), default=None)
 
     # What is trained ---------------------------------------------------------------------------------------------------
 
@@ -288,8 +287,9 @@ def record_session(path: str | Path, episode: Recorded) -> None:
     text = json.dumps(line, default=str, ensure_ascii=False)
     file = Path(path)
     file.parent.mkdir(parents=True, exist_ok=True)
-    with file.open("a", encoding="utf-8") as out:
-        out.write(text + "\n")
+    # In one piece: workers and ranks append to one file.
+    with file.open("ab", buffering=0) as out:
+        out.write((text + "\n").encode())
 
 
 def read_sessions(path: str | Path) -> Iterator[Recorded]:

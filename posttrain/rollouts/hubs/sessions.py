@@ -109,15 +109,8 @@ class HarnessRolloutWorker(Harness):
         verified = session.verify(transcript=result.messages, final_state=state)
         names = Counter(entry.tool_name for entry in result.tool_trace)
         failed = sum(entry.result.error is not None for entry in result.tool_trace)
-        return HarnessRolloutOutcome(
-            verified.env_reward,
-            list(result.messages),
-            list(result.events),
-            names.total(),
-            failed,
-            dict(names),
-            not result.done,
-        )
+        seen = (list(result.messages), list(result.events), names.total(), failed, dict(names))
+        return HarnessRolloutOutcome(verified.env_reward, *seen, timed_out=not result.done)
 
     def _black(self, session: Any) -> HarnessRolloutOutcome:
         if not callable(getattr(session, "wait_for_completion", None)):
@@ -136,21 +129,12 @@ def _model_step(address: dict[str, str]) -> Callable[..., Any]:
     from openenv.core.llm_client import LLMResponse, ToolCall
 
     def step(messages: list[dict[str, Any]], tools: list[Any], sampling: dict[str, Any]) -> Any:
-        schemas = [
-            {
-                "type": "function",
-                "function": {"name": t.name, "description": t.description, "parameters": t.input_schema},
-            }
-            for t in tools
-        ]
+        shown = [{"name": t.name, "description": t.description, "parameters": t.input_schema} for t in tools]
+        schemas = [{"type": "function", "function": one} for one in shown]
         body = {"model": address["model"], "messages": messages, "return_token_ids": True, "logprobs": True, **sampling}
         body |= {"tools": schemas} if schemas else {}
-        reply = httpx2.post(
-            f"{address['base_url']}/chat/completions",
-            json=body,
-            headers={"Authorization": f"Bearer {address['api_key']}"},
-            timeout=None,
-        )
+        key = {"Authorization": f"Bearer {address['api_key']}"}
+        reply = httpx2.post(f"{address['base_url']}/chat/completions", json=body, headers=key, timeout=None)
         if reply.status_code != 200:
             raise RolloutError(f"the policy's address answered {reply.status_code}: {reply.text[:300]}")
         content, choice = reply.json(), reply.json()["choices"][0]
