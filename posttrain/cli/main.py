@@ -7,7 +7,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TextIO
 
 from posttrain.cli import ranks
 from posttrain.cli.commands import TRAINING
@@ -153,10 +153,21 @@ def main(argv: list[str] | None = None) -> int:
     return code
 
 
+class _Stderr(logging.StreamHandler):
+    """Writes to the stderr of the moment: a progress bar puts its own there, above which lines appear."""
+
+    @property
+    def stream(self) -> TextIO:
+        return sys.stderr
+
+    @stream.setter
+    def stream(self, _: Any) -> None: ...
+
+
 def _guarded(command: Callable[[list[str]], int], argv: list[str], traceback: bool) -> int:
     from posttrain.errors import PosttrainError
 
-    logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING)
+    logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING, handlers=[_Stderr()])
     try:
         return command(argv)
     except SystemExit as stop:  # argparse: 0 for --help, 2 for wrong usage.

@@ -215,6 +215,9 @@ def run(name: str, argv: list[str]) -> int:
         return _launch(name, argv, launch)
     for shown in SHOWN:
         logging.getLogger(shown).setLevel(logging.INFO)
+    for library in ("transformers", "huggingface_hub", "datasets", "accelerate"):
+        # Handlers of their own would write each line twice, and into a progress bar.
+        logging.getLogger(library).handlers, logging.getLogger(library).propagate = [], True
     return INTERRUPTED if train(name, *parsed) else 0
 
 
@@ -223,6 +226,7 @@ def train(name: str, script_args: Any, config: Any, model_args: Any, mixture: An
     import torch
 
     from posttrain.models.load import get_peft_config, get_quantization_config
+    from posttrain.report.progress import use_rich_progress
 
     model = model_source(model_args, config)
     resume = resume_from(config)
@@ -249,11 +253,14 @@ def train(name: str, script_args: Any, config: Any, model_args: Any, mixture: An
     if script_args.ignore_bias_buffers:
         names = [name for name, buffer in trainer.model.named_buffers() if buffer.dtype == torch.bool]
         trainer.model._ddp_params_and_buffers_to_ignore = names
+    use_rich_progress(trainer)
     trainer.train(resume_from_checkpoint=resume)
+    if trainer.interrupt.requested:  # What is half-trained is in its checkpoint, and is no result.
+        return True
     trainer.save_model(config.output_dir)
     if config.push_to_hub:
         trainer.push_to_hub(dataset_name=script_args.dataset_name)
-    return bool(trainer.interrupt.requested)
+    return False
 
 
 def model_source(model_args: Any, config: Any) -> str:

@@ -39,6 +39,7 @@ from posttrain.models.forward import add_router_term, forward, help_with, noisy_
 from posttrain.models.quantised import check_quantised
 from posttrain.models.vision import load_renamed
 from posttrain.report.card import create_model_card
+from posttrain.report.progress import in_notebook, use_rich_progress
 from posttrain.report.record import RunRecordCallback
 from posttrain.types import Batch, Finding, LossTerms, ModelOutputs, Row
 
@@ -72,6 +73,12 @@ class PostTrainer(transformers.Trainer):
             cls.config_class = cls.METHOD.config_class
             cls._name = vars(cls).get("_name", name)
             cls._tag_names = vars(cls).get("_tag_names", ["posttrain", cls._name.lower().replace(" ", "-")])
+
+    def __repr__(self) -> str:
+        size = sum(parameter.numel() for parameter in self.model.parameters())
+        rows = len(self.train_dataset) if hasattr(self.train_dataset, "__len__") else "a stream of"
+        source = load.get_config_model_id(self.model.config) or "a model in memory"
+        return f"{type(self).__name__}({source}: {size:,} parameters, {rows} rows, {self.args!r})"
 
     @property
     def aux_loss_enabled(self) -> bool:
@@ -161,6 +168,9 @@ class PostTrainer(transformers.Trainer):
         reports = (self.record, DataReportCallback(lambda: self.data_report()))
         for callback in (self.interrupt, *reports, *keepers, self.checks):
             self.add_callback(callback)
+        self.record.interrupted = lambda: self.interrupt.requested
+        if in_notebook():
+            use_rich_progress(self)
 
     # What a subclass gives ---------------------------------------------------------------------------------------
 
@@ -532,6 +542,11 @@ class PostTrainer(transformers.Trainer):
         with parallel.reading_fsdp(self, resume_from_checkpoint):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
         load_renamed(model or self.model, resume_from_checkpoint, self.accelerator)
+
+    def _issue_warnings_after_load(self, load_result: Any) -> None:
+        tied = getattr(self.model, "all_tied_weights_keys", {})  # Saved once, under the name they share.
+        load_result.missing_keys[:] = [key for key in load_result.missing_keys if key not in tied]
+        super()._issue_warnings_after_load(load_result)
 
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None) -> Any:
         with parallel.reading_zero(self, resume_from_checkpoint):

@@ -5,14 +5,14 @@ from __future__ import annotations
 import logging
 import os
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import torch
 import transformers
 
 from posttrain.checks.registry import silenced_codes
-from posttrain.errors import ConfigError
+from posttrain.errors import ConfigError, PosttrainError
 from posttrain.fields import (
     NonNegativeFloat,
     NonNegativeInt,
@@ -191,6 +191,7 @@ class PostTrainingConfig(transformers.TrainingArguments):
         self._resolve_bf16()
         self._resolve_batch_size()
         super().__post_init__()
+        self.dataloader_pin_memory = self.dataloader_pin_memory and self.device.type != "cpu"
         if self.model_init_kwargs is not None:
             self.model_init_kwargs = with_dtype(self.model_init_kwargs)  # type: ignore[arg-type]
         if getattr(self, "pad_token", None) is not None:
@@ -198,6 +199,23 @@ class PostTrainingConfig(transformers.TrainingArguments):
         self._check_preflight()
         # One non-finite loss must not be replaced by an average of good ones: the log would show a healthy run.
         self.logging_nan_inf_filter = False
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        # A dataclass would write its own, with all of some 200 fields.
+        cls.__repr__ = cls.__str__ = PostTrainingConfig.__repr__  # type: ignore[method-assign]
+
+    def __repr__(self) -> str:
+        """What differs from the defaults, as it would be written; secrets stay out."""
+        try:
+            plain = vars(type(self)(self.output_dir))
+        except PosttrainError:  # A method with a field that must be given.
+            plain = {one.name: one.default for one in fields(self)}
+        known = {one.name: getattr(self, one.name) for one in fields(self) if one.init and one.name != "output_dir"}
+        given = [f"{k}={v!r}" for k, v in known.items() if v != plain.get(k) and not k.endswith("token")]
+        return f"{type(self).__name__}({', '.join([repr(self.output_dir), *given])})"
+
+    __str__ = __repr__
 
     def _resolve_batch_size(self) -> None:
         given = self.per_device_train_batch_size
