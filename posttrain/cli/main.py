@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import logging
 import os
+import resource
 import sys
 from collections.abc import Callable
 from typing import Any, TextIO
@@ -55,6 +56,7 @@ def _env(argv: list[str]) -> int:
     return 0
 
 
+ADDRESSES = 2 * 2**30  # Below it OpenBLAS asks for memory again and again, and never says so.
 # Packages that a bug report names beside those of a run's manifest.
 OPTIONAL = (
     "bitsandbytes", "deepspeed", "liger-kernel", "vllm", "flash-attn", "kernels", "math-verify", "fastapi", "uvicorn",
@@ -143,6 +145,13 @@ def main(argv: list[str] | None = None) -> int:
             f"posttrain: {tokens[0]!r} is not a command{did_you_mean(tokens[0], COMMANDS)}. See posttrain --help.\n"
         )
         return 2
+    space = resource.getrlimit(resource.RLIMIT_AS)[0]
+    if 0 <= space < ADDRESSES:
+        sys.stderr.write(
+            f"error: this process may use {space / 2**30:.2f} GiB of addresses, and torch and the libraries beside it take "
+            f"{ADDRESSES / 2**30:.0f} GiB before any model: loading them would hang. Fix: `ulimit -v unlimited`.\n"
+        )
+        return 1
     ranks.keep_stderr()
     try:
         code = _guarded(COMMANDS[tokens[0]], tokens[1:], traceback)
@@ -178,7 +187,7 @@ def _guarded(command: Callable[[list[str]], int], argv: list[str], traceback: bo
     except (PosttrainError, ValueError, OSError, ImportError) as error:
         if traceback:
             raise
-        sys.stderr.write(f"error: {error}\n")
+        sys.stderr.write("\n".join([f"error: {error}", *getattr(error, "__notes__", [])]) + "\n")
         return getattr(error, "exit_code", 1)
 
 

@@ -224,9 +224,11 @@ def run(name: str, argv: list[str]) -> int:
 def train(name: str, script_args: Any, config: Any, model_args: Any, mixture: Any) -> bool:
     """Load data, build the trainer, train, save, push; True where Ctrl-C ended it early."""
     import torch
+    import transformers
 
+    from posttrain.loop.checkpoint import last_complete_checkpoint
     from posttrain.models.load import get_peft_config, get_quantization_config
-    from posttrain.report.progress import use_rich_progress
+    from posttrain.report.progress import resume_command, use_rich_progress
 
     model = model_source(model_args, config)
     resume = resume_from(config)
@@ -254,7 +256,13 @@ def train(name: str, script_args: Any, config: Any, model_args: Any, mixture: An
         names = [name for name, buffer in trainer.model.named_buffers() if buffer.dtype == torch.bool]
         trainer.model._ddp_params_and_buffers_to_ignore = names
     use_rich_progress(trainer)
-    trainer.train(resume_from_checkpoint=resume)
+    transformers.utils.logging.disable_progress_bar()  # One for each checkpoint that is written.
+    try:
+        trainer.train(resume_from_checkpoint=resume)
+    except Exception as error:
+        if (last := last_complete_checkpoint(config.output_dir)) and trainer.state.global_step:
+            error.add_note(f"The last checkpoint: {last}\nGo on:  {resume_command()}\nThe traceback: --traceback")
+        raise
     if trainer.interrupt.requested:  # What is half-trained is in its checkpoint, and is no result.
         return True
     trainer.save_model(config.output_dir)

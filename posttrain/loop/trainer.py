@@ -554,6 +554,12 @@ class PostTrainer(transformers.Trainer):
 
     def _init_training_state(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
         start = super()._init_training_state(*args, **kwargs)
+        if self.state.global_step >= self.state.max_steps > 0 and self.checkpoints.place.checkpoint:
+            logger.warning(
+                "the checkpoint has taken %d steps, and max_steps is %d: nothing is left to train.",
+                self.state.global_step, self.state.max_steps,
+            )  # fmt: skip
+            return self.state.num_train_epochs, 0
         return self.checkpoints.place.begin(start, self.train_dataset, skips=not self.args.ignore_data_skip)
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
@@ -568,10 +574,13 @@ class PostTrainer(transformers.Trainer):
     def state_to_save(self) -> dict[str, Any]:
         """What a checkpoint must hold beyond the parent's, as JSON, for a resumed run to equal an uninterrupted one."""
         rows = self.get_total_train_batch_size(self.args)
-        return {"counters": self.counters, "step_rows": rows, **self.method.state()}
+        seen = checkpoint.rows_fingerprint(self._raw)
+        return {"counters": self.counters, "step_rows": rows, "rows": seen, **self.method.state()}
 
     def load_saved_state(self, state: dict[str, Any]) -> None:
         """Undo `state_to_save`."""
+        skips = not self.args.ignore_data_skip
+        checkpoint.refuse_other_rows(state, checkpoint.rows_fingerprint(self._raw), skips=skips)
         self.counters = state["counters"]
         self.method.load_state(state)
         checkpoint.warn_of_other_rows(state, self.get_total_train_batch_size(self.args))
