@@ -8,6 +8,7 @@ import os
 import resource
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TextIO
 
 from posttrain.cli import ranks
@@ -17,10 +18,12 @@ HELP = f"""usage: posttrain COMMAND [options]
 
 Post-training of transformer language models.
 
-training commands (all take --config file.yaml; COMMAND --help lists every option):
+training commands (all take --config file.yaml; COMMAND --help shows what it takes, --help all everything):
 {chr(10).join(f"  {name:10}  {command.text}" for name, command in TRAINING.items())}
 
 other commands:
+  init    write a config with comments: posttrain init grpo -o grpo.yaml
+  recipes settings of papers, to list and to copy
   demo    teach a small language model to add, on this machine, in a few minutes
   check   everything that can be known of a training command without training; exit code 78 where it would be refused
   estimate  memory by component, the largest batch that fits; exit code 78 where the run does not
@@ -29,6 +32,7 @@ other commands:
   serve   a rollout server for machines without vLLM: an engine behind HTTP, whose weights a trainer replaces
   vllm-serve   vLLM's own server, started with what training needs of it
   teacher-scores  compute a teacher's scores of a dataset once, for training without the teacher
+  completion   a script for bash or zsh: eval "$(posttrain completion bash)"
   env     what a bug report needs
 
 options:
@@ -46,6 +50,17 @@ def _lazy(path: str, *first: Any) -> Callable[[list[str]], int]:
         return getattr(importlib.import_module(f"posttrain.{module}"), name)(*first, argv)
 
     return command
+
+
+def _train(name: str, argv: list[str]) -> int:
+    """A training command; its short help needs nothing that it imports."""
+    if argv and argv[-1] in ("-h", "--help"):
+        from posttrain.cli.options import help_text
+
+        sys.stdout.write(help_text(name))
+        return 0
+    everything = argv[-2:] in (["--help", "all"], ["-h", "all"])
+    return _lazy("cli.train:run", name)(argv[:-1] if everything else argv)
 
 
 def _env(argv: list[str]) -> int:
@@ -105,7 +120,10 @@ def _vllm_serve(argv: list[str]) -> int:
 
 
 COMMANDS: dict[str, Callable[[list[str]], int]] = {
-    **{name: _lazy("cli.train:run", name) for name in TRAINING},
+    **{name: partial(_train, name) for name in TRAINING},
+    "init": _lazy("cli.options:init"),
+    "recipes": _lazy("cli.options:recipes"),
+    "completion": lambda argv: _lazy("cli.options:completion", list(COMMANDS))(argv),
     "teacher-scores": _lazy("cli.teacher_scores:run"),
     "check": _lazy("cli.check:run"),
     "estimate": _lazy("cli.estimate:run"),
@@ -184,6 +202,9 @@ def _guarded(command: Callable[[list[str]], int], argv: list[str], traceback: bo
     except KeyboardInterrupt:
         sys.stderr.write("interrupted\n")
         return 130
+    except BrokenPipeError:  # `| head`: nobody reads on.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except (PosttrainError, ValueError, OSError, ImportError) as error:
         if traceback:
             raise

@@ -18,7 +18,7 @@ from typing import Any
 
 from posttrain.cli import launch_ray, ranks
 from posttrain.cli.commands import TRAINING
-from posttrain.errors import ConfigError, did_you_mean
+from posttrain.errors import CheckpointError, ConfigError, did_you_mean
 from posttrain.fields import option
 
 
@@ -260,7 +260,12 @@ def train(name: str, script_args: Any, config: Any, model_args: Any, mixture: An
     try:
         trainer.train(resume_from_checkpoint=resume)
     except Exception as error:
-        if (last := last_complete_checkpoint(config.output_dir)) and trainer.state.global_step:
+        # Of an error that came while it trained: the checkpoint's own errors say what to do.
+        if (
+            not isinstance(error, CheckpointError)
+            and (last := last_complete_checkpoint(config.output_dir))
+            and trainer.state.global_step
+        ):
             error.add_note(f"The last checkpoint: {last}\nGo on:  {resume_command()}\nThe traceback: --traceback")
         raise
     if trainer.interrupt.requested:  # What is half-trained is in its checkpoint, and is no result.

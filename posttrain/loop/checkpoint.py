@@ -586,7 +586,7 @@ class GracefulInterrupt(transformers.TrainerCallback):
     def __init__(self) -> None:
         self.requested = False
         self._accelerator: Any = None
-        self._process = 0
+        self._process, self._began = 0, time.monotonic()
         self._previous: dict[int, Any] = {}
         self._over = threading.Event()
         self._sender: socket.socket | None = None
@@ -609,6 +609,7 @@ class GracefulInterrupt(transformers.TrainerCallback):
     def install(self, accelerator: Any) -> None:
         """Take over the signals; only the main thread can."""
         self._accelerator, self._process, self.requested = accelerator, os.getpid(), False
+        self._began = time.monotonic()
         if threading.current_thread() is threading.main_thread():
             self._previous = {number: signal.signal(number, self._on_signal) for number in SIGNALS}
             self._over.clear()
@@ -644,10 +645,16 @@ class GracefulInterrupt(transformers.TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> Any:
         """Ask the loop to log, save and stop; all ranks after the same step, whichever of them was told."""
-        stop = self.requested  # Read once: a signal that comes meanwhile is for the next step.
+        # Read once: a signal that comes meanwhile is for the next step.
+        stop, late = (
+            self.requested,
+            args.max_hours is not None and time.monotonic() - self._began > args.max_hours * 3600,
+        )
         if self._accelerator is not None:
-            stop = parallel.all_reduce_sum([float(stop)], self._accelerator)[0] > 0
-        if stop:
-            self.requested = True
+            stop, late = (count > 0 for count in parallel.all_reduce_sum([float(stop), float(late)], self._accelerator))
+        if late:
+            logger.warning("max_hours=%g are over after step %d: saving and ending.", args.max_hours, state.global_step)
+        self.requested = self.requested or stop
+        if stop or late:
             control.should_log = control.should_save = control.should_training_stop = True
         return control

@@ -152,6 +152,9 @@ class PostTrainingConfig(transformers.TrainingArguments):
     )
     disable_dropout: bool = option(False, "Set every dropout to 0.")
     strict_data: bool = option(False, "Make every warning about the data, while it is prepared and after, an error.")
+    max_hours: PositiveFloat | None = option(
+        None, "Hours after which the run saves a checkpoint and ends, as a job's time limit asks; None: no limit."
+    )
     preflight: Literal["error", "warn", "off"] = option(
         "error", "Checks: error stops on what cannot be meant and warns of the rest; warn never stops; off: none."
     )

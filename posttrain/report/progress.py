@@ -137,7 +137,7 @@ def summary(args: TrainingArguments, state: TrainerState, *, seconds: float, int
     ended = f"Interrupted {at}" if interrupted else f"Ended {at}" if state.global_step < state.max_steps else "Finished"
     lines = [f"{ended} after {duration(seconds)}.", *learned(state.log_history)]
     lines.append(f"{folder}: metrics.jsonl, manifest.json, checkpoints that from_pretrained loads.")
-    if interrupted:
+    if state.global_step < state.max_steps:
         lines.append(f"Go on:  {resume_command()}")
     return [*lines, f"Look:   {shell_command('report', folder)}"]
 
