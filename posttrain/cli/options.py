@@ -15,7 +15,7 @@ from posttrain.cli.commands import TRAINING
 from posttrain.errors import ConfigError, did_you_mean
 
 WRITTEN = {"PLANNED": "8"}  # Defaults that have a name.
-FAMILY = "of its family"
+RUN, FAMILY = "the run", "of its family"
 ROOT = Path(__file__).parents[1]
 SOURCES = ("methods/**/*.py", "trainers/gold.py", "cli/train.py", "models/load.py")
 # Of transformers.TrainingArguments, whose source imports torch: what most runs set.
@@ -64,6 +64,8 @@ def _declared(node: ast.ClassDef) -> dict[str, Option]:
         if "ClassVar" in ast.unparse(line.annotation) or line.target.id.startswith("_"):
             continue
         value, text = line.value, ""
+        if isinstance(value, ast.Call) and any(k.arg == "init" for k in value.keywords):
+            continue  # What the config works out by itself.
         if isinstance(value, ast.Call):
             texts = [
                 *value.args[1:],
@@ -91,25 +93,27 @@ def groups(command: str) -> dict[str, dict[str, Option]]:
     lineage = _lineage(f"{chosen.method}Config")
     shared = [node for node in lineage if node.name == "PostTrainingConfig"]
     inherited = [node for node in lineage[1:] if node not in shared]
-    parts = {
-        "the run": [*shared],
-        "data and rewards": _lineage(chosen.script_args),
-        "model": _lineage("ModelConfig"),
+    parts = {  # Whoever declares a field nearest to the method has it, with its default.
         chosen.method: lineage[:1],
         FAMILY: inherited,
+        RUN: shared,
+        "data and rewards": _lineage(chosen.script_args),
+        "model": _lineage("ModelConfig"),
     }
-    found: dict[str, dict[str, Option]] = {heading: {} for heading in parts}
+    found: dict[str, dict[str, Option]] = {
+        heading: {} for heading in (RUN, "data and rewards", "model", chosen.method, FAMILY)
+    }
+    found[RUN] = {name: Option("", text) for name, text in COMMON.items()}
     taken: set[str] = set()
     for heading, nodes in parts.items():
-        for node in nodes:
-            for name, option in _declared(node).items():
-                if name not in taken:
-                    often = heading == FAMILY and name in OFTEN
-                    found[chosen.method if often else heading][name] = option
-                    taken.add(name)
-    run, own = found["the run"], {**found[FAMILY], **found[chosen.method]}
-    common = {name: Option((run.get(name) or own.get(name) or Option("", "")).default, COMMON[name]) for name in COMMON}
-    found["the run"] = common | {name: option for name, option in run.items() if name not in common}
+        for name, option in (pair for node in nodes for pair in _declared(node).items()):
+            if name in taken:
+                continue
+            taken.add(name)
+            if name in COMMON:
+                found[RUN][name] = Option(option.default, COMMON[name])
+            else:
+                found[chosen.method if heading == FAMILY and name in OFTEN else heading][name] = option
     return found
 
 
@@ -122,7 +126,7 @@ def help_text(command: str) -> str:
         f"\n{about[0].upper()}{about[1:]}.",
     ]
     for heading, options in groups(command).items():
-        shown = {k: v for k, v in options.items() if heading != "the run" or k in COMMON}
+        shown = {k: v for k, v in options.items() if heading != RUN or k in COMMON}
         lines += ["", f"{heading}:"]
         if heading == FAMILY:
             lines += textwrap.wrap(", ".join(sorted(shown)), width, initial_indent="  ", subsequent_indent="  ")

@@ -267,11 +267,11 @@ def test_a_run_goes_on_with_its_own_rows_alone_says_from_where_and_trains_no_ste
     assert again.state.global_step == 2 and "nothing is left to train" in caplog.text
     assert f"Going on from {tmp_path / 'checkpoint-2'}" in caplog.text
     assert not (tmp_path / "checkpoint-3").exists()
-    rows = chats(12)[::-1]
-    other = sft(tmp_path, tiny_tokenizer, max_steps=4, train_dataset=rows, **settings)
+    rows = chats(12).select(range(11, -1, -1))
+    other = sft(tmp_path, tiny_tokenizer, data=rows, max_steps=4, **settings)
     with raises(CheckpointError, "12 rows"):
         other.train(resume_from_checkpoint=True)
-    meant = sft(tmp_path, tiny_tokenizer, max_steps=3, train_dataset=rows, ignore_data_skip=True, **settings)
+    meant = sft(tmp_path, tiny_tokenizer, data=rows, max_steps=3, ignore_data_skip=True, **settings)
     meant.train(resume_from_checkpoint=True)
     assert meant.state.global_step == 3 and "they begin at their start" in caplog.text
 
