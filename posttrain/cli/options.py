@@ -45,7 +45,7 @@ class Option(NamedTuple):
     """A field of a config: its default as it is written, and what it is for."""
 
     default: str
-    text: str
+    text: str = ""
 
 
 @cache
@@ -58,6 +58,17 @@ def _classes() -> dict[str, ast.ClassDef]:
 def _declared(node: ast.ClassDef) -> dict[str, Option]:
     """Fields that a class declares itself."""
     found = {}
+    # Presets of distillation give defaults, some with texts, in a decorator.
+    given = [
+        k
+        for call in node.decorator_list
+        if isinstance(call, ast.Call)
+        for k in call.keywords
+        if k.arg not in (None, "unread")
+    ]
+    for word in given:
+        default, *text = word.value.elts if isinstance(word.value, ast.Tuple) else [word.value]
+        found[str(word.arg)] = Option(ast.unparse(default), *(t.value for t in text if isinstance(t, ast.Constant)))
     for line in node.body:
         if not isinstance(line, ast.AnnAssign) or not isinstance(line.target, ast.Name) or line.value is None:
             continue
@@ -104,16 +115,17 @@ def groups(command: str) -> dict[str, dict[str, Option]]:
         heading: {} for heading in (RUN, "data and rewards", "model", chosen.method, FAMILY)
     }
     found[RUN] = {name: Option("", text) for name, text in COMMON.items()}
-    taken: set[str] = set()
+    taken: dict[str, str] = {}
     for heading, nodes in parts.items():
         for name, option in (pair for node in nodes for pair in _declared(node).items()):
-            if name in taken:
+            place = taken.get(name)
+            if place is not None:
+                if not found[place][name].text:
+                    found[place][name] = Option(found[place][name].default, option.text)
                 continue
-            taken.add(name)
-            if name in COMMON:
-                found[RUN][name] = Option(option.default, COMMON[name])
-            else:
-                found[chosen.method if heading == FAMILY and name in OFTEN else heading][name] = option
+            place = RUN if name in COMMON else chosen.method if heading == FAMILY and name in OFTEN else heading
+            taken[name] = place
+            found[place][name] = Option(option.default, COMMON[name]) if place == RUN and name in COMMON else option
     return found
 
 
