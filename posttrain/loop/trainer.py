@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import numpy as np
 import torch
@@ -23,6 +23,7 @@ from posttrain.checks.registry import Preflight
 from posttrain.data.forest import Layout, collate, halves
 from posttrain.data.formats import plain_rows
 from posttrain.data.samplers import Deal
+from posttrain.errors import refuse_unknown_arguments
 from posttrain.loop import attributes, build, checkpoint
 from posttrain.loop.data_report import DataReport, DataReportCallback, DatasetHead, prompt_rows, warnings_are_errors
 from posttrain.loop.dry_step import DryStep, dry_step, fit_memory
@@ -73,6 +74,11 @@ class PostTrainer(transformers.Trainer):
             cls.config_class = cls.METHOD.config_class
             cls._name = vars(cls).get("_name", name)
             cls._tag_names = vars(cls).get("_tag_names", ["posttrain", cls._name.lower().replace(" ", "-")])
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        """Refuse a misspelt argument by its name."""
+        refuse_unknown_arguments(cls, kwargs)
+        return super().__new__(cls)
 
     def __repr__(self) -> str:
         size = sum(parameter.numel() for parameter in self.model.parameters())

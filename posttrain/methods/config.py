@@ -5,14 +5,14 @@ from __future__ import annotations
 import logging
 import os
 import warnings
-from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from dataclasses import Field, dataclass, fields
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 import torch
 import transformers
 
 from posttrain.checks.registry import silenced_codes
-from posttrain.errors import ConfigError, PosttrainError
+from posttrain.errors import ConfigError, PosttrainError, refuse_unknown_arguments
 from posttrain.fields import (
     NonNegativeFloat,
     NonNegativeInt,
@@ -171,11 +171,12 @@ class PostTrainingConfig(transformers.TrainingArguments):
         "with one on a GPU, 16384 with FlexAttention. More fills a GPU better; less needs less memory.",
     )
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> PostTrainingConfig:
-        """Refuse what was removed by its name, before the constructor calls it unknown."""
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        """Refuse what was removed, or never was, by its name."""
         for name in set(kwargs) & set(cls.removed):
             if name not in cls.__dataclass_fields__:
                 raise ConfigError(f"{cls.__name__} has no option {name}={kwargs[name]!r}. Fix: {cls.removed[name]}.")
+        refuse_unknown_arguments(cls, kwargs)
         return super().__new__(cls)
 
     def check_fields(self) -> None:
@@ -205,6 +206,13 @@ class PostTrainingConfig(transformers.TrainingArguments):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
+        own = [
+            f"    {k}: {v.metadata['help']}"
+            for k, v in vars(cls).items()
+            if isinstance(v, Field) and "help" in v.metadata
+        ]
+        if own and cls.__doc__:  # What `help` and a notebook's tooltip show.
+            cls.__doc__ = "\n".join([cls.__doc__.rstrip(), "", "Args:", *own])
         # A dataclass would write its own, with all of some 200 fields.
         cls.__repr__ = cls.__str__ = PostTrainingConfig.__repr__  # type: ignore[method-assign]
 
