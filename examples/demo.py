@@ -57,16 +57,15 @@ def main(argv=None):
     console.print("Asking 64 held-out questions [bold]before[/] training ...")
     before = script.exam(trainer)
     right = script.count_right(before)
+    trainer.log({"eval_accuracy": right / len(before)})
     console.print(f"{right} of {len(before)} right. Training: GRPO, {args.steps} steps, 8 questions x 8 answers each.")
     trainer.train(resume_from_checkpoint=last)
     if trainer.interrupt.requested:
-        step, folder = trainer.state.global_step, args.output_dir
-        console.print(f"Stopped after step {step}; everything so far is in {folder}. Go on with:")
-        console.print(f"  posttrain demo --resume --output_dir {folder} --steps {args.steps}")
-        show_page(console, folder)
+        show_page(console, args.output_dir)
         return 130
     console.print("Asking the same questions [bold]after[/] training ...")
     exams = {"before": before, "after": script.exam(trainer)}
+    trainer.log({"eval_accuracy": script.count_right(exams["after"]) / len(before)})
     trainer.save_model(args.output_dir)
     show(console, exams, script.count_right)
     console.print(f"{time.perf_counter() - started:.0f} seconds in all, set-up aside.")

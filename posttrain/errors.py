@@ -6,6 +6,7 @@ Each class is also the standard-library type a caller would expect, so ``except 
 from __future__ import annotations
 
 import difflib
+import inspect
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -183,6 +184,24 @@ def did_you_mean(value: object, choices: Iterable[str]) -> str:
     """
     close = difflib.get_close_matches(str(value), [str(choice) for choice in choices], n=1, cutoff=0.6)
     return f" (did you mean '{close[0]}'?)" if close else ""
+
+
+def refuse_unknown_arguments(cls: type, given: Iterable[str]) -> None:
+    """Refuse keywords that a class's constructor has not, with the nearest that it has.
+
+    Raises:
+        ArgumentTypeError: Names the first of them.
+    """
+    known = inspect.signature(cls.__init__).parameters
+    if any(one.kind is one.VAR_KEYWORD for one in known.values()):
+        return
+    for name in given:
+        if name not in known:
+            names = [one for one in known if one != "self"]
+            raise ArgumentTypeError(
+                f"{cls.__name__} has no argument {name!r}{did_you_mean(name, names)}. Fix: one of its {len(names)} arguments, "
+                f"which help({cls.__name__}) lists."
+            )
 
 
 def check_rules(config: object, rules: Iterable[tuple[str, bool, str]]) -> None:

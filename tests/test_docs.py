@@ -19,7 +19,7 @@ import posttrain
 from posttrain.losses.policy import LOSS_TYPES
 
 DOCS = Path(__file__).parents[1] / "docs"
-PAGES = sorted(path.name for path in DOCS.glob("*.md"))
+PAGES = sorted(str(path.relative_to(DOCS)) for path in [*DOCS.glob("*.md"), *DOCS.glob("guides/*.md"), *DOCS.glob("notebooks/*.md")])
 MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 FENCE = re.compile(r"(?P<run><!-- run -->\n)?^```(?P<language>\w+)\n(?P<code>.*?)^```$", re.S | re.M)
 
@@ -95,9 +95,11 @@ def defaults_of(function):
 
 
 def test_every_public_name_has_its_place_in_the_api_page():
-    text = (DOCS / "api.md").read_text()
-    missing = [n for n, module in posttrain._PUBLIC.items() if f"::: posttrain.{module}.{n}\n" not in text]
-    assert not missing
+    from tools.api_page import FOLDER, pages
+
+    assert {path.name: path.read_text(encoding="utf-8") for path in FOLDER.glob("*.md")} == pages()
+    text = "".join(pages().values())
+    assert all(f"::: posttrain.{module}.{n}\n" in text for n, module in posttrain._PUBLIC.items())
 
 
 def test_the_table_of_losses_is_the_table_of_the_code():
@@ -117,10 +119,39 @@ def test_every_page_is_in_the_navigation():
     assert [page for page in PAGES if f": {page}\n" not in nav] == []
 
 
+def test_the_index_of_papers_is_that_of_the_recipes():
+    files = {path.stem: path.read_text(encoding="utf-8") for path in DOCS.parent.glob("examples/configs/papers/*.yaml")}
+    assert names("papers.md", "recipe") == sorted(files)
+    for (name, text), row in zip(sorted(files.items()), table("papers.md", "recipe"), strict=True):
+        assert set(re.findall(r"arXiv:([\d.]+\d)", text)) == set(re.findall(r"abs/([\d.]+\d)", row[1])), name
+        lines = [line for line in text.splitlines() if re.match(r"\w+:", line)]
+        assert ticked(row[2]) == [line.split(" #")[0].strip() for line in lines], name
+
+
+def test_addresses_of_the_project_are_those_of_the_package():
+    import tomllib
+
+    urls = tomllib.loads((DOCS.parent / "pyproject.toml").read_text(encoding="utf-8"))["project"]["urls"]
+    files = ("mkdocs.yml", "CITATION.cff", "docs/install.md", "docs/index.md")
+    for file in files:
+        text = (DOCS.parent / file).read_text(encoding="utf-8")
+        found = re.findall(r"https://(?:github\.com/posttrain|posttrain\.github\.io)/[\w-]*", text)
+        assert found and set(found) <= {urls["Homepage"], urls["Documentation"]}, file
+
+
+def test_one_version_stands_everywhere_and_the_changelog_has_it():
+    import tomllib
+
+    version = tomllib.loads((DOCS.parent / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
+    assert version == posttrain.__version__
+    assert f"## [{version}] - " in (DOCS.parent / "CHANGELOG.md").read_text(encoding="utf-8")
+    assert f"version: {version}\n" in (DOCS.parent / "CITATION.cff").read_text(encoding="utf-8")
+
+
 def test_links_between_pages_lead_somewhere():
     for page in PAGES:
         for target in re.findall(r"\]\((?!http)([^)#]+)", (DOCS / page).read_text(encoding="utf-8")):
-            assert (DOCS / target).is_file(), (page, target)
+            assert ((DOCS / page).parent / target).is_file(), (page, target)
 
 
 @pytest.mark.parametrize("page", with_blocks("python"))

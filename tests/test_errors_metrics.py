@@ -123,3 +123,30 @@ def test_exact_div_refuses_a_remainder_and_says_why():
         exact_div(7, 2, "batch must be even")
     with raises(ValueError, "1", "0"):
         exact_div(1, 0)
+
+
+def test_a_misspelt_argument_of_a_config_or_a_trainer_is_an_error_with_the_right_one(tmp_path):
+    from posttrain import GRPOTrainer, SFTConfig, SFTTrainer
+    from posttrain.errors import ArgumentTypeError
+
+    with raises(ArgumentTypeError, "'learnig_rate'", "'learning_rate'"):
+        SFTConfig(str(tmp_path), learnig_rate=1e-5)
+    with raises(ArgumentTypeError, "'train_datset'", "'train_dataset'"):
+        SFTTrainer("model", train_datset=[])
+    with raises(ArgumentTypeError, "'reward_func'", "'reward_funcs'"):
+        GRPOTrainer("model", reward_func=len)
+
+    class Mine(SFTTrainer):
+        def __init__(self, *args, extra, **kwargs):
+            raise RuntimeError(extra)
+
+    with raises(RuntimeError, "mine"):  # Its own arguments are its own.
+        Mine("model", extra="mine")
+
+
+def test_a_config_shows_what_differs_from_its_defaults_as_it_would_be_written(tmp_path):
+    from posttrain import SFTConfig
+
+    config = SFTConfig(str(tmp_path), max_steps=3, hub_token="secret")
+    assert repr(config) == f"SFTConfig({str(tmp_path)!r}, max_steps=3)"
+    assert eval(repr(config), {"SFTConfig": SFTConfig}).max_steps == 3

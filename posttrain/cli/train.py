@@ -18,7 +18,7 @@ from typing import Any
 
 from posttrain.cli import launch_ray, ranks
 from posttrain.cli.commands import TRAINING
-from posttrain.errors import ConfigError, did_you_mean
+from posttrain.errors import CheckpointError, ConfigError, did_you_mean
 from posttrain.fields import option
 
 
@@ -215,14 +215,20 @@ def run(name: str, argv: list[str]) -> int:
         return _launch(name, argv, launch)
     for shown in SHOWN:
         logging.getLogger(shown).setLevel(logging.INFO)
+    for library in ("transformers", "huggingface_hub", "datasets", "accelerate"):
+        # Handlers of their own would write each line twice, and into a progress bar.
+        logging.getLogger(library).handlers, logging.getLogger(library).propagate = [], True
     return INTERRUPTED if train(name, *parsed) else 0
 
 
 def train(name: str, script_args: Any, config: Any, model_args: Any, mixture: Any) -> bool:
     """Load data, build the trainer, train, save, push; True where Ctrl-C ended it early."""
     import torch
+    import transformers
 
+    from posttrain.loop.checkpoint import last_complete_checkpoint
     from posttrain.models.load import get_peft_config, get_quantization_config
+    from posttrain.report.progress import resume_command, use_rich_progress
 
     model = model_source(model_args, config)
     resume = resume_from(config)
@@ -249,11 +255,25 @@ def train(name: str, script_args: Any, config: Any, model_args: Any, mixture: An
     if script_args.ignore_bias_buffers:
         names = [name for name, buffer in trainer.model.named_buffers() if buffer.dtype == torch.bool]
         trainer.model._ddp_params_and_buffers_to_ignore = names
-    trainer.train(resume_from_checkpoint=resume)
+    use_rich_progress(trainer)
+    transformers.utils.logging.disable_progress_bar()  # One for each checkpoint that is written.
+    try:
+        trainer.train(resume_from_checkpoint=resume)
+    except Exception as error:
+        # Of an error that came while it trained: the checkpoint's own errors say what to do.
+        if (
+            not isinstance(error, CheckpointError)
+            and (last := last_complete_checkpoint(config.output_dir))
+            and trainer.state.global_step
+        ):
+            error.add_note(f"The last checkpoint: {last}\nGo on:  {resume_command()}\nThe traceback: --traceback")
+        raise
+    if trainer.interrupt.requested:  # What is half-trained is in its checkpoint, and is no result.
+        return True
     trainer.save_model(config.output_dir)
     if config.push_to_hub:
         trainer.push_to_hub(dataset_name=script_args.dataset_name)
-    return bool(trainer.interrupt.requested)
+    return False
 
 
 def model_source(model_args: Any, config: Any) -> str:

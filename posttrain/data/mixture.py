@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import csv
 import json
 import logging
 import math
@@ -92,6 +93,8 @@ def _kind(type_name: str) -> str:
     return re.sub(r"\b(u?int\d+)\b", "int", re.sub(r"\b(halffloat|float|double)\b", "float", plain))
 
 
+# Columns of a CSV file that are no text: a verdict, a margin.
+NUMBERS = ("label", "margin")
 SAMPLES = ("head", "random")
 # What loaders raise for a name that nothing answers to, on the hub or in its cache.
 NOT_FOUND = (OSError, HFValidationError, DatasetNotFoundError)
@@ -200,7 +203,7 @@ def load_rows(
     """
     file = Path(path_or_id).expanduser()
     saved = file.is_dir() and any((file / mark).is_file() for mark in ("dataset_info.json", "dataset_dict.json"))
-    options = {"name": name, "data_dir": data_dir, "data_files": data_files}
+    options: dict[str, Any] = {"name": name, "data_dir": data_dir, "data_files": data_files}
     unused = {key: value for key, value in options.items() if value is not None}
     if unused and (saved or file.is_file()):
         kind = "a saved folder" if saved else "one file"
@@ -216,6 +219,11 @@ def load_rows(
     source = str(file) if file.is_dir() else path_or_id
     if file.is_file():
         source, options = _loader_of(file), {"data_files": str(file)}
+        if source == "csv":
+            with file.open(encoding="utf-8", errors="replace", newline="") as lines:
+                names = next(csv.reader(lines))
+            # An answer of digits would arrive as a number, and `answer == "7"` never hold.
+            options["converters"] = {name: str for name in names if name not in NUMBERS}
         if (
             streaming and file.suffix == ".jsonl" and split in (None, "train")
         ):  # A broken line is named when it is reached.

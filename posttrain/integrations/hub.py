@@ -16,6 +16,9 @@ SWITCHES = {
     "dataset": ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"),
 }
 FILES = (".jsonl", ".json", ".csv", ".parquet")
+SECONDS_TO_ANSWER = 10.0
+# Models that `posttrain demo` made of other files, by the last part of their hub ids.
+MADE = Path.home() / ".cache" / "posttrain"
 ON = ("1", "on", "true", "yes")
 
 
@@ -53,8 +56,11 @@ def not_found(kind: str, name: str, error: BaseException | None = None) -> str:
     )
     quoted = str(error).strip().splitlines()[0].rstrip(".") if error is not None and str(error).strip() else ""
     loader = f" The loader says: {quoted}." if quoted and not path_like else ""
+    made = MADE / asked.name
     fix = (
-        "Check the path."
+        f"The demo's copy, made of 4-bit weights, is in {str(made)!r}: give that path, or check spelling and network."
+        if kind != "dataset" and asked.name and (made / "config.json").is_file()
+        else "Check the path."
         if path_like
         else "Check the spelling; give a folder, or fetch it once with the network on."
         if offline
@@ -64,6 +70,31 @@ def not_found(kind: str, name: str, error: BaseException | None = None) -> str:
         f"{kind} {name!r} was not found{_nearest(name)}: there is no folder {str(asked.absolute())!r}, {hub} "
         f"({offline_variables(kind)}).{loader} {fix}"
     )
+
+
+def refuse_unreachable(kind: str, name: str) -> None:
+    """Refuse a hub id that is not in the cache where the hub does not answer: its loaders retry each file for half a minute.
+
+    Raises:
+        ModelError: A model or tokenizer. DataError: A dataset.
+    """
+    import httpx2
+    from huggingface_hub import constants, file_download, get_session
+
+    if (
+        constants.HF_HUB_OFFLINE
+        or Path(name).expanduser().exists()
+        or name.startswith((".", "~", "/"))
+        or name.count("/") > 1
+    ):
+        return
+    kept = file_download.repo_folder_name(repo_id=name, repo_type="dataset" if kind == "dataset" else "model")
+    if Path(constants.HF_HUB_CACHE, kept).exists():
+        return
+    try:
+        get_session().head(constants.ENDPOINT, timeout=SECONDS_TO_ANSWER)
+    except httpx2.TransportError as error:
+        raise (DataError if kind == "dataset" else ModelError)(not_found(kind, name, error)) from None
 
 
 @contextmanager

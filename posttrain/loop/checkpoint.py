@@ -15,12 +15,13 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import transformers
-from datasets import IterableDataset
+import xxhash
+from datasets import Dataset, IterableDataset
 from torch import nn
 from transformers.trainer_callback import ExportableState
 
@@ -74,13 +75,14 @@ def publish(part: Path, final: Path, run: str) -> None:
 
 
 def mark(checkpoint: Path, run: str) -> None:
-    """Say that a checkpoint is whole: a file with its run, its time, and the size of every other file."""
+    """Say that a checkpoint is whole: a file with its run, its time, and size and hash of every other file."""
     _flush_tree(checkpoint)
     step = NAMED.fullmatch(checkpoint.name)
     sizes = {str(p.relative_to(checkpoint)): p.stat().st_size for p in sorted(checkpoint.rglob("*")) if p.is_file()}
     for name in (MARKER, BEGUN):
         sizes.pop(name, None)
     content = {"run": run, "step": int(step[1]) if step else None, "time": round(time.time(), 3), "files": sizes}
+    content["hashes"] = {name: _hash(checkpoint / name) for name in sizes}
     part = checkpoint / BEGUN
     with part.open("w", encoding="utf-8") as file:
         json.dump(content, file)
@@ -117,14 +119,32 @@ def last_complete_checkpoint(folder: str | Path) -> Path | None:
     return found[-1] if found else None
 
 
-def damage(checkpoint: Path) -> str:
-    """What is missing or cut in a marked checkpoint, in words; empty when all files have the size they were written with."""
-    for name, written in ((marker(checkpoint) or {}).get("files") or {}).items():
+def _hash(path: Path) -> str:
+    """XXH3 of a file, 128 bits: it tells of bytes that flipped, not of an adversary."""
+    digest = xxhash.xxh3_128()
+    with path.open("rb") as file:
+        while part := file.read(1 << 24):
+            digest.update(part)
+    return digest.hexdigest()
+
+
+def damage(checkpoint: Path, *, bytes_too: bool = False) -> str:
+    """What is missing or changed in a marked checkpoint since it was written, in words; empty where nothing is.
+
+    Args:
+        checkpoint: Its folder.
+        bytes_too: Read every file and compare hashes, of checkpoints that have them; else sizes alone.
+    """
+    content = marker(checkpoint) or {}
+    hashes = content.get("hashes", {}) if bytes_too else {}
+    for name, written in (content.get("files") or {}).items():
         path = checkpoint / name
         if not path.is_file():
             return f"{name} {MISSING}"
         if path.stat().st_size != written:
             return f"{name} has {path.stat().st_size} of {written} bytes"
+        if name in hashes and (now := _hash(path)) != hashes[name]:
+            return f"the bytes of {name} are not those that were written (hash {now[:12]}, written {hashes[name][:12]})"
     return ""
 
 
@@ -141,7 +161,7 @@ def resolve_resume(resume: Any, folder: str | Path) -> str | None:
     path = Path(resume)
     if not path.is_dir():
         raise CheckpointError(f"resume_from_checkpoint={str(resume)!r} is not a folder. {_offer(path.parent)}")
-    broken = damage(path)
+    broken = damage(path, bytes_too=True)
     if broken and not broken.endswith(MISSING):
         raise CheckpointError(
             f"the checkpoint {str(path)!r} is not whole: {broken}. {_offer(path.parent, path)} If the file was changed on "
@@ -157,9 +177,43 @@ def resolve_resume(resume: Any, folder: str | Path) -> str | None:
     return str(resume)
 
 
+def refuse_other_rows(state: Mapping[str, Any], now: str | None, *, skips: bool) -> None:
+    """Refuse to go on in the middle of other rows than those the run began with.
+
+    Args:
+        state: See `saved_state`.
+        now: `rows_fingerprint` of the rows.
+        skips: Whether the place in the rows is kept; where ``ignore_data_skip`` gives it up, other rows are meant.
+
+    Raises:
+        CheckpointError: The rows differ.
+    """
+    before = state.get("rows")
+    if before == now or before is None or now is None:
+        return
+    text = f"the run began with other training rows ({before}) than it has now ({now})"
+    if skips:
+        raise CheckpointError(
+            f"{text}: its place in them means nothing here, and rows would be passed over or trained twice. Fix: give the same "
+            "rows; or ignore_data_skip=True to begin these at their start; or start a new run from the checkpoint as the model."
+        )
+    logger.warning("%s; ignore_data_skip=True: they begin at their start.", text)
+
+
+def rows_fingerprint(dataset: Any) -> str | None:
+    """Number of rows and a hash of 32 of them, spread evenly; None for a stream, and for rows that are made as they are read."""
+    known = isinstance(dataset, list) or (isinstance(dataset, Dataset) and dataset.format["type"] != "custom")
+    if not known:
+        return None
+    rows = repr([dataset[number * len(dataset) // 32] for number in range(min(32, len(dataset)))])
+    # Pictures are written with their addresses.
+    text = re.sub(r" at 0x[0-9a-fA-F]+", "", rows).encode("utf-8", "replace")
+    return f"{len(dataset)} rows, {xxhash.xxh3_64_hexdigest(text)[:8]}"
+
+
 def _last(folder: Path) -> Path:
     for path in reversed(complete_checkpoints(folder)):
-        broken = damage(path)
+        broken = damage(path, bytes_too=True)
         if not broken:
             return path
         logger.warning("%s is passed over: %s.", path, broken)
@@ -290,6 +344,8 @@ class Checkpointer:
             resume = resolve_resume(resume_from_checkpoint, self.args.output_dir)
         if resume:
             parallel.refuse_other_optimizer(Path(resume), self.accelerator)
+        if resume:
+            logger.warning("Going on from %s.", resume)
         own = (marker(Path(resume)) or {}).get("run") if resume else None
         self._run = parallel.all_gather_objects([own or self.lock.run], self.accelerator)[0]
         self.lock.run, self.place = self._run, Place(resume, self.accelerator)
@@ -537,7 +593,7 @@ class GracefulInterrupt(transformers.TrainerCallback):
     def __init__(self) -> None:
         self.requested = False
         self._accelerator: Any = None
-        self._process = 0
+        self._process, self._began = 0, time.monotonic()
         self._previous: dict[int, Any] = {}
         self._over = threading.Event()
         self._sender: socket.socket | None = None
@@ -560,6 +616,7 @@ class GracefulInterrupt(transformers.TrainerCallback):
     def install(self, accelerator: Any) -> None:
         """Take over the signals; only the main thread can."""
         self._accelerator, self._process, self.requested = accelerator, os.getpid(), False
+        self._began = time.monotonic()
         if threading.current_thread() is threading.main_thread():
             self._previous = {number: signal.signal(number, self._on_signal) for number in SIGNALS}
             self._over.clear()
@@ -595,10 +652,16 @@ class GracefulInterrupt(transformers.TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> Any:
         """Ask the loop to log, save and stop; all ranks after the same step, whichever of them was told."""
-        stop = self.requested  # Read once: a signal that comes meanwhile is for the next step.
+        # Read once: a signal that comes meanwhile is for the next step.
+        stop, late = (
+            self.requested,
+            args.max_hours is not None and time.monotonic() - self._began > args.max_hours * 3600,
+        )
         if self._accelerator is not None:
-            stop = parallel.all_reduce_sum([float(stop)], self._accelerator)[0] > 0
-        if stop:
-            self.requested = True
+            stop, late = (count > 0 for count in parallel.all_reduce_sum([float(stop), float(late)], self._accelerator))
+        if late:
+            logger.warning("max_hours=%g are over after step %d: saving and ending.", args.max_hours, state.global_step)
+        self.requested = self.requested or stop
+        if stop or late:
             control.should_log = control.should_save = control.should_training_stop = True
         return control

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import numpy as np
 import transformers
@@ -25,6 +25,7 @@ from posttrain.checks.registry import Preflight
 from posttrain.data.forest import Layout
 from posttrain.data.formats import plain_rows
 from posttrain.data.samplers import Deal
+from posttrain.errors import refuse_unknown_arguments
 from posttrain.loop import attributes, build, checkpoint, step
 from posttrain.loop.checks import Checks
 from posttrain.loop.data_report import DataReport, DataReportCallback, DatasetHead, prompt_rows, warnings_are_errors
@@ -45,6 +46,7 @@ from posttrain.models.quantised import check_quantised
 from posttrain.models.reference import Reference
 from posttrain.models.vision import load_renamed
 from posttrain.report.card import create_model_card
+from posttrain.report.progress import in_notebook, use_rich_progress
 from posttrain.report.record import RunRecordCallback
 from posttrain.types import Batch, LossTerms, ModelOutputs, Row
 
@@ -94,9 +96,17 @@ class PostTrainer(transformers.Trainer):
             cls._name = vars(cls).get("_name", name)
             cls._tag_names = vars(cls).get("_tag_names", ["posttrain", cls._name.lower().replace(" ", "-")])
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> PostTrainer:
-        """A trainer; of a user's class that overrides steps on TRL's padded dicts, one with adapters around it (compat/)."""
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        """Refuse a misspelt argument by its name; a user's class of steps on TRL's padded dicts gets adapters (compat/)."""
+        refuse_unknown_arguments(cls, kwargs)
         return super().__new__(build.adapted(cls))
+
+    def __repr__(self) -> str:
+        size = sum(parameter.numel() for parameter in self.model.parameters())
+        rows = len(self.train_dataset) if hasattr(self.train_dataset, "__len__") else "a stream of"
+        source = load.get_config_model_id(self.model.config) or "a model in memory"
+        return f"{type(self).__name__}({source}: {size:,} parameters, {rows} rows, {self.args!r})"
+
 
     @property
     def aux_loss_enabled(self) -> bool:
@@ -179,6 +189,9 @@ class PostTrainer(transformers.Trainer):
         reports = (self.record, DataReportCallback(lambda: self.data_report()))
         for callback in (self.interrupt, *reports, *keepers, self.checks):
             self.add_callback(callback)
+        self.record.interrupted = lambda: self.interrupt.requested
+        if in_notebook():
+            use_rich_progress(self)
 
     # What a subclass gives ---------------------------------------------------------------------------------------
 
@@ -524,12 +537,23 @@ class PostTrainer(transformers.Trainer):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
         load_renamed(model or self.model, resume_from_checkpoint, self.accelerator)
 
+    def _issue_warnings_after_load(self, load_result: Any) -> None:
+        tied = getattr(self.model, "all_tied_weights_keys", {})  # Saved once, under the name they share.
+        load_result.missing_keys[:] = [key for key in load_result.missing_keys if key not in tied]
+        super()._issue_warnings_after_load(load_result)
+
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None) -> Any:
         with parallel.reading_zero(self.accelerator, lambda: self.model_wrapped, resume_from_checkpoint):
             return super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
 
     def _init_training_state(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
         start = super()._init_training_state(*args, **kwargs)
+        if self.state.global_step >= self.state.max_steps > 0 and self.checkpoints.place.checkpoint:
+            logger.warning(
+                "the checkpoint has taken %d steps, and max_steps is %d: nothing is left to train.",
+                self.state.global_step, self.state.max_steps,
+            )  # fmt: skip
+            return self.state.num_train_epochs, 0
         return self.checkpoints.place.begin(start, self.train_dataset, skips=not self.args.ignore_data_skip)
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
@@ -545,10 +569,13 @@ class PostTrainer(transformers.Trainer):
     def state_to_save(self) -> dict[str, Any]:
         """What a checkpoint must hold beyond the parent's, as JSON, for a resumed run to equal an uninterrupted one."""
         rows = self.get_total_train_batch_size(self.args)
-        return {"counters": self.counters, "step_rows": rows, **self.method.state()}
+        seen = checkpoint.rows_fingerprint(self._raw)
+        return {"counters": self.counters, "step_rows": rows, "rows": seen, **self.method.state()}
 
     def load_saved_state(self, state: dict[str, Any]) -> None:
         """Undo `state_to_save`."""
+        skips = not self.args.ignore_data_skip
+        checkpoint.refuse_other_rows(state, checkpoint.rows_fingerprint(self._raw), skips=skips)
         self.counters = state["counters"]
         self.method.load_state(state)
         checkpoint.warn_of_other_rows(state, self.get_total_train_batch_size(self.args))

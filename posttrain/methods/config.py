@@ -5,14 +5,14 @@ from __future__ import annotations
 import logging
 import os
 import warnings
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from dataclasses import Field, dataclass, fields
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 import torch
 import transformers
 
 from posttrain.checks.registry import silenced_codes
-from posttrain.errors import ConfigError
+from posttrain.errors import ConfigError, PosttrainError, refuse_unknown_arguments
 from posttrain.fields import (
     NonNegativeFloat,
     NonNegativeInt,
@@ -152,6 +152,9 @@ class PostTrainingConfig(transformers.TrainingArguments):
     )
     disable_dropout: bool = option(False, "Set every dropout to 0.")
     strict_data: bool = option(False, "Make every warning about the data, while it is prepared and after, an error.")
+    max_hours: PositiveFloat | None = option(
+        None, "Hours after which the run saves a checkpoint and ends, as a job's time limit asks; None: no limit."
+    )
     preflight: Literal["error", "warn", "off"] = option(
         "error", "Checks: error stops on what cannot be meant and warns of the rest; warn never stops; off: none."
     )
@@ -168,11 +171,12 @@ class PostTrainingConfig(transformers.TrainingArguments):
         "with one on a GPU, 16384 with FlexAttention. More fills a GPU better; less needs less memory.",
     )
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> PostTrainingConfig:
-        """Refuse what was removed by its name, before the constructor calls it unknown."""
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        """Refuse what was removed, or never was, by its name."""
         for name in set(kwargs) & set(cls.removed):
             if name not in cls.__dataclass_fields__:
                 raise ConfigError(f"{cls.__name__} has no option {name}={kwargs[name]!r}. Fix: {cls.removed[name]}.")
+        refuse_unknown_arguments(cls, kwargs)
         return super().__new__(cls)
 
     def check_fields(self) -> None:
@@ -191,6 +195,7 @@ class PostTrainingConfig(transformers.TrainingArguments):
         self._resolve_bf16()
         self._resolve_batch_size()
         super().__post_init__()
+        self.dataloader_pin_memory = self.dataloader_pin_memory and self.device.type != "cpu"
         if self.model_init_kwargs is not None:
             self.model_init_kwargs = with_dtype(self.model_init_kwargs)  # type: ignore[arg-type]
         if getattr(self, "pad_token", None) is not None:
@@ -198,6 +203,30 @@ class PostTrainingConfig(transformers.TrainingArguments):
         self._check_preflight()
         # One non-finite loss must not be replaced by an average of good ones: the log would show a healthy run.
         self.logging_nan_inf_filter = False
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        own = [
+            f"    {k}: {v.metadata['help']}"
+            for k, v in vars(cls).items()
+            if isinstance(v, Field) and "help" in v.metadata
+        ]
+        if own and cls.__doc__:  # What `help` and a notebook's tooltip show.
+            cls.__doc__ = "\n".join([cls.__doc__.rstrip(), "", "Args:", *own])
+        # A dataclass would write its own, with all of some 200 fields.
+        cls.__repr__ = cls.__str__ = PostTrainingConfig.__repr__  # type: ignore[method-assign]
+
+    def __repr__(self) -> str:
+        """What differs from the defaults, as it would be written; secrets stay out."""
+        try:
+            plain = vars(type(self)(self.output_dir))
+        except PosttrainError:  # A method with a field that must be given.
+            plain = {one.name: one.default for one in fields(self)}
+        known = {one.name: getattr(self, one.name) for one in fields(self) if one.init and one.name != "output_dir"}
+        given = [f"{k}={v!r}" for k, v in known.items() if v != plain.get(k) and not k.endswith("token")]
+        return f"{type(self).__name__}({', '.join([repr(self.output_dir), *given])})"
+
+    __str__ = __repr__
 
     def _resolve_batch_size(self) -> None:
         given = self.per_device_train_batch_size

@@ -18,7 +18,7 @@ from posttrain.data.chat import terminal_token_ids
 from posttrain.errors import ArgumentTypeError, ConfigError, DataError, ModelError, check_choice
 from posttrain.fields import PositiveInt, Share, check_fields, option
 from posttrain.integrations import require
-from posttrain.integrations.hub import explained, not_found
+from posttrain.integrations.hub import explained, not_found, refuse_unreachable
 from posttrain.models.heads import causal_lm
 from posttrain.models.parallel import bf16_is_faster
 from posttrain.models.quantised import prepare_adapter
@@ -149,7 +149,7 @@ def check_model_source(model: str | Module, *, generative: bool = True) -> None:
     folder = Path(model)
     looks_local = folder.is_absolute() or model.startswith((".", "~")) or folder.exists()
     if not looks_local:
-        return  # A hub id: its loader speaks for itself.
+        return refuse_unreachable("model", model)
     if not folder.exists():
         raise ModelError(not_found("model", model))
     if not folder.is_dir():
@@ -277,7 +277,10 @@ def model_id_of(model: Any, needed_by: str) -> str:
             f"{needed_by} needs a model, and it is None (model_init is not read: checks and data need the model first). Fix: "
             "model=model_init(), or the name of a model."
         )
-    return model if isinstance(model, str) else get_config_model_id(causal_lm(model).config)
+    if isinstance(model, str):
+        refuse_unreachable("model", model)
+        return model
+    return get_config_model_id(causal_lm(model).config)
 
 
 def get_config_model_id(config: Any) -> str:

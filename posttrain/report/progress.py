@@ -1,14 +1,23 @@
-"""A run on a terminal: a line at each log, and a bar with the time left."""
+"""A run as it is watched: a line at each log and a bar on a terminal, a table in a notebook, and what it came to."""
 
 from __future__ import annotations
 
+import json
+import math
+import shlex
+import shutil
 import sys
 import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import transformers
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from transformers.utils import is_in_notebook as in_notebook
+
+from posttrain.report.templates import environment
 
 if TYPE_CHECKING:
     from transformers import TrainerControl, TrainerState, TrainingArguments
@@ -20,6 +29,7 @@ MAIN: dict[str, str] = {
     "eval_loss": "held-out loss",
     "reward": "reward",
     "eval_reward": "held-out reward",
+    "eval_accuracy": "held-out accuracy",
     "reward_std": "reward spread",
     "frac_reward_zero_std": "groups without spread",
     "rewards/chosen": "reward of chosen",
@@ -41,10 +51,101 @@ MAIN: dict[str, str] = {
 }
 # Metrics of a line.
 COLUMNS = 8
+ROWS = 40  # Of the table in a notebook: the newest.
+
+
+def duration(seconds: float) -> str:
+    """Time in words.
+
+    >>> duration(42.4), duration(600), duration(9000)
+    ('42 s', '10 min', '2.5 h')
+    """
+    return (
+        f"{seconds:.0f} s"
+        if seconds < 120
+        else f"{seconds / 60:.0f} min"
+        if seconds < 7200
+        else f"{seconds / 3600:.1f} h"
+    )
+
+
+def shell_command(*words: str) -> str:
+    """A `posttrain` command that can be pasted: by the path of the program where the shell would not find it."""
+    beside = Path(sys.executable).with_name("posttrain")
+    found = shutil.which("posttrain")
+    name = "posttrain" if found and Path(found).resolve() == beside.resolve() else str(beside)
+    if not beside.exists():
+        name = f"{sys.executable} -m posttrain"
+    return f"{name} {shlex.join(words)}"
+
+
+def resume_command() -> str:
+    """What goes on with this process's run: its command with ``--resume_from_checkpoint true``, or a line of Python."""
+    program, *words = sys.argv
+    if Path(program).name not in ("posttrain", "main.py", "__main__.py") or not words:
+        return "trainer.train(resume_from_checkpoint=True)"
+    if "--resume_from_checkpoint" in words:
+        del words[(at := words.index("--resume_from_checkpoint")) : at + 2]
+    return shell_command(*words, *(["--resume"] if words[0] == "demo" else ["--resume_from_checkpoint", "true"]))
+
+
+# How a metric is judged: whether more of it is better.
+JUDGED: dict[str, bool] = dict.fromkeys(("reward", "eval_accuracy", "eval_reward", "rewards/accuracies"), True)
+JUDGED |= dict.fromkeys(("loss", "eval_loss"), False)
+
+
+def learned(history: Sequence[Mapping[str, Any]]) -> list[str]:
+    """From where to where each metric that says whether a run learned went, in the order of `JUDGED`.
+
+    Means of the first and the last tenth of its points. The loss of a run that has a reward says nothing of it, and is left out.
+
+    >>> learned([{"reward": 0.0, "frac_reward_zero_std": 1.0}] * 2)
+    ['reward 0 -> 0: all groups flat, so nothing was learned from it']
+    >>> learned([{"loss": 2.0}, {"loss": 1.5}])
+    ['loss 2 -> 1.5']
+    """
+    lines, rewarded = [], any("reward" in line for line in history)
+    for name in JUDGED:
+        values = [float(line[name]) for line in history if name in line]
+        if not values or (rewarded and name == "loss"):
+            continue
+        tenth = max(1, len(values) // 10)
+        first, last = (sum(part) / tenth for part in (values[:tenth], values[-tenth:]))
+        text = f"{MAIN[name]} {first:.3g} -> {last:.3g}"
+        flat = [float(line["frac_reward_zero_std"]) for line in history if "frac_reward_zero_std" in line]
+        if name == "reward" and flat and min(flat) >= 1:
+            text += ": all groups flat, so nothing was learned from it"
+        elif math.isnan(last):
+            text += ": it is no number any more"
+        elif len(values) > 1 and first != last and (last > first) != JUDGED[name]:
+            text += f": it got {'less' if JUDGED[name] else 'more'}"
+        lines.append(text)
+    return lines
+
+
+def summary(args: TrainingArguments, state: TrainerState, *, seconds: float, interrupted: bool) -> list[str]:
+    """Lines at the end of a run: how it ended, what was learned, where things are, and the next command.
+
+    Args:
+        args: ``output_dir``.
+        state: Where the run stands, and what it logged.
+        seconds: That it took.
+        interrupted: Whether Ctrl-C or SIGTERM ended it.
+    """
+    folder = str(args.output_dir)
+    at = f"at step {state.global_step} of {state.max_steps}"
+    ended = f"Interrupted {at}" if interrupted else f"Ended {at}" if state.global_step < state.max_steps else "Finished"
+    lines = [f"{ended} after {duration(seconds)}.", *learned(state.log_history)]
+    lines.append(f"{folder}: metrics.jsonl, manifest.json, checkpoints that from_pretrained loads.")
+    if state.global_step < state.max_steps:
+        lines.append(f"Go on:  {resume_command()}")
+    return [*lines, f"Look:   {shell_command('report', folder)}"]
 
 
 class RichProgressCallback(transformers.TrainerCallback):
     """Writes a line of the numbers that matter at each log; a terminal has a bar with the time left below them.
+
+    A notebook has a table in their place, which grows where it stands, with what was found folded below it.
 
     Args:
         headline: Metric names to show with their labels; None shows the first eight of `MAIN` that the run logs.
@@ -55,22 +156,33 @@ class RichProgressCallback(transformers.TrainerCallback):
         self.headline = headline or MAIN
         self.console = console or Console(file=sys.stdout)
         self.progress: Progress | None = None
+        # Whether Ctrl-C or SIGTERM ended the run; a trainer says so.
+        self.interrupted: Callable[[], bool] = lambda: False
+        self._table: Any = None
+        self._rows: list[dict[str, str]] = []
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Start the display."""
         if not state.is_world_process_zero:
             return
         self._started, self._first = time.perf_counter(), state.global_step
-        columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(), TimeElapsedColumn(), TextColumn("left"))
-        left = TimeRemainingColumn(elapsed_when_finished=False)
-        self.progress = Progress(*columns, left, console=self.console, disable=not self.console.is_terminal)
-        self.task = self.progress.add_task("train", total=state.max_steps, completed=state.global_step)
+        self._rows, self._table = [], None
+        # A step may take minutes: rich's own estimate forgets what is older than half a minute.
+        columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(), TimeElapsedColumn())
+        left = TextColumn("left {task.fields[left]}")
+        hidden = in_notebook() or not self.console.is_terminal
+        self.progress = Progress(*columns, left, console=self.console, disable=hidden)
+        self.task = self.progress.add_task("train", total=state.max_steps, completed=state.global_step, left="-")
         self.progress.start()
+
+    def _left(self, state: TrainerState) -> str:
+        done, total = state.global_step - self._first, state.max_steps - self._first
+        return duration((time.perf_counter() - self._started) / max(done, 1) * (total - done))
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Advance."""
         if self.progress is not None:
-            self.progress.update(self.task, completed=state.global_step)
+            self.progress.update(self.task, completed=state.global_step, left=self._left(state))
 
     def on_log(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: dict | None = None, **_: Any
@@ -79,17 +191,44 @@ class RichProgressCallback(transformers.TrainerCallback):
         logs = logs or {}
         if self.progress is None or "train_runtime" in logs:
             return
-        found = [f"{label} {float(logs[key]):.4g}" for key, label in self.headline.items() if key in logs]
-        done, total = state.global_step - self._first, state.max_steps - self._first
-        left = (time.perf_counter() - self._started) / max(done, 1) * (total - done)
+        numbers = [(label, f"{float(logs[key]):.4g}") for key, label in self.headline.items() if key in logs][:COLUMNS]
+        if in_notebook():
+            self._rows.append({"step": str(state.global_step), **dict(numbers)})
+            return self._show(f"step {state.global_step} of {state.max_steps}, left {self._left(state)}", args)
         step = f"step {state.global_step}/{state.max_steps}"
         # One line a step, however narrow the console is.
-        line = f"{step}  {'  '.join(found[:COLUMNS])}  left {left:.0f} s"
+        line = f"{step}  {'  '.join(map(' '.join, numbers))}  left {self._left(state)}"
         self.console.print(line, highlight=False, soft_wrap=True)
 
+    def _show(self, title: str, args: TrainingArguments) -> None:
+        """The table of a notebook, in the place where it began."""
+        from IPython.display import HTML, display
+
+        page = environment().get_template("notebook.html.jinja")
+        columns = list(dict.fromkeys(name for row in self._rows for name in row))
+        findings = Path(str(args.output_dir), "findings.jsonl")
+        found = (
+            [json.loads(line) for line in findings.read_text(encoding="utf-8").splitlines()]
+            if findings.is_file()
+            else []
+        )
+        content = HTML(page.render(title=title, columns=columns, rows=self._rows[-ROWS:], findings=found))
+        if self._table is None:
+            self._table = display(content, display_id=True)
+        else:
+            self._table.update(content)
+
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Leave the last view on the screen."""
+        """End the display with what the run came to."""
+        shown, interrupted = self.progress is not None, self.interrupted()
         self.stop()
+        if shown:
+            seconds = time.perf_counter() - self._started
+            lines = summary(args, state, seconds=seconds, interrupted=interrupted)
+            if in_notebook():
+                self._show("  \n".join(lines), args)
+            else:
+                self.console.print("\n".join(lines), highlight=False, soft_wrap=True, markup=False)
 
     def stop(self) -> None:
         """End the display; safe to call twice, and called also when training raises."""
@@ -100,10 +239,12 @@ class RichProgressCallback(transformers.TrainerCallback):
 
 def use_rich_progress(trainer: Any, headline: dict[str, str] | None = None) -> RichProgressCallback:
     """Replace a trainer's default progress output by the live view."""
+    from transformers.trainer import DEFAULT_PROGRESS_CALLBACK
     from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
-    for default in (PrinterCallback, ProgressCallback):
+    for default in (PrinterCallback, ProgressCallback, DEFAULT_PROGRESS_CALLBACK):
         trainer.remove_callback(default)
     callback = RichProgressCallback(headline)
+    callback.interrupted = lambda: trainer.interrupt.requested
     trainer.add_callback(callback)
     return callback

@@ -319,6 +319,8 @@ class RunRecordCallback(transformers.TrainerCallback):
         self.lock = FolderLock(self.record.folder)
         self.args, self.tokenizer = args, tokenizer
         self.listeners: list[Callable[[list[dict[str, Any]], bool], None]] = []  # Who else wants rows of completions.
+        # Whether Ctrl-C or SIGTERM ended the run; a trainer says so.
+        self.interrupted: Callable[[], bool] = lambda: False
         self._step = 0
         self._findings: list[Finding] | None = []  # Told before the folder is ours; None from then on.
 
@@ -383,6 +385,9 @@ class RunRecordCallback(transformers.TrainerCallback):
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Leave everything on disk."""
         self._step = state.global_step
+        if state.is_world_process_zero and self.interrupted():
+            path = self.record.folder / "manifest.json"
+            _write_atomically(path, json.dumps(read_json(path) | {"interrupted": state.global_step}, indent=2) + "\n")
         self.stop()
 
     def stop(self) -> None:

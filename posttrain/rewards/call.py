@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import copy
 import functools
 import inspect
+import logging
 import math
 import os
 import threading
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+import traceback
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -21,6 +24,8 @@ from torch import Tensor
 from posttrain.errors import ConfigError, MissingDependencyError, RewardError, did_you_mean
 from posttrain.metrics import Metric, mean, total
 from posttrain.values import scalar
+
+logger = logging.getLogger(__name__)
 
 RESERVED = ("prompt", "completion", "completion_ids")
 # Arguments that the trainer gives, besides prompts, completions and dataset columns.
@@ -205,9 +210,19 @@ class RewardCall:
             )
         if isinstance(error, RewardError):
             return RewardError(f"reward function {name!r}: {str(error).rstrip('.')} {first}.")
+        frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
+        own = [frame for frame in frames if "site-packages" not in frame.filename] or frames
+        place = f" at {own[-1].filename}:{own[-1].lineno}" if own else ""
+        # httpx, requests, aiohttp and openai share no class of errors, but words.
+        network = isinstance(error, ConnectionError) or any(word in type(error).__name__ for word in NETWORK)
+        fix = (
+            "its server did not answer: look at the address and the network, and try again inside the function (tenacity); what "
+            "was trained is in the checkpoints"
+            if network
+            else "return a number, or None for 'does not apply', whatever the model writes"
+        )
         return RewardError(
-            f"reward function {name!r} raised {type(error).__name__}: {error} {first}. Fix: return a number, or None for "
-            "'does not apply', whatever the model writes."
+            f"reward function {name!r} raised {type(error).__name__}{place}: {error} {first}. Fix: {fix}."
         )
 
     def check(self, name: str, result: Any) -> list[float]:
@@ -294,6 +309,33 @@ def columns_read(function: Callable) -> str:
     if any(p.kind is p.VAR_KEYWORD for p in parameters) and not named:
         return "any"
     return ", ".join(named) or "no column"
+
+
+# How long a call takes ----------------------------------------------------------------------------------------------------
+
+SECONDS_UNTIL_TOLD = 60.0
+NETWORK = ("Connect", "Timeout", "Network", "Protocol")  # In the names of errors.
+
+
+@contextlib.contextmanager
+def told_of(names: Sequence[str], rows: int) -> Iterator[None]:
+    """Say of functions that run for a minute, two, four, ... that they still do."""
+    done = threading.Event()
+
+    def tell() -> None:
+        wait = total = SECONDS_UNTIL_TOLD
+        while not done.wait(wait):
+            logger.warning(
+                "%s has been scoring %d completions for %g s. reward_timeout=SECONDS would end such a call.",
+                " and ".join(names), rows, total,
+            )  # fmt: skip
+            wait, total = total, 2 * total
+
+    threading.Thread(target=tell, daemon=True, name="long-reward").start()
+    try:
+        yield
+    finally:
+        done.set()
 
 
 # Functions that run at the same time ------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import inspect
@@ -31,6 +32,7 @@ from posttrain.rewards.call import (
     one_each,
     reward_name,
     run_concurrently,
+    told_of,
     unique,
 )
 
@@ -313,7 +315,7 @@ class RewardRunner:
         self._weights = torch.tensor([1.0 if w is None else float(w) for w in weights])  # (K,)
         self.transforms = [parse_transform(spec) for spec in self._specs]
         self.timeout, self.score_twice = timeout, score_twice
-        self._tables = self._calls = self._reports = self._mostly_unscored = 0
+        self._tables = self._calls = self._reports = self._mostly_unscored = self._unscored_batches = 0
         self._warnings: dict[str, int] = {}
 
     @property
@@ -435,11 +437,14 @@ class RewardRunner:
                 later[name] = functools.partial(awaited, call, name, function)
                 continue
             started = time.perf_counter()
-            results[name] = call.run(name, function, self.timeout)
+            with told_of([name], len(call.prompts)):
+                results[name] = call.run(name, function, self.timeout)
             seconds[name] = time.perf_counter() - started
             if inspect.isawaitable(results[name]):
                 later[name] = lambda awaitable=results[name]: awaitable
-        for name, (outcome, spent) in (run_concurrently(later, self.timeout) if later else {}).items():
+        with told_of(list(later), len(call.prompts)) if later else contextlib.nullcontext():
+            outcomes = run_concurrently(later, self.timeout) if later else {}
+        for name, (outcome, spent) in outcomes.items():
             if isinstance(outcome, RewardError | MissingDependencyError):
                 raise outcome
             if isinstance(outcome, BaseException):
@@ -513,6 +518,13 @@ class RewardRunner:
                 rows[0], len(rows) - 1, head(prompts[rows[0]]) if rows[0] < len(prompts) else "(on another process)",
                 head(row, 300),
             )  # fmt: skip
+        self._unscored_batches = self._unscored_batches + 1 if bool(unscored.all()) else 0
+        if self._unscored_batches >= 2 * PATIENCE:  # The same on every process: rows are those of all.
+            raise RewardError(
+                f"no completion got a reward in {self._unscored_batches} batches in a row: {', '.join(self.names)} returned None "
+                "or NaN for each, so nothing is learned any more. Fix: look at what the function divides by and at the last "
+                "completions (posttrain report), and go on from the checkpoint before."
+            )
         self._warn_unscored(unscored, sorted(columns or {}))
         for name, column in zip(table.names, table.values.unbind(1), strict=True):
             # Totals inside a group are not comparable when a function scored only some of its rows.
@@ -547,7 +559,7 @@ class RewardRunner:
         if self._tables == 1 and share == 1.0:
             which = "every row of the first batch"
         elif self._mostly_unscored >= PATIENCE:
-            which = f"{share:.0%} of the rows, in {PATIENCE} batches in a row"
+            which = f"{share:.0%} of the rows, in {self._mostly_unscored} batches in a row"
         else:
             return
         self._warn(

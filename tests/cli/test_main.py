@@ -1,6 +1,7 @@
 """The command itself: exit codes, help without heavy imports, and training from a config end to end."""
 
 import json
+import re
 import subprocess
 import sys
 
@@ -21,8 +22,9 @@ def test_an_unknown_command_is_wrong_usage(capsys):
     assert "did you mean 'grpo'" in capsys.readouterr().err
 
 
-def test_help_and_env_help_import_no_torch():
-    code = "import sys; from posttrain.cli.main import main; main(['--help']); main(['env','--help']); sys.exit('torch' in sys.modules)"
+def test_help_init_recipes_and_completion_import_no_torch():
+    commands = [["--help"], ["env", "--help"], ["grpo", "--help"], ["init", "sft"], ["recipes"], ["completion", "bash"]]
+    code = f"import sys; from posttrain.cli.main import main; print([main(c) for c in {commands}]); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode == 0
 
 
@@ -196,3 +198,93 @@ def test_a_name_that_leads_nowhere_is_told_in_one_line(
     assert main([command, *flags(tiny_model_dir, tmp_path, **(fits | given))]) == 1
     err = capsys.readouterr().err
     assert match in err and "Traceback" not in err
+
+
+def test_too_few_addresses_are_told_at_once():
+    import resource
+
+    least = (1_200_000_000, resource.RLIM_INFINITY)
+    command = [sys.executable, "-m", "posttrain", "env"]
+    limit = lambda: resource.setrlimit(resource.RLIMIT_AS, least)  # noqa: E731
+    done = subprocess.run(command, capture_output=True, text=True, check=False, preexec_fn=limit, timeout=60)
+    assert done.returncode == 1 and "1.12 GiB of addresses" in done.stderr and "ulimit -v unlimited" in done.stderr
+
+
+def test_the_short_help_shows_the_options_that_the_parser_knows_with_their_defaults():
+    from posttrain.cli import options
+    from posttrain.cli.commands import TRAINING
+    from posttrain.cli.train import parser_for
+
+    for command in TRAINING:
+        fields = parser_for(command).fields
+        found = {name: one for group in options.groups(command).values() for name, one in group.items()}
+        assert set(found) <= set(fields), command
+        assert len(found) > 60 and "--output_dir" in options.help_text(command)
+        for name, one in found.items():
+            if one.default and type(fields[name].default) in (int, float, bool, str):
+                assert eval(one.default) == fields[name].default, (command, name)
+    assert "--num_generations (8)" in options.help_text("grpo") and "ModelConfig" not in options.help_text("grpo")
+
+
+@pytest.mark.parametrize("method", ["grpo", "sft", "gkd", "dpo"])
+def test_a_config_to_begin_with_is_valid_with_and_without_its_comment_signs(method, tmp_path, monkeypatch, capsys):
+    from posttrain.cli.train import parser_for
+
+    monkeypatch.chdir(tmp_path)
+    assert main(["init", method, "-o", "c.yaml"]) == 0
+    assert main(["init", method, "-o", "c.yaml"]) == 1 and "is there already" in capsys.readouterr().err
+    text = (tmp_path / "c.yaml").read_text()
+    known = "|".join(parser_for(method).fields)
+    whole, count = re.subn(rf"^# ((?:{known}): )", r"\1", text, flags=re.M)
+    (tmp_path / "all.yaml").write_text(whole)
+    assert count > 40
+    for name in ("c.yaml", "all.yaml"):
+        _, config, _, _ = parser_for(method).parse_args_and_config(["--config", name])
+        assert config.output_dir == f"runs/{method}"
+
+
+def test_recipes_are_listed_and_copied(tmp_path, capsys):
+    assert main(["recipes"]) == 0
+    assert "arXiv:2503.14476" in capsys.readouterr().out
+    assert main(["recipes", "dapo", "-o", str(tmp_path / "d.yaml")]) == 0
+    assert "epsilon_high: 0.28" in (tmp_path / "d.yaml").read_text()
+    assert main(["recipes", "dapoo"]) == 1 and "did you mean 'dapo'" in capsys.readouterr().err
+
+
+def test_the_shell_completes_commands_and_options(tmp_path, capsys):
+    assert main(["completion", "bash"]) == 0
+    (tmp_path / "c.bash").write_text(capsys.readouterr().out)
+    ask = "source c.bash; COMP_WORDS=({}); COMP_CWORD={}; _posttrain; echo ${{COMPREPLY[@]}}"
+    for words, at, wanted in (("posttrain rec", 1, "recipes"), ("posttrain grpo --num_iter", 2, "--num_iterations")):
+        done = subprocess.run(
+            ["bash", "-c", ask.format(words, at)], cwd=tmp_path, capture_output=True, text=True, check=True
+        )
+        assert done.stdout.split() == [wanted]
+
+
+def test_several_trackers_may_be_named_in_a_file_and_on_the_command_line(tmp_path):
+    from posttrain.cli.train import parse
+
+    file = tmp_path / "c.yaml"
+    file.write_text("report_to: [tensorboard, wandb]\noutput_dir: o\n")
+    parsed, _, launch = parse("sft", ["--config", str(file)])
+    assert parsed[1].report_to == ["tensorboard", "wandb"] and launch == []
+    parsed, _, launch = parse("sft", ["--output_dir", "o", "--report_to", "none"])
+    assert parsed[1].report_to == [] and launch == []
+
+
+def test_digits_of_a_csv_file_are_text_and_labels_are_what_they_say(tmp_path):
+    from posttrain.data.mixture import load_rows
+
+    (tmp_path / "a.csv").write_text("prompt,answer,label\nWhat is 7?,007,True\n")
+    assert load_rows(str(tmp_path / "a.csv"))["train"][0] == {"prompt": "What is 7?", "answer": "007", "label": True}
+
+
+def test_max_hours_ends_a_run_after_its_step_with_a_checkpoint(tmp_path, tiny_model_dir, capsys):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"text": "a b c"}\n' * 9)
+    out = tmp_path / "run"
+    base = ["sft", "--model_name_or_path", tiny_model_dir, "--dataset_name", str(rows), "--output_dir", str(out)]
+    assert main([*base, "--max_steps", "500", "--max_hours", "0.000001", "--report_to", "none"]) == 0
+    assert (out / "checkpoint-1" / "COMPLETE").is_file() and (out / "model.safetensors").is_file()
+    assert "Ended at step 1 of 500" in capsys.readouterr().out

@@ -67,3 +67,26 @@ def test_the_command_line_says_the_same_without_a_traceback(capsys, here):
 def test_an_error_inside_a_folder_that_is_there_is_not_covered_up(here):
     with raises(OSError), explained("tokenizer", "capybara"):
         raise OSError("disk on fire")
+
+
+def test_a_hub_that_does_not_answer_is_told_at_once_with_the_copy_that_is_there(here, monkeypatch):
+    import httpx2
+    import huggingface_hub
+
+    from posttrain.integrations import hub
+
+    asked = []
+
+    class Session:
+        def head(self, url, timeout):
+            asked.append(url)
+            raise httpx2.ConnectError("name or service not known")
+
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(huggingface_hub, "get_session", Session)
+    monkeypatch.setattr(hub, "MADE", here)
+    (here / "SmolLM2-135M" / "config.json").write_text("{}")
+    with raises(ModelError, "'HuggingFaceTB/SmolLM2-135M'", "name or service not known", str(here / "SmolLM2-135M")):
+        check_model_source("HuggingFaceTB/SmolLM2-135M")
+    check_model_source("./SmolLM2-135M", generative=False)
+    assert len(asked) == 1

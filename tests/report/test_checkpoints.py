@@ -247,6 +247,35 @@ def test_a_checkpoint_that_lost_something_is_refused_by_name_with_what_is_whole(
         checkpoints.resolve_resume(str(tmp_path / "checkpoint-9"), tmp_path)
 
 
+def test_flipped_bytes_are_refused_where_they_are_named_and_passed_over_where_they_are_not(tmp_path, caplog):
+    good, flipped = made(tmp_path, 1, when=1), made(tmp_path, 2, when=2)
+    file = flipped / "model.safetensors"
+    file.write_bytes(bytes([file.read_bytes()[0] ^ 1]) + file.read_bytes()[1:])
+    with raises(CheckpointError, "model.safetensors", "checkpoint-2", "checkpoint-1"):
+        checkpoints.resolve_resume(str(flipped), tmp_path)
+    assert checkpoints.resolve_resume(True, tmp_path) == str(good)
+    assert "checkpoint-2 is passed over: the bytes of model.safetensors" in caplog.text
+
+
+def test_a_run_goes_on_with_its_own_rows_alone_says_from_where_and_trains_no_step_beyond_its_last(
+    tmp_path, tiny_tokenizer, caplog
+):
+    settings = {"save_strategy": "steps", "save_steps": 2, "per_device_train_batch_size": 2}
+    sft(tmp_path, tiny_tokenizer, max_steps=2, **settings).train()
+    again = sft(tmp_path, tiny_tokenizer, max_steps=1, **settings)
+    again.train(resume_from_checkpoint=True)
+    assert again.state.global_step == 2 and "nothing is left to train" in caplog.text
+    assert f"Going on from {tmp_path / 'checkpoint-2'}" in caplog.text
+    assert not (tmp_path / "checkpoint-3").exists()
+    rows = chats(12).select(range(11, -1, -1))
+    other = sft(tmp_path, tiny_tokenizer, data=rows, max_steps=4, **settings)
+    with raises(CheckpointError, "12 rows"):
+        other.train(resume_from_checkpoint=True)
+    meant = sft(tmp_path, tiny_tokenizer, data=rows, max_steps=3, ignore_data_skip=True, **settings)
+    meant.train(resume_from_checkpoint=True)
+    assert meant.state.global_step == 3 and "they begin at their start" in caplog.text
+
+
 def test_a_checkpoint_of_the_same_step_replaces_its_own_and_moves_anothers_aside(tmp_path):
     for run, kept in (("mine", False), ("other", True)):
         folder = tmp_path / run

@@ -5,7 +5,8 @@ import io
 import torch
 from rich.console import Console
 
-from posttrain.report.progress import RichProgressCallback, use_rich_progress
+from posttrain.report.page.run import read_run
+from posttrain.report.progress import RichProgressCallback, learned, use_rich_progress
 from tests.methods.helpers import chats, sft
 from tests.wordings import raises
 
@@ -52,3 +53,26 @@ def test_the_display_stops_when_training_raises_and_survives_evaluation_outside_
 
 def test_the_callback_can_be_made_without_a_run():
     RichProgressCallback(headline={"loss": "loss"}).stop()
+
+
+def test_a_run_ends_with_what_it_came_to_and_an_interrupted_one_says_how_to_go_on(tiny_tokenizer, tmp_path):
+    trainer, _, out = watched(tmp_path, tiny_tokenizer, terminal=False)
+    trainer.train()
+    losses = [line["loss"] for line in trainer.state.log_history if "loss" in line]
+    tail = out.getvalue().split("Finished after ")[1]
+    assert f"loss {losses[0]:.3g} -> {losses[-1]:.3g}" in tail and f"report {tmp_path}" in tail
+    assert "resume" not in tail and read_run(tmp_path).end == "finished"
+    trainer, view, out = watched(tmp_path / "again", tiny_tokenizer, terminal=False)
+    view.on_step_begin = lambda *_, **__: setattr(trainer.interrupt, "requested", True)
+    trainer.train()
+    assert "Interrupted at step 1 of 3" in out.getvalue()
+    assert "Go on:  trainer.train(resume_from_checkpoint=True)" in out.getvalue()
+    assert (read_run(tmp_path / "again").end, read_run(tmp_path / "again").manifest["interrupted"]) == ("interrupted", 1)
+
+
+def test_what_was_learned_is_judged_by_the_reward_where_there_is_one():
+    steps = [{"reward": float(r), "loss": 1.0, "frac_reward_zero_std": 0.5} for r in range(20)]
+    assert learned(steps) == ["reward 0.5 -> 18.5"]
+    assert learned(steps[::-1]) == ["reward 18.5 -> 0.5: it got less"]
+    assert "all groups flat" in learned([{"reward": 0.0, "frac_reward_zero_std": 1.0}])[0]
+    assert learned([{"loss": 1.0}, {"loss": float("nan")}])[0].endswith("no number any more")

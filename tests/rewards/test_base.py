@@ -536,3 +536,44 @@ def test_transforms_change_values_and_keep_the_raw_ones():
     assert raw.value / raw.weight == 1.5
     with raises(ConfigError, "reward_transform", "1", "2"):
         RewardRunner([length, length], transforms=["none"])
+
+
+def test_a_function_that_raises_is_named_with_its_file_and_line_and_a_network_error_has_its_own_advice():
+    def divides(completions, **_):
+        return [1 / 0 for _ in completions]
+
+    def asks(completions, **_):
+        raise ConnectionRefusedError("nobody there")
+
+    line = divides.__code__.co_firstlineno + 1
+    with raises(RewardError, "'divides'", f"{__file__}:{line}", "division by zero"):
+        run(divides)
+    with raises(RewardError, "'asks'", "nobody there", "network"):
+        run(asks)
+
+
+def test_a_function_that_runs_long_is_told_of_at_every_doubling_though_no_limit_is_set(monkeypatch, caplog):
+    monkeypatch.setattr("posttrain.rewards.call.SECONDS_UNTIL_TOLD", 0.05)
+
+    def slow(completions, **_):
+        time.sleep(0.5)
+        return [0.0] * len(completions)
+
+    run(slow)
+    told = re.findall(r"slow has been scoring 2 completions for ([\d.]+) s", caplog.text)
+    assert told[:3] == ["0.05", "0.1", "0.2"]
+
+
+def test_rewards_that_became_nan_end_the_run_after_ten_batches_and_one_scored_batch_begins_anew():
+    answers = iter([1.0, *[math.nan] * 9, 1.0, *[math.nan] * 10])
+
+    def turns(completions, **_):
+        return [next_answer] * len(completions)
+
+    runner = RewardRunner(turns)
+    for number, next_answer in enumerate(answers):  # noqa: B007
+        if number == 20:
+            with raises(RewardError, "10", "turns"):
+                scored(runner, **TWO)
+            return
+        scored(runner, **TWO)

@@ -127,7 +127,7 @@ class Run:
         samples: Completions of a few steps, in order: of each the prompts and completions that say most.
         rows: Lines of ``metrics.jsonl``, numbers only.
         seen: ``data.json``, the first batch as the model saw it; empty when it was not recorded.
-        state: ``running``, ``finished`` or ``stopped``.
+        state: ``running``, ``finished``, ``interrupted`` (by Ctrl-C or SIGTERM) or ``stopped``.
         notes: What could not be read, in sentences.
     """
 
@@ -158,6 +158,8 @@ class Run:
     def end(self) -> str:
         """The state; a run without its last line that took all steps is finished."""
         whole = self.max_steps is not None and self.step >= self.max_steps
+        if self.state == "finished" and "interrupted" in self.manifest:
+            return "interrupted"
         return "finished" if self.state == "stopped" and whole else self.state
 
     @property

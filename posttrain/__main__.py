@@ -1,0 +1,7 @@
+"""`python -m posttrain`: the `posttrain` command."""
+
+import sys
+
+from posttrain.cli.main import main
+
+sys.exit(main())

@@ -1,0 +1,106 @@
+"""Draw the picture of each method's page: its curves on the demo's sums, from a run made here.
+
+    python tools/method_curves.py [METHOD ...] [--steps 16]
+
+Each method trains SmolLM2-135M-Instruct for a few steps on questions of two-digit sums; what it logs is drawn into
+docs/img/curves/METHOD.svg, and the numbers stay beside it in curves.json. The runs are short: they show what to expect of the
+first steps, not how good a method can be.
+"""
+
+import argparse
+import json
+import sys
+import tempfile
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+from datasets import Dataset
+
+import posttrain
+from posttrain.cli.demo import example, find_model
+
+FOLDER = Path(__file__).parents[1] / "docs" / "img" / "curves"
+# Data, then what is drawn: (metric, label) on the left axis and on the right one.
+METHODS = {
+    "sft": ("SFT", "answers", ("loss", "loss (nats a token)"), ("mean_token_accuracy", "token accuracy")),
+    "dpo": ("DPO", "pairs", ("loss", "loss"), ("rewards/accuracies", "preference accuracy")),
+    "kto": ("KTO", "judged", ("loss", "loss"), ("rewards/margins", "margin")),
+    "orpo": ("ORPO", "pairs", ("loss", "loss"), ("rewards/accuracies", "preference accuracy")),
+    "reward": ("Reward", "pairs", ("loss", "loss"), ("accuracy", "accuracy")),
+    "grpo": ("GRPO", "prompts", ("reward", "reward"), ("completions/mean_length", "mean length (tokens)")),
+    "rloo": ("RLOO", "prompts", ("reward", "reward"), ("completions/mean_length", "mean length (tokens)")),
+    "gkd": ("GKD", "answers", ("loss", "divergence"), ("entropy", "entropy (nats)")),
+}
+
+
+def rows(kind, count):
+    train, _ = example("grpo_add").questions(count)
+    made = []
+    for row in train:
+        say = lambda text: [{"role": "assistant", "content": text}]  # noqa: E731
+        right, wrong = say(row["answer"]), say(str(int(row["answer"]) + 10))
+        if kind == "answers":
+            made.append({"messages": row["prompt"] + right})
+        elif kind == "pairs":
+            made.append({"prompt": row["prompt"], "chosen": right, "rejected": wrong})
+        elif kind == "judged":
+            good = len(made) % 2 == 0
+            made.append({"prompt": row["prompt"], "completion": right if good else wrong, "label": good})
+        else:
+            made.append(row)
+    return Dataset.from_list(made)
+
+
+def train(name, steps, folder):
+    stem, kind, *_ = METHODS[name]
+    script, sampled = example("grpo_add"), kind == "prompts"
+    model = find_model()
+    settings = {"max_steps": steps, "logging_steps": 1, "save_strategy": "no", "report_to": "none", "seed": 0, "learning_rate": 2e-5}
+    settings |= {"per_device_train_batch_size": 32 if sampled else 8, "gradient_checkpointing": False}
+    settings |= {"num_generations": 8, "max_completion_length": 12, "temperature": 0.8} if sampled else {}
+    extra = {"reward_funcs": [script.accuracy, script.brevity]} if sampled else {}
+    if name == "gkd":
+        settings |= {"lmbda": 1.0, "max_completion_length": 12}
+        extra = {"teacher_model": model}
+    config = getattr(posttrain, f"{stem}Config")(str(folder), **settings)
+    trainer = getattr(posttrain, f"{stem}Trainer")(model, args=config, train_dataset=rows(kind, 32 * steps), **extra)
+    trainer.train()
+    return [line for line in trainer.state.log_history if "train_runtime" not in line]
+
+
+def draw(name, history):
+    *_, (left, label), (right, other) = METHODS[name]
+    figure, axis = plt.subplots(figsize=(6.4, 2.6), layout="constrained")
+    points = lambda metric: zip(*[(line["step"], line[metric]) for line in history if metric in line], strict=True)  # noqa: E731
+    axis.plot(*points(left), color="#3b6fd4", marker="o", markersize=3)
+    axis.set(xlabel="optimiser step", ylabel=label)
+    axis.yaxis.label.set_color("#3b6fd4")
+    second = axis.twinx()
+    second.plot(*points(right), color="#c2571a", marker="s", markersize=3)
+    second.set_ylabel(other, color="#c2571a")
+    for one in (axis, second):
+        one.spines["top"].set_visible(False)
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    figure.savefig(FOLDER / f"{name}.svg", metadata={"Date": None})
+    plt.close(figure)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("methods", nargs="*", choices=[*METHODS, []], default=list(METHODS))
+    parser.add_argument("--steps", type=int, default=16)
+    args = parser.parse_args()
+    for name in args.methods:
+        with tempfile.TemporaryDirectory() as folder:
+            history = train(name, args.steps, folder)
+        draw(name, history)
+        file = FOLDER / "curves.json"
+        known = json.loads(file.read_text()) if file.is_file() else {}
+        kept = [metric for metric, _ in METHODS[name][2:]]
+        known[name] = {metric: [line[metric] for line in history if metric in line] for metric in kept}
+        file.write_text(json.dumps(known, indent=1) + "\n")
+        sys.stdout.write(f"{name}: {known[name]}\n")
+
+
+if __name__ == "__main__":
+    main()
