@@ -17,7 +17,7 @@ from posttrain.data.forest import collate
 from posttrain.data.formats import is_conversational
 from posttrain.data.processors import is_processor
 from posttrain.data.samplers import PromptStream, RepeatSampler
-from posttrain.errors import RolloutServerError
+from posttrain.errors import RolloutError, RolloutServerError
 from posttrain.loop.dynamic_sampling import DynamicSampler, groups_without_signal
 from posttrain.loop.episodes import EpisodeRunner, make_driver
 from posttrain.loop.prompts import (
@@ -43,20 +43,22 @@ from posttrain.methods.online_config import OnlineConfig, resolve_auto
 from posttrain.metrics import MetricBuffer, mean
 from posttrain.models import parallel
 from posttrain.models.forward import batch_logps
+from posttrain.models.heads import causal_lm
 from posttrain.models.reference import Reference
 from posttrain.report.completions import rollout_table
 from posttrain.rewards.runner import RewardRunner, RewardTable
-from posttrain.rollouts.base import RolloutEngine, require_engine
+from posttrain.rollouts.base import RolloutEngine, check_top_k, require_engine
 from posttrain.rollouts.batch import (
     RolloutBatch,
     RolloutWindow,
     balance_rows,
     completions_for_rewards,
+    sampled_logps,
     shared_requests,
 )
 from posttrain.rollouts.episodes.harness import take_harness
-from posttrain.rollouts.sampling import configured_sampling, generation_fields
-from posttrain.types import Batch, Finding, LossTerms, ModelOutputs, Prompt, Rollout, Row, Sampling
+from posttrain.rollouts.sampling import configured_sampling, generation_fields, reshapes
+from posttrain.types import WHOLE, Batch, Finding, LossTerms, ModelOutputs, Prompt, Rollout, Row, Sampling, Truncation
 
 
 class OnlineTrainer(PostTrainer):
@@ -453,6 +455,12 @@ class OnlineTrainer(PostTrainer):
     # Log-probs ---------------------------------------------------------------------------------------------------
 
     @property
+    def truncation(self) -> Truncation:
+        """What sampling leaves out, for methods whose log-probs are of the policy that acts."""
+        args, follows = self.args, self.method.traits.truncated_logps
+        return Truncation(args.top_k or 0, args.top_p, args.min_p) if follows else WHOLE
+
+    @property
     def engine_is_policy(self) -> bool:
         """Whether completions are sampled with the very weights that are trained, so that nothing is to be corrected.
 
@@ -489,10 +497,12 @@ class OnlineTrainer(PostTrainer):
 
     def attach_logps(self, generation: RolloutBatch, mode: str) -> None:
         """Old log-probs where the buffer outlives its weights, those of a foreign engine, of the reference for a KL."""
-        complete = [len(r.logp) == len(r.token_ids) for r in generation.sequences()]
+        # A rollout function says what it drew from, and nothing else.
+        cut = self.truncation if self.rollout_func is None else WHOLE
+        sampled = self.logps_of_sampler(generation, mode, cut)
+        complete = [len(x) == len(r.token_ids) for x, r in zip(sampled, generation.sequences(), strict=True)]
         # The same on every rank: the passes below are collectives.
         known = all(parallel.all_gather_objects(complete, self.accelerator))
-        sampled = [list(rollout.logp) for rollout in generation.sequences()]
         if known and not self.engine_is_policy:
             generation.token_columns["rollout_logp"] = sampled
         elif known and self.engine.capabilities.has_logprobs and self.temperature == self.args.temperature:
@@ -506,19 +516,40 @@ class OnlineTrainer(PostTrainer):
             with self.inference() as policy, self.reference.active(policy) as reference:
                 generation.token_columns["ref_logp"] = self.logps(reference, generation.every_row())
 
+    def logps_of_sampler(self, generation: RolloutBatch, mode: str, truncation: Truncation) -> list[list[float]]:
+        """What the engine said of its tokens, as the trainer computes it; empty lists where it said something else.
+
+        Raises:
+            RolloutError: They are to be corrected for, and are of the distribution before truncation.
+        """
+        rollouts = list(generation.sequences())
+        sampled = sampled_logps(rollouts, truncation)
+        if sampled is None and not self.engine_is_policy and self.args.vllm_importance_sampling_correction:
+            raise RolloutError(
+                f"the engine {self.engine.name!r} says log-probs of the distribution before {truncation}, and tokens were drawn "
+                "after it: ratios would be off by the mass that was left out. Fix: an engine that fills Rollout.processed_logp "
+                "(native, hf, vLLM), sampling without truncation, or vllm_importance_sampling_correction=False."
+            )
+        # What was drawn after both a truncation and another change is no distribution that the trainer has.
+        if sampled is None or (truncation and self.engine_is_policy and reshapes(self.sampling(mode))):
+            return [[] for _ in rollouts]
+        return sampled
+
     def logps(self, model: nn.Module, rows: list[Row], temperature: float | None = None) -> list[list[float]]:
         """Per-token log-probs of every completion, by the same forward that trains; at the loss's temperature or another."""
         batches = collate(rows, pad_token_id=self.pad_token_id, layout=self.layout) if rows else []
         passes = parallel.in_step(batches, self.accelerator, self.spare_batch)
         placed = ((batch.to(self.args.device), counts) for batch, counts in passes)
         temperature = self.temperature if temperature is None else temperature
-        return batch_logps(model, placed, temperature=temperature, chunk_size=self.args.logits_chunk_size)
+        settings = {"temperature": temperature, "truncation": self.truncation}
+        return batch_logps(model, placed, **settings, chunk_size=self.args.logits_chunk_size)
 
     # Logs and checks ---------------------------------------------------------------------------------------------
 
     def check_start(self) -> None:
         """As every trainer's; reward models are placed and tried."""
         super().check_start()
+        check_top_k(self.args.top_k or 0, causal_lm(self.model).config.get_text_config().vocab_size)
         self.reward_watch = RewardWatch(
             self.rewards,
             self.accelerator,

@@ -40,7 +40,7 @@ from posttrain.models.quantised import check_quantised
 from posttrain.models.vision import load_renamed
 from posttrain.report.card import create_model_card
 from posttrain.report.record import RunRecordCallback
-from posttrain.types import Batch, Finding, LossTerms, ModelOutputs, Row
+from posttrain.types import WHOLE, Batch, Finding, LossTerms, ModelOutputs, Row, Truncation
 
 logger = logging.getLogger(__name__)
 
@@ -195,6 +195,11 @@ class PostTrainer(transformers.Trainer):
     def temperature(self) -> float:
         """What the logits are divided by before any log-prob."""
         return getattr(self.args, "temperature", 1.0)
+
+    @property
+    def truncation(self) -> Truncation:
+        """What is left out of the softmax of every log-prob."""
+        return WHOLE
 
     # Construction ------------------------------------------------------------------------------------------------
 
@@ -453,7 +458,8 @@ class PostTrainer(transformers.Trainer):
         """Forward and objective; a mixture of experts adds its load-balancing term, averaged over passes."""
         needs = self.method.traits.needs | ({"aux"} if self.router_coefficient else set())
         chunk, compare = self.args.logits_chunk_size, self.comparison(batch)
-        outputs = forward(model, batch, needs, temperature=self.temperature, chunk_size=chunk, compare=compare)
+        softmax = {"temperature": self.temperature, "truncation": self.truncation}
+        outputs = forward(model, batch, needs, **softmax, chunk_size=chunk, compare=compare)
         terms = self.objective(outputs, batch)
         terms.share = batch.shares
         add_router_term(terms, outputs, self.router_coefficient)

@@ -29,6 +29,7 @@ class Traits:
         single_pass: The loss compares all rows of a micro-batch, which is one pass.
         generative: The model has a language-model head; else a score head.
         samples: Rows come from completions that are sampled while training.
+        truncated_logps: Log-probs are of what top-k, top-p and min-p left to the sampler; else of the whole distribution.
         compares_reference: The loss compares the policy with a frozen reference.
         beta_is_kl: ``cfg.beta`` above 0 charges a KL to a frozen reference.
         documents: Rows are whole documents: nothing in them is a prompt.
@@ -50,6 +51,7 @@ class Traits:
     single_pass: bool = False
     generative: bool = True
     samples: bool = False
+    truncated_logps: bool = False
     compares_reference: bool = False
     beta_is_kl: bool = False
     documents: bool = False

@@ -143,16 +143,23 @@ class VllmSyncFields:
         50, "Pushes between two comparisons of log-probs with the engine, beside that after the first; 0: only that."
     )
     allow_biased_is: bool = option(
-        False, "Allow the correction of engine log-probs with truncated sampling, which biases every ratio."
+        False, "Allow the correction of engine log-probs with a penalty or a guide, which biases every ratio."
     )
 
 
-def truncated_sampling(cfg: Any) -> str:
-    """The settings that draw from another distribution than the one whose log-probs are computed; empty where none does."""
-    off = {"top_p": 1.0, "top_k": 0, "min_p": None, "repetition_penalty": 1.0}
-    given = {name: getattr(cfg, name) for name in off} | dict(cfg.generation_kwargs or {})
+def reshaped_sampling(cfg: OnlineConfig, *names: str) -> str:
+    """The settings that draw from another distribution than the one whose log-probs are computed; empty where none does.
+
+    Args:
+        cfg: Of an online trainer.
+        names: Further settings that its log-probs do not follow.
+    """
+    off = {"repetition_penalty": 1.0, "top_p": 1.0, "top_k": 0, "min_p": None}
+    given = dict(cfg.generation_kwargs or {})  # type: ignore[arg-type]
     changed = [
-        f"{name}={given[name]}" for name, default in off.items() if given[name] not in (default, default or None)
+        f"{name}={getattr(cfg, name)}"
+        for name in ("repetition_penalty", *names)
+        if getattr(cfg, name) not in (off[name], off[name] or None)
     ]
     if given.get("guide") is not None:
         changed.append(f"generation_kwargs with the guide {given['guide']}")
@@ -161,18 +168,18 @@ def truncated_sampling(cfg: Any) -> str:
     return ", ".join(changed)
 
 
-def reject_truncated_sampling(cfg: Any) -> None:
-    """Refuse a correction that would divide by the mass that was cut.
+def reject_reshaped_sampling(cfg: OnlineConfig) -> None:
+    """Refuse a correction of log-probs that the trainer does not compute; top-k, top-p and min-p it does follow.
 
     Raises:
-        ConfigError: Truncated sampling with the correction, unless ``allow_biased_is``.
+        ConfigError: A penalty or a guide with the correction, unless ``allow_biased_is``.
     """
-    truncated = truncated_sampling(cfg)
-    if truncated and cfg.vllm_importance_sampling_correction and not cfg.allow_biased_is:
+    reshaped = reshaped_sampling(cfg)
+    if reshaped and cfg.vllm_importance_sampling_correction and not cfg.allow_biased_is:
         raise ConfigError(
-            f"{truncated} with vllm_importance_sampling_correction=True: the engine draws from a truncated distribution and "
-            "the trainer's log-probs are of the whole one, so every ratio is off by the mass that was cut. Turn the "
-            "truncation or the correction off, or set allow_biased_is=True."
+            f"{reshaped} with vllm_importance_sampling_correction=True: the engine's log-probs are of what it makes of the "
+            "distribution, and the trainer's are not, so every ratio is off. Fix: leave it out, turn the correction off, or set "
+            "allow_biased_is=True."
         )
 
 

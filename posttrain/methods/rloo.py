@@ -15,7 +15,7 @@ from posttrain.losses.policy import clip_metrics, clipped, engine_gap, rollout_c
 from posttrain.losses.reduce import sequence_mean, sequence_sum
 from posttrain.methods.base import SAMPLES, Method
 from posttrain.methods.config import PictureConfig
-from posttrain.methods.online_config import OnlineConfig, reject_truncated_sampling
+from posttrain.methods.online_config import OnlineConfig, reject_reshaped_sampling
 from posttrain.metrics import maximum, mean
 from posttrain.types import Batch, LossTerms, ModelOutputs
 
@@ -51,8 +51,8 @@ class RLOOConfig(PictureConfig, OnlineConfig):
             )
 
     def check_foreign_logprobs(self) -> None:
-        """See `reject_truncated_sampling`."""
-        reject_truncated_sampling(self)
+        """See `reject_reshaped_sampling`."""
+        reject_reshaped_sampling(self)
 
     def _check_clip_range(self) -> None:
         given = self.reward_clip_range
@@ -116,7 +116,7 @@ class RLOO(Method[RLOOConfig]):
     """
 
     config_class = RLOOConfig
-    traits = replace(SAMPLES, splits_tokens=True, beta_is_kl=True, reads_images=True)
+    traits = replace(SAMPLES, truncated_logps=True, splits_tokens=True, beta_is_kl=True, reads_images=True)
 
     def advantages(self, totals: Tensor, size: int) -> Tensor:
         """``(n,)`` rewards, with the KL charged, against the mean of the others of their group of ``size``."""

@@ -15,8 +15,10 @@ from torch import Tensor, nn
 
 from posttrain.errors import ConfigError, ModelError
 from posttrain.losses.divergence import collision_logp
+from posttrain.losses.truncation import keep_, kept_from
 from posttrain.models.lean_layers import keep_inputs_only
 from posttrain.models.logprob import token_logprobs
+from posttrain.types import WHOLE, Truncation
 
 logger = logging.getLogger(__name__)
 
@@ -113,6 +115,7 @@ class TokenHead:
         rows, columns: ``(N,)`` where the predicting hidden states stand.
         targets: ``(N,)`` token ids they predict.
         temperature: Divides the logits before the softmax.
+        truncation: What is left out of the softmax.
         chunk_size: Positions whose logits exist at once; None: see `token_logprobs`.
         needs: What else to return; see `posttrain.models.forward.forward`.
         balance_over: ``(B, T)`` 1 on real tokens: return the router's load-balancing term over them.
@@ -127,6 +130,7 @@ class TokenHead:
     columns: Tensor
     targets: Tensor
     temperature: float = 1.0
+    truncation: Truncation = WHOLE
     chunk_size: int | None = None
     needs: frozenset[str] = frozenset()
     balance_over: Tensor | None = None
@@ -323,6 +327,7 @@ def _project(inner: Any, hidden: Tensor, head: TokenHead) -> dict[str, Tensor]:
                 logit_scale=rule.scale,
                 softcap=rule.softcap,
                 temperature=head.temperature,
+                truncation=head.truncation,
                 chunk_size=head.chunk_size,
                 entropy_grad="entropy_grad" in head.needs,
                 **{f"need_{name}": name in head.needs for name in PER_TOKEN},
@@ -336,6 +341,9 @@ def _project(inner: Any, hidden: Tensor, head: TokenHead) -> dict[str, Tensor]:
 def _from_logits(logits: Tensor, head: TokenHead) -> dict[str, Tensor]:
     """Log-probs and what else was asked for, from ``(N, V)`` logits."""
     raw, logits = logits, logits / head.temperature
+    if head.truncation:
+        targets = head.targets[:, None]
+        logits = keep_(logits.clone(), kept_from(logits.detach(), head.truncation), targets)
     logprobs = torch.log_softmax(logits, dim=-1)
     result = {"logp": logprobs.gather(-1, head.targets[:, None]).squeeze(-1)}
     if {"entropy", "entropy_grad"} & head.needs:

@@ -18,7 +18,8 @@ from posttrain.integrations import require
 from posttrain.models.heads import causal_lm, picture_encoder
 from posttrain.models.vision import probe_rows
 from posttrain.rollouts.base import Capabilities, RolloutEngine, check_followed, check_requests, refuse_virtual_tokens
-from posttrain.rollouts.server.replies import API_KEY_VARIABLE, check_token, derived_seed, sampling_body, truncates
+from posttrain.rollouts.sampling import reshapes
+from posttrain.rollouts.server.replies import API_KEY_VARIABLE, check_token, derived_seed, sampling_body
 from posttrain.rollouts.workers.shared_weights import as_dtype
 from posttrain.types import Request, Rollout, Sampling
 
@@ -307,7 +308,7 @@ class VLLMEngine(RolloutEngine):
         logps = [float(at[token].logprob) for token, at in zip(ids, completion.logprobs, strict=True)]
         tops = [[(i, float(x.logprob)) for i, x in at.items()][:most] for at in completion.logprobs] if most else None
         reason: Any = completion.finish_reason if completion.finish_reason in ("stop", "length") else "abort"
-        drawn = list(logps) if truncates(sampling) else None
+        drawn = list(logps) if sampling.truncation or reshapes(sampling) else None
         prompt = list(request.prompt_ids)
         return Rollout(prompt, ids, logps, reason, self.version, processed_logp=drawn, top_logps=tops)
 

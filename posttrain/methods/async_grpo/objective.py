@@ -67,7 +67,7 @@ class AsyncGRPO(Method[AsyncGRPOConfig]):
     """
 
     config_class = AsyncGRPOConfig
-    traits = replace(SAMPLES, reads_images=True, takes_episodes=True)
+    traits = replace(SAMPLES, truncated_logps=True, reads_images=True, takes_episodes=True)
 
     def objective(self, outputs: ModelOutputs, batch: Batch) -> LossTerms:
         """See `async_grpo_objective`."""

@@ -308,7 +308,9 @@ class GRPO(Method[Config]):
     """
 
     config_class = GRPOConfig
-    traits = replace(SAMPLES, splits_tokens=True, beta_is_kl=True, reads_images=True, takes_episodes=True)
+    traits = replace(
+        SAMPLES, truncated_logps=True, splits_tokens=True, beta_is_kl=True, reads_images=True, takes_episodes=True
+    )
 
     def __init__(self, cfg: Config) -> None:
         super().__init__(cfg)

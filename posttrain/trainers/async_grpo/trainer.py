@@ -311,7 +311,7 @@ class AsyncGRPOTrainer(OnlineTrainer):
 
     def attach_logps(self, generation: RolloutBatch, mode: str) -> None:
         """Those of the engine, which is the policy itself in evaluation."""
-        generation.token_columns["rollout_logp"] = [list(rollout.logp) for rollout in generation.rollouts]
+        generation.token_columns["rollout_logp"] = self.logps_of_sampler(generation, mode, self.truncation)
 
     # Checkpoints -------------------------------------------------------------------------------------------------
 
