@@ -138,6 +138,11 @@ class VllmSyncFields:
         "With vllm_enable_sleep_mode: 1 keeps weights in host memory, 2 drops them. auto: 1 where a push serves "
         "several generations, else 2.",
     )
+    adapter_sync: Literal["auto", "adapter", "merged"] = option(
+        "auto",
+        "A LoRA adapter goes to vLLM and to servers alone (adapter), or added to the weights (merged); auto: alone where the "
+        "engine takes it, else merged, which is told once.",
+    )
     vllm_server_api_key: str | None = option(None, "Bearer token of the rollout servers.")
     weight_parity_every: NonNegativeInt = option(
         50, "Pushes between two comparisons of log-probs with the engine, beside that after the first; 0: only that."

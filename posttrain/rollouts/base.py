@@ -43,6 +43,8 @@ class Capabilities:
         per_request_sampling: A request may bring a `Sampling` that differs from that of the call.
         context: Most tokens of prompt and completion; None: those of the model.
         dtype: Of its copy of the weights; None: unknown, or it has no copy.
+        adapter_rank: Highest rank of a LoRA adapter that it takes alone (`posttrain.rollouts.adapters.AdapterWeights`); None: it
+            takes merged weights.
     """
 
     in_process: bool = False
@@ -60,6 +62,7 @@ class Capabilities:
     per_request_sampling: bool = True
     context: int | None = None
     dtype: torch.dtype | None = None
+    adapter_rank: int | None = None
 
 
 @contextmanager

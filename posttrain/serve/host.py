@@ -22,6 +22,7 @@ from posttrain.data.pictures import Placed, read_picture
 from posttrain.errors import BadRequest, ConfigError, DataError, ModelError, RolloutError, WeightSyncError
 from posttrain.models.heads import has_tower, picture_encoder
 from posttrain.models.load import create_model_from_path, load_tokenizer, resolve_pad_token
+from posttrain.rollouts.adapters import TENSORS, read_adapter
 from posttrain.rollouts.base import check_requests
 from posttrain.rollouts.engines import create_engine
 from posttrain.rollouts.sampling import reshapes, structured_guide
@@ -278,7 +279,7 @@ class Host:
 
     async def weight_info(self) -> dict[str, Any]:
         """The version of the weights."""
-        return {"weight_version": self.served.version}
+        return {"weight_version": self.served.version, "base_version": self.served.base_version}
 
     async def metrics(self) -> Response:
         """Counters for Prometheus."""
@@ -344,8 +345,7 @@ class Host:
         """
         if self.served.state != "updating":
             raise HTTPException(409, "start_weight_update must be called before update_weights.")
-        if request.client is None or request.client.host not in LOOPBACK or "x-forwarded-for" in request.headers:
-            raise HTTPException(403, "a bucket in shared memory can come from this machine alone.")
+        _same_machine(request)
         try:
             if update_info.complete:
                 await self.do(self.served.complete_update)
@@ -366,10 +366,36 @@ class Host:
         await self.do(self.served.end_update, weight_version)
         return {"message": "Weight update finished"}
 
+    async def load_lora_adapter(
+        self, lora_name: Annotated[str, Body()], lora_path: Annotated[str, Body()], request: Request
+    ) -> dict[str, Any]:
+        """Sample from the base model with this adapter from now on, and call the weights by its name.
+
+        Raises:
+            HTTPException: 403, the request came from another machine.
+            WeightSyncError: The weights are not whole.
+        """
+        _same_machine(request)
+        if self.served.state != "whole":
+            raise WeightSyncError(NOT_WHOLE, phase="adapter")
+        folder = shared_path(f"{lora_path}/{TENSORS}").parent
+        await self.do(lambda: self.served.load_adapter(lora_name, *read_adapter(folder)))
+        return {"message": f"LoRA adapter '{lora_name}' added"}
+
+    async def unload_lora_adapter(self, lora_name: Annotated[str, Body(embed=True)]) -> dict[str, Any]:
+        """Nothing: an adapter goes when the next one comes."""
+        return {"message": f"LoRA adapter '{lora_name}' removed"}
+
     async def update_weight_version(self, new_version: Annotated[str, Body(embed=True)]) -> dict[str, Any]:
         """Call the weights otherwise."""
-        self.served.version = new_version
+        self.served.version = self.served.base_version = new_version
         return {"success": True, "new_version": new_version}
+
+
+def _same_machine(request: Request) -> None:
+    """Refuse files in shared memory that another machine names."""
+    if request.client is None or request.client.host not in LOOPBACK or "x-forwarded-for" in request.headers:
+        raise HTTPException(403, "a bucket in shared memory can come from this machine alone.")
 
 
 def create_app(host: Host) -> FastAPI:
@@ -378,13 +404,22 @@ def create_app(host: Host) -> FastAPI:
     for endpoint in (host.health, host.weight_info, host.metrics):
         app.get(f"/{endpoint.__name__}")(endpoint)
     app.get("/v1/models")(host.models)
-    app.post("/v1/completions")(host.completions)
+    for endpoint in (host.completions, host.load_lora_adapter, host.unload_lora_adapter):
+        app.post(f"/v1/{endpoint.__name__}")(endpoint)
     for endpoint in (
         host.collective_rpc, host.pause, host.resume, host.reset_prefix_cache, host.start_weight_update, host.update_weights,
         host.finish_weight_update, host.update_weight_version,
     ):  # fmt: skip
         app.post(f"/{endpoint.__name__}")(endpoint)
-    for kind in (Exception, HTTPException, ConfigError, BadRequest, WeightSyncError, RequestValidationError):
+    for kind in (
+        Exception,
+        HTTPException,
+        ConfigError,
+        BadRequest,
+        ModelError,
+        WeightSyncError,
+        RequestValidationError,
+    ):
         app.add_exception_handler(kind, _answer)
     app.add_middleware(TokenGuard, api_key=host.config.api_key)  # type: ignore[arg-type]
     return app
@@ -394,7 +429,7 @@ def _answer(_: Request, error: Exception) -> JSONResponse:
     """An error as a reply."""
     if isinstance(error, HTTPException):
         return _error(error.status_code, error.detail)
-    if isinstance(error, ConfigError | BadRequest | RequestValidationError):
+    if isinstance(error, ConfigError | BadRequest | ModelError | RequestValidationError):
         return _error(400, str(error))
     return _error(409 if isinstance(error, WeightSyncError) else 500, f"{type(error).__name__}: {error}")
 
