@@ -353,6 +353,7 @@ class ModelOutputs:
         correct: ``(B, T)`` bool, the token was the most likely one.
         mean_logit: ``(B, T)`` mean over the vocabulary of the logits that a token was predicted from; 0 outside ``loss_mask``.
         collision: ``(B, T)`` ``log sum_v p_v^2`` of the distribution it was predicted from, likewise.
+        log_mass: ``(B, T)`` log of the mass that the sampler's truncation leaves of it, the token itself included; no gradient.
         scores: ``(S,)`` reward-model scores.
         values: ``(B, T)`` value-head outputs.
         logits: Only when asked for: ``(N, V)`` at loss positions, in ``loss_mask`` order.
@@ -365,6 +366,7 @@ class ModelOutputs:
     correct: Tensor | None = None
     mean_logit: Tensor | None = None
     collision: Tensor | None = None
+    log_mass: Tensor | None = None
     scores: Tensor | None = None
     values: Tensor | None = None
     logits: Tensor | None = None

@@ -57,7 +57,7 @@ from posttrain.rollouts.batch import (
     shared_requests,
 )
 from posttrain.rollouts.episodes.harness import take_harness
-from posttrain.rollouts.sampling import configured_sampling, generation_fields, reshapes
+from posttrain.rollouts.sampling import configured_sampling, generation_fields
 from posttrain.types import WHOLE, Batch, Finding, LossTerms, ModelOutputs, Prompt, Rollout, Row, Sampling, Truncation
 
 
@@ -456,9 +456,9 @@ class OnlineTrainer(PostTrainer):
 
     @property
     def truncation(self) -> Truncation:
-        """What sampling leaves out, for methods whose log-probs are of the policy that acts."""
-        args, follows = self.args, self.method.traits.truncated_logps
-        return Truncation(args.top_k or 0, args.top_p, args.min_p) if follows else WHOLE
+        """What another engine leaves out as it samples, for methods that compare its log-probs with their own."""
+        follows = self.method.traits.follows_truncation and not self.engine_is_policy
+        return self.args.truncation if follows else WHOLE
 
     @property
     def engine_is_policy(self) -> bool:
@@ -497,9 +497,7 @@ class OnlineTrainer(PostTrainer):
 
     def attach_logps(self, generation: RolloutBatch, mode: str) -> None:
         """Old log-probs where the buffer outlives its weights, those of a foreign engine, of the reference for a KL."""
-        # A rollout function says what it drew from, and nothing else.
-        cut = self.truncation if self.rollout_func is None else WHOLE
-        sampled = self.logps_of_sampler(generation, mode, cut)
+        sampled = self.logps_of_sampler(generation)
         complete = [len(x) == len(r.token_ids) for x, r in zip(sampled, generation.sequences(), strict=True)]
         # The same on every rank: the passes below are collectives.
         known = all(parallel.all_gather_objects(complete, self.accelerator))
@@ -511,32 +509,38 @@ class OnlineTrainer(PostTrainer):
             generation.token_columns["old_logp"] = sampled
         elif self.needs_old_logp(mode):
             with self.inference() as policy:
-                generation.token_columns["old_logp"] = self.logps(policy, generation.every_row())
+                generation.token_columns["old_logp"], masses = self._logps(policy, generation.every_row())
+            if masses is not None:
+                generation.token_columns["log_mass"] = masses
         if self.reference is not None:
             with self.inference() as policy, self.reference.active(policy) as reference:
                 generation.token_columns["ref_logp"] = self.logps(reference, generation.every_row())
 
-    def logps_of_sampler(self, generation: RolloutBatch, mode: str, truncation: Truncation) -> list[list[float]]:
-        """What the engine said of its tokens, as the trainer computes it; empty lists where it said something else.
+    def logps_of_sampler(self, generation: RolloutBatch) -> list[list[float]]:
+        """What the engine said of its tokens: of the policy itself before truncation, of another engine after it.
 
         Raises:
             RolloutError: They are to be corrected for, and are of the distribution before truncation.
         """
+        # A rollout function says what it drew from, and nothing else.
+        cut = WHOLE if self.rollout_func is not None else self.truncation
         rollouts = list(generation.sequences())
-        sampled = sampled_logps(rollouts, truncation)
-        if sampled is None and not self.engine_is_policy and self.args.vllm_importance_sampling_correction:
+        sampled = sampled_logps(rollouts, cut)
+        if sampled is None and self.args.vllm_importance_sampling_correction:
             raise RolloutError(
-                f"the engine {self.engine.name!r} says log-probs of the distribution before {truncation}, and tokens were drawn "
+                f"the engine {self.engine.name!r} says log-probs of the distribution before {cut}, and tokens were drawn "
                 "after it: ratios would be off by the mass that was left out. Fix: an engine that fills Rollout.processed_logp "
                 "(native, hf, vLLM), sampling without truncation, or vllm_importance_sampling_correction=False."
             )
-        # What was drawn after both a truncation and another change is no distribution that the trainer has.
-        if sampled is None or (truncation and self.engine_is_policy and reshapes(self.sampling(mode))):
-            return [[] for _ in rollouts]
-        return sampled
+        return [[] for _ in rollouts] if sampled is None else sampled
 
     def logps(self, model: nn.Module, rows: list[Row], temperature: float | None = None) -> list[list[float]]:
         """Per-token log-probs of every completion, by the same forward that trains; at the loss's temperature or another."""
+        return self._logps(model, rows, temperature)[0]
+
+    def _logps(
+        self, model: nn.Module, rows: list[Row], temperature: float | None = None
+    ) -> tuple[list[list[float]], list[list[float]] | None]:
         batches = collate(rows, pad_token_id=self.pad_token_id, layout=self.layout) if rows else []
         passes = parallel.in_step(batches, self.accelerator, self.spare_batch)
         placed = ((batch.to(self.args.device), counts) for batch, counts in passes)

@@ -198,7 +198,7 @@ class PostTrainer(transformers.Trainer):
 
     @property
     def truncation(self) -> Truncation:
-        """What is left out of the softmax of every log-prob."""
+        """What the sampler leaves out, of which the objective wants the mass that is left."""
         return WHOLE
 
     # Construction ------------------------------------------------------------------------------------------------

@@ -1,22 +1,23 @@
-r"""The distribution that truncated sampling draws from, and log-probs under it.
+r"""Ratios to a sampler that draws from a part of the vocabulary: top-k, top-p, min-p.
 
-With top-k, top-p or min-p a token is drawn from a part K of the vocabulary. The policy that acts is the renormalised one::
+A token is drawn from the kept part K, renormalised::
 
-    mu(v) = pi(v) / sum_{u in K} pi(u)   for v in K,   0 elsewhere;    pi = softmax(logits / temperature)
+    mu(v) = pi_s(v) / pi_s(K)   for v in K,   0 elsewhere;    pi = softmax(logits / temperature),   pi(K) = sum_{u in K} pi(u)
 
-so that is what importance ratios and gradients are of. Log-probs of pi instead would multiply every ratio by the mass of K
-(0.95 with ``top_p=0.95``), and their gradient would miss ``-grad log sum_K pi``: a score whose mean under mu is not 0.
+and engines say ``log mu`` of their tokens. Beside ``log pi`` of the trainer every ratio would be off by the mass of K (0.95 with
+``top_p=0.95``). The trainer finds K of its own logits by the same rule, and the ratio is that of the two renormalised policies::
 
-The trainer finds K anew, from its own logits, by the same rule as the engine: with the weights that sampled, both are one set,
-the mean of the ratio is 1 and the gradient is that of mu. Once weights have moved, or round otherwise, a token may stand outside
-of the trainer's K. It is kept in it: its log-prob is finite, its ratio small, and it has a gradient. Where the two sets differ,
-the mean of the ratio is the mass that the trainer's mu gives to the engine's K, which is at most 1.
+    r(v) = pi(v) / (pi(K) mu(v)),    E_mu[r] = 1 with the weights that sampled, and where K is the same with other ones
 
-K is what is left by min-p and top-k, and of that, renormalised, the nucleus of top-p: the order of vLLM. All three keep the
-likeliest tokens, so that a threshold says what is in K.
+The mass is no part of the gradient, which is that of ``log pi``: with advantages A and the weights that sampled, its expectation
+is the gradient of ``sum_{v in K} pi(v) A(v) / pi_s(K)``, the policy's own probabilities of what was kept. With ``log mu`` in its
+place nothing that is trained sees the probability outside of K: on the demo's task the policy was lost so (docs/grpo.md).
 
-Reference: nucleus sampling, arXiv:1904.09751; min-p, arXiv:2407.01082; policy gradients of the distribution that acts: Sutton
-et al. 2000, "Policy gradient methods for reinforcement learning with function approximation".
+A token that rounding, or weights that have moved, put outside of the trainer's K is counted with it. K is what is left by min-p
+and top-k, and of that, renormalised, the nucleus of top-p: the order of vLLM. All three keep the likeliest tokens, so that a
+threshold says what is in K.
+
+Reference: nucleus sampling, arXiv:1904.09751; min-p, arXiv:2407.01082.
 """
 
 from __future__ import annotations
@@ -29,7 +30,6 @@ from torch import Tensor
 from posttrain.types import Truncation
 
 CANDIDATES = (256, 4096)  # Most likely tokens that are sorted in search of a nucleus, before all are.
-LEFT_OUT = -1e9  # A logit of probability 0: its product with 0 is 0, which that of an infinity is not.
 
 
 def kept_from(logits: Tensor, truncation: Truncation) -> Tensor:
@@ -59,10 +59,16 @@ def truncate(logits: Tensor, truncation: Truncation) -> Tensor:
     return logits.masked_fill(logits < kept_from(logits, truncation), -torch.inf)
 
 
-def keep_(logits: Tensor, least: Tensor, targets: Tensor) -> Tensor:
-    """Leave out the logits below ``least (n, 1)``, in place, but for that of the target ``(n, 1)``, which was drawn."""
-    chosen = logits.gather(1, targets)
-    return logits.masked_fill_(logits < least, LEFT_OUT).scatter_(1, targets, chosen)
+def kept_log_mass(logits: Tensor, truncation: Truncation, targets: Tensor) -> Tensor:
+    """``log pi(K)``, ``(n,)``, where K holds the target ``(n, 1)``, which was drawn.
+
+    >>> logits = torch.tensor([[0.5, 0.3, 0.15, 0.05]]).log()
+    >>> kept_log_mass(logits, Truncation(top_k=2), torch.tensor([[0]])).exp()
+    tensor([0.8000])
+    """
+    kept = logits.masked_fill(logits < kept_from(logits, truncation), -torch.inf)
+    kept.scatter_(1, targets, logits.gather(1, targets))
+    return kept.logsumexp(-1) - logits.logsumexp(-1)
 
 
 def _nucleus_from(logits: Tensor, top_p: float) -> Tensor:

@@ -27,6 +27,7 @@ from posttrain.methods.config import PostTrainingConfig, check_gathering
 from posttrain.rollouts.engines import choose_engine
 from posttrain.rollouts.episodes.harness import HarnessFields
 from posttrain.rollouts.sampling import GENERATION_NAMES, generation_fields, structured_guide
+from posttrain.types import Truncation
 
 logger = logging.getLogger(__name__)
 
@@ -381,6 +382,11 @@ class OnlineConfig(VllmSyncFields, VllmFields, GenerationFields, ReferenceFields
         names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "cache_implementation")
         settings = {name: getattr(self, name) for name in names} | {"max_new_tokens": self.max_completion_length}
         return transformers.GenerationConfig(do_sample=True, **settings)
+
+    @property
+    def truncation(self) -> Truncation:
+        """What sampling leaves out of the vocabulary."""
+        return Truncation(self.top_k or 0, self.top_p, self.min_p)
 
     def refused_engines(self) -> dict[str, str]:
         """Engines that these settings rule out for ``rollout_engine="auto"``, with the reasons."""

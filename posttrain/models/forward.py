@@ -49,7 +49,7 @@ def forward(
         needs: Any of ``logp``, ``entropy``, ``entropy_grad``, ``correct``, ``mean_logit``, ``collision``, ``logits``, ``aux``;
             or ``scores`` (a classifier's score at each sequence's last token) alone.
         temperature: Divides the logits, so that log-probs are those of the distribution that was sampled from.
-        truncation: What sampling left out of it, likewise; see `posttrain.losses.truncation`.
+        truncation: What sampling left out of it: ``log_mass`` says how much it left.
         chunk_size: Positions whose logits exist at once; None: as many as `token_logprobs` picks.
         compare: See `TokenHead.compare`; what it returns is ``compared``.
 
@@ -74,7 +74,7 @@ def forward(
         return ModelOutputs(scores=result["scores"][:, 0])
     return ModelOutputs(
         logp=_place(result.get("logp"), batch),
-        **{name: _place(result.get(name), batch) for name in PER_TOKEN},
+        **{name: _place(result.get(name), batch) for name in ("log_mass", *PER_TOKEN)},
         values=_place(result.get("values"), batch, batch.sequence >= 0),
         logits=result.get("logits"),
         aux_loss=result.get("aux_loss"),
@@ -207,7 +207,7 @@ def _all_positions(values: Tensor, where: Tensor, count: int) -> Tensor:
 
 def _at_owner(result: dict[str, Any], own: tuple[Tensor, int], split: TokenSplit, owner: int) -> dict[str, Any]:
     """What the positions of all processes gave, where the head did not compare; the router's term is whole already."""
-    names = [name for name in ("logp", *PER_TOKEN, "logits", "scores") if name in result]
+    names = [name for name in ("logp", "log_mass", *PER_TOKEN, "logits", "scores") if name in result]
     if not names:
         return result
     placed = [_all_positions(result[name].float(), *own) for name in names]
@@ -396,24 +396,31 @@ def batch_logps(
     temperature: float,
     chunk_size: int,
     truncation: Truncation = WHOLE,
-) -> list[list[float]]:
-    """Per-token log-probs of every completion, by the forward that trains, in the order of the rows that were collated.
+) -> tuple[list[list[float]], list[list[float]] | None]:
+    """Per-token log-probs of every completion, by the forward that trains, in the order of the rows that were collated; and
+    the logs of the mass that truncation left, where there is one.
 
     Args:
         model: Wrapped as the run wraps it.
         batches: Forward passes on the device of the model; of one whose flag is False (it keeps ranks in step) nothing is kept.
         temperature: Logits are divided by it.
         chunk_size: Tokens whose logits exist at a time.
-        truncation: What is left out of each softmax.
+        truncation: Of the sampler.
     """
     settings = {"temperature": temperature, "truncation": truncation, "chunk_size": chunk_size}
-    found: dict[int, list[float]] = {}
+    logps: dict[int, list[float]] = {}
+    masses: dict[int, list[float]] = {}
     for batch, counts in batches:
-        logp = forward(model, batch, **settings).logp
-        if counts:  # Two copies to the host, not one a completion.
-            pieces = split_by_sequence(logp.cpu(), replace(batch, sequence=batch.sequence.cpu()))
-            found |= {origin: values.tolist() for origin, values in zip(batch.origin, pieces, strict=True)}
-    return [found[i] for i in range(len(found))]
+        out = forward(model, batch, **settings)
+        if not counts:
+            continue
+        # Two copies to the host, not one a completion.
+        host = replace(batch, sequence=batch.sequence.cpu())
+        for found, values in ((logps, out.logp), (masses, out.log_mass)):
+            if values is not None:
+                pieces = split_by_sequence(values.cpu(), host)
+                found |= {origin: piece.tolist() for origin, piece in zip(batch.origin, pieces, strict=True)}
+    return [logps[i] for i in range(len(logps))], [masses[i] for i in range(len(masses))] if truncation else None
 
 
 @torch.no_grad()

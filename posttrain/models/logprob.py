@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from posttrain.errors import ConfigError
-from posttrain.losses.truncation import keep_, kept_from
+from posttrain.losses.truncation import kept_log_mass
 from posttrain.types import WHOLE, Truncation
 
 # Of float32 logits. Measured on 2 cores at vocabularies of 49k and 152k: 64 MiB is no faster than 24, 16 and less are slower.
@@ -32,17 +32,17 @@ class TokenLogprobs:
     correct: Tensor | None = None
     mean_logit: Tensor | None = None
     collision: Tensor | None = None
+    log_mass: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class _Rule:
-    """From ``hidden @ W.T + b`` to the logits of the softmax: scale, cap, temperature, truncation, in this order."""
+    """From ``hidden @ W.T + b`` to the logits of the softmax: scale, cap, temperature, in this order."""
 
     scale: float
     softcap: float | None
     temperature: float
     chunk: int
-    truncation: Truncation = WHOLE
 
     def logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Tempered logits in float32 (or wider), and ``tanh`` of the cap for the backward pass."""
@@ -117,12 +117,13 @@ class _TokenLogprobs(torch.autograd.Function):
         targets: Tensor,
         rule: _Rule,
         wants: frozenset[str],
+        truncation: Truncation,
     ) -> tuple[Tensor, ...]:
         wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
         n = targets.shape[0]
         logp, log_z = hidden.new_empty(n, dtype=wide), hidden.new_empty(n, dtype=wide)
         entropy, mean_logit, collision = (hidden.new_empty(n * (name in wants), dtype=wide) for name in NUMBERS)
-        least = hidden.new_empty((n * bool(rule.truncation), 1), dtype=wide)
+        log_mass = hidden.new_empty(n * bool(truncation), dtype=wide)
         correct = torch.empty(n * ("correct" in wants), dtype=torch.bool, device=hidden.device)
         for start in range(0, n, rule.chunk):
             part = slice(start, start + rule.chunk)
@@ -133,9 +134,6 @@ class _TokenLogprobs(torch.autograd.Function):
                 correct[part] = chosen >= top
             if "mean_logit" in wants:
                 mean_logit[part] = x.mean(1) * rule.temperature
-            if rule.truncation:
-                least[part] = kept_from(x, rule.truncation)
-                keep_(x, least[part], targets[part, None])
             e = torch.sub(x, top[:, None]).exp_()
             z = e.sum(1)
             log_z[part] = top + z.log()
@@ -144,15 +142,18 @@ class _TokenLogprobs(torch.autograd.Function):
                 entropy[part] = log_z[part] - torch.linalg.vecdot(e, x) / z
             if "collision" in wants:
                 collision[part] = torch.linalg.vecdot(e, e).log() - 2.0 * z.log()
-        ctx.save_for_backward(hidden, weight, bias, targets, log_z, entropy, least)
+            if truncation:
+                log_mass[part] = kept_log_mass(x, truncation, targets[part, None])
+        ctx.save_for_backward(hidden, weight, bias, targets, log_z, entropy)
         ctx.rule, ctx.wants = rule, wants
-        ctx.mark_non_differentiable(correct, mean_logit, collision, *(() if "entropy_grad" in wants else (entropy,)))
-        return logp, entropy, correct, mean_logit, collision
+        fixed = (correct, mean_logit, collision, log_mass)
+        ctx.mark_non_differentiable(*fixed, *(() if "entropy_grad" in wants else (entropy,)))
+        return logp, entropy, *fixed
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_logp: Tensor, grad_entropy: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, targets, log_z, entropy, least = ctx.saved_tensors
+        hidden, weight, bias, targets, log_z, entropy = ctx.saved_tensors
         rule: _Rule = ctx.rule
         through_entropy = "entropy_grad" in ctx.wants and grad_entropy is not None
         wide = grad_logp.dtype
@@ -160,8 +161,6 @@ class _TokenLogprobs(torch.autograd.Function):
         for start in range(0, targets.shape[0], rule.chunk):
             part = slice(start, start + rule.chunk)
             x, bent = rule.logits(hidden[part], weight, bias)
-            if rule.truncation:
-                keep_(x, least[part], targets[part, None])
             g = grad_logp[part]
             lp = x.sub_(log_z[part, None])
             if through_entropy:
@@ -172,7 +171,7 @@ class _TokenLogprobs(torch.autograd.Function):
                 dx = lp.exp_().mul_(-g[:, None])
             dx.scatter_add_(1, targets[part, None], g[:, None])
             sums.add(part, rule.through(dx, bent))
-        return *sums.found(), None, None, None
+        return *sums.found(), None, None, None, None
 
 
 def _prepared(
@@ -217,8 +216,8 @@ def token_logprobs(
         logit_scale: Multiplies the logits (Cohere; the inverse of Granite's ``logits_scaling``).
         softcap: ``c tanh(x / c)`` (Gemma 2).
         temperature: > 0.
-        truncation: What else is left out of each softmax, but never the target; see `posttrain.losses.truncation`. The numbers
-            below but for ``mean_logit`` and ``correct`` are of what is left, too.
+        truncation: Where it leaves anything out, also the log of the mass that it leaves; no gradient. See
+            `posttrain.losses.truncation`.
         chunk_size: Positions at a time; None picks about 24 MiB of logits on a CPU, 64 elsewhere.
         need_entropy: Also the entropy, in nats, of the tempered distribution.
         entropy_grad: Let gradients flow through the entropy.
@@ -236,14 +235,14 @@ def token_logprobs(
     if temperature <= 0:
         raise ConfigError(f"temperature={temperature} must be above 0: logits are divided by it.")
     hidden, weight, bias, chunk = _prepared(hidden, weight, bias, chunk_size)
-    rule = _Rule(logit_scale, softcap, temperature, chunk, truncation)
+    rule = _Rule(logit_scale, softcap, temperature, chunk)
     asked = {
         "entropy": need_entropy or entropy_grad, "correct": need_correct, "mean_logit": need_mean_logit,
-        "collision": need_collision, "entropy_grad": entropy_grad,
+        "collision": need_collision, "log_mass": bool(truncation), "entropy_grad": entropy_grad,
     }  # fmt: skip
     wants = frozenset(name for name, want in asked.items() if want)
     with torch.autocast(hidden.device.type, enabled=False):
-        logp, *rest = _TokenLogprobs.apply(hidden, weight, bias, targets, rule, wants)
+        logp, *rest = _TokenLogprobs.apply(hidden, weight, bias, targets, rule, wants, truncation)
     return TokenLogprobs(logp, *(value if name in wants else None for name, value in zip(asked, rest, strict=False)))
 
 

@@ -1,16 +1,19 @@
-"""Truncated sampling: what is drawn, and that ratios and gradients are of it; a vocabulary of 12 is enumerated."""
+"""Truncated sampling: what is drawn, and ratios to it without bias; a vocabulary of 12 is enumerated."""
+
+from dataclasses import replace
 
 import pytest
 import torch
 
-from posttrain import AsyncGRPOConfig, Batch, GRPOConfig
-from posttrain.losses.reduce import Denominators, reduce
+from posttrain import AsyncGRPOConfig, Batch, GRPOConfig, RLOOConfig
 from posttrain.losses.truncation import kept_from, truncate
 from posttrain.methods.async_grpo.objective import async_grpo_objective
+from posttrain.methods.base import sampler_logp
 from posttrain.methods.grpo import grpo_objective
+from posttrain.methods.rloo import rloo_objective
 from posttrain.models.logprob import token_logprobs
 from posttrain.rollouts.sampling import draw_tokens
-from posttrain.types import ModelOutputs, Sampling, Truncation
+from posttrain.types import WHOLE, ModelOutputs, Sampling, Truncation
 
 VOCABULARY, HIDDEN, TEMPERATURE = 12, 5, 0.8
 CUTS = {
@@ -39,11 +42,9 @@ def by_definition(p, cut):
 
 
 def dense(hidden, weight, cut):
-    """``(V,)`` log-probs of the policy that acts, its set found by sorting, through autograd."""
-    logits = weight @ hidden / TEMPERATURE
-    kept = by_definition(logits.detach().softmax(-1), cut)
-    left = torch.full((VOCABULARY,), -torch.inf, dtype=logits.dtype)
-    return left.index_put((torch.tensor(kept),), logits[kept].log_softmax(-1)), kept
+    """``(V,)`` log-probs of the whole distribution, through autograd, and the ids that are kept of it, found by sorting."""
+    logp = (weight @ hidden / TEMPERATURE).log_softmax(-1)
+    return logp, by_definition(logp.detach().exp(), cut)
 
 
 def one_token_each(advantages, rollout_logp=None):
@@ -61,7 +62,8 @@ def ours(hidden, weight, cut, **settings):
     rows = hidden.expand(VOCABULARY, HIDDEN).contiguous()
     targets = torch.arange(VOCABULARY)
     out = token_logprobs(rows, weight, targets, temperature=TEMPERATURE, truncation=cut, need_entropy=True, **settings)
-    return ModelOutputs(logp=out.logp[:, None], entropy=out.entropy[:, None])
+    mass = None if out.log_mass is None else out.log_mass[:, None]
+    return ModelOutputs(logp=out.logp[:, None], entropy=out.entropy[:, None], log_mass=mass)
 
 
 @pytest.mark.parametrize("cut", CUTS.values(), ids=CUTS)
@@ -75,57 +77,60 @@ def test_what_is_kept_is_what_the_definitions_keep(cut):
 
 @pytest.mark.parametrize("chunk", [1, 5, 100])
 @pytest.mark.parametrize("cut", CUTS.values(), ids=CUTS)
-def test_log_probs_and_entropy_are_of_what_is_left_in_value_and_gradient(cut, chunk):
+def test_the_mass_that_is_left_is_told_beside_log_probs_that_stay_as_they_are(cut, chunk):
     hidden, weight = problem()
-    expected, kept = dense(hidden, weight, cut)
-    out = ours(hidden, weight, cut, chunk_size=chunk, entropy_grad=True)
-    torch.testing.assert_close(out.logp[kept, 0], expected[kept])
-    entropy = -(expected[kept].exp() * expected[kept]).sum()
-    torch.testing.assert_close(out.entropy[kept, 0], entropy.expand(len(kept)))
-    loss = (out.logp[kept, 0] * torch.arange(len(kept))).sum() + out.entropy[kept[0], 0]
-    (found,) = torch.autograd.grad(loss, weight, retain_graph=True)
-    (true,) = torch.autograd.grad((expected[kept] * torch.arange(len(kept))).sum() + entropy, weight)
-    torch.testing.assert_close(found, true)
+    logp, kept = dense(hidden, weight, cut)
+    out = ours(hidden, weight, cut, chunk_size=chunk)
+    torch.testing.assert_close(out.logp[:, 0], logp)
+    assert not out.log_mass.requires_grad and ours(hidden, weight, WHOLE).log_mass is None
+    mass = logp.detach()[kept].logsumexp(0)
+    torch.testing.assert_close(out.log_mass[kept, 0], mass.expand(len(kept)))
+    # A token that was drawn is counted with what is left.
+    others = sorted(set(range(VOCABULARY)) - set(kept))
+    torch.testing.assert_close(out.log_mass[others, 0], torch.logaddexp(mass, logp.detach()[others]))
 
 
+def sampled_by(logp, kept, cut_off=0.0):
+    """``(V, 1)`` what an engine says: renormalised where it draws, a placeholder elsewhere."""
+    mu = torch.full_like(logp, cut_off)
+    mu[kept] = logp[kept].log_softmax(-1)
+    return mu[:, None]
+
+
+@pytest.mark.parametrize("kind", ["grpo", "grpo corrected", "rloo", "async", "async corrected"])
 @pytest.mark.parametrize("cut", CUTS.values(), ids=CUTS)
-def test_a_token_outside_of_the_trainers_set_is_kept_in_it_and_has_a_gradient(cut):
-    hidden, weight = problem()
-    _, kept = dense(hidden, weight, cut)
-    outside = min(set(range(VOCABULARY)) - set(kept))
-    logits = (weight @ hidden / TEMPERATURE)[[*kept, outside]]
-    out = ours(hidden, weight, cut)
-    torch.testing.assert_close(out.logp[outside, 0], logits.log_softmax(-1)[-1])
-    assert torch.autograd.grad(out.logp[outside, 0], weight)[0][outside].abs().max() > 0
-
-
-@pytest.mark.parametrize("kind", ["grpo", "async", "async corrected"])
-@pytest.mark.parametrize("cut", CUTS.values(), ids=CUTS)
-def test_the_expected_gradient_is_the_enumerated_one_of_the_policy_that_acts(tmp_path, cut, kind):
-    """``grad sum_v mu(v) A(v)``, with advantages whose mean is not 0: log-probs of the whole distribution fail here."""
+def test_the_expected_gradient_is_the_enumerated_one(tmp_path, cut, kind):
+    """That of ``sum_{v in K} pi(v) A(v) / pi_s(K)`` with the weights that sampled; without the mass it is off by pi_s(K)."""
     hidden, weight = problem()
     advantages = torch.linspace(-1.0, 2.0, VOCABULARY, dtype=torch.float64)
-    mu, kept = dense(hidden, weight, cut)
-    (true,) = torch.autograd.grad((mu[kept].exp() * advantages[kept]).sum(), weight, retain_graph=True)
-    shared = {"bf16": False, "report_to": "none"}
-    sampled = mu.detach()[:, None]
-    if kind == "grpo":
-        cfg, batch = GRPOConfig(str(tmp_path), **shared), one_token_each(advantages)
-        terms = grpo_objective(ours(hidden, weight, cut), batch, cfg).terms
-    else:
-        mode = {"is_correction": "token_truncate"} if kind == "async corrected" else {}
-        cfg = AsyncGRPOConfig(str(tmp_path), **shared, **mode)
-        batch = one_token_each(advantages, torch.where(sampled.isfinite(), sampled, 0.0))
-        terms = async_grpo_objective(ours(hidden, weight, cut), batch, cfg).terms
-    # The expectation over what the engine draws: each token's term by its probability.
-    loss = (terms[kept, 0] * mu.detach()[kept].exp()).sum()
-    (found,) = torch.autograd.grad(-loss, weight)
-    torch.testing.assert_close(found, true)
-    whole = grpo_objective(
-        ours(hidden, weight, Truncation()), one_token_each(advantages), GRPOConfig(str(tmp_path), **shared)
-    )
-    (wrong,) = torch.autograd.grad(-(whole.terms[kept, 0] * mu.detach()[kept].exp()).sum(), weight)
-    assert (wrong - true).abs().max() > 0.01
+    logp, kept = dense(hidden, weight, cut)
+    mu = sampled_by(logp.detach(), kept)
+    mass = float(logp.detach()[kept].exp().sum())
+    (true,) = torch.autograd.grad((logp[kept].exp() * advantages[kept]).sum() / mass, weight)
+    method, cfg, foreign = METHODS[kind](str(tmp_path))
+    batch = one_token_each(advantages, mu if foreign else None)
+
+    def expected(truncation):
+        terms = method(ours(hidden, weight, truncation), batch, cfg).terms.view(-1)
+        return torch.autograd.grad(-(terms[kept] * mu[kept, 0].exp()).sum(), weight)[0]
+
+    torch.testing.assert_close(expected(cut), true)
+    if foreign:
+        torch.testing.assert_close(expected(WHOLE), true * mass)
+
+
+SHARED = {"bf16": False, "report_to": "none", "num_generations": 2}
+METHODS = {
+    "grpo": lambda to: (grpo_objective, GRPOConfig(to, **SHARED), False),
+    "grpo corrected": lambda to: (grpo_objective, GRPOConfig(to, **SHARED), True),
+    "rloo": lambda to: (rloo_objective, RLOOConfig(to, **SHARED), True),
+    "async": lambda to: (async_grpo_objective, AsyncGRPOConfig(to, **SHARED, epsilon=0.9), True),
+    "async corrected": lambda to: (
+        async_grpo_objective,
+        AsyncGRPOConfig(to, **SHARED, is_correction="token_truncate"),
+        True,
+    ),
+}
 
 
 @pytest.mark.parametrize("cut", CUTS.values(), ids=CUTS)
@@ -136,25 +141,21 @@ def test_the_mean_ratio_of_sampled_tokens_is_one(cut):
     uniform = torch.rand(count, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     sampling = Sampling(1, TEMPERATURE, cut.top_k, cut.top_p, cut.min_p)
     drawn = draw_tokens((weight.detach() @ hidden).expand(count, VOCABULARY), sampling, uniform)
-    assert dense(hidden, weight, cut)[1] == dense(hidden, moved, cut)[1] == drawn.tokens.unique().tolist()
-    logp, whole = (ours(hidden, moved, one).logp[drawn.tokens, 0] for one in (cut, Truncation()))
-    ratio = (logp - drawn.processed_logp).exp()
-    assert ratio.std() > 1e-3
-    assert abs(ratio.mean() - 1) < 4 * ratio.std() / count**0.5
-    # Beside the engine's own, those of the whole distribution are off by the mass that was left.
-    left = (whole - drawn.processed_logp).exp().mean()
-    assert left == pytest.approx(
-        float(dense(hidden, moved, Truncation())[0][drawn.tokens.unique()].exp().sum()), abs=0.01
-    )
-    assert left < 0.95
+    kept = dense(hidden, weight, cut)[1]
+    assert kept == dense(hidden, moved, cut)[1] == drawn.tokens.unique().tolist()
+    out = ours(hidden, moved, cut)
+    said = torch.zeros(VOCABULARY, 1).index_put((drawn.tokens,), drawn.processed_logp[:, None])
+    gap = {mass: (out.logp - sampler_logp(one, one_token_each(None, said)))[drawn.tokens, 0] for mass, one in
+           (("told", out), ("unknown", replace(out, log_mass=None)))}  # fmt: skip
+    ratio = gap["told"].exp()
+    assert ratio.std() > 1e-3 and abs(ratio.mean() - 1) < 4 * ratio.std() / count**0.5
+    left = float(dense(hidden, moved, cut)[0][kept].exp().sum())
+    assert float(gap["unknown"].exp().mean()) == pytest.approx(left, abs=0.01) and left < 0.95
 
 
-def test_a_reduced_loss_without_truncation_is_what_it_was(tmp_path):
+def test_the_mass_of_older_weights_goes_before_that_of_the_pass():
     hidden, weight = problem()
-    batch = one_token_each(torch.linspace(-1.0, 1.0, VOCABULARY, dtype=torch.float64))
-    cfg = GRPOConfig(str(tmp_path), bf16=False, report_to="none")
-    losses = [
-        reduce(grpo_objective(ours(hidden, weight, cut), batch, cfg), Denominators(12, 12, 1))
-        for cut in (Truncation(), Truncation(top_k=VOCABULARY, top_p=1.0, min_p=0.0))
-    ]
-    torch.testing.assert_close(losses[0], losses[1])
+    out, batch = ours(hidden, weight, CUTS["top_p"]), one_token_each(None, torch.zeros(VOCABULARY, 1))
+    assert torch.equal(sampler_logp(out, batch), out.log_mass)
+    batch.columns["log_mass"] = torch.full((VOCABULARY, 1), -0.5)
+    assert torch.equal(sampler_logp(out, batch), batch.columns["log_mass"])

@@ -510,11 +510,24 @@ def test_r36_truncated_sampling_is_corrected_without_bias(tiny_tokenizer, tmp_pa
     assert row["sampling/importance_sampling_ratio/min"] == pytest.approx(1.0, abs=5e-3)
 
 
+def test_several_passes_over_a_truncated_generation_of_another_engine_have_the_mass_of_the_weights_that_sampled(
+    tiny_tokenizer, tmp_path
+):
+    """The weights move far between the two passes; the correction is that of the engine's rounding all the same."""
+    inner = NativeEngine(build_model(len(tiny_tokenizer)), pad_token_id=2)
+    trainer = grpo(
+        tmp_path, tiny_tokenizer, engine=Foreign(inner), max_steps=2, num_iterations=2, top_p=0.7, learning_rate=0.05
+    )  # fmt: skip
+    trainer.train()
+    rows = logs(trainer)
+    assert rows[1]["ratio/max"] > 1.1
+    assert [row["sampling/sampling_logp_difference/max"] < 1e-3 for row in rows] == [True, True]
+
+
 def test_several_passes_over_a_truncated_generation_begin_at_ratio_1(tiny_tokenizer, tmp_path):
-    """Old log-probs are the engine's own, of what it drew from; with a penalty beside, they are computed again."""
+    """Old log-probs are the engine's own, of the whole distribution."""
     for further in ({}, {"repetition_penalty": 1.3}):
-        trainer = grpo(
-            tmp_path, tiny_tokenizer, engine="native", max_steps=2, num_iterations=2, top_p=0.8, learning_rate=0.0, **further
+        trainer = grpo(            tmp_path, tiny_tokenizer, engine="native", max_steps=2, num_iterations=2, top_p=0.8, learning_rate=0.0, **further
         )  # fmt: skip
         trainer.train()
         assert [row["ratio/max"] for row in logs(trainer)] == pytest.approx([1.0, 1.0], abs=1e-3)

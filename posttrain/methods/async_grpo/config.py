@@ -128,8 +128,7 @@ class AsyncGRPOConfig(PictureConfig, EpisodeFields, OnlineConfig):
         super().__post_init__()
         self._check_ranges()
         self._check_choices()
-        truncates = self.top_p < 1 or self.top_k or self.min_p
-        if truncates or self.resolved_engine == "server":
+        if self.truncation or self.resolved_engine == "server":
             # A server's log-probs, and those after a truncation, are of what a penalty or a guide made of the distribution.
             reject_reshaped_sampling(self)
         if self.max_staleness_hard is None:
