@@ -420,7 +420,13 @@ class VLLMEngine(RolloutEngine):
         # One token is generated too, and must fit.
         settings = vllm.SamplingParams(max_tokens=1, prompt_logprobs=0, temperature=1.0, detokenize=False)
         prompts = [{"prompt_token_ids": list(ids)[: (self.context or 10**9) - 1]} for ids in sequences]
-        outputs = self.llm.generate(prompts, settings, use_tqdm=False, lora_request=self._adapter)
+        # Of several requests with an adapter its output layer takes the wrong rows, as of 0.32.
+        calls = [prompts] if self._adapter is None else [[prompt] for prompt in prompts]
+        outputs = [
+            output
+            for call in calls
+            for output in self.llm.generate(call, settings, use_tqdm=False, lora_request=self._adapter)
+        ]
         lines = []
         for ids, begin, output in zip(sequences, prompt_lengths, outputs, strict=True):
             known = output.prompt_logprobs
