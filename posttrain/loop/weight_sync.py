@@ -309,9 +309,9 @@ class WeightSync:
         """
         model, choice = self.wrapped(), sync_option(self.args, "adapter_sync")
         if self._adapter_rank is None:
-            rank = parallel.all_gather_objects([can.adapter_rank], self.accelerator)[0]
+            rank, layers = parallel.all_gather_objects([(can.adapter_rank, can.adapter_layers)], self.accelerator)[0]
             missing = None if rank else "the engine takes no adapters (vLLM: --enable-lora, on this machine)"
-            why = adapter_obstacle(model) or missing
+            why = adapter_obstacle(model, layers) or missing
             if choice == "adapter" and why:
                 raise ConfigError(
                     f"adapter_sync='adapter': the adapter cannot be sent alone to {self.engine.name}: {why}. Fix: "

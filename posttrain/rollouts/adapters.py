@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +27,12 @@ MORE = {
 PLAIN_STARTS = (True, False, "gaussian", "orthogonal", "eva")
 
 
-def adapter_obstacle(model: nn.Module) -> str | None:
+def adapter_obstacle(model: nn.Module, layers: Sequence[str] = ()) -> str | None:
     """Why a model's weights cannot be sent as a LoRA adapter alone; None where they can.
 
     Args:
         model: The trainer's, wrapped or not.
+        layers: Last names of the layers that the engine puts adapters on; empty: all linear ones.
     """
     bare: Any = unwrapped(model)
     configs = getattr(bare, "peft_config", None)
@@ -50,10 +51,10 @@ def adapter_obstacle(model: nn.Module) -> str | None:
         return f"init_lora_weights={config.init_lora_weights!r} changed the base model"
     if flattens_parameters(model) or renamed(bare):
         return "its parameters are flattened, or have other names than in its checkpoint"
-    return _odd_layer(bare)
+    return _odd_layer(bare, layers)
 
 
-def _odd_layer(bare: Any) -> str | None:
+def _odd_layer(bare: Any, layers: Sequence[str]) -> str | None:
     """An adapted layer that engines do not adapt, or a base weight that is trained too."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
@@ -61,6 +62,8 @@ def _odd_layer(bare: Any) -> str | None:
     for name, layer in bare.named_modules():
         if isinstance(layer, BaseTunerLayer) and (layer is head or not plain_lora(layer) or not _linear(layer)):
             return f"{name} is no linear layer with a plain adapter"
+        if isinstance(layer, BaseTunerLayer) and layers and name.rsplit(".", 1)[-1] not in layers:
+            return f"{name} has an adapter, and the engine puts some on {', '.join(layers)} alone"
     trained = (n for n, p in bare.named_parameters() if p.requires_grad and ".lora_" not in n)
     odd = next(trained, None)
     return None if odd is None else f"{odd} of the base model is trained too"

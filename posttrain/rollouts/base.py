@@ -45,6 +45,7 @@ class Capabilities:
         dtype: Of its copy of the weights; None: unknown, or it has no copy.
         adapter_rank: Highest rank of a LoRA adapter that it takes alone (`posttrain.rollouts.adapters.AdapterWeights`); None: it
             takes merged weights.
+        adapter_layers: Last names of the layers that it puts adapters on; empty: all linear ones.
     """
 
     in_process: bool = False
@@ -63,6 +64,7 @@ class Capabilities:
     context: int | None = None
     dtype: torch.dtype | None = None
     adapter_rank: int | None = None
+    adapter_layers: tuple[str, ...] = ()
 
 
 @contextmanager

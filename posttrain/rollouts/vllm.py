@@ -41,6 +41,9 @@ CHECKED = {
 }
 # Ranks that vLLM has kernels for.
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+# Layers that vLLM puts adapters on. With one around the output layer, its own or none, it cannot score given sequences (0.32: the
+# rows of its logits are taken for others), and trainers compare log-probs after a push.
+ADAPTED = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 # GB of keys and values on a CPU, where vLLM would take most of the machine's memory.
 CPU_CACHE_GB = "4"
 
@@ -175,7 +178,7 @@ class VLLMEngine(RolloutEngine):
         self.capabilities = Capabilities(
             in_process=True, needs_weight_sync=True, scores_sequences=True, prefix_cache=True, sleeps=sleep_level is not None,
             checkpoint_names=True, unsupported=UNKNOWN, context=context, dtype=self.dtype, pictures=encoder is not None,
-            adapter_rank=adapter_rank,
+            adapter_rank=adapter_rank, adapter_layers=ADAPTED,
         )  # fmt: skip
         self.sleeper = Sleeper(llm, sleep_level)
 
@@ -220,7 +223,7 @@ class VLLMEngine(RolloutEngine):
         }
         if adapter_rank is not None:
             adapter_rank = next((rank for rank in LORA_RANKS if rank >= adapter_rank), adapter_rank)
-            fixed |= {"enable_lora": True, "max_lora_rank": adapter_rank}
+            fixed |= {"enable_lora": True, "max_lora_rank": adapter_rank, "lora_target_modules": list(ADAPTED)}
         given = {name: value for name, value in options.items() if value is not None}
         llm = vllm.LLM(model=model, **(fixed | given))
         config = llm.llm_engine.model_config
@@ -420,13 +423,7 @@ class VLLMEngine(RolloutEngine):
         # One token is generated too, and must fit.
         settings = vllm.SamplingParams(max_tokens=1, prompt_logprobs=0, temperature=1.0, detokenize=False)
         prompts = [{"prompt_token_ids": list(ids)[: (self.context or 10**9) - 1]} for ids in sequences]
-        # Of several requests with an adapter its output layer takes the wrong rows, as of 0.32.
-        calls = [prompts] if self._adapter is None else [[prompt] for prompt in prompts]
-        outputs = [
-            output
-            for call in calls
-            for output in self.llm.generate(call, settings, use_tqdm=False, lora_request=self._adapter)
-        ]
+        outputs = self.llm.generate(prompts, settings, use_tqdm=False, lora_request=self._adapter)
         lines = []
         for ids, begin, output in zip(sequences, prompt_lengths, outputs, strict=True):
             known = output.prompt_logprobs
@@ -497,6 +494,7 @@ def vllm_command(argv: Sequence[str], *, cpu: bool) -> list[str]:
     known = argparse.ArgumentParser(prog="posttrain vllm-serve", add_help=False, allow_abbrev=False)
     for name in ("model", "host", *CHECKED, "weight-transfer-config"):
         known.add_argument(f"--{name}", f"--{name.replace('-', '_')}" if "-" in name else f"--{name}")
+    known.add_argument("--lora-target-modules", "--lora_target_modules", nargs="+")
     known.add_argument("--enable-chunked-prefill", "--enable_chunked_prefill", action="store_true")
     given, _ = known.parse_known_args(list(argv))
     if not given.model:
@@ -507,6 +505,8 @@ def vllm_command(argv: Sequence[str], *, cpu: bool) -> list[str]:
     for name, value in server_options(cpu).items():
         if getattr(given, name.replace("-", "_"), None) is None:
             words += [f"--{name}"] if value is None else [f"--{name}", value]
+    if {"--enable-lora", "--enable_lora"} & set(argv) and not given.lora_target_modules:
+        words += ["--lora-target-modules", *ADAPTED]
     words += [] if given.host else ["--host", "127.0.0.1"]
     words += ["--middleware", GUARD] if os.environ.get(API_KEY_VARIABLE) else []
     return words
@@ -619,7 +619,7 @@ def _engine_dtype(model: Any, accelerator: Any) -> torch.dtype:
 
 def _adapter_rank(model: Any, args: Any, sleep_level: int | None) -> int | None:
     """Rank of the adapter that is trained, where it can be sent alone; at sleep level 2 the base model would be lost."""
-    if args.adapter_sync == "merged" or sleep_level == 2 or adapter_obstacle(model) is not None:
+    if args.adapter_sync == "merged" or sleep_level == 2 or adapter_obstacle(model, ADAPTED) is not None:
         return None
     return int(model.peft_config[model.active_adapters[0]].r)
 

@@ -185,9 +185,10 @@ def model_facts(config: Any) -> dict[str, Any]:
         "transfer": "shared memory" if backend == BACKEND else backend,
         "checkpoint_names": True,
     }
-    # Adapters reach the one replica that answers.
-    if config.lora_config is not None and ADAPTERS_MAY_COME and config.parallel_config.data_parallel_size == 1:
-        facts["adapter_rank"] = int(config.lora_config.max_lora_rank)
+    lora, replicas = config.lora_config, config.parallel_config.data_parallel_size
+    # Adapters reach the one replica that answers; see `posttrain.rollouts.vllm.ADAPTED` for the layers.
+    if lora is not None and ADAPTERS_MAY_COME and replicas == 1 and lora.target_modules:
+        facts |= {"adapter_rank": int(lora.max_lora_rank), "adapter_layers": sorted(lora.target_modules)}
     if backend not in (BACKEND, "nccl"):
         facts["takes_no_weights"] = f"its --weight-transfer-config names {backend}, not {BACKEND} or nccl"
     return facts

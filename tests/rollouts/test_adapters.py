@@ -85,6 +85,9 @@ def test_a_model_without_an_adapter_and_one_whose_base_is_trained_go_whole():
     assert adapter_obstacle(build_model(VOCAB)) == "the model has no adapter"
     model = adapted(build_model(VOCAB))
     assert adapter_obstacle(model) is None
+    assert "down_proj has an adapter, and the engine puts some on q_proj, v_proj alone" in adapter_obstacle(
+        model, ("q_proj", "v_proj")
+    )
     model.get_base_model().model.norm.weight.requires_grad_(True)
     assert "model.norm.weight of the base model is trained too" in adapter_obstacle(model)
 

@@ -409,7 +409,7 @@ class VLLMClient:
     def score(self, sequences: Sequence[Sequence[int]], prompt_lengths: Sequence[int], *, top: int = 0) -> list[Scores]:
         """Log-probs of given sequences under the served weights, at temperature 1: for teachers, and for comparisons.
 
-        Sequences are sent as requests of their own, 16 at once (with an adapter one by one); the server batches them.
+        Sequences are sent as requests of their own, 16 at once; the server batches them.
 
         Args:
             sequences: Token ids, prompts included.
@@ -440,8 +440,7 @@ class VLLMClient:
             with reading(reply, self.base_url):
                 return scores_of(ids, begin, reply["choices"][0]["prompt_logprobs"], top)
 
-        # vLLM 0.32 scores one request at a time with an adapter: of several its output layer takes the wrong rows, and ends.
-        with ThreadPoolExecutor(max_workers=1 if self.adapter else 16) as pool:
+        with ThreadPoolExecutor(max_workers=16) as pool:
             return list(pool.map(ask, sequences, prompt_lengths))
 
     # State

@@ -123,6 +123,7 @@ class ServerEngine(RolloutEngine):
             pictures=self._placeholder() is not None,
             dtype=dtypes.pop() if len(dtypes) == 1 else None,
             adapter_rank=self._adapter_rank(),
+            adapter_layers=next((tuple(info["adapter_layers"]) for info in infos if info.get("adapter_layers")), ()),
         )
 
     def _adapter_rank(self) -> int | None:
