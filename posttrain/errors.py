@@ -159,7 +159,7 @@ class WeightSyncError(RolloutServerError):
     """New weights did not arrive: the server holds others than the trainer.
 
     Attributes:
-        phase: ``begin``, ``bucket``, ``end``, ``reply`` (a completion came from other weights) or ``generate``.
+        phase: ``begin``, ``bucket``, ``adapter``, ``end``, ``reply`` (a completion came from other weights) or ``generate``.
         version: That was sent or expected.
     """
 

@@ -353,6 +353,7 @@ class ModelOutputs:
         correct: ``(B, T)`` bool, the token was the most likely one.
         mean_logit: ``(B, T)`` mean over the vocabulary of the logits that a token was predicted from; 0 outside ``loss_mask``.
         collision: ``(B, T)`` ``log sum_v p_v^2`` of the distribution it was predicted from, likewise.
+        log_mass: ``(B, T)`` log of the mass that the sampler's truncation leaves of it, the token itself included; no gradient.
         scores: ``(S,)`` reward-model scores.
         values: ``(B, T)`` value-head outputs.
         logits: Only when asked for: ``(N, V)`` at loss positions, in ``loss_mask`` order.
@@ -365,6 +366,7 @@ class ModelOutputs:
     correct: Tensor | None = None
     mean_logit: Tensor | None = None
     collision: Tensor | None = None
+    log_mass: Tensor | None = None
     scores: Tensor | None = None
     values: Tensor | None = None
     logits: Tensor | None = None
@@ -399,6 +401,28 @@ class LossTerms:
     extra: list[LossTerms] = field(default_factory=list)
     metrics: dict[str, Metric] = field(default_factory=dict)
     share: Tensor | None = None
+
+
+@dataclass(slots=True, frozen=True)
+class Truncation:
+    """What sampling leaves out of the vocabulary; see `posttrain.losses.truncation`.
+
+    Attributes:
+        top_k: Keep the k most likely tokens; 0 is off.
+        top_p: Keep the smallest set with this probability mass; 1 is off.
+        min_p: Drop tokens below this share of the most likely token's probability; None or 0 is off.
+    """
+
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float | None = None
+
+    def __bool__(self) -> bool:
+        """Whether anything is left out."""
+        return bool(self.top_k or self.top_p < 1.0 or self.min_p)
+
+
+WHOLE = Truncation()  # Nothing is left out.
 
 
 @dataclass(slots=True, frozen=True)
@@ -437,6 +461,11 @@ class Sampling:
     no_repeat_ngram: int = 0
     guide: tuple[str, str] | None = None
     top_logps: int = 0
+
+    @property
+    def truncation(self) -> Truncation:
+        """What is left out of the vocabulary, before the draw."""
+        return Truncation(self.top_k, self.top_p, self.min_p)
 
 
 class Prompt(list[int]):
@@ -484,7 +513,7 @@ class Rollout:
         prompt_ids: The prompt as the engine saw it.
         token_ids: Completion tokens, the stop token included.
         logp: Raw log-probability of each completion token: under the distribution at ``temperature``, before penalties,
-            bias, guide, top-k, top-p and min-p change it (what a trainer recomputes); empty when the engine cannot say.
+            bias, guide, top-k, top-p and min-p change it; empty when the engine cannot say.
         finish_reason: ``stop`` a stop token came; ``length`` the limit was reached; ``abort`` interrupted.
         version: Number of the policy weights that produced it.
         tool_mask: 1 on tokens the model wrote, 0 on tokens a tool or environment wrote; None when all are the model's.

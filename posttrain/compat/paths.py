@@ -12,12 +12,14 @@ import importlib.machinery
 from types import ModuleType
 from typing import Any
 
-# Every module of TRL 1.16 whose names are public, and those of older versions that scripts still import. For a trainer
-# ``X`` under ``trainer``, ``X_trainer`` and ``X_config`` are meant; under ``experimental`` also ``X`` itself.
+# Every module of TRL 1.16 whose names are public, those that the release page of 1.18 names, and those of older versions that
+# scripts still import. For a trainer ``X`` under ``trainer``, ``X_trainer`` and ``X_config`` are meant; under ``experimental``
+# also ``X`` itself.
 _PATHS = """
 chat_template_utils core data_utils distributed experimental extras generation import_utils kernels mergekit_utils
 scripts trainer
-extras.dataset_formatting extras.profiling extras.vllm_client generation.vllm_client generation.vllm_generation
+extras.dataset_formatting extras.profiling extras.vllm_client
+generation.async_vllm_client generation.vllm_client generation.vllm_generation
 kernels.chunked_divergence kernels.chunked_logprob kernels.logprob_entropy
 models.activation_offloading
 models.selective_activation_checkpointing models.utils
@@ -34,7 +36,7 @@ experimental.merge_model_callback experimental.openenv experimental.openreward e
 experimental.sdft.teacher_sync experimental.sdpo.loss_utils experimental.sdpo.teacher_sync experimental.utils
 experimental.winrate_callback
 """
-_STABLE = "sft dpo grpo rloo reward kto distillation ppo online_dpo cpo orpo bco nash_md xpo gkd"
+_STABLE = "sft dpo grpo async_grpo rloo reward kto distillation ppo online_dpo cpo orpo bco nash_md xpo gkd"
 _EXPERIMENTAL = (
     "a2po async_distillation async_grpo bco cpo dpo gkd gmpo gold grpo_with_replay_buffer gspo_token iw_opd kto minillm nash_md "
     "online_dpo orpo ppo prm sdft sdpo server_distillation ssd tpo xpo"
@@ -59,6 +61,7 @@ INSTEAD = {
     "FusedCausalLMOutput": "posttrain.ModelOutputs",
     "DataCollatorForRollout": "posttrain.AsyncGRPOTrainer, which batches rollouts itself",
     "AsyncRolloutWorker": "posttrain.AsyncGRPOTrainer, which starts its workers (num_rollout_workers)",
+    "AsyncVLLMClient": "posttrain.VLLMClient, whose calls wait; AsyncGRPOTrainer makes its own",
     "VLLMGeneration": "posttrain.VLLMEngine",
     "is_aiohttp_available": "importlib.util.find_spec('aiohttp')",
     "ProfilingContext": "posttrain.profiling_context",

@@ -16,7 +16,7 @@ from posttrain.data.forest import collate
 from posttrain.data.formats import is_conversational
 from posttrain.data.processors import is_processor
 from posttrain.data.samplers import PromptStream, RepeatSampler
-from posttrain.errors import RolloutServerError
+from posttrain.errors import RolloutError, RolloutServerError
 from posttrain.loop import step
 from posttrain.loop.dynamic_sampling import DynamicSampler, groups_without_signal
 from posttrain.loop.episodes import EpisodeRunner, make_driver
@@ -43,21 +43,23 @@ from posttrain.methods.online_config import OnlineConfig, resolve_auto
 from posttrain.metrics import MetricBuffer, mean
 from posttrain.models import parallel
 from posttrain.models.forward import batch_logps
+from posttrain.models.heads import causal_lm
 from posttrain.models.reference import Reference
 from posttrain.report.completions import rollout_table
 from posttrain.rewards.runner import RewardRunner, RewardTable
-from posttrain.rollouts.base import RolloutEngine, require_engine
+from posttrain.rollouts.base import RolloutEngine, check_top_k, require_engine
 from posttrain.rollouts.batch import (
     RolloutBatch,
     RolloutWindow,
     balance_rows,
     completions_for_rewards,
+    sampled_logps,
     shared_requests,
 )
 from posttrain.rollouts.episodes.driver import for_trainer
 from posttrain.rollouts.episodes.harness import take_harness
 from posttrain.rollouts.sampling import configured_sampling, generation_fields
-from posttrain.types import Batch, LossTerms, ModelOutputs, Prompt, Rollout, Row, Sampling
+from posttrain.types import WHOLE, Batch, LossTerms, ModelOutputs, Prompt, Rollout, Row, Sampling, Truncation
 
 
 class OnlineTrainer(PostTrainer):
@@ -448,6 +450,12 @@ class OnlineTrainer(PostTrainer):
     # Log-probs ---------------------------------------------------------------------------------------------------
 
     @property
+    def truncation(self) -> Truncation:
+        """What another engine leaves out as it samples, for methods that compare its log-probs with their own."""
+        follows = self.method.traits.follows_truncation and not self.engine_is_policy
+        return self.args.truncation if follows else WHOLE
+
+    @property
     def engine_is_policy(self) -> bool:
         """Whether completions are sampled with the very weights that are trained, so that nothing is to be corrected.
 
@@ -457,7 +465,7 @@ class OnlineTrainer(PostTrainer):
 
     def compute_loss_terms(self, model: nn.Module, batch: Batch) -> tuple[LossTerms, ModelOutputs]:
         """Run forward and objective; log the log-prob gap to the engine (only rounding error for the in-process engine)."""
-        terms, outputs = step.compute_terms(self.run, model, batch)
+        terms, outputs = step.compute_terms(self.run, model, batch, self.truncation)
         sampled, trained = batch.columns.get("engine_logp"), batch.old_logp
         if trained is None or self.old_logp_is_engines:
             moved = model.training and self.window.born != self.state.global_step
@@ -484,10 +492,10 @@ class OnlineTrainer(PostTrainer):
 
     def attach_logps(self, generation: RolloutBatch, mode: str) -> None:
         """Old log-probs where the buffer outlives its weights, those of a foreign engine, of the reference for a KL."""
-        complete = [len(r.logp) == len(r.token_ids) for r in generation.sequences()]
+        sampled = self.logps_of_sampler(generation)
+        complete = [len(x) == len(r.token_ids) for x, r in zip(sampled, generation.sequences(), strict=True)]
         # The same on every rank: the passes below are collectives.
         known = all(parallel.all_gather_objects(complete, self.accelerator))
-        sampled = [list(rollout.logp) for rollout in generation.sequences()]
         if known and not self.engine_is_policy:
             generation.token_columns["rollout_logp"] = sampled
         elif known and self.engine.capabilities.has_logprobs and self.temperature == self.args.temperature:
@@ -496,24 +504,51 @@ class OnlineTrainer(PostTrainer):
             generation.token_columns["old_logp"] = sampled
         elif self.needs_old_logp(mode):
             with self.inference() as policy:
-                generation.token_columns["old_logp"] = self.logps(policy, generation.every_row())
+                generation.token_columns["old_logp"], masses = self._logps(policy, generation.every_row())
+            if masses is not None:
+                generation.token_columns["log_mass"] = masses
         if self.reference is not None:
             with self.inference() as policy, self.reference.active(policy) as reference:
                 generation.token_columns["ref_logp"] = self.logps(reference, generation.every_row())
 
+    def logps_of_sampler(self, generation: RolloutBatch) -> list[list[float]]:
+        """What the engine said of its tokens: of the policy itself before truncation, of another engine after it.
+
+        Raises:
+            RolloutError: They are to be corrected for, and are of the distribution before truncation.
+        """
+        # A rollout function says what it drew from, and nothing else.
+        cut = WHOLE if self.rollout_func is not None else self.truncation
+        rollouts = list(generation.sequences())
+        sampled = sampled_logps(rollouts, cut)
+        if sampled is None and self.args.vllm_importance_sampling_correction:
+            raise RolloutError(
+                f"the engine {self.engine.name!r} says log-probs of the distribution before {cut}, and tokens were drawn "
+                "after it: ratios would be off by the mass that was left out. Fix: an engine that fills Rollout.processed_logp "
+                "(native, hf, vLLM), sampling without truncation, or vllm_importance_sampling_correction=False."
+            )
+        return [[] for _ in rollouts] if sampled is None else sampled
+
     def logps(self, model: nn.Module, rows: list[Row], temperature: float | None = None) -> list[list[float]]:
         """Per-token log-probs of every completion, by the same forward that trains; at the loss's temperature or another."""
+        return self._logps(model, rows, temperature)[0]
+
+    def _logps(
+        self, model: nn.Module, rows: list[Row], temperature: float | None = None
+    ) -> tuple[list[list[float]], list[list[float]] | None]:
         batches = collate(rows, pad_token_id=self.pad_token_id, layout=self.layout) if rows else []
         passes = parallel.in_step(batches, self.accelerator, self.spare_batch)
         placed = ((batch.to(self.args.device), counts) for batch, counts in passes)
         temperature = self.temperature if temperature is None else temperature
-        return batch_logps(model, placed, temperature=temperature, chunk_size=self.args.logits_chunk_size)
+        settings = {"temperature": temperature, "truncation": self.truncation}
+        return batch_logps(model, placed, **settings, chunk_size=self.args.logits_chunk_size)
 
     # Logs and checks ---------------------------------------------------------------------------------------------
 
     def check_start(self) -> None:
         """As every trainer's; reward models are placed and tried."""
         super().check_start()
+        check_top_k(self.args.top_k or 0, causal_lm(self.model).config.get_text_config().vocab_size)
         self.reward_watch = RewardWatch(
             self.rewards,
             self.run,

@@ -11,7 +11,7 @@ from posttrain.loop.evaluation import full_logits, predicted_metrics
 from posttrain.losses.reduce import Denominators, reduce
 from posttrain.models import parallel
 from posttrain.models.forward import add_router_term, forward
-from posttrain.types import Batch, LossTerms, ModelOutputs
+from posttrain.types import WHOLE, Batch, LossTerms, ModelOutputs, Truncation
 
 if TYPE_CHECKING:
     from posttrain.loop.run import Run
@@ -39,13 +39,23 @@ def count(run: Run, micro_batches: Sequence[Sequence[Batch]]) -> tuple[Denominat
     return Denominators(tokens, sequences, passes, run.accelerator.num_processes, totals), seen
 
 
-def compute_terms(run: Run, model: nn.Module, batch: Batch) -> tuple[LossTerms, ModelOutputs]:
-    """Forward and objective; a mixture of experts adds its load-balancing term, averaged over passes."""
+def compute_terms(
+    run: Run, model: nn.Module, batch: Batch, truncation: Truncation = WHOLE
+) -> tuple[LossTerms, ModelOutputs]:
+    """Forward and objective; a mixture of experts adds its load-balancing term, averaged over passes.
+
+    Args:
+        run: Of the trainer.
+        model: As the run wraps it.
+        batch: One forward pass.
+        truncation: What the sampler leaves out, of which the objective wants the mass that is left.
+    """
     outputs = forward(
         model,
         batch,
         run.method.traits.needs | ({"aux"} if run.router_coefficient else set()),
         temperature=run.method.temperature,
+        truncation=truncation,
         chunk_size=run.args.logits_chunk_size,
         compare=run.hooks.comparison(batch),
     )

@@ -107,7 +107,6 @@ class PostTrainer(transformers.Trainer):
         source = load.get_config_model_id(self.model.config) or "a model in memory"
         return f"{type(self).__name__}({source}: {size:,} parameters, {rows} rows, {self.args!r})"
 
-
     @property
     def aux_loss_enabled(self) -> bool:
         """Whether a mixture of experts has its load-balancing term; TRL's name."""

@@ -23,6 +23,8 @@ from posttrain.methods.online_config import VllmSyncFields
 from posttrain.metrics import mean
 from posttrain.models import parallel
 from posttrain.models.forward import sequence_logps
+from posttrain.models.heads import unwrapped
+from posttrain.rollouts.adapters import AdapterWeights, adapter_obstacle
 from posttrain.rollouts.base import Capabilities, RolloutEngine
 from posttrain.rollouts.engines import create_engine
 from posttrain.rollouts.server.engine import ServerEngine
@@ -152,6 +154,7 @@ class WeightSync:
         self._pushed_at: tuple[int, int] | None = None
         self._pushes = 0
         self._checked_at = 0
+        self._adapter_rank: int | None = None  # 0: adapters go merged; None: not settled yet.
 
     @property
     def needs_weight_sync(self) -> bool:
@@ -262,8 +265,7 @@ class WeightSync:
 
     def _push(self) -> None:
         engine, begin = self.engine, time.perf_counter()
-        can = engine.capabilities
-        weights = Weights(self.run.wrapped, dtype=can.dtype, checkpoint_names=can.checkpoint_names)
+        weights = self.outgoing(engine.capabilities)
 
         def send() -> None:
             if engine.capabilities.main_process_only and not self.accelerator.is_main_process:
@@ -274,7 +276,35 @@ class WeightSync:
 
         with parallel.failing_together(self.accelerator):
             send()
-        self.run.log({"weight_sync_time_s": mean(time.perf_counter() - begin)})
+        self.run.log(
+            {"weight_sync_time_s": mean(time.perf_counter() - begin), "weight_sync_mb": mean(weights.nbytes / 1e6)}
+        )
+
+    def outgoing(self, can: Capabilities) -> Weights | AdapterWeights:
+        """What is pushed: the adapter alone where model and engine allow it, else all weights; settled at the first push.
+
+        Args:
+            can: Of the engine; that of the main process counts.
+
+        Raises:
+            ConfigError: ``adapter_sync="adapter"``, and it cannot go alone; or its rank is above what the engine takes.
+        """
+        model, choice = self.run.wrapped, sync_option(self.args, "adapter_sync")
+        if self._adapter_rank is None:
+            rank, layers = parallel.all_gather_objects([(can.adapter_rank, can.adapter_layers)], self.accelerator)[0]
+            missing = None if rank else "the engine takes no adapters (vLLM: --enable-lora, on this machine)"
+            why = adapter_obstacle(model, layers) or missing
+            if choice == "adapter" and why:
+                raise ConfigError(
+                    f"adapter_sync='adapter': the adapter cannot be sent alone to {self.engine.name}: {why}. Fix: "
+                    "adapter_sync='auto', which sends merged weights then."
+                )
+            if choice == "auto" and why and hasattr(unwrapped(model), "peft_config"):
+                logger.warning("The adapter is added to the weights, and all of them are pushed: %s.", why)
+            self._adapter_rank = 0 if choice == "merged" or why else rank
+        if self._adapter_rank:
+            return AdapterWeights(model, dtype=can.dtype, most=self._adapter_rank)
+        return Weights(model, dtype=can.dtype, checkpoint_names=can.checkpoint_names)
 
     def _check_parity(self) -> None:
         """Log-probs of fixed sequences on both sides; once more after a second push where they differ.

@@ -31,6 +31,7 @@ class Traits:
         single_pass: The loss compares all rows of a micro-batch, which is one pass.
         generative: The model has a language-model head; else a score head.
         samples: Rows come from completions that are sampled while training.
+        follows_truncation: The sampler's log-probs are compared with its own: `sampler_logp` tells what truncation left.
         compares_reference: The loss compares the policy with a frozen reference.
         beta_is_kl: ``cfg.beta`` above 0 charges a KL to a frozen reference.
         documents: Rows are whole documents: nothing in them is a prompt.
@@ -52,6 +53,7 @@ class Traits:
     single_pass: bool = False
     generative: bool = True
     samples: bool = False
+    follows_truncation: bool = False
     compares_reference: bool = False
     beta_is_kl: bool = False
     documents: bool = False
@@ -74,6 +76,17 @@ WATCHED_CODES = (*BATCH_CODES, "PT-R022", "PT-R028")
 SAMPLES = Traits(
     needs=frozenset({"logp", "entropy"}), samples=True, still_steps=True, log_area="R", other_moments=WATCHED_CODES
 )
+
+
+def sampler_logp(outputs: ModelOutputs, batch: Batch) -> Tensor | None:
+    """``log mu(v) + log pi(K)``, ``(B, T)``: log-probs of the sampler as before truncation; None: none are known.
+
+    What is compared with them is the policy's ``log pi(v)``: the ratio is ``pi(v) / (mu(v) pi(K))``, that of two renormalised
+    distributions. The mass ``pi(K)`` is that of the weights whose log-probs are compared: older ones, where the batch has it.
+    See `posttrain.losses.truncation`.
+    """
+    mass = batch.columns.get("log_mass", outputs.log_mass)
+    return batch.rollout_logp if batch.rollout_logp is None or mass is None else batch.rollout_logp + mass
 
 
 @dataclass(frozen=True)

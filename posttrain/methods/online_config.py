@@ -27,6 +27,7 @@ from posttrain.methods.config import PostTrainingConfig, check_gathering
 from posttrain.rollouts.engines import choose_engine
 from posttrain.rollouts.episodes.harness import HarnessFields
 from posttrain.rollouts.sampling import GENERATION_NAMES, generation_fields, structured_guide
+from posttrain.types import Truncation
 
 logger = logging.getLogger(__name__)
 
@@ -138,21 +139,33 @@ class VllmSyncFields:
         "With vllm_enable_sleep_mode: 1 keeps weights in host memory, 2 drops them. auto: 1 where a push serves "
         "several generations, else 2.",
     )
+    adapter_sync: Literal["auto", "adapter", "merged"] = option(
+        "auto",
+        "A LoRA adapter goes to vLLM and to servers alone (adapter), or added to the weights (merged); auto: alone where the "
+        "engine takes it, else merged, which is told once.",
+    )
     vllm_server_api_key: str | None = option(None, "Bearer token of the rollout servers.")
     weight_parity_every: NonNegativeInt = option(
         50, "Pushes between two comparisons of log-probs with the engine, beside that after the first; 0: only that."
     )
     allow_biased_is: bool = option(
-        False, "Allow the correction of engine log-probs with truncated sampling, which biases every ratio."
+        False, "Allow the correction of engine log-probs with a penalty or a guide, which biases every ratio."
     )
 
 
-def truncated_sampling(cfg: Any) -> str:
-    """The settings that draw from another distribution than the one whose log-probs are computed; empty where none does."""
-    off = {"top_p": 1.0, "top_k": 0, "min_p": None, "repetition_penalty": 1.0}
-    given = {name: getattr(cfg, name) for name in off} | dict(cfg.generation_kwargs or {})
+def reshaped_sampling(cfg: OnlineConfig, *names: str) -> str:
+    """The settings that draw from another distribution than the one whose log-probs are computed; empty where none does.
+
+    Args:
+        cfg: Of an online trainer.
+        names: Further settings that its log-probs do not follow.
+    """
+    off = {"repetition_penalty": 1.0, "top_p": 1.0, "top_k": 0, "min_p": None}
+    given = dict(cfg.generation_kwargs or {})  # type: ignore[arg-type]
     changed = [
-        f"{name}={given[name]}" for name, default in off.items() if given[name] not in (default, default or None)
+        f"{name}={getattr(cfg, name)}"
+        for name in ("repetition_penalty", *names)
+        if getattr(cfg, name) not in (off[name], off[name] or None)
     ]
     if given.get("guide") is not None:
         changed.append(f"generation_kwargs with the guide {given['guide']}")
@@ -161,18 +174,18 @@ def truncated_sampling(cfg: Any) -> str:
     return ", ".join(changed)
 
 
-def reject_truncated_sampling(cfg: Any) -> None:
-    """Refuse a correction that would divide by the mass that was cut.
+def reject_reshaped_sampling(cfg: OnlineConfig) -> None:
+    """Refuse a correction of log-probs that the trainer does not compute; top-k, top-p and min-p it does follow.
 
     Raises:
-        ConfigError: Truncated sampling with the correction, unless ``allow_biased_is``.
+        ConfigError: A penalty or a guide with the correction, unless ``allow_biased_is``.
     """
-    truncated = truncated_sampling(cfg)
-    if truncated and cfg.vllm_importance_sampling_correction and not cfg.allow_biased_is:
+    reshaped = reshaped_sampling(cfg)
+    if reshaped and cfg.vllm_importance_sampling_correction and not cfg.allow_biased_is:
         raise ConfigError(
-            f"{truncated} with vllm_importance_sampling_correction=True: the engine draws from a truncated distribution and "
-            "the trainer's log-probs are of the whole one, so every ratio is off by the mass that was cut. Turn the "
-            "truncation or the correction off, or set allow_biased_is=True."
+            f"{reshaped} with vllm_importance_sampling_correction=True: the engine's log-probs are of what it makes of the "
+            "distribution, and the trainer's are not, so every ratio is off. Fix: leave it out, turn the correction off, or set "
+            "allow_biased_is=True."
         )
 
 
@@ -374,6 +387,11 @@ class OnlineConfig(VllmSyncFields, VllmFields, GenerationFields, ReferenceFields
     def generations_per_step(self) -> float:
         """Generations of one optimiser step; less than 1 where one serves several."""
         return self.gradient_accumulation_steps / ((self.steps_per_generation or 1) * self.num_iterations)
+
+    @property
+    def truncation(self) -> Truncation:
+        """What sampling leaves out of the vocabulary."""
+        return Truncation(self.top_k or 0, self.top_p, self.min_p)
 
     def refused_engines(self) -> dict[str, str]:
         """Engines that these settings rule out for ``rollout_engine="auto"``, with the reasons."""

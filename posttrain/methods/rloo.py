@@ -13,9 +13,9 @@ from posttrain.fields import NonNegativeFloat, PositiveInt, option
 from posttrain.losses.advantages import leave_one_out_advantages
 from posttrain.losses.policy import clip_metrics, clipped, engine_gap, rollout_correction
 from posttrain.losses.reduce import sequence_mean, sequence_sum
-from posttrain.methods.base import SAMPLES, Method
+from posttrain.methods.base import SAMPLES, Method, sampler_logp
 from posttrain.methods.config import PictureConfig
-from posttrain.methods.online_config import OnlineConfig, reject_truncated_sampling
+from posttrain.methods.online_config import OnlineConfig, reject_reshaped_sampling
 from posttrain.metrics import maximum, mean
 from posttrain.types import Batch, LossTerms, ModelOutputs
 
@@ -51,8 +51,8 @@ class RLOOConfig(PictureConfig, OnlineConfig):
             )
 
     def check_foreign_logprobs(self) -> None:
-        """See `reject_truncated_sampling`."""
-        reject_truncated_sampling(self)
+        """See `reject_reshaped_sampling`."""
+        reject_reshaped_sampling(self)
 
     def _check_clip_range(self) -> None:
         given = self.reward_clip_range
@@ -91,12 +91,13 @@ def rloo_objective(out: ModelOutputs, batch: Batch, cfg: RLOOConfig) -> LossTerm
     metrics = clip_metrics(log_ratio, batch.advantages, whole, one_each, batch.num_sequences, **bounds)
     metrics["ratio/max"] = maximum(log_ratio.exp())
     metrics["entropy"] = mean(out.entropy, batch.loss_mask)
-    if batch.rollout_logp is not None:
-        metrics |= engine_gap(old, batch.rollout_logp, batch.loss_mask)
-    if batch.rollout_logp is not None and cfg.vllm_importance_sampling_correction:
+    sampled = sampler_logp(out, batch)
+    if sampled is not None:
+        metrics |= engine_gap(old, sampled, batch.loss_mask)
+    if sampled is not None and cfg.vllm_importance_sampling_correction:
         weight = rollout_correction(
             old,
-            batch.rollout_logp,
+            sampled,
             *forest,
             mode=cfg.vllm_importance_sampling_mode,
             clip_max=cfg.vllm_importance_sampling_clip_max,
@@ -116,7 +117,7 @@ class RLOO(Method[RLOOConfig]):
     """
 
     config_class = RLOOConfig
-    traits = replace(SAMPLES, splits_tokens=True, beta_is_kl=True, reads_images=True)
+    traits = replace(SAMPLES, follows_truncation=True, splits_tokens=True, beta_is_kl=True, reads_images=True)
 
     def advantages(self, totals: Tensor, size: int) -> Tensor:
         """``(n,)`` rewards, with the KL charged, against the mean of the others of their group of ``size``."""

@@ -28,7 +28,7 @@ from posttrain.models.heads import (
 from posttrain.models.parallel import gathers_in_forward
 from posttrain.models.token_split import TokenSplit
 from posttrain.models.vision import VisionView, plain_inputs, view
-from posttrain.types import Batch, LossTerms, ModelOutputs, Row
+from posttrain.types import WHOLE, Batch, LossTerms, ModelOutputs, Row, Truncation
 
 
 def forward(
@@ -37,6 +37,7 @@ def forward(
     needs: frozenset[str] = frozenset({"logp"}),
     *,
     temperature: float = 1.0,
+    truncation: Truncation = WHOLE,
     chunk_size: int | None = None,
     compare: Callable[..., dict[str, Any]] | None = None,
 ) -> ModelOutputs:
@@ -48,6 +49,7 @@ def forward(
         needs: Any of ``logp``, ``entropy``, ``entropy_grad``, ``correct``, ``mean_logit``, ``collision``, ``logits``, ``aux``;
             or ``scores`` (a classifier's score at each sequence's last token) alone.
         temperature: Divides the logits, so that log-probs are those of the distribution that was sampled from.
+        truncation: What sampling left out of it: ``log_mass`` says how much it left.
         chunk_size: Positions whose logits exist at once; None: as many as `token_logprobs` picks.
         compare: See `TokenHead.compare`; what it returns is ``compared``.
 
@@ -56,7 +58,7 @@ def forward(
         ``values`` (asked for by that name) of the state before each completion token.
     """
     install_token_head(model)
-    asked = Pass(batch, needs, temperature, chunk_size, compares=compare is not None)
+    asked = Pass(batch, needs, temperature, truncation, chunk_size, compares=compare is not None)
     split = token_split.active()
     if split is None or (torch.is_grad_enabled() and not split.in_turn):
         result = _run(model, asked, compare)
@@ -72,7 +74,7 @@ def forward(
         return ModelOutputs(scores=result["scores"][:, 0])
     return ModelOutputs(
         logp=_place(result.get("logp"), batch),
-        **{name: _place(result.get(name), batch) for name in PER_TOKEN},
+        **{name: _place(result.get(name), batch) for name in ("log_mass", *PER_TOKEN)},
         values=_place(result.get("values"), batch, batch.sequence >= 0),
         logits=result.get("logits"),
         aux_loss=result.get("aux_loss"),
@@ -108,6 +110,7 @@ class Pass:
     batch: Batch
     needs: frozenset[str]
     temperature: float
+    truncation: Truncation
     chunk_size: int | None
     compares: bool = False
 
@@ -132,9 +135,9 @@ def _run(
     """
     inner: Any = causal_lm(model)
     batch, needs, virtual = asked.batch, asked.needs, virtual_tokens(model)
-    head = _score_head(batch, needs, virtual) or _token_head(batch, needs, virtual, asked.temperature)
+    head = _score_head(batch, needs, virtual) or _token_head(asked, virtual)
     if isinstance(head, TokenHead):
-        head.chunk_size, head.compare = asked.chunk_size, compare
+        head.compare = compare
     if isinstance(head, TokenHead) and "values" in needs:
         head.values = _value_reader(inner, batch, virtual)
     balance = isinstance(head, TokenHead) and head.balance_over is not None
@@ -204,7 +207,7 @@ def _all_positions(values: Tensor, where: Tensor, count: int) -> Tensor:
 
 def _at_owner(result: dict[str, Any], own: tuple[Tensor, int], split: TokenSplit, owner: int) -> dict[str, Any]:
     """What the positions of all processes gave, where the head did not compare; the router's term is whole already."""
-    names = [name for name in ("logp", *PER_TOKEN, "logits", "scores") if name in result]
+    names = [name for name in ("logp", "log_mass", *PER_TOKEN, "logits", "scores") if name in result]
     if not names:
         return result
     placed = [_all_positions(result[name].float(), *own) for name in names]
@@ -315,15 +318,18 @@ def _attention(
     return told | ({} if seen.position_ids is None else {"position_ids": seen.position_ids})
 
 
-def _token_head(batch: Batch, needs: frozenset[str], virtual: int, temperature: float) -> TokenHead:
+def _token_head(asked: Pass, virtual: int) -> TokenHead:
+    batch = asked.batch
     rows, columns = batch.loss_mask.nonzero(as_tuple=True)
     return TokenHead(
         rows=rows,
         columns=batch.predictor[rows, columns] + virtual,
         targets=batch.input_ids[rows, columns],
-        temperature=temperature,
-        needs=needs,
-        balance_over=batch.real.long() if "aux" in needs else None,
+        temperature=asked.temperature,
+        truncation=asked.truncation,
+        chunk_size=asked.chunk_size,
+        needs=asked.needs,
+        balance_over=batch.real.long() if "aux" in asked.needs else None,
     )
 
 
@@ -384,23 +390,37 @@ def sequence_logps(model: nn.Module, rows: Sequence[Row]) -> list[Tensor]:
 
 @torch.no_grad()
 def batch_logps(
-    model: nn.Module, batches: Iterable[tuple[Batch, bool]], *, temperature: float, chunk_size: int
-) -> list[list[float]]:
-    """Per-token log-probs of every completion, by the forward that trains, in the order of the rows that were collated.
+    model: nn.Module,
+    batches: Iterable[tuple[Batch, bool]],
+    *,
+    temperature: float,
+    chunk_size: int,
+    truncation: Truncation = WHOLE,
+) -> tuple[list[list[float]], list[list[float]] | None]:
+    """Per-token log-probs of every completion, by the forward that trains, in the order of the rows that were collated; and
+    the logs of the mass that truncation left, where there is one.
 
     Args:
         model: Wrapped as the run wraps it.
         batches: Forward passes on the device of the model; of one whose flag is False (it keeps ranks in step) nothing is kept.
         temperature: Logits are divided by it.
         chunk_size: Tokens whose logits exist at a time.
+        truncation: Of the sampler.
     """
-    found: dict[int, list[float]] = {}
+    settings = {"temperature": temperature, "truncation": truncation, "chunk_size": chunk_size}
+    logps: dict[int, list[float]] = {}
+    masses: dict[int, list[float]] = {}
     for batch, counts in batches:
-        logp = forward(model, batch, temperature=temperature, chunk_size=chunk_size).logp
-        if counts:  # Two copies to the host, not one a completion.
-            pieces = split_by_sequence(logp.cpu(), replace(batch, sequence=batch.sequence.cpu()))
-            found |= {origin: values.tolist() for origin, values in zip(batch.origin, pieces, strict=True)}
-    return [found[i] for i in range(len(found))]
+        out = forward(model, batch, **settings)
+        if not counts:
+            continue
+        # Two copies to the host, not one a completion.
+        host = replace(batch, sequence=batch.sequence.cpu())
+        for found, values in ((logps, out.logp), (masses, out.log_mass)):
+            if values is not None:
+                pieces = split_by_sequence(values.cpu(), host)
+                found |= {origin: piece.tolist() for origin, piece in zip(batch.origin, pieces, strict=True)}
+    return [logps[i] for i in range(len(logps))], [masses[i] for i in range(len(masses))] if truncation else None
 
 
 @torch.no_grad()

@@ -15,8 +15,10 @@ from torch import Tensor, nn
 
 from posttrain.errors import ConfigError, ModelError
 from posttrain.losses.divergence import collision_logp
+from posttrain.losses.truncation import kept_log_mass
 from posttrain.models.lean_layers import keep_inputs_only
 from posttrain.models.logprob import token_logprobs
+from posttrain.types import WHOLE, Truncation
 
 logger = logging.getLogger(__name__)
 
@@ -114,6 +116,7 @@ class TokenHead:
         rows, columns: ``(N,)`` where the predicting hidden states stand.
         targets: ``(N,)`` token ids they predict.
         temperature: Divides the logits before the softmax.
+        truncation: Of the sampler, of which the mass that it leaves is returned.
         chunk_size: Positions whose logits exist at once; None: see `token_logprobs`.
         needs: What else to return; see `posttrain.models.forward.forward`.
         balance_over: ``(B, T)`` 1 on real tokens: return the router's load-balancing term over them.
@@ -128,6 +131,7 @@ class TokenHead:
     columns: Tensor
     targets: Tensor
     temperature: float = 1.0
+    truncation: Truncation = WHOLE
     chunk_size: int | None = None
     needs: frozenset[str] = frozenset()
     balance_over: Tensor | None = None
@@ -324,11 +328,12 @@ def _project(inner: Any, hidden: Tensor, head: TokenHead) -> dict[str, Tensor]:
                 logit_scale=rule.scale,
                 softcap=rule.softcap,
                 temperature=head.temperature,
+                truncation=head.truncation,
                 chunk_size=head.chunk_size,
                 entropy_grad="entropy_grad" in head.needs,
                 **{f"need_{name}": name in head.needs for name in PER_TOKEN},
             )
-        fields = {name: getattr(out, name) for name in ("logp", *PER_TOKEN)}
+        fields = {name: getattr(out, name) for name in ("logp", "log_mass", *PER_TOKEN)}
         return {name: value for name, value in fields.items() if value is not None}
     # The slow path for heads that are not one plain matrix (an adapter on ``lm_head``) and for losses on logits.
     return _from_logits(rule.logits(layer(hidden)), head)
@@ -342,6 +347,8 @@ def _from_logits(logits: Tensor, head: TokenHead) -> dict[str, Tensor]:
     if {"entropy", "entropy_grad"} & head.needs:
         with nullcontext() if "entropy_grad" in head.needs else torch.no_grad():
             result["entropy"] = -(logprobs.exp() * logprobs).sum(-1)
+    if head.truncation:
+        result["log_mass"] = kept_log_mass(logits.detach(), head.truncation, head.targets[:, None])
     if "correct" in head.needs:
         result["correct"] = logits.argmax(-1) == head.targets
     if "mean_logit" in head.needs:

@@ -15,6 +15,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from posttrain.errors import ConfigError
+from posttrain.losses.truncation import kept_log_mass
+from posttrain.types import WHOLE, Truncation
 
 # Of float32 logits. Measured on 2 cores at vocabularies of 49k and 152k: 64 MiB is no faster than 24, 16 and less are slower.
 CHUNK_BYTES, ACCELERATOR_CHUNK_BYTES = 24 * 2**20, 64 * 2**20
@@ -30,6 +32,7 @@ class TokenLogprobs:
     correct: Tensor | None = None
     mean_logit: Tensor | None = None
     collision: Tensor | None = None
+    log_mass: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,11 +117,13 @@ class _TokenLogprobs(torch.autograd.Function):
         targets: Tensor,
         rule: _Rule,
         wants: frozenset[str],
+        truncation: Truncation,
     ) -> tuple[Tensor, ...]:
         wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
         n = targets.shape[0]
         logp, log_z = hidden.new_empty(n, dtype=wide), hidden.new_empty(n, dtype=wide)
         entropy, mean_logit, collision = (hidden.new_empty(n * (name in wants), dtype=wide) for name in NUMBERS)
+        log_mass = hidden.new_empty(n * bool(truncation), dtype=wide)
         correct = torch.empty(n * ("correct" in wants), dtype=torch.bool, device=hidden.device)
         for start in range(0, n, rule.chunk):
             part = slice(start, start + rule.chunk)
@@ -137,10 +142,13 @@ class _TokenLogprobs(torch.autograd.Function):
                 entropy[part] = log_z[part] - torch.linalg.vecdot(e, x) / z
             if "collision" in wants:
                 collision[part] = torch.linalg.vecdot(e, e).log() - 2.0 * z.log()
+            if truncation:
+                log_mass[part] = kept_log_mass(x, truncation, targets[part, None])
         ctx.save_for_backward(hidden, weight, bias, targets, log_z, entropy)
         ctx.rule, ctx.wants = rule, wants
-        ctx.mark_non_differentiable(correct, mean_logit, collision, *(() if "entropy_grad" in wants else (entropy,)))
-        return logp, entropy, correct, mean_logit, collision
+        fixed = (correct, mean_logit, collision, log_mass)
+        ctx.mark_non_differentiable(*fixed, *(() if "entropy_grad" in wants else (entropy,)))
+        return logp, entropy, *fixed
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -163,7 +171,7 @@ class _TokenLogprobs(torch.autograd.Function):
                 dx = lp.exp_().mul_(-g[:, None])
             dx.scatter_add_(1, targets[part, None], g[:, None])
             sums.add(part, rule.through(dx, bent))
-        return *sums.found(), None, None, None
+        return *sums.found(), None, None, None, None
 
 
 def _prepared(
@@ -190,6 +198,7 @@ def token_logprobs(
     logit_scale: float = 1.0,
     softcap: float | None = None,
     temperature: float = 1.0,
+    truncation: Truncation = WHOLE,
     chunk_size: int | None = None,
     need_entropy: bool = False,
     entropy_grad: bool = False,
@@ -207,6 +216,8 @@ def token_logprobs(
         logit_scale: Multiplies the logits (Cohere; the inverse of Granite's ``logits_scaling``).
         softcap: ``c tanh(x / c)`` (Gemma 2).
         temperature: > 0.
+        truncation: Where it leaves anything out, also the log of the mass that it leaves; no gradient. See
+            `posttrain.losses.truncation`.
         chunk_size: Positions at a time; None picks about 24 MiB of logits on a CPU, 64 elsewhere.
         need_entropy: Also the entropy, in nats, of the tempered distribution.
         entropy_grad: Let gradients flow through the entropy.
@@ -227,11 +238,11 @@ def token_logprobs(
     rule = _Rule(logit_scale, softcap, temperature, chunk)
     asked = {
         "entropy": need_entropy or entropy_grad, "correct": need_correct, "mean_logit": need_mean_logit,
-        "collision": need_collision, "entropy_grad": entropy_grad,
+        "collision": need_collision, "log_mass": bool(truncation), "entropy_grad": entropy_grad,
     }  # fmt: skip
     wants = frozenset(name for name, want in asked.items() if want)
     with torch.autocast(hidden.device.type, enabled=False):
-        logp, *rest = _TokenLogprobs.apply(hidden, weight, bias, targets, rule, wants)
+        logp, *rest = _TokenLogprobs.apply(hidden, weight, bias, targets, rule, wants, truncation)
     return TokenLogprobs(logp, *(value if name in wants else None for name, value in zip(asked, rest, strict=False)))
 
 

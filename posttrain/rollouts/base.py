@@ -43,6 +43,9 @@ class Capabilities:
         per_request_sampling: A request may bring a `Sampling` that differs from that of the call.
         context: Most tokens of prompt and completion; None: those of the model.
         dtype: Of its copy of the weights; None: unknown, or it has no copy.
+        adapter_rank: Highest rank of a LoRA adapter that it takes alone (`posttrain.rollouts.adapters.AdapterWeights`); None: it
+            takes merged weights.
+        adapter_layers: Last names of the layers that it puts adapters on; empty: all linear ones.
     """
 
     in_process: bool = False
@@ -60,6 +63,8 @@ class Capabilities:
     per_request_sampling: bool = True
     context: int | None = None
     dtype: torch.dtype | None = None
+    adapter_rank: int | None = None
+    adapter_layers: tuple[str, ...] = ()
 
 
 @contextmanager
@@ -151,6 +156,19 @@ def require_engine(given: Any, argument: str = "rollout_engine") -> RolloutEngin
     )
 
 
+def check_top_k(top_k: int, vocabulary: int | None) -> None:
+    """Refuse to keep more tokens than there are.
+
+    Raises:
+        ConfigError: ``top_k`` is above the size of the vocabulary.
+    """
+    if vocabulary is not None and top_k > vocabulary:
+        raise ConfigError(
+            f"top_k={top_k} is above the {vocabulary} tokens of the model's vocabulary: it would leave nothing out. Fix: top_k=0 "
+            f"(off), or at most {vocabulary}."
+        )
+
+
 def check_requests(
     requests: Sequence[Request],
     sampling: Sampling,
@@ -171,6 +189,7 @@ def check_requests(
     Raises:
         RolloutError: No token in a prompt, an id outside the vocabulary, a prompt that leaves no room in the context,
             pictures for an engine that takes none, or PT-G011: another number of placeholders than the pictures have.
+        ConfigError: ``top_k`` is above the vocabulary.
     """
     for index, request in enumerate(requests):
         length, most = len(request.prompt_ids), (request.sampling or sampling).max_new_tokens
@@ -195,6 +214,7 @@ def check_requests(
                 "belongs to another model."
             )
         one = request.sampling or sampling
+        check_top_k(one.top_k, vocabulary)
         named = {token for token, _ in one.logit_bias} | (set(one.stop_token_ids) if one.min_new_tokens else set())
         if vocabulary is not None and named and not (min(named) >= 0 and max(named) < vocabulary):
             raise RolloutError(

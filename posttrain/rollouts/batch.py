@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,7 @@ from posttrain.errors import CheckpointError
 from posttrain.losses.policy import engine_gap
 from posttrain.metrics import Metric, mean
 from posttrain.models import parallel
-from posttrain.types import Prompt, Request, Rollout, Row
+from posttrain.types import Prompt, Request, Rollout, Row, Truncation
 
 if TYPE_CHECKING:
     from posttrain.rollouts.workers.samples import RolloutSample
@@ -48,6 +48,16 @@ def completions_for_rewards(tokenizer: Any, rollouts: Sequence[Rollout], *, conv
 def prompt_suffixes(tokenizer: Any, rollouts: Sequence[Rollout]) -> list[str]:
     """The end of each prompt as text, for format rewards."""
     return tokenizer.batch_decode([rollout.prompt_ids[-SUFFIX_TOKENS:] for rollout in rollouts])
+
+
+def sampled_logps(rollouts: Iterable[Rollout], truncation: Truncation) -> list[list[float]] | None:
+    """Log-probs of the tokens as they were drawn, with what truncation left; None where an engine says those before it alone."""
+    found = []
+    for rollout in rollouts:
+        if truncation and rollout.processed_logp is None and rollout.token_ids:
+            return None
+        found.append(list(rollout.logp if rollout.processed_logp is None or not truncation else rollout.processed_logp))
+    return found
 
 
 def sampler_gap(rollouts: Sequence[Rollout], trained: Sequence[Sequence[float]]) -> dict[str, Metric]:

@@ -13,11 +13,12 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
 from posttrain.errors import ConfigError
+from posttrain.losses.truncation import truncate
 from posttrain.models.attention import rope_limits
 from posttrain.models.heads import causal_lm, learns_prompts, picture_encoder, placeholder_of
 from posttrain.models.vision import prefill_inputs
 from posttrain.rollouts.base import Capabilities, RolloutEngine, check_followed, check_requests, evaluating
-from posttrain.rollouts.sampling import apply_rules, cuts, ends_with_string, has_rules, penalize_repetition, truncate
+from posttrain.rollouts.sampling import apply_rules, ends_with_string, has_rules, penalize_repetition
 from posttrain.types import Request, Rollout, Sampling
 
 logger = logging.getLogger(__name__)
@@ -45,7 +46,7 @@ class _Shape(LogitsProcessor):
     def __init__(self, sampling: Sampling, widths: Sequence[int]) -> None:
         self.sampling, self.widths = sampling, widths
         self.temperature = sampling.temperature or 1.0
-        self.changes = sampling.repetition_penalty != 1.0 or has_rules(sampling) or cuts(sampling)
+        self.changes = sampling.repetition_penalty != 1.0 or has_rules(sampling) or bool(sampling.truncation)
         self.pending: list[Tensor] = []
         self.found: list[list[Tensor]] = []
 
@@ -69,7 +70,7 @@ class _Shape(LogitsProcessor):
             shaped = penalize_repetition(shaped, history or [], self.sampling.repetition_penalty)
         shaped = apply_rules(shaped / self.temperature, self.sampling, [new] * len(self.widths), history)
         if self.sampling.temperature > 0:
-            shaped = truncate(shaped, self.sampling)
+            shaped = truncate(shaped, self.sampling.truncation)
             self.pending.append(shaped.log_softmax(-1))
         return shaped
 

@@ -24,7 +24,6 @@ from posttrain.rollouts.base import (
 )
 from posttrain.rollouts.hf import pinned_config
 from posttrain.rollouts.native.engine import own_precision
-from posttrain.rollouts.sampling import cuts
 from posttrain.types import Request, Rollout, Sampling
 
 MEMORY_SHARE = 0.5  # Of the free memory of a GPU, at most, for keys and values; the rest is for training.
@@ -180,7 +179,7 @@ class PagedEngine(RolloutEngine):
     def _rollout(self, prompt: list[int], result: Any, sampling: Sampling) -> Rollout:
         tokens, said = list(result.generated_tokens), list(result.logprobs)
         ended = bool(tokens) and tokens[-1] in sampling.stop_token_ids
-        cut = sampling.temperature > 0 and cuts(sampling)
+        cut = sampling.temperature > 0 and bool(sampling.truncation)
         # It says log-probs of what it drew from: after a cut those are not what a trainer computes.
         return Rollout(
             prompt, tokens, [] if cut else said, "stop" if ended else "length", self.version,

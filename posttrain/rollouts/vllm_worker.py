@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +25,7 @@ from posttrain.rollouts.server.weight_sync import file_tensors, shared_path
 logger = logging.getLogger(__name__)
 
 BACKEND = "posttrain"  # Name of the transfer in ``--weight-transfer-config``.
+ADAPTERS_MAY_COME = os.environ.get("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "0").lower() in ("1", "true")
 Pair = tuple[str, Tensor]
 
 
@@ -62,7 +64,9 @@ class Reload:
             # A tied output layer gets no weights of its own: vLLM's CPU kernels would keep their packed copy of the old ones.
             if hasattr(module, "cpu_linear") and type(module).__name__ == "ParallelLMHead":
                 module.quant_method.process_weights_after_loading(module)  # type: ignore[union-attr,operator]
-        return sorted({name for name, _ in self.model.named_parameters()} - self.loaded)
+        # Layers that adapters may be put around keep their own weights below that name, and adapters come by another way.
+        names = {name.replace(".base_layer.", ".") for name, _ in self.model.named_parameters() if ".lora_" not in name}
+        return sorted(names - {name.replace(".base_layer.", ".") for name in self.loaded})
 
 
 def reload(worker: Any, pairs: Iterable[Pair]) -> list[str]:
@@ -181,6 +185,10 @@ def model_facts(config: Any) -> dict[str, Any]:
         "transfer": "shared memory" if backend == BACKEND else backend,
         "checkpoint_names": True,
     }
+    lora, replicas = config.lora_config, config.parallel_config.data_parallel_size
+    # Adapters reach the one replica that answers; see `posttrain.rollouts.vllm.ADAPTED` for the layers.
+    if lora is not None and ADAPTERS_MAY_COME and replicas == 1 and lora.target_modules:
+        facts |= {"adapter_rank": int(lora.max_lora_rank), "adapter_layers": sorted(lora.target_modules)}
     if backend not in (BACKEND, "nccl"):
         facts["takes_no_weights"] = f"its --weight-transfer-config names {backend}, not {BACKEND} or nccl"
     return facts

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -52,6 +52,7 @@ class ServedEngine:
 
     Attributes:
         version: Of the weights, as the trainer calls them; ``default``: those of the checkpoint.
+        base_version: Of the weights below an adapter.
         state: ``whole``; ``updating``; ``complete``: all buckets of an update came; ``failed``: they are not of one version.
         paused: Whether generation is held.
         waiting: Jobs that are in no call yet.
@@ -61,7 +62,7 @@ class ServedEngine:
     def __init__(self, engine: RolloutEngine) -> None:
         self.engine: Any = engine
         self.model: nn.Module = self.engine.model
-        self.version = "default"
+        self.version = self.base_version = "default"
         self.state: Literal["whole", "updating", "complete", "failed"] = "whole"
         self.paused = False
         self.waiting: deque[Job] = deque()
@@ -70,6 +71,8 @@ class ServedEngine:
         self._known: dict[str, Tensor] = dict(self.model.named_buffers(remove_duplicate=False))
         self._known |= dict(self.model.named_parameters(remove_duplicate=False))
         self._loaded: set[int] = set()
+        # By name, what an adapter was added to, as it was before.
+        self._bases: dict[str, Tensor] = {}
 
     # Generation. All methods but `submit` are called in the engine's thread.
 
@@ -125,6 +128,7 @@ class ServedEngine:
     def begin_update(self) -> None:
         """New weights are on their way: nothing is sampled until they are whole."""
         self.state, self.version, self._loaded = "updating", INCOMPLETE, set()
+        self._bases = {}
 
     @torch.no_grad()
     def load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
@@ -164,7 +168,42 @@ class ServedEngine:
             while self.waiting:
                 self.waiting.popleft().rollouts.set_exception(WeightSyncError(NOT_WHOLE, phase="generate"))
             return
-        self.state, self.version = "whole", version
+        self.state, self.version, self.base_version = "whole", version, version
+        self._weights_moved()
+
+    @torch.no_grad()
+    def load_adapter(self, name: str, scale: float, pairs: Mapping[str, tuple[Tensor, Tensor]]) -> None:
+        """``W + scale B A`` in the place of each adapted weight W of the base model, which are called ``name`` from now on.
+
+        The sum is taken in float32 and rounded once, as in merged weights. All is checked before anything is changed.
+
+        Args:
+            name: Of the version.
+            scale: Of the adapter.
+            pairs: By the names of weights, A ``(r, in)`` and B ``(out, r)``.
+
+        Raises:
+            ModelError: A weight that the model does not have, or matrices that do not fit it: an adapter of another base.
+        """
+        for weight, (a, b) in pairs.items():
+            target = self._known.get(weight)
+            if target is None or target.shape != (b.shape[0], a.shape[1]) or a.shape[0] != b.shape[1]:
+                theirs = "does not know it" if target is None else f"has the shape {tuple(target.shape)} there"
+                raise ModelError(
+                    f"an adapter for {weight} of shape {(b.shape[0], a.shape[1])} (rank {a.shape[0]} and {b.shape[1]}) came, and "
+                    f"the server {theirs}. Fix: serve the base model that is trained."
+                )
+        for weight, base in self._bases.items():
+            self._known[weight].copy_(base)
+        self._bases = {weight: self._bases.get(weight, self._known[weight].clone()) for weight in pairs}
+        for weight, (a, b) in pairs.items():
+            delta = scale * (b.float() @ a.float())
+            target = self._known[weight]
+            target.copy_(target.float() + delta.to(target.device))
+        self.version = name
+        self._weights_moved()
+
+    def _weights_moved(self) -> None:
         # What the engine kept was computed with the old weights.
         self.engine.load_weights((), self.engine.version + 1)
         self.thread.submit(self.write_waiting)
@@ -186,6 +225,7 @@ class ServedEngine:
             "device_uuids": [str(torch.cuda.get_device_properties(weight.device).uuid)] if weight.is_cuda else [],
             "transfer": "shared memory",
             "tells_versions": True,
+            "adapter_rank": min(text.hidden_size, text.vocab_size),
         }
 
 

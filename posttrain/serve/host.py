@@ -7,7 +7,7 @@ import hmac
 import logging
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Annotated, Any, Literal
 
 import prometheus_client
@@ -22,9 +22,10 @@ from posttrain.data.pictures import Placed, read_picture
 from posttrain.errors import BadRequest, ConfigError, DataError, ModelError, RolloutError, WeightSyncError
 from posttrain.models.heads import has_tower, picture_encoder
 from posttrain.models.load import create_model_from_path, load_tokenizer, resolve_pad_token
+from posttrain.rollouts.adapters import TENSORS, read_adapter
 from posttrain.rollouts.base import check_requests
 from posttrain.rollouts.engines import create_engine
-from posttrain.rollouts.sampling import structured_guide
+from posttrain.rollouts.sampling import reshapes, structured_guide
 from posttrain.rollouts.server.replies import API_KEY_VARIABLE, LOOPBACK
 from posttrain.rollouts.server.weight_sync import file_tensors, shared_path
 from posttrain.serve.config import ServeConfig
@@ -37,6 +38,8 @@ TokenIds = Annotated[list[Annotated[int, Field(ge=0, strict=True)]], Field(min_l
 LEAST, MOST = 1e-5, 1e5
 # Of a picture: encoded, and decoded (a small file may hold an image that fills the memory).
 MOST_BYTES, MOST_PIXELS = 32 * 2**20, 64 * 10**6
+# By how much sums of float32 probabilities may miss the mass that they make.
+MASS_ROUNDING = 1e-5
 
 
 class Strict(BaseModel):
@@ -95,10 +98,6 @@ class Completions(Strict):
             ConfigError: ``structured_outputs`` that cannot be followed.
             BadRequest: A prompt that does not fit, or pictures that cannot be read or are expanded otherwise here.
         """
-        if self.logprobs and (self.top_p < 1 or self.top_k > 0 or self.min_p > 0 or self.repetition_penalty != 1):
-            raise BadRequest(
-                "logprobs above 0 with truncated sampling is not offered. Fix: logprobs=0, or vLLM's server."
-            )
         sampling = Sampling(
             max_new_tokens=self.max_tokens,
             temperature=self.temperature,
@@ -114,6 +113,11 @@ class Completions(Strict):
             guide=None if self.structured_outputs is None else structured_guide(self.structured_outputs),
             top_logps=self.logprobs or 0,
         )
+        if self.logprobs and (self.repetition_penalty != 1 or (sampling.truncation and reshapes(sampling))):
+            raise BadRequest(
+                "logprobs above 0 with a repetition penalty, or with a guide, bias or min_tokens beside truncated sampling, is "
+                "not offered. Fix: logprobs=0, or vLLM's server."
+            )
         prompts: Any = [self.prompt] if isinstance(self.prompt[0], int) else self.prompt
         if self.placed and (encoder is None or len(prompts) > 1):
             raise BadRequest("pictures belong to one prompt a request, and to a model with images. Fix: send them so.")
@@ -166,22 +170,37 @@ def choices_of(job: Job, top: int) -> list[dict[str, Any]]:
             "finish_reason": rollout.finish_reason,
             "token_ids": rollout.token_ids,
             "prompt_token_ids": job.request.prompt_ids,
-            "logprobs": _logprobs(rollout, top),
+            "logprobs": _logprobs(rollout, top, bool(job.request.sampling and job.request.sampling.truncation)),
             "weight_version": job.version,
         }
         for rollout in job.rollouts.result()
     ]
 
 
-def _logprobs(rollout: Rollout, top: int) -> dict[str, Any]:
+def _logprobs(rollout: Rollout, top: int, truncated: bool) -> dict[str, Any]:
     """Log-probs of the distribution that tokens were drawn from (vLLM's ``processed_logprobs``), tokens as ``token_id:ID``."""
-    drawn = [_finite(value) for value in rollout.processed_logp or rollout.logp]
+    drawn = rollout.processed_logp or rollout.logp
     best = rollout.top_logps or [[]] * len(drawn)
-    tops = [
-        {f"token_id:{other}": _finite(value) for other, value in at[:top]} | {f"token_id:{token}": own}
-        for at, token, own in zip(best, rollout.token_ids, drawn, strict=True)
-    ]
-    return {"token_logprobs": drawn, "top_logprobs": tops}
+    tops = []
+    for at, token, own, raw in zip(best, rollout.token_ids, drawn, rollout.logp, strict=True):
+        likeliest: Iterable[tuple[int, float]] = _left(at[:top], own - raw) if truncated else at[:top]
+        tops.append({f"token_id:{i}": _finite(x) for i, x in likeliest} | {f"token_id:{token}": _finite(own)})
+    return {"token_logprobs": [_finite(value) for value in drawn], "top_logprobs": tops}
+
+
+def _left(at: Sequence[tuple[int, float]], gain: float) -> Iterator[tuple[int, float]]:
+    """The likeliest tokens that truncation left, with their log-probs after it.
+
+    Args:
+        at: Ids and log-probs before it, the likeliest first.
+        gain: What truncation added to each log-prob: minus the logarithm of the mass it left.
+    """
+    mass = 0.0
+    for token, logp in at:
+        # What is left are the likeliest tokens, up to that mass.
+        if mass < math.exp(-gain) - MASS_ROUNDING:
+            yield token, logp + gain
+        mass += math.exp(logp)
 
 
 def _finite(value: float) -> float | None:
@@ -260,7 +279,7 @@ class Host:
 
     async def weight_info(self) -> dict[str, Any]:
         """The version of the weights."""
-        return {"weight_version": self.served.version}
+        return {"weight_version": self.served.version, "base_version": self.served.base_version}
 
     async def metrics(self) -> Response:
         """Counters for Prometheus."""
@@ -326,8 +345,7 @@ class Host:
         """
         if self.served.state != "updating":
             raise HTTPException(409, "start_weight_update must be called before update_weights.")
-        if request.client is None or request.client.host not in LOOPBACK or "x-forwarded-for" in request.headers:
-            raise HTTPException(403, "a bucket in shared memory can come from this machine alone.")
+        _same_machine(request)
         try:
             if update_info.complete:
                 await self.do(self.served.complete_update)
@@ -348,10 +366,36 @@ class Host:
         await self.do(self.served.end_update, weight_version)
         return {"message": "Weight update finished"}
 
+    async def load_lora_adapter(
+        self, lora_name: Annotated[str, Body()], lora_path: Annotated[str, Body()], request: Request
+    ) -> dict[str, Any]:
+        """Sample from the base model with this adapter from now on, and call the weights by its name.
+
+        Raises:
+            HTTPException: 403, the request came from another machine.
+            WeightSyncError: The weights are not whole.
+        """
+        _same_machine(request)
+        if self.served.state != "whole":
+            raise WeightSyncError(NOT_WHOLE, phase="adapter")
+        folder = shared_path(f"{lora_path}/{TENSORS}").parent
+        await self.do(lambda: self.served.load_adapter(lora_name, *read_adapter(folder)))
+        return {"message": f"LoRA adapter '{lora_name}' added"}
+
+    async def unload_lora_adapter(self, lora_name: Annotated[str, Body(embed=True)]) -> dict[str, Any]:
+        """Nothing: an adapter goes when the next one comes."""
+        return {"message": f"LoRA adapter '{lora_name}' removed"}
+
     async def update_weight_version(self, new_version: Annotated[str, Body(embed=True)]) -> dict[str, Any]:
         """Call the weights otherwise."""
-        self.served.version = new_version
+        self.served.version = self.served.base_version = new_version
         return {"success": True, "new_version": new_version}
+
+
+def _same_machine(request: Request) -> None:
+    """Refuse files in shared memory that another machine names."""
+    if request.client is None or request.client.host not in LOOPBACK or "x-forwarded-for" in request.headers:
+        raise HTTPException(403, "a bucket in shared memory can come from this machine alone.")
 
 
 def create_app(host: Host) -> FastAPI:
@@ -360,13 +404,22 @@ def create_app(host: Host) -> FastAPI:
     for endpoint in (host.health, host.weight_info, host.metrics):
         app.get(f"/{endpoint.__name__}")(endpoint)
     app.get("/v1/models")(host.models)
-    app.post("/v1/completions")(host.completions)
+    for endpoint in (host.completions, host.load_lora_adapter, host.unload_lora_adapter):
+        app.post(f"/v1/{endpoint.__name__}")(endpoint)
     for endpoint in (
         host.collective_rpc, host.pause, host.resume, host.reset_prefix_cache, host.start_weight_update, host.update_weights,
         host.finish_weight_update, host.update_weight_version,
     ):  # fmt: skip
         app.post(f"/{endpoint.__name__}")(endpoint)
-    for kind in (Exception, HTTPException, ConfigError, BadRequest, WeightSyncError, RequestValidationError):
+    for kind in (
+        Exception,
+        HTTPException,
+        ConfigError,
+        BadRequest,
+        ModelError,
+        WeightSyncError,
+        RequestValidationError,
+    ):
         app.add_exception_handler(kind, _answer)
     app.add_middleware(TokenGuard, api_key=host.config.api_key)  # type: ignore[arg-type]
     return app
@@ -376,7 +429,7 @@ def _answer(_: Request, error: Exception) -> JSONResponse:
     """An error as a reply."""
     if isinstance(error, HTTPException):
         return _error(error.status_code, error.detail)
-    if isinstance(error, ConfigError | BadRequest | RequestValidationError):
+    if isinstance(error, ConfigError | BadRequest | ModelError | RequestValidationError):
         return _error(400, str(error))
     return _error(409 if isinstance(error, WeightSyncError) else 500, f"{type(error).__name__}: {error}")
 

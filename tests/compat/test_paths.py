@@ -84,6 +84,8 @@ experimental.orpo ORPOConfig
 experimental.online_dpo OnlineDPOTrainer
 experimental.ppo PPOTrainer
 experimental.async_grpo AsyncGRPOTrainer
+trainer.async_grpo_trainer AsyncGRPOTrainer
+trainer.async_grpo_config AsyncGRPOConfig
 experimental.utils pad_to_length
 experimental.bema_for_ref_model BEMACallback
 rewards.format_rewards think_format_reward

@@ -257,8 +257,9 @@ def test_rollout_engine_server_is_another_name_and_odd_settings_are_refused(tmp_
         with pytest.raises(ConfigError, match=name):
             grpo_args(tmp_path, **{name: value})
     with pytest.raises(ConfigError, match="allow_biased_is"):
-        grpo_args(tmp_path, rollout_engine="server", top_p=0.9)
-    assert grpo_args(tmp_path, rollout_engine="server", top_p=0.9, allow_biased_is=True).top_p == 0.9
+        grpo_args(tmp_path, rollout_engine="server", repetition_penalty=1.1)
+    assert grpo_args(tmp_path, rollout_engine="server", repetition_penalty=1.1, allow_biased_is=True).allow_biased_is
+    assert grpo_args(tmp_path, rollout_engine="server", top_p=0.9).top_p == 0.9
     trainer_args = {
         "vllm_server_base_url": "http://127.0.0.1:9",
         "vllm_server_timeout": 0.1,

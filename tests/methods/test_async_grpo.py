@@ -19,7 +19,7 @@ from posttrain.rollouts.workers.samples import Trajectory
 from posttrain.trainers.async_grpo.rollouts import warn_of_reward_models
 from posttrain.trainers.async_grpo.trainer import AsyncGRPOTrainer
 from posttrain.trainers.async_grpo.worker import population_advantages, score_group
-from posttrain.types import Rollout
+from posttrain.types import WHOLE, Rollout, Truncation
 from tests.conftest import build_model
 from tests.methods.async_helpers import StubTransfer, assert_exact, group_of, sample, steps, trainer
 from tests.methods.helpers import count_a, grpo, prompts, weights
@@ -313,8 +313,9 @@ def finished(answers, reasons=None, masks=None, prompt="p", **options):
     return group_of(rows, rollouts, ["c"] * len(answers), group_id=5, version=2, **options)
 
 
-def scorer(tokenizer, scale="population", mask_truncated=False, **options):
+def scorer(tokenizer, scale="population", mask_truncated=False, truncation=WHOLE, **options):
     rewards, how = RewardRunner(score_answer, **options), {"scale_rewards": scale, "mask_truncated": mask_truncated}
+    how["truncation"] = truncation
     return lambda group: score_group(group, rewards, tokenizer, **how)
 
 
@@ -327,6 +328,26 @@ def test_advantages_are_those_of_the_population_over_scored_members_and_others_g
     assert (first.input_ids, first.completion_mask) == ([1, 2, 3, 4], [0, 0, 1, 1])
     assert first.old_log_probs == [0.0, 0.0, -0.5, -1.0]
     assert first.metrics["rewards/score_answer"] == 1.0
+
+
+def test_log_probs_of_a_truncated_sample_are_of_what_was_left(tiny_tokenizer):
+    group, score = finished([1.0, 3.0]), scorer(tiny_tokenizer, truncation=Truncation(top_p=0.9))
+    with raises(RolloutError, "top_p=0.9", "processed_logp"):
+        score(group)
+    for rollout in group.batch.rollouts:
+        rollout.processed_logp = [-0.25, -0.75]
+    assert score(group)[0].samples[0].old_log_probs == [0.0, 0.0, -0.25, -0.75]
+    assert scorer(tiny_tokenizer)(group)[0].samples[0].old_log_probs == [0.0, 0.0, -0.5, -1.0]
+
+
+def test_a_penalty_beside_truncation_or_servers_is_refused(tmp_path):
+    """Their log-probs are of what the penalty made of the distribution, which the trainer does not compute."""
+    penalty = {"repetition_penalty": 1.1, "num_generations": 2, "report_to": "none"}
+    AsyncGRPOConfig(str(tmp_path), **penalty)
+    for further in ({"top_p": 0.9}, {"worker_engine": "server"}):
+        with raises(ConfigError, "repetition_penalty=1.1"):
+            AsyncGRPOConfig(str(tmp_path), **penalty, **further)
+        AsyncGRPOConfig(str(tmp_path), **penalty, **further, allow_biased_is=True)
 
 
 def test_a_group_that_nobody_scored_moves_nothing(tiny_tokenizer):

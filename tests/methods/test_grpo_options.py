@@ -8,10 +8,12 @@ import datasets
 import pytest
 import torch
 
-from posttrain import ConfigError, DataError, GRPOConfig, GRPOTrainer, ModelError, ScriptedEngine
+from posttrain import ConfigError, DataError, GRPOConfig, GRPOTrainer, ModelError, RolloutError, ScriptedEngine
 from posttrain.methods.grpo.objective import EntropyBonus
 from posttrain.models.heads import Float32Linear, cast_head_to_fp32
 from posttrain.rollouts.base import RolloutEngine
+from posttrain.rollouts.hf import HFEngine
+from posttrain.rollouts.native.engine import NativeEngine
 from tests.conftest import build_model
 from tests.methods.helpers import count_a, grpo, grpo_args, prompts, scripted, weights
 from tests.wordings import raises
@@ -104,7 +106,7 @@ def test_what_cannot_be_meant_is_refused(tmp_path, settings, match):
             "scale_rewards='batch' is ignored",
         ),
         ({"temperature": 0.05}, "temperature=0.05 is so low"),
-        ({"top_p": 0.9, "top_k": 50}, "top_p=0.9, top_k=50: completions are drawn from a truncated"),
+        ({"repetition_penalty": 1.1, "top_k": 50}, "repetition_penalty=1.1: completions are drawn from a changed"),
         ({"epsilon": 0.1}, "epsilon=0.1: no effect"),
         ({"loss_type": "sapo"}, "loss_type='sapo': no effect"),
         ({"steps_per_generation": 4, "num_iterations": 5}, "are 20 updates old"),
@@ -495,10 +497,61 @@ def test_vespo_refuses_a_correction_with_one_value_a_sequence(tiny_tokenizer, tm
     grpo(tmp_path, tiny_tokenizer, engine=Foreign(), loss_type="vespo", vllm_importance_sampling_mode="token_truncate")
 
 
-def test_r36_truncated_sampling_and_the_correction_exclude_each_other(tiny_tokenizer, tmp_path):
-    with raises(ConfigError, "top_p=0.9", "vllm_importance_sampling_correction=True"):
-        grpo(tmp_path, tiny_tokenizer, engine=Foreign(), top_p=0.9)
-    grpo(tmp_path, tiny_tokenizer, engine=Foreign(), top_p=0.9, vllm_importance_sampling_correction=False)
+@pytest.mark.parametrize("sampling", [{"top_p": 0.7}, {"top_k": 5, "min_p": 0.05, "top_p": 0.9}])
+@pytest.mark.parametrize("kind", [NativeEngine, HFEngine])
+def test_r36_truncated_sampling_is_corrected_without_bias(tiny_tokenizer, tmp_path, kind, sampling):
+    """Log-probs of a second copy of the same weights, as tokens were drawn: every ratio is 1."""
+    inner = kind(build_model(len(tiny_tokenizer)), pad_token_id=2)
+    trainer = grpo(tmp_path, tiny_tokenizer, engine=Foreign(inner), max_steps=1, temperature=0.7, **sampling)
+    trainer.train()
+    row = logs(trainer)[0]
+    assert row["sampling/sampling_logp_difference/max"] < 1e-3
+    assert row["sampling/importance_sampling_ratio/mean"] == pytest.approx(1.0, abs=1e-3)
+    assert row["sampling/importance_sampling_ratio/min"] == pytest.approx(1.0, abs=5e-3)
+
+
+def test_several_passes_over_a_truncated_generation_of_another_engine_have_the_mass_of_the_weights_that_sampled(
+    tiny_tokenizer, tmp_path
+):
+    """The weights move far between the two passes; the correction is that of the engine's rounding all the same."""
+    inner = NativeEngine(build_model(len(tiny_tokenizer)), pad_token_id=2)
+    trainer = grpo(
+        tmp_path, tiny_tokenizer, engine=Foreign(inner), max_steps=2, num_iterations=2, top_p=0.7, learning_rate=0.05
+    )  # fmt: skip
+    trainer.train()
+    rows = logs(trainer)
+    assert rows[1]["ratio/max"] > 1.1
+    assert [row["sampling/sampling_logp_difference/max"] < 1e-3 for row in rows] == [True, True]
+
+
+def test_several_passes_over_a_truncated_generation_begin_at_ratio_1(tiny_tokenizer, tmp_path):
+    """Old log-probs are the engine's own, of the whole distribution."""
+    for further in ({}, {"repetition_penalty": 1.3}):
+        trainer = grpo(            tmp_path, tiny_tokenizer, engine="native", max_steps=2, num_iterations=2, top_p=0.8, learning_rate=0.0, **further
+        )  # fmt: skip
+        trainer.train()
+        assert [row["ratio/max"] for row in logs(trainer)] == pytest.approx([1.0, 1.0], abs=1e-3)
+
+
+def test_r36_a_penalty_and_the_correction_exclude_each_other(tiny_tokenizer, tmp_path):
+    with raises(ConfigError, "repetition_penalty=1.1", "vllm_importance_sampling_correction=True"):
+        grpo(tmp_path, tiny_tokenizer, engine=Foreign(), repetition_penalty=1.1, top_p=0.9)
+    off = {"vllm_importance_sampling_correction": False}
+    grpo(tmp_path, tiny_tokenizer, engine=Foreign(), repetition_penalty=1.1, **off)
+
+
+def test_an_engine_that_says_log_probs_before_truncation_alone_is_refused(tiny_tokenizer, tmp_path):
+    trainer = grpo(tmp_path, tiny_tokenizer, engine=Foreign(), max_steps=1, top_p=0.9)
+    with raises(RolloutError, "'foreign'", "top_p=0.9"):
+        trainer.train()
+    off = {"vllm_importance_sampling_correction": False}
+    grpo(tmp_path, tiny_tokenizer, engine=Foreign(), max_steps=1, top_p=0.9, **off).train()
+
+
+def test_a_top_k_above_the_vocabulary_is_refused(tiny_tokenizer, tmp_path):
+    size = len(tiny_tokenizer)
+    with raises(ConfigError, f"top_k={size + 1}", size):
+        grpo(tmp_path, tiny_tokenizer, max_steps=1, top_k=size + 1)
 
 
 def test_a_reward_std_is_that_of_the_whole_batch(tiny_tokenizer, tmp_path):

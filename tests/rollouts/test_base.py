@@ -152,11 +152,11 @@ def resolved(tmp_path, kind=GRPOConfig, processor=None, **settings):
     [
         (GRPOConfig, {}, "vllm"),
         (GRPOConfig, {"rollout_engine": "hf"}, "hf"),
-        # A correction would be off by the mass that was cut, and in half precision continuous batching is corrected for too.
-        (GRPOConfig, {"top_p": 0.9}, "native"),
-        (GRPOConfig, {"top_p": 0.9, "vllm_importance_sampling_correction": False}, "vllm"),
-        (RLOOConfig, {"top_p": 0.9}, "native"),
-        (GRPOConfig, {"min_p": 0.1}, "native"),
+        (GRPOConfig, {"top_p": 0.9, "min_p": 0.1}, "vllm"),
+        # A correction would be off by what the penalty did; in half precision continuous batching is corrected for too.
+        (GRPOConfig, {"repetition_penalty": 1.1}, "native"),
+        (GRPOConfig, {"repetition_penalty": 1.1, "vllm_importance_sampling_correction": False}, "vllm"),
+        (RLOOConfig, {"repetition_penalty": 1.1}, "native"),
         (GRPOConfig, {"generation_kwargs": {"no_repeat_ngram_size": 3}}, "native"),
         (RLOOConfig, {}, "vllm"),
         (OnlineDPOConfig, {}, "vllm"),

@@ -8,11 +8,12 @@ import pytest
 import torch
 
 from posttrain.errors import ConfigError, RolloutError
+from posttrain.losses.truncation import truncate
 from posttrain.rollouts.engines import create_engine
 from posttrain.rollouts.native.engine import NativeEngine
 from posttrain.rollouts.native.sampler import Chooser, uniforms
-from posttrain.rollouts.sampling import banned_continuations, truncate
-from posttrain.types import Request, Sampling
+from posttrain.rollouts.sampling import banned_continuations
+from posttrain.types import Request, Sampling, Truncation
 from tests.conftest import build_model
 from tests.wordings import raises
 
@@ -213,7 +214,7 @@ def test_the_nucleus_is_found_among_few_candidates_and_only_wide_rows_look_at_mo
     logits, looked = torch.cat([peaked, flat]), []
     topk = torch.Tensor.topk
     monkeypatch.setattr(torch.Tensor, "topk", lambda x, k, **o: looked.append((len(x), k)) or topk(x, k, **o))
-    kept = truncate(logits, Sampling(1, top_p=0.6)).isfinite()
+    kept = truncate(logits, Truncation(top_p=0.6)).isfinite()
     assert looked == [(5, 256), (2, 4096), (2, 10_000)]
     p, order = logits.double().softmax(-1).sort(descending=True)
     wanted = torch.zeros_like(kept).scatter(1, order, (p.cumsum(-1) - p) < 0.6)

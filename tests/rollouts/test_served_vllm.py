@@ -6,6 +6,7 @@ import torch
 
 from posttrain.checks.server import check_info, check_parity, needs_of, probe_logprobs, probe_sequences
 from posttrain.errors import ServerUnreachable, WeightSyncError
+from posttrain.rollouts.adapters import AdapterWeights
 from posttrain.rollouts.server.client import VLLMClient
 from posttrain.rollouts.server.engine import ServerEngine
 from posttrain.rollouts.server.replies import API_KEY_VARIABLE
@@ -14,6 +15,7 @@ from posttrain.types import Request, Rollout, Sampling
 from tests.conftest import build_model, build_tokenizer
 from tests.methods.helpers import grpo, grpo_args
 from tests.rollouts import real_vllm as real
+from tests.rollouts.test_weights import adapted
 
 pytestmark = real.without_model
 
@@ -132,6 +134,46 @@ def test_grpo_steps_over_it_are_on_policy(url, folder, tmp_path):
     trainer.engine.close()
     rows = [row for row in trainer.state.log_history if "loss" in row]
     assert max(row["sampling/sampling_logp_difference/max"] for row in rows) < 1e-3
+
+
+def test_adapters_are_pushed_alone_one_name_a_version_and_grpo_with_lora_and_top_p_is_on_policy(folder, tmp_path):
+    """Log-probs with the adapter are those of the trainer's forward; earlier versions are let go; then a run over it."""
+    import peft
+
+    with real.vllm_server(tmp_path, folder, "--enable-lora", "--max-lora-rank", "8", "--max-loras", "2") as url:
+        engine = ServerEngine(url, connection_timeout=30)
+        assert engine.capabilities.adapter_rank == 8
+        (server,) = engine.fleet.live
+        for version in (1, 2, 3):
+            model = adapted(real.load(folder), seed=version)
+            engine.load_weights(AdapterWeights(model, most=8), version)
+            rollouts = engine.generate([Request(p, 4) for p in PROMPTS], Sampling(16, seed=version))
+            assert {r.version for r in rollouts} == {version}
+            assert real.worst([r.logp for r in rollouts], real.truth(model, rollouts)) < 1e-4
+            assert gap(engine, model, version) is None
+        names = [card["id"] for card in server.client.call("GET", "/v1/models")["data"]]
+        assert names[1:] == [engine.version_name(2), engine.version_name(3)]
+        # Merged weights, which it takes too, go in the place of base and adapter.
+        engine.load_weights(Weights(model, checkpoint_names=True), 4)
+        rollouts = engine.generate([Request(p, 4) for p in PROMPTS], Sampling(16, seed=4))
+        assert real.worst([r.logp for r in rollouts], real.truth(model, rollouts)) < 1e-4
+        with pytest.raises(WeightSyncError, match="rank"):
+            wide = adapted(real.load(folder), r=16)
+            engine.load_weights(AdapterWeights(wide, most=16), 5)
+        engine.close()
+        far = {"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": url, "top_p": 0.9}
+        config = peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
+        trainer = grpo(
+            tmp_path / "run", build_tokenizer(), model=real.load(folder), engine="native", max_steps=3, learning_rate=5e-2,
+            peft_config=config, **far,
+        )  # fmt: skip
+        trainer.train()
+        rows = [row for row in trainer.state.log_history if "loss" in row]
+        trainer.engine.close()
+        assert max(row["sampling/sampling_logp_difference/max"] for row in rows) < 1e-3
+        assert any(p.abs().max() > 1e-3 for n, p in trainer.model.named_parameters() if "lora_B" in n)
+        alone = sum(p.nbytes for n, p in trainer.model.named_parameters() if ".lora_" in n) / 1e6
+        assert rows[-1]["weight_sync_mb"] == pytest.approx(alone, rel=1e-6)
 
 
 def test_a_server_without_our_extension_only_samples_and_its_lacks_have_findings(folder, tmp_path, model):

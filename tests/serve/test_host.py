@@ -11,6 +11,7 @@ from safetensors.torch import save
 from posttrain import GRPOConfig, GRPOTrainer
 from posttrain.data.pictures import read_picture
 from posttrain.errors import ConfigError
+from posttrain.losses.truncation import truncate
 from posttrain.models.vision import install_pictures
 from posttrain.rollouts.native.engine import NativeEngine
 from posttrain.rollouts.server.engine import ServerEngine
@@ -18,7 +19,7 @@ from posttrain.rollouts.server.replies import API_KEY_VARIABLE, pictures_body
 from posttrain.rollouts.server.weight_sync import SharedFolder, checksum
 from posttrain.serve.config import ServeConfig
 from posttrain.serve.engine import ServedEngine
-from posttrain.types import Request, Sampling
+from posttrain.types import Request, Sampling, Truncation
 from tests.conftest import build_model
 from tests.methods.test_vision_online import QUICK, prompts, short
 from tests.serve.support import VOCAB, serving
@@ -106,7 +107,9 @@ def test_log_probs_are_of_the_distribution_that_was_drawn_from(server):
         ({"prompt": [1], "n": 0}, "greater than or equal to 1"),
         ({"prompt": [1], "tempreature": 1}, "tempreature"),
         ({"prompt": [1], "logit_bias": {"9999": 1.0}}, "9999"),
-        ({"prompt": [1], "logprobs": 2, "top_p": 0.5}, "truncated"),
+        ({"prompt": [1], "logprobs": 2, "top_p": 0.5, "logit_bias": {"5": 1.0}}, "truncated"),
+        ({"prompt": [1], "logprobs": 2, "repetition_penalty": 1.5}, "penalty"),
+        ({"prompt": [1], "top_k": 9999}, "top_k=9999"),
         ({"prompt": [1], "structured_outputs": {"regx": "a"}}, "regex"),
         ({"prompt": [1], "stream": True}, "stream"),
         ({"prompt": "text"}, "prompt"),
@@ -125,6 +128,20 @@ def test_prompt_logprobs_score_and_generate_nothing(server):
     for at, token, line in zip(rest, [6, 7], logps, strict=True):
         assert at[str(token)]["logprob"] == pytest.approx(float(line[token]), abs=1e-5)
         assert {str(i) for i in line.topk(2).indices.tolist()} <= set(at)
+
+
+def test_the_likeliest_tokens_under_truncation_are_those_that_are_left_with_their_share_of_what_is_left(server):
+    """As vLLM's processed log-probs: renormalised, and no token that could not be drawn."""
+    cut = {"top_k": 6, "top_p": 0.6, "temperature": 0.8}
+    choice = server.complete([5, 6, 7], max_tokens=1, logprobs=5, seed=3, **cut).json()["choices"][0]
+    logits = build_model(VOCAB)(torch.tensor([[5, 6, 7]])).logits[0, -1:].detach() / 0.8
+    left = truncate(logits, Truncation(6, 0.6)).log_softmax(-1)[0]
+    kept = left.isfinite().nonzero()[:, 0].tolist()
+    assert 1 < len(kept) < 6
+    (tops,) = choice["logprobs"]["top_logprobs"]
+    told = {int(name.removeprefix("token_id:")): value for name, value in tops.items()}
+    assert told == pytest.approx({i: float(left[i]) for i in kept}, abs=1e-5)
+    assert choice["logprobs"]["token_logprobs"][0] == pytest.approx(float(left[choice["token_ids"][0]]), abs=1e-5)
 
 
 def test_what_the_server_is_and_its_counters(server):

@@ -9,7 +9,7 @@ from typing import Annotated, ClassVar, Literal
 from posttrain.errors import ConfigError, check_rules
 from posttrain.fields import NonNegativeFloat, NonNegativeInt, OneOf, PositiveFloat, PositiveInt, Share, option
 from posttrain.methods.config import PictureConfig
-from posttrain.methods.online_config import EpisodeFields, OnlineConfig
+from posttrain.methods.online_config import EpisodeFields, OnlineConfig, reject_reshaped_sampling
 from posttrain.rewards.runner import transform_names
 
 logger = logging.getLogger(__name__)
@@ -128,6 +128,9 @@ class AsyncGRPOConfig(PictureConfig, EpisodeFields, OnlineConfig):
         super().__post_init__()
         self._check_ranges()
         self._check_choices()
+        if self.truncation or self.resolved_engine == "server":
+            # A server's log-probs, and those after a truncation, are of what a penalty or a guide made of the distribution.
+            reject_reshaped_sampling(self)
         if self.max_staleness_hard is None:
             self.max_staleness_hard = self.max_staleness
         if self.max_staleness_hard < self.max_staleness:

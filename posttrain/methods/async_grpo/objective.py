@@ -7,7 +7,7 @@ from dataclasses import replace
 from posttrain.losses.policy import clip_metrics, clipped, importance_log_ratio, k3, rollout_correction
 from posttrain.losses.reduce import spread
 from posttrain.methods.async_grpo.config import AsyncGRPOConfig
-from posttrain.methods.base import SAMPLES, Method
+from posttrain.methods.base import SAMPLES, Method, sampler_logp
 from posttrain.metrics import Metric, maximum, mean
 from posttrain.types import Batch, LossTerms, ModelOutputs
 
@@ -26,24 +26,25 @@ def async_grpo_objective(out: ModelOutputs, batch: Batch, cfg: AsyncGRPOConfig) 
 
     Reference: PPO, arXiv:1707.06347, equation 7; AReaL, arXiv:2505.24298, equation 5.
     """
-    assert out.logp is not None and batch.rollout_logp is not None and batch.advantages is not None
+    sampled = sampler_logp(out, batch)
+    assert out.logp is not None and sampled is not None and batch.advantages is not None
     forest = (batch.loss_mask, batch.sequence, batch.num_sequences)
     advantages = spread(batch.advantages, batch.sequence)
-    old = batch.rollout_logp if cfg.is_correction is None else None
+    old = sampled if cfg.is_correction is None else None
     log_ratio = importance_log_ratio(out.logp, old, *forest, level="token")
     high = cfg.epsilon if cfg.epsilon_high is None else cfg.epsilon_high
     terms = clipped(log_ratio, advantages, epsilon=cfg.epsilon, epsilon_high=high, delta=cfg.delta)
-    ratio = (out.logp - batch.rollout_logp).detach().exp()
+    ratio = (out.logp - sampled).detach().exp()
     metrics: dict[str, Metric] = {
         "entropy": mean(out.entropy, batch.loss_mask),  # type: ignore[arg-type]
         "ratio": mean(ratio, batch.loss_mask),
         "ratio/max": maximum(ratio, batch.loss_mask),
-        "kl": mean(k3(batch.rollout_logp, out.logp.detach()), batch.loss_mask),
+        "kl": mean(k3(sampled, out.logp.detach()), batch.loss_mask),
     }
     metrics |= clip_metrics(log_ratio, advantages, *forest, epsilon=cfg.epsilon, epsilon_high=high, delta=cfg.delta)
     if cfg.is_correction is not None:
         bounds = {"clip_max": cfg.is_clip_max, "clip_min": cfg.is_clip_min}
-        weight = rollout_correction(out.logp.detach(), batch.rollout_logp, *forest, mode=cfg.is_correction, **bounds)
+        weight = rollout_correction(out.logp.detach(), sampled, *forest, mode=cfg.is_correction, **bounds)
         terms = terms * weight
         metrics |= {
             "sampling/importance_sampling_ratio/mean": mean(weight, batch.loss_mask),
@@ -67,7 +68,7 @@ class AsyncGRPO(Method[AsyncGRPOConfig]):
     """
 
     config_class = AsyncGRPOConfig
-    traits = replace(SAMPLES, reads_images=True, takes_episodes=True)
+    traits = replace(SAMPLES, follows_truncation=True, reads_images=True, takes_episodes=True)
 
     def objective(self, outputs: ModelOutputs, batch: Batch) -> LossTerms:
         """See `async_grpo_objective`."""

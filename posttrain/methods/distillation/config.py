@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_type_hints
 from posttrain.errors import ConfigError, check_rules
 from posttrain.fields import NonNegativeInt, PositiveFloat, PositiveInt, PositiveShare, Share, option
 from posttrain.methods.config import PictureConfig
-from posttrain.methods.online_config import OnlineConfig, truncated_sampling
+from posttrain.methods.online_config import OnlineConfig, reshaped_sampling
 from posttrain.models.heads import causal_lm
 
 logger = logging.getLogger(__name__)
@@ -181,7 +181,7 @@ class DistillationFields:
         check_rules(self, self._rules())
         self._check_sources()
         axes = self.axes().check()
-        if axes.estimator == "score" and (cut := truncated_sampling(self)):
+        if axes.estimator == "score" and (cut := reshaped_sampling(self, "top_p", "top_k", "min_p")):
             logger.warning(
                 "%s with a loss of sampled tokens: they are drawn from another distribution than its own.", cut
             )

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 from posttrain.errors import ConfigError
 from posttrain.fields import NonNegativeFloat, OneOf, PositiveFloat, Share, option
 from posttrain.methods.config import PictureConfig
-from posttrain.methods.online_config import EpisodeFields, OnlineConfig, reject_truncated_sampling, truncated_sampling
+from posttrain.methods.online_config import EpisodeFields, OnlineConfig, reject_reshaped_sampling, reshaped_sampling
 
 logger = logging.getLogger(__name__)
 
@@ -91,7 +91,7 @@ def check_correction(cfg: GRPOConfig) -> None:
             f"loss_type='vespo' multiplies the engine's correction up over tokens, and vllm_importance_sampling_mode="
             f"{mode!r} has one value a sequence. Set vllm_importance_sampling_mode='token_truncate'."
         )
-    reject_truncated_sampling(cfg)
+    reject_reshaped_sampling(cfg)
 
 
 def warn_ineffective_options(cfg: GRPOConfig) -> None:
@@ -106,10 +106,10 @@ def warn_ineffective_options(cfg: GRPOConfig) -> None:
             "temperature=%s is so low that completions of a group will hardly differ; log-probs are divided by it too.",
             cfg.temperature,
         )
-    if truncated := truncated_sampling(cfg):
+    if reshaped := reshaped_sampling(cfg):
         logger.warning(
-            "%s: completions are drawn from a truncated distribution; log-probs, ratios and the KL are of the whole one and "
-            "ignore it.", truncated,
+            "%s: completions are drawn from a changed distribution; log-probs, ratios and the KL are of the one before, and "
+            "ignore it.", reshaped,
         )  # fmt: skip
 
 

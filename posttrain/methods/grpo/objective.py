@@ -31,7 +31,7 @@ from posttrain.losses.policy import (
     vespo_weight,
 )
 from posttrain.losses.reduce import Denominators, reduce, spread
-from posttrain.methods.base import SAMPLES, Method
+from posttrain.methods.base import SAMPLES, Method, sampler_logp
 from posttrain.methods.grpo.config import GRPOConfig
 from posttrain.metrics import Metric, maximum, mean, minimum
 from posttrain.rewards.runner import RewardTable
@@ -73,7 +73,8 @@ def grpo_objective(
     level = kind.level or cfg.importance_sampling_level
     log_ratio = importance_log_ratio(out.logp, batch.old_logp, *forest, level=level)
     advantages = spread(batch.advantages, batch.sequence)
-    weight, metrics = _rollout_weight(out.logp, batch, cfg)
+    sampled = sampler_logp(out, batch)
+    weight, metrics = _rollout_weight(out.logp, sampled, batch, cfg)
     uncertain = batch.loss_mask
     if cfg.top_entropy_quantile < 1.0:
         uncertain = entropy_mask(out.entropy, batch.loss_mask, quantile=cfg.top_entropy_quantile, gather=gather)
@@ -84,7 +85,7 @@ def grpo_objective(
         terms = terms * uncertain
     if weight is not None and kind.surrogate != "vespo":
         terms = terms * weight
-    terms = terms * _kept(out.logp, batch, cfg)
+    terms = terms * _kept(out.logp, sampled, batch, cfg)
     if batch.ref_logp is not None:
         kl = k3(out.logp, batch.ref_logp)
         if cfg.use_bias_correction_kl and kind.surrogate != "geometric":
@@ -158,9 +159,10 @@ def _geometric(
     return -spread(ratio, batch.sequence) * advantages, metrics
 
 
-def _rollout_weight(logp: Tensor, batch: Batch, cfg: GRPOConfig) -> tuple[Tensor | None, dict[str, Metric]]:
+def _rollout_weight(
+    logp: Tensor, sampled: Tensor | None, batch: Batch, cfg: GRPOConfig
+) -> tuple[Tensor | None, dict[str, Metric]]:
     """Correction for an engine that is not the trainer, and how far the two are apart; None where the engine is."""
-    sampled = batch.rollout_logp
     if sampled is None:
         return None, {}
     trained = logp.detach() if batch.old_logp is None else batch.old_logp
@@ -186,12 +188,12 @@ def _rollout_weight(logp: Tensor, batch: Batch, cfg: GRPOConfig) -> tuple[Tensor
     }
 
 
-def _kept(logp: Tensor, batch: Batch, cfg: GRPOConfig) -> Tensor | float:
+def _kept(logp: Tensor, sampled: Tensor | None, batch: Batch, cfg: GRPOConfig) -> Tensor | float:
     """1 on tokens of sequences the policy has not moved away from, 0 on others; denominators do not change."""
     if cfg.off_policy_mask_threshold is None:
         return 1.0
     old = logp.detach() if batch.old_logp is None else batch.old_logp
-    sampled = old if batch.rollout_logp is None else batch.rollout_logp
+    sampled = old if sampled is None else sampled
     forest = (batch.loss_mask, batch.sequence, batch.num_sequences)
     keep = off_policy_mask(logp, sampled, batch.advantages, *forest, threshold=cfg.off_policy_mask_threshold)
     return spread(keep.float(), batch.sequence)
@@ -308,7 +310,9 @@ class GRPO(Method[Config]):
     """
 
     config_class = GRPOConfig
-    traits = replace(SAMPLES, splits_tokens=True, beta_is_kl=True, reads_images=True, takes_episodes=True)
+    traits = replace(
+        SAMPLES, follows_truncation=True, splits_tokens=True, beta_is_kl=True, reads_images=True, takes_episodes=True
+    )
 
     def __init__(self, cfg: Config) -> None:
         super().__init__(cfg)

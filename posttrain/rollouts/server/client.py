@@ -10,6 +10,7 @@ import os
 import secrets
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -55,7 +56,9 @@ PHASES = {
     "/start_weight_update": "begin",
     "/update_weights": "bucket",
     "/finish_weight_update": "end",
+    "/v1/load_lora_adapter": "adapter",
 }
+ADAPTER_PATHS = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
 # Sampling that changes nothing; all of it is sent, so that defaults of the model's folder do not count.
 NEUTRAL = {"temperature": 1.0, "max_tokens": 16, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
 # Further fields of a request.
@@ -109,6 +112,7 @@ class VLLMClient:
         self.group_port, self.request_timeout, self.sync_timeout = group_port, request_timeout, sync_timeout
         self.communicator: Any = None  # `posttrain.rollouts.server.weight_sync.NcclSender`
         self.facts: dict[str, Any] = {}
+        self.adapter = ""  # Of a vLLM: the LoRA adapter that is asked, by the version it is named after.
         api_key = api_key or os.environ.get(API_KEY_VARIABLE)
         self.session = httpx2.Client(
             headers={"Authorization": f"Bearer {api_key}"} if api_key else None,
@@ -164,8 +168,9 @@ class VLLMClient:
         headers = {"Connection": "close"} if path in PHASES else None
         try:
             response = self.session.request(method, url, timeout=limit, headers=headers, json=body)
-            # Health and others answer nothing but 200, or null.
-            found = (response.json() if response.status_code == 200 and response.content else None) or {}
+            # Health and others answer nothing but 200, or null; adapters a sentence.
+            said = response.status_code == 200 and response.content and path not in ADAPTER_PATHS
+            found = (response.json() if said else None) or {}
         except (httpx2.ReadTimeout, httpx2.WriteTimeout) as error:
             text = f"{url} gave no answer within {timeout:g} s."
             raise ServerUnreachable(text, timed_out=True, url=self.base_url) from error
@@ -187,7 +192,7 @@ class VLLMClient:
         with contextlib.suppress(ValueError, KeyError, TypeError):
             reason = response.json()["error"]["message"]
         text = f"{url}{path} answered {status}: {reason}"
-        if path in PHASES or status == 409:
+        if path in PHASES or status == 409 or (status == 404 and self.adapter and self.adapter in reason):
             return WeightSyncError(text, phase=PHASES.get(path, "generate"), url=url)
         kinds = {400: BadRequest, 413: BadRequest, 422: BadRequest} | dict.fromkeys(UNMADE, ServerBusy)
         return kinds.get(status, RolloutServerError)(text, url=url)
@@ -256,12 +261,25 @@ class VLLMClient:
 
     def weight_version(self) -> str:
         """What the server calls its weights: the name that was pushed last; empty where it does not say."""
+        if self.adapter:
+            cards = self.call("GET", "/v1/models", timeout=QUICK, retries=2).get("data") or []
+            # Where it was restarted it has lost it, and says what its base model is.
+            self.adapter = self.adapter if self.adapter in [card.get("id") for card in cards] else ""
+        return self.adapter or self._weight_info()[0]
+
+    def base_version(self) -> str:
+        """What the server calls its own weights, below an adapter; empty where it does not say."""
+        return self._weight_info()[1]
+
+    def _weight_info(self) -> tuple[str, str]:
         try:
-            return str(self.call("GET", "/weight_info", timeout=QUICK, retries=2).get("weight_version"))
+            reply = self.call("GET", "/weight_info", timeout=QUICK, retries=2)
+            version = str(reply.get("weight_version"))
+            return version, str(reply.get("base_version", version))
         except ServerUnreachable:
             raise
         except RolloutServerError:
-            return ""
+            return "", ""
 
     # Generation
 
@@ -295,10 +313,11 @@ class VLLMClient:
         """
         # vLLM refuses several of what can only be one.
         drawn = 1 if body.get("temperature") == 0 else n
-        body = {"model": self.facts.get("served"), "n": drawn, "logprobs": 0, "max_tokens": 16} | body
+        adapter = self.adapter
+        body = {"model": adapter or self.facts.get("served"), "n": drawn, "logprobs": 0, "max_tokens": 16} | body
         body |= {"return_token_ids": True, "return_tokens_as_token_ids": True}
         tells, vocabulary = self.facts.get("tells_versions", False), self.facts.get("vocab_size")
-        before = "" if tells else self._whole_version()
+        before = "" if tells or adapter else self._whole_version()
         timeout = self.time_for(len(prompts) * n * body["max_tokens"])
 
         def ask(prompt: Any, seed: int | None, fields: dict[str, Any]) -> list[dict[str, Any]]:
@@ -315,6 +334,8 @@ class VLLMClient:
             choices = [choice for found in answers for choice in found]
         if tells:
             return choices
+        if adapter:  # It answers by this name alone, and its base is held by nobody who would change it.
+            return [choice | {"weight_version": adapter} for choice in choices]
         after = self._whole_version()
         if after != before:
             raise WeightSyncError(
@@ -410,7 +431,7 @@ class VLLMClient:
 
         def ask(ids: Sequence[int], begin: int) -> Scores:
             body = {
-                "model": self.facts.get("served"),
+                "model": self.adapter or self.facts.get("served"),
                 "prompt": list(ids)[:most],
                 "max_tokens": 1,
                 "prompt_logprobs": top,
@@ -462,6 +483,7 @@ class VLLMClient:
             )
         # A server that hangs is noticed now, not at the end of a longer call.
         self.health()
+        self.adapter = ""  # What is pushed now is whole, or below the next one.
         if self.facts.get("transfer") == "nccl" and self.communicator is None:
             self.init_communicator()
         self.pause()
@@ -475,6 +497,29 @@ class VLLMClient:
             # The trainer that began it died.
             self.call("POST", "/finish_weight_update", {}, timeout=self.sync_timeout)
             start()
+
+    def load_adapter(self, name: str, folder: Path) -> None:
+        """Load a LoRA adapter from a folder of this machine, beside those it has, and ask it from now on.
+
+        Raises:
+            WeightSyncError: The server does not take it: its rank, its names, or it takes no adapters.
+        """
+        body = {"lora_name": name, "lora_path": str(folder)}
+        try:
+            self.call("POST", "/v1/load_lora_adapter", body, timeout=self.sync_timeout)
+        except WeightSyncError as error:
+            raise WeightSyncError(
+                f"{error} Fix: serve the base model that is trained, with --enable-lora and --max-lora-rank (posttrain "
+                "vllm-serve), or set adapter_sync='merged'.",
+                phase="adapter",
+                url=self.base_url,
+            ) from error
+        self.adapter = "" if self.facts.get("tells_versions") else name
+
+    def unload_adapter(self, name: str) -> None:
+        """Let an adapter go that nothing asks any more; requests under way with it end as they began."""
+        with contextlib.suppress(RolloutServerError):
+            self.call("POST", "/v1/unload_lora_adapter", {"lora_name": name}, timeout=QUICK)
 
     def send_part(self, **update_info: Any) -> None:
         """One ``/update_weights``: a bucket in shared memory, what is broadcast next, or that all buckets came.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import secrets
+import shutil
 import threading
 import time
 import weakref
@@ -16,12 +17,13 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from posttrain.errors import BadRequest, RolloutServerError, ServerUnreachable, WeightSyncError
+from posttrain.rollouts.adapters import AdapterWeights
 from posttrain.rollouts.base import Capabilities, RolloutEngine, check_followed, check_requests
 from posttrain.rollouts.server.client import VLLMClient
 from posttrain.rollouts.server.pool import AWAY, Server, ServerPool, Urls
 from posttrain.rollouts.server.replies import derived_seed, pictures_body, read_choice, reading, sampling_body
-from posttrain.rollouts.server.weight_sync import Pusher
-from posttrain.rollouts.workers.shared_weights import as_dtype
+from posttrain.rollouts.server.weight_sync import Pusher, as_sync_error
+from posttrain.rollouts.workers.shared_weights import KEPT, as_dtype
 from posttrain.types import Request, Rollout, Sampling
 
 logger = logging.getLogger(__name__)
@@ -32,6 +34,7 @@ WAIT = 2.0
 # Fields of `Sampling` that servers have no rule for.
 UNKNOWN = ("no_repeat_ngram",)
 Found = TypeVar("Found")
+Answers = dict[VLLMClient, WeightSyncError | None]
 # Requests with their places in a call; of one number of completions and one sampling but for the seeds.
 Chunk = list[tuple[int, Request]]
 
@@ -82,6 +85,9 @@ class ServerEngine(RolloutEngine):
 
         self.patience, self.run = patience, secrets.token_hex(4)
         self.pushed = False
+        # Whether each server's own weights are trusted to be the trainer's base model; a comparison that fails ends it.
+        self.trusts_bases = True
+        self._adapters: list[str] = []
         self.pusher = Pusher(bucket_mb * 2**20)
         self.fleet = ServerPool(urls, connect, timeout=connection_timeout, pushes=pushes)
         # Also when the process ends.
@@ -116,7 +122,15 @@ class ServerEngine(RolloutEngine):
             context=self._least("max_model_len"),
             pictures=self._placeholder() is not None,
             dtype=dtypes.pop() if len(dtypes) == 1 else None,
+            adapter_rank=self._adapter_rank(),
+            adapter_layers=next((tuple(info["adapter_layers"]) for info in infos if info.get("adapter_layers")), ()),
         )
+
+    def _adapter_rank(self) -> int | None:
+        """Of the server with the least; None where one takes no adapters, or cannot read this machine's files."""
+        servers = self.fleet.live or list(self.fleet.servers.values())
+        ranks = [server.info.get("adapter_rank") if server.client.is_local else None for server in servers]
+        return min((int(rank) for rank in ranks if rank), default=None) if all(ranks) else None
 
     def score(self, sequences: Sequence[Sequence[int]], prompt_lengths: Sequence[int]) -> dict[str, list[list[float]]]:
         """Log-probs of given tokens behind their prompts, by every server that has weights: one list a sequence.
@@ -136,6 +150,7 @@ class ServerEngine(RolloutEngine):
 
     def mark_stale(self) -> None:
         """See `RolloutEngine.mark_stale`."""
+        self.trusts_bases = False
         for server in self.fleet.servers.values():
             server.holds = ""
 
@@ -278,7 +293,7 @@ class ServerEngine(RolloutEngine):
 
         Args:
             named_tensors: All weights: `posttrain.rollouts.workers.shared_weights.Weights`, or pairs; read to the end in any
-                case.
+                case. Or a LoRA adapter alone, `posttrain.rollouts.adapters.AdapterWeights`.
             version: The trainer's.
 
         Raises:
@@ -293,9 +308,10 @@ class ServerEngine(RolloutEngine):
             for _ in named_tensors:
                 pass
             raise
-        dtype = self.capabilities.dtype
-        pairs = ((n, t.to(dtype) if dtype is not None and t.is_floating_point() else t) for n, t in named_tensors)
-        answers = self.pusher.push(pairs, [server.client for server in outdated], name)
+        if isinstance(named_tensors, AdapterWeights):
+            answers = self._send_adapter(named_tensors, outdated, name)
+        else:
+            answers = self._send_whole(named_tensors, outdated, name)
         for server in outdated:
             error = answers[server.client]
             server.holds = name if error is None else ""
@@ -306,6 +322,38 @@ class ServerEngine(RolloutEngine):
             errors = [error for error in answers.values() if error is not None]
             raise errors[0] if errors else self._nobody({})
         self.version, self.pushed = version, True
+
+    def _send_whole(self, named_tensors: Iterable[tuple[str, Tensor]], servers: Sequence[Server], name: str) -> Answers:
+        dtype = self.capabilities.dtype
+        pairs = ((n, t.to(dtype) if dtype is not None and t.is_floating_point() else t) for n, t in named_tensors)
+        return self.pusher.push(pairs, [server.client for server in servers], name)
+
+    def _send_adapter(self, adapter: AdapterWeights, servers: Sequence[Server], name: str) -> Answers:
+        """The base model to servers whose weights are not their checkpoint's, or did not agree; then the adapter to all."""
+        answers: Answers = dict.fromkeys(server.client for server in servers)
+        base = f"{self.run}-base"
+        known = (base, "default") if self.trusts_bases else (base,)
+        foreign = [server for server in servers if server.client.base_version() not in known]
+        if foreign:
+            answers |= self._send_whole(adapter.base(self.capabilities.checkpoint_names), foreign, base)
+        folder = self.pusher.folder / name
+        adapter.write(folder)
+        for client in [client for client, error in answers.items() if error is None]:
+            try:
+                client.load_adapter(name, folder)
+            except RolloutServerError as error:
+                answers[client] = as_sync_error(client, error)
+        self._forget_adapter(name)
+        return answers
+
+    def _forget_adapter(self, newest: str) -> None:
+        """The version before the last: requests with it have ended, or end as they began."""
+        self._adapters = [*(one for one in self._adapters if one != newest), newest]
+        for name in self._adapters[:-KEPT]:
+            for server in self.fleet.live:
+                server.client.unload_adapter(name)
+            shutil.rmtree(self.pusher.folder / name, ignore_errors=True)
+        del self._adapters[:-KEPT]
 
     def _outdated(self, name: str) -> list[Server]:
         """The servers that are there and must be given a version; each says anew what it has."""
@@ -334,11 +382,13 @@ class ServerVersions:
         run: See `ServerEngine`.
         version: The trainer's.
         urls: Of the servers.
+        adapter: Whether it is an adapter beside others, asked by its name.
     """
 
     run: str = ""
     version: int = 0
     urls: tuple[str, ...] = ()
+    adapter: bool = False
 
 
 class ServerTransfer:
@@ -362,9 +412,9 @@ class ServerTransfer:
         return self.engine
 
     @property
-    def checkpoint_names(self) -> bool:
-        """Whether the servers take weights as checkpoints name them."""
-        return self.engine is not None and self.engine.capabilities.checkpoint_names
+    def capabilities(self) -> Capabilities:
+        """What all servers can do together."""
+        return Capabilities() if self.engine is None else self.engine.capabilities
 
     @property
     def context(self) -> int | None:
@@ -375,8 +425,9 @@ class ServerTransfer:
     def holders(self) -> ServerVersions:
         """Who has the version that was pushed last."""
         engine, name = self._pushing, self._pushing.version_name(self.version)
-        urls = tuple(server.url for server in engine.fleet.live if server.holds == name)
-        return ServerVersions(engine.run, self.version, urls)
+        holders = [server for server in engine.fleet.live if server.holds == name]
+        adapter = any(server.client.adapter == name for server in holders)
+        return ServerVersions(engine.run, self.version, tuple(server.url for server in holders), adapter)
 
     def init_weight_transfer(self) -> None:
         """Meet the servers."""
@@ -447,6 +498,8 @@ class FollowingEngine(ServerEngine):
         with self._news:
             for server in self.fleet.live:
                 server.holds = self.version_name(self.version)
+                tells = server.client.facts.get("tells_versions")
+                server.client.adapter = server.holds if holders.adapter and not tells else ""
             self._news.notify_all()
 
     def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:

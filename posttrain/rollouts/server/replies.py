@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from posttrain.errors import ConfigError, RolloutServerError
+from posttrain.rollouts.sampling import reshapes
 from posttrain.types import Request, Rollout, Sampling
 
 # The token in the environment, where no list of processes shows it.
@@ -141,12 +142,6 @@ def checked_choices(
     return found
 
 
-def truncates(sampling: Sampling) -> bool:
-    """Whether tokens are drawn from another distribution than the one at the temperature."""
-    cut = sampling.top_k > 0 or sampling.top_p < 1 or bool(sampling.min_p) or sampling.repetition_penalty != 1
-    return bool(cut or sampling.logit_bias or sampling.guide or sampling.min_new_tokens)
-
-
 def ranked(choice: dict[str, Any]) -> list[list[tuple[int, float]]]:
     """For every token of a choice the pairs (token id, log-prob) by rank, the sampled token among them."""
     logprobs = choice["logprobs"]
@@ -176,7 +171,7 @@ def read_choice(choice: dict[str, Any], sampling: Sampling) -> Rollout:
         reason = "stop" if ids and ids[-1] in sampling.stop_token_ids else "length"
     logps = [_number(value) for value in choice["logprobs"]["token_logprobs"]]
     tops = [at[: sampling.top_logps] for at in ranked(choice)] if sampling.top_logps else None
-    drawn = list(logps) if truncates(sampling) else None
+    drawn = list(logps) if sampling.truncation or reshapes(sampling) else None
     return Rollout(list(choice["prompt_token_ids"]), ids, logps, reason, processed_logp=drawn, top_logps=tops)
 
 

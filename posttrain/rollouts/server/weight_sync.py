@@ -102,13 +102,14 @@ def file_tensors(path: Path, announced: str) -> dict[str, Tensor]:
 
 
 def shared_path(path: str) -> Path:
-    """The file that a bucket in shared memory may be in: ``/dev/shm/posttrain-*/*.safetensors``.
+    """The file that a bucket or an adapter in shared memory may be in: ``/dev/shm/posttrain-*/*.safetensors``, or a folder below.
 
     Raises:
         ConfigError: Any other path, a link, or no file.
     """
     found = Path(path)
-    if found.resolve() != found or not found.match(f"{SHARED_FOLDER}/posttrain-*/*.safetensors") or not found.is_file():
+    known = any(found.match(f"{SHARED_FOLDER}/posttrain-*/{below}*.safetensors") for below in ("", "*/"))
+    if found.resolve() != found or not known or not found.is_file():
         raise ConfigError(
             f"path={path!r} is no regular file {SHARED_FOLDER}/posttrain-*/*.safetensors, the only files that are read."
         )
@@ -221,7 +222,7 @@ class Pusher:
                     future.result()
                 except RolloutServerError as error:
                     if results[client] is None:
-                        results[client] = _as_sync_error(client, error)
+                        results[client] = as_sync_error(client, error)
                         client.abort_update()
 
         with self._lock, ThreadPoolExecutor(max_workers=max(len(clients), 1)) as pool:
@@ -259,10 +260,15 @@ class Pusher:
             return functools.partial(_refuse, full)
         return lambda client: client.communicator.send(bucket) if client.communicator else client.send_part(**part)
 
+    @property
+    def folder(self) -> Path:
+        """In shared memory, for what servers of this machine read."""
+        self._folder = self._folder or SharedFolder()
+        return self._folder.path
+
     def file(self, number: int) -> Path:
         """One of two files: one is written while the other is read."""
-        self._folder = self._folder or SharedFolder()
-        return self._folder.path / f"bucket-{number % 2}.safetensors"
+        return self.folder / f"bucket-{number % 2}.safetensors"
 
     def close(self) -> None:
         """Remove the files."""
@@ -275,7 +281,7 @@ def _refuse(error: WeightSyncError, client: VLLMClient) -> None:
     raise error
 
 
-def _as_sync_error(client: VLLMClient, error: RolloutServerError) -> WeightSyncError:
+def as_sync_error(client: VLLMClient, error: RolloutServerError) -> WeightSyncError:
     """The error as one of an update."""
     if isinstance(error, WeightSyncError):
         return error

@@ -7,6 +7,7 @@ import json
 import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -324,9 +325,11 @@ class Weights:
         model: The trainer's model, wrapped or not, with or without adapters.
         dtype: Floating tensors are cast to it; None leaves them.
         checkpoint_names: Names and layout as ``save_pretrained`` writes them, where the model's own differ (experts).
+        adapters: Merged into the weights; False: those of the base model.
 
     Attributes:
         names: Of what is sent, without reading anything.
+        nbytes: Of what was read last.
 
     Raises:
         ModelError: Adapters on flattened shards.
@@ -338,35 +341,40 @@ class Weights:
         *,
         dtype: torch.dtype | None = None,
         checkpoint_names: bool = False,
+        adapters: bool = True,
     ) -> None:
-        self.model, self.dtype = model, dtype
+        self.model, self.dtype, self.adapters, self.nbytes = model, dtype, adapters, 0
         bare: Any = unwrapped(model)
         if flattens_parameters(model) and hasattr(bare, "peft_config"):
             raise ModelError(
                 "adapters on a model under FSDP1 cannot be sent to a rollout engine: its parameters are flattened, and merging "
                 "would add to shards. Use FSDP2 (fsdp_version: 2) or DeepSpeed ZeRO."
             )
-        self.checkpoint_names = checkpoint_names and _renamed(bare)
+        self.checkpoint_names = checkpoint_names and renamed(bare)
         self.names = [name for name, _ in merged_weights(model)]
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        self.nbytes = 0
         for name, tensor in self._whole():
-            yield name, tensor.to(self.dtype) if self.dtype is not None and tensor.is_floating_point() else tensor
+            sent = tensor.to(self.dtype) if self.dtype is not None and tensor.is_floating_point() else tensor
+            self.nbytes += sent.nbytes
+            yield name, sent
 
     def _whole(self) -> Iterator[tuple[str, Tensor]]:
-        with torch.no_grad(), summoned(self.model):
+        bare: Any = unwrapped(self.model)
+        adapted = nullcontext() if self.adapters else bare.disable_adapter()
+        with torch.no_grad(), adapted, summoned(self.model):
             pairs = ((name, read()) for name, read in merged_weights(self.model))
             if not self.checkpoint_names:
                 yield from pairs
                 return
             from transformers.core_model_loading import revert_weight_conversion
 
-            bare: Any = unwrapped(self.model)
             base = bare.get_base_model() if hasattr(bare, "get_base_model") else bare
             yield from revert_weight_conversion(base, dict(pairs)).items()
 
 
-def _renamed(model: Any) -> bool:
+def renamed(model: Any) -> bool:
     """Whether transformers loads this architecture under other names, or in another layout, than its checkpoint's."""
     from transformers.conversion_mapping import get_model_conversion_mapping
 

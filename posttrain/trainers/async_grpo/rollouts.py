@@ -26,13 +26,14 @@ from posttrain.metrics import Metric, maximum, mean, total
 from posttrain.models import parallel
 from posttrain.models.heads import causal_lm
 from posttrain.rewards.runner import RewardRunner, RewardTable
+from posttrain.rollouts.base import Capabilities
 from posttrain.rollouts.batch import RolloutBatch, by_context, completions_for_rewards, rollout_batch
 from posttrain.rollouts.episodes.driver import EpisodeSetup
 from posttrain.rollouts.workers.engine import EngineSpec
 from posttrain.rollouts.workers.ledger import DROP_REASONS, DropWatch, Ledger, balanced_shares
 from posttrain.rollouts.workers.processes import PoolSettings, WorkerPool
 from posttrain.rollouts.workers.samples import RolloutBuffer, RolloutSample, TaskSource, Trajectory
-from posttrain.rollouts.workers.shared_weights import SharedWeights, Weights
+from posttrain.rollouts.workers.shared_weights import SharedWeights
 from posttrain.rollouts.workers.worker import ActiveClock
 from posttrain.trainers.async_grpo.worker import RolloutJob
 from posttrain.types import Sampling
@@ -158,7 +159,8 @@ class RolloutService:
             WeightSyncError: It did not arrive; on every rank.
         """
         began = time.perf_counter()
-        tensors = Weights(self.sync.run.wrapped, checkpoint_names=getattr(self.transfer, "checkpoint_names", False))
+        can = getattr(self.transfer, "capabilities", Capabilities())  # Of the rank that sends.
+        tensors = self.sync.outgoing(can)
         tries = sync_option(self.args, "vllm_sync_retries") + 1 if self._engine_kind == "server" else 1
         whole_update(lambda: parallel.run_and_share(lambda: self._send(tensors, again), self.accelerator), tries)
         self.version += not again
@@ -167,7 +169,9 @@ class RolloutService:
             if self.owns_workers:
                 self.worker.holders = getattr(self.transfer, "holders", None)
             self.worker.update_model_version(self.version)
-        self.sync.run.log({"weight_sync_time_s": mean(time.perf_counter() - began)})
+        self.sync.run.log(
+            {"weight_sync_time_s": mean(time.perf_counter() - began), "weight_sync_mb": mean(tensors.nbytes / 1e6)}
+        )
 
     def _send(self, tensors: Iterable[tuple[str, Tensor]], again: bool) -> None:
         if not self._is_main:

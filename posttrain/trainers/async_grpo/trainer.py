@@ -43,7 +43,7 @@ from posttrain.trainers.arguments import (
 )
 from posttrain.trainers.async_grpo.rollouts import AsyncRollouts, RolloutService, warn_of_reward_models
 from posttrain.trainers.async_grpo.worker import population_advantages
-from posttrain.types import Batch, LossTerms, ModelOutputs
+from posttrain.types import Batch, LossTerms, ModelOutputs, Truncation
 
 logger = logging.getLogger(__name__)
 
@@ -165,6 +165,11 @@ class AsyncGRPOTrainer(OnlineTrainer):
     def reads_images(self) -> tuple[bool, bool]:
         """Pictures of prompts alone."""
         return self._prompt_images, False
+
+    @property
+    def truncation(self) -> Truncation:
+        """Of the workers, and of the engine that evaluates: all log-probs are of what was drawn from."""
+        return self.args.truncation
 
     def load_model(self, model_id: str, **kwargs: Any) -> Any:
         """As every trainer's, in the config's ``dtype`` unless ``model_init_kwargs`` names another."""
@@ -311,7 +316,7 @@ class AsyncGRPOTrainer(OnlineTrainer):
 
     def attach_logps(self, generation: RolloutBatch, mode: str) -> None:
         """Those of the engine, which is the policy itself in evaluation."""
-        generation.token_columns["rollout_logp"] = [list(rollout.logp) for rollout in generation.rollouts]
+        generation.token_columns["rollout_logp"] = self.logps_of_sampler(generation)
 
     # Checkpoints -------------------------------------------------------------------------------------------------
 

@@ -27,7 +27,7 @@ from posttrain.errors import RolloutError
 from posttrain.loop.scoring import reward_runner, score_rollouts
 from posttrain.losses.advantages import MOST, centred, group_advantages, weighted_total
 from posttrain.rewards.runner import RewardRunner, RewardTable
-from posttrain.rollouts.batch import RolloutBatch, completions_for_rewards, shared_requests
+from posttrain.rollouts.batch import RolloutBatch, completions_for_rewards, sampled_logps, shared_requests
 from posttrain.rollouts.episodes.driver import EpisodeDriver, EpisodeSetup
 from posttrain.rollouts.episodes.loop import Batches, Episode
 from posttrain.rollouts.workers.engine import (
@@ -41,7 +41,7 @@ from posttrain.rollouts.workers.processes import GroupResult
 from posttrain.rollouts.workers.samples import GroupTask, RolloutSample, Trajectory
 from posttrain.rollouts.workers.shared_weights import remove_weights
 from posttrain.rollouts.workers.worker import Link
-from posttrain.types import Prompt, Request, Rollout, Sampling
+from posttrain.types import WHOLE, Prompt, Request, Rollout, Sampling, Truncation
 
 logger = logging.getLogger(__name__)
 
@@ -311,7 +311,13 @@ def population_advantages(totals: Tensor) -> Tensor:
 
 
 def score_group(
-    group: RolloutGroup, rewards: RewardRunner, tokenizer: Any, *, scale_rewards: str, mask_truncated: bool
+    group: RolloutGroup,
+    rewards: RewardRunner,
+    tokenizer: Any,
+    *,
+    scale_rewards: str,
+    mask_truncated: bool,
+    truncation: Truncation = WHOLE,
 ) -> list[Trajectory]:
     """One trajectory a completion, with its advantage and what is logged of it; those without a trained token are left out.
 
@@ -321,6 +327,7 @@ def score_group(
         tokenizer: Decodes the ends of prompts, for format rewards.
         scale_rewards: ``population``, ``group`` or ``none``.
         mask_truncated: Leave out completions that were cut.
+        truncation: What sampling left out of the vocabulary; log-probs are of what is left.
 
     Raises:
         RewardError: A function raised or returned what is no reward.
@@ -350,7 +357,7 @@ def score_group(
         }
         advantage, sequences = float(exact[i].clamp(-most, most)), (rollout, *rollout.branches)
         kept = [one for one, mask in zip(sequences, masks, strict=True) if any(mask)]
-        samples = [_sample(group, i, advantage * one.credit, metrics, one) for one in kept]
+        samples = [_sample(group, i, advantage * one.credit, metrics, one, truncation) for one in kept]
         for sample in samples:
             sample.check()
         found.append(Trajectory(samples, finished=rollout.finish_reason == "stop"))
@@ -376,11 +383,22 @@ def _length_metrics(rollout: Rollout) -> dict[str, float]:
 
 
 def _sample(
-    group: RolloutGroup, index: int, advantage: float, metrics: dict[str, float], rollout: Rollout
+    group: RolloutGroup,
+    index: int,
+    advantage: float,
+    metrics: dict[str, float],
+    rollout: Rollout,
+    truncation: Truncation,
 ) -> RolloutSample:
     before, count = len(rollout.prompt_ids), len(rollout.token_ids)
     mask = rollout.tool_mask or [1] * count
-    logp = rollout.logp if len(rollout.logp) == count else [math.nan] * count
+    sampled = sampled_logps([rollout], truncation)
+    if sampled is None:
+        raise RolloutError(
+            f"the engine says log-probs of the distribution before {truncation}, and tokens were drawn after it: ratios would be "
+            "off by the mass that was left out. Fix: an engine that fills Rollout.processed_logp, or no truncation."
+        )
+    logp = sampled[0] if len(sampled[0]) == count else [math.nan] * count
     versions = [version for version, _ in rollout.spans or [(rollout.version, count)]]
     prompt = group.batch.examples[index]["prompt"]
     return RolloutSample(
@@ -579,6 +597,7 @@ class RolloutWorkerLoop:
         options: dict[str, Any] = {
             "scale_rewards": self.job.scale_rewards,
             "mask_truncated": self.job.mask_truncated,
+            "truncation": self.job.sampling.truncation,
         }
         if len(group.batch.rollouts) >= min(2, size):
             try:

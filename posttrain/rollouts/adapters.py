@@ -1,0 +1,156 @@
+"""A LoRA adapter alone, for engines that hold the base model: two small matrices a layer in peft's files, nothing merged."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from posttrain.errors import ConfigError, ModelError
+from posttrain.models.heads import unwrapped
+from posttrain.models.parallel import flattens_parameters, gathered, whole_tensor
+from posttrain.rollouts.server.weight_sync import write_tensors
+from posttrain.rollouts.workers.shared_weights import Weights, clean_name, plain_lora, renamed
+
+TENSORS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
+# Fields of peft's ``LoraConfig`` with which an adapter is more, or elsewhere, than ``scale B A`` with one rank and one scale.
+MORE = {
+    "bias": "none", "use_dora": False, "lora_bias": False, "use_qalora": False, "rank_pattern": {}, "alpha_pattern": {},
+    "modules_to_save": None, "trainable_token_indices": None, "target_parameters": None, "layer_replication": None,
+}  # fmt: skip
+# Ways to begin that leave the base model as it is; others move weights from it into the adapter.
+PLAIN_STARTS = (True, False, "gaussian", "orthogonal", "eva")
+
+
+def adapter_obstacle(model: nn.Module, layers: Sequence[str] = ()) -> str | None:
+    """Why a model's weights cannot be sent as a LoRA adapter alone; None where they can.
+
+    Args:
+        model: The trainer's, wrapped or not.
+        layers: Last names of the layers that the engine puts adapters on; empty: all linear ones.
+    """
+    bare: Any = unwrapped(model)
+    configs = getattr(bare, "peft_config", None)
+    if not configs:
+        return "the model has no adapter"
+    if len(active := list(bare.active_adapters)) != 1:
+        return f"{len(active)} adapters are active"
+    config = configs[active[0]]
+    kind = str(config.peft_type).rsplit(".", 1)[-1]
+    if kind != "LORA":
+        return f"its adapter is {kind}"
+    for name, neutral in MORE.items():
+        if (value := getattr(config, name, neutral)) not in (neutral, neutral or None):
+            return f"its adapter has {name}={value!r}"
+    if config.init_lora_weights not in PLAIN_STARTS:
+        return f"init_lora_weights={config.init_lora_weights!r} changed the base model"
+    if flattens_parameters(model) or renamed(bare):
+        return "its parameters are flattened, or have other names than in its checkpoint"
+    return _odd_layer(bare, layers)
+
+
+def _odd_layer(bare: Any, layers: Sequence[str]) -> str | None:
+    """An adapted layer that engines do not adapt, or a base weight that is trained too."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    head = bare.get_base_model().get_output_embeddings()
+    for name, layer in bare.named_modules():
+        if isinstance(layer, BaseTunerLayer) and (layer is head or not plain_lora(layer) or not _linear(layer)):
+            return f"{name} is no linear layer with a plain adapter"
+        if isinstance(layer, BaseTunerLayer) and layers and name.rsplit(".", 1)[-1] not in layers:
+            return f"{name} has an adapter, and the engine puts some on {', '.join(layers)} alone"
+    trained = (n for n, p in bare.named_parameters() if p.requires_grad and ".lora_" not in n)
+    odd = next(trained, None)
+    return None if odd is None else f"{odd} of the base model is trained too"
+
+
+def _linear(layer: Any) -> bool:
+    return isinstance(layer.get_base_layer(), nn.Linear)
+
+
+class AdapterWeights:
+    """The tensors of a model's LoRA adapter as they are at the moment, by peft's names.
+
+    Where parameters are sharded, reading is a collective: all ranks iterate, whoever sends.
+
+    Args:
+        model: For which `adapter_obstacle` has nothing to say.
+        dtype: Tensors are cast to it; None leaves them.
+        most: Highest rank that the engine takes.
+
+    Attributes:
+        rank: Of the adapter.
+        nbytes: Of what was read last.
+
+    Raises:
+        ConfigError: The rank is above ``most``.
+    """
+
+    def __init__(self, model: nn.Module, *, dtype: torch.dtype | None = None, most: int) -> None:
+        self.model, self.dtype, self.nbytes = model, dtype, 0
+        bare: Any = unwrapped(model)
+        self.name = bare.active_adapters[0]
+        config = bare.peft_config[self.name]
+        self.rank = int(config.r)
+        if self.rank > most:
+            raise ConfigError(
+                f"the adapter has rank {self.rank}, and the rollout engine takes ranks up to {most}. Fix: start the server with "
+                f"--max-lora-rank {self.rank} (vLLM knows 8, 16, 32, 64 and so on), or set adapter_sync='merged'."
+            )
+        known = config.to_dict() | {"inference_mode": True}
+        self.config = {
+            name: sorted(value) if isinstance(value, set) else value
+            for name, value in known.items()
+            if name
+            in ("peft_type", "r", "lora_alpha", "target_modules", "use_rslora", "bias", "inference_mode", "task_type")
+        }
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        bare, ending, self.nbytes = unwrapped(self.model), f".{self.name}.weight", 0
+        for name, parameter in bare.named_parameters():
+            if ".lora_" in name and name.endswith(ending):
+                with torch.no_grad(), gathered([parameter]):
+                    tensor = whole_tensor(parameter.detach()).to(self.dtype or parameter.dtype, copy=True)
+                self.nbytes += tensor.nbytes
+                yield clean_name(name).removesuffix(ending) + ".weight", tensor
+
+    def base(self, checkpoint_names: bool) -> Weights:
+        """The frozen weights below the adapter."""
+        return Weights(self.model, dtype=self.dtype, checkpoint_names=checkpoint_names, adapters=False)
+
+    def write(self, folder: Path) -> None:
+        """The two files of a peft adapter, in a folder that is made.
+
+        Raises:
+            OSError: There is no room.
+        """
+        folder.mkdir(parents=True, exist_ok=True)
+        write_tensors(self, folder / TENSORS)
+        (folder / CONFIG).write_text(json.dumps(self.config, default=str), encoding="utf-8")
+
+
+def read_adapter(folder: Path) -> tuple[float, dict[str, tuple[Tensor, Tensor]]]:
+    """The scale of an adapter, and by the name of each adapted weight its matrices A ``(r, in)`` and B ``(out, r)``.
+
+    Raises:
+        ModelError: The folder holds no LoRA adapter in peft's format.
+    """
+    try:
+        config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+        tensors = load_file(folder / TENSORS)
+        scale = config["lora_alpha"] / (config["r"] ** 0.5 if config.get("use_rslora") else config["r"])
+        halves = [
+            {name.removeprefix("base_model.model.").removesuffix(f".lora_{half}.weight"): t for name, t in tensors.items() if
+             f".lora_{half}." in name}
+            for half in "AB"
+        ]  # fmt: skip
+        if halves[0].keys() != halves[1].keys() or len(tensors) != 2 * len(halves[0]):
+            raise ModelError(f"{folder} holds tensors that are no pairs lora_A and lora_B: {sorted(tensors)[:3]}.")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ModelError(f"{folder} holds no LoRA adapter in peft's format: {error!r}.") from error
+    return scale, {f"{name}.weight": (a, halves[1][name]) for name, a in halves[0].items()}
