@@ -19,7 +19,10 @@ import posttrain
 from posttrain.losses.policy import LOSS_TYPES
 
 DOCS = Path(__file__).parents[1] / "docs"
-PAGES = sorted(str(path.relative_to(DOCS)) for path in [*DOCS.glob("*.md"), *DOCS.glob("guides/*.md"), *DOCS.glob("notebooks/*.md")])
+PAGES = sorted(
+    str(path.relative_to(DOCS))
+    for path in [*DOCS.glob("*.md"), *DOCS.glob("guides/*.md"), *DOCS.glob("notebooks/*.md")]
+)
 MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 FENCE = re.compile(r"(?P<run><!-- run -->\n)?^```(?P<language>\w+)\n(?P<code>.*?)^```$", re.S | re.M)
 

@@ -67,7 +67,10 @@ def test_a_run_ends_with_what_it_came_to_and_an_interrupted_one_says_how_to_go_o
     trainer.train()
     assert "Interrupted at step 1 of 3" in out.getvalue()
     assert "Go on:  trainer.train(resume_from_checkpoint=True)" in out.getvalue()
-    assert (read_run(tmp_path / "again").end, read_run(tmp_path / "again").manifest["interrupted"]) == ("interrupted", 1)
+    assert (read_run(tmp_path / "again").end, read_run(tmp_path / "again").manifest["interrupted"]) == (
+        "interrupted",
+        1,
+    )
 
 
 def test_what_was_learned_is_judged_by_the_reward_where_there_is_one():
