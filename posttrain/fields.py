@@ -22,7 +22,7 @@ class Range:
     most: float = math.inf
     above: float = -math.inf
 
-    def __contains__(self, value: Any) -> bool:
+    def __contains__(self, value: object) -> bool:
         return self.least <= value <= self.most and self.above < value < math.inf
 
     def __str__(self) -> str:
@@ -51,7 +51,7 @@ def option(default: Any, text: str) -> Any:
     return field(default=default, metadata={"help": text})
 
 
-def read_mapping(name: str, value: Any) -> Any:
+def read_mapping(name: str, value: object) -> Any:
     """The mapping that a field holds as a JSON object, which is how a command line gives it; anything else as it is.
 
     Raises:
@@ -100,7 +100,7 @@ def _declared(cls: Any, beside: type) -> list[tuple[str, Any, Any, str]]:
     return [(one.name, kinds[one.name], one.default, one.metadata.get("help", "")) for one in own]
 
 
-def _is_a(value: Any, kind: Any) -> bool:
+def _is_a(value: object, kind: Any) -> bool:
     parts = get_args(kind)
     if get_origin(kind) is Annotated:
         return (isinstance(parts[1], OneOf) or _is_a(value, parts[0])) and value in parts[1]
@@ -122,7 +122,7 @@ def _choices(kind: Any) -> list[Any]:
     return [value for part in get_args(kind) for value in _choices(part)]
 
 
-def _words(kind: Any, value: Any) -> str:
+def _words(kind: Any, value: object) -> str:
     """What a value must be: the range alone, where its type is right."""
     parts = get_args(kind)
     if get_origin(kind) is Annotated:

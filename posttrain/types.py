@@ -36,10 +36,19 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from posttrain.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
+    from typing import TypeAlias
+
+    import datasets
     import torch
     from torch import Tensor
+    from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
     from posttrain.metrics import Metric
+
+    # What signatures say of what comes from other libraries; for type checkers alone, so that no import waits for them.
+    Tokenizer: TypeAlias = PreTrainedTokenizerBase | ProcessorMixin
+    AnyDataset: TypeAlias = datasets.Dataset | datasets.IterableDataset
+    EvalSets: TypeAlias = AnyDataset | Mapping[str, AnyDataset]
 
 __all__ = [
     "Batch",

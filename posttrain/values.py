@@ -17,7 +17,7 @@ class BadValue(RolloutError, ValueError):
     """A value from outside the library that cannot be used."""
 
 
-def scalar(value: Any) -> Any:
+def scalar(value: object) -> Any:
     """What an array or tensor of one element holds; anything else as it is.
 
     >>> import torch
@@ -30,7 +30,7 @@ def scalar(value: Any) -> Any:
     return value
 
 
-def listed(value: Any, where: str) -> list[Any]:
+def listed(value: object, where: str) -> list[Any]:
     """A sequence, array or tensor as a list.
 
     Raises:
@@ -42,7 +42,7 @@ def listed(value: Any, where: str) -> list[Any]:
     return list(items)
 
 
-def given_number(value: Any, where: str) -> float:
+def given_number(value: object, where: str) -> float:
     """A finite real number.
 
     Raises:
@@ -56,7 +56,7 @@ def given_number(value: Any, where: str) -> float:
     return float(number)
 
 
-def given_integer(value: Any, where: str) -> int:
+def given_integer(value: object, where: str) -> int:
     """A whole number, which may be written as 5.0.
 
     Raises:
@@ -68,7 +68,7 @@ def given_integer(value: Any, where: str) -> int:
     return int(scalar(value))
 
 
-def given_truth(value: Any, where: str) -> bool:
+def given_truth(value: object, where: str) -> bool:
     """True or False, said by a bool or a 0 or 1 of any library.
 
     Raises:

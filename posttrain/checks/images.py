@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -16,6 +16,9 @@ from posttrain.errors import DataError
 from posttrain.models.forward import forward
 from posttrain.models.heads import picture_encoder
 from posttrain.types import Batch, Finding, Row
+
+if TYPE_CHECKING:
+    from torch import nn
 
 ROWS = 2000  # That are looked at.
 READ = 200  # Of them, whose images are read for what they show.
@@ -111,7 +114,7 @@ ABOUT: tuple[tuple[str, Any, str, str, str], ...] = (
 )  # fmt: skip
 
 
-def _kinds(value: Any, digests: dict[str, int]) -> set[str]:
+def _kinds(value: object, digests: dict[str, int]) -> set[str]:
     """Codes of what is odd about one image; counts its digest."""
     address = value.get("path") if isinstance(value, Mapping) and not value.get("bytes") else value
     if isinstance(address, str) and address.startswith(("http://", "https://")):
@@ -126,7 +129,7 @@ def _kinds(value: Any, digests: dict[str, int]) -> set[str]:
     return {code for code, holds in signs.items() if holds}
 
 
-def _signs(picture: Picture, value: Any) -> dict[str, bool]:
+def _signs(picture: Picture, value: object) -> dict[str, bool]:
     image = open_source(picture.source)
     odd = image.mode not in ("RGB", "L") or "transparency" in image.info or getattr(image, "n_frames", 1) > 1
     name = str(value.get("path") or "") if isinstance(value, Mapping) else ""
@@ -172,7 +175,7 @@ def reach(context: Context) -> list[Finding | None]:
 
 
 @torch.no_grad()
-def check_reach(model: Any, batch: Batch) -> Finding | None:
+def check_reach(model: nn.Module, batch: Batch) -> Finding | None:
     """Log-probs that do not depend on the images of their rows.
 
     Args:

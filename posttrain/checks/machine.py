@@ -10,7 +10,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from packaging.requirements import Requirement
@@ -20,6 +20,11 @@ from posttrain.checks.registry import Context, finding, probe
 from posttrain.integrations.machine import port_is_free
 from posttrain.types import Finding
 from posttrain.values import gib
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from posttrain.methods.config import PostTrainingConfig
 
 logger = logging.getLogger(__name__)
 
@@ -246,7 +251,7 @@ def base_version(text: str) -> Version:
         return Version("0")
 
 
-def features_in_use(args: Any, *, parts: Mapping[str, Any] | None = None) -> dict[str, bool]:
+def features_in_use(args: PostTrainingConfig, *, parts: Mapping[str, Any] | None = None) -> dict[str, bool]:
     """Keys of `FEATURES`, and whether a config asks for them.
 
     Args:
@@ -475,7 +480,7 @@ def check_dense_masks(implementation: str, *, packed: bool, row_tokens: int) -> 
     )
 
 
-def memory_limit(args: Any) -> int | None:
+def memory_limit(args: PostTrainingConfig) -> int | None:
     """Bytes that ``memory_limit_gib`` allows; None: what the device has."""
     limit = getattr(args, "memory_limit_gib", None)
     return None if limit is None else int(limit * 2**30)
@@ -512,7 +517,7 @@ def memory_fits(context: Context) -> Iterable[Finding | None]:
         yield compare_estimate(context, method, has)
 
 
-def _bound(model: Any) -> float:
+def _bound(model: nn.Module) -> float:
     """More than a run takes: weights, gradients, two moments and a reference in float32, and every activation of a pass."""
     text = model.config.get_text_config() if hasattr(model, "config") else None
     try:

@@ -17,10 +17,13 @@ from posttrain.types import Batch, Finding, Row
 from posttrain.values import gib
 
 if TYPE_CHECKING:
+    from peft import PeftConfig
+
     from posttrain.data.forest import Layout
     from posttrain.data.pictures import Picture
     from posttrain.data.processors import PictureProcessor
     from posttrain.methods.base import Method, Traits
+    from posttrain.methods.config import PostTrainingConfig
     from posttrain.models.memory import Available
     from posttrain.models.memory_estimate import Generating, Part, Shards, Workload
 
@@ -233,12 +236,12 @@ class Lengths:
     source: str = "given"
 
 
-def samples(args: Any) -> bool:
+def samples(args: PostTrainingConfig) -> bool:
     """Whether a method trains on completions that it samples, by its config."""
     return hasattr(args, "num_generations")
 
 
-def _compares(traits: Traits, args: Any) -> bool:
+def _compares(traits: Traits, args: PostTrainingConfig) -> bool:
     """Whether a frozen reference scores the rows."""
     if not traits.samples:
         return traits.compares_reference and not args.precompute_ref_log_probs
@@ -246,7 +249,7 @@ def _compares(traits: Traits, args: Any) -> bool:
     return traits.compares_reference or kl
 
 
-def assumed_lengths(traits: Traits, args: Any) -> Lengths:
+def assumed_lengths(traits: Traits, args: PostTrainingConfig) -> Lengths:
     """The longest that the config allows, where the data was not read.
 
     Args:
@@ -266,21 +269,21 @@ def assumed_lengths(traits: Traits, args: Any) -> Lengths:
     return Lengths(prompt, completion, f"the config's limits, prompts of {prompt}" + ("" if given else " (assumed)"))
 
 
-def group_sizes(args: Any, size: int) -> list[int]:
+def group_sizes(args: PostTrainingConfig, size: int) -> list[int]:
     """Completions of each prompt in a micro-batch of ``size`` rows, for methods that sample them."""
     size *= int(args.train_batch_size) // int(args.per_device_train_batch_size) // max(args.n_gpu, 1) or 1
     group = min(int(args.num_generations), size)
     return [group] * (size // group) + ([size % group] if size % group else [])
 
 
-def _longest_rows(traits: Traits, args: Any, lengths: Lengths, size: int) -> list[Row]:
+def _longest_rows(traits: Traits, args: PostTrainingConfig, lengths: Lengths, size: int) -> list[Row]:
     """A micro-batch of one process in which every row is as long as the longest; all tokens are 0."""
     counts = group_sizes(args, size) if samples(args) else [traits.answers] * size
     answer = [0] * max(lengths.completion, 1)
     return [Row([0] * lengths.prompt, [answer] * count, [[1] * len(answer)] * count) for count in counts]
 
 
-def _layout(args: Any, config: Any, device: str) -> Layout:
+def _layout(args: PostTrainingConfig, config: Any, device: str) -> Layout:
     """How the trainer will lay out rows, if the model takes token forests."""
     from posttrain.models.attention import layout_for
 
@@ -303,7 +306,7 @@ def plan(
     model_config: Any,
     *,
     lengths: Lengths | None = None,
-    peft_config: Any = None,
+    peft_config: PeftConfig | None = None,
     parts: Mapping[str, Any] | None = None,
     device: str = "cpu",
     process: int = 0,
@@ -364,7 +367,7 @@ def plan(
     )
 
 
-def _kind(traits: Traits, args: Any, *, images: bool) -> dict[str, Any]:
+def _kind(traits: Traits, args: PostTrainingConfig, *, images: bool) -> dict[str, Any]:
     """What a method and its config say of the policy."""
     kind = "causal" if traits.generative else "sequence"
     return {"kind": kind, "freeze_vision": getattr(args, "freeze_vision", "auto"), "images": images}
@@ -390,27 +393,27 @@ def _pixels(pictures: tuple[PictureProcessor, Sequence[Picture]], rows: int) -> 
     return {name: one.to("meta") if one.is_floating_point() else one for name, one in joined.items()}
 
 
-def _dtype(args: Any, config: Any) -> Any:
+def _dtype(args: PostTrainingConfig, config: Any) -> Any:
     name = dict(getattr(args, "model_init_kwargs", None) or {}).get("dtype", "float32")
     if name in ("auto", None):
         name = getattr(config, "dtype", None) or torch.float32
     return name if isinstance(name, torch.dtype) else getattr(torch, str(name).removeprefix("torch."))
 
 
-def _autocast(args: Any, dtype: Any) -> Any:
+def _autocast(args: PostTrainingConfig, dtype: Any) -> Any:
     """Dtype of the computation where it is not that of the weights."""
     half = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None
     return half if half is not dtype else None
 
 
-def _accumulation(args: Any) -> int:
+def _accumulation(args: PostTrainingConfig) -> int:
     """Micro-batches of an optimiser step; PPO's are its mini-batches."""
     if hasattr(args, "local_mini_batch_size"):
         return max(1, -(-args.local_mini_batch_size // args.per_device_train_batch_size))
     return int(args.gradient_accumulation_steps)
 
 
-def _generating(args: Any, lengths: Lengths, device: str) -> Generating | None:
+def _generating(args: PostTrainingConfig, lengths: Lengths, device: str) -> Generating | None:
     """The largest call of an engine in this process; None where completions are given, or sampled by workers."""
     from posttrain.models.memory_estimate import Generating
 
@@ -428,7 +431,7 @@ def _generating(args: Any, lengths: Lengths, device: str) -> Generating | None:
     )
 
 
-def _shards(args: Any, processes: int) -> Shards:
+def _shards(args: PostTrainingConfig, processes: int) -> Shards:
     """How ZeRO or FSDP divides the model, by the config or by the variables that ``accelerate launch`` exports."""
     from posttrain.models.memory_estimate import Shards
 
@@ -505,7 +508,7 @@ def _image_tokens(placed: Sequence[Any]) -> int:
     return sum(one.count for one in placed)
 
 
-def longest_of(rows: Sequence[Row], traits: Traits, args: Any) -> Lengths:
+def longest_of(rows: Sequence[Row], traits: Traits, args: PostTrainingConfig) -> Lengths:
     """Those of the longest row; completions that are sampled later are as long as they may be."""
     known = assumed_lengths(traits, args)
     if not rows:

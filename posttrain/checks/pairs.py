@@ -6,7 +6,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -19,6 +19,12 @@ from posttrain.errors import ConfigError
 from posttrain.losses.reduce import sequence_lengths
 from posttrain.models import parallel
 from posttrain.types import Batch, Finding, Row
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+    from posttrain.methods.config import PostTrainingConfig
+    from posttrain.types import Tokenizer
 
 PAIR_CODES = ("PT-D022", "PT-D023", "PT-D024")
 JUDGED_CODES = ("PT-D026",)
@@ -386,7 +392,14 @@ class PairWatch:
     """
 
     def __init__(
-        self, args: Any, checks: Any, tokenizer: Any, branches: tuple[str, ...], *, compared: bool, given: bool
+        self,
+        args: PostTrainingConfig,
+        checks: Any,
+        tokenizer: Tokenizer,
+        branches: tuple[str, ...],
+        *,
+        compared: bool,
+        given: bool,
     ) -> None:
         self.args, self.checks, self.tokenizer, self.branches = args, checks, tokenizer, branches
         self.compared, self.given = compared, given
@@ -394,7 +407,7 @@ class PairWatch:
 
     # A reward model's opinion ------------------------------------------------------------------------------------
 
-    def agreement(self, raw: Any, accelerator: Any) -> None:
+    def agreement(self, raw: object, accelerator: Accelerator) -> None:
         """Show up to 512 pairs to the reward model that ``pair_reward_model`` names; every rank must call it."""
         if self.args.pair_reward_model is None or not self.checks.preflight.active:
             return
@@ -410,7 +423,7 @@ class PairWatch:
             reason = f"{self.args.pair_reward_model} prefers the rejected answer"
             note_suspects(self.args.output_dir, reason, [row for row in rows if row["row"] in against])
 
-    def _text_pairs(self, raw: Any) -> Iterator[Pair]:
+    def _text_pairs(self, raw: object) -> Iterator[Pair]:
         """Pairs as they were given, spread over the set; of a stream its first ones."""
         from posttrain.data.preference import maybe_extract_prompt
 
@@ -428,7 +441,7 @@ class PairWatch:
                 parted = maybe_extract_prompt(maybe_convert_to_chatml(row))
                 yield number, parted["prompt"], parted["chosen"], parted["rejected"]
 
-    def _scores(self, pairs: Sequence[Pair], accelerator: Any) -> list[tuple[int, tuple[float, float]]]:
+    def _scores(self, pairs: Sequence[Pair], accelerator: Accelerator) -> list[tuple[int, tuple[float, float]]]:
         """Scores of one pair in so many, as there are processes."""
         from posttrain.rewards.model import ModelReward
 
@@ -464,5 +477,5 @@ class PairWatch:
             self.checks.report([reference_mismatch(gap, half=half, loss=loss, given=self.given)])
 
 
-def _text(value: Any) -> str:
+def _text(value: object) -> str:
     return answers_of(value)[:EXCERPT]

@@ -14,13 +14,16 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from posttrain.checks.registry import Context, Severity, probe
 from posttrain.data.chat import common_prefix, encode, render, terminal_token_ids
 from posttrain.data.formats import ROLES
 from posttrain.errors import PosttrainError
 from posttrain.types import Finding, Row
+
+if TYPE_CHECKING:
+    from posttrain.types import Tokenizer
 
 NAMED = 8  # Row indices a finding names before it says "and n more".
 
@@ -398,7 +401,7 @@ RULES: tuple[RowRule, ...] = (
 
 def check_rows(
     rows: Sequence[Row],
-    tokenizer: Any,
+    tokenizer: Tokenizer,
     *,
     limit: int | None = None,
     numbers: Sequence[int] | None = None,
@@ -560,11 +563,11 @@ def _answers(turns: Sequence[Mapping[str, Any]]) -> bool:
     )
 
 
-def _filled(value: Any) -> bool:
+def _filled(value: object) -> bool:
     return bool(value.strip()) if isinstance(value, str) else bool(value)
 
 
-def answers_of(value: Any) -> str:
+def answers_of(value: object) -> str:
     """Text of an answer or prompt: messages one after the other with their roles, text as it is."""
     if isinstance(value, list):
         return "\n".join(f"{t.get('role') or t.get('from')}: {t.get('content') or t.get('value') or ''}" for t in value)

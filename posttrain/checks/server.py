@@ -6,13 +6,18 @@ import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from posttrain.checks.registry import finding
 from posttrain.errors import WeightSyncError
 from posttrain.types import Finding, Sampling
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from posttrain.methods.config import PostTrainingConfig
 
 SEQUENCES, LENGTH, LONGEST = 4, 64, 2048  # Of the parity probe, in tokens.
 
@@ -56,7 +61,7 @@ class Needs:
     devices: tuple[str, ...] = ()
 
 
-def needs_of(model: Any, args: Any) -> Needs:
+def needs_of(model: nn.Module, args: PostTrainingConfig) -> Needs:
     """What a trainer with this model and these arguments needs."""
     from posttrain.rollouts.server.replies import shape_of
 

@@ -7,13 +7,18 @@ import logging
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from posttrain.checks.registry import finding
 from posttrain.data.chat import turn_end
 from posttrain.errors import ConfigError
 from posttrain.models.forward import causal_lm
 from posttrain.types import Finding
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from posttrain.types import Tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -94,7 +99,7 @@ def _byte_table() -> dict[str, int]:
     return table
 
 
-def token_bytes(tokenizer: Any) -> dict[int, bytes]:
+def token_bytes(tokenizer: Tokenizer) -> dict[int, bytes]:
     """What each id spells, as bytes; of added tokens their literal text.
 
     ``Ġ`` of byte-level tokenizers and ``▁`` of SentencePiece ones are both a space, and ``<0x0A>`` is a byte.
@@ -187,7 +192,7 @@ def _verdict(
     return "cross-tokenizer" if all(kind in ("bytes", "byte-fallback") for kind in kinds) else "incompatible"
 
 
-def _ids(tokenizer: Any, text: str) -> list[int]:
+def _ids(tokenizer: Tokenizer, text: str) -> list[int]:
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
@@ -197,7 +202,7 @@ def _templates(first: Any, second: Any) -> int | None:
     return sum(_rendered(first, messages) != _rendered(second, messages) for messages in probe_conversations())
 
 
-def _rendered(tokenizer: Any, messages: list[dict[str, str]]) -> str:
+def _rendered(tokenizer: Tokenizer, messages: list[dict[str, str]]) -> str:
     prompt = messages[-1]["role"] == "user"
     try:
         return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt)
@@ -205,13 +210,13 @@ def _rendered(tokenizer: Any, messages: list[dict[str, str]]) -> str:
         return f"refused: {type(error).__name__}"
 
 
-def _pipeline(tokenizer: Any) -> dict[str, Any]:
+def _pipeline(tokenizer: Tokenizer) -> dict[str, Any]:
     """A fast tokenizer's parts, as it saves them; empty for a slow one."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     return {} if backend is None else json.loads(backend.to_str())
 
 
-def _spelling(tokenizer: Any) -> str:
+def _spelling(tokenizer: Tokenizer) -> str:
     """Whether tokens are bytes of the text, characters with bytes as a fallback, or pieces that may lose some of it."""
     parts = _pipeline(tokenizer)
     text = json.dumps([parts.get("pre_tokenizer"), parts.get("decoder")])
@@ -368,7 +373,7 @@ def require_same_tokens(match: TokenizerMatch, *, mode: str, method: str, on_pol
 # Special tokens of a model that is saved --------------------------------------------------------------------------------
 
 
-def special_token_findings(model: Any, tokenizer: Any) -> list[Finding]:
+def special_token_findings(model: nn.Module, tokenizer: Tokenizer) -> list[Finding]:
     """What the configs that are saved say of padding and stopping."""
     generation = getattr(causal_lm(model), "generation_config", None)
     if generation is None:

@@ -17,6 +17,8 @@ from posttrain.cli.subject import ROWS, Subject
 from posttrain.errors import ConfigError, DataError, check_choice
 
 if TYPE_CHECKING:
+    from transformers import ProcessorMixin
+
     from posttrain.report.inspect import Summary
 
 
@@ -134,7 +136,7 @@ def inspect_rows(subject: Subject, *, show: int = 8, examples: int = EXAMPLES, p
     return summary
 
 
-def contact_sheet(summary: Summary, processor: Any) -> Any:
+def contact_sheet(summary: Summary, processor: ProcessorMixin) -> Any:
     """One image of PIL with the shown rows' pictures as the model sees them, each under its row and label.
 
     Args:
@@ -163,7 +165,7 @@ def contact_sheet(summary: Summary, processor: Any) -> Any:
     return sheet
 
 
-def seen_by_model(processor: Any, picture: Any) -> Any:
+def seen_by_model(processor: ProcessorMixin, picture: Any) -> Any:
     """What the model sees of a picture, as an image of PIL: prepared, then its normalisation undone; tiles side by side."""
     import torch
     from PIL import Image

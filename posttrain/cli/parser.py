@@ -10,11 +10,14 @@ import typing
 from argparse import SUPPRESS, ArgumentParser, Namespace
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from transformers import HfArgumentParser
 
 from posttrain.errors import ConfigError, did_you_mean
+
+if TYPE_CHECKING:
+    from posttrain.methods.config import PostTrainingConfig
 
 
 class PosttrainArgumentParser(HfArgumentParser):
@@ -94,7 +97,7 @@ class PosttrainArgumentParser(HfArgumentParser):
             return (*instances, left, list(rest)) if separate_remaining_strings else (*instances, left + list(rest))
         return tuple(instances)
 
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:  # type: ignore[override]
+    def parse_known_args(self, args: PostTrainingConfig | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
         """As argparse; an option that two classes share is the first one's, and the other keeps its default."""
         return super().parse_known_args(args, _Shared() if namespace is None else namespace)
 
@@ -173,7 +176,7 @@ def _apply_env(env: Any) -> None:
         os.environ[name] = str(value)
 
 
-def to_tokens(key: str, value: Any, flags: bool = False) -> list[str]:
+def to_tokens(key: str, value: object, flags: bool = False) -> list[str]:
     """One config entry as command-line tokens; with ``flags``, true is a bare flag and false is left out."""
     name = f"--{key}"
     if isinstance(value, bool) and flags:

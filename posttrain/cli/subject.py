@@ -8,12 +8,15 @@ import itertools
 import random
 from collections.abc import Iterator, Sequence
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from posttrain.cli import train
 from posttrain.cli.commands import TRAINING
 from posttrain.errors import DataError, check_choice
 from posttrain.types import Finding, Row
+
+if TYPE_CHECKING:
+    from posttrain.types import AnyDataset
 
 # Commands whose rows are shown.
 ROWS = (
@@ -114,7 +117,7 @@ class Subject:
         with no_progress_bars():
             return train._datasets(self.script_args, self.mixture, self.config).get(self.split)
 
-    def drawn(self, dataset: Any, count: int) -> tuple[Any, int | None, list[int]]:
+    def drawn(self, dataset: AnyDataset, count: int) -> tuple[Any, int | None, list[int]]:
         """Up to ``count`` examples in the order of a dataset, in memory, how many there are (None of a stream), their places.
 
         Raises:

@@ -17,6 +17,8 @@ from posttrain.models.reference import Reference
 if TYPE_CHECKING:
     from transformers import TrainerControl, TrainerState, TrainingArguments
 
+    from posttrain.types import Tokenizer
+
 logger = logging.getLogger(__name__)
 
 FOLDER = "bema"
@@ -128,7 +130,12 @@ class BEMACallback(transformers.TrainerCallback):
     # Events ------------------------------------------------------------------------------------------------------
 
     def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: nn.Module | None = None,
+        **kwargs: Any,
     ) -> None:
         """Take the snapshot, or go on where the checkpoint stood."""
         model = bare(model)
@@ -142,7 +149,12 @@ class BEMACallback(transformers.TrainerCallback):
             self._load(resumed_from(args, state), state.global_step, reference)
 
     def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: nn.Module | None = None,
+        **kwargs: Any,
     ) -> None:
         """Update the average, and the reference, where they are due."""
         if not self._start:
@@ -160,14 +172,24 @@ class BEMACallback(transformers.TrainerCallback):
             self._finish(model, state)
 
     def on_evaluate(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **_: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: nn.Module | None = None,
+        **_: Any,
     ) -> None:
         """Early stopping is decided here, and the best weights then replace the last ones before training ends."""
         if args.load_best_model_at_end:
             self._finish(bare(model), state)
 
     def on_save(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: nn.Module | None = None,
+        **kwargs: Any,
     ) -> None:
         """Put the state beside the checkpoint that was just written."""
         if args.load_best_model_at_end:
@@ -188,8 +210,8 @@ class BEMACallback(transformers.TrainerCallback):
         args: TrainingArguments,
         state: TrainerState,
         control: TrainerControl,
-        model: Any = None,
-        processing_class: Any = None,
+        model: nn.Module | None = None,
+        processing_class: Tokenizer | None = None,
         **_: Any,
     ) -> None:
         """Save the averaged model where it can be loaded from."""
@@ -213,7 +235,7 @@ class BEMACallback(transformers.TrainerCallback):
 
     # The average -------------------------------------------------------------------------------------------------
 
-    def _refuse(self, model: Any) -> None:
+    def _refuse(self, model: nn.Module) -> None:
         if is_sharded(model):
             raise ModelError(
                 "BEMA needs whole parameters on every process, and these are sharded (FSDP, ZeRO-3 or tensor parallelism). "
@@ -338,7 +360,7 @@ def _copy_into(reference: nn.Module, values: dict[str, Tensor]) -> None:
         named[name].copy_(value)
 
 
-def _save(model: Any, values: dict[str, Tensor], folder: Path) -> None:
+def _save(model: nn.Module, values: dict[str, Tensor], folder: Path) -> None:
     """Save the model with these values in place of its own, which stay as they are; tied weights stay tied."""
     named = dict(model.named_parameters())
     replaced = {id(named[name]): value.to(named[name].dtype) for name, value in values.items()}

@@ -234,7 +234,7 @@ class DataCollatorForVisionLanguageChatML(VisionCollator):
         return offsets.masked_fill((labels == IGNORED)[..., None], 0)
 
 
-def _said(value: Any) -> str:
+def _said(value: object) -> str:
     """The text of messages without their template and images."""
     if isinstance(value, str):
         return value

@@ -9,12 +9,15 @@ import os
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from accelerate.utils.other import get_free_port
 from rich.logging import RichHandler
 from transformers import PreTrainedModel
+
+if TYPE_CHECKING:
+    from posttrain.types import Tokenizer
 
 # A model id, a model with one output, or a function of prompts, completions and columns (docs/rewards.md).
 RewardFunc = str | PreTrainedModel | Callable[..., list[float | None]]
@@ -36,7 +39,7 @@ class TRLExperimentalWarning(UserWarning):
 
 
 def decode_and_strip_padding(
-    inputs: torch.Tensor, tokenizer: Any, attention_mask: torch.Tensor | None = None
+    inputs: torch.Tensor, tokenizer: Tokenizer, attention_mask: torch.Tensor | None = None
 ) -> list[str]:
     """Decode padded rows of token ids. Special tokens and reasoning blocks stay in the text, padding does not.
 

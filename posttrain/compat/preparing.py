@@ -18,13 +18,14 @@ from posttrain.models.parallel import whole_parameters
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
+    from peft import PeftConfig
 
 
-def _is_in_bits(model: Any) -> bool:
+def _is_in_bits(model: nn.Module) -> bool:
     return bool(getattr(model, "is_loaded_in_4bit", False) or getattr(model, "is_loaded_in_8bit", False))
 
 
-def enable_gradient_checkpointing(model: Any, gradient_checkpointing_kwargs: dict[str, Any] | None = None) -> Any:
+def enable_gradient_checkpointing(model: nn.Module, gradient_checkpointing_kwargs: dict[str, Any] | None = None) -> Any:
     """Recompute activations in backward; frozen embeddings then let gradients through to what is trained behind them.
 
     Args:
@@ -38,7 +39,7 @@ def enable_gradient_checkpointing(model: Any, gradient_checkpointing_kwargs: dic
 
 @contextmanager
 def disable_gradient_checkpointing(
-    model: Any, gradient_checkpointing_kwargs: dict[str, Any] | None = None
+    model: nn.Module, gradient_checkpointing_kwargs: dict[str, Any] | None = None
 ) -> Iterator[None]:
     """Activations are kept inside the block; each layer's own setting comes back afterwards, also after an exception.
 
@@ -58,7 +59,9 @@ def disable_gradient_checkpointing(
 
 
 def prepare_model_for_kbit_training(
-    model: Any, use_gradient_checkpointing: bool = True, gradient_checkpointing_kwargs: dict[str, Any] | None = None
+    model: nn.Module,
+    use_gradient_checkpointing: bool = True,
+    gradient_checkpointing_kwargs: dict[str, Any] | None = None,
 ) -> Any:
     """Freeze a base model; a quantised one gets gradients through its embeddings and, if asked for, checkpointing.
 
@@ -71,7 +74,7 @@ def prepare_model_for_kbit_training(
     return model
 
 
-def prepare_peft_model(model: Any, peft_config: Any, args: Any) -> Any:
+def prepare_peft_model(model: nn.Module, peft_config: PeftConfig | None, args: Any) -> Any:
     """A quantised base made ready and an adapter put on it, both at once.
 
     ``args.gradient_checkpointing`` is switched off where it was enabled here, so that a trainer does not do it again.
@@ -117,7 +120,7 @@ def peft_module_casting_to_bf16(model: nn.Module) -> None:
 
 @contextmanager
 def unwrap_model_for_generation(
-    model: Any,
+    model: nn.Module,
     accelerator: Accelerator,
     gather_deepspeed3_params: bool = True,
     generation_kwargs: dict[str, Any] | None = None,
@@ -155,7 +158,7 @@ def empty_cache() -> None:
 
 
 def get_reward(
-    model: Any,
+    model: nn.Module,
     query_responses: Tensor,
     pad_token_id: int,
     context_length: int,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import datasets
 import torch
@@ -14,8 +14,11 @@ from posttrain.data.formats import TYPES, describe_dataset, is_messages, maybe_c
 from posttrain.data.preference import extract_and_unpair, maybe_extract_prompt
 from posttrain.errors import ArgumentTypeError, ConfigError, DataError, check_choice
 
+if TYPE_CHECKING:
+    from posttrain.types import AnyDataset
 
-def _is_sized(value: Any) -> bool:
+
+def _is_sized(value: object) -> bool:
     return isinstance(value, list | tuple) or (isinstance(value, Tensor) and value.dim() > 0)
 
 
@@ -87,7 +90,7 @@ def shuffle_sequence_dict(seq_dict: Mapping[str, Any], *, generator: torch.Gener
     order = torch.randperm(size, generator=generator, device=device)
     positions = order.tolist()
 
-    def shuffled(value: Any) -> Any:
+    def shuffled(value: object) -> Any:
         if isinstance(value, Tensor):
             return value[order.to(value.device)]
         return type(value)(value[i] for i in positions)
@@ -107,7 +110,7 @@ CONVERSIONS = {
 }
 
 
-def convert_dataset(dataset: Any, to: str, *, separator: str = "\n", num_proc: int | None = None) -> Any:
+def convert_dataset(dataset: AnyDataset, to: str, *, separator: str = "\n", num_proc: int | None = None) -> Any:
     """Turn a dataset into one of another type; columns that are no part of the old type stay.
 
     | from | to |

@@ -18,6 +18,8 @@ from posttrain.report.completions import EvalPrompts
 if TYPE_CHECKING:
     from transformers import GenerationConfig, TrainerControl, TrainerState, TrainingArguments
 
+    from posttrain.types import AnyDataset
+
 logger = logging.getLogger(__name__)
 
 PURPOSE = "WeaveCallback"
@@ -58,7 +60,7 @@ class WeaveCallback(transformers.TrainerCallback):
         dataset_name: str = "eval_dataset",
         model_name: str | None = None,
         *,
-        dataset: Any = None,
+        dataset: AnyDataset | None = None,
     ) -> None:
         self.project_name, self.scorers = project_name, dict(scorers or {})
         self.dataset_name = dataset_name

@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
 from itertools import groupby
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateSyntaxError
 
@@ -17,10 +17,13 @@ from posttrain.data.formats import is_conversational, strip_none, warn_once
 from posttrain.errors import ConfigError, DataError, ModelError
 from posttrain.types import Prompt
 
+if TYPE_CHECKING:
+    from posttrain.types import Tokenizer
+
 logger = logging.getLogger(__name__)
 
 
-def template_text(processing_class: Any) -> str | None:
+def template_text(processing_class: Tokenizer) -> str | None:
     """The chat template as one text: of named variants, ``default``."""
     return _default(getattr(processing_class, "chat_template", None))
 
@@ -29,12 +32,12 @@ def _default(template: str | dict[str, str] | None) -> str | None:
     return template.get("default") if isinstance(template, dict) else template
 
 
-def inner_tokenizer(processing_class: Any) -> Any:
+def inner_tokenizer(processing_class: Tokenizer) -> Any:
     """The tokenizer of a processor, or the tokenizer itself."""
     return getattr(processing_class, "tokenizer", None) or processing_class
 
 
-def with_template(processing_class: Any, template: str | None) -> Any:
+def with_template(processing_class: Tokenizer, template: str | None) -> Any:
     """A shallow copy of the (inner) tokenizer that carries ``template``."""
     shadow = copy.copy(inner_tokenizer(processing_class))
     shadow.chat_template = template
@@ -97,7 +100,7 @@ def check_messages(messages: Any) -> None:
             )
 
 
-def fit_messages(tokenizer: Any, messages: list[dict[str, Any]], template: Any = None) -> list[dict[str, Any]]:
+def fit_messages(tokenizer: Tokenizer, messages: list[dict[str, Any]], template: Any = None) -> list[dict[str, Any]]:
     """Messages as the chat template reads them; the given ones are not changed.
 
     Reasoning goes under the name that the template reads, and tool arguments stored as JSON text are decoded where the
@@ -152,7 +155,7 @@ def _decoded(message: dict[str, Any]) -> dict[str, Any]:
 
 
 @lru_cache(maxsize=64)
-def _escapes_twice(tokenizer: Any, template: str) -> bool:
+def _escapes_twice(tokenizer: Tokenizer, template: str) -> bool:
     """Whether a template takes arguments as an object, and encodes text again (or refuses it)."""
 
     def rendered(arguments: Any) -> str | None:
@@ -177,7 +180,7 @@ PROBE = "7f3a probe 9c1e"  # Content that no template writes by itself.
 
 
 def render(
-    tokenizer: Any,
+    tokenizer: Tokenizer,
     messages: list[dict[str, Any]],
     *,
     add_generation_prompt: bool = False,
@@ -209,7 +212,7 @@ def render(
     return text
 
 
-def _template(tokenizer: Any, messages: list[dict[str, Any]], *, tools: Any, **options: Any) -> Any:
+def _template(tokenizer: Tokenizer, messages: list[dict[str, Any]], *, tools: Any, **options: Any) -> Any:
     """The tokenizer's `apply_chat_template` on checked and fitted messages, with errors that say what to do."""
     check_messages(messages)
     fitted = fit_messages(tokenizer, messages, options.get("chat_template"))
@@ -231,7 +234,7 @@ def _template(tokenizer: Any, messages: list[dict[str, Any]], *, tools: Any, **o
         ) from error
 
 
-def render_prompt(tokenizer: Any, prompt: list[dict[str, Any]], tools: Any = None, **template_kwargs: Any) -> str:
+def render_prompt(tokenizer: Tokenizer, prompt: list[dict[str, Any]], tools: Any = None, **template_kwargs: Any) -> str:
     """A prompt as the model must see it before it speaks: with the generation prompt, or going on with its own words.
 
     Raises:
@@ -261,7 +264,7 @@ KEY_SETS = (
 
 def apply_chat_template(
     example: dict[str, Any],
-    processing_class: Any,
+    processing_class: Tokenizer,
     tools: Any = None,
     *,
     merge_prefill: bool = False,
@@ -324,7 +327,9 @@ def _merged(prompt: list[dict[str, Any]], answer: list[dict[str, Any]]) -> list[
     return [*prompt[:-1], joined, *answer[1:]]
 
 
-def maybe_apply_chat_template(example: dict[str, Any], processing_class: Any, tools: Any = None, **kwargs: Any) -> dict:
+def maybe_apply_chat_template(
+    example: dict[str, Any], processing_class: Tokenizer, tools: Any = None, **kwargs: Any
+) -> dict:
     """`apply_chat_template` of a conversational row; any other row comes back as it is."""
     return apply_chat_template(example, processing_class, tools, **kwargs) if is_conversational(example) else example
 
@@ -342,13 +347,13 @@ def has_generation_markers(template: str | dict | None) -> bool:
     return re.search(r"\{%[-+]?\s*generation\s*[-+]?%\}", _default(template) or "") is not None
 
 
-def turn_end(tokenizer: Any, rendered: Callable[..., str] | None = None) -> str:
+def turn_end(tokenizer: Tokenizer, rendered: Callable[..., str] | None = None) -> str:
     """What the template writes right after an assistant's words: the end-of-turn token, or ``""``."""
     return _turn_end(tokenizer, str(getattr(tokenizer, "chat_template", "") or ""), rendered)
 
 
 @lru_cache(maxsize=64)
-def _turn_end(tokenizer: Any, template: str, rendered: Callable[..., str] | None) -> str:
+def _turn_end(tokenizer: Tokenizer, template: str, rendered: Callable[..., str] | None) -> str:
     if not template:
         return ""
     text = (rendered or partial(render, tokenizer))(
@@ -360,7 +365,7 @@ def _turn_end(tokenizer: Any, template: str, rendered: Callable[..., str] | None
     return tokenizer.decode(ids[:1]) if ids and ids[0] in special else ""
 
 
-def terminal_token_ids(tokenizer: Any, generation_config: Any = None) -> tuple[int, ...]:
+def terminal_token_ids(tokenizer: Tokenizer, generation_config: Any = None) -> tuple[int, ...]:
     """Every token after which the model has finished: the tokenizer's eos, the generation config's, the template's.
 
     One of them alone is not enough: Gemma ends a turn with ``<end_of_turn>``, Phi with ``<|end|>``, and a trainer that
@@ -378,7 +383,7 @@ def terminal_token_ids(tokenizer: Any, generation_config: Any = None) -> tuple[i
 
 
 def assistant_mask(
-    tokenizer: Any, messages: list[dict[str, Any]], tools: Any = None, **template_kwargs: Any
+    tokenizer: Tokenizer, messages: list[dict[str, Any]], tools: Any = None, **template_kwargs: Any
 ) -> tuple[list[int], list[int]]:
     """Token ids of a conversation, and 1 on what the assistant says, its end of turn included.
 
@@ -437,7 +442,11 @@ RENDERED = ("prompt", "tools", "chat_template_kwargs")  # Columns that decide wh
 
 
 def encode(
-    tokenizer: Any, texts: list[str], *, special: bool, where: Callable[[int], str] = "text {} of the batch".format
+    tokenizer: Tokenizer,
+    texts: list[str],
+    *,
+    special: bool,
+    where: Callable[[int], str] = "text {} of the batch".format,
 ) -> list[list[int]]:
     """Token ids of a batch of texts, with or without the tokenizer's own special tokens.
 
@@ -469,7 +478,7 @@ def encode(
 
 
 def encode_rows(
-    tokenizer: Any, rows: Sequence[tuple[bool, Sequence[str]]], indices: Sequence[int]
+    tokenizer: Tokenizer, rows: Sequence[tuple[bool, Sequence[str]]], indices: Sequence[int]
 ) -> list[list[list[int]]]:
     """Token ids of the texts of each row, in two calls: plain texts with the tokenizer's special tokens, rendered ones without.
 
@@ -496,7 +505,7 @@ def one_bos(ids: list[int], bos: int | None) -> list[int]:
     return ids[1:] if bos is not None and len(ids) > 1 and ids[0] == ids[1] == bos else ids
 
 
-def open_end(ids: list[int], text: str, tokenizer: Any) -> list[int]:
+def open_end(ids: list[int], text: str, tokenizer: Tokenizer) -> list[int]:
     """A prompt without the eos that some tokenizers end every text with: behind it, nothing is left to say."""
     eos = tokenizer.eos_token_id
     if eos is None or len(ids) < 2 or ids[-1] != eos or text.rstrip().endswith(tokenizer.eos_token):
@@ -504,7 +513,7 @@ def open_end(ids: list[int], text: str, tokenizer: Any) -> list[int]:
     return ids[:-1]
 
 
-def parse_tools(value: Any) -> Any:
+def parse_tools(value: object) -> Any:
     """A ``tools`` column: schemas, or one JSON string of them; an empty list is none.
 
     Raises:
@@ -529,13 +538,13 @@ def template_arguments(row: dict[str, Any]) -> dict[str, Any]:
     return {"tools": parse_tools(row.get("tools")), **kwargs}
 
 
-def prompt_text(tokenizer: Any, row: dict[str, Any], kwargs: dict[str, Any]) -> str:
+def prompt_text(tokenizer: Tokenizer, row: dict[str, Any], kwargs: dict[str, Any]) -> str:
     """A conversational row's prompt as the model must see it before it answers; the row's arguments win over ``kwargs``."""
     return render_prompt(tokenizer, row["prompt"], **(kwargs | template_arguments(row)))
 
 
 def tokenize_prompts(
-    rows: Sequence[dict[str, Any]], tokenizer: Any, *, chat_template_kwargs: dict[str, Any] | None = None
+    rows: Sequence[dict[str, Any]], tokenizer: Tokenizer, *, chat_template_kwargs: dict[str, Any] | None = None
 ) -> list[list[int]]:
     """Prompts of a batch as the engine must see them; equal neighbours are tokenised once.
 

@@ -10,10 +10,13 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby, islice
 from operator import itemgetter
-from typing import Any, TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from posttrain.errors import ArgumentTypeError, DataError
 from posttrain.types import Row
+
+if TYPE_CHECKING:
+    from posttrain.types import AnyDataset, Tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +56,7 @@ TYPES: tuple[tuple[str, tuple[str, ...]], ...] = (
 )
 
 
-def is_messages(value: Any) -> bool:
+def is_messages(value: object) -> bool:
     """Whether a value is a list of messages: dicts with a role."""
     return isinstance(value, list) and bool(value) and isinstance(value[0], dict) and "role" in value[0]
 
@@ -129,7 +132,7 @@ def _turn(turn: Mapping[str, Any]) -> dict[str, Any]:
     return renamed
 
 
-def remove_none_values(value: Any) -> Any:
+def remove_none_values(value: object) -> Any:
     """Drop mapping entries that are None, at any depth; None items of lists stay.
 
     Raises:
@@ -143,7 +146,7 @@ def remove_none_values(value: Any) -> Any:
     return _without_none(value)
 
 
-def _without_none(value: Any) -> Any:
+def _without_none(value: object) -> Any:
     kind = type(value)  # Most values are text: asking whether each is a Mapping costs more than all the rest.
     if kind is str:
         return value
@@ -181,7 +184,7 @@ def has_nested_none(row: Mapping[str, Any]) -> bool:
     return False
 
 
-def _holds_none(value: Any) -> bool:
+def _holds_none(value: object) -> bool:
     if type(value) is str:
         return False
     if isinstance(value, Mapping):
@@ -189,7 +192,7 @@ def _holds_none(value: Any) -> bool:
     return isinstance(value, list) and any(_holds_none(item) for item in value)
 
 
-def get_dataset_column_names(dataset: Any) -> list[str]:
+def get_dataset_column_names(dataset: AnyDataset) -> list[str]:
     """Column names; for a stream that declares none, those of its first row."""
     return list(dataset.column_names or next(iter(dataset), {}))
 
@@ -203,7 +206,7 @@ class DatasetDescription(TypedDict):
     vision: bool
 
 
-def describe_dataset(dataset: Any) -> DatasetDescription:
+def describe_dataset(dataset: AnyDataset) -> DatasetDescription:
     """Decide what kind of rows a dataset holds, from its columns and up to 64 of its rows.
 
     Raises:
@@ -277,7 +280,7 @@ FIRST_BATCH = 32  # Rows of a stream that are prepared at once while the first o
 PEEKED = 1000  # Rows of a stream of which at least one must be trainable.
 
 
-def first_row(dataset: Any, name: str, *, images: bool = False) -> dict[str, Any]:
+def first_row(dataset: AnyDataset, name: str, *, images: bool = False) -> dict[str, Any]:
     """The first row of a set that can be prepared.
 
     Args:
@@ -309,7 +312,7 @@ def first_row(dataset: Any, name: str, *, images: bool = False) -> dict[str, Any
     return first
 
 
-def undecoded(dataset: Any) -> Any:
+def undecoded(dataset: AnyDataset) -> Any:
     """A dataset (or several by name, or None) with its columns of images as paths or encoded bytes; a view, nothing is read."""
     import datasets
 
@@ -354,7 +357,7 @@ def picture_blocks(messages: Any) -> list[dict[str, Any]]:
     return [block for block in blocks if isinstance(block, dict) and block.get("type") in PICTURE_BLOCKS]
 
 
-def shows_pictures(dataset: Any) -> bool:
+def shows_pictures(dataset: AnyDataset) -> bool:
     """Whether rows have pictures, in columns or inside messages; a stream is told by its first rows."""
     import datasets
 
@@ -373,7 +376,7 @@ def shows_pictures(dataset: Any) -> bool:
     return has_pictures(undecoded(dataset.with_format(None).select_columns(names)).select(range(0, len(dataset), step)))
 
 
-def refuse_images(dataset: Any, name: str) -> None:
+def refuse_images(dataset: AnyDataset, name: str) -> None:
     """Columns of images are a mistake where only text is read.
 
     Raises:
@@ -475,7 +478,7 @@ OF_KEPT = ("_no_end", "_trained_tokens", "_tokens")  # Counted over the rows tha
 
 
 def tokenized(
-    dataset: Any,
+    dataset: AnyDataset,
     name: str,
     function: Callable[..., dict[str, list]],
     arguments: dict[str, Any],
@@ -539,7 +542,7 @@ def _is_kept(reasons: list[str]) -> list[bool]:
     return [not reason for reason in reasons]
 
 
-def one_eos(ids: list[int], tokenizer: Any) -> list[int]:
+def one_eos(ids: list[int], tokenizer: Tokenizer) -> list[int]:
     """Exactly one eos at the end of a plain text, also where a line end follows it."""
     eos = tokenizer.eos_token_id
     if eos is None:
@@ -555,14 +558,14 @@ def one_eos(ids: list[int], tokenizer: Any) -> list[int]:
     return [*ids[:kept], eos]
 
 
-def shown_prompt(tokenizer: Any, ids: Sequence[int], placed: Sequence[Any]) -> str:
+def shown_prompt(tokenizer: Tokenizer, ids: Sequence[int], placed: Sequence[Any]) -> str:
     """Decoded ids with ``[image 1: 640×480, 391 tokens, 12ab]`` where the placeholders of a picture are."""
     pieces = shown_pieces(tokenizer, ids, [0] * len(ids), Row(list(ids), [], [], pictures=[list(placed)]))
     return "".join(text for text, _ in pieces)
 
 
 def shown_pieces(
-    tokenizer: Any,
+    tokenizer: Tokenizer,
     ids: Sequence[int],
     flags: Sequence[Any],
     row: Row,
@@ -589,12 +592,12 @@ def shown_pieces(
     return made + (pieces_of(list(ids[at:]), list(flags[at:])) if at < len(ids) or not made else [])
 
 
-def _runs(tokenizer: Any, ids: list[int], flags: list[Any]) -> list[tuple[str, bool]]:
+def _runs(tokenizer: Tokenizer, ids: list[int], flags: list[Any]) -> list[tuple[str, bool]]:
     runs = groupby(zip(ids, map(bool, flags), strict=True), key=itemgetter(1))
     return [(tokenizer.decode([token for token, _ in group]), learnt) for learnt, group in runs]
 
 
-def plain_rows(dataset: Any) -> Any:
+def plain_rows(dataset: AnyDataset) -> Any:
     """A dataset (or several by name, or None) whose rows are Python's lists and numbers, whatever ``with_format`` asked for.
 
     Columns that the format left out stay out. A transform (``with_transform``) stays too; `first_row` refuses it.

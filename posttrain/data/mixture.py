@@ -143,7 +143,7 @@ class DatasetMixtureConfig:
             )
 
 
-def _member(item: Any) -> DatasetConfig:
+def _member(item: object) -> DatasetConfig:
     """A member from a path, a mapping, or a mapping in JSON (how a config file reaches the command line)."""
     text = item.path if isinstance(item, DatasetConfig) else item
     if isinstance(text, str) and text.lstrip().startswith("{"):

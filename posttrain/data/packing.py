@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import datasets
 import numpy as np
@@ -17,6 +17,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from posttrain.errors import ArgumentTypeError, ConfigError, DataError, check_choice
+
+if TYPE_CHECKING:
+    from posttrain.types import AnyDataset
 
 logger = logging.getLogger(__name__)
 
@@ -253,7 +256,7 @@ def _wrap(columns: dict[str, Lists], plan: _Plan, first_row: int) -> dict[str, p
 
 
 def pack_dataset(
-    dataset: Any,
+    dataset: AnyDataset,
     seq_length: int,
     strategy: Literal["bfd", "bfd_split", "wrapped"] = "bfd",
     map_kwargs: dict[str, Any] | None = None,
@@ -294,7 +297,7 @@ def pack_dataset(
     return _pack(dataset, plan, map_kwargs or {}, None)
 
 
-def truncate_dataset(dataset: Any, max_length: int, map_kwargs: dict[str, Any] | None = None) -> Any:
+def truncate_dataset(dataset: AnyDataset, max_length: int, map_kwargs: dict[str, Any] | None = None) -> Any:
     """Cut every list column to its first ``max_length`` items; other columns are untouched.
 
     Args:
@@ -327,7 +330,7 @@ def _truncate_window(table: pa.Table, rows: list[int] | None = None, *, size: in
     return pa.table({name: cut(table.column(name)) for name in table.column_names})
 
 
-def split_trained(dataset: Any, size: int, map_kwargs: dict[str, Any] | None = None) -> Any:
+def split_trained(dataset: AnyDataset, size: int, map_kwargs: dict[str, Any] | None = None) -> Any:
     """Split documents as ``bfd_split`` does, and leave out the pieces whose labels train nothing.
 
     A piece sees nothing of the document it is from, so one that holds only ignored labels (a long prompt's beginning) would
@@ -355,17 +358,17 @@ def _trained_pieces(table: pa.Table, rows: list[int] | None = None, *, size: int
     })  # fmt: skip
 
 
-def _check_size(field: str, value: Any) -> None:
+def _check_size(field: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ConfigError(f"{field}={value!r} must be an integer of at least 1.")
 
 
-def _refuse_packed(dataset: Any, advice: str) -> None:
+def _refuse_packed(dataset: AnyDataset, advice: str) -> None:
     if LENGTHS in (dataset.column_names or ()):
         raise DataError(f"the dataset is already packed: it has a column {LENGTHS!r}. Use it as it is, or {advice}.")
 
 
-def _pack(dataset: Any, plan: _Plan, map_kwargs: dict[str, Any], name: str | None) -> Any:
+def _pack(dataset: AnyDataset, plan: _Plan, map_kwargs: dict[str, Any], name: str | None) -> Any:
     _refuse_packed(dataset, f"pack the unpacked rows, or remove the column {LENGTHS!r} to pack rows as documents")
     for column, feature in (dataset.features or {}).items():
         check_list(column, datasets.Features({column: feature}).arrow_schema.field(column).type)
@@ -377,7 +380,7 @@ def _pack(dataset: Any, plan: _Plan, map_kwargs: dict[str, Any], name: str | Non
     return packed
 
 
-def _window(dataset: Any, size: int) -> int:
+def _window(dataset: AnyDataset, size: int) -> int:
     """Rows packed together: enough that little room is left over, few enough for memory."""
     if isinstance(dataset, datasets.Dataset):
         count = len(dataset)
@@ -393,7 +396,11 @@ def _window(dataset: Any, size: int) -> int:
 
 
 def _map(
-    dataset: Any, function: Callable[..., pa.Table], added: str | None, map_kwargs: dict[str, Any], desc: str | None
+    dataset: AnyDataset,
+    function: Callable[..., pa.Table],
+    added: str | None,
+    map_kwargs: dict[str, Any],
+    desc: str | None,
 ) -> Any:
     """Run an Arrow function over windows of a dataset, and give the result the features and format the dataset had."""
     stream = isinstance(dataset, datasets.IterableDataset)

@@ -88,7 +88,7 @@ def row_batch(
     return {name: [one[name] for one in made] for name in made[0]}
 
 
-def row_features(given: Any, branches: Sequence[str], drop: Sequence[str]) -> Any:
+def row_features(given: object, branches: Sequence[str], drop: Sequence[str]) -> Any:
     """Types of all columns: a thousand rows of text, from which they would be taken, say nothing of pictures."""
     ids = ["prompt_ids", *(f"{b}_ids" for b in branches)] if branches else ["input_ids", "labels"]
     kept = {name: kind for name, kind in given.items() if name not in drop}
@@ -313,7 +313,7 @@ def spoken_segments(
     return [(piece, list(islice(pictures, reader.places(piece)))) for piece in pieces]
 
 
-def _text(value: Any, column: str) -> str:
+def _text(value: object, column: str) -> str:
     if not isinstance(value, str):
         raise DataError(f"column {column!r} must be text or messages, and it is {str(value)[:60]!r}.")
     return value
@@ -405,7 +405,7 @@ def opened(examples: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 def _opened(example: Mapping[str, Any]) -> dict[str, Any]:
     """Prompt and columns of images of one example, with images of PIL."""
 
-    def read(value: Any) -> Any:
+    def read(value: object) -> Any:
         return read_picture(value, "column 'images' of a prompt").opened()
 
     images = [read(value) for value in pictures_of(example)]

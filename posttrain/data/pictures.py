@@ -150,7 +150,7 @@ class Placed:
 
 
 def read_picture(
-    value: Any, where: str = "", background: Background = "white", most_pixels: int | None = None
+    value: object, where: str = "", background: Background = "white", most_pixels: int | None = None
 ) -> Picture:
     """A `Picture` of any accepted form, by its header; about 0.3 ms.
 
@@ -227,7 +227,7 @@ def _rgb(image: Any, background: Background) -> Any:
     return image.convert("RGB")
 
 
-def _source(value: Any, where: str) -> Any:
+def _source(value: object, where: str) -> Any:
     """Encoded bytes, a path, or a PIL image; a memory of pixels becomes one."""
     if isinstance(value, Mapping):  # As `datasets` keeps an image that it has not decoded.
         value = value.get("bytes") or value.get("path")
@@ -263,7 +263,7 @@ def _from_address(value: str, where: str) -> Any:
     return unquote(parts.path) if parts.scheme == "file" else value
 
 
-def _from_pixels(value: Any, where: str) -> Any:
+def _from_pixels(value: object, where: str) -> Any:
     import numpy as np
 
     pixels = np.asarray(value)

@@ -8,7 +8,7 @@ import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import datasets
 
@@ -37,6 +37,9 @@ from posttrain.data.formats import (
 )
 from posttrain.errors import DataError
 from posttrain.types import Row
+
+if TYPE_CHECKING:
+    from posttrain.types import AnyDataset, Tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +72,7 @@ class AnswerOptions:
 
 
 def _answer_batch(
-    batch: dict[str, list], indices: list[int], tokenizer: Any, options: AnswerOptions
+    batch: dict[str, list], indices: list[int], tokenizer: Tokenizer, options: AnswerOptions
 ) -> dict[str, list]:
     """Ids of prompts and answers, tokenised in two calls: plain texts with special tokens, rendered ones without."""
     rows, texts = [], []
@@ -84,7 +87,7 @@ def _answer_batch(
     return {name: [one[name] for one in made] for name in made[0]}
 
 
-def _texts(row: dict[str, Any], tokenizer: Any, branches: Sequence[str]) -> tuple[bool, list[str]]:
+def _texts(row: dict[str, Any], tokenizer: Tokenizer, branches: Sequence[str]) -> tuple[bool, list[str]]:
     """Whether a row (whose prompt stands apart) is plain text, and its prompt, alone and with each answer."""
     prompt: Any = row.get("prompt")
     answers: list[Any] = [row.get(branch) for branch in branches]
@@ -128,7 +131,7 @@ def _parted(row: dict[str, Any], branches: Sequence[str]) -> dict[str, Any]:
     return parted
 
 
-def _check_messages(branch: str, answer: Any) -> None:
+def _check_messages(branch: str, answer: object) -> None:
     if not is_messages(answer):
         raise DataError(
             f"column 'prompt' holds messages and column {branch!r} is {str(answer)[:60]!r}. Give both one form."
@@ -141,7 +144,7 @@ def _check_messages(branch: str, answer: Any) -> None:
 
 
 def _answers(
-    row: dict[str, Any], plain: bool, texts: list[list[int]], tokenizer: Any, options: AnswerOptions
+    row: dict[str, Any], plain: bool, texts: list[list[int]], tokenizer: Tokenizer, options: AnswerOptions
 ) -> dict[str, Any]:
     """Prompt and answers cut apart where the tokens of all of them part, then to length, with what is wrong with them."""
     bos, (prompt, *wholes) = tokenizer.bos_token_id, texts
@@ -185,8 +188,8 @@ def _truncate(prompt: list[int], answers: list[list[int]], limit: int, mode: str
 
 
 def prepare_answers(
-    dataset: Any,
-    tokenizer: Any,
+    dataset: AnyDataset,
+    tokenizer: Tokenizer,
     options: AnswerOptions,
     *,
     name: str = "train",
@@ -355,7 +358,7 @@ def maybe_extract_prompt(example: Mapping[str, Any]) -> Mapping[str, Any]:
     return example
 
 
-def unpair_preference_dataset(dataset: Any, *, interleave: bool = True, **map_kwargs: Any) -> Any:
+def unpair_preference_dataset(dataset: AnyDataset, *, interleave: bool = True, **map_kwargs: Any) -> Any:
     """Turn pairs into single answers with a ``label``: True for chosen, False for rejected.
 
     Only right where every chosen answer is good and every rejected one bad by itself.
@@ -397,7 +400,7 @@ def _unpair(batch: dict[str, list], *, interleave: bool) -> dict[str, list]:
     return {name: [column[i] for i in order] for name, column in doubled.items()}
 
 
-def maybe_unpair_preference_dataset(dataset: Any, num_proc: int | None = None, desc: str | None = None) -> Any:
+def maybe_unpair_preference_dataset(dataset: AnyDataset, num_proc: int | None = None, desc: str | None = None) -> Any:
     """`unpair_preference_dataset` where there are ``chosen`` and ``rejected``; anything else comes back as it is."""
     first = next(iter(dataset.values())) if isinstance(dataset, dict) else dataset
     if not {"chosen", "rejected"} <= set(get_dataset_column_names(first)):
@@ -405,7 +408,7 @@ def maybe_unpair_preference_dataset(dataset: Any, num_proc: int | None = None, d
     return unpair_preference_dataset(dataset, num_proc=num_proc, desc=desc)
 
 
-def extract_and_unpair(dataset: Any, num_proc: int | None = None) -> Any:
+def extract_and_unpair(dataset: AnyDataset, num_proc: int | None = None) -> Any:
     """Pairs with or without a prompt column, or whose answers repeat it, as single judged answers; others as they are."""
     if isinstance(dataset, dict) or not {"chosen", "rejected"} <= set(get_dataset_column_names(dataset)):
         return dataset
@@ -417,7 +420,9 @@ SIDES = ("chosen", "rejected")
 PAIR_HINT = "Raise max_length, or look for answers that are equal as tokens: posttrain inspect shows the rows."
 
 
-def _pair_batch(batch: dict[str, list], indices: list[int], tokenizer: Any, max_length: int | None) -> dict[str, list]:
+def _pair_batch(
+    batch: dict[str, list], indices: list[int], tokenizer: Tokenizer, max_length: int | None
+) -> dict[str, list]:
     """Ids of both answers with their prompt, and why a pair is left out."""
     names = [f"{side}_ids" for side in SIDES]
     found = [list(pair) for pair in zip(*(batch[name] for name in names), strict=True)] if names[0] in batch else None
@@ -450,7 +455,7 @@ def _left_out(chosen: list[int], rejected: list[int], limit: int | None) -> str:
     return f"longer than max_length={limit}" if limit is not None and max(len(chosen), len(rejected)) > limit else ""
 
 
-def _sides(row: dict[str, Any], tokenizer: Any) -> tuple[bool, list[str]]:
+def _sides(row: dict[str, Any], tokenizer: Tokenizer) -> tuple[bool, list[str]]:
     """Whether a pair is plain text, and its answers, each behind the prompt where there is one."""
     if is_messages(row.get("prompt")) and all(is_messages(row.get(side)) for side in SIDES):
         row = dict(maybe_extract_prompt(row))
@@ -478,7 +483,12 @@ def _sides(row: dict[str, Any], tokenizer: Any) -> tuple[bool, list[str]]:
 
 
 def prepare_reward_dataset(
-    dataset: Any, tokenizer: Any, *, max_length: int | None = 1024, name: str = "train", num_proc: int | None = None
+    dataset: AnyDataset,
+    tokenizer: Tokenizer,
+    *,
+    max_length: int | None = 1024,
+    name: str = "train",
+    num_proc: int | None = None,
 ) -> Any:
     """Tokenise preference rows whole: ``chosen_ids``, ``rejected_ids``, and ``margin`` where there is one.
 

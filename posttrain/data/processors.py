@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -18,6 +18,11 @@ from torch.nn.functional import pad
 
 from posttrain.data.pictures import Background, Picture, Placed, shaded
 from posttrain.errors import DataError, ModelError
+
+if TYPE_CHECKING:
+    from transformers import ProcessorMixin
+
+    from posttrain.types import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +114,7 @@ class PictureProcessor:
 
     def __init__(
         self,
-        processor: Any,
+        processor: ProcessorMixin,
         *,
         most: int | None = None,
         pixels: int | None = None,
@@ -526,7 +531,7 @@ def _joined(prepared: Sequence[Mapping[str, Tensor]], *, tiled: bool) -> dict[st
     return joined
 
 
-def family_of(processor: Any) -> Family | None:
+def family_of(processor: ProcessorMixin) -> Family | None:
     """What is known of the models of a processor; None: nothing, or it is a tokenizer."""
     return next((FAMILIES[kind.__name__] for kind in type(processor).__mro__ if kind.__name__ in FAMILIES), None)
 
@@ -539,7 +544,7 @@ def _as_blocks(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
-def is_processor(processing_class: Any) -> bool:
+def is_processor(processing_class: Tokenizer) -> bool:
     """Whether this is a processor with an image processor, not a tokenizer."""
     return getattr(processing_class, "image_processor", None) is not None
 

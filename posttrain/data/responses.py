@@ -6,11 +6,14 @@ import ast
 import json
 import re
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from posttrain.data.chat import inner_tokenizer, json_arguments, template_text, tool_call, turn_end, with_template
 from posttrain.data.templates import supports_tool_calling
 from posttrain.errors import ModelError
+
+if TYPE_CHECKING:
+    from posttrain.types import Tokenizer
 
 Parser = Callable[[str, bool], dict[str, Any]]
 
@@ -241,7 +244,7 @@ def _read(text: str) -> Any:
         return str(text)
 
 
-def _typed(value: Any, schema: dict[str, Any] | None) -> Any:
+def _typed(value: object, schema: dict[str, Any] | None) -> Any:
     kinds = _types(schema or {})
     if isinstance(value, Bare):
         read = _read(value)
@@ -273,7 +276,7 @@ ASK = {"role": "user", "content": "zq ask"}
 CALL = tool_call("zq_find", {"zq_a": "zq thing", "zq_n": 3})
 
 
-def _written(tokenizer: Any, message: dict[str, Any]) -> tuple[str, str]:
+def _written(tokenizer: Tokenizer, message: dict[str, Any]) -> tuple[str, str]:
     """What the model writes for a message, and the prompt it goes on from, both as the template renders them."""
 
     def rendered(said: dict[str, Any]) -> tuple[str, str]:
@@ -289,7 +292,7 @@ def _written(tokenizer: Any, message: dict[str, Any]) -> tuple[str, str]:
     return head, text[len(head) :]
 
 
-def _reads_back(tokenizer: Any, parser: Parser) -> bool:
+def _reads_back(tokenizer: Tokenizer, parser: Parser) -> bool:
     """Whether a parser returns text, one call, and its arguments as they went into the template."""
     for message in ({"content": "zq say"}, {"content": "", "tool_calls": [CALL]}):
         head, text = _written(tokenizer, {"role": "assistant", **message})
@@ -308,7 +311,7 @@ class ParsedMessage(dict):
     raw: str = ""
 
 
-def add_response_schema(processing_class: Any) -> Any:
+def add_response_schema(processing_class: Tokenizer) -> Any:
     """Find the wire format of a tokenizer's chat template and note it, so that `parse_response` can use it.
 
     The format is found by behaviour: a tool call is rendered with the template, and the parser that reads it back is the
@@ -341,13 +344,13 @@ def add_response_schema(processing_class: Any) -> Any:
     )
 
 
-def _text(tokenizer: Any, ids: Any) -> str:
+def _text(tokenizer: Tokenizer, ids: Any) -> str:
     if ids is None or isinstance(ids, str):
         return ids or ""
     return tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
 
-def _without_end(tokenizer: Any, text: str) -> str:
+def _without_end(tokenizer: Tokenizer, text: str) -> str:
     """Strip one end-of-turn token, and what the template writes after it."""
     for end in (tokenizer.eos_token, turn_end(tokenizer)):
         if end and text.rstrip().endswith(end):
@@ -374,7 +377,7 @@ def _checked(calls: Any, schemas: dict[str, dict[str, Any]]) -> list[dict[str, A
 
 
 def _parsed(
-    tokenizer: Any, text: str, parser: Parser, prefix: str, schemas: dict[str, dict[str, Any]]
+    tokenizer: Tokenizer, text: str, parser: Parser, prefix: str, schemas: dict[str, dict[str, Any]]
 ) -> dict[str, Any]:
     opened = prefix.rfind("<think>") > prefix.rfind("</think>")
     return _message(parser(_without_end(tokenizer, text), opened), schemas)
@@ -388,7 +391,7 @@ def _message(read: dict[str, Any], schemas: dict[str, dict[str, Any]]) -> dict[s
 
 
 def parse_response(
-    tokenizer: Any,
+    tokenizer: Tokenizer,
     ids: Sequence[int],
     prefix: Sequence[int] | str | None = None,
     tools: Sequence[dict[str, Any] | Callable[..., Any]] | None = None,
@@ -427,7 +430,7 @@ def parse_response(
         return plain | {"parse_error": str(error)}
 
 
-def _own_parser(tokenizer: Any, text: str, prefix: str, tools: Any) -> dict[str, Any]:
+def _own_parser(tokenizer: Tokenizer, text: str, prefix: str, tools: Any) -> dict[str, Any]:
     """The response template that the checkpoint ships, through transformers."""
     read = tokenizer.parse_response(text, prefix=prefix, tools=list(tools) if tools else None)
     if not isinstance(read, dict):

@@ -7,7 +7,7 @@ import itertools
 import logging
 from collections.abc import Iterable, Iterator, Sized
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import datasets
 import torch
@@ -16,6 +16,9 @@ from torch.utils.data import IterableDataset, Sampler
 from posttrain.data.chat import encode
 from posttrain.data.formats import is_conversational
 from posttrain.errors import ConfigError, DataError, ModelError
+
+if TYPE_CHECKING:
+    from posttrain.types import AnyDataset, Tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -136,7 +139,9 @@ def _repeat_chunk(
     return {name: [copy.deepcopy(column[i]) for i in order] for name, column in batch.items()}
 
 
-def repeat_iterable_dataset(dataset: Any, mini_repeat_count: int, batch_size: int = 1, repeat_count: int = 1) -> Any:
+def repeat_iterable_dataset(
+    dataset: AnyDataset, mini_repeat_count: int, batch_size: int = 1, repeat_count: int = 1
+) -> Any:
     """The order of an unshuffled `RepeatSampler` over a stream; the incomplete last chunk is dropped, columns are kept.
 
     Repeated records are deep copies, so changing one leaves the others alone. ``set_epoch`` reaches a shuffle upstream.
@@ -213,7 +218,7 @@ LOOKED_AT = 20_000  # Rows whose lengths are read; of a longer set as many, spre
 STREAMED = 64
 
 
-def longest_examples(dataset: Any, count: int) -> list[dict[str, Any]]:
+def longest_examples(dataset: AnyDataset, count: int) -> list[dict[str, Any]]:
     """By tokens where rows are tokenised, by characters where not; of a stream, of its first 64."""
     if isinstance(dataset, datasets.IterableDataset) or not hasattr(dataset, "__len__"):
         drawn = list(itertools.islice(dataset, STREAMED))
@@ -244,7 +249,7 @@ def weight(example: Any) -> int:
     return 0
 
 
-def check_prompts(dataset: Any, name: str, tokenizer: Any) -> list[dict[str, Any]]:
+def check_prompts(dataset: AnyDataset, name: str, tokenizer: Tokenizer) -> list[dict[str, Any]]:
     """Refuse a dataset without usable prompts; returns its first rows.
 
     Raises:
@@ -273,7 +278,7 @@ def check_prompts(dataset: Any, name: str, tokenizer: Any) -> list[dict[str, Any
     return head
 
 
-def _check_prompt(prompt: Any, index: int, name: str, chat: bool, tokenizer: Any) -> None:
+def _check_prompt(prompt: Any, index: int, name: str, chat: bool, tokenizer: Tokenizer) -> None:
     if isinstance(prompt, list) != chat:
         raise DataError(
             f"{name} row {index}: the prompt is a {type(prompt).__name__} and in row 0 it is a "
@@ -288,7 +293,7 @@ def _check_prompt(prompt: Any, index: int, name: str, chat: bool, tokenizer: Any
         )
 
 
-def with_lengths(dataset: Any, name: str) -> Any:
+def with_lengths(dataset: AnyDataset, name: str) -> Any:
     """For samplers that want rows of like length: with a column ``name`` of lengths, where no ``input_ids`` tells them."""
     known = getattr(dataset, "column_names", None) or ()
     if {name, "input_ids"} & set(known):
@@ -314,7 +319,7 @@ class PromptStream:
     (['a', 'b', 'c'], {'passes': 0, 'position': 3})
     """
 
-    def __init__(self, dataset: Any, seed: int, shuffle: bool = True) -> None:
+    def __init__(self, dataset: AnyDataset, seed: int, shuffle: bool = True) -> None:
         self.dataset, self.seed, self.shuffle = dataset, seed, shuffle
         self.passes = self.position = 0
         self._rows: Iterator[dict[str, Any]] | None = None

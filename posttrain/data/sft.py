@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import datasets
 import numpy as np
@@ -47,6 +47,9 @@ from posttrain.data.packing import LENGTHS, pack_dataset, split_trained
 from posttrain.data.templates import check_template, get_training_chat_template
 from posttrain.errors import DataError, ModelError
 from posttrain.types import Row
+
+if TYPE_CHECKING:
+    from posttrain.types import AnyDataset, Tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -113,7 +116,7 @@ class _Plan:
 
 
 def label_batch(
-    batch: dict[str, list], indices: list[int], tokenizer: Any, options: SupervisedOptions
+    batch: dict[str, list], indices: list[int], tokenizer: Tokenizer, options: SupervisedOptions
 ) -> dict[str, list]:
     """``input_ids``, ``labels`` (the token, or -100 where it is not trained) and counters for the report."""
     rows, plans = [], []
@@ -131,7 +134,7 @@ def label_batch(
     return {name: [one[name] for one in made] for name in made[0]}
 
 
-def _plan(row: dict[str, Any], tokenizer: Any, options: SupervisedOptions) -> _Plan:
+def _plan(row: dict[str, Any], tokenizer: Tokenizer, options: SupervisedOptions) -> _Plan:
     if "input_ids" in row:
         return _given(row, options, len(tokenizer))
     if is_conversational_from_value(row):
@@ -172,7 +175,7 @@ def _given(row: dict[str, Any], options: SupervisedOptions, vocabulary: int) -> 
     return _Plan(ids=ids, mask=mask, nothing="" if ids else EMPTY)
 
 
-def _conversation(row: dict[str, Any], messages: Any, tokenizer: Any, options: SupervisedOptions) -> _Plan:
+def _conversation(row: dict[str, Any], messages: Any, tokenizer: Tokenizer, options: SupervisedOptions) -> _Plan:
     if not is_messages(messages):
         raise DataError(
             f"column 'messages' must be a list of messages with a role and content, and it is {str(messages)[:80]!r}."
@@ -188,7 +191,7 @@ def _conversation(row: dict[str, Any], messages: Any, tokenizer: Any, options: S
     return _Plan(ids=ids, mask=mask, nothing=nothing)
 
 
-def _prompt_completion(row: dict[str, Any], tokenizer: Any, options: SupervisedOptions) -> _Plan:
+def _prompt_completion(row: dict[str, Any], tokenizer: Tokenizer, options: SupervisedOptions) -> _Plan:
     prompt, completion = row["prompt"], row["completion"]
     if not completion:
         return _Plan(ids=[], mask=[], nothing=EMPTY_COMPLETION)
@@ -209,7 +212,7 @@ def _labelled(
     row: dict[str, Any],
     plan: _Plan,
     texts: list[list[int]],
-    tokenizer: Any,
+    tokenizer: Tokenizer,
     options: SupervisedOptions,
     ends: set[int],
 ) -> dict[str, Any]:
@@ -262,7 +265,7 @@ SHOWN = 200  # Characters of a row in a message.
 HINT = "Check completion_only_loss, assistant_only_loss, max_length and the masks; posttrain inspect shows the rows."
 
 
-def with_training_template(options: SupervisedOptions, tokenizer: Any) -> SupervisedOptions:
+def with_training_template(options: SupervisedOptions, tokenizer: Tokenizer) -> SupervisedOptions:
     """Options that tokenise with a template that marks the assistant's words, where it is needed and the own one does not.
 
     It is for tokenising alone: what is saved with the model stays its own template.
@@ -277,8 +280,8 @@ def with_training_template(options: SupervisedOptions, tokenizer: Any) -> Superv
 
 
 def prepare_sft_dataset(
-    dataset: Any,
-    tokenizer: Any,
+    dataset: AnyDataset,
+    tokenizer: Tokenizer,
     options: SupervisedOptions = DEFAULTS,
     *,
     name: str = "train",
@@ -349,7 +352,7 @@ def _split(kept: Any, size: int, report: PreparationReport, extra: dict[str, Any
     return pieces
 
 
-def check_prepared(dataset: Any, name: str, vocabulary: int) -> None:
+def check_prepared(dataset: AnyDataset, name: str, vocabulary: int) -> None:
     """Refuse rows that skipped preparation and would silently train on everything.
 
     Args:
@@ -395,7 +398,7 @@ def _format(example: dict[str, Any], index: int, function: Callable[[dict], str]
     return {column: text}
 
 
-def _check_options(dataset: Any, first: dict, name: str, options: SupervisedOptions, formatting: Any) -> None:
+def _check_options(dataset: AnyDataset, first: dict, name: str, options: SupervisedOptions, formatting: Any) -> None:
     if options.completion_only_loss and formatting is not None:
         raise DataError("completion_only_loss=True with formatting_func: formatted rows have no prompt. Leave one out.")
     parted = ("prompt" in first and "completion" in first) or "completion_mask" in first or "labels" in first
@@ -416,7 +419,7 @@ def _check_options(dataset: Any, first: dict, name: str, options: SupervisedOpti
         )
 
 
-def _tell(report: PreparationReport, mapped: Any, options: SupervisedOptions, tokenizer: Any) -> None:
+def _tell(report: PreparationReport, mapped: Any, options: SupervisedOptions, tokenizer: Tokenizer) -> None:
     """One warning a kind, with numbers."""
     name, n = report.name, report.rows_in
     logger.info(
@@ -453,7 +456,7 @@ def _tell(report: PreparationReport, mapped: Any, options: SupervisedOptions, to
         logger.warning("%s.", message)
 
 
-def _check_rendering(dataset: Any, tokenizer: Any, options: SupervisedOptions, name: str) -> None:
+def _check_rendering(dataset: AnyDataset, tokenizer: Tokenizer, options: SupervisedOptions, name: str) -> None:
     """Refuse what the chat template would leave out of the first rows, and what it would write twice."""
     template = options.chat_template or getattr(tokenizer, "chat_template", None)
     if not template:

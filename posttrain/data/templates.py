@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from posttrain.data.chat import (
     assistant_mask,
@@ -28,6 +28,9 @@ from posttrain.data.chat import (
 from posttrain.data.formats import is_messages, naming
 from posttrain.errors import ArgumentTypeError, ModelError
 from posttrain.types import Finding
+
+if TYPE_CHECKING:
+    from posttrain.types import Tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -142,7 +145,7 @@ def training_template(family: Family, settings: dict[str, str] | None = None) ->
     return "".join(lines) + text
 
 
-def _rendered(tokenizer: Any, template: str, probe: Probe, **settings: str) -> str | None:
+def _rendered(tokenizer: Tokenizer, template: str, probe: Probe, **settings: str) -> str | None:
     try:
         return tokenizer.apply_chat_template(
             probe.messages,
@@ -157,7 +160,7 @@ def _rendered(tokenizer: Any, template: str, probe: Probe, **settings: str) -> s
         return None  # A template refuses what its format has no words for.
 
 
-def _setting(family: Family, tokenizer: Any, theirs: list[str | None]) -> dict[str, str]:
+def _setting(family: Family, tokenizer: Tokenizer, theirs: list[str | None]) -> dict[str, str]:
     """Read the checkpoint's own value of the family's setting out of the rendering of the first probe."""
     text = training_template(family)
     if family.setting is None or theirs[0] is None or _rendered(tokenizer, text, PROBES[0]) == theirs[0]:
@@ -183,7 +186,7 @@ class Match:
         return self.difference is None and self.agreed > 0
 
 
-def _match(family: Family, tokenizer: Any, theirs: list[str | None]) -> Match:
+def _match(family: Family, tokenizer: Tokenizer, theirs: list[str | None]) -> Match:
     template = training_template(family, _setting(family, tokenizer, theirs))
     agreed, difference = 0, None
     for probe, said in zip(PROBES, theirs, strict=True):
@@ -199,7 +202,7 @@ def _match(family: Family, tokenizer: Any, theirs: list[str | None]) -> Match:
     return Match(family, template, agreed, difference)
 
 
-def best_match(tokenizer: Any, template: str) -> Match:
+def best_match(tokenizer: Tokenizer, template: str) -> Match:
     """The first family that agrees on every probe, else the one that agrees on most."""
     theirs = [_rendered(tokenizer, template, probe) for probe in PROBES]
     if theirs[TOOL_CALL] is None:  # Templates that concatenate arguments take them as a JSON string.
@@ -214,7 +217,7 @@ def best_match(tokenizer: Any, template: str) -> Match:
     return max(matches, key=lambda match: match.agreed)
 
 
-def _trained(tokenizer: Any, messages: list[dict[str, Any]]) -> list[int]:
+def _trained(tokenizer: Tokenizer, messages: list[dict[str, Any]]) -> list[int]:
     """Tokens that the assistant says; none where they cannot be found."""
     try:
         ids, mask = assistant_mask(tokenizer, messages)
@@ -230,7 +233,7 @@ DIALOGUE = (
 )
 
 
-def _structured(processing_class: Any, messages: list[dict[str, Any]], image: Any = None) -> list[dict[str, Any]]:
+def _structured(processing_class: Tokenizer, messages: list[dict[str, Any]], image: Any = None) -> list[dict[str, Any]]:
     """Messages as a processor takes them: content as blocks; ``image`` opens the first."""
     if inner_tokenizer(processing_class) is processing_class:
         return messages
@@ -251,7 +254,7 @@ def _holds_for_dialogue(holds: Callable[[list[dict[str, Any]]], bool]) -> bool:
         return False  # A template that refuses the conversation has no words for tools.
 
 
-def supports_tool_calling(processing_class: Any) -> bool:
+def supports_tool_calling(processing_class: Tokenizer) -> bool:
     """Whether the chat template shows a tool call and its result: name, argument key, argument value and result."""
     template = template_text(processing_class)
     if not template:
@@ -265,7 +268,7 @@ def supports_tool_calling(processing_class: Any) -> bool:
     return _holds_for_dialogue(shown)
 
 
-def is_chat_template_prefix_preserving(processing_class: Any) -> bool:
+def is_chat_template_prefix_preserving(processing_class: Tokenizer) -> bool:
     """Whether the tokens of a tool call stay the same once the tool's result follows.
 
     Multi-turn training with tools builds its sequences by concatenation: what the model wrote must not change when the
@@ -292,7 +295,7 @@ def is_chat_template_prefix_preserving(processing_class: Any) -> bool:
     return _holds_for_dialogue(preserved)
 
 
-def is_chat_template_stop_token_trained(processing_class: Any, chat_template: str | None = None) -> bool:
+def is_chat_template_stop_token_trained(processing_class: Tokenizer, chat_template: str | None = None) -> bool:
     """Whether the last thing trained in an assistant turn is a token of the added vocabulary, such as ``<|im_end|>``.
 
     A model trained on turns without it never learns to stop.
@@ -308,7 +311,9 @@ def is_chat_template_stop_token_trained(processing_class: Any, chat_template: st
     return bool(trained) and trained[-1] in set(tokenizer.get_added_vocab().values())
 
 
-def get_training_chat_template(processing_class: Any = None, tokenizer: Any = None) -> str | None:
+def get_training_chat_template(
+    processing_class: Tokenizer | None = None, tokenizer: Tokenizer | None = None
+) -> str | None:
     """The chat template to train with, or None when the tokenizer's own needs no change.
 
     Nothing needs changing where the template marks what the assistant says and, if it knows tools, a conversation stays a
@@ -472,7 +477,7 @@ PROBLEMS: dict[str, tuple[Severity, Severity, str, str, str]] = {
 
 
 def check_template(
-    processing_class: Any, rows: Iterable[dict[str, Any]], *, assistant_only: bool = False, limit: int = 32
+    processing_class: Tokenizer, rows: Iterable[dict[str, Any]], *, assistant_only: bool = False, limit: int = 32
 ) -> TemplateReport:
     """Look at what the chat template does to the first conversational rows: boundaries, marks, special tokens, losses.
 
@@ -521,12 +526,14 @@ def _conversation(row: dict[str, Any]) -> tuple[list[dict[str, Any]], int, dict[
     return [*prompt, *answer], 0 if "messages" in row else len(prompt), template_arguments(row)
 
 
-def _encoded(tokenizer: Any, messages: list[dict[str, Any]], kwargs: dict[str, Any], *, ask: bool = False) -> list[int]:
+def _encoded(
+    tokenizer: Tokenizer, messages: list[dict[str, Any]], kwargs: dict[str, Any], *, ask: bool = False
+) -> list[int]:
     text = render(tokenizer, messages, add_generation_prompt=ask, **kwargs)
     return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
 
 
-def _row_problems(tokenizer: Any, messages: list[dict[str, Any]], start: int, kwargs: dict[str, Any]) -> set[str]:
+def _row_problems(tokenizer: Tokenizer, messages: list[dict[str, Any]], start: int, kwargs: dict[str, Any]) -> set[str]:
     ids = _encoded(tokenizer, messages, kwargs)
     found = set()
     bos = tokenizer.bos_token_id
@@ -543,7 +550,7 @@ def _row_problems(tokenizer: Any, messages: list[dict[str, Any]], start: int, kw
     return found | _losses(render(tokenizer, messages, **kwargs), messages[start:])
 
 
-def _mask_problems(tokenizer: Any, messages: list[dict], turns: list[int], kwargs: dict[str, Any]) -> set[str]:
+def _mask_problems(tokenizer: Tokenizer, messages: list[dict], turns: list[int], kwargs: dict[str, Any]) -> set[str]:
     try:
         _, mask = assistant_mask(tokenizer, messages, **kwargs)
     except ModelError:
@@ -571,7 +578,7 @@ def _losses(text: str, messages: list[dict[str, Any]]) -> set[str]:
     return found
 
 
-def _token_problems(tokenizer: Any) -> Iterable[str]:
+def _token_problems(tokenizer: Tokenizer) -> Iterable[str]:
     end = turn_end(tokenizer)
     if end and tokenizer.convert_tokens_to_ids(end) != tokenizer.eos_token_id:
         yield "PT-K113"

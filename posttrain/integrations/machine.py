@@ -7,9 +7,12 @@ import os
 import shutil
 import socket
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from posttrain.integrations import is_available, require
+
+if TYPE_CHECKING:
+    import torch
 
 
 def free_disk(folder: str | Path) -> int:
@@ -32,7 +35,7 @@ def port_is_free(port: int, host: str = "127.0.0.1") -> bool:
     return True
 
 
-def gpu_memory(device: Any) -> tuple[int, int]:
+def gpu_memory(device: torch.device | str) -> tuple[int, int]:
     """Free and total bytes of a CUDA device, with what other processes hold taken off."""
     import torch
 

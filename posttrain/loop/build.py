@@ -32,15 +32,19 @@ from posttrain.models.token_split import alone
 from posttrain.report.lock import check_writable
 
 if TYPE_CHECKING:
+    from accelerate import Accelerator
+    from peft import PeftConfig
+
     from posttrain.loop.run import Run
     from posttrain.rewards.runner import RewardRunner
+    from posttrain.types import AnyDataset
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
 
-def as_config(config: type, args: Any) -> Any:
+def as_config(config: type, args: PostTrainingConfig) -> Any:
     """The config of a trainer: what was given; made of the fields of a plain `transformers.TrainingArguments`, or of a folder.
 
     Raises:
@@ -57,7 +61,14 @@ def as_config(config: type, args: Any) -> Any:
     return config(**fields | {"hub_token": args.hub_token})  # to_dict() hides the token.
 
 
-def check_arguments(traits: Traits, name: str, model: Any, args: Any, train_dataset: Any, collator: Any) -> None:
+def check_arguments(
+    traits: Traits,
+    name: str,
+    model: str | nn.Module,
+    args: PostTrainingConfig,
+    train_dataset: AnyDataset,
+    collator: Any,
+) -> None:
     """Refuse what cannot be trained before anything is loaded.
 
     Args:
@@ -100,7 +111,7 @@ def warn_of_unused(given: Mapping[str, Any]) -> None:
         logger.warning("%s is ignored: the model was given as an object, already loaded.", name)
 
 
-def loading_options(args: Any, init: dict[str, Any], quantization_config: Any) -> dict[str, Any]:
+def loading_options(args: PostTrainingConfig, init: dict[str, Any], quantization_config: Any) -> dict[str, Any]:
     """Keywords for ``from_pretrained``.
 
     Raises:
@@ -114,7 +125,14 @@ def loading_options(args: Any, init: dict[str, Any], quantization_config: Any) -
     return init
 
 
-def prepared_model(model: Any, args: Any, peft_config: Any, *, added_tokens: Sequence[int], generative: bool) -> Any:
+def prepared_model(
+    model: nn.Module,
+    args: PostTrainingConfig,
+    peft_config: PeftConfig | None,
+    *,
+    added_tokens: Sequence[int],
+    generative: bool,
+) -> Any:
     """The model with its adapter, without dropout where that is asked for, and with a head for chosen tokens.
 
     Args:
@@ -136,7 +154,7 @@ def prepared_model(model: Any, args: Any, peft_config: Any, *, added_tokens: Seq
     return model
 
 
-def refuse_float16(model: nn.Module, args: Any) -> None:
+def refuse_float16(model: nn.Module, args: PostTrainingConfig) -> None:
     """Refuse to train weights in float16, whose gradients leave its range; ``preflight="warn"`` goes on with a warning.
 
     Raises:
@@ -154,7 +172,7 @@ def refuse_float16(model: nn.Module, args: Any) -> None:
     logger.warning("%s", text)
 
 
-def choose_layout(model: Any, args: Any, *, padded: bool) -> Layout:
+def choose_layout(model: nn.Module, args: PostTrainingConfig, *, padded: bool) -> Layout:
     """How rows are laid out for this model: trees where a probe shows that they are exact, else one sequence a row.
 
     Args:
@@ -172,7 +190,7 @@ def choose_layout(model: Any, args: Any, *, padded: bool) -> Layout:
     return replace(layout, pad_to_multiple_of=multiple) if multiple else layout
 
 
-def joint_layout(layout: Layout, other: Any, args: Any) -> Layout:
+def joint_layout(layout: Layout, other: Any, args: PostTrainingConfig) -> Layout:
     """How rows are laid out that another model (a reference, a critic) reads in the same passes: as the more careful needs it.
 
     Args:
@@ -276,7 +294,7 @@ def check_hooks(trainer: Any, compute_loss_func: Any) -> None:
         importlib.import_module("posttrain.compat.overrides").refuse(trainer)
 
 
-def measured(dataset: Any, args: Any) -> Any:
+def measured(dataset: AnyDataset, args: PostTrainingConfig) -> Any:
     """The dataset with the lengths of its rows, where the sampling strategy wants rows of like length."""
     if args.train_sampling_strategy not in ("group_by_length", "batch_rebalance"):
         return dataset
@@ -287,7 +305,7 @@ def measured(dataset: Any, args: Any) -> Any:
 PADDING = -1e9
 
 
-def collectives(accelerator: Any) -> Collectives:
+def collectives(accelerator: Accelerator) -> Collectives:
     """What a method may ask of the processes of a run."""
 
     def gather(values: Tensor) -> Tensor:

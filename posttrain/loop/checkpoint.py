@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import transformers
 import xxhash
@@ -34,6 +34,13 @@ from posttrain.models.memory_estimate import optimizer_bytes
 from posttrain.report.files import read_json
 from posttrain.types import Finding
 from posttrain.values import gib
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+    from transformers import TrainerControl, TrainerState, TrainingArguments
+
+    from posttrain.methods.config import PostTrainingConfig
+    from posttrain.types import AnyDataset
 
 logger = logging.getLogger(__name__)
 
@@ -200,7 +207,7 @@ def refuse_other_rows(state: Mapping[str, Any], now: str | None, *, skips: bool)
     logger.warning("%s; ignore_data_skip=True: they begin at their start.", text)
 
 
-def rows_fingerprint(dataset: Any) -> str | None:
+def rows_fingerprint(dataset: AnyDataset) -> str | None:
     """Number of rows and a hash of 32 of them, spread evenly; None for a stream, and for rows that are made as they are read."""
     known = isinstance(dataset, list) or (isinstance(dataset, Dataset) and dataset.format["type"] != "custom")
     if not known:
@@ -325,7 +332,7 @@ class Checkpointer:
         size: Bytes that a checkpoint takes, about.
     """
 
-    def __init__(self, args: Any, accelerator: Any, lock: Any, size: Callable[[], int]) -> None:
+    def __init__(self, args: PostTrainingConfig, accelerator: Accelerator, lock: Any, size: Callable[[], int]) -> None:
         self.args, self.accelerator, self.lock, self.size = args, accelerator, lock, size
         # The run that owns the folder, told to all ranks when training begins.
         self._run: str | None = None
@@ -383,7 +390,7 @@ class Checkpointer:
             lock.release()
             raise
 
-    def save(self, write: Callable[[Path], None], folder: Path, state: Any) -> Path:
+    def save(self, write: Callable[[Path], None], folder: Path, state: TrainerState) -> Path:
         """Let ``write`` fill a checkpoint and put it in its place, still unmarked.
 
         Args:
@@ -460,13 +467,13 @@ class Checkpointer:
             ) from error
 
 
-def save_state(folder: Path, state: dict[str, Any], accelerator: Any) -> None:
+def save_state(folder: Path, state: dict[str, Any], accelerator: Accelerator) -> None:
     """Write what a trainer must know beside its weights, a file for each process."""
     content = json.dumps(state | {"processes": accelerator.num_processes})
     (folder / f"{accelerator.process_index}_{STATE_FILE}").write_text(content, encoding="utf-8")
 
 
-def saved_state(folder: str | None, accelerator: Any) -> dict[str, Any]:
+def saved_state(folder: str | None, accelerator: Accelerator) -> dict[str, Any]:
     """What `save_state` wrote for this process, or for the first one where others are as many; empty without a file.
 
     All that differs between processes is waiting rollouts (`OnlineTrainer` refuses those of another number) and rows of logs.
@@ -489,12 +496,12 @@ class Place:
         stream: Passes over the rows that are done, and micro-batches drawn in the current one.
     """
 
-    def __init__(self, checkpoint: str | None, accelerator: Any) -> None:
+    def __init__(self, checkpoint: str | None, accelerator: Accelerator) -> None:
         self.checkpoint, self.stream = checkpoint, [0, 0]
         self._saved: list[int] | None = saved_state(checkpoint, accelerator).get("stream")
         self._iterator: Any = None
 
-    def begin(self, start: tuple[int, int], dataset: Any, *, skips: bool) -> tuple[int, int]:
+    def begin(self, start: tuple[int, int], dataset: AnyDataset, *, skips: bool) -> tuple[int, int]:
         """The pass and the micro-batches of it to skip (unless ``skips`` is False): ``start``, of a stream those saved."""
         if self._saved is None or not isinstance(dataset, IterableDataset):
             return start
@@ -536,7 +543,7 @@ def export_callbacks(callbacks: Iterable[Any], state: Any) -> None:
                 kept[name] = holder.state()
 
 
-def _strangers_of(args: Any, run: str, *, resumed: bool) -> Finding | None:
+def _strangers_of(args: PostTrainingConfig, run: str, *, resumed: bool) -> Finding | None:
     """Checkpoints of other runs; folders that a killed run left half-written are removed."""
     folder = Path(args.output_dir).expanduser()
     others = strangers(folder, run)
@@ -547,7 +554,7 @@ def _strangers_of(args: Any, run: str, *, resumed: bool) -> Finding | None:
     return check_strangers([path.name for path in others], folder=str(folder), resumed=resumed)
 
 
-def checkpoint_bytes(model: Any, args: Any) -> int:
+def checkpoint_bytes(model: nn.Module, args: PostTrainingConfig) -> int:
     """About what a checkpoint takes on the disk: weights (of an adapter its own alone) and the optimiser's state."""
     adapter = hasattr(model, "peft_config")
     seen = [p for p in model.parameters() if p.requires_grad or not adapter]
@@ -555,7 +562,7 @@ def checkpoint_bytes(model: Any, args: Any) -> int:
     return weights + (0 if args.save_only_model else _state_bytes(model, args))
 
 
-def _state_bytes(model: Any, args: Any) -> int:
+def _state_bytes(model: nn.Module, args: PostTrainingConfig) -> int:
     sizes = [(p.numel(), p.nbytes) for p in model.parameters() if p.requires_grad]
     return optimizer_bytes(str(getattr(args.optim, "value", args.optim)), sizes)
 
@@ -613,7 +620,7 @@ class GracefulInterrupt(transformers.TrainerCallback):
             signal.Signals(number).name,
         )
 
-    def install(self, accelerator: Any) -> None:
+    def install(self, accelerator: Accelerator) -> None:
         """Take over the signals; only the main thread can."""
         self._accelerator, self._process, self.requested = accelerator, os.getpid(), False
         self._began = time.monotonic()
@@ -650,7 +657,7 @@ class GracefulInterrupt(transformers.TrainerCallback):
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
         self._previous = {}
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> Any:
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> Any:
         """Ask the loop to log, save and stop; all ranks after the same step, whichever of them was told."""
         # Read once: a signal that comes meanwhile is for the next step.
         stop, late = (

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
@@ -37,6 +37,13 @@ from posttrain.report.files import whole_file
 from posttrain.report.lock import LOCK
 from posttrain.report.record import versions
 from posttrain.types import Batch, Finding
+
+if TYPE_CHECKING:
+    from peft import PeftConfig
+    from transformers import TrainerControl, TrainerState, TrainingArguments
+
+    from posttrain.methods.config import PostTrainingConfig
+    from posttrain.types import AnyDataset, EvalSets, Tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +71,7 @@ class Checks(transformers.TrainerCallback):
 
     def __init__(
         self,
-        args: Any,
+        args: PostTrainingConfig,
         *,
         command: str,
         ignored_codes: frozenset[str] = frozenset(),
@@ -94,7 +101,7 @@ class Checks(transformers.TrainerCallback):
         self._overlong: list[Finding] = []
         self._early: list[Finding] = []  # Until there is a record of the run.
 
-    def saved_tokens(self, model: nn.Module, tokenizer: Any) -> None:
+    def saved_tokens(self, model: nn.Module, tokenizer: Tokenizer) -> None:
         """What the configs that are saved say of padding and stopping, once a run."""
         if not self._tokens_checked:
             self._tokens_checked = True
@@ -109,7 +116,9 @@ class Checks(transformers.TrainerCallback):
 
     # The moments -------------------------------------------------------------------------------------------------
 
-    def config(self, model: Any, train_dataset: Any, eval_dataset: Any, peft_config: Any) -> Any:
+    def config(
+        self, model: nn.Module, train_dataset: AnyDataset, eval_dataset: EvalSets | None, peft_config: PeftConfig | None
+    ) -> Any:
         """First moment, before a weight is loaded; returns the training set without the rows that ``bad_rows`` drops."""
         self.knows(model_config=model_config_of(model, self.args), peft_config=peft_config)
         named = {"model_name": model} if isinstance(model, str) else {}
@@ -140,7 +149,7 @@ class Checks(transformers.TrainerCallback):
                 machine.check_launch(os.environ, self.context.processes),
             ])  # fmt: skip
 
-    def data(self, head: DatasetHead, eval_dataset: Any) -> None:
+    def data(self, head: DatasetHead, eval_dataset: EvalSets | None) -> None:
         """Second moment: the training set is tokenised; check the sampled rows and the chat template.
 
         Args:
@@ -167,7 +176,7 @@ class Checks(transformers.TrainerCallback):
             )
 
     def step(
-        self, batches: Sequence[Batch], tokens: float, sequences: float, overlong: float, state: Any
+        self, batches: Sequence[Batch], tokens: float, sequences: float, overlong: float, state: TrainerState
     ) -> dict[str, Metric]:
         """Third moment, at the first optimiser step, and what every one holds; ends a run that trains no token.
 
@@ -216,7 +225,9 @@ class Checks(transformers.TrainerCallback):
             "padding_share": mean(1 - real / computed if computed else 0.0, weight=float(computed)),
         }
 
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+    def on_log(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: Any = None, **_: Any
+    ) -> None:
         """Fourth moment: the line is written; look at the log that it ends."""
         if not self.preflight.active:
             return
@@ -365,7 +376,7 @@ def log_codes(letters: str, apart: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(code for letter in letters for code in codes_of(letter, "log_step") if code not in apart)
 
 
-def model_config_of(model: Any, args: Any) -> Any:
+def model_config_of(model: nn.Module, args: PostTrainingConfig) -> Any:
     """The model's configuration, of a string without its weights; None where there is none to be read."""
     if not isinstance(model, str):
         return getattr(model, "config", None)
@@ -433,7 +444,7 @@ def check_first_gradients(norms: Mapping[str, float | None]) -> Finding | None:
     return None
 
 
-def check_tower_gradients(norms: Mapping[str, float | None], model: Any) -> Finding | None:
+def check_tower_gradients(norms: Mapping[str, float | None], model: nn.Module) -> Finding | None:
     """Trained parameters of tower and projector that got no gradient in a step with images.
 
     Args:
@@ -524,7 +535,7 @@ def check_positions(longest: int, known: int | None, *, rotary: bool) -> Finding
     )
 
 
-def embedding_rows(model: Any) -> int | None:
+def embedding_rows(model: nn.Module) -> int | None:
     """Rows of a model's input embedding; None where it has none, or only a shard of it."""
     getter = getattr(model, "get_input_embeddings", None)
     try:

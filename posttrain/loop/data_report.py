@@ -15,7 +15,7 @@ from functools import cached_property, partial
 from itertools import islice
 from logging.handlers import BufferingHandler
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import datasets
 import pyarrow
@@ -54,6 +54,12 @@ from posttrain.data.packing import LENGTHS
 from posttrain.data.templates import check_template
 from posttrain.errors import DataError, PosttrainError
 from posttrain.types import Batch, Finding, Row
+
+if TYPE_CHECKING:
+    from transformers import TrainerControl, TrainerState, TrainingArguments
+
+    from posttrain.methods.config import PostTrainingConfig
+    from posttrain.types import AnyDataset, Tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -160,11 +166,11 @@ class DatasetHead:
 
     def __init__(
         self,
-        raw: Any,
+        raw: object,
         prepared: Any,
         rows_of: Callable[[list[dict[str, Any]]], list[Row]],
-        tokenizer: Any,
-        args: Any,
+        tokenizer: Tokenizer,
+        args: PostTrainingConfig,
         *,
         fills_prompts: bool = False,
     ) -> None:
@@ -229,7 +235,7 @@ class DataReportCallback(transformers.TrainerCallback):
     def __init__(self, report: Callable[[], DataReport]) -> None:
         self.report = report
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Main process alone; a report never stops a run, unless ``strict_data`` says that it must."""
         if not state.is_world_process_zero:
             return
@@ -247,7 +253,7 @@ class DataReportCallback(transformers.TrainerCallback):
         (folder / "data_report.json").write_text(text + "\n", encoding="utf-8", errors="replace")
 
 
-def prompt_rows(examples: list[dict[str, Any]], tokenizer: Any, args: Any) -> list[Row]:
+def prompt_rows(examples: list[dict[str, Any]], tokenizer: Tokenizer, args: PostTrainingConfig) -> list[Row]:
     """Rows of prompts alone, for methods whose completions come later."""
     if examples and "input_ids" in examples[0]:
         return [Row(list(example["input_ids"]), [], []) for example in examples]
@@ -268,7 +274,7 @@ def refuse_data(said: Sequence[str]) -> None:
     )
 
 
-def template_findings(raw: Any, tokenizer: Any) -> list[Finding]:
+def template_findings(raw: object, tokenizer: Tokenizer) -> list[Finding]:
     """What the chat template does to the first rows of a conversational set; nothing for other sets."""
     if not getattr(tokenizer, "chat_template", None) or raw is None:
         return []
@@ -303,11 +309,11 @@ def _describe(sample: RowSample) -> DataReport:
     )
 
 
-def _text(token: int, tokenizer: Any) -> str:
+def _text(token: int, tokenizer: Tokenizer) -> str:
     return tokenizer.decode([token], skip_special_tokens=False) if 0 <= token < len(tokenizer) else f"[id {token}]"
 
 
-def _counted(tokens: list[int], tokenizer: Any) -> dict[str, int]:
+def _counted(tokens: list[int], tokenizer: Tokenizer) -> dict[str, int]:
     counts = sorted({token: tokens.count(token) for token in tokens}.items(), key=lambda item: -item[1])
     return {_text(token, tokenizer): count for token, count in counts[:5]}
 
@@ -315,7 +321,7 @@ def _counted(tokens: list[int], tokenizer: Any) -> dict[str, int]:
 SHOWN_SEQUENCES, LONGEST = 6, 2000  # Sequences, and tokens of each.
 
 
-def describe_batches(batches: Sequence[Batch], tokenizer: Any) -> dict[str, Any]:
+def describe_batches(batches: Sequence[Batch], tokenizer: Tokenizer) -> dict[str, Any]:
     """What ``data.json`` of a run holds.
 
     Args:
@@ -346,7 +352,7 @@ def describe_batches(batches: Sequence[Batch], tokenizer: Any) -> dict[str, Any]
     }
 
 
-def _shown(one: TokenSequence, row: Row, tokenizer: Any) -> dict[str, Any]:
+def _shown(one: TokenSequence, row: Row, tokenizer: Tokenizer) -> dict[str, Any]:
     index = one.completion or 0
     which = f"row {one.row}" + (f", completion {index}" if len(row.completions) > 1 else "")
     flags = [*(row.prompt_mask or one.trained[: one.start]), *one.trained[one.start :]]
@@ -367,13 +373,15 @@ PAIRS = 100_000  # Pairs that are compared with each other.
 EXCERPT = 200
 
 
-def row_codes(dataset: Any) -> tuple[str, ...]:
+def row_codes(dataset: AnyDataset) -> tuple[str, ...]:
     """What `usable_rows` looks for in this set."""
     pairs = not isinstance(dataset, datasets.IterableDataset) and _is_pairs(get_dataset_column_names(dataset))
     return (*ROW_CODES, *(PAIR_TEXT_CODES if pairs else ()))
 
 
-def usable_rows(dataset: Any, args: Any, *, main: bool, filled: bool = False) -> tuple[Any, list[Finding]]:
+def usable_rows(
+    dataset: AnyDataset, args: PostTrainingConfig, *, main: bool, filled: bool = False
+) -> tuple[Any, list[Finding]]:
     """The rows that can be trained, and what is wrong with the others.
 
     Args:

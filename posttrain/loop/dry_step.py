@@ -37,6 +37,7 @@ from posttrain.values import gib
 if TYPE_CHECKING:
     from posttrain.loop.data_report import DatasetHead
     from posttrain.loop.run import Run
+    from posttrain.methods.config import PostTrainingConfig
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +61,7 @@ class DryStep:
     failed: bool = False
 
 
-def fit_memory(run: Run, head: DatasetHead, optimizer: Any) -> None:
+def fit_memory(run: Run, head: DatasetHead, optimizer: torch.optim.Optimizer | None) -> None:
     """A batch size where ``per_device_train_batch_size='auto'`` asks for one; a dry step where ``dry_step`` does.
 
     On a GPU a dry step is the default: it costs a step's time and finds out at once what would end the run later. On a
@@ -96,7 +97,9 @@ def fit_memory(run: Run, head: DatasetHead, optimizer: Any) -> None:
         _check_dry(run, step)
 
 
-def dry_step(run: Run, head: DatasetHead, optimizer: Any, batch_size: int | None = None) -> DryStep:
+def dry_step(
+    run: Run, head: DatasetHead, optimizer: torch.optim.Optimizer | None, batch_size: int | None = None
+) -> DryStep:
     """Forward and backward of the longest rows; no update, and nothing that stays.
 
     Gradients, random numbers, metrics, dropout and the training mode are as they were, so that training after it is
@@ -227,14 +230,14 @@ def longest_rows(run: Run, head: DatasetHead, batch_size: int) -> list[Row]:
     return rows
 
 
-def batch_sizes(args: Any) -> list[int]:
+def batch_sizes(args: PostTrainingConfig) -> list[int]:
     """Sizes that keep the effective batch, and the generation batch where there is one."""
     batch, steps = int(args.per_device_train_batch_size), getattr(args, "steps_per_generation", None)
     sizes = checks.batch_sizes(batch, int(args.gradient_accumulation_steps))
     return [n for n in sizes if steps is None or batch * int(steps) % n == 0]
 
 
-def _choose_batch_size(run: Run, head: DatasetHead, optimizer: Any) -> None:
+def _choose_batch_size(run: Run, head: DatasetHead, optimizer: torch.optim.Optimizer | None) -> None:
     """Bisect over `batch_sizes` with dry steps at the longest lengths; all ranks take the smallest that any found."""
     if run.method.traits.single_pass:
         raise ConfigError(

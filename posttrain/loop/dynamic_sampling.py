@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -16,6 +16,11 @@ from posttrain.metrics import Metric, mean, total
 from posttrain.models import parallel
 from posttrain.rewards.runner import RewardRunner, RewardTable
 from posttrain.rollouts.batch import RolloutBatch
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+    from posttrain.methods.config import PostTrainingConfig
 
 # A group with a standard deviation up to this has no signal.
 FLAT = 1e-8
@@ -39,7 +44,7 @@ def flat_groups(
     return ~(torch.stack(stds) > max(FLAT, least)).any(0)
 
 
-def groups_without_signal(args: Any, table: RewardTable, size: int) -> Tensor:
+def groups_without_signal(args: PostTrainingConfig, table: RewardTable, size: int) -> Tensor:
     """`flat_groups` of all ranks' rewards as the config of a trainer counts signal, ``(n / G,)`` bool."""
     least = getattr(args, "min_group_std", 0.0)
     each = getattr(args, "multi_objective_aggregation", "") == "normalize_then_sum"
@@ -68,7 +73,7 @@ class DynamicSampler:
         group_size: int,
         *,
         prompts: PromptStream,
-        accelerator: Any,
+        accelerator: Accelerator,
         rewards: RewardRunner,
         generate: Callable[[list[dict[str, Any]]], RolloutBatch],
         score: Callable[[RolloutBatch], RewardTable],

@@ -15,6 +15,7 @@ from posttrain.models import parallel
 from posttrain.types import Request, Rollout, Sampling
 
 if TYPE_CHECKING:
+    from posttrain.methods.config import PostTrainingConfig
     from posttrain.rollouts.episodes.driver import EpisodeDriver
     from posttrain.rollouts.episodes.loop import Batches, Episode
 
@@ -25,7 +26,9 @@ logger = logging.getLogger(__name__)
 Rolled = tuple[list[Rollout], list[Any], dict[str, list[Any]]]
 
 
-def make_driver(traits: Traits, name: str, args: Any, given: dict[str, Any]) -> EpisodeDriver | None:
+def make_driver(
+    traits: Traits, name: str, args: PostTrainingConfig | None, given: dict[str, Any]
+) -> EpisodeDriver | None:
     """The driver of what a trainer was given; None where completions are single turns of the engine.
 
     Args:

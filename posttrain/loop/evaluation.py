@@ -21,7 +21,11 @@ from posttrain.models.forward import forward, virtual_tokens
 from posttrain.types import Batch, LossTerms
 
 if TYPE_CHECKING:
+    from accelerate import Accelerator
+
     from posttrain.loop.run import Run
+    from posttrain.methods.config import PostTrainingConfig
+    from posttrain.types import AnyDataset
 
 IGNORED = -100
 OWN = "own"  # What the user's own loss is a mean over.
@@ -75,7 +79,7 @@ class _Tally:
         counts = ("token", "sequence", "pass", *named)
         return cls(dict.fromkeys((*sorted(REDUCTIONS), *named), 0.0), dict.fromkeys(counts, 0.0))
 
-    def loss(self, accelerator: Any) -> float:
+    def loss(self, accelerator: Accelerator) -> float:
         """Each reduction's sum by what it is a mean over, all of it over ranks."""
         totals = parallel.all_reduce_sum([*self.sums.values(), *self.counts.values()], accelerator)
         sums = dict(zip(self.sums, totals, strict=False))
@@ -261,7 +265,11 @@ def _own_loss(run: Run, model: nn.Module, batch: Batch, counts: dict[str, float]
 
 
 def evaluation_loader(
-    dataset: Any, args: Any, deal: Deal, collate: Callable[[list[Any]], Any], sampler_fn: Callable[[Any], Any] | None
+    dataset: AnyDataset,
+    args: PostTrainingConfig,
+    deal: Deal,
+    collate: Callable[[list[Any]], Any],
+    sampler_fn: Callable[[Any], Any] | None,
 ) -> DataLoader:
     """A loader that gives every row to one process, once.
 

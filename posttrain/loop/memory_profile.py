@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
@@ -22,6 +22,9 @@ from posttrain.models.memory import (
     compute_mfu,
     peak_in_use,
 )
+
+if TYPE_CHECKING:
+    from transformers import TrainerControl, TrainerState, TrainingArguments
 
 PROFILED = (3, 50)  # Then every thousandth step.
 
@@ -46,12 +49,26 @@ class MemoryProfile(transformers.TrainerCallback):
         self._begun: tuple[float, int, int] | None = None  # Time, real and computed tokens when the first step ended.
         self._logs: dict[str, float] = {}
 
-    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **_: Any) -> None:
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, float] | None = None,
+        **_: Any,
+    ) -> None:
         """Remember what sampling took."""
         if logs and "step_time" in logs:
             self._logs = dict(logs)
 
-    def on_step_end(self, args: Any, state: Any, control: Any, optimizer: Any = None, **_: Any) -> None:
+    def on_step_end(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        optimizer: torch.optim.Optimizer | None = None,
+        **_: Any,
+    ) -> None:
         """Look, where it is time."""
         tokens = self.run.checks.tokens_seen
         if self._begun is None:
@@ -60,7 +77,7 @@ class MemoryProfile(transformers.TrainerCallback):
         if state.global_step in PROFILED or state.global_step % EVERY == 0:
             self._look(state.global_step, tokens, optimizer)
 
-    def _look(self, step: int, tokens: tuple[int, int], optimizer: Any) -> None:
+    def _look(self, step: int, tokens: tuple[int, int], optimizer: torch.optim.Optimizer | None) -> None:
         run = self.run
         assert self._begun is not None
         seconds = max(time.perf_counter() - self._begun[0], 1e-9)
@@ -74,7 +91,9 @@ class MemoryProfile(transformers.TrainerCallback):
         with run.checks.preflight.record_check("log_step", codes_of("M", "log_step")):
             run.checks.report(checks.check_profile(seen))
 
-    def _profile(self, step: int, rate: float, imbalance: float, optimizer: Any) -> checks.Profile:
+    def _profile(
+        self, step: int, rate: float, imbalance: float, optimizer: torch.optim.Optimizer | None
+    ) -> checks.Profile:
         run, args = self.run, self.run.args
         device, peak = args.device, peak_in_use(args.device)
         has = available_memory(device, memory_limit(args))
@@ -124,7 +143,7 @@ def _logged(seen: checks.Profile) -> dict[str, float]:
     return found
 
 
-def _standing(model: nn.Module, optimizer: Any) -> int:
+def _standing(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> int:
     """Bytes that no batch changes: weights, their gradients, optimiser states."""
     weights = sum(p.nbytes * (2 if p.requires_grad else 1) for p in model.parameters())
     states = getattr(optimizer, "state", {}) or {}

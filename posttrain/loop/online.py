@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import datasets
 from torch import Tensor, nn
@@ -61,6 +61,9 @@ from posttrain.rollouts.episodes.harness import take_harness
 from posttrain.rollouts.sampling import configured_sampling, generation_fields
 from posttrain.types import WHOLE, Batch, LossTerms, ModelOutputs, Prompt, Rollout, Row, Sampling, Truncation
 
+if TYPE_CHECKING:
+    from posttrain.types import AnyDataset, EvalSets
+
 
 class OnlineTrainer(PostTrainer):
     """Adds generation, scoring and the buffer of scored rollouts to the training loop.
@@ -87,7 +90,7 @@ class OnlineTrainer(PostTrainer):
         reward_funcs: Any = None,
         args: OnlineConfig | None = None,
         *,
-        train_dataset: Any = None,
+        train_dataset: AnyDataset | None = None,
         tools: Sequence[Callable] | None = None,
         rollout_func: Callable | None = None,
         environment_factory: Callable | Mapping[str, Callable] | None = None,
@@ -156,7 +159,7 @@ class OnlineTrainer(PostTrainer):
         engine = vllm_engine(bare, self.args, self.accelerator) if far else self.engine_on(bare)
         return self.vision.check_engine(engine, self.rewards.functions)
 
-    def engine_on(self, model: Any) -> Any:
+    def engine_on(self, model: nn.Module) -> Any:
         """The engine in process that the config names, on a model."""
         return training_engine(model, self.args, tokenizer=self.processing_class, pad_token_id=self.pad_token_id)
 
@@ -214,7 +217,7 @@ class OnlineTrainer(PostTrainer):
         pictured = self.vision.prompts if self.vision.images else None
         return PromptSource(self.args, self.processing_class, tokenized=pictured)
 
-    def prepare_datasets(self, train: Any, evaluation: Any) -> tuple[Any, Any]:
+    def prepare_datasets(self, train: AnyDataset, evaluation: EvalSets | None) -> tuple[Any, Any]:
         """Refuse prompts that cannot be generated from, then try the reward functions on two rows."""
         self.prompt_source = self.make_prompt_source()
         if self.driver is not None:
@@ -262,17 +265,17 @@ class OnlineTrainer(PostTrainer):
             is_training=True,
         )
 
-    def _get_dataloader(self, dataset: Any, *args: Any, is_training: bool = False, **kwargs: Any) -> DataLoader:
+    def _get_dataloader(self, dataset: AnyDataset, *args: Any, is_training: bool = False, **kwargs: Any) -> DataLoader:
         """As the parent's; a stream to evaluate on comes in the order that the sampler gives rows, and without workers."""
         if is_training or not isinstance(dataset, datasets.IterableDataset):
             return super()._get_dataloader(dataset, *args, is_training=is_training, **kwargs)
         with without_workers(self.args):
             return super()._get_dataloader(self.prompt_source.eval_rows(dataset), *args, **kwargs)
 
-    def _get_train_sampler(self, train_dataset: Any = None) -> RepeatSampler:
+    def _get_train_sampler(self, train_dataset: AnyDataset | None = None) -> RepeatSampler:
         return self.prompt_source.train_sampler(self.train_dataset if train_dataset is None else train_dataset)
 
-    def _get_eval_sampler(self, eval_dataset: Any) -> RepeatSampler:
+    def _get_eval_sampler(self, eval_dataset: EvalSets | None) -> RepeatSampler:
         return self.prompt_source.eval_sampler(eval_dataset)
 
     def group_size(self, mode: str) -> int:

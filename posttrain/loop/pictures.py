@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from datasets import Features, List, Value
@@ -63,6 +63,15 @@ from posttrain.rewards.model import ModelReward
 from posttrain.rollouts.batch import RolloutBatch
 from posttrain.types import Prompt, Rollout, Row, Sampling
 
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+    from peft import PeftConfig
+    from torch import nn
+    from transformers import ProcessorMixin
+
+    from posttrain.methods.config import PostTrainingConfig
+    from posttrain.types import AnyDataset, Tokenizer
+
 logger = logging.getLogger(__name__)
 
 TRIED = 2  # Rows whose pictures are read whole at the start.
@@ -108,8 +117,8 @@ class Vision:
 
     def __init__(
         self,
-        args: Any,
-        processing_class: Any,
+        args: PostTrainingConfig,
+        processing_class: Tokenizer,
         model_id: str,
         sets: Iterable[Any],
         *,
@@ -161,7 +170,7 @@ class Vision:
 
     def prepare_rows(
         self,
-        dataset: Any,
+        dataset: AnyDataset,
         *,
         name: str = "train",
         num_proc: int | None = None,
@@ -263,7 +272,7 @@ class Vision:
             return []
         return [Row(list(ids), [], [], pictures=[list(ids.pictures)]) for ids in self.prompts(examples)]
 
-    def checked_prompts(self, dataset: Any, name: str) -> Any:
+    def checked_prompts(self, dataset: AnyDataset, name: str) -> Any:
         """A dataset (or several by name, or None) whose images wait undecoded; headers are read, no pixels.
 
         Raises:
@@ -313,7 +322,7 @@ class Vision:
             )
         return engine
 
-    def sampling(self, settings: Sampling, model: Any) -> Sampling:
+    def sampling(self, settings: Sampling, model: nn.Module) -> Sampling:
         """Sampling settings under which no placeholder and no marker of an image is drawn."""
         if self.reader is None:
             return settings
@@ -322,7 +331,7 @@ class Vision:
         return replace(settings, logit_bias=(*settings.logit_bias, *never))
 
     def look_at(
-        self, rollouts: Sequence[Rollout], examples: Sequence[Mapping[str, Any]], model: Any, pad_token_id: int
+        self, rollouts: Sequence[Rollout], examples: Sequence[Mapping[str, Any]], model: nn.Module, pad_token_id: int
     ) -> tuple[set[int], dict[str, Metric]]:
         """Completions in which an engine drew a placeholder all the same, overwritten with padding; and what to log.
 
@@ -384,7 +393,7 @@ class Vision:
         totals = weighted_total(table.values, table.weights)
         return {"images/exchanged_reward": mean(totals, ~totals.isnan())}
 
-    def prepare(self, model: Any, peft_config: Any) -> Any:
+    def prepare(self, model: nn.Module, peft_config: PeftConfig | None) -> Any:
         """Let the model's passes hold pictures, freeze what is not trained, and keep a new adapter to the text model.
 
         Args:
@@ -411,7 +420,7 @@ class Vision:
         )  # fmt: skip
         return peft_config
 
-    def show(self, model: Any, processor: Any = None) -> bool:
+    def show(self, model: str | nn.Module, processor: ProcessorMixin | None = None) -> bool:
         """Let another model (a teacher, a reference) see the run's pictures, each prepared as its own processor does.
 
         Args:
@@ -438,7 +447,7 @@ class Vision:
         install_pictures(model, self.processor if alike else own, cache_bytes=cache)
         return alike
 
-    def check_shards(self, model: Any, accelerator: Any) -> None:
+    def check_shards(self, model: nn.Module, accelerator: Accelerator) -> None:
         """Refuse a model with pictures that cannot be sharded on processes of which some have none; DDP has no idle parameters.
 
         DDP waits for a gradient of each trained parameter. Those of the tower that no loss reaches have none in one process
@@ -469,7 +478,7 @@ class Vision:
                 shutil.copy(path, folder)
 
 
-def _processor_of(processing_class: Any, model_id: str, *, images: bool) -> Any:
+def _processor_of(processing_class: Tokenizer, model_id: str, *, images: bool) -> Any:
     if hasattr(processing_class, "image_processor"):
         return processing_class
     if images and processing_class is not None:

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import datasets
 import numpy as np
@@ -21,6 +21,11 @@ from posttrain.models.forward import forward
 from posttrain.models.reference import Reference, fingerprint, hash_module, hash_vocabulary
 from posttrain.types import Batch
 
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+    from posttrain.types import AnyDataset
+
 logger = logging.getLogger(__name__)
 
 FORMAT = 1  # Changes when the same inputs would give other numbers.
@@ -29,7 +34,7 @@ WAIT = 30 * 60  # Seconds to wait for another run that computes the same.
 
 def precomputed_logps(
     run: Run,
-    dataset: Any,
+    dataset: AnyDataset,
     reference: Reference | None,
     columns: Sequence[str],
     *,
@@ -71,7 +76,7 @@ def precomputed_logps(
 
 
 @contextmanager
-def _one_at_a_time(path: Path, accelerator: Any) -> Iterator[None]:
+def _one_at_a_time(path: Path, accelerator: Accelerator) -> Iterator[None]:
     """Of several runs that want the same numbers one computes them; a run that waits too long computes them again."""
     if not accelerator.is_main_process:
         yield
@@ -90,7 +95,7 @@ def _one_at_a_time(path: Path, accelerator: Any) -> Iterator[None]:
         lock.release()
 
 
-def _kept(path: Path, shape: tuple[int, int], accelerator: Any) -> np.ndarray | None:
+def _kept(path: Path, shape: tuple[int, int], accelerator: Accelerator) -> np.ndarray | None:
     """The cached numbers on all ranks, or None on all: the main process alone reads, as disks need not be shared."""
     found = None
     if accelerator.is_main_process and path.is_file():

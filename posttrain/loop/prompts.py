@@ -21,7 +21,9 @@ from posttrain.types import Prompt, Request
 
 if TYPE_CHECKING:
     from posttrain.data.processors import PictureProcessor
+    from posttrain.methods.config import PostTrainingConfig
     from posttrain.rollouts.episodes.driver import EpisodeDriver
+    from posttrain.types import AnyDataset, EvalSets, Tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -48,8 +50,8 @@ class PromptSource:
 
     def __init__(
         self,
-        args: Any,
-        tokenizer: Any,
+        args: PostTrainingConfig,
+        tokenizer: Tokenizer,
         *,
         length_option: str = "max_completion_length",
         tokenized: Callable[[list[dict[str, Any]]], Any] | None = None,
@@ -62,7 +64,9 @@ class PromptSource:
 
     # Before the model loads --------------------------------------------------------------------------------------
 
-    def prepared(self, train: Any, evaluation: Any, *, images: bool = False) -> tuple[Any, Any, list[dict[str, Any]]]:
+    def prepared(
+        self, train: AnyDataset, evaluation: EvalSets | None, *, images: bool = False
+    ) -> tuple[Any, Any, list[dict[str, Any]]]:
         """Refuse prompts that cannot be generated from.
 
         Args:
@@ -93,7 +97,11 @@ class PromptSource:
         return train, evaluation, head
 
     def for_episodes(
-        self, driver: EpisodeDriver, train: Any, evaluation: Any, reader: PictureProcessor | None = None
+        self,
+        driver: EpisodeDriver,
+        train: AnyDataset,
+        evaluation: EvalSets | None,
+        reader: PictureProcessor | None = None,
     ) -> tuple[Any, Any]:
         """Datasets as a driver of episodes needs them: a prompt in every row, messages where there are tools.
 
@@ -121,7 +129,7 @@ class PromptSource:
         driver.use_tokenizer(self.tokenizer, reader)
         return train, evaluation
 
-    def checked_rows(self, dataset: Any, name: str) -> list[dict[str, Any]]:
+    def checked_rows(self, dataset: AnyDataset, name: str) -> list[dict[str, Any]]:
         """The first rows of a dataset, all of whose prompts can be generated from."""
         return check_prompts(dataset, name, self.tokenizer)
 
@@ -129,7 +137,7 @@ class PromptSource:
         """Two of the first rows, as reward functions will see them."""
         return head[:2]
 
-    def check_size(self, train: Any) -> None:
+    def check_size(self, train: AnyDataset) -> None:
         """Refuse a training set that does not fill one generation; warn where many prompts of an epoch are skipped."""
         if not isinstance(train, datasets.Dataset):
             return
@@ -163,7 +171,7 @@ class PromptSource:
         prompts = (args.generation_batch_size or 0) // args.num_generations
         return prompts, args.num_iterations * (args.steps_per_generation or 1)
 
-    def train_rows(self, dataset: Any) -> Any:
+    def train_rows(self, dataset: AnyDataset) -> Any:
         """A training stream shuffled and repeated; a Dataset as it is, for `train_sampler`."""
         if not isinstance(dataset, datasets.IterableDataset):
             return dataset
@@ -174,7 +182,7 @@ class PromptSource:
         """A stream to evaluate on, in the order in which `eval_sampler` gives rows."""
         return repeat_iterable_dataset(stream.shuffle(seed=self.args.seed), self.group_size("eval"))
 
-    def train_sampler(self, dataset: Any) -> RepeatSampler:
+    def train_sampler(self, dataset: AnyDataset) -> RepeatSampler:
         """Every prompt G times, and every generation as often as it is trained."""
         prompts, repeats = self.repeats()
         return RepeatSampler(
@@ -186,7 +194,7 @@ class PromptSource:
             seed=self.args.seed,
         )
 
-    def eval_sampler(self, dataset: Any) -> RepeatSampler:
+    def eval_sampler(self, dataset: AnyDataset) -> RepeatSampler:
         """Every prompt as often as evaluation completes it."""
         return RepeatSampler(dataset, mini_repeat_count=self.group_size("eval"), seed=self.args.seed)
 
@@ -229,7 +237,7 @@ class PromptSource:
     def _tokenized(self, rows: list[dict[str, Any]]) -> list[list[int]]:
         return tokenize_prompts(rows, self.tokenizer, chat_template_kwargs=self.args.chat_template_kwargs or {})
 
-    def announce(self, dataset: Any, limit: int | None, *, schedule: str | None) -> None:
+    def announce(self, dataset: AnyDataset, limit: int | None, *, schedule: str | None) -> None:
         """Log the schedule and the first prompt as the model reads it; refuse prompts that do not fit ``limit`` tokens."""
         if schedule is not None:
             logger.info("schedule: %s", schedule)
@@ -253,7 +261,7 @@ class PromptSource:
             )
 
 
-def check_stream(args: Any, train_dataset: Any) -> None:
+def check_stream(args: PostTrainingConfig, train_dataset: AnyDataset) -> None:
     """A stream must reach each process by itself and in one piece, or its groups fall apart.
 
     Raises:
@@ -274,7 +282,7 @@ def check_stream(args: Any, train_dataset: Any) -> None:
         vars(args).update(IN_PROCESS)
 
 
-def without_workers(args: Any) -> AbstractContextManager[None]:
+def without_workers(args: PostTrainingConfig) -> AbstractContextManager[None]:
     """Inside, loaders read in this process."""
     return with_attributes(args, IN_PROCESS)
 
@@ -288,7 +296,7 @@ def named_sets(sets: dict[str, Any]) -> list[tuple[str, Any]]:
     return [(name, dataset) for name, dataset in found if dataset is not None]
 
 
-def empty_prompts(pool: EnvironmentPool | None, name: str, args: Any) -> datasets.Dataset:
+def empty_prompts(pool: EnvironmentPool | None, name: str, args: PostTrainingConfig | None) -> datasets.Dataset:
     """One empty prompt for each group of a generation: without a training set, the environment says what is to be done.
 
     Args:
@@ -314,7 +322,7 @@ def empty_prompts(pool: EnvironmentPool | None, name: str, args: Any) -> dataset
     return datasets.Dataset.from_list([{"prompt": list(EMPTY_PROMPT)} for _ in range(groups)])
 
 
-def with_prompts(dataset: Any, *, drops_columns: bool) -> Any:
+def with_prompts(dataset: AnyDataset, *, drops_columns: bool) -> Any:
     """A dataset (or several by name) whose rows all have a ``prompt``: an empty one for an environment to fill.
 
     Raises:
@@ -336,7 +344,7 @@ def with_prompts(dataset: Any, *, drops_columns: bool) -> Any:
     return dataset.map(lambda row: {"prompt": row.get("prompt") or list(EMPTY_PROMPT)})
 
 
-def _only_prompts(dataset: Any) -> Any:
+def _only_prompts(dataset: AnyDataset) -> Any:
     """Without other columns; a reward function that needs one of them learns it in the dry run."""
     names = getattr(dataset, "column_names", None)
     return dataset.select_columns([name for name in names if name in PROMPT_COLUMNS]) if names else dataset

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -20,6 +20,9 @@ from posttrain.models import parallel
 from posttrain.rewards.format import SoftOverlongPunishment
 from posttrain.rewards.runner import RewardRunner, RewardTable
 from posttrain.rollouts.batch import RolloutBatch
+
+if TYPE_CHECKING:
+    import torch
 
 
 class RewardWatch:
@@ -47,7 +50,7 @@ class RewardWatch:
         self._flat_batches = 0
         self._flat_rewards: list[list[float]] = []
 
-    def start(self, device: Any, longest: int | None) -> None:
+    def start(self, device: torch.device | str, longest: int | None) -> None:
         """Place and try reward models; check length punishments against the longest completion.
 
         Args:

@@ -6,7 +6,7 @@ import dataclasses
 import json
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -18,6 +18,13 @@ from posttrain.report.episodes import episode_tree
 from posttrain.rewards.runner import RewardRunner, RewardTable, correlation
 from posttrain.rollouts.batch import RolloutBatch, prompt_suffixes
 from posttrain.rollouts.episodes.environments import EnvironmentPool
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+    from transformers import TrainerState
+
+    from posttrain.methods.config import PostTrainingConfig
+    from posttrain.types import Tokenizer
 
 THUMBNAILED = 4  # Prompts of a generation whose images are kept for the report; about 2 kB an image.
 
@@ -96,7 +103,7 @@ def reward_metrics(table: RewardTable, totals: Tensor, advantages: Tensor, lengt
 
 
 def completion_rows(
-    batch: RolloutBatch, table: RewardTable, tokenizer: Any, step: int, *, images: bool = True
+    batch: RolloutBatch, table: RewardTable, tokenizer: Tokenizer, step: int, *, images: bool = True
 ) -> list[dict[str, Any]]:
     """One row a completion of this rank: prompt, completion, each reward, extra columns, advantage.
 
@@ -137,7 +144,7 @@ def completion_rows(
     return rows
 
 
-def reward_model_options(args: Any) -> dict[str, Any]:
+def reward_model_options(args: PostTrainingConfig) -> dict[str, Any]:
     """How reward models are loaded and run: as the policy is; nothing is known of it without ``args``."""
     names = {"batch_size": "per_device_train_batch_size"} | {
         name: name for name in ("trust_remote_code", "model_init_kwargs", "chat_template_kwargs")
@@ -145,7 +152,7 @@ def reward_model_options(args: Any) -> dict[str, Any]:
     return {} if args is None else {name: getattr(args, option) for name, option in names.items()}
 
 
-def reward_options(functions: Any, args: Any, processing_classes: Any) -> dict[str, Any]:
+def reward_options(functions: Any, args: PostTrainingConfig | None, processing_classes: Any) -> dict[str, Any]:
     """Keywords of `RewardRunner`, as a config says; picklable where the functions are.
 
     Args:
@@ -177,7 +184,9 @@ def reward_runner(
     return runner_class(**options, of_environments=() if pool is None else pool.rewards())
 
 
-def score_rollouts(rewards: RewardRunner, batch: RolloutBatch, tokenizer: Any, state: Any) -> RewardTable:
+def score_rollouts(
+    rewards: RewardRunner, batch: RolloutBatch, tokenizer: Tokenizer, state: TrainerState
+) -> RewardTable:
     """Rewards of this process's completions, neither transformed nor judged; without any, no function is called.
 
     Args:
@@ -226,10 +235,10 @@ class Scorer:
         accelerator: Of the run.
     """
 
-    def __init__(self, rewards: RewardRunner, tokenizer: Any, accelerator: Any) -> None:
+    def __init__(self, rewards: RewardRunner, tokenizer: Tokenizer, accelerator: Accelerator) -> None:
         self.rewards, self.tokenizer, self.accelerator = rewards, tokenizer, accelerator
 
-    def score(self, batch: RolloutBatch, state: Any, *, group_size: int, training: bool) -> RewardTable:
+    def score(self, batch: RolloutBatch, state: TrainerState, *, group_size: int, training: bool) -> RewardTable:
         """Rewards of all ranks' completions; a collective.
 
         Args:

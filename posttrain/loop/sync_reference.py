@@ -19,7 +19,10 @@ from posttrain.models.reference import Reference
 from posttrain.report.files import whole_file
 
 if TYPE_CHECKING:
+    from accelerate import Accelerator
     from transformers import TrainerControl, TrainerState, TrainingArguments
+
+    from posttrain.methods.config import PostTrainingConfig
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +34,7 @@ STATE_FILE = "ref_model.safetensors"
 SHARD_MARKS = ("ds_id", "_fsdp_flattened", "_is_flat_param", "device_mesh")
 
 
-def bare(model: Any) -> Any:
+def bare(model: nn.Module) -> Any:
     """The model inside every wrapper that trains it (DDP, DP, DeepSpeed, FSDP, compile); adapters stay on."""
     while True:
         inner = getattr(model, "_orig_mod", None)
@@ -41,7 +44,7 @@ def bare(model: Any) -> Any:
         model = inner
 
 
-def has_adapter(model: Any) -> bool:
+def has_adapter(model: nn.Module) -> bool:
     """Whether the model carries a peft adapter, as a `PeftModel` or put on by transformers."""
     return hasattr(model, "disable_adapter") or bool(getattr(model, "_hf_peft_config_loaded", False))
 
@@ -97,7 +100,7 @@ class SyncRefModelCallback(transformers.TrainerCallback):
     Reference: Learn Your Reference Model for Real Good Alignment (arXiv:2404.09656), soft update.
     """
 
-    def __init__(self, ref_model: Any, accelerator: Any) -> None:
+    def __init__(self, ref_model: Any, accelerator: Accelerator) -> None:
         if isinstance(ref_model, Reference):
             if ref_model.copy is None:
                 raise ModelError(
@@ -113,7 +116,12 @@ class SyncRefModelCallback(transformers.TrainerCallback):
             _refuse(ref_model, "reference")
 
     def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **_: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: nn.Module | None = None,
+        **_: Any,
     ) -> None:
         """Check what can be checked before the first step, and take up a resumed reference."""
         if self.ref_model is None:
@@ -129,7 +137,12 @@ class SyncRefModelCallback(transformers.TrainerCallback):
             self._load(resumed_from(args, state), state.global_step)
 
     def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **_: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: nn.Module | None = None,
+        **_: Any,
     ) -> None:
         """Sync when it is due."""
         steps, alpha = _settings(args)
@@ -219,11 +232,11 @@ class SyncRefModelCallback(transformers.TrainerCallback):
                     self._masters[name] = saved[name]
 
 
-def _settings(args: Any) -> tuple[int, float]:
+def _settings(args: PostTrainingConfig) -> tuple[int, float]:
     return args.ref_model_sync_steps, args.ref_model_mixup_alpha
 
 
-def _refuse(model: Any, role: str) -> None:
+def _refuse(model: nn.Module, role: str) -> None:
     if has_adapter(model):
         raise ModelError(
             f"sync_ref_model mixes all weights, and the {role} carries an adapter. Merge it first (merge_and_unload), or "

@@ -27,6 +27,8 @@ from posttrain.types import Batch, ModelOutputs, Row
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
+    from posttrain.methods.config import PostTrainingConfig
+
 logger = logging.getLogger(__name__)
 
 # What no batch of a divided run has, by the field of the config that would ask for it.
@@ -38,7 +40,7 @@ WITHOUT = {
 
 
 @contextmanager
-def without_accelerate(args: Any) -> Iterator[None]:
+def without_accelerate(args: PostTrainingConfig) -> Iterator[None]:
     """Inside, accelerate hears nothing of ``sp_size``: it would hand the run to DeepSpeed."""
     if parallel_sizes(args)["sp_size"] == 1:
         yield
@@ -79,7 +81,7 @@ def check_heads(config: Any, size: int) -> None:
         )
 
 
-def check_split(args: Any, config: Any, *, supported: bool, name: str) -> None:
+def check_split(args: PostTrainingConfig, config: Any, *, supported: bool, name: str) -> None:
     """Refuse what no processes could divide, before a model is read.
 
     Args:
@@ -107,7 +109,7 @@ def check_split(args: Any, config: Any, *, supported: bool, name: str) -> None:
 
 
 def begin_split(
-    args: Any, accelerator: Accelerator, model: nn.Module, layout: Layout, *, supported: bool, name: str
+    args: PostTrainingConfig, accelerator: Accelerator, model: nn.Module, layout: Layout, *, supported: bool, name: str
 ) -> Layout:
     """Make the groups of ``sp_size`` processes, once all is known that would refuse them; the layout that they can divide.
 

@@ -50,6 +50,12 @@ from posttrain.report.progress import in_notebook, use_rich_progress
 from posttrain.report.record import RunRecordCallback
 from posttrain.types import Batch, LossTerms, ModelOutputs, Row
 
+if TYPE_CHECKING:
+    import torch
+    from peft import PeftConfig
+
+    from posttrain.types import AnyDataset, EvalSets, Tokenizer
+
 logger = logging.getLogger(__name__)
 
 
@@ -112,7 +118,7 @@ class PostTrainer(transformers.Trainer):
         """Whether a mixture of experts has its load-balancing term; TRL's name."""
         return bool(self.router_coefficient)
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         # A part of the run, or a setting by TRL's name, is set where it stands.
         if name not in attributes.ELSEWHERE or not attributes.write(self, name, value):
             super().__setattr__(name, value)
@@ -125,10 +131,10 @@ class PostTrainer(transformers.Trainer):
         model: str | nn.Module,
         args: PostTrainingConfig | None = None,
         *,
-        train_dataset: Any = None,
-        eval_dataset: Any = None,
-        processing_class: Any = None,
-        peft_config: Any = None,
+        train_dataset: AnyDataset | None = None,
+        eval_dataset: EvalSets | None = None,
+        processing_class: Tokenizer | None = None,
+        peft_config: PeftConfig | None = None,
         quantization_config: Any = None,
         **trainer_kwargs: Any,
     ) -> None:
@@ -206,18 +212,18 @@ class PostTrainer(transformers.Trainer):
         """Whether rows may hold pictures, and whether tools or environments may show some."""
         return self.method.traits.reads_images, False
 
-    def prepare_datasets(self, train: Any, evaluation: Any) -> tuple[Any, Any]:
+    def prepare_datasets(self, train: AnyDataset, evaluation: EvalSets | None) -> tuple[Any, Any]:
         """Check and tokenise all datasets, once; runs before the model is loaded."""
         prepared = self.prepare(train, "train", training=True)
         return prepared, None if evaluation is None else self.prepare_evaluation(evaluation)
 
-    def prepare_evaluation(self, dataset: Any) -> Any:
+    def prepare_evaluation(self, dataset: AnyDataset) -> Any:
         """One raw evaluation set, or several by name, as the loop needs them; prepared ones come back equal."""
         if isinstance(dataset, dict):
             return {name: self.prepare(one, name) for name, one in dataset.items()}
         return self.prepare(dataset, "eval")
 
-    def prepare(self, dataset: Any, name: str, *, training: bool = False) -> Any:
+    def prepare(self, dataset: AnyDataset, name: str, *, training: bool = False) -> Any:
         """One raw dataset as the collator needs it."""
         return dataset
 
@@ -239,7 +245,7 @@ class PostTrainer(transformers.Trainer):
         with without_accelerate(self.args):
             super().create_accelerator_and_postprocess()
 
-    def _load(self, model: Any, args: PostTrainingConfig, init: dict[str, Any], quantization_config: Any) -> Any:
+    def _load(self, model: nn.Module, args: PostTrainingConfig, init: dict[str, Any], quantization_config: Any) -> Any:
         if not isinstance(model, str):
             given = {"model_init_kwargs": args.model_init_kwargs, "quantization_config": quantization_config}
             build.warn_of_unused(given if not self.added_tokens else {})
@@ -250,7 +256,7 @@ class PostTrainer(transformers.Trainer):
         """The model behind a string."""
         return load.create_model_from_path(model_id, **kwargs)
 
-    def _prepare_model(self, model: Any, args: PostTrainingConfig, peft_config: Any) -> Any:
+    def _prepare_model(self, model: nn.Module, args: PostTrainingConfig, peft_config: PeftConfig | None) -> Any:
         load.mirror_eos(self.processing_class, model, args)
         self.pad_token_id = load.resolve_pad_token(self.processing_class, model)
         self.fresh_adapter = peft_config is not None
@@ -275,14 +281,14 @@ class PostTrainer(transformers.Trainer):
         """Dataset examples to what the loader yields: here, the batches of one micro-batch."""
         return lambda examples: self.run.collate(self.vision.placed(self.rows(examples), examples))
 
-    def _get_train_sampler(self, train_dataset: Any = None) -> Any:
+    def _get_train_sampler(self, train_dataset: AnyDataset | None = None) -> Any:
         dataset = self.train_dataset if train_dataset is None else train_dataset
         return super()._get_train_sampler(build.measured(dataset, self.args))
 
-    def _get_eval_sampler(self, eval_dataset: Any) -> Any:
+    def _get_eval_sampler(self, eval_dataset: EvalSets | None) -> Any:
         return super()._get_eval_sampler(build.measured(eval_dataset, self.args))
 
-    def _remove_unused_columns(self, dataset: Any, description: str | None = None) -> Any:
+    def _remove_unused_columns(self, dataset: AnyDataset, description: str | None = None) -> Any:
         return dataset  # Rows are read by name; what is not read costs nothing.
 
     def _get_collator_with_removed_columns(self, data_collator: Callable, description: str | None = None) -> Callable:
@@ -384,7 +390,9 @@ class PostTrainer(transformers.Trainer):
 
     # One optimiser step ------------------------------------------------------------------------------------------
 
-    def get_batch_samples(self, epoch_iterator: Iterator, num_batches: int, device: Any) -> tuple[list[Any], None]:
+    def get_batch_samples(
+        self, epoch_iterator: Iterator, num_batches: int, device: torch.device | str
+    ) -> tuple[list[Any], None]:
         """All micro-batches of one optimiser step, so that its denominators are known before the first forward."""
         began = time.perf_counter()
         drawn = list(itertools.islice(epoch_iterator, num_batches))
@@ -494,7 +502,7 @@ class PostTrainer(transformers.Trainer):
             super().save_model(output_dir, _internal_call)
         self.vision.save(output_dir or self.args.output_dir)
 
-    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         self.create_model_card()
         if trial is None and self.hp_search_backend is None:
             self.store_flos()
@@ -531,7 +539,7 @@ class PostTrainer(transformers.Trainer):
         if state := checkpoint.saved_state(folder, self.accelerator):
             self.load_saved_state(state)
 
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         with self._reading_fsdp(resume_from_checkpoint):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
         load_renamed(model or self.model, resume_from_checkpoint, self.accelerator)
@@ -590,7 +598,7 @@ class PostTrainer(transformers.Trainer):
 
     # Evaluation --------------------------------------------------------------------------------------------------
 
-    def evaluate(self, eval_dataset: Any = None, *args: Any, **kwargs: Any) -> dict[str, float]:
+    def evaluate(self, eval_dataset: EvalSets | None = None, *args: Any, **kwargs: Any) -> dict[str, float]:
         """As `transformers.Trainer.evaluate`; a raw dataset is prepared first, a string names one given at construction."""
         if eval_dataset is not None and not isinstance(eval_dataset, str):
             eval_dataset = self.prepare_evaluation(plain_rows(eval_dataset))
@@ -608,7 +616,7 @@ class PostTrainer(transformers.Trainer):
         return output
 
     def _get_dataloader(  # The signature is transformers'.
-        self, dataset: Any, description: str, batch_size: int, sampler_fn: Callable[[Any], Any] | None = None,
+        self, dataset: AnyDataset, description: str, batch_size: int, sampler_fn: Callable[[Any], Any] | None = None,
         is_training: bool = False, dataloader_key: str | None = None,
     ) -> DataLoader:  # fmt: skip
         """As the parent's for training, but batches stay where counting waits for no GPU; for evaluation `evaluation_loader`."""

@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from posttrain.checks.registry import codes_of
 from posttrain.checks.server import (
@@ -33,6 +33,13 @@ from posttrain.rollouts.server.replies import derived_seed
 from posttrain.rollouts.workers.shared_weights import Weights
 from posttrain.types import Request, Rollout, Row, Sampling
 
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+    from torch import nn
+
+    from posttrain.methods.config import PostTrainingConfig
+    from posttrain.types import Tokenizer
+
 logger = logging.getLogger(__name__)
 
 
@@ -57,7 +64,7 @@ class NonMainRankEngine(RolloutEngine):
         """Nothing is held."""
 
 
-def training_engine(model: Any, args: Any, *, tokenizer: Any, pad_token_id: int) -> Any:
+def training_engine(model: nn.Module, args: PostTrainingConfig, *, tokenizer: Tokenizer, pad_token_id: int) -> Any:
     """The engine in process that the config names, on a model.
 
     It gets the tokenizer that guides and stop strings speak of, and the settings of transformers' continuous batching,
@@ -87,7 +94,7 @@ def training_engine(model: Any, args: Any, *, tokenizer: Any, pad_token_id: int)
     return engine
 
 
-def vllm_engine(model: Any, args: Any, accelerator: Any) -> Any:
+def vllm_engine(model: nn.Module, args: PostTrainingConfig, accelerator: Accelerator) -> Any:
     """The engine of ``use_vllm=True``: in process, or one that asks servers (a stand-in on ranks other than 0)."""
     if args.vllm_mode != "server":
         from posttrain.rollouts.vllm import VLLMEngine
@@ -117,7 +124,7 @@ def vllm_engine(model: Any, args: Any, accelerator: Any) -> Any:
     return engine or NonMainRankEngine("server", shared)
 
 
-def sync_option(args: Any, name: str) -> Any:
+def sync_option(args: PostTrainingConfig, name: str) -> Any:
     """A field of `VllmSyncFields`, of configs without them its default."""
     return getattr(args, name, getattr(VllmSyncFields, name))
 

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -22,11 +22,14 @@ from posttrain.methods.preference import JUDGED, AnswerMethod, ComparedConfig, j
 from posttrain.metrics import Metric, mean
 from posttrain.types import Batch, LossTerms, ModelOutputs, Row
 
+if TYPE_CHECKING:
+    from posttrain.types import Tokenizer
+
 logger = logging.getLogger(__name__)
 
 
 def embed_prompts(
-    texts: Sequence[str], embedding_func: Callable, tokenizer: Any, *, batch_size: int = 32
+    texts: Sequence[str], embedding_func: Callable, tokenizer: Tokenizer, *, batch_size: int = 32
 ) -> np.ndarray:
     """``(n, H)`` embeddings of texts, padded with the embedding tokenizer's own pad token.
 

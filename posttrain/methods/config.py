@@ -271,7 +271,7 @@ class PostTrainingConfig(transformers.TrainingArguments):
             self.use_cpu = True  # transformers allows bf16 on a CPU only when it is asked for by name.
 
 
-def row_multiple(given: Any) -> int | None:
+def row_multiple(given: object) -> int | None:
     """``pad_to_multiple_of`` as a number; "auto" is None: what the layout of rows wants."""
     if given in (None, "auto", "none", "null"):
         return None

@@ -6,7 +6,7 @@ import logging
 import math
 import warnings
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 import transformers
 
@@ -28,6 +28,10 @@ from posttrain.rollouts.engines import choose_engine
 from posttrain.rollouts.episodes.harness import HarnessFields
 from posttrain.rollouts.sampling import GENERATION_NAMES, generation_fields, structured_guide
 from posttrain.types import Truncation
+
+if TYPE_CHECKING:
+    from torch import nn
+    from transformers import ProcessorMixin
 
 logger = logging.getLogger(__name__)
 
@@ -189,7 +193,7 @@ def reject_reshaped_sampling(cfg: OnlineConfig) -> None:
         )
 
 
-def resolve_auto(args: Any, model: Any, processor: Any) -> None:
+def resolve_auto(args: PostTrainingConfig, model: nn.Module, processor: ProcessorMixin) -> None:
     """Replace ``rollout_engine="auto"`` by the engine that is chosen for this model on a GPU; elsewhere it is chosen when made.
 
     Args:

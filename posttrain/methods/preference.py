@@ -150,7 +150,7 @@ def as_label(label: Any, index: int) -> bool:
     )
 
 
-def check_labels(labels: Sequence[Any], args: Any, *, training: bool) -> None:
+def check_labels(labels: Sequence[Any], args: PostTrainingConfig, *, training: bool) -> None:
     """Refuse labels that are no bool; warn of a training set that is sorted by label or out of balance.
 
     Args:

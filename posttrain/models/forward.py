@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,9 @@ from posttrain.models.parallel import gathers_in_forward
 from posttrain.models.token_split import TokenSplit
 from posttrain.models.vision import VisionView, plain_inputs, view
 from posttrain.types import WHOLE, Batch, LossTerms, ModelOutputs, Row, Truncation
+
+if TYPE_CHECKING:
+    from posttrain.methods.config import PostTrainingConfig
 
 
 def forward(
@@ -188,7 +191,7 @@ def _compared_at_owner(
 ) -> Callable[..., dict[str, Any]]:
     """Bring the last hidden states to the process whose batch it is, which alone has what they are compared with."""
 
-    def compare(hidden: Tensor, layer: Any, rule: Any, piece: TokenHead) -> dict[str, Any]:
+    def compare(hidden: Tensor, layer: nn.Module, rule: Any, piece: TokenHead) -> dict[str, Any]:
         (whole,) = split.at_owner(owner, [_all_positions(hidden, *own)])
         if owner == split.rank:
             assert head.compare is not None
@@ -301,7 +304,7 @@ def inverse_lengths(batch: Batch) -> Tensor:
     return (total / count.clamp_min(1)).to(batch.input_ids.device)
 
 
-def _view(model: Any, batch: Batch, columns: slice | None = None) -> VisionView:
+def _view(model: nn.Module, batch: Batch, columns: slice | None = None) -> VisionView:
     """See `view`; a text model has nothing to see."""
     config = getattr(model, "config", None)
     reads_images = any(getattr(config, name, None) is not None for name in ("image_token_id", "image_token_index"))
@@ -309,7 +312,7 @@ def _view(model: Any, batch: Batch, columns: slice | None = None) -> VisionView:
 
 
 def _attention(
-    model: nn.Module, inner: Any, batch: Batch, seen: VisionView, split: TokenSplit | None = None
+    model: nn.Module, inner: nn.Module, batch: Batch, seen: VisionView, split: TokenSplit | None = None
 ) -> dict[str, Any]:
     if learns_prompts(model):
         assert batch.one_sequence_a_row, "virtual tokens need one sequence a row"
@@ -344,7 +347,7 @@ def _score_head(batch: Batch, needs: frozenset[str], virtual: int) -> ScoreHead 
     return ScoreHead(last // batch.input_ids.shape[1], last % batch.input_ids.shape[1] + virtual)
 
 
-def _value_reader(inner: Any, batch: Batch, virtual: int) -> Callable[[Tensor], Tensor]:
+def _value_reader(inner: nn.Module, batch: Batch, virtual: int) -> Callable[[Tensor], Tensor]:
     """Last hidden states of the policy to values of the states before each completion token, its own trunk's or another's."""
     rows, columns = (batch.sequence >= 0).nonzero(as_tuple=True)
     columns = batch.predictor[rows, columns]
@@ -442,7 +445,7 @@ def sequence_scores(model: nn.Module, rows: Sequence[Row]) -> Tensor:
     return torch.cat(scores)
 
 
-def router_coefficient(model: Any, args: Any) -> float:
+def router_coefficient(model: nn.Module, args: PostTrainingConfig) -> float:
     """The weight of the load-balancing term: what was asked for, else the architecture's own; 0 without a router.
 
     Raises:

@@ -8,7 +8,7 @@ import logging
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,10 @@ from posttrain.losses.truncation import kept_log_mass
 from posttrain.models.lean_layers import keep_inputs_only
 from posttrain.models.logprob import token_logprobs
 from posttrain.types import WHOLE, Truncation
+
+if TYPE_CHECKING:
+    from peft import PeftConfig
+    from transformers import PretrainedConfig
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +42,7 @@ class Float32Linear(nn.Linear):
             return super().forward(input.float())
 
 
-def cast_head_to_fp32(model: Any) -> None:
+def cast_head_to_fp32(model: nn.Module) -> None:
     """Turn the output layer of a causal language model into a `Float32Linear`, in place.
 
     Where the input embeddings are the same matrix, what they return is cast back, so that the layers see their own dtype.
@@ -91,7 +95,7 @@ class LogitRule:
     softcap: float | None = None
 
     @classmethod
-    def of(cls, config: Any) -> LogitRule:
+    def of(cls, config: PretrainedConfig) -> LogitRule:
         """Read the rule from a model's (text) config."""
         text = config.get_text_config()
         scale = 1.0
@@ -155,7 +159,7 @@ class ScoreHead:
     inputs: Callable[[Any], dict[str, Any]] | None = None
 
 
-def unwrapped(model: Any) -> Any:
+def unwrapped(model: nn.Module) -> Any:
     """The model, or the peft wrapper around it, inside what parallelism put on top (DDP's ``module``)."""
     while isinstance(getattr(model, "module", None), nn.Module):
         model = model.module
@@ -183,7 +187,7 @@ def virtual_tokens(model: nn.Module) -> int:
     return 0 if config.peft_type in ("PREFIX_TUNING", "CARTRIDGE") else int(config.num_virtual_tokens)
 
 
-def trunk(inner: Any) -> Any:
+def trunk(inner: nn.Module) -> Any:
     """The layers below a model's head; Llama 4's text model names a ``base_model`` that it does not have."""
     return inner.base_model if inner.base_model is not inner else inner.model
 
@@ -228,7 +232,7 @@ def _knows_heads(forward: Any) -> bool:
 
 
 def _head_forward(
-    inner: Any, original: Any, head: TokenHead | ScoreHead, *args: Any, **kwargs: Any
+    inner: nn.Module, original: Any, head: TokenHead | ScoreHead, *args: Any, **kwargs: Any
 ) -> dict[str, Tensor]:
     """What the head reads of the last hidden states; of the model's own logits where they are not ``cap(scale * h W^T)``."""
     kwargs.pop("labels", None)
@@ -252,12 +256,12 @@ def _head_forward(
     return result
 
 
-def score_layer(inner: Any) -> Any:
+def score_layer(inner: nn.Module) -> Any:
     """The classification head of a model, by the names that architectures give it; None where there is none."""
     return next((layer for name in SCORE_LAYERS if (layer := getattr(inner, name, None)) is not None), None)
 
 
-def train_new_tokens(peft_config: Any, model: Any, added: list[int]) -> Any:
+def train_new_tokens(peft_config: PeftConfig | None, model: nn.Module, added: list[int]) -> Any:
     """An adapter config that also trains the embeddings of tokens that were just added; the caller's is not changed."""
     if peft_config is None or not added or getattr(peft_config, "is_prompt_learning", False):
         return peft_config
@@ -280,7 +284,7 @@ def train_new_tokens(peft_config: Any, model: Any, added: list[int]) -> Any:
     return config
 
 
-def train_score_head(peft_config: Any, model: Any) -> Any:
+def train_score_head(peft_config: PeftConfig | None, model: nn.Module) -> Any:
     """An adapter config that trains and saves a classifier's head, which is new and random; the caller's is not changed."""
     if peft_config is None or not hasattr(peft_config, "modules_to_save"):
         return peft_config
@@ -299,13 +303,13 @@ def train_score_head(peft_config: Any, model: Any) -> Any:
     return config
 
 
-def score(inner: Any, hidden: Tensor) -> Tensor:
+def score(inner: nn.Module, hidden: Tensor) -> Tensor:
     """``(N, H)`` hidden states to ``(N, labels)`` float32 scores."""
     dropout = getattr(inner, "dropout", None)
     return score_layer(inner)(dropout(hidden) if isinstance(dropout, nn.Module) else hidden).float()
 
 
-def _project(inner: Any, hidden: Tensor, head: TokenHead) -> dict[str, Tensor]:
+def _project(inner: nn.Module, hidden: Tensor, head: TokenHead) -> dict[str, Tensor]:
     """Log-probs of the targets under the model's own output layer."""
     layer = inner.get_output_embeddings()
     if hasattr(layer, "modules_to_save") and not getattr(layer, "disable_adapters", False):  # Trained whole by peft.
@@ -360,7 +364,9 @@ def _from_logits(logits: Tensor, head: TokenHead) -> dict[str, Tensor]:
     return result
 
 
-def _balance(inner: Any, router_logits: Any, real: Tensor, total: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+def _balance(
+    inner: nn.Module, router_logits: Any, real: Tensor, total: Callable[[Tensor], Tensor] | None = None
+) -> Tensor:
     """``E sum_e f_e P_e`` over real tokens, all layers pooled: the load-balancing term, unscaled.
 
     ``f_e`` are assignments per token to expert e and ``P_e`` is its mean probability; top-k at perfect balance.
@@ -379,7 +385,7 @@ def _balance(inner: Any, router_logits: Any, real: Tensor, total: Callable[[Tens
     return probabilities.shape[1] * (chosen.mean(0) * probabilities.mean(0)).sum()
 
 
-def has_tower(model: Any) -> bool:
+def has_tower(model: nn.Module) -> bool:
     """Whether a model encodes images."""
     return _encodes_images(causal_lm(model))
 
@@ -400,12 +406,12 @@ def text_modules(model: nn.Module) -> list[nn.Module]:
     return [m for name, m in named.items() if set(LANGUAGE) & set(name.split(".")) or _encodes_images(m)]
 
 
-def placeholder_of(model: Any) -> int | None:
+def placeholder_of(model: nn.Module) -> int | None:
     """Id that a feature of a picture replaces; None: passes of this model hold no pictures."""
     encoder = picture_encoder(model)
     return None if encoder is None else encoder.processor.token_id
 
 
-def picture_encoder(model: Any) -> Any:
+def picture_encoder(model: nn.Module) -> Any:
     """What `posttrain.models.vision.install_pictures` put on the model, if anything."""
     return causal_lm(model).__dict__.get("picture_encoder")

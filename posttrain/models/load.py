@@ -24,9 +24,13 @@ from posttrain.models.parallel import bf16_is_faster
 from posttrain.models.quantised import prepare_adapter
 
 if TYPE_CHECKING:
-    from peft import LoraConfig
+    from peft import LoraConfig, PeftConfig
+    from torch import nn
     from torch.nn import Module
-    from transformers import BitsAndBytesConfig, PreTrainedModel
+    from transformers import BitsAndBytesConfig, PretrainedConfig, PreTrainedModel
+
+    from posttrain.methods.config import PostTrainingConfig
+    from posttrain.types import Tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -165,7 +169,7 @@ def check_model_source(model: str | Module, *, generative: bool = True) -> None:
         _refuse_headless(model, AutoConfig.from_pretrained(model))
 
 
-def _refuse_headless(model_id: str, config: Any) -> None:
+def _refuse_headless(model_id: str, config: PretrainedConfig) -> None:
     name = (config.architectures or ["ForCausalLM"])[0]
     # GPT-2's class with a head is called GPT2LMHeadModel.
     if "Classification" in name or (name.endswith("Model") and "Head" not in name):
@@ -235,7 +239,7 @@ def create_model_from_path(model_id: str, architecture: Any = None, **kwargs: An
     return model
 
 
-def _tell_size(model_id: str, model: Any, stored: Any) -> None:
+def _tell_size(model_id: str, model: nn.Module, stored: Any) -> None:
     sizes: dict[Any, int] = {}
     for parameter in model.parameters():
         sizes[parameter.dtype] = sizes.get(parameter.dtype, 0) + parameter.nbytes
@@ -262,7 +266,7 @@ def load_classifier(model_id: str, *, num_labels: int, **kwargs: Any) -> PreTrai
         transformers_logging.set_verbosity(verbosity)
 
 
-def model_id_of(model: Any, needed_by: str) -> str:
+def model_id_of(model: nn.Module, needed_by: str) -> str:
     """The name or folder that a model comes from, given as a string or as an object.
 
     Args:
@@ -283,7 +287,7 @@ def model_id_of(model: Any, needed_by: str) -> str:
     return get_config_model_id(causal_lm(model).config)
 
 
-def get_config_model_id(config: Any) -> str:
+def get_config_model_id(config: PretrainedConfig) -> str:
     """Where the model came from, or ``""`` for one built in memory."""
     return getattr(config, "_name_or_path", "") or ""
 
@@ -329,7 +333,7 @@ def resolve_pad_token(tokenizer: PreTrainedTokenizerBase, model: Module | None =
     return pad
 
 
-def _unused_token(tokenizer: PreTrainedTokenizerBase, model: Any) -> str | None:
+def _unused_token(tokenizer: PreTrainedTokenizerBase, model: nn.Module) -> str | None:
     embedding = model.get_input_embeddings() if model is not None else None
     rows = embedding.weight.shape[0] if embedding is not None else len(tokenizer)
     template = str(tokenizer.chat_template or "")
@@ -342,7 +346,7 @@ def _unused_token(tokenizer: PreTrainedTokenizerBase, model: Any) -> str | None:
     return next((token for word in UNUSED for token in free if re.search(word, token, re.IGNORECASE)), None)
 
 
-def wrap_with_peft(model: Any, peft_config: Any, *, activation_checkpointing: bool) -> Any:
+def wrap_with_peft(model: nn.Module, peft_config: PeftConfig | None, *, activation_checkpointing: bool) -> Any:
     """Put an adapter on the model, and let gradients reach it through checkpointed layers.
 
     Raises:
@@ -368,7 +372,7 @@ def wrap_with_peft(model: Any, peft_config: Any, *, activation_checkpointing: bo
     return model
 
 
-def _check_adapter(model: Any, activation_checkpointing: bool) -> None:
+def _check_adapter(model: nn.Module, activation_checkpointing: bool) -> None:
     """Refuse an adapter that would not train, silently or with an error from far inside."""
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ModelError(
@@ -386,13 +390,13 @@ def _check_adapter(model: Any, activation_checkpointing: bool) -> None:
 TEMPLATE_FILES = (".jinja", ".j2")
 
 
-def changes_vocabulary(args: Any) -> bool:
+def changes_vocabulary(args: PostTrainingConfig) -> bool:
     """Whether ``chat_template_path`` names a tokenizer to clone, not a file with a template's text."""
     path = getattr(args, "chat_template_path", None)
     return path is not None and not str(path).endswith(TEMPLATE_FILES)
 
 
-def prepare_tokenizer(tokenizer: Any, args: Any) -> None:
+def prepare_tokenizer(tokenizer: Tokenizer, args: PostTrainingConfig) -> None:
     """Apply ``chat_template_path`` (a file), ``eos_token`` and ``pad_token`` to the tokenizer, before any row is tokenised.
 
     Raises:
@@ -421,7 +425,7 @@ def prepare_tokenizer(tokenizer: Any, args: Any) -> None:
         setattr(tokenizer, name, token)
 
 
-def mirror_eos(tokenizer: Any, model: Any, args: Any) -> None:
+def mirror_eos(tokenizer: Tokenizer, model: nn.Module, args: PostTrainingConfig) -> None:
     """Let generation stop wherever training may end: at the tokenizer's eos and at the end of the template's turns.
 
     The generation config keeps the stops it has; the model's config changes only for an ``eos_token`` that was asked for.
@@ -452,7 +456,7 @@ class VocabularyMismatchError(ModelError, RuntimeError):
 
 
 def clone_chat_template(
-    model: Any, tokenizer: Any, source_tokenizer_path: str, resize_to_multiple_of: int | None = 64
+    model: nn.Module, tokenizer: Tokenizer, source_tokenizer_path: str, resize_to_multiple_of: int | None = 64
 ) -> tuple[Any, Any, list[int]]:
     """Give ``model`` and ``tokenizer`` the chat template of another tokenizer, with the tokens it is made of.
 
@@ -501,12 +505,12 @@ def clone_chat_template(
     return model, tokenizer, added
 
 
-def _size(tokenizer: Any) -> int:
+def _size(tokenizer: Tokenizer) -> int:
     """Rows an embedding needs: ids may have holes, so this is not always the number of tokens."""
     return max(tokenizer.get_vocab().values()) + 1
 
 
-def _add_tokens(tokenizer: Any, source: Any) -> None:
+def _add_tokens(tokenizer: Tokenizer, source: Any) -> None:
     vocabulary = tokenizer.get_vocab()
     tokens = [token for _, token in sorted(source.added_tokens_decoder.items())]
     missing = [token for token in tokens if token.content not in vocabulary]
@@ -514,7 +518,7 @@ def _add_tokens(tokenizer: Any, source: Any) -> None:
     tokenizer.add_tokens([token for token in missing if not token.special])
 
 
-def _set_special_tokens(tokenizer: Any, source: Any) -> None:
+def _set_special_tokens(tokenizer: Tokenizer, source: Any) -> None:
     vocabulary = tokenizer.get_vocab()
     old_eos, old_pad = tokenizer.eos_token, tokenizer.pad_token
     if source.eos_token is not None:
@@ -535,7 +539,7 @@ def _set_special_tokens(tokenizer: Any, source: Any) -> None:
         )
 
 
-def _mirror(model: Any, tokenizer: Any) -> None:
+def _mirror(model: nn.Module, tokenizer: Tokenizer) -> None:
     """Write the special tokens' ids into the model's config, its text part and its generation config."""
     text_config = model.config.get_text_config()
     ids = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("eos", "bos", "pad")}
@@ -556,7 +560,7 @@ def _mirror(model: Any, tokenizer: Any) -> None:
         generation.eos_token_id = joined if stops else ids["eos_token_id"]
 
 
-def _fill(tokenizer: Any, rows: int) -> None:
+def _fill(tokenizer: Tokenizer, rows: int) -> None:
     """Add placeholder tokens until every row of the embedding has one."""
     vocabulary = tokenizer.get_vocab()
     free = (name for name in map("<extra_id_{}>".format, count()) if name not in vocabulary)
@@ -570,7 +574,7 @@ def _fill(tokenizer: Any, rows: int) -> None:
 
 
 @torch.no_grad()
-def _start_at_mean(model: Any, added: list[int], known: int) -> None:
+def _start_at_mean(model: nn.Module, added: list[int], known: int) -> None:
     """Rows of added tokens: the mean of the first ``known`` rows, with a little seeded noise so that they differ."""
     if not added:
         return

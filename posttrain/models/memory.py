@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 import torch
@@ -26,6 +26,11 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from posttrain.errors import ConfigError, ModelError
 from posttrain.models.heads import causal_lm
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, TrainerControl, TrainerState, TrainingArguments
+
+    from posttrain.methods.config import PostTrainingConfig
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +69,7 @@ def keep_attention(context: Any, op: Any, *args: Any, **kwargs: Any) -> Checkpoi
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def recompute_activations(model: Any, options: dict[str, Any] | None = None) -> None:
+def recompute_activations(model: nn.Module, options: dict[str, Any] | None = None) -> None:
     """Switch checkpointing on in all layers, by the name that this version of transformers gives it.
 
     Args:
@@ -105,7 +110,14 @@ class KeepLastActivations(TrainerCallback):
     A pattern the user chose (``every_n_layers`` in ``gradient_checkpointing_kwargs``) is left as it is.
     """
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+    def on_train_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: nn.Module | None = None,
+        **kwargs: Any,
+    ) -> None:
         options = getattr(args, "activation_checkpointing_kwargs", None) or args.gradient_checkpointing_kwargs or {}
         if "selective" in options and (getattr(args, "activation_checkpointing", None) or args.gradient_checkpointing):
             recompute_activations(
@@ -185,7 +197,7 @@ class NoOpManager(torch.autograd.graph.saved_tensors_hooks):
         super().__init__(lambda tensor: tensor, lambda tensor: tensor)
 
 
-def check_offloading(args: Any) -> None:
+def check_offloading(args: PostTrainingConfig) -> None:
     """Refuse ``activation_offloading`` where it cannot help, before the model loads.
 
     Raises:
@@ -223,12 +235,16 @@ class KeepHostMemory(transformers.TrainerCallback):
 
     _kept = False
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         """Keep freed memory, where that is the memory that tensors lie in."""
         if args.device.type == "cpu":
             self._kept = _set(KEPT)
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         """Back to what glibc does by itself, and give back what is free."""
         if self._kept:
             self._kept = not _set(STANDARD)
@@ -302,7 +318,7 @@ class Available:
     where: str
 
 
-def available_memory(device: Any, limit: int | None = None) -> Available:
+def available_memory(device: torch.device | str, limit: int | None = None) -> Available:
     """Free memory and what this process holds now; never more than ``limit``.
 
     On a GPU what the driver calls free; on a CPU the memory that is available, or what a control group (a container) leaves
@@ -343,14 +359,14 @@ def _read(path: str) -> str:
     return ""
 
 
-def in_use(device: Any) -> int:
+def in_use(device: torch.device | str) -> int:
     """Bytes that this process holds now."""
     if str(getattr(device, "type", device)) == "cuda":
         return torch.cuda.memory_allocated(device)
     return psutil.Process().memory_info().rss
 
 
-def peak_in_use(device: Any) -> int:
+def peak_in_use(device: torch.device | str) -> int:
     """Most bytes that this process held since `reset_peak`, or ever."""
     if str(getattr(device, "type", device)) == "cuda":
         return torch.cuda.max_memory_allocated(device)
@@ -361,7 +377,7 @@ def peak_in_use(device: Any) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
-def reset_peak(device: Any) -> bool:
+def reset_peak(device: torch.device | str) -> bool:
     """Start a new peak; False where the system does not allow it (the peak is then that of the whole process)."""
     if str(getattr(device, "type", device)) == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
@@ -379,7 +395,7 @@ H100_BF16_PEAK = 989.5e12
 BACKWARD_FACTOR = 3
 
 
-def _number(config: Any, *names: str) -> int:
+def _number(config: PretrainedConfig, *names: str) -> int:
     """The first of the named fields that is set to a number above 0."""
     for name in names:
         value = getattr(config, name, None)
@@ -391,7 +407,7 @@ def _number(config: Any, *names: str) -> int:
     )
 
 
-def _text_config(config: Any) -> Any:
+def _text_config(config: PretrainedConfig) -> Any:
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     kinds = set(getattr(text, "layer_types", None) or ())
     foreign = {kind for kind in kinds if not str(kind).endswith("attention") or str(kind).startswith("linear")}
@@ -406,14 +422,14 @@ def _text_config(config: Any) -> Any:
     return text
 
 
-def layer_configs(config: Any) -> list[Any]:
+def layer_configs(config: PretrainedConfig) -> list[Any]:
     """A config for each layer: of one kind, or Gemma 4's, whose head size differs between layers."""
     if getattr(config, "is_heterogeneous", False):
         return [config.per_layer_config[i] for i in range(config.num_hidden_layers)]
     return [config] * config.num_hidden_layers
 
 
-def key_value_width(config: Any) -> int:
+def key_value_width(config: PretrainedConfig) -> int:
     """Numbers of a token's keys in one layer: key-value heads times the size of a head."""
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     return heads * (getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
@@ -447,14 +463,14 @@ def _products(kind: Any, settings: str) -> int:
     return sum(2 * p.numel() if p.dim() == 2 else 2 * p.numel() // len(p) * experts for p in weights)
 
 
-def _scores(config: Any, seq_len: int) -> int:
+def _scores(config: PretrainedConfig, seq_len: int) -> int:
     """Forward operations of the attention scores and their product with the values, for one token."""
     heads = _number(config, "num_attention_heads")
     size = getattr(config, "head_dim", None) or _number(config, "hidden_size") // heads
     return _number(config, "num_hidden_layers") * 4 * heads * size * seq_len
 
 
-def compute_flops_per_token(config: Any, seq_len: int) -> int:
+def compute_flops_per_token(config: PretrainedConfig, seq_len: int) -> int:
     """Training operations per token of a decoder with grouped-query attention.
 
     Forward, with hidden size H, n query and k key-value heads of size d, MLP size I, vocabulary V and sequence length S::
@@ -513,7 +529,7 @@ def compute_mfu(
     return 100 * flops_per_token * tokens_per_second / (peak_flops * world_size)
 
 
-def adjusted_mfu(mfu: float, config: Any, seq_len: int) -> float:
+def adjusted_mfu(mfu: float, config: PretrainedConfig, seq_len: int) -> float:
     """The utilisation with causal attention counted once: half of the score term is never needed.
 
     ``mfu * (F - scores / 2) / F`` with F of `compute_flops_per_token`.

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +28,9 @@ from posttrain.models.memory import keep_last_activations, key_value_width, laye
 from posttrain.models.value_head import attach_value
 from posttrain.models.vision import adapter_of_text, frozen_parameters, traced_features
 from posttrain.types import Batch
+
+if TYPE_CHECKING:
+    from posttrain.methods.config import PostTrainingConfig
 
 # Of the driver and the libraries in one process; nvidia-smi shows about this much for an idle one.
 CUDA_CONTEXT = 600 * 2**20
@@ -452,7 +455,7 @@ class _Meter(TorchDispatchMode):
         shapes = [tuple(p.shape) for p in model.parameters() if p.requires_grad and p.dim() > 1]
         self.weights = {*shapes, *(shape[::-1] for shape in shapes)}
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: PostTrainingConfig = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor) and leaf.untyped_storage()._cdata not in self.known:

@@ -22,7 +22,10 @@ from posttrain.integrations import require
 from posttrain.models import token_split
 
 if TYPE_CHECKING:
-    from accelerate import Accelerator
+    from accelerate import Accelerator, PartialState
+    from torch import nn
+
+    from posttrain.methods.config import PostTrainingConfig
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +43,7 @@ def all_gather_objects(items: list[Any], accelerator: Accelerator) -> list[Any]:
     return [item for rank in gathered for item in rank]
 
 
-def gather_objects(item: Any, accelerator: Accelerator) -> list[Any]:
+def gather_objects(item: object, accelerator: Accelerator) -> list[Any]:
     """One object of every rank, in rank order, on the main process; empty elsewhere. Every rank must call it."""
     if accelerator.num_processes == 1:
         return [item]
@@ -110,7 +113,7 @@ def _deepspeed_plugin(accelerator: Accelerator) -> Any:
     return getattr(accelerator.state, "deepspeed_plugin", None)
 
 
-def refuse_lost_sharding(accelerator: Accelerator, args: Any) -> None:
+def refuse_lost_sharding(accelerator: Accelerator, args: PostTrainingConfig) -> None:
     """Refuse FSDP that accelerate makes DDP of: it shards on accelerators alone, and says nothing of it on a CPU.
 
     Raises:
@@ -174,7 +177,7 @@ def in_step(items: Sequence[T], accelerator: Accelerator, spare: Callable[[], T]
             yield (items[-1] if items else spare()), False
 
 
-def is_deepspeed(model: Any) -> bool:
+def is_deepspeed(model: nn.Module) -> bool:
     """Whether a model is wrapped in DeepSpeed's engine, of any stage."""
     return hasattr(model, "set_gradient_accumulation_boundary")
 
@@ -202,7 +205,7 @@ def inference(model: torch.nn.Module, accelerator: Accelerator) -> Iterator[torc
 
 
 @contextmanager
-def no_sync(model: Any, last: bool) -> Iterator[None]:
+def no_sync(model: nn.Module, last: bool) -> Iterator[None]:
     """Hold gradient averaging back until the last of several backward passes; with DeepSpeed, also the optimiser's step."""
     if last or not hasattr(model, "no_sync"):
         yield
@@ -267,7 +270,7 @@ def _shards(hook: Any) -> bool:
 
 
 @contextmanager
-def _summon_fsdp(model: Any, bare: torch.nn.Module) -> Iterator[torch.nn.Module]:
+def _summon_fsdp(model: nn.Module, bare: torch.nn.Module) -> Iterator[torch.nn.Module]:
     if flattens_parameters(model):
         with summoned(model):
             yield bare
@@ -282,7 +285,7 @@ def _summon_fsdp(model: Any, bare: torch.nn.Module) -> Iterator[torch.nn.Module]
             module.reshard()
 
 
-def refuse_other_optimizer(folder: Path, accelerator: Any) -> None:
+def refuse_other_optimizer(folder: Path, accelerator: Accelerator) -> None:
     """Refuse a checkpoint whose optimizer this run cannot read: transformers would begin with a new one, or end in its depths.
 
     Of FSDP it is read with FSDP and without, of ZeRO with the same division of parameters, by any number of processes.
@@ -512,7 +515,7 @@ def main_process_first() -> Iterator[None]:
 
 
 @contextmanager
-def failing_together(accelerator: Any) -> Iterator[None]:
+def failing_together(accelerator: Accelerator | PartialState) -> Iterator[None]:
     """What one process raises inside is raised on all of them, with the number of the one that failed; all must enter.
 
     Args:
@@ -550,7 +553,7 @@ def _portable(error: Exception) -> Exception:
     return error
 
 
-def run_and_share(function: Callable[[], Any], accelerator: Any) -> Any:
+def run_and_share(function: Callable[[], Any], accelerator: Accelerator) -> Any:
     """Run something that may fail on one rank only, and make every rank see the same result: the value, or the error."""
     with failing_together(accelerator):
         return function()

@@ -21,6 +21,7 @@ from posttrain.models.vision import for_tower, probe_pictures, probe_rows
 from posttrain.types import Row
 
 if TYPE_CHECKING:
+    from torch import nn
     from torch.nn import Module
 
     from posttrain.data.processors import PictureProcessor
@@ -171,7 +172,7 @@ def probe_layout(model: Module, autocast: torch.dtype | None = None) -> Layout:
 
 
 @torch.no_grad()
-def prove_pictures(model: Any) -> None:
+def prove_pictures(model: nn.Module) -> None:
     """Find the positions and blocks of a family that is not known: those that give what its processor's own tensors give.
 
     Args:
@@ -211,7 +212,7 @@ def prove_pictures(model: Any) -> None:
     )
 
 
-def _picture_fault(model: Any, reader: PictureProcessor) -> str:
+def _picture_fault(model: nn.Module, reader: PictureProcessor) -> str:
     """Why padded rows with pictures do not give what each sequence alone gives; empty where they do.
 
     Each sequence alone is what the processor makes of all of its text and pictures, and the model's own forward.
@@ -257,7 +258,7 @@ def _own_inputs(reader: PictureProcessor, text: str, pictures: Sequence[Picture]
     return {name: value for name, value in made.items() if name not in ("attention_mask", "labels")}
 
 
-def _own_logps(model: Any, inputs: Mapping[str, Tensor]) -> Tensor:
+def _own_logps(model: nn.Module, inputs: Mapping[str, Tensor]) -> Tensor:
     """``(T - 1,)`` log-probs of the tokens of one sequence behind its first, by the model's own forward."""
     ids = inputs["input_ids"][0]
     logits = model(**for_tower(model, inputs), use_cache=False).logits[0].float().cpu()

@@ -11,7 +11,7 @@ import contextlib
 import logging
 import os
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -19,6 +19,11 @@ from transformers import PretrainedConfig
 
 from posttrain.errors import ConfigError
 from posttrain.integrations import require
+
+if TYPE_CHECKING:
+    from peft import PeftConfig
+
+    from posttrain.methods.config import PostTrainingConfig
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +34,7 @@ SCALES = {(4, False): 4 + 32 / 64, (4, True): 4 + 8 / 64 + 32 / (64 * 256), (8, 
 KEPT = ("lora_magnitude_vector", "modules_to_save", "trainable_tokens")
 
 
-def bits_of(model: Any) -> int | None:
+def bits_of(model: nn.Module) -> int | None:
     """4 or 8 where bitsandbytes packed the weights of a model; None of any other model, and of the name of one."""
     for name, bits in (("is_loaded_in_4bit", 4), ("is_loaded_in_8bit", 8)):
         if getattr(model, name, False) is True:
@@ -60,7 +65,9 @@ def weight_bits(settings: Any) -> float | None:
     return SCALES[bits, bool(read("bnb_4bit_use_double_quant"))]
 
 
-def check_quantised(model: Any, args: Any, peft_config: Any, quantization_config: Any) -> None:
+def check_quantised(
+    model: str | nn.Module, args: PostTrainingConfig, peft_config: PeftConfig | None, quantization_config: Any
+) -> None:
     """Refuse quantised weights that could not be trained, before anything is read.
 
     Args:
@@ -105,7 +112,7 @@ def _packed_already(model: str, revision: str | None) -> Any:
     return None
 
 
-def compute_dtype(model: Any) -> torch.dtype:
+def compute_dtype(model: nn.Module) -> torch.dtype:
     """What products with quantised weights are computed in: the config's word of 4-bit weights, else bfloat16."""
     settings = getattr(getattr(model, "config", None), "quantization_config", None)
     named = getattr(settings, "bnb_4bit_compute_dtype", None) if bits_of(model) == 4 else None

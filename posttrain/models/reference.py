@@ -10,13 +10,16 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from posttrain.errors import ConfigError, ModelError
 from posttrain.models.heads import causal_lm, unwrapped
+
+if TYPE_CHECKING:
+    from posttrain.types import Tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -25,12 +28,12 @@ REF_ADAPTER = "ref"
 LAYERS = ("transformer.h.{layer}", "model.decoder.layers.{layer}", "gpt_neox.layers.{layer}", "model.layers.{layer}")
 
 
-def _is_peft(model: Any) -> bool:
+def _is_peft(model: nn.Module) -> bool:
     return hasattr(model, "peft_config") and hasattr(model, "disable_adapter")
 
 
 @contextmanager
-def use_adapter(model: Any, name: str | None) -> Iterator[None]:
+def use_adapter(model: nn.Module, name: str | None) -> Iterator[None]:
     """Activate the adapter ``name`` (None: the bare base model) and restore the previous one, also on an exception."""
     if not _is_peft(model):
         raise ModelError(f"use_adapter needs a peft model, not {type(model).__name__}.")
@@ -93,7 +96,7 @@ def create_reference_model(
     return reference.requires_grad_(False).eval()
 
 
-def check_reference(given: Any, model: Any) -> None:
+def check_reference(given: object, model: nn.Module) -> None:
     """Refuse, before any weight of the policy is read, a reference that is the policy itself or cannot score answers."""
     if given is model:
         raise ConfigError(
@@ -107,7 +110,7 @@ def check_reference(given: Any, model: Any) -> None:
         )
 
 
-def tell_own_checkpoint(model: Any) -> None:
+def tell_own_checkpoint(model: nn.Module) -> None:
     """Warn where a model that becomes its own reference was loaded from a checkpoint of a run."""
     path = Path(str(getattr(getattr(model, "config", None), "_name_or_path", "")))
     if (path / "trainer_state.json").is_file():
@@ -117,7 +120,7 @@ def tell_own_checkpoint(model: Any) -> None:
         )  # fmt: skip
 
 
-def _check_vocabulary(model: Any, given: Any) -> None:
+def _check_vocabulary(model: nn.Module, given: object) -> None:
     rows, theirs = (m.get_input_embeddings().weight.shape[0] for m in (model, given))
     if rows != theirs:
         raise ModelError(
@@ -126,7 +129,7 @@ def _check_vocabulary(model: Any, given: Any) -> None:
         )
 
 
-def _check_frozen_base(model: Any) -> None:
+def _check_frozen_base(model: nn.Module) -> None:
     """With its adapter off the model is the reference only while everything that is trained belongs to the adapter."""
     biased = [
         name for name, config in model.peft_config.items() if getattr(config, "bias", "none") not in ("none", None)
@@ -145,7 +148,7 @@ def _check_frozen_base(model: Any) -> None:
         )
 
 
-def _first_parameters(model: Any, count: int, pattern: str | None) -> list[nn.Parameter]:
+def _first_parameters(model: nn.Module, count: int, pattern: str | None) -> list[nn.Parameter]:
     """Parameters before layer ``count``, in the order they are registered."""
     named = list(model.named_parameters())
     if any(hasattr(parameter, "ds_id") for _, parameter in named):
@@ -207,7 +210,7 @@ class Reference:
         else:
             self._freeze_adapter(model)
 
-    def _freeze_adapter(self, model: Any) -> None:
+    def _freeze_adapter(self, model: nn.Module) -> None:
         active = model.active_adapter
         model.add_adapter(REF_ADAPTER, copy.deepcopy(model.peft_config[active]))
         parameters = dict(model.named_parameters())
@@ -250,7 +253,7 @@ def hash_tensors(tensors: Mapping[str, torch.Tensor]) -> str:
     return digest.hexdigest()
 
 
-def hash_vocabulary(tokenizer: Any) -> str | None:
+def hash_vocabulary(tokenizer: Tokenizer) -> str | None:
     """SHA-256 over the tokens and their ids, added ones included; None for what has no vocabulary."""
     tokenizer = getattr(tokenizer, "tokenizer", tokenizer)
     if not hasattr(tokenizer, "get_vocab"):

@@ -25,12 +25,15 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from posttrain.errors import ModelError
+
+if TYPE_CHECKING:
+    from torch.autograd.function import FunctionCtx
 
 logger = logging.getLogger(__name__)
 
@@ -89,7 +92,7 @@ class TokenSplit:
 
     # Objects -----------------------------------------------------------------------------------------------------
 
-    def tell(self, item: Any) -> None:
+    def tell(self, item: object) -> None:
         """Send an object to the others of the group, who `hear` it."""
         torch.distributed.broadcast_object_list([item], src=self.ranks[self.rank], group=self.group, device=self.device)
 
@@ -99,7 +102,7 @@ class TokenSplit:
         torch.distributed.broadcast_object_list(shared, src=self.ranks[owner], group=self.group, device=self.device)
         return shared[0]
 
-    def exchanged(self, item: Any) -> list[Any]:
+    def exchanged(self, item: object) -> list[Any]:
         """One object of each process of the group, in their order."""
         items: list[Any] = [None] * self.size
         torch.distributed.all_gather_object(items, item, group=self.group)
@@ -204,13 +207,13 @@ class _Exchange(torch.autograd.Function):
     """``(n, M)``: parcel i goes to process i, and what comes from process i is parcel i. Its own transpose."""
 
     @staticmethod
-    def forward(ctx: Any, parcels: Tensor, split: TokenSplit) -> Tensor:
+    def forward(ctx: FunctionCtx, parcels: Tensor, split: TokenSplit) -> Tensor:
         ctx.split = split
         return _all_to_all(parcels, split)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, None]:
         return _all_to_all(grad, ctx.split), None
 
 
@@ -227,7 +230,7 @@ class _AtOwner(torch.autograd.Function):
     """See `TokenSplit.at_owner`."""
 
     @staticmethod
-    def forward(ctx: Any, split: TokenSplit, owner: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: FunctionCtx, split: TokenSplit, owner: int, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.split, ctx.owner = split, owner
         ctx.learns = [x.requires_grad for x in tensors]
         flat = torch.cat([x.detach().float().flatten() for x in tensors])
@@ -241,7 +244,7 @@ class _AtOwner(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: FunctionCtx, *grads: Tensor) -> tuple[Tensor | None, ...]:
         split: TokenSplit = ctx.split
         kept = [grad for grad, learns in zip(grads, ctx.learns, strict=True) if learns]
         flat = torch.cat([grad.float().flatten() for grad in kept])

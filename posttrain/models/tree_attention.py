@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +33,9 @@ from torch import Tensor, nn
 from posttrain.errors import ModelError
 from posttrain.models.token_split import TokenSplit
 from posttrain.types import Batch, Segment
+
+if TYPE_CHECKING:
+    from torch.autograd.function import FunctionCtx
 
 logger = logging.getLogger(__name__)
 
@@ -174,7 +177,7 @@ class _TreeAttention(torch.autograd.Function):
     """``softmax(scale * q k^T) v`` over what each token sees; see the module."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, call: Call) -> Tensor:
+    def forward(ctx: FunctionCtx, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, call: Call) -> Tensor:
         product = _by_parts if q.device.type == "cpu" else _by_levels
         out, lse = product(q, k, v, call)
         if sinks is not None:
@@ -187,7 +190,7 @@ class _TreeAttention(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, sinks, out, lse = ctx.saved_tensors
         product = _parts_backward if q.device.type == "cpu" else _levels_backward
         shares = product(grad, q, k, v, out, lse, ctx.call)
@@ -266,7 +269,7 @@ class Level(NamedTuple):
     causal: bool
 
 
-def levels_of(segments: Sequence[Segment], width: int, device: Any) -> list[Level]:
+def levels_of(segments: Sequence[Segment], width: int, device: torch.device | str) -> list[Level]:
     """All segments with themselves; then, depth by depth, all that have something below them with that.
 
     Args:
@@ -285,7 +288,7 @@ def levels_of(segments: Sequence[Segment], width: int, device: Any) -> list[Leve
     return levels
 
 
-def _level(parts: Sequence[tuple[Segment, int, int]], width: int, device: Any, causal: bool) -> Level:
+def _level(parts: Sequence[tuple[Segment, int, int]], width: int, device: torch.device | str, causal: bool) -> Level:
     runs = ([(one.row * width + a, one.row * width + b) for one, a, b in parts], [])
     runs[1].extend((one.row * width + one.start, one.row * width + one.stop) for one, _, _ in parts)
     places = [torch.cat([torch.arange(a, b) for a, b in side]).to(device, non_blocking=True) for side in runs]
@@ -294,7 +297,7 @@ def _level(parts: Sequence[tuple[Segment, int, int]], width: int, device: Any, c
     return Level(places[0], places[1], ends[0], ends[1], max(sizes[0]), max(sizes[1]), causal)
 
 
-def _levels(forest: Forest, device: Any) -> list[Level]:
+def _levels(forest: Forest, device: torch.device | str) -> list[Level]:
     return forest.kept("levels", lambda: levels_of(forest.batch.segments, forest.batch.input_ids.shape[1], device))
 
 

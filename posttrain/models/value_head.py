@@ -5,19 +5,24 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
 from posttrain.errors import ModelError
 from posttrain.models.heads import causal_lm, install_token_head, score_layer
 
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+    from posttrain.types import Tokenizer
+
 logger = logging.getLogger(__name__)
 
 HEAD, CRITIC = "v_head", "value_model"  # Where the policy's transformers model keeps the one or the other.
 
 
-def hidden_size(config: Any) -> int:
+def hidden_size(config: PretrainedConfig) -> int:
     """Width of a model's last hidden states, by the names that configs give it.
 
     Raises:
@@ -47,7 +52,7 @@ class ValueHead(nn.Module):
     torch.Size([2, 3, 1])
     """
 
-    def __init__(self, config: Any) -> None:
+    def __init__(self, config: PretrainedConfig) -> None:
         super().__init__()
         self.summary = nn.Linear(hidden_size(config), 1)
 
@@ -126,7 +131,7 @@ def load_value_state(policy: nn.Module, state: Mapping[str, Tensor]) -> None:
         ) from error
 
 
-def check_scorer(model: Any, role: str) -> None:
+def check_scorer(model: nn.Module, role: str) -> None:
     """Refuse a reward or value model that does not give one number a text.
 
     Raises:
@@ -141,7 +146,7 @@ def check_scorer(model: Any, role: str) -> None:
         )
 
 
-def check_vocabulary(tokenizer: Any, model: Any, role: str) -> None:
+def check_vocabulary(tokenizer: Tokenizer, model: nn.Module, role: str) -> None:
     """Refuse a reward or value model that reads token ids otherwise than the policy's tokenizer writes them.
 
     Its own tokenizer is looked for where it was loaded from, without any download. A token that only one of the two has
@@ -167,7 +172,7 @@ def check_vocabulary(tokenizer: Any, model: Any, role: str) -> None:
         )
 
 
-def _own_vocabulary(model: Any) -> dict[int, str]:
+def _own_vocabulary(model: nn.Module) -> dict[int, str]:
     from transformers import AutoTokenizer
 
     name = getattr(model.config, "_name_or_path", "") or ""

@@ -9,7 +9,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import safe_open
@@ -22,6 +22,10 @@ from posttrain.errors import ModelError
 from posttrain.models.heads import LANGUAGE, causal_lm, picture_encoder, unwrapped
 from posttrain.models.parallel import gathers_in_forward, shards_parameters
 from posttrain.types import Batch, Row, Segment
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+    from transformers import PretrainedConfig, ProcessorMixin
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +66,7 @@ class PictureEncoder:
     def __deepcopy__(self, memo: dict[int, Any]) -> PictureEncoder:
         return PictureEncoder(self.processor, self.cache_bytes)
 
-    def inputs(self, model: Any, placed: Sequence[Placed], kept: Tensor | None = None) -> dict[str, Any]:
+    def inputs(self, model: nn.Module, placed: Sequence[Placed], kept: Tensor | None = None) -> dict[str, Any]:
         """``mm_encoder_outputs`` of pictures in canvas order; a picture that comes twice is encoded once.
 
         Args:
@@ -101,27 +105,27 @@ class PictureEncoder:
             return {"cross_attention_states": levels[0][None], "tiles": levels[1].view(len(placed), -1)}
         return {"mm_encoder_outputs": {"image": self._output(levels)}}
 
-    def whole(self, model: Any, ids: Tensor, rows: Sequence[Sequence[Placed]]) -> dict[str, Any]:
+    def whole(self, model: nn.Module, ids: Tensor, rows: Sequence[Sequence[Placed]]) -> dict[str, Any]:
         """The processor's own tensors of the pictures of each row, for a model that takes no features."""
         began, pictures = time.perf_counter(), [[one.picture for one in row] for row in rows]
         made = self.processor.plain_inputs(ids.cpu(), pictures)
         self.encoded, self.seconds = self.encoded + sum(map(len, rows)), self.seconds + time.perf_counter() - began
         return for_tower(model, made)
 
-    def crossed(self, model: Any, batch: Batch, placed: Sequence[Placed]) -> dict[str, Any]:
+    def crossed(self, model: nn.Module, batch: Batch, placed: Sequence[Placed]) -> dict[str, Any]:
         """Features beside the text of one tree, and which of them each token attends to."""
         inputs = self.inputs(model, placed)
         inputs["cross_attention_mask"] = self.processor.cross_mask(batch.input_ids, inputs.pop("tiles"))
         return inputs
 
-    def _beside(self, model: Any, joined: dict[str, Tensor]) -> list[list[Tensor]]:
+    def _beside(self, model: nn.Module, joined: dict[str, Tensor]) -> list[list[Tensor]]:
         """Features ``(tiles · tokens, H)`` of each picture, and ``(tiles,)`` 1 where it has a tile."""
         inner = model.model
         output = inner.vision_model(**joined).last_hidden_state  # (1, N, tiles, tokens, width)
         features = inner.multi_modal_projector(output)[0].flatten(1, 2)  # (N, tiles · tokens, H)
         return [list(pair) for pair in zip(features, joined["aspect_ratio_mask"][0], strict=True)]
 
-    def idle(self, model: Any) -> dict[str, Any]:
+    def idle(self, model: nn.Module) -> dict[str, Any]:
         """Of a pass without pictures beside processes that may have some: what reads them has a gradient of zero instead of none.
 
         That is the tower, and where features stand beside the text the layers that attend to them, which are skipped without
@@ -145,7 +149,7 @@ class PictureEncoder:
         handle = model.get_input_embeddings().register_forward_hook(add)
         return {}
 
-    def _crossing(self, model: Any) -> list[Tensor]:
+    def _crossing(self, model: nn.Module) -> list[Tensor]:
         """Parameters of the text model's layers that attend to features beside the text."""
         if not self.processor.family.cross:
             return []
@@ -154,13 +158,13 @@ class PictureEncoder:
             weight for i in model.config.get_text_config().cross_attention_layers for weight in layers[i].parameters()
         ]
 
-    def _probe_sum(self, model: Any) -> Tensor:
+    def _probe_sum(self, model: nn.Module) -> Tensor:
         """The sum of a small picture's features."""
         pictures = probe_pictures(self.processor)[:1]
         (levels,) = self._encode(model, pictures, {p: self.processor.expansion(p).count for p in pictures})
         return torch.stack([level.float().sum() for level in levels]).sum()
 
-    def unreached(self, model: Any) -> set[str]:
+    def unreached(self, model: nn.Module) -> set[str]:
         """Names of tower parameters that no feature depends on, e.g. the last layer under ``vision_feature_layer=-2``."""
         named = {name: one for name, one in tower_parameters(model).items() if one.requires_grad}
         if not named or self.processor.family.whole:
@@ -169,7 +173,7 @@ class PictureEncoder:
             grads = torch.autograd.grad(self._probe_sum(model), list(named.values()), allow_unused=True)
         return {name for name, grad in zip(named, grads, strict=True) if grad is None}
 
-    def _encode(self, model: Any, pictures: list[Picture], counts: dict[Picture, int]) -> list[list[Tensor]]:
+    def _encode(self, model: nn.Module, pictures: list[Picture], counts: dict[Picture, int]) -> list[list[Tensor]]:
         """Features ``(tokens, H)`` of each picture, and one such tensor more a level of deepstack."""
         pixels = [self.given.get(picture) or self.processor.prepare(picture) for picture in pictures]
         self.given = {}
@@ -215,7 +219,7 @@ def _state(weight: Tensor) -> tuple[int, int, float]:
     return weight.data_ptr(), weight._version, 0.0 if read is None else float(read.double().sum())
 
 
-def image_features(model: Any, joined: Mapping[str, Tensor]) -> tuple[bool, list[Tensor]]:
+def image_features(model: nn.Module, joined: Mapping[str, Tensor]) -> tuple[bool, list[Tensor]]:
     """Features ``(sum of tokens, H)`` of prepared pictures, one more a level of deepstack; and whether they come as a list."""
     encode = getattr(model, "get_image_features", None) or model.model.get_image_features
     output = encode(**joined, return_dict=True)
@@ -223,7 +227,7 @@ def image_features(model: Any, joined: Mapping[str, Tensor]) -> tuple[bool, list
     return not isinstance(levels[0], Tensor), [_flat(level) for level in levels]
 
 
-def traced_features(model: Any, pixels: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
+def traced_features(model: nn.Module, pixels: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
     """Features of prepared images on fake tensors; of a tower that reads values, a tensor as large as what it keeps.
 
     Args:
@@ -241,7 +245,7 @@ def traced_features(model: Any, pixels: Mapping[str, Tensor], dtype: torch.dtype
         return torch.zeros(_tower_activations(model, pixels), dtype=dtype)
 
 
-def _tower_activations(model: Any, pixels: Mapping[str, Tensor]) -> int:
+def _tower_activations(model: nn.Module, pixels: Mapping[str, Tensor]) -> int:
     """Numbers that the tower keeps of prepared pictures, counted from its config: patches x width x layers.
 
     A layer that is recomputed keeps its input, one that is not about 8 widths and 2 inner widths a patch, one that is frozen
@@ -272,7 +276,7 @@ def probe_pictures(processor: PictureProcessor) -> list[Picture]:
     return [processor.shaded(size, turned=i % 2 == 0) for i, size in enumerate(PROBED)]
 
 
-def probe_rows(model: Any) -> list[Row]:
+def probe_rows(model: nn.Module) -> list[Row]:
     """Two prompts with a picture each, of different size, and their branches; none without `install_pictures`."""
     encoder, rows = picture_encoder(model), []
     if encoder is not None:
@@ -284,7 +288,7 @@ def probe_rows(model: Any) -> list[Row]:
     return rows
 
 
-def plain_inputs(model: Any, sequence: Tensor, row: Row, index: int) -> dict[str, Tensor]:
+def plain_inputs(model: nn.Module, sequence: Tensor, row: Row, index: int) -> dict[str, Tensor]:
     """The processor's own keys for one sequence ``(1, T)``: the prompt of a row with its completion ``index``."""
     encoder = picture_encoder(model)
     segments = [*row.pictures[:1], *row.pictures[index + 1 : index + 2]]
@@ -294,7 +298,7 @@ def plain_inputs(model: Any, sequence: Tensor, row: Row, index: int) -> dict[str
     return for_tower(model, encoder.processor.plain_inputs(sequence.cpu(), [pictures], len(row.prompt_ids)))
 
 
-def prefill_inputs(model: Any, ids: Tensor, placed: Sequence[Sequence[Placed]]) -> dict[str, Any]:
+def prefill_inputs(model: nn.Module, ids: Tensor, placed: Sequence[Sequence[Placed]]) -> dict[str, Any]:
     """What ``generate`` needs besides ids ``(B, T)``, padded on the left: features, and the family's types of tokens.
 
     Args:
@@ -326,18 +330,18 @@ def prefill_inputs(model: Any, ids: Tensor, placed: Sequence[Sequence[Placed]]) 
     return inputs
 
 
-def for_tower(model: Any, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def for_tower(model: nn.Module, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Inputs on the tower's device, pixels in its dtype."""
     weight = next(iter(tower_parameters(model).values()))
     return {k: v.to(weight.device, weight.dtype if v.is_floating_point() else None) for k, v in inputs.items()}
 
 
-def tower_parameters(model: Any) -> dict[str, nn.Parameter]:
+def tower_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """Parameters of tower and projector by name: all that are not of the text model and its head."""
     return {name: one for name, one in causal_lm(model).named_parameters() if not _of_text(name)}
 
 
-def _tower(model: Any) -> Iterator[nn.Module]:
+def _tower(model: nn.Module) -> Iterator[nn.Module]:
     """Modules of tower and projector."""
     return (module for name, module in causal_lm(model).named_modules() if name and not _of_text(name))
 
@@ -346,7 +350,7 @@ def _of_text(name: str) -> bool:
     return any(part in name.split(".") for part in LANGUAGE)
 
 
-def frozen_parameters(model: Any, choice: Any, *, images: bool) -> dict[str, nn.Parameter]:
+def frozen_parameters(model: nn.Module, choice: Any, *, images: bool) -> dict[str, nn.Parameter]:
     """Parameters of the tower and projector that are not trained: those that were chosen, and those that no loss reaches.
 
     Args:
@@ -363,7 +367,7 @@ def frozen_parameters(model: Any, choice: Any, *, images: bool) -> dict[str, nn.
     return {name: parameter for name, parameter in tower.items() if name in chosen | unreached}
 
 
-def adapter_of_text(model: Any, config: Any, choice: Any) -> Any:
+def adapter_of_text(model: nn.Module, config: PretrainedConfig, choice: Any) -> Any:
     """The adapter's config with the paths of the text model's layers as targets, unless the tower may be adapted."""
     targets = getattr(config, "target_modules", None)
     if config is None or choice is False or not hasattr(config, "target_modules"):
@@ -387,7 +391,7 @@ def adapter_of_text(model: Any, config: Any, choice: Any) -> Any:
 
 
 @torch.no_grad()
-def install_pictures(model: Any, processor: Any, *, cache_bytes: int = 2**30) -> PictureEncoder:
+def install_pictures(model: nn.Module, processor: ProcessorMixin, *, cache_bytes: int = 2**30) -> PictureEncoder:
     """Let a model's passes hold pictures.
 
     Args:
@@ -425,13 +429,13 @@ def install_pictures(model: Any, processor: Any, *, cache_bytes: int = 2**30) ->
     return encoder
 
 
-def _placeholder(model: Any) -> int | None:
+def _placeholder(model: nn.Module) -> int | None:
     """The id that a feature replaces, by the model's config; None: it reads no images."""
     config = getattr(model, "config", None)
     return getattr(config, "image_token_id", None) or getattr(config, "image_token_index", None)
 
 
-def load_renamed(model: Any, folder: str, accelerator: Any) -> None:
+def load_renamed(model: nn.Module, folder: str, accelerator: Accelerator) -> None:
     """Load a checkpoint whose names are those of the hub, not of the model's parameters.
 
     `transformers.Trainer` reads weights by the names in the file and passes over all that it does not know: most
@@ -453,7 +457,7 @@ def load_renamed(model: Any, folder: str, accelerator: Any) -> None:
         inner.load_state_dict(type(inner).from_pretrained(folder, dtype=inner.dtype).state_dict(), strict=False)
 
 
-def refuse_skipped_layers(model: Any, accelerator: Any) -> None:
+def refuse_skipped_layers(model: nn.Module, accelerator: Accelerator) -> None:
     """Refuse processes of which one would wait for what another, whose pass has no pictures, leaves out.
 
     Raises:
@@ -488,7 +492,7 @@ class VisionView:
     inputs: Callable[[Any], dict[str, Any]] | None = None
 
 
-def view(model: Any, batch: Batch, columns: slice | None = None) -> VisionView:
+def view(model: nn.Module, batch: Batch, columns: slice | None = None) -> VisionView:
     """Positions, blocks and features of a batch; those of text where it has no pictures.
 
     Args:
@@ -545,7 +549,9 @@ def view(model: Any, batch: Batch, columns: slice | None = None) -> VisionView:
     return VisionView(positions, spans, lambda inner: encoder.inputs(inner, placed, kept))
 
 
-def prompt_view(model: Any, ids: Tensor, lengths: Sequence[int], placed: Sequence[Sequence[Placed]]) -> VisionView:
+def prompt_view(
+    model: nn.Module, ids: Tensor, lengths: Sequence[int], placed: Sequence[Sequence[Placed]]
+) -> VisionView:
     """What pictures change in a pass of prompts alone, one a row.
 
     Args:

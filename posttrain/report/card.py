@@ -18,6 +18,9 @@ from posttrain.report.templates import TEMPLATES
 
 if TYPE_CHECKING:
     from huggingface_hub import ModelCard
+    from torch import nn
+
+    from posttrain.methods.config import PostTrainingConfig
 
 
 logger = logging.getLogger(__name__)
@@ -172,7 +175,7 @@ def _is_hub_id(name: str) -> bool:
     return HUB_ID.fullmatch(name) is not None
 
 
-def _task(model: Any) -> str:
+def _task(model: nn.Module) -> str:
     name = type(model.get_base_model() if hasattr(model, "get_base_model") else model).__name__
     return TASKS[name.endswith("ForSequenceClassification")]
 
@@ -185,7 +188,7 @@ def _live_url(package: str, run_of: Any) -> str | None:
     return None if run is None else getattr(run, "url", None)
 
 
-def _trackio_url(args: Any) -> str | None:
+def _trackio_url(args: PostTrainingConfig) -> str | None:
     if "trackio" not in sys.modules:
         return None
     space = getattr(args, "trackio_static_space_id", None)

@@ -33,7 +33,11 @@ from posttrain.rollouts.engines import create_engine
 from posttrain.types import Request, Sampling
 
 if TYPE_CHECKING:
+    from torch import nn
     from transformers import GenerationConfig, TrainerControl, TrainerState, TrainingArguments
+
+    from posttrain.methods.config import PostTrainingConfig
+    from posttrain.types import AnyDataset, Tokenizer
 
 
 logger = logging.getLogger(__name__)
@@ -53,7 +57,7 @@ KNOWN = (
 )  # fmt: skip
 
 
-def to_sampling(config: GenerationConfig | None, tokenizer: Any, model: Any, *, seed: int) -> Sampling:
+def to_sampling(config: GenerationConfig | None, tokenizer: Tokenizer, model: nn.Module, *, seed: int) -> Sampling:
     """Sampling settings of a transformers generation config; None takes the model's own, with at most 256 new tokens.
 
     Raises:
@@ -104,7 +108,7 @@ class EvalPrompts:
         generation_config: GenerationConfig | None = None,
         num_prompts: int | None = None,
         *,
-        dataset: Any = None,
+        dataset: AnyDataset | None = None,
     ) -> None:
         self.trainer = trainer
         tokenizer = trainer.processing_class
@@ -161,7 +165,7 @@ class EvalPrompts:
         return self.tokenizer.batch_decode([rollout.token_ids for rollout in rollouts], skip_special_tokens=True)
 
 
-def _rows(dataset: Any, name: str, num_prompts: int | None) -> datasets.Dataset:
+def _rows(dataset: AnyDataset, name: str, num_prompts: int | None) -> datasets.Dataset:
     if dataset is None:
         raise ConfigError(
             "completions are sampled from the prompts of eval_dataset, and the trainer has none. Give one."
@@ -214,7 +218,7 @@ class LogCompletionsCallback(transformers.TrainerCallback):
         num_prompts: int | None = None,
         freq: int | None = None,
         *,
-        dataset: Any = None,
+        dataset: AnyDataset | None = None,
     ) -> None:
         if freq is not None and freq < 1:
             raise ConfigError(f"freq={freq} must be at least 1 (optimiser steps), or None for the evaluation interval.")
@@ -387,7 +391,7 @@ def print_prompt_completions_sample(
     Console(file=sys.stdout).print(table)
 
 
-def _cell_text(value: Any) -> str:
+def _cell_text(value: object) -> str:
     if isinstance(value, list):
         value = "\n".join(f"{m.get('role', '')}: {m.get('content', '')}" for m in value)
     return value if len(value) <= WIDE else value[: WIDE // 2] + " ... " + value[-WIDE // 2 :]
@@ -444,11 +448,11 @@ class RolloutTableCallback(transformers.TrainerCallback):
         return columns, [[_plain(row.get(key)) for key in columns] for row in rows]
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> Any:
     return None if isinstance(value, float) and math.isnan(value) else value
 
 
-def rollout_table(args: Any, record: RunRecordCallback, names: list[str]) -> RolloutTableCallback:
+def rollout_table(args: PostTrainingConfig, record: RunRecordCallback, names: list[str]) -> RolloutTableCallback:
     """The table that ``log_completions`` asks for, of one generation's completions."""
     rows = getattr(args, "samples_per_step", None) or args.generation_batch_size or 1
     options = {"shown": args.num_completions_to_print, "unique": args.log_unique_prompts}

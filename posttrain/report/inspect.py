@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any
+from typing import TYPE_CHECKING
 
 from rich.console import Console, Group
 from rich.panel import Panel
@@ -19,6 +19,9 @@ from posttrain.data.pictures import Picture
 from posttrain.errors import DataError
 from posttrain.report.templates import TEMPLATES, environment, visible
 from posttrain.types import Finding, Row
+
+if TYPE_CHECKING:
+    from posttrain.types import Tokenizer
 
 BINS = 12
 TAIL = 3  # Lengths beyond this many times those of 99 in 100 rows would squeeze the others into one bin.
@@ -165,7 +168,7 @@ class Summary:
 
 def summarise(
     rows: Sequence[Row],
-    tokenizer: Any,
+    tokenizer: Tokenizer,
     *,
     limit: int | None = None,
     truncated: int | None = None,
@@ -277,7 +280,7 @@ def _padding_share(flat: list[TokenSequence], rows: int, batch_size: int) -> flo
 # Special tokens and text ------------------------------------------------------------------------------------------------
 
 
-def _roles(tokenizer: Any) -> dict[int, str]:
+def _roles(tokenizer: Tokenizer) -> dict[int, str]:
     """Id to what a special token is for; one token may have several uses."""
     added = getattr(tokenizer, "added_tokens_decoder", {})
     special = set(tokenizer.all_special_ids) | {i for i, token in added.items() if token.special}
@@ -289,7 +292,7 @@ def _roles(tokenizer: Any) -> dict[int, str]:
     return {i: ", ".join(names) or "special" for i, names in uses.items()}
 
 
-def _special_tokens(flat: list[TokenSequence], tokenizer: Any, roles: dict[int, str]) -> list[SpecialToken]:
+def _special_tokens(flat: list[TokenSequence], tokenizer: Tokenizer, roles: dict[int, str]) -> list[SpecialToken]:
     counts = [Counter(i for i in item.ids if i in roles) for item in flat]
     trained = Counter(i for item in flat for i, flag in zip(item.ids, item.trained, strict=True) if flag)
     totals = sum(counts, Counter())
@@ -313,7 +316,7 @@ def _special_tokens(flat: list[TokenSequence], tokenizer: Any, roles: dict[int, 
 def _shown(
     item: TokenSequence,
     row: Row,
-    tokenizer: Any,
+    tokenizer: Tokenizer,
     roles: dict[int, str],
     codes: tuple[str, ...],
     numbers: Sequence[int] | None,
@@ -341,7 +344,7 @@ def _shown(
 # Pieces of text ------------------------------------------------------------------------------------------------------
 
 
-def pieces_of(ids: list[int], trained: list[bool], tokenizer: Any, roles: dict[int, str]) -> Iterator[Piece]:
+def pieces_of(ids: list[int], trained: list[bool], tokenizer: Tokenizer, roles: dict[int, str]) -> Iterator[Piece]:
     """Text token by token.
 
     A token's text depends on the one before it (a leading space) and may be part of a character: what a token adds is the
@@ -366,7 +369,7 @@ def pieces_of(ids: list[int], trained: list[bool], tokenizer: Any, roles: dict[i
             before, held = held, []
 
 
-def _named(token: int, trained: bool, tokenizer: Any, roles: dict[int, str]) -> Piece:
+def _named(token: int, trained: bool, tokenizer: Tokenizer, roles: dict[int, str]) -> Piece:
     if token in roles:
         return Piece(str(tokenizer.convert_ids_to_tokens(token)), (token,), bool(trained), roles[token])
     return Piece(f"[id {token}]", (token,), bool(trained), "not in the vocabulary")

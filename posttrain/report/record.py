@@ -30,6 +30,8 @@ from posttrain.values import scalar
 if TYPE_CHECKING:
     from transformers import TrainerControl, TrainerState, TrainingArguments
 
+    from posttrain.types import Tokenizer
+
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +45,7 @@ SECRET_VALUE = re.compile(r"hf_[A-Za-z0-9]{16,}")
 HIDDEN = "<hidden>"
 
 
-def hide_secrets(value: Any) -> Any:
+def hide_secrets(value: object) -> Any:
     """A copy of nested mappings and lists without entries whose name says secret, and with hub tokens blanked.
 
     >>> hide_secrets({"hub_token": "x", "eos_token": "</s>", "kwargs": {"token": "y", "revision": "main"}})
@@ -287,7 +289,7 @@ def _write_atomically(path: Path, text: str) -> None:
         os.fsync(file.fileno())
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> Any:
     """Numbers of tensors as Python numbers; what JSON has no number for as the text ``NaN`` or ``Infinity``."""
     if isinstance(value, Mapping):
         return {str(k): _plain(v) for k, v in value.items()}
@@ -314,7 +316,7 @@ class RunRecordCallback(transformers.TrainerCallback):
         tokenizer: Its chat template is identified in the manifest.
     """
 
-    def __init__(self, args: TrainingArguments, tokenizer: Any = None) -> None:
+    def __init__(self, args: TrainingArguments, tokenizer: Tokenizer | None = None) -> None:
         self.record = RunRecord(args.output_dir or ".")
         self.lock = FolderLock(self.record.folder)
         self.args, self.tokenizer = args, tokenizer

@@ -16,7 +16,7 @@ import time
 import traceback
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,6 +24,9 @@ from torch import Tensor
 from posttrain.errors import ConfigError, MissingDependencyError, RewardError, did_you_mean
 from posttrain.metrics import Metric, mean, total
 from posttrain.values import scalar
+
+if TYPE_CHECKING:
+    from posttrain.types import Tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -79,7 +82,7 @@ def unique(names: list[str]) -> list[str]:
     return result
 
 
-def one_each(name: str, given: Any, count: int) -> list[Any]:
+def one_each(name: str, given: object, count: int) -> list[Any]:
     """A list with one entry a function; None stands for a list of None."""
     entries = [None] * count if given is None else list(given) if isinstance(given, list | tuple | Tensor) else [given]
     if len(entries) != count:
@@ -87,7 +90,7 @@ def one_each(name: str, given: Any, count: int) -> list[Any]:
     return entries
 
 
-def as_callable(function: Any, tokenizer: Any, options: dict[str, Any]) -> Callable:
+def as_callable(function: Any, tokenizer: Tokenizer, options: dict[str, Any]) -> Callable:
     """The function itself, or a model wrapped as one."""
     if isinstance(function, str | torch.nn.Module):
         from posttrain.rewards.model import ModelReward
@@ -100,7 +103,7 @@ def as_callable(function: Any, tokenizer: Any, options: dict[str, Any]) -> Calla
     return function
 
 
-def head(value: Any, limit: int = 120) -> str:
+def head(value: object, limit: int = 120) -> str:
     """The beginning of a prompt, for a message."""
     text = str(value)
     return repr(text if len(text) <= limit else text[:limit] + "...")
@@ -254,7 +257,7 @@ class RewardCall:
             self.metrics[f"rewards/{name}/nan"] = total(float(odd))
         return numbers
 
-    def _number(self, name: str, row: int, value: Any) -> float:
+    def _number(self, name: str, row: int, value: object) -> float:
         value = scalar(value)
         if value is None:
             return math.nan
@@ -287,7 +290,7 @@ class RewardCall:
         return self.metrics | {key: mean(sum(values) / len(values)) for key, values in finite.items() if values}
 
 
-def _copy(value: Any) -> Any:
+def _copy(value: object) -> Any:
     """Lists and dicts as new ones of their own kind, all the way down; what they hold else, such as pictures, as it is."""
     if not isinstance(value, list | Mapping):
         return value

@@ -248,7 +248,7 @@ def code_block(text: str) -> str | None:
     return blocks[-1].removesuffix("\n") if blocks else None
 
 
-def read_tests(value: Any) -> list[dict[str, str]]:
+def read_tests(value: object) -> list[dict[str, str]]:
     """A row's tests in one form: ``{"code": ...}``, or ``{"input": ..., "output": ...}`` for a program.
 
     Args:
@@ -287,7 +287,7 @@ def _programs(value: Mapping[str, Any]) -> list[dict[str, str]]:
     return [{"input": _lines(i), "output": _lines(o)} for i, o in zip(given, wanted, strict=True)]
 
 
-def _lines(value: Any) -> str:
+def _lines(value: object) -> str:
     return "\n".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
 
 
@@ -452,7 +452,7 @@ class CodeTestsReward:
             log_extra("first_failure", [next((r.reason for r in rs if not r.passed), "") for rs in results])
         return [self._score(rs, len(t)) if t else None for rs, t in zip(results, tests, strict=True)]
 
-    def _read(self, row: int, value: Any) -> list[dict[str, str]]:
+    def _read(self, row: int, value: object) -> list[dict[str, str]]:
         try:
             return read_tests(value)
         except RewardError as error:

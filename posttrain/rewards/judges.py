@@ -34,7 +34,7 @@ honest, no longer than it needs to be. The order in which they are shown means n
 Reply with one character, 0 or 1: the number of the better answer."""
 
 
-def as_text(value: Any) -> str:
+def as_text(value: object) -> str:
     """A text as it is; messages in a neutral layout; a single message as its content."""
     if isinstance(value, str):
         return value
@@ -338,7 +338,7 @@ class PairRewards(RewardRunner):
             return super().__call__(prompts=prompts, **rows)
         order = [*range(0, count, 2), *range(1, count, 2)]
 
-        def moved(value: Any) -> Any:
+        def moved(value: object) -> Any:
             if isinstance(value, dict):
                 return {name: moved(column) for name, column in value.items()}
             return [value[i] for i in order] if isinstance(value, list) and len(value) == count else value

@@ -66,7 +66,7 @@ def _closing(text: str, opening: int) -> int | None:
     return None
 
 
-def bare(answer: Any) -> str:
+def bare(answer: object) -> str:
     """An answer without its box, dollar signs, formatting and final period."""
     text = str(answer).strip()
     before = None

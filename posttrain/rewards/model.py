@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -12,6 +12,11 @@ from posttrain.data.chat import one_bos
 from posttrain.data.templates import supports_tool_calling
 from posttrain.errors import ModelError, RewardError
 from posttrain.models.load import check_model_source
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from posttrain.types import Tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +32,7 @@ TOKENIZER = (
 class _RewardModel:
     """A frozen classifier: its name, its context, its scores of ids, and whether it tells texts apart."""
 
-    def __init__(self, model: Any, pad_token_id: int, batch_size: int) -> None:
+    def __init__(self, model: nn.Module, pad_token_id: int, batch_size: int) -> None:
         self.model = model.eval().requires_grad_(False)
         # Written to padding, never read.
         self.pad_token_id, self.batch_size = pad_token_id, batch_size
@@ -99,8 +104,8 @@ class ModelReward(_RewardModel):
 
     def __init__(
         self,
-        model: Any,
-        tokenizer: Any = None,
+        model: nn.Module,
+        tokenizer: Tokenizer | None = None,
         *,
         batch_size: int = 8,
         trust_remote_code: bool = False,
@@ -223,7 +228,7 @@ class TokenReward(_RewardModel):
         batch_size: Responses that are evaluated together.
     """
 
-    def __init__(self, model: Any, *, pad_token_id: int = 0, batch_size: int = 64) -> None:
+    def __init__(self, model: nn.Module, *, pad_token_id: int = 0, batch_size: int = 64) -> None:
         super().__init__(model, pad_token_id, batch_size)
 
     def __call__(self, prompt_ids: list[list[int]], completion_ids: list[list[int]], **_: Any) -> list[float]:

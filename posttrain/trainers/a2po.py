@@ -216,7 +216,7 @@ class A2POTrainer(OnlineTrainer):
             self._filtered = True
         return super().train(resume_from_checkpoint, **kwargs)
 
-    def evaluate(self, eval_dataset: Any = None, *args: Any, **kwargs: Any) -> dict[str, float]:
+    def evaluate(self, eval_dataset: EvalSets | None = None, *args: Any, **kwargs: Any) -> dict[str, float]:
         """As every trainer's; prompts without a value get one first."""
         eval_dataset = plain_rows(eval_dataset)
         given = self.eval_dataset if eval_dataset is None or isinstance(eval_dataset, str) else eval_dataset

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +28,9 @@ from posttrain.trainers.arguments import (
 )
 from posttrain.trainers.preference import PreferenceTrainer
 from posttrain.types import Batch
+
+if TYPE_CHECKING:
+    from posttrain.types import AnyDataset
 
 
 class BCOTrainer(PreferenceTrainer):
@@ -90,7 +93,7 @@ class BCOTrainer(PreferenceTrainer):
             peft_config=peft_config,
         )
 
-    def prepare(self, dataset: Any, name: str, *, training: bool = False) -> Any:
+    def prepare(self, dataset: AnyDataset, name: str, *, training: bool = False) -> Any:
         """Tokenise; with an embedding, each bad answer's weight is computed once, from how likely its prompt is a good one's."""
         prepared = super().prepare(dataset, name, training=training)
         if self.embedding is None:

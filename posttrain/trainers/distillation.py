@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -65,6 +65,11 @@ from posttrain.trainers.arguments import (
     TrainSet,
 )
 from posttrain.types import Batch, LossTerms, ModelOutputs, Prompt, Request, Rollout, Row
+
+if TYPE_CHECKING:
+    from transformers import ProcessorMixin
+
+    from posttrain.types import AnyDataset
 
 WORST = 5  # Tokens of a pass that are named in the table of completions.
 
@@ -188,7 +193,7 @@ class DistillationTrainer(OnlineTrainer):
 
     # Teachers ----------------------------------------------------------------------------------------------------
 
-    def _make_teacher(self, given: Any, tokenizer: Any, server: Any) -> None:
+    def _make_teacher(self, given: object, tokenizer: Tokenizer, server: Any) -> None:
         args = self.args
         if self.vision.images and (self.score_files or server or args.teacher_model_server_url):
             raise ConfigError(
@@ -243,7 +248,7 @@ class DistillationTrainer(OnlineTrainer):
 
         self.teacher = ModelTeacher(running, self.layout, True, self.pad_token_id)
 
-    def _other_teacher(self, given: Any, tokenizer: Any) -> None:
+    def _other_teacher(self, given: object, tokenizer: Tokenizer) -> None:
         args, loaded = self.args, isinstance(given, nn.Module)
         # Of a teacher that is not there `load_teacher` tells.
         if tokenizer is None and (loaded or teacher_id(given, args)):
@@ -267,7 +272,7 @@ class DistillationTrainer(OnlineTrainer):
         running = functools.partial(frozen, model, self.accelerator.autocast)
         self.teacher = ModelTeacher(running, layout, shared and self.shares_tokens, self.pad_token_id)
 
-    def show_pictures(self, teacher: nn.Module, processor: Any) -> None:
+    def show_pictures(self, teacher: nn.Module, processor: ProcessorMixin) -> None:
         """Let the teacher see the student's pictures through its own tower; prepared once where both prepare them alike.
 
         Raises:
@@ -292,7 +297,7 @@ class DistillationTrainer(OnlineTrainer):
         """Whether the teacher reads the student's ids."""
         return True
 
-    def check_vocabularies(self, teacher: nn.Module, tokenizer: Any) -> None:
+    def check_vocabularies(self, teacher: nn.Module, tokenizer: Tokenizer) -> None:
         """Refuse a teacher whose ids mean other tokens; cut both models' logits to the ids that have one."""
         widths = (logit_width(self.model), logit_width(teacher))
         if self.args.tokenizer_check == "off":
@@ -306,7 +311,7 @@ class DistillationTrainer(OnlineTrainer):
         match = self._compared(tokenizer, widths[1], getattr(causal_lm(teacher), "generation_config", None))
         self.columns = match.columns if match.verdict != "identical" else None
 
-    def _compared(self, tokenizer: Any, width: int | None, generation_config: Any) -> TokenizerMatch:
+    def _compared(self, tokenizer: Tokenizer, width: int | None, generation_config: Any) -> TokenizerMatch:
         """The student's tokenizer beside the teacher's of ``width`` logits, whose ids must mean the same."""
         own = getattr(causal_lm(self.model), "generation_config", None)
         stops = (terminal_token_ids(self.processing_class, own), terminal_token_ids(tokenizer, generation_config))
@@ -328,12 +333,12 @@ class DistillationTrainer(OnlineTrainer):
         source.drops_columns = False
         return source
 
-    def prepare_datasets(self, train: Any, evaluation: Any) -> tuple[Any, Any]:
+    def prepare_datasets(self, train: AnyDataset, evaluation: EvalSets | None) -> tuple[Any, Any]:
         """Prompts as every online trainer's; answers of the dataset as ids, where they are trained or evaluated."""
         train = self.prepare(train, "train_dataset", training=True)
         return super().prepare_datasets(train, None if evaluation is None else self.prepare_evaluation(evaluation))
 
-    def prepare(self, dataset: Any, name: str, *, training: bool = False) -> Any:
+    def prepare(self, dataset: AnyDataset, name: str, *, training: bool = False) -> Any:
         """A raw set with its answers as ids, where they are trained or evaluated; a prepared one comes back as it is."""
         args, dataset = self.args, with_prompt_column(dataset)
         # A stream that was mapped declares no columns.
@@ -360,7 +365,7 @@ class DistillationTrainer(OnlineTrainer):
             self._open_scores(dataset, name, training=training, answered=answered)
         return dataset
 
-    def _open_scores(self, dataset: Any, name: str, *, training: bool, answered: bool) -> None:
+    def _open_scores(self, dataset: AnyDataset, name: str, *, training: bool, answered: bool) -> None:
         path = self.args.teacher_scores if training else self.args.eval_teacher_scores
         if path is None or not answered:
             raise ConfigError(

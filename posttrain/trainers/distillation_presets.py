@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import datasets
 import torch
@@ -48,6 +48,9 @@ from posttrain.trainers.arguments import (
 )
 from posttrain.trainers.distillation import DistillationTrainer
 from posttrain.types import Batch, LossTerms, ModelOutputs, Rollout
+
+if TYPE_CHECKING:
+    from posttrain.types import AnyDataset
 
 
 class GKDTrainer(DistillationTrainer):
@@ -333,7 +336,7 @@ class SDFTTrainer(DistillationTrainer):
             environment_factory=environment_factory,
         )
 
-    def prepare(self, dataset: Any, name: str, *, training: bool = False) -> Any:
+    def prepare(self, dataset: AnyDataset, name: str, *, training: bool = False) -> Any:
         """Refuse a dataset without ``privileged_context``, and a row where it is None."""
         _require_context(dataset, name)
         for row, value in enumerate(dataset["privileged_context"] if isinstance(dataset, datasets.Dataset) else ()):
@@ -432,7 +435,7 @@ class SDPOTrainer(DistillationTrainer):
             environment_factory=environment_factory,
         )
 
-    def prepare(self, dataset: Any, name: str, *, training: bool = False) -> Any:
+    def prepare(self, dataset: AnyDataset, name: str, *, training: bool = False) -> Any:
         """Refuse a dataset without ``privileged_context`` where it is to be shown."""
         if self.args.include_environment_feedback:
             _require_context(dataset, name)

@@ -198,7 +198,7 @@ class GOLDTrainer(DistillationTrainer):
             environment_factory=environment_factory,
         )
 
-    def _other_teacher(self, given: Any, tokenizer: Any) -> None:
+    def _other_teacher(self, given: object, tokenizer: Tokenizer) -> None:
         args = self.args
         name = args.teacher_tokenizer_name_or_path
         known = name or teacher_id(given, args)
@@ -226,7 +226,7 @@ class GOLDTrainer(DistillationTrainer):
         """The teacher's tokens of each completion."""
         return self.args.use_uld_loss or super().keeps_completions
 
-    def check_vocabularies(self, teacher: Any, tokenizer: Any) -> None:
+    def check_vocabularies(self, teacher: Any, tokenizer: Tokenizer) -> None:
         """Tokens of both must be known as bytes; otherwise as the parent's."""
         if not self.args.use_uld_loss:
             return super().check_vocabularies(teacher, tokenizer)
@@ -339,7 +339,7 @@ class GOLDTrainer(DistillationTrainer):
         return AlignedComparison(self.axes, chosen, mine, matched, **options)
 
 
-def continued(tokenizer: Any, spelled: Mapping[int, bytes], text: str) -> list[int]:
+def continued(tokenizer: Tokenizer, spelled: Mapping[int, bytes], text: str) -> list[int]:
     """Ids of a text behind another: without the space that SentencePiece tokenizers write before the first word of a text."""
     value = text.encode()
 

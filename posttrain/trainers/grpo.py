@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor, nn
 
@@ -37,6 +37,11 @@ from posttrain.trainers.arguments import (
     Tokenizer,
     TrainSet,
 )
+
+if TYPE_CHECKING:
+    from peft import PeftConfig
+
+    from posttrain.methods.config import PostTrainingConfig
 
 logger = logging.getLogger(__name__)
 
@@ -143,7 +148,7 @@ class GRPOTrainer(OnlineTrainer):
                 "disable_dropout=True.", dropout,
             )  # fmt: skip
 
-    def _prepare_model(self, model: Any, args: Any, peft_config: Any) -> Any:
+    def _prepare_model(self, model: nn.Module, args: PostTrainingConfig, peft_config: PeftConfig | None) -> Any:
         model = super()._prepare_model(model, args, peft_config)
         if args.cast_lm_head_to_fp32:
             cast_head_to_fp32(causal_lm(model))
@@ -207,7 +212,7 @@ class GRPOTrainer(OnlineTrainer):
         return self.window.slices
 
     @_buffered_inputs.setter
-    def _buffered_inputs(self, value: Any) -> None:
+    def _buffered_inputs(self, value: object) -> None:
         if value is not None:
             raise ConfigError("_buffered_inputs holds rows of token forests; set it to None to generate again.")
         self.window.slices = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +31,9 @@ from posttrain.trainers.arguments import (
 )
 from posttrain.trainers.preference import PreferenceTrainer
 from posttrain.types import Batch, Row
+
+if TYPE_CHECKING:
+    from posttrain.types import AnyDataset
 
 
 class KTOTrainer(PreferenceTrainer):
@@ -124,7 +127,7 @@ class KTOTrainer(PreferenceTrainer):
         """The judged batches alone."""
         return self.data_collator(examples)[0]
 
-    def _precompute(self, dataset: Any, reference: Reference | None, name: str) -> Any:
+    def _precompute(self, dataset: AnyDataset, reference: Reference | None, name: str) -> Any:
         """The reference's log-probs of the answers and, for the baseline, of another row's answer, fixed once."""
         done = super()._precompute(dataset, reference, name)
         if self.args.loss_type != "kto":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +35,9 @@ from posttrain.trainers.arguments import (
     TrainSet,
 )
 from posttrain.types import Batch, LossTerms, ModelOutputs, Rollout
+
+if TYPE_CHECKING:
+    from posttrain.methods.config import PostTrainingConfig
 
 logger = logging.getLogger(__name__)
 
@@ -133,7 +136,9 @@ class OnlineDPOTrainer(OnlineTrainer):
         )
         self._ties_told = False
 
-    def _check_given(self, model: Any, reward_funcs: Any, args: Any, data_collator: Any, tokenizer: Any) -> None:
+    def _check_given(
+        self, model: nn.Module, reward_funcs: Any, args: PostTrainingConfig, data_collator: Any, tokenizer: Tokenizer
+    ) -> None:
         if (reward_funcs is None) == (self.judge is None):
             given = "neither is" if self.judge is None else "both are"
             raise ConfigError(f"give reward_funcs or judge: {given} given.")
@@ -149,7 +154,9 @@ class OnlineDPOTrainer(OnlineTrainer):
                     f"{name} changes rewards, and a judge gives verdicts and probabilities. Leave one of them out."
                 )
 
-    def _reward_functions(self, given: Any, tokenizers: Any, args: Any, tokenizer: Any) -> list[Any]:
+    def _reward_functions(
+        self, given: object, tokenizers: Any, args: PostTrainingConfig, tokenizer: Tokenizer
+    ) -> list[Any]:
         """Reward models as functions of whole texts; everything else as it is."""
         functions = list(given) if isinstance(given, list | tuple) else [given]
         own = list(tokenizers) if isinstance(tokenizers, list | tuple) else [tokenizers] * len(functions)

@@ -9,7 +9,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import datasets
 import torch
@@ -65,6 +65,9 @@ from posttrain.trainers.arguments import (
 )
 from posttrain.types import Batch, Row, Sampling
 
+if TYPE_CHECKING:
+    from posttrain.types import AnyDataset
+
 logger = logging.getLogger(__name__)
 
 
@@ -87,7 +90,7 @@ class TokenPrompts(PromptSource):
 
     args: PPOConfig
 
-    def __init__(self, args: PPOConfig, tokenizer: Any, *, collator: Any = None) -> None:
+    def __init__(self, args: PPOConfig, tokenizer: Tokenizer, *, collator: Any = None) -> None:
         super().__init__(args, tokenizer, length_option="response_length")
         self.collator, self.drops_columns = collator, False
 
@@ -95,7 +98,7 @@ class TokenPrompts(PromptSource):
         """With the text of token ids, and with the ids that a rollout brings."""
         return [{**row, "prompt_ids": [0]} for row in self.readable(head[:2])]
 
-    def checked_rows(self, dataset: Any, name: str) -> list[dict[str, Any]]:
+    def checked_rows(self, dataset: AnyDataset, name: str) -> list[dict[str, Any]]:
         """As the parent's; rows with ``input_ids`` must hold a token that is no padding."""
         first = next(iter(dataset), None)
         if first is None or "input_ids" not in first:
@@ -268,7 +271,7 @@ class PPOTrainer(OnlineTrainer):
         """Prompts as text, messages or token ids."""
         return TokenPrompts(self.args, self.processing_class, collator=self._given_collator)
 
-    def prepare_datasets(self, train: Any, evaluation: Any) -> tuple[Any, Any]:
+    def prepare_datasets(self, train: AnyDataset, evaluation: EvalSets | None) -> tuple[Any, Any]:
         """Refuse what cannot be generated from or scored, before the policy loads."""
         _check_pad(self.processing_class, may_change=self._owns_tokenizer)
         for reward in self._token_rewards():
@@ -429,7 +432,7 @@ class PPOTrainer(OnlineTrainer):
         """Those of PPO; lengths of ended responses are not among them where none ended."""
         return self.method.derived_metrics(metrics)
 
-    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+    def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> Any:
         """As transformers', with a rate that stands still during the steps of one rollout batch."""
         given = self.lr_scheduler is not None
         scheduler = super().create_scheduler(num_training_steps, optimizer)
@@ -463,7 +466,7 @@ class PPOTrainer(OnlineTrainer):
             tensors = {key: tensor.contiguous() for key, tensor in value_state(self.model).items()}
             save_file(tensors, Path(output_dir, VALUE_FILE))
 
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         load = super()._load_from_checkpoint
         self._load_parts(resume_from_checkpoint, lambda: load(resume_from_checkpoint, model))
 
@@ -526,7 +529,7 @@ class PPOTrainer(OnlineTrainer):
         return RolloutBatch(examples, rollouts, completions) if inputs else RolloutBatch([], [], [])
 
 
-def _opened(args: PPOConfig, model: Any, ref_model: Any, value_model: Any) -> tuple[Any, Any, Any]:
+def _opened(args: PPOConfig, model: nn.Module, ref_model: Any, value_model: Any) -> tuple[Any, Any, Any]:
     """Policy, reference and value function: strings loaded.
 
     Raises:
@@ -567,13 +570,13 @@ def _reward_functions(reward_model: Any, args: PPOConfig) -> list[Any]:
     return functions
 
 
-def _classifier(model: Any, args: PPOConfig) -> Any:
+def _classifier(model: nn.Module, args: PPOConfig) -> Any:
     if not isinstance(model, str):
         return model
     return load_classifier(model, num_labels=1, trust_remote_code=args.trust_remote_code)
 
 
-def _check_pad(tokenizer: Any, *, may_change: bool) -> None:
+def _check_pad(tokenizer: Tokenizer, *, may_change: bool) -> None:
     """Padding and the end of a response must be two tokens, or rows that come padded could not be told apart.
 
     Args:

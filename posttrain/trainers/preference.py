@@ -6,7 +6,7 @@ import contextlib
 import functools
 import logging
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import nn
@@ -34,10 +34,14 @@ from posttrain.models.forward import forward
 from posttrain.models.reference import Reference, check_reference, tell_own_checkpoint
 from posttrain.types import Batch, LossTerms, ModelOutputs, Row
 
+if TYPE_CHECKING:
+    from posttrain.methods.config import PostTrainingConfig
+    from posttrain.types import AnyDataset, Tokenizer
+
 logger = logging.getLogger(__name__)
 
 
-def check_given(model: Any, ref_model: Any, tokenizer: Any) -> None:
+def check_given(model: nn.Module, ref_model: Any, tokenizer: Tokenizer) -> None:
     """Refuse arguments of a constructor that cannot work, before anything is loaded."""
     if isinstance(ref_model, str):
         raise ArgumentTypeError(
@@ -61,7 +65,11 @@ class PreferenceTrainer(PostTrainer):
     args: Any
 
     def __init__(
-        self, model: str | nn.Module, ref_model: nn.Module | None = None, args: Any = None, **kwargs: Any
+        self,
+        model: str | nn.Module,
+        ref_model: nn.Module | None = None,
+        args: PostTrainingConfig | None = None,
+        **kwargs: Any,
     ) -> None:
         check_given(model, ref_model, kwargs.get("processing_class"))
         self.reports: dict[str, PreparationReport] = {}
@@ -73,7 +81,7 @@ class PreferenceTrainer(PostTrainer):
         for callback in self.callback_handler.callbacks:
             self._share_reference(callback)
 
-    def _load(self, model: Any, args: Any, init: dict[str, Any], quantization_config: Any) -> Any:
+    def _load(self, model: nn.Module, args: PostTrainingConfig, init: dict[str, Any], quantization_config: Any) -> Any:
         # The reference is loaded anew from its name: with a quantisation that the policy does not have.
         if quantization_config and not isinstance(model, str) and not self.added_tokens:
             raise ConfigError(
@@ -122,12 +130,12 @@ class PreferenceTrainer(PostTrainer):
         elif args.sync_ref_model:
             self.add_callback(SyncRefModelCallback(self.reference, self.accelerator))
 
-    def _precompute_all(self, dataset: Any, reference: Reference | None) -> Any:
+    def _precompute_all(self, dataset: AnyDataset, reference: Reference | None) -> Any:
         if isinstance(dataset, dict):
             return {name: self._precompute(one, reference, name) for name, one in dataset.items()}
         return None if dataset is None else self._precompute(dataset, reference, "eval")
 
-    def _precompute(self, dataset: Any, reference: Reference | None, name: str) -> Any:
+    def _precompute(self, dataset: AnyDataset, reference: Reference | None, name: str) -> Any:
         done = precomputed_logps(
             self.run, dataset, reference, self.method.reference_columns, name=name, batches_of=self.batches_of
         )
@@ -167,7 +175,7 @@ class PreferenceTrainer(PostTrainer):
             self.method.branches, self.args.max_length, self.args.truncation_mode, self.args.mask_inner_turns
         )
 
-    def prepare(self, dataset: Any, name: str, *, training: bool = False) -> Any:
+    def prepare(self, dataset: AnyDataset, name: str, *, training: bool = False) -> Any:
         """Tokenise one set, as `prepare_answers` does; check labels, and what came of the first rows of the training set."""
         if self.method.judged:
             dataset = extract_and_unpair(dataset, self.args.dataset_num_proc)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 from torch import nn
@@ -29,6 +29,9 @@ from posttrain.trainers.arguments import (
     TrainSet,
 )
 from posttrain.types import Batch, Row
+
+if TYPE_CHECKING:
+    from posttrain.types import AnyDataset
 
 logger = logging.getLogger(__name__)
 
@@ -100,7 +103,7 @@ class RewardTrainer(PostTrainer):
         """A sequence classifier with one output; its head is new unless the checkpoint has one."""
         return load_classifier(model_id, num_labels=1, **kwargs)
 
-    def prepare(self, dataset: Any, name: str, *, training: bool = False) -> Any:
+    def prepare(self, dataset: AnyDataset, name: str, *, training: bool = False) -> Any:
         """Tokenise one set of pairs, as `prepare_reward_dataset` does."""
         args = self.args
         return prepare_reward_dataset(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from posttrain.data.forest import unbatched
 from posttrain.data.formats import ROW, PreparationReport
@@ -25,6 +25,9 @@ from posttrain.trainers.arguments import (
     TrainSet,
 )
 from posttrain.types import Row
+
+if TYPE_CHECKING:
+    from posttrain.types import AnyDataset
 
 
 class SFTTrainer(PostTrainer):
@@ -94,7 +97,7 @@ class SFTTrainer(PostTrainer):
         """Whether rows have their prompt in a column of its own."""
         return {"prompt", "completion"} <= set(self._raw.column_names or ())
 
-    def prepare(self, dataset: Any, name: str, *, training: bool = False) -> Any:
+    def prepare(self, dataset: AnyDataset, name: str, *, training: bool = False) -> Any:
         """Tokenise one set, as `prepare_sft_dataset` does."""
         args = self.args
         if self.vision.reader is not None:

@@ -14,6 +14,9 @@ from posttrain.methods.config import PictureConfig
 from posttrain.methods.online_config import OnlineConfig, reshaped_sampling
 from posttrain.models.heads import causal_lm
 
+if TYPE_CHECKING:
+    from torch import nn
+
 logger = logging.getLogger(__name__)
 
 FLAT = 0.05  # A beta this close to 0 or 1, and not there, has hardly any gradient.
@@ -46,7 +49,7 @@ def preset(unread: dict[str, tuple[Any, str]] | None = None, **defaults: Any) ->
     return decorate
 
 
-def logit_width(model: Any) -> int:
+def logit_width(model: nn.Module) -> int:
     """Logits of a model, wrapped or not."""
     inner: Any = causal_lm(model)
     return inner.config.get_text_config().vocab_size

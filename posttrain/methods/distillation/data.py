@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping, Sequence
 from string import Formatter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import datasets
 
@@ -15,8 +15,11 @@ from posttrain.data.sft import IGNORED, SupervisedOptions, label_batch
 from posttrain.errors import DataError
 from posttrain.types import Rollout, Row
 
+if TYPE_CHECKING:
+    from posttrain.types import AnyDataset, Tokenizer
 
-def with_prompt_column(dataset: Any) -> Any:
+
+def with_prompt_column(dataset: AnyDataset) -> Any:
     """``messages`` as ``prompt`` and ``completion``, which is the last message where it is the assistant's."""
     names = getattr(dataset, "column_names", None) or ()
     if "messages" not in names or "prompt" in names:
@@ -24,7 +27,7 @@ def with_prompt_column(dataset: Any) -> Any:
     return dataset.map(_divided, remove_columns=["messages"])
 
 
-def with_template_arguments(dataset: Any, kwargs: dict[str, Any] | None) -> Any:
+def with_template_arguments(dataset: AnyDataset, kwargs: dict[str, Any] | None) -> Any:
     """``chat_template_kwargs`` of the run in every row, whose own win: answers follow the prompts that are sampled from."""
     if not kwargs:
         return dataset
@@ -42,7 +45,7 @@ def _divided(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def tokenized_answers(
-    dataset: Any, tokenizer: Any, *, name: str, max_length: int | None, max_prompt_length: int | None
+    dataset: AnyDataset, tokenizer: Tokenizer, *, name: str, max_length: int | None, max_prompt_length: int | None
 ) -> Any:
     """A dataset with the columns ``prompt_ids`` and ``completion_ids``, and ``score_row``, the number of each row.
 
@@ -56,7 +59,7 @@ def tokenized_answers(
 
 
 def _tokenized(
-    batch: dict[str, list], indices: list[int], *, tokenizer: Any, name: str, max_length: int | None,
+    batch: dict[str, list], indices: list[int], *, tokenizer: Tokenizer, name: str, max_length: int | None,
     max_prompt_length: int | None,
 ) -> dict[str, list]:  # fmt: skip
     texts = {column: batch[column] for column in (*RENDERED, "completion") if column in batch}
@@ -84,7 +87,7 @@ def _tokenized(
     return out
 
 
-def as_rollout(row: Row, tokenizer: Any) -> Rollout:
+def as_rollout(row: Row, tokenizer: Tokenizer) -> Rollout:
     """The answer of a dataset row, as if it had been sampled.
 
     Raises:
@@ -98,7 +101,7 @@ def as_rollout(row: Row, tokenizer: Any) -> Rollout:
 
 
 def privileged_prompt(
-    example: dict[str, Any], template: str, shown: Mapping[str, str], tokenizer: Any, *, most: int | None,
+    example: dict[str, Any], template: str, shown: Mapping[str, str], tokenizer: Tokenizer, *, most: int | None,
     kwargs: dict[str, Any],
 ) -> list[int]:  # fmt: skip
     """Ids of an example's prompt whose last user turn is ``template`` of its text and of what only the teacher sees, by name.
@@ -117,7 +120,7 @@ def privileged_prompt(
 
 
 def _filled(
-    example: dict[str, Any], template: str, shown: Mapping[str, str], tokenizer: Any, kwargs: dict[str, Any]
+    example: dict[str, Any], template: str, shown: Mapping[str, str], tokenizer: Tokenizer, kwargs: dict[str, Any]
 ) -> list[int]:
     prompt = example["prompt"]
     if isinstance(prompt, str):
@@ -141,14 +144,14 @@ def template_fields(template: str) -> set[str]:
         return {"{"}
 
 
-def text_of(value: Any) -> str:
+def text_of(value: object) -> str:
     """Privileged context as text: a string, or the texts of messages; empty where there is none."""
     if isinstance(value, Sequence) and not isinstance(value, str):
         return "\n".join(str(item["content"] if isinstance(item, dict) else item) for item in value)
     return "" if value is None else str(value)
 
 
-def joined_text(value: Any, where: str = "") -> str:
+def joined_text(value: object, where: str = "") -> str:
     """As `text_of`.
 
     Raises:

@@ -82,7 +82,7 @@ class TokenScores:
     actual: Tensor
 
 
-def capture(hidden: Tensor, layer: Any, rule: LogitRule, head: TokenHead) -> dict[str, Any]:
+def capture(hidden: Tensor, layer: nn.Module, rule: LogitRule, head: TokenHead) -> dict[str, Any]:
     """For `posttrain.models.forward.forward`: the teacher's hidden states at the loss positions, and no logits."""
     if hasattr(layer, "base_layer") and getattr(layer, "disable_adapters", False):
         layer = layer.base_layer
@@ -97,7 +97,7 @@ def capture(hidden: Tensor, layer: Any, rule: LogitRule, head: TokenHead) -> dic
 
 
 def _by_position(
-    hidden: Tensor, layer: Any, rule: LogitRule, head: TokenHead, measure: Callable[[Tensor, slice], Tensor]
+    hidden: Tensor, layer: nn.Module, rule: LogitRule, head: TokenHead, measure: Callable[[Tensor, slice], Tensor]
 ) -> Tensor:
     """``(N, K)`` numbers of each position's logits, the first two differentiable; a chunk at a time where that is possible."""
     if layer is None:
@@ -127,7 +127,7 @@ class Comparison:
     policy_temperature: float
     without: Tensor | None = None
 
-    def __call__(self, hidden: Tensor, layer: Any, rule: LogitRule, head: TokenHead) -> dict[str, Tensor]:
+    def __call__(self, hidden: Tensor, layer: nn.Module, rule: LogitRule, head: TokenHead) -> dict[str, Tensor]:
         """``(N,)`` numbers by name; ``divergence`` and ``logp`` are differentiable."""
         self.targets = head.targets
         return dict(zip(COLUMNS, _by_position(hidden, layer, rule, head, self.measure).unbind(1), strict=True))
@@ -221,7 +221,7 @@ class AlignedComparison:
     widths: tuple[int, int]
     without: tuple[Tensor | None, Tensor | None] = (None, None)
 
-    def __call__(self, hidden: Tensor, layer: Any, rule: LogitRule, head: TokenHead) -> dict[str, Tensor]:
+    def __call__(self, hidden: Tensor, layer: nn.Module, rule: LogitRule, head: TokenHead) -> dict[str, Tensor]:
         """``matched``, ``unmatched`` at the groups' positions and 0 elsewhere, and ``logp``: ``(N,)``, differentiable."""
         self.targets = head.targets
         groups = _by_position(hidden[self.rows], layer, rule, head, self.measure)

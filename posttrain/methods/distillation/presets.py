@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from posttrain.errors import DataError
 from posttrain.fields import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Share, option
@@ -18,6 +18,9 @@ from posttrain.methods.distillation.config import (
 from posttrain.methods.distillation.data import template_fields
 from posttrain.methods.distillation.objective import Distillation
 from posttrain.methods.grpo.config import GRPOConfig
+
+if TYPE_CHECKING:
+    from posttrain.types import AnyDataset
 
 THINKING = re.compile(r"<think>.*?</think>\s*", re.DOTALL)
 SHORT = 10  # A single line of fewer characters is no answer (SSD).
@@ -74,7 +77,7 @@ def _template_rule(
     return field, set(needed) <= fields <= {*needed, *optional}, rule
 
 
-def _require_context(dataset: Any, name: str) -> None:
+def _require_context(dataset: AnyDataset, name: str) -> None:
     names = getattr(dataset, "column_names", None)
     if names is not None and "privileged_context" not in names:
         raise DataError(f"{name} has no column 'privileged_context'; its columns are {sorted(names)}.")

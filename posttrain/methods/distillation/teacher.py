@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import pyarrow as pa
@@ -35,10 +35,16 @@ from posttrain.report.files import whole_file
 from posttrain.rollouts.base import evaluating
 from posttrain.types import Batch, Row
 
+if TYPE_CHECKING:
+    from transformers import TrainerControl, TrainerState, TrainingArguments
+
+    from posttrain.methods.config import PostTrainingConfig
+    from posttrain.types import AnyDataset, Tokenizer
+
 logger = logging.getLogger(__name__)
 
 
-def load_teacher(given: Any, args: Any, student: nn.Module) -> nn.Module:
+def load_teacher(given: object, args: PostTrainingConfig, student: nn.Module) -> nn.Module:
     """The teacher as a frozen model in eval mode.
 
     Args:
@@ -68,7 +74,7 @@ def load_teacher(given: Any, args: Any, student: nn.Module) -> nn.Module:
     return load.create_model_from_path(given, **kwargs).requires_grad_(False).eval()
 
 
-def teacher_id(given: Any, args: Any) -> str:
+def teacher_id(given: object, args: PostTrainingConfig) -> str:
     """Id or folder of a teacher: as it was given, or where a model object was loaded from; empty for one built in memory."""
     if isinstance(given, nn.Module):
         return load.get_config_model_id(causal_lm(given).config)
@@ -127,7 +133,7 @@ class ModelTeacher:
         with self.running() as model, on_whole_rows(model):
             return forward(model, batch, frozenset(), compare=capture).compared["teacher"]
 
-    def of_rows(self, rows: Sequence[Row], device: Any) -> HiddenTeacher:
+    def of_rows(self, rows: Sequence[Row], device: torch.device | str) -> HiddenTeacher:
         """The teacher at the loss tokens of all completions, in the order of the rows; equal prompts are computed once."""
         bare = [Row(row.prompt_ids, row.completions, row.loss_masks, pictures=row.pictures) for row in rows]
         shared, places = share_prompts(bare)
@@ -160,7 +166,7 @@ class AdapterAverage(transformers.TrainerCallback):
         self.teacher = teacher
 
     @torch.no_grad()
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Mix the student's share in, where it is due."""
         if state.global_step % args.teacher_sync_steps:
             return
@@ -266,7 +272,7 @@ POSITIONS = 256  # Whose logits exist at once.
 COLUMNS = {"ids": pa.int32(), "logps": pa.float32(), "actual": pa.float32()}
 
 
-def identity(dataset: Any, tokenizer: Any) -> dict[str, str]:
+def identity(dataset: AnyDataset, tokenizer: Tokenizer) -> dict[str, str]:
     """Hashes of what scores depend on: the rows as ids, the vocabulary, the chat template."""
     digest = hashlib.sha256()
     for row in dataset:
@@ -293,7 +299,7 @@ def _scores(teacher: ModelTeacher, rows: Sequence[Row], *, top_k: int, columns: 
     ]
 
 
-def _check_scorer(teacher: Any, tokenizer: Any, mode: str) -> str:
+def _check_scorer(teacher: Any, tokenizer: Tokenizer, mode: str) -> str:
     """Where the teacher comes from; refuse one that does not read the tokenizer's ids."""
     name, width = load.get_config_model_id(causal_lm(teacher).config), logit_width(teacher)
     if width < len(tokenizer):
@@ -309,8 +315,8 @@ def _check_scorer(teacher: Any, tokenizer: Any, mode: str) -> str:
 
 def score_dataset(
     teacher: Any,
-    dataset: Any,
-    tokenizer: Any,
+    dataset: AnyDataset,
+    tokenizer: Tokenizer,
     path: str | Path,
     *,
     top_k: int = 64,
@@ -401,7 +407,7 @@ class ScoreFile:
             raise ConfigError(f"teacher_scores={self.path!r} was not written by posttrain teacher-scores.")
         self.facts: dict[str, Any] = json.loads(metadata[b"facts"])
 
-    def check(self, dataset: Any, tokenizer: Any, axes: Axes) -> None:
+    def check(self, dataset: AnyDataset, tokenizer: Tokenizer, axes: Axes) -> None:
         """Refuse a file of another dataset, tokenizer or template, and a loss that its numbers are not of.
 
         Raises:

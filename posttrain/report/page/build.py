@@ -70,7 +70,7 @@ def middle_out(value: str) -> str:
     return f"{value[:half]}\n[… {len(value) - 2 * half:,} characters left out …]\n{value[-half:]}"
 
 
-def shown(value: Any) -> str:
+def shown(value: object) -> str:
     """A setting as text."""
     return value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False)
 
@@ -359,7 +359,7 @@ def render(runs: Sequence[Run]) -> str:
     )
 
 
-def _json(value: Any) -> str:
+def _json(value: object) -> str:
     """JSON that cannot end the element it stands in."""
     dumped = json.dumps(value, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
     return dumped.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")

@@ -187,7 +187,7 @@ class Run:
         return self.series[name].values[-1] if name in self.series else None
 
 
-def flat(value: Any, name: str = "") -> dict[str, Any]:
+def flat(value: object, name: str = "") -> dict[str, Any]:
     """Nested mappings with dotted names.
 
     >>> flat({"a": {"b": 1}, "c": []})
@@ -282,7 +282,7 @@ def _lines(path: Path, notes: list[str]) -> Iterator[dict[str, Any]]:
         notes.append(f"{path.name}: {broken} broken line{'s' if broken > 1 else ''} left out{which}.")
 
 
-def number(value: Any) -> float | None:
+def number(value: object) -> float | None:
     """A logged value as a number; NaN and infinities are written as text. None for what is no number."""
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         return None
@@ -409,7 +409,7 @@ def _pictures(row: Mapping[str, Any]) -> list[tuple[str, str]]:
     ]
 
 
-def _text(value: Any) -> str:
+def _text(value: object) -> str:
     return "" if value is None else str(value)
 
 

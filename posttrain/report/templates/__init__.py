@@ -17,7 +17,7 @@ JOINER = "\u200d"  # Holds the parts of an emoji together; shown as a code it wo
 def environment() -> jinja2.Environment:
     """Templates whose values are escaped, with characters that would not show written as their codes."""
 
-    def escaped(value: Any) -> Any:
+    def escaped(value: object) -> Any:
         return value if isinstance(value, Markup) else visible(str(value))
 
     return jinja2.Environment(loader=jinja2.FileSystemLoader(TEMPLATES), autoescape=True, finalize=escaped)

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -37,6 +37,9 @@ from posttrain.rollouts.workers.shared_weights import SharedWeights
 from posttrain.rollouts.workers.worker import ActiveClock
 from posttrain.trainers.async_grpo.worker import RolloutJob
 from posttrain.types import Sampling
+
+if TYPE_CHECKING:
+    from posttrain.types import Tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -89,7 +92,7 @@ class RolloutService:
         *,
         tasks: TaskSource,
         ledger: Ledger,
-        tokenizer: Any,
+        tokenizer: Tokenizer,
         pad_token_id: int,
         sampling: Callable[[], Sampling],
         reader: PictureProcessor | None = None,
@@ -412,7 +415,7 @@ class AsyncRollouts:
                 continue
             return item if self.service.owns_workers else self._booked(item)
 
-    def _booked(self, item: Any) -> Trajectory:
+    def _booked(self, item: object) -> Trajectory:
         """What a user's own worker hands over, which counts from now on: a sample, several rows, a trajectory."""
         self.ledger.dispatch(1)
         self.ledger.arrive(1)

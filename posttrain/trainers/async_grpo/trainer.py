@@ -7,7 +7,7 @@ import itertools
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset
@@ -44,6 +44,9 @@ from posttrain.trainers.arguments import (
 from posttrain.trainers.async_grpo.rollouts import AsyncRollouts, RolloutService, warn_of_reward_models
 from posttrain.trainers.async_grpo.worker import population_advantages
 from posttrain.types import Batch, LossTerms, ModelOutputs, Truncation
+
+if TYPE_CHECKING:
+    from transformers import TrainerControl, TrainerState, TrainingArguments
 
 logger = logging.getLogger(__name__)
 
@@ -269,7 +272,7 @@ class AsyncGRPOTrainer(OnlineTrainer):
             for parameter in self.model.parameters():
                 parameter.grad = None
 
-    def after_update(self, control: Any) -> None:
+    def after_update(self, control: TrainerControl) -> None:
         """Push weights when they are due, book what was trained, and stop when enough was."""
         main = self.accelerator.is_main_process
         if main and not self._skipping:
@@ -344,10 +347,12 @@ class _StepCallback(TrainerCallback):
     def __init__(self, trainer: AsyncGRPOTrainer) -> None:
         self.trainer = trainer
 
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+    def on_pre_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
         """Gradients are there."""
         self.trainer.before_update()
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """The step counts."""
         self.trainer.after_update(control)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -42,6 +42,9 @@ from posttrain.rollouts.workers.samples import GroupTask, RolloutSample, Traject
 from posttrain.rollouts.workers.shared_weights import remove_weights
 from posttrain.rollouts.workers.worker import Link
 from posttrain.types import WHOLE, Prompt, Request, Rollout, Sampling, Truncation
+
+if TYPE_CHECKING:
+    from posttrain.types import Tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -138,7 +141,7 @@ class GroupGenerator:
         self,
         driver: EpisodeDriver,
         generator: ResumableGenerator,
-        tokenizer: Any,
+        tokenizer: Tokenizer,
         sampling: Sampling,
         context: int | None = None,
         reader: PictureProcessor | None = None,
@@ -313,7 +316,7 @@ def population_advantages(totals: Tensor) -> Tensor:
 def score_group(
     group: RolloutGroup,
     rewards: RewardRunner,
-    tokenizer: Any,
+    tokenizer: Tokenizer,
     *,
     scale_rewards: str,
     mask_truncated: bool,
