@@ -151,9 +151,7 @@ class Checkup:
         adapter = model_args if model_args.use_peft else None
         check_quantised(subject.source, subject.config, adapter, get_quantization_config(model_args))
         found = self.known["model_config"] = subject.model_config
-        check_split(
-            subject.config, found, supported=subject.method.traits.splits_tokens, name=subject.kind.__name__
-        )
+        check_split(subject.config, found, supported=subject.method.traits.splits_tokens, name=subject.kind.__name__)
         count = _parameters(found)
         dtype = str(model_args.dtype)
         if count and not model_args.use_peft:

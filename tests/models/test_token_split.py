@@ -11,7 +11,10 @@ from tests.wordings import raises
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     ("size", "names"),
-    [(2, "grouped,one KV head,dense mask,windows and sinks,compiled"), (4, "grouped,one KV head,dense mask,windows and sinks")],
+    [
+        (2, "grouped,one KV head,dense mask,windows and sinks,compiled"),
+        (4, "grouped,one KV head,dense mask,windows and sinks"),
+    ],
 )
 def test_a_group_computes_what_each_process_computes_alone(size, names, tmp_path):
     found = run_ranks("tests.models.token_split_worker", size, names, processes=size, folder=tmp_path)
