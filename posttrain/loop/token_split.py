@@ -26,6 +26,7 @@ from posttrain.types import Batch, ModelOutputs, Row
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
+    from transformers import PretrainedConfig
 
     from posttrain.methods.config import PostTrainingConfig
 
@@ -81,7 +82,7 @@ def check_heads(config: Any, size: int) -> None:
         )
 
 
-def check_split(args: PostTrainingConfig, config: Any, *, supported: bool, name: str) -> None:
+def check_split(args: PostTrainingConfig, config: PretrainedConfig, *, supported: bool, name: str) -> None:
     """Refuse what no processes could divide, before a model is read.
 
     Args:
@@ -131,7 +132,8 @@ def begin_split(
     if size == 1:
         return layout
     _check_world(sizes, world)
-    check_split(args, causal_lm(model).config, supported=supported, name=name)
+    config: Any = causal_lm(model).config
+    check_split(args, config, supported=supported, name=name)
     encoder = picture_encoder(model)
     if encoder is not None and encoder.processor.family.cross:
         raise ConfigError(

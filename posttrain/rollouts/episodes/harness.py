@@ -186,7 +186,7 @@ def _number(result: Any) -> float:
     )
 
 
-def _recorded(result: Any) -> Any:
+def _recorded(result: object) -> object:
     """A result as a file holds it: of an object, its number; None where it has none."""
     if result is None or isinstance(result, str | int | float | Mapping | list | tuple):
         return result
