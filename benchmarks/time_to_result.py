@@ -2,7 +2,7 @@
 
     python benchmarks/time_to_result.py --pairs 5 --picture docs/img/time_to_result.svg
 
-Every few steps both sides answer the demo's 64 held-out questions greedily, with transformers' `generate`; that time is not counted.
+Every few steps both sides answer the demo's 64 held-out questions greedily, with `generate` of transformers; that is not counted.
 Wants a quiet machine: a busy one slows the side whose turn it is.
 """
 

@@ -102,8 +102,8 @@ class PostTrainingConfig(transformers.TrainingArguments):
     _VALID_DICT_FIELDS = [  # noqa: RUF012
         *transformers.TrainingArguments._VALID_DICT_FIELDS, "model_init_kwargs", "silence_findings"
     ]  # fmt: skip
-    # Options that an older TRL had and this config has not: what to do instead.
     _given: ClassVar[tuple[str, ...]] = ()  # Names of what the constructor got, of each instance.
+    # Options that an older TRL had and this config has not: what to do instead.
     removed: ClassVar[dict[str, str]] = {
         "max_seq_length": "set max_length",
         "max_prompt_length": "filter the data, or set max_length",
@@ -179,7 +179,7 @@ class PostTrainingConfig(transformers.TrainingArguments):
                 raise ConfigError(f"{cls.__name__} has no option {name}={kwargs[name]!r}. Fix: {cls.removed[name]}.")
         refuse_unknown_arguments(cls, kwargs)
         config = super().__new__(cls)
-        names = (one.name for one in fields(cls) if one.init)  # type: ignore[arg-type]
+        names = (one.name for one in fields(cls) if one.init)
         given = [*(name for name, _ in zip(names, args, strict=False)), *kwargs]
         config._given = tuple(name for name in given if name != "output_dir")
         return config
@@ -219,7 +219,7 @@ class PostTrainingConfig(transformers.TrainingArguments):
         if own and cls.__doc__:  # What `help` and a notebook's tooltip show.
             cls.__doc__ = "\n".join([cls.__doc__.rstrip(), "", "Args:", *own])
         # A dataclass would write its own, with all of some 200 fields.
-        cls.__repr__ = cls.__str__ = PostTrainingConfig.__repr__  # type: ignore[method-assign]
+        cls.__repr__ = cls.__str__ = PostTrainingConfig.__repr__
 
     def __repr__(self) -> str:
         """What was given and is no default, as it would be written; secrets stay out."""
