@@ -28,7 +28,7 @@ PARTS = {
 }
 # The constructor alone: what is inherited stands on the page of what is shared.
 TRAINER = "    options:\n      members: []\n      heading_level: 2"
-CONFIG = "    options:\n      heading_level: 2\n      show_if_no_docstring: false\n      filters: ['!^_']"
+CONFIG = "    options:\n      heading_level: 2\n      show_signature: false\n      show_if_no_docstring: false\n      filters: ['!^_']"
 SHOWN = "    options:\n      heading_level: 2"
 
 
