@@ -13,7 +13,7 @@ TORCH := torch
 endif
 PIP := $(BIN)/python -m pip install -q --disable-pip-version-check
 
-.PHONY: demo test quick test-serving test-ranks verify-gpu check lint docs bench parity clean
+.PHONY: demo test quick notebooks test-serving test-ranks verify-gpu check lint docs bench parity clean
 
 $(VENV)/.base: pyproject.toml constraints/cpu.txt
 	$(PYTHON) -m venv $(VENV)
@@ -73,7 +73,10 @@ lint: $(VENV)/.dev
 docs: $(VENV)/.dev  ## build the documentation into site/
 	$(BIN)/mkdocs build --strict -q
 
-check: lint docs test  ## what CI runs
+notebooks: $(VENV)/.dev  ## run the notebooks on a tiny model; ARGS="--docs --steps 6 --model FOLDER" writes their pages
+	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python tools/notebooks.py $(ARGS)
+
+check: lint docs notebooks test  ## what CI runs
 
 bench: $(VENV)/.dev  ## measure against the peer, in environments of their own
 	$(BIN)/python benchmarks/rollouts.py

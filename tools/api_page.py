@@ -28,7 +28,7 @@ PARTS = {
 }
 # The constructor alone: what is inherited stands on the page of what is shared.
 TRAINER = "    options:\n      members: []\n      heading_level: 2"
-CONFIG = "    options:\n      heading_level: 2\n      show_if_no_docstring: false\n      filters: ['!^_']"
+CONFIG = "    options:\n      heading_level: 2\n      show_signature: false\n      show_if_no_docstring: false\n      filters: ['!^_']"
 SHOWN = "    options:\n      heading_level: 2"
 
 
@@ -40,12 +40,17 @@ def pages() -> dict[str, str]:
         for name, options in ((f"{stem}Trainer", TRAINER), (f"{stem}Config", CONFIG)):
             parts.append(f"::: posttrain.{public[name]}.{name}\n{options}")
             taken.add(name)
-        parts.insert(2, "The fields that the method adds or gives other defaults; [all trainers share](shared.md) the others.")
+        parts.insert(
+            2, "The fields that the method adds or gives other defaults; [all trainers share](shared.md) the others."
+        )
         found[f"{file}.md"] = "\n\n".join(parts) + "\n"
     for file, (title, layers) in PARTS.items():
         names = sorted((m, n) for n, m in public.items() if m.split(".")[0] in layers and n not in taken)
         taken |= {name for _, name in names}
-        parts = [f"# {title}", *(f"::: posttrain.{m}.{n}\n{CONFIG if n.endswith('Config') else SHOWN}" for m, n in names)]
+        parts = [
+            f"# {title}",
+            *(f"::: posttrain.{m}.{n}\n{CONFIG if n.endswith('Config') else SHOWN}" for m, n in names),
+        ]
         found[f"{file}.md"] = "\n\n".join(parts) + "\n"
     assert not set(public) - taken, set(public) - taken
     lines = [f"| [{title}]({file}.md) | `{stem}Trainer`, `{stem}Config` |" for file, (title, stem) in METHODS.items()]

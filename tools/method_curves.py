@@ -37,7 +37,7 @@ def rows(kind, count):
     train, _ = example("grpo_add").questions(count)
     made = []
     for row in train:
-        say = lambda text: [{"role": "assistant", "content": text}]  # noqa: E731
+        say = lambda text: [{"role": "assistant", "content": text}]
         right, wrong = say(row["answer"]), say(str(int(row["answer"]) + 10))
         if kind == "answers":
             made.append({"messages": row["prompt"] + right})
@@ -55,7 +55,14 @@ def train(name, steps, folder):
     stem, kind, *_ = METHODS[name]
     script, sampled = example("grpo_add"), kind == "prompts"
     model = find_model()
-    settings = {"max_steps": steps, "logging_steps": 1, "save_strategy": "no", "report_to": "none", "seed": 0, "learning_rate": 2e-5}
+    settings = {
+        "max_steps": steps,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": "none",
+        "seed": 0,
+        "learning_rate": 2e-5,
+    }
     settings |= {"per_device_train_batch_size": 32 if sampled else 8, "gradient_checkpointing": False}
     settings |= {"num_generations": 8, "max_completion_length": 12, "temperature": 0.8} if sampled else {}
     extra = {"reward_funcs": [script.accuracy, script.brevity]} if sampled else {}
@@ -71,7 +78,7 @@ def train(name, steps, folder):
 def draw(name, history):
     *_, (left, label), (right, other) = METHODS[name]
     figure, axis = plt.subplots(figsize=(6.4, 2.6), layout="constrained")
-    points = lambda metric: zip(*[(line["step"], line[metric]) for line in history if metric in line], strict=True)  # noqa: E731
+    points = lambda metric: zip(*[(line["step"], line[metric]) for line in history if metric in line], strict=True)
     axis.plot(*points(left), color="#3b6fd4", marker="o", markersize=3)
     axis.set(xlabel="optimiser step", ylabel=label)
     axis.yaxis.label.set_color("#3b6fd4")

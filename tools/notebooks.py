@@ -67,7 +67,9 @@ def main():
             book = nbformat.read(ROOT / "examples" / "notebooks" / f"{name}.ipynb", as_version=4)
             nbclient.NotebookClient(book, timeout=1800, resources={"metadata": {"path": folder}}).execute()
         if args.docs:
-            (ROOT / "docs" / "notebooks" / f"{name}.md").write_text(markdown(book, name), encoding="utf-8")
+            text = markdown(book, name).replace(f"{Path(sys.executable).parent}/", "")  # Of this machine.
+            text = text.replace(args.model or folder, "HuggingFaceTB/SmolLM2-135M-Instruct")
+            (ROOT / "docs" / "notebooks" / f"{name}.md").write_text(text, encoding="utf-8")
         sys.stdout.write(f"{name}: {sum(cell.cell_type == 'code' for cell in book.cells)} cells ran\n")
 
 

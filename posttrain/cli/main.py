@@ -188,7 +188,7 @@ class _Stderr(logging.StreamHandler):
         return sys.stderr
 
     @stream.setter
-    def stream(self, _: Any) -> None: ...
+    def stream(self, _: TextIO) -> None: ...
 
 
 def _guarded(command: Callable[[list[str]], int], argv: list[str], traceback: bool) -> int:
@@ -208,7 +208,7 @@ def _guarded(command: Callable[[list[str]], int], argv: list[str], traceback: bo
     except (PosttrainError, ValueError, OSError, ImportError) as error:
         if traceback:
             raise
-        sys.stderr.write("\n".join([f"error: {error}", *getattr(error, "__notes__", [])]) + "\n")
+        sys.stderr.write("\n".join([f"error: {error}", *vars(error).get("__notes__", [])]) + "\n")
         return getattr(error, "exit_code", 1)
 
 

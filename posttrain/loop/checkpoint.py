@@ -207,7 +207,7 @@ def refuse_other_rows(state: Mapping[str, Any], now: str | None, *, skips: bool)
     logger.warning("%s; ignore_data_skip=True: they begin at their start.", text)
 
 
-def rows_fingerprint(dataset: AnyDataset) -> str | None:
+def rows_fingerprint(dataset: object) -> str | None:
     """Number of rows and a hash of 32 of them, spread evenly; None for a stream, and for rows that are made as they are read."""
     known = isinstance(dataset, list) or (isinstance(dataset, Dataset) and dataset.format["type"] != "custom")
     if not known:

@@ -8,7 +8,7 @@ import itertools
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Sized
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
@@ -102,14 +102,14 @@ class PostTrainer(transformers.Trainer):
             cls._name = vars(cls).get("_name", name)
             cls._tag_names = vars(cls).get("_tag_names", ["posttrain", cls._name.lower().replace(" ", "-")])
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+    def __new__(cls, *args: object, **kwargs: object) -> Self:
         """Refuse a misspelt argument by its name; a user's class of steps on TRL's padded dicts gets adapters (compat/)."""
         refuse_unknown_arguments(cls, kwargs)
         return super().__new__(build.adapted(cls))
 
     def __repr__(self) -> str:
         size = sum(parameter.numel() for parameter in self.model.parameters())
-        rows = len(self.train_dataset) if hasattr(self.train_dataset, "__len__") else "a stream of"
+        rows = len(self.train_dataset) if isinstance(self.train_dataset, Sized) else "a stream of"
         source = load.get_config_model_id(self.model.config) or "a model in memory"
         return f"{type(self).__name__}({source}: {size:,} parameters, {rows} rows, {self.args!r})"
 
@@ -545,7 +545,7 @@ class PostTrainer(transformers.Trainer):
         load_renamed(model or self.model, resume_from_checkpoint, self.accelerator)
 
     def _issue_warnings_after_load(self, load_result: Any) -> None:
-        tied = getattr(self.model, "all_tied_weights_keys", {})  # Saved once, under the name they share.
+        tied = vars(self.model).get("all_tied_weights_keys", {})  # Saved once, under the name they share.
         load_result.missing_keys[:] = [key for key in load_result.missing_keys if key not in tied]
         super()._issue_warnings_after_load(load_result)
 

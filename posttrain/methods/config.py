@@ -12,7 +12,7 @@ import torch
 import transformers
 
 from posttrain.checks.registry import silenced_codes
-from posttrain.errors import ConfigError, PosttrainError, refuse_unknown_arguments
+from posttrain.errors import ConfigError, refuse_unknown_arguments
 from posttrain.fields import (
     NonNegativeFloat,
     NonNegativeInt,
@@ -102,6 +102,7 @@ class PostTrainingConfig(transformers.TrainingArguments):
     _VALID_DICT_FIELDS = [  # noqa: RUF012
         *transformers.TrainingArguments._VALID_DICT_FIELDS, "model_init_kwargs", "silence_findings"
     ]  # fmt: skip
+    _given: ClassVar[tuple[str, ...]] = ()  # Names of what the constructor got, of each instance.
     # Options that an older TRL had and this config has not: what to do instead.
     removed: ClassVar[dict[str, str]] = {
         "max_seq_length": "set max_length",
@@ -177,7 +178,11 @@ class PostTrainingConfig(transformers.TrainingArguments):
             if name not in cls.__dataclass_fields__:
                 raise ConfigError(f"{cls.__name__} has no option {name}={kwargs[name]!r}. Fix: {cls.removed[name]}.")
         refuse_unknown_arguments(cls, kwargs)
-        return super().__new__(cls)
+        config = super().__new__(cls)
+        names = (one.name for one in fields(cls) if one.init)
+        given = [*(name for name, _ in zip(names, args, strict=False)), *kwargs]
+        config._given = tuple(name for name in given if name != "output_dir")
+        return config
 
     def check_fields(self) -> None:
         """Refuse a value that is not of its field's type, or out of its range; see `posttrain.fields.check_fields`."""
@@ -214,17 +219,14 @@ class PostTrainingConfig(transformers.TrainingArguments):
         if own and cls.__doc__:  # What `help` and a notebook's tooltip show.
             cls.__doc__ = "\n".join([cls.__doc__.rstrip(), "", "Args:", *own])
         # A dataclass would write its own, with all of some 200 fields.
-        cls.__repr__ = cls.__str__ = PostTrainingConfig.__repr__  # type: ignore[method-assign]
+        cls.__repr__ = cls.__str__ = PostTrainingConfig.__repr__
 
     def __repr__(self) -> str:
-        """What differs from the defaults, as it would be written; secrets stay out."""
-        try:
-            plain = vars(type(self)(self.output_dir))
-        except PosttrainError:  # A method with a field that must be given.
-            plain = {one.name: one.default for one in fields(self)}
-        known = {one.name: getattr(self, one.name) for one in fields(self) if one.init and one.name != "output_dir"}
-        given = [f"{k}={v!r}" for k, v in known.items() if v != plain.get(k) and not k.endswith("token")]
-        return f"{type(self).__name__}({', '.join([repr(self.output_dir), *given])})"
+        """What was given and is no default, as it would be written; secrets stay out."""
+        defaults = {one.name: one.default for one in fields(self)}
+        values = {name: getattr(self, name) for name in self._given if name in defaults}
+        shown = [f"{k}={v!r}" for k, v in values.items() if v != defaults[k] and not k.endswith("token")]
+        return f"{type(self).__name__}({', '.join([repr(self.output_dir), *shown])})"
 
     __str__ = __repr__
 
