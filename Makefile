@@ -13,7 +13,7 @@ TORCH := torch
 endif
 PIP := $(BIN)/python -m pip install -q --disable-pip-version-check
 
-.PHONY: demo test quick notebooks test-serving test-ranks verify-gpu check lint docs bench parity clean
+.PHONY: demo test quick notebooks test-serving test-oldest test-ranks verify-gpu check lint docs bench parity clean
 
 $(VENV)/.base: pyproject.toml constraints/cpu.txt
 	$(PYTHON) -m venv $(VENV)
@@ -37,6 +37,18 @@ test: $(VENV)/.dev  ## run the tests
 
 quick: $(VENV)/.dev  ## the loop of a change, within a minute: one proof of each kind, and tests of what changed
 	HF_HUB_OFFLINE=1 $(BIN)/python tools/quick.py $(ARGS)
+
+.venv-oldest/.ready: pyproject.toml constraints/oldest.txt
+	$(PYTHON) -m venv .venv-oldest
+	.venv-oldest/bin/python -m pip install -q --disable-pip-version-check -c constraints/oldest.txt torch
+	.venv-oldest/bin/python -m pip install -q --disable-pip-version-check -c constraints/oldest.txt -e . $(SMOKE_NEEDS)
+	touch $@
+
+SMOKE_NEEDS := pytest pytest-timeout scipy filelock
+OLDEST_PYTHON ?= .venv-oldest/bin/python
+test-oldest: $(if $(filter .venv-oldest/%,$(OLDEST_PYTHON)),.venv-oldest/.ready)  ## a step of every trainer, forward passes and engines on the oldest transformers
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(OLDEST_PYTHON) -m pytest tests/test_surface.py::test_a_step_of_every_trainer_logs_what_it_did \
+		tests/models/test_forward.py tests/rollouts/test_hf.py $(ARGS)
 
 .venv-vllm/.ready:  ## vLLM's CPU build wants an environment of its own
 	$(PYTHON) -m venv .venv-vllm

@@ -286,7 +286,8 @@ def evaluation_loader(
         "collate_fn": collate,
         "num_workers": args.dataloader_num_workers,
         "persistent_workers": args.dataloader_persistent_workers,
-        "multiprocessing_context": args.dataloader_multiprocessing_context,
+        # transformers has it since 5.15.
+        "multiprocessing_context": getattr(args, "dataloader_multiprocessing_context", None),
         "prefetch_factor": args.dataloader_prefetch_factor,
     }
     if isinstance(dataset, IterableDataset):

@@ -69,7 +69,7 @@ def _odd_layer(bare: Any, layers: Sequence[str]) -> str | None:
     return None if odd is None else f"{odd} of the base model is trained too"
 
 
-def _linear(layer: Any) -> bool:
+def _linear(layer: nn.Module) -> bool:
     return isinstance(layer.get_base_layer(), nn.Linear)
 
 

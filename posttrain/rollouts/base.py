@@ -134,7 +134,7 @@ class RolloutEngine(abc.ABC):
         raise NotImplementedError(f"the engine {self.name!r} does not score given sequences.")
 
 
-def require_engine(given: Any, argument: str = "rollout_engine") -> RolloutEngine:
+def require_engine(given: object, argument: str = "rollout_engine") -> RolloutEngine:
     """Return a user's engine object if it is a `RolloutEngine`.
 
     Args:

@@ -20,13 +20,16 @@ from posttrain.models import parallel
 from posttrain.types import Prompt, Request, Rollout, Row, Truncation
 
 if TYPE_CHECKING:
+    from accelerate import Accelerator
+
     from posttrain.rollouts.workers.samples import RolloutSample
+    from posttrain.types import Tokenizer
 
 # Prompt tokens shown to format rewards: an opening tag that a template prefills is among them.
 SUFFIX_TOKENS = 32
 
 
-def completions_for_rewards(tokenizer: Any, rollouts: Sequence[Rollout], *, conversational: bool) -> list[Any]:
+def completions_for_rewards(tokenizer: Tokenizer, rollouts: Sequence[Rollout], *, conversational: bool) -> list[Any]:
     """Decode rollouts, and give what reward functions see of each.
 
     Args:
@@ -45,7 +48,7 @@ def completions_for_rewards(tokenizer: Any, rollouts: Sequence[Rollout], *, conv
     return [[parse_response(tokenizer, rollout.token_ids, prefix=rollout.prompt_ids)] for rollout in rollouts]
 
 
-def prompt_suffixes(tokenizer: Any, rollouts: Sequence[Rollout]) -> list[str]:
+def prompt_suffixes(tokenizer: Tokenizer, rollouts: Sequence[Rollout]) -> list[str]:
     """The end of each prompt as text, for format rewards."""
     return tokenizer.batch_decode([rollout.prompt_ids[-SUFFIX_TOKENS:] for rollout in rollouts])
 
@@ -370,7 +373,7 @@ def part(row: Row, members: Sequence[int]) -> Row:
     )
 
 
-def balance_rows(slices: list[list[Row]], accelerator: Any) -> tuple[list[list[Row]], list[dict[str, Metric]]]:
+def balance_rows(slices: list[list[Row]], accelerator: Accelerator) -> tuple[list[list[Row]], list[dict[str, Metric]]]:
     """Even out the work of ranks: exchange completions within each slice where that pays.
 
     Completions never leave their slice, so every optimiser step holds the same ones as before, and its denominators count
@@ -414,7 +417,9 @@ def _parcels(
     return found
 
 
-def _busiest(costs: list[list[list[Cost]]], slices: list[list[Row]], accelerator: Any) -> list[dict[str, Metric]]:
+def _busiest(
+    costs: list[list[list[Cost]]], slices: list[list[Row]], accelerator: Accelerator
+) -> list[dict[str, Metric]]:
     """Of each slice, tokens of the busiest rank against the mean, before and after."""
     sizes = [sum(len(r.prompt_ids) + sum(map(len, r.completions)) for r in rows) for rows in slices]
     after = parallel.all_gather_objects([sizes], accelerator)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -15,6 +15,9 @@ from posttrain.models.heads import causal_lm
 from posttrain.models.load import resolve_pad_token
 from posttrain.rollouts.base import RolloutEngine
 from posttrain.types import Request, Sampling
+
+if TYPE_CHECKING:
+    from posttrain.types import Tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -117,8 +120,8 @@ def _made(name: str, model: nn.Module, pad_token_id: int, cache: str | None) -> 
 
 
 def complete(
-    model: Any,
-    tokenizer: Any,
+    model: nn.Module,
+    tokenizer: Tokenizer,
     prompts: Sequence[Any],
     *,
     max_new_tokens: int = 256,

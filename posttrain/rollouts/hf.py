@@ -6,7 +6,7 @@ import logging
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,9 @@ from posttrain.models.vision import prefill_inputs
 from posttrain.rollouts.base import Capabilities, RolloutEngine, check_followed, check_requests, evaluating
 from posttrain.rollouts.sampling import apply_rules, ends_with_string, has_rules, penalize_repetition
 from posttrain.types import Request, Rollout, Sampling
+
+if TYPE_CHECKING:
+    from posttrain.types import Tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -82,7 +85,7 @@ class _Shape(LogitsProcessor):
 class _Strings(StoppingCriteria):
     """Rows whose last token completed a stop string."""
 
-    def __init__(self, sampling: Sampling, tokenizer: Any, width: int) -> None:
+    def __init__(self, sampling: Sampling, tokenizer: Tokenizer, width: int) -> None:
         self.sampling, self.tokenizer, self.width = sampling, tokenizer, width
 
     def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
@@ -124,7 +127,12 @@ class HFEngine(RolloutEngine):
     )
 
     def __init__(
-        self, model: nn.Module, *, pad_token_id: int, tokenizer: Any = None, cache_implementation: str | None = None
+        self,
+        model: nn.Module,
+        *,
+        pad_token_id: int,
+        tokenizer: Tokenizer | None = None,
+        cache_implementation: str | None = None,
     ) -> None:
         self.model: Any = model
         self.tokenizer = tokenizer

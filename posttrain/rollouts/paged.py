@@ -136,7 +136,7 @@ class PagedEngine(RolloutEngine):
             )
         return [self._rollout(prompt, found[number], sampling) for number, (prompt, _) in enumerate(work)]
 
-    def _pages(self, inner: Any, work: list[tuple[list[int], int]]) -> dict[str, Any]:
+    def _pages(self, inner: nn.Module, work: list[tuple[list[int], int]]) -> dict[str, Any]:
         """The user's settings over ours."""
         ours: dict[str, Any] = {"return_logprobs": True, "use_cuda_graph": False, "drop_unsupported_processors": False}
         if inner.dtype not in HALF:
@@ -150,7 +150,7 @@ class PagedEngine(RolloutEngine):
         ours["max_batch_tokens"] = min(BATCH_TOKENS, sum(len(prompt) for prompt, _ in work) + len(work))
         return ours | self.settings
 
-    def _run(self, inner: Any, work: list, sampling: Sampling, settings: dict[str, Any]) -> dict[int, Any]:
+    def _run(self, inner: nn.Module, work: list, sampling: Sampling, settings: dict[str, Any]) -> dict[int, Any]:
         """What came of each completion, by its number; those that are missing were lost."""
         from transformers import ContinuousBatchingConfig
 

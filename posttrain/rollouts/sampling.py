@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -14,6 +14,10 @@ from torch import Tensor
 from posttrain.errors import ConfigError, RolloutError
 from posttrain.losses.truncation import truncate
 from posttrain.types import Sampling
+
+if TYPE_CHECKING:
+    from posttrain.methods.config import PostTrainingConfig
+    from posttrain.types import Tokenizer
 
 BLOCK = 256
 
@@ -62,7 +66,7 @@ def apply_rules(x: Tensor, sampling: Sampling, written: Sequence[int], history: 
     return x
 
 
-def ends_with_string(tokens: Sequence[int], sampling: Sampling, tokenizer: Any) -> bool:
+def ends_with_string(tokens: Sequence[int], sampling: Sampling, tokenizer: Tokenizer) -> bool:
     """Whether the last of a completion's tokens completed a stop string."""
     if not sampling.stop_strings:
         return False
@@ -221,7 +225,7 @@ def _shaped(
 GUIDES = ("regex", "json", "grammar", "choice")
 
 
-def structured_guide(given: Any) -> tuple[str, str]:
+def structured_guide(given: object) -> tuple[str, str]:
     r"""``{"regex": "[ab]+"}`` and the like, as `posttrain.types.Sampling.guide`.
 
     Args:
@@ -293,11 +297,11 @@ def generation_fields(given: Mapping[str, Any]) -> dict[str, Any]:
     return found | ({"logit_bias": bias} if bias else {})
 
 
-def _wrong(name: str, value: Any, kind: str) -> ConfigError:
+def _wrong(name: str, value: object, kind: str) -> ConfigError:
     return ConfigError(f"generation_kwargs: {name}={value!r:.80} must be {kind}.")
 
 
-def _count(name: str, value: Any) -> int:
+def _count(name: str, value: object) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < 0:
         raise _wrong(name, value, "a whole number from 0 on")
     return value
@@ -308,7 +312,7 @@ def _ids(name: str, chosen: Mapping[str, Any]) -> tuple[int, ...]:
     return tuple(_count(name, i) for i in (value if isinstance(value, list | tuple) else [value]))
 
 
-def _bias(value: Any) -> tuple[tuple[int, float], ...]:
+def _bias(value: object) -> tuple[tuple[int, float], ...]:
     try:
         pairs = value.items() if isinstance(value, Mapping) else [tuple(pair) for pair in value]
         bias = {int(token): float(added) for token, added in pairs}
@@ -319,7 +323,7 @@ def _bias(value: Any) -> tuple[tuple[int, float], ...]:
     return tuple(bias.items())
 
 
-def configured_sampling(args: Any, *, stop_token_ids: tuple[int, ...], seed: int) -> Sampling:
+def configured_sampling(args: PostTrainingConfig, *, stop_token_ids: tuple[int, ...], seed: int) -> Sampling:
     """Sampling as the config of an online trainer says.
 
     Args:

@@ -9,7 +9,7 @@ import os
 import shutil
 import sys
 from collections.abc import Iterable, Sequence
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,11 @@ from posttrain.rollouts.server.replies import API_KEY_VARIABLE, check_token, der
 from posttrain.rollouts.server.weight_sync import SharedFolder
 from posttrain.rollouts.workers.shared_weights import as_dtype
 from posttrain.types import Request, Rollout, Sampling
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+    from posttrain.methods.config import PostTrainingConfig
 
 logger = logging.getLogger(__name__)
 
@@ -238,7 +243,7 @@ class VLLMEngine(RolloutEngine):
         )
 
     @classmethod
-    def for_training(cls, model: nn.Module, args: Any, accelerator: Any) -> VLLMEngine:
+    def for_training(cls, model: nn.Module, args: PostTrainingConfig, accelerator: Accelerator) -> VLLMEngine:
         """As a trainer's config says; every process has its own, or ``vllm_tensor_parallel_size`` of them share one.
 
         Raises:
@@ -605,26 +610,26 @@ def _whole(output: Any, request: Request, drawn: int) -> list[Any]:
     return sorted(output.outputs, key=lambda one: one.index) * (request.n // drawn)
 
 
-def _image_limit(args: Any, encoder: Any) -> dict[str, int] | None:
+def _image_limit(args: PostTrainingConfig, encoder: Any) -> dict[str, int] | None:
     """Pictures of a prompt, where the run has a limit; vLLM makes room for as many."""
     most = getattr(args, "max_images_per_row", None)
     return None if encoder is None or most is None else {"image": most}
 
 
-def _engine_dtype(model: Any, accelerator: Any) -> torch.dtype:
+def _engine_dtype(model: nn.Module, accelerator: Accelerator) -> torch.dtype:
     """What the forward pass of training computes in."""
     mixed = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(accelerator.mixed_precision)
     return mixed or next(p.dtype for p in model.parameters() if p.is_floating_point())
 
 
-def _adapter_rank(model: Any, args: Any, sleep_level: int | None) -> int | None:
+def _adapter_rank(model: nn.Module, args: PostTrainingConfig, sleep_level: int | None) -> int | None:
     """Rank of the adapter that is trained, where it can be sent alone; at sleep level 2 the base model would be lost."""
     if args.adapter_sync == "merged" or sleep_level == 2 or adapter_obstacle(model, ADAPTED) is not None:
         return None
     return int(model.peft_config[model.active_adapters[0]].r)
 
 
-def _quantisation(model: Any) -> str | None:
+def _quantisation(model: nn.Module) -> str | None:
     """Engine setting for 4-bit linear layers; it is imported nowhere else, for it disturbs vLLM (vllm#32793)."""
     kinds = {type(module).__name__ for module in model.modules()}
     if "Linear8bitLt" in kinds:
@@ -632,7 +637,7 @@ def _quantisation(model: Any) -> str | None:
     return "bitsandbytes" if "Linear4bit" in kinds else None
 
 
-def _level(model: Any, args: Any, ranks: int) -> int:
+def _level(model: nn.Module, args: PostTrainingConfig, ranks: int) -> int:
     size = sum(p.numel() * p.element_size() for p in model.parameters())
     window = (args.steps_per_generation or 1) * args.num_iterations
     per_push = max(args.gradient_accumulation_steps / window, 2.0 if args.do_eval else 1.0)

@@ -6,7 +6,7 @@ import logging
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 from vllm.config import set_current_vllm_config
@@ -21,6 +21,9 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from posttrain.errors import ModelError
 from posttrain.rollouts.server.replies import shape_of
 from posttrain.rollouts.server.weight_sync import file_tensors, shared_path
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +40,7 @@ class Reload:
         config: ``VllmConfig``.
     """
 
-    def __init__(self, model: nn.Module, config: Any) -> None:
+    def __init__(self, model: nn.Module, config: PretrainedConfig) -> None:
         self.model, self.config = model, config
         self.loaded: set[str] = set()
         initialize_layerwise_reload(model)
@@ -160,7 +163,7 @@ if BACKEND not in WeightTransferEngineFactory._registry:
     WeightTransferEngineFactory.register_engine(BACKEND, SharedMemoryTransfer)
 
 
-def model_facts(config: Any) -> dict[str, Any]:
+def model_facts(config: PretrainedConfig) -> dict[str, Any]:
     """What a trainer compares with its own model.
 
     Args:

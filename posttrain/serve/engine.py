@@ -127,7 +127,8 @@ class ServedEngine:
 
     def begin_update(self) -> None:
         """New weights are on their way: nothing is sampled until they are whole."""
-        self.state, self.version, self._loaded = "updating", INCOMPLETE, set()
+        self.state, self._loaded = "updating", set()
+        self.version = self.base_version = INCOMPLETE
         self._bases = {}
 
     @torch.no_grad()
@@ -164,7 +165,7 @@ class ServedEngine:
     def end_update(self, version: str | None) -> None:
         """The weights are whole and called ``version`` from now on; None: the update failed, and what waits is refused."""
         if version is None:
-            self.state, self.version = "failed", INCOMPLETE
+            self.state, self.version, self.base_version = "failed", INCOMPLETE, INCOMPLETE
             while self.waiting:
                 self.waiting.popleft().rollouts.set_exception(WeightSyncError(NOT_WHOLE, phase="generate"))
             return

@@ -8,7 +8,7 @@ import logging
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import prometheus_client
 import torch
@@ -32,6 +32,9 @@ from posttrain.serve.config import ServeConfig
 from posttrain.serve.engine import NOT_WHOLE, Job, ServedEngine, score_choice
 from posttrain.types import Request as Prompt
 from posttrain.types import Rollout, Sampling
+
+if TYPE_CHECKING:
+    from torch import nn
 
 TokenIds = Annotated[list[Annotated[int, Field(ge=0, strict=True)]], Field(min_length=1)]
 # What divides logits: a smaller number makes them infinite, which no engine can sample from.
@@ -455,7 +458,7 @@ def make_host(config: ServeConfig) -> Host:
     return Host(ServedEngine(engine), config, stops=stops, context=context)
 
 
-def _let_hold_pictures(model: Any, path: str, options: dict[str, Any]) -> None:
+def _let_hold_pictures(model: nn.Module, path: str, options: dict[str, Any]) -> None:
     """Let prompts hold pictures where the model has a tower and its processor is of a known family; else it reads text."""
     if not has_tower(model):
         return

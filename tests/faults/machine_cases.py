@@ -201,7 +201,7 @@ CASES = (
     Case("machine", "checkpoint cut after it was written", torn_checkpoint, r"optimizer.pt has 100 of", "data"),
     Case("machine", "no whole checkpoint to resume from", unmarked_only, r"no complete checkpoint", "data"),
     Case("machine", "checkpoints of another run in the folder", older_run, r"PT-L001", "data"),
-    Case("version", "transformers too old", of_version("transformers", "5.16.0"), r"PT-V002", "config"),
+    Case("version", "transformers too old", of_version("transformers", "5.7.0"), r"PT-V002", "config"),
     Case("version", "datasets too old", of_version("datasets", "4.0.0"), r"PT-V002", "config"),
     Case("version", "vLLM too old", old_vllm, r"PT-V002|vllm", "config"),
 )

@@ -156,7 +156,7 @@ def test_what_the_server_is_and_its_counters(server):
 
 def test_a_whole_update_is_confirmed_by_its_version_and_every_reply_says_it(fresh):
     push(fresh, "3")
-    assert fresh.get("/weight_info").json() == {"weight_version": "3"}
+    assert fresh.get("/weight_info").json() == {"weight_version": "3", "base_version": "3"}
     choice = fresh.complete([5, 6, 7], max_tokens=6, seed=2).json()["choices"][0]
     wanted = NativeEngine(build_model(VOCAB, seed=1), pad_token_id=0).generate(
         [Request([5, 6, 7])], Sampling(6, seed=2)
@@ -181,7 +181,7 @@ def test_a_whole_update_is_confirmed_by_its_version_and_every_reply_says_it(fres
 def test_trap_s6_a_failed_update_is_never_sampled_from_until_a_whole_one_came(fresh, break_it, words):
     fresh.post("/start_weight_update")
     assert words in error(break_it(fresh), 409)
-    assert fresh.get("/weight_info").json() == {"weight_version": "incomplete"}
+    assert fresh.get("/weight_info").json() == {"weight_version": "incomplete", "base_version": "incomplete"}
     assert "not whole" in error(fresh.complete([1]), 409)
     assert fresh.post("/finish_weight_update", {"weight_version": "1"}).status_code == 409
     assert fresh.get("/health").status_code == 200

@@ -6,7 +6,7 @@ import inspect
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from posttrain.data.formats import is_conversational
 from posttrain.data.processors import PictureProcessor
@@ -20,6 +20,10 @@ from posttrain.rollouts.episodes.tokens import prepare_tokenizer, tokenize_obser
 from posttrain.rollouts.episodes.toolbox import ToolBox, ToolRunner
 from posttrain.types import Rollout, Sampling
 from posttrain.values import given_truth, listed, scalar, token_ids, token_logps
+
+if TYPE_CHECKING:
+    from posttrain.methods.config import PostTrainingConfig
+    from posttrain.types import Tokenizer
 
 
 @dataclass
@@ -55,7 +59,7 @@ class EpisodeSetup:
     harness_options: HarnessOptions = field(default_factory=HarnessOptions)
 
     @classmethod
-    def of(cls, args: Any, **given: Any) -> EpisodeSetup:
+    def of(cls, args: PostTrainingConfig, **given: Any) -> EpisodeSetup:
         """What was given, with the options of a config that has `EpisodeFields`; None: their defaults."""
         if args is None:
             return cls(**given)
@@ -121,7 +125,7 @@ class EpisodeDriver:
         """Whether the model has anything to call."""
         return bool(self.setup.tools) or (self.pool is not None and self.pool.has_tools)
 
-    def use_tokenizer(self, tokenizer: Any, reader: PictureProcessor | None = None) -> None:
+    def use_tokenizer(self, tokenizer: Tokenizer, reader: PictureProcessor | None = None) -> None:
         """Render and read turns with this tokenizer; with a reader, tools and environments may return images.
 
         Raises:
@@ -393,7 +397,7 @@ def _listed_alike(given: dict[str, Any], key: str, row: int, ids: list[int]) -> 
     return values
 
 
-def _chosen(given: dict[str, Any], row: int, position: int, value: Any, token: int) -> Any:
+def _chosen(given: dict[str, Any], row: int, position: int, value: object, token: int) -> Any:
     """The log-prob of the token that was drawn, out of a number or a list of candidates."""
     if not isinstance(value, list | tuple):
         return value

@@ -104,7 +104,7 @@ def _is_text(block: Any) -> bool:
     return isinstance(block, dict) and block.get("type") == "text" and isinstance(block.get("text"), str)
 
 
-def is_done(environment: Any) -> bool:
+def is_done(environment: object) -> bool:
     """Whether an environment says that its episode is over: its attribute ``done``, unless that is a method (a tool).
 
     Raises:
@@ -213,7 +213,7 @@ class EnvironmentPool:
             gone = self.lost if environments is None else environments
             self.lost = [e for e in self.lost if not any(e is one for one in gone)]
 
-    def toolbox(self, environment: Any, tools: ToolBox) -> ToolBox:
+    def toolbox(self, environment: object, tools: ToolBox) -> ToolBox:
         """What a rollout in this environment may call: the common tools and the environment's methods."""
         kind = next(k for k in self.kinds.values() if any(environment is e for e in k.instances))
         box = ToolBox(dict(tools.functions), [*tools.schemas, *kind.schemas], owner=environment)
@@ -221,7 +221,7 @@ class EnvironmentPool:
             box.add(name, getattr(environment, name))
         return box
 
-    def discard(self, environment: Any) -> None:
+    def discard(self, environment: object) -> None:
         """Drop an instance that a call never came back from: it is not reset, asked or closed any more."""
         with self._lock:
             self.lost.append(environment)
@@ -254,14 +254,14 @@ class EnvironmentPool:
             kind.instances.append(kind.factory())
             return kind.instances[-1]
 
-    def _drop(self, kind: _Kind, environment: Any) -> None:
+    def _drop(self, kind: _Kind, environment: object) -> None:
         """Close an instance whose ``reset`` failed, and forget it."""
         with self._lock:
             known, kind.instances = kind.instances, [e for e in kind.instances if e is not environment]
         if len(known) > len(kind.instances):
             _close(environment)
 
-    def _reset(self, kind: _Kind, environment: Any, row: dict[str, Any], seed: int, index: int) -> tuple[Any, Any]:
+    def _reset(self, kind: _Kind, environment: object, row: dict[str, Any], seed: int, index: int) -> tuple[Any, Any]:
         """The instance that was reset, and what ``reset`` returned."""
         if self.routed:
             row.pop("environment", None)
@@ -360,7 +360,7 @@ class PooledReward:
         rows = environments or [None] * len(completions)
         return self.runner.each([lambda e=e, i=i: self._ask(e, i) for i, e in enumerate(rows)])
 
-    def _ask(self, environment: Any, row: int) -> Any:
+    def _ask(self, environment: object, row: int) -> Any:
         if type(environment) is not self.made or any(environment is e for e in self.pool.lost):
             return None
         for attempt in range(self.retries + 1):

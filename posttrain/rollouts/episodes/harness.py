@@ -27,6 +27,7 @@ from posttrain.rollouts.episodes.toolbox import ToolRunner, TooSlow
 from posttrain.types import Rollout
 
 if TYPE_CHECKING:
+    from posttrain.methods.config import PostTrainingConfig
     from posttrain.rollouts.episodes.calls import Policy
     from posttrain.rollouts.episodes.proxy import CaptureProxy, Sample
 
@@ -101,7 +102,7 @@ class Harness:
             )
 
     @classmethod
-    def of(cls, given: Any) -> Harness:
+    def of(cls, given: object) -> Harness:
         """A harness as a user gives it."""
         return given if isinstance(given, Harness) else cls(given)
 
@@ -158,7 +159,7 @@ def _task_key(row: Mapping[str, Any]) -> str:
     return json.dumps(_plain(row), sort_keys=True, default=str)
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> Any:
     """Without the Nones that a dataset fills up with."""
     if isinstance(value, Mapping):
         return {str(k): _plain(v) for k, v in value.items() if v is not None}
@@ -229,7 +230,7 @@ class HarnessOptions:
     record: str | None = None
 
     @classmethod
-    def of(cls, args: Any) -> HarnessOptions:
+    def of(cls, args: PostTrainingConfig) -> HarnessOptions:
         """Those of a config; None: the defaults."""
         if args is None:
             return cls()
@@ -616,7 +617,7 @@ def take_harness(worker: Any, harness: Any, reward_funcs: Any) -> tuple[Any, Har
     return worker, made, functions
 
 
-def check_harness(args: Any, name: str) -> None:
+def check_harness(args: PostTrainingConfig, name: str) -> None:
     """Refuse settings that a harness does not go with.
 
     Raises:

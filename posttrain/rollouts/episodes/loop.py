@@ -6,7 +6,7 @@ import itertools
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from posttrain.data.chat import inner_tokenizer, terminal_token_ids, tokenize_prompts
 from posttrain.data.pictures import Placed, conversation_pictures, filled
@@ -19,6 +19,9 @@ from posttrain.rollouts.episodes.environments import is_done
 from posttrain.rollouts.episodes.tokens import ToolSuffix, prepare_tokenizer
 from posttrain.rollouts.episodes.toolbox import ToolBox, ToolResult, ToolRunner
 from posttrain.types import FinishReason, Prompt, Rollout, Sampling
+
+if TYPE_CHECKING:
+    from posttrain.types import Tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -136,7 +139,7 @@ class ToolLoop:
 
     def __init__(
         self,
-        tokenizer: Any,
+        tokenizer: Tokenizer,
         generate: Generate,
         *,
         stop_ids: Sequence[int],
@@ -324,7 +327,7 @@ def _later(seed: int | None, number: int, stride: int = SEED_STRIDE) -> int | No
 
 def roll_out_with_tools(
     engine: RolloutEngine,
-    tokenizer: Any,
+    tokenizer: Tokenizer,
     prompts: Sequence[list[dict[str, Any]]],
     tools: Sequence[Callable],
     sampling: Sampling,

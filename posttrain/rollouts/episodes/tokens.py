@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import secrets
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from posttrain.data.chat import (
     common_prefix,
@@ -32,8 +32,11 @@ from posttrain.errors import ModelError
 from posttrain.rollouts.episodes.environments import Observed
 from posttrain.types import Prompt
 
+if TYPE_CHECKING:
+    from posttrain.types import Tokenizer
 
-def prepare_tokenizer(tokenizer: Any) -> Any:
+
+def prepare_tokenizer(tokenizer: Tokenizer) -> Any:
     """A copy of a tokenizer that can hold a conversation with tools token by token; the given one is not changed.
 
     Its template keeps earlier turns as they were (a training template where the published one does not), and its wire
@@ -77,7 +80,7 @@ class PlainText:
         escaped: Special tokens that were hidden so far.
     """
 
-    def __init__(self, tokenizer: Any, read: Callable[[str], list[int]] | None = None) -> None:
+    def __init__(self, tokenizer: Tokenizer, read: Callable[[str], list[int]] | None = None) -> None:
         self.tokenizer = inner_tokenizer(tokenizer)
         self.read = read or (lambda piece: encode(self.tokenizer, [piece], special=False)[0])
         named = {*self.tokenizer.get_added_vocab(), *self.tokenizer.all_special_tokens}
@@ -111,7 +114,7 @@ class PlainText:
 
 def tokenize_observed(
     rows: Sequence[dict[str, Any]],
-    tokenizer: Any,
+    tokenizer: Tokenizer,
     *,
     chat_template_kwargs: dict[str, Any] | None = None,
     reader: PictureProcessor | None = None,
@@ -159,7 +162,7 @@ class ToolSuffix:
 
     def __init__(
         self,
-        tokenizer: Any,
+        tokenizer: Tokenizer,
         stop_ids: Sequence[int],
         template_kwargs: dict[str, Any] | None = None,
         reader: PictureProcessor | None = None,

@@ -83,7 +83,7 @@ def tool_schema(tool: Any) -> dict[str, Any]:
 KINDS = {"integer": int, "number": int | float, "string": str, "boolean": bool, "array": list, "object": dict}
 
 
-def by_schema(value: Any, schema: Mapping[str, Any], name: str) -> Any:
+def by_schema(value: object, schema: Mapping[str, Any], name: str) -> Any:
     """An argument as its declaration wants it: a model often writes ``"21"`` where an integer is declared.
 
     Args:
@@ -115,7 +115,7 @@ def by_schema(value: Any, schema: Mapping[str, Any], name: str) -> Any:
     return value
 
 
-def _first_fit(value: Any, schemas: Sequence[Mapping[str, Any]], name: str) -> Any:
+def _first_fit(value: object, schemas: Sequence[Mapping[str, Any]], name: str) -> Any:
     """By the schema whose type it has already, else by the first it can be read as."""
     for schema in sorted(schemas, key=lambda one: not _is_kind(value, one.get("type"))):
         try:
@@ -125,13 +125,13 @@ def _first_fit(value: Any, schemas: Sequence[Mapping[str, Any]], name: str) -> A
     raise last
 
 
-def _is_kind(value: Any, kind: Any) -> bool:
+def _is_kind(value: object, kind: Any) -> bool:
     if kind == "null" or kind not in KINDS:
         return value is None
     return isinstance(value, KINDS[kind]) and (kind == "boolean" or not isinstance(value, bool))
 
 
-def _as_kind(value: Any, kind: str, name: str) -> Any:
+def _as_kind(value: object, kind: str, name: str) -> Any:
     if _is_kind(value, kind):
         return value
     read = value
@@ -228,7 +228,7 @@ class ToolBox:
         return inspect.iscoroutinefunction(self.functions.get(name))
 
 
-def as_text(value: Any) -> str:
+def as_text(value: object) -> str:
     """A tool's result as the model reads it: text as it is, text blocks joined, anything else as ``str`` shows it.
 
     Raises:
@@ -249,7 +249,7 @@ def as_text(value: Any) -> str:
     return text.encode("utf-8", "replace").decode()  # Half a surrogate pair has no tokens.
 
 
-def shows_images(value: Any) -> bool:
+def shows_images(value: object) -> bool:
     """Whether a value is an image of PIL, or a list of blocks with images.
 
     >>> shows_images([{"type": "text", "text": "a"}, {"type": "image", "image": "a.png"}]), shows_images("a.png")
@@ -403,7 +403,7 @@ class ToolRunner:
             return loop
 
 
-async def _itself(value: Any) -> Any:
+async def _itself(value: object) -> Any:
     """Wait for it; what would end the event loop or its task ends this call alone."""
     try:
         return await value

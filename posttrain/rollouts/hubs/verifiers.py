@@ -22,7 +22,7 @@ CLOSE_S = 10.0
 
 
 def verifiers_environment(
-    environment: Any, *, tasks: int | None = None, runtime: str | None = "subprocess", **config: Any
+    environment: object, *, tasks: int | None = None, runtime: str | None = "subprocess", **config: Any
 ) -> tuple[datasets.Dataset, Harness]:
     """An environment of ``verifiers`` (0.4) as a training set and a harness, whose number is the environment's own reward.
 
@@ -79,7 +79,7 @@ class _Player:
         tasks: By the index that rows have.
     """
 
-    def __init__(self, environment: Any, tasks: list[Any]) -> None:
+    def __init__(self, environment: object, tasks: list[Any]) -> None:
         self.environment, self.tasks = environment, tasks
         self._serving: dict[asyncio.AbstractEventLoop, asyncio.Future[None]] = {}
         self._holders: dict[asyncio.AbstractEventLoop, tuple[asyncio.Task[None], asyncio.Event]] = {}

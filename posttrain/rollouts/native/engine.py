@@ -9,7 +9,7 @@ import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 from torch import Tensor, nn
@@ -43,6 +43,9 @@ from posttrain.rollouts.native.prefix_cache import Kept, fingerprint
 from posttrain.rollouts.native.sampler import SickRequests
 from posttrain.rollouts.native.scheduler import Run
 from posttrain.types import Request, Rollout, Row, Sampling
+
+if TYPE_CHECKING:
+    from posttrain.types import Tokenizer
 
 PREFILL_TOKENS = (
     2048  # Short prompts share a prefill; a long one in pieces attends to earlier ones without the causal half saved.
@@ -84,7 +87,7 @@ class NativeEngine(RolloutEngine):
         *,
         pad_token_id: int,
         max_slots: int | None = None,
-        tokenizer: Any = None,
+        tokenizer: Tokenizer | None = None,
         prefill_tokens: int = PREFILL_TOKENS,
         keep_bytes: int = KEEP_BYTES,
         folder: str | Path | None = None,
@@ -244,7 +247,7 @@ class NativeEngine(RolloutEngine):
         return int(torch.randint(2**63 - 1, (1,), generator=self._stream))
 
 
-def failure(error: SickRequests, run: Run, tokenizer: Any = None) -> dict[str, Any]:
+def failure(error: SickRequests, run: Run, tokenizer: Tokenizer | None = None) -> dict[str, Any]:
     """What is needed to look at a failed call again: prompts, what was written, settings, version of the weights."""
     found = []
     for index in error.requests:

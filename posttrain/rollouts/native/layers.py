@@ -365,7 +365,7 @@ class Layer:
         packed: Copies of its weights, those that read the same input side by side; empty until they are made.
     """
 
-    def __init__(self, layer: Any, packed: Packed) -> None:
+    def __init__(self, layer: nn.Module, packed: Packed) -> None:
         self.layer, self.packed = layer, packed
         attention, mlp = layer.self_attn, layer.mlp
         self.index, self.size, self.scale = attention.layer_idx, attention.head_dim, attention.scaling
@@ -452,7 +452,7 @@ class Layer:
         return plan.step, each
 
 
-def fusable(layer: Any) -> bool:
+def fusable(layer: nn.Module) -> bool:
     """Whether `Layer` computes what this layer does: known classes, untouched, float32 on a CPU."""
     kind = type(layer)
     if kind.__name__ not in KINDS or not kind.__module__.startswith("transformers.models."):
@@ -466,7 +466,7 @@ def fusable(layer: Any) -> bool:
 
 
 @contextmanager
-def fused_layers(model: Any, packed: Packed) -> Iterator[None]:
+def fused_layers(model: nn.Module, packed: Packed) -> Iterator[None]:
     """Let decoder layers that are `fusable` run as `Layer`; others, and all under autocast, stay."""
     exact = not torch.is_autocast_enabled("cpu")
     layers = [module for module in model.modules() if fusable(module)] if exact else []

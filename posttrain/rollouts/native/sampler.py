@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -15,6 +15,9 @@ from posttrain.integrations import require
 from posttrain.rollouts.native.attention import Block
 from posttrain.rollouts.sampling import Drawn, apply_rules, draw_tokens, ends_with_string, has_rules
 from posttrain.types import Request, Sampling
+
+if TYPE_CHECKING:
+    from posttrain.types import Tokenizer
 
 KINDS = ("regex", "json", "grammar", "choices")
 
@@ -51,7 +54,7 @@ class Guides:
         MissingDependencyError: xgrammar is not installed.
     """
 
-    def __init__(self, tokenizer: Any, vocabulary: int, stop_ids: tuple[int, ...]) -> None:
+    def __init__(self, tokenizer: Tokenizer, vocabulary: int, stop_ids: tuple[int, ...]) -> None:
         if tokenizer is None:
             raise ConfigError(
                 "Sampling.guide speaks of text: give the engine its tokenizer (NativeEngine(tokenizer=...))."
@@ -200,7 +203,7 @@ class Chooser:
         vocabulary: V, the width of the logits.
     """
 
-    def __init__(self, tokenizer: Any, vocabulary: int) -> None:
+    def __init__(self, tokenizer: Tokenizer, vocabulary: int) -> None:
         self.tokenizer, self.vocabulary = tokenizer, vocabulary
         self.guides: dict[tuple[int, ...], Guides] = {}
 

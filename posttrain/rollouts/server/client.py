@@ -11,7 +11,7 @@ import secrets
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 import httpx2
@@ -36,6 +36,9 @@ from posttrain.rollouts.server.replies import (
     reading,
     scores_of,
 )
+
+if TYPE_CHECKING:
+    import torch
 
 logger = logging.getLogger(__name__)
 
@@ -566,7 +569,7 @@ class VLLMClient:
             except RolloutServerError as error:
                 logger.info("%s did not take the end of a failed update: %s", self.base_url, error)
 
-    def init_communicator(self, device: Any = 0) -> None:
+    def init_communicator(self, device: torch.device | str = 0) -> None:
         """Join the server's weight-update group over NCCL, as TRL's client does; needs vLLM and a GPU of one's own."""
         from posttrain.rollouts.server.weight_sync import NcclSender
 

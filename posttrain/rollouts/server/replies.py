@@ -155,7 +155,7 @@ def ranked(choice: dict[str, Any]) -> list[list[tuple[int, float]]]:
     return lines
 
 
-def _number(value: Any) -> float:
+def _number(value: object) -> float:
     """A log-prob; NaN where the server has none."""
     return math.nan if value is None or value <= NO_LOGP else float(value)
 

@@ -301,7 +301,7 @@ class NcclSender:
         device: GPU of this process.
     """
 
-    def __init__(self, client: VLLMClient, device: Any = 0) -> None:
+    def __init__(self, client: VLLMClient, device: torch.device | str = 0) -> None:
         common = require("vllm.distributed.weight_transfer.nccl_common", "a broadcast of weights to vLLM")
         network = require("vllm.utils.network_utils", "a broadcast of weights to vLLM")
         torch.cuda.set_device(device)

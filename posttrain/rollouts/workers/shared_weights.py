@@ -106,7 +106,7 @@ def _adapted(module: Any, prefix: str) -> Iterator[tuple[str, Getter, int]] | No
     return None
 
 
-def _tokens(layer: Any, prefix: str) -> Iterator[tuple[str, Getter, int]]:
+def _tokens(layer: nn.Module, prefix: str) -> Iterator[tuple[str, Getter, int]]:
     base = layer.get_base_layer()
 
     def merged() -> Tensor:
@@ -116,7 +116,7 @@ def _tokens(layer: Any, prefix: str) -> Iterator[tuple[str, Getter, int]]:
     yield f"{prefix}weight", merged, id(base.weight)
 
 
-def _layer(layer: Any, prefix: str) -> Iterator[tuple[str, Getter, int]]:
+def _layer(layer: nn.Module, prefix: str) -> Iterator[tuple[str, Getter, int]]:
     base = layer.get_base_layer()
     while hasattr(base, "get_base_layer"):
         base = base.get_base_layer()
@@ -125,13 +125,13 @@ def _layer(layer: Any, prefix: str) -> Iterator[tuple[str, Getter, int]]:
         yield prefix + name, _merged(layer, base, name) if changed else _itself(parameter), id(parameter)
 
 
-def _changes_bias(layer: Any) -> bool:
+def _changes_bias(layer: nn.Module) -> bool:
     return (
         any(getattr(layer, "lora_bias", {}).values()) if hasattr(layer, "lora_bias") else not hasattr(layer, "lora_A")
     )
 
 
-def _merged(layer: Any, base: Any, name: str) -> Getter:
+def _merged(layer: nn.Module, base: Any, name: str) -> Getter:
     def compute() -> Tensor:
         with gathered(layer.parameters()):
             if plain_lora(layer) and name == "weight":
@@ -143,7 +143,7 @@ def _merged(layer: Any, base: Any, name: str) -> Getter:
     return compute
 
 
-def plain_lora(layer: Any) -> bool:
+def plain_lora(layer: nn.Module) -> bool:
     """Whether a layer's adapters are ``scale B A`` and nothing else (no DoRA, no trained bias)."""
     names = getattr(layer, "active_adapters", [])
     if (
@@ -155,12 +155,12 @@ def plain_lora(layer: Any) -> bool:
     return not any(_variant(layer, n) or getattr(layer, "lora_bias", {}).get(n, False) for n in names)
 
 
-def _variant(layer: Any, name: str) -> bool:
+def _variant(layer: nn.Module, name: str) -> bool:
     """DoRA and its kin, which are more than a product of two matrices."""
     return bool(getattr(layer, "use_dora", {}).get(name)) or name in getattr(layer, "lora_variant", {})
 
 
-def _plus_delta(layer: Any, base: Any) -> Tensor:
+def _plus_delta(layer: nn.Module, base: Any) -> Tensor:
     """``W + sum of scale B A`` of the active adapters, added in float32 and rounded once."""
     from peft.utils.integrations import dequantize_module_weight
 
@@ -173,7 +173,7 @@ def _plus_delta(layer: Any, base: Any) -> Tensor:
         return total.to(weight.dtype)
 
 
-def _delta(layer: Any, name: str) -> Tensor:
+def _delta(layer: nn.Module, name: str) -> Tensor:
     """``scale B A``; peft rounds it to the adapter's dtype, which a sum in float32 has no need of."""
     a, b = layer.lora_A[name], layer.lora_B[name]
     if type(a) is not nn.Linear or type(b) is not nn.Linear:
@@ -374,7 +374,7 @@ class Weights:
             yield from revert_weight_conversion(base, dict(pairs)).items()
 
 
-def renamed(model: Any) -> bool:
+def renamed(model: nn.Module) -> bool:
     """Whether transformers loads this architecture under other names, or in another layout, than its checkpoint's."""
     from transformers.conversion_mapping import get_model_conversion_mapping
 

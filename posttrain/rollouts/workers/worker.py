@@ -93,7 +93,7 @@ def check_picklable(parts: Mapping[str, Any]) -> None:
         )
 
 
-def _unpicklable(name: str, value: Any) -> list[str]:
+def _unpicklable(name: str, value: object) -> list[str]:
     inside: list[tuple[str, Any]] = []
     if isinstance(value, list | tuple):
         inside = [(f"{name}[{i}]", item) for i, item in enumerate(value)]
