@@ -507,9 +507,11 @@ class OnlineTrainer(PostTrainer):
             generation.token_columns["old_logp"] = sampled
         elif self.needs_old_logp(mode):
             with self.inference() as policy:
-                generation.token_columns["old_logp"], masses = self._logps(policy, generation.every_row())
-            if masses is not None:
-                generation.token_columns["log_mass"] = masses
+                if self.truncation:
+                    logps, generation.token_columns["log_mass"] = self._logps(policy, generation.every_row())
+                else:
+                    logps = self.logps(policy, generation.every_row())
+            generation.token_columns["old_logp"] = logps
         if self.reference is not None:
             with self.inference() as policy, self.reference.active(policy) as reference:
                 generation.token_columns["ref_logp"] = self.logps(reference, generation.every_row())
@@ -538,7 +540,8 @@ class OnlineTrainer(PostTrainer):
 
     def _logps(
         self, model: nn.Module, rows: list[Row], temperature: float | None = None
-    ) -> tuple[list[list[float]], list[list[float]] | None]:
+    ) -> tuple[list[list[float]], list[list[float]]]:
+        """Log-probs, and the logs of the mass that truncation leaves; no masses where nothing is left out."""
         batches = collate(rows, pad_token_id=self.pad_token_id, layout=self.layout) if rows else []
         passes = parallel.in_step(batches, self.accelerator, self.spare_batch)
         placed = ((batch.to(self.args.device), counts) for batch, counts in passes)

@@ -399,7 +399,7 @@ def batch_logps(
     temperature: float,
     chunk_size: int,
     truncation: Truncation = WHOLE,
-) -> tuple[list[list[float]], list[list[float]] | None]:
+) -> tuple[list[list[float]], list[list[float]]]:
     """Per-token log-probs of every completion, by the forward that trains, in the order of the rows that were collated; and
     the logs of the mass that truncation left, where there is one.
 
@@ -423,7 +423,7 @@ def batch_logps(
             if values is not None:
                 pieces = split_by_sequence(values.cpu(), host)
                 found |= {origin: piece.tolist() for origin, piece in zip(batch.origin, pieces, strict=True)}
-    return [logps[i] for i in range(len(logps))], [masses[i] for i in range(len(masses))] if truncation else None
+    return [logps[i] for i in range(len(logps))], [masses[i] for i in range(len(masses))]
 
 
 @torch.no_grad()

@@ -544,8 +544,10 @@ def view(model: nn.Module, batch: Batch, columns: slice | None = None) -> Vision
         return VisionView(batch.position_ids, inputs=lambda inner: encoder.crossed(inner, batch, placed))
     positions = grid_positions(batch) if family.positions == "grid" else batch.position_ids
     spans = block_spans(batch, found, family.block) if family.block != "none" else None
-    where = found.nonzero()[:, 1]  # (sum of tokens,) in the order of the features
-    kept = None if columns is None else (where >= columns.start) & (where < columns.stop)
+    kept = None
+    if columns is not None:  # Only then: to count on a device is to wait for it.
+        where = found.nonzero()[:, 1]  # (sum of tokens,) in the order of the features
+        kept = (where >= columns.start) & (where < columns.stop)
     return VisionView(positions, spans, lambda inner: encoder.inputs(inner, placed, kept))
 
 

@@ -316,6 +316,7 @@ class RewardRunner:
         self.transforms = [parse_transform(spec) for spec in self._specs]
         self.timeout, self.score_twice = timeout, score_twice
         self._tables = self._calls = self._reports = self._mostly_unscored = self._unscored_batches = 0
+        self._ever_scored = False
         self._warnings: dict[str, int] = {}
 
     @property
@@ -519,7 +520,10 @@ class RewardRunner:
                 head(row, 300),
             )  # fmt: skip
         self._unscored_batches = self._unscored_batches + 1 if bool(unscored.all()) else 0
-        if self._unscored_batches >= 2 * PATIENCE:  # The same on every process: rows are those of all.
+        self._ever_scored = self._ever_scored or not bool(unscored.all())
+        if (
+            self._ever_scored and self._unscored_batches >= 2 * PATIENCE
+        ):  # The same on every process: rows are those of all.
             raise RewardError(
                 f"no completion got a reward in {self._unscored_batches} batches in a row: {', '.join(self.names)} returned None "
                 "or NaN for each, so nothing is learned any more. Fix: look at what the function divides by and at the last "

@@ -29,7 +29,7 @@ from tests.ranks import assert_same_step, leave, part, run_ranks, step_taken
 from tests.wordings import raises
 
 # Read only in methods that PPO replaces, or of rollouts by a `rollout_func` or with images, which it does not take.
-UNREAD = {"chat_template_path", "balance_ranks", "log_multimodal", "vllm_importance_sampling_correction"}
+UNREAD = {"truncation", "chat_template_path", "balance_ranks", "log_multimodal", "vllm_importance_sampling_correction"}
 FREE = ("seconds", "per_second", "runtime", "step_time", "epoch", "eps", "flos")
 
 

@@ -49,7 +49,7 @@ class StubLLM:
     def reset_prefix_cache(self):
         self.calls.append("reset")
 
-    def generate(self, prompts, settings, use_tqdm):
+    def generate(self, prompts, settings, use_tqdm, lora_request=None):
         assert self.cache and self.weights is not None
         self.calls.append("generate")
         token = int(self.weights["w"])

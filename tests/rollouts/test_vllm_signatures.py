@@ -57,7 +57,7 @@ def fake_llm(row, model):
             return [method(worker, *args)]
 
         @staticmethod
-        def _generate(self, prompts, settings, use_tqdm):
+        def _generate(self, prompts, settings, use_tqdm, lora_request=None):
             logps = [{7: types.SimpleNamespace(logprob=-1.0)}]
             out = types.SimpleNamespace(index=0, token_ids=[7], finish_reason="length", logprobs=logps)
             return [
@@ -139,7 +139,7 @@ def colocated(tmp_path, level, encoder=None):
     args = types.SimpleNamespace(
         vllm_tensor_parallel_size=1, vllm_enable_sleep_mode=level is not None, vllm_sleep_level=str(level), model_init_kwargs=None,
         vllm_max_model_length=64, vllm_gpu_memory_utilization=0.3, train_batch_size=4, steps_per_generation=2, num_iterations=1,
-        gradient_accumulation_steps=2, do_eval=False, vllm_model_impl="vllm", trust_remote_code=False,
+        gradient_accumulation_steps=2, do_eval=False, vllm_model_impl="vllm", trust_remote_code=False, adapter_sync="auto",
     )  # fmt: skip
     accelerator = types.SimpleNamespace(
         num_processes=2, process_index=0, mixed_precision="bf16", device=torch.device("cuda")
