@@ -1,7 +1,7 @@
 """Asynchronous against synchronous GRPO on the demo's task: seconds of a step, and samples to an accuracy.
 
 ``--part time``: the same model, prompts, group and lengths; synchronous with the native engine (``sync``), asynchronous with a
-native worker (``native``, staleness 1, paced; ``corrected``: with ``is_correction="token_truncate"``), and asynchronous over a
+native worker (``native``, staleness 1, paced; ``corrected``: with ``vllm_importance_sampling_mode="token_truncate"``), and asynchronous over a
 rollout server (``server``: at ``--server URL``, or one that is started here). ``--part samples``: accuracy of the sampled
 answers, step by step and with the same questions in the same order and the same schedule of the learning rate, for every seed;
 then the samples it takes until that accuracy, averaged over the seeds and 3 steps, is at ``--goal``, and what is right of the
@@ -53,7 +53,7 @@ def trainer_for(side: str, folder: str, server: str | None, seed: int, options: 
         return GRPOTrainer(model, rewards, config, train_dataset=train, eval_dataset=held_out)
     import async_grpo
 
-    own = {"is_correction": "token_truncate" if side == "corrected" else None}
+    own = {"vllm_importance_sampling_mode": "token_truncate" if side == "corrected" else None}
     own |= {"vllm_server_base_url": [server]} if side == "server" else {}
     return async_grpo.make_trainer(model, folder, steps, **common, **batch, **own)
 

@@ -18,7 +18,7 @@ def make_trainer(model: str, output_dir: str, steps: int = 20, **options) -> Asy
         "max_completion_length": LIMIT,
         "max_staleness": 1,
         "staleness_policy": "pace",  # Write no more than can be trained in time: nothing is thrown away.
-        "is_correction": "token_truncate",  # Weigh tokens of older weights instead of clipping them away.
+        "vllm_importance_sampling_mode": "token_truncate",  # Weigh tokens of older weights instead of clipping them away.
         "temperature": 0.8,
         "learning_rate": 2e-5,
         "gradient_checkpointing": False,

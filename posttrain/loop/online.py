@@ -31,10 +31,10 @@ from posttrain.loop.reward_watch import RewardWatch
 from posttrain.loop.scoring import (
     Scorer,
     completion_lengths,
+    completion_metrics,
     completion_rows,
     reward_options,
     reward_runner,
-    rollout_metrics,
 )
 from posttrain.loop.trainer import PostTrainer
 from posttrain.loop.weight_sync import WeightSync, training_engine, vllm_engine
@@ -388,9 +388,11 @@ class OnlineTrainer(PostTrainer):
             failure_reward=None if self.harness is None else self.harness.options.failure,
         )  # fmt: skip
         seconds, cut = time.perf_counter() - begin, self.args.mask_truncated_completions
-        self.log_metrics_now(rollout_metrics(generation, seconds, masks_truncated=cut) | pictured, mode)
+        written = sum(completion_lengths(generation))
+        speed = {"rollouts/tokens_per_second": mean(written / max(seconds, 1e-9)), "rollouts/seconds": mean(seconds)}
+        self.log_metrics_now(completion_metrics(generation, masks_truncated=cut) | speed | pictured, mode)
         if mode == "train":
-            tokens = sum(completion_lengths(generation)) + sum(len(r.prompt_ids) for r in rollouts)
+            tokens = written + sum(len(r.prompt_ids) for r in rollouts)
             self.counters["num_tokens"] += parallel.all_reduce_sum([float(tokens)], self.accelerator)[0]
         return generation
 

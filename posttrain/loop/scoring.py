@@ -34,12 +34,11 @@ def completion_lengths(batch: RolloutBatch) -> list[int]:
     return [sum(map(sum, batch.trained(i, False))) for i in range(len(batch.rollouts))]
 
 
-def rollout_metrics(batch: RolloutBatch, seconds: float, *, masks_truncated: bool) -> dict[str, Metric]:
-    """Lengths of what the model wrote, how many completions were cut or repeat another, tokens a second.
+def completion_metrics(batch: RolloutBatch, *, masks_truncated: bool) -> dict[str, Metric]:
+    """Lengths of what the model wrote, how many completions were cut or repeat another.
 
     Args:
         batch: Completions of this rank, groups consecutive.
-        seconds: That generation took.
         masks_truncated: Whether truncated completions carry no loss.
     """
     lengths = torch.tensor(completion_lengths(batch), dtype=torch.float32)  # (n,)
@@ -53,8 +52,6 @@ def rollout_metrics(batch: RolloutBatch, seconds: float, *, masks_truncated: boo
         "completions/min_terminated_length": minimum(lengths[ended]),
         "completions/max_terminated_length": maximum(lengths[ended]),
         "completions/duplicate_ratio": duplicates(batch),
-        "rollouts/tokens_per_second": mean(float(lengths.sum()) / max(seconds, 1e-9)),
-        "rollouts/seconds": mean(seconds),
     }
     if any(rollout.tool_mask for rollout in batch.rollouts):
         tokens = sum(len(rollout.token_ids) for rollout in batch.sequences())

@@ -20,6 +20,7 @@ __all__ = [
 ]
 
 EPSILON = 1e-4  # Keeps a group without spread finite.
+POPULATION_EPSILON = 1e-8  # Of the population std, as TRL's asynchronous GRPO has it.
 # Rewards that differ by less, relative to their size, are equal: sums of the same numbers round apart by as much in float32.
 SAME = 4 * torch.finfo(torch.float32).eps
 # A standardised advantage beyond it is one outlier of a large group: |A| <= (G - 1) / sqrt(G), so G > 100.
@@ -93,7 +94,7 @@ def group_advantages(
     aggregation: str = "sum_then_normalize",
     min_group_std: float = 0.0,
 ) -> AdvantageStats:
-    """``A = (R - mean_g) / (std + 1e-4)``, with the std of the group, of the batch, or none.
+    """``A = (R - mean_g) / (std + 1e-4)``, with the std of the group, of the batch, or none; the population std has 1e-8.
 
     ``normalize_then_sum`` (GDPO) normalises each function within its group, sums with weights, and normalises over the
     batch. A row that no function scored gets 0 and is left out of every mean and std.
@@ -102,7 +103,7 @@ def group_advantages(
         rewards: ``(n, K)`` over all ranks, groups consecutive, NaN where a function did not apply.
         weights: ``(K,)``.
         group_size: G.
-        scale_rewards: ``group``, ``batch`` or ``none``.
+        scale_rewards: ``group``, ``batch``, ``population`` (the group's std without Bessel's correction) or ``none``.
         aggregation: ``sum_then_normalize`` or ``normalize_then_sum``.
         min_group_std: A group that spreads less gets advantage 0: noise is not a signal.
 
@@ -118,7 +119,7 @@ def group_advantages(
     if aggregation == "normalize_then_sum":
         advantages = _normalize_then_sum(_groups(rewards, group_size), weights, totals)
     elif aggregation == "sum_then_normalize":
-        advantages = centred(grouped).flatten() / _scale(std, totals, scale_rewards, group_size)
+        advantages = centred(grouped).flatten() / _scale(std, grouped, scale_rewards)
     else:
         choices = ("sum_then_normalize", "normalize_then_sum")
         raise ConfigError(
@@ -136,16 +137,19 @@ def group_advantages(
     )
 
 
-def _scale(std: Tensor, totals: Tensor, scale_rewards: str, group_size: int) -> Tensor | float:
+def _scale(std: Tensor, grouped: Tensor, scale_rewards: str) -> Tensor | float:
+    """What ``grouped (n / G, G)`` totals are divided by once they are flat; ``std (n / G,)`` of each group."""
     if scale_rewards == "none":
         return 1.0
     if scale_rewards == "batch":
-        return _std(totals) + EPSILON
+        return _std(grouped.flatten()) + EPSILON
     if scale_rewards == "group":
-        return (std + EPSILON).repeat_interleave(group_size)
-    raise ConfigError(
-        f"scale_rewards={scale_rewards!r} is not known{did_you_mean(scale_rewards, ('group', 'batch', 'none'))}."
-    )
+        return (std + EPSILON).repeat_interleave(grouped.shape[1])
+    if scale_rewards == "population":
+        spread = centred(grouped).square().nanmean(-1).sqrt()
+        return (spread + POPULATION_EPSILON).repeat_interleave(grouped.shape[1])
+    choices = ("group", "batch", "population", "none")
+    raise ConfigError(f"scale_rewards={scale_rewards!r} is not known{did_you_mean(scale_rewards, choices)}.")
 
 
 def _normalize_then_sum(rewards: Tensor, weights: Tensor, totals: Tensor) -> Tensor:

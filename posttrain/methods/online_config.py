@@ -24,7 +24,7 @@ from posttrain.fields import (
     option,
 )
 from posttrain.methods.config import PostTrainingConfig, check_gathering
-from posttrain.rollouts.engines import choose_engine
+from posttrain.rollouts.engines import ENGINES, choose_engine
 from posttrain.rollouts.episodes.harness import HarnessFields
 from posttrain.rollouts.sampling import GENERATION_NAMES, generation_fields, structured_guide
 from posttrain.types import Truncation
@@ -59,7 +59,7 @@ class GenerationFields:
     generation_kwargs: dict | str | None = option(None, "Override sampling settings by name.")
     chat_template_kwargs: dict | str | None = option(None, "Passed at every template call.")
     cache_implementation: str | None = option(None, "Cache of the hf engine.")
-    rollout_engine: Annotated[str, OneOf((*ENGINES, ROUNDED, *FAR_ENGINES))] = option(
+    rollout_engine: Annotated[str, OneOf(("auto", *ENGINES))] = option(
         "auto",
         "native (in process, on the trainer's weights), hf (transformers generate), paged, vllm, or auto: native if "
         "exact; on a GPU vllm, else paged, first.",
@@ -193,6 +193,21 @@ def reject_reshaped_sampling(cfg: OnlineConfig) -> None:
         )
 
 
+def check_truncation(cfg: OnlineConfig) -> None:
+    """Refuse a mode that truncates the ratio at bounds of which there are none.
+
+    Raises:
+        ConfigError: Both bounds are None.
+    """
+    low, high = cfg.vllm_importance_sampling_clip_min, cfg.vllm_importance_sampling_clip_max
+    if (cfg.vllm_importance_sampling_mode or "").endswith("_truncate") and low is None and high is None:
+        raise ConfigError(
+            f"vllm_importance_sampling_mode={cfg.vllm_importance_sampling_mode!r} truncates the ratio at "
+            "vllm_importance_sampling_clip_min and vllm_importance_sampling_clip_max, and both are None. Set one, e.g. "
+            "vllm_importance_sampling_clip_max=2.0."
+        )
+
+
 def resolve_auto(args: PostTrainingConfig, model: nn.Module, processor: ProcessorMixin) -> None:
     """Replace ``rollout_engine="auto"`` by the engine that is chosen for this model on a GPU; elsewhere it is chosen when made.
 
@@ -214,15 +229,10 @@ def resolve_auto(args: PostTrainingConfig, model: nn.Module, processor: Processo
         args.rollout_engine = name
 
 
-ENGINES = ("auto", "native", "hf", "paged")
-ROUNDED = (
-    "native_bf16"  # Samples from weights rounded to bfloat16: for methods that correct log-probs of foreign engines.
-)
 # Keys of generation_kwargs: those with a field of their own, which log-probs and checks read, and the others.
 OVERRIDDEN = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 FURTHER = ("max_new_tokens", "stop_token_ids", "structured_outputs", "guide", "do_sample", "seed", *GENERATION_NAMES)
 REFUSED = {"typical_p": "no engine here draws by typical probability; top_p or min_p cuts the tail too"}
-FAR_ENGINES = {"server": "server", "vllm": "colocate"}  # rollout_engine -> vllm_mode of use_vllm=True.
 
 
 @dataclass
@@ -335,9 +345,10 @@ class OnlineConfig(VllmSyncFields, VllmFields, GenerationFields, ReferenceFields
             )
 
     def _check_engine(self) -> None:
-        if self.rollout_engine in FAR_ENGINES:
+        engine = ENGINES.get(self.rollout_engine)
+        if engine is not None and engine.vllm_mode is not None:
             # Two spellings of one choice; engines for other models (a reference that generates) stay in process.
-            self.use_vllm, self.vllm_mode, self.rollout_engine = True, FAR_ENGINES[self.rollout_engine], "auto"
+            self.use_vllm, self.vllm_mode, self.rollout_engine = True, engine.vllm_mode, "auto"
         if self.use_vllm:
             self.check_vllm_settings()
         check_gathering(self)

@@ -22,7 +22,7 @@ from posttrain.types import Prompt, Request, Rollout, Row, Truncation
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-    from posttrain.rollouts.workers.samples import RolloutSample
+    from posttrain.rollouts.workers.samples import RolloutSample, Trajectory
     from posttrain.types import Tokenizer
 
 # Prompt tokens shown to format rewards: an opening tag that a template prefills is among them.
@@ -228,6 +228,17 @@ def rollout_batch(samples: Sequence[RolloutSample]) -> RolloutBatch:
         [sample.completion for sample in samples],
         columns={"advantages": [sample.advantage for sample in samples]},
         token_columns={"rollout_logp": [sample.old_log_probs[sample.start :] for sample in samples]},
+    )
+
+
+def trajectory_batch(trajectories: Sequence[Trajectory]) -> RolloutBatch:
+    """Whole rollouts as a rollout batch with ``advantages``, in their order: what the trainer's own engine would have given."""
+    first = [trajectory.samples[0] for trajectory in trajectories]
+    return RolloutBatch(
+        [{"prompt": sample.prompt} for sample in first],
+        [trajectory.rollout() for trajectory in trajectories],
+        [sample.completion for sample in first],
+        columns={"advantages": [sample.advantage for sample in first]},
     )
 
 

@@ -1,11 +1,13 @@
-"""Engines by their names: which can sample a model exactly, and how each is made."""
+"""`ENGINES`: engines by their names, which can sample a model exactly, and how each is made."""
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from torch import nn
 
@@ -22,8 +24,81 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-NAMES = ("auto", "native", "native_bf16", "hf", "paged")
+def _native_refusal(model: nn.Module) -> str | None:
+    from posttrain.rollouts.native.engine import native_is_exact
 
+    return native_is_exact(model)
+
+
+def _native(model: nn.Module, pad_token_id: int, cache: str | None, products: str = "exact") -> RolloutEngine:
+    from posttrain.rollouts.native.engine import NativeEngine
+
+    reason = _native_refusal(model)
+    if reason is not None:
+        raise ConfigError(
+            f"rollout_engine='native' does not say of {type(causal_lm(model)).__name__} what its own forward says: {reason}. "
+            "Fix: rollout_engine='hf', or 'auto', which chooses by this."
+        )
+    return NativeEngine(model, pad_token_id=pad_token_id, products=products)
+
+
+def _hf(model: nn.Module, pad_token_id: int, cache: str | None) -> RolloutEngine:
+    from posttrain.rollouts.hf import HFEngine
+
+    return HFEngine(model, pad_token_id=pad_token_id, cache_implementation=cache)
+
+
+def _paged_refusal(model: nn.Module) -> str | None:
+    from posttrain.rollouts.paged import paged_refusal
+
+    return paged_refusal(model)
+
+
+def _paged(model: nn.Module, pad_token_id: int, cache: str | None) -> RolloutEngine:
+    from posttrain.rollouts.paged import PagedEngine
+
+    return PagedEngine(model, pad_token_id=pad_token_id)
+
+
+def _vllm_refusal(model: nn.Module) -> str | None:
+    from posttrain.rollouts.vllm import vllm_refusal
+
+    return vllm_refusal(model)
+
+
+@dataclass(frozen=True)
+class EngineSpec:
+    """An engine that a config can name.
+
+    Attributes:
+        make: Model, pad token id and transformers' ``cache_implementation`` to an engine that samples with the model's own
+            weights; None: it has a copy of them, which a trainer pushes (`posttrain.loop.weight_sync`).
+        refuses: None for a model that it samples exactly, else the reason why it does not.
+        vllm_mode: What ``use_vllm=True`` calls it.
+        exact: Its log-probs are those of the weights; False: of rounded ones, for methods that correct what an engine says.
+        in_workers: A rollout worker may use it, and the thin host where it has a ``make``.
+    """
+
+    make: Callable[[nn.Module, int, str | None], RolloutEngine] | None = None
+    refuses: Callable[[nn.Module], str | None] = lambda _: None
+    vllm_mode: Literal["server", "colocate"] | None = None
+    exact: bool = True
+    in_workers: bool = False
+
+
+ENGINES = {
+    "native": EngineSpec(_native, _native_refusal, in_workers=True),
+    "hf": EngineSpec(_hf, in_workers=True),
+    "paged": EngineSpec(_paged, _paged_refusal),
+    "native_bf16": EngineSpec(functools.partial(_native, products="bfloat16"), _native_refusal, exact=False),
+    "server": EngineSpec(vllm_mode="server", in_workers=True),
+    "vllm": EngineSpec(None, _vllm_refusal, vllm_mode="colocate"),
+}
+IN_PROCESS = tuple(name for name, spec in ENGINES.items() if spec.make is not None)
+EXACT = tuple(name for name in IN_PROCESS if ENGINES[name].exact)
+IN_WORKERS = tuple(name for name, spec in ENGINES.items() if spec.in_workers)
+# In the order in which "auto" asks them.
+ON_GPU, ON_CPU = ("vllm", "paged", "native", "hf"), ("native", "hf")
 
 # What "auto" cannot choose without a trainer's config.
 UNCONFIGURED = {
@@ -45,18 +120,10 @@ def choose_engine(model: nn.Module, refused: Mapping[str, str] | None = None) ->
     Returns:
         ``vllm``, ``paged``, ``native`` or ``hf``.
     """
-    from posttrain.rollouts.native.engine import native_is_exact
-
     device = next(model.parameters()).device.type
-    refusals: dict[str, Callable[[nn.Module], str | None]] = {"native": native_is_exact, "hf": lambda _: None}
-    if device == "cuda":
-        from posttrain.rollouts.paged import paged_refusal
-        from posttrain.rollouts.vllm import vllm_refusal
-
-        refusals = {"vllm": vllm_refusal, "paged": paged_refusal} | refusals
     reasons: dict[str, str] = {}
-    for name, ask in refusals.items():
-        reason = (refused or {}).get(name) or ask(model)
+    for name in ON_GPU if device == "cuda" else ON_CPU:
+        reason = (refused or {}).get(name) or ENGINES[name].refuses(model)
         if reason is None:
             break
         reasons[name] = reason
@@ -72,7 +139,7 @@ def create_engine(
     """Make an engine that samples with the weights of ``model`` itself.
 
     Args:
-        name: One of `NAMES`; ``auto`` is ``native`` or ``hf`` here (see `choose_engine` for trainers on a GPU).
+        name: One of `IN_PROCESS`; ``auto`` is ``native`` or ``hf`` here (see `choose_engine` for trainers on a GPU).
         model: A causal language model.
         pad_token_id: Of the tokenizer.
         folder: Where the prompts of a failed call are written, by engines that do so.
@@ -81,7 +148,7 @@ def create_engine(
     Raises:
         ConfigError: An unknown name; ``native`` on a model for which it is not exact.
     """
-    check_choice("rollout_engine", name, NAMES)
+    check_choice("rollout_engine", name, ("auto", *IN_PROCESS))
     if any(Path("/dev/shm").glob("posttrain-*")):
         # A run that was killed leaves its weights in shared memory; the next one that samples removes them.
         from posttrain.rollouts.server.weight_sync import remove_orphans
@@ -89,34 +156,15 @@ def create_engine(
         remove_orphans()
     if name == "auto":
         name = choose_engine(model, UNCONFIGURED)
-    engine = _made(name, model, pad_token_id, cache)
+    make = ENGINES[name].make
+    assert make is not None
+    engine = make(model, pad_token_id, cache)
     engine.folder = None if folder is None else Path(folder)
     if cache is not None and name != "hf":
         logger.warning(
             "cache_implementation=%r is ignored: rollout_engine=%r has a cache of its own; 'hf' reads it.", cache, name
         )
     return engine
-
-
-def _made(name: str, model: nn.Module, pad_token_id: int, cache: str | None) -> RolloutEngine:
-    """The engine of a name, imported only now: engines import this module."""
-    if name == "hf":
-        from posttrain.rollouts.hf import HFEngine
-
-        return HFEngine(model, pad_token_id=pad_token_id, cache_implementation=cache)
-    if name == "paged":
-        from posttrain.rollouts.paged import PagedEngine
-
-        return PagedEngine(model, pad_token_id=pad_token_id)
-    from posttrain.rollouts.native.engine import NativeEngine, native_is_exact
-
-    reason = native_is_exact(model)
-    if reason is not None:
-        raise ConfigError(
-            f"rollout_engine='native' does not say of {type(causal_lm(model)).__name__} what its own forward says: {reason}. "
-            "Fix: rollout_engine='hf', or 'auto', which chooses by this."
-        )
-    return NativeEngine(model, pad_token_id=pad_token_id, products="bfloat16" if name == "native_bf16" else "exact")
 
 
 def complete(

@@ -127,7 +127,7 @@ METHODS = {
     "async": lambda to: (async_grpo_objective, AsyncGRPOConfig(to, **SHARED, epsilon=0.9), True),
     "async corrected": lambda to: (
         async_grpo_objective,
-        AsyncGRPOConfig(to, **SHARED, is_correction="token_truncate"),
+        AsyncGRPOConfig(to, **SHARED, vllm_importance_sampling_mode="token_truncate"),
         True,
     ),
 }

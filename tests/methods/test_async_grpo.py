@@ -10,15 +10,17 @@ import torch
 
 from posttrain import ConfigError, DataError, GRPOConfig, ModelOutputs, RewardError, RolloutError
 from posttrain.data.forest import collate
+from posttrain.loop.scoring import completion_metrics
+from posttrain.losses.advantages import group_advantages
 from posttrain.losses.reduce import Denominators, reduce
 from posttrain.methods.async_grpo import AsyncGRPOConfig, async_grpo_objective
 from posttrain.methods.grpo.objective import grpo_objective
 from posttrain.rewards.runner import RewardRunner
-from posttrain.rollouts.batch import by_context, rollout_batch
+from posttrain.rollouts.batch import by_context, rollout_batch, trajectory_batch
 from posttrain.rollouts.workers.samples import Trajectory
 from posttrain.trainers.async_grpo.rollouts import warn_of_reward_models
 from posttrain.trainers.async_grpo.trainer import AsyncGRPOTrainer
-from posttrain.trainers.async_grpo.worker import population_advantages, score_group
+from posttrain.trainers.async_grpo.worker import score_group
 from posttrain.types import WHOLE, Rollout, Truncation
 from tests.conftest import build_model
 from tests.methods.async_helpers import StubTransfer, assert_exact, group_of, sample, steps, trainer
@@ -270,7 +272,12 @@ def test_the_objective_equals_synchronous_grpo_s_on_the_same_samples(tmp_path):
 
 @pytest.mark.parametrize("mode", ["token_truncate", "sequence_mask", "geometric"])
 def test_the_corrected_objective_equals_synchronous_grpo_s_with_a_foreign_engine(tmp_path, mode):
-    ours = AsyncGRPOConfig(str(tmp_path), is_correction=mode, is_clip_max=1.4, is_clip_min=0.2)
+    ours = AsyncGRPOConfig(
+        str(tmp_path),
+        vllm_importance_sampling_mode=mode,
+        vllm_importance_sampling_clip_max=1.4,
+        vllm_importance_sampling_clip_min=0.2,
+    )
     theirs = GRPOConfig(
         str(tmp_path),
         vllm_importance_sampling_mode=mode,
@@ -415,7 +422,8 @@ def test_the_other_scales_are_grpo_s(tiny_tokenizer):
 
 
 def test_equal_rewards_have_no_advantage():
-    assert population_advantages(torch.tensor([0.3, 0.3, 0.3])).abs().max() < 1e-3
+    rewards = torch.tensor([[0.3], [0.3], [0.3]])
+    assert not group_advantages(rewards, torch.ones(1), 3, scale_rewards="population").advantages.any()
 
 
 def test_rewards_are_transformed_before_they_are_compared(tiny_tokenizer):
@@ -449,10 +457,11 @@ BAD = [
     ({"weight_sync_steps": 0}, "weight_sync_steps=0"),
     ({"staleness_policy": "pase"}, "did you mean 'pace'"),
     ({"worker_engine": "natif"}, "did you mean 'native'"),
-    ({"is_correction": "token"}, "is_correction='token'"),
-    ({"is_correction": "token_truncate", "is_clip_max": None}, "set is_clip_max"),
-    ({"is_correction": "token_mask", "is_clip_min": 3.0}, "must be below"),
+    ({"vllm_importance_sampling_mode": "token"}, "vllm_importance_sampling_mode='token'"),
+    ({"vllm_importance_sampling_mode": "token_truncate", "vllm_importance_sampling_clip_max": None}, "both are None"),
+    ({"vllm_importance_sampling_mode": "token_mask", "vllm_importance_sampling_clip_min": 3.0}, "must be below"),
     ({"beta": 0.1}, "beta=0.1 has no meaning"),
+    ({"vllm_importance_sampling_correction": False}, "vllm_importance_sampling_correction=False has no meaning"),
     ({"num_iterations": 2}, "num_iterations=2 has no meaning"),
     ({"reward_transform": "running"}, "several workers here"),
     ({"rollout_failure_budget": 2.0}, "rollout_failure_budget=2.0"),
@@ -573,5 +582,6 @@ def test_the_share_of_tools_words_is_told(tiny_tokenizer):
     row = {"prompt": "p", "answer": 1}
     runner = RewardRunner(lambda completions, **_: [1.0] * len(completions))
     group = group_of([row], [rollout], ["x"])
-    (conversation,) = score_group(group, runner, tiny_tokenizer, scale_rewards="group", mask_truncated=False)
-    assert conversation.samples[0].metrics["tools/token_share"] == 0.75
+    found = score_group(group, runner, tiny_tokenizer, scale_rewards="group", mask_truncated=False)
+    share = completion_metrics(trajectory_batch(found), masks_truncated=False)["tools/token_share"]
+    assert share.value / share.weight == 0.75

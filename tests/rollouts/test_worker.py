@@ -13,7 +13,7 @@ import torch
 from posttrain import ArgumentTypeError, RolloutError
 from posttrain.data.samplers import PromptStream
 from posttrain.errors import ModelError, WeightSyncError
-from posttrain.rollouts.workers.engine import EngineSpec, WorkerEngine
+from posttrain.rollouts.workers.engine import EngineRecipe, WorkerEngine
 from posttrain.rollouts.workers.ledger import Ledger
 from posttrain.rollouts.workers.processes import PoolSettings, WorkerPool
 from posttrain.rollouts.workers.samples import RolloutBuffer, TaskSource
@@ -318,7 +318,7 @@ def test_a_worker_s_engine_has_exactly_the_trainer_s_weights(tmp_path, tiny_toke
     transfer = SharedWeights(tmp_path)
     transfer.init_weight_transfer()
     transfer.send_weights(Weights(model))
-    handle = WorkerEngine(EngineSpec("native", config=model.config, pad_token_id=2, weights=str(tmp_path)))
+    handle = WorkerEngine(EngineRecipe("native", config=model.config, pad_token_id=2, weights=str(tmp_path)))
     assert handle.refresh(1)
     assert not handle.refresh(1)
     copy = handle.engine.model

@@ -7,16 +7,14 @@ from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
 from posttrain.errors import ConfigError, check_rules
-from posttrain.fields import NonNegativeFloat, NonNegativeInt, OneOf, PositiveFloat, PositiveInt, Share, option
+from posttrain.fields import NonNegativeInt, OneOf, PositiveFloat, PositiveInt, Share, option
 from posttrain.methods.config import PictureConfig
-from posttrain.methods.online_config import EpisodeFields, OnlineConfig, reject_reshaped_sampling
+from posttrain.methods.online_config import EpisodeFields, OnlineConfig, check_truncation, reject_reshaped_sampling
 from posttrain.rewards.runner import transform_names
+from posttrain.rollouts.engines import IN_WORKERS
 
 logger = logging.getLogger(__name__)
 
-ENGINES = ("auto", "native", "hf", "server")
-POLICIES = ("drop", "pace")
-SCALES = ("population", "group", "none")
 DEFAULT_URL = "http://localhost:8000"
 
 # Fields of synchronous training that have no meaning here, with the value that says so.
@@ -29,6 +27,7 @@ MEANINGLESS = {
     "generation_batch_size": None,
     "use_liger_kernel": False,
     "use_vllm": False,
+    "vllm_importance_sampling_correction": True,  # Its ratio is the loss's own; the mode says how.
 }
 
 
@@ -70,7 +69,7 @@ class AsyncGRPOConfig(PictureConfig, EpisodeFields, OnlineConfig):
     )
     weight_sync_steps: PositiveInt = option(1, "Optimiser steps between two weight versions.")
     num_rollout_workers: PositiveInt = option(1, "Processes that write rollouts.")
-    worker_engine: Annotated[str, OneOf(ENGINES)] = option(
+    worker_engine: Annotated[str, OneOf(("auto", *IN_WORKERS))] = option(
         "auto",
         "native or hf: workers hold a copy of the model on the CPU; server: they ask the rollout servers at "
         "vllm_server_base_url. auto: server where that is set, else native.",
@@ -103,15 +102,13 @@ class AsyncGRPOConfig(PictureConfig, EpisodeFields, OnlineConfig):
         "population",
         "Divide advantages by the group's population std + 1e-8; group: its sample std + 1e-4, as GRPOConfig; none.",
     )
-    is_correction: Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "geometric"] | None = (
-        option(
-            None,
-            "None: the clipped ratio is that of policy to sampler. Else the policy gradient is weighted by that "
-            "ratio, bounded so.",
-        )
+    vllm_importance_sampling_mode: (
+        Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "geometric"] | None
+    ) = option(
+        None,
+        "None: the clipped ratio is that of policy to sampler. Else the policy gradient is weighted by that ratio, bounded so.",
     )
-    is_clip_max: PositiveFloat | None = option(2.0, "Upper bound of the correction's ratio.")
-    is_clip_min: NonNegativeFloat | None = option(None, "Lower bound of it; None is 0.")
+    vllm_importance_sampling_clip_max: PositiveFloat | None = option(2.0, "Upper bound of the correction's ratio.")
     delta: PositiveFloat | None = option(None, "Cap of the unclipped ratio; above 1 + epsilon_high.")
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = option(
         "float32", "Of a model that is loaded by its name; dtype of model_init_kwargs wins."
@@ -127,7 +124,7 @@ class AsyncGRPOConfig(PictureConfig, EpisodeFields, OnlineConfig):
         self.sync_timeout_s = self.weight_sync_timeout if self.sync_timeout_s is None else self.sync_timeout_s
         super().__post_init__()
         self._check_ranges()
-        self._check_choices()
+        check_truncation(self)
         if self.truncation or self.resolved_engine == "server":
             # A server's log-probs, and those after a truncation, are of what a penalty or a guide made of the distribution.
             reject_reshaped_sampling(self)
@@ -157,8 +154,9 @@ class AsyncGRPOConfig(PictureConfig, EpisodeFields, OnlineConfig):
             if value != neutral:
                 error = NotImplementedError if name == "use_liger_kernel" else ConfigError
                 raise error(
-                    f"{name}={value!r} has no meaning in asynchronous GRPO, where every rollout is trained once and nothing is "
-                    "compared with a reference; engines are chosen by worker_engine. Leave it out, or use GRPOTrainer."
+                    f"{name}={value!r} has no meaning in asynchronous GRPO, where every rollout is trained once, always against "
+                    "the weights that wrote it, and nothing is compared with a reference; engines are chosen by worker_engine. "
+                    "Leave it out, or use GRPOTrainer."
                 )
 
     def _check_ranges(self) -> None:
@@ -173,15 +171,6 @@ class AsyncGRPOConfig(PictureConfig, EpisodeFields, OnlineConfig):
             ),
         ]  # fmt: skip
         check_rules(self, rules)
-
-    def _check_choices(self) -> None:
-        if self.is_correction is None:
-            return
-        low, high = self.is_clip_min, self.is_clip_max
-        if low is None and high is None and "truncate" in self.is_correction:
-            raise ConfigError(f"is_correction={self.is_correction!r} truncates to nothing: set is_clip_max.")
-        if low is not None and high is not None and low >= high:
-            raise ConfigError(f"is_clip_min={low} must be below is_clip_max={high}.")
 
     def _resolve_batches(self) -> None:
         """Rollouts of a step, whatever its passes; what evaluation generates is checked as everywhere."""

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from posttrain.losses.advantages import AdvantageStats, group_advantages
 from posttrain.losses.policy import clip_metrics, clipped, importance_log_ratio, k3, rollout_correction
 from posttrain.losses.reduce import spread
 from posttrain.methods.async_grpo.config import AsyncGRPOConfig
 from posttrain.methods.base import SAMPLES, Method, sampler_logp
 from posttrain.metrics import Metric, maximum, mean
+from posttrain.rewards.runner import RewardTable
 from posttrain.types import Batch, LossTerms, ModelOutputs
 
 
 def async_grpo_objective(out: ModelOutputs, batch: Batch, cfg: AsyncGRPOConfig) -> LossTerms:
     """``-min(rho A, clip(rho, 1 - eps, 1 + eps_high) A)``, per token, divided by the tokens of the whole step.
 
-    ``is_correction=None``: ``rho = pi / mu`` with the log-probs ``log mu`` of the weights that sampled each token. Otherwise
-    ``rho = pi / pi_start`` (1, with its gradient, since all passes of a step see the same weights), and the term is weighted
-    by ``pi_start / mu``, bounded: decoupled PPO, whose proximal policy costs no pass of its own here.
+    ``vllm_importance_sampling_mode=None``: ``rho = pi / mu`` with the log-probs ``log mu`` of the weights that sampled each
+    token. Otherwise ``rho = pi / pi_start`` (1, with its gradient, since all passes of a step see the same weights), and the
+    term is weighted by ``pi_start / mu``, bounded: decoupled PPO, whose proximal policy costs no pass of its own here.
 
     Args:
         out: Log-probs and entropies of the policy.
@@ -30,7 +32,8 @@ def async_grpo_objective(out: ModelOutputs, batch: Batch, cfg: AsyncGRPOConfig) 
     assert out.logp is not None and sampled is not None and batch.advantages is not None
     forest = (batch.loss_mask, batch.sequence, batch.num_sequences)
     advantages = spread(batch.advantages, batch.sequence)
-    old = sampled if cfg.is_correction is None else None
+    mode = cfg.vllm_importance_sampling_mode
+    old = sampled if mode is None else None
     log_ratio = importance_log_ratio(out.logp, old, *forest, level="token")
     high = cfg.epsilon if cfg.epsilon_high is None else cfg.epsilon_high
     terms = clipped(log_ratio, advantages, epsilon=cfg.epsilon, epsilon_high=high, delta=cfg.delta)
@@ -42,9 +45,12 @@ def async_grpo_objective(out: ModelOutputs, batch: Batch, cfg: AsyncGRPOConfig) 
         "kl": mean(k3(sampled, out.logp.detach()), batch.loss_mask),
     }
     metrics |= clip_metrics(log_ratio, advantages, *forest, epsilon=cfg.epsilon, epsilon_high=high, delta=cfg.delta)
-    if cfg.is_correction is not None:
-        bounds = {"clip_max": cfg.is_clip_max, "clip_min": cfg.is_clip_min}
-        weight = rollout_correction(out.logp.detach(), sampled, *forest, mode=cfg.is_correction, **bounds)
+    if mode is not None:
+        bounds = {
+            "clip_max": cfg.vllm_importance_sampling_clip_max,
+            "clip_min": cfg.vllm_importance_sampling_clip_min,
+        }
+        weight = rollout_correction(out.logp.detach(), sampled, *forest, mode=mode, **bounds)
         terms = terms * weight
         metrics |= {
             "sampling/importance_sampling_ratio/mean": mean(weight, batch.loss_mask),
@@ -69,6 +75,10 @@ class AsyncGRPO(Method[AsyncGRPOConfig]):
 
     config_class = AsyncGRPOConfig
     traits = replace(SAMPLES, follows_truncation=True, reads_images=True, takes_episodes=True)
+
+    def advantages(self, rewards: RewardTable, size: int) -> AdvantageStats:
+        """A completion's reward against the mean of its group of ``size``, divided by a spread; workers call the same."""
+        return group_advantages(rewards.values, rewards.weights, size, scale_rewards=self.cfg.scale_rewards)
 
     def objective(self, outputs: ModelOutputs, batch: Batch) -> LossTerms:
         """See `async_grpo_objective`."""

@@ -33,6 +33,7 @@ from posttrain.models.probe import probe_layout
 from posttrain.models.reference import Reference, hash_vocabulary
 from posttrain.report.files import whole_file
 from posttrain.rollouts.base import evaluating
+from posttrain.rollouts.engines import IN_WORKERS
 from posttrain.types import Batch, Row
 
 if TYPE_CHECKING:
@@ -227,7 +228,7 @@ class ServerTeacher:
                 "this loss sees others. Fix: beta=0 with any loss_top_k, or loss_top_k=1."
             )
         # Our host has no limit but the vocabulary; vLLM's is an option of its own, 20 where the server does not name it.
-        own = facts.get("engine") in ("native", "hf")
+        own = facts.get("engine") in IN_WORKERS
         cap = int(facts["vocab_size"] if own else facts.get("max_logprobs") or 20)
         if self.top_k > cap:
             raise ConfigError(

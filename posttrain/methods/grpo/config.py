@@ -10,7 +10,13 @@ from typing import Annotated, Literal
 from posttrain.errors import ConfigError
 from posttrain.fields import NonNegativeFloat, OneOf, PositiveFloat, Share, option
 from posttrain.methods.config import PictureConfig
-from posttrain.methods.online_config import EpisodeFields, OnlineConfig, reject_reshaped_sampling, reshaped_sampling
+from posttrain.methods.online_config import (
+    EpisodeFields,
+    OnlineConfig,
+    check_truncation,
+    reject_reshaped_sampling,
+    reshaped_sampling,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -43,13 +49,7 @@ def check_combinations(cfg: GRPOConfig) -> None:
             f"loss_type='cispo' with epsilon_high={cfg.epsilon_high}: CISPO caps the ratio itself, so a cap below 1 would "
             "scale every token down. Use epsilon_high=5.0."
         )
-    low, high = cfg.vllm_importance_sampling_clip_min, cfg.vllm_importance_sampling_clip_max
-    if cfg.vllm_importance_sampling_mode.endswith("_truncate") and low is None and high is None:
-        raise ConfigError(
-            f"vllm_importance_sampling_mode={cfg.vllm_importance_sampling_mode!r} truncates the ratio at "
-            "vllm_importance_sampling_clip_min and vllm_importance_sampling_clip_max, and both are None. Set one, e.g. "
-            "vllm_importance_sampling_clip_max=2.0."
-        )
+    check_truncation(cfg)
 
 
 def _check_luspo(cfg: GRPOConfig) -> None:

@@ -9,8 +9,9 @@ from typing import Annotated, Any, Literal
 from posttrain.errors import ConfigError, exact_div
 from posttrain.fields import NonNegativeFloat, NonNegativeInt, OneOf, PositiveFloat, PositiveInt, Share, option
 from posttrain.methods.config import PostTrainingConfig, check_gathering
-from posttrain.methods.online_config import ENGINES, RewardFields
+from posttrain.methods.online_config import RewardFields
 from posttrain.rewards.runner import transform_names
+from posttrain.rollouts.engines import EXACT
 
 ESTIMATORS = ("k1", "k3")
 WHITEN_LEAST = 8  # Responses of a mini-batch on one process below which whitened rewards are mostly noise.
@@ -89,7 +90,7 @@ class PPOConfig(_OneCompletion, RewardFields, PostTrainingConfig):
     ref_adapter_name: str | None = option(None, "Adapter that is the reference, of a peft model that has several.")
     shuffle_dataset: bool = option(True, "Shuffle the prompts of the training set.")
     chat_template_kwargs: dict[str, Any] | str | None = option(None, "Passed at every template call.")
-    rollout_engine: Annotated[str, OneOf(ENGINES)] = option(
+    rollout_engine: Annotated[str, OneOf(("auto", *EXACT))] = option(
         "auto", "native (in process, on the trainer's weights), hf (transformers), or auto: native if exact."
     )
     sft_model_path: str = option("EleutherAI/pythia-160m", "Policy; read by `posttrain ppo` alone, without a model.")

@@ -12,16 +12,14 @@ import torch
 from posttrain.errors import ConfigError, RolloutError, RolloutInterrupted, check_choice
 from posttrain.models.vision import install_pictures
 from posttrain.rollouts.base import RolloutEngine, require_engine
-from posttrain.rollouts.engines import create_engine
+from posttrain.rollouts.engines import IN_WORKERS, create_engine
 from posttrain.rollouts.workers.shared_weights import copy_into, read_weights
 from posttrain.types import FinishReason, Request, Rollout, Sampling
 
-WORKER_ENGINES = ("native", "hf", "server", "custom")
-
 
 @dataclass(slots=True)
-class EngineSpec:
-    """A recipe.
+class EngineRecipe:
+    """How a worker makes its engine.
 
     Attributes:
         kind: ``native`` or ``hf``: the worker holds a copy of the model; ``server``: it asks rollout servers, which get their
@@ -45,7 +43,7 @@ class EngineSpec:
     processor: Any = None
 
     def __post_init__(self) -> None:
-        check_choice("worker_engine", self.kind, WORKER_ENGINES)
+        check_choice("worker_engine", self.kind, (*IN_WORKERS, "custom"))
         if self.kind in ("server", "custom") and self.factory is None:
             raise ConfigError(f"worker_engine={self.kind!r} needs a function that makes the engine.")
 
@@ -61,7 +59,7 @@ class WorkerEngine:
         version: Of the weights it has; 0 before the first.
     """
 
-    def __init__(self, spec: EngineSpec) -> None:
+    def __init__(self, spec: EngineRecipe) -> None:
         self.spec, self.version, self.holders = spec, 0, None
         # A copy of the policy; None where the engine keeps its own weights, or servers have them.
         self.model: Any = None

@@ -8,11 +8,11 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from posttrain.errors import ROUNDING, RolloutError
-from posttrain.types import Rollout
+from posttrain.types import FinishReason, Rollout
 from posttrain.values import given_number, token_ids, token_logps
 
 if TYPE_CHECKING:
@@ -129,6 +129,12 @@ class Trajectory:
     def tokens(self) -> int:
         """Of all rows."""
         return sum(len(sample) for sample in self.samples)
+
+    def rollout(self) -> Rollout:
+        """Its first row as a completion, the others as branches of it."""
+        first, *others = [sample.rollout() for sample in self.samples]
+        reason: FinishReason = "stop" if self.finished else "length"
+        return replace(first, finish_reason=reason, branches=others)
 
 
 @dataclass(slots=True)

@@ -19,7 +19,13 @@ from torch import Tensor, nn
 from posttrain.data.processors import PictureProcessor
 from posttrain.errors import RolloutError
 from posttrain.loop.reward_watch import RewardWatch
-from posttrain.loop.scoring import completion_rows, reward_options
+from posttrain.loop.scoring import (
+    completion_lengths,
+    completion_metrics,
+    completion_rows,
+    reward_metrics,
+    reward_options,
+)
 from posttrain.loop.weight_sync import WeightSync, sync_option, whole_update
 from posttrain.methods.async_grpo.config import AsyncGRPOConfig
 from posttrain.metrics import Metric, maximum, mean, total
@@ -27,9 +33,15 @@ from posttrain.models import parallel
 from posttrain.models.heads import causal_lm
 from posttrain.rewards.runner import RewardRunner, RewardTable
 from posttrain.rollouts.base import Capabilities
-from posttrain.rollouts.batch import RolloutBatch, by_context, completions_for_rewards, rollout_batch
+from posttrain.rollouts.batch import (
+    RolloutBatch,
+    by_context,
+    completions_for_rewards,
+    rollout_batch,
+    trajectory_batch,
+)
 from posttrain.rollouts.episodes.driver import EpisodeSetup
-from posttrain.rollouts.workers.engine import EngineSpec
+from posttrain.rollouts.workers.engine import EngineRecipe
 from posttrain.rollouts.workers.ledger import DROP_REASONS, DropWatch, Ledger, balanced_shares
 from posttrain.rollouts.workers.processes import PoolSettings, WorkerPool
 from posttrain.rollouts.workers.samples import RolloutBuffer, RolloutSample, TaskSource, Trajectory
@@ -243,7 +255,7 @@ class RolloutService:
         episodes = {name: given[name] for name in ("tools", "environment_factory", "harness")}
         contexts = [self.sync.context, getattr(self.transfer, "context", None)]
         return RolloutJob(
-            engine=self._engine_spec(),
+            engine=self._engine_recipe(),
             tokenizer=self.tokenizer,
             sampling=self.sampling(),
             context=min((c for c in contexts if c), default=None),
@@ -258,14 +270,14 @@ class RolloutService:
             reader=self.reader,
         )
 
-    def _engine_spec(self) -> EngineSpec:
+    def _engine_recipe(self) -> EngineRecipe:
         kind, inner, factory = self._engine_kind, causal_lm(self.sync.run.model), self.given["engine_factory"]
         if kind == "server":
             from posttrain.rollouts.server.engine import FollowingEngine
 
             patience = self.args.vllm_server_timeout
             factory = functools.partial(FollowingEngine, patience=patience, **self._server_options())
-        return EngineSpec(
+        return EngineRecipe(
             kind,
             config=inner.config,
             dtype=str(next(inner.parameters()).dtype).removeprefix("torch."),
@@ -500,10 +512,11 @@ class AsyncRollouts:
     def _log_step(self, waited: float) -> None:
         """What the step holds, of all processes; only the main one logs it."""
         first = [trajectory.samples[0] for trajectory in self.held]
+        batch, table = trajectory_batch(self.held), self._table(first)
         metrics = _sample_metrics(first) | self._age_metrics() | self._pool_metrics()
+        metrics |= completion_metrics(batch, masks_truncated=self.args.mask_truncated_completions)
         metrics["queue_wait_time_s"] = mean(waited)
-        self.sync.run.log(metrics)
-        batch, table = rollout_batch(first), self._table(first)
+        self.sync.run.log(metrics | self._reward_metrics(batch, table, first))
         completions_for_rewards(self.tokenizer, batch.rollouts, conversational=False)
         self.add_completions(completion_rows(batch, table, self.tokenizer, self.sync.run.state.global_step))
         self._watch_rewards(first, table)
@@ -539,6 +552,16 @@ class AsyncRollouts:
         if spent.get("groups"):
             found["scoring_time_ms"] = mean(1e3 * spent.get("score", 0.0) / spent["groups"])
         return found
+
+    def _reward_metrics(self, batch: RolloutBatch, table: RewardTable, first: list[RolloutSample]) -> dict[str, Metric]:
+        """As in synchronous training, of samples that bring their rewards."""
+        if table.values.isnan().all():
+            return {}
+        totals = torch.tensor([sample.metrics.get("reward", math.nan) for sample in first])
+        advantages = torch.tensor([sample.advantage for sample in first])
+        scored = totals[~totals.isnan()]
+        std = mean(float(scored.std()) if scored.numel() > 1 else 0.0)
+        return reward_metrics(table, totals, advantages, completion_lengths(batch)) | {"reward_std": std}
 
     def _table(self, samples: list[RolloutSample]) -> RewardTable:
         """Rewards as samples bring them, NaN where one does not."""

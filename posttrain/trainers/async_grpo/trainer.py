@@ -17,7 +17,6 @@ from posttrain.data.forest import collate
 from posttrain.data.samplers import PromptStream
 from posttrain.errors import ConfigError
 from posttrain.loop.online import OnlineTrainer
-from posttrain.losses.advantages import weighted_total
 from posttrain.methods.async_grpo.config import AsyncGRPOConfig
 from posttrain.methods.async_grpo.objective import AsyncGRPO
 from posttrain.models import parallel
@@ -42,7 +41,6 @@ from posttrain.trainers.arguments import (
     TrainSet,
 )
 from posttrain.trainers.async_grpo.rollouts import AsyncRollouts, RolloutService, warn_of_reward_models
-from posttrain.trainers.async_grpo.worker import population_advantages
 from posttrain.types import Batch, LossTerms, ModelOutputs, Truncation
 
 if TYPE_CHECKING:
@@ -76,6 +74,7 @@ class AsyncGRPOTrainer(OnlineTrainer):
     """
 
     METHOD = AsyncGRPO
+    method: AsyncGRPO
     _tag_names: ClassVar[list[str]] = ["posttrain", "async-grpo"]
     args: AsyncGRPOConfig
     source: AsyncRollouts
@@ -311,11 +310,9 @@ class AsyncGRPOTrainer(OnlineTrainer):
 
     def advantages(self, generation: RolloutBatch, table: RewardTable, mode: str) -> torch.Tensor:
         """Of completions generated in this process, which is evaluation only."""
-        totals = weighted_total(table.values, table.weights)
-        size = self.group_size(mode)
-        found = torch.cat([population_advantages(group) for group in totals.view(-1, size)])
-        self.reward_watch.log(generation, table, totals, found, mode)
-        return found
+        stats = self.method.advantages(table, self.group_size(mode))
+        self.reward_watch.log(generation, table, stats.totals, stats.advantages, mode)
+        return stats.advantages
 
     def attach_logps(self, generation: RolloutBatch, mode: str) -> None:
         """Those of the engine, which is the policy itself in evaluation."""

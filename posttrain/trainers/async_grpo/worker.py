@@ -16,7 +16,6 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
 from posttrain.data.chat import tokenize_prompts
 from posttrain.data.formats import is_conversational, is_messages
@@ -25,13 +24,13 @@ from posttrain.data.pictures import without_pictures
 from posttrain.data.processors import PictureProcessor
 from posttrain.errors import RolloutError
 from posttrain.loop.scoring import reward_runner, score_rollouts
-from posttrain.losses.advantages import MOST, centred, group_advantages, weighted_total
+from posttrain.losses.advantages import MOST, group_advantages
 from posttrain.rewards.runner import RewardRunner, RewardTable
 from posttrain.rollouts.batch import RolloutBatch, completions_for_rewards, sampled_logps, shared_requests
 from posttrain.rollouts.episodes.driver import EpisodeDriver, EpisodeSetup
 from posttrain.rollouts.episodes.loop import Batches, Episode
 from posttrain.rollouts.workers.engine import (
-    EngineSpec,
+    EngineRecipe,
     PartialCompletion,
     ResumableGenerator,
     WorkerEngine,
@@ -48,8 +47,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Of the population std.
-EPSILON = 1e-8
 # Groups that wait for the reward functions before generation waits too.
 SCORE_BACKLOG = 16
 # Seconds between two looks of the interrupter, and of a worker that has nothing to do.
@@ -75,7 +72,7 @@ class RolloutJob:
         reader: Reads prompts with pictures; None: prompts are text.
     """
 
-    engine: EngineSpec
+    engine: EngineRecipe
     tokenizer: Any
     sampling: Sampling
     context: int | None
@@ -297,22 +294,6 @@ def _text(error: BaseException) -> str:
 # Scoring -------------------------------------------------------------------------------------------------------------
 
 
-def population_advantages(totals: Tensor) -> Tensor:
-    """``(r - mean) / (std + 1e-8)`` with the population std over the scored members of one group; 0 for the others.
-
-    Args:
-        totals: ``(n,)`` rewards, NaN where no function applied.
-
-    >>> population_advantages(torch.tensor([1.0, 0.0, float("nan"), 1.0, 0.0]))
-    tensor([ 1., -1.,  0.,  1., -1.])
-    """
-    scored = ~totals.isnan()
-    if not bool(scored.any()):
-        return torch.zeros_like(totals)
-    gaps = centred(totals)
-    return (gaps / (gaps[scored].square().mean().sqrt() + EPSILON)).nan_to_num(0.0)
-
-
 def score_group(
     group: RolloutGroup,
     rewards: RewardRunner,
@@ -336,16 +317,12 @@ def score_group(
         RewardError: A function raised or returned what is no reward.
         RolloutError: A trained token has no log-prob.
     """
-    batch = group.batch
-    table = score_rollouts(rewards, batch, tokenizer, SimpleNamespace(global_step=group.version))
+    batch, step = group.batch, SimpleNamespace(global_step=group.version)
+    table = score_rollouts(rewards, batch, tokenizer, step)
     table.values = rewards.transformed(table.values, torch.zeros(len(batch.rollouts), dtype=torch.long))
-    totals = weighted_total(table.values, table.weights)
-    if scale_rewards == "population":
-        exact = population_advantages(totals)
-    else:
-        exact = group_advantages(table.values, table.weights, len(totals), scale_rewards=scale_rewards).advantages
-    most = math.inf if scale_rewards == "none" else MOST
-    shared, found = _group_metrics(table, totals), []
+    stats = group_advantages(table.values, table.weights, len(batch.rollouts), scale_rewards=scale_rewards)
+    exact, most = stats.advantages, math.inf if scale_rewards == "none" else MOST
+    shared, found = _group_metrics(table), []
     for i, rollout in enumerate(batch.rollouts):
         masks = batch.trained(i, mask_truncated)
         if not any(map(any, masks)):
@@ -353,9 +330,8 @@ def score_group(
         metrics = {
             **shared,
             **(group.metrics[i] if group.metrics else {}),
-            "reward": float(totals[i]),
+            "reward": float(stats.totals[i]),
             **{f"rewards/{n}": v for n, v in zip(table.names, table.values[i].tolist(), strict=True)},
-            **_length_metrics(rollout),
             "advantages/clipped_share": float(exact[i].abs() > most),
         }
         advantage, sequences = float(exact[i].clamp(-most, most)), (rollout, *rollout.branches)
@@ -367,22 +343,11 @@ def score_group(
     return found
 
 
-def _group_metrics(table: RewardTable, totals: Tensor) -> dict[str, float]:
-    """What all completions of a group have in common: std, seconds, shares of odd rewards."""
-    scored = totals[~totals.isnan()]
-    found = {"reward_std": float(scored.std()) if len(scored) > 1 else math.nan}
-    found |= {name: float(m.value) / float(m.weight) for name, m in table.metrics.items() if m.reduction == "mean"}
+def _group_metrics(table: RewardTable) -> dict[str, float]:
+    """What all completions of a group have in common: seconds, shares of odd rewards."""
+    found = {name: float(m.value) / float(m.weight) for name, m in table.metrics.items() if m.reduction == "mean"}
     odd = {name: float(m.value) for name, m in table.metrics.items() if name.endswith("/nan")}
-    return found | {name: count / len(totals) for name, count in odd.items()}
-
-
-def _length_metrics(rollout: Rollout) -> dict[str, float]:
-    written = sum(rollout.tool_mask) if rollout.tool_mask else len(rollout.token_ids)
-    tools = {"tools/token_share": 1 - written / len(rollout.token_ids)} if rollout.tool_mask else {}
-    return tools | {
-        "completions/mean_length": float(written),
-        "completions/clipped_ratio": float(rollout.finish_reason != "stop"),
-    }
+    return found | {name: count / len(table.values) for name, count in odd.items()}
 
 
 def _sample(
