@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 
 from posttrain.loop.evaluation import full_logits, predicted_metrics
@@ -57,6 +58,7 @@ def compute_terms(
         temperature=run.method.temperature,
         truncation=truncation,
         chunk_size=run.args.logits_chunk_size,
+        expected_grad=expected_gradient(run, batch) if model.training else None,
         compare=run.hooks.comparison(batch),
     )
     terms = run.hooks.objective(outputs, batch)
@@ -65,6 +67,23 @@ def compute_terms(
         run.method.observe(terms, outputs, run.denominators)
     add_router_term(terms, outputs, run.router_coefficient)
     return terms, outputs
+
+
+def expected_gradient(run: Run, batch: Batch) -> Tensor | None:
+    """``(B, T)``: the gradient of the loss with respect to the log-probs, where the method knows it before the pass.
+
+    It is taken of the objective itself, at log-probs that are all 0. A subclass's objective may do more than compute: it is
+    called once.
+    """
+    if run.hooks.objective != run.method.objective or not run.method.knows_gradient(batch):
+        return None
+    with torch.enable_grad():
+        grid = torch.zeros(batch.input_ids.shape, device=batch.input_ids.device)
+        logp = grid.clone().requires_grad_()
+        needs = {name: grid for name in ("entropy", "correct") if name in run.method.traits.needs}
+        terms = run.method.objective(ModelOutputs(logp=logp, **needs), batch)
+        terms.share = batch.shares
+        return torch.autograd.grad(reduce(terms, run.denominators), logp)[0]
 
 
 def no_comparison(batch: Batch) -> None:

@@ -128,6 +128,14 @@ class Method(ABC, Generic[Config]):
     def objective(self, outputs: ModelOutputs, batch: Batch) -> LossTerms:
         """Unreduced loss terms and metrics of one batch."""
 
+    def knows_gradient(self, batch: Batch) -> bool:
+        """Whether the gradient of the loss with respect to the log-probs depends on the batch alone, and not on the log-probs.
+
+        The output layer then computes its logits once (`posttrain.models.logprob.token_logprobs`). Where the answer is wrong,
+        it computes them again: the gradient is right either way.
+        """
+        return False
+
     def counts(self, batches: Sequence[Batch]) -> dict[str, float]:
         """Further counts of an optimiser step that its terms are divided by (`LossTerms.count`); the same names on all ranks."""
         return {}

@@ -134,6 +134,10 @@ class SFT(Method[SFTConfig]):
         """Tokenised examples as rows without a shared prompt; packed examples come apart into their documents."""
         return document_rows(examples)
 
+    def knows_gradient(self, batch: Batch) -> bool:
+        """Every token's term is its log-prob, but for DFT's weights."""
+        return self.cfg.loss_type != "dft" and not self.cfg.label_smoothing_factor
+
     def objective(self, outputs: ModelOutputs, batch: Batch) -> LossTerms:
         """See `sft_objective`."""
         smoothing = self.cfg.label_smoothing_factor

@@ -42,6 +42,7 @@ def forward(
     temperature: float = 1.0,
     truncation: Truncation = WHOLE,
     chunk_size: int | None = None,
+    expected_grad: Tensor | None = None,
     compare: Callable[..., dict[str, Any]] | None = None,
 ) -> ModelOutputs:
     """Run the model on a forest and put what was asked for on its ``(B, T)`` grid.
@@ -54,6 +55,7 @@ def forward(
         temperature: Divides the logits, so that log-probs are those of the distribution that was sampled from.
         truncation: What sampling left out of it: ``log_mass`` says how much it left.
         chunk_size: Positions whose logits exist at once; None: as many as `token_logprobs` picks.
+        expected_grad: ``(B, T)`` gradient of the log-probs, see `token_logprobs`; None: not known before the pass.
         compare: See `TokenHead.compare`; what it returns is ``compared``.
 
     Returns:
@@ -61,7 +63,7 @@ def forward(
         ``values`` (asked for by that name) of the state before each completion token.
     """
     install_token_head(model)
-    asked = Pass(batch, needs, temperature, truncation, chunk_size, compares=compare is not None)
+    asked = Pass(batch, needs, temperature, truncation, chunk_size, expected_grad, compare is not None)
     split = token_split.active()
     if split is None or (torch.is_grad_enabled() and not split.in_turn):
         result = _run(model, asked, compare)
@@ -115,13 +117,14 @@ class Pass:
     temperature: float
     truncation: Truncation
     chunk_size: int | None
+    expected_grad: Tensor | None = None
     compares: bool = False
 
     def bare(self) -> Pass:
         """On the host, without what the objective alone reads."""
         empty = dict.fromkeys(("advantages", "old_logp", "ref_logp", "rollout_logp"))
         batch = replace(self.batch, **empty, columns={}).to("cpu")
-        return replace(self, batch=batch)
+        return replace(self, batch=batch, expected_grad=None)
 
 
 def _run(
@@ -177,7 +180,7 @@ def _piece(
     moved = {"rows": head.rows[inside], "columns": head.columns[inside] - columns.start}
     if isinstance(head, ScoreHead):
         return replace(head, **moved), own
-    piece = replace(head, **moved, targets=head.targets[inside])
+    piece = replace(head, **moved, targets=head.targets[inside], expected_grad=None)
     if head.balance_over is not None:
         piece.balance_over = head.balance_over[:, columns]
         piece.total = lambda sums: split.at_owner(owner, [sums])[0]
@@ -331,6 +334,7 @@ def _token_head(asked: Pass, virtual: int) -> TokenHead:
         temperature=asked.temperature,
         truncation=asked.truncation,
         chunk_size=asked.chunk_size,
+        expected_grad=None if asked.expected_grad is None else asked.expected_grad[rows, columns],
         needs=asked.needs,
         balance_over=batch.real.long() if "aux" in asked.needs else None,
     )

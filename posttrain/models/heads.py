@@ -122,6 +122,7 @@ class TokenHead:
         temperature: Divides the logits before the softmax.
         truncation: Of the sampler, of which the mass that it leaves is returned.
         chunk_size: Positions whose logits exist at once; None: see `token_logprobs`.
+        expected_grad: ``(N,)``, see `token_logprobs`; None: not known before the pass.
         needs: What else to return; see `posttrain.models.forward.forward`.
         balance_over: ``(B, T)`` 1 on real tokens: return the router's load-balancing term over them.
         values: Last hidden states ``(B, T, H)`` to values ``(M,)``, returned beside the log-probs.
@@ -137,6 +138,7 @@ class TokenHead:
     temperature: float = 1.0
     truncation: Truncation = WHOLE
     chunk_size: int | None = None
+    expected_grad: Tensor | None = None
     needs: frozenset[str] = frozenset()
     balance_over: Tensor | None = None
     values: Callable[[Tensor], Tensor] | None = None
@@ -334,6 +336,7 @@ def _project(inner: nn.Module, hidden: Tensor, head: TokenHead) -> dict[str, Ten
                 temperature=head.temperature,
                 truncation=head.truncation,
                 chunk_size=head.chunk_size,
+                expected_grad=head.expected_grad,
                 entropy_grad="entropy_grad" in head.needs,
                 **{f"need_{name}": name in head.needs for name in PER_TOKEN},
             )

@@ -1,7 +1,8 @@
 """Log-probabilities of chosen tokens from hidden states, a chunk of logits at a time.
 
 The ``(N, V)`` logits never exist: forward keeps two numbers a token, backward computes the chunk again. Peak memory is
-O(chunk * V) instead of O(N * V), whatever the loss does with the log-probs afterwards.
+O(chunk * V) instead of O(N * V), whatever the loss does with the log-probs afterwards. Where the gradient of the log-probs is
+known before the pass, or hidden states alone want one, a chunk is computed once: forward makes the gradients while it has it.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 # Of float32 logits. Measured on 2 cores at vocabularies of 49k and 152k: 64 MiB is no faster than 24, 16 and less are slower.
 CHUNK_BYTES, ACCELERATOR_CHUNK_BYTES = 24 * 2**20, 64 * 2**20
 NUMBERS = ("entropy", "mean_logit", "collision")
+# Of the largest gradient of a log-prob, up to which a gradient is the expected one.
+MOST_ERROR = 1e-6
 
 
 @dataclass(slots=True)
@@ -110,6 +113,52 @@ class _HeadGradients:
         )
 
 
+class _Ahead:
+    """Gradients that forward makes of its chunks of logits, for an expected gradient of the log-probs.
+
+    Args:
+        expected: ``(N,)`` gradient of the log-probs up to one factor; None: any, since only hidden states want a gradient, of
+            which each is its own log-prob's times a vector.
+        sums: Takes the gradients.
+    """
+
+    def __init__(self, expected: Tensor | None, sums: _HeadGradients) -> None:
+        self.expected, self.sums = expected, sums
+
+    def add(self, part: slice, e: Tensor, z: Tensor, targets: Tensor, bent: Tensor | None, rule: _Rule) -> None:
+        """Add a chunk of softmax ``e / z``, ``(n, V)`` and ``(n,)``; ``e`` is overwritten."""
+        g = torch.ones_like(z) if self.expected is None else self.expected[part]
+        dx = e.mul_((-g / z)[:, None])
+        dx.scatter_add_(1, targets[:, None], g[:, None])
+        self.sums.add(part, rule.through(dx, bent))
+
+    def scaled(self, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None] | None:
+        """The gradients for the true ``(N,)`` gradient of the log-probs; None where it is no multiple of the expected one."""
+        hidden, weight, bias = self.sums.found()
+        if self.expected is None:
+            assert hidden is not None
+            return hidden * grad[:, None].to(hidden.dtype), None, None
+        largest = self.expected.abs().argmax()
+        factor = grad[largest] / self.expected[largest] if self.expected[largest] else grad.new_ones(())
+        error = (grad - factor * self.expected).abs().max()
+        if not bool(error <= MOST_ERROR * grad.abs().max()):  # Where a gradient is no number, neither.
+            return None
+        if factor != 1.0:
+            hidden, weight, bias = (None if x is None else x * factor.to(x.dtype) for x in (hidden, weight, bias))
+        return hidden, weight, bias
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """What `token_logprobs` was asked for; ``once``: gradients are made ahead, for ``expected`` as `_Ahead` has it."""
+
+    rule: _Rule
+    wants: frozenset[str]
+    truncation: Truncation
+    once: bool
+    expected: Tensor | None
+
+
 class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -118,19 +167,22 @@ class _TokenLogprobs(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         targets: Tensor,
-        rule: _Rule,
-        wants: frozenset[str],
-        truncation: Truncation,
+        asked: _Asked,
     ) -> tuple[Tensor, ...]:
+        rule, wants, truncation = asked.rule, asked.wants, asked.truncation
         wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
         n = targets.shape[0]
+        ahead = None
+        if asked.once:
+            sums = _HeadGradients(hidden, weight, bias, ctx.needs_input_grad[:3], wide)
+            ahead = _Ahead(None if asked.expected is None else asked.expected.to(wide), sums)
         logp, log_z = hidden.new_empty(n, dtype=wide), hidden.new_empty(n, dtype=wide)
         entropy, mean_logit, collision = (hidden.new_empty(n * (name in wants), dtype=wide) for name in NUMBERS)
         log_mass = hidden.new_empty(n * bool(truncation), dtype=wide)
         correct = torch.empty(n * ("correct" in wants), dtype=torch.bool, device=hidden.device)
         for start in range(0, n, rule.chunk):
             part = slice(start, start + rule.chunk)
-            x, _ = rule.logits(hidden[part], weight, bias)
+            x, bent = rule.logits(hidden[part], weight, bias)
             chosen = x.gather(1, targets[part, None]).squeeze(1)
             top = x.amax(1)
             if "correct" in wants:
@@ -147,8 +199,10 @@ class _TokenLogprobs(torch.autograd.Function):
                 collision[part] = torch.linalg.vecdot(e, e).log() - 2.0 * z.log()
             if truncation:
                 log_mass[part] = kept_log_mass(x, truncation, targets[part, None])
+            if ahead is not None:
+                ahead.add(part, e, z, targets[part], bent, rule)
         ctx.save_for_backward(hidden, weight, bias, targets, log_z, entropy)
-        ctx.rule, ctx.wants = rule, wants
+        ctx.rule, ctx.wants, ctx.ahead = rule, wants, ahead
         fixed = (correct, mean_logit, collision, log_mass)
         ctx.mark_non_differentiable(*fixed, *(() if "entropy_grad" in wants else (entropy,)))
         return logp, entropy, *fixed
@@ -160,6 +214,12 @@ class _TokenLogprobs(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, targets, log_z, entropy = ctx.saved_tensors
         rule: _Rule = ctx.rule
+        ahead, ctx.ahead = ctx.ahead, None  # Nothing holds what it returns, so that autograd need not copy it.
+        if ahead is not None:
+            gradients = ahead.scaled(grad_logp)
+            if gradients is not None:
+                return *gradients, None, None
+        del ahead
         through_entropy = "entropy_grad" in ctx.wants and grad_entropy is not None
         wide = grad_logp.dtype
         sums = _HeadGradients(hidden, weight, bias, ctx.needs_input_grad[:3], wide)
@@ -176,7 +236,7 @@ class _TokenLogprobs(torch.autograd.Function):
                 dx = lp.exp_().mul_(-g[:, None])
             dx.scatter_add_(1, targets[part, None], g[:, None])
             sums.add(part, rule.through(dx, bent))
-        return *sums.found(), None, None, None, None
+        return *sums.found(), None, None
 
 
 def _prepared(
@@ -205,6 +265,7 @@ def token_logprobs(
     temperature: float = 1.0,
     truncation: Truncation = WHOLE,
     chunk_size: int | None = None,
+    expected_grad: Tensor | None = None,
     need_entropy: bool = False,
     entropy_grad: bool = False,
     need_correct: bool = False,
@@ -224,6 +285,9 @@ def token_logprobs(
         truncation: Where it leaves anything out, also the log of the mass that it leaves; no gradient. See
             `posttrain.losses.truncation`.
         chunk_size: Positions at a time; None picks about 24 MiB of logits on a CPU, 64 elsewhere.
+        expected_grad: ``(N,)`` gradient that the log-probs will get, up to one factor, where it is known before. The gradients of
+            hidden states and output layer are then made with the logits of the forward pass; backward makes them anew where
+            another gradient comes. On a CPU; elsewhere to compare the two would make the host wait.
         need_entropy: Also the entropy, in nats, of the tempered distribution.
         entropy_grad: Let gradients flow through the entropy.
         need_correct: Also whether the target was the most likely token.
@@ -246,8 +310,19 @@ def token_logprobs(
         "collision": need_collision, "log_mass": bool(truncation), "entropy_grad": entropy_grad,
     }  # fmt: skip
     wants = frozenset(name for name, want in asked.items() if want)
+    frozen = not weight.requires_grad and (bias is None or not bias.requires_grad)
+    known = len(targets) > 0 and (frozen or (expected_grad is not None and hidden.device.type == "cpu"))
+    # In float16 small probabilities vanish unless a scaled gradient lifts them.
+    once = (
+        known
+        and torch.is_grad_enabled()
+        and hidden.requires_grad
+        and hidden.dtype != torch.float16
+        and not entropy_grad
+    )
+    request = _Asked(rule, wants, truncation, once, None if frozen else expected_grad)
     with torch.autocast(hidden.device.type, enabled=False):
-        logp, *rest = _TokenLogprobs.apply(hidden, weight, bias, targets, rule, wants, truncation)
+        logp, *rest = _TokenLogprobs.apply(hidden, weight, bias, targets, request)
     return TokenLogprobs(logp, *(value if name in wants else None for name, value in zip(asked, rest, strict=False)))
 
 

@@ -2,13 +2,14 @@
 
 import datasets
 import pytest
+import torch
 
 import posttrain
 from posttrain import PPOConfig, PPOTrainer
 from posttrain.errors import ConfigError
-from posttrain.models import heads
+from posttrain.models import heads, logprob
 from tests.conftest import build_model
-from tests.methods.helpers import grpo, grpo_args
+from tests.methods.helpers import chats, grpo, grpo_args, sft, weights
 from tests.wordings import raises
 
 
@@ -66,3 +67,53 @@ def test_it_holds_in_every_pass(method, tiny_tokenizer, tmp_path, monkeypatch):
     monkeypatch.setattr(heads, "token_logprobs", watched)
     trainer.train()
     assert seen == {3}
+
+
+def test_logits_are_computed_once_where_the_gradient_of_the_log_probs_is_known(tiny_tokenizer, tmp_path, monkeypatch):
+    """SFT, and GRPO on its own samples; whatever else a loss or a subclass does is computed as before."""
+    counts, inner, whole = {}, logprob._Rule.logits, heads.token_logprobs
+
+    def asked(hidden, *args, **kwargs):
+        counts["asked"] += len(hidden)
+        return whole(hidden, *args, **kwargs)
+
+    def computed(self, hidden, *args):
+        counts["computed"] += len(hidden)
+        return inner(self, hidden, *args)
+
+    class Own(posttrain.SFTTrainer):
+        def objective(self, outputs, batch):
+            return super().objective(outputs, batch)
+
+    def own():
+        options = {"report_to": "none", "bf16": False, "max_steps": 2, "save_strategy": "no"}
+        args = posttrain.SFTConfig(str(tmp_path), **options)
+        return Own(build_model(len(tiny_tokenizer)), args, train_dataset=chats(), processing_class=tiny_tokenizer)
+
+    monkeypatch.setattr(heads, "token_logprobs", asked)
+    monkeypatch.setattr(logprob._Rule, "logits", computed)
+    short = {"max_steps": 2, "optim": "sgd"}  # Adam makes whole steps of rounding errors.
+    cases = [
+        (lambda: sft(tmp_path, tiny_tokenizer, **short), True),
+        (lambda: sft(tmp_path, tiny_tokenizer, **short, gradient_accumulation_steps=2), True),
+        (lambda: sft(tmp_path, tiny_tokenizer, **short, loss_type="dft"), False),
+        (own, False),
+        (lambda: grpo(tmp_path, tiny_tokenizer, **short), True),
+        (
+            lambda: grpo(tmp_path, tiny_tokenizer, **short, loss_type="grpo", importance_sampling_level="sequence"),
+            True,
+        ),
+        (lambda: grpo(tmp_path, tiny_tokenizer, **short, beta=0.1), False),
+        (lambda: grpo(tmp_path, tiny_tokenizer, **short, num_iterations=2), False),
+    ]
+    for number, (make, once) in enumerate(cases):
+        counts |= {"asked": 0, "computed": 0}
+        trainer = make()
+        trainer.train()
+        assert counts["asked"] > 0
+        assert (counts["computed"] == counts["asked"]) == once, (number, counts)
+        if once:
+            plain = make()
+            plain.method.knows_gradient = lambda batch: False
+            plain.train()
+            assert torch.allclose(weights(trainer), weights(plain), atol=1e-6), number

@@ -1,10 +1,13 @@
 """Chunked log-probs: equal to the dense formula in value and gradient, whatever the architecture does to its logits."""
 
+import math
+
 import pytest
 import torch
 from torch.nn import functional as F
 
 from posttrain.errors import ConfigError
+from posttrain.models import logprob
 from posttrain.models.logprob import token_logprobs
 
 RULES = [
@@ -148,3 +151,74 @@ def test_mean_logit_and_collision_equal_the_dense_formulas_at_any_chunk_without_
     assert not out.mean_logit.requires_grad
     assert not out.collision.requires_grad
     assert out.entropy is None
+
+
+@pytest.fixture
+def chunks(monkeypatch):
+    """One entry a chunk of logits that is computed."""
+    seen, logits = [], logprob._Rule.logits
+
+    def counted(self, hidden, weight, bias):
+        seen.append(len(hidden))
+        return logits(self, hidden, weight, bias)
+
+    monkeypatch.setattr(logprob._Rule, "logits", counted)
+    return seen
+
+
+def gradients(parts, true, rule, *, expected=None, frozen=False):
+    """Of hidden states and, unless frozen, of the output layer, for the gradient ``true`` of the log-probs."""
+    hidden, weight, bias, targets = parts
+    weight, bias = (weight.detach(), bias.detach()) if frozen else (weight, bias)
+    out = token_logprobs(
+        hidden, weight, targets, bias=bias, chunk_size=4, expected_grad=expected, need_entropy=True, **rule
+    )
+    return torch.autograd.grad((out.logp * true).sum(), (hidden,) if frozen else (hidden, weight, bias))
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_an_expected_gradient_or_a_frozen_head_computes_every_logit_once_and_the_same_gradients(rule, chunks):
+    parts = problem()
+    true = torch.linspace(-1.0, 2.0, 13, dtype=torch.float64)
+    wanted = gradients(parts, true, rule)
+    assert sum(chunks) == 2 * 13
+    for expected in (true, -0.25 * true):
+        chunks.clear()
+        found = gradients(parts, true, rule, expected=expected)
+        assert sum(chunks) == 13
+        assert all(torch.allclose(a, b, rtol=1e-10, atol=1e-12) for a, b in zip(found, wanted, strict=True))
+    chunks.clear()
+    (found,) = gradients(parts, true, rule, frozen=True)
+    assert sum(chunks) == 13
+    assert torch.allclose(found, wanted[0], rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("expected", "true", "times"),
+    [
+        (torch.ones(13), torch.linspace(0.0, 1.0, 13), 2),
+        (torch.zeros(13), torch.ones(13), 2),
+        (torch.ones(13), torch.tensor([math.nan] * 13), 2),
+        (torch.ones(13), torch.zeros(13), 1),
+        (torch.zeros(13), torch.zeros(13), 1),
+        (torch.ones(13), 1.0 + 1e-4 * torch.eye(13)[7], 2),
+    ],
+)
+def test_another_gradient_than_the_expected_one_is_computed_from_new_logits(expected, true, times, chunks):
+    parts = problem()
+    wanted = gradients(parts, true.double(), {})
+    chunks.clear()
+    found = gradients(parts, true.double(), {}, expected=expected)
+    assert sum(chunks) == times * 13
+    for a, b in zip(found, wanted, strict=True):
+        assert torch.allclose(a, b, rtol=1e-10, atol=1e-12, equal_nan=True)
+
+
+def test_without_gradients_nothing_is_made_ahead(chunks):
+    hidden, weight, bias, targets = problem()
+    with torch.no_grad():
+        token_logprobs(hidden, weight, targets, bias=bias, expected_grad=torch.ones(13))
+    out = token_logprobs(hidden, weight.detach(), targets, entropy_grad=True, need_entropy=True)
+    chunks.clear()
+    torch.autograd.grad(out.entropy.sum(), hidden)  # The head is frozen, but the entropy's gradient is not known.
+    assert sum(chunks) == 13

@@ -325,6 +325,11 @@ class GRPO(Method[Config]):
         """A completion's reward against the mean of its group of ``size``, divided by a spread."""
         return scored_groups(rewards, size, self.cfg)
 
+    def knows_gradient(self, batch: Batch) -> bool:
+        """On the policy's own samples every ratio is 1 and a term's gradient is its advantage, if nothing else is charged."""
+        others = self.cfg.beta or self.bonus.active or self.cfg.top_entropy_quantile < 1.0
+        return batch.old_logp is None and batch.rollout_logp is None and not others
+
     def observe(self, terms: LossTerms, outputs: ModelOutputs, denominators: Denominators) -> None:
         """What steering and the log need is added up over the optimiser step."""
         self.bonus.add(terms, outputs, denominators)
