@@ -73,9 +73,10 @@ def expected_gradient(run: Run, batch: Batch) -> Tensor | None:
     """``(B, T)``: the gradient of the loss with respect to the log-probs, where the method knows it before the pass.
 
     It is taken of the objective itself, at log-probs that are all 0. A subclass's objective may do more than compute: it is
-    called once.
+    called once. For the output layer's use on a CPU, see `posttrain.models.logprob.token_logprobs`.
     """
-    if run.hooks.objective != run.method.objective or not run.method.knows_gradient(batch):
+    own = run.hooks.objective != run.method.objective
+    if own or batch.input_ids.device.type != "cpu" or not run.method.knows_gradient(batch):
         return None
     with torch.enable_grad():
         grid = torch.zeros(batch.input_ids.shape, device=batch.input_ids.device)
