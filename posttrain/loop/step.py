@@ -72,17 +72,17 @@ def compute_terms(
 def expected_gradient(run: Run, batch: Batch) -> Tensor | None:
     """``(B, T)``: the gradient of the loss with respect to the log-probs, where the method knows it before the pass.
 
-    It is taken of the objective itself, at log-probs that are all 0. A subclass's objective may do more than compute: it is
+    It is taken of the objective itself, at the reference's log-probs or 0. A subclass's objective may do more than compute: it is
     called once. For the output layer's use on a CPU, see `posttrain.models.logprob.token_logprobs`.
     """
     own = run.hooks.objective != run.method.objective
     if own or batch.input_ids.device.type != "cpu" or not run.method.knows_gradient(batch):
         return None
     with torch.enable_grad():
-        grid = torch.zeros(batch.input_ids.shape, device=batch.input_ids.device)
-        logp = grid.clone().requires_grad_()
-        needs = {name: grid for name in ("entropy", "correct") if name in run.method.traits.needs}
-        terms = run.method.objective(ModelOutputs(logp=logp, **needs), batch)
+        grid = torch.zeros(batch.input_ids.shape)
+        logp = (grid if batch.ref_logp is None else batch.ref_logp).clone().requires_grad_()
+        numbers = dict.fromkeys(run.method.traits.needs - {"logp"}, grid)
+        terms = run.method.objective(ModelOutputs(logp=logp, **numbers), batch)
         terms.share = batch.shares
         return torch.autograd.grad(reduce(terms, run.denominators), logp)[0]
 

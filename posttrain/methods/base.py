@@ -131,8 +131,9 @@ class Method(ABC, Generic[Config]):
     def knows_gradient(self, batch: Batch) -> bool:
         """Whether the gradient of the loss with respect to the log-probs depends on the batch alone, and not on the log-probs.
 
-        The output layer then computes its logits once (`posttrain.models.logprob.token_logprobs`). Where the answer is wrong,
-        it computes them again: the gradient is right either way.
+        One factor of all tokens may depend on them. The output layer then computes its logits once
+        (`posttrain.models.logprob.token_logprobs`). Where the answer is wrong, it computes them again: the gradient is right
+        either way.
         """
         return False
 

@@ -179,6 +179,19 @@ class DPO(AnswerMethod[DPOConfig]):
         needs = self.traits.needs | ({"collision"} if cfg.use_weighting else set())
         self.traits = replace(self.traits, needs=needs, single_pass=sorts)
 
+    def knows_gradient(self, batch: Batch) -> bool:
+        """Of one pair: what is a function of its margin alone moves the log-probs of both answers by one factor."""
+        cfg = self.cfg
+        of_margin = len(cfg.loss_type) == 1 and cfg.loss_type[0] in (
+            "sigmoid",
+            "ipo",
+            "robust",
+            "discopop",
+            "sigmoid_norm",
+        )
+        plain = cfg.f_divergence_type == "reverse_kl" and not cfg.use_weighting
+        return batch.num_sequences == 2 and of_margin and plain
+
     def objective(self, outputs: ModelOutputs, batch: Batch) -> LossTerms:
         """See `dpo_objective`."""
         return dpo_objective(outputs, batch, self.reference_logp(batch), self.cfg)

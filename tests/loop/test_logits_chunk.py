@@ -90,6 +90,19 @@ def test_logits_are_computed_once_where_the_gradient_of_the_log_probs_is_known(t
         args = posttrain.SFTConfig(str(tmp_path), **options)
         return Own(build_model(len(tiny_tokenizer)), args, train_dataset=chats(), processing_class=tiny_tokenizer)
 
+    def dpo(**settings):
+        options = {
+            "report_to": "none",
+            "bf16": False,
+            "save_strategy": "no",
+            "per_device_train_batch_size": 1,
+        } | settings
+        rows = [{"prompt": f"Say {i}:", "chosen": " yes yes", "rejected": " no"} for i in range(4)]
+        args = posttrain.DPOConfig(str(tmp_path), **options)
+        data = datasets.Dataset.from_list(rows)
+        model = build_model(len(tiny_tokenizer))
+        return posttrain.DPOTrainer(model, args=args, train_dataset=data, processing_class=tiny_tokenizer)
+
     monkeypatch.setattr(heads, "token_logprobs", asked)
     monkeypatch.setattr(logprob._Rule, "logits", computed)
     short = {"max_steps": 2, "optim": "sgd"}  # Adam makes whole steps of rounding errors.
@@ -98,6 +111,11 @@ def test_logits_are_computed_once_where_the_gradient_of_the_log_probs_is_known(t
         (lambda: sft(tmp_path, tiny_tokenizer, **short, gradient_accumulation_steps=2), True),
         (lambda: sft(tmp_path, tiny_tokenizer, **short, loss_type="dft"), False),
         (own, False),
+        (lambda: dpo(**short), True),
+        (lambda: dpo(**short, loss_type="ipo", beta=0.5), True),
+        (lambda: dpo(**short, per_device_train_batch_size=2), False),
+        (lambda: dpo(**short, f_divergence_type="js_divergence"), False),
+        (lambda: dpo(**short, loss_type=["sigmoid", "sft"]), False),
         (lambda: grpo(tmp_path, tiny_tokenizer, **short), True),
         (
             lambda: grpo(tmp_path, tiny_tokenizer, **short, loss_type="grpo", importance_sampling_level="sequence"),
