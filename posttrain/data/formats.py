@@ -367,11 +367,15 @@ def shows_pictures(dataset: AnyDataset) -> bool:
         return True
     if isinstance(dataset, datasets.IterableDataset):
         return has_pictures(islice(undecoded(dataset.with_format(None)), STREAMED))
-    names = [name for name in MESSAGE_COLUMNS if name in (getattr(dataset, "column_names", None) or ())]
-    if not names or not isinstance(dataset, datasets.Dataset):
+    if not isinstance(dataset, datasets.Dataset):
+        return False
+    features = dataset.features
+    texts = [name for name, kind in features.items() if getattr(kind, "dtype", "") in ("string", "large_string")]
+    names = [name for name in MESSAGE_COLUMNS if name in features and name not in texts]
+    if not names:
         return False
     # Blocks have a key of their own for an image where any of the column holds one: then every row is looked at.
-    keyed = any(kind in str(dataset.features[name]) for name in names for kind in PICTURE_BLOCKS)
+    keyed = any(kind in str(features[name]) for name in names for kind in PICTURE_BLOCKS)
     step = 1 if keyed else max(1, len(dataset) // LOOK)
     return has_pictures(undecoded(dataset.with_format(None).select_columns(names)).select(range(0, len(dataset), step)))
 
