@@ -1,13 +1,17 @@
 """The walk of a row in docs/concepts.md names the files that a step really runs."""
 
+import json
 import re
 import sys
 import threading
 from pathlib import Path
 
+import datasets
 import pytest
 
 import posttrain
+from posttrain import DPOConfig, DPOTrainer
+from tests.conftest import build_model
 from tests.methods.helpers import grpo, sft
 
 PACKAGE = Path(posttrain.__file__).parent
@@ -36,8 +40,8 @@ ASIDE += ("loop/evaluation.py",)
 def walked(method):
     """Files that the page names for a method."""
     section = PAGE.read_text(encoding="utf-8").split("## One row, from dataset to loss")[1].split("\n## ")[0]
-    before, _, online = section.partition("**GRPO.**")
-    return set(re.findall(r"`([\w/]+\.py)`", online if method == "grpo" else before.split("**SFT.**")[1]))
+    parts = dict(zip(*[iter(re.split(r"\*\*(\w+)\.\*\*", section)[1:])] * 2, strict=True))
+    return set(re.findall(r"`([\w/]+\.py)`", parts[method.upper()]))
 
 
 def ran(make):
@@ -59,10 +63,28 @@ def ran(make):
     return {name.removeprefix(home) for name in seen if name.startswith(home)}
 
 
+def dpo(folder, tokenizer):
+    """A DPO trainer on a two-layer model."""
+    rows = [{"prompt": f"Say {i}:", "chosen": " yes yes", "rejected": " no"} for i in range(4)]
+    args = DPOConfig(str(folder), report_to="none", bf16=False, save_strategy="no", max_steps=1)
+    data = datasets.Dataset.from_list(rows)
+    return DPOTrainer(build_model(len(tokenizer)), args=args, train_dataset=data, processing_class=tokenizer)
+
+
 MAKERS = {
+    "dpo": dpo,
     "sft": lambda folder, tokenizer: sft(folder, tokenizer, max_steps=1),
     "grpo": lambda folder, tokenizer: grpo(folder, tokenizer, engine="native", max_steps=1, beta=0.1),
 }
+
+
+@pytest.mark.parametrize("method", MAKERS)
+def test_the_page_says_through_how_much_text_a_step_runs(method):
+    """To 5 %: the ratchets hold the exact number."""
+    counted = json.loads((PACKAGE.parent / "tests" / "snapshots" / "house.json").read_text(encoding="utf-8"))
+    told = re.search(rf"\*\*{method.upper()}\.\*\* .*?([\d,]+) lines", PAGE.read_text(encoding="utf-8"))
+    assert told is not None
+    assert int(told[1].replace(",", "")) == pytest.approx(counted[f"step_{method}"], rel=0.05)
 
 
 @pytest.mark.parametrize("method", MAKERS)

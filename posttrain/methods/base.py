@@ -116,6 +116,11 @@ class Method(ABC, Generic[Config]):
     config_class: ClassVar[type[PostTrainingConfig]] = PostTrainingConfig
     traits: Traits = Traits()
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "objective" in vars(cls) and "knows_gradient" not in vars(cls):
+            cls.knows_gradient = Method.knows_gradient  # What a parent says is of its objective.
+
     def __init__(self, cfg: Config) -> None:
         self.cfg = cfg
         self.collectives = Collectives()

@@ -103,6 +103,11 @@ class _HeadGradients:
         if self.bias is not None:
             self.bias += dz.sum(0, dtype=self.wide)
 
+    def skip(self, part: slice) -> None:
+        """The chunk ``part`` has no gradient."""
+        if self.hidden is not None:
+            self.hidden[part] = 0.0
+
     def found(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Gradients of the hidden states, the weight and the bias, in the dtype of the weight; None where not needed."""
         dtype = self.inputs[1].dtype
@@ -128,6 +133,9 @@ class _Ahead:
     def add(self, part: slice, e: Tensor, z: Tensor, targets: Tensor, bent: Tensor | None, rule: _Rule) -> None:
         """Add a chunk of softmax ``e / z``, ``(n, V)`` and ``(n,)``; ``e`` is overwritten."""
         g = torch.ones_like(z) if self.expected is None else self.expected[part]
+        if self.expected is not None and not bool(g.any()):  # Answers of a group whose rewards are all equal.
+            self.sums.skip(part)
+            return
         dx = e.mul_((-g / z)[:, None])
         dx.scatter_add_(1, targets[:, None], g[:, None])
         self.sums.add(part, rule.through(dx, bent))

@@ -19,6 +19,7 @@ from posttrain.rollouts.base import RolloutEngine
 from posttrain.types import Request, Sampling
 
 if TYPE_CHECKING:
+    from posttrain.rollouts.native.layers import Products
     from posttrain.types import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -30,7 +31,7 @@ def _native_refusal(model: nn.Module) -> str | None:
     return native_is_exact(model)
 
 
-def _native(model: nn.Module, pad_token_id: int, cache: str | None, products: str = "exact") -> RolloutEngine:
+def _native(model: nn.Module, pad_token_id: int, cache: str | None, products: Products = "exact") -> RolloutEngine:
     from posttrain.rollouts.native.engine import NativeEngine
 
     reason = _native_refusal(model)

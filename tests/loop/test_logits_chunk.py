@@ -7,6 +7,7 @@ import torch
 import posttrain
 from posttrain import PPOConfig, PPOTrainer
 from posttrain.errors import ConfigError
+from posttrain.methods.sft import SFT
 from posttrain.models import heads, logprob
 from tests.conftest import build_model
 from tests.methods.helpers import chats, grpo, grpo_args, sft, weights
@@ -135,3 +136,16 @@ def test_logits_are_computed_once_where_the_gradient_of_the_log_probs_is_known(t
             plain.method.knows_gradient = lambda batch: False
             plain.train()
             assert torch.allclose(weights(trainer), weights(plain), atol=1e-6), number
+
+
+def test_what_a_method_knows_of_its_gradient_is_not_inherited_by_another_objective(tmp_path):
+    class Reweighted(SFT):
+        def objective(self, outputs, batch):
+            return super().objective(outputs, batch)
+
+    class Renamed(SFT):
+        pass
+
+    args = posttrain.SFTConfig(str(tmp_path), report_to="none", bf16=False)
+    assert not Reweighted(args).knows_gradient(None)
+    assert Renamed(args).knows_gradient(None)

@@ -182,6 +182,8 @@ def test_an_expected_gradient_or_a_frozen_head_computes_every_logit_once_and_the
     true = torch.linspace(-1.0, 2.0, 13, dtype=torch.float64)
     wanted = gradients(parts, true, rule)
     assert sum(chunks) == 2 * 13
+    true[4:9] = 0.0  # A whole chunk, and a position more.
+    wanted = gradients(parts, true, rule)
     for expected in (true, -0.25 * true):
         chunks.clear()
         found = gradients(parts, true, rule, expected=expected)
