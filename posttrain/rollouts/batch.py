@@ -155,26 +155,32 @@ class RolloutBatch:
                 found.append([i])
         return found
 
-    def rows(self, indices: Sequence[int], *, skip_truncated: bool) -> list[Row]:
-        """The chosen completions as rows; neighbours with the same prompt share one."""
+    def rows(self, indices: Sequence[int], *, skip_truncated: bool, trained_only: bool = False) -> list[Row]:
+        """The chosen completions as rows; neighbours with the same prompt share one.
+
+        Args:
+            indices: Of completions.
+            skip_truncated: Whether truncated ones carry no loss.
+            trained_only: Whether a sequence without a trained token comes without its tokens: it counts as a sequence, and
+                nothing of it is computed.
+        """
         rows: list[Row] = []
         before: Any = None
-        shared = any(rollout.branches or not rollout.token_ids for rollout in self.rollouts)
         for i, k, place, rollout in self._placed(indices):
             if before != _prompt(rollout):
                 before = _prompt(rollout)
                 rows.append(Row(list(rollout.prompt_ids), [], [], pictures=[list(rollout.pictures)]))
             row, masks = rows[-1], self.trained(i, skip_truncated)
-            row.pictures.append(list(rollout.shown))
-            row.completions.append(list(rollout.token_ids))
-            row.loss_masks.append(masks[k])
+            kept = slice(None) if any(masks[k]) or not trained_only else slice(0)
+            row.pictures.append(list(rollout.shown)[kept])
+            row.completions.append(list(rollout.token_ids)[kept])
+            row.loss_masks.append(masks[k][kept])
             for name, numbers in self.columns.items():
                 credit = rollout.credit if name == "advantages" else 1.0
                 row.sequence_columns.setdefault(name, []).append(numbers[i] * credit)
-            if shared:
-                row.sequence_columns.setdefault("share", []).append(self._shares(masks)[k])
+            row.sequence_columns.setdefault("share", []).append(self._shares(masks)[k])
             for name, column in self.token_columns.items():
-                row.token_columns.setdefault(name, []).append(column[place])
+                row.token_columns.setdefault(name, []).append(column[place][kept])
         for row in rows:
             row.pictures = row.pictures if any(row.pictures) else []
         return rows
@@ -199,7 +205,8 @@ class RolloutBatch:
         shuffled = torch.randperm(len(groups), generator=torch.Generator().manual_seed(seed)).tolist()
         order = [i for g in shuffled for i in groups[g]]
         size = len(order) // count
-        return [self.rows(order[k * size : (k + 1) * size], skip_truncated=skip_truncated) for k in range(count)]
+        cuts = [order[k * size : (k + 1) * size] for k in range(count)]
+        return [self.rows(cut, skip_truncated=skip_truncated, trained_only=True) for cut in cuts]
 
     def every_row(self) -> list[Row]:
         """All completions as rows, cut ones with their tokens."""

@@ -12,6 +12,7 @@ from posttrain import ConfigError, DataError, GRPOConfig, GRPOTrainer, ModelErro
 from posttrain.methods.grpo.objective import EntropyBonus
 from posttrain.models.heads import Float32Linear, cast_head_to_fp32
 from posttrain.rollouts.base import RolloutEngine
+from posttrain.rollouts.batch import RolloutBatch
 from posttrain.rollouts.hf import HFEngine
 from posttrain.rollouts.native.engine import NativeEngine
 from tests.conftest import build_model
@@ -666,3 +667,41 @@ def test_an_empty_message_is_a_prompt_since_its_template_has_tokens(tiny_tokeniz
     trainer = grpo(tmp_path, tiny_tokenizer, data=data, max_steps=1)
     trainer.train()
     assert trainer.state.global_step == 1
+
+
+def test_tokens_that_carry_no_loss_are_not_computed_and_change_nothing(tiny_tokenizer, tmp_path, monkeypatch):
+    """Truncated completions count as sequences and are not run; every way of dividing gives the weights of a run that runs them."""
+
+    def half(prompt_ids, index):
+        return [5, 6, 7, 8, 9, 10] if index % 2 else [5, 6, 2]
+
+    inner, computed = RolloutBatch.rows, []
+
+    def run(name, *, whole, **settings):
+        def rows(self, indices, *, skip_truncated, trained_only=False):
+            found = inner(self, indices, skip_truncated=skip_truncated, trained_only=trained_only and not whole)
+            if trained_only:
+                computed.append(sum(len(ids) for row in found for ids in row.completions))
+            return found
+
+        monkeypatch.setattr(RolloutBatch, "rows", rows)
+        computed.clear()
+        trainer = grpo(
+            tmp_path / name, tiny_tokenizer, engine=ScriptedEngine(half), mask_truncated_completions=True, optim="sgd",
+            max_steps=2, max_completion_length=6, rewards=lambda completions, **_: [float(i) for i in range(len(completions))],
+            check_rewards=False, **settings,
+        )  # fmt: skip
+        trainer.train()
+        return trainer, sum(computed)
+
+    for number, settings in enumerate(
+        [{"loss_type": kind} for kind in ("grpo", "dapo", "dr_grpo", "bnpo")]
+        + [{"loss_type": "grpo", "importance_sampling_level": "sequence"}, {"beta": 0.1}, {"num_iterations": 2}]
+    ):
+        kept, some = run(f"{number}a", whole=False, **settings)
+        whole, every = run(f"{number}b", whole=True, **settings)
+        assert every == 3 * some  # 3 of 9 tokens of each two completions.
+        assert torch.allclose(weights(kept), weights(whole), atol=1e-7), settings
+        told = [{name: row[name] for name in ("loss", "entropy", "grad_norm")} for row in logs(whole)]
+        for row, wanted in zip(logs(kept), told, strict=True):
+            assert {name: row[name] for name in wanted} == pytest.approx(wanted, rel=1e-5, abs=1e-7)
