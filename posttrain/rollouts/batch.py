@@ -166,11 +166,14 @@ class RolloutBatch:
         """
         rows: list[Row] = []
         before: Any = None
+        every = [self.trained(i, skip_truncated) for i in range(len(self.rollouts))]
+        # Else all sequences count one, and no column has to say so.
+        shared = any(len(masks) > 1 or not masks[0] or (trained_only and not any(masks[0])) for masks in every)
         for i, k, place, rollout in self._placed(indices):
             if before != _prompt(rollout):
                 before = _prompt(rollout)
                 rows.append(Row(list(rollout.prompt_ids), [], [], pictures=[list(rollout.pictures)]))
-            row, masks = rows[-1], self.trained(i, skip_truncated)
+            row, masks = rows[-1], every[i]
             kept = slice(None) if any(masks[k]) or not trained_only else slice(0)
             row.pictures.append(list(rollout.shown)[kept])
             row.completions.append(list(rollout.token_ids)[kept])
@@ -178,7 +181,8 @@ class RolloutBatch:
             for name, numbers in self.columns.items():
                 credit = rollout.credit if name == "advantages" else 1.0
                 row.sequence_columns.setdefault(name, []).append(numbers[i] * credit)
-            row.sequence_columns.setdefault("share", []).append(self._shares(masks)[k])
+            if shared:
+                row.sequence_columns.setdefault("share", []).append(self._shares(masks)[k])
             for name, column in self.token_columns.items():
                 row.token_columns.setdefault(name, []).append(column[place][kept])
         for row in rows:
@@ -414,10 +418,18 @@ def balance_rows(slices: list[list[Row]], accelerator: Accelerator) -> tuple[lis
     if any(plan is not None for plan in plans):  # Known to every rank.
         parcels = parallel.exchange_objects(parcels, accelerator)
     result = [
-        rows if plans[number] is None else [row for slot, row in parcels if slot == number]
+        rows if plans[number] is None else _counted_alike([row for slot, row in parcels if slot == number])
         for number, rows in enumerate(slices)
     ]
     return result, _busiest(costs, result, accelerator)
+
+
+def _counted_alike(rows: list[Row]) -> list[Row]:
+    """Rows of several ranks: where one says what its sequences count (`Batch.shares`), all do."""
+    if any("share" in row.sequence_columns for row in rows):
+        for row in rows:
+            row.sequence_columns.setdefault("share", [1.0] * len(row.completions))
+    return rows
 
 
 def _parcels(

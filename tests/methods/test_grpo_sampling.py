@@ -1,5 +1,7 @@
 """Dynamic sampling, rows dealt by tokens, and the prompts of a run that was stopped."""
 
+from types import SimpleNamespace
+
 import datasets
 import pytest
 import torch
@@ -7,11 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from posttrain import ConfigError
+from posttrain.data.forest import Layout, collate
 from posttrain.data.samplers import PromptStream
 from posttrain.errors import CheckpointError
 from posttrain.loop.dynamic_sampling import flat_groups
-from posttrain.rollouts.batch import RolloutWindow, deal
-from posttrain.types import Row
+from posttrain.models import parallel
+from posttrain.rollouts.batch import RolloutBatch, RolloutWindow, balance_rows, deal, part
+from posttrain.types import Rollout, Row
 from tests.methods.helpers import grpo, grpo_args, prompts, scripted, weights
 from tests.wordings import raises
 
@@ -312,3 +316,22 @@ def test_another_number_of_processes_goes_on_from_used_up_rollouts_and_not_from_
     assert not again.used_up and again.take() == slices[1] and again.used_up
     with pytest.raises(CheckpointError, match=r"2 processes .* this run is 1"):
         again.load(waiting, before=2, now=1)
+
+
+def test_rows_of_another_rank_say_what_their_sequences_count_where_those_of_this_rank_do(monkeypatch):
+    """A rank that left a completion out says it; its columns would be shorter than its sequences else."""
+
+    def rows(lengths, left_out):
+        rollouts = [Rollout([1, 2], [7] * n, [-1.0] * n, "stop") for n in lengths]
+        batch = RolloutBatch([{"prompt": "p"}] * len(rollouts), rollouts, [""] * len(rollouts), left_out=left_out)
+        return batch.slices(1, seed=0, skip_truncated=False)[0]
+
+    theirs, mine = rows([90, 90, 90], set()), rows([5, 5, 5], {0})
+    costs = [[[(len(r.prompt_ids), [len(ids) for ids in r.completions]) for r in slot]] for slot in (theirs, mine)]
+    gathered = iter([costs, [[1], [1]]])
+    monkeypatch.setattr(parallel, "all_gather_objects", lambda *_: next(gathered))
+    monkeypatch.setattr(parallel, "exchange_objects", lambda parcels, _: [(0, part(theirs[0], [0])), *parcels[1]])
+    ((found,), _) = balance_rows([mine], SimpleNamespace(num_processes=2, process_index=1))
+    assert [len(ids) for row in found for ids in row.completions] == [90, 0, 5, 5]
+    (batch,) = collate(found, pad_token_id=0, layout=Layout())
+    assert batch.shares.tolist() == [1.0] * 4
