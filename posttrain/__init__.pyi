@@ -11,6 +11,7 @@ from .methods.distillation.presets import (
     SDFTConfig as SDFTConfig,
     SDPOConfig as SDPOConfig,
     SSDConfig as SSDConfig,
+    ServerDistillationConfig as ServerDistillationConfig,
 )
 from .methods.dpo import DPOConfig as DPOConfig
 from .methods.experimental.a2po import A2POConfig as A2POConfig
@@ -48,6 +49,7 @@ from .trainers.preference import PreferenceTrainer as PreferenceTrainer
 from .trainers.reference_free import CPOTrainer as CPOTrainer, ORPOTrainer as ORPOTrainer, TPOTrainer as TPOTrainer
 from .trainers.reward import RewardTrainer as RewardTrainer
 from .trainers.rloo import RLOOTrainer as RLOOTrainer
+from .trainers.server_distillation import ServerDistillationTrainer as ServerDistillationTrainer
 from .trainers.sft import SFTTrainer as SFTTrainer
 from .checks.tokenizers import (
     TokenizerMatch as TokenizerMatch,

@@ -38,6 +38,7 @@ EXPERIMENTAL = {
     "orpo": "ORPO",
     "sdft": "SDFT",
     "sdpo": "SDPO",
+    "server_distillation": "ServerDistillation",
     "tpo": "TPO",
 }
 

@@ -57,6 +57,10 @@ SELF_DISTILLED = _rows(
         LOG: "_dispatch_self_distillation_callback _log_self_distillation_metric _record_completion_metrics",
     }
 )
+SERVED_LOSS = (
+    "_compute_server_forward_kl_loss _compute_server_sparse_top_1_divergence_loss _compute_sparse_top_1_divergence_loss "
+    "_get_reverse_kl_top_1_tokens"
+)
 REFUSED: dict[str, dict[str, str]] = {
     "PostTrainer": _rows({PADDED: "_compute_loss", PREPARE: "_prepare_dataset _reject_skip_prepare_without_labels"})
     | {
@@ -120,10 +124,16 @@ REFUSED: dict[str, dict[str, str]] = {
             FORWARD: "_get_model_forward_kwargs",
         }
     ),
+    "ServerDistillationTrainer": _rows(
+        {
+            LOSS: f"{SERVED_LOSS} _reduce_divergence_loss",
+            GENERATE: "_compute_prompt_length",
+            TEACHER: "_get_teacher_token_logprobs_from_server",
+        }
+    ),
     "IWOPDTrainer": _rows(
         {
-            LOSS: "_compute_iw_opd_loss _compute_local_sparse_top_1_divergence_loss _compute_server_forward_kl_loss "
-            "_compute_server_sparse_top_1_divergence_loss _compute_sparse_top_1_divergence_loss _get_reverse_kl_top_1_tokens",
+            LOSS: f"_compute_iw_opd_loss _compute_local_sparse_top_1_divergence_loss {SERVED_LOSS}",
             GENERATE: "_compute_prompt_length _fill_buffer _get_completion_lengths _store_completions_in_buffer",
             SAMPLE: "_generate_student_completions _generate_with_model",
             TEACHER: "_get_teacher_logits _get_teacher_token_logprobs_from_server _raise_if_local_teacher_tokenizer_mismatch",
