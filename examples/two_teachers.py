@@ -1,77 +1,77 @@
-"""Distil two models, one that adds and one that subtracts, into one that does both: python examples/two_teachers.py STUDENT
+"""Distil a model that adds and one that subtracts into one that does both: python examples/two_teachers.py
 
-The teachers are made first, each by supervised fine-tuning of STUDENT on its own kind of question. Then STUDENT answers questions
-of both kinds, and the column teacher_id says whose distributions each answer is compared with.
+All three are small and made here, so that it takes minutes on a CPU. The student writes its own answers; the column teacher_id says
+whose distributions each is compared with. --weights mixes both for every row instead, --only asks one about everything.
 """
 
 import argparse
-import random
-import re
 
 from datasets import Dataset
-from transformers import AutoTokenizer
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from posttrain import DistillationConfig, DistillationTrainer, SFTConfig, SFTTrainer, complete, create_model_from_path
+from posttrain import DistillationConfig, DistillationTrainer, SFTConfig, SFTTrainer, complete
 
-LIMIT = 12  # Tokens of an answer.
-HELD_OUT = 64  # Questions of each kind that are never trained on.
 SIGNS = {"adder": "+", "subtracter": "-"}
-COMMON = {"learning_rate": 2e-5, "gradient_checkpointing": False, "logging_steps": 5, "save_strategy": "no"}
+COMMON = {"bf16": False, "gradient_checkpointing": False, "logging_steps": 100, "save_strategy": "no", "lr_scheduler_type": "cosine"}
 
 
-def questions(name: str, seed: int = 0) -> list[dict]:
-    """All questions of one kind with their answers, in a random order."""
-    sign, pairs = SIGNS[name], [(a, b) for a in range(10, 100) for b in range(10, 100)]
-    random.Random(seed).shuffle(pairs)
-    return [
-        {
-            "prompt": [{"role": "user", "content": f"What is {a} {sign} {b}? Reply with just the number."}],
-            "completion": [{"role": "assistant", "content": str(a + b if sign == "+" else a - b)}],
-            "teacher_id": name,
-        }
-        for a, b in pairs
-    ]
+def questions(name: str) -> list[dict]:
+    """All sums, or differences, of two digits."""
+    sign = SIGNS[name]
+    pairs = [(a, b, a + b if sign == "+" else a - b) for a in range(10) for b in range(10)]
+    return [{"prompt": f"{a}{sign}{b}=", "completion": str(value), "teacher_id": name} for a, b, value in pairs]
 
 
-def exam(model, tokenizer, name: str) -> float:
-    """Share of right answers to held-out questions, greedily: the last number counts."""
-    rows = questions(name)[:HELD_OUT]
-    said = complete(model, tokenizer, [row["prompt"] for row in rows], max_new_tokens=LIMIT)
-    numbers = [re.findall(r"-?\d+", text)[-1:] for text in said]
-    return sum(found == [row["completion"][0]["content"]] for found, row in zip(numbers, rows, strict=True)) / len(rows)
+def characters() -> PreTrainedTokenizerFast:
+    """A tokenizer whose tokens are the characters of a question."""
+    vocabulary = {token: i for i, token in enumerate(["<pad>", "<end>", *"0123456789+-="])}
+    made = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
+    made.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    return PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<pad>", eos_token="<end>")
 
 
-def show(title: str, model, tokenizer) -> None:
-    """A line of the table of right answers."""
-    print(f"{title:32}", *(f"{SIGNS[name]} {exam(model, tokenizer, name):4.0%}  " for name in SIGNS), flush=True)
+def small_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
+    """Random weights, 0.4 million of them."""
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4}
+    ids = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id, "bos_token_id": None}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **sizes, **ids))
+
+
+def show(title: str, model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
+    """Right answers of 100 of each kind."""
+    shares = []
+    for name, sign in SIGNS.items():
+        rows = questions(name)
+        said = complete(model, tokenizer, [row["prompt"] for row in rows], max_new_tokens=5)
+        right = sum(text.replace(" ", "") == row["completion"] for text, row in zip(said, rows, strict=True))
+        shares.append(f"{sign} {right:3}")
+    print(f"{title:36}", "   ".join(shares), flush=True)
 
 
 def main() -> None:
     """Make two teachers, distil them into one student, and show what each can do."""
     options = argparse.ArgumentParser(description=__doc__)
-    options.add_argument("student", help="hub id or folder of a chat model")
-    options.add_argument("--steps", type=int, default=24, help="of distillation, 16 questions each")
-    options.add_argument("--teacher_steps", type=int, default=60, help="of supervised fine-tuning, 32 answers each")
-    options.add_argument("--weights", type=float, nargs=2, help="mix both teachers for every row instead")
-    options.add_argument("--only", choices=SIGNS, help="ask this teacher alone, about questions of both kinds")
+    options.add_argument("--steps", type=int, default=300, help="of each training")
+    options.add_argument("--weights", type=float, nargs=2)
+    options.add_argument("--only", choices=SIGNS)
     args = options.parse_args()
-    tokenizer = AutoTokenizer.from_pretrained(args.student)
-    teachers = {}
+    tokenizer, teachers = characters(), {}
+    own = {"max_steps": args.steps, "per_device_train_batch_size": 50, "learning_rate": 2e-3}
     for name in SIGNS:
-        data = Dataset.from_list(questions(name)[HELD_OUT : HELD_OUT + 32 * args.teacher_steps])
-        config = SFTConfig(f"runs/{name}", max_steps=args.teacher_steps, per_device_train_batch_size=32, **COMMON)
-        trainer = SFTTrainer(create_model_from_path(args.student), config, train_dataset=data)
+        data = Dataset.from_list(questions(name))
+        config = SFTConfig(f"runs/{name}", **own, **COMMON)
+        trainer = SFTTrainer(small_model(tokenizer), config, train_dataset=data, processing_class=tokenizer)
         trainer.train()
         teachers[name] = trainer.model
         show(f"the {name}", trainer.model, tokenizer)
-    rows = [row for name in SIGNS for row in questions(name)[-8 * args.steps :]]
-    data = Dataset.from_list(rows).remove_columns("completion")
-    weights = dict(zip(SIGNS, args.weights, strict=True)) if args.weights else None
-    own = {"max_steps": args.steps, "per_device_train_batch_size": 16, "max_completion_length": LIMIT}
-    config = DistillationConfig("runs/two_teachers", teacher_weights=weights, **own, **COMMON)
+    data = Dataset.from_list([row for name in SIGNS for row in questions(name)]).remove_columns("completion")
+    own |= {"teacher_weights": dict(zip(SIGNS, args.weights, strict=True)) if args.weights else None}
+    config = DistillationConfig("runs/two_teachers", beta=0.0, max_completion_length=5, **own, **COMMON)
     asked = {name: model for name, model in teachers.items() if args.only in (None, name)}
-    trainer = DistillationTrainer(args.student, asked, config, train_dataset=data)
-    show("the student before", trainer.model, tokenizer)
+    student = small_model(tokenizer)
+    read = {"processing_class": tokenizer, "teacher_processing_class": tokenizer}
+    trainer = DistillationTrainer(student, asked, config, train_dataset=data, **read)
     trainer.train()
     show(f"the student of {' and '.join(asked)}", trainer.model, tokenizer)
 

@@ -6,11 +6,14 @@ import torch
 
 import posttrain as pt
 from posttrain.errors import ConfigError, DataError
+from posttrain.rollouts.native.engine import NativeEngine
+from posttrain.serve.engine import ServedEngine
 from tests.checks.test_tokenizers import byte_level
 from tests.conftest import build_model
 from tests.methods.helpers import losses, prompts
-from tests.methods.test_distillation import answers, dense_loss, make
+from tests.methods.test_distillation import BASE, answers, dense_loss, make
 from tests.methods.test_distillation_scores import FakeServer
+from tests.serve.support import serving
 from tests.wordings import raises
 
 NAMES = ["math", "code"]
@@ -226,3 +229,31 @@ def test_teachers_are_named_in_the_config_too(tmp_path, tiny_tokenizer):
     assert trainer.args.teacher_model_name_or_path == folders and trainer.teacher_names == NAMES
     trainer.train()
     assert {"teacher_jsd/math", "teacher_jsd/code"} <= trainer.state.log_history[0].keys()
+
+
+def test_server_distillation_learns_from_two_real_servers_as_from_the_models_they_hold(tmp_path, tiny_tokenizer):
+    data, options = named(prompts(4)), {"beta": 0.0, "loss_top_k": 8, "max_steps": 1}
+    engines = [ServedEngine(NativeEngine(model, pad_token_id=0)) for model in teachers(tiny_tokenizer).values()]
+    with serving(lambda: engines[0], context=256) as math, serving(lambda: engines[1], context=256) as code:
+        urls = {"math": math.url, "code": code.url}
+        args = pt.ServerDistillationConfig(str(tmp_path / "a"), teacher_model_server_url=urls, **(BASE | options))
+        student = build_model(len(tiny_tokenizer))
+        # TRL's positions.
+        remote = pt.ServerDistillationTrainer(student, args, data, None, tiny_tokenizer, None, (None, None), None, None)
+        remote.train()
+    local = make(tmp_path / "b", tiny_tokenizer, teacher=teachers(tiny_tokenizer), data=data, **options)
+    local.train()
+    assert losses(remote)[0] == pytest.approx(losses(local)[0], abs=1e-5) and losses(remote)[0] > 0
+    assert remote.teacher_model is None and remote.state.log_history[0]["teacher_token_frac/math"] > 0
+
+
+def test_server_distillation_without_a_server_or_with_a_support_that_none_gives_is_refused(tmp_path, tiny_tokenizer):
+    url = {"teacher_model_server_url": "http://teacher"}
+    with raises(ConfigError, "teacher_model_server_url"):
+        make(tmp_path, tiny_tokenizer, teacher=None, cls=pt.ServerDistillationTrainer, config=pt.ServerDistillationConfig)
+    for settings, value in (({"beta": 0.0, "loss_top_k": 0}, "0"), ({"beta": 0.5, "loss_top_k": 4}, "4")):
+        with raises(ConfigError, f"loss_top_k={value}"):
+            pt.ServerDistillationConfig(str(tmp_path), **BASE, **url, **settings)
+    with raises(ConfigError, "reverse_kl_top_1_mode='argmax'"):
+        pt.ServerDistillationConfig(str(tmp_path), **BASE, **url, reverse_kl_top_1_mode="argmax")
+    assert pt.ServerDistillationConfig(str(tmp_path), **BASE, **url).vllm_server_port == 8001
