@@ -3,6 +3,7 @@
 from .methods.async_grpo import AsyncGRPOConfig as AsyncGRPOConfig
 from .methods.bco import BCOConfig as BCOConfig
 from .methods.cpo import CPOConfig as CPOConfig
+from .methods.distillation.asynchronous import AsyncDistillationConfig as AsyncDistillationConfig
 from .methods.distillation.config import DistillationConfig as DistillationConfig
 from .methods.distillation.presets import (
     GKDConfig as GKDConfig,
@@ -27,6 +28,7 @@ from .methods.rloo import RLOOConfig as RLOOConfig
 from .methods.sft import SFTConfig as SFTConfig
 from .methods.tpo import TPOConfig as TPOConfig
 from .trainers.a2po import A2POTrainer as A2POTrainer
+from .trainers.async_distillation import AsyncDistillationTrainer as AsyncDistillationTrainer
 from .trainers.async_grpo.trainer import AsyncGRPOTrainer as AsyncGRPOTrainer
 from .trainers.bco import BCOTrainer as BCOTrainer
 from .trainers.distillation import DistillationTrainer as DistillationTrainer

@@ -28,6 +28,7 @@ SNAPSHOT = ROOT / "tests" / "snapshots" / "trl_surface.json"
 STABLE = ["SFT", "DPO", "GRPO", "RLOO", "Reward", "KTO", "Distillation"]
 EXPERIMENTAL = {
     "a2po": "A2PO",
+    "async_distillation": "AsyncDistillation",
     "async_grpo": "AsyncGRPO",
     "cpo": "CPO",
     "gmpo": "GMPO",

@@ -83,6 +83,11 @@ def _unrewarded(completions: list[Any], **_: Any) -> list[None]:
     raise AssertionError("distillation without rewards scores nothing")
 
 
+def no_rewards(generation: RolloutBatch) -> RewardTable:
+    """A table without a function."""
+    return RewardTable(torch.empty(len(generation.rollouts), 0), [], torch.empty(0))
+
+
 class DistillationTrainer(OnlineTrainer):
     """Distillation with four axes: whose tokens (``lmbda``, ``seq_kd``), which divergence, which teacher, what else.
 
@@ -210,6 +215,11 @@ class DistillationTrainer(OnlineTrainer):
     def teacher_names(self) -> list[str]:
         """Names of the teachers, in the order of their numbers; a single one has none."""
         return list(self.servers or self.teachers)
+
+    @property
+    def chosen_by_row(self) -> bool:
+        """Whether the column ``teacher_id`` says who is asked about a row."""
+        return len(self.teacher_names) > 1 and self.args.teacher_weights is None
 
     def _make_teachers(self, given: object, tokenizer: Tokenizer, server: Any) -> None:
         args = self.args
@@ -521,7 +531,7 @@ class DistillationTrainer(OnlineTrainer):
         """Rewards, where the method has them."""
         if self.can_dry_run:
             return super().score(generation, mode)
-        return RewardTable(torch.empty(len(generation.rollouts), 0), [], torch.empty(0))
+        return no_rewards(generation)
 
     def advantages(self, generation: RolloutBatch, table: RewardTable, mode: str) -> Tensor:
         """As GRPO's, 0 without rewards; and what the teacher needs to know of each completion is kept."""
@@ -532,9 +542,6 @@ class DistillationTrainer(OnlineTrainer):
             self.totals, found = stats.totals, stats.advantages
         if len(self._sampled) == len(generation.rollouts):
             generation.columns["on_policy"] = [float(one) for one in self._sampled]
-        if len(self.teacher_names) > 1 and self.args.teacher_weights is None:
-            chosen = [self.teacher_number(example.get("teacher_id")) for example in generation.examples]
-            generation.columns["teacher"] = chosen
         self.keep(generation, table, mode)
         return found
 
@@ -544,7 +551,13 @@ class DistillationTrainer(OnlineTrainer):
         return self.method.privileged or bool(self.servers or self.score_files)
 
     def keep(self, generation: RolloutBatch, table: RewardTable, mode: str) -> None:
-        """Number the completions, on each rank others, above 0 in training and below in evaluation; keep the `facts` of each."""
+        """Number the completions, on each rank others, above 0 in training and below in evaluation; keep the `facts` of each.
+
+        Where rows name their teacher each has its number too.
+        """
+        if self.chosen_by_row:
+            chosen = [self.teacher_number(example.get("teacher_id")) for example in generation.examples]
+            generation.columns["teacher"] = chosen
         sign, count = 1 if mode == "train" else -1, len(generation.rollouts)
         keys = [sign * (self.accelerator.process_index * count + i + 1) for i in range(count)]
         if self.keeps_completions:
@@ -553,7 +566,7 @@ class DistillationTrainer(OnlineTrainer):
 
     def _listed(self, rows: list[dict[str, Any]], evaluation: bool) -> None:
         """Completions of all ranks, in the main process, before they are written: with a column for the worst tokens."""
-        numbered = {row.pop("key"): row for row in rows}
+        numbered = {row.pop("key"): row for row in rows if "key" in row}  # Of rollouts from workers there is none.
         for row in rows:
             row["worst_tokens"] = ""
             if "teacher" in row:

@@ -40,6 +40,8 @@ class AsyncGRPOConfig(PictureConfig, EpisodeFields, OnlineConfig):
     """
 
     _least_generations: ClassVar[int] = 2
+    _compares_sampler: ClassVar[bool] = True  # With the policy: the loss reads the log-probs that were sampled with.
+    _meaningless: ClassVar[dict[str, object]] = MEANINGLESS
 
     lr_scheduler_type: str = option("constant", "Schedule of the learning rate.")
     logging_steps: float = option(1, "Optimiser steps between two log lines.")
@@ -125,7 +127,7 @@ class AsyncGRPOConfig(PictureConfig, EpisodeFields, OnlineConfig):
         super().__post_init__()
         self._check_ranges()
         check_truncation(self)
-        if self.truncation or self.resolved_engine == "server":
+        if self._compares_sampler and (self.truncation or self.resolved_engine == "server"):
             # A server's log-probs, and those after a truncation, are of what a penalty or a guide made of the distribution.
             reject_reshaped_sampling(self)
         if self.max_staleness_hard is None:
@@ -149,7 +151,7 @@ class AsyncGRPOConfig(PictureConfig, EpisodeFields, OnlineConfig):
             raise ConfigError(
                 f"deepspeed={self.deepspeed!r}: asynchronous GRPO runs on one process, DDP or FSDP2. Leave it out."
             )
-        for name, neutral in MEANINGLESS.items():
+        for name, neutral in self._meaningless.items():
             value = getattr(self, name)
             if value != neutral:
                 error = NotImplementedError if name == "use_liger_kernel" else ConfigError
