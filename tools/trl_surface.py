@@ -76,8 +76,10 @@ def names_of(package: str) -> dict[str, list[str]]:
 
 def fields_of(config: type) -> dict[str, Any]:
     """Fields of a config with the values that an instance without arguments has."""
+    # TRL's has no default for it.
+    needed = {"teacher_model_server_url": "http://teacher"} if config.__name__ == "ServerDistillationConfig" else {}
     with tempfile.TemporaryDirectory() as folder:
-        instance = config(output_dir=folder, use_cpu=True)
+        instance = config(output_dir=folder, use_cpu=True, **needed)
     return {field.name: value_of(getattr(instance, field.name)) for field in dataclasses.fields(config)}
 
 

@@ -153,6 +153,7 @@ REFUSED: dict[str, dict[str, str]] = {
 
 # By our class: hooks of its bases that its own way goes around -> what it calls instead.
 OF_PROMPTS = {"prepare": "prepare_datasets(train, evaluation)", "rows": GENERATE}
+TAKEN = "taken(batch), which gets what the workers wrote, or objective(outputs, batch)"
 WORKERS = "reward_funcs, tools and rollout_func, which the workers call, or objective(outputs, batch)"
 UNCALLED: dict[str, dict[str, str]] = {
     "GRPOTrainer": OF_PROMPTS,
@@ -162,6 +163,7 @@ UNCALLED: dict[str, dict[str, str]] = {
     "PPOTrainer": OF_PROMPTS | {"advantages": "estimate(generation, table, mode)"},
     "AsyncGRPOTrainer": OF_PROMPTS
     | _rows({WORKERS: "generate_and_score generate roll_out sample tokenize score attach_logps advantages"}),
+    "AsyncDistillationTrainer": _rows({TAKEN: "rows generate_and_score generate roll_out sample tokenize"}),
 }
 # Hooks that several turns, or a function that samples, go around.
 OF_ONE_TURN = ("sample", "tokenize")

@@ -250,7 +250,9 @@ def test_server_distillation_learns_from_two_real_servers_as_from_the_models_the
 def test_server_distillation_without_a_server_or_with_a_support_that_none_gives_is_refused(tmp_path, tiny_tokenizer):
     url = {"teacher_model_server_url": "http://teacher"}
     with raises(ConfigError, "teacher_model_server_url"):
-        make(tmp_path, tiny_tokenizer, teacher=None, cls=pt.ServerDistillationTrainer, config=pt.ServerDistillationConfig)
+        make(
+            tmp_path, tiny_tokenizer, teacher=None, cls=pt.ServerDistillationTrainer, config=pt.ServerDistillationConfig
+        )
     for settings, value in (({"beta": 0.0, "loss_top_k": 0}, "0"), ({"beta": 0.5, "loss_top_k": 4}, "4")):
         with raises(ConfigError, f"loss_top_k={value}"):
             pt.ServerDistillationConfig(str(tmp_path), **BASE, **url, **settings)
