@@ -40,7 +40,11 @@ DIFFERENT: dict[tuple[str, str], tuple[Any, str, str]] = {
         "workers on this machine sample; no server has to run",
         'vllm_server_base_url="http://localhost:8000"',
     ),
-    ("AsyncDistillation", "max_inflight_tasks"): (-1, "-1 is shown as the number it stands for", "max_inflight_tasks=-1"),
+    ("AsyncDistillation", "max_inflight_tasks"): (
+        -1,
+        "-1 is shown as the number it stands for",
+        "max_inflight_tasks=-1",
+    ),
     ("AsyncDistillation", "teacher_server_urls"): (
         {"default": "http://localhost:8001"},
         "the teacher may be a model in this process",

@@ -95,11 +95,7 @@ REFUSED: dict[str, dict[str, str]] = {
     "GRPOTrainer": GROUPED,
     "RLOOTrainer": GROUPED,
     "A2POTrainer": {"_estimate_optimal_values": "estimate_values(sets)", "_get_sequence_logps": LOSS},
-    "AsyncGRPOTrainer": _rows(
-        {
-            TRANSFER: "_init_lora_sync _sync_weight _sync_weight_lora _sync_weight_merged",
-        }
-    )
+    "AsyncTrainer": _rows({TRANSFER: "_init_lora_sync _sync_weight _sync_weight_lora _sync_weight_merged"})
     | {"_log_step_metrics": "postprocess_metrics(metrics)", "_streaming_iter": "micro_batch(inputs, index)"},
     "OnlineDPOTrainer": _rows(
         {

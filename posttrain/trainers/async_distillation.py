@@ -114,13 +114,12 @@ class AsyncDistillationTrainer(AsyncTrainer, DistillationTrainer):
     ) -> None:
         if train_dataset is None:
             raise ConfigError("AsyncDistillationTrainer needs train_dataset: prompts that the student completes.")
+        sent = {"unscored": True, "engine_factory": engine_factory}
+        self.sends(sent, rollout_worker, weight_transfer, processing_class)
         super().__init__(
             model,
             teacher_model,
             args,
-            sent={"unscored": True, "engine_factory": engine_factory},
-            rollout_worker=rollout_worker,
-            weight_transfer=weight_transfer,
             train_dataset=train_dataset,
             processing_class=processing_class,
             callbacks=callbacks,
@@ -138,6 +137,7 @@ class AsyncDistillationTrainer(AsyncTrainer, DistillationTrainer):
             optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
             preprocess_logits_for_metrics=preprocess_logits_for_metrics,
         )
+        self.begins()
 
     @property
     def scores_rewards(self) -> bool:

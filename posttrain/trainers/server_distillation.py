@@ -67,7 +67,7 @@ class ServerDistillationTrainer(DistillationTrainer):
         optimizer_cls_and_kwargs: OptimizerClass | None = None,
         preprocess_logits_for_metrics: Callable | None = None,
     ) -> None:
-        if teacher_server is None and not getattr(args, "teacher_model_server_url", None):
+        if teacher_server is None and (args is None or not args.teacher_model_server_url):
             raise ConfigError(
                 f"{type(self).__name__} has no server to ask. Fix: teacher_model_server_url, an address or several by name, or "
                 "DistillationTrainer for a teacher in this process."

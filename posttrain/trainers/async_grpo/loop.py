@@ -34,28 +34,24 @@ logger = logging.getLogger(__name__)
 class AsyncTrainer(OnlineTrainer):
     """Takes rollouts from a queue that workers fill, drops those that are too old, and pushes weights to the workers.
 
-    Args:
-        given: Of the next class.
-        sent: What workers are sent, by the names of `RolloutService`; it must be picklable where they are our processes.
-        rollout_worker: Writes rollouts instead of our own processes, see `RolloutWorkerProtocol`.
-        weight_transfer: Takes weights to it; see `WeightTransferProtocol`.
-        kwargs: Of the next class.
+    A constructor calls `sends` before its parent's and `begins` after it.
     """
 
     args: Any
     source: AsyncRollouts
     _prompt_images = False
 
-    def __init__(
-        self, *given: Any, sent: dict[str, Any], rollout_worker: Any = None, weight_transfer: Any = None, **kwargs: Any
-    ) -> None:
+    def sends(self, sent: dict[str, Any], rollout_worker: object, weight_transfer: object, tokenizer: object) -> None:
+        """Take what workers are sent, by the names of `RolloutService`; it must be picklable where they are our processes."""
         if rollout_worker is None:
-            check_picklable({**sent, "processing_class": kwargs.get("processing_class")})
+            check_picklable({**sent, "processing_class": tokenizer})
         self.given = {**sent, "rollout_worker": rollout_worker, "weight_transfer": weight_transfer}
-        super().__init__(*given, **kwargs)
+
+    def begins(self) -> None:
+        """Make the source of rollouts, once everything else is there."""
         if "DEEPSPEED" in str(self.accelerator.distributed_type):
             raise ConfigError("asynchronous training runs on one process, DDP or FSDP2, not on DeepSpeed.")
-        if rollout_worker is not None and weight_transfer is None:
+        if self.given["rollout_worker"] is not None and self.given["weight_transfer"] is None:
             logger.warning(
                 "rollout_worker without weight_transfer: it loads what lies in shared memory, or stays as it is."
             )

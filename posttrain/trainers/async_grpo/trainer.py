@@ -106,13 +106,11 @@ class AsyncGRPOTrainer(AsyncTrainer):
             )
         # What tools and environments show comes after the prompt, and a sample has pictures in its prompt alone.
         self._prompt_images = not (tools or environment_factory)
+        self.sends(sent, rollout_worker, weight_transfer, processing_class)
         super().__init__(
             model,
             reward_funcs,
             args,
-            sent=sent,
-            rollout_worker=rollout_worker,
-            weight_transfer=weight_transfer,
             train_dataset=train_dataset,
             processing_class=processing_class,
             callbacks=callbacks,
@@ -132,6 +130,7 @@ class AsyncGRPOTrainer(AsyncTrainer):
             optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
             preprocess_logits_for_metrics=preprocess_logits_for_metrics,
         )
+        self.begins()
 
     @property
     def truncation(self) -> Truncation:
