@@ -56,7 +56,7 @@ class TeachersAsked:
         asked = [s.scores if isinstance(s.scores, Future) else self.pool.submit(self.ask, s) for s in samples]
         for sample, future in zip(samples, asked, strict=True):
             sample.scores = future.result()
-        return {"teacher_wait_time_s": mean(time.perf_counter() - began)}
+        return {"perf/teacher_wait_s": mean(time.perf_counter() - began)}
 
 
 class AsyncDistillationTrainer(AsyncTrainer, DistillationTrainer):

@@ -56,7 +56,7 @@ def test_a_step_on_given_rollouts_is_the_dense_divergence_from_each_ones_teacher
         for (name, ours), theirs in zip(trainer.model.named_parameters(), student.parameters(), strict=True):
             assert torch.allclose(ours, theirs - 0.5 * theirs.grad, atol=1e-5), name
         log = trainer.state.log_history[0]
-        assert ("teacher_wait_time_s" in log) == ("teacher_server" in given)
+        assert ("perf/teacher_wait_s" in log) == ("teacher_server" in given)
         assert {"teacher_jsd/math", "teacher_jsd/code", "kl", "async/trained"} <= log.keys() and "reward" not in log
 
 
@@ -72,7 +72,7 @@ def test_workers_write_on_policy_while_servers_score_what_arrived(tmp_path, tiny
     )  # fmt: skip
     trainer.train()
     rows = steps(trainer)
-    assert len(rows) == 3 and all(row["async/staleness_max"] == 0 and abs(row["kl"]) < 1e-6 for row in rows)
+    assert len(rows) == 3 and all(row["sample/staleness_max"] == 0 and abs(row["kl"]) < 1e-6 for row in rows)
     account = trainer.account()
     assert account["async/trained"] == 12 and account["async/in_flight"] == 0
     assert account["async/produced"] == account["async/trained"] + account["async/dropped"]

@@ -87,11 +87,15 @@ class AsyncGRPOConfig(PictureConfig, EpisodeFields, OnlineConfig):
         "URL of the rollout server for worker_engine='server', several, or a file with one a line that is read "
         "again, so that servers may come and go. None: http://localhost:8000.",
     )
-    request_timeout: PositiveInt = option(600, "Seconds one request to a server may take.")
+    request_timeout: PositiveFloat | None = option(
+        None, "Seconds one request to a server may take. None: 600, or vllm_server_timeout where that is longer."
+    )
     heartbeat_stale_after_s: PositiveFloat = option(
         300.0, "Silence after which a worker counts as hung and is replaced."
     )
-    weight_sync_timeout: PositiveFloat = option(1800, "Seconds new weights may take to arrive.")
+    weight_sync_timeout: PositiveFloat | None = option(
+        None, "Seconds new weights may take to arrive. None: 1800, or vllm_server_timeout where that is longer."
+    )
     sync_timeout_s: PositiveFloat | None = option(None, "The same; None: weight_sync_timeout.")
     max_worker_restarts: NonNegativeInt = option(
         8, "Workers that may be replaced within ten minutes before the run stops."
@@ -123,6 +127,9 @@ class AsyncGRPOConfig(PictureConfig, EpisodeFields, OnlineConfig):
             self.rollout_engine, self.worker_engine = "auto", "server"
         self.reward_timeout = self.reward_timeout_s if self.reward_timeout is None else self.reward_timeout
         self.tool_timeout = self.tool_timeout if self.tool_timeout_s is None else self.tool_timeout_s
+        # One time-out, as TRL 1.18, and those of 1.16 where they are set.
+        self.request_timeout = self.request_timeout or self.vllm_request_timeout or max(600, self.vllm_server_timeout)
+        self.weight_sync_timeout = self.weight_sync_timeout or max(1800, self.vllm_server_timeout)
         self.sync_timeout_s = self.weight_sync_timeout if self.sync_timeout_s is None else self.sync_timeout_s
         super().__post_init__()
         self._check_ranges()

@@ -208,7 +208,7 @@ class AsyncTrainer(OnlineTrainer):
     def postprocess_metrics(self, metrics: dict[str, float]) -> dict[str, float]:
         """The window's metrics, and the account of this moment."""
         metrics = super().postprocess_metrics(metrics)
-        return metrics | (self.account() if "async/staleness_mean" in metrics else {})
+        return metrics | (self.account() if "sample/staleness_mean" in metrics else {})
 
     # Checkpoints -------------------------------------------------------------------------------------------------
 

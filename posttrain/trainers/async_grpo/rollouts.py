@@ -199,7 +199,7 @@ class RolloutService:
                 self.worker.holders = getattr(self.transfer, "holders", None)
             self.worker.update_model_version(self.version)
         self.sync.run.log(
-            {"weight_sync_time_s": mean(time.perf_counter() - began), "weight_sync_mb": mean(tensors.nbytes / 1e6)}
+            {"perf/weight_sync_s": mean(time.perf_counter() - began), "weight_sync_mb": mean(tensors.nbytes / 1e6)}
         )
 
     def _send(self, tensors: Iterable[tuple[str, Tensor]], again: bool) -> None:
@@ -538,7 +538,7 @@ class AsyncRollouts:
         batch, table = trajectory_batch(self.held), self._table(first)
         metrics = _sample_metrics(first) | self._age_metrics() | self._pool_metrics()
         metrics |= completion_metrics(batch, masks_truncated=self.args.mask_truncated_completions)
-        metrics["queue_wait_time_s"] = mean(waited)
+        metrics["perf/rollout_wait_s"] = mean(waited)
         self.sync.run.log(metrics | self._reward_metrics(batch, table, first))
         completions_for_rewards(self.tokenizer, batch.rollouts, conversational=False)
         self.add_completions(completion_rows(batch, table, self.tokenizer, self.sync.run.state.global_step))
@@ -552,14 +552,14 @@ class AsyncRollouts:
         rows = [sample for c in held for sample in c.samples]
         lengths = torch.tensor([float(len(sample)) for sample in rows])
         return {
-            "async/staleness_mean": mean(ages),
-            "async/staleness_max": maximum(ages),
+            "sample/staleness_mean": mean(ages),
+            "sample/staleness_max": maximum(ages),
             "async/staleness_in_flight_mean": mean(flight),
             "async/staleness_in_queue_mean": mean(ages - flight),
             "async/at_staleness_bound": mean((ages == self.args.max_staleness_hard).float()),
             "async/mixed_versions": mean(torch.tensor([float(len(sample.spans) > 1) for sample in rows])),
             "rollout/fork_rate": mean((len(rows) - len(held)) / len(held), weight=len(held)),
-            "train_seq_len": mean(lengths),
+            "sample/forwarded_tokens_mean": mean(lengths),
         }
 
     def _pool_metrics(self) -> dict[str, Metric]:
@@ -568,13 +568,13 @@ class AsyncRollouts:
         worker = self.service.worker
         spent = worker.spent()
         found = {
-            "buffer_qsize": mean(float(len(worker.rollout_buffer))),
+            "sample/rollout_queue_size": mean(float(len(worker.rollout_buffer))),
             "async/queue_tokens": mean(float(worker.rollout_buffer.tokens)),
         }
         if spent.get("generate"):
-            found["generation_tok_per_s"] = mean(spent.get("tokens", 0.0) / spent["generate"])
+            found["rollout/generated_tok_s"] = mean(spent.get("tokens", 0.0) / spent["generate"])
         if spent.get("groups"):
-            found["scoring_time_ms"] = mean(1e3 * spent.get("score", 0.0) / spent["groups"])
+            found["rollout/score_s"] = mean(spent.get("score", 0.0) / spent["groups"])
         return found
 
     def _reward_metrics(self, batch: RolloutBatch, table: RewardTable, first: list[RolloutSample]) -> dict[str, Metric]:
