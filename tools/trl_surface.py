@@ -42,6 +42,8 @@ EXPERIMENTAL = {
     "server_distillation": "ServerDistillation",
     "tpo": "TPO",
 }
+# Names that no release that was looked at has, and release pages tell of.
+FROM_PAGES = {"AsyncVLLMClient": "1.18.0, by its release page"}
 
 
 def value_of(default: Any) -> Any:
@@ -177,15 +179,20 @@ def tables(trl: dict[str, Any]) -> str:
 
     paths = import_paths(trl["modules"])
     total = sum(map(len, paths.values()))
+    known = {name for names in trl["modules"].values() for name in names}
+
+    def release(name: str) -> str:
+        return trl["version"] if name in known else FROM_PAGES.get(name, "an older one")
+
     lines = [
         f"Compared with TRL {trl['version']}: of {total} public names by their modules, {len(paths['resolved'])} resolve, "
         f"{total - len(paths['resolved']) - len(paths['lost'])} are refused by name, {len(paths['lost'])} are lost.",
         "",
-        "| TRL's name | use instead |",
-        "|---|---|",
-        *(f"| `{name}` | {instead} |" for name, instead in sorted(INSTEAD.items())),
+        "| TRL's name | in release | use instead |",
+        "|---|---|---|",
+        *(f"| `{name}` | {release(name)} | {instead} |" for name, instead in sorted(INSTEAD.items())),
         "",
-        "| config field | TRL's default | ours | why, and what restores TRL's |",
+        f"| config field | default in TRL {trl['version']} | ours | why, and what restores TRL's |",
         "|---|---|---|---|",
     ]
     for name, fields in config_differences(trl["configs"]).items():
