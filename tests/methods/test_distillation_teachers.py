@@ -112,6 +112,20 @@ def test_on_policy_each_completion_has_the_teacher_of_its_row_and_the_log_says_h
     assert [row["teacher"] for row in shown] == own
 
 
+def test_shares_of_tokens_are_of_the_whole_step_where_a_micro_batch_has_one_teacher(tmp_path, tiny_tokenizer):
+    data = answers().add_column("teacher_id", ["math"] * 6 + ["code"] * 2)
+    logs = []
+    for size in (8, 2):
+        options = {"per_device_train_batch_size": size, "gradient_accumulation_steps": 8 // size, "max_steps": 1}
+        options |= {"lmbda": 0.0, "shuffle_dataset": False, "data": data}
+        trainer = make(tmp_path / str(size), tiny_tokenizer, teacher=teachers(tiny_tokenizer), **options)
+        trainer.train()
+        found = trainer.state.log_history[0]
+        logs.append([found[f"teacher_{kind}/{name}"] for kind in ("token_frac", "jsd") for name in NAMES])
+    tokens = [len(answer) for _, answer in kept_rows(trainer)]
+    assert logs[0] == pytest.approx(logs[1], abs=1e-5) and logs[0][0] == pytest.approx(sum(tokens[:6]) / sum(tokens))
+
+
 def test_teachers_behind_servers_are_the_sparse_loss_of_the_same_models_here(tmp_path, tiny_tokenizer):
     for beta, k, weights in ((0.0, 8, None), (1.0, 1, None), (0.4, 1, {"math": 0.25, "code": 0.75})):
         options = {"beta": beta, "loss_top_k": k, "max_steps": 1, "teacher_weights": weights}

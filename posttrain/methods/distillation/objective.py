@@ -93,7 +93,7 @@ class TeacherShare:
     """One of several teachers, and its part in the loss.
 
     Attributes:
-        teacher: `HiddenTeacher` or `TokenScores` at ``rows``, in their order.
+        teacher: `HiddenTeacher` or `TokenScores` at ``rows``, in their order; None where there are none.
         rows: ``(M,)`` loss positions that it is asked about, ascending; None: all.
         weight: Of its divergence at each of them.
     """
@@ -189,6 +189,8 @@ class Comparison:
         logp = own.gather(1, targets)[:, 0]
         value, found = torch.zeros_like(logp), logp.new_zeros(3 + len(self.names), len(logp))
         for number, share in enumerate(self.shares.values()):
+            if share.teacher is None:
+                continue
             at, theirs = share.within(part)
             here = _Beside(axes, share.teacher, theirs, log_q[at], targets[at])
             here.ask(self.columns, self.without)

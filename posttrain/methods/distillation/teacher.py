@@ -208,11 +208,10 @@ def shares_of_batch(
     numbers, places, found = batch.columns["teacher"].tolist(), batch.sequence[batch.loss_mask], {}
     for number, name in enumerate(names):
         members = [k for k, one in enumerate(numbers) if one == number]
-        if len(members) == len(numbers):
-            return {name: TeacherShare(say(name, None), torch.arange(len(places), device=places.device))}
-        if members:
-            rows = torch.isin(places, places.new_tensor(members)).nonzero().flatten()
-            found[name] = TeacherShare(say(name, members), rows)
+        rows = torch.isin(places, places.new_tensor(members)).nonzero().flatten()
+        whole = len(members) == len(numbers)
+        # One that has no sequence here is not asked, and counts in its share of all tokens.
+        found[name] = TeacherShare(say(name, None if whole else members) if members else None, rows)
     return found
 
 
