@@ -92,11 +92,11 @@ def one(side: str, server: str | None, options: argparse.Namespace, *, seed: int
         right = [grpo_add.last_number(text) == answer for _, answer, text in said]
         found["held_out"] = round(statistics.mean(right), 4)
     if side != "sync":
-        found["staleness_max"] = max(row["async/staleness_max"] for row in rows)
+        found["staleness_max"] = max(row["sample/staleness_max"] for row in rows)
         found["sync_s"] = round(
-            statistics.median(r["weight_sync_time_s"] for r in rows if "weight_sync_time_s" in r), 2
+            statistics.median(r["perf/weight_sync_s"] for r in rows if "perf/weight_sync_s" in r), 2
         )
-        found["wait_s"] = round(statistics.median(row["queue_wait_time_s"] for row in rows), 2)
+        found["wait_s"] = round(statistics.median(row["perf/rollout_wait_s"] for row in rows), 2)
         found["dropped"] = rows[-1]["async/dropped"]
         found["clipped"] = [round(row["clip_ratio/region_mean"], 4) for row in rows]
         found["kl"] = [round(row["kl"], 5) for row in rows]

@@ -174,7 +174,7 @@ def main() -> int:
         "faults": faults.done,
         "account": account,
         "exact": exact and account["produced"] == account["trained"] + account["dropped"],
-        "staleness_max": max(row["async/staleness_max"] for row in rows),
+        "staleness_max": max(row["sample/staleness_max"] for row in rows),
         "bound": trainer.args.max_staleness_hard,
         "trainer": flat([memory for _, memory, _ in faults.memory]),
         "worker": flat([memory for _, _, memory in faults.memory]),

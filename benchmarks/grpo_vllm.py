@@ -110,7 +110,7 @@ def main() -> None:
         "train_seconds": round(seconds, 1), "step_seconds": [round(x, 1) for x in column("step_time")],
         "rollout_seconds": [round(x, 1) for x in column("rollouts/seconds")],
         "accuracy_of_samples": column("rewards/accuracy/mean"), "rewards": [round(x, 3) for x in column("reward")],
-        "push_seconds": round(statistics.median(column("weight_sync_time_s")), 2) if column("weight_sync_time_s") else None,
+        "push_seconds": round(statistics.median(column("perf/weight_sync_s")), 2) if column("perf/weight_sync_s") else None,
         "logp_gap_max": max(column("sampling/sampling_logp_difference/max"), default=None),
         "logp_gap_mean": max(column("sampling/sampling_logp_difference/mean"), default=None),
     }  # fmt: skip

@@ -447,9 +447,9 @@ def measured(workers: int, steps: int = 9) -> dict[str, float]:
     rows = [row for row in trainer.state.log_history if "loss" in row][3:]
     return {
         "step_s": statistics.mean(b - a for a, b in itertools.pairwise(ends[2:])),
-        "waited": statistics.mean(row["queue_wait_time_s"] for row in rows),
-        "pushed": statistics.median(row["weight_sync_time_s"] for row in rows if "weight_sync_time_s" in row),
-        "age": statistics.mean(row["async/staleness_mean"] for row in rows),
+        "waited": statistics.mean(row["perf/rollout_wait_s"] for row in rows),
+        "pushed": statistics.median(row["perf/weight_sync_s"] for row in rows if "perf/weight_sync_s" in row),
+        "age": statistics.mean(row["sample/staleness_mean"] for row in rows),
     }
 
 

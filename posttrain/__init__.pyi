@@ -3,6 +3,7 @@
 from .methods.async_grpo import AsyncGRPOConfig as AsyncGRPOConfig
 from .methods.bco import BCOConfig as BCOConfig
 from .methods.cpo import CPOConfig as CPOConfig
+from .methods.distillation.asynchronous import AsyncDistillationConfig as AsyncDistillationConfig
 from .methods.distillation.config import DistillationConfig as DistillationConfig
 from .methods.distillation.presets import (
     GKDConfig as GKDConfig,
@@ -11,6 +12,7 @@ from .methods.distillation.presets import (
     SDFTConfig as SDFTConfig,
     SDPOConfig as SDPOConfig,
     SSDConfig as SSDConfig,
+    ServerDistillationConfig as ServerDistillationConfig,
 )
 from .methods.dpo import DPOConfig as DPOConfig
 from .methods.experimental.a2po import A2POConfig as A2POConfig
@@ -26,6 +28,7 @@ from .methods.rloo import RLOOConfig as RLOOConfig
 from .methods.sft import SFTConfig as SFTConfig
 from .methods.tpo import TPOConfig as TPOConfig
 from .trainers.a2po import A2POTrainer as A2POTrainer
+from .trainers.async_distillation import AsyncDistillationTrainer as AsyncDistillationTrainer
 from .trainers.async_grpo.trainer import AsyncGRPOTrainer as AsyncGRPOTrainer
 from .trainers.bco import BCOTrainer as BCOTrainer
 from .trainers.distillation import DistillationTrainer as DistillationTrainer
@@ -48,6 +51,7 @@ from .trainers.preference import PreferenceTrainer as PreferenceTrainer
 from .trainers.reference_free import CPOTrainer as CPOTrainer, ORPOTrainer as ORPOTrainer, TPOTrainer as TPOTrainer
 from .trainers.reward import RewardTrainer as RewardTrainer
 from .trainers.rloo import RLOOTrainer as RLOOTrainer
+from .trainers.server_distillation import ServerDistillationTrainer as ServerDistillationTrainer
 from .trainers.sft import SFTTrainer as SFTTrainer
 from .checks.tokenizers import (
     TokenizerMatch as TokenizerMatch,

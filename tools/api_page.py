@@ -12,7 +12,8 @@ METHODS = {
     "cpo": ("CPO and SimPO", "CPO"), "orpo": ("ORPO", "ORPO"), "tpo": ("TPO", "TPO"), "grpo": ("GRPO", "GRPO"), "gmpo": ("GMPO", "GMPO"),
     "async_grpo": ("Asynchronous GRPO", "AsyncGRPO"), "rloo": ("RLOO", "RLOO"), "ppo": ("PPO", "PPO"),
     "online_dpo": ("Online DPO", "OnlineDPO"), "a2po": ("A*-PO", "A2PO"), "distillation": ("Distillation", "Distillation"),
-    "gkd": ("GKD", "GKD"), "gold": ("GOLD", "GOLD"), "minillm": ("MiniLLM", "MiniLLM"), "iw_opd": ("IW-OPD", "IWOPD"),
+    "server_distillation": ("Distillation from servers", "ServerDistillation"), "gkd": ("GKD", "GKD"),
+    "async_distillation": ("Asynchronous distillation", "AsyncDistillation"), "gold": ("GOLD", "GOLD"), "minillm": ("MiniLLM", "MiniLLM"), "iw_opd": ("IW-OPD", "IWOPD"),
     "sdft": ("SDFT", "SDFT"), "sdpo": ("SDPO", "SDPO"), "ssd": ("SSD", "SSD"),
 }  # fmt: skip
 PARTS = {

@@ -28,6 +28,7 @@ SNAPSHOT = ROOT / "tests" / "snapshots" / "trl_surface.json"
 STABLE = ["SFT", "DPO", "GRPO", "RLOO", "Reward", "KTO", "Distillation"]
 EXPERIMENTAL = {
     "a2po": "A2PO",
+    "async_distillation": "AsyncDistillation",
     "async_grpo": "AsyncGRPO",
     "cpo": "CPO",
     "gmpo": "GMPO",
@@ -38,8 +39,11 @@ EXPERIMENTAL = {
     "orpo": "ORPO",
     "sdft": "SDFT",
     "sdpo": "SDPO",
+    "server_distillation": "ServerDistillation",
     "tpo": "TPO",
 }
+# Names that no release that was looked at has, and release pages tell of.
+FROM_PAGES = {"AsyncVLLMClient": "1.18.0, by its release page"}
 
 
 def value_of(default: Any) -> Any:
@@ -74,8 +78,10 @@ def names_of(package: str) -> dict[str, list[str]]:
 
 def fields_of(config: type) -> dict[str, Any]:
     """Fields of a config with the values that an instance without arguments has."""
+    # TRL's has no default for it.
+    needed = {"teacher_model_server_url": "http://teacher"} if config.__name__ == "ServerDistillationConfig" else {}
     with tempfile.TemporaryDirectory() as folder:
-        instance = config(output_dir=folder, use_cpu=True)
+        instance = config(output_dir=folder, use_cpu=True, **needed)
     return {field.name: value_of(getattr(instance, field.name)) for field in dataclasses.fields(config)}
 
 
@@ -173,15 +179,20 @@ def tables(trl: dict[str, Any]) -> str:
 
     paths = import_paths(trl["modules"])
     total = sum(map(len, paths.values()))
+    known = {name for names in trl["modules"].values() for name in names}
+
+    def release(name: str) -> str:
+        return trl["version"] if name in known else FROM_PAGES.get(name, "an older one")
+
     lines = [
         f"Compared with TRL {trl['version']}: of {total} public names by their modules, {len(paths['resolved'])} resolve, "
         f"{total - len(paths['resolved']) - len(paths['lost'])} are refused by name, {len(paths['lost'])} are lost.",
         "",
-        "| TRL's name | use instead |",
-        "|---|---|",
-        *(f"| `{name}` | {instead} |" for name, instead in sorted(INSTEAD.items())),
+        "| TRL's name | in release | use instead |",
+        "|---|---|---|",
+        *(f"| `{name}` | {release(name)} | {instead} |" for name, instead in sorted(INSTEAD.items())),
         "",
-        "| config field | TRL's default | ours | why, and what restores TRL's |",
+        f"| config field | default in TRL {trl['version']} | ours | why, and what restores TRL's |",
         "|---|---|---|---|",
     ]
     for name, fields in config_differences(trl["configs"]).items():

@@ -303,7 +303,7 @@ def _spikes(view: View) -> Iterator[Sign]:
 def _mismatch(view: View) -> Iterator[Sign]:
     newest = training_rows(view.history)[-1]
     # Without a sampler's log-probs, and where rollouts have no age, "kl" is the distance to the reference.
-    if view.name == "kl" and ("sampling/kl" in newest or "async/staleness_mean" not in newest):
+    if view.name == "kl" and ("sampling/kl" in newest or "sample/staleness_mean" not in newest):
         return
     recent, trend = view.values(), window(view.history, view.name, RISING)
     if recent is None:

@@ -35,6 +35,21 @@ DIFFERENT: dict[tuple[str, str], tuple[Any, str, str]] = {
         'vllm_server_base_url="http://localhost:8000"',
     ),
     ("AsyncGRPO", "max_inflight_tasks"): (-1, "-1 is shown as the number it stands for", "max_inflight_tasks=-1"),
+    ("AsyncDistillation", "vllm_server_base_url"): (
+        "http://localhost:8000",
+        "workers on this machine sample; no server has to run",
+        'vllm_server_base_url="http://localhost:8000"',
+    ),
+    ("AsyncDistillation", "max_inflight_tasks"): (
+        -1,
+        "-1 is shown as the number it stands for",
+        "max_inflight_tasks=-1",
+    ),
+    ("AsyncDistillation", "teacher_server_urls"): (
+        {"default": "http://localhost:8001"},
+        "the teacher may be a model in this process",
+        'teacher_server_urls="http://localhost:8001"',
+    ),
     ("GKD", "shuffle_dataset"): (False, "TRL's rows come in random order too, by its sampler", "shuffle_dataset=False"),
     ("GOLD", "shuffle_dataset"): (
         False,

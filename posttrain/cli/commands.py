@@ -59,6 +59,10 @@ TRAINING: dict[str, Command] = {
     "online-dpo": Command("OnlineDPO", "DPO on pairs of the policy's own completions, by rewards or a judge", JUDGED),
     "distill": Command("Distillation", "learn a teacher's next-token distributions, on the student's own samples"),
     "distillation": Command("Distillation", "the same command by TRL's name"),
+    "server-distillation": Command("ServerDistillation", "the same from teachers that servers hold, one or several"),
+    "async-distillation": Command(
+        "AsyncDistillation", "the same on rollouts that other processes write while it trains"
+    ),
     "gkd": Command("GKD", "the same on the dataset's answers, or a mixture of both"),
     "gold": Command("GOLD", "the same from a teacher with another tokenizer"),
     "minillm": Command("MiniLLM", "the reverse KL to a teacher as a reward of each token", REWARDED),

@@ -114,7 +114,9 @@ def _parts(subject: Subject, notes: list[str]) -> dict[str, Any]:
     found, args, script_args = {}, subject.config, subject.script_args
     names = {part: getattr(script_args, f"{part}_name_or_path", None) for part in ("reward_model", "value_model")}
     far = getattr(args, "teacher_model_server_url", None)
-    for part, name in (names | {"teacher": None if far else getattr(args, "teacher_model_name_or_path", None)}).items():
+    teacher = None if far else getattr(args, "teacher_model_name_or_path", None)
+    names |= {f"teacher {k}": v for k, v in teacher.items()} if isinstance(teacher, dict) else {"teacher": teacher}
+    for part, name in names.items():
         try:
             found |= {part: model_config(name, args.trust_remote_code)} if name else {}
         except (PosttrainError, OSError, ValueError) as error:

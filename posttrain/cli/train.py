@@ -186,8 +186,8 @@ def parser_for(name: str) -> Any:
 
     command = TRAINING[name]
     types = (globals()[command.script_args], command.config, ModelConfig, DatasetMixtureConfig)
-    # The dtype that asynchronous GRPO has too: `ModelConfig` comes later, and its own is for the other commands.
-    shared = {"conflict_handler": "resolve"} if name == "async-grpo" else {}
+    # The dtype that asynchronous trainers have too: `ModelConfig` comes later, and its own is for the other commands.
+    shared = {"conflict_handler": "resolve"} if name.startswith("async-") else {}
     return PosttrainArgumentParser(types, prog=f"posttrain {name}", **shared)
 
 

@@ -57,6 +57,10 @@ SELF_DISTILLED = _rows(
         LOG: "_dispatch_self_distillation_callback _log_self_distillation_metric _record_completion_metrics",
     }
 )
+SERVED_LOSS = (
+    "_compute_server_forward_kl_loss _compute_server_sparse_top_1_divergence_loss _compute_sparse_top_1_divergence_loss "
+    "_get_reverse_kl_top_1_tokens"
+)
 REFUSED: dict[str, dict[str, str]] = {
     "PostTrainer": _rows({PADDED: "_compute_loss", PREPARE: "_prepare_dataset _reject_skip_prepare_without_labels"})
     | {
@@ -91,11 +95,7 @@ REFUSED: dict[str, dict[str, str]] = {
     "GRPOTrainer": GROUPED,
     "RLOOTrainer": GROUPED,
     "A2POTrainer": {"_estimate_optimal_values": "estimate_values(sets)", "_get_sequence_logps": LOSS},
-    "AsyncGRPOTrainer": _rows(
-        {
-            TRANSFER: "_init_lora_sync _sync_weight _sync_weight_lora _sync_weight_merged",
-        }
-    )
+    "AsyncTrainer": _rows({TRANSFER: "_init_lora_sync _sync_weight _sync_weight_lora _sync_weight_merged"})
     | {"_log_step_metrics": "postprocess_metrics(metrics)", "_streaming_iter": "micro_batch(inputs, index)"},
     "OnlineDPOTrainer": _rows(
         {
@@ -120,10 +120,16 @@ REFUSED: dict[str, dict[str, str]] = {
             FORWARD: "_get_model_forward_kwargs",
         }
     ),
+    "ServerDistillationTrainer": _rows(
+        {
+            LOSS: f"{SERVED_LOSS} _reduce_divergence_loss",
+            GENERATE: "_compute_prompt_length",
+            TEACHER: "_get_teacher_token_logprobs_from_server",
+        }
+    ),
     "IWOPDTrainer": _rows(
         {
-            LOSS: "_compute_iw_opd_loss _compute_local_sparse_top_1_divergence_loss _compute_server_forward_kl_loss "
-            "_compute_server_sparse_top_1_divergence_loss _compute_sparse_top_1_divergence_loss _get_reverse_kl_top_1_tokens",
+            LOSS: f"_compute_iw_opd_loss _compute_local_sparse_top_1_divergence_loss {SERVED_LOSS}",
             GENERATE: "_compute_prompt_length _fill_buffer _get_completion_lengths _store_completions_in_buffer",
             SAMPLE: "_generate_student_completions _generate_with_model",
             TEACHER: "_get_teacher_logits _get_teacher_token_logprobs_from_server _raise_if_local_teacher_tokenizer_mismatch",
@@ -143,6 +149,7 @@ REFUSED: dict[str, dict[str, str]] = {
 
 # By our class: hooks of its bases that its own way goes around -> what it calls instead.
 OF_PROMPTS = {"prepare": "prepare_datasets(train, evaluation)", "rows": GENERATE}
+TAKEN = "taken(batch), which gets what the workers wrote, or objective(outputs, batch)"
 WORKERS = "reward_funcs, tools and rollout_func, which the workers call, or objective(outputs, batch)"
 UNCALLED: dict[str, dict[str, str]] = {
     "GRPOTrainer": OF_PROMPTS,
@@ -152,6 +159,7 @@ UNCALLED: dict[str, dict[str, str]] = {
     "PPOTrainer": OF_PROMPTS | {"advantages": "estimate(generation, table, mode)"},
     "AsyncGRPOTrainer": OF_PROMPTS
     | _rows({WORKERS: "generate_and_score generate roll_out sample tokenize score attach_logps advantages"}),
+    "AsyncDistillationTrainer": _rows({TAKEN: "rows generate_and_score generate roll_out sample tokenize"}),
 }
 # Hooks that several turns, or a function that samples, go around.
 OF_ONE_TURN = ("sample", "tokenize")

@@ -63,6 +63,7 @@ INSTEAD = {
     "AsyncRolloutWorker": "posttrain.AsyncGRPOTrainer, which starts its workers (num_rollout_workers)",
     "AsyncVLLMClient": "posttrain.VLLMClient, whose calls wait; AsyncGRPOTrainer makes its own",
     "VLLMGeneration": "posttrain.VLLMEngine",
+    "build_teacher_request_inputs": "posttrain.VLLMClient.score, which takes token ids and lengths of prompts",
     "is_aiohttp_available": "importlib.util.find_spec('aiohttp')",
     "ProfilingContext": "posttrain.profiling_context",
     "prepare_deepspeed": "accelerator.prepare_model(model, evaluation_mode=True)",

@@ -253,7 +253,8 @@ class Checks(transformers.TrainerCallback):
         It is reported once, and all-reduced with the counts.
         """
         longest = max((int(batch.position_ids.max()) + 1 for batch in batches if batch.position_ids.numel()), default=0)
-        models = [] if self._lengths_reported else [self.context.model, self.context.parts.get("teacher_model")]
+        teachers = [part for name, part in self.context.parts.items() if name.startswith("teacher_model")]
+        models = [] if self._lengths_reported else [self.context.model, *teachers]
         configs = [getattr(model, "config", None) for model in models]
         found = [_positions_of(config.get_text_config(), longest) for config in configs if config is not None]
         self._overlong = [finding for finding in found if finding is not None][:1]

@@ -257,6 +257,7 @@ class PostTrainer(transformers.Trainer):
         return load.create_model_from_path(model_id, **kwargs)
 
     def _prepare_model(self, model: nn.Module, args: PostTrainingConfig, peft_config: PeftConfig | None) -> Any:
+        load.check_distributed(getattr(getattr(model, "config", None), "distributed_config", None))
         load.mirror_eos(self.processing_class, model, args)
         self.pad_token_id = load.resolve_pad_token(self.processing_class, model)
         self.fresh_adapter = peft_config is not None

@@ -284,7 +284,7 @@ class WeightSync:
         with parallel.failing_together(self.accelerator):
             send()
         self.run.log(
-            {"weight_sync_time_s": mean(time.perf_counter() - begin), "weight_sync_mb": mean(weights.nbytes / 1e6)}
+            {"perf/weight_sync_s": mean(time.perf_counter() - begin), "weight_sync_mb": mean(weights.nbytes / 1e6)}
         )
 
     def outgoing(self, can: Capabilities) -> Weights | AdapterWeights:

@@ -24,7 +24,7 @@ from posttrain.fields import (
     option,
     read_mapping,
 )
-from posttrain.models.load import with_dtype
+from posttrain.models.load import check_distributed, with_dtype
 from posttrain.models.parallel import bf16_is_faster
 
 if TYPE_CHECKING:
@@ -203,6 +203,7 @@ class PostTrainingConfig(transformers.TrainingArguments):
         self.dataloader_pin_memory = self.dataloader_pin_memory and self.device.type != "cpu"
         if self.model_init_kwargs is not None:
             self.model_init_kwargs = with_dtype(self.model_init_kwargs)  # type: ignore[arg-type]
+            check_distributed(self.model_init_kwargs.get("distributed_config"))
         if getattr(self, "pad_token", None) is not None:
             warnings.warn("pad_token is deprecated: set it on the tokenizer.", FutureWarning, stacklevel=4)
         self._check_preflight()

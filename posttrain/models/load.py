@@ -204,6 +204,39 @@ def with_dtype(init: Mapping[str, Any]) -> dict[str, Any]:
     return found | {"dtype": given}
 
 
+def check_distributed(given: Any) -> None:
+    """Refuse transformers' ``DistributedConfig``, of keywords or of a loaded model, where it divides the model.
+
+    Weights that are sharded as they are loaded gather themselves in the forward pass of their own module. The output layer is
+    read here outside of that, a chunk of logits at a time, and its gradient would reach a process's own shard alone.
+
+    Args:
+        given: A ``DistributedConfig`` or its fields; None: there is none.
+
+    Raises:
+        ConfigError: A size is above 1: names it, and what it would need.
+
+    >>> check_distributed({"fsdp_size": 1})
+    """
+    if given is None:
+        return
+    fields = dict(given) if isinstance(given, Mapping) else vars(given)
+    sizes = {name: value for name, value in fields.items() if name.endswith("_size") and (value or 1) > 1}
+    experts = fields.get("enable_expert_parallel") or sizes.get("ep_size")
+    if sizes or experts:
+        said = ", ".join(f"{name}={value}" for name, value in sizes.items()) or "enable_expert_parallel=True"
+        needs = (
+            "experts of their own on each process need an exchange of tokens inside the forward pass, and gradients that are "
+            "averaged over the processes that hold the same experts alone; here they are averaged over all"
+            if experts
+            else "the output layer is read a chunk at a time outside of the forward pass that gathers its shards"
+        )
+        raise ConfigError(
+            f"distributed_config with {said}: {needs}. Fix: FSDP2 or ZeRO-3 by accelerate (--accelerate_config fsdp2), which "
+            "shard after loading, or leave it out."
+        )
+
+
 def create_model_from_path(model_id: str, architecture: Any = None, **kwargs: Any) -> PreTrainedModel:
     """Load a model by hub id or folder, in float32 unless ``dtype`` says otherwise.
 
@@ -219,6 +252,7 @@ def create_model_from_path(model_id: str, architecture: Any = None, **kwargs: An
     import transformers
 
     kwargs = with_dtype(kwargs)
+    check_distributed(kwargs.get("distributed_config"))
     dtype = kwargs.pop("dtype", torch.float32)
     if isinstance(dtype, str) and dtype != "auto":
         check_choice("dtype", dtype, ("auto", *DTYPES))

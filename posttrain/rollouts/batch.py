@@ -234,7 +234,7 @@ def by_context(samples: Sequence[RolloutSample]) -> list[RolloutSample]:
 def rollout_batch(samples: Sequence[RolloutSample]) -> RolloutBatch:
     """Samples as a rollout batch with ``advantages`` and ``rollout_logp``, in their order."""
     return RolloutBatch(
-        [{"prompt": sample.prompt} for sample in samples],
+        [sample.example() for sample in samples],
         [sample.rollout() for sample in samples],
         [sample.completion for sample in samples],
         columns={"advantages": [sample.advantage for sample in samples]},

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import datasets
 import torch
 from torch import Tensor, nn
 
@@ -36,10 +37,13 @@ from posttrain.methods.distillation.teacher import (
     ModelTeacher,
     ScoreFile,
     ServerTeacher,
+    asked_servers,
+    by_name,
     frozen,
     load_teacher,
     own_tokenizer,
     scores_of_batch,
+    shares_of_batch,
     teacher_id,
 )
 from posttrain.methods.grpo.objective import grpo_objective, scored_groups
@@ -79,19 +83,25 @@ def _unrewarded(completions: list[Any], **_: Any) -> list[None]:
     raise AssertionError("distillation without rewards scores nothing")
 
 
+def no_rewards(generation: RolloutBatch) -> RewardTable:
+    """A table without a function."""
+    return RewardTable(torch.empty(len(generation.rollouts), 0), [], torch.empty(0))
+
+
 class DistillationTrainer(OnlineTrainer):
     """Distillation with four axes: whose tokens (``lmbda``, ``seq_kd``), which divergence, which teacher, what else.
 
     Args:
         model: The student: hub id, folder, model or peft model.
-        teacher_model: Hub id, folder or model; None where ``args`` names the teacher.
+        teacher_model: Hub id, folder or model; several: a dict of them by name, where the column ``teacher_id`` names the
+            teacher of each row, or ``teacher_weights`` of ``args`` mixes them. None where ``args`` names the teacher.
         args: `DistillationConfig` or one of the presets.
         train_dataset: ``prompt`` (and ``completion``), or ``messages``.
         eval_dataset: Likewise.
         processing_class: The student's tokenizer; None loads the model's.
         teacher_processing_class: The teacher's; None loads that of the teacher's id, or of the folder
             or id that a model object was loaded from; of one built in memory the student's is taken for it.
-        teacher_server: Client of a server that scores, see `ServerTeacher`.
+        teacher_server: Client of a server that scores, see `ServerTeacher`; several: a dict of them by name.
 
     Reference: GKD, arXiv:2306.13649.
 
@@ -106,7 +116,7 @@ class DistillationTrainer(OnlineTrainer):
     def __init__(
         self,
         model: Model,
-        teacher_model: Model | None = None,
+        teacher_model: Model | Mapping[str, Model] | None = None,
         args: DistillationConfig | None = None,
         train_dataset: TrainSet | None = None,
         eval_dataset: EvalSets | None = None,
@@ -174,10 +184,12 @@ class DistillationTrainer(OnlineTrainer):
             environment_factory=environment_factory,
         )
         self.record.listeners.append(self._listed)
-        self.teacher: ModelTeacher | None = None
+        # By name; of a single teacher the name is empty.
+        self.teachers: dict[str, ModelTeacher] = {}
+        self.servers: dict[str, ServerTeacher] = {}
         self.teacher_model: nn.Module | None = None
-        self.server: ServerTeacher | None = None
-        self._make_teacher(teacher_model, teacher_processing_class, teacher_server)
+        self._make_teachers(teacher_model, teacher_processing_class, teacher_server)
+        self._check_teacher_names()
         if self.keeps_completions:
             self.args.balance_ranks = False  # What is known of a completion stays on its rank.
 
@@ -193,14 +205,30 @@ class DistillationTrainer(OnlineTrainer):
 
     # Teachers ----------------------------------------------------------------------------------------------------
 
-    def _make_teacher(self, given: object, tokenizer: Tokenizer, server: Any) -> None:
+    @property
+    def teacher(self) -> ModelTeacher:
+        """The teacher in this process, where there is one and no more."""
+        (one,) = self.teachers.values()
+        return one
+
+    @property
+    def teacher_names(self) -> list[str]:
+        """Names of the teachers, in the order of their numbers; a single one has none."""
+        return list(self.servers or self.teachers)
+
+    @property
+    def chosen_by_row(self) -> bool:
+        """Whether the column ``teacher_id`` says who is asked about a row."""
+        return len(self.teacher_names) > 1 and self.args.teacher_weights is None
+
+    def _make_teachers(self, given: object, tokenizer: Tokenizer, server: Any) -> None:
         args = self.args
         if self.vision.images and (self.score_files or server or args.teacher_model_server_url):
             raise ConfigError(
                 "the rows have images, and a file or a server scores text alone. Fix: a teacher model in this process."
             )
         named = args.teacher_model_name_or_path
-        if isinstance(given, str) and named not in (None, given):
+        if isinstance(given, str | Mapping) and named not in (None, given):
             raise ConfigError(
                 f"teacher_model={given!r} and teacher_model_name_or_path={named!r}. Fix: set one of them."
             )
@@ -209,23 +237,69 @@ class DistillationTrainer(OnlineTrainer):
         if self.axes.support == "none" or self.score_files:
             return
         if args.teacher_model_server_url or server is not None:
-            client = VLLMClient(args.teacher_model_server_url) if server is None else server
-            probe = next(row.prompt_ids for row in self._rows_of([next(iter(self.train_dataset))]))
-            expected = args.teacher_model_name_or_path
-            self.server = ServerTeacher(client, self.axes, expected=expected, probe=[*probe, *probe][:8])
-            if tokenizer is None:
-                trust = {"trust_remote_code": args.trust_remote_code, "revision": args.teacher_model_revision}
-                tokenizer = own_tokenizer(expected or self.server.name, required=False, **trust)
-            if tokenizer is not None and args.tokenizer_check != "off":
-                self._compared(getattr(tokenizer, "tokenizer", tokenizer), None, None)
+            self._ask_servers(by_name(args.teacher_model_server_url if server is None else server), tokenizer)
         elif args.teacher_model_kind == "model":
-            self._other_teacher(given, tokenizer)
+            columns = []
+            for name, one in by_name(named if given is None else given).items():
+                self._other_teacher(one, tokenizer, name)
+                columns.append(self.columns)
+            self.columns = min((count for count in columns if count is not None), default=None)
         elif given is None:
             self._own_teacher(args.teacher_model_kind)
         else:
             raise ConfigError(
                 f"teacher_model with teacher_model_kind={args.teacher_model_kind!r}: there would be two teachers. Leave one out."
             )
+
+    def _ask_servers(self, servers: Mapping[str, Any], tokenizer: Tokenizer) -> None:
+        """Teachers behind servers: each is tried, and its tokenizer compared with the student's."""
+        args, named = self.args, by_name(self.args.teacher_model_name_or_path)
+        probe = next(row.prompt_ids for row in self._rows_of([next(iter(self.train_dataset))]))
+        trust = {"trust_remote_code": args.trust_remote_code, "revision": args.teacher_model_revision}
+        for name, one in servers.items():
+            client, expected = VLLMClient(one) if isinstance(one, str) else one, named.get(name)
+            self.servers[name] = ServerTeacher(client, self.axes, expected=expected, probe=[*probe, *probe][:8])
+            own = tokenizer or own_tokenizer(expected or self.servers[name].name, required=False, **trust)
+            if own is not None and args.tokenizer_check != "off":
+                self._compared(getattr(own, "tokenizer", own), None, None)
+
+    def _check_teacher_names(self) -> None:
+        """Several teachers: each is meant by the weights or by a row, and no row means another one."""
+        args, names = self.args, self.teacher_names
+        weights = args.teacher_weights
+        if weights is not None and set(weights) != set(names):
+            raise ConfigError(
+                f"teacher_weights are of {sorted(weights)}, and the teachers are {sorted(filter(None, names))}. Fix: several "
+                "teachers by name (a dict as teacher_model, or in the config), and a weight for each."
+            )
+        if len(names) < 2:
+            return
+        if self.method.privileged or not self.shares_tokens or args.seq_kd:
+            why = "samples from one" if args.seq_kd else "compares with one"
+            raise ConfigError(f"{self._name} {why} teacher, and {names} are several. Fix: give one of them.")
+        if weights is None:
+            held = self.eval_dataset if isinstance(self.eval_dataset, dict) else {"eval_dataset": self.eval_dataset}
+            for name, dataset in {"train_dataset": self.train_dataset, **held}.items():
+                if isinstance(dataset, datasets.Dataset):
+                    values = dataset["teacher_id"] if "teacher_id" in dataset.column_names else [None]
+                    for row, value in enumerate(values):
+                        self.teacher_number(value, f"{name} row {row}: ")
+
+    def teacher_number(self, value: object, where: str = "") -> float:
+        """The number of a row's teacher; 0 where there is one alone, whatever the row says.
+
+        Raises:
+            DataError: It names none of several; ``where`` names the row.
+        """
+        names = self.teacher_names
+        if len(names) < 2:
+            return 0.0
+        if value not in names:
+            raise DataError(
+                f"{where}teacher_id={value!r} is none of the teachers {names}. Fix: a column teacher_id with one of these names "
+                "in each row, or teacher_weights."
+            )
+        return float(names.index(str(value)))
 
     def _own_teacher(self, kind: str) -> None:
         """The student's weights, now or then."""
@@ -246,9 +320,9 @@ class DistillationTrainer(OnlineTrainer):
                     with own.active(policy) as model:
                         yield model
 
-        self.teacher = ModelTeacher(running, self.layout, True, self.pad_token_id)
+        self.teachers[""] = ModelTeacher(running, self.layout, True, self.pad_token_id)
 
-    def _other_teacher(self, given: object, tokenizer: Tokenizer) -> None:
+    def _other_teacher(self, given: object, tokenizer: Tokenizer, name: str = "") -> None:
         args, loaded = self.args, isinstance(given, nn.Module)
         # Of a teacher that is not there `load_teacher` tells.
         if tokenizer is None and (loaded or teacher_id(given, args)):
@@ -265,12 +339,12 @@ class DistillationTrainer(OnlineTrainer):
             self.show_pictures(model, processor)
         self.teacher_model, self.teacher_tokenizer = model, tokenizer or self.processing_class
         self.check_vocabularies(model, self.teacher_tokenizer)
-        self.checks.knows(parts={"teacher_model": model if self.shares_tokens else None})
+        self.checks.knows(parts={f"teacher_model {name}".strip(): model if self.shares_tokens else None})
         layout = choose_layout(model, self.args, padded=False)
         fits = layout.dense_mask <= self.layout.dense_mask and layout.rope_switch is layout.rope_end is None
         shared = layout.kind == self.layout.kind == "tree" and fits
         running = functools.partial(frozen, model, self.accelerator.autocast)
-        self.teacher = ModelTeacher(running, layout, shared and self.shares_tokens, self.pad_token_id)
+        self.teachers[name] = ModelTeacher(running, layout, shared and self.shares_tokens, self.pad_token_id)
 
     def show_pictures(self, teacher: nn.Module, processor: ProcessorMixin) -> None:
         """Let the teacher see the student's pictures through its own tower; prepared once where both prepare them alike.
@@ -457,7 +531,7 @@ class DistillationTrainer(OnlineTrainer):
         """Rewards, where the method has them."""
         if self.can_dry_run:
             return super().score(generation, mode)
-        return RewardTable(torch.empty(len(generation.rollouts), 0), [], torch.empty(0))
+        return no_rewards(generation)
 
     def advantages(self, generation: RolloutBatch, table: RewardTable, mode: str) -> Tensor:
         """As GRPO's, 0 without rewards; and what the teacher needs to know of each completion is kept."""
@@ -474,10 +548,16 @@ class DistillationTrainer(OnlineTrainer):
     @property
     def keeps_completions(self) -> bool:
         """Whether the teacher needs more of a completion than its tokens."""
-        return self.method.privileged or self.server is not None or bool(self.score_files)
+        return self.method.privileged or bool(self.servers or self.score_files)
 
     def keep(self, generation: RolloutBatch, table: RewardTable, mode: str) -> None:
-        """Number the completions, on each rank others, above 0 in training and below in evaluation; keep the `facts` of each."""
+        """Number the completions, on each rank others, above 0 in training and below in evaluation; keep the `facts` of each.
+
+        Where rows name their teacher each has its number too.
+        """
+        if self.chosen_by_row:
+            chosen = [self.teacher_number(example.get("teacher_id")) for example in generation.examples]
+            generation.columns["teacher"] = chosen
         sign, count = 1 if mode == "train" else -1, len(generation.rollouts)
         keys = [sign * (self.accelerator.process_index * count + i + 1) for i in range(count)]
         if self.keeps_completions:
@@ -486,9 +566,11 @@ class DistillationTrainer(OnlineTrainer):
 
     def _listed(self, rows: list[dict[str, Any]], evaluation: bool) -> None:
         """Completions of all ranks, in the main process, before they are written: with a column for the worst tokens."""
-        numbered = {row.pop("key"): row for row in rows}
+        numbered = {row.pop("key"): row for row in rows if "key" in row}  # Of rollouts from workers there is none.
         for row in rows:
             row["worst_tokens"] = ""
+            if "teacher" in row:
+                row["teacher"] = self.teacher_names[int(row["teacher"])]
             if not self.can_dry_run:
                 del row["advantage"]
         if not evaluation:
@@ -503,18 +585,14 @@ class DistillationTrainer(OnlineTrainer):
 
     def facts(self, generation: RolloutBatch, table: RewardTable, mode: str) -> list[Any]:
         """What the teacher needs to know of each completion, as JSON: a row of scores, a server's scores, its own prompt."""
-        if self.server is None:
+        if not self.servers:
             return [int(example["score_row"]) for example in generation.examples]
-        return self.server.score(
-            [r.prompt_ids for r in generation.rollouts], [r.token_ids for r in generation.rollouts]
-        )
+        return asked_servers(self.servers, generation.rollouts, generation.columns.get("teacher"))
 
     def _fact(self, key: int) -> Any:
         mode = "train" if key > 0 else "eval"
         fact = self.kept[mode][key]
-        if self.score_files:
-            return self.score_files[mode].read(fact, self.axes.top_k)
-        return fact if self.server is None else TokenScores(**{name: torch.tensor(x) for name, x in fact.items()})
+        return self.score_files[mode].read(fact, self.axes.top_k) if self.score_files else fact
 
     def teacher_prompt(
         self, example: dict[str, Any], template: str, shown: Mapping[str, str], most: int | None
@@ -544,12 +622,21 @@ class DistillationTrainer(OnlineTrainer):
             return None
         options: dict[str, Any] = {"columns": self.columns, "policy_temperature": self.temperature}
         options["without"] = self.never_written(self.vision, self.columns or logit_width(self.model))
-        if self.score_files or self.server is not None:
-            return Comparison(self.axes, scores_of_batch(batch, self._fact), **options)
-        assert self.teacher is not None
         if self.method.privileged and "key" in batch.columns:
             return Comparison(self.axes, self.teacher.of_prompts(batch, self._fact), **options)
-        return Comparison(self.axes, self.teacher.of_batch(batch), **options)
+        names = self.teacher_names
+        if len(names) < 2:
+            return Comparison(self.axes, self.teacher_of(batch, *names), **options)
+        say = functools.partial(self.teacher_of, batch)
+        return Comparison(self.axes, shares_of_batch(batch, self.args.teacher_weights, names, say), **options)
+
+    def teacher_of(self, batch: Batch, name: str = "", members: Sequence[int] | None = None) -> Any:
+        """One teacher's side of a batch, or of some of its sequences."""
+        if self.score_files:
+            return scores_of_batch(batch, self._fact, members)
+        if self.servers:
+            return scores_of_batch(batch, lambda key: TokenScores.of(self._fact(key)[name]), members)
+        return self.teachers[name].of_batch(batch, members)
 
     def before_step(self, micro_batches: list[list[Batch]]) -> None:
         """Refuse a step that teaches nothing."""

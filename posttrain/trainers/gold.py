@@ -198,15 +198,15 @@ class GOLDTrainer(DistillationTrainer):
             environment_factory=environment_factory,
         )
 
-    def _other_teacher(self, given: object, tokenizer: Tokenizer) -> None:
+    def _other_teacher(self, given: object, tokenizer: Tokenizer, name: str = "") -> None:
         args = self.args
-        name = args.teacher_tokenizer_name_or_path
-        known = name or teacher_id(given, args)
+        of = args.teacher_tokenizer_name_or_path
+        known = of or teacher_id(given, args)
         if args.use_uld_loss and self.vision.images:
             self.teacher_vision = Vision(args, tokenizer, known, (self.train_dataset,), takes=True)
             tokenizer = self.teacher_vision.processor
-        elif tokenizer is None and name is not None:
-            tokenizer = load.load_tokenizer(name, trust_remote_code=args.trust_remote_code)
+        elif tokenizer is None and of is not None:
+            tokenizer = load.load_tokenizer(of, trust_remote_code=args.trust_remote_code)
         if args.use_uld_loss and tokenizer is None:
             if not known:
                 raise ConfigError(
@@ -214,7 +214,7 @@ class GOLDTrainer(DistillationTrainer):
                     "teacher_processing_class, or teacher_tokenizer_name_or_path."
                 )
             tokenizer = own_tokenizer(known, required=True, trust_remote_code=args.trust_remote_code)
-        super()._other_teacher(given, tokenizer)
+        super()._other_teacher(given, tokenizer, name)
 
     @property
     def shares_tokens(self) -> bool:
@@ -314,7 +314,6 @@ class GOLDTrainer(DistillationTrainer):
         """The teacher's own tokens at the groups."""
         if not self.args.use_uld_loss:
             return super().comparison(batch)
-        assert self.teacher is not None
         rows, index, offset = [], [], 0
         for row in sequences(batch):
             aligned, keys = row.token_columns["aligned"], row.sequence_columns["key"]

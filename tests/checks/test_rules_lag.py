@@ -35,7 +35,7 @@ def test_a_mismatch_that_rises_is_told_with_its_value():
 def test_a_large_mismatch_is_told_at_once_and_the_distance_to_a_reference_is_none():
     assert codes(log(10, **{"sampling/kl": lambda i: 0.6})) == ["PT-R024"]
     assert codes(log(10, kl=lambda i: 0.6)) == []
-    assert codes(log(10, kl=lambda i: 0.6, **{"async/staleness_mean": lambda i: 1.0})) == ["PT-R024"]
+    assert codes(log(10, kl=lambda i: 0.6, **{"sample/staleness_mean": lambda i: 1.0})) == ["PT-R024"]
 
 
 def test_discarded_rollouts_are_those_of_the_window_not_of_the_run():

@@ -138,6 +138,7 @@ METHODS = {
     "sft": (1, False), "reward": (2, False), "dpo": (2, True), "kto": (1, True), "bco": (1, True), "cpo": (2, False),
     "orpo": (2, False), "tpo": (3, False), "grpo": (0, False), "gmpo": (0, False), "async-grpo": (0, False),
     "rloo": (0, True), "a2po": (0, True), "ppo": (0, True), "online-dpo": (0, True),
+    "server-distillation": (0, False), "async-distillation": (0, False),
     **dict.fromkeys(("distill", "distillation", "gkd", "gold", "minillm", "iw-opd", "sdft", "sdpo", "ssd"), (0, False)),
 }  # fmt: skip
 
@@ -153,7 +154,7 @@ def test_each_trainer_has_a_plan(trainer, tmp_path):
     found, (answers, compared) = estimate_memory(work), METHODS[trainer]
     assert found.peak > 0
     assert samples(args) == (answers == 0) and ("reference" in found.standing) == compared
-    assert ("generation" in found.moments) == (answers == 0 and trainer != "async-grpo")
+    assert ("generation" in found.moments) == (answers == 0 and not trainer.startswith("async-"))
     sequences = {"online-dpo": 16}.get(trainer, 8 * max(answers, 1))
     assert sum(batch.num_sequences for batch in work.batches) == sequences
 
@@ -179,4 +180,6 @@ def test_a_teacher_is_counted_where_it_is_in_memory(config, tiny_model_dir, caps
     assert 2 * components("gkd", teacher_model_name_or_path=tiny_model_dir, **half)["teacher"] == named["teacher"]
     assert components("sdft")["teacher"] == named["weights"] and "teacher" not in components("sdft", use_peft=True)
     far = {"teacher_model_server_url": "http://teacher", "loss_top_k": 1}
+    two = components("distill", teacher_model_name_or_path={"a": tiny_model_dir, "b": tiny_model_dir}, **own)
+    assert two["teacher a"] == two["teacher b"] == named["teacher"] and "teacher" not in two
     assert "teacher" not in components("distill", **far) and "teacher" not in components("ssd")

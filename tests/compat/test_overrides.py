@@ -80,7 +80,8 @@ def test_every_other_method_of_trl_is_refused_by_name_before_the_model_loads(nam
     trainer = getattr(pt, f"{name}Trainer")
     mine = recording(trainer, [method], [])
     config = AsyncGRPOConfig if name == "AsyncGRPO" else getattr(pt, f"{name}Config")
-    given = {"args": config(str(tmp_path), use_cpu=True, report_to="none"), "train_dataset": prompts()}
+    own = {"teacher_model_server_url": "http://teacher"} if name == "ServerDistillation" else {}
+    given = {"args": config(str(tmp_path), use_cpu=True, report_to="none", **own), "train_dataset": prompts()}
     if "reward_funcs" in TRL[name]["positional"]:
         given["reward_funcs"] = len
     with pytest.raises(ConfigError) as refusal:
@@ -143,7 +144,10 @@ def test_a_hook_that_a_trainer_goes_around_is_refused(name, method, hook, tokeni
     mine = recording(getattr(pt, name), [method], [])
     kind = {"PPOTrainer": "ppo", "AsyncGRPOTrainer": None}.get(name, KINDS.get(name.removesuffix("Trainer")))
     with pytest.raises(ConfigError) as refusal:
-        if kind is None:
+        if name == "AsyncDistillationTrainer":
+            args = pt.AsyncDistillationConfig(str(tmp_path), use_cpu=True, report_to="none")
+            mine(build_model(len(tokenizer)), args, prompts(), tokenizer)
+        elif kind is None:
             async_helpers.trainer(tmp_path, tokenizer, None, cls=mine)
         else:
             every(kind, tmp_path, tokenizer, cls=mine)

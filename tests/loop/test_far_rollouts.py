@@ -78,7 +78,7 @@ def test_a_run_over_a_server_equals_the_run_in_process(tmp_path, tiny_tokenizer,
     torch.testing.assert_close(weights(there), weights(here), atol=1e-5, rtol=1e-4)
     logged = [row for row in there.state.log_history if "loss" in row]
     assert all(row["sampling/sampling_logp_difference/mean"] < 1e-4 for row in logged)
-    assert all(row["weight_sync_time_s"] > 0 for row in logged)
+    assert all(row["perf/weight_sync_s"] > 0 for row in logged)
     there.engine.close()
 
 

@@ -54,8 +54,8 @@ def test_a_run_trains_pushes_before_it_generates_and_stops_its_worker(tiny_token
         "entropy",
         "clip_ratio/region_mean",
         "reward",
-        "queue_wait_time_s",
-        "weight_sync_time_s",
+        "perf/rollout_wait_s",
+        "perf/weight_sync_s",
     ):
         assert name in first, name
     assert (row["async/trained"], row["async/version"]) == (12, 3)
@@ -78,10 +78,10 @@ def test_no_sample_trains_beyond_the_hard_bound_and_every_drop_is_counted(tiny_t
     )
     run.train()
     rows = steps(run)
-    assert max(row["async/staleness_max"] for row in rows) == 2
+    assert max(row["sample/staleness_max"] for row in rows) == 2
     assert rows[-1]["async/dropped_stale_in_queue"] > 0
     assert rows[-1]["async/trained"] == 24
-    assert rows[0]["async/staleness_mean"] == pytest.approx(0.75)  # Ages 0, 1, 2 and, after a 3 was dropped, 0.
+    assert rows[0]["sample/staleness_mean"] == pytest.approx(0.75)  # Ages 0, 1, 2 and, after a 3 was dropped, 0.
     assert_exact(run)
 
 

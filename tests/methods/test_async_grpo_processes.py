@@ -104,7 +104,7 @@ def test_trap_s20_on_policy_workers_sample_from_exactly_the_weights_that_are_tra
     run.train()
     rows = steps(run)
     assert not torch.equal(before, weights(run))
-    assert [row["async/staleness_max"] for row in rows] == [0, 0, 0]
+    assert [row["sample/staleness_max"] for row in rows] == [0, 0, 0]
     for row in rows:  # A copy of other weights, or a log-prob of another token, would show here.
         assert row["ratio/max"] == pytest.approx(1.0, abs=2e-3)
         assert row["kl"] == pytest.approx(0.0, abs=1e-5)

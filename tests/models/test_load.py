@@ -1,5 +1,6 @@
 """Loading models: the dtype that was asked for is the dtype that is loaded, under either of its names."""
 
+import datasets
 import pytest
 import torch
 
@@ -8,6 +9,8 @@ from posttrain import ConfigError, ModelError, create_model_from_path
 from posttrain.methods.config import PostTrainingConfig
 from posttrain.models.load import load_classifier
 from posttrain.rewards.model import ModelReward
+from tests.conftest import build_model
+from tests.methods.helpers import SHORT
 from tests.wordings import raises
 
 HALVES = [torch.bfloat16, "bfloat16"]
@@ -56,3 +59,26 @@ def test_a_head_that_an_architecture_names_before_model_is_a_head(tmp_path):
     GPT2Model(config).save_pretrained(tmp_path / "trunk")
     with raises(ModelError, "GPT2Model"):
         create_model_from_path(str(tmp_path / "trunk"))
+
+
+def test_weights_that_transformers_shards_as_it_loads_them_are_refused_and_sizes_of_one_are_not(
+    tiny_model_dir, tiny_tokenizer, tmp_path
+):
+    """Sharded so, a step of two processes moved the weights elsewhere than a step of DDP, and nothing was said."""
+    configuration = pytest.importorskip("transformers.distributed").DistributedConfig
+    settings = SHORT | {"use_cpu": True, "max_steps": 1}
+    for given, values in (
+        ({"fsdp_size": 2}, ("fsdp_size=2",)), (configuration(fsdp_size=8, ep_size=8), ("ep_size=8", "exchange of tokens")),
+        ({"tp_size": 4}, ("tp_size=4",)), ({"enable_expert_parallel": True}, ("enable_expert_parallel", "experts")),
+    ):  # fmt: skip
+        with raises(ConfigError, "distributed_config", *values):
+            posttrain.SFTConfig(str(tmp_path), **settings, model_init_kwargs={"distributed_config": given})
+    model = build_model(len(tiny_tokenizer))
+    model.config.distributed_config = configuration(fsdp_size=2)
+    data = datasets.Dataset.from_list([{"prompt": "What?", "completion": " It."}] * 8)
+    with raises(ConfigError, "fsdp_size=2"):
+        posttrain.SFTTrainer(
+            model, posttrain.SFTConfig(str(tmp_path), **settings), train_dataset=data, processing_class=tiny_tokenizer
+        )
+    alone = posttrain.SFTConfig(str(tmp_path), **settings, model_init_kwargs={"distributed_config": configuration()})
+    posttrain.SFTTrainer(tiny_model_dir, alone, train_dataset=data, processing_class=tiny_tokenizer).train()

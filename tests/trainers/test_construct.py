@@ -226,6 +226,9 @@ def test_sampling_options_have_the_spellings_of_trl(tmp_path):
         )
     with pytest.raises(ConfigError, match="stop_without_signal=0"):
         config(pt.GRPOConfig, tmp_path, stop_without_signal=0)
+    for given, expected in (({}, (600, 1800)), ({"vllm_server_timeout": 3600.0}, (3600, 3600))):
+        args = config(pt.AsyncGRPOConfig, tmp_path, **given)
+        assert (args.request_timeout, args.sync_timeout_s) == expected
     args = config(pt.AsyncGRPOConfig, tmp_path, weight_sync_timeout=60)
     assert (args.sync_timeout_s, args.dtype, args.router_aux_loss_coef) == (60, "float32", None)
     with pytest.raises(ConfigError, match="dtype='int8'"):

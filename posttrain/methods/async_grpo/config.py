@@ -40,6 +40,8 @@ class AsyncGRPOConfig(PictureConfig, EpisodeFields, OnlineConfig):
     """
 
     _least_generations: ClassVar[int] = 2
+    _compares_sampler: ClassVar[bool] = True  # With the policy: the loss reads the log-probs that were sampled with.
+    _meaningless: ClassVar[dict[str, object]] = MEANINGLESS
 
     lr_scheduler_type: str = option("constant", "Schedule of the learning rate.")
     logging_steps: float = option(1, "Optimiser steps between two log lines.")
@@ -85,11 +87,15 @@ class AsyncGRPOConfig(PictureConfig, EpisodeFields, OnlineConfig):
         "URL of the rollout server for worker_engine='server', several, or a file with one a line that is read "
         "again, so that servers may come and go. None: http://localhost:8000.",
     )
-    request_timeout: PositiveInt = option(600, "Seconds one request to a server may take.")
+    request_timeout: PositiveFloat | None = option(
+        None, "Seconds one request to a server may take. None: 600, or vllm_server_timeout where that is longer."
+    )
     heartbeat_stale_after_s: PositiveFloat = option(
         300.0, "Silence after which a worker counts as hung and is replaced."
     )
-    weight_sync_timeout: PositiveFloat = option(1800, "Seconds new weights may take to arrive.")
+    weight_sync_timeout: PositiveFloat | None = option(
+        None, "Seconds new weights may take to arrive. None: 1800, or vllm_server_timeout where that is longer."
+    )
     sync_timeout_s: PositiveFloat | None = option(None, "The same; None: weight_sync_timeout.")
     max_worker_restarts: NonNegativeInt = option(
         8, "Workers that may be replaced within ten minutes before the run stops."
@@ -121,11 +127,14 @@ class AsyncGRPOConfig(PictureConfig, EpisodeFields, OnlineConfig):
             self.rollout_engine, self.worker_engine = "auto", "server"
         self.reward_timeout = self.reward_timeout_s if self.reward_timeout is None else self.reward_timeout
         self.tool_timeout = self.tool_timeout if self.tool_timeout_s is None else self.tool_timeout_s
+        # One time-out, as TRL 1.18, and those of 1.16 where they are set.
+        self.request_timeout = self.request_timeout or self.vllm_request_timeout or max(600, self.vllm_server_timeout)
+        self.weight_sync_timeout = self.weight_sync_timeout or max(1800, self.vllm_server_timeout)
         self.sync_timeout_s = self.weight_sync_timeout if self.sync_timeout_s is None else self.sync_timeout_s
         super().__post_init__()
         self._check_ranges()
         check_truncation(self)
-        if self.truncation or self.resolved_engine == "server":
+        if self._compares_sampler and (self.truncation or self.resolved_engine == "server"):
             # A server's log-probs, and those after a truncation, are of what a penalty or a guide made of the distribution.
             reject_reshaped_sampling(self)
         if self.max_staleness_hard is None:
@@ -149,7 +158,7 @@ class AsyncGRPOConfig(PictureConfig, EpisodeFields, OnlineConfig):
             raise ConfigError(
                 f"deepspeed={self.deepspeed!r}: asynchronous GRPO runs on one process, DDP or FSDP2. Leave it out."
             )
-        for name, neutral in MEANINGLESS.items():
+        for name, neutral in self._meaningless.items():
             value = getattr(self, name)
             if value != neutral:
                 error = NotImplementedError if name == "use_liger_kernel" else ConfigError

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_type_hints
 
 from posttrain.errors import ConfigError, check_rules
-from posttrain.fields import NonNegativeInt, PositiveFloat, PositiveInt, PositiveShare, Share, option
+from posttrain.fields import NonNegativeInt, PositiveFloat, PositiveInt, PositiveShare, Share, option, read_mapping
 from posttrain.methods.config import PictureConfig
 from posttrain.methods.online_config import OnlineConfig, reshaped_sampling
 from posttrain.models.heads import causal_lm
@@ -115,6 +116,20 @@ class Axes:
         return self
 
 
+def check_weights(weights: Mapping[str, float] | None) -> None:
+    """Refuse weights of teachers that are no shares of one.
+
+    Raises:
+        ConfigError: One is no number from 0 to 1, or they do not sum to one.
+    """
+    for name, weight in (weights or {}).items():
+        if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight <= 1:
+            raise ConfigError(f"teacher_weights: {name!r} has {weight!r}, which is no number from 0 to 1.")
+    if weights is not None and not math.isclose(total := sum(weights.values()), 1, abs_tol=1e-6):
+        shares = {name: round(weight / total, 6) for name, weight in weights.items()} if total else "shares of one"
+        raise ConfigError(f"teacher_weights={dict(weights)} sum to {total:g}, and must to 1. Fix: {shares}.")
+
+
 @dataclass
 class DistillationFields:
     """Fields of every distillation config, whatever it builds on."""
@@ -137,7 +152,9 @@ class DistillationFields:
         "Completions that evaluation scores: the dataset's, or samples of the student; auto: the dataset's where it has a "
         "completion column.",
     )
-    teacher_model_name_or_path: str | None = option(None, "The teacher, where the trainer is given no teacher_model.")
+    teacher_model_name_or_path: dict[str, str] | str | None = option(
+        None, "The teacher, where the trainer is given no teacher_model; several: by name, as JSON on the command line."
+    )
     teacher_model_revision: str | None = option(None, "Branch, tag or commit of the teacher.")
     teacher_model_init_kwargs: dict[str, Any] | str | None = option(
         None, "Keywords for from_pretrained of the teacher; without dtype the checkpoint's."
@@ -153,8 +170,13 @@ class DistillationFields:
         None, "File of `posttrain teacher-scores` of the training set, read instead of a teacher model."
     )
     eval_teacher_scores: str | None = option(None, "The same of the evaluation set, with teacher_scores.")
-    teacher_model_server_url: str | None = option(
-        None, "Server that scores completions instead of a teacher model in this process."
+    teacher_model_server_url: dict[str, str] | str | None = option(
+        None, "Server that scores completions instead of a teacher model in this process; several: by name."
+    )
+    teacher_weights: dict[str, float] | str | None = option(
+        None,
+        "Of several teachers: the weight of each one's divergence, by name; they sum to one. None: the column teacher_id "
+        "names the teacher of each row.",
     )
     loss_top_k: NonNegativeInt = option(
         0,
@@ -174,10 +196,16 @@ class DistillationFields:
     _beta: ClassVar[str | float] = "beta"
     _loss_temperature: ClassVar[str | float] = "temperature"
     _least_generations: ClassVar[int] = 1
-    _VALID_DICT_FIELDS: ClassVar[list[str]] = [*OnlineConfig._VALID_DICT_FIELDS, "teacher_model_init_kwargs"]
+    _VALID_DICT_FIELDS: ClassVar[list[str]] = [
+        *OnlineConfig._VALID_DICT_FIELDS, "teacher_model_init_kwargs", "teacher_weights",
+    ]  # fmt: skip
     _refused: ClassVar[dict[str, tuple[Any, str]]] = {}  # See `preset`.
 
     def __post_init__(self) -> None:
+        for name in ("teacher_model_name_or_path", "teacher_model_server_url"):
+            value = getattr(self, name)
+            if isinstance(value, str) and value.startswith("{"):
+                setattr(self, name, read_mapping(name, value))
         super().__post_init__()  # type: ignore[misc]
         # The names under which `SyncRefModelCallback` reads them.
         self.ref_model_mixup_alpha, self.ref_model_sync_steps = self.teacher_update_rate, self.teacher_sync_steps
@@ -204,12 +232,13 @@ class DistillationFields:
         ]
 
     def _check_sources(self) -> None:
-        """Refuse several teachers at once, and tokens that a teacher cannot give."""
+        """Refuse sources of teachers that exclude each other, and tokens that a teacher cannot give."""
         names = ("teacher_scores", "teacher_model_server_url", "teacher_model_name_or_path", "teacher_model_kind")
         given = {name: getattr(self, name) for name in names if getattr(self, name) not in (None, "model")}
         # A server's model may be named: the handshake compares.
         if len(given) > 1 and set(given) != {"teacher_model_server_url", "teacher_model_name_or_path"}:
             raise ConfigError(f"there is one teacher, and {given} name several. Fix: set one of them.")
+        check_weights(self.teacher_weights)  # type: ignore[arg-type]
         if self.teacher_scores and self.lmbda > 0:
             raise ConfigError(
                 f"teacher_scores={self.teacher_scores!r} with lmbda={self.lmbda}: a file has scores of the dataset's "

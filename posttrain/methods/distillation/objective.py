@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
@@ -81,6 +82,34 @@ class TokenScores:
     logps: Tensor
     actual: Tensor
 
+    @classmethod
+    def of(cls, fields: Mapping[str, list]) -> TokenScores:
+        """Of lists, by the names above."""
+        return cls(**{name: torch.tensor(values) for name, values in fields.items()})
+
+
+@dataclass
+class TeacherShare:
+    """One of several teachers, and its part in the loss.
+
+    Attributes:
+        teacher: `HiddenTeacher` or `TokenScores` at ``rows``, in their order; None where there are none.
+        rows: ``(M,)`` loss positions that it is asked about, ascending; None: all.
+        weight: Of its divergence at each of them.
+    """
+
+    teacher: Any
+    rows: Tensor | None = None
+    weight: float = 1.0
+
+    def within(self, part: slice) -> tuple[Any, slice]:
+        """Its positions in a chunk of all, counted from the chunk's first; and where it speaks of them."""
+        if self.rows is None:
+            return slice(None), part
+        begin, end, _ = part.indices(sys.maxsize)
+        first, last = torch.searchsorted(self.rows, self.rows.new_tensor([begin, end])).tolist()
+        return self.rows[first:last] - begin, slice(first, last)
+
 
 def capture(hidden: Tensor, layer: nn.Module, rule: LogitRule, head: TokenHead) -> dict[str, Any]:
     """For `posttrain.models.forward.forward`: the teacher's hidden states at the loss positions, and no logits."""
@@ -111,14 +140,16 @@ def _by_position(
 
 @dataclass
 class Comparison:
-    """Compares the student's logits with a teacher, position by position.
+    """Compares the student's logits with those of a teacher or of several, position by position.
+
+    Several teachers are a weighted mean of their divergences, ``sum_i w_i D(q, p_i)``; see `distillation_objective`.
 
     Attributes:
         axes: What is compared.
-        teacher: `HiddenTeacher` or `TokenScores` at the same positions.
-        columns: Ids that both models have a token for; those beyond are padding. None: all.
+        teacher: `HiddenTeacher` or `TokenScores` at the same positions; of several teachers the share of each, by name.
+        columns: Ids that all models have a token for; those beyond are padding. None: all.
         policy_temperature: Divides the logits of the log-probs that are not part of the divergence.
-        without: Ids that have no probability on either side: placeholders and markers of images, which nobody writes.
+        without: Ids that have no probability on any side: placeholders and markers of images, which nobody writes.
     """
 
     axes: Axes
@@ -127,13 +158,27 @@ class Comparison:
     policy_temperature: float
     without: Tensor | None = None
 
+    def __post_init__(self) -> None:
+        several = isinstance(self.teacher, dict)
+        self.shares: dict[str, TeacherShare] = self.teacher if several else {"": TeacherShare(self.teacher)}
+        self.names = tuple(self.shares) if several else ()
+
     def __call__(self, hidden: Tensor, layer: nn.Module, rule: LogitRule, head: TokenHead) -> dict[str, Tensor]:
-        """``(N,)`` numbers by name; ``divergence`` and ``logp`` are differentiable."""
+        """``(N,)`` numbers by name, of which ``divergence`` and ``logp`` are differentiable.
+
+        Of several teachers also ``divergence/NAME``, and ``asked/NAME``: 1 where that teacher was asked.
+        """
         self.targets = head.targets
-        return dict(zip(COLUMNS, _by_position(hidden, layer, rule, head, self.measure).unbind(1), strict=True))
+        names = (*COLUMNS, *(f"divergence/{name}" for name in self.names))
+        found = dict(zip(names, _by_position(hidden, layer, rule, head, self.measure).unbind(1), strict=True))
+        for name in self.names:
+            asked, rows = torch.zeros_like(found["gap"]), self.shares[name].rows
+            asked[slice(None) if rows is None else rows] = 1.0
+            found[f"asked/{name}"] = asked
+        return found
 
     def measure(self, x: Tensor, part: slice) -> Tensor:
-        """``(n, V)`` logits to ``(n, K)``, in the order of `COLUMNS`; in backward the first two alone."""
+        """``(n, V)`` logits to ``(n, K)``, in the order of `COLUMNS` and then by teacher; in backward the first two alone."""
         targets, axes = self.targets[part, None], self.axes
         again = x.is_leaf and x.requires_grad  # Backward computes the chunk again, for the two that are differentiable.
         x = kept(x, self.columns, self.without)
@@ -142,45 +187,75 @@ class Comparison:
         if self.policy_temperature != axes.student_temperature:
             own = (x / self.policy_temperature).log_softmax(-1)
         logp = own.gather(1, targets)[:, 0]
-        with torch.no_grad():
-            log_p, actual, best = self._teacher(part, targets, x.dtype)
-        value, mass = torch.zeros_like(logp), torch.ones_like(logp)
-        if axes.estimator == "exact":
-            value, mass = self._divergence(log_q, log_p, targets, part)
+        value, found = torch.zeros_like(logp), logp.new_zeros(3 + len(self.names), len(logp))
+        for number, share in enumerate(self.shares.values()):
+            if share.teacher is None:
+                continue
+            at, theirs = share.within(part)
+            here = _Beside(axes, share.teacher, theirs, log_q[at], targets[at])
+            here.ask(self.columns, self.without)
+            apart, held = here.divergence()
+            value[at] += share.weight * apart
+            if again:
+                continue
+            with torch.no_grad():
+                gap = here.log_q.gather(1, here.targets)[:, 0] - here.actual
+                agree = (here.log_q.argmax(-1) == here.best).to(gap)
+                found[:3, at] += share.weight * torch.stack([gap, held, agree])
+                if self.names:
+                    found[3 + number, at] = apart
         if again:
             return torch.stack([value, logp], 1)
-        gap = log_q.gather(1, targets)[:, 0] - actual
         entropy = -torch.linalg.vecdot(log_q.exp(), log_q.clamp_min(-1e4))
-        agree = (log_q.argmax(-1) == best).to(gap)
-        return torch.stack([value, logp, gap, entropy, mass, agree], 1)
+        gap, mass, agree, *alone = found
+        return torch.stack([value, logp, gap, entropy, mass, agree, *alone], 1)
 
-    def _teacher(self, part: slice, targets: Tensor, dtype: torch.dtype) -> tuple[Tensor | None, Tensor, Tensor]:
+
+@dataclass
+class _Beside:
+    """Student and one teacher, at the positions of a chunk that this teacher is asked about."""
+
+    axes: Axes
+    teacher: Any
+    part: slice
+    log_q: Tensor
+    targets: Tensor
+
+    @torch.no_grad()
+    def ask(self, columns: int | None, without: Tensor | None) -> None:
         """Log-probs over the vocabulary where they exist, those of the tokens, and the most likely ids."""
+        self.log_p: Tensor | None = None
         if isinstance(self.teacher, TokenScores):
-            return None, self.teacher.actual[part].to(dtype), self.teacher.ids[part, 0]
-        log_p = self.teacher.logp(part, self.columns, self.axes.teacher_temperature, self.without).to(dtype)
-        return log_p, log_p.gather(1, targets)[:, 0], log_p.argmax(-1)
+            self.actual, self.best = self.teacher.actual[self.part].to(self.log_q), self.teacher.ids[self.part, 0]
+            return
+        temperature = self.axes.teacher_temperature
+        self.log_p = self.teacher.logp(self.part, columns, temperature, without).to(self.log_q.dtype)
+        self.actual, self.best = self.log_p.gather(1, self.targets)[:, 0], self.log_p.argmax(-1)
 
-    def _divergence(self, log_q: Tensor, log_p: Tensor | None, targets: Tensor, part: slice) -> tuple[Tensor, Tensor]:
-        axes = self.axes
+    def divergence(self) -> tuple[Tensor, Tensor]:
+        """``(n,)`` divergences, 0 where the loss is of the sampled token's score; and the teacher's mass of the support."""
+        axes, log_q, log_p = self.axes, self.log_q, self.log_p
+        if axes.estimator != "exact":
+            return torch.zeros_like(self.actual), torch.ones_like(self.actual)
         if axes.support == "full":
             assert log_p is not None
             return divergence(log_q, log_p, beta=axes.beta), torch.ones_like(log_q[:, 0])
-        ids, again = self._support(log_q, log_p, targets, part)
-        q, p = log_q.gather(1, ids), self._at(log_p, ids, part).to(log_q.dtype)
+        ids, again = self._support()
+        q, p = log_q.gather(1, ids), self._at(ids).to(log_q.dtype)
         q, p = q.masked_fill(again, -torch.inf), p.masked_fill(again, -torch.inf)
         complete = with_tail if axes.tail else normalized
         return divergence(complete(q), complete(p), beta=axes.beta), support_mass(p)
 
-    def _support(self, log_q: Tensor, log_p: Tensor | None, targets: Tensor, part: slice) -> tuple[Tensor, Tensor]:
+    def _support(self) -> tuple[Tensor, Tensor]:
         """``(n, k)`` ids, and which of them do not count: there twice, or beyond the student's vocabulary."""
+        log_q, log_p, targets = self.log_q, self.log_p, self.targets
         kind, k = self.axes.support, min(self.axes.top_k or 1, log_q.shape[1])
         if kind == "sampled":
             return targets, torch.zeros_like(targets, dtype=torch.bool)
         mine = targets if kind == "top1_pair" else log_q.detach().topk(k, -1).indices
         if kind == "student_topk":
             return mine, torch.zeros_like(mine, dtype=torch.bool)
-        theirs = self.teacher.ids[part] if log_p is None else log_p.topk(k, -1).indices
+        theirs = self.teacher.ids[self.part] if log_p is None else log_p.topk(k, -1).indices
         # A server's model may have more logits than there are tokens: their mass is outside of the support.
         beyond = theirs >= log_q.shape[1]
         theirs = theirs.masked_fill(beyond, 0)
@@ -189,11 +264,11 @@ class Comparison:
         ids, again = union_support(theirs[:, :k].masked_fill(beyond[:, :k], -1), mine)
         return ids.clamp_min(0), again | (ids < 0)
 
-    def _at(self, log_p: Tensor | None, ids: Tensor, part: slice) -> Tensor:
+    def _at(self, ids: Tensor) -> Tensor:
         """The teacher's log-probs of those ids; of scores those that the support consists of."""
-        if log_p is not None:
-            return log_p.gather(1, ids)
-        logps, actual = self.teacher.logps[part], self.teacher.actual[part, None]
+        if self.log_p is not None:
+            return self.log_p.gather(1, ids)
+        logps, actual = self.teacher.logps[self.part], self.teacher.actual[self.part, None]
         return {"teacher_topk": logps, "sampled": actual, "top1_pair": torch.cat([logps[:, :1], actual], 1)}[
             self.axes.support
         ]
@@ -246,6 +321,11 @@ class AlignedComparison:
 
 def distillation_objective(out: ModelOutputs, batch: Batch, axes: Axes) -> LossTerms:
     """``w d + w_ce (-log q)`` at every loss token, unreduced, with ``d`` the divergence or its sampled-token gradient.
+
+    Of several teachers ``d = sum_i w_i D(q, p_i)``, with weights that sum to one, or 1 for the teacher that the row names: a
+    mixture of losses, which needs of each teacher its own support alone, so that servers can be among them. At ``beta=0`` its
+    gradient is that of the one divergence from ``sum_i w_i p_i``; at ``beta=1`` that from the normalised geometric mean
+    ``prod_i p_i ** w_i``; between it is neither. With `score` the reward of a token is ``sum_i w_i log p_i - log q``.
 
     Args:
         out: With ``compared`` of `Comparison` or `AlignedComparison`.
@@ -303,7 +383,18 @@ def _agreement(found: dict[str, Tensor]) -> dict[str, Metric]:
         "distill/k1_max": maximum(gap),
         "distill/agreement": mean(found["agree"]),
         "distill/support_mass": mean(found["mass"]),
+        **_by_teacher(found),
     }
+
+
+def _by_teacher(found: dict[str, Tensor]) -> dict[str, Metric]:
+    """Of several teachers: the divergence from each, and the share of tokens that it was asked about."""
+    metrics = {}
+    for asked in [key for key in found if key.startswith("asked/")]:
+        name = asked.removeprefix("asked/")
+        metrics[f"teacher_jsd/{name}"] = mean(found[f"divergence/{name}"], found[asked])
+        metrics[f"teacher_token_frac/{name}"] = mean(found[asked])
+    return metrics
 
 
 def _score(out: ModelOutputs, batch: Batch, gap: Tensor, axes: Axes) -> tuple[Tensor, dict[str, Metric]]:
@@ -396,13 +487,15 @@ class Distillation(Method[Any]):
         return {}
 
     def other_models(self, policy: Part, configs: Mapping[str, Any]) -> list[Part]:
-        """The teacher model, or the copy of the student that stays its teacher."""
+        """The teacher models, or the copy of the student that stays its teacher."""
         cfg = self.cfg
         if cfg.teacher_model_kind in ("base", "ema") and policy.peft_config is None:
             return [replace(policy, role="teacher", trained=False)]
-        if (config := configs.get("teacher")) is None:
-            return []
         dtype = dict(cfg.teacher_model_init_kwargs or {}).get("dtype", "auto")
-        known = getattr(config, "dtype", None) or torch.float32 if dtype == "auto" else dtype
-        known = known if isinstance(known, torch.dtype) else getattr(torch, str(known).removeprefix("torch."))
-        return [Part("teacher", config, "causal", known, trained=False)]
+        parts = []
+        for name, config in configs.items():
+            if name == "teacher" or name.startswith("teacher "):
+                known = getattr(config, "dtype", None) or torch.float32 if dtype == "auto" else dtype
+                known = known if isinstance(known, torch.dtype) else getattr(torch, str(known).removeprefix("torch."))
+                parts.append(Part(name, config, "causal", known, trained=False))
+        return parts

@@ -59,7 +59,7 @@ OF_TEACHER: dict[str, tuple[Any, str]] = {
     name: (default, "SSD trains on its own samples, without a teacher.")
     for name, default in {
         "beta": 1.0, "loss_top_k": 0, "loss_add_tail": True, "seq_kd": False, "teacher_model_kind": "model",
-        "teacher_model_name_or_path": None, "teacher_model_server_url": None, "teacher_scores": None,
+        "teacher_model_name_or_path": None, "teacher_model_server_url": None, "teacher_scores": None, "teacher_weights": None,
     }.items()
 }  # fmt: skip
 
@@ -163,6 +163,33 @@ class IWOPD(Distillation):
     """
 
     config_class = IWOPDConfig
+
+
+# Teachers behind servers -------------------------------------------------------------------------------------------------
+
+
+@dataclass
+@preset(
+    loss_top_k=(1, "Ids per position that the servers are asked for: any number at beta=0, else 1."), vllm_server_port=8001,
+    unread={"reverse_kl_top_1_mode": ("sampled", "A server scores the tokens that it is given, and no others.")},
+)  # fmt: skip
+class ServerDistillationConfig(DistillationConfig):
+    """Arguments of `ServerDistillationTrainer`; ``vllm_server_port``, the student's, leaves 8000 to the teacher."""
+
+    def _rules(self) -> list[tuple[str, bool, str]]:
+        fits = self.loss_top_k >= 1 if self.beta == 0 else self.loss_top_k == 1
+        rule = f"with beta={self.beta}: a server gives its own likeliest ids and the sampled token. Fix: 1, or beta=0"
+        return [*super()._rules(), ("loss_top_k", fits, rule)]
+
+
+class ServerDistillation(Distillation):
+    """On-policy distillation from teachers that servers hold: of each position they tell their likeliest ids.
+
+    Reference: GKD, arXiv:2306.13649.
+    """
+
+    config_class = ServerDistillationConfig
+    traits = replace(Distillation.traits, reads_images=False)
 
 
 # MiniLLM: with a GRPO term ------------------------------------------------------------------------------------------------

@@ -6,7 +6,8 @@ import functools
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,7 +26,7 @@ from posttrain.data.formats import first_row, plain_rows
 from posttrain.errors import ConfigError, DataError, ModelError
 from posttrain.methods.distillation.config import Axes, logit_width
 from posttrain.methods.distillation.data import tokenized_answers, with_prompt_column, with_template_arguments
-from posttrain.methods.distillation.objective import HiddenTeacher, TokenScores, capture
+from posttrain.methods.distillation.objective import HiddenTeacher, TeacherShare, TokenScores, capture
 from posttrain.models import load
 from posttrain.models.forward import forward, on_whole_rows
 from posttrain.models.heads import causal_lm, install_token_head
@@ -34,7 +35,7 @@ from posttrain.models.reference import Reference, hash_vocabulary
 from posttrain.report.files import whole_file
 from posttrain.rollouts.base import evaluating
 from posttrain.rollouts.engines import IN_WORKERS
-from posttrain.types import Batch, Row
+from posttrain.types import Batch, Rollout, Row
 
 if TYPE_CHECKING:
     from transformers import TrainerControl, TrainerState, TrainingArguments
@@ -43,6 +44,11 @@ if TYPE_CHECKING:
     from posttrain.types import AnyDataset, Tokenizer
 
 logger = logging.getLogger(__name__)
+
+
+def by_name(given: Any) -> dict[str, Any]:
+    """Teachers by their names; of a single one the name is empty."""
+    return dict(given) if isinstance(given, Mapping) else {"": given}
 
 
 def load_teacher(given: object, args: PostTrainingConfig, student: nn.Module) -> nn.Module:
@@ -127,10 +133,11 @@ class ModelTeacher:
     shared: bool
     pad_token_id: int
 
-    def of_batch(self, batch: Batch) -> HiddenTeacher:
-        """The teacher at the loss positions of a batch, in their order."""
-        if not self.shared:
-            return self.of_rows(sequences(batch), batch.input_ids.device)
+    def of_batch(self, batch: Batch, members: Sequence[int] | None = None) -> HiddenTeacher:
+        """The teacher at the loss positions of a batch, in their order; None: of all its sequences."""
+        if members is not None or not self.shared:
+            rows = sequences(batch)
+            return self.of_rows(rows if members is None else [rows[k] for k in members], batch.input_ids.device)
         with self.running() as model, on_whole_rows(model):
             return forward(model, batch, frozenset(), compare=capture).compared["teacher"]
 
@@ -185,10 +192,35 @@ def _keyed(batch: Batch) -> Iterator[tuple[int, list[int], list[int]]]:
             yield int(key), ids, mask
 
 
-def scores_of_batch(batch: Batch, scores: Callable[[int], TokenScores]) -> TokenScores:
-    """Scores of the batch's loss tokens, in their order, by the number in its column ``key``."""
-    found = []
-    for key, ids, mask in _keyed(batch):
+def shares_of_batch(
+    batch: Batch, weights: Mapping[str, float] | None, names: Sequence[str], say: Callable[[str, list[int] | None], Any]
+) -> dict[str, TeacherShare]:
+    """What several teachers say of a batch, each asked about the sequences that are its own and no others.
+
+    Args:
+        batch: Its column ``teacher`` has the number of each sequence's teacher, unless there are weights.
+        weights: Of the divergence from each, by name: every teacher is asked about every sequence. None: the column's alone.
+        names: Of the teachers, in the order of their numbers.
+        say: A teacher's side of some sequences of the batch by its name; None: of all.
+    """
+    if weights is not None:
+        return {name: TeacherShare(say(name, None), weight=weights[name]) for name in names if weights[name]}
+    numbers, places, found = batch.columns["teacher"].tolist(), batch.sequence[batch.loss_mask], {}
+    for number, name in enumerate(names):
+        members = [k for k, one in enumerate(numbers) if one == number]
+        rows = torch.isin(places, places.new_tensor(members)).nonzero().flatten()
+        whole = len(members) == len(numbers)
+        # One that has no sequence here is not asked, and counts in its share of all tokens.
+        found[name] = TeacherShare(say(name, None if whole else members) if members else None, rows)
+    return found
+
+
+def scores_of_batch(
+    batch: Batch, scores: Callable[[int], TokenScores], members: Sequence[int] | None = None
+) -> TokenScores:
+    """Scores of the batch's loss tokens, in their order, by the number in its column ``key``; None: of all its sequences."""
+    found, keyed = [], list(_keyed(batch))
+    for key, ids, mask in keyed if members is None else [keyed[k] for k in members]:
         one, kept = scores(key), torch.tensor(mask, dtype=torch.bool)
         if len(one.actual) != len(ids):
             raise ModelError(f"the teacher scored {len(one.actual)} of {len(ids)} tokens of a completion.")
@@ -264,6 +296,29 @@ class ServerTeacher:
                     "log-probs each, or scores that are not finite, falling log-probs. Fix: look at the server's log."
                 )
         return [{"ids": one.top_ids, "logps": one.top_logps, "actual": one.logps} for one in found]
+
+
+def asked_servers(
+    servers: Mapping[str, ServerTeacher], rollouts: Sequence[Rollout], numbers: Sequence[float] | None
+) -> list[dict[str, Any]]:
+    """Of each rollout what the servers say of it, by their names; all servers are asked at once.
+
+    Args:
+        servers: By name.
+        rollouts: Whose completions are scored.
+        numbers: Of the one server that each is sent to; None: to all.
+    """
+    found: list[dict[str, Any]] = [{} for _ in rollouts]
+
+    def ask(number: int, name: str, server: ServerTeacher) -> None:
+        chosen = [i for i in range(len(rollouts)) if numbers is None or numbers[i] == number]
+        scores = server.score([rollouts[i].prompt_ids for i in chosen], [rollouts[i].token_ids for i in chosen])
+        for i, one in zip(chosen, scores, strict=True):
+            found[i][name] = one
+
+    with ThreadPoolExecutor(max_workers=len(servers)) as pool:
+        list(pool.map(ask, range(len(servers)), servers, servers.values()))
+    return found
 
 
 # Scores in a file: computed once, top-k with the mass outside, read without loading the teacher ----------------------

@@ -7,7 +7,7 @@ import math
 import queue
 import threading
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -38,6 +38,8 @@ class RolloutSample:
         metrics: Numbers to log: rewards by name, tool calls, seconds.
         spans: Runs of (weights version, tokens) of what the model wrote.
         pictures: Of the context, as `Prompt.pictures`: encoded bytes or paths, never pixels.
+        teacher_id: Column of the row, which names its teacher where there are several.
+        scores: What teachers behind servers say of the completion, by their names; a future of it while they are asked.
     """
 
     prompt: Any
@@ -51,6 +53,8 @@ class RolloutSample:
     metrics: dict[str, float] = field(default_factory=dict)
     spans: list[tuple[int, int]] = field(default_factory=list)
     pictures: Sequence[Any] = ()
+    teacher_id: Any = None
+    scores: Any = None
 
     def __len__(self) -> int:
         return len(self.input_ids)
@@ -59,6 +63,10 @@ class RolloutSample:
     def start(self) -> int:
         """Where the first trained token stands."""
         return next((i for i, kept in enumerate(self.completion_mask) if kept), len(self.completion_mask))
+
+    def example(self) -> dict[str, Any]:
+        """What is known of its row of the dataset."""
+        return {"prompt": self.prompt} | ({} if self.teacher_id is None else {"teacher_id": self.teacher_id})
 
     def rollout(self) -> Rollout:
         """Context and what followed it, apart."""
@@ -188,9 +196,13 @@ class RolloutBuffer:
     Args:
         max_samples: Trajectories it is meant to hold.
         max_tokens: Tokens it is meant to hold.
+        arriving: Called with each as it comes.
     """
 
-    def __init__(self, max_samples: int, max_tokens: int | None = None) -> None:
+    def __init__(
+        self, max_samples: int, max_tokens: int | None = None, arriving: Callable[[Trajectory], None] | None = None
+    ) -> None:
+        self.arriving = arriving
         self.max_samples, self.max_tokens, self.tokens = max_samples, max_tokens, 0
         self._items: queue.SimpleQueue[Trajectory] = queue.SimpleQueue()
         self._lock = threading.Lock()
@@ -206,6 +218,8 @@ class RolloutBuffer:
     def put(self, item: Trajectory) -> None:
         """Append; never waits."""
         self._count(item.tokens)
+        if self.arriving is not None:
+            self.arriving(item)
         self._items.put(item)
 
     def get(self, timeout: float | None = None) -> Trajectory:

@@ -8,10 +8,10 @@ import math
 import os
 import queue
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -76,12 +76,24 @@ def warn_of_reward_models(functions: Any) -> None:
             )  # fmt: skip
 
 
+class Scoring(Protocol):
+    """What is asked about every rollout besides its rewards, while the step before its own is trained."""
+
+    def begin(self, trajectory: Trajectory) -> None:
+        """It has arrived."""
+
+    def finish(self, samples: Sequence[RolloutSample]) -> dict[str, Metric]:
+        """Fill in ``scores`` of the samples of a step; returns what to log."""
+        ...
+
+
 class RolloutService:
     """Starts the rollout workers, pushes weights to them and stops them; only the main process has workers.
 
     Args:
         args: Of the trainer.
-        given: What the trainer was given: ``rollout_worker``, ``weight_transfer``, ``engine_factory``, reward functions, tools.
+        given: What the trainer was given: ``rollout_worker``, ``weight_transfer``, ``engine_factory``, reward functions (or
+            ``unscored``, where there are none), tools.
         sync: Of the trainer: its model and accelerator, the check of servers, the log.
         tasks: Prompts.
         ledger: Counts rollouts.
@@ -93,6 +105,7 @@ class RolloutService:
     Attributes:
         worker: Writes rollouts; None before the first step, and on processes other than the main one.
         transfer: Takes weights to the engines; None before the first step.
+        scoring: What else is asked about rollouts as they arrive; None: nothing.
         version: Of the weights that were pushed last.
     """
 
@@ -114,6 +127,7 @@ class RolloutService:
         self.tokenizer, self.pad_token_id, self.reader = tokenizer, pad_token_id, reader
         self.worker: Any = None
         self.transfer: Any = None
+        self.scoring: Scoring | None = None
         self.version = 0
         self._serving = False
         # Step after which weights were pushed last.
@@ -185,7 +199,7 @@ class RolloutService:
                 self.worker.holders = getattr(self.transfer, "holders", None)
             self.worker.update_model_version(self.version)
         self.sync.run.log(
-            {"weight_sync_time_s": mean(time.perf_counter() - began), "weight_sync_mb": mean(tensors.nbytes / 1e6)}
+            {"perf/weight_sync_s": mean(time.perf_counter() - began), "weight_sync_mb": mean(tensors.nbytes / 1e6)}
         )
 
     def _send(self, tensors: Iterable[tuple[str, Tensor]], again: bool) -> None:
@@ -244,7 +258,8 @@ class RolloutService:
             stale_after_s=args.heartbeat_stale_after_s,
             sync_timeout_s=args.sync_timeout_s,
         )
-        buffer = RolloutBuffer(args.queue_maxsize, args.queue_max_tokens)
+        arriving = None if self.scoring is None else self.scoring.begin
+        buffer = RolloutBuffer(args.queue_maxsize, args.queue_max_tokens, arriving)
         folder = Path(args.output_dir, "rollout_workers")
         return WorkerPool(self.make_job(), self.tasks, settings, buffer=buffer, ledger=self.ledger, folder=folder)
 
@@ -252,7 +267,7 @@ class RolloutService:
         """What is sent to every worker."""
         args, given = self.args, self.given
         shared = args.worker_threads or max(1, (os.cpu_count() or 1) // (args.num_rollout_workers + 1))
-        episodes = {name: given[name] for name in ("tools", "environment_factory", "harness")}
+        episodes = {name: given.get(name) for name in ("tools", "environment_factory", "harness")}
         contexts = [self.sync.context, getattr(self.transfer, "context", None)]
         return RolloutJob(
             engine=self._engine_recipe(),
@@ -260,7 +275,9 @@ class RolloutService:
             sampling=self.sampling(),
             context=min((c for c in contexts if c), default=None),
             episodes=EpisodeSetup.of(args, **episodes),
-            rewards=reward_options(given["reward_funcs"], args, given["reward_processing_classes"])
+            rewards=None
+            if given.get("unscored")
+            else reward_options(given["reward_funcs"], args, given["reward_processing_classes"])
             | {"score_twice": False},
             scale_rewards=args.scale_rewards,
             mask_truncated=args.mask_truncated_completions,
@@ -295,7 +312,7 @@ class AsyncRollouts:
     Args:
         service: Workers and their weights.
         rewards: For their names, weights and verdicts.
-        watch: Notices rewards that cannot teach anything.
+        watch: Notices rewards that cannot teach anything; None: rollouts have no rewards.
         add_completions: Takes rows of the completions table.
 
     Attributes:
@@ -307,7 +324,7 @@ class AsyncRollouts:
         self,
         service: RolloutService,
         rewards: RewardRunner,
-        watch: RewardWatch,
+        watch: RewardWatch | None,
         add_completions: Callable[[list[dict[str, Any]]], None],
     ) -> None:
         self.service, self.rewards, self.watch, self.add_completions = service, rewards, watch, add_completions
@@ -328,7 +345,11 @@ class AsyncRollouts:
             # Each process is sent its own share alone. None for all: servers are to be given their weights first.
             share = parallel.scatter_objects(dealt or [None] * self.accelerator.num_processes, self.accelerator)
             if share is not None:
-                return rollout_batch(by_context(share))
+                samples = by_context(share)
+                batch = rollout_batch(samples)
+                if self.service.scoring is not None:
+                    batch.extra["scores"] = [sample.scores for sample in samples]
+                return batch
             self.service.serve_again()
 
     def _deal(self, count: int) -> list[list[RolloutSample]] | None:
@@ -342,6 +363,8 @@ class AsyncRollouts:
             for sample in samples:
                 sample.check()
         self._log_step(waited)
+        if self.service.scoring is not None:
+            self.sync.run.log(self.service.scoring.finish(samples))
         shares = balanced_shares([len(sample) for sample in samples], self.accelerator.num_processes)
         return [[samples[i] for i in share] for share in shares]
 
@@ -515,11 +538,12 @@ class AsyncRollouts:
         batch, table = trajectory_batch(self.held), self._table(first)
         metrics = _sample_metrics(first) | self._age_metrics() | self._pool_metrics()
         metrics |= completion_metrics(batch, masks_truncated=self.args.mask_truncated_completions)
-        metrics["queue_wait_time_s"] = mean(waited)
+        metrics["perf/rollout_wait_s"] = mean(waited)
         self.sync.run.log(metrics | self._reward_metrics(batch, table, first))
         completions_for_rewards(self.tokenizer, batch.rollouts, conversational=False)
         self.add_completions(completion_rows(batch, table, self.tokenizer, self.sync.run.state.global_step))
-        self._watch_rewards(first, table)
+        if self.watch is not None:
+            self._watch_rewards(self.watch, first, table)
 
     def _age_metrics(self) -> dict[str, Metric]:
         held = self.held
@@ -528,14 +552,14 @@ class AsyncRollouts:
         rows = [sample for c in held for sample in c.samples]
         lengths = torch.tensor([float(len(sample)) for sample in rows])
         return {
-            "async/staleness_mean": mean(ages),
-            "async/staleness_max": maximum(ages),
+            "sample/staleness_mean": mean(ages),
+            "sample/staleness_max": maximum(ages),
             "async/staleness_in_flight_mean": mean(flight),
             "async/staleness_in_queue_mean": mean(ages - flight),
             "async/at_staleness_bound": mean((ages == self.args.max_staleness_hard).float()),
             "async/mixed_versions": mean(torch.tensor([float(len(sample.spans) > 1) for sample in rows])),
             "rollout/fork_rate": mean((len(rows) - len(held)) / len(held), weight=len(held)),
-            "train_seq_len": mean(lengths),
+            "sample/forwarded_tokens_mean": mean(lengths),
         }
 
     def _pool_metrics(self) -> dict[str, Metric]:
@@ -544,13 +568,13 @@ class AsyncRollouts:
         worker = self.service.worker
         spent = worker.spent()
         found = {
-            "buffer_qsize": mean(float(len(worker.rollout_buffer))),
+            "sample/rollout_queue_size": mean(float(len(worker.rollout_buffer))),
             "async/queue_tokens": mean(float(worker.rollout_buffer.tokens)),
         }
         if spent.get("generate"):
-            found["generation_tok_per_s"] = mean(spent.get("tokens", 0.0) / spent["generate"])
+            found["rollout/generated_tok_s"] = mean(spent.get("tokens", 0.0) / spent["generate"])
         if spent.get("groups"):
-            found["scoring_time_ms"] = mean(1e3 * spent.get("score", 0.0) / spent["groups"])
+            found["rollout/score_s"] = mean(spent.get("score", 0.0) / spent["groups"])
         return found
 
     def _reward_metrics(self, batch: RolloutBatch, table: RewardTable, first: list[RolloutSample]) -> dict[str, Metric]:
@@ -569,7 +593,7 @@ class AsyncRollouts:
         values = [[sample.metrics.get(f"rewards/{name}", math.nan) for name in names] for sample in samples]
         return RewardTable(torch.tensor(values), names, self.rewards.weights)
 
-    def _watch_rewards(self, first: list[RolloutSample], table: RewardTable) -> None:
+    def _watch_rewards(self, watch: RewardWatch, first: list[RolloutSample], table: RewardTable) -> None:
         """Rewards that cannot teach anything end the run, as in synchronous training."""
         # A user's own worker may send no rewards but the advantage.
         known = [i for i, s in enumerate(first) if any(f"rewards/{name}" in s.metrics for name in table.names)]
@@ -578,9 +602,9 @@ class AsyncRollouts:
             groups = torch.tensor([first[i].group_id for i in known])
             self.rewards.judge(judged, groups, prompts=[first[i].prompt for i in known])
             self.sync.run.log(judged.metrics)
-        self.watch.clipped(int(sum(s.metrics.get("advantages/clipped_share", 0.0) for s in first)), len(first))
+        watch.clipped(int(sum(s.metrics.get("advantages/clipped_share", 0.0) for s in first)), len(first))
         totals = torch.tensor([s.metrics.get("reward", math.nan) for s in first])
-        self.watch.batch(table, totals, torch.tensor([s.advantage for s in first]))
+        watch.batch(table, totals, torch.tensor([s.advantage for s in first]))
 
 
 def _sample_metrics(first: list[RolloutSample]) -> dict[str, Metric]:
@@ -595,6 +619,8 @@ def _sample_metrics(first: list[RolloutSample]) -> dict[str, Metric]:
             found[name] = total(float(values.nansum()))  # Rows, as in synchronous training.
         if name.startswith("rewards/") and name.count("/") == 1:
             found[f"{name}/mean"] = found[name]
+    if not any("reward" in sample.metrics for sample in first):
+        return found
     found["advantages/abs_max"] = maximum(torch.tensor([sample.advantage for sample in first]).abs())
     groups: dict[int, bool] = {}
     for sample in first:

@@ -2,31 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
-import itertools
-import logging
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset
-from transformers import TrainerCallback
 
-from posttrain.data.forest import collate
-from posttrain.data.samplers import PromptStream
 from posttrain.errors import ConfigError
-from posttrain.loop.online import OnlineTrainer
 from posttrain.methods.async_grpo.config import AsyncGRPOConfig
 from posttrain.methods.async_grpo.objective import AsyncGRPO
-from posttrain.models import parallel
 from posttrain.rewards.runner import RewardTable
 from posttrain.rollouts.base import RolloutEngine
 from posttrain.rollouts.batch import RolloutBatch
 from posttrain.rollouts.episodes.harness import take_harness
-from posttrain.rollouts.workers.ledger import Ledger, MismatchGuard
-from posttrain.rollouts.workers.samples import TaskSource
-from posttrain.rollouts.workers.worker import check_picklable
 from posttrain.trainers.arguments import (
     Adapter,
     Callbacks,
@@ -40,16 +27,12 @@ from posttrain.trainers.arguments import (
     Tokenizer,
     TrainSet,
 )
-from posttrain.trainers.async_grpo.rollouts import AsyncRollouts, RolloutService, warn_of_reward_models
-from posttrain.types import Batch, LossTerms, ModelOutputs, Truncation
-
-if TYPE_CHECKING:
-    from transformers import TrainerControl, TrainerState, TrainingArguments
-
-logger = logging.getLogger(__name__)
+from posttrain.trainers.async_grpo.loop import AsyncTrainer
+from posttrain.trainers.async_grpo.rollouts import warn_of_reward_models
+from posttrain.types import Truncation
 
 
-class AsyncGRPOTrainer(OnlineTrainer):
+class AsyncGRPOTrainer(AsyncTrainer):
     """Group-relative policy optimisation whose rollouts are written ahead, by processes of their own (experimental).
 
     Workers write and score completions with the newest weights they have; the trainer takes them from a queue as its steps
@@ -77,7 +60,6 @@ class AsyncGRPOTrainer(OnlineTrainer):
     method: AsyncGRPO
     _tag_names: ClassVar[list[str]] = ["posttrain", "async-grpo"]
     args: AsyncGRPOConfig
-    source: AsyncRollouts
 
     def __init__(
         self,
@@ -117,15 +99,14 @@ class AsyncGRPOTrainer(OnlineTrainer):
         }
         sent |= {"reward_funcs": reward_funcs, "engine_factory": engine_factory}
         if rollout_worker is None:
-            check_picklable({**sent, "processing_class": processing_class})
             warn_of_reward_models(reward_funcs)
         if rollout_func is not None:
             raise ConfigError(
                 "rollout_func runs in the trainer; rollouts are written elsewhere here. Give rollout_worker."
             )
-        self.given = {**sent, "rollout_worker": rollout_worker, "weight_transfer": weight_transfer}
         # What tools and environments show comes after the prompt, and a sample has pictures in its prompt alone.
         self._prompt_images = not (tools or environment_factory)
+        self.sends(sent, rollout_worker, weight_transfer, processing_class)
         super().__init__(
             model,
             reward_funcs,
@@ -149,164 +130,12 @@ class AsyncGRPOTrainer(OnlineTrainer):
             optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
             preprocess_logits_for_metrics=preprocess_logits_for_metrics,
         )
-        if "DEEPSPEED" in str(self.accelerator.distributed_type):
-            raise ConfigError("asynchronous GRPO runs on one process, DDP or FSDP2, not on DeepSpeed.")
-        if rollout_worker is not None and weight_transfer is None:
-            logger.warning(
-                "rollout_worker without weight_transfer: it loads what lies in shared memory, or stays as it is."
-            )
-        args = self.args
-        self.source = self.make_source()
-        self.mismatch = MismatchGuard()
-        self.trained_groups: int = 0
-        self._new_groups: set[int] = set()
-        self._step_kl = torch.zeros(2, dtype=torch.float64)
-        self._skipping = False
-        self.add_callback(_StepCallback(self))
-
-    def reads_images(self) -> tuple[bool, bool]:
-        """Pictures of prompts alone."""
-        return self._prompt_images, False
+        self.begins()
 
     @property
     def truncation(self) -> Truncation:
         """Of the workers, and of the engine that evaluates: all log-probs are of what was drawn from."""
         return self.args.truncation
-
-    def load_model(self, model_id: str, **kwargs: Any) -> Any:
-        """As every trainer's, in the config's ``dtype`` unless ``model_init_kwargs`` names another."""
-        return super().load_model(model_id, **{"dtype": self.args.dtype} | kwargs)
-
-    def make_source(self) -> AsyncRollouts:
-        """Workers, and the queue that they fill."""
-        args = self.args
-        prompts = PromptStream(self.train_dataset, args.seed, args.shuffle_dataset)
-        service = RolloutService(
-            args,
-            self.given,
-            self.weight_sync,
-            tasks=TaskSource(prompts, args.num_generations, args.seed),
-            ledger=Ledger(),
-            tokenizer=self.processing_class,
-            pad_token_id=self.pad_token_id,
-            sampling=lambda: self.sampling("train"),
-            reader=self.vision.reader,
-        )
-        return AsyncRollouts(service, self.rewards, self.reward_watch, lambda rows: self.record.add_completions(rows))
-
-    @property
-    def worker(self) -> Any:
-        """Generates rollouts; None before the first step, and on processes other than the main one."""
-        return self.source.service.worker
-
-    @property
-    def transfer(self) -> Any:
-        """Takes weights to the engines; None before the first step."""
-        return self.source.service.transfer
-
-    @property
-    def version(self) -> int:
-        """Of the weights that were pushed last."""
-        return self.source.service.version
-
-    def account(self) -> dict[str, float]:
-        """Where all rollouts are, in one moment: ``produced = trained + dropped + in_flight``."""
-        return self.source.account()
-
-    def schedule_text(self, prompts: int | None) -> str:
-        """How rollouts and updates follow each other."""
-        args = self.args
-        wanted = "" if prompts is None else f" {prompts} prompts are {prompts * args.num_generations} rollouts."
-        return (
-            f"{args.num_rollout_workers} worker(s) write up to {args.max_inflight_tasks} rollouts at once "
-            f"({args.resolved_engine}); a step trains {args.samples_per_step} of them; weights are pushed every "
-            f"{args.weight_sync_steps} step(s); a rollout may be {args.max_staleness_hard} version(s) old when it is trained "
-            f"({args.staleness_policy}).{wanted}"
-        )
-
-    # The loop ----------------------------------------------------------------------------------------------------
-
-    def train(self, resume_from_checkpoint: Any = None, **kwargs: Any) -> Any:
-        """Train until ``max_steps``, or until ``num_train_epochs`` times as many prompts as there are have been trained."""
-        args = self.args
-        given, self._target = args.max_steps, math.inf
-        if args.max_steps <= 0:
-            self._target = math.ceil(args.num_train_epochs * len(self.train_dataset))
-            args.max_steps = math.ceil(self._target * args.num_generations / (args.samples_per_step or 1))
-        try:
-            return super().train(resume_from_checkpoint, **kwargs)
-        finally:
-            args.max_steps = given
-            self.source.close()
-            logger.info("rollouts: %s", {k.removeprefix("async/"): int(v) for k, v in self.account().items() if v})
-
-    def get_train_dataloader(self) -> DataLoader:
-        """One tick a step: the rollouts come from the queue."""
-        return DataLoader(_Ticks(), batch_size=None)
-
-    def micro_batch(self, inputs: Any, index: int) -> list[Batch]:
-        """The rollouts of this process, of those of the step."""
-        batch = self.source.next(self.args.samples_per_step or 1)
-        tokens = sum(len(rollout.prompt_ids) + len(rollout.token_ids) for rollout in batch.rollouts)
-        self.counters["num_tokens"] += parallel.all_reduce_sum([float(tokens)], self.accelerator)[0]
-        layout, budget = self.layout, self.source.token_budget
-        if self.args.token_budget is not None and budget > 0:
-            layout = dataclasses.replace(layout, row_tokens=min(layout.row_tokens, budget))
-        return collate(batch.every_row(), pad_token_id=self.pad_token_id, layout=layout)
-
-    def objective(self, outputs: ModelOutputs, batch: Batch) -> LossTerms:
-        """See `async_grpo_objective`; the mismatch of the step is added up for the guard."""
-        terms = super().objective(outputs, batch)
-        kl = terms.metrics["kl"]
-        if self.model.training:
-            self._step_kl += torch.tensor([float(kl.value), float(kl.weight)], dtype=torch.float64)
-        return terms
-
-    def before_update(self) -> None:
-        """Leave the update out when policy and sampler have been too far apart for too long."""
-        kl, tokens = parallel.all_reduce_sum(self._step_kl.tolist(), self.accelerator)
-        self._step_kl.zero_()
-        self._skipping = self.mismatch.add(kl / max(tokens, 1.0))
-        if self._skipping:
-            for parameter in self.model.parameters():
-                parameter.grad = None
-
-    def after_update(self, control: TrainerControl) -> None:
-        """Push weights when they are due, book what was trained, and stop when enough was."""
-        main = self.accelerator.is_main_process
-        if main and not self._skipping:
-            self._count_groups({trajectory.group_id for trajectory in self.source.held})
-        (trained,) = parallel.all_reduce_sum([float(self.trained_groups) if main else 0.0], self.accelerator)
-        self.trained_groups = int(trained)
-        if math.isfinite(self._target):
-            self.state.epoch = self.trained_groups / max(1, len(self.train_dataset))
-            control.should_training_stop = control.should_training_stop or self.trained_groups >= self._target
-        step, last = (
-            self.state.global_step,
-            control.should_training_stop or self.state.global_step >= self.args.max_steps,
-        )
-        if (step % self.args.weight_sync_steps == 0 or self._skipping) and not last:
-            self.source.service.push_weights()  # Before the step is booked: what is written in its place gets the new version.
-        if main:
-            self.source.book(skipped=self._skipping)
-        self._skipping = False
-
-    def _count_groups(self, groups: set[int]) -> None:
-        """The rest of a group may come with a later step: it counts once."""
-        self.trained_groups += len(groups - self._new_groups)
-        self._new_groups = {g for g in self._new_groups | groups if g > max(groups) - self._remembered}
-
-    @property
-    def _remembered(self) -> int:
-        """Group ids this far back can still have rollouts on their way."""
-        return 2 * (self.args.max_inflight_tasks + self.args.queue_maxsize)
-
-    def postprocess_metrics(self, metrics: dict[str, float]) -> dict[str, float]:
-        """The window's metrics, and the account of this moment."""
-        metrics = super().postprocess_metrics(metrics)
-        return metrics | (self.account() if "async/staleness_mean" in metrics else {})
-
-    # Evaluation --------------------------------------------------------------------------------------------------
 
     def advantages(self, generation: RolloutBatch, table: RewardTable, mode: str) -> torch.Tensor:
         """Of completions generated in this process, which is evaluation only."""
@@ -317,39 +146,3 @@ class AsyncGRPOTrainer(OnlineTrainer):
     def attach_logps(self, generation: RolloutBatch, mode: str) -> None:
         """Those of the engine, which is the policy itself in evaluation."""
         generation.token_columns["rollout_logp"] = self.logps_of_sampler(generation)
-
-    # Checkpoints -------------------------------------------------------------------------------------------------
-
-    def state_to_save(self) -> dict[str, Any]:
-        """With where prompts and counts stand."""
-        return super().state_to_save() | {"async": self.source.state() | {"trained_groups": self.trained_groups}}
-
-    def load_saved_state(self, state: dict[str, Any]) -> None:
-        """Undo `state_to_save`."""
-        super().load_saved_state(state)
-        self.source.load(state["async"])
-        self.trained_groups = state["async"]["trained_groups"]
-
-
-class _Ticks(IterableDataset):
-    """Something to count steps by."""
-
-    def __iter__(self) -> Iterator[int]:
-        return itertools.count()
-
-
-class _StepCallback(TrainerCallback):
-    """Tells the trainer when an update is about to be made, and when it was."""
-
-    def __init__(self, trainer: AsyncGRPOTrainer) -> None:
-        self.trainer = trainer
-
-    def on_pre_optimizer_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
-    ) -> None:
-        """Gradients are there."""
-        self.trainer.before_update()
-
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """The step counts."""
-        self.trainer.after_update(control)

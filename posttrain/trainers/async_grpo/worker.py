@@ -63,7 +63,7 @@ class RolloutJob:
         sampling: All fields, defaults included; the seed is each group's own.
         context: Most tokens the model can read.
         episodes: Tools and environments.
-        rewards: Keywords of `RewardRunner`.
+        rewards: Keywords of `RewardRunner`; None: nothing is scored.
         scale_rewards: See `score_group`.
         mask_truncated: See `score_group`.
         threads: Of torch; None: all.
@@ -77,7 +77,7 @@ class RolloutJob:
     sampling: Sampling
     context: int | None
     episodes: EpisodeSetup
-    rewards: dict[str, Any]
+    rewards: dict[str, Any] | None
     scale_rewards: str = "population"
     mask_truncated: bool = False
     threads: int | None = None
@@ -350,6 +350,17 @@ def _group_metrics(table: RewardTable) -> dict[str, float]:
     return found | {name: count / len(table.values) for name, count in odd.items()}
 
 
+def unscored_group(group: RolloutGroup, *, mask_truncated: bool, truncation: Truncation = WHOLE) -> list[Trajectory]:
+    """As `score_group` where there are no rewards: every advantage is 0, and another objective says what is learnt."""
+    found = []
+    for i, rollout in enumerate(group.batch.rollouts):
+        if any(map(any, group.batch.trained(i, mask_truncated))):
+            sample = _sample(group, i, 0.0, {}, rollout, truncation)
+            sample.check()
+            found.append(Trajectory([sample], finished=rollout.finish_reason == "stop"))
+    return found
+
+
 def _sample(
     group: RolloutGroup,
     index: int,
@@ -382,6 +393,7 @@ def _sample(
         metrics=metrics,
         spans=list(rollout.spans or [(rollout.version, sum(mask))]),
         pictures=rollout.pictures,
+        teacher_id=group.task.row.get("teacher_id"),
     )
 
 
@@ -409,8 +421,9 @@ class RolloutWorkerLoop:
         driver = EpisodeDriver(job.episodes)
         generator = ResumableGenerator(handle.engine, self.refresh)
         self.generator = GroupGenerator(driver, generator, job.tokenizer, job.sampling, job.context, job.reader)
-        self.rewards = reward_runner(RewardRunner, job.rewards, driver.pool)
-        self.rewards.start("cpu")
+        self.rewards = None if job.rewards is None else reward_runner(RewardRunner, job.rewards, driver.pool)
+        if self.rewards is not None:
+            self.rewards.start("cpu")
         self.generator.alive = self._at_work
         self.parallel = job.engine.kind == "server"
         self.active: list[_Open] = []
@@ -563,14 +576,17 @@ class RolloutWorkerLoop:
         size, errors = group.task.size, list(group.errors)
         trajectories, alone = [], 0
         options: dict[str, Any] = {
-            "scale_rewards": self.job.scale_rewards,
             "mask_truncated": self.job.mask_truncated,
             "truncation": self.job.sampling.truncation,
         }
         if len(group.batch.rollouts) >= min(2, size):
             try:
-                with self._judging:  # Calls to servers end on many threads.
-                    trajectories = score_group(group, self.rewards, self.job.tokenizer, **options)
+                if self.rewards is None:
+                    trajectories = unscored_group(group, **options)
+                else:
+                    options |= {"scale_rewards": self.job.scale_rewards}
+                    with self._judging:  # Calls to servers end on many threads.
+                        trajectories = score_group(group, self.rewards, self.job.tokenizer, **options)
             except Exception as error:
                 logger.warning("scoring failed: %s", error, exc_info=True)
                 errors += [_text(error)] * len(group.batch.rollouts)

@@ -1,0 +1,103 @@
+"""Distillation on rollouts that other processes write while it trains: the config, and what its loss has besides."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+
+from posttrain.errors import ConfigError
+from posttrain.fields import PositiveFloat, PositiveInt, option, read_mapping
+from posttrain.losses.policy import k3
+from posttrain.methods.async_grpo.config import MEANINGLESS, AsyncGRPOConfig
+from posttrain.methods.distillation.config import Axes, DistillationFields, preset
+from posttrain.methods.distillation.objective import Distillation
+from posttrain.metrics import mean
+from posttrain.types import Batch, LossTerms, ModelOutputs
+
+# Of the policy's loss, of rewards and of answers that nobody sampled.
+OF_ASYNC_GRPO: dict[str, tuple[Any, str]] = {
+    name: (default, "The loss is the divergence from a teacher, of completions of single turns that the student samples.")
+    for name, default in {
+        "epsilon": 0.2, "epsilon_high": None, "delta": None, "scale_rewards": "population",
+        "vllm_importance_sampling_mode": None, "vllm_importance_sampling_clip_max": 2.0,
+        "vllm_importance_sampling_clip_min": None, "fork_threshold_tokens": 1024, "max_tool_calling_iterations": None,
+        "lmbda": 1.0, "seq_kd": False, "teacher_scores": None, "max_length": None, "max_prompt_length": None,
+    }.items()
+}  # fmt: skip
+
+
+@dataclass
+@preset(
+    unread=OF_ASYNC_GRPO | {
+        "loss_top_k": (0, "Use teacher_top_k."), "loss_add_tail": (True, "Use add_tail_bucket."),
+        "log_completions_steps": (100, "Use logging_steps."),
+    },
+    beta=(0.0, "Divergence: 0 is KL(teacher || student), 1 KL(student || teacher), between Jensen-Shannon."),
+    temperature=(1.0, "Sampling only: teacher_temperature is the loss's; > 0."),
+)  # fmt: skip
+class AsyncDistillationConfig(DistillationFields, AsyncGRPOConfig):
+    """Arguments of `AsyncDistillationTrainer`: those of the workers and their servers, and of the teachers."""
+
+    _loss_temperature: ClassVar[str | float] = "teacher_temperature"
+    _compares_sampler: ClassVar[bool] = False
+    _meaningless: ClassVar[dict[str, object]] = {name: value for name, value in MEANINGLESS.items() if name != "beta"}
+    teacher_server_urls: dict[str, str] | str | None = option(
+        None, "TRL's name of teacher_model_server_url. None: a teacher model in this process."
+    )
+    teacher_temperature: PositiveFloat = option(
+        1.0, "Loss only: divides the logits of student and teacher; 1 with servers."
+    )
+    teacher_top_k: PositiveInt = option(
+        8,
+        "Ids per position that servers are asked for at beta=0; else the loss sees the likeliest and the sampled one.",
+    )
+    add_tail_bucket: bool = option(True, "One category more for the mass outside teacher_top_k ids.")
+
+    def __post_init__(self) -> None:
+        given, named = self.teacher_server_urls, self.teacher_model_server_url
+        if given is not None and named not in (None, given):
+            raise ConfigError(
+                f"teacher_server_urls={given!r} and teacher_model_server_url={named!r} are two names of one field. Fix: set one."
+            )
+        if isinstance(given, str) and given.startswith("{"):
+            given = read_mapping("teacher_server_urls", given)
+        self.teacher_server_urls = self.teacher_model_server_url = named if given is None else given
+        super().__post_init__()
+
+    def axes(self) -> Axes:
+        """Of models here the whole vocabulary; of servers what they tell: their likeliest ids, and the sampled one."""
+        t, tail = self.teacher_temperature, self.add_tail_bucket
+        axes = Axes("full", self.beta, tail=tail, student_temperature=t, teacher_temperature=t)
+        if not self.teacher_model_server_url:
+            return axes
+        if self.beta == 0:
+            return replace(axes, support="teacher_topk", top_k=self.teacher_top_k)
+        return replace(axes, support="top1_pair", top_k=1)
+
+
+class AsyncDistillation(Distillation):
+    """On-policy distillation whose rollouts are written ahead, by processes of their own (experimental).
+
+    The divergence is of the weights that are trained, at tokens that weights a little older drew: nothing is corrected, as a
+    divergence at every position has no ratio, and ``max_staleness`` bounds how far the texts can be from the student's own.
+
+    Reference: GKD, arXiv:2306.13649; several teachers by row: MOPD, arXiv:2606.30406.
+    """
+
+    config_class = AsyncDistillationConfig
+    traits = replace(Distillation.traits, reads_images=False, cuts_prompts=False)
+
+    @property
+    def temperature(self) -> float:
+        """Of log-probs: the sampling's, which the samplers' are compared with."""
+        return float(self.cfg.temperature)
+
+    def objective(self, outputs: ModelOutputs, batch: Batch) -> LossTerms:
+        """See `distillation_objective`; ``kl`` is the k3 estimate of how far the student is from what sampled, as in GRPO."""
+        terms, mask = super().objective(outputs, batch), batch.loss_mask
+        known = outputs.logp is not None and batch.rollout_logp is not None and not self.cfg.truncation
+        gap = k3(batch.rollout_logp, outputs.logp.detach()) if known else torch.zeros_like(terms.terms)
+        terms.metrics["kl"] = mean(gap, mask & known)
+        return terms

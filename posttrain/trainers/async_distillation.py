@@ -1,0 +1,167 @@
+"""`AsyncDistillationTrainer`: distillation on rollouts that other processes write, and teachers score, while it trains."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, ClassVar
+
+from posttrain.errors import ConfigError
+from posttrain.methods.distillation.asynchronous import AsyncDistillation, AsyncDistillationConfig
+from posttrain.methods.distillation.teacher import asked_servers
+from posttrain.metrics import Metric, mean
+from posttrain.rewards.runner import RewardTable
+from posttrain.rollouts.base import RolloutEngine
+from posttrain.rollouts.batch import RolloutBatch
+from posttrain.rollouts.workers.samples import RolloutSample, Trajectory
+from posttrain.trainers.arguments import (
+    Adapter,
+    Callbacks,
+    EvalSets,
+    Metrics,
+    Model,
+    OptimizerClass,
+    Optimizers,
+    Quantization,
+    Tokenizer,
+    TrainSet,
+)
+from posttrain.trainers.async_grpo.loop import AsyncTrainer
+from posttrain.trainers.async_grpo.rollouts import AsyncRollouts
+from posttrain.trainers.distillation import DistillationTrainer, no_rewards
+
+ASKED_AT_ONCE = 16  # Rollouts whose teachers are asked at the same time.
+
+
+class TeachersAsked:
+    """Asks teachers about rollouts as they arrive, so that most answers are there when their step begins.
+
+    Args:
+        ask: What the teachers say of one.
+    """
+
+    def __init__(self, ask: Callable[[RolloutSample], dict[str, Any]]) -> None:
+        self.ask = ask
+        self.pool = ThreadPoolExecutor(ASKED_AT_ONCE, thread_name_prefix="teachers")
+
+    def begin(self, trajectory: Trajectory) -> None:
+        """Ask about a rollout without waiting."""
+        for sample in trajectory.samples:
+            sample.scores = self.pool.submit(self.ask, sample)
+
+    def finish(self, samples: Sequence[RolloutSample]) -> dict[str, Metric]:
+        """Wait for what is known of a step's rollouts; those of a user's own worker are asked about now."""
+        began = time.perf_counter()
+        asked = [s.scores if isinstance(s.scores, Future) else self.pool.submit(self.ask, s) for s in samples]
+        for sample, future in zip(samples, asked, strict=True):
+            sample.scores = future.result()
+        return {"perf/teacher_wait_s": mean(time.perf_counter() - began)}
+
+
+class AsyncDistillationTrainer(AsyncTrainer, DistillationTrainer):
+    """On-policy distillation whose rollouts are written ahead, by processes of their own (experimental).
+
+    Workers complete prompts with the newest weights of the student that they have; teachers behind servers score a rollout as
+    soon as it arrives, a teacher model in this process as it is trained.
+
+    Args:
+        model: The student: hub id, folder, model or peft model.
+        args: `AsyncDistillationConfig`.
+        train_dataset: ``prompt``; with several teachers ``teacher_id`` too, unless ``teacher_weights`` mixes them.
+        processing_class: The student's tokenizer; None loads the model's.
+        rollout_worker: Writes rollouts instead of our own processes, see `RolloutWorkerProtocol`.
+        weight_transfer: Takes weights to it; see `WeightTransferProtocol`.
+        teacher_model: As of `DistillationTrainer`, where ``args`` names no server.
+        teacher_server: Client of a server instead of its URL; several: a dict of them by name.
+        engine_factory: As of `AsyncGRPOTrainer`.
+
+    Reference: GKD, arXiv:2306.13649; several teachers by row: MOPD, arXiv:2606.30406.
+
+    >>> args = AsyncDistillationConfig("runs/async", teacher_server_urls={"math": url, "code": other})  # doctest: +SKIP
+    >>> AsyncDistillationTrainer(student, args, train_dataset=prompts).train()  # doctest: +SKIP
+    """
+
+    METHOD = AsyncDistillation
+    _name: ClassVar[str] = "Async Distillation"
+    args: AsyncDistillationConfig
+
+    def __init__(
+        self,
+        model: Model,
+        args: AsyncDistillationConfig | None = None,
+        train_dataset: TrainSet | None = None,
+        processing_class: Tokenizer | None = None,
+        callbacks: Callbacks | None = None,
+        optimizers: Optimizers = (None, None),
+        peft_config: Adapter | None = None,
+        rollout_worker: Any = None,
+        weight_transfer: Any = None,
+        *,
+        teacher_model: Model | Mapping[str, Model] | None = None,
+        teacher_processing_class: Tokenizer | None = None,
+        teacher_server: Any = None,
+        eval_dataset: EvalSets | None = None,
+        engine_factory: Callable | None = None,
+        rollout_engine: RolloutEngine | None = None,
+        quantization_config: Quantization | None = None,
+        data_collator: Callable | None = None,
+        model_init: Callable | None = None,
+        compute_loss_func: Callable | None = None,
+        compute_metrics: Metrics | None = None,
+        optimizer_cls_and_kwargs: OptimizerClass | None = None,
+        preprocess_logits_for_metrics: Callable | None = None,
+    ) -> None:
+        if train_dataset is None:
+            raise ConfigError("AsyncDistillationTrainer needs train_dataset: prompts that the student completes.")
+        sent = {"unscored": True, "engine_factory": engine_factory}
+        self.sends(sent, rollout_worker, weight_transfer, processing_class)
+        super().__init__(
+            model,
+            teacher_model,
+            args,
+            train_dataset=train_dataset,
+            processing_class=processing_class,
+            callbacks=callbacks,
+            optimizers=optimizers,
+            peft_config=peft_config,
+            teacher_processing_class=teacher_processing_class,
+            teacher_server=teacher_server,
+            eval_dataset=eval_dataset,
+            rollout_engine=rollout_engine,
+            quantization_config=quantization_config,
+            data_collator=data_collator,
+            model_init=model_init,
+            compute_loss_func=compute_loss_func,
+            compute_metrics=compute_metrics,
+            optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
+            preprocess_logits_for_metrics=preprocess_logits_for_metrics,
+        )
+        self.begins()
+
+    @property
+    def scores_rewards(self) -> bool:
+        """Rollouts have no rewards."""
+        return False
+
+    def make_source(self) -> AsyncRollouts:
+        """As the parent's; where teachers are behind servers they are asked about each rollout as it arrives."""
+        source = super().make_source()
+        if self.servers:
+            source.service.scoring = TeachersAsked(self._said_of)
+        return source
+
+    def _said_of(self, sample: RolloutSample) -> dict[str, Any]:
+        """What the servers say of a rollout, or the one that its row names."""
+        numbers = [self.teacher_number(sample.teacher_id)] if self.chosen_by_row else None
+        (said,) = asked_servers(self.servers, [sample.rollout()], numbers)
+        return said
+
+    def taken(self, batch: RolloutBatch) -> RolloutBatch:
+        """With the number of each completion's teacher, and what its servers said kept."""
+        self.keep(batch, no_rewards(batch), "train")
+        return batch
+
+    def facts(self, generation: RolloutBatch, table: RewardTable, mode: str) -> list[Any]:
+        """In training what came with the rollouts."""
+        return generation.extra["scores"] if "scores" in generation.extra else super().facts(generation, table, mode)

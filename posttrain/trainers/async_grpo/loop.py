@@ -1,0 +1,247 @@
+"""`AsyncTrainer`: the loop of a trainer whose rollouts other processes write while it trains, whatever its objective."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import logging
+import math
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+from transformers import TrainerCallback
+
+from posttrain.data.forest import collate
+from posttrain.data.samplers import PromptStream
+from posttrain.errors import ConfigError
+from posttrain.loop.online import OnlineTrainer
+from posttrain.models import parallel
+from posttrain.rollouts.batch import RolloutBatch
+from posttrain.rollouts.workers.ledger import Ledger, MismatchGuard
+from posttrain.rollouts.workers.samples import TaskSource
+from posttrain.rollouts.workers.worker import check_picklable
+from posttrain.trainers.async_grpo.rollouts import AsyncRollouts, RolloutService
+from posttrain.types import Batch, LossTerms, ModelOutputs
+
+if TYPE_CHECKING:
+    from transformers import TrainerControl, TrainerState, TrainingArguments
+
+logger = logging.getLogger(__name__)
+
+
+class AsyncTrainer(OnlineTrainer):
+    """Takes rollouts from a queue that workers fill, drops those that are too old, and pushes weights to the workers.
+
+    A constructor calls `sends` before its parent's and `begins` after it.
+    """
+
+    args: Any
+    source: AsyncRollouts
+    _prompt_images = False
+
+    def sends(self, sent: dict[str, Any], rollout_worker: object, weight_transfer: object, tokenizer: object) -> None:
+        """Take what workers are sent, by the names of `RolloutService`; it must be picklable where they are our processes."""
+        if rollout_worker is None:
+            check_picklable({**sent, "processing_class": tokenizer})
+        self.given = {**sent, "rollout_worker": rollout_worker, "weight_transfer": weight_transfer}
+
+    def begins(self) -> None:
+        """Make the source of rollouts, once everything else is there."""
+        if "DEEPSPEED" in str(self.accelerator.distributed_type):
+            raise ConfigError("asynchronous training runs on one process, DDP or FSDP2, not on DeepSpeed.")
+        if self.given["rollout_worker"] is not None and self.given["weight_transfer"] is None:
+            logger.warning(
+                "rollout_worker without weight_transfer: it loads what lies in shared memory, or stays as it is."
+            )
+        self.source = self.make_source()
+        self.mismatch = MismatchGuard()
+        self.trained_groups: int = 0
+        self._new_groups: set[int] = set()
+        self._step_kl = torch.zeros(2, dtype=torch.float64)
+        self._skipping = False
+        self.add_callback(_StepCallback(self))
+
+    def reads_images(self) -> tuple[bool, bool]:
+        """Pictures of prompts alone."""
+        return self._prompt_images, False
+
+    def load_model(self, model_id: str, **kwargs: Any) -> Any:
+        """As every trainer's, in the config's ``dtype`` unless ``model_init_kwargs`` names another."""
+        return super().load_model(model_id, **{"dtype": self.args.dtype} | kwargs)
+
+    def make_source(self) -> AsyncRollouts:
+        """Workers, and the queue that they fill."""
+        args = self.args
+        prompts = PromptStream(self.train_dataset, args.seed, args.shuffle_dataset)
+        service = RolloutService(
+            args,
+            self.given,
+            self.weight_sync,
+            tasks=TaskSource(prompts, args.num_generations, args.seed),
+            ledger=Ledger(),
+            tokenizer=self.processing_class,
+            pad_token_id=self.pad_token_id,
+            sampling=lambda: self.sampling("train"),
+            reader=self.vision.reader,
+        )
+        watch = self.reward_watch if self.scores_rewards else None
+        return AsyncRollouts(service, self.rewards, watch, lambda rows: self.record.add_completions(rows))
+
+    @property
+    def scores_rewards(self) -> bool:
+        """Whether rollouts come with rewards that are to be looked at."""
+        return True
+
+    @property
+    def worker(self) -> Any:
+        """Generates rollouts; None before the first step, and on processes other than the main one."""
+        return self.source.service.worker
+
+    @property
+    def transfer(self) -> Any:
+        """Takes weights to the engines; None before the first step."""
+        return self.source.service.transfer
+
+    @property
+    def version(self) -> int:
+        """Of the weights that were pushed last."""
+        return self.source.service.version
+
+    def account(self) -> dict[str, float]:
+        """Where all rollouts are, in one moment: ``produced = trained + dropped + in_flight``."""
+        return self.source.account()
+
+    def schedule_text(self, prompts: int | None) -> str:
+        """How rollouts and updates follow each other."""
+        args = self.args
+        wanted = "" if prompts is None else f" {prompts} prompts are {prompts * args.num_generations} rollouts."
+        return (
+            f"{args.num_rollout_workers} worker(s) write up to {args.max_inflight_tasks} rollouts at once "
+            f"({args.resolved_engine}); a step trains {args.samples_per_step} of them; weights are pushed every "
+            f"{args.weight_sync_steps} step(s); a rollout may be {args.max_staleness_hard} version(s) old when it is trained "
+            f"({args.staleness_policy}).{wanted}"
+        )
+
+    # The loop ----------------------------------------------------------------------------------------------------
+
+    def train(self, resume_from_checkpoint: Any = None, **kwargs: Any) -> Any:
+        """Train until ``max_steps``, or until ``num_train_epochs`` times as many prompts as there are have been trained."""
+        args = self.args
+        given, self._target = args.max_steps, math.inf
+        if args.max_steps <= 0:
+            self._target = math.ceil(args.num_train_epochs * len(self.train_dataset))
+            args.max_steps = math.ceil(self._target * args.num_generations / (args.samples_per_step or 1))
+        try:
+            return super().train(resume_from_checkpoint, **kwargs)
+        finally:
+            args.max_steps = given
+            self.source.close()
+            logger.info("rollouts: %s", {k.removeprefix("async/"): int(v) for k, v in self.account().items() if v})
+
+    def get_train_dataloader(self) -> DataLoader:
+        """One tick a step: the rollouts come from the queue."""
+        return DataLoader(_Ticks(), batch_size=None)
+
+    def micro_batch(self, inputs: Any, index: int) -> list[Batch]:
+        """The rollouts of this process, of those of the step."""
+        batch = self.taken(self.source.next(self.args.samples_per_step or 1))
+        tokens = sum(len(rollout.prompt_ids) + len(rollout.token_ids) for rollout in batch.rollouts)
+        self.counters["num_tokens"] += parallel.all_reduce_sum([float(tokens)], self.accelerator)[0]
+        layout, budget = self.layout, self.source.token_budget
+        if self.args.token_budget is not None and budget > 0:
+            layout = dataclasses.replace(layout, row_tokens=min(layout.row_tokens, budget))
+        return collate(batch.every_row(), pad_token_id=self.pad_token_id, layout=layout)
+
+    def taken(self, batch: RolloutBatch) -> RolloutBatch:
+        """What this process has of a step, with whatever its objective needs besides."""
+        return batch
+
+    def objective(self, outputs: ModelOutputs, batch: Batch) -> LossTerms:
+        """As the method's; its metric ``kl``, the mismatch of policy and sampler, is added up for the guard."""
+        terms = super().objective(outputs, batch)
+        kl = terms.metrics["kl"]
+        if self.model.training:
+            self._step_kl += torch.tensor([float(kl.value), float(kl.weight)], dtype=torch.float64)
+        return terms
+
+    def before_update(self) -> None:
+        """Leave the update out when policy and sampler have been too far apart for too long."""
+        kl, tokens = parallel.all_reduce_sum(self._step_kl.tolist(), self.accelerator)
+        self._step_kl.zero_()
+        self._skipping = self.mismatch.add(kl / max(tokens, 1.0))
+        if self._skipping:
+            for parameter in self.model.parameters():
+                parameter.grad = None
+
+    def after_update(self, control: TrainerControl) -> None:
+        """Push weights when they are due, book what was trained, and stop when enough was."""
+        main = self.accelerator.is_main_process
+        if main and not self._skipping:
+            self._count_groups({trajectory.group_id for trajectory in self.source.held})
+        (trained,) = parallel.all_reduce_sum([float(self.trained_groups) if main else 0.0], self.accelerator)
+        self.trained_groups = int(trained)
+        if math.isfinite(self._target):
+            self.state.epoch = self.trained_groups / max(1, len(self.train_dataset))
+            control.should_training_stop = control.should_training_stop or self.trained_groups >= self._target
+        step, last = (
+            self.state.global_step,
+            control.should_training_stop or self.state.global_step >= self.args.max_steps,
+        )
+        if (step % self.args.weight_sync_steps == 0 or self._skipping) and not last:
+            self.source.service.push_weights()  # Before the step is booked: what is written in its place gets the new version.
+        if main:
+            self.source.book(skipped=self._skipping)
+        self._skipping = False
+
+    def _count_groups(self, groups: set[int]) -> None:
+        """The rest of a group may come with a later step: it counts once."""
+        self.trained_groups += len(groups - self._new_groups)
+        self._new_groups = {g for g in self._new_groups | groups if g > max(groups) - self._remembered}
+
+    @property
+    def _remembered(self) -> int:
+        """Group ids this far back can still have rollouts on their way."""
+        return 2 * (self.args.max_inflight_tasks + self.args.queue_maxsize)
+
+    def postprocess_metrics(self, metrics: dict[str, float]) -> dict[str, float]:
+        """The window's metrics, and the account of this moment."""
+        metrics = super().postprocess_metrics(metrics)
+        return metrics | (self.account() if "sample/staleness_mean" in metrics else {})
+
+    # Checkpoints -------------------------------------------------------------------------------------------------
+
+    def state_to_save(self) -> dict[str, Any]:
+        """With where prompts and counts stand."""
+        return super().state_to_save() | {"async": self.source.state() | {"trained_groups": self.trained_groups}}
+
+    def load_saved_state(self, state: dict[str, Any]) -> None:
+        """Undo `state_to_save`."""
+        super().load_saved_state(state)
+        self.source.load(state["async"])
+        self.trained_groups = state["async"]["trained_groups"]
+
+
+class _Ticks(IterableDataset):
+    """Something to count steps by."""
+
+    def __iter__(self) -> Iterator[int]:
+        return itertools.count()
+
+
+class _StepCallback(TrainerCallback):
+    """Tells the trainer when an update is about to be made, and when it was."""
+
+    def __init__(self, trainer: AsyncTrainer) -> None:
+        self.trainer = trainer
+
+    def on_pre_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
+        """Gradients are there."""
+        self.trainer.before_update()
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """The step counts."""
+        self.trainer.after_update(control)

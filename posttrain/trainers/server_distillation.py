@@ -1,0 +1,94 @@
+"""`ServerDistillationTrainer`: the student learns from teachers that servers hold, and none is in this process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+from posttrain.errors import ConfigError
+from posttrain.methods.distillation.presets import ServerDistillation, ServerDistillationConfig
+from posttrain.rollouts.base import RolloutEngine
+from posttrain.trainers.arguments import (
+    Adapter,
+    Callbacks,
+    EvalSets,
+    Metrics,
+    Model,
+    OptimizerClass,
+    Optimizers,
+    Quantization,
+    Tokenizer,
+    TrainSet,
+)
+from posttrain.trainers.distillation import DistillationTrainer
+
+
+class ServerDistillationTrainer(DistillationTrainer):
+    """On-policy distillation from a teacher that a server holds, or from several.
+
+    Args:
+        model: The student: hub id, folder, model or peft model.
+        args: `ServerDistillationConfig`, whose ``teacher_model_server_url`` says where the teachers are.
+        train_dataset: ``prompt``; with several teachers ``teacher_id`` too, unless ``teacher_weights`` mixes them.
+        eval_dataset: Likewise.
+        processing_class: The student's tokenizer; None loads the model's.
+        teacher_processing_class: The teachers'; None loads that of the model that a server says it has, where it can.
+        teacher_server: Client of a server instead of its URL, see `ServerTeacher`; several: a dict of them by name.
+
+    Reference: GKD, arXiv:2306.13649; several teachers by row: MOPD, arXiv:2606.30406.
+
+    >>> args = ServerDistillationConfig("runs/server", teacher_model_server_url="http://127.0.0.1:8000")  # doctest: +SKIP
+    >>> ServerDistillationTrainer(student, args, train_dataset=prompts).train()  # doctest: +SKIP
+    """
+
+    METHOD = ServerDistillation
+    _name: ClassVar[str] = "Server Distillation"
+    args: ServerDistillationConfig
+
+    def __init__(
+        self,
+        model: Model,
+        args: ServerDistillationConfig | None = None,
+        train_dataset: TrainSet | None = None,
+        eval_dataset: EvalSets | None = None,
+        processing_class: Tokenizer | None = None,
+        callbacks: Callbacks | None = None,
+        optimizers: Optimizers = (None, None),
+        quantization_config: Quantization | None = None,
+        peft_config: Adapter | None = None,
+        *,
+        teacher_processing_class: Tokenizer | None = None,
+        teacher_server: Any = None,
+        rollout_engine: RolloutEngine | None = None,
+        data_collator: Callable | None = None,
+        model_init: Callable | None = None,
+        compute_loss_func: Callable | None = None,
+        compute_metrics: Metrics | None = None,
+        optimizer_cls_and_kwargs: OptimizerClass | None = None,
+        preprocess_logits_for_metrics: Callable | None = None,
+    ) -> None:
+        if teacher_server is None and (args is None or not args.teacher_model_server_url):
+            raise ConfigError(
+                f"{type(self).__name__} has no server to ask. Fix: teacher_model_server_url, an address or several by name, or "
+                "DistillationTrainer for a teacher in this process."
+            )
+        super().__init__(
+            model,
+            args=args,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            processing_class=processing_class,
+            callbacks=callbacks,
+            optimizers=optimizers,
+            quantization_config=quantization_config,
+            peft_config=peft_config,
+            teacher_processing_class=teacher_processing_class,
+            teacher_server=teacher_server,
+            rollout_engine=rollout_engine,
+            data_collator=data_collator,
+            model_init=model_init,
+            compute_loss_func=compute_loss_func,
+            compute_metrics=compute_metrics,
+            optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
+            preprocess_logits_for_metrics=preprocess_logits_for_metrics,
+        )
