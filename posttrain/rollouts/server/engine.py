@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import Tensor
 
@@ -21,10 +21,13 @@ from posttrain.rollouts.adapters import AdapterWeights
 from posttrain.rollouts.base import Capabilities, RolloutEngine, check_followed, check_requests
 from posttrain.rollouts.server.client import VLLMClient
 from posttrain.rollouts.server.pool import AWAY, Server, ServerPool, Urls
-from posttrain.rollouts.server.replies import derived_seed, pictures_body, read_choice, reading, sampling_body
+from posttrain.rollouts.server.replies import derived_seed, read_choice, reading, sampling_body
 from posttrain.rollouts.server.weight_sync import Pusher, as_sync_error
 from posttrain.rollouts.workers.shared_weights import KEPT, as_dtype
 from posttrain.types import Request, Rollout, Sampling
+
+if TYPE_CHECKING:
+    from posttrain.data.processors import PictureProcessor
 
 logger = logging.getLogger(__name__)
 
@@ -57,6 +60,7 @@ class ServerEngine(RolloutEngine):
         pushes: Whether weights are pushed from here: then this process alone, of all on its machine, may use the servers.
         api_key: Bearer token of the servers.
         patience: Seconds to wait for a server to come back when none is left, before a call fails.
+        reader: Of pictures in prompts; None: prompts are text.
 
     Raises:
         ServerUnreachable: No server in time.
@@ -79,9 +83,11 @@ class ServerEngine(RolloutEngine):
         pushes: bool = True,
         api_key: str | None = None,
         patience: float = 0.0,
+        reader: PictureProcessor | None = None,
     ) -> None:
         def connect(url: str) -> VLLMClient:
-            return VLLMClient(url, request_timeout=request_timeout, sync_timeout=sync_timeout, api_key=api_key)
+            limits = {"request_timeout": request_timeout, "sync_timeout": sync_timeout}
+            return VLLMClient(url, **limits, api_key=api_key, reader=reader)
 
         self.patience, self.run = patience, secrets.token_hex(4)
         self.pushed = False
@@ -258,7 +264,7 @@ class ServerEngine(RolloutEngine):
             n=n,
             seeds=[request.sampling.seed for request in requests if request.sampling],
             retries=RETRIES if alone else 1,
-            own=[pictures_body(request) for request in requests],
+            own=[server.client.pictures_fields(request) for request in requests],
             **sampling_body(sampling),
         )
         with reading(choices, server.url):
