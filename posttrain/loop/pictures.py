@@ -318,7 +318,8 @@ class Vision:
         if self.images and not engine.capabilities.pictures:
             raise ConfigError(
                 f"the rows have images, and the engine {engine.name!r} samples from text alone. Fix: rollout_engine='auto', "
-                "which chooses an engine that takes images."
+                "which chooses an engine that takes images; of servers 'posttrain serve', or 'posttrain vllm-serve' of a vLLM "
+                "that knows --enable-scale-out."
             )
         return engine
 

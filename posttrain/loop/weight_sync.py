@@ -23,7 +23,7 @@ from posttrain.methods.online_config import VllmSyncFields
 from posttrain.metrics import mean
 from posttrain.models import parallel
 from posttrain.models.forward import sequence_logps
-from posttrain.models.heads import unwrapped
+from posttrain.models.heads import picture_encoder, unwrapped
 from posttrain.rollouts.adapters import AdapterWeights, adapter_obstacle
 from posttrain.rollouts.base import Capabilities, RolloutEngine
 from posttrain.rollouts.engines import create_engine
@@ -103,6 +103,7 @@ def vllm_engine(model: nn.Module, args: PostTrainingConfig, accelerator: Acceler
     from posttrain.rollouts.server.engine import ServerEngine
 
     urls = args.vllm_server_base_url or f"http://{args.vllm_server_host}:{args.vllm_server_port}"
+    encoder = picture_encoder(model)
 
     def connect() -> Any:
         if not accelerator.is_main_process:
@@ -115,6 +116,7 @@ def vllm_engine(model: nn.Module, args: PostTrainingConfig, accelerator: Acceler
             bucket_mb=args.vllm_weight_bucket_mb,
             patience=args.vllm_server_timeout,
             api_key=args.vllm_server_api_key,
+            reader=None if encoder is None else encoder.processor,
         )
 
     with parallel.failing_together(accelerator):

@@ -483,12 +483,22 @@ def server_options(cpu: bool) -> dict[str, str | None]:
     return options | ({"no-enable-chunked-prefill": None} if cpu else {})
 
 
-def vllm_command(argv: Sequence[str], *, cpu: bool) -> list[str]:
+def generates_from_pictures() -> bool:
+    """Whether this vLLM's server must be told to take token ids with pictures (``--enable-scale-out``)."""
+    try:
+        options = require("vllm.entrypoints.launchers.cli_args", "options of vLLM's server").FrontendArgs
+    except (MissingDependencyError, AttributeError):
+        return False  # Another version.
+    return hasattr(options, "enable_scale_out")
+
+
+def vllm_command(argv: Sequence[str], *, cpu: bool, pictures: bool = False) -> list[str]:
     """The options of vLLM's server: the given ones, and those that training needs.
 
     Args:
         argv: vLLM's own options.
         cpu: Whether vLLM runs on a CPU.
+        pictures: See `generates_from_pictures`.
 
     Raises:
         ConfigError: Options with which training cannot work.
@@ -512,6 +522,7 @@ def vllm_command(argv: Sequence[str], *, cpu: bool) -> list[str]:
             words += [f"--{name}"] if value is None else [f"--{name}", value]
     if {"--enable-lora", "--enable_lora"} & set(argv) and not given.lora_target_modules:
         words += ["--lora-target-modules", *ADAPTED]
+    words += ["--enable-scale-out"] if pictures and not {"--enable-scale-out", "--enable_scale_out"} & set(argv) else []
     words += [] if given.host else ["--host", "127.0.0.1"]
     words += ["--middleware", GUARD] if os.environ.get(API_KEY_VARIABLE) else []
     return words
@@ -556,7 +567,7 @@ def run_server(argv: Sequence[str]) -> int:
         print("usage: posttrain vllm-serve --model MODEL [options of 'vllm serve'; see 'vllm serve --help=all']")
         return 0 if argv else 2
     require("vllm", "posttrain vllm-serve")
-    words = vllm_command(argv, cpu=on_cpu())
+    words = vllm_command(argv, cpu=on_cpu(), pictures=generates_from_pictures())
     if {"--enable-lora", "--enable_lora"} & set(argv):
         os.environ["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"  # Adapters are pushed while it runs.
     os.environ["VLLM_SERVER_DEV_MODE"] = "1"

@@ -189,3 +189,16 @@ def test_what_the_model_sees_is_the_picture_after_resizing(name):
         whole = seen.crop((seen.width - seen.height, 0, seen.width, seen.height))
     wanted = picture.load().resize(whole.size)
     assert np.abs(np.asarray(whole, int) - np.asarray(wanted, int)).mean() < 12
+
+
+def test_without_transformers_marks_a_conversation_is_rendered_and_typed_placeholders_are_refused(monkeypatch):
+    from transformers.utils import chat_template_utils
+
+    _, processor = build("qwen2_vl")
+    ours = PictureProcessor(processor)
+    monkeypatch.delattr(chat_template_utils, "mark_control_tokens")
+    block = [{"type": "image"}, {"type": "text", "text": "which?"}]
+    assert ours.render([{"role": "user", "content": block}]).count(ours.placeholder) == 1
+    typed = [{"type": "text", "text": f"a {ours.placeholder} b"}]
+    with pytest.raises(DataError, match="PT-G008"):
+        ours.render([{"role": "user", "content": typed}])

@@ -117,7 +117,15 @@ ASYNC = GROUPS | {
 
 def trainer(folder, tokenizer, make=None, model=None, data=None, **options):
     """With a stub worker where ``make`` is given, else with real processes."""
-    keys = ("rollout_worker", "weight_transfer", "tools", "environment_factory", "eval_dataset", "engine_factory")
+    keys = (
+        "rollout_worker",
+        "weight_transfer",
+        "tools",
+        "environment_factory",
+        "eval_dataset",
+        "engine_factory",
+        "peft_config",
+    )
     extra = {k: options.pop(k) for k in keys if k in options}
     if make is not None:
         extra = {"rollout_worker": StubWorker(make), "weight_transfer": StubTransfer()} | extra

@@ -173,7 +173,9 @@ class StubServer:
         time.sleep(self.lies.get("slow", 0))
         if not self.valid:
             raise Refused(409, "the weights are not whole")
-        requests = Completions.model_validate(asked).requests((), self.model.config.max_position_embeddings, VOCABULARY)
+        requests = Completions.model_validate(asked).requests(
+            (), self.model.config.get_text_config().max_position_embeddings, VOCABULARY
+        )
         with self.lock:
             rollouts = iter(self.engine.generate(requests, replace(requests[0].sampling, seed=None)))
         jobs = [Job(request, self.version) for request in requests]

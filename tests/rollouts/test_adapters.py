@@ -136,6 +136,13 @@ def test_an_adapter_of_another_base_is_refused_and_what_was_there_stays(engine):
         engine.load_weights(AdapterWeights(wider, most=4), 2)
 
 
+def test_an_adapter_of_a_model_of_another_width_is_sent_to_no_server(engine, server):
+    """vLLM 0.32 takes one without a word."""
+    wider = adapted(build_model(VOCAB, hidden_size=64, num_attention_heads=2, num_key_value_heads=2))
+    with raises(WeightSyncError, "hidden_size=32", "hidden_size=64"):
+        engine.load_weights(AdapterWeights(wider, most=4), 1)
+
+
 def test_files_that_are_no_adapter_are_refused(tmp_path):
     with raises(ModelError, str(tmp_path)):
         read_adapter(tmp_path)

@@ -13,6 +13,8 @@ from posttrain.rollouts.server.replies import API_KEY_VARIABLE
 from posttrain.rollouts.workers.shared_weights import Weights
 from posttrain.types import Request, Rollout, Sampling
 from tests.conftest import build_model, build_tokenizer
+from tests.methods.async_helpers import Evidence, assert_exact, steps
+from tests.methods.async_helpers import trainer as async_trainer
 from tests.methods.helpers import grpo, grpo_args
 from tests.rollouts import real_vllm as real
 from tests.rollouts.test_weights import adapted
@@ -160,6 +162,9 @@ def test_adapters_are_pushed_alone_one_name_a_version_and_grpo_with_lora_and_top
         with pytest.raises(WeightSyncError, match="rank"):
             wide = adapted(real.load(folder), r=16)
             engine.load_weights(AdapterWeights(wide, most=16), 5)
+        with pytest.raises(WeightSyncError, match="base model"):
+            other = build_model(model.config.vocab_size, hidden_size=32, num_attention_heads=2, num_key_value_heads=2)
+            engine.load_weights(AdapterWeights(adapted(other), most=8), 6)
         engine.close()
         far = {"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": url, "top_p": 0.9}
         config = peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
@@ -174,6 +179,26 @@ def test_adapters_are_pushed_alone_one_name_a_version_and_grpo_with_lora_and_top
         assert any(p.abs().max() > 1e-3 for n, p in trainer.model.named_parameters() if "lora_B" in n)
         alone = sum(p.nbytes for n, p in trainer.model.named_parameters() if ".lora_" in n) / 1e6
         assert rows[-1]["weight_sync_mb"] == pytest.approx(alone, rel=1e-6)
+        # Asynchronous: workers ask for the version by its name while the trainer pushes the next.
+        later = async_trainer(
+            tmp_path / "async", build_tokenizer(), model=real.load(folder), max_steps=5, learning_rate=5e-2, max_staleness=1,
+            peft_config=config, vllm_server_base_url=[url], vllm_server_timeout=60, max_completion_length=8,
+        )  # fmt: skip
+        evidence = Evidence(later)
+        later.add_callback(evidence)
+        later.train()
+        assert_exact(later)
+        assert later.version == 5 and max(evidence.ages) <= 1
+        print(
+            {
+                name: value
+                for name, value in steps(later)[-1].items()
+                if "logp" in name or "sync" in name or "async" in name
+            }
+        )
+        assert len({version for one in evidence.samples for version, _ in one.spans}) > 2
+        cards = {card["id"].rpartition("-")[2] for card in requests.get(url + "/v1/models", timeout=10).json()["data"]}
+        assert {"4", "5"} & cards
 
 
 def test_a_server_without_our_extension_only_samples_and_its_lacks_have_findings(folder, tmp_path, model):

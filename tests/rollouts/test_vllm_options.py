@@ -35,6 +35,12 @@ def test_an_option_that_was_given_is_not_given_twice_and_nccl_may_be_chosen():
     assert words.count("--weight-transfer-config") == 1 and "--generation-config" not in words
 
 
+def test_a_vllm_that_knows_the_endpoint_of_pictures_is_told_to_offer_it_once():
+    assert vllm_command(BASE, cpu=False, pictures=True).count("--enable-scale-out") == 1
+    assert vllm_command([*BASE, "--enable-scale-out"], cpu=False, pictures=True).count("--enable-scale-out") == 1
+    assert "--enable-scale-out" not in vllm_command(BASE, cpu=False)
+
+
 def test_on_a_cpu_prompts_are_read_whole_because_seeds_want_it():
     assert "--no-enable-chunked-prefill" in vllm_command(BASE, cpu=True)
     assert "--no-enable-chunked-prefill" not in vllm_command(BASE, cpu=False)

@@ -19,12 +19,16 @@ from posttrain.integrations import is_available
 if not (is_available("vllm") and is_available("torchvision")):
     pytest.skip("vLLM or torchvision is not installed", allow_module_level=True)
 
+from posttrain import GRPOConfig, GRPOTrainer
 from posttrain.data.pictures import read_picture
 from posttrain.data.processors import PictureProcessor
 from posttrain.errors import RolloutError
+from posttrain.rollouts.server.engine import ServerEngine
 from posttrain.rollouts.vllm import VLLMEngine
 from posttrain.rollouts.workers.shared_weights import Weights
 from posttrain.types import Request, Sampling
+from tests.methods.test_vision_online import QUICK, prompts, short
+from tests.rollouts import real_vllm as real
 from tests.vision_families import IMAGE_BLOCK, TEMPLATE, byte_tokenizer, noise, without_video
 
 pytestmark = pytest.mark.slow
@@ -150,3 +154,52 @@ def test_a_processor_that_makes_other_placeholders_is_refused(loaded):
             engine.generate([Request(ids, pictures=placed)], Sampling(1, temperature=0.0))
     finally:
         reader._expansions.clear()
+
+
+def test_its_server_takes_pictures_beside_token_ids_and_grpo_over_it_is_on_policy(tmp_path):
+    """Over HTTP as in process: log-probs, more than one a token, a tower that a push moves, and steps of GRPO."""
+    model, processor = wide_qwen2_vl(tmp_path / "model")
+    reader = PictureProcessor(processor)
+    with real.vllm_server(tmp_path, tmp_path / "model") as url:
+        engine = ServerEngine(url, connection_timeout=30, reader=reader)
+        assert engine.capabilities.pictures and engine._placeholder() == reader.token_id
+        never = tuple((token, -math.inf) for token in reader.never(320))
+        asked = requests_of(reader)
+        owners = [request for request in asked for _ in range(2)]
+        for version in (1, 2):
+            with torch.no_grad():
+                # Of the tower too: what vLLM kept of pictures is of the weights before.
+                for parameter in model.parameters():
+                    parameter.mul_(1.1)
+            engine.load_weights(Weights(model, checkpoint_names=True), version)
+            rollouts = engine.generate(asked, Sampling(6, seed=3, logit_bias=never, top_logps=3))
+            gaps = [
+                float((torch.tensor(r.logp) - plain_logps(model, reader, request, r)).abs().max())
+                for request, r in zip(owners, rollouts, strict=True)
+            ]
+            print("gaps", gaps)
+            assert max(gaps) < 1e-4
+            assert all(len(at) == 3 and at[0][1] >= at[1][1] for r in rollouts for at in r.top_logps)
+        other = (torch.tensor(rollouts[0].logp) - plain_logps(model, reader, asked[2], rollouts[0])).abs().max()
+        assert float(other) > 1e-2
+        engine.close()
+        far = {
+            "use_vllm": True,
+            "vllm_mode": "server",
+            "vllm_server_base_url": url,
+            "max_steps": 2,
+            "learning_rate": 1e-3,
+        }
+        args = GRPOConfig(str(tmp_path / "run"), **QUICK | far)
+        trainer = GRPOTrainer(model, short, args, train_dataset=prompts(), processing_class=processor)
+        trainer.train()
+        assert len([row for row in trainer.state.log_history if "loss" in row]) == 2
+        # After the steps' pushes, under the trainer's own model.
+        generation = trainer.generate([dict(trainer.train_dataset[i]) for i in range(4)], "train")
+        reader, policy = trainer.vision.reader, trainer.model.eval()
+        gaps = [
+            float((torch.tensor(r.logp) - plain_logps(policy, reader, r, r)).abs().max()) for r in generation.rollouts
+        ]
+        print("gaps after steps", gaps)
+        assert max(gaps) < 1e-4
+        trainer.engine.close()

@@ -9,6 +9,7 @@ import pytest
 
 from posttrain.errors import ConfigError
 from tests.rollouts import real_vllm as real
+from tests.rollouts.agents import say
 
 pytestmark = real.needed
 
@@ -49,3 +50,49 @@ def test_sleep_is_refused_where_the_build_cannot(tmp_path):
         example("grpo_add").make_trainer(
             str(real.SMOL), str(tmp_path), 1, use_vllm=True, vllm_enable_sleep_mode=True, report_to="none"
         )
+
+
+def answers_twice(task, base_url, api_key):
+    """An agent over OpenAI's endpoint, scored by how short its second answer is."""
+    messages = list(task["prompt"])
+    messages.append({"role": "assistant", "content": say(base_url, api_key, messages)})
+    last = say(base_url, api_key, [*messages, {"role": "user", "content": "Say only the number."}])
+    return -len(last) / 100
+
+
+def test_an_agent_of_ones_own_in_front_of_a_served_vllm_is_on_policy(tmp_path):
+    """A harness calls the trainer's address, the trainer asks vLLM, and every token that it wrote is trained."""
+    from datasets import Dataset
+    from transformers import AutoTokenizer
+
+    from posttrain import GRPOConfig, GRPOTrainer
+
+    rows = [{"prompt": [{"role": "user", "content": f"What is {n} plus 3?"}], "n": n} for n in range(4)]
+    with real.vllm_server(tmp_path, real.SMOL) as url:
+        args = GRPOConfig(
+            str(tmp_path / "run"), max_steps=2, per_device_train_batch_size=4, num_generations=2, max_completion_length=16,
+            logging_steps=1, report_to=[], use_cpu=True, save_strategy="no", learning_rate=1e-5, use_vllm=True,
+            vllm_mode="server", vllm_server_base_url=url,
+        )  # fmt: skip
+        tokenizer = AutoTokenizer.from_pretrained(real.SMOL)
+        trainer = GRPOTrainer(
+            real.load(),
+            None,
+            args,
+            train_dataset=Dataset.from_list(rows),
+            processing_class=tokenizer,
+            harness=answers_twice,
+        )
+        trainer.train()
+        trainer.engine.close()
+    logs = [row for row in trainer.state.log_history if "loss" in row]
+    names = (
+        "reward",
+        "sampling/sampling_logp_difference/max",
+        "harness/calls",
+        "harness/failed_episodes",
+        "weight_sync_mb",
+    )
+    print([{name: row.get(name) for name in names} for row in logs])
+    assert max(row["sampling/sampling_logp_difference/max"] for row in logs) < 1e-2
+    assert all(row["harness/failed_episodes"] == 0 for row in logs) and len(logs) == 2

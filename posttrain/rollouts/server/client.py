@@ -28,17 +28,26 @@ from posttrain.errors import (
 )
 from posttrain.rollouts.server.replies import (
     API_KEY_VARIABLE,
+    GENERATE,
     INCOMPLETE,
     LOOPBACK,
     Scores,
+    check_expansion,
     checked_choices,
+    completions_reply,
+    content_parts,
+    generate_body,
+    pictures_body,
     ranked,
     reading,
     scores_of,
 )
+from posttrain.types import Request
 
 if TYPE_CHECKING:
     import torch
+
+    from posttrain.data.processors import PictureProcessor
 
 logger = logging.getLogger(__name__)
 
@@ -81,6 +90,7 @@ class VLLMClient:
         request_timeout: Seconds a generation may take; None: 600, or 30 and 20 ms a requested token where that is more.
         sync_timeout: Seconds one call of a weight update may take.
         api_key: Sent as bearer token; None: that of ``$POSTTRAIN_API_KEY``.
+        reader: Of pictures in prompts, as the trainer reads them; None: prompts are text.
 
     Raises:
         ServerUnreachable: No healthy answer within ``connection_timeout``.
@@ -100,7 +110,9 @@ class VLLMClient:
         request_timeout: float | None = None,
         sync_timeout: float = UPDATE_TIMEOUT,
         api_key: str | None = None,
+        reader: PictureProcessor | None = None,
     ) -> None:
+        self.reader = reader
         self.base_url = (base_url or f"http://{host}:{server_port}").rstrip("/")
         try:
             parts = urlsplit(self.base_url)
@@ -237,6 +249,8 @@ class VLLMClient:
                 card = next((card for card in cards if card.get("parent") is None), cards[0])
                 known = {"model": card.get("root") or card.get("id"), "max_model_len": card.get("max_model_len")}
             self.facts = known | {"served": card.get("id")} | self._facts()
+            if self.reader is not None and self.facts["engine"] == "vllm" and self._generates_from_pictures():
+                self.facts["placeholder"] = self.reader.token_id
         known = self.facts | {"weight_version": self.weight_version()}
         if not known["weight_version"]:
             known.setdefault("takes_no_weights", "it does not tell the version of its weights, as vLLM does from 0.27")
@@ -261,6 +275,24 @@ class VLLMClient:
         if backend != "nccl":
             known["takes_no_weights"] = f"it runs without our worker extension, and its weight transfer is {backend}"
         return known
+
+    def _generates_from_pictures(self) -> bool:
+        """Whether a vLLM has `GENERATE` (0.32: with ``--enable-scale-out``)."""
+        try:
+            self.call("POST", GENERATE, {}, timeout=QUICK)
+        except BadRequest:
+            return True  # It misses the token ids.
+        except ServerUnreachable:
+            raise
+        except RolloutServerError:
+            pass
+        return False
+
+    def pictures_fields(self, request: Request) -> dict[str, Any]:
+        """A request's pictures as fields that this server takes, for ``own`` of `complete`."""
+        if self.reader is not None and self.facts["engine"] == "vllm":
+            return content_parts(request, self.reader)
+        return pictures_body(request)
 
     def weight_version(self) -> str:
         """What the server calls its weights: the name that was pushed last; empty where it does not say."""
@@ -324,8 +356,14 @@ class VLLMClient:
         timeout = self.time_for(len(prompts) * n * body["max_tokens"])
 
         def ask(prompt: Any, seed: int | None, fields: dict[str, Any]) -> list[dict[str, Any]]:
-            sent = body | fields | {"prompt": prompt} | ({} if seed is None else {"seed": seed})
-            reply = self.call("POST", "/v1/completions", sent, timeout=timeout, retries=retries)
+            sent, path = body | fields | ({} if seed is None else {"seed": seed}), "/v1/completions"
+            pictured = "content_parts" in fields
+            sent, path = (generate_body(sent), GENERATE) if pictured else (sent | {"prompt": prompt}, path)
+            reply = self.call("POST", path, sent, timeout=timeout, retries=retries)
+            if pictured:
+                with reading(reply, self.base_url):
+                    reply = completions_reply(reply)
+                check_expansion(reply["choices"], prompt, self.base_url)
             with reading(reply, self.base_url):
                 found = checked_choices(reply, prompt, drawn, body["max_tokens"], vocabulary, self.base_url)
                 if tells:
@@ -545,6 +583,10 @@ class VLLMClient:
                 self.send_part(complete=True)
             self.call("POST", "/finish_weight_update", {"weight_version": version}, timeout=self.sync_timeout)
             self.reset_prefix_cache()
+            if (
+                "placeholder" in self.facts and self.facts["engine"] == "vllm"
+            ):  # Features of pictures by the weights before.
+                self.call("POST", "/reset_encoder_cache")
         except WeightSyncError as error:
             error.phase = "end"
             raise

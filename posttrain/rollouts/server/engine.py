@@ -9,22 +9,26 @@ import shutil
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import Tensor
 
 from posttrain.errors import BadRequest, RolloutServerError, ServerUnreachable, WeightSyncError
+from posttrain.models.heads import causal_lm
 from posttrain.rollouts.adapters import AdapterWeights
 from posttrain.rollouts.base import Capabilities, RolloutEngine, check_followed, check_requests
 from posttrain.rollouts.server.client import VLLMClient
 from posttrain.rollouts.server.pool import AWAY, Server, ServerPool, Urls
-from posttrain.rollouts.server.replies import derived_seed, pictures_body, read_choice, reading, sampling_body
+from posttrain.rollouts.server.replies import derived_seed, read_choice, reading, sampling_body, shape_of
 from posttrain.rollouts.server.weight_sync import Pusher, as_sync_error
 from posttrain.rollouts.workers.shared_weights import KEPT, as_dtype
 from posttrain.types import Request, Rollout, Sampling
+
+if TYPE_CHECKING:
+    from posttrain.data.processors import PictureProcessor
 
 logger = logging.getLogger(__name__)
 
@@ -57,6 +61,7 @@ class ServerEngine(RolloutEngine):
         pushes: Whether weights are pushed from here: then this process alone, of all on its machine, may use the servers.
         api_key: Bearer token of the servers.
         patience: Seconds to wait for a server to come back when none is left, before a call fails.
+        reader: Of pictures in prompts; None: prompts are text.
 
     Raises:
         ServerUnreachable: No server in time.
@@ -79,9 +84,11 @@ class ServerEngine(RolloutEngine):
         pushes: bool = True,
         api_key: str | None = None,
         patience: float = 0.0,
+        reader: PictureProcessor | None = None,
     ) -> None:
         def connect(url: str) -> VLLMClient:
-            return VLLMClient(url, request_timeout=request_timeout, sync_timeout=sync_timeout, api_key=api_key)
+            limits = {"request_timeout": request_timeout, "sync_timeout": sync_timeout}
+            return VLLMClient(url, **limits, api_key=api_key, reader=reader)
 
         self.patience, self.run = patience, secrets.token_hex(4)
         self.pushed = False
@@ -258,7 +265,7 @@ class ServerEngine(RolloutEngine):
             n=n,
             seeds=[request.sampling.seed for request in requests if request.sampling],
             retries=RETRIES if alone else 1,
-            own=[pictures_body(request) for request in requests],
+            own=[server.client.pictures_fields(request) for request in requests],
             **sampling_body(sampling),
         )
         with reading(choices, server.url):
@@ -338,8 +345,10 @@ class ServerEngine(RolloutEngine):
             answers |= self._send_whole(adapter.base(self.capabilities.checkpoint_names), foreign, base)
         folder = self.pusher.folder / name
         adapter.write(folder)
+        shape = shape_of(causal_lm(adapter.model).config.get_text_config())
         for client in [client for client, error in answers.items() if error is None]:
             try:
+                _check_base(client, shape)
                 client.load_adapter(name, folder)
             except RolloutServerError as error:
                 answers[client] = as_sync_error(client, error)
@@ -367,6 +376,22 @@ class ServerEngine(RolloutEngine):
     def close(self) -> None:
         """Leave the servers to others, and remove files in shared memory."""
         self._ending()
+
+
+def _check_base(client: VLLMClient, shape: Mapping[str, Any]) -> None:
+    """Compare the model below an adapter with a server's: vLLM 0.32 takes an adapter of other shapes without a word.
+
+    Raises:
+        WeightSyncError: They differ.
+    """
+    theirs = {name: client.facts.get(name) for name in shape}
+    if odd := [name for name, value in shape.items() if None not in (value, theirs[name]) and value != theirs[name]]:
+        raise WeightSyncError(
+            f"{client.base_url} serves a model with {odd[0]}={theirs[odd[0]]}, and the adapter is of one with "
+            f"{odd[0]}={shape[odd[0]]}. Fix: serve the base model that is trained.",
+            phase="adapter",
+            url=client.base_url,
+        )
 
 
 def _end(fleet: ServerPool, pusher: Pusher) -> None:

@@ -5,13 +5,16 @@ from __future__ import annotations
 import base64
 import contextlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from posttrain.errors import ConfigError, RolloutServerError
+from posttrain.errors import BadRequest, ConfigError, RolloutServerError
 from posttrain.rollouts.sampling import reshapes
 from posttrain.types import Request, Rollout, Sampling
+
+if TYPE_CHECKING:
+    from posttrain.data.processors import PictureProcessor
 
 # The token in the environment, where no list of processes shows it.
 API_KEY_VARIABLE = "POSTTRAIN_API_KEY"
@@ -25,6 +28,10 @@ SEEDS = 2**62
 NEVER = -1e9
 # What vLLM writes in place of minus infinity.
 NO_LOGP = -9999.0
+# vLLM's endpoint for token ids with pictures beside them; ``/v1/completions`` takes none.
+GENERATE = "/inference/v1/generate"
+# Of a request, what is no sampling parameter there.
+BESIDE_SAMPLING = ("model", "token_ids", "content_parts", "return_token_ids")
 
 
 def check_token(host: str, api_key: str | None) -> None:
@@ -89,6 +96,53 @@ def pictures_body(request: Request) -> dict[str, Any]:
         for one in request.pictures
     ]
     return {"pictures": sent, "placed": placed}
+
+
+def content_parts(request: Request, reader: PictureProcessor) -> dict[str, Any]:
+    """A request's pictures as fields of `GENERATE`: PNGs of what the model sees, and ids with one placeholder each to expand."""
+    if not request.pictures:
+        return {}
+    return {
+        "token_ids": reader.collapsed(request.prompt_ids, request.pictures),
+        "content_parts": [{"type": "image_url", "url": one.picture.address()} for one in request.pictures],
+    }
+
+
+def generate_body(sent: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of ``/v1/completions``, with those of `content_parts` among them, as fields of `GENERATE`."""
+    sampling = {k: v for k, v in sent.items() if k not in (*BESIDE_SAMPLING, "return_tokens_as_token_ids")}
+    # It tells the sampled token first and as many as were asked for in all: one more, lest the last be left out.
+    sampling["logprobs"] += bool(sampling["logprobs"])
+    return {k: sent[k] for k in BESIDE_SAMPLING} | {"sampling_params": sampling}
+
+
+def completions_reply(reply: Mapping[str, Any]) -> dict[str, Any]:
+    """A reply of `GENERATE` in the form of one of ``/v1/completions``."""
+    choices = []
+    for choice in reply["choices"]:
+        content = choice["logprobs"]["content"]
+        tops = [{f"token_id:{one['token_id']}": one["logprob"] for one in at["top_logprobs"]} for at in content]
+        logprobs = {"token_logprobs": [at["logprob"] for at in content], "top_logprobs": tops}
+        choices.append(choice | {"logprobs": logprobs, "prompt_token_ids": reply["prompt_token_ids"]})
+    return {"choices": choices}
+
+
+def check_expansion(choices: Sequence[Mapping[str, Any]], prompt: Sequence[int], url: str) -> None:
+    """Compare a prompt with pictures as the server read it with the trainer's.
+
+    Raises:
+        BadRequest: PT-G016: other token ids.
+    """
+    theirs, ours = next((list(choice["prompt_token_ids"]) for choice in choices), list(prompt)), list(prompt)
+    if theirs == ours:
+        return
+    at = next((i for i, (a, b) in enumerate(zip(theirs, ours, strict=False)) if a != b), min(len(theirs), len(ours)))
+    raise BadRequest(
+        f"PT-G016: {url} read a prompt with pictures as {len(theirs)} tokens, and the trainer as {len(ours)}; from token {at} on "
+        f"they are {theirs[at : at + 4]} there and {ours[at : at + 4]} here: their processors differ. Fix: save the processor "
+        "that is trained with beside the model that is served.",
+        url=url,
+    )
 
 
 @contextlib.contextmanager

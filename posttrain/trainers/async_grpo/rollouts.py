@@ -239,7 +239,8 @@ class RolloutService:
     def _server_options(self) -> dict[str, Any]:
         args = self.args
         key = getattr(args, "vllm_server_api_key", None)
-        return {"request_timeout": float(args.request_timeout), "sync_timeout": args.sync_timeout_s, "api_key": key}
+        limits = {"request_timeout": float(args.request_timeout), "sync_timeout": args.sync_timeout_s}
+        return limits | {"api_key": key, "reader": self.reader}
 
     def make_worker(self) -> WorkerPool:
         """Processes as the config says."""
