@@ -11,9 +11,11 @@ else
 CONSTRAINTS :=
 TORCH := torch
 endif
+# One process of tests more than cores: a third of a test's time is waiting for ranks, servers and workers it started.
+WORKERS ?= $(shell $(PYTHON) -c "import os; print(os.cpu_count() + 1)")
 PIP := $(BIN)/python -m pip install -q --disable-pip-version-check
 
-.PHONY: demo test quick notebooks test-serving test-oldest test-ranks verify-gpu check lint docs bench parity clean
+.PHONY: demo test quick notebooks test-serving test-oldest test-ranks verify-gpu check lint docs lint-docs-notebooks bench parity clean
 
 $(VENV)/.base: pyproject.toml constraints/cpu.txt
 	$(PYTHON) -m venv $(VENV)
@@ -33,7 +35,7 @@ demo: $(VENV)/.demo  ## teach a real language model to add, on this machine
 	$(BIN)/posttrain demo $(ARGS)
 
 test: $(VENV)/.dev  ## run the tests
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) $(ARGS)
 
 quick: $(VENV)/.dev  ## the loop of a change, within a minute: one proof of each kind, and tests of what changed
 	HF_HUB_OFFLINE=1 $(BIN)/python tools/quick.py $(ARGS)
@@ -93,7 +95,13 @@ docs: $(VENV)/.dev  ## build the documentation into site/
 notebooks: $(VENV)/.dev  ## run the notebooks on a tiny model; ARGS="--docs --steps 6 --model FOLDER" writes their pages
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python tools/notebooks.py $(ARGS)
 
-check: lint docs notebooks test  ## what CI runs
+check: $(VENV)/.dev  ## what CI runs: the tests, and beside them the rest, one after another
+	$(MAKE) --no-print-directory -j 2 test lint-docs-notebooks
+
+lint-docs-notebooks:
+	$(MAKE) --no-print-directory lint
+	$(MAKE) --no-print-directory docs
+	$(MAKE) --no-print-directory notebooks
 
 bench: $(VENV)/.dev  ## measure against the peer, in environments of their own
 	$(BIN)/python benchmarks/rollouts.py

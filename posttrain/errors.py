@@ -176,13 +176,13 @@ class MissingDependencyError(PosttrainError, ImportError):
     """An optional package that is needed for what was asked and is not installed."""
 
 
-def did_you_mean(value: object, choices: Iterable[str]) -> str:
+def did_you_mean(value: object, choices: Iterable[str], *, cutoff: float = 0.6) -> str:
     """Return ``" (did you mean 'grpo'?)"`` for the closest of ``choices``, or ``""`` when nothing is close.
 
     >>> did_you_mean("gpro", ["grpo", "dapo"])
     " (did you mean 'grpo'?)"
     """
-    close = difflib.get_close_matches(str(value), [str(choice) for choice in choices], n=1, cutoff=0.6)
+    close = difflib.get_close_matches(str(value), [str(choice) for choice in choices], n=1, cutoff=cutoff)
     return f" (did you mean '{close[0]}'?)" if close else ""
 
 

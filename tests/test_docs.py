@@ -407,8 +407,19 @@ def test_the_table_of_findings_names_every_check_of_rows():
 # Commands ------------------------------------------------------------------------------------------------------------------
 
 
+def joined(code):
+    """The lines of a script as a shell reads them."""
+    return code.replace("\\\n", " ").splitlines()
+
+
+def test_commands_fit_a_page_without_scrolling():
+    for page in sorted(DOCS.rglob("*.md")):
+        for code in re.findall(r"```bash\n(.*?)```", page.read_text(encoding="utf-8"), re.S):
+            assert not [line for line in code.splitlines() if len(line.partition("  #")[0]) > 100], page
+
+
 def commands():
-    lines = [line for page in PAGES for code, _ in blocks(page, "bash") for line in code.splitlines()]
+    lines = [line for page in PAGES for code, _ in blocks(page, "bash") for line in joined(code)]
     return [shlex.split(line, comments=True)[1:] for line in lines if line.startswith("posttrain ")]
 
 

@@ -29,7 +29,15 @@ METHODS = {
     "reward": ("Reward", "pairs", ("loss", "loss"), ("accuracy", "accuracy")),
     "grpo": ("GRPO", "prompts", ("reward", "reward"), ("completions/mean_length", "mean length (tokens)")),
     "rloo": ("RLOO", "prompts", ("reward", "reward"), ("completions/mean_length", "mean length (tokens)")),
+    "ppo": ("PPO", "prompts", ("objective/scores", "reward"), ("objective/kl", "KL from the start (nats)")),
+    "a2po": ("A2PO", "prompts", ("reward", "reward"), ("v_star", "value of the prompts (V*)")),
+    "gmpo": ("GMPO", "prompts", ("reward", "reward"), ("completions/mean_length", "mean length (tokens)")),
     "gkd": ("GKD", "answers", ("loss", "divergence"), ("entropy", "entropy (nats)")),
+}
+GROUPS = {"num_generations": 8, "max_completion_length": 12, "temperature": 0.8}
+SAMPLING = {
+    "ppo": {"response_length": 12, "stop_token": "eos", "temperature": 0.8},
+    "a2po": {"num_value_samples": 4, "max_completion_length": 12, "temperature": 0.8, "filter_all_incorrect": False},
 }
 
 
@@ -64,13 +72,15 @@ def train(name, steps, folder):
         "learning_rate": 2e-5,
     }
     settings |= {"per_device_train_batch_size": 32 if sampled else 8, "gradient_checkpointing": False}
-    settings |= {"num_generations": 8, "max_completion_length": 12, "temperature": 0.8} if sampled else {}
-    extra = {"reward_funcs": [script.accuracy, script.brevity]} if sampled else {}
+    settings |= SAMPLING.get(name, GROUPS) if sampled else {}
+    extra = {"reward_model" if name == "ppo" else "reward_funcs": [script.accuracy, script.brevity]} if sampled else {}
     if name == "gkd":
         settings |= {"lmbda": 1.0, "max_completion_length": 12}
         extra = {"teacher_model": model}
     config = getattr(posttrain, f"{stem}Config")(str(folder), **settings)
-    trainer = getattr(posttrain, f"{stem}Trainer")(model, args=config, train_dataset=rows(kind, 32 * steps), **extra)
+    trainer = getattr(posttrain, f"{stem}Trainer")(
+        model=model, args=config, train_dataset=rows(kind, 32 * steps), **extra
+    )
     trainer.train()
     return [line for line in trainer.state.log_history if "train_runtime" not in line]
 

@@ -159,7 +159,11 @@ COMPLETION = """# posttrain: `eval "$(posttrain completion {shell})"` in the she
   esac; fi
   COMPREPLY=($(compgen -W "$words" -- "$word") $(compgen -f -- "$word"))
 }}
-complete -o filenames -F _posttrain posttrain
+complete {filenames}-F _posttrain posttrain
+"""
+# A start file that has not begun zsh's own completion yet has no `compdef`, which bash's stands on.
+ZSH = """(( $+functions[compdef] )) || { autoload -U compinit && compinit }
+autoload -U +X bashcompinit && bashcompinit
 """
 
 
@@ -172,8 +176,11 @@ def completion(commands: list[str], argv: list[str]) -> int:
     for command in TRAINING:
         flags = " ".join(f"--{name}" for options in groups(command).values() for name in options)
         cases.append(f'    {command}) words="--config --help {flags}";;')
-    before = "autoload -U +X bashcompinit && bashcompinit\n" if shell == "zsh" else ""
-    text = COMPLETION.format(shell=shell, before=before, commands=" ".join(commands), cases="\n".join(cases))
+    # With them zsh leaves no space behind an option.
+    before, filenames = (ZSH, "") if shell == "zsh" else ("", "-o filenames ")
+    text = COMPLETION.format(
+        shell=shell, before=before, filenames=filenames, commands=" ".join(commands), cases="\n".join(cases)
+    )
     sys.stdout.write(text)
     return 0
 

@@ -81,6 +81,8 @@ def refuse_unreachable(kind: str, name: str) -> None:
     import httpx2
     from huggingface_hub import constants, file_download, get_session
 
+    from posttrain.integrations.network import network_advice
+
     if (
         constants.HF_HUB_OFFLINE
         or Path(name).expanduser().exists()
@@ -94,7 +96,8 @@ def refuse_unreachable(kind: str, name: str) -> None:
     try:
         get_session().head(constants.ENDPOINT, timeout=SECONDS_TO_ANSWER)
     except httpx2.TransportError as error:
-        raise (DataError if kind == "dataset" else ModelError)(not_found(kind, name, error)) from None
+        said = f"{not_found(kind, name, error)} {network_advice(error, constants.ENDPOINT)}"
+        raise (DataError if kind == "dataset" else ModelError)(said) from None
 
 
 @contextmanager

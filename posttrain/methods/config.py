@@ -12,7 +12,7 @@ import torch
 import transformers
 
 from posttrain.checks.registry import silenced_codes
-from posttrain.errors import ConfigError, refuse_unknown_arguments
+from posttrain.errors import ConfigError, did_you_mean, refuse_unknown_arguments
 from posttrain.fields import (
     NonNegativeFloat,
     NonNegativeInt,
@@ -34,6 +34,7 @@ logger = logging.getLogger(__name__)
 
 
 AUTO = "auto"
+MISSPELT = 0.8  # How near a name is to an option's that can be meant by nothing else, of 1; `xla_fsdp_config` is transformers'.
 
 
 PLANNED = 8  # What 'auto' counts the effective batch from: the default of per_device_train_batch_size.
@@ -209,6 +210,23 @@ class PostTrainingConfig(transformers.TrainingArguments):
         self._check_preflight()
         # One non-finite loss must not be replaced by an average of good ones: the log would show a healthy run.
         self.logging_nan_inf_filter = False
+        self._made = True
+
+    def __setattr__(self, name: str, value: object) -> None:
+        """Refuse a name that is nearly an option's: nothing would read it. transformers sets names of its own, far from any.
+
+        Raises:
+            ConfigError: Names the nearest option, or what to do instead of one that was removed.
+        """
+        if "_made" in vars(self) and not (name in vars(self) or name.startswith("_") or hasattr(type(self), name)):
+            meant = did_you_mean(name, (one.name for one in fields(self)), cutoff=MISSPELT)
+            fix = self.removed.get(name)
+            if meant or fix:
+                raise ConfigError(
+                    f"{type(self).__name__} has no option {name}{meant}: {name}={value!r} would change nothing."
+                    + (f" Fix: {fix}." if fix else "")
+                )
+        super().__setattr__(name, value)
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)

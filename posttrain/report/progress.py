@@ -51,6 +51,7 @@ MAIN: dict[str, str] = {
 }
 # Metrics of a line.
 COLUMNS = 8
+SILENCE = 30.0  # Seconds after which a file or pipe is told the time left, though no log is due.
 ROWS = 40  # Of the table in a notebook: the newest.
 
 
@@ -166,6 +167,7 @@ class RichProgressCallback(transformers.TrainerCallback):
         if not state.is_world_process_zero:
             return
         self._started, self._first = time.perf_counter(), state.global_step
+        self._said = self._started
         self._rows, self._table = [], None
         # A step may take minutes: rich's own estimate forgets what is older than half a minute.
         columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(), TimeElapsedColumn())
@@ -180,9 +182,18 @@ class RichProgressCallback(transformers.TrainerCallback):
         return duration((time.perf_counter() - self._started) / max(done, 1) * (total - done))
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Advance."""
-        if self.progress is not None:
-            self.progress.update(self.task, completed=state.global_step, left=self._left(state))
+        """Advance; where there is no bar, a line says how long it will take once nothing was said for `SILENCE`."""
+        if self.progress is None:
+            return
+        self.progress.update(self.task, completed=state.global_step, left=self._left(state))
+        if self.progress.disable and not in_notebook() and time.perf_counter() - self._said >= SILENCE:
+            self._print(state, "")
+
+    def _print(self, state: TrainerState, numbers: str) -> None:
+        """One line a step, however narrow the console is."""
+        self._said = time.perf_counter()
+        step = f"step {state.global_step}/{state.max_steps}"
+        self.console.print(f"{step}  {numbers}  left {self._left(state)}", highlight=False, soft_wrap=True)
 
     def on_log(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: dict | None = None, **_: Any
@@ -195,10 +206,7 @@ class RichProgressCallback(transformers.TrainerCallback):
         if in_notebook():
             self._rows.append({"step": str(state.global_step), **dict(numbers)})
             return self._show(f"step {state.global_step} of {state.max_steps}, left {self._left(state)}", args)
-        step = f"step {state.global_step}/{state.max_steps}"
-        # One line a step, however narrow the console is.
-        line = f"{step}  {'  '.join(map(' '.join, numbers))}  left {self._left(state)}"
-        self.console.print(line, highlight=False, soft_wrap=True)
+        self._print(state, "  ".join(map(" ".join, numbers)))
 
     def _show(self, title: str, args: TrainingArguments) -> None:
         """The table of a notebook, in the place where it began."""

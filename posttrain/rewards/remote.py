@@ -12,21 +12,24 @@ import httpx2
 import tenacity
 
 from posttrain.errors import RewardError
+from posttrain.integrations.network import network_advice
 
 logger = logging.getLogger(__name__)
 
 # Busy, starting or overloaded; any other refusal is final.
 RETRIED = (408, 409, 425, 429, 500, 502, 503, 504)
+BUSY = "ask for less at a time (concurrency), raise retries, or have the server's limit of requests raised."
+BROKEN = "see the server's log; where it is still starting, raise retries."
 # Seconds, whatever pause a server asks for.
 LONGEST_WAIT = 60.0
 
 
 class _Busy(Exception):
-    """A failure worth another attempt; ``after`` is the pause in seconds that the server asked for."""
+    """A failure worth another attempt; ``after`` is the pause in seconds that the server asked for, ``fix`` what mends it."""
 
-    def __init__(self, what: str, after: float | None = None) -> None:
+    def __init__(self, what: str, fix: str, after: float | None = None) -> None:
         super().__init__(what)
-        self.after = after
+        self.fix, self.after = fix, after
 
 
 @functools.lru_cache(maxsize=1)
@@ -79,26 +82,27 @@ def post_json(
         return attempts(_post, url, body, {"Authorization": f"Bearer {api_key}"} if api_key else {}, who, timeout)
     except tenacity.RetryError as error:
         attempt = error.last_attempt
+        busy: Any = attempt.exception()
         raise RewardError(
-            f"the {who} at {url} did not answer in {attempt.attempt_number} attempts (timeout {timeout:g} s each): "
-            f"{attempt.exception()}. Is the server running and reachable? Fix: start it, check its URL, or raise timeout and "
-            "retries."
-        ) from attempt.exception()
+            f"the {who} at {url} did not answer in {attempt.attempt_number} attempts (timeout={timeout:g} s each): {busy}. "
+            f"Fix: {busy.fix}"
+        ) from busy
 
 
 def _post(url: str, body: dict[str, Any], headers: dict[str, str], who: str, timeout: float) -> httpx2.Response:
     try:
         response = _client(os.getpid()).post(url, json=body, headers=headers, timeout=timeout)
     except httpx2.TimeoutException as error:
-        raise _Busy(f"no answer within {timeout:g} s") from error
+        raise _Busy(f"no answer within {timeout:g} s", network_advice(error, url)) from error
     except httpx2.TransportError as error:
-        raise _Busy(f"{type(error).__name__}: {error}") from error
+        raise _Busy(f"{type(error).__name__}: {error}", network_advice(error, url)) from error
     if response.status_code < 300:
         return response
     what = f"HTTP {response.status_code} {response.reason_phrase}: {response.text.strip()[:200]}"
     if response.status_code in RETRIED:
         after = response.headers.get("Retry-After", "")
         # A date instead of seconds is not read.
-        raise _Busy(what, float(after) if after.replace(".", "", 1).isdigit() else None)
+        fix = BUSY if response.status_code == 429 else BROKEN
+        raise _Busy(what, fix, float(after) if after.replace(".", "", 1).isdigit() else None)
     fix = "check the API key" if response.status_code in (401, 403) else "check the URL and the model's name"
     raise RewardError(f"the {who} at {url} refused the request: {what}. Fix: {fix}.")

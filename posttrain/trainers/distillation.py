@@ -257,7 +257,7 @@ class DistillationTrainer(OnlineTrainer):
         probe = next(row.prompt_ids for row in self._rows_of([next(iter(self.train_dataset))]))
         trust = {"trust_remote_code": args.trust_remote_code, "revision": args.teacher_model_revision}
         for name, one in servers.items():
-            client, expected = VLLMClient(one) if isinstance(one, str) else one, named.get(name)
+            client, expected = VLLMClient(one, role="teacher") if isinstance(one, str) else one, named.get(name)
             self.servers[name] = ServerTeacher(client, self.axes, expected=expected, probe=[*probe, *probe][:8])
             own = tokenizer or own_tokenizer(expected or self.servers[name].name, required=False, **trust)
             if own is not None and args.tokenizer_check != "off":

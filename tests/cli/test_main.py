@@ -1,9 +1,14 @@
 """The command itself: exit codes, help without heavy imports, and training from a config end to end."""
 
 import json
+import os
+import pty
 import re
+import select
+import shutil
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -260,6 +265,30 @@ def test_the_shell_completes_commands_and_options(tmp_path, capsys):
             ["bash", "-c", ask.format(words, at)], cwd=tmp_path, capture_output=True, text=True, check=True
         )
         assert done.stdout.split() == [wanted]
+
+
+@pytest.mark.skipif(shutil.which("zsh") is None, reason="zsh is not installed")
+def test_zsh_completes_by_its_tab_key_without_a_start_file(tmp_path, capsys):
+    assert main(["completion", "zsh"]) == 0
+    (tmp_path / "c.zsh").write_text(capsys.readouterr().out)
+    ours, theirs = pty.openpty()
+    env = os.environ | {"TERM": "dumb", "ZDOTDIR": str(tmp_path)}
+    with subprocess.Popen(
+        ["zsh", "-f", "-i"], stdin=theirs, stdout=theirs, stderr=theirs, cwd=tmp_path, env=env, start_new_session=True
+    ) as shell:
+        said = b""
+        for typed, shown in (
+            ("posttrain() { echo RAN $@ }; source c.zsh; echo LOA''DED\n", b"LOADED"),
+            ("posttrain rec\t", b"recipes"), ("\n", b"RAN recipes"),
+            ("posttrain grpo --num_iter\t", b"--num_iterations "), ("4\n", b"RAN grpo --num_iterations 4"),
+        ):  # fmt: skip
+            os.write(ours, typed.encode())
+            until = time.monotonic() + 20
+            while shown not in said and time.monotonic() < until:
+                if select.select([ours], [], [], 0.1)[0]:
+                    said += os.read(ours, 65536)
+            assert shown in said, said
+        shell.kill()
 
 
 def test_several_trackers_may_be_named_in_a_file_and_on_the_command_line(tmp_path):

@@ -238,7 +238,7 @@ def test_a_judge_that_is_down_ends_the_run_with_its_address(tiny_tokenizer, tmp_
             build_model(len(tiny_tokenizer)), judge=judge, args=args, train_dataset=prompts(),
             processing_class=tiny_tokenizer, rollout_engine=scripted(),
         )  # fmt: skip
-    assert "Is the server running and reachable?" in str(refused.value)
+    assert "Nothing listens on port 9 of 127.0.0.1" in str(refused.value)
     assert "must give a number" not in str(refused.value)
 
 

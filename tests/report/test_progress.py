@@ -5,6 +5,7 @@ import io
 import torch
 from rich.console import Console
 
+from posttrain.report import progress
 from posttrain.report.page.run import read_run
 from posttrain.report.progress import RichProgressCallback, learned, use_rich_progress
 from tests.methods.helpers import chats, sft
@@ -27,6 +28,14 @@ def test_plain_lines_tell_step_numbers_and_time_left(tiny_tokenizer, tmp_path):
     first = trainer.state.log_history[0]
     assert f"loss {first['loss']:.4g}" in lines[0]
     assert lines[-1].endswith("left 0 s")
+
+
+def test_a_long_step_tells_the_time_left_though_no_log_is_due(tiny_tokenizer, tmp_path, monkeypatch):
+    monkeypatch.setattr(progress, "SILENCE", 0.0)
+    trainer, _, out = watched(tmp_path, tiny_tokenizer, terminal=False, logging_steps=9)
+    trainer.train()
+    lines = [line.split() for line in out.getvalue().splitlines() if line.startswith("step")]
+    assert [(line[1], line[2]) for line in lines] == [("1/3", "left"), ("2/3", "left"), ("3/3", "left")]
 
 
 def test_a_terminal_sees_a_bar_and_lines_that_end_with_the_run(tiny_tokenizer, tmp_path):
@@ -55,7 +64,10 @@ def test_the_callback_can_be_made_without_a_run():
     RichProgressCallback(headline={"loss": "loss"}).stop()
 
 
-def test_a_run_ends_with_what_it_came_to_and_an_interrupted_one_says_how_to_go_on(tiny_tokenizer, tmp_path):
+def test_a_run_ends_with_what_it_came_to_and_an_interrupted_one_says_how_to_go_on(
+    tiny_tokenizer, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("sys.argv", ["train.py"])  # Not a command of ours, though pytest may have been started as one.
     trainer, _, out = watched(tmp_path, tiny_tokenizer, terminal=False)
     trainer.train()
     losses = [line["loss"] for line in trainer.state.log_history if "loss" in line]

@@ -160,7 +160,7 @@ def test_a_server_that_is_down_is_named(monkeypatch):
         judge.judge(["q"], [["a", "b"]])
     text = str(error.value)
     assert f"{url}/chat/completions" in text and "3 attempts" in text and "Connection refused" in text
-    assert "Is the server running" in text
+    assert f"Nothing listens on port {url.split(':')[2].split('/')[0]} of 127.0.0.1" in text
 
 
 def test_a_server_that_hangs_is_given_up(server):

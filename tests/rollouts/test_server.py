@@ -347,6 +347,9 @@ def test_trap_s14_a_server_that_is_never_healthy_is_given_up_in_time(made, stub)
     assert time.monotonic() - begin < 2
     with pytest.raises(ServerUnreachable, match="posttrain serve"):
         ServerEngine("http://127.0.0.1:9", connection_timeout=0.2)
+    text = r"no healthy teacher server.*Nothing listens on port 9 of 127.0.0.1.*correct teacher_model_server_url"
+    with pytest.raises(ServerUnreachable, match=text):
+        VLLMClient("http://127.0.0.1:9", role="teacher")
 
 
 def test_an_address_that_is_none_is_refused():

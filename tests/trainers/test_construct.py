@@ -2,6 +2,7 @@
 
 import inspect
 import json
+import pickle
 from pathlib import Path
 
 import datasets
@@ -134,6 +135,22 @@ def test_options_of_the_past_are_refused_by_name(cls, tmp_path):
                 config(cls, tmp_path, **{name: value})
     with pytest.raises(TypeError):
         config(cls, tmp_path, no_such_option=1)
+
+
+def test_an_option_that_is_misspelt_where_it_is_set_later_is_refused_by_the_nearest_name(tmp_path):
+    for cls in TRAINED:
+        made = config(cls, tmp_path)
+        made.learning_rate, made.a_users_own_note = 0.5, "kept"
+        assert (made.learning_rate, made.a_users_own_note) == (0.5, "kept")
+        with pytest.raises(ConfigError, match=rf"{cls.__name__} .* learning_rte .*'learning_rate'.*1\.0"):
+            made.learning_rte = 1.0
+        for name in set(OLD) & set(cls.removed) - set(cls.__dataclass_fields__):
+            with pytest.raises(ConfigError, match=f"{name}=64.*Fix: "):
+                setattr(made, name, 64)
+        assert not {"learning_rte", *OLD} & set(vars(made)) - set(cls.__dataclass_fields__)
+    again = pickle.loads(pickle.dumps(made))
+    with pytest.raises(ConfigError, match="'warmup_steps'"):
+        again.warmup_step = 3
 
 
 @pytest.mark.parametrize(

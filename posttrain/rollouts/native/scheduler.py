@@ -97,18 +97,21 @@ class Run:
 
     def _admit(self) -> bool:
         """Fill free rows; while others are being written only one prefill pass, so that no prompt stalls them."""
-        busy, passes = bool(self.live), 0
+        busy, passes, started = bool(self.live), 0, False
         if not self.live:
             self.store.clear()
         while len(self.live) < self.store.slots and (asked := self._next()) is not None:
             free = self.store.slots - len(self.live)
             if self.filler.ready(asked.prompt):
                 self._start(asked, min(asked.waiting, free))
+                started = True
                 continue
             if busy and passes:
                 break
             passes += 1
             self.filler.step(asked.prompt, free)
+        if started:  # Once for all of them: nothing reads the groups before the next step.
+            self._regroup()
         return bool(self.live)
 
     def _next(self) -> Asked | None:
@@ -128,9 +131,10 @@ class Run:
         self.chooser.draw(prompt.logits.repeat(count, 1), completions)
         if prompt.waiting == 0:
             prompt.logits = None
+        first = len(self.live)
         for completion in completions:
             self._enter(completion)
-        self._finish(started=True)
+        self._finish(first)
 
     def _enter(self, completion: Completion) -> None:
         """The completion takes the next row; its last token is the next to be read."""
@@ -175,10 +179,10 @@ class Run:
 
     # Ends --------------------------------------------------------------------------------------------------------
 
-    def _finish(self, *, started: bool = False) -> None:
-        """Hand over completions that stopped or are full, and close the gaps they leave."""
+    def _finish(self, first: int = 0) -> None:
+        """Hand over completions that stopped or are full, of rows from ``first`` on, and close the gaps they leave."""
         ended = []
-        for row, completion in enumerate(self.live):
+        for row, completion in enumerate(self.live[first:], first):
             stopped = self.chooser.stopped(completion)
             if stopped or len(completion.tokens) >= completion.asked.sampling.max_new_tokens:
                 self.done[completion.number] = self._rollout(completion, "stop" if stopped else "length")
@@ -187,8 +191,6 @@ class Run:
                     self._keep(completion, row)
         if ended:
             self._remove(ended)
-        elif started:
-            self._regroup()
 
     def _keep(self, completion: Completion, row: int) -> None:
         """For the next turn of its episode: all of it but the last token, which nobody has read."""

@@ -26,6 +26,7 @@ from posttrain.errors import (
     ServerUnreachable,
     WeightSyncError,
 )
+from posttrain.integrations.network import network_advice
 from posttrain.rollouts.server.replies import (
     API_KEY_VARIABLE,
     GENERATE,
@@ -71,6 +72,7 @@ PHASES = {
     "/v1/load_lora_adapter": "adapter",
 }
 ADAPTER_PATHS = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
+ROLES = {"rollout": "vllm_server_base_url", "teacher": "teacher_model_server_url"}
 # Sampling that changes nothing; all of it is sent, so that defaults of the model's folder do not count.
 NEUTRAL = {"temperature": 1.0, "max_tokens": 16, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
 # Further fields of a request.
@@ -91,6 +93,7 @@ class VLLMClient:
         sync_timeout: Seconds one call of a weight update may take.
         api_key: Sent as bearer token; None: that of ``$POSTTRAIN_API_KEY``.
         reader: Of pictures in prompts, as the trainer reads them; None: prompts are text.
+        role: ``rollout`` or ``teacher``: what errors call the server, and which option of a config has its address.
 
     Raises:
         ServerUnreachable: No healthy answer within ``connection_timeout``.
@@ -111,8 +114,9 @@ class VLLMClient:
         sync_timeout: float = UPDATE_TIMEOUT,
         api_key: str | None = None,
         reader: PictureProcessor | None = None,
+        role: str = "rollout",
     ) -> None:
-        self.reader = reader
+        self.reader, self.role = reader, role
         self.base_url = (base_url or f"http://{host}:{server_port}").rstrip("/")
         try:
             parts = urlsplit(self.base_url)
@@ -187,13 +191,14 @@ class VLLMClient:
             said = response.status_code == 200 and response.content and path not in ADAPTER_PATHS
             found = (response.json() if said else None) or {}
         except (httpx2.ReadTimeout, httpx2.WriteTimeout) as error:
-            text = f"{url} gave no answer within {timeout:g} s."
+            text = f"{url} gave no answer within {timeout:g} s. {network_advice(error, url)}"
             raise ServerUnreachable(text, timed_out=True, url=self.base_url) from error
         except (httpx2.HTTPError, OSError, ValueError, RuntimeError) as error:
             # A ValueError: what came is half of a JSON text. A RuntimeError: the server was taken off the list meanwhile, and
             # its connections were closed.
             raise ServerUnreachable(
-                f"{url} could not be reached, or its answer broke off: {error}.", url=self.base_url
+                f"{url} could not be reached, or its answer broke off: {error}. {network_advice(error, url)}",
+                url=self.base_url,
             ) from error
         if response.status_code != 200:
             raise self._failure(path, response)
@@ -228,8 +233,8 @@ class VLLMClient:
             waiting(self.health)
         except RolloutServerError as last:
             raise ServerUnreachable(
-                f"no healthy rollout server at {self.base_url} within {total_timeout:g} s. The last answer: {last} Fix: start "
-                "one with 'posttrain serve --model MODEL' (vLLM: 'posttrain vllm-serve'), or correct vllm_server_base_url.",
+                f"no healthy {self.role} server at {self.base_url} within {total_timeout:g} s. The last answer: {last} Fix: "
+                f"start one with 'posttrain serve --model MODEL' (vLLM: 'posttrain vllm-serve'), or correct {ROLES[self.role]}.",
                 url=self.base_url,
             ) from last
 

@@ -1,0 +1,55 @@
+"""What to do about a request that found no server, by where on its way it failed."""
+
+from __future__ import annotations
+
+import socket
+import ssl
+from collections.abc import Iterator
+from urllib.parse import urlsplit
+
+import httpx2
+
+
+def network_advice(error: BaseException, url: str) -> str:
+    """One sentence on a failed request: what is the matter on the way to ``url``, and what mends it.
+
+    >>> network_advice(ConnectionRefusedError(), "http://10.0.0.5:8000/v1")
+    'Nothing listens on port 8000 of 10.0.0.5: start the server there, or correct the port.'
+    """
+    parts = urlsplit(url)
+    host, secure = parts.hostname or url, parts.scheme == "https"
+    port = parts.port or (443 if secure else 80)
+    failures = list(_chain(error))
+    advice: tuple[tuple[type[BaseException], str], ...] = (
+        (socket.gaierror, f"The name {host!r} is not known here: check its spelling, the DNS and the VPN."),
+        (
+            ConnectionRefusedError,
+            f"Nothing listens on port {port} of {host}: start the server there, or correct the port.",
+        ),
+        (
+            ssl.SSLError,
+            "A server without TLS is asked by http://; one with a certificate of its own wants SSL_CERT_FILE to name it."
+            if secure
+            else "A server with TLS is asked by https://.",
+        ),
+        (
+            httpx2.ProxyError,
+            f"The proxy of HTTPS_PROXY or HTTP_PROXY refuses: correct it, or let NO_PROXY name {host}.",
+        ),
+        (httpx2.ConnectTimeout, f"{host} does not answer at all: check the address, the firewall and the VPN."),
+        (httpx2.TimeoutException, "The server took the request and is slow: raise the timeout, or ask less at a time."),
+        (
+            httpx2.RemoteProtocolError,
+            "The server ended the connection without an answer: its log says why (a crash, a restart, a proxy before it).",
+        ),
+    )
+    for kind, said in advice:
+        if any(isinstance(failure, kind) for failure in failures):
+            return said
+    return "Is the server running and reachable from here? Start it, or correct its address."
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
