@@ -1,11 +1,11 @@
 """Asynchronous against synchronous GRPO on the demo's task: seconds of a step, and samples to an accuracy.
 
 ``--part time``: the same model, prompts, group and lengths; synchronous with the native engine (``sync``), asynchronous with a
-native worker (``native``, staleness 1, paced; ``corrected``: with ``vllm_importance_sampling_mode="token_truncate"``), and asynchronous over a
-rollout server (``server``: at ``--server URL``, or one that is started here). ``--part samples``: accuracy of the sampled
-answers, step by step and with the same questions in the same order and the same schedule of the learning rate, for every seed;
-then the samples it takes until that accuracy, averaged over the seeds and 3 steps, is at ``--goal``, and what is right of the
-held-out questions in the end.
+native worker (``native``, staleness 1, paced; ``corrected``: with ``vllm_importance_sampling_mode="token_truncate"``), and
+asynchronous over a rollout server (``server``: at ``--server URL``, or one that is started here). ``--part samples``: accuracy
+of the sampled answers, step by step and with the same questions in the same order and the same schedule of the learning rate,
+for every seed; then the samples it takes until that accuracy, averaged over the seeds and 3 steps, is at ``--goal``, and what
+is right of the held-out questions in the end.
 """
 
 from __future__ import annotations
