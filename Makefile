@@ -59,7 +59,7 @@ test-oldest: $(if $(filter .venv-oldest/%,$(OLDEST_PYTHON)),.venv-oldest/.ready)
 	.venv-vllm/bin/python -m pip uninstall -q -y torchaudio torchcodec  # Built for another torch.
 	# So are torchvision's compiled operators; vLLM's models with a vision tower need the rest of it.
 	.venv-vllm/bin/python -m pip install -q --no-deps torchvision==0.28.0
-	sed -i 's/^@torch.library.register_fake("torchvision::.*/@(lambda function: function)/' \
+	sed -i 's/^@torch.*register_fake("torchvision::.*/@(lambda function: function)/' \
 		.venv-vllm/lib/python3.*/site-packages/torchvision/_meta_registrations.py
 	touch $@
 

@@ -460,6 +460,7 @@ BAD = [
     ({"vllm_importance_sampling_mode": "token"}, "vllm_importance_sampling_mode='token'"),
     ({"vllm_importance_sampling_mode": "token_truncate", "vllm_importance_sampling_clip_max": None}, "both are None"),
     ({"vllm_importance_sampling_mode": "token_mask", "vllm_importance_sampling_clip_min": 3.0}, "must be below"),
+    ({"is_correction": "token_mask"}, "set vllm_importance_sampling_mode"),
     ({"beta": 0.1}, "beta=0.1 has no meaning"),
     ({"vllm_importance_sampling_correction": False}, "vllm_importance_sampling_correction=False has no meaning"),
     ({"num_iterations": 2}, "num_iterations=2 has no meaning"),

@@ -40,6 +40,11 @@ class AsyncGRPOConfig(PictureConfig, EpisodeFields, OnlineConfig):
     """
 
     _least_generations: ClassVar[int] = 2
+    removed: ClassVar[dict[str, str]] = OnlineConfig.removed | {
+        "is_correction": "set vllm_importance_sampling_mode",
+        "is_clip_max": "set vllm_importance_sampling_clip_max",
+        "is_clip_min": "set vllm_importance_sampling_clip_min",
+    }
     _compares_sampler: ClassVar[bool] = True  # With the policy: the loss reads the log-probs that were sampled with.
     _meaningless: ClassVar[dict[str, object]] = MEANINGLESS
 
