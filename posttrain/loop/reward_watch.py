@@ -12,7 +12,7 @@ from posttrain.checks.registry import describe
 from posttrain.checks.rewards import FLAT_GENERATIONS, RunningReward, check_reward_ranges
 from posttrain.errors import RewardError
 from posttrain.loop.run import Run
-from posttrain.loop.scoring import completion_lengths, reward_metrics
+from posttrain.loop.scoring import completion_lengths, reward_metrics, reward_spread
 from posttrain.losses.advantages import MOST
 from posttrain.methods.base import BATCH_CODES
 from posttrain.metrics import mean
@@ -99,8 +99,7 @@ class RewardWatch:
         lengths = parallel.all_gather_objects(completion_lengths(batch), self.run.accelerator)
         metrics = reward_metrics(table, totals, advantages, lengths)
         if zero_std_share is not None:
-            scored = totals[~totals.isnan()]
-            metrics["reward_std"] = mean(float(scored.std()) if scored.numel() > 1 else 0.0)
+            metrics["reward_std"] = reward_spread(totals)
             metrics["frac_reward_zero_std"] = mean(zero_std_share)
         self.run.log(metrics, mode)
         if mode == "train":

@@ -99,6 +99,12 @@ def reward_metrics(table: RewardTable, totals: Tensor, advantages: Tensor, lengt
     return metrics
 
 
+def reward_spread(totals: Tensor) -> Metric:
+    """Standard deviation of the ``(n,)`` rewards that are known; 0 of fewer than two."""
+    scored = totals[~totals.isnan()]
+    return mean(float(scored.std()) if scored.numel() > 1 else 0.0)
+
+
 def completion_rows(
     batch: RolloutBatch, table: RewardTable, tokenizer: Tokenizer, step: int, *, images: bool = True
 ) -> list[dict[str, Any]]:

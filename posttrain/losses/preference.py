@@ -336,6 +336,7 @@ class Formula:
         per_token: Scores or log-probs are divided by lengths, so beta is one or two orders larger than for sums.
         kind: ``pair`` terms belong to a pair, ``sorted`` terms to a rank (no weight a pair can multiply them), and
             ``likelihood`` terms to the chosen completion alone.
+        of_margin: It is known to be a smooth function of the margin between the two scores alone.
     """
 
     function: Callable[..., Tensor]
@@ -343,6 +344,7 @@ class Formula:
     scalars: tuple[str, ...] = ("beta",)
     per_token: bool = False
     kind: Literal["pair", "sorted", "likelihood"] = "pair"
+    of_margin: bool = False
 
     def __call__(self, values: Mapping[str, Tensor], **scalars: float) -> Tensor:
         """The terms; tensors and scalars that this loss does not read are ignored."""
@@ -360,21 +362,21 @@ _LOGPS = ("chosen_logp", "rejected_logp", "ref_chosen_logp", "ref_rejected_logp"
 _SMOOTHED = ("beta", "label_smoothing")
 
 DPO_LOSSES: dict[str, Formula] = {
-    "sigmoid": Formula(sigmoid),
+    "sigmoid": Formula(sigmoid, of_margin=True),
     "hinge": Formula(hinge),
-    "ipo": Formula(ipo, _SCORES_AND_LENGTHS, per_token=True),
+    "ipo": Formula(ipo, _SCORES_AND_LENGTHS, per_token=True, of_margin=True),
     "exo_pair": Formula(exo_pair, scalars=_SMOOTHED),
     "nca_pair": Formula(nca_pair),
-    "robust": Formula(robust, scalars=_SMOOTHED),
+    "robust": Formula(robust, scalars=_SMOOTHED, of_margin=True),
     "bco_pair": Formula(bco_pair),
     "sppo_hard": Formula(sppo_hard),
     "aot": Formula(aot, _LOGPS, _SMOOTHED, kind="sorted"),
     "aot_unpaired": Formula(aot_unpaired, _RATIOS, _SMOOTHED, kind="sorted"),
     "apo_zero": Formula(apo_zero, _RATIOS),
     "apo_down": Formula(apo_down, ("chosen_ratio", "chosen_score", "rejected_score")),
-    "discopop": Formula(discopop, scalars=("beta", "discopop_tau")),
+    "discopop": Formula(discopop, scalars=("beta", "discopop_tau"), of_margin=True),
     "sft": Formula(mean_nll, ("plain_chosen_logp", "chosen_length"), (), kind="likelihood"),
-    "sigmoid_norm": Formula(sigmoid_norm, _SCORES_AND_LENGTHS, per_token=True),
+    "sigmoid_norm": Formula(sigmoid_norm, _SCORES_AND_LENGTHS, per_token=True, of_margin=True),
 }
 
 # Their "scores" are rewards of the policy alone: sums of log-probs, or means a token where ``per_token``.

@@ -182,13 +182,7 @@ class DPO(AnswerMethod[DPOConfig]):
     def knows_gradient(self, batch: Batch) -> bool:
         """Of one pair: what is a function of its margin alone moves the log-probs of both answers by one factor."""
         cfg = self.cfg
-        of_margin = len(cfg.loss_type) == 1 and cfg.loss_type[0] in (
-            "sigmoid",
-            "ipo",
-            "robust",
-            "discopop",
-            "sigmoid_norm",
-        )
+        of_margin = len(cfg.loss_type) == 1 and DPO_LOSSES[cfg.loss_type[0]].of_margin
         plain = cfg.f_divergence_type == "reverse_kl" and not cfg.use_weighting
         return batch.num_sequences == 2 and of_margin and plain
 

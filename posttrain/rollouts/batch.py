@@ -106,10 +106,22 @@ class RolloutBatch:
 
     def loss_mask(self, index: int, skip_truncated: bool) -> list[int]:
         """1 on tokens the model wrote; all 0 on one left out, and on a truncated one when those are masked."""
-        rollout = self.rollouts[index]
-        if index in self.left_out or (skip_truncated and rollout.finish_reason != "stop"):
+        return self._mask(index, self.rollouts[index], skip_truncated)
+
+    def _is_cut(self, index: int, rollout: Rollout, skip_truncated: bool) -> bool:
+        return index in self.left_out or (skip_truncated and rollout.finish_reason != "stop")
+
+    def _mask(self, index: int, rollout: Rollout, skip_truncated: bool) -> list[int]:
+        """Of a completion or of one of its branches."""
+        if self._is_cut(index, rollout, skip_truncated):
             return [0] * len(rollout.token_ids)
         return rollout.tool_mask or [1] * len(rollout.token_ids)
+
+    def _is_untrained(self, index: int, skip_truncated: bool) -> bool:
+        """Whether no token of a completion is trained, without making its mask."""
+        rollout = self.rollouts[index]
+        silent = bool(rollout.tool_mask) and not any(rollout.tool_mask or ())
+        return silent or self._is_cut(index, rollout, skip_truncated)
 
     def sequences(self) -> list[Rollout]:
         """All completions, then all their branches: the order of ``token_columns``."""
@@ -118,12 +130,7 @@ class RolloutBatch:
     def trained(self, index: int, skip_truncated: bool) -> list[list[int]]:
         """Loss masks of a completion and of its branches."""
         rollout = self.rollouts[index]
-        masks = [self.loss_mask(index, skip_truncated)]
-        for branch in rollout.branches:
-            cut = index in self.left_out or (skip_truncated and branch.finish_reason != "stop")
-            own = branch.tool_mask or [1] * len(branch.token_ids)
-            masks.append([0] * len(own) if cut else own)
-        return masks
+        return [self._mask(index, one, skip_truncated) for one in (rollout, *rollout.branches)]
 
     def _shares(self, masks: Sequence[Sequence[int]]) -> list[float]:
         """What each sequence of an episode counts as one, see `Batch.shares`; an episode without tokens counts nothing."""
@@ -166,14 +173,16 @@ class RolloutBatch:
         """
         rows: list[Row] = []
         before: Any = None
-        every = [self.trained(i, skip_truncated) for i in range(len(self.rollouts))]
         # Else all sequences count one, and no column has to say so.
-        shared = any(len(masks) > 1 or not masks[0] or (trained_only and not any(masks[0])) for masks in every)
+        shared = any(
+            rollout.branches or not rollout.token_ids or (trained_only and self._is_untrained(i, skip_truncated))
+            for i, rollout in enumerate(self.rollouts)
+        )
         for i, k, place, rollout in self._placed(indices):
             if before != _prompt(rollout):
                 before = _prompt(rollout)
                 rows.append(Row(list(rollout.prompt_ids), [], [], pictures=[list(rollout.pictures)]))
-            row, masks = rows[-1], every[i]
+            row, masks = rows[-1], self.trained(i, skip_truncated)
             kept = slice(None) if any(masks[k]) or not trained_only else slice(0)
             row.pictures.append(list(rollout.shown)[kept])
             row.completions.append(list(rollout.token_ids)[kept])
@@ -246,7 +255,7 @@ def trajectory_batch(trajectories: Sequence[Trajectory]) -> RolloutBatch:
     """Whole rollouts as a rollout batch with ``advantages``, in their order: what the trainer's own engine would have given."""
     first = [trajectory.samples[0] for trajectory in trajectories]
     return RolloutBatch(
-        [{"prompt": sample.prompt} for sample in first],
+        [sample.example() for sample in first],
         [trajectory.rollout() for trajectory in trajectories],
         [sample.completion for sample in first],
         columns={"advantages": [sample.advantage for sample in first]},

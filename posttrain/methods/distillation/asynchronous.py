@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 
 from posttrain.errors import ConfigError
-from posttrain.fields import PositiveFloat, PositiveInt, option, read_mapping
+from posttrain.fields import PositiveFloat, PositiveInt, option
 from posttrain.losses.policy import k3
 from posttrain.methods.async_grpo.config import MEANINGLESS, AsyncGRPOConfig
 from posttrain.methods.distillation.config import Axes, DistillationFields, preset
@@ -61,10 +61,9 @@ class AsyncDistillationConfig(DistillationFields, AsyncGRPOConfig):
             raise ConfigError(
                 f"teacher_server_urls={given!r} and teacher_model_server_url={named!r} are two names of one field. Fix: set one."
             )
-        if isinstance(given, str) and given.startswith("{"):
-            given = read_mapping("teacher_server_urls", given)
-        self.teacher_server_urls = self.teacher_model_server_url = named if given is None else given
+        self.teacher_model_server_url = named if given is None else given
         super().__post_init__()
+        self.teacher_server_urls = self.teacher_model_server_url  # As it was read.
 
     def axes(self) -> Axes:
         """Of models here the whole vocabulary; of servers what they tell: their likeliest ids, and the sampled one."""

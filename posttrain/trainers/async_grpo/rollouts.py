@@ -25,6 +25,7 @@ from posttrain.loop.scoring import (
     completion_rows,
     reward_metrics,
     reward_options,
+    reward_spread,
 )
 from posttrain.loop.weight_sync import WeightSync, sync_option, whole_update
 from posttrain.methods.async_grpo.config import AsyncGRPOConfig
@@ -584,9 +585,8 @@ class AsyncRollouts:
             return {}
         totals = torch.tensor([sample.metrics.get("reward", math.nan) for sample in first])
         advantages = torch.tensor([sample.advantage for sample in first])
-        scored = totals[~totals.isnan()]
-        std = mean(float(scored.std()) if scored.numel() > 1 else 0.0)
-        return reward_metrics(table, totals, advantages, completion_lengths(batch)) | {"reward_std": std}
+        metrics = reward_metrics(table, totals, advantages, completion_lengths(batch))
+        return metrics | {"reward_std": reward_spread(totals)}
 
     def _table(self, samples: list[RolloutSample]) -> RewardTable:
         """Rewards as samples bring them, NaN where one does not."""
