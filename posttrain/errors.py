@@ -193,11 +193,11 @@ def refuse_unknown_arguments(cls: type, given: Iterable[str]) -> None:
         ArgumentTypeError: Names the first of them.
     """
     known = inspect.signature(cls.__init__).parameters
-    if any(one.kind is one.VAR_KEYWORD for one in known.values()):
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values()):
         return
     for name in given:
         if name not in known:
-            names = [one for one in known if one != "self"]
+            names = [parameter for parameter in known if parameter != "self"]
             raise ArgumentTypeError(
                 f"{cls.__name__} has no argument {name!r}{did_you_mean(name, names)}. Fix: one of its {len(names)} arguments, "
                 f"which help({cls.__name__}) lists."

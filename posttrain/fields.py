@@ -63,12 +63,12 @@ def read_mapping(name: str, value: object) -> Any:
     if not isinstance(value, str):
         return value
     try:
-        found = json.loads(value)
+        mapping = json.loads(value)
     except ValueError:
-        found = None
-    if not isinstance(found, dict):
+        mapping = None
+    if not isinstance(mapping, dict):
         raise ConfigError(f"{name}={value!r} must be a mapping, or a JSON object such as '{{\"key\": 1}}'.")
-    return found
+    return mapping
 
 
 def check_fields(config: Any, *, beside: type) -> None:
@@ -96,8 +96,8 @@ def check_fields(config: Any, *, beside: type) -> None:
 def _declared(cls: Any, beside: type) -> list[tuple[str, Any, Any, str]]:
     """Name, type, default and help text of each field."""
     kinds, others = get_type_hints(cls, include_extras=True), getattr(beside, "__dataclass_fields__", {})
-    own = [one for one in fields(cls) if one.init and one.name not in others]
-    return [(one.name, kinds[one.name], one.default, one.metadata.get("help", "")) for one in own]
+    own = [item for item in fields(cls) if item.init and item.name not in others]
+    return [(item.name, kinds[item.name], item.default, item.metadata.get("help", "")) for item in own]
 
 
 def _is_a(value: object, kind: Any) -> bool:

@@ -103,15 +103,19 @@ class Row:
             index: Of a completion.
             ids: The prompt and that completion, or their beginning.
         """
-        parts, found = [*self.pictures[:1], *self.pictures[index + 1 : index + 2]], []
-        placed = ((one, one.start + part * len(self.prompt_ids)) for part, held in enumerate(parts) for one in held)
-        for one, start in placed:
-            end, left = start, one.count
+        parts, spans = [*self.pictures[:1], *self.pictures[index + 1 : index + 2]], []
+        placed = (
+            (image, image.start + part * len(self.prompt_ids))
+            for part, pictures in enumerate(parts)
+            for image in pictures
+        )
+        for image, start in placed:
+            end, left = start, image.count
             while left and end < len(ids):
                 left -= ids[end] == ids[start]
                 end += 1
-            found.append((one, start, end))
-        return found
+            spans.append((image, start, end))
+        return spans
 
 
 class Segment(NamedTuple):
@@ -160,36 +164,36 @@ def check_segments(segments: Sequence[Segment], width: int) -> None:
         DataError: A segment is empty or ends beyond its row, its parent does not exist or does not hold it, it does not
             begin where it must, or its position does not follow from its parent's.
     """
-    for index, one in enumerate(segments):
-        if one.stop <= one.start:
-            raise DataError(f"segment {index} is empty: columns {one.start} to {one.stop}. Fix: leave it out.")
-        if not one.stop <= one.end <= width:
+    for index, segment in enumerate(segments):
+        if segment.stop <= segment.start:
+            raise DataError(f"segment {index} is empty: columns {segment.start} to {segment.stop}. Fix: leave it out.")
+        if not segment.stop <= segment.end <= width:
             raise DataError(
-                f"segment {index} has columns {one.start} to {one.stop} and ends with what is under it at {one.end}, in a row "
-                f"of {width} columns. Fix: start < stop <= end <= {width}."
+                f"segment {index} has columns {segment.start} to {segment.stop} and ends with what is under it at "
+                f"{segment.end}, in a row of {width} columns. Fix: start < stop <= end <= {width}."
             )
         before = segments[index - 1] if index else None
-        column = before.stop if before is not None and before.row == one.row else 0
-        if one.start != column:
+        column = before.stop if before is not None and before.row == segment.row else 0
+        if segment.start != column:
             raise DataError(
-                f"segment {index} begins at column {one.start} of row {one.row}, and the one before ends at {column}. Fix: "
-                "list segments depth first, without gaps."
+                f"segment {index} begins at column {segment.start} of row {segment.row}, and the one before ends at {column}. "
+                "Fix: list segments depth first, without gaps."
             )
-        if one.parent >= index or one.parent < -1:
-            raise DataError(f"segment {index} continues segment {one.parent}, which does not stand before it.")
-        if one.parent < 0:
+        if segment.parent >= index or segment.parent < -1:
+            raise DataError(f"segment {index} continues segment {segment.parent}, which does not stand before it.")
+        if segment.parent < 0:
             position = 0
         else:
-            parent = segments[one.parent]
-            if parent.row != one.row or not parent.stop <= one.start < one.end <= parent.end:
+            parent = segments[segment.parent]
+            if parent.row != segment.row or not parent.stop <= segment.start < segment.end <= parent.end:
                 raise DataError(
-                    f"segment {index} (row {one.row}, columns {one.start} to {one.end}) continues segment {one.parent} (row "
-                    f"{parent.row}), under which stand columns {parent.stop} to {parent.end}."
+                    f"segment {index} (row {segment.row}, columns {segment.start} to {segment.end}) continues segment "
+                    f"{segment.parent} (row {parent.row}), under which stand columns {parent.stop} to {parent.end}."
                 )
             position = parent.position + parent.stop - parent.start
-        if one.position != position:
+        if segment.position != position:
             raise DataError(
-                f"segment {index} begins at position {one.position}, and its parent ends before position {position}. Fix: "
+                f"segment {index} begins at position {segment.position}, and its parent ends before position {position}. Fix: "
                 f"position={position}."
             )
 
@@ -292,12 +296,12 @@ class Batch:
         """
         rows, width = self.input_ids.shape
         check_segments(self.segments, width)
-        held = {one.row for one in self.segments}
-        bare = [row for row in range(rows) if row not in held]
+        known = {segment.row for segment in self.segments}
+        bare = [row for row in range(rows) if row not in known]
         ends = max((leaf.segment for leaf in self.leaves), default=-1)
-        if not held <= set(range(rows)) or ends >= len(self.segments) or (bare and bool(self.seen_until[bare].any())):
+        if not known <= set(range(rows)) or ends >= len(self.segments) or (bare and bool(self.seen_until[bare].any())):
             raise DataError(
-                f"a Batch of {rows} rows has {len(self.segments)} segments, of rows {sorted(held)}, and a sequence ends in "
+                f"a Batch of {rows} rows has {len(self.segments)} segments, of rows {sorted(known)}, and a sequence ends in "
                 f"segment {ends}. Fix: lay rows out with collate (posttrain.data.forest)."
             )
 
@@ -309,12 +313,12 @@ class Batch:
     @property
     def one_sequence_a_row(self) -> bool:
         """Whether every row is one plain sequence, which needs neither a mask nor segments."""
-        return all(one.parent < 0 and one.start == 0 for one in self.segments)
+        return all(segment.parent < 0 and segment.start == 0 for segment in self.segments)
 
     @property
     def num_tokens(self) -> int:
         """Real (non-padding) tokens the model computes."""
-        return sum(one.stop - one.start for one in self.segments)
+        return sum(segment.stop - segment.start for segment in self.segments)
 
     @property
     def num_sequence_tokens(self) -> int:

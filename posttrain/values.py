@@ -105,14 +105,14 @@ def token_logps(values: Sequence[Any], mask: Sequence[Any], where: str) -> list[
     >>> token_logps([-1.0, None, 1e-9], [1, 0, 1], "here")
     [-1.0, 0.0, 0.0]
     """
-    found = []
+    checked = []
     for position, (value, kept) in enumerate(zip(values, mask, strict=True)):
         at = f"{where}, position {position},"
         logp = given_number(value, at) if kept else 0.0
         if logp > ROUNDING:
             raise BadValue(f"{at} is {logp}. Fix: give log-probs, which are at most 0.")
-        found.append(min(logp, 0.0))
-    return found
+        checked.append(min(logp, 0.0))
+    return checked
 
 
 def gib(count: float) -> str:

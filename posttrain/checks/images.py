@@ -144,8 +144,8 @@ def _signs(picture: Picture, value: object) -> dict[str, bool]:
 
 
 def _named(numbers: Sequence[int]) -> str:
-    found = sorted(set(numbers))
-    return f"rows {', '.join(map(str, found[:SHOWN]))}{', ...' if len(found) > SHOWN else ''}"
+    rows = sorted(set(numbers))
+    return f"rows {', '.join(map(str, rows[:SHOWN]))}{', ...' if len(rows) > SHOWN else ''}"
 
 
 @probe("data", "PT-G003", "PT-G006", "PT-G007", "PT-G009", "PT-G010", "PT-G014", part="processor")
@@ -156,8 +156,8 @@ def pictures(context: Context) -> list[Finding]:
     rows = []
     for place, example in enumerate(islice(undecoded(dataset), 0, ROWS, step)):
         blocks = [b for name in MESSAGE_COLUMNS for b in picture_blocks(example.get(name))]
-        held = (*pictures_of(example), *map(picture_in, blocks))
-        rows += [(place * step, one) for one in held if one is not None]
+        images = (*pictures_of(example), *map(picture_in, blocks))
+        rows += [(place * step, one) for one in images if one is not None]
     milder = ("PT-G003", "PT-G010") if context.args.image_fit == "drop" else ()
     return [replace(one, severity="warning") if one.code in milder else one for one in check_pictures(rows)]
 
@@ -184,7 +184,7 @@ def check_reach(model: nn.Module, batch: Batch) -> Finding | None:
     """
     parameter = next(model.parameters())
     batch = batch.to(parameter.device)
-    other = replace(batch, pictures=[(b, c, _another(one)) for b, c, one in batch.pictures])
+    other = replace(batch, pictures=[(b, c, _another(image)) for b, c, image in batch.pictures])
     training, encoder = model.training, picture_encoder(model)
     model.eval()
     try:

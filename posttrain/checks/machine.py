@@ -110,9 +110,9 @@ def check_gpu_memory(
     if free >= needed:
         return None
     listed = [
-        f"GPU {index}: pid {pid} ({name}, {gib(held)})"
+        f"GPU {index}: pid {pid} ({name}, {gib(size)})"
         for index, rows in (others or {}).items()
-        for pid, name, held in rows
+        for pid, name, size in rows
     ]
     return finding(
         "PT-L003",
@@ -220,15 +220,23 @@ def requirements_of(package: str) -> list[Requirement]:
         lines = importlib.metadata.requires(package) or []
     except importlib.metadata.PackageNotFoundError:
         return []
-    found = [Requirement(line) for line in lines]
-    return [one for one in found if one.marker is None or "extra" not in str(one.marker)]
+    requirements = [Requirement(line) for line in lines]
+    return [
+        requirement
+        for requirement in requirements
+        if requirement.marker is None or "extra" not in str(requirement.marker)
+    ]
 
 
 @functools.cache
 def required_version(package: str, needs: str) -> str | None:
     """The one version of ``needs`` that ``package`` was built for (``==``); None where it does not say."""
     exact = [
-        s.version for one in requirements_of(package) if one.name == needs for s in one.specifier if s.operator == "=="
+        s.version
+        for requirement in requirements_of(package)
+        if requirement.name == needs
+        for s in requirement.specifier
+        if s.operator == "=="
     ]
     return exact[0] if exact else None
 
@@ -236,7 +244,11 @@ def required_version(package: str, needs: str) -> str | None:
 @functools.cache
 def needs_of_core() -> tuple[Need, ...]:
     """What posttrain's own metadata asks for: an environment may have changed since it was installed."""
-    return tuple(Need(f"{one.name}{one.specifier}", "core") for one in requirements_of("posttrain") if one.specifier)
+    return tuple(
+        Need(f"{requirement.name}{requirement.specifier}", "core")
+        for requirement in requirements_of("posttrain")
+        if requirement.specifier
+    )
 
 
 def base_version(text: str) -> Version:
@@ -286,12 +298,12 @@ def check_versions(features: Mapping[str, bool], installed: Mapping[str, str | N
         features: See `features_in_use`.
         installed: Versions by package name; None asks the packages' metadata.
     """
-    found = []
+    findings = []
     for need in (need for need in (*needs_of_core(), *NEEDS) if features.get(need.feature)):
         version = installed_version(need.name) if installed is None else installed.get(need.name)
         if (wrong := _compared(need, version)) is not None:
-            found.append(wrong)
-    return found
+            findings.append(wrong)
+    return findings
 
 
 def _compared(need: Need, version: str | None) -> Finding | None:
@@ -307,7 +319,7 @@ def _compared(need: Need, version: str | None) -> Finding | None:
     have = base_version(version)
     if have not in need.requirement.specifier:
         what = f"{feature} needs {need.package}; found {version}."
-        left_out = any(one.operator == "!=" and have not in one for one in need.requirement.specifier)
+        left_out = any(specifier.operator == "!=" and have not in specifier for specifier in need.requirement.specifier)
         why = "this version is known not to work" if left_out else "older versions lack what it uses"
         why += f": {need.reason}." if need.reason else "."
         return finding("PT-V002", "error", what, name, why, f"{install}. Set preflight='warn' to try anyway.")
@@ -330,9 +342,9 @@ def check_binaries(
         vllm: Its installed version, with the build's suffix.
         bitsandbytes: Whether bitsandbytes is used in vLLM's process.
     """
-    found = []
+    findings = []
     if torch and vllm_torch and base_version(torch) != base_version(vllm_torch):
-        found.append(finding(
+        findings.append(finding(
             "PT-V005", "error", f"vllm was built for torch {vllm_torch}, and torch {torch} is installed.", "vllm",
             "its kernels are compiled against that torch: importing it fails, or worse, it computes garbage.",
             f"pip install 'torch=={vllm_torch}', or a vllm that was built for torch {base_version(torch)}.",
@@ -340,18 +352,18 @@ def check_binaries(
     # Major versions of CUDA that the builds name in their suffixes.
     ours, theirs = (re.search(r"\+cu(\d+)\d$", version or "") for version in (torch, vllm))
     if ours and theirs and ours[1] != theirs[1]:
-        found.append(finding(
+        findings.append(finding(
             "PT-V005", "error", f"vllm {vllm} was built for CUDA {theirs[1]}, and torch {torch} for CUDA {ours[1]}.", "vllm",
             "libraries of two major versions of CUDA do not work in one process.",
             f"install builds of one: torch from the index of CUDA {theirs[1]}, or a vllm of CUDA {ours[1]}.",
         ))  # fmt: skip
     if bitsandbytes:
-        found.append(finding(
+        findings.append(finding(
             "PT-V005", "warning", "bitsandbytes and vLLM are used in one process.", "bitsandbytes",
             "vLLM is known to fail in a process that imported bitsandbytes (vllm#32793).",
             "run vLLM as a server (vllm_mode='server'), or train without 8-bit and 4-bit parts.",
         ))  # fmt: skip
-    return found
+    return findings
 
 
 def _binaries(*, bitsandbytes: bool = False) -> list[Finding]:
@@ -371,8 +383,8 @@ def versions(context: Context) -> Iterable[Finding | None]:
 
 def verdict() -> list[str]:
     """A line for every installed package that could make trouble, whatever feature would need it; empty: all fit."""
-    found = [item for item in check_versions(dict.fromkeys(FEATURES, True)) if item.code != "PT-V001"]
-    return [f"{item.code} ({item.severity}): {item.what} {item.fix}" for item in [*found, *_binaries()]]
+    findings = [item for item in check_versions(dict.fromkeys(FEATURES, True)) if item.code != "PT-V001"]
+    return [f"{item.code} ({item.severity}): {item.what} {item.fix}" for item in [*findings, *_binaries()]]
 
 
 # The model on its device ---------------------------------------------------------------------------------------------

@@ -154,12 +154,12 @@ class Profile:
 def check_profile(seen: Profile) -> Iterator[Finding]:
     """Memory that is nearly full, unused or fragmented, uneven ranks, and steps that are mostly sampling."""
     here, share, wasted = f"step {seen.step}", seen.peak / max(seen.total, 1), seen.reserved - seen.allocated
-    held = f"peak memory {gib(seen.peak)} of {gib(seen.total)} ({100 * share:.0f} %) after {seen.step} steps"
+    peak = f"peak memory {gib(seen.peak)} of {gib(seen.total)} ({100 * share:.0f} %) after {seen.step} steps"
     if share >= FULL:
         longer = seen.longest / max(seen.longest_seen, 1)
         coming = f" The longest row of the data ({seen.longest} tokens) is {longer:.1f}x the longest so far."
         yield finding(
-            "PT-M004", "warning", f"{held}.{coming if longer > 1 else ''}", here,
+            "PT-M004", "warning", f"{peak}.{coming if longer > 1 else ''}", here,
             "a longer row, an evaluation or a checkpoint may be what does not fit.",
             f"set max_row_tokens={max(seen.pass_tokens // 2, 1)}, kept_layers=0 or a smaller max_length; posttrain estimate "
             "tells what each saves.",
@@ -167,7 +167,7 @@ def check_profile(seen: Profile) -> Iterator[Finding]:
     # The allocator of a CPU reserves nothing, and passes there are as large as they are fast.
     elif share < IDLE and seen.reserved and (advice := _larger_passes(seen)):
         why = "larger passes cost less time a token where they fit; each has a fixed cost."
-        yield finding("PT-M005", "info", f"{held}.", here, why, advice)
+        yield finding("PT-M005", "info", f"{peak}.", here, why, advice)
     if seen.reserved >= IDLE * seen.total and wasted > FRAGMENTED * seen.total:
         yield finding(
             "PT-M006", "warning", f"{gib(wasted)} of {gib(seen.total)} are reserved and hold nothing.", here,
@@ -202,11 +202,11 @@ def _larger_passes(seen: Profile) -> str:
         larger = int(seen.row_tokens * factor) // 128 * 128
         if larger >= 1.5 * seen.row_tokens:
             advice.insert(0, f"max_row_tokens={seen.row_tokens} -> {larger} fills larger passes")
-    elif found := larger_batch(seen.batch, seen.accumulation, factor):
+    elif settings := larger_batch(seen.batch, seen.accumulation, factor):
         advice.insert(
             0,
-            f"per_device_train_batch_size {seen.batch} -> {found[0]} with gradient_accumulation_steps {seen.accumulation} -> "
-            f"{found[1]} keeps the effective batch of {seen.batch * seen.accumulation} a process",
+            f"per_device_train_batch_size {seen.batch} -> {settings[0]} with gradient_accumulation_steps {seen.accumulation} -> "
+            f"{settings[1]} keeps the effective batch of {seen.batch * seen.accumulation} a process",
         )
     return "; ".join(advice)
 
@@ -264,9 +264,11 @@ def assumed_lengths(traits: Traits, args: PostTrainingConfig) -> Lengths:
             return Lengths(0, total, source)
         return Lengths(total // 2, total - total // 2, f"{source}, half of it prompt (assumed)")
     completion = args.max_completion_length or ASSUMED_PROMPT
-    given = getattr(args, "max_prompt_length", None)
-    prompt = given or (min(ASSUMED_PROMPT, longest - completion) if longest else ASSUMED_PROMPT)
-    return Lengths(prompt, completion, f"the config's limits, prompts of {prompt}" + ("" if given else " (assumed)"))
+    max_prompt = getattr(args, "max_prompt_length", None)
+    prompt = max_prompt or (min(ASSUMED_PROMPT, longest - completion) if longest else ASSUMED_PROMPT)
+    return Lengths(
+        prompt, completion, f"the config's limits, prompts of {prompt}" + ("" if max_prompt else " (assumed)")
+    )
 
 
 def group_sizes(args: PostTrainingConfig, size: int) -> list[int]:
@@ -287,9 +289,9 @@ def _layout(args: PostTrainingConfig, config: Any, device: str) -> Layout:
     """How the trainer will lay out rows, if the model takes token forests."""
     from posttrain.models.attention import layout_for
 
-    given = dict(getattr(args, "model_init_kwargs", None) or {}).get("attn_implementation")
+    backend = dict(getattr(args, "model_init_kwargs", None) or {}).get("attn_implementation")
     told = config.get_text_config().to_dict()
-    text = SimpleNamespace(**told | {"_attn_implementation": given or getattr(config, "_attn_implementation", None)})
+    text = SimpleNamespace(**told | {"_attn_implementation": backend or getattr(config, "_attn_implementation", None)})
     autocast = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None
     weight = SimpleNamespace(device=torch.device(device), dtype=torch.float32)
     model: Any = SimpleNamespace(
@@ -383,13 +385,13 @@ def _frozen_parts(policy: Part, reference: str, reward_model: Any) -> list[Part]
 
 
 def _trees(batch: Batch) -> int:
-    return sum(one.parent < 0 for one in batch.segments)
+    return sum(segment.parent < 0 for segment in batch.segments)
 
 
 def _pixels(pictures: tuple[PictureProcessor, Sequence[Picture]], rows: int) -> dict[str, torch.Tensor]:
     """Prepared images of so many rows; numbers of pixels without their values."""
-    reader, held = pictures
-    joined = reader.join([reader.prepare(one) for one in held] * rows)
+    reader, images = pictures
+    joined = reader.join([reader.prepare(one) for one in images] * rows)
     return {name: one.to("meta") if one.is_floating_point() else one for name, one in joined.items()}
 
 
@@ -460,8 +462,8 @@ def compare_weights(context: Context, has: Available) -> Finding | None:
     trained = [(size // dtype.itemsize, size) for size in sizes]
     states = optimizer_bytes(str(getattr(args.optim, "value", args.optim)), trained) // shards.optimizer
     fixes = [f"train an adapter (peft_config), or an optimizer with smaller states (the weights are loaded in {dtype})"]
-    found = {"weights": sum(sizes) // shards.weights, "optimizer states": states}
-    return check_estimate(found, sum(found.values()) * 2, total=has.total, where=has.where, fixes=fixes)
+    components = {"weights": sum(sizes) // shards.weights, "optimizer states": states}
+    return check_estimate(components, sum(components.values()) * 2, total=has.total, where=has.where, fixes=fixes)
 
 
 def compare_estimate(context: Context, method: Method[Any], has: Available) -> Finding | None:
@@ -485,27 +487,27 @@ def compare_estimate(context: Context, method: Method[Any], has: Available) -> F
         pictures=sampled_pictures(context.parts.get("vision"), context.rows),
     )  # fmt: skip
     try:
-        found = estimate_memory(work)
+        estimate = estimate_memory(work)
     except ModelError as error:
         logger.warning("%s", error)
         return None
-    fixes = [f"see what each setting saves with posttrain estimate (the estimate is {gib(found.peak)})"]
+    fixes = [f"see what each setting saves with posttrain estimate (the estimate is {gib(estimate.peak)})"]
     if work.policy.peft_config is None:
         fixes.append("train an adapter (peft_config)")
     if work.kept_layers != 0:
         fixes.append("kept_layers=0")
     fixes.append("lower max_row_tokens, max_length or max_completion_length")
-    return check_estimate(found.components, has.free, total=has.total, where=has.where, fixes=fixes)
+    return check_estimate(estimate.components, has.free, total=has.total, where=has.where, fixes=fixes)
 
 
 def sampled_pictures(vision: Any, rows: Sequence[Row]) -> Any:
     """Images of the row that has most tokens of them, and what prepares them; None of text."""
-    held = max(([one for part in row.pictures for one in part] for row in rows), key=_image_tokens, default=[])
-    return (vision.reader, [one.picture for one in held]) if held else None
+    placed = max(([image for part in row.pictures for image in part] for row in rows), key=_image_tokens, default=[])
+    return (vision.reader, [image.picture for image in placed]) if placed else None
 
 
 def _image_tokens(placed: Sequence[Any]) -> int:
-    return sum(one.count for one in placed)
+    return sum(image.count for image in placed)
 
 
 def longest_of(rows: Sequence[Row], traits: Traits, args: PostTrainingConfig) -> Lengths:

@@ -102,8 +102,8 @@ def check_judged(rows: Sequence[Row]) -> Finding | None:
     """Rows of one completion with a ``label``: the same answer judged both ways.
 
     >>> rows = [Row([1], [[2]], [[1]], {"label": [label]}) for label in (1.0, 0.0)]
-    >>> found = check_judged(rows)
-    >>> found.code, found.severity
+    >>> finding = check_judged(rows)
+    >>> finding.code, finding.severity
     ('PT-D026', 'error')
     """
     labels: dict[tuple, set[float]] = {}
@@ -344,8 +344,8 @@ def check_agreement(scores: Mapping[int, tuple[float, float]], model: str) -> Fi
         scores: Of the chosen and the rejected answer, by number of the pair.
         model: Name of the reward model.
 
-    >>> found = check_agreement({0: (1.0, 0.0), 1: (2.0, 0.5)}, "judge")
-    >>> found.severity, found.what
+    >>> finding = check_agreement({0: (1.0, 0.0), 1: (2.0, 0.5)}, "judge")
+    >>> finding.severity, finding.what
     ('info', 'judge prefers the chosen answer in 2 of 2 pairs (100 %).')
     """
     if not scores:

@@ -467,13 +467,13 @@ class Preflight:
 
     def run(self, moment: Moment, context: Context) -> list[Finding]:
         """What all probes of a moment see; one that fails is noted and told, and stops nothing."""
-        found: list[Finding] = []
+        findings: list[Finding] = []
         for probe in list(PROBES.values()) if self.active else ():
             if probe.moment != moment or (probe.part is not None and context.parts.get(probe.part) is None):
                 continue
             try:
                 with self.record_check(moment, probe.codes):
-                    found += [finding for finding in probe.function(context) if finding is not None]
+                    findings += [finding for finding in probe.function(context) if finding is not None]
             except PreflightError:
                 raise
             except Exception as error:  # A check must never be what breaks a run.
@@ -481,7 +481,7 @@ class Preflight:
                 for code in probe.codes:
                     self.results[code].failed = said
                 logger.warning("the checks %s could not be made: %s", ", ".join(probe.codes), said)
-        return found
+        return findings
 
     def add(self, finding: Finding) -> Told:
         """Write a finding down, and say whether it is to be told."""

@@ -118,8 +118,8 @@ class RowSample:
     @cached_property
     def findings(self) -> list[Finding]:
         """What `RULES` find, at most one a code, the worst first."""
-        found = [finding for rule in RULES if (finding := self._finding(rule)) is not None]
-        return sorted(found, key=lambda finding: ("error", "warning", "info").index(finding.severity))
+        findings = [finding for rule in RULES if (finding := self._finding(rule)) is not None]
+        return sorted(findings, key=lambda finding: ("error", "warning", "info").index(finding.severity))
 
     def _finding(self, rule: RowRule) -> Finding | None:
         bad, severity = rule.look(self)
@@ -143,16 +143,16 @@ class RowSample:
 
 def sequences_of(rows: Sequence[Row]) -> list[TokenSequence]:
     """Every sequence of every row, in order; a trained prompt counts as context."""
-    found = []
+    sequences = []
     for index, row in enumerate(rows):
         prompt = list(row.prompt_ids)
         if not row.completions:
-            found.append(TokenSequence(index, None, prompt, [False] * len(prompt), len(prompt)))
+            sequences.append(TokenSequence(index, None, prompt, [False] * len(prompt), len(prompt)))
         for number, (completion, mask) in enumerate(zip(row.completions, row.loss_masks, strict=True)):
             trained = [False] * len(prompt) + [bool(m) for m in mask]
             trained[:1] = [False] * len(trained[:1])
-            found.append(TokenSequence(index, number, prompt + list(completion), trained, len(prompt)))
-    return found
+            sequences.append(TokenSequence(index, number, prompt + list(completion), trained, len(prompt)))
+    return sequences
 
 
 def quantiles(sizes: Iterable[int]) -> dict[str, float]:
@@ -174,11 +174,11 @@ def count_of(part: int, total: int) -> str:
     return f"{part:,} of {total:,} row{'s' if total != 1 else ''} ({share})"
 
 
-def where(found: Sequence[int]) -> str:
+def where(rows: Sequence[int]) -> str:
     """``"rows 3, 5"``, and how many more where they are many."""
-    named = ", ".join(map(str, found[:NAMED]))
-    more = f" and {len(found) - NAMED} more" if len(found) > NAMED else ""
-    return f"row{'s' if len(found) > 1 else ''} {named}{more}"
+    named = ", ".join(map(str, rows[:NAMED]))
+    more = f" and {len(rows) - NAMED} more" if len(rows) > NAMED else ""
+    return f"row{'s' if len(rows) > 1 else ''} {named}{more}"
 
 
 # Duplicates and identical pairs up to one row in a hundred are noise of a real data set.
@@ -454,11 +454,11 @@ def sampled_rows(context: Context) -> Iterable[Finding]:
     if not context.rows:
         return
     sample = context.sample or RowSample(context.rows, context.tokenizer, context.limit)
-    for found in sample.findings:
-        if found.code in context.parts.get("ignored_codes", frozenset()):
+    for finding in sample.findings:
+        if finding.code in context.parts.get("ignored_codes", frozenset()):
             continue
-        stops = found.code == "PT-D005" or (found.code == "PT-D001" and _beyond_model(context))
-        yield found if stops or found.severity != "error" else replace(found, severity="warning")
+        stops = finding.code == "PT-D005" or (finding.code == "PT-D001" and _beyond_model(context))
+        yield finding if stops or finding.severity != "error" else replace(finding, severity="warning")
 
 
 def _beyond_model(context: Context) -> bool:

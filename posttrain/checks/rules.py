@@ -317,11 +317,11 @@ def _mismatch(view: View) -> Iterator[Sign]:
 
 
 def _discarded(view: View) -> Iterator[Sign]:
-    dropped, made = view.values(), view.values("async/produced")
-    if dropped is None or made is None or len(dropped) < 2:
+    dropped, produced = view.values(), view.values("async/produced")
+    if dropped is None or produced is None or len(dropped) < 2:
         return
     # Both count from the start of the run.
-    old, new = dropped[-1] - dropped[0], made[-1] - made[0]
+    old, new = dropped[-1] - dropped[0], produced[-1] - produced[0]
     if new > 0 and old > DISCARDED * new:
         yield Sign(
             f"{100 * old / new:.0f} % of the rollouts of the last {view.steps} steps ({old:.0f} of {new:.0f}) were discarded as "
@@ -537,10 +537,10 @@ def _verdict(rule: Rule, rows: History) -> Verdict:
     evidence, before = "", -1
     places = range(0, len(rows), math.ceil(len(rows) / MOST_ROWS))
     for number, at in enumerate(places):
-        found = next(rule.findings(rows[: at + 1], steps), None) if at else None
-        if found is None:
+        finding = next(rule.findings(rows[: at + 1], steps), None) if at else None
+        if finding is None:
             continue
         step = int(rows[at]["step"])
         spans = [*spans[:-1], (spans[-1][0], step)] if before == number - 1 and spans else [*spans, (step, step)]
-        evidence, before = found.what, number
+        evidence, before = finding.what, number
     return Verdict(rule, "seen" if spans else "clear", evidence, spans)

@@ -181,7 +181,7 @@ def probe_logprobs(client: Any, needs: Needs) -> Iterator[Finding]:
     prompt = [min(7, needs.vocabulary - 1)]
     settings = [Sampling(1, temperature, top_logps=PROBE_TOP) for temperature in (0.5, 1.0)]
     try:
-        choices = [client.complete([prompt], seeds=[0], **sampling_body(one))[0] for one in settings]
+        choices = [client.complete([prompt], seeds=[0], **sampling_body(setting))[0] for setting in settings]
     except WeightSyncError:
         return  # Its weights are not whole: it samples nothing before the first push.
     pairs = [{i: v for i, v in ranked(choice)[0] if math.isfinite(v)} for choice in choices]
@@ -204,11 +204,11 @@ def probe_sequences(vocabulary: int, context: int | None, window: int | None = N
     """
     generator = torch.Generator().manual_seed(0)
     length = min(LENGTH, context or LENGTH)
-    found = torch.randint(0, vocabulary, (SEQUENCES, length), generator=generator).tolist()
+    sequences = torch.randint(0, vocabulary, (SEQUENCES, length), generator=generator).tolist()
     beyond = 0 if window is None or window > LONGEST else window + LENGTH - length
     more = max(0, min(beyond, context - length if context else beyond))
-    found[-1] += torch.randint(0, vocabulary, (more,), generator=generator).tolist()
-    return found
+    sequences[-1] += torch.randint(0, vocabulary, (more,), generator=generator).tolist()
+    return sequences
 
 
 def check_parity(

@@ -106,17 +106,17 @@ def token_bytes(tokenizer: Tokenizer) -> dict[int, bytes]:
     """
     spelling, table = _spelling(tokenizer), _byte_table()
     added = {i: str(token) for i, token in getattr(tokenizer, "added_tokens_decoder", {}).items()}
-    found = {}
+    spelled = {}
     for token, i in tokenizer.get_vocab().items():
         if i in added:
-            found[i] = added[i].encode()
+            spelled[i] = added[i].encode()
         elif spelling == "bytes" and all(character in table for character in token):
-            found[i] = bytes(table[character] for character in token)
+            spelled[i] = bytes(table[character] for character in token)
         elif BYTE.fullmatch(token):
-            found[i] = bytes([int(token[3:5], 16)])
+            spelled[i] = bytes([int(token[3:5], 16)])
         else:
-            found[i] = token.replace("▁", " ").encode()
-    return found
+            spelled[i] = token.replace("▁", " ").encode()
+    return spelled
 
 
 def probe_texts(first: Any, second: Any, extra: Iterable[str] = ()) -> list[str]:
@@ -268,8 +268,8 @@ def check_match(
     """
     if match.verdict in ("cross-tokenizer", "incompatible"):
         return [_different(match, names)]
-    found = [_superset(match, names), _special(match, names, on_policy=on_policy), _template(match, names)]
-    return [item for item in found if item is not None]
+    findings = [_superset(match, names), _special(match, names, on_policy=on_policy), _template(match, names)]
+    return [item for item in findings if item is not None]
 
 
 def _different(match: TokenizerMatch, names: tuple[str, str]) -> Finding:
@@ -363,11 +363,11 @@ def require_same_tokens(match: TokenizerMatch, *, mode: str, method: str, on_pol
     Raises:
         ConfigError: Ids mean different tokens, and ``mode`` is ``error``.
     """
-    found = check_match(match, on_policy=on_policy)
-    for one in found:
-        if one.severity == "error" and mode == "error":
-            raise ConfigError(f"{method}: {one.what} {one.why} Fix: {one.fix}")
-        logger.warning("%s: %s %s", one.code, one.what, one.why)
+    findings = check_match(match, on_policy=on_policy)
+    for item in findings:
+        if item.severity == "error" and mode == "error":
+            raise ConfigError(f"{method}: {item.what} {item.why} Fix: {item.fix}")
+        logger.warning("%s: %s %s", item.code, item.what, item.why)
 
 
 # Special tokens of a model that is saved --------------------------------------------------------------------------------
@@ -406,7 +406,7 @@ def check_special_tokens(
         turn_end: The token that the chat template ends a turn with.
     """
     stops = {generation_eos} if isinstance(generation_eos, int) else set(generation_eos or ())
-    found = []
+    findings = []
     if generation_pad is not None and generation_pad in stops:
         what = f"the generation config pads with token {generation_pad}, which is also one that ends a text ({sorted(stops)})."
         why = (
@@ -415,11 +415,11 @@ def check_special_tokens(
         )
         fix = "set tokenizer.pad_token to a token that nothing else uses before the model is saved."
         # Models are published so: nothing that this run changed.
-        found.append(Finding("PT-K101", "info", what, "generation_config", why, fix))
+        findings.append(Finding("PT-K101", "info", what, "generation_config", why, fix))
     if pad is None:
         why = "batches of different lengths cannot be made by programs that load this model."
         fix = "set tokenizer.pad_token to a token that nothing else uses."
-        found.append(Finding("PT-K102", "warning", "the tokenizer has no pad token.", "the tokenizer", why, fix))
+        findings.append(Finding("PT-K102", "warning", "the tokenizer has no pad token.", "the tokenizer", why, fix))
     ends = {name: token for name, token in (("eos", eos), ("end of turn", turn_end)) if token is not None}
     missing = {name: token for name, token in ends.items() if stops and token not in stops}
     if missing:
@@ -429,5 +429,5 @@ def check_special_tokens(
             "the model learns to end with a token at which generation does not stop, so it runs on to the length limit."
         )
         fix = f"set model.generation_config.eos_token_id = {sorted(stops | set(missing.values()))}."
-        found.append(Finding("PT-K103", "warning", what, "generation_config.eos_token_id", why, fix))
-    return found
+        findings.append(Finding("PT-K103", "warning", what, "generation_config.eos_token_id", why, fix))
+    return findings

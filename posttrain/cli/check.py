@@ -137,13 +137,13 @@ class Checkup:
 
     def to_dict(self) -> dict[str, Any]:
         """For ``--json``."""
-        found = self.preflight.to_dict() if self.preflight is not None else {}
+        content = self.preflight.to_dict() if self.preflight is not None else {}
         return {
             "command": self.command,
             "refused": self.refused,
             "stages": [asdict(stage) for stage in self.stages],
             "findings": [asdict(finding) for finding in self.findings],
-            **found,
+            **content,
         }
 
     def _config(self) -> str:
@@ -165,14 +165,14 @@ class Checkup:
         subject, model_args = self.subject, self.subject.model_args
         adapter = model_args if model_args.use_peft else None
         check_quantised(subject.source, subject.config, adapter, get_quantization_config(model_args))
-        found = self.known["model_config"] = subject.model_config
-        check_split(subject.config, found, supported=subject.method.traits.splits_tokens, name=subject.kind.__name__)
-        count = _parameters(found)
+        config = self.known["model_config"] = subject.model_config
+        check_split(subject.config, config, supported=subject.method.traits.splits_tokens, name=subject.kind.__name__)
+        count = _parameters(config)
         dtype = str(model_args.dtype)
         if count and not model_args.use_peft:
             self._report([check_precision({dtype: count}, learning_rate=subject.config.learning_rate)])
         size = f"{count / 1e6:.1f} M parameters, " if count else ""
-        return f"{subject.source}: {(found.architectures or [found.model_type])[0]}, {size}{dtype}, weights not read"
+        return f"{subject.source}: {(config.architectures or [config.model_type])[0]}, {size}{dtype}, weights not read"
 
     def _tokenizer(self) -> str:
         tokenizer = self.known["tokenizer"] = self.subject.tokenizer
@@ -199,8 +199,8 @@ class Checkup:
             return "made by the environment while it trains"
         self.known["train_dataset"] = data
         with no_progress_bars(), self.preflight.record_check("data", row_codes(data)):
-            self.known["usable"], found = usable_rows(data, self.subject.config, main=False)
-        self._report(found)
+            self.known["usable"], findings = usable_rows(data, self.subject.config, main=False)
+        self._report(findings)
         count = f"{len(data):,} rows" if hasattr(data, "__len__") else "a stream"
         return f"{count}, split {split!r}, columns {', '.join(data.column_names or [])}"
 
@@ -225,15 +225,15 @@ class Checkup:
         if tokenizer is None or usable is None or self.command not in ROWS:
             return ""
         drawn, _, _ = self.subject.drawn(usable, self.examples)
-        made, vision = self.subject.rows_of(drawn)
+        prepared, vision = self.subject.rows_of(drawn)
         if vision:
             self.known["processor"] = vision.processor
-        self.known["rows"] = made.rows
-        limit = None if made.cut == 0 else getattr(self.subject.config, "max_length", None)
+        self.known["rows"] = prepared.rows
+        limit = None if prepared.cut == 0 else getattr(self.subject.config, "max_length", None)
         milder = {"error": "warning"}
         templates = [replace(f, severity=milder.get(f.severity, "info")) for f in template_findings(drawn, tokenizer)]
-        self._report([*made.findings, *templates, *self.preflight.run("data", self._context(limit=limit))])
-        return _described(made.rows)
+        self._report([*prepared.findings, *templates, *self.preflight.run("data", self._context(limit=limit))])
+        return _described(prepared.rows)
 
     def _context(self, **more: Any) -> Any:
         from posttrain.checks.registry import Context
@@ -274,8 +274,9 @@ def _described(rows: Sequence[Any]) -> str:
     sequences = sequences_of(rows)
     if not sequences:
         return "no row is left"
-    sizes = quantiles(len(one.ids) for one in sequences)
-    trained, tokens = sum(sum(one.trained) for one in sequences), sum(len(one.ids) for one in sequences)
+    sizes = quantiles(len(sequence.ids) for sequence in sequences)
+    trained = sum(sum(sequence.trained) for sequence in sequences)
+    tokens = sum(len(sequence.ids) for sequence in sequences)
     share = f", {100 * trained / max(tokens, 1):.1f} % trained" if trained else ""
     return f"{len(rows):,} rows of {sizes['min']} to {sizes['max']} tokens (median {sizes['median']:g}){share}"
 

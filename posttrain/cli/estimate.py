@@ -42,9 +42,9 @@ def run(argv: list[str]) -> int:
     parser.add_argument("--prompt_tokens", type=int, metavar="N", help="of the longest prompt, instead of reading data")
     parser.add_argument("--completion_tokens", type=int, metavar="N", help="tokens of the longest completion")
     options, rest = parser.parse_known_args(argv)
-    found = estimate(Subject(options.trainer, rest), given=(options.prompt_tokens, options.completion_tokens))
-    sys.stdout.write(json.dumps(found, indent=1) + "\n" if options.json else screen(found))
-    return 0 if found["fits"] else DOES_NOT_FIT
+    plan = estimate(Subject(options.trainer, rest), given=(options.prompt_tokens, options.completion_tokens))
+    sys.stdout.write(json.dumps(plan, indent=1) + "\n" if options.json else screen(plan))
+    return 0 if plan["fits"] else DOES_NOT_FIT
 
 
 def estimate(subject: Subject, *, given: tuple[int | None, int | None] = (None, None)) -> dict[str, Any]:
@@ -111,17 +111,17 @@ def _largest(work: Workload) -> tuple[int, int, bool]:
 
 def _parts(subject: Subject, notes: list[str]) -> dict[str, Any]:
     """Configs of the other models that stay in memory."""
-    found, args, script_args = {}, subject.config, subject.script_args
+    configs, args, script_args = {}, subject.config, subject.script_args
     names = {part: getattr(script_args, f"{part}_name_or_path", None) for part in ("reward_model", "value_model")}
     far = getattr(args, "teacher_model_server_url", None)
     teacher = None if far else getattr(args, "teacher_model_name_or_path", None)
     names |= {f"teacher {k}": v for k, v in teacher.items()} if isinstance(teacher, dict) else {"teacher": teacher}
     for part, name in names.items():
         try:
-            found |= {part: model_config(name, args.trust_remote_code)} if name else {}
+            configs |= {part: model_config(name, args.trust_remote_code)} if name else {}
         except (PosttrainError, OSError, ValueError) as error:
             notes.append(f"{part}={name!r} cannot be read and is not counted ({_short(error)}).")
-    return found
+    return configs
 
 
 def _lengths(subject: Subject, given: tuple[int | None, int | None], notes: list[str]) -> tuple[Lengths, Any]:
@@ -141,7 +141,7 @@ def _lengths(subject: Subject, given: tuple[int | None, int | None], notes: list
         return known, None
     pictures = sampled_pictures(vision, rows) if vision else None
     if pictures:
-        sizes = ", ".join(f"{one.size[0]}x{one.size[1]}" for one in pictures[1])
+        sizes = ", ".join(f"{picture.size[0]}x{picture.size[1]}" for picture in pictures[1])
         notes.append(f"images of the row that has most: {sizes}; freeze_vision={subject.config.freeze_vision}.")
     return longest_of(rows, subject.method.traits, subject.config), pictures
 
@@ -158,8 +158,8 @@ def _longest_rows(subject: Subject) -> tuple[list[Any], Any]:
     dataset = undecoded(subject.data)
     examples = datasets.Dataset.from_list(longest_examples(dataset, EXAMPLES), features=dataset.features)
     drawn, _, _ = subject.drawn(examples, EXAMPLES)
-    made, vision = subject.rows_of(drawn)
-    return made.rows, vision
+    prepared, vision = subject.rows_of(drawn)
+    return prepared.rows, vision
 
 
 def _changes(work: Workload) -> dict[str, Workload]:
@@ -189,36 +189,34 @@ def _short(error: BaseException) -> str:
     return str(error).splitlines()[0].rstrip(".")[:160]
 
 
-def screen(found: dict[str, Any]) -> str:
+def screen(plan: dict[str, Any]) -> str:
     """The answer as lines for a terminal."""
     from posttrain.values import gib
 
-    peak, lengths, limit, tokens = (found[name] for name in ("peak", "lengths", "limit", "largest_pass"))
-    sizes = sorted(found["components"].items(), key=lambda item: -item[1])
-    others = {
-        n: found["standing"] + sum(parts.values()) for n, parts in found["moments"].items() if n != found["fullest"]
-    }
+    peak, lengths, limit, tokens = (plan[name] for name in ("peak", "lengths", "limit", "largest_pass"))
+    sizes = sorted(plan["components"].items(), key=lambda item: -item[1])
+    others = {n: plan["standing"] + sum(parts.values()) for n, parts in plan["moments"].items() if n != plan["fullest"]}
     lines = [
-        f"{found['trainer']} on {found['model']}: {found['parameters'] / 1e6:.0f} M weights, {found['trainable'] / 1e6:.1f} M "
+        f"{plan['trainer']} on {plan['model']}: {plan['parameters'] / 1e6:.0f} M weights, {plan['trainable'] / 1e6:.1f} M "
         "trained",
         f"longest: prompt {lengths['prompt']}, completion {lengths['completion']} tokens ({lengths['source']})",
-        f"batch: {found['batch_size']} x {found['accumulation']} accumulated; the largest pass computes {tokens} tokens",
-        f"\nmemory at the fullest moment ({found['fullest']})",
+        f"batch: {plan['batch_size']} x {plan['accumulation']} accumulated; the largest pass computes {tokens} tokens",
+        f"\nmemory at the fullest moment ({plan['fullest']})",
         *[f"  {name:22}{gib(size):>10}  {'#' * max(1, round(34 * size / peak))}" for name, size in sizes],
-        f"  {'together':22}{gib(peak):>10}  {'fits' if found['fits'] else 'does not fit'}: {gib(found['available'])} free for it "
-        f"on {found['device']}, {gib(limit)} planned with\n",
+        f"  {'together':22}{gib(peak):>10}  {'fits' if plan['fits'] else 'does not fit'}: {gib(plan['available'])} free for it "
+        f"on {plan['device']}, {gib(limit)} planned with\n",
         *[f"  {name + ':':24}{gib(size):>8}" for name, size in others.items()],
     ]
-    best, whole = found["largest_batch_size"], found["batch_size"] * found["accumulation"]
+    best, whole = plan["largest_batch_size"], plan["batch_size"] * plan["accumulation"]
     if not best:
         lines.append("\nno batch size that keeps the effective batch fits")
-    elif len(set(found["batch_sizes"].values())) == 1:
+    elif len(set(plan["batch_sizes"].values())) == 1:
         bounded = "any: passes are bounded by tokens, not by rows"
         lines.append(f"\nlargest batch that fits: {best} ({bounded}; effective batch {whole})")
     else:
         lines.append(f"\nlargest batch that fits: {best} x {whole // best} accumulated, effective batch {whole}")
-    if not found["fits"]:
+    if not plan["fits"]:
         lines += ["\nto fit:"]
-        lines += [f"  {c:44}{gib(p):>10}{'  fits' if p <= limit else ''}" for c, p in found["would_help"].items()]
+        lines += [f"  {c:44}{gib(p):>10}{'  fits' if p <= limit else ''}" for c, p in plan["would_help"].items()]
         lines += [f"  max_row_tokens below {tokens}, shorter rows, or more processes with FSDP or ZeRO"]
-    return "\n".join([*lines, *[f"note: {note}" for note in found["notes"]]]) + "\n"
+    return "\n".join([*lines, *[f"note: {note}" for note in plan["notes"]]]) + "\n"

@@ -108,15 +108,15 @@ def inspect_rows(subject: Subject, *, show: int = 8, examples: int = EXAMPLES, p
 
     config, tokenizer = subject.config, subject.tokenizer
     drawn, total, places = subject.drawn(subject.data, examples)
-    made, vision = subject.rows_of(drawn)
-    rows, cut = made.rows, made.cut
-    numbers = made.numbers if made.numbers is not None else places if len(rows) == len(places) else None
+    prepared, vision = subject.rows_of(drawn)
+    rows, cut = prepared.rows, prepared.cut
+    numbers = prepared.numbers if prepared.numbers is not None else places if len(rows) == len(places) else None
     limit = getattr(config, "max_length", None)
     missing = [] if numbers is None else sorted(set(places) - set(numbers))
-    dropped = dropped_rows(len(drawn), len(rows), reasons=made.reasons, missing=missing)
+    dropped = dropped_rows(len(drawn), len(rows), reasons=prepared.reasons, missing=missing)
     telling: dict[str, int] = {}
     checked = check_rows(rows, tokenizer, limit=None if cut == 0 else limit, numbers=numbers, examples=telling)
-    findings = [*([dropped] if dropped else []), *made.findings, *checked]
+    findings = [*([dropped] if dropped else []), *prepared.findings, *checked]
     seen = f"{len(drawn):,}"
     part = f"the first {seen}" if total is None else f"all {seen}" if total == len(drawn) else f"{seen} of {total:,}"
     summary = summarise(

@@ -132,10 +132,10 @@ class RayRun:
 
     def serve_arguments(self, host: str = "127.0.0.1", port: int = 8000) -> list[str]:
         """Of the command that serves, for this training."""
-        given = self.trained
-        options = {"model": given.model_name_or_path, "host": host, "port": port, "revision": given.model_revision}
+        trained = self.trained
+        options = {"model": trained.model_name_or_path, "host": host, "port": port, "revision": trained.model_revision}
         words = [word for name, value in options.items() if value is not None for word in (f"--{name}", str(value))]
-        words += ["--trust_remote_code"] if given.trust_remote_code else []
+        words += ["--trust_remote_code"] if trained.trust_remote_code else []
         return [*words, *shlex.split(self.options.rollout_server_args)]
 
     def trainer_arguments(self, urls: Sequence[str]) -> list[str]:

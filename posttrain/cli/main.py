@@ -85,9 +85,9 @@ def environment() -> str:
     from posttrain.report.page.run import flat
     from posttrain.report.record import describe_run
 
-    found = describe_run()
-    found["versions"] |= {name: installed_version(name) for name in OPTIONAL}
-    lines = [f"- {name}: {'none' if value is None else value}" for name, value in flat(found).items()]
+    facts = describe_run()
+    facts["versions"] |= {name: installed_version(name) for name in OPTIONAL}
+    lines = [f"- {name}: {'none' if value is None else value}" for name, value in flat(facts).items()]
     misfits = verdict()
     said = "".join(f"\n  - {line}" for line in misfits) if misfits else " all installed packages fit"
     return "\n".join([*lines, f"- compatibility:{said}"])

@@ -57,18 +57,18 @@ def _classes() -> dict[str, ast.ClassDef]:
 
 def _declared(node: ast.ClassDef) -> dict[str, Option]:
     """Fields that a class declares itself."""
-    found = {}
+    options = {}
     # Presets of distillation give defaults, some with texts, in a decorator.
-    given = [
+    keywords = [
         k
         for call in node.decorator_list
         if isinstance(call, ast.Call)
         for k in call.keywords
         if k.arg not in (None, "unread")
     ]
-    for word in given:
+    for word in keywords:
         default, *text = word.value.elts if isinstance(word.value, ast.Tuple) else [word.value]
-        found[str(word.arg)] = Option(ast.unparse(default), *(t.value for t in text if isinstance(t, ast.Constant)))
+        options[str(word.arg)] = Option(ast.unparse(default), *(t.value for t in text if isinstance(t, ast.Constant)))
     for line in node.body:
         if not isinstance(line, ast.AnnAssign) or not isinstance(line.target, ast.Name) or line.value is None:
             continue
@@ -85,8 +85,8 @@ def _declared(node: ast.ClassDef) -> dict[str, Option]:
             text = next((t.value for t in texts if isinstance(t, ast.Constant) and isinstance(t.value, str)), "")
             defaults = [k.value for k in value.keywords if k.arg == "default"]
             value = value.args[0] if value.args else defaults[0] if defaults else ast.Constant(None)
-        found[line.target.id] = Option(WRITTEN.get(ast.unparse(value), ast.unparse(value)), text)
-    return found
+        options[line.target.id] = Option(WRITTEN.get(ast.unparse(value), ast.unparse(value)), text)
+    return options
 
 
 def _lineage(name: str) -> list[ast.ClassDef]:
@@ -111,22 +111,22 @@ def groups(command: str) -> dict[str, dict[str, Option]]:
         "data and rewards": _lineage(chosen.script_args),
         "model": _lineage("ModelConfig"),
     }
-    found: dict[str, dict[str, Option]] = {
+    headings: dict[str, dict[str, Option]] = {
         heading: {} for heading in (RUN, "data and rewards", "model", chosen.method, FAMILY)
     }
-    found[RUN] = {name: Option("", text) for name, text in COMMON.items()}
+    headings[RUN] = {name: Option("", text) for name, text in COMMON.items()}
     taken: dict[str, str] = {}
     for heading, nodes in parts.items():
         for name, option in (pair for node in nodes for pair in _declared(node).items()):
             place = taken.get(name)
             if place is not None:
-                if not found[place][name].text:
-                    found[place][name] = Option(found[place][name].default, option.text)
+                if not headings[place][name].text:
+                    headings[place][name] = Option(headings[place][name].default, option.text)
                 continue
             place = RUN if name in COMMON else chosen.method if heading == FAMILY and name in OFTEN else heading
             taken[name] = place
-            found[place][name] = Option(option.default, COMMON[name]) if place == RUN and name in COMMON else option
-    return found
+            headings[place][name] = Option(option.default, COMMON[name]) if place == RUN and name in COMMON else option
+    return headings
 
 
 def help_text(command: str) -> str:

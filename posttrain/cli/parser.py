@@ -38,8 +38,8 @@ class PosttrainArgumentParser(HfArgumentParser):
     """
 
     def __init__(self, dataclass_types: Any = None, **options: Any) -> None:
-        given = dataclass_types or []
-        types = list(given) if isinstance(given, list | tuple) else [given]
+        classes = dataclass_types or []
+        types = list(classes) if isinstance(classes, list | tuple) else [classes]
         for kind in types:
             if any(item.name == "config" for item in dataclasses.fields(kind)):
                 raise ConfigError(f"{kind.__name__} has a field called 'config'. That name is reserved for --config.")
@@ -86,9 +86,9 @@ class PosttrainArgumentParser(HfArgumentParser):
         if others and not return_remaining_strings and fail_with_unknown_args:
             raise ConfigError(f"{path}: unknown key{'s' if len(others) > 1 else ''} {self._suggest(others)}.")
         self.set_defaults(**{key: None for key, value in known.items() if value is None})
-        given = [token for key, value in known.items() if value is not None for token in to_tokens(key, value)]
+        from_file = [token for key, value in known.items() if value is not None for token in to_tokens(key, value)]
         *instances, rest = self.parse_args_into_dataclasses(
-            args=given + tokens, return_remaining_strings=True, look_for_args_file=False
+            args=from_file + tokens, return_remaining_strings=True, look_for_args_file=False
         )
         if rest and not return_remaining_strings and fail_with_unknown_args:
             raise ConfigError(f"unknown argument{'s' if len(rest) > 1 else ''} {self._suggest(rest)}.")
@@ -136,10 +136,10 @@ def split_config(tokens: Sequence[str]) -> tuple[list[str], str | None]:
     """All tokens but ``--config path`` or ``--config=path``, and the path; the last one wins."""
     parser = ArgumentParser(add_help=False, allow_abbrev=False, argument_default=SUPPRESS)
     parser.add_argument("--config", nargs="?")
-    found, rest = parser.parse_known_args(list(tokens))
-    if "config" in found and found.config is None:
+    parsed, rest = parser.parse_known_args(list(tokens))
+    if "config" in parsed and parsed.config is None:
         raise ConfigError("--config needs the path of a YAML file after it.")
-    return rest, getattr(found, "config", None)
+    return rest, getattr(parsed, "config", None)
 
 
 def load_config(path: str) -> dict[str, Any]:

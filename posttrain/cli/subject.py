@@ -140,8 +140,8 @@ class Subject:
         if not examples:
             raise DataError("the dataset is empty: there is nothing to inspect.")
         # A dataset of its own in memory: preparing it leaves no cache file behind.
-        made: Any = datasets.Dataset.from_list(examples, features=dataset.features)
-        return made.add_column(ROW, places), total, places
+        drawn: Any = datasets.Dataset.from_list(examples, features=dataset.features)
+        return drawn.add_column(ROW, places), total, places
 
     def rows_of(self, examples: Any) -> tuple[Prepared, Any]:
         """Rows as the trainer makes them, and what it reads images with; None where rows are text."""
@@ -150,8 +150,10 @@ class Subject:
         takes = self.method.traits.reads_images
         with no_progress_bars():
             vision = Vision(self.config, None, self.source if takes else "", (examples,), takes=takes)
-            made = self._prompts(examples, vision) if self.method.traits.samples else self._answers(examples, vision)
-        return made, vision if vision.images else None
+            prepared = (
+                self._prompts(examples, vision) if self.method.traits.samples else self._answers(examples, vision)
+            )
+        return prepared, vision if vision.images else None
 
     def _prompts(self, examples: Any, vision: Any) -> Prepared:
         """Prompts alone, as the engine will see them."""
@@ -179,14 +181,14 @@ class Subject:
             examples = examples.remove_columns(ROW)
         vars(config).update(packing=packs, eval_packing=None, shuffle_dataset=False)
         trainer = self.kind.__new__(self.kind)
-        given = {
+        attributes = {
             "args": config,
             "method": self.kind.METHOD(config),
             "processing_class": self.tokenizer,
             "vision": vision,
             "reports": {},
         }
-        vars(trainer).update(given, user_collator=None, formatting_func=None, embedding=None)
+        vars(trainer).update(attributes, user_collator=None, formatting_func=None, embedding=None)
         prepared = trainer.prepare(examples, "train")
         rows, report = trainer._rows_of(list(prepared)), trainer.reports.get("train", PreparationReport("train"))
         findings = [diverged_prompts(report.diverged, report.rows_in)] if self.name == "sft" else []
@@ -195,7 +197,9 @@ class Subject:
         numbers = list(prepared[ROW]) if ROW in prepared.column_names else None
         # Packing that splits rows cuts none; what no report counts is told by the rows' lengths.
         cut = None if packs or not trainer.reports else report.truncated
-        return Prepared(rows, [one for one in findings if one is not None], cut, numbers, listed(report.dropped))
+        return Prepared(
+            rows, [finding for finding in findings if finding is not None], cut, numbers, listed(report.dropped)
+        )
 
 
 def model_config(source: str, trust_remote_code: bool, revision: str = "main") -> Any:

@@ -35,15 +35,15 @@ def run(argv: list[str]) -> int:
     from posttrain.methods.distillation.teacher import score_dataset
     from posttrain.models.load import create_model_from_path, load_tokenizer
 
-    (given,) = PosttrainArgumentParser(TeacherScoresArguments, prog="posttrain teacher-scores").parse_args_and_config(
+    (args,) = PosttrainArgumentParser(TeacherScoresArguments, prog="posttrain teacher-scores").parse_args_and_config(
         argv
     )
-    given.chat_template_kwargs = read_mapping("chat_template_kwargs", given.chat_template_kwargs)
-    data = load_rows(given.dataset_name, name=given.dataset_config, split=given.dataset_train_split)
-    trust = {"trust_remote_code": given.trust_remote_code}
-    teacher = create_model_from_path(given.teacher_model_name_or_path, dtype="auto", **trust)
-    tokenizer = load_tokenizer(given.model_name_or_path, **trust)
+    args.chat_template_kwargs = read_mapping("chat_template_kwargs", args.chat_template_kwargs)
+    data = load_rows(args.dataset_name, name=args.dataset_config, split=args.dataset_train_split)
+    trust = {"trust_remote_code": args.trust_remote_code}
+    teacher = create_model_from_path(args.teacher_model_name_or_path, dtype="auto", **trust)
+    tokenizer = load_tokenizer(args.model_name_or_path, **trust)
     names = ("top_k", "chat_template_kwargs", "max_length", "max_prompt_length", "batch_size", "tokenizer_check")
-    rows = score_dataset(teacher, data, tokenizer, given.output, **{name: getattr(given, name) for name in names})
-    sys.stdout.write(f"{given.output}: scores of {rows} answers, {given.top_k} ids a token\n")
+    rows = score_dataset(teacher, data, tokenizer, args.output, **{name: getattr(args, name) for name in names})
+    sys.stdout.write(f"{args.output}: scores of {rows} answers, {args.top_k} ids a token\n")
     return 0

@@ -68,9 +68,9 @@ def _from_file(file: Path, name: str, option: str) -> Any:
 
 def resume_from(config: Any) -> Any:
     """What ``resume_from_checkpoint`` means: true, false, a path, or ``auto``: the last checkpoint where there is one."""
-    given = config.resume_from_checkpoint
-    if str(given).lower() != "auto":
-        return {"true": True, "false": None}.get(str(given).lower(), given)
+    asked = config.resume_from_checkpoint
+    if str(asked).lower() != "auto":
+        return {"true": True, "false": None}.get(str(asked).lower(), asked)
     from posttrain.loop.checkpoint import complete_checkpoints
 
     config.resume_from_checkpoint = None  # Callbacks read it; where there is one, the trainer writes its path here.
@@ -115,10 +115,10 @@ def episode_parts(script_args: Any) -> dict[str, Any]:
     return parts
 
 
-def _callable(found: Any, name: str, option: str) -> Callable:
-    if not callable(found):
-        raise ConfigError(f"{option}: {name!r} is a {type(found).__name__}, and a function or class is wanted.")
-    return found
+def _callable(value: Any, name: str, option: str) -> Callable:
+    if not callable(value):
+        raise ConfigError(f"{option}: {name!r} is a {type(value).__name__}, and a function or class is wanted.")
+    return value
 
 
 # 128 + SIGINT, as a shell reports it.
@@ -232,8 +232,8 @@ def train(name: str, script_args: Any, config: Any, model_args: Any, mixture: An
 
     model = model_source(model_args, config)
     resume = resume_from(config)
-    given = dict(config.model_init_kwargs or {})
-    config.model_init_kwargs = model_args.model_init_kwargs(config.trust_remote_code) | given
+    init_kwargs = dict(config.model_init_kwargs or {})
+    config.model_init_kwargs = model_args.model_init_kwargs(config.trust_remote_code) | init_kwargs
     data = _datasets(script_args, mixture, config)
     strategy = str(getattr(config.eval_strategy, "value", config.eval_strategy))
     evaluate = strategy != "no"
@@ -330,8 +330,8 @@ def _accelerate_shortcut(argv: list[str]) -> tuple[list[str], list[str]]:
     """``--accelerate_config name`` to ``--config_file path`` of ``accelerate launch``."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--accelerate_config", "--accelerate-config")
-    found, rest = parser.parse_known_args(argv)
-    name = found.accelerate_config
+    parsed, rest = parser.parse_known_args(argv)
+    name = parsed.accelerate_config
     if name is None:
         return argv, []
     packaged = CONFIGS / f"{'multi_gpu' if name == 'ddp' else name}.yaml"
@@ -398,15 +398,15 @@ def _started_all(launch: list[str]) -> list[str]:
     from accelerate.commands.config.config_args import default_config_file
     from accelerate.commands.launch import launch_command_parser
 
-    given = launch_command_parser().parse_args([*launch, "script"])
-    several = (given.num_processes or 1) > 1
-    if several and given.cpu:
+    parsed = launch_command_parser().parse_args([*launch, "script"])
+    several = (parsed.num_processes or 1) > 1
+    if several and parsed.cpu:
         raise ConfigError(
-            f"accelerate launch starts one process under --cpu, and num_processes={given.num_processes} was asked for. Fix: "
+            f"accelerate launch starts one process under --cpu, and num_processes={parsed.num_processes} was asked for. Fix: "
             "--use_cpu true in its place."
         )
-    said = given.config_file or given.multi_gpu or given.use_deepspeed or given.use_fsdp or given.tpu
-    said = said or given.use_megatron_lm or Path(default_config_file).is_file()
+    said = parsed.config_file or parsed.multi_gpu or parsed.use_deepspeed or parsed.use_fsdp or parsed.tpu
+    said = said or parsed.use_megatron_lm or Path(default_config_file).is_file()
     return ["--multi_gpu", *launch] if several and not said else launch
 
 

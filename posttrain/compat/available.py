@@ -15,8 +15,8 @@ LIGER_MINIMUM = "0.8.0"
 
 
 def _at_least(package: str, minimum: str | None) -> bool:
-    found = installed_version(package)
-    return minimum is None or (found is not None and base_version(found) >= base_version(minimum))
+    installed = installed_version(package)
+    return minimum is None or (installed is not None and base_version(installed) >= base_version(minimum))
 
 
 def _check_for(module: str) -> Callable[[], bool]:
@@ -53,9 +53,9 @@ def is_vllm_available(min_version: str | None = None) -> bool:
     """Whether ``vllm`` is installed, in ``min_version`` or later; a version outside the tested range only warns."""
     if not is_available("vllm"):
         return False
-    found = installed_version("vllm")
+    installed = installed_version("vllm")
     known = next(need for need in NEEDS if need.feature == "vllm")
     works = known.requirement.specifier & f"<={known.tested}"
-    if found is not None and base_version(found) not in works:
-        logger.warning("vllm %s is installed; vllm%s was tested.", found, works)
+    if installed is not None and base_version(installed) not in works:
+        logger.warning("vllm %s is installed; vllm%s was tested.", installed, works)
     return _at_least("vllm", min_version)

@@ -55,14 +55,14 @@ class VisionCollator(Collator):
         for row, example in enumerate(examples):
             with naming(f"row {row} of the batch"):
                 segments = self._pieces(strip_none(example), branches)
-                if "prompt" in example and any(held for _, held in segments[1:]):
+                if "prompt" in example and any(images for _, images in segments[1:]):
                     raise DataError("an answer has an image. Fix: put it into the prompt.")
-                read = [(text, [read_picture(value, "an image") for value in held]) for text, held in segments]
+                read = [(text, [read_picture(value, "an image") for value in images]) for text, images in segments]
                 whole = len(read) > 1
                 rows.append([
-                    self.reader.encode(text, held, prompt=whole and not at)[0] for at, (text, held) in enumerate(read)
+                    self.reader.encode(text, images, prompt=whole and not at)[0] for at, (text, images) in enumerate(read)
                 ])  # fmt: skip
-                pictures.append([picture for _, held in read for picture in held])
+                pictures.append([picture for _, images in read for picture in images])
         return pictures, rows
 
     def _batch(self, rows: Sequence[Sequence[list[int]]], pictures: Sequence[list[Picture]] = ()) -> dict[str, Any]:
@@ -73,10 +73,10 @@ class VisionCollator(Collator):
         """
         limit, multiple = self.max_length, self.pad_to_multiple_of
         ids = [torch.tensor([token for piece in row for token in piece], dtype=torch.long) for row in rows]
-        if limit is not None and any(self.reader.token_id in one[limit:] for one in ids):
+        if limit is not None and any(self.reader.token_id in sequence[limit:] for sequence in ids):
             raise DataError(f"max_length={limit} cuts into an image of the batch. Fix: a larger one, or None.")
         answers = [torch.tensor([at % 2 for at, piece in enumerate(row) for _ in piece][:limit]) for row in rows]
-        batch = pad_ids([one[:limit] for one in ids], self.pad_token_id, multiple)
+        batch = pad_ids([sequence[:limit] for sequence in ids], self.pad_token_id, multiple)
         batch["completion_mask"] = pad(answers, 0, pad_to_multiple_of=multiple)
         starts = torch.tensor([[len(row[0])] for row in rows])  # (B, 1)
         return batch | self.reader.plain_inputs(batch["input_ids"], pictures, starts)
@@ -271,14 +271,14 @@ def prepare_multimodal_messages(
     [{'role': 'user', 'content': [{'type': 'image', 'image': 'cat'}, {'type': 'text', 'text': 'What is it?'}]}]
     """
     pictures = list(images or ())
-    made = [
+    converted = [
         {**m, "content": [_without_none(block) if isinstance(block, dict) else block for block in m["content"]]}
         if isinstance(m.get("content"), list)
         else dict(m)
         for m in messages
     ]
-    wanted = 0 if any(_empty(message) for message in made) else len(pictures)
-    for index, message in enumerate(made):
+    wanted = 0 if any(_empty(message) for message in converted) else len(pictures)
+    for index, message in enumerate(converted):
         role, content = message.get("role"), message.get("content")
         if role != "user" and role not in WRAPPED:
             raise DataError(f"message {index} has the role {role!r}; known are user, {', '.join(WRAPPED)}.")
@@ -288,7 +288,7 @@ def prepare_multimodal_messages(
             before = [{"type": "image"} for _ in range(wanted)] if role == "user" else []
             wanted = 0 if role == "user" else wanted
             message["content"] = [*before, {"type": "text", "text": content}]
-    places = [block for message in made for block in _empty(message)]
+    places = [block for message in converted for block in _empty(message)]
     if images is not None and len(places) != len(pictures):
         raise DataError(
             f"the messages have {len(places)} image placeholders and there are {len(pictures)} images. Give one image a "
@@ -296,7 +296,7 @@ def prepare_multimodal_messages(
         )
     for block, picture in zip(places, pictures, strict=False):
         block["image"] = picture
-    return made
+    return converted
 
 
 def _blocks(message: dict[str, Any]) -> list[dict[str, Any]]:
@@ -320,10 +320,10 @@ def prepare_multimodal_messages_vllm(messages: Sequence[dict[str, Any]]) -> list
     >>> prepare_multimodal_messages_vllm([{"role": "user", "content": [{"type": "image", "image": "cat"}]}])
     [{'role': 'user', 'content': [{'type': 'image_pil', 'image_pil': 'cat'}]}]
     """
-    made = copy.deepcopy(list(messages))
-    for message in made:
+    converted = copy.deepcopy(list(messages))
+    for message in converted:
         for block in message["content"] if isinstance(message.get("content"), list) else ():
             if isinstance(block, dict) and block.get("type") == "image":
                 block["type"] = "image_pil"
                 block["image_pil"] = block.pop("image", None)
-    return made
+    return converted

@@ -174,23 +174,23 @@ def to_batch(inputs: Any) -> Batch:
     batch, back = inputs.batch, torch.argsort(inputs.order)
     if added := [name for name in inputs if name not in inputs.made and "labels" in inputs.made]:
         raise _not_followed(f"inputs has {added} that were not in it", "model arguments are those of the batch")
-    for name, made in inputs.made.items():
+    for name, before in inputs.made.items():
         value = inputs.get(name)
         if name == ITEMS or (value is None and name in batch.columns):
             continue  # Taken out, so that model(**inputs) does not get it.
-        changed = f"inputs[{name!r}] was changed from shape {tuple(made.shape)}"
-        if not isinstance(value, Tensor) or value.shape != made.shape:
+        changed = f"inputs[{name!r}] was changed from shape {tuple(before.shape)}"
+        if not isinstance(value, Tensor) or value.shape != before.shape:
             shape = tuple(value.shape) if isinstance(value, Tensor) else value
             raise _not_followed(f"{changed} to {shape}", "its rows are laid out already")
-        if not torch.allclose(value, made.to(value.dtype), rtol=0.0, atol=0.0, equal_nan=True):
-            batch = _follow(batch, name, value[back], made[back], changed)
+        if not torch.allclose(value, before.to(value.dtype), rtol=0.0, atol=0.0, equal_nan=True):
+            batch = _follow(batch, name, value[back], before[back], changed)
     return batch
 
 
-def _follow(batch: Batch, name: str, value: Tensor, made: Tensor, changed: str) -> Batch:
+def _follow(batch: Batch, name: str, value: Tensor, before: Tensor, changed: str) -> Batch:
     """The batch with other labels or another column, rows in its own order; refuses any other change."""
     if name == "labels":
-        if not ((value == made) | (value == IGNORED)).all():
+        if not ((value == before) | (value == IGNORED)).all():
             raise _not_followed(f"{changed} to other tokens", f"labels may be set to {IGNORED} alone")
         return replace(batch, loss_mask=(value != IGNORED) & batch.loss_mask)
     known = _per_sequence(batch).get(name)
@@ -198,8 +198,8 @@ def _follow(batch: Batch, name: str, value: Tensor, made: Tensor, changed: str) 
         raise _not_followed(f"{changed} to other values", "its rows are laid out already")
     sequence, column = batch.sequence.max(1).values, torch.empty_like(known)
     column[sequence] = value.to(column.dtype)
-    given = {"advantages": column} if name == "advantages" else {"columns": batch.columns | {name: column}}
-    return replace(batch, **given)
+    changes = {"advantages": column} if name == "advantages" else {"columns": batch.columns | {name: column}}
+    return replace(batch, **changes)
 
 
 def _not_followed(what: str, why: str) -> ConfigError:
@@ -228,11 +228,11 @@ def label_tokens(counts: Denominators, divides: bool) -> Tensor | None:
 
 def _as_said(inputs: Any, counts: Denominators) -> Denominators:
     """The counts of a step, with the tokens that a subclass wrote in the dict of an online method."""
-    made = inputs.made.get(ITEMS) if isinstance(inputs, PaddedInputs) else None
-    said = inputs.get(ITEMS) if made is not None else None
-    if made is None or said is None or not made or float(said) == float(made):
+    counted = inputs.made.get(ITEMS) if isinstance(inputs, PaddedInputs) else None
+    said = inputs.get(ITEMS) if counted is not None else None
+    if counted is None or said is None or not counted or float(said) == float(counted):
         return counts
-    return replace(counts, tokens=counts.tokens * float(said) / float(made))
+    return replace(counts, tokens=counts.tokens * float(said) / float(counted))
 
 
 def _shared(whole: Denominators, parts: float) -> Denominators:

@@ -325,8 +325,8 @@ def _in_chunks(
         flat, index = flat[kept], index[kept]
     size = chunk or max(1, CHUNK_BYTES.get(logits.device.type, ACCELERATOR_CHUNK_BYTES) // (4 * max(1, vocabulary)))
     parts = zip(flat.split(size), index.split(size), strict=True)
-    found = [checkpoint(_chunk_of, part, chosen, temperature, use_reentrant=False) for part, chosen in parts]
-    logp, entropy = (torch.cat(one) for one in zip(*found, strict=True))
+    chunks = [checkpoint(_chunk_of, part, chosen, temperature, use_reentrant=False) for part, chosen in parts]
+    logp, entropy = (torch.cat(one) for one in zip(*chunks, strict=True))
     if kept is None:
         return logp, entropy
     return logp.new_zeros(n, index.shape[1]).index_copy(0, kept, logp), entropy.new_zeros(n).index_copy(

@@ -136,30 +136,30 @@ class WeaveCallback(transformers.TrainerCallback):
         for prompt, completion in pairs:
             try:
                 prediction = evaluation.log_prediction(inputs={"prompt": prompt}, output=completion)
-                found = self._score(prompt, completion)
-                for name, value in found.items():
+                of_example = self._score(prompt, completion)
+                for name, value in of_example.items():
                     prediction.log_score(scorer=name, score=value)
                 prediction.finish()
             except Exception as error:
                 logger.warning("Weave: a prediction was not logged: %s: %s", type(error).__name__, error)
                 continue
             successful += 1
-            for name, value in found.items():
+            for name, value in of_example.items():
                 scores[name].append(float(value))
         summary: dict[str, float] = {"total_predictions": len(pairs), "successful_predictions": successful}
         summary |= {f"avg_{name}": sum(values) / len(values) for name, values in scores.items() if values}
         evaluation.log_summary(summary)
 
     def _score(self, prompt: Any, completion: str) -> dict[str, Any]:
-        found = {}
+        scores = {}
         for name, scorer in self.scorers.items():
             try:
                 value = scorer(prompt, completion)
                 float(value)
-                found[name] = value
+                scores[name] = value
             except Exception as error:
                 logger.warning("Weave: scorer %r failed on a completion: %s: %s", name, type(error).__name__, error)
-        return found
+        return scores
 
 
 def _wandb_project() -> str | None:

@@ -51,14 +51,14 @@ def tool_call(name: Any, arguments: Any) -> dict[str, Any]:
 
 def json_arguments(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Messages with the arguments of their tool calls as JSON text, as templates that concatenate them need it."""
-    made = []
+    converted = []
     for message in messages:
         calls = [
             tool_call(c["function"]["name"], json.dumps(c["function"]["arguments"]))
             for c in message.get("tool_calls", ())
         ]
-        made.append({**message, "tool_calls": calls} if calls else message)
-    return made
+        converted.append({**message, "tool_calls": calls} if calls else message)
+    return converted
 
 
 # What messages call the model's reasoning; a template reads one of them, and silently leaves the others out.
@@ -117,11 +117,11 @@ def fit_messages(tokenizer: Tokenizer, messages: list[dict[str, Any]], template:
 
 
 def _under_read_name(message: dict[str, Any], reads: list[str]) -> dict[str, Any]:
-    given = [name for name in REASONING if message.get(name)]
-    if not given or not reads or set(given) & set(reads):
+    spelled = [name for name in REASONING if message.get(name)]
+    if not spelled or not reads or set(spelled) & set(reads):
         return message
-    warn_once(logger, "messages hold %r, which the chat template does not read: taken as %r.", given[0], reads[0])
-    return {**{k: v for k, v in message.items() if k != given[0]}, reads[0]: message[given[0]]}
+    warn_once(logger, "messages hold %r, which the chat template does not read: taken as %r.", spelled[0], reads[0])
+    return {**{k: v for k, v in message.items() if k != spelled[0]}, reads[0]: message[spelled[0]]}
 
 
 def _arguments(call: Any) -> Any:
@@ -404,8 +404,8 @@ def assistant_mask(
         return out["input_ids"], out["assistant_masks"]
     rendered = partial(render, tokenizer)
     text, spans = assistant_spans(rendered, messages, turn_end(tokenizer), tools=tools, **template_kwargs)
-    found = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-    return found["input_ids"], [int(any(a <= at < b for a, b in spans)) for at, _ in found["offset_mapping"]]
+    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+    return encoded["input_ids"], [int(any(a <= at < b for a, b in spans)) for at, _ in encoded["offset_mapping"]]
 
 
 def assistant_spans(
@@ -490,14 +490,14 @@ def encode_rows(
     Raises:
         DataError: A text is no valid Unicode.
     """
-    found: list[list[list[int]]] = [[] for _ in rows]
+    ids_of_rows: list[list[list[int]]] = [[] for _ in rows]
     for special in (True, False):
         at = [place for place, (plain, texts) in enumerate(rows) if plain == special for _ in texts]
         texts = [text for plain, texts in rows if plain == special for text in texts]
         ids = encode(tokenizer, texts, special=special, where=lambda i, at=at: f"row {indices[at[i]]}")
-        for place, one in zip(at, ids, strict=True):
-            found[place].append(one)
-    return found
+        for place, row_ids in zip(at, ids, strict=True):
+            ids_of_rows[place].append(row_ids)
+    return ids_of_rows
 
 
 def one_bos(ids: list[int], bos: int | None) -> list[int]:

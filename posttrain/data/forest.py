@@ -65,7 +65,7 @@ def share_prompts(rows: Sequence[Row]) -> tuple[list[Row], list[int]]:
     >>> [row.completions for row in rows], places
     ([[[2], [5]], [[4]]], [0, 2, 1])
     """
-    found: dict[Any, tuple[Row, list[int]]] = {}
+    by_prompt: dict[Any, tuple[Row, list[int]]] = {}
     count = 0
     for number, row in enumerate(rows):
         columns = (*sorted(row.sequence_columns), *sorted(row.token_columns))
@@ -79,7 +79,7 @@ def share_prompts(rows: Sequence[Row]) -> tuple[list[Row], list[int]]:
         empty = Row(
             row.prompt_ids, [], [], model_kwargs=row.model_kwargs, prompt_mask=row.prompt_mask, pictures=pictures[:1]
         )
-        whole, places = found.setdefault(number if row.model_kwargs else key, (empty, []))
+        whole, places = by_prompt.setdefault(number if row.model_kwargs else key, (empty, []))
         whole.completions.extend(row.completions)
         whole.loss_masks.extend(row.loss_masks)
         whole.pictures.extend(pictures[1:])
@@ -89,7 +89,7 @@ def share_prompts(rows: Sequence[Row]) -> tuple[list[Row], list[int]]:
             whole.token_columns.setdefault(name, []).extend(lists)
         places.extend(range(count, count + len(row.completions)))
         count += len(row.completions)
-    return [row for row, _ in found.values()], [place for _, places in found.values() for place in places]
+    return [row for row, _ in by_prompt.values()], [place for _, places in by_prompt.values() for place in places]
 
 
 def collate(
@@ -201,13 +201,13 @@ def _by_rope(members: list[Member], switch: int | None) -> list[list[Member]]:
     """Sequences up to ``switch`` tokens, and longer ones."""
     if switch is None:
         return [members]
-    parts = [[one for one in members if (_length(one) > switch) is beyond] for beyond in (False, True)]
+    parts = [[member for member in members if (_length(member) > switch) is beyond] for beyond in (False, True)]
     return [part for part in parts if part]
 
 
 def _refuse_mixed(parts: list[list[Member]], layout: Layout, together: bool) -> None:
     """Raise where sequences that the loss compares lie on both sides of ``rope_switch``."""
-    short, long = ({one.number: one for one in part} for part in parts)
+    short, long = ({member.number: member for member in part} for part in parts)
     shared = [number for number in short if number in long] or ([next(iter(short))] if together else [])
     if shared:
         a, b = short[shared[0]], long.get(shared[0], next(iter(long.values())))
@@ -609,20 +609,20 @@ def unbatched_answers(batch: Any, examples: Sequence[dict[str, Any]], branches: 
             f"({', '.join(branches)}). Fix: give all rows with the first answer, then as many with the next."
         )
     columns = {name: value.tolist() for name, value in batch.items() if getattr(value, "shape", None) == (count,)}
-    found = [{**example, **{name: c[i] for name, c in columns.items()}} for i, example in enumerate(examples)]
+    answers = [{**example, **{name: c[i] for name, c in columns.items()}} for i, example in enumerate(examples)]
     for index, row in enumerate(rows):
         branch, at = divmod(index, count)
         ids, mask = row["input_ids"], row.get("completion_mask")
         start = 0 if mask is None else (*mask, 1).index(1)
-        if branch and mask is not None and found[at]["prompt_ids"] != ids[:start]:
+        if branch and mask is not None and answers[at]["prompt_ids"] != ids[:start]:
             raise DataError(
                 f"data_collator gave example {at} of a batch another prompt with its {branches[branch]} answer than with the "
                 "first one; a prompt is computed once for all of them. Fix: cut or change prompts in train_dataset."
             )
-        found[at][f"{branches[branch]}_ids"] = ids[start:]
+        answers[at][f"{branches[branch]}_ids"] = ids[start:]
         if mask is not None:
-            found[at] |= {"prompt_ids": ids[:start], f"{branches[branch]}_mask": mask[start:]}
-    return found
+            answers[at] |= {"prompt_ids": ids[:start], f"{branches[branch]}_mask": mask[start:]}
+    return answers
 
 
 def _has(batch: Any, name: str) -> bool:

@@ -269,8 +269,8 @@ def naming(where: str, hint: str = "") -> Iterator[None]:
 def given_rows(batch: Mapping[str, list], indices: Sequence[int]) -> Iterator[tuple[int, dict[str, Any]]]:
     """Rows of a batch of columns with their numbers; columns that are None in a row are no columns of it."""
     for position, index in enumerate(indices):
-        held = {name: column[position] for name, column in batch.items() if name != ROW}
-        yield index, {name: value for name, value in held.items() if value is not None}
+        columns = {name: column[position] for name, column in batch.items() if name != ROW}
+        yield index, {name: value for name, value in columns.items() if value is not None}
 
 
 ROW = "_row"  # A column of row numbers, kept through preparation so that what is found can be found again.
@@ -317,7 +317,7 @@ def undecoded(dataset: AnyDataset) -> Any:
     import datasets
 
     if isinstance(dataset, dict):
-        return {name: undecoded(one) for name, one in dataset.items()}
+        return {name: undecoded(subset) for name, subset in dataset.items()}
     for name, kind in (getattr(dataset, "features", None) or {}).items():
         inner = getattr(kind, "feature", None)
         if isinstance(kind, datasets.Image):
@@ -342,8 +342,8 @@ def pictures_of(example: Mapping[str, Any]) -> list[Any]:
 def has_pictures(rows: Iterable[Mapping[str, Any]]) -> bool:
     """Whether any row has a picture, in its columns or inside its messages."""
     for row in rows:
-        held = [row[name] for name in MESSAGE_COLUMNS if isinstance(row.get(name), list)]
-        if pictures_of(row) or any(map(picture_blocks, held)):
+        conversations = [row[name] for name in MESSAGE_COLUMNS if isinstance(row.get(name), list)]
+        if pictures_of(row) or any(map(picture_blocks, conversations)):
             return True
     return False
 
@@ -362,7 +362,7 @@ def shows_pictures(dataset: AnyDataset) -> bool:
     import datasets
 
     if isinstance(dataset, Mapping):
-        return any(shows_pictures(one) for one in dataset.values())
+        return any(shows_pictures(subset) for subset in dataset.values())
     if {*PICTURE_COLUMNS} & {*(getattr(dataset, "column_names", None) or ())}:
         return True
     if isinstance(dataset, datasets.IterableDataset):
@@ -587,13 +587,13 @@ def shown_pieces(
         pieces_of: Ids and flags between pictures to pieces; None: runs of equal flags.
     """
     pieces_of = pieces_of or partial(_runs, tokenizer)
-    made: list[tuple[str, bool]] = []
+    pieces: list[tuple[str, bool]] = []
     at = 0
-    for number, (one, start, end) in enumerate(row.picture_spans(index, ids), 1):
-        made += pieces_of(list(ids[at:start]), list(flags[at:start])) if start > at else []
-        made.append((one.picture.label(number, one.count), False))
+    for number, (image, start, end) in enumerate(row.picture_spans(index, ids), 1):
+        pieces += pieces_of(list(ids[at:start]), list(flags[at:start])) if start > at else []
+        pieces.append((image.picture.label(number, image.count), False))
         at = end
-    return made + (pieces_of(list(ids[at:]), list(flags[at:])) if at < len(ids) or not made else [])
+    return pieces + (pieces_of(list(ids[at:]), list(flags[at:])) if at < len(ids) or not pieces else [])
 
 
 def _runs(tokenizer: Tokenizer, ids: list[int], flags: list[Any]) -> list[tuple[str, bool]]:
@@ -609,7 +609,7 @@ def plain_rows(dataset: AnyDataset) -> Any:
     import datasets
 
     if isinstance(dataset, dict):
-        return {name: plain_rows(one) for name, one in dataset.items()}
+        return {name: plain_rows(subset) for name, subset in dataset.items()}
     if isinstance(dataset, datasets.IterableDataset):
         return dataset.with_format(None)
     if not isinstance(dataset, datasets.Dataset) or dataset.format["type"] in (None, "custom"):

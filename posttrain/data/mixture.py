@@ -134,8 +134,8 @@ class DatasetMixtureConfig:
     )
 
     def __post_init__(self) -> None:
-        given = self.datasets if isinstance(self.datasets, list | tuple) else [self.datasets]
-        self.datasets = [_member(item) for item in given]
+        members = self.datasets if isinstance(self.datasets, list | tuple) else [self.datasets]
+        self.datasets = [_member(item) for item in members]
         check_choice("sample", self.sample, SAMPLES)
         if self.test_split_size is not None and not 0 < self.test_split_size < 1:
             raise ConfigError(
@@ -333,12 +333,12 @@ def get_dataset(mixture_config: DatasetMixtureConfig, seed: int = 42) -> Any:
 
 
 def _weights(mixture: DatasetMixtureConfig) -> list[float] | None:
-    given = [member.fraction for member in mixture.datasets]
-    fractions = [f for f in given if f is not None]
+    fractions_given = [member.fraction for member in mixture.datasets]
+    fractions = [f for f in fractions_given if f is not None]
     if not fractions:
         return None
-    if len(fractions) < len(given):
-        raise ConfigError(f"fraction is set on some datasets only: {given}. Set it on all, or on none.")
+    if len(fractions) < len(fractions_given):
+        raise ConfigError(f"fraction is set on some datasets only: {fractions_given}. Set it on all, or on none.")
     if mixture.streaming:
         raise ConfigError(
             "fraction needs the lengths of the datasets, which streaming=True does not know. Turn one off."

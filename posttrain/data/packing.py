@@ -159,12 +159,12 @@ def as_rows(values: pa.Array, lengths: np.ndarray) -> pa.Array:
 
 def list_columns(table: pa.Table, rows: list[int] | None) -> dict[str, Lists]:
     """The columns of a window, checked: lists only, of one length in each row."""
-    found: dict[str, Lists] = {}
+    columns: dict[str, Lists] = {}
     for name in table.column_names:
         check_list(name, table.schema.field(name).type)
-        found[name] = list_column(table.column(name), name, rows)
-    first_name, first = next(iter(found.items()))
-    for name, other in found.items():
+        columns[name] = list_column(table.column(name), name, rows)
+    first_name, first = next(iter(columns.items()))
+    for name, other in columns.items():
         differing = np.flatnonzero(other.lengths != first.lengths)
         if len(differing):
             at = int(differing[0])
@@ -172,7 +172,7 @@ def list_columns(table: pa.Table, rows: list[int] | None) -> dict[str, Lists]:
                 f"row {rows[at] if rows else at}: column {first_name!r} has {first.lengths[at]} items and column {name!r} "
                 f"has {other.lengths[at]}. Packed columns must have one length in each row; drop the other columns."
             )
-    return found
+    return columns
 
 
 def check_list(name: str, kind: pa.DataType) -> None:
@@ -442,13 +442,13 @@ def _report(dataset: datasets.Dataset, packed: datasets.Dataset, plan: _Plan, na
         return
     cut = plan.size if plan.strategy == "bfd" else None
     total, wanted, before = _tally(dataset, cut)
-    found, _, after = _tally(packed, None)
-    if (wanted, before) != (found, after):
+    packed_items, _, after = _tally(packed, None)
+    if (wanted, before) != (packed_items, after):
         raise DataError(
-            f"packing lost or doubled items: {wanted} went in and {found} came out (checksums {before} and {after}). This is a "
-            "defect of packing, or of a cache file; pass load_from_cache_file=False in map_kwargs and report it."
+            f"packing lost or doubled items: {wanted} went in and {packed_items} came out (checksums {before} and {after}). "
+            "This is a defect of packing, or of a cache file; pass load_from_cache_file=False in map_kwargs and report it."
         )
-    fill, lost = found / (len(packed) * plan.size), total - wanted
+    fill, lost = packed_items / (len(packed) * plan.size), total - wanted
     logger.log(
         logging.WARNING if fill < LOW_FILL and len(packed) > 1 else logging.INFO,
         "packed%s with %s: %d documents into %d rows of %d, %.2f %% full; %d of %d items cut off (%.2f %%).",
@@ -462,9 +462,9 @@ def _tally(dataset: datasets.Dataset, cut: int | None) -> tuple[int, int, int]:
     total = within = checksum = 0
     column = dataset.column_names[0]
     for table in dataset.select_columns([column]).with_format("arrow").iter(WINDOW_ROWS):
-        found = list_column(table.column(0), column, None)
-        kept = found.lengths if cut is None else np.minimum(found.lengths, cut)
-        total, within = total + int(found.lengths.sum()), within + int(kept.sum())
-        if pa.types.is_integer(found.values.type) and not found.values.null_count:
-            checksum += segment_sum(np.asarray(found.values), found.starts, kept)
+        items = list_column(table.column(0), column, None)
+        kept = items.lengths if cut is None else np.minimum(items.lengths, cut)
+        total, within = total + int(items.lengths.sum()), within + int(kept.sum())
+        if pa.types.is_integer(items.values.type) and not items.values.null_count:
+            checksum += segment_sum(np.asarray(items.values), items.starts, kept)
     return total, within, checksum % 2**64

@@ -79,19 +79,19 @@ def row_batch(
     batch: dict[str, list], indices: list[int], reader: PictureProcessor, options: PictureOptions
 ) -> dict[str, list]:
     """A batch of rows as columns of ids; see `Vision.prepare_rows`."""
-    made: list[dict[str, Any]] = []
-    for index, given in given_rows(batch, indices):
+    encoded_rows: list[dict[str, Any]] = []
+    for index, row in given_rows(batch, indices):
         with naming(f"row {index}"):
-            made.append(_row(strip_none(given), reader, options))
-            for picture in made[-1]["pictures"]:
+            encoded_rows.append(_row(strip_none(row), reader, options))
+            for picture in encoded_rows[-1]["pictures"]:
                 picture["row"] = index
-    return {name: [one[name] for one in made] for name in made[0]}
+    return {name: [encoded[name] for encoded in encoded_rows] for name in encoded_rows[0]}
 
 
-def row_features(given: object, branches: Sequence[str], drop: Sequence[str]) -> Any:
+def row_features(features: object, branches: Sequence[str], drop: Sequence[str]) -> Any:
     """Types of all columns: a thousand rows of text, from which they would be taken, say nothing of pictures."""
     ids = ["prompt_ids", *(f"{b}_ids" for b in branches)] if branches else ["input_ids", "labels"]
-    kept = {name: kind for name, kind in given.items() if name not in drop}
+    kept = {name: kind for name, kind in features.items() if name not in drop}
     kept |= {name: List(Value("int64")) for name in [*ids, *(f"{b}_mask" for b in branches)]}
     kept |= {name: Value("int64") for name in COUNTERS} | {"_reason": Value("string")}
     picture = {"bytes": Value("binary"), "path": Value("string"), "size": List(Value("int64")), "row": Value("int64")}
@@ -105,12 +105,12 @@ def _row(row: dict[str, Any], reader: PictureProcessor, options: PictureOptions)
         segments, plain = spoken_segments(row, reader, prompt_too=options.train_prompt), False
     else:
         segments, plain = row_segments(row, reader, options.branches, options.text_field)
-    reason, read, found = "", [], []
+    reason, read, fitted = "", [], []
     try:
         reason, where = UNREADABLE, "column 'images'"
         read = [(text, [read_picture(v, where, reader.background) for v in values]) for text, values in segments]
         reason = LARGE
-        found = [(text, [reader.fitted(picture) for picture in held]) for text, held in read]
+        fitted = [(text, [reader.fitted(picture) for picture in pictures]) for text, pictures in read]
         if options.fit == "drop":
             # A file that was cut has a fine header; read now, it stops no run later.
             reason = UNREADABLE
@@ -121,27 +121,27 @@ def _row(row: dict[str, Any], reader: PictureProcessor, options: PictureOptions)
         if options.fit != "drop":
             raise
         # The row is left out, so any text will do.
-        read = found = [(part.replace(reader.placeholder, ""), []) for part, _ in segments]
-    if not _held(found) and not reason and reader.family.block == "prompt":
+        read = fitted = [(part.replace(reader.placeholder, ""), []) for part, _ in segments]
+    if not _held(fitted) and not reason and reader.family.block == "prompt":
         raise DataError(
             "the row has no image, and this model's processor takes no prompt without one. Fix: leave it out."
         )
-    if reader.per_row is not None and len(_held(found)) > reader.per_row:
+    if reader.per_row is not None and len(_held(fitted)) > reader.per_row:
         reason = reason or MANY
     if plain or options.begins:
-        found[0] = (reader.begun(found[0][0]), found[0][1])
+        fitted[0] = (reader.begun(fitted[0][0]), fitted[0][1])
     if options.fit == "resize" and not reason:
-        found = _smaller(found, reader, options, plain)
+        fitted = _smaller(fitted, reader, options, plain)
     counts = {
-        "_resized": sum(old != new for old, new in zip(_held(read), _held(found), strict=True)),
-        "_escaped": sum(reader.escaped(text) for text, _ in found),
+        "_resized": sum(old != new for old, new in zip(_held(read), _held(fitted), strict=True)),
+        "_escaped": sum(reader.escaped(text) for text, _ in fitted),
     }
-    return _columns(*_encoded(found, reader, options, plain), _held(found), reason, reader, options) | counts
+    return _columns(*_encoded(fitted, reader, options, plain), _held(fitted), reason, reader, options) | counts
 
 
 def _held(segments: Segments) -> list[Picture]:
     """Pictures of a row, in reading order."""
-    return [picture for _, held in segments for picture in held]
+    return [picture for _, pictures in segments for picture in pictures]
 
 
 def _encoded(
@@ -149,8 +149,10 @@ def _encoded(
 ) -> tuple[list[int], list[Answer]]:
     """Ids of the prompt (none of a document), and ids of each answer with which of them are trained."""
     several = len(segments) > 1
-    made = [reader.encode(text, held, prompt=several and not at)[0] for at, (text, held) in enumerate(segments)]
-    prompt, *answers = made if several else ([], *made)
+    parts = [
+        reader.encode(text, pictures, prompt=several and not at)[0] for at, (text, pictures) in enumerate(segments)
+    ]
+    prompt, *answers = parts if several else ([], *parts)
     silent = {*reader.controls.values(), reader.token_id}
     if options.spoken:
         # Behind the prompt, every other piece is the assistant's.
@@ -183,7 +185,7 @@ def _smaller(segments: Segments, reader: PictureProcessor, options: PictureOptio
         room = (limit - _length(prompt, answers) + sum(counts)) // len(counts)
         most = max(min(room, max(counts) - 1), 1) if not most else int(0.9 * most)
         try:
-            shown = [(text, [reader.fitted(picture, most) for picture in held]) for text, held in segments]
+            shown = [(text, [reader.fitted(picture, most) for picture in pictures]) for text, pictures in segments]
         except DataError:
             break
         if most <= 1:
@@ -211,19 +213,19 @@ def _columns(
         reason = reason or EMPTY
     if len(answers) == 2 and answers[0][0] == answers[1][0] and reader.token_id not in answers[0][0]:
         reason = reason or EQUAL
-    made: dict[str, Any] = {}
+    columns: dict[str, Any] = {}
     if options.branches:
-        made["prompt_ids"] = prompt
+        columns["prompt_ids"] = prompt
         for branch, (ids, mask) in zip(options.branches, answers, strict=True):
-            made |= {f"{branch}_ids": ids, f"{branch}_mask": mask}
+            columns |= {f"{branch}_ids": ids, f"{branch}_mask": mask}
     else:
         ((ids, said),), silent = answers, {*reader.controls.values(), reader.token_id}
         whole = options.train_prompt and not options.spoken
         trained = [int(whole and token not in silent) for token in prompt] + said
-        made["input_ids"] = prompt + ids
-        made["labels"] = [token if m else IGNORED for token, m in zip(prompt + ids, trained, strict=True)]
-    made["pictures"] = [stored(picture) for picture in pictures]
-    return made | {"_reason": reason, "_truncated": int(cut), "_tokens": length}
+        columns["input_ids"] = prompt + ids
+        columns["labels"] = [token if m else IGNORED for token, m in zip(prompt + ids, trained, strict=True)]
+    columns["pictures"] = [stored(picture) for picture in pictures]
+    return columns | {"_reason": reason, "_truncated": int(cut), "_tokens": length}
 
 
 def side_by_side(batch: dict[str, list], size: int) -> dict[str, list]:
@@ -231,8 +233,8 @@ def side_by_side(batch: dict[str, list], size: int) -> dict[str, list]:
     lengths = np.array([len(ids) for ids in batch["input_ids"]])
     order, counts = best_fit_decreasing(lengths, size)
     packs = np.split(order, np.cumsum(counts)[:-1])
-    made = {name: [[one for i in pack for one in rows[i]] for pack in packs] for name, rows in batch.items()}
-    return made | {LENGTHS: [lengths[pack].tolist() for pack in packs]}
+    columns = {name: [[one for i in pack for one in rows[i]] for pack in packs] for name, rows in batch.items()}
+    return columns | {LENGTHS: [lengths[pack].tolist() for pack in packs]}
 
 
 def row_segments(
@@ -256,8 +258,8 @@ def row_segments(
         if is_messages(whole):
             if reader.family.block == "prompt":
                 raise DataError("this model reads a prompt both ways. Fix: give 'prompt' and 'completion' apart.")
-            blocks, held = conversation_pictures(whole, images)
-            return [(reader.render(blocks, **template_arguments(row)), held)], False
+            blocks, pictures = conversation_pictures(whole, images)
+            return [(reader.render(blocks, **template_arguments(row)), pictures)], False
         return [(_text(whole, text_field), images)], True
     prompt = row.get("prompt")
     answers = [row.get(branch) for branch in branches]
@@ -270,14 +272,14 @@ def row_segments(
     for branch, answer in zip(branches, answers, strict=True):
         if not is_messages(answer):
             raise DataError(f"column 'prompt' holds messages and column {branch!r} is {str(answer)[:60]!r}.")
-        more, held = conversation_pictures(answer)
+        more, pictures = conversation_pictures(answer)
         wholes.append(reader.render([*blocks, *more], **template_arguments(row)))
-        inside.append(held)
+        inside.append(pictures)
     # Where a template writes the prompt differently before an answer, the boundary is where the texts part.
     begin = begin[: min(common_prefix(begin, whole) for whole in wholes)]
     if reader.places(begin) != len(shown):
         raise DataError("the chat template writes the prompt's images differently before an answer.")
-    return [(begin, shown), *((w[len(begin) :], held) for w, held in zip(wholes, inside, strict=True))], False
+    return [(begin, shown), *((w[len(begin) :], pictures) for w, pictures in zip(wholes, inside, strict=True))], False
 
 
 def spoken_segments(
@@ -302,13 +304,13 @@ def spoken_segments(
         raise DataError(
             "assistant_only_loss=True needs conversations: 'messages', or 'prompt' and 'completion' of messages."
         )
-    blocks, held = conversation_pictures([*prompt, *rest], pictures_of(row))
+    blocks, in_order = conversation_pictures([*prompt, *rest], pictures_of(row))
     end = turn_end(reader.tokenizer, reader.render)
     text, spans = assistant_spans(reader.render, blocks, end, **template_arguments(row))
-    given = 0 if prompt_too else sum(message.get("role") == "assistant" for message in prompt)
+    skipped = 0 if prompt_too else sum(message.get("role") == "assistant" for message in prompt)
     # A conversation in which nothing is said has an empty turn.
-    said = spans[given:] or [(len(text), len(text))]
-    cuts, pictures = [0, *(at for span in said for at in span), len(text)], iter(held)
+    said = spans[skipped:] or [(len(text), len(text))]
+    cuts, pictures = [0, *(at for span in said for at in span), len(text)], iter(in_order)
     pieces = [text[a:b] for a, b in pairwise(cuts)]
     return [(piece, list(islice(pictures, reader.places(piece)))) for piece in pieces]
 
@@ -386,11 +388,11 @@ def picture_prompts(
 
 def _once(rows: Iterable[Mapping[str, Any]], names: Sequence[str], make: Callable[[Any], Any]) -> list[Any]:
     """What ``make`` gives for each row; neighbours that agree in these columns share it."""
-    made: list[Any] = []
+    results: list[Any] = []
     for _, alike in groupby(rows, key=lambda row: [row.get(name) for name in names]):
         first, *others = alike
-        made += [make(first)] * (1 + len(others))
-    return made
+        results += [make(first)] * (1 + len(others))
+    return results
 
 
 def opened(examples: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -409,12 +411,17 @@ def _opened(example: Mapping[str, Any]) -> dict[str, Any]:
         return read_picture(value, "column 'images' of a prompt").opened()
 
     images = [read(value) for value in pictures_of(example)]
-    made: dict[str, Any] = {"image": images[0] if example.get("image") is not None else None, "images": images}
+    example_opened: dict[str, Any] = {
+        "image": images[0] if example.get("image") is not None else None,
+        "images": images,
+    }
     prompt: Any = example.get("prompt")
     if is_messages(prompt):
-        blocks, held = conversation_pictures(prompt, range(len(images)))
-        made["prompt"] = filled(blocks, [images[one] if isinstance(one, int) else read(one) for one in held])
-    return made
+        blocks, pictures = conversation_pictures(prompt, range(len(images)))
+        example_opened["prompt"] = filled(
+            blocks, [images[image] if isinstance(image, int) else read(image) for image in pictures]
+        )
+    return example_opened
 
 
 def picture_prompt(
@@ -435,17 +442,17 @@ def picture_prompt(
     """
     # The messages hold what the columns hold where pictures were read before.
     row = strip_none({k: v for k, v in row.items() if pictures is None or k not in PICTURE_COLUMNS})
-    blocks, held = conversation_of(row)
-    if reader.per_row is not None and len(held) > reader.per_row:
+    blocks, shown = conversation_of(row)
+    if reader.per_row is not None and len(shown) > reader.per_row:
         raise DataError(
-            f"a prompt has {len(held)} images, and max_images_per_row={reader.per_row}. Fix: leave this row out."
+            f"a prompt has {len(shown)} images, and max_images_per_row={reader.per_row}. Fix: leave this row out."
         )
     goes_on = blocks[-1].get("role") == "assistant"
     how = {"continue_final_message": True} if goes_on else {"add_generation_prompt": True}
     text = reader.begun(reader.render(blocks, **how, **{**kwargs, **template_arguments(row)}))
     reader.sanitized += reader.escaped(text)
     if pictures is None:
-        read = [read_picture(value, "column 'images' of a prompt", reader.background) for value in held]
+        read = [read_picture(value, "column 'images' of a prompt", reader.background) for value in shown]
         pictures = [reader.fitted(picture).encoded() for picture in read]
         reader.resized += sum(a != b for a, b in zip(read, pictures, strict=True))
     return Prompt(*reader.encode(text, pictures, prompt=True, ids_of=ids_of))
@@ -471,9 +478,9 @@ def exchanged(examples: Sequence[Mapping[str, Any]], size: int) -> list[dict[str
         size: Rows of one prompt.
     """
     rows = [conversation_of(example) for example in examples]
-    made = [{k: v for k, v in example.items() if k not in PICTURE_COLUMNS} for example in examples]
-    for count in {len(held) for _, held in rows}:
-        alike = [i for i, (_, held) in enumerate(rows) if len(held) == count]
+    exchanged_examples = [{k: v for k, v in example.items() if k not in PICTURE_COLUMNS} for example in examples]
+    for count in {len(pictures) for _, pictures in rows}:
+        alike = [i for i, (_, pictures) in enumerate(rows) if len(pictures) == count]
         for place, i in enumerate(alike):
-            made[i] |= {"prompt": rows[i][0], "images": rows[alike[(place + size) % len(alike)]][1]}
-    return made
+            exchanged_examples[i] |= {"prompt": rows[i][0], "images": rows[alike[(place + size) % len(alike)]][1]}
+    return exchanged_examples

@@ -209,17 +209,17 @@ def open_source(source: Any) -> Any:
 
 
 def _digest(source: Any) -> str:
-    found = hashlib.blake2b(digest_size=16)
+    digest = hashlib.blake2b(digest_size=16)
     if isinstance(source, str):
         with open(source, "rb") as file:
             source = file.read()
     if isinstance(source, bytes):
-        found.update(source)
+        digest.update(source)
     else:
         pixels, hidden = source.tobytes(), source.info.get("transparency")
         about = (source.mode, source.size, source.getexif().get(ORIENTATION), source.getpalette(None), hidden)
-        found.update(repr(about).encode() + pixels)
-    return found.hexdigest()
+        digest.update(repr(about).encode() + pixels)
+    return digest.hexdigest()
 
 
 def _rgb(image: Any, background: Background) -> Any:
@@ -305,32 +305,32 @@ def conversation_pictures(
     >>> conversation_pictures([{"role": "user", "content": "What is it?"}], ["cat"])
     ([{'role': 'user', 'content': [{'type': 'image'}, {'type': 'text', 'text': 'What is it?'}]}], ['cat'])
     """
-    made, found = [], []
+    converted, pictures = [], []
     for message in messages:
         content = message.get("content")
         message = {key: value for key, value in message.items() if value is not None}
         if isinstance(content, list):
             blocks = [_block(block, str(message.get("role"))) for block in content]
-            found += [held for _, held in blocks if held is not NOTHING]
+            pictures += [picture for _, picture in blocks if picture is not NOTHING]
             message["content"] = [block for block, _ in blocks]
-        made.append(message)
-    given, empty = [one for one in images or () if one is not None], sum(held is None for held in found)
-    if given and not empty:
-        user = next((m for m in made if m.get("role") == "user"), None)
+        converted.append(message)
+    loose, empty = [one for one in images or () if one is not None], sum(picture is None for picture in pictures)
+    if loose and not empty:
+        user = next((m for m in converted if m.get("role") == "user"), None)
         if user is None:
-            raise DataError(f"there are {len(given)} images and no user message. Fix: add one, or image blocks.")
-        before = len(picture_blocks(made[: made.index(user)]))
+            raise DataError(f"there are {len(loose)} images and no user message. Fix: add one, or image blocks.")
+        before = len(picture_blocks(converted[: converted.index(user)]))
         content = user.get("content")
         text = [{"type": "text", "text": content}] if isinstance(content, str) else list(content or ())
-        user["content"] = [{"type": "image"} for _ in given] + text
-        found, empty = [*found[:before], *(None for _ in given), *found[before:]], len(given)
-    if empty != len(given):
+        user["content"] = [{"type": "image"} for _ in loose] + text
+        pictures, empty = [*pictures[:before], *(None for _ in loose), *pictures[before:]], len(loose)
+    if empty != len(loose):
         raise DataError(
-            f"the messages have {empty} empty image blocks and there are {len(given)} images (PT-G002). Fix: one {{'type': "
+            f"the messages have {empty} empty image blocks and there are {len(loose)} images (PT-G002). Fix: one {{'type': "
             "'image'}} block an image, or none of these blocks."
         )
-    filling = iter(given)
-    return made, [next(filling) if held is None else held for held in found]
+    filling = iter(loose)
+    return converted, [next(filling) if picture is None else picture for picture in pictures]
 
 
 NOTHING: Any = object()  # What a block of text holds.
@@ -355,10 +355,10 @@ def _block(block: Any, role: str) -> tuple[dict[str, Any], Any]:
 def picture_in(block: Mapping[str, Any]) -> Any:
     """What a block of an image holds, as `read_picture` takes it; None where it is empty."""
     name = next((key for key in ALIASES if block.get(key) is not None), None)
-    held = None if name is None else block[name]
-    if isinstance(held, Mapping) and "url" in held:
-        held = held["url"]
-    return f"data:;base64,{held}" if name == "base64" else held
+    content = None if name is None else block[name]
+    if isinstance(content, Mapping) and "url" in content:
+        content = content["url"]
+    return f"data:;base64,{content}" if name == "base64" else content
 
 
 def filled(messages: Sequence[Mapping[str, Any]], images: Iterable[Any]) -> list[dict[str, Any]]:
@@ -377,8 +377,8 @@ def observed_blocks(content: Any, where: str, background: Background) -> list[di
     """
     if not isinstance(content, list) or not all(isinstance(block, Mapping) for block in content):
         raise DataError(f"{where}: {type(content).__name__} is no list of blocks of text and images.")
-    messages, held = conversation_pictures([{"role": "tool", "content": content}])
-    return filled(messages, [read_picture(value, where, background).encoded() for value in held])[0]["content"]
+    messages, pictures = conversation_pictures([{"role": "tool", "content": content}])
+    return filled(messages, [read_picture(value, where, background).encoded() for value in pictures])[0]["content"]
 
 
 def without_pictures(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

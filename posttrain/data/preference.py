@@ -76,15 +76,16 @@ def _answer_batch(
 ) -> dict[str, list]:
     """Ids of prompts and answers, tokenised in two calls: plain texts with special tokens, rendered ones without."""
     rows, texts = [], []
-    for index, given in given_rows(batch, indices):
+    for index, example in given_rows(batch, indices):
         with naming(f"row {index}"):
-            rows.append(_parted(strip_none(given), options.branches))
+            rows.append(_parted(strip_none(example), options.branches))
             texts.append(_texts(rows[-1], tokenizer, options.branches))
-    found = encode_rows(tokenizer, texts, indices)
-    made = [
-        _answers(row, plain, ids, tokenizer, options) for row, (plain, _), ids in zip(rows, texts, found, strict=True)
+    ids_of_rows = encode_rows(tokenizer, texts, indices)
+    encoded_rows = [
+        _answers(row, plain, ids, tokenizer, options)
+        for row, (plain, _), ids in zip(rows, texts, ids_of_rows, strict=True)
     ]
-    return {name: [one[name] for one in made] for name in made[0]}
+    return {name: [encoded[name] for encoded in encoded_rows] for name in encoded_rows[0]}
 
 
 def _texts(row: dict[str, Any], tokenizer: Tokenizer, branches: Sequence[str]) -> tuple[bool, list[str]]:
@@ -165,17 +166,17 @@ def _answers(
     if not reason and len(answers) > 1 and answers[0] == answers[1]:
         reason = EQUAL
     others = [not plain and any(m.get("role") != "assistant" for m in row[branch]) for branch in options.branches]
-    made: dict[str, Any] = {"prompt_ids": prompt, "_reason": reason, "_inner": int(any(others))}
-    made |= {"_truncated": int(cut), "_diverged": int(lost > 0)}
+    columns: dict[str, Any] = {"prompt_ids": prompt, "_reason": reason, "_inner": int(any(others))}
+    columns |= {"_truncated": int(cut), "_diverged": int(lost > 0)}
     for branch, whole, answer, inner in zip(options.branches, wholes, answers, others, strict=True):
-        made[f"{branch}_ids"] = answer
+        columns[f"{branch}_ids"] = answer
         if options.mask_inner_turns:
             told = [1] * len(whole)
             if inner:
                 _, told = assistant_mask(tokenizer, row["prompt"] + row[branch], **template_arguments(row))
             first = boundary if start else len(whole) - len(answer)
-            made[f"{branch}_mask"] = told[first : first + len(answer)]
-    return made
+            columns[f"{branch}_mask"] = told[first : first + len(answer)]
+    return columns
 
 
 def _truncate(prompt: list[int], answers: list[list[int]], limit: int, mode: str) -> tuple[list[int], list[list[int]]]:
@@ -425,25 +426,25 @@ def _pair_batch(
 ) -> dict[str, list]:
     """Ids of both answers with their prompt, and why a pair is left out."""
     names = [f"{side}_ids" for side in SIDES]
-    found = [list(pair) for pair in zip(*(batch[name] for name in names), strict=True)] if names[0] in batch else None
-    if found is None:
+    pairs = [list(pair) for pair in zip(*(batch[name] for name in names), strict=True)] if names[0] in batch else None
+    if pairs is None:
         texts = []
-        for index, given in given_rows(batch, indices):
+        for index, example in given_rows(batch, indices):
             with naming(f"row {index}"):
-                texts.append(_sides(strip_none(given), tokenizer))
-        found = encode_rows(tokenizer, texts, indices)
-        for (plain, _), pair in zip(texts, found, strict=True):
+                texts.append(_sides(strip_none(example), tokenizer))
+        pairs = encode_rows(tokenizer, texts, indices)
+        for (plain, _), pair in zip(texts, pairs, strict=True):
             if plain:
                 pair[:] = [one_eos(one_bos(ids, tokenizer.bos_token_id), tokenizer) for ids in pair]
-    for index, pair, margin in zip(indices, found, batch.get("margin", [0.0] * len(indices)), strict=True):
+    for index, pair, margin in zip(indices, pairs, batch.get("margin", [0.0] * len(indices)), strict=True):
         with naming(f"row {index}"):
             for name, ids in zip(names, pair, strict=True):
                 check_ids(ids, name, len(tokenizer))
             # One that is no number would make the loss none either.
             if isinstance(margin, bool) or not isinstance(margin, int | float) or not math.isfinite(margin):
                 raise DataError(f"column 'margin' must be a finite number in every row, and it is {margin!r}.")
-    columns = {name: [pair[side] for pair in found] for side, name in enumerate(names)}
-    return {**columns, "_reason": [_left_out(*pair, max_length) for pair in found]}
+    columns = {name: [pair[side] for pair in pairs] for side, name in enumerate(names)}
+    return {**columns, "_reason": [_left_out(*pair, max_length) for pair in pairs]}
 
 
 def _left_out(chosen: list[int], rejected: list[int], limit: int | None) -> str:

@@ -181,7 +181,7 @@ class PictureProcessor:
         """Text of messages, in which what a user typed of `controls` is marked."""
         if (mark := _marker()) is not None:
             words = re.compile("|".join(map(re.escape, sorted(self.controls, key=len, reverse=True))))
-            messages = [{**one, "content": mark(one.get("content"), words)} for one in messages]
+            messages = [{**message, "content": mark(message.get("content"), words)} for message in messages]
         return self.processor.apply_chat_template(_as_blocks(messages), tokenize=False, **options)
 
     @functools.cached_property
@@ -263,7 +263,7 @@ class PictureProcessor:
             )
         if prompt and self.family.block == "prompt":
             # Of the last image; one that a user typed is none.
-            shown = [found.end() for found in re.finditer(f"(?<!{self._mark}){re.escape(self.placeholder)}", text)]
+            shown = [match.end() for match in re.finditer(f"(?<!{self._mark}){re.escape(self.placeholder)}", text)]
             end = shown[-1] if pictures else 0
             text = f"{text[:end]}{self.tokenizer.bos_token}{text[end:]}\n"
         if pictures:
@@ -281,14 +281,14 @@ class PictureProcessor:
 
     def collapsed(self, ids: Sequence[int], placed: Sequence[Placed]) -> list[int]:
         """Undo the expansion of `encode`: one placeholder a picture, for an engine that expands and prepares by itself."""
-        made: list[int] = []
+        collapsed_ids: list[int] = []
         at, single = 0, int(self.tokenizer.convert_tokens_to_ids(self.placeholder))
-        for one in placed:
-            whole = self.tokenizer(self.expansion(one.picture).text, add_special_tokens=False)["input_ids"]
-            begin = one.start - whole.index(self.token_id)
-            made += [*ids[at:begin], single]
+        for image in placed:
+            whole = self.tokenizer(self.expansion(image.picture).text, add_special_tokens=False)["input_ids"]
+            begin = image.start - whole.index(self.token_id)
+            collapsed_ids += [*ids[at:begin], single]
             at = begin + len(whole)
-        return [*made, *ids[at:]]
+        return [*collapsed_ids, *ids[at:]]
 
     def place(self, ids: Sequence[int], pictures: Sequence[Picture]) -> list[Placed]:
         """Where pictures are in ids that hold all of their placeholders.
@@ -298,21 +298,21 @@ class PictureProcessor:
         """
         at = [i for i, token in enumerate(ids) if token == self.token_id]
         expansions = [self.expansion(picture) for picture in pictures]
-        if len(at) != sum(one.count for one in expansions):
+        if len(at) != sum(expansion.count for expansion in expansions):
             raise DataError(
                 f"PT-G011: the ids hold {len(at)} image placeholders and the {len(pictures)} images have "
-                f"{[one.count for one in expansions]}. Fix: a longer max_length, or smaller images."
+                f"{[expansion.count for expansion in expansions]}. Fix: a longer max_length, or smaller images."
             )
         placed, first = [], 0
         # Where a run of placeholders is taken for one image: by rotary positions, or by attention.
         runs = self.family.positions == "grid" or (self.family.block == "image" and self.family.models)
-        for picture, one in zip(pictures, expansions, strict=True):
+        for picture, expansion in zip(pictures, expansions, strict=True):
             if runs and first and at[first] == at[first - 1] + 1:
                 raise DataError(
                     "two images follow each other without a token between them. Fix: put text between them."
                 )
-            placed.append(Placed(picture, at[first], one.count, one.grid))
-            first += one.count
+            placed.append(Placed(picture, at[first], expansion.count, expansion.grid))
+            first += expansion.count
         return placed
 
     def place_all(self, segments: Sequence[Sequence[int]], pictures: list[Picture]) -> list[list[Placed]]:
@@ -390,12 +390,12 @@ class PictureProcessor:
     def _expand(self, picture: Picture) -> Expansion:
         if self.family.cross:
             return Expansion(self.placeholder, 1, None)
-        found = self._read([[shaded(picture.size).load()]], picture.where)
-        count = int((torch.as_tensor(found["input_ids"]) == self.token_id).sum())
-        text, grid = found[PARTS][0][0]["replacement"], None
+        output = self._read([[shaded(picture.size).load()]], picture.where)
+        count = int((torch.as_tensor(output["input_ids"]) == self.token_id).sum())
+        text, grid = output[PARTS][0][0]["replacement"], None
         if self.family.positions == "grid":
             merge = int(self.processor.image_processor.merge_size)
-            t, h, w = found[GRID][0].tolist()
+            t, h, w = output[GRID][0].tolist()
             grid = (t, h // merge, w // merge)
         return Expansion(text, count, grid)
 
@@ -514,9 +514,9 @@ class PictureProcessor:
         return mask
 
 
-def _pixels(found: Mapping[str, Any]) -> dict[str, Tensor]:
+def _pixels(output: Mapping[str, Any]) -> dict[str, Tensor]:
     """What the tower takes of a processor's output."""
-    return {name: value for name, value in found.items() if name not in TEXT_KEYS}
+    return {name: value for name, value in output.items() if name not in TEXT_KEYS}
 
 
 def _equal(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:

@@ -87,9 +87,9 @@ def _pairs(pattern: re.Pattern[str], body: str) -> dict[str, Any]:
     """Key and value pairs that cover a body to its end."""
     arguments: dict[str, Any] = {}
     at = 0
-    while found := pattern.match(body, at):
-        arguments[found[1].strip()] = Bare(found[2])
-        at = found.end()
+    while match := pattern.match(body, at):
+        arguments[match[1].strip()] = Bare(match[2])
+        at = match.end()
     if body[at:].strip():
         raise ValueError(
             f"the arguments of a call end in {body[at:].strip()[:60]!r}, which is no pair of key and value"
@@ -99,10 +99,10 @@ def _pairs(pattern: re.Pattern[str], body: str) -> dict[str, Any]:
 
 def _xml_call(body: str) -> list[dict[str, Any]]:
     """``<function=NAME>`` with ``<parameter=KEY>`` value ``</parameter>`` inside."""
-    found = FUNCTION.fullmatch(body)
-    if found is None:
+    match = FUNCTION.fullmatch(body)
+    if match is None:
         raise ValueError(f"a call must be <function=NAME>..</function>, and it is {body.strip()[:60]!r}")
-    return [tool_call(found[1], _pairs(PARAMETER, found[2]))]
+    return [tool_call(match[1], _pairs(PARAMETER, match[2]))]
 
 
 def _paired_call(body: str) -> list[dict[str, Any]]:
@@ -139,13 +139,13 @@ def harmony(text: str, opened: bool) -> dict[str, Any]:
     at = 0
     parts: dict[str, list[str]] = {"analysis": [], "final": []}
     calls = []
-    while found := HARMONY.match(text, at):
-        at = found.end()
-        recipient = re.search(r"to=functions\.(\S+)", found["before"] + " " + found["after"])
+    while match := HARMONY.match(text, at):
+        at = match.end()
+        recipient = re.search(r"to=functions\.(\S+)", match["before"] + " " + match["after"])
         if recipient:
-            calls.append(tool_call(recipient[1], json.loads(found["body"])))
+            calls.append(tool_call(recipient[1], json.loads(match["body"])))
         else:
-            parts["analysis" if found["channel"] == "analysis" else "final"].append(found["body"])
+            parts["analysis" if match["channel"] == "analysis" else "final"].append(match["body"])
     if text[at:].strip():
         raise ValueError(f"{text[at:].strip()[:60]!r} is not a message on a channel")
     return _wire_message("\n".join(parts["final"]), calls, thinking="\n".join(parts["analysis"]))
@@ -191,9 +191,9 @@ DEEPSEEK = re.compile(
 def _fenced_calls(body: str) -> list[dict[str, Any]]:
     """Calls one after the other, each a name and JSON in a code fence."""
     calls, at = [], 0
-    while found := DEEPSEEK.match(body, at):
-        calls.append(tool_call(found[1], _json_object(found[2])))
-        at = found.end()
+    while match := DEEPSEEK.match(body, at):
+        calls.append(tool_call(match[1], _json_object(match[2])))
+        at = match.end()
     if body[at:].strip():
         raise ValueError(f"{body[at:].strip()[:60]!r} is not a call")
     return calls
@@ -228,10 +228,10 @@ def parameter_schemas(tools: Sequence[dict[str, Any] | Callable[..., Any]] | Non
 
 def _types(schema: dict[str, Any]) -> set[str]:
     kinds = schema.get("type") or []
-    found = {kinds} if isinstance(kinds, str) else set(kinds)
+    types = {kinds} if isinstance(kinds, str) else set(kinds)
     for option in (*schema.get("anyOf", ()), *schema.get("oneOf", ())):
-        found |= _types(option)
-    return found
+        types |= _types(option)
+    return types
 
 
 def _read(text: str) -> Any:

@@ -120,18 +120,18 @@ def label_batch(
 ) -> dict[str, list]:
     """``input_ids``, ``labels`` (the token, or -100 where it is not trained) and counters for the report."""
     rows, plans = [], []
-    for index, given in given_rows(batch, indices):
-        none = sorted(set(batch) - {ROW, *given})
+    for index, example in given_rows(batch, indices):
+        none = sorted(set(batch) - {ROW, *example})
         with naming(f"row {index}", f" Columns {none} are None here." if none else ""):
-            rows.append(strip_none(given))
+            rows.append(strip_none(example))
             plans.append(_plan(rows[-1], tokenizer, options))
-        plans[-1].nested_none = has_nested_none(given)
-    found = encode_rows(tokenizer, [(plan.plain, plan.texts) for plan in plans], indices)
-    made, ends = [], set(terminal_token_ids(tokenizer))
-    for row, plan, texts, index in zip(rows, plans, found, indices, strict=True):
+        plans[-1].nested_none = has_nested_none(example)
+    ids_of_rows = encode_rows(tokenizer, [(plan.plain, plan.texts) for plan in plans], indices)
+    labelled, ends = [], set(terminal_token_ids(tokenizer))
+    for row, plan, texts, index in zip(rows, plans, ids_of_rows, indices, strict=True):
         with naming(f"row {index}"):
-            made.append(_labelled(row, plan, texts, tokenizer, options, ends))
-    return {name: [one[name] for one in made] for name in made[0]}
+            labelled.append(_labelled(row, plan, texts, tokenizer, options, ends))
+    return {name: [encoded[name] for encoded in labelled] for name in labelled[0]}
 
 
 def _plan(row: dict[str, Any], tokenizer: Tokenizer, options: SupervisedOptions) -> _Plan:
@@ -322,9 +322,9 @@ def prepare_sft_dataset(
         columns = [options.dataset_text_field]
     elif formatting_func is not None:
         logger.warning("the %s rows are tokenised already: formatting_func is ignored.", name)
-    given = {"tokenizer": tokenizer, "options": options}
+    fixed = {"tokenizer": tokenizer, "options": options}
     about: dict[str, Any] = {"drop": columns, "counters": COUNTERS, "num_proc": num_proc, "hint": HINT}
-    mapped, kept, report = tokenized(dataset, name, label_batch, given, **about)
+    mapped, kept, report = tokenized(dataset, name, label_batch, fixed, **about)
     if not streaming:
         _tell(report, mapped, options, tokenizer)
     if options.packing:

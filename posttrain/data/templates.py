@@ -535,19 +535,19 @@ def _encoded(
 
 def _row_problems(tokenizer: Tokenizer, messages: list[dict[str, Any]], start: int, kwargs: dict[str, Any]) -> set[str]:
     ids = _encoded(tokenizer, messages, kwargs)
-    found = set()
+    codes = set()
     bos = tokenizer.bos_token_id
     if bos is not None and ids[:2] == [bos, bos]:
-        found.add("PT-K111")
+        codes.add("PT-K111")
     elif bos is not None and ids[:1] != [bos] and tokenizer("a")["input_ids"][:1] == [bos]:
-        found.add("PT-K112")
+        codes.add("PT-K112")
     turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     if turns and turns[-1] > 0:
         head = _encoded(tokenizer, messages[: turns[-1]], kwargs, ask=True)
         if common_prefix(head, ids) < len(head):
-            found.add("PT-K115")
-    found |= _mask_problems(tokenizer, messages, turns, kwargs) if turns else set()
-    return found | _losses(render(tokenizer, messages, **kwargs), messages[start:])
+            codes.add("PT-K115")
+    codes |= _mask_problems(tokenizer, messages, turns, kwargs) if turns else set()
+    return codes | _losses(render(tokenizer, messages, **kwargs), messages[start:])
 
 
 def _mask_problems(tokenizer: Tokenizer, messages: list[dict], turns: list[int], kwargs: dict[str, Any]) -> set[str]:
@@ -565,17 +565,17 @@ def _mask_problems(tokenizer: Tokenizer, messages: list[dict], turns: list[int],
 
 def _losses(text: str, messages: list[dict[str, Any]]) -> set[str]:
     """What trained turns hold and the rendering does not."""
-    found = set()
+    codes = set()
     for message in messages:
         if message["role"] != "assistant":
             continue
         reasoning = message.get("reasoning_content") or message.get("thinking") or message.get("reasoning")
         if isinstance(reasoning, str) and reasoning.strip() not in text:
-            found.add("PT-K116")
+            codes.add("PT-K116")
         names = [(call.get("function") or call).get("name") or "" for call in message.get("tool_calls") or []]
         if not all(name in text for name in names):
-            found.add("PT-K119")
-    return found
+            codes.add("PT-K119")
+    return codes
 
 
 def _token_problems(tokenizer: Tokenizer) -> Iterable[str]:

@@ -178,10 +178,10 @@ def _join(tree: Tree, members: list[Member], most: int) -> bool:
     shared = _shared(node, row, 0)
     while shared == len(node.ids):
         depth += shared
-        found = [
+        candidates = [
             (child, _shared(child, row, depth)) for child in node.children if child.ids[0] in prompt[depth : depth + 1]
         ]
-        child, shared = max(found, key=lambda pair: pair[1], default=(node, 0))
+        child, shared = max(candidates, key=lambda pair: pair[1], default=(node, 0))
         if shared < min(SHARED_LEAST, len(prompt) - depth) or not shared:
             shared = 0
             break
@@ -223,5 +223,5 @@ def pictures_of(node: Node) -> list[tuple[int, Any]]:
     """Pictures that begin in a node, each with the index of its first placeholder in the node."""
     if not node.row.pictures:
         return []
-    held = node.row.pictures[0 if node.member is None else node.member.index + 1]
-    return [(one.start - node.start, one) for one in held if 0 <= one.start - node.start < len(node.ids)]
+    placed = node.row.pictures[0 if node.member is None else node.member.index + 1]
+    return [(image.start - node.start, image) for image in placed if 0 <= image.start - node.start < len(node.ids)]

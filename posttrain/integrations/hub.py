@@ -56,10 +56,10 @@ def not_found(kind: str, name: str, error: BaseException | None = None) -> str:
     )
     quoted = str(error).strip().splitlines()[0].rstrip(".") if error is not None and str(error).strip() else ""
     loader = f" The loader says: {quoted}." if quoted and not path_like else ""
-    made = MADE / asked.name
+    copy_of_demo = MADE / asked.name
     fix = (
-        f"The demo's copy, made of 4-bit weights, is in {str(made)!r}: give that path, or check spelling and network."
-        if kind != "dataset" and asked.name and (made / "config.json").is_file()
+        f"The demo's copy, made of 4-bit weights, is in {str(copy_of_demo)!r}: give that path, or check spelling and network."
+        if kind != "dataset" and asked.name and (copy_of_demo / "config.json").is_file()
         else "Check the path."
         if path_like
         else "Check the spelling; give a folder, or fetch it once with the network on."

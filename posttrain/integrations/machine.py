@@ -48,25 +48,25 @@ def gpu_processes() -> dict[int, list[tuple[int, str, int]]]:
     Returns:
         By index of the GPU as NVML counts them (CUDA_VISIBLE_DEVICES does not change it).
     """
-    found: dict[int, list[tuple[int, str, int]]] = {}
+    by_gpu: dict[int, list[tuple[int, str, int]]] = {}
     if not is_available("pynvml"):
-        return found
+        return by_gpu
     nvml = require("pynvml", "the list of processes on a GPU")
     try:
         nvml.nvmlInit()
     except nvml.NVMLError:
-        return found
+        return by_gpu
     try:
         for index in range(nvml.nvmlDeviceGetCount()):
             handle = nvml.nvmlDeviceGetHandleByIndex(index)
             with contextlib.suppress(nvml.NVMLError):
                 processes = nvml.nvmlDeviceGetComputeRunningProcesses(handle)
-                found[index] = [
+                by_gpu[index] = [
                     (p.pid, _name(p.pid), int(p.usedGpuMemory or 0)) for p in processes if p.pid != os.getpid()
                 ]
     finally:
         nvml.nvmlShutdown()
-    return found
+    return by_gpu
 
 
 def _name(pid: int) -> str:

@@ -49,9 +49,9 @@ def parse_gold(text: str) -> tuple:
     r"""The expressions in a reference: parsed by `as_formula`, as it is, as ``$text$``, or as ``\boxed{text}``."""
     parse = importlib.import_module("math_verify").parse
     for form in dict.fromkeys((as_formula(text), text, f"${text}$", f"\\boxed{{{text}}}")):
-        found = parse(form, parsing_timeout=None)
-        if found:
-            return tuple(found)
+        expressions = parse(form, parsing_timeout=None)
+        if expressions:
+            return tuple(expressions)
     return ()
 
 
@@ -71,14 +71,14 @@ def parse_answer(text: str, lenient: bool) -> list:
 
 def show_gold(text: str) -> str:
     """The first expression in a reference, as text; "" where there is none."""
-    found = parse_gold(text)
-    return str(found[0]) if found else ""
+    expressions = parse_gold(text)
+    return str(expressions[0]) if expressions else ""
 
 
 def compare(gold: str, answer: str, lenient: bool) -> tuple[str, bool]:
     """The answer as parsed ("" where nothing was found), and whether it equals the reference."""
-    parsed, given = list(parse_gold(gold)), parse_answer(answer, lenient)
+    parsed, reply = list(parse_gold(gold)), parse_answer(answer, lenient)
     equal = bool(
-        parsed and given and importlib.import_module("math_verify").verify(parsed, given, timeout_seconds=None)
+        parsed and reply and importlib.import_module("math_verify").verify(parsed, reply, timeout_seconds=None)
     )
-    return str(given[0]) if given else "", equal
+    return str(reply[0]) if reply else "", equal

@@ -72,8 +72,8 @@ def paths_of(trainer: object, name: str) -> tuple[str, ...]:
         return (f"args.{name}",)
     paths = PATHS.get(name, ())
     first = paths[0].split(".") if paths else [""]
-    held = first[0] in vars(trainer) or (first[0] == "reference" and vars(trainer)["run"].method.traits.samples)
-    known = hasattr(config, first[1]) if first[0] == "args" else held
+    exists = first[0] in vars(trainer) or (first[0] == "reference" and vars(trainer)["run"].method.traits.samples)
+    known = hasattr(config, first[1]) if first[0] == "args" else exists
     return paths if known else ()
 
 

@@ -105,9 +105,9 @@ def check_arguments(
     check_model_source(model, generative=traits.generative)
 
 
-def warn_of_unused(given: Mapping[str, Any]) -> None:
+def warn_of_unused(options: Mapping[str, Any]) -> None:
     """Warn of options for loading where the model was given as an object."""
-    for name in [name for name, value in given.items() if value]:
+    for name in [name for name, value in options.items() if value]:
         logger.warning("%s is ignored: the model was given as an object, already loaded.", name)
 
 
@@ -260,10 +260,10 @@ def user_override(kind: type, name: str) -> type | None:
 
 
 @contextmanager
-def with_attributes(holder: Any, given: Mapping[str, Any]) -> Iterator[None]:
+def with_attributes(holder: Any, attributes: Mapping[str, Any]) -> Iterator[None]:
     """Inside, a trainer or a config has other attributes."""
-    before = {name: getattr(holder, name) for name in given}
-    for name, value in given.items():
+    before = {name: getattr(holder, name) for name in attributes}
+    for name, value in attributes.items():
         setattr(holder, name, value)
     try:
         yield

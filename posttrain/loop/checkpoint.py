@@ -112,18 +112,18 @@ def marker(checkpoint: Path, name: str = MARKER) -> dict[str, Any] | None:
 
 def complete_checkpoints(folder: str | Path) -> list[Path]:
     """Marked checkpoints of a folder, the one written last at the end: steps of a later run come after those of an earlier."""
-    found = []
+    complete = []
     for path in Path(folder).glob("checkpoint-*"):
         content = marker(path) if NAMED.fullmatch(path.name) else None
         if content is not None:
-            found.append((float(content.get("time", 0.0)), int(path.name.rpartition("-")[2]), path))
-    return [path for *_, path in sorted(found)]
+            complete.append((float(content.get("time", 0.0)), int(path.name.rpartition("-")[2]), path))
+    return [path for *_, path in sorted(complete)]
 
 
 def last_complete_checkpoint(folder: str | Path) -> Path | None:
     """The whole checkpoint that was written last; None where there is none."""
-    found = complete_checkpoints(folder)
-    return found[-1] if found else None
+    complete = complete_checkpoints(folder)
+    return complete[-1] if complete else None
 
 
 def _hash(path: Path) -> str:
@@ -248,8 +248,8 @@ def strangers(folder: str | Path, run: str) -> list[Path]:
 
 def _named(folder: Path) -> list[Path]:
     """All checkpoints of a folder, marked or not, in the order of their steps."""
-    found = [p for p in folder.glob("checkpoint-*") if NAMED.fullmatch(p.name) and p.is_dir()]
-    return sorted(found, key=lambda p: int(p.name.rpartition("-")[2]))
+    checkpoints = [p for p in folder.glob("checkpoint-*") if NAMED.fullmatch(p.name) and p.is_dir()]
+    return sorted(checkpoints, key=lambda p: int(p.name.rpartition("-")[2]))
 
 
 def leftovers(folder: str | Path) -> list[Path]:
@@ -287,11 +287,11 @@ def rotate(folder: Path, run: str, limit: int | None, keep: str | None = None) -
 
 
 def _free_name(path: Path) -> Path:
-    number, found = 1, path
-    while found.exists():
+    number, candidate = 1, path
+    while candidate.exists():
         number += 1
-        found = path.with_name(f"{path.name}-{number}")
-    return found
+        candidate = path.with_name(f"{path.name}-{number}")
+    return candidate
 
 
 def _flush_tree(folder: Path) -> None:
@@ -375,17 +375,17 @@ class Checkpointer:
         lock.acquire()
         try:
             with checks.preflight.record_check("config", [code for code, here in asked.items() if here]):
-                found = [_strangers_of(args, self.run, resumed=resumed)]
+                findings = [_strangers_of(args, self.run, resumed=resumed)]
                 if saves:
                     folder, needs = str(Path(args.output_dir).expanduser()), checkpoint_bytes(model, args)
-                    found += [
+                    findings += [
                         check_disk_space(free_disk(Path(folder)), needs, folder=folder, limit=args.save_total_limit)
                     ]
                 if fills_gpu:
                     needed = _state_bytes(model, args) + sum(p.nbytes for p in model.parameters() if p.requires_grad)
                     about = {"device": str(args.device), "others": gpu_processes()}
-                    found += [check_gpu_memory(*gpu_memory(args.device), needed, **about)]
-                checks.report(found)
+                    findings += [check_gpu_memory(*gpu_memory(args.device), needed, **about)]
+                checks.report(findings)
         except Exception:
             lock.release()
             raise

@@ -128,8 +128,8 @@ class Checks(transformers.TrainerCallback):
             main = state.is_main_process
             train_dataset, findings = usable_rows(train_dataset, self.args, main=main, filled=self.fills_prompts)
             self.report(findings)
-            if self.args.strict_data and any(found.severity != "info" for found in findings):
-                refuse_data([describe(found) for found in findings])
+            if self.args.strict_data and any(finding.severity != "info" for finding in findings):
+                refuse_data([describe(finding) for finding in findings])
         return train_dataset
 
     def start(self, model: nn.Module, layout: Layout) -> None:
@@ -171,8 +171,8 @@ class Checks(transformers.TrainerCallback):
             self.report_from_main(lambda: [*self._nothing_trained(), *check_tokens(known), *check_reward_models(known)])
         with self.preflight.record_check("data", tuple(PROBLEMS)):
             self.report(
-                replace(found, severity="warning" if found.severity == "error" else "info")
-                for found in head.template_findings
+                replace(finding, severity="warning" if finding.severity == "error" else "info")
+                for finding in head.template_findings
             )
 
     def step(
@@ -199,8 +199,8 @@ class Checks(transformers.TrainerCallback):
         passes, lengths = zip(*widths, self.largest_seen, strict=True)
         self.largest_seen = max(passes), max(lengths)
         with self.preflight.record_check("log_step", ("PT-T003",)):
-            found = parallel.all_gather_objects(self._overlong, PartialState()) if overlong else []
-            self.report(found[:1])
+            overlong_findings = parallel.all_gather_objects(self._overlong, PartialState()) if overlong else []
+            self.report(overlong_findings[:1])
         self._pictured = any(batch.pictures for batch in batches)
         if self._steps == 0:
             self.keep(())
@@ -256,8 +256,8 @@ class Checks(transformers.TrainerCallback):
         teachers = [part for name, part in self.context.parts.items() if name.startswith("teacher_model")]
         models = [] if self._lengths_reported else [self.context.model, *teachers]
         configs = [getattr(model, "config", None) for model in models]
-        found = [_positions_of(config.get_text_config(), longest) for config in configs if config is not None]
-        self._overlong = [finding for finding in found if finding is not None][:1]
+        findings = [_positions_of(config.get_text_config(), longest) for config in configs if config is not None]
+        self._overlong = [finding for finding in findings if finding is not None][:1]
         self._lengths_reported = self._lengths_reported or bool(self._overlong)
         return float(len(self._overlong))
 
@@ -344,8 +344,8 @@ class Checks(transformers.TrainerCallback):
         """Let the main process look and report to every rank; all ranks must call this."""
         state = PartialState()
         with parallel.failing_together(state):
-            found = list(look()) if state.is_main_process else []
-        self.report(parallel.all_gather_objects(found, state))  # type: ignore[arg-type]
+            findings = list(look()) if state.is_main_process else []
+        self.report(parallel.all_gather_objects(findings, state))  # type: ignore[arg-type]
 
     def keep(self, findings: Iterable[Finding]) -> None:
         """Write findings into the record of the run, once there is one."""
@@ -592,8 +592,8 @@ def check_tokens(context: Context, ids: Iterable[int] = ()) -> Iterator[Finding]
     models = {"the model": context.model, "the reference": reference}
     for name, model in models.items():
         rows = None if model is None else embedding_rows(model)
-        if found := check_token_rows(rows, tokens=len(tokenizer), highest=highest, name=name):
-            yield found
+        if finding := check_token_rows(rows, tokens=len(tokenizer), highest=highest, name=name):
+            yield finding
 
 
 def check_reward_models(context: Context) -> Iterator[Finding]:
@@ -602,5 +602,5 @@ def check_reward_models(context: Context) -> Iterator[Finding]:
         model, tokenizer = getattr(function, "model", None), getattr(function, "tokenizer", None)
         if model is not None and hasattr(tokenizer, "get_vocab"):
             name = f"the reward model {getattr(function, '__name__', type(function).__name__)}"
-            if found := check_token_rows(embedding_rows(model), tokens=len(tokenizer), highest=None, name=name):
-                yield found
+            if finding := check_token_rows(embedding_rows(model), tokens=len(tokenizer), highest=None, name=name):
+                yield finding

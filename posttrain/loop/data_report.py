@@ -210,19 +210,19 @@ class DatasetHead:
         Raises:
             DataError: ``strict_data`` is set and there is something to warn of.
         """
-        found = _describe(self.sample)
+        report = _describe(self.sample)
         if not self.streams and hasattr(self.raw, "__len__"):
-            found.rows_in, found.rows_out = len(self.raw), getattr(prepared_by, "rows_out", 0) or len(self.prepared)
-        found.dropped = dict(getattr(prepared_by, "dropped", {}))
+            report.rows_in, report.rows_out = len(self.raw), getattr(prepared_by, "rows_out", 0) or len(self.prepared)
+        report.dropped = dict(getattr(prepared_by, "dropped", {}))
         if self.examples and LENGTHS in self.examples[0] and self.limit:
-            found.packing_fill = statistics.fmean(len(example["input_ids"]) for example in self.examples) / self.limit
+            report.packing_fill = statistics.fmean(len(example["input_ids"]) for example in self.examples) / self.limit
         labels = [str(bool(e["label"])) for e in self.examples if isinstance(e.get("label"), bool | int)]
-        found.labels = {label: labels.count(label) for label in sorted(set(labels))}
+        report.labels = {label: labels.count(label) for label in sorted(set(labels))}
         findings = [*self.template_findings, *self.sample.findings]
-        found.findings = [finding for finding in findings if finding.code not in ignored_codes]
-        if self.strict and (worse := [describe(finding) for finding in found.findings if finding.severity != "info"]):
+        report.findings = [finding for finding in findings if finding.code not in ignored_codes]
+        if self.strict and (worse := [describe(finding) for finding in report.findings if finding.severity != "info"]):
             refuse_data(worse)
-        return found
+        return report
 
 
 class DataReportCallback(transformers.TrainerCallback):
@@ -292,16 +292,16 @@ def template_findings(raw: object, tokenizer: Tokenizer) -> list[Finding]:
 
 def _describe(sample: RowSample) -> DataReport:
     rows, sequences, tokenizer = sample.rows, sample.sequences, sample.tokenizer
-    learnt = [list(itertools.compress(one.ids, one.trained)) for one in sequences]
+    learnt = [list(itertools.compress(sequence.ids, sequence.trained)) for sequence in sequences]
     each = lambda part, of: [(_text(t, tokenizer), f) for t, f in zip(part, of, strict=True)]  # noqa: E731
     return DataReport(
         sampled=len(rows),
-        tokens=sum(len(one.ids) for one in sequences),
+        tokens=sum(len(sequence.ids) for sequence in sequences),
         trained_tokens=sum(map(len, learnt)),
-        lengths=quantiles(len(one.ids) for one in sequences),
+        lengths=quantiles(len(sequence.ids) for sequence in sequences),
         shown=[
-            shown_pieces(tokenizer, one.ids, one.trained, rows[one.row], one.completion or 0, each)
-            for one in sequences[:SHOWN]
+            shown_pieces(tokenizer, sequence.ids, sequence.trained, rows[sequence.row], sequence.completion or 0, each)
+            for sequence in sequences[:SHOWN]
         ],
         first_trained=_counted([ids[0] for ids in learnt if ids], tokenizer),
         last_trained=_counted([ids[-1] for ids in learnt if ids], tokenizer),
@@ -334,7 +334,7 @@ def describe_batches(batches: Sequence[Batch], tokenizer: Tokenizer) -> dict[str
     """
     rows = [row for batch in batches for row in to_rows(batch)]
     sequences = sequences_of(rows)
-    lengths = [len(one.ids) for one in sequences]
+    lengths = [len(sequence.ids) for sequence in sequences]
     computed = sum(batch.input_ids.numel() for batch in batches)
     real = sum(batch.num_tokens for batch in batches)
     return {
@@ -348,19 +348,21 @@ def describe_batches(batches: Sequence[Batch], tokenizer: Tokenizer) -> dict[str
             "padding": f"{1 - real / computed:.1%}" if computed else "-",
         },
         "lengths": lengths,
-        "sequences": [_shown(one, rows[one.row], tokenizer) for one in sequences[:SHOWN_SEQUENCES]],
+        "sequences": [_shown(sequence, rows[sequence.row], tokenizer) for sequence in sequences[:SHOWN_SEQUENCES]],
     }
 
 
-def _shown(one: TokenSequence, row: Row, tokenizer: Tokenizer) -> dict[str, Any]:
-    index = one.completion or 0
-    which = f"row {one.row}" + (f", completion {index}" if len(row.completions) > 1 else "")
-    flags = [*(row.prompt_mask or one.trained[: one.start]), *one.trained[one.start :]]
-    held = [one.picture for part in (*row.pictures[:1], *row.pictures[index + 1 : index + 2]) for one in part]
+def _shown(sequence: TokenSequence, row: Row, tokenizer: Tokenizer) -> dict[str, Any]:
+    index = sequence.completion or 0
+    which = f"row {sequence.row}" + (f", completion {index}" if len(row.completions) > 1 else "")
+    flags = [*(row.prompt_mask or sequence.trained[: sequence.start]), *sequence.trained[sequence.start :]]
+    pictures = [image.picture for part in (*row.pictures[:1], *row.pictures[index + 1 : index + 2]) for image in part]
     return {
-        "title": f"{which} ({len(one.ids)} tokens)",
-        "pieces": [list(piece) for piece in shown_pieces(tokenizer, one.ids[:LONGEST], flags[:LONGEST], row, index)],
-        "pictures": [picture.thumbnail() for picture in held],
+        "title": f"{which} ({len(sequence.ids)} tokens)",
+        "pieces": [
+            list(piece) for piece in shown_pieces(tokenizer, sequence.ids[:LONGEST], flags[:LONGEST], row, index)
+        ],
+        "pictures": [picture.thumbnail() for picture in pictures],
     }
 
 
@@ -443,7 +445,7 @@ def _plain_rows(dataset: datasets.Dataset, columns: Sequence[str], count: int) -
 
 def _empty_rows(dataset: datasets.Dataset, columns: Sequence[str]) -> dict[int, str]:
     """What Arrow alone can tell of all rows: what is missing, and lists without an item."""
-    found: dict[int, str] = {}
+    reasons: dict[int, str] = {}
     pair = _is_pairs(columns)
     several = len(columns) > 1 and bool(set(columns) & set(WHOLE))  # Forms, of which a row needs one.
     for name in columns:
@@ -453,17 +455,17 @@ def _empty_rows(dataset: datasets.Dataset, columns: Sequence[str]) -> dict[int, 
         for table in dataset.select_columns([name]).with_format("arrow").iter(batch_size=BATCH):
             column = table.column(name)
             if column.null_count and not several:
-                _note(found, pyarrow.compute.is_null(column), start, f"no `{name}`")
+                _note(reasons, pyarrow.compute.is_null(column), start, f"no `{name}`")
             if pyarrow.types.is_list(column.type) or pyarrow.types.is_large_list(column.type):
                 empty = pyarrow.compute.equal(pyarrow.compute.list_value_length(column), 0)
-                _note(found, pyarrow.compute.fill_null(empty, False), start, f"empty `{name}`")
+                _note(reasons, pyarrow.compute.fill_null(empty, False), start, f"empty `{name}`")
             start += table.num_rows
-    return found
+    return reasons
 
 
-def _note(found: dict[int, str], mask: Any, start: int, reason: str) -> None:
+def _note(reasons: dict[int, str], mask: Any, start: int, reason: str) -> None:
     for index in pyarrow.compute.indices_nonzero(mask).to_pylist():
-        found.setdefault(start + index, reason)
+        reasons.setdefault(start + index, reason)
 
 
 def _is_pairs(columns: Sequence[str]) -> bool:

@@ -97,7 +97,7 @@ class DynamicSampler:
             What is logged of it.
         """
         places = self.flat(table).nonzero().flatten().tolist()
-        found, drawn, tokens, rounds, accepted = len(places), 0, 0, 0, 0
+        flat, drawn, tokens, rounds, accepted = len(places), 0, 0, 0, 0
         size = self.group_size
         while places and rounds < self.rounds:
             rounds += 1
@@ -112,7 +112,7 @@ class DynamicSampler:
             table.values[:] = self.rewards.transformed(table.raw, torch.arange(len(table.raw)) // size)
         groups = len(table.values) // size
         metrics = {
-            "dynamic_sampling/groups_without_variance": mean(found / groups),
+            "dynamic_sampling/groups_without_variance": mean(flat / groups),
             "dynamic_sampling/groups_left": mean(len(places) / groups),
             "dynamic_sampling/rounds": mean(float(rounds)),
             "dynamic_sampling/prompts_drawn": mean(float(drawn)),
@@ -156,13 +156,13 @@ class DynamicSampler:
 
 def _lists(generation: RolloutBatch, table: RewardTable) -> dict[tuple[str, str], list[Any]]:
     """Every list with one entry a completion of this rank, by where it belongs."""
-    found: dict[tuple[str, str], list[Any]] = {
+    lists: dict[tuple[str, str], list[Any]] = {
         ("", field.name): value
         for field in dataclasses.fields(generation)
         if isinstance(value := getattr(generation, field.name), list)
     }
-    found |= {("extra", name): values for name, values in generation.extra.items()}
-    return found | {("table", name): values for name, values in table.extra_columns.items()}
+    lists |= {("extra", name): values for name, values in generation.extra.items()}
+    return lists | {("table", name): values for name, values in table.extra_columns.items()}
 
 
 def _take(generation: RolloutBatch, table: RewardTable, index: int) -> dict[tuple[str, str], Any]:

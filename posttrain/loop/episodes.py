@@ -131,9 +131,9 @@ class EpisodeRunner:
         self.prompts.check_lengths([Request(episode.prompt_ids) for episode in episodes], self.sync.context)
         limits = {"context": self.sync.context, "stop_ids": self.stop_ids}
         with self.sync.engine.prefix_cache():
-            found = self.driver.run_tools(episodes, sampling, generate, **limits, any_process=any_process)
+            results = self.driver.run_tools(episodes, sampling, generate, **limits, any_process=any_process)
         self.run.log(_call_metrics(episodes, pictures=self.driver.reader is not None), mode)
-        return found
+        return results
 
     def run_harness(
         self, rows: list[dict[str, Any]], sampling: Sampling, mode: str, *, vocabulary: int, number: int
@@ -159,13 +159,13 @@ class EpisodeRunner:
 
         seeds = self._group_seeds(len(rows), number, max(sync.args.num_generations if mode == "train" else 1, 1))
         with sync.engine.prefix_cache():
-            found = driver.run_harness(
+            episodes = driver.run_harness(
                 rows, seeds, sampling, sync.ask,
                 engine=sync.engine, context=sync.context, vocabulary=vocabulary, placeholder=self.run.pad_token_id,
                 any_process=any_process, everyone=everyone,
             )  # fmt: skip
-        self.run.log(found.metrics, mode)
-        return found.rollouts, found.completions, found.extra
+        self.run.log(episodes.metrics, mode)
+        return episodes.rollouts, episodes.completions, episodes.extra
 
     def run_function(
         self, rows: list[dict[str, Any]], function: Callable[[list[Any]], Any], *, vocabulary: int
@@ -179,14 +179,14 @@ class EpisodeRunner:
         ends = (*self.stop_ids, self.run.pad_token_id)
         limits = {"stop_ids": ends, "vocabulary": vocabulary, "most": args.max_completion_length}
         with parallel.failing_together(self.accelerator):
-            found = driver.run_function(rows, function, **limits)
-        if args.vllm_importance_sampling_correction and not any(r.logp for r in found[0]) and not self._warned:
+            results = driver.run_function(rows, function, **limits)
+        if args.vllm_importance_sampling_correction and not any(r.logp for r in results[0]) and not self._warned:
             self._warned = True
             logger.warning(
                 "rollout_func returned no log-probs (logprobs=None): nothing corrects for how far what it sampled from is from "
                 "the policy. Return those of the sampler."
             )
-        return found
+        return results
 
 
 def _call_metrics(episodes: list[Episode], *, pictures: bool) -> dict[str, Metric]:

@@ -143,11 +143,11 @@ class _Evaluation:
         """Predictions, labels (None where nobody wants them) and the user's metrics."""
         if not self.wanted or (self.by_batch and not self.keeps_predictions):
             return None, None, self.tally.metrics
-        found = self._shown(self.tally.seen)
+        prediction = self._shown(self.tally.seen)
         metrics = self.tally.metrics
         if self.compute_metrics is not None and not self.by_batch:
-            metrics = self.compute_metrics(found)
-        return found.predictions, found.label_ids, metrics
+            metrics = self.compute_metrics(prediction)
+        return prediction.predictions, prediction.label_ids, metrics
 
     def _idle(self, batch: Batch) -> None:
         """A forward pass that only keeps ranks in step."""
@@ -308,15 +308,15 @@ def predicted_rows(
         preprocess: The user's ``preprocess_logits_for_metrics``: may return a tensor, or a tuple of tensors, whose first
             dimension is the row.
     """
-    found: list[tuple[int, Any, np.ndarray]] = []
+    rows: list[tuple[int, Any, np.ndarray]] = []
     for batch in batches:
         output, labels = full_logits(model, batch)
         logits = output.logits if preprocess is None else preprocess(output.logits, labels)
         lengths = batch.real.sum(1).tolist()
         for row, (origin, length) in enumerate(zip(batch.origin, lengths, strict=True)):
             own = _of_row(logits, row, length, labels.shape[1])
-            found.append((origin, own, labels[row, :length].cpu().numpy()))
-    return [(prediction, label) for _, prediction, label in sorted(found, key=lambda item: item[0])]
+            rows.append((origin, own, labels[row, :length].cpu().numpy()))
+    return [(prediction, label) for _, prediction, label in sorted(rows, key=lambda item: item[0])]
 
 
 def _loss_sums(terms: LossTerms) -> dict[str, float]:

@@ -128,19 +128,19 @@ class MemoryProfile(transformers.TrainerCallback):
 
 
 def _logged(seen: checks.Profile) -> dict[str, float]:
-    found = {
+    metrics = {
         "memory/peak_gib": seen.peak / 2**30,
         "memory/peak_share": seen.peak / max(seen.total, 1),
         "health/tokens_per_second": seen.tokens_per_second,
         "health/rank_imbalance": seen.imbalance,
     }
     if seen.reserved:
-        found["memory/fragmentation"] = (seen.reserved - seen.allocated) / max(seen.reserved, 1)
+        metrics["memory/fragmentation"] = (seen.reserved - seen.allocated) / max(seen.reserved, 1)
     if seen.mfu is not None:
-        found["health/mfu"] = seen.mfu
+        metrics["health/mfu"] = seen.mfu
     if seen.generation is not None:
-        found["health/generation_share"] = seen.generation
-    return found
+        metrics["health/generation_share"] = seen.generation
+    return metrics
 
 
 def _standing(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> int:

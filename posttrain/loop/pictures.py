@@ -128,8 +128,10 @@ class Vision:
         self.args, self.takes, self.tokenizer = args, takes, processing_class
         if not takes and isinstance(args, PictureConfig):
             # A tower is frozen or trained on rows of text too.
-            unread = [one for one in fields(PictureConfig) if one.name != "freeze_vision"]
-            check_rules(args, [(one.name, getattr(args, one.name) == one.default, NO_IMAGES) for one in unread])
+            unread = [option for option in fields(PictureConfig) if option.name != "freeze_vision"]
+            check_rules(
+                args, [(option.name, getattr(args, option.name) == option.default, NO_IMAGES) for option in unread]
+            )
         if returned := takes and returned:
             family = family_of(processing_class)
             returned = family is not None and family.several_turns
@@ -282,14 +284,14 @@ class Vision:
         if not self.images or dataset is None:
             return dataset
         if isinstance(dataset, dict):
-            return {key: self.checked_prompts(one, f"{name}[{key!r}]") for key, one in dataset.items()}
+            return {key: self.checked_prompts(subset, f"{name}[{key!r}]") for key, subset in dataset.items()}
         assert self.reader is not None
         dataset = undecoded(dataset)
         for index, row in enumerate(dataset if hasattr(dataset, "__len__") else islice(dataset, STREAMED)):
             try:
-                blocks, held = conversation_of(row)
+                blocks, pictures = conversation_of(row)
                 self.reader.refuse_controls(blocks)
-                read = [self.reader.fitted(read_picture(value, "column 'images'")) for value in held]
+                read = [self.reader.fitted(read_picture(value, "column 'images'")) for value in pictures]
                 # On the first rows reward functions are tried.
                 for picture in read if index < TRIED else ():
                     picture.load()
@@ -345,8 +347,8 @@ class Vision:
         if self.reader is None:
             return set(), {}
         for i in range(0, len(rollouts), COMPARED):
-            held = conversation_of(examples[i])[1]
-            wanted = [self.reader.fitted(read_picture(one, "column 'images' of a prompt")).digest for one in held]
+            pictures = conversation_of(examples[i])[1]
+            wanted = [self.reader.fitted(read_picture(one, "column 'images' of a prompt")).digest for one in pictures]
             if wanted != [one.picture.digest for one in rollouts[i].pictures]:
                 raise ModelError(
                     f"PT-G015: rollout {i} was sampled under the pictures {[p.picture.digest[:8] for p in rollouts[i].pictures]} "

@@ -97,14 +97,14 @@ def _one_at_a_time(path: Path, accelerator: Accelerator) -> Iterator[None]:
 
 def _kept(path: Path, shape: tuple[int, int], accelerator: Accelerator) -> np.ndarray | None:
     """The cached numbers on all ranks, or None on all: the main process alone reads, as disks need not be shared."""
-    found = None
+    cached = None
     if accelerator.is_main_process and path.is_file():
         try:
-            found = np.load(path)
+            cached = np.load(path)
         except (OSError, ValueError, EOFError) as error:
             logger.warning("%s cannot be read (%s): its numbers are computed again.", path, type(error).__name__)
-    found = None if found is None or found.shape != shape else found
-    return parallel.broadcast_object(found, accelerator)
+    cached = None if cached is None or cached.shape != shape else cached
+    return parallel.broadcast_object(cached, accelerator)
 
 
 def _keep(path: Path, values: np.ndarray) -> None:
@@ -153,7 +153,7 @@ def _compute(
     size = args.precompute_ref_batch_size or args.per_device_train_batch_size
     mine = list(range(accelerator.process_index, len(dataset), accelerator.num_processes))
     steps = -(-len(dataset) // (size * accelerator.num_processes))  # Equal on all ranks: a pass may be a collective.
-    found: list[tuple[int, list[float]]] = []
+    sums: list[tuple[int, list[float]]] = []
     for step in range(steps):
         indices = mine[step * size : (step + 1) * size]
         examples = [dataset[i] for i in indices or mine[:1] or [0]]
@@ -166,6 +166,6 @@ def _compute(
                     logp = forward(model, batch, chunk_size=args.logits_chunk_size).logp
             values[torch.tensor(batch.origin)] = run.method.sums(logp, batch).double().cpu()
         rows = values.view(-1, branches).tolist()
-        found += list(zip(indices, rows, strict=False))
-    gathered = dict(parallel.all_gather_objects(found, accelerator))
+        sums += list(zip(indices, rows, strict=False))
+    gathered = dict(parallel.all_gather_objects(sums, accelerator))
     return np.array([gathered[i] for i in range(len(dataset))], dtype=np.float32)

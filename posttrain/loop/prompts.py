@@ -289,11 +289,11 @@ def without_workers(args: PostTrainingConfig) -> AbstractContextManager[None]:
 
 def named_sets(sets: dict[str, Any]) -> list[tuple[str, Any]]:
     """Datasets with their names, those of a dict one by one, without those that are None."""
-    found = []
+    pairs = []
     for name, dataset in sets.items():
-        several = {f"{name}[{key!r}]": one for key, one in dataset.items()} if isinstance(dataset, dict) else None
-        found += list(named_sets(several)) if several is not None else [(name, dataset)]
-    return [(name, dataset) for name, dataset in found if dataset is not None]
+        several = {f"{name}[{key!r}]": subset for key, subset in dataset.items()} if isinstance(dataset, dict) else None
+        pairs += list(named_sets(several)) if several is not None else [(name, dataset)]
+    return [(name, dataset) for name, dataset in pairs if dataset is not None]
 
 
 def empty_prompts(pool: EnvironmentPool | None, name: str, args: PostTrainingConfig | None) -> datasets.Dataset:
@@ -316,8 +316,8 @@ def empty_prompts(pool: EnvironmentPool | None, name: str, args: PostTrainingCon
             "such a dataset, or a single factory."
         )
     if args is None or args.max_steps <= 0:
-        given = None if args is None else args.max_steps
-        raise ConfigError(f"train_dataset=None has no length: set max_steps above 0 (it is {given}).")
+        max_steps = None if args is None else args.max_steps
+        raise ConfigError(f"train_dataset=None has no length: set max_steps above 0 (it is {max_steps}).")
     groups = (args.generation_batch_size or 0) // args.num_generations
     return datasets.Dataset.from_list([{"prompt": list(EMPTY_PROMPT)} for _ in range(groups)])
 
@@ -329,7 +329,7 @@ def with_prompts(dataset: AnyDataset, *, drops_columns: bool) -> Any:
         ConfigError: Columns would be dropped that ``reset`` is given.
     """
     if isinstance(dataset, dict):
-        return {name: with_prompts(one, drops_columns=drops_columns) for name, one in dataset.items()}
+        return {name: with_prompts(subset, drops_columns=drops_columns) for name, subset in dataset.items()}
     names = getattr(dataset, "column_names", None)
     others = sorted(set(names or ()) - {*PROMPT_COLUMNS})
     if drops_columns and others:

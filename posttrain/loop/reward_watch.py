@@ -137,10 +137,10 @@ class RewardWatch:
         rewards = [reward for batch in self._flat_rewards for reward in batch]
         ends = self.stop_after is not None and self._flat_batches >= self.stop_after
         with self.checks.preflight.record_check("log_step", ("PT-R022",)):
-            found = reward_checks.check_no_signal(
+            finding = reward_checks.check_no_signal(
                 self._flat_batches, rewards, **({"limit": self.stop_after} if ends else {})
             )
-            if found is not None and ends:
-                self.checks.preflight.add(dataclasses.replace(found, severity="error"))
-                raise RewardError(f"{describe(found)} stop_without_signal={self.stop_after} ends the run here.")
-            self.checks.report([found])
+            if finding is not None and ends:
+                self.checks.preflight.add(dataclasses.replace(finding, severity="error"))
+                raise RewardError(f"{describe(finding)} stop_without_signal={self.stop_after} ends the run here.")
+            self.checks.report([finding])

@@ -127,10 +127,10 @@ def completion_rows(
             **rewards,
             **{name: column[i] for name, column in table.extra_columns.items()},
         }
-        if any(one.pictures or one.shown for one in batch.rollouts):
-            held = [one.picture for one in (*rollout.pictures, *rollout.shown)]
-            row["image_digests"] = [picture.digest for picture in held]
-            row["image_sizes"] = [list(picture.size) for picture in held]
+        if any(each.pictures or each.shown for each in batch.rollouts):
+            pictures = [image.picture for image in (*rollout.pictures, *rollout.shown)]
+            row["image_digests"] = [picture.digest for picture in pictures]
+            row["image_sizes"] = [list(picture.size) for picture in pictures]
         rows.append(row | {name: column[i] for name, column in batch.shown().items()})
     # Single tokens of one group a rollout batch, so that the table stays small.
     first = batch.groups()[0] if table.start == 0 and len(rows) > 0 else []
@@ -141,7 +141,7 @@ def completion_rows(
         if "session" in batch.extra:
             rows[i]["episode"] = json.dumps(episode_tree(batch.extra["session"][i]))
     for group in batch.groups()[:THUMBNAILED] if images and table.start == 0 else []:
-        shown = [one.picture.thumbnail() for one in batch.rollouts[group[0]].pictures]
+        shown = [image.picture.thumbnail() for image in batch.rollouts[group[0]].pictures]
         for i in group if shown else ():
             rows[i]["thumbnails"] = shown
     return rows

@@ -60,8 +60,8 @@ def resumed_from(args: TrainingArguments, state: TrainerState) -> Path | None:
     A callback does not get the folder. The candidates are ``args.resume_from_checkpoint`` and the output directory's own
     checkpoint of this step; one of another run, whose history differs, is passed over.
     """
-    given = args.resume_from_checkpoint
-    candidates = [Path(given)] if isinstance(given, str) else []
+    asked = args.resume_from_checkpoint
+    candidates = [Path(asked)] if isinstance(asked, str) else []
     candidates.append(Path(args.output_dir or ".") / f"checkpoint-{state.global_step}")
     ours = json.dumps([state.global_step, state.log_history])
     for folder in candidates:

@@ -46,12 +46,12 @@ def without_accelerate(args: PostTrainingConfig) -> Iterator[None]:
     if parallel_sizes(args)["sp_size"] == 1:
         yield
         return
-    given, variable = args.parallelism_config, os.environ.pop(ASKED, None)
+    config, variable = args.parallelism_config, os.environ.pop(ASKED, None)
     args.parallelism_config = None
     try:
         yield
     finally:
-        args.parallelism_config = given
+        args.parallelism_config = config
         if variable is not None:
             os.environ[ASKED] = variable
 
@@ -190,7 +190,7 @@ def _probe(model: nn.Module, layout: Layout, accelerator: Accelerator, size: int
     batches = collate([row, *probe_rows(causal_lm(model))], pad_token_id=0, layout=layout, whole_rows=True)
     scored = "Classification" in type(causal_lm(model)).__name__
     needs = frozenset({"scores"}) if scored else frozenset({"logp"})
-    training, split, found = model.training, token_split.active(), []
+    training, split, results = model.training, token_split.active(), []
     model.eval()
     try:
         with accelerator.autocast():
@@ -202,12 +202,12 @@ def _probe(model: nn.Module, layout: Layout, accelerator: Accelerator, size: int
                     value = outputs.scores if scored else outputs.logp
                     assert value is not None
                     values.append(value if scored else value[batch.loss_mask.to(value.device)])
-                found.append(torch.cat(values))
+                results.append(torch.cat(values))
     finally:
         token_split.activate(split)
         model.train(training)
     exact = coarsest_dtype(model) in TOLERANCE and accelerator.mixed_precision == "no"
-    if reason := disagreement(found[1], found[0], TOLERANCE[torch.float32] if exact else 0.1):
+    if reason := disagreement(results[1], results[0], TOLERANCE[torch.float32] if exact else 0.1):
         token_split.activate(None)
         raise ModelError(
             f"sp_size={size}: {type(causal_lm(model)).__name__} divided over processes does not compute what it computes whole "

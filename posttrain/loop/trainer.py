@@ -220,7 +220,7 @@ class PostTrainer(transformers.Trainer):
     def prepare_evaluation(self, dataset: AnyDataset) -> Any:
         """One raw evaluation set, or several by name, as the loop needs them; prepared ones come back equal."""
         if isinstance(dataset, dict):
-            return {name: self.prepare(one, name) for name, one in dataset.items()}
+            return {name: self.prepare(subset, name) for name, subset in dataset.items()}
         return self.prepare(dataset, "eval")
 
     def prepare(self, dataset: AnyDataset, name: str, *, training: bool = False) -> Any:
@@ -247,8 +247,8 @@ class PostTrainer(transformers.Trainer):
 
     def _load(self, model: nn.Module, args: PostTrainingConfig, init: dict[str, Any], quantization_config: Any) -> Any:
         if not isinstance(model, str):
-            given = {"model_init_kwargs": args.model_init_kwargs, "quantization_config": quantization_config}
-            build.warn_of_unused(given if not self.added_tokens else {})
+            options = {"model_init_kwargs": args.model_init_kwargs, "quantization_config": quantization_config}
+            build.warn_of_unused(options if not self.added_tokens else {})
             return model
         return self.load_model(model, **build.loading_options(args, init, quantization_config))
 
@@ -317,8 +317,8 @@ class PostTrainer(transformers.Trainer):
     def head(self) -> DatasetHead:
         """The training rows that are looked at before training, read once; another ``train_dataset`` is read anew."""
         if self._head is None or self._head.prepared is not self.train_dataset:
-            given = (self._raw, self.train_dataset, self._rows_of, self.processing_class)
-            self._head = DatasetHead(*given, self.args, fills_prompts=self.checks.fills_prompts)
+            sources = (self._raw, self.train_dataset, self._rows_of, self.processing_class)
+            self._head = DatasetHead(*sources, self.args, fills_prompts=self.checks.fills_prompts)
         return self._head
 
     def data_report(self) -> DataReport:

@@ -187,8 +187,8 @@ class WeightSync:
             return
         with self.run.checks.preflight.record_check("config", codes_of("S", "config")):
             with parallel.failing_together(self.accelerator):
-                found = self._engine_findings(engine)
-            self.run.checks.report(parallel.all_gather_objects(list(found), self.accelerator))
+                findings = self._engine_findings(engine)
+            self.run.checks.report(parallel.all_gather_objects(list(findings), self.accelerator))
 
     def _engine_findings(self, engine: Any) -> list[Any]:
         if not self.accelerator.is_main_process or not isinstance(engine, ServerEngine):
@@ -324,19 +324,19 @@ class WeightSync:
         if self.args.preflight == "off" or not self.engine.capabilities.scores_sequences:
             return
         with self.run.checks.preflight.record_check("first_batch", ("PT-S004",)):
-            found = self._parity_finding()
-            if found is None or found.severity != "error":
-                self.run.checks.report([found])
+            finding = self._parity_finding()
+            if finding is None or finding.severity != "error":
+                self.run.checks.report([finding])
                 return
-        logger.warning("%s: %s Pushing once more.", found.code, found.what)
+        logger.warning("%s: %s Pushing once more.", finding.code, finding.what)
         self.engine.mark_stale()
         self._pushes += 1
         self._push()
-        found = self._parity_finding()
-        if found is not None:
-            self.run.checks.keep([found])
+        finding = self._parity_finding()
+        if finding is not None:
+            self.run.checks.keep([finding])
             raise WeightSyncError(
-                f"{found.code}: {found.what} {found.why} Do: {found.fix}", phase="parity", version=self._pushes
+                f"{finding.code}: {finding.what} {finding.why} Do: {finding.fix}", phase="parity", version=self._pushes
             )
 
     def _negative_control(self) -> None:
@@ -366,11 +366,11 @@ class WeightSync:
         def compare() -> Any:
             if not self.accelerator.is_main_process and self.engine.capabilities.main_process_only:
                 return None
-            found = [
+            findings = [
                 check_parity(where, ours, theirs, version=self._pushes, **kinds)
                 for where, theirs in self.engine.score(sequences, [1] * len(sequences)).items()
             ]
-            return next((f for f in found if f is not None), None)
+            return next((f for f in findings if f is not None), None)
 
         with parallel.failing_together(self.accelerator):
             mine = compare()

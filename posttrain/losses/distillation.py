@@ -177,10 +177,10 @@ def discounted_returns(
     if not mask.any():
         return torch.zeros_like(rewards)
     rows, real = _by_sequence(rewards.detach().float(), mask, sequence)
-    found, _ = gae(rows, torch.zeros_like(rows), gamma=gamma, lam=1.0)
+    returns, _ = gae(rows, torch.zeros_like(rows), gamma=gamma, lam=1.0)
     if length_normalization:
-        found = found / gae(real.to(rows), torch.zeros_like(rows), gamma=gamma, lam=1.0)[0].clamp_min(1.0)
-    return torch.zeros_like(rewards, dtype=found.dtype).masked_scatter(mask, found[real])
+        returns = returns / gae(real.to(rows), torch.zeros_like(rows), gamma=gamma, lam=1.0)[0].clamp_min(1.0)
+    return torch.zeros_like(rewards, dtype=returns.dtype).masked_scatter(mask, returns[real])
 
 
 def prefix_weights(advantages: Tensor, mask: Tensor, sequence: Tensor, *, gamma: float, epsilon: float) -> Tensor:

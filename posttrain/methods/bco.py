@@ -39,13 +39,13 @@ def embed_prompts(
         tokenizer: Of the embedding model.
         batch_size: Texts a call.
     """
-    found = []
+    embeddings = []
     for start in range(0, len(texts), batch_size):
         inputs = tokenizer(list(texts[start : start + batch_size]), padding=True, truncation=True, return_tensors="pt")
         with torch.no_grad():
             out = embedding_func(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"])
-        found.append(out.float().cpu().numpy())
-    return np.concatenate(found) if found else np.zeros((0, 0), dtype=np.float32)
+        embeddings.append(out.float().cpu().numpy())
+    return np.concatenate(embeddings) if embeddings else np.zeros((0, 0), dtype=np.float32)
 
 
 @dataclass

@@ -60,10 +60,10 @@ SIZES = ("sp_size", "cp_size", "tp_size", "dp_replicate_size", "dp_shard_size")
 
 def parallel_sizes(config: Any) -> dict[str, int]:
     """Sizes of the axes that ``parallelism_config`` has, or the variables that ``accelerate launch`` makes of its file."""
-    given = config.parallelism_config
-    if given is None and os.environ.get(ASKED, "").lower() == "true":
+    parallelism = config.parallelism_config
+    if parallelism is None and os.environ.get(ASKED, "").lower() == "true":
         return {name: int(os.environ.get(f"PARALLELISM_CONFIG_{name.upper()}", "1")) for name in SIZES}
-    return {name: int(getattr(given, name, None) or 1) for name in SIZES}
+    return {name: int(getattr(parallelism, name, None) or 1) for name in SIZES}
 
 
 def check_parallelism(config: Any) -> None:
@@ -75,13 +75,13 @@ def check_parallelism(config: Any) -> None:
     if isinstance(config.parallelism_config, dict | str):
         from accelerate import ParallelismConfig
 
-        given = read_mapping("parallelism_config", config.parallelism_config) or {}
-        unknown = sorted(set(given) - set(ParallelismConfig.__dataclass_fields__))
+        axes = read_mapping("parallelism_config", config.parallelism_config) or {}
+        unknown = sorted(set(axes) - set(ParallelismConfig.__dataclass_fields__))
         if unknown:
             raise ConfigError(
                 f"parallelism_config has {unknown}, which accelerate does not know. Fix: {', '.join(SIZES)}."
             )
-        config.parallelism_config = ParallelismConfig(**given)
+        config.parallelism_config = ParallelismConfig(**axes)
     sizes = parallel_sizes(config)
     if max(sizes["cp_size"], sizes["tp_size"]) > 1:
         said = ", ".join(f"{name}={sizes[name]}" for name in ("cp_size", "sp_size", "tp_size"))
@@ -180,9 +180,9 @@ class PostTrainingConfig(transformers.TrainingArguments):
                 raise ConfigError(f"{cls.__name__} has no option {name}={kwargs[name]!r}. Fix: {cls.removed[name]}.")
         refuse_unknown_arguments(cls, kwargs)
         config = super().__new__(cls)
-        names = (one.name for one in fields(cls) if one.init)
-        given = [*(name for name, _ in zip(names, args, strict=False)), *kwargs]
-        config._given = tuple(name for name in given if name != "output_dir")
+        names = (item.name for item in fields(cls) if item.init)
+        names_given = [*(name for name, _ in zip(names, args, strict=False)), *kwargs]
+        config._given = tuple(name for name in names_given if name != "output_dir")
         return config
 
     def check_fields(self) -> None:
@@ -219,7 +219,7 @@ class PostTrainingConfig(transformers.TrainingArguments):
             ConfigError: Names the nearest option, or what to do instead of one that was removed.
         """
         if "_made" in vars(self) and not (name in vars(self) or name.startswith("_") or hasattr(type(self), name)):
-            meant = did_you_mean(name, (one.name for one in fields(self)), cutoff=MISSPELT)
+            meant = did_you_mean(name, (item.name for item in fields(self)), cutoff=MISSPELT)
             fix = self.removed.get(name)
             if meant or fix:
                 raise ConfigError(
@@ -242,7 +242,7 @@ class PostTrainingConfig(transformers.TrainingArguments):
 
     def __repr__(self) -> str:
         """What was given and is no default, as it would be written; secrets stay out."""
-        defaults = {one.name: one.default for one in fields(self)}
+        defaults = {item.name: item.default for item in fields(self)}
         values = {name: getattr(self, name) for name in self._given if name in defaults}
         shown = [f"{k}={v!r}" for k, v in values.items() if v != defaults[k] and not k.endswith("token")]
         return f"{type(self).__name__}({', '.join([repr(self.output_dir), *shown])})"
@@ -250,14 +250,14 @@ class PostTrainingConfig(transformers.TrainingArguments):
     __str__ = __repr__
 
     def _resolve_batch_size(self) -> None:
-        given = self.per_device_train_batch_size
-        self.auto_batch_size = given == AUTO
+        size = self.per_device_train_batch_size
+        self.auto_batch_size = size == AUTO
         if self.auto_batch_size:
             self.per_device_train_batch_size = PLANNED
-        elif isinstance(given, str):
-            if not given.strip().isdigit():
-                raise ConfigError(f"per_device_train_batch_size={given!r} must be a number or {AUTO!r}.")
-            self.per_device_train_batch_size = int(given)
+        elif isinstance(size, str):
+            if not size.strip().isdigit():
+                raise ConfigError(f"per_device_train_batch_size={size!r} must be a number or {AUTO!r}.")
+            self.per_device_train_batch_size = int(size)
         for name in ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"):
             if isinstance(value := getattr(self, name), int) and value < 1:
                 raise ConfigError(f"{name}={value} must be at least 1.")
@@ -268,13 +268,13 @@ class PostTrainingConfig(transformers.TrainingArguments):
     def _resolve_checkpointing(self) -> None:
         new_name = hasattr(self, "activation_checkpointing")
         spelled = [self.gradient_checkpointing, getattr(self, "activation_checkpointing", None)]
-        given = [value for value in spelled if value is not None]
-        if len(given) == 2 and given[0] != given[1]:
+        choices = [value for value in spelled if value is not None]
+        if len(choices) == 2 and choices[0] != choices[1]:
             raise ConfigError(
                 f"gradient_checkpointing={spelled[0]} and activation_checkpointing={spelled[1]} are two names of one "
                 "switch and contradict each other. Set one of them."
             )
-        value = bool(given[0]) if given else True
+        value = bool(choices[0]) if choices else True
         if new_name:
             self.activation_checkpointing, self.gradient_checkpointing = value, None
             if self.gradient_checkpointing_kwargs is not None and self.activation_checkpointing_kwargs is None:
@@ -292,15 +292,15 @@ class PostTrainingConfig(transformers.TrainingArguments):
             self.use_cpu = True  # transformers allows bf16 on a CPU only when it is asked for by name.
 
 
-def row_multiple(given: object) -> int | None:
+def row_multiple(multiple: object) -> int | None:
     """``pad_to_multiple_of`` as a number; "auto" is None: what the layout of rows wants."""
-    if given in (None, "auto", "none", "null"):
+    if multiple in (None, "auto", "none", "null"):
         return None
-    if not str(given).isdigit() or int(given) < 1:
+    if not str(multiple).isdigit() or int(multiple) < 1:
         raise ConfigError(
-            f"pad_to_multiple_of={given!r} must be at least 1, or 'auto' or None for what the layout wants."
+            f"pad_to_multiple_of={multiple!r} must be at least 1, or 'auto' or None for what the layout wants."
         )
-    return int(given)
+    return int(multiple)
 
 
 def warn_keep_end(truncation_mode: str) -> None:

@@ -141,9 +141,9 @@ def dpo_objective(out: ModelOutputs, batch: Batch, reference: Tensor, cfg: DPOCo
             metrics[f"loss/{name}"] = mean(terms, mask)
     if weight is not None:
         metrics["weights/mean"] = mean(weight)
-    found = row_terms(batch, total, branches=2, metrics=metrics)
-    found.extra += extra
-    return found
+    combined = row_terms(batch, total, branches=2, metrics=metrics)
+    combined.extra += extra
+    return combined
 
 
 def desensitize(logp: Tensor, batch: Batch, length: Tensor, alpha: float | None) -> Tensor:

@@ -79,14 +79,14 @@ def fixed_partners(prompts: Sequence[Sequence[int]], seed: int) -> list[int | No
     flat = [index for group in groups.values() for index in group]
     shift = max(map(len, groups.values()), default=0)
     rest = [index for group in groups.values() if len(group) < shift for index in group]
-    found: list[int | None] = [None] * len(flat)
+    partners: list[int | None] = [None] * len(flat)
     for place, index in enumerate(flat):
         other = flat[(place + shift) % len(flat)]
         if tuple(prompts[other]) != tuple(prompts[index]):
-            found[index] = other
+            partners[index] = other
         elif rest:  # A prompt with more than half of the rows takes the others' answers in turn.
-            found[index] = rest[place % len(rest)]
-    return found
+            partners[index] = rest[place % len(rest)]
+    return partners
 
 
 class KTO(AnswerMethod[KTOConfig]):

@@ -165,14 +165,14 @@ def reshaped_sampling(cfg: OnlineConfig, *names: str) -> str:
         names: Further settings that its log-probs do not follow.
     """
     off = {"repetition_penalty": 1.0, "top_p": 1.0, "top_k": 0, "min_p": None}
-    given = dict(cfg.generation_kwargs or {})  # type: ignore[arg-type]
+    options = dict(cfg.generation_kwargs or {})  # type: ignore[arg-type]
     changed = [
         f"{name}={getattr(cfg, name)}"
         for name in ("repetition_penalty", *names)
         if getattr(cfg, name) not in (off[name], off[name] or None)
     ]
-    if given.get("guide") is not None:
-        changed.append(f"generation_kwargs with the guide {given['guide']}")
+    if options.get("guide") is not None:
+        changed.append(f"generation_kwargs with the guide {options['guide']}")
     if cfg.vllm_structured_outputs_regex:
         changed.append(f"vllm_structured_outputs_regex={cfg.vllm_structured_outputs_regex!r}")
     return ", ".join(changed)
@@ -283,25 +283,25 @@ class OnlineConfig(VllmSyncFields, VllmFields, GenerationFields, ReferenceFields
 
     def _take_overrides(self) -> None:
         """What ``generation_kwargs`` overrides is the field itself: log-probs are of the temperature that was sampled at."""
-        given = dict(self.generation_kwargs or {})  # type: ignore[arg-type]
-        for name, value in given.items():
+        overrides = dict(self.generation_kwargs or {})  # type: ignore[arg-type]
+        for name, value in overrides.items():
             if name in REFUSED and value is not None:
                 raise ConfigError(f"generation_kwargs: {name}={value!r}: {REFUSED[name]}. Fix: take {name} out.")
             check_choice("generation_kwargs", name, OVERRIDDEN + FURTHER)
         for name in OVERRIDDEN:
-            if given.get(name) is not None:
-                setattr(self, name, given[name])
-            given.pop(name, None)
+            if overrides.get(name) is not None:
+                setattr(self, name, overrides[name])
+            overrides.pop(name, None)
         self.check_fields()
-        if (structured := given.pop("structured_outputs", None)) is not None:
-            given["guide"] = structured_guide(structured)
-        if given.get("guide") is not None and self.vllm_structured_outputs_regex:
-            del given["guide"]
+        if (structured := overrides.pop("structured_outputs", None)) is not None:
+            overrides["guide"] = structured_guide(structured)
+        if overrides.get("guide") is not None and self.vllm_structured_outputs_regex:
+            del overrides["guide"]
             logger.warning("vllm_structured_outputs_regex wins over what generation_kwargs says of structured outputs.")
-        elif given.get("guide") is not None:
-            given["guide"] = tuple(given["guide"])  # A list, where it comes from a file.
-        generation_fields(given)
-        self.generation_kwargs = given or None
+        elif overrides.get("guide") is not None:
+            overrides["guide"] = tuple(overrides["guide"])  # A list, where it comes from a file.
+        generation_fields(overrides)
+        self.generation_kwargs = overrides or None
 
     def _check_sampling(self) -> None:
         if self.num_generations < self._least_generations:
@@ -410,30 +410,30 @@ class OnlineConfig(VllmSyncFields, VllmFields, GenerationFields, ReferenceFields
 
     def refused_engines(self) -> dict[str, str]:
         """Engines that these settings rule out for ``rollout_engine="auto"``, with the reasons."""
-        found = {}
+        reasons = {}
         for name, check in {"vllm": self.check_vllm_settings, "paged": self._check_paged_settings}.items():
             try:
                 check()
                 self.check_foreign_logprobs()  # In half precision those of continuous batching are foreign too.
             except (ConfigError, MissingDependencyError) as error:
-                found[name] = str(error)
-        return found
+                reasons[name] = str(error)
+        return reasons
 
     def _resolve_batches(self) -> None:
         """The arithmetic of one generation: completions = per-device batch x processes x steps per generation."""
         unit = self.per_device_train_batch_size * self.world_size
-        given, steps = self.generation_batch_size, self.steps_per_generation
-        if given is not None and steps is not None and given != unit * steps:
+        size, steps = self.generation_batch_size, self.steps_per_generation
+        if size is not None and steps is not None and size != unit * steps:
             raise ConfigError(
-                f"generation_batch_size={given} and steps_per_generation={steps} are both set. Set one; the other follows "
+                f"generation_batch_size={size} and steps_per_generation={steps} are both set. Set one; the other follows "
                 f"({self.per_device_train_batch_size} per device x {self.world_size} processes x steps)."
             )
-        if given is not None and given % unit:
+        if size is not None and size % unit:
             raise ConfigError(
-                f"generation_batch_size={given} must be a multiple of per_device_train_batch_size x processes = "
-                f"{self.per_device_train_batch_size} x {self.world_size} = {unit}. Nearest: {_near(given, unit)}."
+                f"generation_batch_size={size} must be a multiple of per_device_train_batch_size x processes = "
+                f"{self.per_device_train_batch_size} x {self.world_size} = {unit}. Nearest: {_near(size, unit)}."
             )
-        self.steps_per_generation = steps or (given // unit if given else self.gradient_accumulation_steps)
+        self.steps_per_generation = steps or (size // unit if size else self.gradient_accumulation_steps)
         self.generation_batch_size = unit * self.steps_per_generation
         self._check_evaluation_groups()
         self._check_groups(unit)

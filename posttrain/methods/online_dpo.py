@@ -92,9 +92,9 @@ class OnlineDPOConfig(PictureConfig, OnlineConfig):
         for value in self.betas:
             if not isinstance(value, int | float) or not 0 < value < math.inf:
                 raise ConfigError(f"beta={self.beta!r}: {value!r} is out of range. Fix: give numbers above 0.")
-        given, self.beta = self.beta, self.betas[0]  # type: ignore[assignment]
+        betas, self.beta = self.beta, self.betas[0]  # type: ignore[assignment]
         super()._check_sampling()
-        self.beta = given
+        self.beta = betas
 
     @property
     def betas(self) -> list[float]:

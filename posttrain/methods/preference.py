@@ -86,22 +86,22 @@ def _reward_metrics(
 def reference_free_metrics(out: ModelOutputs, batch: Batch, rewards: Tensor, logps: Tensor) -> dict[str, Metric]:
     """What methods without a reference log; ``rewards`` and ``logps`` are ``(P, branches)``, chosen and rejected first."""
     size = batch.num_sequences // len(rewards)
-    found = _reward_metrics(out, batch, (rewards[:, 0], rewards[:, 1]), (logps[:, 0], logps[:, 1]))
-    return found | logit_metrics(out, chosen=answer_mask(batch, size, 0), rejected=answer_mask(batch, size, 1))
+    metrics = _reward_metrics(out, batch, (rewards[:, 0], rewards[:, 1]), (logps[:, 0], logps[:, 1]))
+    return metrics | logit_metrics(out, chosen=answer_mask(batch, size, 0), rejected=answer_mask(batch, size, 1))
 
 
 def judged_metrics(out: ModelOutputs, batch: Batch, rewards: Tensor, logp: Tensor, good: Tensor) -> dict[str, Metric]:
     """Rewards and log-probs by label, sums and counts so that a batch of one label counts for what it has."""
     assert out.entropy is not None
     rewards, logp = rewards.detach(), logp.detach()
-    found: dict[str, Metric] = {}
+    metrics: dict[str, Metric] = {}
     for name, kept in (("chosen", good), ("rejected", ~good)):
-        found[f"rewards/{name}"] = mean(rewards, kept)
-        found[f"logps/{name}"] = mean(logp, kept)
+        metrics[f"rewards/{name}"] = mean(rewards, kept)
+        metrics[f"logps/{name}"] = mean(logp, kept)
         on_side = batch.loss_mask & kept[batch.sequence.clamp_min(0)]
-        found |= logit_metrics(out, **{name: on_side})
-    found["entropy"] = mean(out.entropy, batch.loss_mask)
-    return found
+        metrics |= logit_metrics(out, **{name: on_side})
+    metrics["entropy"] = mean(out.entropy, batch.loss_mask)
+    return metrics
 
 
 def branch_sums(out: ModelOutputs, batch: Batch, branches: int) -> tuple[Tensor, Tensor]:

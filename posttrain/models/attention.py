@@ -100,11 +100,11 @@ def rope_limits(model: Module) -> tuple[int | None, int | None]:
         None where the model has no such limit. Virtual tokens count, so they are subtracted.
     """
     text = causal_lm(model).config.get_text_config()
-    given = getattr(text, "rope_parameters", None) or {}
-    kinds = [one for one in (given, *given.values()) if isinstance(one, dict) and "rope_type" in one]
+    parameters = getattr(text, "rope_parameters", None) or {}
+    kinds = [rope for rope in (parameters, *parameters.values()) if isinstance(rope, dict) and "rope_type" in rope]
     virtual = int(unwrapped(model).active_peft_config.num_virtual_tokens) if learns_prompts(model) else 0
-    switches = [one["original_max_position_embeddings"] for one in kinds if one["rope_type"] == "longrope"]
-    ends = [text.max_position_embeddings for one in kinds if "dynamic" in one["rope_type"]]
+    switches = [rope["original_max_position_embeddings"] for rope in kinds if rope["rope_type"] == "longrope"]
+    ends = [text.max_position_embeddings for rope in kinds if "dynamic" in rope["rope_type"]]
     if len(set(switches)) > 1:
         raise ModelError(
             f"layers with longrope change at different lengths {sorted(set(switches))}: no pass can be right."

@@ -229,8 +229,8 @@ def _in_turns(
     device = asked.batch.input_ids.device
     for owner, other in enumerate(split.exchanged(asked.bare())):
         mine = owner == split.rank
-        found = _run(model, replace(other, batch=other.batch.to(device)), compare if mine else None, split, owner)
-        result = found if mine else result
+        outputs = _run(model, replace(other, batch=other.batch.to(device)), compare if mine else None, split, owner)
+        result = outputs if mine else result
     return result
 
 
@@ -299,11 +299,11 @@ def inverse_lengths(batch: Batch) -> Tensor:
             for run in batch.path(index):
                 total[row, run.start : run.stop] += 1 / leaf.length
                 count[row, run.start : run.stop] += 1
-    for one in batch.segments:
+    for segment in batch.segments:
         # A prompt whose only answers are empty is a document itself.
-        columns = slice(one.start, one.stop)
-        lonely = count[one.row, columns] == 0
-        total[one.row, columns] += lonely / (one.position + one.stop - one.start)
+        columns = slice(segment.start, segment.stop)
+        lonely = count[segment.row, columns] == 0
+        total[segment.row, columns] += lonely / (segment.position + segment.stop - segment.start)
     return (total / count.clamp_min(1)).to(batch.input_ids.device)
 
 
@@ -381,14 +381,14 @@ def sequence_logps(model: nn.Module, rows: Sequence[Row]) -> list[Tensor]:
     The plain way, kept as the truth that the fast way is compared with: the model as it was given, with its adapter and the
     virtual tokens of that. Nothing below the wrapper is called.
     """
-    given: Any = unwrapped(model)
-    device, virtual = next(given.parameters()).device, virtual_tokens(given)
+    bare: Any = unwrapped(model)
+    device, virtual = next(bare.parameters()).device, virtual_tokens(bare)
     result = []
     for row in rows:
         for index, (ids, mask) in enumerate(zip(row.completions, row.loss_masks, strict=True)):
             sequence = torch.tensor([row.prompt_ids + ids], device=device)
-            inputs = plain_inputs(given, sequence, row, index) if row.pictures else {}
-            logits = given(input_ids=sequence, **inputs, use_cache=False).logits[0, virtual:].float()
+            inputs = plain_inputs(bare, sequence, row, index) if row.pictures else {}
+            logits = bare(input_ids=sequence, **inputs, use_cache=False).logits[0, virtual:].float()
             logp = torch.log_softmax(logits[:-1], -1).gather(-1, sequence[0, 1:, None]).squeeze(-1)
             tail = torch.cat([logp.new_zeros(1), logp])[len(row.prompt_ids) :]
             result.append(tail * torch.tensor(mask, device=device))
@@ -423,26 +423,26 @@ def batch_logps(
             continue
         # Two copies to the host, not one a completion.
         host = replace(batch, sequence=batch.sequence.cpu())
-        for found, values in ((logps, out.logp), (masses, out.log_mass)):
+        for by_origin, values in ((logps, out.logp), (masses, out.log_mass)):
             if values is not None:
                 pieces = split_by_sequence(values.cpu(), host)
-                found |= {origin: piece.tolist() for origin, piece in zip(batch.origin, pieces, strict=True)}
+                by_origin |= {origin: piece.tolist() for origin, piece in zip(batch.origin, pieces, strict=True)}
     return [logps[i] for i in range(len(logps))], [masses[i] for i in range(len(masses))]
 
 
 @torch.no_grad()
 def sequence_scores(model: nn.Module, rows: Sequence[Row]) -> Tensor:
     """``(S, labels)`` scores at the last token of every completion, each sequence alone through the model's own forward."""
-    given: Any = unwrapped(model)
-    config = causal_lm(given).config.get_text_config()
-    device, pad = next(given.parameters()).device, config.pad_token_id
+    bare: Any = unwrapped(model)
+    config = causal_lm(bare).config.get_text_config()
+    device, pad = next(bare.parameters()).device, config.pad_token_id
     scores = []
     config.pad_token_id = None  # Else a last token that is the pad id would not be the one that is read.
     try:
         for row in rows:
             for ids in row.completions:
                 sequence = torch.tensor([row.prompt_ids + ids], device=device)
-                logits = given(input_ids=sequence, use_cache=False).logits.float()
+                logits = bare(input_ids=sequence, use_cache=False).logits.float()
                 scores.append(logits if logits.dim() == 2 else logits[:, -1])
     finally:
         config.pad_token_id = pad

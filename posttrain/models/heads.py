@@ -397,7 +397,7 @@ def _encodes_images(module: Any) -> bool:
     # Mllama, whose text attends to images beside it, has no method for their features.
     inner = getattr(module, "model", module)
     beside = hasattr(inner, "vision_model") and hasattr(inner, "multi_modal_projector")
-    return beside or any(hasattr(one, "get_image_features") for one in (module, inner))
+    return beside or any(hasattr(holder, "get_image_features") for holder in (module, inner))
 
 
 def text_modules(model: nn.Module) -> list[nn.Module]:

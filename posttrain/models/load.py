@@ -192,35 +192,35 @@ def with_dtype(init: Mapping[str, Any]) -> dict[str, Any]:
     >>> with_dtype({"torch_dtype": "bfloat16"})
     {'dtype': 'bfloat16'}
     """
-    found = {name: value for name, value in init.items() if name != "torch_dtype"}
+    keywords = {name: value for name, value in init.items() if name != "torch_dtype"}
     if "torch_dtype" not in init:
-        return found
-    former, given = init["torch_dtype"], init.get("dtype", init["torch_dtype"])
-    if str(former).removeprefix("torch.") != str(given).removeprefix("torch."):
+        return keywords
+    former, dtype = init["torch_dtype"], init.get("dtype", init["torch_dtype"])
+    if str(former).removeprefix("torch.") != str(dtype).removeprefix("torch."):
         raise ConfigError(
-            f"torch_dtype={former!r} and dtype={given!r} are two names of one setting and contradict each other. Fix: give "
+            f"torch_dtype={former!r} and dtype={dtype!r} are two names of one setting and contradict each other. Fix: give "
             "dtype alone."
         )
-    return found | {"dtype": given}
+    return keywords | {"dtype": dtype}
 
 
-def check_distributed(given: Any) -> None:
+def check_distributed(distributed: Any) -> None:
     """Refuse transformers' ``DistributedConfig``, of keywords or of a loaded model, where it divides the model.
 
     Weights that are sharded as they are loaded gather themselves in the forward pass of their own module. The output layer is
     read here outside of that, a chunk of logits at a time, and its gradient would reach a process's own shard alone.
 
     Args:
-        given: A ``DistributedConfig`` or its fields; None: there is none.
+        distributed: A ``DistributedConfig`` or its fields; None: there is none.
 
     Raises:
         ConfigError: A size is above 1: names it, and what it would need.
 
     >>> check_distributed({"fsdp_size": 1})
     """
-    if given is None:
+    if distributed is None:
         return
-    fields = dict(given) if isinstance(given, Mapping) else vars(given)
+    fields = dict(distributed) if isinstance(distributed, Mapping) else vars(distributed)
     sizes = {name: value for name, value in fields.items() if name.endswith("_size") and (value or 1) > 1}
     experts = fields.get("enable_expert_parallel") or sizes.get("ep_size")
     if sizes or experts:

@@ -108,7 +108,7 @@ class _HeadGradients:
         if self.hidden is not None:
             self.hidden[part] = 0.0
 
-    def found(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    def gradients(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Gradients of the hidden states, the weight and the bias, in the dtype of the weight; None where not needed."""
         dtype = self.inputs[1].dtype
         return (
@@ -142,7 +142,7 @@ class _Ahead:
 
     def scaled(self, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None] | None:
         """The gradients for the true ``(N,)`` gradient of the log-probs; None where it is no multiple of the expected one."""
-        hidden, weight, bias = self.sums.found()
+        hidden, weight, bias = self.sums.gradients()
         if self.expected is None:
             assert hidden is not None
             return hidden * grad[:, None].to(hidden.dtype), None, None
@@ -244,7 +244,7 @@ class _TokenLogprobs(torch.autograd.Function):
                 dx = lp.exp_().mul_(-g[:, None])
             dx.scatter_add_(1, targets[part, None], g[:, None])
             sums.add(part, rule.through(dx, bent))
-        return *sums.found(), None, None
+        return *sums.gradients(), None, None
 
 
 def _prepared(
@@ -348,13 +348,13 @@ class _ChunkedRows(torch.autograd.Function):
         measure: Measure,
         columns: int,
     ) -> Tensor:
-        found = []
+        measured = []
         for start in range(0, max(len(hidden), 1), rule.chunk):
             part = slice(start, start + rule.chunk)
-            found.append(measure(rule.logits(hidden[part], weight, bias)[0], part))
+            measured.append(measure(rule.logits(hidden[part], weight, bias)[0], part))
         ctx.save_for_backward(hidden, weight, bias)
         ctx.rule, ctx.measure, ctx.columns = rule, measure, columns
-        return torch.cat(found)
+        return torch.cat(measured)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -370,7 +370,7 @@ class _ChunkedRows(torch.autograd.Function):
                 values = ctx.measure(x, part)[:, : ctx.columns]
                 (dx,) = torch.autograd.grad(values, x, grad[part, : ctx.columns])
             sums.add(part, rule.through(dx, bent))
-        return *sums.found(), None, None, None
+        return *sums.gradients(), None, None, None
 
 
 def chunked_rows(

@@ -79,16 +79,16 @@ def recompute_activations(model: nn.Module, options: dict[str, Any] | None = Non
     Raises:
         ConfigError: ``selective`` with reentrant checkpointing, which cannot choose.
     """
-    given = dict(options or {"use_reentrant": False})
-    if given.pop("selective", False):
-        if given.get("use_reentrant"):
+    kwargs = dict(options or {"use_reentrant": False})
+    if kwargs.pop("selective", False):
+        if kwargs.get("use_reentrant"):
             raise ConfigError(
                 "gradient_checkpointing_kwargs: selective=True needs use_reentrant=False, and it is True. Leave it out."
             )
-        given |= {"use_reentrant": False, "context_fn": partial(create_selective_checkpoint_contexts, keep_attention)}
-    own = {name: given.pop(name) for name in ("every_n_layers", "offload") if name in given}
+        kwargs |= {"use_reentrant": False, "context_fn": partial(create_selective_checkpoint_contexts, keep_attention)}
+    own = {name: kwargs.pop(name) for name in ("every_n_layers", "offload") if name in kwargs}
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-    enable(given or None, **own)
+    enable(kwargs or None, **own)
 
 
 def keep_last_activations(model: nn.Module, count: int | None = None) -> int:
@@ -264,16 +264,16 @@ def gradients_first(model: nn.Module, *, passes: int) -> Iterator[None]:
             weights that are sharded in place (FSDP2), whose own count of changes stays 0 when their shard's gradient grows.
         passes: Forward and backward passes inside; one alone adds nothing up.
     """
-    made = []
+    without_gradient = []
     if passes > 1 and not isinstance(getattr(model, "module", None), nn.Module):
         plain = [p for p in model.parameters() if type(p.data) is Tensor and p.device.type == "cpu"]
-        made = [p for p in plain if p.requires_grad and p.grad is None]
-    for parameter in made:
+        without_gradient = [p for p in plain if p.requires_grad and p.grad is None]
+    for parameter in without_gradient:
         parameter.grad = torch.zeros_like(parameter)
     try:
         yield
     finally:
-        for parameter in made:
+        for parameter in without_gradient:
             if parameter.grad is not None and parameter.grad._version == 0:  # Nothing was added.
                 parameter.grad = None
 
@@ -331,17 +331,17 @@ def available_memory(device: torch.device | str, limit: int | None = None) -> Av
     kind = str(getattr(device, "type", device))
     if kind == "cuda":
         free, total = torch.cuda.mem_get_info(device)
-        found = Available(free + torch.cuda.memory_reserved(device), total, "the GPU")
+        available = Available(free + torch.cuda.memory_reserved(device), total, "the GPU")
     else:
-        found = _of_host()
-    if limit is not None and limit < found.free:
+        available = _of_host()
+    if limit is not None and limit < available.free:
         return Available(int(limit), int(limit), "memory_limit_gib")
-    return found
+    return available
 
 
 def _of_host() -> Available:
     machine, mine = psutil.virtual_memory(), in_use("cpu")
-    found = Available(machine.available + mine, machine.total, "this machine")
+    host = Available(machine.available + mine, machine.total, "this machine")
     for limit, use, stat in CGROUPS:
         bound = _read(limit).strip()
         if bound.isdigit() and int(bound) < machine.total:
@@ -349,8 +349,8 @@ def _of_host() -> Available:
             pages = [line.split() for line in _read(stat).splitlines() if "inactive_file " in line]
             used = int(_read(use).strip() or 0) - (int(pages[0][1]) if pages else 0)
             inside = Available(max(int(bound) - used, 0) + mine, int(bound), "the control group of this process")
-            return min(found, inside, key=lambda a: a.free)
-    return found
+            return min(host, inside, key=lambda a: a.free)
+    return host
 
 
 def _read(path: str) -> str:

@@ -232,8 +232,8 @@ def estimate_memory(work: Workload) -> MemoryEstimate:
         "unpacked weight": _unpacked(shadow, work.autocast or work.policy.dtype) if work.policy.bits else 0,
     }
     for part in work.frozen:
-        held = sum(size for size, _ in Shadow(part).named_sizes().values())
-        standing[part.role] = standing.get(part.role, 0) + held
+        size_of_part = sum(size for size, _ in Shadow(part).named_sizes().values())
+        standing[part.role] = standing.get(part.role, 0) + size_of_part
     many = work.passes > 1
     training = _largest_pass(work, shadow, training=True, accumulating=many)
     moments: dict[str, dict[str, int]] = {
@@ -427,17 +427,17 @@ def _experts_by_shape(experts: Any, hidden: Tensor, index: Tensor, weights: Tens
 
 def _from_meta(model: nn.Module) -> None:
     """Replace meta tensors by fake CPU tensors; tied ones stay tied."""
-    made: dict[int, Any] = {}
+    by_id: dict[int, Any] = {}
     for module in model.modules():
         for holder in (module._parameters, module._buffers):
             for name, tensor in holder.items():
                 if tensor is None:
                     continue
-                if id(tensor) not in made:
+                if id(tensor) not in by_id:
                     fake = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
                     is_weight = isinstance(tensor, nn.Parameter)
-                    made[id(tensor)] = nn.Parameter(fake, tensor.requires_grad) if is_weight else fake
-                holder[name] = made[id(tensor)]
+                    by_id[id(tensor)] = nn.Parameter(fake, tensor.requires_grad) if is_weight else fake
+                holder[name] = by_id[id(tensor)]
 
 
 class _Meter(TorchDispatchMode):
@@ -450,8 +450,8 @@ class _Meter(TorchDispatchMode):
         self.peak: Counter[str] = Counter()
         self.largest = 0
         self.vocabulary = vocabulary
-        held = [*model.parameters(), *model.buffers()]
-        self.known: dict[int, Any] = {tensor.untyped_storage()._cdata: None for tensor in held}
+        tensors = [*model.parameters(), *model.buffers()]
+        self.known: dict[int, Any] = {tensor.untyped_storage()._cdata: None for tensor in tensors}
         shapes = [tuple(p.shape) for p in model.parameters() if p.requires_grad and p.dim() > 1]
         self.weights = {*shapes, *(shape[::-1] for shape in shapes)}
 

@@ -47,9 +47,9 @@ def gather_objects(item: object, accelerator: Accelerator) -> list[Any]:
     """One object of every rank, in rank order, on the main process; empty elsewhere. Every rank must call it."""
     if accelerator.num_processes == 1:
         return [item]
-    found: list[Any] | None = [None] * accelerator.num_processes if accelerator.is_main_process else None
-    torch.distributed.gather_object(item, found, dst=0)
-    return found or []
+    gathered: list[Any] | None = [None] * accelerator.num_processes if accelerator.is_main_process else None
+    torch.distributed.gather_object(item, gathered, dst=0)
+    return gathered or []
 
 
 def scatter_objects(items: list[Any], accelerator: Accelerator) -> Any:
@@ -243,17 +243,17 @@ def whole_parameters(model: torch.nn.Module, accelerator: Accelerator) -> Iterat
 @contextmanager
 def _without_sharding(model: torch.nn.Module) -> Iterator[None]:
     """No module gathers or frees its parameters in its forward: ranks run different numbers of forwards meanwhile."""
-    held: list[tuple[Any, list[Any], dict[Any, Any]]] = []
+    removed: list[tuple[Any, list[Any], dict[Any, Any]]] = []
     for module in model.modules():
         for hooks in (module._forward_pre_hooks, module._forward_hooks):
-            held.append((hooks, list(hooks), {key: hook for key, hook in hooks.items() if _shards(hook)}))
-    for hooks, _, taken in held:
+            removed.append((hooks, list(hooks), {key: hook for key, hook in hooks.items() if _shards(hook)}))
+    for hooks, _, taken in removed:
         for key in taken:
             del hooks[key]
     try:
         yield
     finally:
-        for hooks, order, taken in held:
+        for hooks, order, taken in removed:
             hooks.update(taken)
             for key in order:
                 if key in hooks:
@@ -380,11 +380,11 @@ def _loading_universal(accelerator: Accelerator, engine: Callable[[], Any]) -> I
 def _make_universal(shards: list[Path], wrote: int) -> None:
     """DeepSpeed's ``ds_to_universal``; it names the folder it made last, in a file, so that half of one is never read."""
     source = shards[0].parent
-    made = source.with_name(f"{source.name}_universal")
-    shutil.rmtree(made, ignore_errors=True)  # Half of one, of a run that was killed.
-    places = {"input_folder": str(source), "output_folder": str(made)}
+    universal = source.with_name(f"{source.name}_universal")
+    shutil.rmtree(universal, ignore_errors=True)  # Half of one, of a run that was killed.
+    places = {"input_folder": str(source), "output_folder": str(universal)}
     work = {"num_extract_workers": 1, "num_merge_workers": 1, "keep_temp_folder": False}
-    logger.info("The shards of %d processes in %s are joined for another number, in %s.", wrote, source, made.name)
+    logger.info("The shards of %d processes in %s are joined for another number, in %s.", wrote, source, universal.name)
     try:
         if len(shards) != wrote:
             raise ValueError(f"{len(shards)} of them are here")
@@ -394,7 +394,7 @@ def _make_universal(shards: list[Path], wrote: int) -> None:
             converter = require("deepspeed.checkpoint.ds_to_universal", "ZeRO")
             converter.main(SimpleNamespace(**places, **work, inject_missing_state=True, strict=True))
     except Exception as error:
-        shutil.rmtree(made, ignore_errors=True)
+        shutil.rmtree(universal, ignore_errors=True)
         raise CheckpointError(
             f"the shards of {wrote} processes in {str(source)!r} could not be joined for another number: "
             f"{type(error).__name__}: {error}. Fix: resume on {wrote}, or from another checkpoint."
@@ -421,8 +421,8 @@ def reading_fsdp(accelerator: Accelerator, folder: str | None, *, shards: bool) 
     Yields:
         Whether to read as FSDP does; ``shards`` where the checkpoint is of another kind.
     """
-    found = sorted(Path(folder).glob("pytorch_model_fsdp*")) if folder is not None else []
-    if not found:
+    saved = sorted(Path(folder).glob("pytorch_model_fsdp*")) if folder is not None else []
+    if not saved:
         yield shards
         return
     from accelerate import DistributedType, FullyShardedDataParallelPlugin
@@ -431,11 +431,11 @@ def reading_fsdp(accelerator: Accelerator, folder: str | None, *, shards: bool) 
     plugin = getattr(state, "fsdp_plugin", None)
     reader = copy.copy(plugin) if shards else FullyShardedDataParallelPlugin(fsdp_version=2)
     reader.state_dict_config = reader.optim_state_dict_config = None
-    reader.set_state_dict_type("SHARDED_STATE_DICT" if found[0].is_dir() else "FULL_STATE_DICT")
+    reader.set_state_dict_type("SHARDED_STATE_DICT" if saved[0].is_dir() else "FULL_STATE_DICT")
     kind = state.distributed_type
     if not shards:
         # One process has nobody that waits for what it read.
-        reader.state_dict_config.rank0_only = state.num_processes > 1 and not found[0].is_dir()
+        reader.state_dict_config.rank0_only = state.num_processes > 1 and not saved[0].is_dir()
         state.distributed_type = DistributedType.FSDP
     state.fsdp_plugin = reader
     try:

@@ -57,13 +57,13 @@ def probe_key(model: Module) -> str:
     ], sort_keys=True, default=str)  # fmt: skip
 
 
-def disagreement(found: Tensor, truth: Tensor, share: float) -> str:
+def disagreement(values: Tensor, truth: Tensor, share: float) -> str:
     """How far numbers are from the truth, as a reason; empty where that is less than ``share`` of the truth's spread.
 
     The spread, because log-probs of a model with tiny logits differ by little whatever attention it computes.
     """
-    found, truth = found.float().cpu(), truth.float().cpu()
-    gap = float((found - truth).abs().max())
+    values, truth = values.float().cpu(), truth.float().cpu()
+    gap = float((values - truth).abs().max())
     allowed = max(share * float(truth.std(unbiased=False)), ROUNDING * float(truth.abs().max()))
     return "" if gap <= allowed else f"outputs differ by {gap:.2g}, allowed {allowed:.2g}"
 
@@ -110,13 +110,13 @@ def _narrowed(model: Module, windows: dict[str, int]) -> Iterator[None]:
     configs = [getattr(module, "config", None) for module in model.modules()]
     configs += [one.get_text_config() for one in configs if hasattr(one, "get_text_config")]
     holders = {id(one): one for one in (*model.modules(), *configs) if one is not None}.values()
-    found = [(one, name, size) for one in holders for name, size in windows.items() if vars(one).get(name) == size]
+    windowed = [(one, name, size) for one in holders for name, size in windows.items() if vars(one).get(name) == size]
     try:
-        for one, name, _ in found:
+        for one, name, _ in windowed:
             setattr(one, name, NARROW)
         yield
     finally:
-        for one, name, size in found:
+        for one, name, size in windowed:
             setattr(one, name, size)
 
 
@@ -222,10 +222,10 @@ def _picture_fault(model: nn.Module, reader: PictureProcessor) -> str:
     gap = " " if reader.family.positions == "grid" else ""
     several = f"a {mark} b {mark}{gap}{mark} c"
     rows, truth, moved = [], [], []
-    for text, held in ((f"a {mark} b", [first]), (several, [second, first, second]), ("no picture", [])):
+    for text, pictures in ((f"a {mark} b", [first]), (several, [second, first, second]), ("no picture", [])):
         for answer in (" left, or right?", " it is blue"):
-            ids, placed = reader.encode(text + answer, held)
-            inputs = _own_inputs(reader, text + answer, held)
+            ids, placed = reader.encode(text + answer, pictures)
+            inputs = _own_inputs(reader, text + answer, pictures)
             if ids != inputs["input_ids"][0].tolist():
                 return f"the processor writes {inputs['input_ids'].shape[1]} tokens, and {len(ids)} were expected"
             # Pictures behind the first stand in the answer.
@@ -239,14 +239,14 @@ def _picture_fault(model: nn.Module, reader: PictureProcessor) -> str:
                 _own_logps(model, {**inputs, "input_ids": changed})[start - 1 : -1], truth[-1][:-1], share
             ):
                 return f"earlier tokens see later ones: {gap}"
-            others = [read_picture(one.load().rotate(180)) for one in held]
+            others = [read_picture(one.load().rotate(180)) for one in pictures]
             moved.append(_own_logps(model, _own_inputs(reader, text + answer, others))[start - 1 :])
     judged = _judged(rows)
     told, other = torch.cat(truth)[judged], torch.cat(moved)[judged]
-    found = _fast(model, rows, Layout("padded", row_tokens=4096)).float().cpu()
-    gap, reach = (float((one - told).abs().max()) for one in (found, other))
+    padded = _fast(model, rows, Layout("padded", row_tokens=4096)).float().cpu()
+    gap, reach = (float((one - told).abs().max()) for one in (padded, other))
     # What images do must stand out from what the two roads differ by, else their agreement says nothing of images.
-    if not (fault := disagreement(found, told, share)) and reach <= max(10 * gap, share * REACH):
+    if not (fault := disagreement(padded, told, share)) and reach <= max(10 * gap, share * REACH):
         return f"PT-G005: other images move log-probs by {reach:.2g}, and rows differ from sequences alone by {gap:.2g}"
     return fault
 
@@ -254,8 +254,8 @@ def _picture_fault(model: nn.Module, reader: PictureProcessor) -> str:
 def _own_inputs(reader: PictureProcessor, text: str, pictures: Sequence[Picture]) -> dict[str, Tensor]:
     """What a user of `transformers` gets of a text with one placeholder a picture."""
     images = [[picture.load() for picture in pictures]] if pictures else None
-    made = reader.processor(text=[text], images=images, return_tensors="pt", add_special_tokens=False)
-    return {name: value for name, value in made.items() if name not in ("attention_mask", "labels")}
+    inputs = reader.processor(text=[text], images=images, return_tensors="pt", add_special_tokens=False)
+    return {name: value for name, value in inputs.items() if name not in ("attention_mask", "labels")}
 
 
 def _own_logps(model: nn.Module, inputs: Mapping[str, Tensor]) -> Tensor:
@@ -333,9 +333,9 @@ def probe_head(model: Module) -> None:
     rows = [_probe_rows(model.config.get_text_config().vocab_size)[1]]
     training = model.training
     model.eval()
-    found, truth = _fast(model, rows, Layout("padded", row_tokens=512)), _truth(model, rows)
+    chunked, truth = _fast(model, rows, Layout("padded", row_tokens=512)), _truth(model, rows)
     model.train(training)
-    fault = disagreement(found, truth, _share(model))
+    fault = disagreement(chunked, truth, _share(model))
     if fault:
         inner.own_logits = True
         logger.warning(
@@ -353,13 +353,13 @@ def _fast(model: Module, rows: Sequence[Row], layout: Layout) -> Tensor:
     from posttrain.models.heads import score_layer
 
     scored = score_layer(causal_lm(model)) is not None
-    found: dict[int, Tensor] = {}
+    by_completion: dict[int, Tensor] = {}
     for batch in collate(rows, pad_token_id=0, layout=layout):
         batch = batch.to(next(model.parameters()).device)
         out: Any = forward(model, batch, frozenset({"scores"}) if scored else frozenset({"logp"}))
         parts = out.scores[:, None] if scored else split_by_sequence(out.logp, batch)
-        found |= dict(zip(batch.origin, parts, strict=True))
-    values = torch.cat([found[i] for i in range(len(found))])
+        by_completion |= dict(zip(batch.origin, parts, strict=True))
+    values = torch.cat([by_completion[i] for i in range(len(by_completion))])
     return values if scored else values[_judged(rows)]
 
 

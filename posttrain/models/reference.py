@@ -96,17 +96,17 @@ def create_reference_model(
     return reference.requires_grad_(False).eval()
 
 
-def check_reference(given: object, model: nn.Module) -> None:
+def check_reference(reference: object, model: nn.Module) -> None:
     """Refuse, before any weight of the policy is read, a reference that is the policy itself or cannot score answers."""
-    if given is model:
+    if reference is model:
         raise ConfigError(
             "ref_model is the model itself, so both would move together. Leave it out to take a frozen copy."
         )
-    inner = causal_lm(given) if isinstance(given, nn.Module) else None
+    inner = causal_lm(reference) if isinstance(reference, nn.Module) else None
     if getattr(inner, "get_output_embeddings", lambda: None)() is None:
         raise ModelError(
-            f"ref_model is a {type(inner if inner is not None else given).__name__}, which has no language-model head to score "
-            "answers with. Give a causal language model, or leave ref_model out."
+            f"ref_model is a {type(inner if inner is not None else reference).__name__}, which has no language-model head to "
+            "score answers with. Give a causal language model, or leave ref_model out."
         )
 
 
@@ -120,8 +120,8 @@ def tell_own_checkpoint(model: nn.Module) -> None:
         )  # fmt: skip
 
 
-def _check_vocabulary(model: nn.Module, given: object) -> None:
-    rows, theirs = (m.get_input_embeddings().weight.shape[0] for m in (model, given))
+def _check_vocabulary(model: nn.Module, reference: object) -> None:
+    rows, theirs = (m.get_input_embeddings().weight.shape[0] for m in (model, reference))
     if rows != theirs:
         raise ModelError(
             f"the reference has a vocabulary of {theirs} and the model one of {rows}: their log-probs cannot be compared. Resize "

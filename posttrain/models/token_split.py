@@ -236,11 +236,11 @@ class _AtOwner(torch.autograd.Function):
         flat = torch.cat([x.detach().float().flatten() for x in tensors])
         torch.distributed.all_reduce(flat, group=split.group)
         pieces = flat.split([x.numel() for x in tensors])
-        made = tuple(y.view_as(x).to(x.dtype) for x, y in zip(tensors, pieces, strict=True))
+        outputs = tuple(y.view_as(x).to(x.dtype) for x, y in zip(tensors, pieces, strict=True))
         # A piece of one storage may not be changed in place where another is needed.
-        made = tuple(x.clone() for x in made)
-        ctx.mark_non_differentiable(*(x for x, learns in zip(made, ctx.learns, strict=True) if not learns))
-        return made
+        outputs = tuple(x.clone() for x in outputs)
+        ctx.mark_non_differentiable(*(x for x, learns in zip(outputs, ctx.learns, strict=True) if not learns))
+        return outputs
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -250,11 +250,11 @@ class _AtOwner(torch.autograd.Function):
         flat = torch.cat([grad.float().flatten() for grad in kept])
         torch.distributed.broadcast(flat, src=split.ranks[ctx.owner], group=split.group)
         pieces = iter(flat.split([grad.numel() for grad in kept]))
-        found = [
+        gradients = [
             next(pieces).view_as(grad).to(grad.dtype) if learns else None
             for grad, learns in zip(grads, ctx.learns, strict=True)
         ]
-        return None, None, *found
+        return None, None, *gradients
 
 
 # The group of this process, which all of its trainers share, as they share accelerate's state.

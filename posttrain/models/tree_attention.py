@@ -78,8 +78,8 @@ def parts_of(segments: Sequence[Segment], window: int | None = None) -> list[Par
         segments: Tries in depth-first order.
         window: A token sees so many positions, its own included; None: all before it.
     """
-    own = [part for one in segments for part in _own(one, window)]
-    return own + [part for one in segments for part in _below(one, segments, window)]
+    own = [part for segment in segments for part in _own(segment, window)]
+    return own + [part for segment in segments for part in _below(segment, segments, window)]
 
 
 def _own(one: Segment, window: int | None) -> Iterator[Part]:
@@ -153,7 +153,7 @@ class Forest:
     @property
     def longest(self) -> int:
         """Positions of the longest path."""
-        return max((one.position + one.stop - one.start for one in self.batch.segments), default=0)
+        return max((segment.position + segment.stop - segment.start for segment in self.batch.segments), default=0)
 
 
 def _mask(part: Part, window: int | None, dtype: torch.dtype) -> Tensor:
@@ -278,13 +278,15 @@ def levels_of(segments: Sequence[Segment], width: int, device: torch.device | st
         device: Of the tensors.
     """
     depths: list[int] = []
-    for one in segments:
-        depths.append(0 if one.parent < 0 else depths[one.parent] + 1)
-    levels = [_level([(one, one.start, one.stop) for one in segments], width, device, True)]
+    for segment in segments:
+        depths.append(0 if segment.parent < 0 else depths[segment.parent] + 1)
+    levels = [_level([(segment, segment.start, segment.stop) for segment in segments], width, device, True)]
     for depth in range(max(depths, default=0)):
         pairs = zip(segments, depths, strict=True)
-        held = [(one, one.stop, one.end) for one, at in pairs if at == depth and one.end > one.stop]
-        levels.append(_level(held, width, device, False))
+        parents = [
+            (segment, segment.stop, segment.end) for segment, at in pairs if at == depth and segment.end > segment.stop
+        ]
+        levels.append(_level(parents, width, device, False))
     return levels
 
 
@@ -437,7 +439,7 @@ def no_varlen(q: Tensor, forest: Forest, window: int | None) -> str:
     dtype = torch.get_autocast_dtype(q.device.type) if torch.is_autocast_enabled(q.device.type) else q.dtype
     if reason := no_kernel(q.device.type, dtype):
         return reason
-    shared = any(one.end > one.stop for one in forest.batch.segments)
+    shared = any(segment.end > segment.stop for segment in forest.batch.segments)
     if window is not None and window < forest.longest and shared:
         return f"a window of {window} may end inside a shared prefix"
     return ""
@@ -499,20 +501,20 @@ def kernel_fault(device: torch.device, dtype: torch.dtype, heads: int, kv: int, 
         size: Numbers of a head.
     """
     ends = [(0, 9, 40, -1, 0), (9, 20, 20, 0, 9), (20, 31, 40, 0, 9), (31, 33, 33, 2, 20), (33, 40, 40, 2, 20)]
-    segments = tuple(Segment(0, *one) for one in ends)
+    segments = tuple(Segment(0, *segment) for segment in ends)
     until = torch.zeros(1, 40, dtype=torch.long)
-    for one in segments:
-        until[0, one.start : one.stop] = one.end
+    for segment in segments:
+        until[0, segment.start : segment.stop] = segment.end
     none = torch.zeros_like(until)
     batch = Batch(none, none, until, none, none.bool(), none, 0, segments)
     generator = torch.Generator().manual_seed(0)
     shapes = [(1, 40, count, size) for count in (heads, kv, kv, heads)]
     drawn = [torch.randn(shape, generator=generator).transpose(1, 2) for shape in shapes]
-    found, truth = [], []
-    for kind, kept in ((dtype, found), (torch.float64, truth)):
+    merged, truth = [], []
+    for kind, kept in ((dtype, merged), (torch.float64, truth)):
         at = device if kind == dtype else torch.device("cpu")
         q, k, v = (x.to(dtype).to(at, kind).requires_grad_() for x in drawn[:3])
-        if kept is found:
+        if kept is merged:
             out = tree_attention(q, k, v, Forest(batch), scale=size**-0.5)
         else:
             keys, values = (x.repeat_interleave(heads // kv, 1) for x in (k, v))
@@ -520,7 +522,7 @@ def kernel_fault(device: torch.device, dtype: torch.dtype, heads: int, kv: int, 
             out = scores.masked_fill(~forest_mask(batch), -torch.inf).softmax(-1) @ values
         kept += [out.detach(), *torch.autograd.grad(out, (q, k, v), drawn[3].to(at, kind))]
     share = 1e-4 if dtype in (torch.float32, torch.float64) else 0.05
-    for name, mine, exact in zip(("the output", "dq", "dk", "dv"), found, truth, strict=True):
+    for name, mine, exact in zip(("the output", "dq", "dk", "dv"), merged, truth, strict=True):
         gap, most = float((mine.double().cpu() - exact).abs().max()), float(exact.abs().max())
         if not gap <= share * most:
             return f"{name} of attention by parts differs by {gap:.2g}, allowed {share * most:.2g}"
@@ -547,8 +549,8 @@ def install(backend: str) -> None:
     lookup = AttentionInterface.get_interface
 
     def get_interface(self: AttentionInterface, attn_implementation: str, default: Callable) -> Callable:
-        found = lookup(self, attn_implementation, default)
-        return _attention(found) if attn_implementation == backend else found
+        attention = lookup(self, attn_implementation, default)
+        return _attention(attention) if attn_implementation == backend else attention
 
     AttentionInterface.get_interface = get_interface
 

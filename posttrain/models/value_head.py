@@ -99,20 +99,20 @@ def _held(policy: nn.Module) -> tuple[Any, str, nn.Module] | None:
 @contextmanager
 def without_value(policy: nn.Module) -> Iterator[None]:
     """The policy alone, as it is saved and loaded; its value function comes back afterwards, also on an exception."""
-    held = _held(policy)
-    if held is not None:
-        del held[0]._modules[held[1]]
+    attached = _held(policy)
+    if attached is not None:
+        del attached[0]._modules[attached[1]]
     try:
         yield
     finally:
-        if held is not None:
-            held[0]._modules[held[1]] = held[2]
+        if attached is not None:
+            attached[0]._modules[attached[1]] = attached[2]
 
 
 def value_state(policy: nn.Module) -> dict[str, Tensor]:
     """The value function's own tensors, without the policy's prefix."""
-    held = _held(policy)
-    return {} if held is None else dict(held[2].state_dict())
+    attached = _held(policy)
+    return {} if attached is None else dict(attached[2].state_dict())
 
 
 def load_value_state(policy: nn.Module, state: Mapping[str, Tensor]) -> None:
@@ -121,13 +121,13 @@ def load_value_state(policy: nn.Module, state: Mapping[str, Tensor]) -> None:
     Raises:
         ModelError: The tensors are those of another value function.
     """
-    held = _held(policy)
-    assert held is not None, "no value function is attached"
+    attached = _held(policy)
+    assert attached is not None, "no value function is attached"
     try:
-        held[2].load_state_dict(state)
+        attached[2].load_state_dict(state)
     except RuntimeError as error:
         raise ModelError(
-            f"the saved value function does not fit this one ({type(held[2]).__name__}): {error}"
+            f"the saved value function does not fit this one ({type(attached[2]).__name__}): {error}"
         ) from error
 
 

@@ -77,15 +77,15 @@ class PictureEncoder:
         Raises:
             ModelError: The tower gives another number of features than there are placeholders.
         """
-        counts = {one.picture: one.count for one in placed}
+        counts = {image.picture: image.count for image in placed}
         weights = tower_parameters(model).values()
         # Features that are kept have no graph, so a pass that trains the tower must make its own. And a sharded tower is
         # entered in every pass, since other processes may have to.
         trains = torch.is_grad_enabled() and any(weight.requires_grad for weight in weights)
         fresh = trains or gathers_in_forward(_tower(model))
         versions = None if fresh else hash(tuple(map(_state, weights)))
-        found = {picture: None if fresh else self._recall((picture.digest, versions)) for picture in counts}
-        missing = [picture for picture, features in found.items() if features is None]
+        features_of = {picture: None if fresh else self._recall((picture.digest, versions)) for picture in counts}
+        missing = [picture for picture, features in features_of.items() if features is None]
         self.encoded, self.reused = self.encoded + len(missing), self.reused + len(counts) - len(missing)
         if missing:
             began = time.perf_counter()
@@ -93,11 +93,11 @@ class PictureEncoder:
             with torch.set_grad_enabled(trains):
                 encoded = self._encode(model, missing, counts)
             for picture, features in zip(missing, encoded, strict=True):
-                found[picture] = features
+                features_of[picture] = features
                 if not fresh:
                     self._keep((picture.digest, versions), features)
             self.seconds += time.perf_counter() - began
-        features = [found[one.picture] or [] for one in placed]
+        features = [features_of[image.picture] or [] for image in placed]
         levels = [torch.cat(level) for level in zip(*features, strict=True)]
         if kept is not None:
             levels = [level[kept.to(level.device)] for level in levels]
@@ -108,9 +108,9 @@ class PictureEncoder:
     def whole(self, model: nn.Module, ids: Tensor, rows: Sequence[Sequence[Placed]]) -> dict[str, Any]:
         """The processor's own tensors of the pictures of each row, for a model that takes no features."""
         began, pictures = time.perf_counter(), [[one.picture for one in row] for row in rows]
-        made = self.processor.plain_inputs(ids.cpu(), pictures)
+        inputs = self.processor.plain_inputs(ids.cpu(), pictures)
         self.encoded, self.seconds = self.encoded + sum(map(len, rows)), self.seconds + time.perf_counter() - began
-        return for_tower(model, made)
+        return for_tower(model, inputs)
 
     def crossed(self, model: nn.Module, batch: Batch, placed: Sequence[Placed]) -> dict[str, Any]:
         """Features beside the text of one tree, and which of them each token attends to."""
@@ -195,9 +195,9 @@ class PictureEncoder:
         """All features of a canvas in the form that the model's forward reads."""
         from transformers.modeling_outputs import BaseModelOutputWithPooling
 
-        made: Any = BaseModelOutputWithPooling(pooler_output=[levels[0]] if self._listed else levels[0][None])
-        made.deepstack_features = [[one] for one in levels[1:]]
-        return made
+        output: Any = BaseModelOutputWithPooling(pooler_output=[levels[0]] if self._listed else levels[0][None])
+        output.deepstack_features = [[one] for one in levels[1:]]
+        return output
 
     def _recall(self, key: Any) -> list[Tensor] | None:
         if key not in self._kept:
@@ -292,7 +292,7 @@ def plain_inputs(model: nn.Module, sequence: Tensor, row: Row, index: int) -> di
     """The processor's own keys for one sequence ``(1, T)``: the prompt of a row with its completion ``index``."""
     encoder = picture_encoder(model)
     segments = [*row.pictures[:1], *row.pictures[index + 1 : index + 2]]
-    pictures = [one.picture for segment in segments for one in segment]
+    pictures = [image.picture for segment in segments for image in segment]
     if encoder is None or not pictures:
         return {}
     return for_tower(model, encoder.processor.plain_inputs(sequence.cpu(), [pictures], len(row.prompt_ids)))
@@ -312,20 +312,20 @@ def prefill_inputs(model: nn.Module, ids: Tensor, placed: Sequence[Sequence[Plac
     encoder = picture_encoder(model)
     if encoder is None:
         raise ModelError(f"{type(causal_lm(model)).__name__} was not prepared for pictures (install_pictures).")
-    processor, found = encoder.processor, ids == encoder.processor.token_id
-    wanted = [sum(one.count for one in row) for row in placed]
-    if found.sum(1).tolist() != wanted:
+    processor, at_pictures = encoder.processor, ids == encoder.processor.token_id
+    wanted = [sum(image.count for image in row) for row in placed]
+    if at_pictures.sum(1).tolist() != wanted:
         raise ModelError(
-            f"PT-G011: prompts have {found.sum(1).tolist()} image placeholders and their pictures have {wanted}."
+            f"PT-G011: prompts have {at_pictures.sum(1).tolist()} image placeholders and their pictures have {wanted}."
         )
     if processor.family.cross or processor.family.whole:
         # The model encodes them by itself; in the first, rows of a call have equally many.
         return encoder.whole(causal_lm(model), ids, placed)
-    flat = [one for row in placed for one in row]
+    flat = [image for row in placed for image in row]
     inputs = encoder.inputs(causal_lm(model), flat) | processor.token_types(ids, ids.shape[1])
     if processor.family.positions == "grid":
         merge = int(processor.processor.image_processor.merge_size)
-        grids = [(one.grid[0], one.grid[1] * merge, one.grid[2] * merge) for one in flat if one.grid]
+        grids = [(image.grid[0], image.grid[1] * merge, image.grid[2] * merge) for image in flat if image.grid]
         inputs["image_grid_thw"] = torch.tensor(grids, device=ids.device)
     return inputs
 
@@ -405,9 +405,9 @@ def install_pictures(model: nn.Module, processor: ProcessorMixin, *, cache_bytes
             images as it computes what its processor gives.
     """
     inner: Any = causal_lm(model)
-    given = picture_encoder(inner)
-    if given is not None:
-        return given
+    installed = picture_encoder(inner)
+    if installed is not None:
+        return installed
     encoder = PictureEncoder(PictureProcessor(processor), cache_bytes)
     family, config = encoder.processor.family, inner.config
     wanted = _placeholder(inner)
@@ -518,10 +518,12 @@ def view(model: nn.Module, batch: Batch, columns: slice | None = None) -> Vision
                 "the first rows of a stream tell whether it has any), or text without it."
             )
         return VisionView(batch.position_ids)
-    found = batch.input_ids == encoder.processor.token_id
-    if int(found.sum()) != sum(one.count for one in placed) or not all(found[b, c] for b, c, _ in batch.pictures):
+    at_pictures = batch.input_ids == encoder.processor.token_id
+    if int(at_pictures.sum()) != sum(one.count for one in placed) or not all(
+        at_pictures[b, c] for b, c, _ in batch.pictures
+    ):
         raise ModelError(
-            f"PT-G011: a pass has {int(found.sum())} image placeholders and its {len(placed)} pictures have "
+            f"PT-G011: a pass has {int(at_pictures.sum())} image placeholders and its {len(placed)} pictures have "
             f"{sum(one.count for one in placed)}. Rows were changed after their pictures had been placed."
         )
     if not placed:
@@ -543,10 +545,10 @@ def view(model: nn.Module, batch: Batch, columns: slice | None = None) -> Vision
             )
         return VisionView(batch.position_ids, inputs=lambda inner: encoder.crossed(inner, batch, placed))
     positions = grid_positions(batch) if family.positions == "grid" else batch.position_ids
-    spans = block_spans(batch, found, family.block) if family.block != "none" else None
+    spans = block_spans(batch, at_pictures, family.block) if family.block != "none" else None
     kept = None
     if columns is not None:  # Only then: to count on a device is to wait for it.
-        where = found.nonzero()[:, 1]  # (sum of tokens,) in the order of the features
+        where = at_pictures.nonzero()[:, 1]  # (sum of tokens,) in the order of the features
         kept = (where >= columns.start) & (where < columns.stop)
     return VisionView(positions, spans, lambda inner: encoder.inputs(inner, placed, kept))
 
@@ -564,7 +566,7 @@ def prompt_view(
     """
     columns = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
     real, none = columns < torch.tensor(lengths, device=ids.device)[:, None], torch.zeros_like(ids)
-    pictures = [(row, one.start, one) for row, held in enumerate(placed) for one in held]
+    pictures = [(row, image.start, image) for row, of_prompt in enumerate(placed) for image in of_prompt]
     until = real * torch.tensor(lengths, device=ids.device)[:, None]
     segments = tuple(Segment(row, 0, length, length, -1, 0) for row, length in enumerate(lengths))
     batch = Batch(ids, columns, until, none, none.bool(), none - 1, 0, segments, pictures=pictures)
@@ -573,7 +575,7 @@ def prompt_view(
 
 def text_offset(placed: Sequence[Placed]) -> int:
     """By how much positions of text behind these pictures differ from its index; images count by their longer side."""
-    return sum(max(one.grid[1:]) - one.count for one in placed if one.grid)
+    return sum(max(image.grid[1:]) - image.count for image in placed if image.grid)
 
 
 def grid_positions(batch: Batch) -> Tensor:
@@ -583,12 +585,12 @@ def grid_positions(batch: Batch) -> Tensor:
     """
     positions = batch.position_ids.expand(3, -1, -1).clone()  # (3, B, T)
     columns = torch.arange(batch.input_ids.shape[1], device=batch.input_ids.device)
-    for b, c, one in batch.pictures:
-        t, h, w = one.grid
+    for b, c, image in batch.pictures:
+        t, h, w = image.grid
         axes = torch.meshgrid(*(torch.arange(n, device=columns.device) for n in (t, h, w)), indexing="ij")
-        later = (columns >= c + one.count) & (columns < batch.seen_until[b, c])
-        positions[:, b, c : c + one.count] = positions[:, b, c, None] + torch.stack(axes).flatten(1)
-        positions[:, b, later] += max(h, w) - one.count
+        later = (columns >= c + image.count) & (columns < batch.seen_until[b, c])
+        positions[:, b, c : c + image.count] = positions[:, b, c, None] + torch.stack(axes).flatten(1)
+        positions[:, b, later] += max(h, w) - image.count
     return positions
 
 
@@ -602,11 +604,11 @@ def block_spans(batch: Batch, placeholders: Tensor, block: str) -> Tensor:
     """
     if block == "prompt":
         number = torch.full_like(batch.sequence, -1)
-        for index, one in enumerate(batch.segments):
-            number[one.row, one.start : one.stop] = index
+        for index, segment in enumerate(batch.segments):
+            number[segment.row, segment.start : segment.stop] = index
         return torch.where(batch.sequence < 0, number, -1)
     before = torch.nn.functional.pad(placeholders, (1, 0))[:, :-1]
     begins = placeholders & ~before
-    for one in batch.segments:
-        begins[one.row, one.start] = placeholders[one.row, one.start]
+    for segment in batch.segments:
+        begins[segment.row, segment.start] = placeholders[segment.row, segment.start]
     return torch.where(placeholders, begins.long().cumsum(1), -1)

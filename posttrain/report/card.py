@@ -79,14 +79,14 @@ def generate_model_card(
 
     check_choice("task", task, TASKS)
     datasets = [dataset_name] if isinstance(dataset_name, str) else list(dataset_name or [])
-    given = [tags] if isinstance(tags, str) else list(tags or [])
+    own_tags = [tags] if isinstance(tags, str) else list(tags or [])
     metadata = ModelCardData(
         base_model=base_model,
         datasets=[name for name in datasets if _is_hub_id(name)] or None,
         library_name="transformers",
         model_name=model_name,
         pipeline_tag=task,
-        tags=list(dict.fromkeys(["generated_from_trainer", *given])),
+        tags=list(dict.fromkeys(["generated_from_trainer", *own_tags])),
     )
     return ModelCard.from_template(
         metadata,
@@ -154,15 +154,17 @@ def create_model_card(
 
 def _tags(tags: str | Iterable[str] | None, own: Iterable[str], config: Any, trackio_url: str | None) -> list[str]:
     """The caller's, the class's, and those that say where and with what it ran; in a stable order."""
-    found = [tags] if isinstance(tags, str) else sorted(tags) if isinstance(tags, set | frozenset) else list(tags or [])
-    found += own
+    all_tags = (
+        [tags] if isinstance(tags, str) else sorted(tags) if isinstance(tags, set | frozenset) else list(tags or [])
+    )
+    all_tags += own
     if getattr(config, "unsloth_version", None) is not None:
-        found.append("unsloth")
+        all_tags.append("unsloth")
     if "JOB_ID" in os.environ:
-        found.append("hf_jobs")
+        all_tags.append("hf_jobs")
     if trackio_url is not None:
-        found = [tag for tag in found if not tag.startswith("trackio:")] + [f"trackio:{trackio_url}"]
-    return list(dict.fromkeys(found))
+        all_tags = [tag for tag in all_tags if not tag.startswith("trackio:")] + [f"trackio:{trackio_url}"]
+    return list(dict.fromkeys(all_tags))
 
 
 def _base_model(config: Any) -> str | None:

@@ -81,8 +81,8 @@ def to_sampling(config: GenerationConfig | None, tokenizer: Tokenizer, model: nn
         settings |= {"temperature": 1.0, "top_k": TOP_K, "top_p": 1.0, "min_p": None}
     stops = dict.fromkeys([*terminal_token_ids(tokenizer, used), *terminal_token_ids(tokenizer, own)])
     greedy = {} if "temperature" in settings else {"temperature": 0.0, "top_k": 0, "top_p": 1.0}
-    found = {name: setting(name, default) for name, default in settings.items()}
-    return Sampling(**found, **greedy, stop_token_ids=tuple(stops), seed=seed)
+    fields = {name: setting(name, default) for name, default in settings.items()}
+    return Sampling(**fields, **greedy, stop_token_ids=tuple(stops), seed=seed)
 
 
 class EvalPrompts:

@@ -107,17 +107,19 @@ def to_console(path: str | Path, *, show: int = 8, console: Console | None = Non
 
 def as_tree(episode: Recorded, title: str) -> Tree:
     """One episode: a node a branch, in it a node a turn."""
-    made = episode_tree(episode.session)
+    episode_nodes = episode_tree(episode.session)
     end = (
         f"failed: {episode.error}"
         if episode.error is not None
         else f"result {cut(json.dumps(episode.result, default=str))}"
     )
-    root = Tree(Text(f"{title}: {end}; {made['seen']:,} tokens seen, {made['once']:,} computed", style="bold"))
-    for index, branch in enumerate(made["branches"]):
+    root = Tree(
+        Text(f"{title}: {end}; {episode_nodes['seen']:,} tokens seen, {episode_nodes['once']:,} computed", style="bold")
+    )
+    for index, branch in enumerate(episode_nodes["branches"]):
         root.add(_branch_node(index, branch))
-    for one in made["unread"]:
-        root.add(Text(f"call {one['call']}: {one['state']}, not trained", style="dim"))
+    for call in episode_nodes["unread"]:
+        root.add(Text(f"call {call['call']}: {call['state']}, not trained", style="dim"))
     return root
 
 

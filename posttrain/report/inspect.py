@@ -235,7 +235,7 @@ def summarise(
 
 
 def _images(rows: Sequence[Row]) -> str:
-    counts = [one.count for row in rows for part in row.pictures for one in part]
+    counts = [image.count for row in rows for part in row.pictures for image in part]
     if not counts:
         return ""
     pictured, sizes = sum(any(row.pictures) for row in rows), quantiles(counts)
@@ -298,7 +298,7 @@ def _special_tokens(flat: list[TokenSequence], tokenizer: Tokenizer, roles: dict
     totals = sum(counts, Counter())
     # Bos and eos are listed also when they are absent: that they are is what one wants to see.
     listed = set(totals) | {i for i in (tokenizer.bos_token_id, tokenizer.eos_token_id) if i is not None}
-    found = [
+    tokens = [
         SpecialToken(
             str(tokenizer.convert_ids_to_tokens(i)),
             i,
@@ -310,7 +310,7 @@ def _special_tokens(flat: list[TokenSequence], tokenizer: Tokenizer, roles: dict
         )
         for i in listed
     ]
-    return sorted(found, key=lambda token: (-token.total, token.id))
+    return sorted(tokens, key=lambda token: (-token.total, token.id))
 
 
 def _shown(
@@ -323,9 +323,9 @@ def _shown(
 ) -> Shown:
     pieces: list[Piece] = []
     at, spans = 0, row.picture_spans(item.completion or 0, item.ids)
-    for number, (one, start, end) in enumerate(spans, 1):
+    for number, (image, start, end) in enumerate(spans, 1):
         pieces += pieces_of(item.ids[at:start], item.trained[at:start], tokenizer, roles)
-        pieces.append(Piece(one.picture.label(number, one.count), tuple(item.ids[start:end]), False, "image"))
+        pieces.append(Piece(image.picture.label(number, image.count), tuple(item.ids[start:end]), False, "image"))
         at = end
     return Shown(
         row=item.row if numbers is None else numbers[item.row],
@@ -333,7 +333,7 @@ def _shown(
         completion=item.completion,
         completions=len(row.completions),
         pieces=[*pieces, *pieces_of(item.ids[at:], item.trained[at:], tokenizer, roles)],
-        pictures=tuple(one.picture for one, *_ in spans),
+        pictures=tuple(image.picture for image, *_ in spans),
         tokens=len(item.ids),
         trained=sum(item.trained),
         bos=item.ids.count(tokenizer.bos_token_id),
@@ -353,20 +353,20 @@ def pieces_of(ids: list[int], trained: list[bool], tokenizer: Tokenizer, roles: 
     size = len(tokenizer)
     whole = [token in roles or not 0 <= token < size for token in ids]  # Tokens that stand for themselves.
     before: list[int] = []
-    held: list[int] = []
+    pending: list[int] = []
     for position, (token, flag) in enumerate(zip(ids, trained, strict=True)):
         if whole[position]:
             yield _named(token, flag, tokenizer, roles)
             before = [token] if 0 <= token < size else []
             continue
-        held.append(token)
-        text = tokenizer.decode(before + held, skip_special_tokens=False)
+        pending.append(token)
+        text = tokenizer.decode(before + pending, skip_special_tokens=False)
         after = position + 1
         last = after == len(ids) or whole[after] or bool(trained[after]) != bool(flag)
         if last or not text.endswith("\ufffd"):
             start = len(tokenizer.decode(before, skip_special_tokens=False))
-            yield Piece(text[start:], tuple(held), bool(flag))
-            before, held = held, []
+            yield Piece(text[start:], tuple(pending), bool(flag))
+            before, pending = pending, []
 
 
 def _named(token: int, trained: bool, tokenizer: Tokenizer, roles: dict[int, str]) -> Piece:
@@ -398,7 +398,7 @@ def facts(summary: Summary) -> dict[str, str]:
     """The numbers as label and text, shared by both renderings."""
     lengths = summary.lengths
     each = " (completions are sampled during training)" if summary.prompts_only else ""
-    found = {
+    lines = {
         "rows": f"{summary.rows:,}" + (f" with {summary.sequences:,} sequences" * (summary.sequences > summary.rows)),
         "tokens": f"{summary.tokens:,}{each}",
         "length": ", ".join(f"{name} {value:,.4g}" for name, value in lengths.items()),
@@ -406,14 +406,14 @@ def facts(summary: Summary) -> dict[str, str]:
         "repeated": f"{summary.duplicates:,} of the rows",
     }
     if summary.images:
-        found["images"] = summary.images
+        lines["images"] = summary.images
     if not summary.prompts_only:
-        found["trained"] = f"{summary.trained_tokens:,} tokens, {summary.trained_share:.1%}"
+        lines["trained"] = f"{summary.trained_tokens:,} tokens, {summary.trained_share:.1%}"
     if summary.limit is not None:
-        found["cut"] = (
+        lines["cut"] = (
             f"{summary.truncated:,} sequences ({summary.truncated_share:.1%}) at the limit of {summary.limit:,} tokens"
         )
-    return found
+    return lines
 
 
 def row_title(shown: Shown) -> str:
@@ -422,8 +422,8 @@ def row_title(shown: Shown) -> str:
     if shown.completions > 1 and shown.completion is not None:
         which += f", completion {shown.completion + 1} of {shown.completions}"
     trained = "prompt only" if shown.completion is None else f"{shown.trained} trained"
-    found = f" ({', '.join(shown.codes)})" if shown.codes else ""
-    return f"{which}: {shown.tokens} tokens, {trained}, {shown.bos} bos, {shown.eos} eos{found}"
+    codes = f" ({', '.join(shown.codes)})" if shown.codes else ""
+    return f"{which}: {shown.tokens} tokens, {trained}, {shown.bos} bos, {shown.eos} eos{codes}"
 
 
 # On a terminal and in a file -----------------------------------------------------------------------------------------
@@ -521,7 +521,7 @@ def _findings(summary: Summary) -> Group:
 def to_html(summary: Summary) -> str:
     """The whole page."""
     rows = [
-        (row_title(shown), [one.thumbnail() for one in shown.pictures], *elide(shown.pieces, MOST))
+        (row_title(shown), [image.thumbnail() for image in shown.pictures], *elide(shown.pieces, MOST))
         for shown in summary.shown
     ]
     style = (TEMPLATES / "page.css").read_text(encoding="utf-8")

@@ -73,8 +73,8 @@ def duration(seconds: float) -> str:
 def shell_command(*words: str) -> str:
     """A `posttrain` command that can be pasted: by the path of the program where the shell would not find it."""
     beside = Path(sys.executable).with_name("posttrain")
-    found = shutil.which("posttrain")
-    name = "posttrain" if found and Path(found).resolve() == beside.resolve() else str(beside)
+    on_path = shutil.which("posttrain")
+    name = "posttrain" if on_path and Path(on_path).resolve() == beside.resolve() else str(beside)
     if not beside.exists():
         name = f"{sys.executable} -m posttrain"
     return f"{name} {shlex.join(words)}"
@@ -215,12 +215,12 @@ class RichProgressCallback(transformers.TrainerCallback):
         page = environment().get_template("notebook.html.jinja")
         columns = list(dict.fromkeys(name for row in self._rows for name in row))
         findings = Path(str(args.output_dir), "findings.jsonl")
-        found = (
+        findings_shown = (
             [json.loads(line) for line in findings.read_text(encoding="utf-8").splitlines()]
             if findings.is_file()
             else []
         )
-        content = HTML(page.render(title=title, columns=columns, rows=self._rows[-ROWS:], findings=found))
+        content = HTML(page.render(title=title, columns=columns, rows=self._rows[-ROWS:], findings=findings_shown))
         if self._table is None:
             self._table = display(content, display_id=True)
         else:

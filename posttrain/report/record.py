@@ -107,11 +107,11 @@ def _hardware() -> dict[str, Any]:
 @functools.cache  # Reading metadata is a tenth of a short run's time.
 def versions() -> dict[str, str | None]:
     """Of the packages that numbers depend on; None of one that is not installed."""
-    found: dict[str, str | None] = dict.fromkeys(PACKAGES)
+    installed: dict[str, str | None] = dict.fromkeys(PACKAGES)
     for name in PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(name)
-    return found
+            installed[name] = importlib.metadata.version(name)
+    return installed
 
 
 def _git_commit() -> str | None:
@@ -221,8 +221,8 @@ class RunRecord:
 
     def _parts(self, *prefixes: str) -> list[Path]:
         """Files of completions in the order of their steps."""
-        found = [p for prefix in prefixes for p in self.completions_dir.glob(f"{prefix}completions_*.parquet")]
-        return sorted(found, key=lambda path: (path.name.startswith("eval_"), step_of_part(path)))
+        parts = [p for prefix in prefixes for p in self.completions_dir.glob(f"{prefix}completions_*.parquet")]
+        return sorted(parts, key=lambda path: (path.name.startswith("eval_"), step_of_part(path)))
 
     def add_completions(self, rows: list[dict[str, Any]], *, evaluation: bool = False) -> None:
         """Keep rows until the next `flush`; evaluation has files of its own."""

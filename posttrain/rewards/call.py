@@ -82,9 +82,11 @@ def unique(names: list[str]) -> list[str]:
     return result
 
 
-def one_each(name: str, given: object, count: int) -> list[Any]:
+def one_each(name: str, values: object, count: int) -> list[Any]:
     """A list with one entry a function; None stands for a list of None."""
-    entries = [None] * count if given is None else list(given) if isinstance(given, list | tuple | Tensor) else [given]
+    entries = (
+        [None] * count if values is None else list(values) if isinstance(values, list | tuple | Tensor) else [values]
+    )
     if len(entries) != count:
         raise ConfigError(f"{name} has {len(entries)} entries for {count} reward functions. Fix: give one each.")
     return entries
@@ -294,11 +296,11 @@ def _copy(value: object) -> Any:
     """Lists and dicts as new ones of their own kind, all the way down; what they hold else, such as pictures, as it is."""
     if not isinstance(value, list | Mapping):
         return value
-    made: Any = copy.copy(value)  # A message that was parsed keeps what was written (`ParsedMessage.raw`).
+    copied: Any = copy.copy(value)  # A message that was parsed keeps what was written (`ParsedMessage.raw`).
     if isinstance(value, list | dict):
         for key in range(len(value)) if isinstance(value, list) else value:
-            made[key] = _copy(value[key])
-    return made
+            copied[key] = _copy(value[key])
+    return copied
 
 
 def columns_read(function: Callable) -> str:
@@ -307,8 +309,10 @@ def columns_read(function: Callable) -> str:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
         return "any"
-    given = ("prompts", "completions", "completion_ids", *OURS)
-    named = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and p.name not in given]
+    supplied = ("prompts", "completions", "completion_ids", *OURS)
+    named = [
+        p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and p.name not in supplied
+    ]
     if any(p.kind is p.VAR_KEYWORD for p in parameters) and not named:
         return "any"
     return ", ".join(named) or "no column"
@@ -387,7 +391,7 @@ def run_concurrently(
     Raises:
         RewardError: A task blocks the loop; names the tasks that had not ended.
     """
-    found: dict[str, tuple[Any, float]] = {}
+    outcomes: dict[str, tuple[Any, float]] = {}
 
     async def timed(name: str) -> None:
         started = time.perf_counter()
@@ -395,7 +399,7 @@ def run_concurrently(
             outcome = await asyncio.wait_for(tasks[name](), timeout)
         except (Exception, asyncio.CancelledError) as error:
             outcome = error
-        found[name] = outcome, time.perf_counter() - started
+        outcomes[name] = outcome, time.perf_counter() - started
 
     async def every() -> None:
         await asyncio.gather(*map(timed, tasks))
@@ -405,13 +409,13 @@ def run_concurrently(
         future.result(None if timeout is None else timeout + GRACE)
     except concurrent.futures.TimeoutError:
         _LOOPS.pop(os.getpid(), None)
-        left = " or ".join(repr(name) for name in tasks if name not in found)
+        left = " or ".join(repr(name) for name in tasks if name not in outcomes)
         raise RewardError(
             f"reward function {left} did not answer within reward_timeout={timeout} s and blocks the event loop of all "
             "asynchronous reward functions: it waits without `await`. Fix: await an asynchronous client, or make it a plain "
             "function marked with posttrain.rewards.parallel."
         ) from None
-    return found
+    return outcomes
 
 
 # By process: a forked child has no thread to run its parent's loop.

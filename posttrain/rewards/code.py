@@ -196,14 +196,14 @@ def open_sandbox(name: str) -> None:
 
 
 def _program(name: str, install: str) -> str:
-    found = shutil.which(name)
-    if found is None:
+    program = shutil.which(name)
+    if program is None:
         raise MissingDependencyError(
             f"running code that a model wrote needs a sandbox, and the program {name!r} is not installed. Fix: {install}; or "
             f"choose another sandbox ({EXAMPLES}).",
             name=name,
         )
-    return found
+    return program
 
 
 def _execute(
@@ -218,9 +218,9 @@ def _execute(
     command = ["/bin/sh", "-c", f'ulimit -f {most // 512} && exec "$@"', "sh", *command, *bounds]
     with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
         try:
-            given = code + stdin.encode("utf-8", "replace")
+            program_input = code + stdin.encode("utf-8", "replace")
             status = subprocess.run(
-                command, input=given, stdout=output, stderr=errors, env=environment, cwd="/", timeout=seconds,
+                command, input=program_input, stdout=output, stderr=errors, env=environment, cwd="/", timeout=seconds,
                 start_new_session=True,
             ).returncode  # fmt: skip
         except subprocess.TimeoutExpired:
@@ -242,9 +242,9 @@ def code_block(text: str) -> str | None:
     >>> code_block("```python\nx = 1\n```\nIt prints:\n```\n1\n```")
     'x = 1'
     """
-    found = BLOCK.findall(text.rpartition("</think>")[2])
-    marked = [body for _, language, body in found if language.lower() in ("python", "python3", "py")]
-    blocks = marked or [body for _, language, body in found if not language]
+    fences = BLOCK.findall(text.rpartition("</think>")[2])
+    marked = [body for _, language, body in fences if language.lower() in ("python", "python3", "py")]
+    blocks = marked or [body for _, language, body in fences if not language]
     return blocks[-1].removesuffix("\n") if blocks else None
 
 
@@ -276,15 +276,15 @@ def read_tests(value: object) -> list[dict[str, str]]:
 
 
 def _programs(value: Mapping[str, Any]) -> list[dict[str, str]]:
-    given, wanted = ([value[n]] if n in value else value.get(f"{n}s") for n in ("input", "output"))
-    if not (isinstance(given, list | tuple) and isinstance(wanted, list | tuple)) or value.get("fn_name"):
+    inputs, wanted = ([value[n]] if n in value else value.get(f"{n}s") for n in ("input", "output"))
+    if not (isinstance(inputs, list | tuple) and isinstance(wanted, list | tuple)) or value.get("fn_name"):
         raise RewardError(
             "a test given as a dict needs input and output, or inputs and outputs, of a program; it has the keys "
             f"{sorted(value)}. Tests of a function are written as code: 'assert f(1) == 2'."
         )
-    if len(given) != len(wanted):
-        raise RewardError(f"a test has {len(given)} inputs and {len(wanted)} outputs; there must be one each.")
-    return [{"input": _lines(i), "output": _lines(o)} for i, o in zip(given, wanted, strict=True)]
+    if len(inputs) != len(wanted):
+        raise RewardError(f"a test has {len(inputs)} inputs and {len(wanted)} outputs; there must be one each.")
+    return [{"input": _lines(i), "output": _lines(o)} for i, o in zip(inputs, wanted, strict=True)]
 
 
 def _lines(value: object) -> str:

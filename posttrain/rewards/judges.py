@@ -55,8 +55,8 @@ def _addresses(prompt: Any) -> list[str]:
     """The images of a prompt as ``data:`` addresses of PNG files, in reading order."""
     from posttrain.data.pictures import conversation_pictures, read_picture
 
-    held = [] if isinstance(prompt, str) else conversation_pictures(prompt)[1]
-    files = [read_picture(read_picture(value, "an image of a prompt").load()).file_bytes() for value in held]
+    images = [] if isinstance(prompt, str) else conversation_pictures(prompt)[1]
+    files = [read_picture(read_picture(value, "an image of a prompt").load()).file_bytes() for value in images]
     return [f"data:image/png;base64,{base64.b64encode(data).decode()}" for data in files]
 
 
@@ -198,8 +198,8 @@ class OpenAIPairwiseJudge(BasePairwiseJudge):
         ]
         asked: list[Any] = texts
         if images is not None:
-            shown_as = [[{"type": "image_url", "image_url": {"url": url}} for url in held] for held in images]
-            asked = [[*held, {"type": "text", "text": text}] for held, text in zip(shown_as, texts, strict=True)]
+            shown_as = [[{"type": "image_url", "image_url": {"url": url}} for url in urls] for urls in images]
+            asked = [[*blocks, {"type": "text", "text": text}] for blocks, text in zip(shown_as, texts, strict=True)]
         # The first failure ends the requests that have not begun.
         with ThreadPoolExecutor(max(1, min(self.concurrency, len(asked))), "judge") as pool:
             verdicts = [self._verdict(answer) for answer in pool.map(self._ask, asked)]
@@ -286,7 +286,9 @@ class JudgeReward:
                 raise RewardError(f"{self.__name__} gave {len(verdicts)} verdicts for {len(groups)} prompts.")
             read = self._pair if isinstance(self.judge, BasePairwiseJudge) else self._ranking
             rewards = [read(verdict, len(group)) for verdict, group in zip(verdicts, groups, strict=True)]
-        pairs = [pair for group, given in zip(groups, rewards, strict=True) for pair in zip(group, given, strict=True)]
+        pairs = [
+            pair for group, scores in zip(groups, rewards, strict=True) for pair in zip(group, scores, strict=True)
+        ]
         return [reward for _, reward in sorted(pairs)]
 
     def _groups(self, count: int) -> list[list[int]]:

@@ -199,8 +199,8 @@ def _judge(texts: Sequence[str], solution: Sequence[Any], lenient: bool, name: s
     golds = ["" if gold is None else str(gold).strip() for gold in solution]
     formulas = list(dict.fromkeys(gold for gold in golds if gold and not WORDS.fullmatch(bare(gold))))
     # A reference that takes too long to parse is compared as text.
-    found = in_time(math_verify.show_gold, [(gold,) for gold in formulas])
-    parsed = {gold: shown for gold, shown in zip(formulas, found, strict=True) if shown and shown != TIMED_OUT}
+    shown_golds = in_time(math_verify.show_gold, [(gold,) for gold in formulas])
+    parsed = {gold: shown for gold, shown in zip(formulas, shown_golds, strict=True) if shown and shown != TIMED_OUT}
     rows = [i for i, gold in enumerate(golds) if gold in parsed]
     compared = dict(zip(rows, in_time(math_verify.compare, [(golds[i], texts[i], lenient) for i in rows]), strict=True))
     verdicts = []

@@ -72,10 +72,10 @@ class ReasoningGymReward:
         """One score a completion; without an answer in it, 0.0."""
         texts = [completion_text(completion) for completion in completions]
         how = self.extract
-        found = [how(t) if callable(how) else extract_answer(t, how) for t in texts]
+        answers = [how(t) if callable(how) else extract_answer(t, how) for t in texts]
         if log_extra is not None:
-            log_extra("answer_found", [f if f is not None else "[none]" for f in found])
-        return [self._score(f, index, gold) for f, index, gold in zip(found, task_index, answer, strict=True)]
+            log_extra("answer_found", [f if f is not None else "[none]" for f in answers])
+        return [self._score(f, index, gold) for f, index, gold in zip(answers, task_index, answer, strict=True)]
 
     def entry(self, index: int) -> dict[str, Any]:
         """Question, answer and metadata of a row, made once."""
@@ -83,7 +83,7 @@ class ReasoningGymReward:
             self._entries[index] = self.task[index]
         return self._entries[index]
 
-    def _score(self, found: str | None, index: int, gold: Any) -> float:
+    def _score(self, reply: str | None, index: int, gold: Any) -> float:
         entry = self.entry(index)
         if str(entry["answer"]) != str(gold):
             raise RewardError(
@@ -91,10 +91,10 @@ class ReasoningGymReward:
                 f"{entry['answer']!r} there: the dataset is of another call of reasoning_gym_task (other seed, size or "
                 "settings). Use the reward that came with it."
             )
-        if found is None:
+        if reply is None:
             return 0.0
         try:
-            return float(self.task.score_answer(answer=found, entry=entry))
+            return float(self.task.score_answer(answer=reply, entry=entry))
         except Exception:  # Scorers parse what a model wrote and raise on what they cannot read.
             return 0.0
 
@@ -137,9 +137,9 @@ def reasoning_gym_task(
     gym = require("reasoning_gym", "reasoning_gym_task")
     if size < 1:
         raise ConfigError(f"size={size} must be at least 1.")
-    made = _make(gym, task, size=size, seed=seed * SPACING, config=config)
+    dataset = _make(gym, task, size=size, seed=seed * SPACING, config=config)
     system = [] if system_prompt is None else [{"role": "system", "content": system_prompt}]
-    reward = ReasoningGymReward(made, task if isinstance(task, str) else "reasoning_gym", extract)
+    reward = ReasoningGymReward(dataset, task if isinstance(task, str) else "reasoning_gym", extract)
     rows = []
     for index in range(size):
         entry = reward.entry(index)
@@ -169,8 +169,8 @@ def _make(gym: Any, task: Any, *, size: int, seed: int, config: dict[str, Any]) 
             )
         spec = require("reasoning_gym.composite", "a mixture of tasks").DatasetSpec
         parts = []
-        for number, (name, given) in enumerate(task.items()):
-            settings = dict(given) if isinstance(given, Mapping) else {"weight": given}
+        for number, (name, options) in enumerate(task.items()):
+            settings = dict(options) if isinstance(options, Mapping) else {"weight": options}
             weight = float(settings.pop("weight", 1.0))
             settings.setdefault("seed", seed + (number + 1) * SPACING * SPACING % 2**31)
             parts.append(spec(name=name, weight=weight, config=settings))

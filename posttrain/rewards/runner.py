@@ -79,18 +79,18 @@ def parse_transform(spec: str | None) -> Transform | None:
     >>> parse_transform("clip:0:1")(torch.tensor([-3.0, 0.5, 9.0]), torch.zeros(3)).tolist()
     [0.0, 0.5, 1.0]
     """
-    name, *given = str(spec or "none").split(":")
+    name, *arguments = str(spec or "none").split(":")
     if name not in TRANSFORMS:
         known = ", ".join(TRANSFORMS.values())
         raise ConfigError(
             f"reward_transform={spec!r} is not known{did_you_mean(name, TRANSFORMS)}. Fix: choose one of {known}."
         )
     try:
-        numbers = [float(text) for text in given]
+        numbers = [float(text) for text in arguments]
     except ValueError:
         numbers = [math.nan]
     wanted = TRANSFORMS[name].count(":")
-    if len(given) != wanted or not all(map(math.isfinite, numbers)):
+    if len(arguments) != wanted or not all(map(math.isfinite, numbers)):
         raise ConfigError(
             f"reward_transform={spec!r} must be written as {TRANSFORMS[name]!r} with {wanted} finite numbers."
         )
@@ -215,9 +215,9 @@ def describe_shares(names: Sequence[str], values: Tensor, weights: Tensor) -> st
     text = ", ".join(f"{name} {100 * float(share):.1f} %" for name, share in zip(names, shares, strict=True))
     against = []
     for i, j in itertools.combinations(range(len(names)), 2):
-        found = correlation(values[:, i] * weights[i], values[:, j] * weights[j])
-        if found is not None and found < OPPOSED:
-            against.append(f"{names[i]} and {names[j]} (correlation {found:.2f})")
+        related = correlation(values[:, i] * weights[i], values[:, j] * weights[j])
+        if related is not None and related < OPPOSED:
+            against.append(f"{names[i]} and {names[j]} (correlation {related:.2f})")
     if against:
         text += (
             f"; {', '.join(against)} cancel in their sum: multi_objective_aggregation='normalize_then_sum' keeps both"
@@ -410,7 +410,7 @@ class RewardRunner:
         def some(column: Any) -> Any:
             return [column[i] for i in rows] if isinstance(column, list) else column
 
-        columns, always = ({k: some(v) for k, v in given.items()} for given in (call.columns, call.always))
+        columns, always = ({k: some(v) for k, v in mapping.items()} for mapping in (call.columns, call.always))
         again = RewardCall(some(call.prompts), some(call.completions), some(call.completion_ids), columns, always)
         try:
             results, _ = self._run(again)

@@ -134,22 +134,22 @@ class RolloutEngine(abc.ABC):
         raise NotImplementedError(f"the engine {self.name!r} does not score given sequences.")
 
 
-def require_engine(given: object, argument: str = "rollout_engine") -> RolloutEngine:
+def require_engine(engine: object, argument: str = "rollout_engine") -> RolloutEngine:
     """Return a user's engine object if it is a `RolloutEngine`.
 
     Args:
-        given: The object.
+        engine: The object.
         argument: The name of the argument that it came by.
 
     Raises:
         ConfigError: It is something else, also where it has methods of the same names.
     """
-    if isinstance(given, RolloutEngine):
-        return given
+    if isinstance(engine, RolloutEngine):
+        return engine
     methods = ("generate", "load_weights", "close")
-    missing = [name for name in methods if not callable(getattr(given, name, None))]
+    missing = [name for name in methods if not callable(getattr(engine, name, None))]
     raise ConfigError(
-        f"{argument} is a {type(given).__name__}, which is no posttrain.RolloutEngine"
+        f"{argument} is a {type(engine).__name__}, which is no posttrain.RolloutEngine"
         f"{f' and has no method {missing}' if missing else ''}: the trainer reads engine.capabilities to know whether log-probs "
         "must be corrected and weights pushed. Fix: subclass posttrain.RolloutEngine (three methods: "
         f"{', '.join(methods)})."
@@ -226,10 +226,11 @@ def check_requests(
 def _check_placeholders(index: int, request: Request, placeholder: int | None) -> None:
     if placeholder is None:
         return
-    found, wanted = list(request.prompt_ids).count(placeholder), sum(p.count for p in request.pictures)
-    if found != wanted:
+    placeholders, wanted = list(request.prompt_ids).count(placeholder), sum(p.count for p in request.pictures)
+    if placeholders != wanted:
         raise RolloutError(
-            f"PT-G011: request {index} has {found} image placeholders, and its {len(request.pictures)} pictures have {wanted}."
+            f"PT-G011: request {index} has {placeholders} image placeholders, and its {len(request.pictures)} pictures have "
+            f"{wanted}."
         )
 
 
@@ -300,14 +301,14 @@ def check_followed(
     """
     defaults = {field.name: field.default for field in fields(Sampling)}
     defaults |= {"min_p": 0}  # None is off too.
-    for one in (sampling, *(r.sampling for r in requests if r.sampling is not None)):
+    for settings in (sampling, *(r.sampling for r in requests if r.sampling is not None)):
         for name in unknown:
-            if (getattr(one, name) or defaults[name]) != defaults[name]:
+            if (getattr(settings, name) or defaults[name]) != defaults[name]:
                 raise ConfigError(
-                    f"{name}={getattr(one, name)!r}: {engine} would leave it out. {fix}: {name} is {defaults[name]!r} by "
+                    f"{name}={getattr(settings, name)!r}: {engine} would leave it out. {fix}: {name} is {defaults[name]!r} by "
                     "default."
                 )
-        if replace(one, **{name: getattr(sampling, name) for name in own}) != sampling:
+        if replace(settings, **{name: getattr(sampling, name) for name in own}) != sampling:
             raise ConfigError(f"{engine} samples all requests of a call alike, and one has settings of its own. {fix}.")
 
 

@@ -55,12 +55,12 @@ def prompt_suffixes(tokenizer: Tokenizer, rollouts: Sequence[Rollout]) -> list[s
 
 def sampled_logps(rollouts: Iterable[Rollout], truncation: Truncation) -> list[list[float]] | None:
     """Log-probs of the tokens as they were drawn, with what truncation left; None where an engine says those before it alone."""
-    found = []
+    logps = []
     for rollout in rollouts:
         if truncation and rollout.processed_logp is None and rollout.token_ids:
             return None
-        found.append(list(rollout.logp if rollout.processed_logp is None or not truncation else rollout.processed_logp))
-    return found
+        logps.append(list(rollout.logp if rollout.processed_logp is None or not truncation else rollout.processed_logp))
+    return logps
 
 
 def sampler_gap(rollouts: Sequence[Rollout], trained: Sequence[Sequence[float]]) -> dict[str, Metric]:
@@ -154,13 +154,13 @@ class RolloutBatch:
 
     def groups(self) -> list[list[int]]:
         """Indices of completions that stand together and share a prompt."""
-        found: list[list[int]] = []
+        groups: list[list[int]] = []
         for i, rollout in enumerate(self.rollouts):
-            if found and _prompt(self.rollouts[found[-1][0]]) == _prompt(rollout):
-                found[-1].append(i)
+            if groups and _prompt(self.rollouts[groups[-1][0]]) == _prompt(rollout):
+                groups[-1].append(i)
             else:
-                found.append([i])
-        return found
+                groups.append([i])
+        return groups
 
     def rows(self, indices: Sequence[int], *, skip_truncated: bool, trained_only: bool = False) -> list[Row]:
         """The chosen completions as rows; neighbours with the same prompt share one.
@@ -265,12 +265,12 @@ def trajectory_batch(trajectories: Sequence[Trajectory]) -> RolloutBatch:
 def row_state(row: Row) -> dict[str, Any]:
     """A row as plain data, without tensors that JSON could not hold unless ``model_kwargs`` has some."""
     state = {item.name: getattr(row, item.name) for item in fields(Row)}
-    return state | {"pictures": [[one.to_dict() for one in segment] for segment in row.pictures]}
+    return state | {"pictures": [[image.to_dict() for image in segment] for segment in row.pictures]}
 
 
 def row_again(state: Mapping[str, Any]) -> Row:
     """Undo `row_state`."""
-    return Row(**{**state, "pictures": [[Placed.of(**one) for one in part] for part in state.get("pictures", ())]})
+    return Row(**{**state, "pictures": [[Placed.of(**image) for image in part] for part in state.get("pictures", ())]})
 
 
 class RolloutWindow:
@@ -377,15 +377,15 @@ def deal(costs: Sequence[Sequence[Cost]]) -> dict[Place, int] | None:
         return None  # A rank without a completion would have nothing to run.
     loads = [0] * len(costs)
     holds: set[tuple[int, int, int]] = set()  # (rank, and whose prompt it holds)
-    found: dict[Place, int] = {}
+    targets: dict[Place, int] = {}
     for size, home, row, completion in sorted(items):
         after = [loads[r] - size + (0 if (r, home, row) in holds else costs[home][row][0]) for r in world]
         target = min(world, key=lambda r, after=after, home=home: (after[r], r != home, r))
         loads[target] = after[target]
         holds.add((target, home, row))
-        found[home, row, completion] = target
+        targets[home, row, completion] = target
     pays = min(loads) > 0 and max(loads) <= WORTH * max(map(load, costs))
-    return found if pays and set(found.values()) == set(world) else None
+    return targets if pays and set(targets.values()) == set(world) else None
 
 
 def part(row: Row, members: Sequence[int]) -> Row:
@@ -445,15 +445,15 @@ def _parcels(
     slices: list[list[Row]], plans: list[dict[Place, int] | None], rank: int, ranks: int
 ) -> list[list[tuple[int, Row]]]:
     """Rows of this rank, cut up by where their completions go: for each rank ``(slice, part)``."""
-    found: list[list[tuple[int, Row]]] = [[] for _ in range(ranks)]
+    parcels: list[list[tuple[int, Row]]] = [[] for _ in range(ranks)]
     for rows, plan, number in zip(slices, plans, range(len(slices)), strict=True):
         if plan is None:
             continue
         for k, row in enumerate(rows):
             targets = [plan[rank, k, i] for i in range(len(row.completions))]
             for target in sorted(set(targets)):
-                found[target].append((number, part(row, [i for i, t in enumerate(targets) if t == target])))
-    return found
+                parcels[target].append((number, part(row, [i for i, t in enumerate(targets) if t == target])))
+    return parcels
 
 
 def _busiest(
@@ -462,13 +462,13 @@ def _busiest(
     """Of each slice, tokens of the busiest rank against the mean, before and after."""
     sizes = [sum(len(r.prompt_ids) + sum(map(len, r.completions)) for r in rows) for rows in slices]
     after = parallel.all_gather_objects([sizes], accelerator)
-    found = []
+    metrics = []
     for number in range(len(slices)):
         before = [load(of_rank[number]) for of_rank in costs]
         now = [of_rank[number] for of_rank in after]
         named = {"balance/busiest_rank_before": before, "balance/busiest_rank": now}
-        found.append({name: mean(max(loads) * len(loads) / max(sum(loads), 1)) for name, loads in named.items()})
-    return found
+        metrics.append({name: mean(max(loads) * len(loads) / max(sum(loads), 1)) for name, loads in named.items()})
+    return metrics
 
 
 def shared_requests(prompts: Sequence[list[int]]) -> list[Request]:

@@ -154,11 +154,11 @@ class HFEngine(RolloutEngine):
             raise ConfigError(
                 "Sampling.stop_strings are text. Fix: give the engine its tokenizer (HFEngine(tokenizer=...))."
             )
-        found: dict[int, list[Rollout]] = {}
+        rollouts: dict[int, list[Rollout]] = {}
         with evaluating(self.model), without_own_settings(self.model), _seeded(sampling.seed, _device(self.model)):
             for together in self._calls(requests, sampling):
-                found |= self._call([(i, requests[i]) for i in together], sampling)
-        return [rollout for i in range(len(requests)) for rollout in found[i]]
+                rollouts |= self._call([(i, requests[i]) for i in together], sampling)
+        return [rollout for i in range(len(requests)) for rollout in rollouts[i]]
 
     def _calls(self, requests: Sequence[Request], sampling: Sampling) -> list[list[int]]:
         """Requests that can be padded into one call and be sampled as each of them alone would be.
@@ -221,11 +221,11 @@ class HFEngine(RolloutEngine):
             ),
         )
         shape.settle(out)
-        made = [
+        rollouts = [
             self._rollout(prompt, tokens, logps, sampling)
             for prompt, tokens, *logps in zip(prompts, out[:, width:].tolist(), *shape.columns(), strict=True)
         ]
-        rest_of = iter(made)
+        rest_of = iter(rollouts)
         return {i: [next(rest_of) for _ in range(request.n)] for i, request in requests}
 
     def _rollout(self, prompt: list[int], tokens: list[int], logps: list[list[float]], sampling: Sampling) -> Rollout:

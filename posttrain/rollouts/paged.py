@@ -120,21 +120,21 @@ class PagedEngine(RolloutEngine):
         with evaluating(self.model), own_precision(self.model), torch.random.fork_rng(devices=devices):
             pages = self._pages(inner, work) | {"seed": seed}
             try:
-                found = self._run(inner, work, sampling, pages)
+                results = self._run(inner, work, sampling, pages)
             except MemoryError:
                 if not devices or "num_blocks" in self.settings:
                     raise
                 # All requests at once do not fit: as many pages as do, and the others wait for their turn.
-                found = self._run(inner, work, sampling, pages | {"num_blocks": None})
-        failed = {number: one.error for number, one in found.items() if one.error is not None}
-        if failed or len(found) < len(work):
-            lost = sorted({*failed, *(set(range(len(work))) - found.keys())})
+                results = self._run(inner, work, sampling, pages | {"num_blocks": None})
+        failed = {number: result.error for number, result in results.items() if result.error is not None}
+        if failed or len(results) < len(work):
+            lost = sorted({*failed, *(set(range(len(work))) - results.keys())})
             raise RolloutError(
                 f"transformers' continuous batching lost completions {lost[:8]} of {len(work)}"
                 f"{'' if not failed else f': {next(iter(failed.values()))}'}. Nothing of this call is used; its log says more. "
                 "rollout_engine='native' samples without it."
             )
-        return [self._rollout(prompt, found[number], sampling) for number, (prompt, _) in enumerate(work)]
+        return [self._rollout(prompt, results[number], sampling) for number, (prompt, _) in enumerate(work)]
 
     def _pages(self, inner: nn.Module, work: list[tuple[list[int], int]]) -> dict[str, Any]:
         """The user's settings over ours."""
@@ -154,7 +154,7 @@ class PagedEngine(RolloutEngine):
         """What came of each completion, by its number; those that are missing were lost."""
         from transformers import ContinuousBatchingConfig
 
-        found: dict[int, Any] = {}
+        results: dict[int, Any] = {}
         stops = list(sampling.stop_token_ids) or -1  # -1 is none; None would be those of the checkpoint.
         longest = max(new for _, new in work)
         with inner.continuous_batching_context_manager(
@@ -168,13 +168,13 @@ class PagedEngine(RolloutEngine):
             with manager.pause() if hasattr(manager, "pause") else nullcontext():
                 for number, (prompt, new) in enumerate(work):
                     manager.add_request(prompt, request_id=str(number), max_new_tokens=new, eos_token_id=stops)
-            while len(found) < len(work):
+            while len(results) < len(work):
                 result = manager.get_result(timeout=1)
                 if result is not None and result.is_finished():
-                    found[int(result.request_id)] = result
+                    results[int(result.request_id)] = result
                 elif result is None and not manager.is_running():
                     break
-        return found
+        return results
 
     def _rollout(self, prompt: list[int], result: Any, sampling: Sampling) -> Rollout:
         tokens, said = list(result.generated_tokens), list(result.logprobs)

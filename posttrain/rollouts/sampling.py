@@ -225,11 +225,11 @@ def _shaped(
 GUIDES = ("regex", "json", "grammar", "choice")
 
 
-def structured_guide(given: object) -> tuple[str, str]:
+def structured_guide(options: object) -> tuple[str, str]:
     r"""``{"regex": "[ab]+"}`` and the like, as `posttrain.types.Sampling.guide`.
 
     Args:
-        given: A dict with one of ``regex``, ``json`` (a schema), ``grammar`` and ``choice`` (a list of texts).
+        options: A dict with one of ``regex``, ``json`` (a schema), ``grammar`` and ``choice`` (a list of texts).
 
     Raises:
         ConfigError: Anything else.
@@ -237,9 +237,9 @@ def structured_guide(given: object) -> tuple[str, str]:
     >>> structured_guide({"choice": ["yes", "no"]}), structured_guide({"json": {"type": "object"}})
     (('choices', 'yes\nno'), ('json', '{"type": "object"}'))
     """
-    if not isinstance(given, dict) or len(given) != 1 or next(iter(given)) not in GUIDES:
-        raise ConfigError(f"structured_outputs={given!r} must hold one of {', '.join(GUIDES)}.")
-    kind, value = next(iter(given.items()))
+    if not isinstance(options, dict) or len(options) != 1 or next(iter(options)) not in GUIDES:
+        raise ConfigError(f"structured_outputs={options!r} must hold one of {', '.join(GUIDES)}.")
+    kind, value = next(iter(options.items()))
     if kind == "choice":
         if not isinstance(value, list) or not value or not all(isinstance(v, str) for v in value):
             raise ConfigError(f"structured_outputs: choice={value!r} must be a list of strings.")
@@ -268,11 +268,11 @@ GENERATION_NAMES = (
 SUPPRESSED = -1e9
 
 
-def generation_fields(given: Mapping[str, Any]) -> dict[str, Any]:
+def generation_fields(options: Mapping[str, Any]) -> dict[str, Any]:
     """``generation_kwargs`` of transformers as fields of `posttrain.types.Sampling`; other keys stay as they are.
 
     Args:
-        given: ``generation_kwargs``; None means not set. ``eos_token_id`` takes the place of the tokenizer's.
+        options: ``generation_kwargs``; None means not set. ``eos_token_id`` takes the place of the tokenizer's.
 
     Raises:
         ConfigError: A value of another type; names the key and the value.
@@ -280,21 +280,21 @@ def generation_fields(given: Mapping[str, Any]) -> dict[str, Any]:
     >>> generation_fields({"eos_token_id": 2, "suppress_tokens": [7], "logit_bias": {"5": -1}, "seed": 3})
     {'seed': 3, 'stop_token_ids': (2,), 'logit_bias': ((5, -1.0), (7, -1000000000.0))}
     """
-    found = {name: value for name, value in given.items() if name not in GENERATION_NAMES}
-    chosen = {name: given[name] for name in GENERATION_NAMES if given.get(name) is not None}
+    sampling_fields = {name: value for name, value in options.items() if name not in GENERATION_NAMES}
+    chosen = {name: options[name] for name in GENERATION_NAMES if options.get(name) is not None}
     if "eos_token_id" in chosen:
-        found["stop_token_ids"] = _ids("eos_token_id", chosen)
+        sampling_fields["stop_token_ids"] = _ids("eos_token_id", chosen)
     if "min_new_tokens" in chosen:
-        found["min_new_tokens"] = _count("min_new_tokens", chosen["min_new_tokens"])
+        sampling_fields["min_new_tokens"] = _count("min_new_tokens", chosen["min_new_tokens"])
     if "no_repeat_ngram_size" in chosen:
-        found["no_repeat_ngram"] = _count("no_repeat_ngram_size", chosen["no_repeat_ngram_size"])
+        sampling_fields["no_repeat_ngram"] = _count("no_repeat_ngram_size", chosen["no_repeat_ngram_size"])
     if "stop_strings" in chosen:
         strings = [chosen["stop_strings"]] if isinstance(chosen["stop_strings"], str) else chosen["stop_strings"]
         if not isinstance(strings, list | tuple) or not all(isinstance(x, str) and x for x in strings):
             raise _wrong("stop_strings", chosen["stop_strings"], "a text or a list of texts, none of them empty")
-        found["stop_strings"] = tuple(strings)
+        sampling_fields["stop_strings"] = tuple(strings)
     bias = _bias(chosen.get("logit_bias", {})) + tuple((i, SUPPRESSED) for i in _ids("suppress_tokens", chosen))
-    return found | ({"logit_bias": bias} if bias else {})
+    return sampling_fields | ({"logit_bias": bias} if bias else {})
 
 
 def _wrong(name: str, value: object, kind: str) -> ConfigError:

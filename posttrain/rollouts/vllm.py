@@ -229,8 +229,8 @@ class VLLMEngine(RolloutEngine):
         if adapter_rank is not None:
             adapter_rank = next((rank for rank in LORA_RANKS if rank >= adapter_rank), adapter_rank)
             fixed |= {"enable_lora": True, "max_lora_rank": adapter_rank, "lora_target_modules": list(ADAPTED)}
-        given = {name: value for name, value in options.items() if value is not None}
-        llm = vllm.LLM(model=model, **(fixed | given))
+        chosen = {name: value for name, value in options.items() if value is not None}
+        llm = vllm.LLM(model=model, **(fixed | chosen))
         config = llm.llm_engine.model_config
         return cls(
             llm,
@@ -333,7 +333,7 @@ class VLLMEngine(RolloutEngine):
         ids = self.encoder.processor.collapsed(request.prompt_ids, request.pictures)
         return {
             "prompt_token_ids": ids,
-            "multi_modal_data": {"image": [one.picture.load() for one in request.pictures]},
+            "multi_modal_data": {"image": [image.picture.load() for image in request.pictures]},
         }
 
     def _rollout(self, request: Request, completion: Any, sampling: Sampling) -> Rollout:
@@ -511,45 +511,45 @@ def vllm_command(argv: Sequence[str], *, cpu: bool, pictures: bool = False) -> l
         known.add_argument(f"--{name}", f"--{name.replace('-', '_')}" if "-" in name else f"--{name}")
     known.add_argument("--lora-target-modules", "--lora_target_modules", nargs="+")
     known.add_argument("--enable-chunked-prefill", "--enable_chunked_prefill", action="store_true")
-    given, _ = known.parse_known_args(list(argv))
-    if not given.model:
+    parsed, _ = known.parse_known_args(list(argv))
+    if not parsed.model:
         raise ConfigError("--model is missing: which model shall be served?")
-    _refuse(given, cpu)
-    check_token(given.host or "127.0.0.1", os.environ.get(API_KEY_VARIABLE))
+    _refuse(parsed, cpu)
+    check_token(parsed.host or "127.0.0.1", os.environ.get(API_KEY_VARIABLE))
     words = list(argv)
     for name, value in server_options(cpu).items():
-        if getattr(given, name.replace("-", "_"), None) is None:
+        if getattr(parsed, name.replace("-", "_"), None) is None:
             words += [f"--{name}"] if value is None else [f"--{name}", value]
-    if {"--enable-lora", "--enable_lora"} & set(argv) and not given.lora_target_modules:
+    if {"--enable-lora", "--enable_lora"} & set(argv) and not parsed.lora_target_modules:
         words += ["--lora-target-modules", *ADAPTED]
     words += ["--enable-scale-out"] if pictures and not {"--enable-scale-out", "--enable_scale_out"} & set(argv) else []
-    words += [] if given.host else ["--host", "127.0.0.1"]
+    words += [] if parsed.host else ["--host", "127.0.0.1"]
     words += ["--middleware", GUARD] if os.environ.get(API_KEY_VARIABLE) else []
     return words
 
 
-def _refuse(given: argparse.Namespace, cpu: bool) -> None:
+def _refuse(parsed: argparse.Namespace, cpu: bool) -> None:
     """Options with which a trainer would get wrong numbers, or could not push.
 
     Raises:
         ConfigError: One of them.
     """
     for option, (value, why) in CHECKED.items():
-        found = getattr(given, option.replace("-", "_"))
-        if found not in (None, value):
-            raise ConfigError(f"--{option} {found}: {why}. Fix: leave it out ({value} is set).")
+        chosen = getattr(parsed, option.replace("-", "_"))
+        if chosen not in (None, value):
+            raise ConfigError(f"--{option} {chosen}: {why}. Fix: leave it out ({value} is set).")
     try:
-        backend = json.loads(given.weight_transfer_config or TRANSFER)["backend"]
+        backend = json.loads(parsed.weight_transfer_config or TRANSFER)["backend"]
     except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(
-            f"--weight-transfer-config {given.weight_transfer_config!r} is no JSON with a backend: {error!r}."
+            f"--weight-transfer-config {parsed.weight_transfer_config!r} is no JSON with a backend: {error!r}."
         ) from error
     if backend not in TRANSFERS:
         raise ConfigError(
             f"--weight-transfer-config: the trainer cannot send by backend {backend!r}. Fix: one of {', '.join(TRANSFERS)}, or "
             f"leave the option out for {TRANSFER}."
         )
-    if cpu and given.enable_chunked_prefill:
+    if cpu and parsed.enable_chunked_prefill:
         raise ConfigError(
             "--enable-chunked-prefill on a CPU: this build cannot take a seed back after a piece of a prompt, and ends with 'CPU "
             "Generator does not use offset'. Fix: leave it out."
@@ -609,7 +609,7 @@ def _whole(output: Any, request: Request, drawn: int) -> list[Any]:
     """All completions of a request, or an error that names it."""
     if request.pictures and list(output.prompt_token_ids) != list(request.prompt_ids):
         raise RolloutError(
-            f"PT-G016: vLLM read a prompt with pictures of {[one.picture.size for one in request.pictures]} as "
+            f"PT-G016: vLLM read a prompt with pictures of {[image.picture.size for image in request.pictures]} as "
             f"{len(output.prompt_token_ids)} tokens, and the trainer as {len(request.prompt_ids)}: their processors differ. Fix: "
             "save the processor that is trained with beside the model, so that vLLM loads the same one; or use_vllm=False."
         )
@@ -618,7 +618,7 @@ def _whole(output: Any, request: Request, drawn: int) -> list[Any]:
             f"vLLM answered a prompt of {len(output.prompt_token_ids)} tokens with {len(output.outputs)} completions where one "
             f"of {len(request.prompt_ids)} tokens was to get {drawn}."
         )
-    return sorted(output.outputs, key=lambda one: one.index) * (request.n // drawn)
+    return sorted(output.outputs, key=lambda completion: completion.index) * (request.n // drawn)
 
 
 def _image_limit(args: PostTrainingConfig, encoder: Any) -> dict[str, int] | None:

@@ -241,12 +241,12 @@ def score_choice(model: nn.Module, ids: Sequence[int], top: int) -> dict[str, An
     inner: Any = causal_lm(model)
     rule, tokens = LogitRule.of(inner.config), torch.tensor(list(ids), device=next(model.parameters()).device)
     # Nothing predicts the first token.
-    found: list[dict[str, Any] | None] = [None]
+    entries: list[dict[str, Any] | None] = [None]
     with evaluating(model):
         hidden = trunk(inner)(input_ids=tokens[None], use_cache=False).last_hidden_state[0, :-1]  # (T - 1, H)
         for part, own in zip(hidden.split(CHUNK), tokens[1:].split(CHUNK), strict=True):
             logps = rule.logits(inner.get_output_embeddings()(part)).log_softmax(-1)  # (c, V)
             told = torch.cat([logps.topk(min(top, logps.shape[1])).indices, own[:, None]], 1)  # (c, k + 1)
             lines = zip(told.tolist(), logps.gather(1, told).tolist(), strict=True)
-            found += [{str(i): {"logprob": logp} for i, logp in zip(*line, strict=True)} for line in lines]
-    return {"token_ids": [], "prompt_token_ids": ids, "prompt_logprobs": found[: len(ids)]}
+            entries += [{str(i): {"logprob": logp} for i, logp in zip(*line, strict=True)} for line in lines]
+    return {"token_ids": [], "prompt_token_ids": ids, "prompt_logprobs": entries[: len(ids)]}

@@ -125,13 +125,13 @@ class Completions(Strict):
         if self.placed and (encoder is None or len(prompts) > 1):
             raise BadRequest("pictures belong to one prompt a request, and to a model with images. Fix: send them so.")
         try:
-            held = self._held(prompts[0], encoder) if self.placed else ()
-            found = [Prompt(ids, self.n, sampling, pictures=held) for ids in prompts]
+            pictures = self._held(prompts[0], encoder) if self.placed else ()
+            requests = [Prompt(ids, self.n, sampling, pictures=pictures) for ids in prompts]
             placeholder = None if encoder is None else encoder.processor.token_id
-            check_requests(found, sampling, context, vocabulary, placeholder=placeholder)
+            check_requests(requests, sampling, context, vocabulary, placeholder=placeholder)
         except (DataError, RolloutError) as error:
             raise BadRequest(str(error)) from error
-        return found
+        return requests
 
     def _held(self, ids: Sequence[int], encoder: Any) -> list[Placed]:
         """The pictures, read and placed by this process.
@@ -139,14 +139,14 @@ class Completions(Strict):
         Raises:
             DataError: They cannot be read, are too large, or have other placeholders here (PT-G016).
         """
-        found = []
-        for number, one in enumerate(self.placed):
+        pictures = []
+        for number, sent in enumerate(self.placed):
             where = f"picture {number}"
-            address = f"data:;base64,{self.pictures.get(one.digest, '')}"
-            if math.prod(one.size) > MOST_PIXELS:
-                raise DataError(f"{where} is shown with {math.prod(one.size)} pixels; at most {MOST_PIXELS} are.")
-            found.append(read_picture(address, where, one.background, MOST_PIXELS).resized(one.size))
-        placed = encoder.processor.place(ids, found)
+            address = f"data:;base64,{self.pictures.get(sent.digest, '')}"
+            if math.prod(sent.size) > MOST_PIXELS:
+                raise DataError(f"{where} is shown with {math.prod(sent.size)} pixels; at most {MOST_PIXELS} are.")
+            pictures.append(read_picture(address, where, sent.background, MOST_PIXELS).resized(sent.size))
+        placed = encoder.processor.place(ids, pictures)
         theirs, ours = [(p.start, p.count) for p in self.placed], [(p.start, p.count) for p in placed]
         if theirs != ours:
             raise DataError(f"PT-G016: pictures are at {ours} (start, count) here and at {theirs} at the trainer.")
@@ -232,9 +232,9 @@ class TokenGuard:
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """One request."""
-        given = dict(scope.get("headers") or ()).get(b"authorization", b"")
+        token = dict(scope.get("headers") or ()).get(b"authorization", b"")
         guarded = scope["type"] == "http" and scope["path"].rstrip("/") != "/health" and self.expected is not None
-        if guarded and not hmac.compare_digest(given, self.expected or b""):
+        if guarded and not hmac.compare_digest(token, self.expected or b""):
             await _error(401, "send the server's token: 'Authorization: Bearer TOKEN'.")(scope, receive, send)
             return
         await self.app(scope, receive, send)

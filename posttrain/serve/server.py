@@ -28,8 +28,8 @@ def run_server(config: ServeConfig) -> int:
     from posttrain.serve.host import create_app, make_host
 
     # uvicorn raises the signal that ended it once more, when the requests have ended.
-    for one in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(one, lambda *_: None)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: None)
     seconds = {"timeout_keep_alive": KEEP_ALIVE_S, "timeout_graceful_shutdown": DRAIN_S}
     app = create_app(make_host(config))
     uvicorn.run(app, host=config.host, port=config.port, access_log=False, backlog=4096, **seconds)

@@ -97,9 +97,9 @@ class ValueCache:
             elif entry["run"] == run:
                 self.rewards[entry["prompt"]] = entry["rewards"]
 
-    def add(self, found: Mapping[str, list[float]], *, write: bool) -> None:
+    def add(self, sampled: Mapping[str, list[float]], *, write: bool) -> None:
         """Take over new rewards; ``write`` on one process only."""
-        new = {key: rewards for key, rewards in found.items() if key not in self.rewards}
+        new = {key: rewards for key, rewards in sampled.items() if key not in self.rewards}
         self.rewards.update(new)
         if write and new:
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -219,8 +219,8 @@ class A2POTrainer(OnlineTrainer):
     def evaluate(self, eval_dataset: EvalSets | None = None, *args: Any, **kwargs: Any) -> dict[str, float]:
         """As every trainer's; prompts without a value get one first."""
         eval_dataset = plain_rows(eval_dataset)
-        given = self.eval_dataset if eval_dataset is None or isinstance(eval_dataset, str) else eval_dataset
-        self.estimate_values([dataset for _, dataset in named_sets({"eval_dataset": given})])
+        sets = self.eval_dataset if eval_dataset is None or isinstance(eval_dataset, str) else eval_dataset
+        self.estimate_values([dataset for _, dataset in named_sets({"eval_dataset": sets})])
         return super().evaluate(eval_dataset, *args, **kwargs)
 
     def estimate_values(self, sets: Iterable[Any]) -> ValueCache:
@@ -239,8 +239,8 @@ class A2POTrainer(OnlineTrainer):
                 part = todo[start + rank * size : start + (rank + 1) * size]
                 self._value_batch = start + rank
                 with parallel.failing_together(self.accelerator):
-                    found = self._sampled_rewards(part)
-                merged = parallel.all_gather_objects(list(found.items()), self.accelerator)
+                    rewards = self._sampled_rewards(part)
+                merged = parallel.all_gather_objects(list(rewards.items()), self.accelerator)
                 cache.add(dict(merged), write=main)
                 bar.update(len(merged))
         return cache

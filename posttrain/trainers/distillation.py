@@ -221,18 +221,18 @@ class DistillationTrainer(OnlineTrainer):
         """Whether the column ``teacher_id`` says who is asked about a row."""
         return len(self.teacher_names) > 1 and self.args.teacher_weights is None
 
-    def _make_teachers(self, given: object, tokenizer: Tokenizer, server: Any) -> None:
+    def _make_teachers(self, teachers: object, tokenizer: Tokenizer, server: Any) -> None:
         args = self.args
         if self.vision.images and (self.score_files or server or args.teacher_model_server_url):
             raise ConfigError(
                 "the rows have images, and a file or a server scores text alone. Fix: a teacher model in this process."
             )
         named = args.teacher_model_name_or_path
-        if isinstance(given, str | Mapping) and named not in (None, given):
+        if isinstance(teachers, str | Mapping) and named not in (None, teachers):
             raise ConfigError(
-                f"teacher_model={given!r} and teacher_model_name_or_path={named!r}. Fix: set one of them."
+                f"teacher_model={teachers!r} and teacher_model_name_or_path={named!r}. Fix: set one of them."
             )
-        if self.axes.support == "none" and (given is not None or server is not None):
+        if self.axes.support == "none" and (teachers is not None or server is not None):
             raise ConfigError(f"{self._name} has no teacher, and one is given. Fix: leave it out.")
         if self.axes.support == "none" or self.score_files:
             return
@@ -240,11 +240,11 @@ class DistillationTrainer(OnlineTrainer):
             self._ask_servers(by_name(args.teacher_model_server_url if server is None else server), tokenizer)
         elif args.teacher_model_kind == "model":
             columns = []
-            for name, one in by_name(named if given is None else given).items():
-                self._other_teacher(one, tokenizer, name)
+            for name, teacher in by_name(named if teachers is None else teachers).items():
+                self._other_teacher(teacher, tokenizer, name)
                 columns.append(self.columns)
             self.columns = min((count for count in columns if count is not None), default=None)
-        elif given is None:
+        elif teachers is None:
             self._own_teacher(args.teacher_model_kind)
         else:
             raise ConfigError(
@@ -256,8 +256,9 @@ class DistillationTrainer(OnlineTrainer):
         args, named = self.args, by_name(self.args.teacher_model_name_or_path)
         probe = next(row.prompt_ids for row in self._rows_of([next(iter(self.train_dataset))]))
         trust = {"trust_remote_code": args.trust_remote_code, "revision": args.teacher_model_revision}
-        for name, one in servers.items():
-            client, expected = VLLMClient(one, role="teacher") if isinstance(one, str) else one, named.get(name)
+        for name, teacher in servers.items():
+            client = VLLMClient(teacher, role="teacher") if isinstance(teacher, str) else teacher
+            expected = named.get(name)
             self.servers[name] = ServerTeacher(client, self.axes, expected=expected, probe=[*probe, *probe][:8])
             own = tokenizer or own_tokenizer(expected or self.servers[name].name, required=False, **trust)
             if own is not None and args.tokenizer_check != "off":
@@ -278,8 +279,10 @@ class DistillationTrainer(OnlineTrainer):
             why = "samples from one" if args.seq_kd else "compares with one"
             raise ConfigError(f"{self._name} {why} teacher, and {names} are several. Fix: give one of them.")
         if weights is None:
-            held = self.eval_dataset if isinstance(self.eval_dataset, dict) else {"eval_dataset": self.eval_dataset}
-            for name, dataset in {"train_dataset": self.train_dataset, **held}.items():
+            eval_sets = (
+                self.eval_dataset if isinstance(self.eval_dataset, dict) else {"eval_dataset": self.eval_dataset}
+            )
+            for name, dataset in {"train_dataset": self.train_dataset, **eval_sets}.items():
                 if isinstance(dataset, datasets.Dataset):
                     values = dataset["teacher_id"] if "teacher_id" in dataset.column_names else [None]
                     for row, value in enumerate(values):
@@ -322,18 +325,18 @@ class DistillationTrainer(OnlineTrainer):
 
         self.teachers[""] = ModelTeacher(running, self.layout, True, self.pad_token_id)
 
-    def _other_teacher(self, given: object, tokenizer: Tokenizer, name: str = "") -> None:
-        args, loaded = self.args, isinstance(given, nn.Module)
+    def _other_teacher(self, teacher: object, tokenizer: Tokenizer, name: str = "") -> None:
+        args, loaded = self.args, isinstance(teacher, nn.Module)
         # Of a teacher that is not there `load_teacher` tells.
-        if tokenizer is None and (loaded or teacher_id(given, args)):
+        if tokenizer is None and (loaded or teacher_id(teacher, args)):
             trust = {
                 "trust_remote_code": args.trust_remote_code,
                 "revision": None if loaded else args.teacher_model_revision,
             }
-            tokenizer = own_tokenizer(teacher_id(given, args), required=not loaded, **trust)
+            tokenizer = own_tokenizer(teacher_id(teacher, args), required=not loaded, **trust)
         processor = tokenizer if hasattr(tokenizer, "image_processor") else None
         tokenizer = getattr(tokenizer, "tokenizer", tokenizer)
-        model = load_teacher(given, self.args, self.model).to(self.args.device)
+        model = load_teacher(teacher, self.args, self.model).to(self.args.device)
         install_token_head(model)
         if self.vision.images:
             self.show_pictures(model, processor)
@@ -501,10 +504,10 @@ class DistillationTrainer(OnlineTrainer):
         others = [example for example, mine in zip(examples, sampled, strict=True) if not mine]
         mine = iter(self.student_rollouts(own, mode)[0] if own else ())
         if self.args.seq_kd and mode == "train":
-            given = iter(self._teacher_rollouts(others, mode))
+            not_sampled = iter(self._teacher_rollouts(others, mode))
         else:
-            given = iter([as_rollout(row, self.processing_class) for row in self.rows(others)])
-        rollouts = [next(mine) if one else next(given) for one in sampled]
+            not_sampled = iter([as_rollout(row, self.processing_class) for row in self.rows(others)])
+        rollouts = [next(mine) if by_student else next(not_sampled) for by_student in sampled]
         chat = not isinstance(examples[0]["prompt"], str)
         return rollouts, completions_for_rewards(self.processing_class, rollouts, conversational=chat)
 
@@ -535,15 +538,15 @@ class DistillationTrainer(OnlineTrainer):
 
     def advantages(self, generation: RolloutBatch, table: RewardTable, mode: str) -> Tensor:
         """As GRPO's, 0 without rewards; and what the teacher needs to know of each completion is kept."""
-        self.totals = found = torch.zeros(len(generation.rollouts))
+        self.totals = advantages = torch.zeros(len(generation.rollouts))
         if self.can_dry_run:
             stats = scored_groups(table, self.group_size(mode), self.args)
             self.reward_watch.log(generation, table, stats.totals, stats.advantages, mode, stats.zero_std_share)
-            self.totals, found = stats.totals, stats.advantages
+            self.totals, advantages = stats.totals, stats.advantages
         if len(self._sampled) == len(generation.rollouts):
-            generation.columns["on_policy"] = [float(one) for one in self._sampled]
+            generation.columns["on_policy"] = [float(by_student) for by_student in self._sampled]
         self.keep(generation, table, mode)
-        return found
+        return advantages
 
     @property
     def keeps_completions(self) -> bool:

@@ -460,8 +460,8 @@ class SDPOTrainer(DistillationTrainer):
         args = self.args
         if not args.use_successful_as_teacher:
             return []
-        found = [j for j in group if rewards[j] >= args.success_reward_threshold]
-        return [j for j in found if j != own or not args.dont_reprompt_on_self_success]
+        successes = [j for j in group if rewards[j] >= args.success_reward_threshold]
+        return [j for j in successes if j != own or not args.dont_reprompt_on_self_success]
 
     def _hint(self, example: dict[str, Any], successes: list[Rollout], draw: torch.Generator) -> dict[str, str]:
         """What the teacher sees beside the prompt; empty texts where there is nothing."""

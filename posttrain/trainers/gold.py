@@ -198,10 +198,10 @@ class GOLDTrainer(DistillationTrainer):
             environment_factory=environment_factory,
         )
 
-    def _other_teacher(self, given: object, tokenizer: Tokenizer, name: str = "") -> None:
+    def _other_teacher(self, teacher: object, tokenizer: Tokenizer, name: str = "") -> None:
         args = self.args
         of = args.teacher_tokenizer_name_or_path
-        known = of or teacher_id(given, args)
+        known = of or teacher_id(teacher, args)
         if args.use_uld_loss and self.vision.images:
             self.teacher_vision = Vision(args, tokenizer, known, (self.train_dataset,), takes=True)
             tokenizer = self.teacher_vision.processor
@@ -214,7 +214,7 @@ class GOLDTrainer(DistillationTrainer):
                     "teacher_processing_class, or teacher_tokenizer_name_or_path."
                 )
             tokenizer = own_tokenizer(known, required=True, trust_remote_code=args.trust_remote_code)
-        super()._other_teacher(given, tokenizer, name)
+        super()._other_teacher(teacher, tokenizer, name)
 
     @property
     def shares_tokens(self) -> bool:
@@ -263,7 +263,7 @@ class GOLDTrainer(DistillationTrainer):
         """The teacher's ids of prompt and completion; the column ``aligned`` has its token of each group, counted from 1."""
         if not self.args.use_uld_loss:
             return super().facts(generation, table, mode)
-        found, columns = [], []
+        facts, columns = [], []
         stops = set(terminal_token_ids(self.processing_class)) | set(self.stop_ids)
         groups_made = 0
         for example, rollout in zip(generation.examples, generation.rollouts, strict=True):
@@ -282,7 +282,7 @@ class GOLDTrainer(DistillationTrainer):
             single = sum(len(a) == len(b) == 1 for a, b in groups)
             used = sum(len(spelled[places[i]]) for a, _ in groups for i in a)
             groups_made += len(groups)
-            found.append({"prompt": self._prompt(example, rollout), "ids": ids})
+            facts.append({"prompt": self._prompt(example, rollout), "ids": ids})
             columns.append(column)
             shares = {
                 "align/dropped_bytes_fraction": mean(1 - used / max(len(text), 1), weight=len(text)),
@@ -291,12 +291,12 @@ class GOLDTrainer(DistillationTrainer):
             self.log_metrics_now(shares, mode)
         generation.token_columns["aligned"] = columns
         self.log_metrics_now({"align/group_count": mean(float(groups_made))}, mode)
-        return found
+        return facts
 
     def _prompt(self, example: dict[str, Any], rollout: Rollout) -> list[int]:
         """Messages in the teacher's own template; of a plain text what the student's prompt ids spell, where it may be cut."""
         if self.vision.images:
-            return list(self.teacher_vision.prompt(example, [one.picture for one in rollout.pictures]))
+            return list(self.teacher_vision.prompt(example, [image.picture for image in rollout.pictures]))
         if isinstance(example["prompt"], str):
             special = set(self.processing_class.all_special_ids)
             text = _longest_text(b"".join(self._mine.get(i, b"") for i in rollout.prompt_ids if i not in special))
@@ -319,11 +319,11 @@ class GOLDTrainer(DistillationTrainer):
             aligned, keys = row.token_columns["aligned"], row.sequence_columns["key"]
             for mask, places, key in zip(row.loss_masks, aligned, keys, strict=True):
                 fact = self._fact(int(key))
-                made = Row(fact["prompt"], [fact["ids"]], [[1] * len(fact["ids"])])
+                theirs = Row(fact["prompt"], [fact["ids"]], [[1] * len(fact["ids"])])
                 if row.pictures:
-                    held = [one.picture for one in row.pictures[0]]
-                    made.pictures = self.teacher_vision.reader.place_all([fact["prompt"], fact["ids"]], held)
-                rows.append(made)
+                    pictures = [image.picture for image in row.pictures[0]]
+                    theirs.pictures = self.teacher_vision.reader.place_all([fact["prompt"], fact["ids"]], pictures)
+                rows.append(theirs)
                 index += [offset + int(place) - 1 for place, kept in zip(places, mask, strict=True) if place and kept]
                 offset += len(fact["ids"])
         device = batch.input_ids.device

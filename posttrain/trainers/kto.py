@@ -157,10 +157,12 @@ class KTOTrainer(PreferenceTrainer):
         self._log_baseline(self._mismatched, self._judged, "train")
 
     def _log_baseline(self, mismatched: list[Batch], judged: int, mode: str) -> None:
-        found = {"kl": mean(self.method.baseline)}  # The same on every rank.
+        metrics = {"kl": mean(self.method.baseline)}  # The same on every rank.
         if self.args.loss_type == "kto":
-            found["kl/valid_fraction"] = mean(sum(b.num_sequences for b in mismatched) / max(judged, 1), weight=judged)
-        self.log_metrics_now(found, mode)
+            metrics["kl/valid_fraction"] = mean(
+                sum(b.num_sequences for b in mismatched) / max(judged, 1), weight=judged
+            )
+        self.log_metrics_now(metrics, mode)
 
     def micro_batch(self, inputs: Any, index: int) -> list[Batch]:
         """Judged batches with the reference's log-probs; the mismatched ones are kept for the baseline."""

@@ -140,8 +140,8 @@ class OnlineDPOTrainer(OnlineTrainer):
         self, model: nn.Module, reward_funcs: Any, args: PostTrainingConfig, data_collator: Any, tokenizer: Tokenizer
     ) -> None:
         if (reward_funcs is None) == (self.judge is None):
-            given = "neither is" if self.judge is None else "both are"
-            raise ConfigError(f"give reward_funcs or judge: {given} given.")
+            which = "neither is" if self.judge is None else "both are"
+            raise ConfigError(f"give reward_funcs or judge: {which} given.")
         if tokenizer is None and not isinstance(model, str):
             raise ConfigError("processing_class is missing: give the model's tokenizer.")
         if data_collator is not None:
@@ -155,24 +155,24 @@ class OnlineDPOTrainer(OnlineTrainer):
                 )
 
     def _reward_functions(
-        self, given: object, tokenizers: Any, args: PostTrainingConfig, tokenizer: Tokenizer
+        self, reward_funcs: object, tokenizers: Any, args: PostTrainingConfig, tokenizer: Tokenizer
     ) -> list[Any]:
         """Reward models as functions of whole texts; everything else as it is."""
-        functions = list(given) if isinstance(given, list | tuple) else [given]
+        functions = list(reward_funcs) if isinstance(reward_funcs, list | tuple) else [reward_funcs]
         own = list(tokenizers) if isinstance(tokenizers, list | tuple) else [tokenizers] * len(functions)
         if len(own) != len(functions):
             raise ConfigError(
                 f"reward_processing_classes has {len(own)} entries for {len(functions)} reward functions."
             )
         init = {"trust_remote_code": args.trust_remote_code, "model_init_kwargs": args.model_init_kwargs}
-        made = []
+        wrapped = []
         for function, theirs in zip(functions, own, strict=True):
             nameless = not getattr(getattr(function, "config", None), "_name_or_path", "")
             if isinstance(function, nn.Module) and theirs is None and nameless:
                 theirs = tokenizer  # Made in memory: it can only be for the policy's own tokens.
             is_model = isinstance(function, str | nn.Module)
-            made.append(WholeTextReward(function, theirs, **init) if is_model else function)
-        return made
+            wrapped.append(WholeTextReward(function, theirs, **init) if is_model else function)
+        return wrapped
 
     def make_reference(self) -> Reference:
         """Always: the loss is measured against it."""
@@ -242,15 +242,15 @@ class OnlineDPOTrainer(OnlineTrainer):
         scores = totals - (self.args.missing_eos_penalty or 0.0) * (~ended).float()
         pairs = scores if mode == "eval" else scores.view(-1, 2)
         known = ~scores.isnan() if mode == "eval" else ~pairs.isnan().any(1).repeat_interleave(2)
-        found = torch.zeros_like(scores)
+        preferences = torch.zeros_like(scores)
         if mode == "train":
-            found = self._prefer(pairs, known[::2], self._equal(generation))
+            preferences = self._prefer(pairs, known[::2], self._equal(generation))
         self.log_scores(scores, known, ended, mode)
-        self.reward_watch.log(generation, table, totals, found, mode)
+        self.reward_watch.log(generation, table, totals, preferences, mode)
         mine = slice(table.start, table.start + len(generation.rollouts))
         generation.columns["compared"] = known[mine].float().tolist()
         generation.columns["scores"] = scores[mine].nan_to_num(0.0).tolist()
-        return found
+        return preferences
 
     def _equal(self, generation: RolloutBatch) -> Tensor:
         """``(P,)`` which pairs of all ranks are one completion twice: no verdict can tell them apart."""

@@ -121,17 +121,17 @@ class TokenPrompts(PromptSource):
         """Rows as rewards see them: token ids without padding, and the text they stand for."""
         if not inputs or "input_ids" not in inputs[0]:
             return [dict(row) for row in inputs]
-        given = inputs
+        plain = inputs
         if self.collator is not None:
             batch = self.collator([{k: row[k] for k in ("input_ids", "attention_mask") if k in row} for row in inputs])
             masks = batch.get("attention_mask", [None] * len(inputs))
-            given = [{"input_ids": ids, "attention_mask": m} for ids, m in zip(batch["input_ids"], masks, strict=True)]
-        found = []
-        for row, one in zip(inputs, given, strict=True):
-            ids = self._real(one)
-            found.append({"prompt": self.tokenizer.decode(ids), **row, "input_ids": ids})
-            found[-1].pop("attention_mask", None)
-        return found
+            plain = [{"input_ids": ids, "attention_mask": m} for ids, m in zip(batch["input_ids"], masks, strict=True)]
+        rows = []
+        for row, plain_row in zip(inputs, plain, strict=True):
+            ids = self._real(plain_row)
+            rows.append({"prompt": self.tokenizer.decode(ids), **row, "input_ids": ids})
+            rows[-1].pop("attention_mask", None)
+        return rows
 
     def _real(self, row: dict[str, Any]) -> list[int]:
         """A row's tokens without padding: what its mask keeps, or what stands between pad tokens."""
@@ -282,11 +282,11 @@ class PPOTrainer(OnlineTrainer):
 
     def make_reference(self) -> Reference:
         """The model that was given, a named adapter, the policy without its adapter, or a frozen copy."""
-        given, adapter = self._given_reference, self.args.ref_adapter_name
-        if given is not None and self.args.disable_dropout:
-            disable_dropout_in_model(given)
-        self.read_also_by(given)
-        return Reference(self.model, fresh_adapter=self.fresh_adapter, given=given, adapter=adapter)
+        ref_model, adapter = self._given_reference, self.args.ref_adapter_name
+        if ref_model is not None and self.args.disable_dropout:
+            disable_dropout_in_model(ref_model)
+        self.read_also_by(ref_model)
+        return Reference(self.model, fresh_adapter=self.fresh_adapter, given=ref_model, adapter=adapter)
 
     @property
     def policy_model(self) -> Any:
@@ -365,13 +365,13 @@ class PPOTrainer(OnlineTrainer):
         """Log-probs and values under the policy in one pass, then log-probs under the reference."""
         rows = plain_rows(generation, self.args.response_length, self.pad_token_id)
         with self.inference() as policy:
-            found = self.measure(policy, rows, frozenset({"logp", "values"}))
+            measured = self.measure(policy, rows, frozenset({"logp", "values"}))
         with self.inference() as policy, self.reference.active(policy) as reference:
-            found["ref_logp"] = self.measure(reference, rows, frozenset({"logp"}))["logp"]
+            measured["ref_logp"] = self.measure(reference, rows, frozenset({"logp"}))["logp"]
         if self.engine.capabilities.has_logprobs:
-            self.log_metrics_now(sampler_gap(generation.rollouts, found["logp"]), mode)
+            self.log_metrics_now(sampler_gap(generation.rollouts, measured["logp"]), mode)
         names = {"logp": "old_logp", "values": "old_values"}
-        generation.token_columns |= {names.get(name, name): column for name, column in found.items()}
+        generation.token_columns |= {names.get(name, name): column for name, column in measured.items()}
 
     @torch.no_grad()
     def measure(self, model: nn.Module, rows: Sequence[Row], needs: frozenset[str]) -> dict[str, list[list[float]]]:
@@ -399,16 +399,21 @@ class PPOTrainer(OnlineTrainer):
         scores = scores_of(
             generation, totals[table.start : table.start + count], self.end_ids, args.missing_eos_penalty
         )
-        found = episodes(generation, scores, args, self._merged)
-        attach(generation, found)
+        estimates = episodes(generation, scores, args, self._merged)
+        attach(generation, estimates)
         generation.columns["scores"] = scores.tolist()
-        self.reward_watch.log(generation, table, totals, found.advantages, mode)
+        self.reward_watch.log(generation, table, totals, estimates.advantages, mode)
         eos = sum(rollout.token_ids.count(self.processing_class.eos_token_id) for rollout in generation.rollouts)
         kl, responses, eos, rows = parallel.all_reduce_sum(
-            [float(found.metrics["objective/kl"].value), float(found.metrics["objective/kl"].weight), eos, count],
+            [
+                float(estimates.metrics["objective/kl"].value),
+                float(estimates.metrics["objective/kl"].weight),
+                eos,
+                count,
+            ],
             self.accelerator,
         )
-        self.log_metrics_now({**found.metrics, "val/num_eos_tokens": mean(eos)}, mode)
+        self.log_metrics_now({**estimates.metrics, "val/num_eos_tokens": mean(eos)}, mode)
         if mode == "train":
             self.counters["episode"] += rows
             self._watch_kl(kl / max(responses, 1.0))
@@ -434,9 +439,9 @@ class PPOTrainer(OnlineTrainer):
 
     def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> Any:
         """As transformers', with a rate that stands still during the steps of one rollout batch."""
-        given = self.lr_scheduler is not None
+        users_own = self.lr_scheduler is not None
         scheduler = super().create_scheduler(num_training_steps, optimizer)
-        if not given and hasattr(scheduler, "lr_lambdas"):
+        if not users_own and hasattr(scheduler, "lr_lambdas"):
             updates = self.args.updates
             scheduler.lr_lambdas = [
                 lambda step, rate=rate: rate(step // updates * updates) for rate in scheduler.lr_lambdas
@@ -553,13 +558,13 @@ def _opened(args: PPOConfig, model: nn.Module, ref_model: Any, value_model: Any)
 
 def _reward_functions(reward_model: Any, args: PPOConfig) -> list[Any]:
     """Models as readers of token ids, functions as they are."""
-    given = list(reward_model) if isinstance(reward_model, list | tuple) else [reward_model]
-    if not given or any(reward is None for reward in given):
+    rewards = list(reward_model) if isinstance(reward_model, list | tuple) else [reward_model]
+    if not rewards or any(reward is None for reward in rewards):
         raise ConfigError(
             "reward_model is None. Fix: give a sequence classifier, a reward function, or a list of them."
         )
     functions: list[Any] = []
-    for reward in given:
+    for reward in rewards:
         if isinstance(reward, str | nn.Module):
             reward = _classifier(reward, args)
             check_scorer(reward, "reward_model")

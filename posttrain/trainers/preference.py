@@ -107,19 +107,19 @@ class PreferenceTrainer(PostTrainer):
                 "rate. About %s is usual.", default, 10 * default,
             )  # fmt: skip
 
-    def _make_reference(self, given: nn.Module | None) -> None:
+    def _make_reference(self, ref_model: nn.Module | None) -> None:
         args = self.args
-        if given is None:
+        if ref_model is None:
             tell_own_checkpoint(self.model)
-        if args.precompute_ref_log_probs and given is None and not self.fresh_adapter:
+        if args.precompute_ref_log_probs and ref_model is None and not self.fresh_adapter:
             # The policy as it is now is the reference: no copy is needed.
             self.train_dataset = self._precompute(self.train_dataset, None, "train")
             self.eval_dataset = self._precompute_all(self.eval_dataset, None)
             return
-        if given is not None and self.vision.images:
-            self.vision.show(given)
-        self.read_also_by(given)
-        self.reference = Reference(self.model, fresh_adapter=self.fresh_adapter, given=given)
+        if ref_model is not None and self.vision.images:
+            self.vision.show(ref_model)
+        self.read_also_by(ref_model)
+        self.reference = Reference(self.model, fresh_adapter=self.fresh_adapter, given=ref_model)
         if self.reference.copy is not None:
             self.reference.copy.to(args.device)
         if args.precompute_ref_log_probs:
@@ -132,7 +132,7 @@ class PreferenceTrainer(PostTrainer):
 
     def _precompute_all(self, dataset: AnyDataset, reference: Reference | None) -> Any:
         if isinstance(dataset, dict):
-            return {name: self._precompute(one, reference, name) for name, one in dataset.items()}
+            return {name: self._precompute(subset, reference, name) for name, subset in dataset.items()}
         return None if dataset is None else self._precompute(dataset, reference, "eval")
 
     def _precompute(self, dataset: AnyDataset, reference: Reference | None, name: str) -> Any:
@@ -184,8 +184,8 @@ class PreferenceTrainer(PostTrainer):
         if self.vision.reader is not None:
             prepared, self.reports[name] = self.vision.prepare_rows(dataset, branches=self.method.branches, **about)
         else:
-            found = prepare_answers(dataset, self.processing_class, self.answer_options(), **about)
-            prepared, self.reports[name] = found
+            prepared_set = prepare_answers(dataset, self.processing_class, self.answer_options(), **about)
+            prepared, self.reports[name] = prepared_set
         if self.method.judged and "label" not in (prepared.column_names or ["label"]):
             raise DataError(f"the {name} rows have no 'label'. Give True for good answers and False for bad ones.")
         if not hasattr(prepared, "select"):

@@ -118,11 +118,11 @@ class RewardTrainer(PostTrainer):
 
     def predictions(self, model: nn.Module, batches: list[Batch]) -> list[tuple[np.ndarray, np.ndarray]]:
         """``[chosen, rejected]`` scores of each pair in the order of the dataset, with label 0."""
-        found: dict[int, np.ndarray] = {}
+        scores_of: dict[int, np.ndarray] = {}
         for batch in batches:
             scores = forward(model, batch, self.method.traits.needs).scores
             assert scores is not None
             pairs = batch.grouped(scores, 2).float().cpu().numpy()
             for first, pair in zip(sorted(batch.origin)[::2], pairs, strict=True):
-                found[first] = pair
-        return [(found[first], np.array(0)) for first in sorted(found)]
+                scores_of[first] = pair
+        return [(scores_of[first], np.array(0)) for first in sorted(scores_of)]

@@ -132,12 +132,12 @@ class SFTTrainer(PostTrainer):
     def _refuse_with_images(self) -> None:
         """Options that rows of images do not have."""
         args = self.args
-        given = {
+        options = {
             "formatting_func": self.formatting_func,
             "data_collator": self.user_collator,
             "dataset_kwargs": (args.dataset_kwargs or {}).get("skip_prepare_dataset"),
         }
-        named = [name for name, value in given.items() if value]
+        named = [name for name, value in options.items() if value]
         if named:
             raise ConfigError(
                 f"rows with images are trained without {named}: they are read and placed here. Fix: leave it out, and give "

@@ -56,12 +56,12 @@ class AsyncDistillationConfig(DistillationFields, AsyncGRPOConfig):
     add_tail_bucket: bool = option(True, "One category more for the mass outside teacher_top_k ids.")
 
     def __post_init__(self) -> None:
-        given, named = self.teacher_server_urls, self.teacher_model_server_url
-        if given is not None and named not in (None, given):
+        urls, named = self.teacher_server_urls, self.teacher_model_server_url
+        if urls is not None and named not in (None, urls):
             raise ConfigError(
-                f"teacher_server_urls={given!r} and teacher_model_server_url={named!r} are two names of one field. Fix: set one."
+                f"teacher_server_urls={urls!r} and teacher_model_server_url={named!r} are two names of one field. Fix: set one."
             )
-        self.teacher_model_server_url = named if given is None else given
+        self.teacher_model_server_url = named if urls is None else urls
         super().__post_init__()
         self.teacher_server_urls = self.teacher_model_server_url  # As it was read.
 

@@ -38,9 +38,9 @@ def preset(unread: dict[str, tuple[Any, str]] | None = None, **defaults: Any) ->
         kinds: dict[str, Any] = {}
         for base in (OnlineConfig, *cls.__bases__[::-1]):  # With those of their own bases.
             kinds |= get_type_hints(base, include_extras=True)
-        made = {name: (value[0], f"Not read. {value[1]}") for name, value in (unread or {}).items()}
+        explained = {name: (value[0], f"Not read. {value[1]}") for name, value in (unread or {}).items()}
         cls._refused = cls._refused | (unread or {})
-        for name, value in (defaults | made).items():
+        for name, value in (defaults | explained).items():
             default, text = value if isinstance(value, tuple) else (value, known[name].metadata["help"])
             kind = "str | None" if default is None else type(default).__name__
             cls.__annotations__[name] = kinds.get(name, kind)
@@ -234,10 +234,10 @@ class DistillationFields:
     def _check_sources(self) -> None:
         """Refuse sources of teachers that exclude each other, and tokens that a teacher cannot give."""
         names = ("teacher_scores", "teacher_model_server_url", "teacher_model_name_or_path", "teacher_model_kind")
-        given = {name: getattr(self, name) for name in names if getattr(self, name) not in (None, "model")}
+        sources = {name: getattr(self, name) for name in names if getattr(self, name) not in (None, "model")}
         # A server's model may be named: the handshake compares.
-        if len(given) > 1 and set(given) != {"teacher_model_server_url", "teacher_model_name_or_path"}:
-            raise ConfigError(f"there is one teacher, and {given} name several. Fix: set one of them.")
+        if len(sources) > 1 and set(sources) != {"teacher_model_server_url", "teacher_model_name_or_path"}:
+            raise ConfigError(f"there is one teacher, and {sources} name several. Fix: set one of them.")
         check_weights(self.teacher_weights)  # type: ignore[arg-type]
         if self.teacher_scores and self.lmbda > 0:
             raise ConfigError(

@@ -170,12 +170,12 @@ class Comparison:
         """
         self.targets = head.targets
         names = (*COLUMNS, *(f"divergence/{name}" for name in self.names))
-        found = dict(zip(names, _by_position(hidden, layer, rule, head, self.measure).unbind(1), strict=True))
+        columns = dict(zip(names, _by_position(hidden, layer, rule, head, self.measure).unbind(1), strict=True))
         for name in self.names:
-            asked, rows = torch.zeros_like(found["gap"]), self.shares[name].rows
+            asked, rows = torch.zeros_like(columns["gap"]), self.shares[name].rows
             asked[slice(None) if rows is None else rows] = 1.0
-            found[f"asked/{name}"] = asked
-        return found
+            columns[f"asked/{name}"] = asked
+        return columns
 
     def measure(self, x: Tensor, part: slice) -> Tensor:
         """``(n, V)`` logits to ``(n, K)``, in the order of `COLUMNS` and then by teacher; in backward the first two alone."""
@@ -187,27 +187,27 @@ class Comparison:
         if self.policy_temperature != axes.student_temperature:
             own = (x / self.policy_temperature).log_softmax(-1)
         logp = own.gather(1, targets)[:, 0]
-        value, found = torch.zeros_like(logp), logp.new_zeros(3 + len(self.names), len(logp))
+        value, columns = torch.zeros_like(logp), logp.new_zeros(3 + len(self.names), len(logp))
         for number, share in enumerate(self.shares.values()):
             if share.teacher is None:
                 continue
             at, theirs = share.within(part)
             here = _Beside(axes, share.teacher, theirs, log_q[at], targets[at])
             here.ask(self.columns, self.without)
-            apart, held = here.divergence()
+            apart, mass_held = here.divergence()
             value[at] += share.weight * apart
             if again:
                 continue
             with torch.no_grad():
                 gap = here.log_q.gather(1, here.targets)[:, 0] - here.actual
                 agree = (here.log_q.argmax(-1) == here.best).to(gap)
-                found[:3, at] += share.weight * torch.stack([gap, held, agree])
+                columns[:3, at] += share.weight * torch.stack([gap, mass_held, agree])
                 if self.names:
-                    found[3 + number, at] = apart
+                    columns[3 + number, at] = apart
         if again:
             return torch.stack([value, logp], 1)
         entropy = -torch.linalg.vecdot(log_q.exp(), log_q.clamp_min(-1e4))
-        gap, mass, agree, *alone = found
+        gap, mass, agree, *alone = columns
         return torch.stack([value, logp, gap, entropy, mass, agree, *alone], 1)
 
 
@@ -337,20 +337,20 @@ def distillation_objective(out: ModelOutputs, batch: Batch, axes: Axes) -> LossT
     def place(values: Tensor) -> Tensor:
         return grid.to(values.dtype).masked_scatter(mask, values)
 
-    found, metrics = out.compared, {}
+    compared, metrics = out.compared, {}
     if axes.support == "aligned":
         kept = mask & (batch.columns["aligned"] > 0)
-        metrics = {name + "_loss": mean(place(found[name]), kept) for name in ("matched", "unmatched")}
-        terms = axes.weight * place(found["matched"] + found["unmatched"])
+        metrics = {name + "_loss": mean(place(compared[name]), kept) for name in ("matched", "unmatched")}
+        terms = axes.weight * place(compared["matched"] + compared["unmatched"])
         loss = LossTerms(terms, kept, "token", count="groups")
     elif axes.support == "none":
         terms, loss = grid, LossTerms(grid, mask, "token")
     else:
-        values = place(found["divergence"])
+        values = place(compared["divergence"])
         _check_finite(values, mask, axes)
         if axes.estimator == "score":
-            values, metrics = _score(out, batch, place(found["gap"]), axes)
-        metrics |= _agreement(found)
+            values, metrics = _score(out, batch, place(compared["gap"]), axes)
+        metrics |= _agreement(compared)
         terms = axes.weight * values * _importance(out, batch, axes)
         loss = _reduced(terms, batch, axes)
     metrics |= _by_source(terms.detach(), batch, loss.mask)
@@ -372,28 +372,28 @@ def _check_finite(values: Tensor, mask: Tensor, axes: Axes) -> None:
         )
 
 
-def _agreement(found: dict[str, Tensor]) -> dict[str, Metric]:
+def _agreement(compared: dict[str, Tensor]) -> dict[str, Metric]:
     """Log q - log p of the tokens: its mean estimates KL(student || teacher) where the student sampled them."""
-    gap = found["gap"]
+    gap = compared["gap"]
     return {
-        "distill/divergence": mean(found["divergence"]),
-        "distill/divergence_max": maximum(found["divergence"]),
+        "distill/divergence": mean(compared["divergence"]),
+        "distill/divergence_max": maximum(compared["divergence"]),
         "distill/k1": mean(gap),
         "distill/k3": mean((-gap).clamp_max(MAX_LOG_RATIO).exp() - 1 + gap),
         "distill/k1_max": maximum(gap),
-        "distill/agreement": mean(found["agree"]),
-        "distill/support_mass": mean(found["mass"]),
-        **_by_teacher(found),
+        "distill/agreement": mean(compared["agree"]),
+        "distill/support_mass": mean(compared["mass"]),
+        **_by_teacher(compared),
     }
 
 
-def _by_teacher(found: dict[str, Tensor]) -> dict[str, Metric]:
+def _by_teacher(compared: dict[str, Tensor]) -> dict[str, Metric]:
     """Of several teachers: the divergence from each, and the share of tokens that it was asked about."""
     metrics = {}
-    for asked in [key for key in found if key.startswith("asked/")]:
+    for asked in [key for key in compared if key.startswith("asked/")]:
         name = asked.removeprefix("asked/")
-        metrics[f"teacher_jsd/{name}"] = mean(found[f"divergence/{name}"], found[asked])
-        metrics[f"teacher_token_frac/{name}"] = mean(found[asked])
+        metrics[f"teacher_jsd/{name}"] = mean(compared[f"divergence/{name}"], compared[asked])
+        metrics[f"teacher_token_frac/{name}"] = mean(compared[asked])
     return metrics
 
 

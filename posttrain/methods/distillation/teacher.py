@@ -46,46 +46,46 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-def by_name(given: Any) -> dict[str, Any]:
+def by_name(teachers: Any) -> dict[str, Any]:
     """Teachers by their names; of a single one the name is empty."""
-    return dict(given) if isinstance(given, Mapping) else {"": given}
+    return dict(teachers) if isinstance(teachers, Mapping) else {"": teachers}
 
 
-def load_teacher(given: object, args: PostTrainingConfig, student: nn.Module) -> nn.Module:
+def load_teacher(teacher: object, args: PostTrainingConfig, student: nn.Module) -> nn.Module:
     """The teacher as a frozen model in eval mode.
 
     Args:
-        given: A model or an id; None: ``teacher_model_name_or_path``.
+        teacher: A model or an id; None: ``teacher_model_name_or_path``.
         args: Of the trainer.
         student: Which it must not be.
 
     Raises:
         ConfigError: No teacher, or the student itself.
     """
-    given = given if given is not None else args.teacher_model_name_or_path
-    if given is None:
+    teacher = teacher if teacher is not None else args.teacher_model_name_or_path
+    if teacher is None:
         raise ConfigError(
             "there is no teacher. Fix: teacher_model (a model or an id), teacher_scores (a file), teacher_model_server_url, or "
             "teacher_model_kind='base', 'live' or 'ema' for the student itself."
         )
-    if isinstance(given, nn.Module):
-        if causal_lm(given) is causal_lm(student):
+    if isinstance(teacher, nn.Module):
+        if causal_lm(teacher) is causal_lm(student):
             raise ConfigError(
                 "teacher_model is the student object itself: its divergence is 0 at every step. Fix: another model, or "
                 "teacher_model_kind='base', which compares with the weights as they are now."
             )
-        return given.requires_grad_(False).eval()
+        return teacher.requires_grad_(False).eval()
     kwargs: dict[str, Any] = {"dtype": "auto", "trust_remote_code": args.trust_remote_code}
     kwargs |= {} if args.teacher_model_revision is None else {"revision": args.teacher_model_revision}
     kwargs |= dict(args.teacher_model_init_kwargs or {})
-    return load.create_model_from_path(given, **kwargs).requires_grad_(False).eval()
+    return load.create_model_from_path(teacher, **kwargs).requires_grad_(False).eval()
 
 
-def teacher_id(given: object, args: PostTrainingConfig) -> str:
+def teacher_id(teacher: object, args: PostTrainingConfig) -> str:
     """Id or folder of a teacher: as it was given, or where a model object was loaded from; empty for one built in memory."""
-    if isinstance(given, nn.Module):
-        return load.get_config_model_id(causal_lm(given).config)
-    return given or args.teacher_model_name_or_path or ""
+    if isinstance(teacher, nn.Module):
+        return load.get_config_model_id(causal_lm(teacher).config)
+    return teacher or args.teacher_model_name_or_path or ""
 
 
 def own_tokenizer(name: str, *, required: bool, trust_remote_code: bool = False, revision: str | None = None) -> Any:
@@ -205,27 +205,27 @@ def shares_of_batch(
     """
     if weights is not None:
         return {name: TeacherShare(say(name, None), weight=weights[name]) for name in names if weights[name]}
-    numbers, places, found = batch.columns["teacher"].tolist(), batch.sequence[batch.loss_mask], {}
+    numbers, places, shares = batch.columns["teacher"].tolist(), batch.sequence[batch.loss_mask], {}
     for number, name in enumerate(names):
         members = [k for k, one in enumerate(numbers) if one == number]
         rows = torch.isin(places, places.new_tensor(members)).nonzero().flatten()
         whole = len(members) == len(numbers)
         # One that has no sequence here is not asked, and counts in its share of all tokens.
-        found[name] = TeacherShare(say(name, None if whole else members) if members else None, rows)
-    return found
+        shares[name] = TeacherShare(say(name, None if whole else members) if members else None, rows)
+    return shares
 
 
 def scores_of_batch(
     batch: Batch, scores: Callable[[int], TokenScores], members: Sequence[int] | None = None
 ) -> TokenScores:
     """Scores of the batch's loss tokens, in their order, by the number in its column ``key``; None: of all its sequences."""
-    found, keyed = [], list(_keyed(batch))
+    score_parts, keyed = [], list(_keyed(batch))
     for key, ids, mask in keyed if members is None else [keyed[k] for k in members]:
         one, kept = scores(key), torch.tensor(mask, dtype=torch.bool)
         if len(one.actual) != len(ids):
             raise ModelError(f"the teacher scored {len(one.actual)} of {len(ids)} tokens of a completion.")
-        found.append((one.ids[kept], one.logps[kept], one.actual[kept]))
-    return TokenScores(*(torch.cat(parts).to(batch.input_ids.device) for parts in zip(*found, strict=True)))
+        score_parts.append((one.ids[kept], one.logps[kept], one.actual[kept]))
+    return TokenScores(*(torch.cat(parts).to(batch.input_ids.device) for parts in zip(*score_parts, strict=True)))
 
 
 class ServerTeacher:
@@ -285,9 +285,9 @@ class ServerTeacher:
                 f"a prompt and its completion have {longest} tokens, and the teacher server scores at most {self.most} "
                 f"(max_model_len={self.most + 1}). Fix: max_length={self.most}, or start the server with a longer context."
             )
-        found = self.client.score(whole, [len(prompt) for prompt in prompts], top=self.top_k)
-        for ids, one in zip(completions, found, strict=True):
-            logps, actual = torch.tensor(one.top_logps), torch.tensor(one.logps)
+        replies = self.client.score(whole, [len(prompt) for prompt in prompts], top=self.top_k)
+        for ids, reply in zip(completions, replies, strict=True):
+            logps, actual = torch.tensor(reply.top_logps), torch.tensor(reply.logps)
             good = len(actual) == len(logps) == len(ids) and logps.shape[-1:] == (self.top_k,)
             finite = good and bool(logps.isfinite().all() and actual.isfinite().all())
             if not (finite and bool((logps.diff(dim=-1) <= 1e-6).all() and (logps <= 1e-4).all())):
@@ -295,7 +295,7 @@ class ServerTeacher:
                     f"the teacher server scored {len(actual)} of {len(ids)} tokens with {logps.shape[-1]} of {self.top_k} "
                     "log-probs each, or scores that are not finite, falling log-probs. Fix: look at the server's log."
                 )
-        return [{"ids": one.top_ids, "logps": one.top_logps, "actual": one.logps} for one in found]
+        return [{"ids": reply.top_ids, "logps": reply.top_logps, "actual": reply.logps} for reply in replies]
 
 
 def asked_servers(
@@ -308,17 +308,17 @@ def asked_servers(
         rollouts: Whose completions are scored.
         numbers: Of the one server that each is sent to; None: to all.
     """
-    found: list[dict[str, Any]] = [{} for _ in rollouts]
+    scores_of_each: list[dict[str, Any]] = [{} for _ in rollouts]
 
     def ask(number: int, name: str, server: ServerTeacher) -> None:
         chosen = [i for i in range(len(rollouts)) if numbers is None or numbers[i] == number]
         scores = server.score([rollouts[i].prompt_ids for i in chosen], [rollouts[i].token_ids for i in chosen])
-        for i, one in zip(chosen, scores, strict=True):
-            found[i][name] = one
+        for i, score in zip(chosen, scores, strict=True):
+            scores_of_each[i][name] = score
 
     with ThreadPoolExecutor(max_workers=len(servers)) as pool:
         list(pool.map(ask, range(len(servers)), servers, servers.values()))
-    return found
+    return scores_of_each
 
 
 # Scores in a file: computed once, top-k with the mass outside, read without loading the teacher ----------------------
@@ -342,14 +342,14 @@ def _scores(teacher: ModelTeacher, rows: Sequence[Row], *, top_k: int, columns: 
     with teacher.running() as model:
         view = teacher.of_rows(rows, next(model.parameters()).device)
     targets = torch.tensor([t for row in rows for t in row.completions[0]], device=view.hidden.device)
-    found = []
+    chunks = []
     for start in range(0, len(targets), POSITIONS):
         part = slice(start, start + POSITIONS)
         logp = view.logp(part, columns, 1.0)
         best = logp.topk(min(top_k, logp.shape[1]), -1)
-        found.append((best.indices.cpu(), best.values.cpu(), logp.gather(1, targets[part, None]).cpu()))
+        chunks.append((best.indices.cpu(), best.values.cpu(), logp.gather(1, targets[part, None]).cpu()))
     lengths = [len(row.completions[0]) for row in rows]
-    split = (torch.cat(parts).split(lengths) for parts in zip(*found, strict=True))
+    split = (torch.cat(parts).split(lengths) for parts in zip(*chunks, strict=True))
     return [
         {name: x.flatten().tolist() for name, x in zip(COLUMNS, one, strict=True)} for one in zip(*split, strict=True)
     ]
@@ -430,8 +430,8 @@ def score_dataset(
         pa.ipc.new_file(sink, schema) as writer,
     ):
         for start in tqdm.trange(0, len(dataset), batch_size, desc="teacher scores", unit="batch"):
-            found = dataset[start : start + batch_size]
-            pairs = zip(found["prompt_ids"], found["completion_ids"], strict=True)
+            examples = dataset[start : start + batch_size]
+            pairs = zip(examples["prompt_ids"], examples["completion_ids"], strict=True)
             rows = [Row(prompt, [ids], [[1] * len(ids)]) for prompt, ids in pairs]
             scores = _scores(runner, rows, top_k=top_k, columns=len(tokenizer))
             writer.write_batch(pa.RecordBatch.from_pylist(scores, schema))

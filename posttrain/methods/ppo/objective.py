@@ -160,11 +160,11 @@ def training_rows(generation: RolloutBatch, length: int, pad_token_id: int) -> l
     return rows
 
 
-def attach(generation: RolloutBatch, found: Episodes) -> None:
+def attach(generation: RolloutBatch, episodes: Episodes) -> None:
     """Put `Episodes` on the generation, one list a response, as long as the row of `plain_rows`."""
     sizes = [len(numbers) for numbers in generation.token_columns["old_values"]]
-    grids = {"advantages": found.advantages, "returns": found.returns}
-    grids |= {"states": found.states.double(), "trained": found.tokens.double()}
+    grids = {"advantages": episodes.advantages, "returns": episodes.returns}
+    grids |= {"states": episodes.states.double(), "trained": episodes.tokens.double()}
     for name, grid in grids.items():
         generation.token_columns[name] = [row[:size].tolist() for row, size in zip(grid, sizes, strict=True)]
 

@@ -133,15 +133,15 @@ def panel_of(name: str) -> tuple[str, str]:
 
 def panels_of(runs: Sequence[Run]) -> list[Panel]:
     """Panels with all metrics of all runs, in the order of the page."""
-    found: dict[tuple[str, str], list[str]] = {}
+    by_panel: dict[tuple[str, str], list[str]] = {}
     for name in dict.fromkeys(name for run in runs for name in run.series):
-        found.setdefault(panel_of(name), []).append(name)
+        by_panel.setdefault(panel_of(name), []).append(name)
     order = [(group, title) for group, entries in LAYOUT.items() for title in entries]
-    places = sorted(found, key=lambda place: (order.index(place) if place in order else len(order), place[1]))
+    places = sorted(by_panel, key=lambda place: (order.index(place) if place in order else len(order), place[1]))
     panels = []
     for at, (group, title) in enumerate(places):
         key = re.sub(r"[^a-z0-9]+", "-", title.lower()).strip("-") or "panel"
-        metrics = sorted(found[group, title], key=lambda name: (name.startswith("eval_"), _rank(name)))
+        metrics = sorted(by_panel[group, title], key=lambda name: (name.startswith("eval_"), _rank(name)))
         panels.append(Panel(f"{key}-{at}", group, title, metrics))
     return panels
 
@@ -155,7 +155,7 @@ def groups_of(
     panels: Sequence[Panel], runs: Sequence[Run], verdicts: Sequence[Sequence[Verdict]]
 ) -> dict[str, list[Panel]]:
     """Panels under their headings, with what may be wrong and with their curves in words."""
-    seen = [verdict for found in verdicts for verdict in found if verdict.status == "seen"]
+    seen = [verdict for of_run in verdicts for verdict in of_run if verdict.status == "seen"]
     groups: dict[str, list[Panel]] = {}
     for panel in sorted(panels, key=lambda panel: panel.group == OTHER):
         panel.signs = list(dict.fromkeys(v.title for v in seen if set(v.rule.metrics) & set(panel.metrics)))
@@ -185,9 +185,9 @@ def figures(panels: Sequence[Panel], runs: Sequence[Run], verdicts: Sequence[Seq
     spans: dict[str, list[dict[str, Any]]] = {panel.key: [] for panel in panels}
     for at, run in enumerate(runs):
         for mark in run.marks if panels else ():
-            found, key = mark.finding, of_metric.get(mark.finding.where, panels[0]).key
-            text = f"{found.code}: {found.what}"
-            marks[key].append({"run": at, "step": mark.step, "severity": found.severity, "text": text})
+            finding, key = mark.finding, of_metric.get(mark.finding.where, panels[0]).key
+            text = f"{finding.code}: {finding.what}"
+            marks[key].append({"run": at, "step": mark.step, "severity": finding.severity, "text": text})
         for verdict in verdicts[at]:
             # Two metrics of one panel shade it once.
             for key in {of_metric[name].key for name in verdict.rule.metrics if verdict.spans and name in of_metric}:
@@ -258,14 +258,14 @@ class Card(NamedTuple):
 
 def _cards(verdicts: Sequence[Sequence[Verdict]]) -> list[Card]:
     by_rule: dict[str, list[tuple[int, Verdict]]] = {}
-    for at, found in enumerate(verdicts):
-        for verdict in found:
+    for at, of_run in enumerate(verdicts):
+        for verdict in of_run:
             by_rule.setdefault(verdict.rule.code, []).append((at, verdict))
     order = ("seen", "clear", "unknown").index
     cards = []
-    for found in by_rule.values():
-        first, status = found[0][1], min((verdict.status for _, verdict in found), key=order)
-        cards.append(Card(first.rule, status, first.title[0].upper() + first.title[1:], found))
+    for of_run in by_rule.values():
+        first, status = of_run[0][1], min((verdict.status for _, verdict in of_run), key=order)
+        cards.append(Card(first.rule, status, first.title[0].upper() + first.title[1:], of_run))
     return sorted(cards, key=lambda card: order(card.status))
 
 
@@ -337,7 +337,7 @@ def _change(first: float | None, value: float | None) -> str:
 
 def render(runs: Sequence[Run]) -> str:
     """The whole page, of `posttrain.report.page.read_runs`."""
-    made = content(runs)
+    page = content(runs)
     script = (TEMPLATES / "page.js").read_text(encoding="utf-8")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     return (
@@ -347,8 +347,8 @@ def render(runs: Sequence[Run]) -> str:
             runs=runs,
             title=" · ".join(run.name for run in runs) or "no run",
             titles=TITLES | ({"compare": "Comparison"} if len(runs) > 1 else {}),
-            sections={name: Markup(html) for name, html in made["sections"].items()},
-            data=Markup(_json(made["data"])),
+            sections={name: Markup(html) for name, html in page["sections"].items()},
+            data=Markup(_json(page["data"])),
             script=Markup(script),
             style=Markup((TEMPLATES / "page.css").read_text(encoding="utf-8")),
             policy=Markup(

@@ -93,14 +93,14 @@ class Sample:
     @property
     def chips(self) -> list[tuple[str, str]]:
         """Labels and their kinds: a number or a short text for each score."""
-        found = []
+        chips = []
         for name, value in self.scores.items():
             if isinstance(value, int | float) and not isinstance(value, bool):
-                found.append((f"{name} {value:.4g}", ""))
+                chips.append((f"{name} {value:.4g}", ""))
             else:
                 text = "not scored" if value is None else str(value)
-                found.append((f"{name}: {text if len(text) <= 60 else text[:57] + '…'}", "faint"))
-        return found
+                chips.append((f"{name}: {text if len(text) <= 60 else text[:57] + '…'}", "faint"))
+        return chips
 
     @property
     def shades(self) -> list[tuple[str, float, float | None]]:
@@ -195,10 +195,10 @@ def flat(value: object, name: str = "") -> dict[str, Any]:
     """
     if not isinstance(value, Mapping) or not value:
         return {name: value} if name else {}
-    found: dict[str, Any] = {}
+    dotted: dict[str, Any] = {}
     for key, inner in value.items():
-        found |= flat(inner, f"{name}.{key}" if name else str(key))
-    return found
+        dotted |= flat(inner, f"{name}.{key}" if name else str(key))
+    return dotted
 
 
 def read_runs(folders: Sequence[str | Path]) -> list[Run]:

@@ -462,8 +462,8 @@ def _given_call(call: Any, where: str) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise CallError(f"{where} has no function with a name.", param=where, code="invalid_value")
-    made = tool_call(function["name"], function.get("arguments"))
-    return made | ({"id": call["id"]} if call.get("id") is not None else {})
+    ordered = tool_call(function["name"], function.get("arguments"))
+    return ordered | ({"id": call["id"]} if call.get("id") is not None else {})
 
 
 # Answers in OpenAI's form ------------------------------------------------------------------------------------------------

@@ -325,20 +325,20 @@ def custom_rollouts(
         ArgumentTypeError: The function did not return a dict.
         RolloutError: A key is missing, or an entry cannot be used: names the key, the row, the position and the value.
     """
-    given = function(list(prompts))
-    if not isinstance(given, dict):
-        raise ArgumentTypeError(f"rollout_func must return a dict, and it returned {type(given).__name__}.")
-    missing = [key for key in REQUIRED if key not in given]
+    returned = function(list(prompts))
+    if not isinstance(returned, dict):
+        raise ArgumentTypeError(f"rollout_func must return a dict, and it returned {type(returned).__name__}.")
+    missing = [key for key in REQUIRED if key not in returned]
     if missing:
         raise _Bad(
-            f"rollout_func returned no {missing} (required: {', '.join(REQUIRED)}; it returned {sorted(given)})."
+            f"rollout_func returned no {missing} (required: {', '.join(REQUIRED)}; it returned {sorted(returned)})."
         )
     n = len(prompts)
     tokens: dict[str, list[Any]] = {}
     for key in RESERVED:
-        if given.get(key) is None and key in OPTIONAL:
+        if returned.get(key) is None and key in OPTIONAL:
             continue
-        tokens[key] = listed(given[key], f"rollout_func: {key!r}")
+        tokens[key] = listed(returned[key], f"rollout_func: {key!r}")
         if len(tokens[key]) != n:
             raise _Bad(
                 f"rollout_func returned {len(tokens[key])} entries in {key!r} for {n} prompts. The prompts it gets are already "
@@ -346,7 +346,7 @@ def custom_rollouts(
             )
     ends = frozenset(stop_ids)
     rollouts = [_rollout(tokens, i, ends, vocabulary, most) for i in range(n)]
-    return rollouts, {k: _column(k, v, n) for k, v in given.items() if k not in RESERVED}
+    return rollouts, {k: _column(k, v, n) for k, v in returned.items() if k not in RESERVED}
 
 
 class _Bad(RolloutError, ValueError):
@@ -367,29 +367,29 @@ def _at(key: str, row: int) -> str:
 
 
 def _rollout(
-    given: dict[str, Any], row: int, ends: frozenset[int], vocabulary: int | None, most: int | None
+    returned: dict[str, Any], row: int, ends: frozenset[int], vocabulary: int | None, most: int | None
 ) -> Rollout:
-    prompt, ids = [token_ids(given[key][row], _at(key, row), vocabulary) for key in ("prompt_ids", "completion_ids")]
+    prompt, ids = [token_ids(returned[key][row], _at(key, row), vocabulary) for key in ("prompt_ids", "completion_ids")]
     if most is not None and len(ids) > most:
         raise _Bad(
             f"{_at('completion_ids', row)} has {len(ids)} tokens, and max_completion_length={most}. Fix: end completions there, "
             "or raise max_completion_length."
         )
     mask, logp = None, []
-    if "env_mask" in given:
-        flags = _listed_alike(given, "env_mask", row, ids)
+    if "env_mask" in returned:
+        flags = _listed_alike(returned, "env_mask", row, ids)
         mask = [int(given_truth(x, f"{_at('env_mask', row)} position {t},")) for t, x in enumerate(flags)]
-    if "logprobs" in given:
-        values = _listed_alike(given, "logprobs", row, ids)
+    if "logprobs" in returned:
+        values = _listed_alike(returned, "logprobs", row, ids)
         model = mask or [1] * len(ids)
-        chosen = [_chosen(given, row, t, x, ids[t]) if model[t] else None for t, x in enumerate(values)]
+        chosen = [_chosen(returned, row, t, x, ids[t]) if model[t] else None for t, x in enumerate(values)]
         logp = token_logps(chosen, model, _at("logprobs", row))
     return Rollout(prompt, ids, logp, "stop" if ids[-1] in ends else "length", 0, mask)
 
 
-def _listed_alike(given: dict[str, Any], key: str, row: int, ids: list[int]) -> list[Any]:
+def _listed_alike(returned: dict[str, Any], key: str, row: int, ids: list[int]) -> list[Any]:
     """One value a token of the completion."""
-    values = listed(given[key][row], _at(key, row))
+    values = listed(returned[key][row], _at(key, row))
     if len(values) != len(ids):
         raise _Bad(
             f"rollout_func returned {len(values)} values in {key!r} for row {row}, whose completion has {len(ids)} tokens."
@@ -397,13 +397,13 @@ def _listed_alike(given: dict[str, Any], key: str, row: int, ids: list[int]) -> 
     return values
 
 
-def _chosen(given: dict[str, Any], row: int, position: int, value: object, token: int) -> Any:
+def _chosen(returned: dict[str, Any], row: int, position: int, value: object, token: int) -> Any:
     """The log-prob of the token that was drawn, out of a number or a list of candidates."""
     if not isinstance(value, list | tuple):
         return value
-    if "logprob_token_ids" not in given:
+    if "logprob_token_ids" not in returned:
         return value[0] if value else None  # Engines list the drawn token first.
-    names = listed(given["logprob_token_ids"][row], _at("logprob_token_ids", row))
+    names = listed(returned["logprob_token_ids"][row], _at("logprob_token_ids", row))
     candidates = listed(
         names[position] if position < len(names) else None, f"{_at('logprob_token_ids', row)} position {position},"
     )

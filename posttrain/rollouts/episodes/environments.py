@@ -36,10 +36,10 @@ class _Kind:
     free: list[Any] = field(default_factory=list)
 
 
-def _tool_names(made: type) -> list[str]:
+def _tool_names(kind: type) -> list[str]:
     """Public methods that are tools, read from the class so that no property runs."""
-    names = [name for name in dir(made) if not name.startswith("_") and name not in NOT_TOOLS]
-    return [n for n in names if callable(getattr(made, n)) and not inspect.isclass(getattr(made, n))]
+    names = [name for name in dir(kind) if not name.startswith("_") and name not in NOT_TOOLS]
+    return [n for n in names if callable(getattr(kind, n)) and not inspect.isclass(getattr(kind, n))]
 
 
 class Observed(list):
@@ -197,12 +197,12 @@ class EnvironmentPool:
                 return None, row, None
 
         try:
-            found = self.runner.each([functools.partial(reset, index) for index in range(len(rows))])
+            begun = self.runner.each([functools.partial(reset, index) for index in range(len(rows))])
         except BaseException:
             self.close()
             raise
-        self._compare([seen for _, _, seen in found], seeds)
-        return [environment for environment, _, _ in found], [row for _, row, _ in found]
+        self._compare([seen for _, _, seen in begun], seeds)
+        return [environment for environment, _, _ in begun], [row for _, row, _ in begun]
 
     def release(self, environments: Sequence[Any] | None = None) -> None:
         """Take instances back, to be lent again; None: all."""
@@ -302,12 +302,12 @@ def _probe(name: str, factory: Any) -> _Kind:
     if not callable(factory):
         raise ConfigError(f"{where} must be callable without arguments, and it is {type(factory).__name__}.")
     instance = factory()
-    made = type(instance)
+    kind = type(instance)
     if not callable(getattr(instance, "reset", None)):
-        raise ConfigError(f"{where} made a {made.__name__}, which has no method reset. An environment needs one.")
-    methods = _tool_names(made)
+        raise ConfigError(f"{where} made a {kind.__name__}, which has no method reset. An environment needs one.")
+    methods = _tool_names(kind)
     schemas = [tool_schema(getattr(instance, method)) for method in methods]
-    return _Kind(name, factory, made, schemas, methods, [instance], [instance])
+    return _Kind(name, factory, kind, schemas, methods, [instance], [instance])
 
 
 def _label(kind: _Kind) -> str:

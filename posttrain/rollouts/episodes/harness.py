@@ -136,22 +136,22 @@ class _Replay(Harness):
         super().__init__(self._never)
         self.path = path
         self.waiting: dict[str, list[Recorded]] = {}
-        for one in episodes:
-            self.waiting.setdefault(_task_key(one.task), []).append(one)
+        for episode in episodes:
+            self.waiting.setdefault(_task_key(episode.task), []).append(episode)
 
     def _never(self, task: Any, base_url: str, api_key: str) -> Any:
         raise NotImplementedError("a recorded episode calls nobody")
 
     def next(self, row: Mapping[str, Any]) -> HarnessEpisode:
         """The next recorded episode of a row; after the last one the first again."""
-        found = self.waiting.get(_task_key(row))
-        if not found:
+        recorded = self.waiting.get(_task_key(row))
+        if not recorded:
             raise DataError(
                 f"{self.path} has no episode of the row {dict(row)!r:.120}; it has those of {len(self.waiting)} others. Fix: "
                 "train on the dataset that was recorded."
             )
-        one = found.pop(0)
-        found.append(one)
+        one = recorded.pop(0)
+        recorded.append(one)
         return HarnessEpisode(dict(row), one.session, one.result, one.error)
 
 
@@ -246,8 +246,8 @@ class HarnessOptions:
             "max_tokens",
             "record",
         )
-        given = {name: getattr(args, f"harness_{name}") for name in same}
-        return cls(**given, overrides=args.harness_sampling == "override")
+        options = {name: getattr(args, f"harness_{name}") for name in same}
+        return cls(**options, overrides=args.harness_sampling == "override")
 
 
 class HarnessRunner:
@@ -318,8 +318,11 @@ class HarnessRunner:
             raise
         episodes = [future.result() for future in futures]
         if self.options.record is not None:
-            for one in episodes:
-                record_session(self.options.record, Recorded(one.task, one.session, _recorded(one.result), one.error))
+            for episode in episodes:
+                record_session(
+                    self.options.record,
+                    Recorded(episode.task, episode.session, _recorded(episode.result), episode.error),
+                )
         return episodes
 
     def close(self) -> None:
@@ -408,13 +411,13 @@ class HarnessRunner:
         task = json.dumps(row, default=str)
         named = {"OPENAI_BASE_URL": proxy.url, "OPENAI_API_KEY": session.key, "OPENAI_MODEL": self.options.model}
         named |= {"POSTTRAIN_SEED": str(seed)} | ({"POSTTRAIN_TASK": task} if len(task) < LONGEST_VARIABLE else {})
-        with contextlib.ExitStack() as held:
+        with contextlib.ExitStack() as stack:
             # Files and no pipes: what it left running may hold them open, and it ends where the command does.
-            given, out, err = (held.enter_context(tempfile.TemporaryFile()) for _ in range(3))
-            given.write(task.encode())
-            given.seek(0)
+            stdin, out, err = (stack.enter_context(tempfile.TemporaryFile()) for _ in range(3))
+            stdin.write(task.encode())
+            stdin.seek(0)
             process = subprocess.Popen(
-                command, env=os.environ | named, start_new_session=True, stdin=given, stdout=out, stderr=err
+                command, env=os.environ | named, start_new_session=True, stdin=stdin, stdout=out, stderr=err
             )
             with self._lock:
                 self._commands[process] = session.key
@@ -501,24 +504,24 @@ def as_rollouts(
         RolloutError: ``credit`` gives another number of values than there are branches.
     """
     rollouts, completions = [], []
-    for one in episodes:
-        made = None if one.error is not None and leave_out else _rollout(one, harness)
-        if made is None:
-            made = Rollout([placeholder], [], [], "abort")
-        rollouts.append(made)
-        completions.append(one.session.messages() or [{"role": "assistant", "content": ""}])
-    failed = Counter((one.error or "").split(":")[0] for one in episodes if one.error is not None)
+    for episode in episodes:
+        rollout = None if episode.error is not None and leave_out else _rollout(episode, harness)
+        if rollout is None:
+            rollout = Rollout([placeholder], [], [], "abort")
+        rollouts.append(rollout)
+        completions.append(episode.session.messages() or [{"role": "assistant", "content": ""}])
+    failed = Counter((episode.error or "").split(":")[0] for episode in episodes if episode.error is not None)
     if failed:
-        first = next(one.error for one in episodes if one.error is not None)
+        first = next(episode.error for episode in episodes if episode.error is not None)
         logger.warning(
             "%d of %d episodes of the harness failed (%s) and are %s. The first: %s",
             failed.total(), len(episodes), ", ".join(f"{count} {name}" for name, count in failed.most_common()),
             "left out" if leave_out else "scored as harness_failure says", first,
         )  # fmt: skip
     extra = {
-        "harness_result": [None if one.error is not None else one.result for one in episodes],
-        "harness_error": [one.error for one in episodes],
-        "session": [one.session for one in episodes],
+        "harness_result": [None if episode.error is not None else episode.result for episode in episodes],
+        "harness_error": [episode.error for episode in episodes],
+        "session": [episode.session for episode in episodes],
     }
     return HarnessRollouts(rollouts, completions, extra, _metrics(episodes))
 
@@ -534,19 +537,21 @@ def _rollout(episode: HarnessEpisode, harness: Harness) -> Rollout | None:
                 f"the harness's credit gave {len(credits)} numbers for {len(branches)} branches. Fix: one for each of "
                 "session.branches()."
             )
-    kept, made = _kept(session, harness), []
+    kept, rollouts = _kept(session, harness), []
     for branch, credit in zip(branches, credits, strict=True):
         rollout = branch.episode.rollout()
         rollout.credit = credit
         if kept is not None:
             rollout.tool_mask = _filtered(branch.calls, rollout, session, kept)
         if rollout.token_ids:
-            made.append(rollout)
-    if not made:
+            rollouts.append(rollout)
+    if not rollouts:
         return None
-    made[0].branches = tuple(made[1:])
-    made[0].text = "\n\n".join(session.calls[n].answers[c].get("content") or "" for b in branches for n, c in b.calls)
-    return made[0]
+    rollouts[0].branches = tuple(rollouts[1:])
+    rollouts[0].text = "\n\n".join(
+        session.calls[n].answers[c].get("content") or "" for b in branches for n, c in b.calls
+    )
+    return rollouts[0]
 
 
 def _kept(session: Session, harness: Harness) -> set[int] | None:
@@ -574,16 +579,16 @@ def _metrics(episodes: Sequence[HarnessEpisode]) -> dict[str, Metric]:
     """Calls, forks and failures; tokens computed once against tokens of all calls."""
     n = max(len(episodes), 1)
     totals = Counter[str]()
-    for one in episodes:
-        totals.update(asdict(one.session.counts))
-    answered = [one.session for one in episodes if one.session.counts.answered]
+    for episode in episodes:
+        totals.update(asdict(episode.session.counts))
+    answered = [episode.session for episode in episodes if episode.session.counts.answered]
     branches = sum(len(session.branches()) for session in answered)
     seen, once = sum(s.tokens_seen() for s in answered), sum(s.tokens_once() for s in answered)
-    found = {
+    metrics = {
         f"harness/{name}": mean(totals[name] / n, weight=n) for name in ("answered", "retried", "cancelled", "refused")
     }
-    return found | {
-        "harness/failed_episodes": mean(sum(one.error is not None for one in episodes) / n, weight=n),
+    return metrics | {
+        "harness/failed_episodes": mean(sum(episode.error is not None for episode in episodes) / n, weight=n),
         "harness/failed_calls": mean(totals["failed"] / n, weight=n),
         "harness/branches": mean(branches / max(len(answered), 1), weight=max(len(answered), 1)),
         "harness/tokens_once_share": mean(once / max(seen, 1), weight=max(seen, 1)),
@@ -610,11 +615,11 @@ def take_harness(worker: Any, harness: Any, reward_funcs: Any) -> tuple[Any, Har
         worker, harness = None, worker
     if harness is None:
         return worker, None, reward_funcs
-    made = Harness.of(harness)
+    as_harness = Harness.of(harness)
     functions = [harness_reward] if reward_funcs is None else reward_funcs
     listed = functions if isinstance(functions, list | tuple) else [functions]
-    made.requires = made.requires or harness_reward in listed
-    return worker, made, functions
+    as_harness.requires = as_harness.requires or harness_reward in listed
+    return worker, as_harness, functions
 
 
 def check_harness(args: PostTrainingConfig, name: str) -> None:

@@ -84,7 +84,7 @@ class Episode:
     @property
     def ids(self) -> Prompt:
         """All tokens so far, with the pictures in them: what the next turn goes on from."""
-        shown = [replace(one, start=one.start + len(self.prompt_ids)) for one in self.shown]
+        shown = [replace(image, start=image.start + len(self.prompt_ids)) for image in self.shown]
         return Prompt([*self.prompt_ids, *self.token_ids], (*Prompt.pictures_of(self.prompt_ids), *shown))
 
     def rollout(self, text: str | None = None) -> Rollout:
@@ -190,7 +190,7 @@ class ToolLoop:
         episode.messages += opened(messages)
         episode.suffix = suffix
         at = len(episode.token_ids)
-        episode.shown += [replace(one, start=one.start + at) for one in suffix.pictures]
+        episode.shown += [replace(image, start=image.start + at) for image in suffix.pictures]
         episode.add(suffix, 0, [0.0] * len(suffix))
         if len(episode.token_ids) == sampling.max_new_tokens:
             episode.finish_reason = "length"
@@ -201,9 +201,9 @@ class ToolLoop:
         """Tokens of the results; None, and the episode is masked, where their pictures cannot be placed."""
         before = self.suffix.text.escaped
         try:
-            found = self.suffix(messages)
+            suffix = self.suffix(messages)
             episode.escaped += self.suffix.text.escaped - before
-            return found
+            return suffix
         except DataError as error:
             if not any(isinstance(message["content"], list) for message in messages):
                 raise
@@ -214,8 +214,8 @@ class ToolLoop:
     def _fits(self, episode: Episode, suffix: Prompt, sampling: Sampling) -> bool:
         """Whether results fit the budget, the context, and the images that an episode may have."""
         most = None if self.reader is None else self.reader.per_row
-        held = len(Prompt.pictures_of(episode.prompt_ids)) + len(episode.shown) + len(suffix.pictures)
-        many = most is not None and bool(suffix.pictures) and held > most
+        images = len(Prompt.pictures_of(episode.prompt_ids)) + len(episode.shown) + len(suffix.pictures)
+        many = most is not None and bool(suffix.pictures) and images > most
         full = self.context is not None and len(episode.ids) + len(suffix) >= self.context
         return not (many or full or len(episode.token_ids) + len(suffix) > sampling.max_new_tokens)
 
@@ -308,8 +308,8 @@ def opened(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Results as reward functions read them: images of PIL, decoded when they are touched."""
     if all(isinstance(message["content"], str) for message in messages):
         return messages
-    blocks, held = conversation_pictures(messages)
-    return filled(blocks, [picture.opened() for picture in held])
+    blocks, pictures = conversation_pictures(messages)
+    return filled(blocks, [picture.opened() for picture in pictures])
 
 
 def turn_spans(rollout: Rollout, length: int) -> list[tuple[int, int]]:

@@ -91,11 +91,11 @@ class CallQueue:
     def drop(self, session: Session) -> None:
         """Let go of what an ended session waits for."""
         with self._lock:
-            gone = [one for one in self._waiting if one.session is session]
-            for one in gone:
-                self._waiting.remove(one)
-        for one in gone:
-            one.done.cancel()
+            gone = [call for call in self._waiting if call.session is session]
+            for call in gone:
+                self._waiting.remove(call)
+        for call in gone:
+            call.done.cancel()
 
     def answer(self, sample: Sample, *, per_request: bool = True, seed: int | None = None) -> int:
         """Complete all that waits in as few calls of the engine as it allows.
@@ -113,15 +113,15 @@ class CallQueue:
         """
         with self._lock:
             taken, self._waiting = list(self._waiting), deque()
-        taken = [one for one in taken if one.done.set_running_or_notify_cancel()]
+        taken = [call for call in taken if call.done.set_running_or_notify_cancel()]
         together: dict[Any, list[_Waiting]] = {}
-        for one in taken:
-            own = one.request.sampling
+        for call in taken:
+            own = call.request.sampling
             assert own is not None
-            together.setdefault(None if per_request else replace(own, seed=None), []).append(one)
+            together.setdefault(None if per_request else replace(own, seed=None), []).append(call)
         batches = [
             (
-                [one.request if per_request else replace(one.request, sampling=None) for one in members],
+                [call.request if per_request else replace(call.request, sampling=None) for call in members],
                 replace(members[0].request.sampling or Sampling(1), seed=None)
                 if common is None
                 else replace(common, seed=seed),
@@ -131,12 +131,12 @@ class CallQueue:
         try:
             for members, rollouts in zip(together.values(), sample(batches), strict=True):
                 stream = iter(rollouts)
-                for one in members:
-                    one.done.set_result([next(stream) for _ in range(one.request.n)])
+                for call in members:
+                    call.done.set_result([next(stream) for _ in range(call.request.n)])
         except BaseException as error:
-            for one in taken:
-                if not one.done.done():
-                    one.done.set_exception(RolloutError(f"the engine failed: {type(error).__name__}: {error}"))
+            for call in taken:
+                if not call.done.done():
+                    call.done.set_exception(RolloutError(f"the engine failed: {type(error).__name__}: {error}"))
             raise
         return len(taken)
 
@@ -195,23 +195,23 @@ class CaptureProxy:
         Raises:
             RolloutError: The address cannot be listened on.
         """
-        held = socket.socket(socket.AF_INET6 if ":" in self.host else socket.AF_INET, socket.SOCK_STREAM)
-        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener = socket.socket(socket.AF_INET6 if ":" in self.host else socket.AF_INET, socket.SOCK_STREAM)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            held.bind((self.host, self.port))
+            listener.bind((self.host, self.port))
         except OSError as error:
-            held.close()
+            listener.close()
             raise RolloutError(
                 f"the address of the harness cannot be listened on: {self.host}:{self.port}: {error}. Fix: harness_port=0 takes "
                 "a free port."
             ) from error
-        self.port = held.getsockname()[1]
+        self.port = listener.getsockname()[1]
         config = uvicorn.Config(
             self.app(), access_log=False, log_level="warning", timeout_keep_alive=120, lifespan="off"
         )
         self._server = uvicorn.Server(config)
         self._thread = threading.Thread(
-            target=self._server.run, kwargs={"sockets": [held]}, daemon=True, name="capture-proxy"
+            target=self._server.run, kwargs={"sockets": [listener]}, daemon=True, name="capture-proxy"
         )
         self._thread.start()
         limit = time.monotonic() + START_S
@@ -279,15 +279,15 @@ class CaptureProxy:
         Raises:
             CallError: None that is open.
         """
-        given = (
+        api_key = (
             request.path_params.get("key") or request.headers.get("authorization", "").removeprefix("Bearer ").strip()
         )
-        session = self.sessions.get(given)
+        session = self.sessions.get(api_key)
         if session is None or session.closed:
             self.strays += 1
             why = "belongs to an episode that has ended" if session is not None else "is the key of no episode"
             raise CallError(
-                f"Incorrect API key provided: {given[:6]}... {why}. Fix: use the api_key that the harness was given.",
+                f"Incorrect API key provided: {api_key[:6]}... {why}. Fix: use the api_key that the harness was given.",
                 status=401,
                 code="invalid_api_key",
             )
@@ -390,8 +390,8 @@ class CaptureProxy:
                 raise self._ended(session, call, RolloutError("the episode has ended"), again=again)
             if not call.completions:
                 self._sampling.pop((session.key, call.number), None)
-                session.counts.tokens += sum(len(one.token_ids) for one in rollouts)
-                if any(one.finish_reason == "abort" for one in rollouts):
+                session.counts.tokens += sum(len(rollout.token_ids) for rollout in rollouts)
+                if any(rollout.finish_reason == "abort" for rollout in rollouts):
                     raise self._ended(session, call, RolloutError("the engine was interrupted"), again=again)
                 self.policy.take(call, rollouts)
         finally:
@@ -420,7 +420,7 @@ class CaptureProxy:
         self._sampling.pop((session.key, call.number), None)
         if not done.cancelled() and done.exception() is None and not call.completions:
             rollouts = done.result()
-            session.counts.tokens += sum(len(one.token_ids) for one in rollouts)
+            session.counts.tokens += sum(len(rollout.token_ids) for rollout in rollouts)
             self.policy.take(call, rollouts)
 
     def _ended(self, session: Session, call: CapturedCall, error: BaseException, *, again: bool) -> CallError:

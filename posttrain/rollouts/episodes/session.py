@@ -126,22 +126,22 @@ class Session:
 
     def parent_of_text(self, text: str) -> tuple[int, int] | None:
         """The answered call and choice with the longest text that this one begins with."""
-        found, longest = None, 0
+        parent, longest = None, 0
         for call in self.calls:
             for choice, end in enumerate(call.ends if call.state == "answered" else ()):
                 if len(end) > longest and text.startswith(end):
-                    found, longest = (call.number, choice), len(end)
-        return found
+                    parent, longest = (call.number, choice), len(end)
+        return parent
 
     def parent_of_ids(self, ids: Sequence[int]) -> tuple[int, int] | None:
         """The same by token ids, for prompts that come so."""
-        found, longest, given = None, 0, list(ids)
+        parent, longest, prompt_ids = None, 0, list(ids)
         for call in self.calls:
             for choice in range(len(call.completions) if call.state == "answered" else 0):
                 end = call.ids(choice)
-                if len(end) > longest and given[: len(end)] == end:
-                    found, longest = (call.number, choice), len(end)
-        return found
+                if len(end) > longest and prompt_ids[: len(end)] == end:
+                    parent, longest = (call.number, choice), len(end)
+        return parent
 
     def begin(self, call: CapturedCall) -> CapturedCall:
         """Take a call in; its number is given here, on the one thread that calls come on."""
@@ -159,15 +159,15 @@ class Session:
 
     def branches(self) -> list[Branch]:
         """Every sampled token that was answered with stands in exactly one branch, with mask 1; context has mask 0."""
-        found: list[Branch] = []
+        branches: list[Branch] = []
         # The branch that ends with a call's choice: a prompt that runs through it goes on there, the second one forks.
         ends: dict[tuple[int, int], Branch] = {}
         for call in (call for call in self.calls if call.state == "answered"):
             for choice, rollout in enumerate(call.completions):
                 branch = None if call.parent is None else ends.pop(call.parent, None)
                 if branch is None:
-                    branch = Branch(Episode(list(call.prompt_ids)), [], _shared(found, call.prompt_ids))
-                    found.append(branch)
+                    branch = Branch(Episode(list(call.prompt_ids)), [], _shared(branches, call.prompt_ids))
+                    branches.append(branch)
                 else:
                     episode = branch.episode
                     context = call.prompt_ids[len(episode.prompt_ids) + len(episode.token_ids) :]
@@ -175,16 +175,16 @@ class Session:
                 _append(branch.episode, rollout)
                 branch.calls.append((call.number, choice))
                 ends[call.number, choice] = branch
-        return found
+        return branches
 
     def rollout(self) -> Rollout | None:
         """All branches: the first one, with the others as its ``branches``; None where no call was answered."""
-        made = [branch.episode.rollout() for branch in self.branches()]
-        made = [one for one in made if one.token_ids]
-        if not made:
+        rollouts = [branch.episode.rollout() for branch in self.branches()]
+        rollouts = [rollout for rollout in rollouts if rollout.token_ids]
+        if not rollouts:
             return None
-        made[0].branches = tuple(made[1:])
-        return made[0]
+        rollouts[0].branches = tuple(rollouts[1:])
+        return rollouts[0]
 
     def messages(self) -> list[dict[str, Any]]:
         """What reward functions see: from the first answer of the last call's branch on, tool results among them."""

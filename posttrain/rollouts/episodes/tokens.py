@@ -94,9 +94,9 @@ class PlainText:
         """Special tokens as words that no template and no tokenizer takes for anything else."""
         if self.pattern is None:
             return text
-        found, count = self.pattern.subn(lambda m: "" if drop else self.word.format(self.special.index(m[0])), text)
+        hidden, count = self.pattern.subn(lambda m: "" if drop else self.word.format(self.special.index(m[0])), text)
         self.escaped += count
-        return found
+        return hidden
 
     def ids(self, text: str) -> list[int]:
         """Token ids of a text; what was hidden in it is spelled without being a token of the added vocabulary."""
@@ -134,7 +134,7 @@ def tokenize_observed(
             for row in rows
         ]
         return picture_prompts(reader, hidden, chat_template_kwargs or {}, plain.ids)
-    found = tokenize_prompts(rows, tokenizer, chat_template_kwargs=chat_template_kwargs)
+    prompts = tokenize_prompts(rows, tokenizer, chat_template_kwargs=chat_template_kwargs)
     observed = [i for i, row in enumerate(rows) if isinstance(row["prompt"], Observed)]
     plain = PlainText(tokenizer) if observed else None
     for i in observed:
@@ -142,8 +142,8 @@ def tokenize_observed(
         row, hidden = rows[i], rows[i]["prompt"].through(plain.hide)
         if hidden != row["prompt"]:
             text = prompt_text(tokenizer, strip_none(row | {"prompt": hidden}), chat_template_kwargs or {})
-            found[i] = one_bos(plain.ids(text), plain.tokenizer.bos_token_id)
-    return found
+            prompts[i] = one_bos(plain.ids(text), plain.tokenizer.bos_token_id)
+    return prompts
 
 
 class ToolSuffix:
@@ -208,9 +208,9 @@ class ToolSuffix:
         if self.reader is None:
             text = render(self.tokenizer, messages, **how, **self.template_kwargs)
             return text, self.text.ids(text), []
-        blocks, held = conversation_pictures(messages)
+        blocks, shown = conversation_pictures(messages)
         text = self.reader.render(blocks, **how, **self.template_kwargs)
-        pictures = [self.reader.fitted(picture) for picture in held]
+        pictures = [self.reader.fitted(picture) for picture in shown]
         return text, self.reader.encode(text, pictures, ids_of=self.text.ids)[0], pictures
 
     def plain(self, text: str) -> list[int]:

@@ -216,11 +216,11 @@ class ToolBox:
         Raises:
             WrongValue: One cannot be read as its type.
         """
-        given = call["function"].get("arguments") or {}
-        if not isinstance(given, Mapping):
-            raise WrongValue(f"arguments must be an object, and they are {given!r:.80}")
+        arguments = call["function"].get("arguments") or {}
+        if not isinstance(arguments, Mapping):
+            raise WrongValue(f"arguments must be an object, and they are {arguments!r:.80}")
         known = self.declared(call).get("parameters", {}).get("properties", {})
-        return {name: by_schema(value, known.get(name, {}), name) for name, value in given.items()}
+        return {name: by_schema(value, known.get(name, {}), name) for name, value in arguments.items()}
 
     def waits(self, call: dict[str, Any]) -> bool:
         """Whether a call is of an asynchronous function."""

@@ -32,7 +32,7 @@ def openenv_environment(
     require("openenv", "openenv_environment")
 
     def make() -> Any:
-        made = client()
-        return made.sync() if callable(getattr(made, "sync", None)) else made
+        connection = client()
+        return connection.sync() if callable(getattr(connection, "sync", None)) else connection
 
     return step_environment(make, action=action, observe=observe, actions=actions, name=name)

@@ -130,7 +130,7 @@ def _model_step(address: dict[str, str]) -> Callable[..., Any]:
 
     def step(messages: list[dict[str, Any]], tools: list[Any], sampling: dict[str, Any]) -> Any:
         shown = [{"name": t.name, "description": t.description, "parameters": t.input_schema} for t in tools]
-        schemas = [{"type": "function", "function": one} for one in shown]
+        schemas = [{"type": "function", "function": schema} for schema in shown]
         body = {"model": address["model"], "messages": messages, "return_token_ids": True, "logprobs": True, **sampling}
         body |= {"tools": schemas} if schemas else {}
         key = {"Authorization": f"Bearer {address['api_key']}"}

@@ -48,11 +48,11 @@ def verifiers_environment(
     import verifiers.v1 as vf
 
     if isinstance(environment, str):
-        given: Any = {"taskset": {"id": environment}, **config}
+        settings: Any = {"taskset": {"id": environment}, **config}
         single = runtime is not None and vf.env_config_type(environment) is vf.SingleAgentEnvConfig
         if single:
-            given["agent"] = {"runtime": {"type": runtime}} | dict(given.get("agent") or {})
-        environment = given
+            settings["agent"] = {"runtime": {"type": runtime}} | dict(settings.get("agent") or {})
+        environment = settings
     if isinstance(environment, Mapping | vf.EnvConfig):
         environment = vf.load_environment(vf.resolve_env_config(environment))
     taskset = environment.taskset
@@ -104,8 +104,8 @@ class _Player:
             told = "; ".join(f"{error.type}: {error.message}" for error in errors[-3:])
             raise RolloutError(f"the environment's episode failed: {told or 'it says no reason'}")
         traces = episode.traces
-        found = {name: float(r.value) for t in traces for name, r in t.rewards.items() if r is not None}
-        return {"reward": sum(trace.reward for trace in traces) / len(traces), "rewards": found}
+        rewards = {name: float(r.value) for t in traces for name, r in t.rewards.items() if r is not None}
+        return {"reward": sum(trace.reward for trace in traces) / len(traces), "rewards": rewards}
 
     async def _served(self) -> None:
         """Tool servers and interception come up once for a loop, and stay: a task of their own holds them."""

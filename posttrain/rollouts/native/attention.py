@@ -416,12 +416,12 @@ def plugged_in(model: nn.Module, store: Store) -> Iterator[None]:
     """Route attention of the text layers of ``model`` to `native_attention` with ``store``; the former backend is restored."""
     global _current
     ALL_ATTENTION_FUNCTIONS.register(NAME, native_attention)
-    found: dict[int, Any] = {}
+    configs_by_id: dict[int, Any] = {}
     for module in text_modules(model):
         config = getattr(module, "config", None)
         if hasattr(config, "_attn_implementation_internal"):
-            found[id(config)] = config
-    configs = [(config, config._attn_implementation_internal) for config in found.values()]
+            configs_by_id[id(config)] = config
+    configs = [(config, config._attn_implementation_internal) for config in configs_by_id.values()]
     previous, _current = _current, store
     try:
         for config, _ in configs:

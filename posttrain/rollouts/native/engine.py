@@ -249,14 +249,14 @@ class NativeEngine(RolloutEngine):
 
 def failure(error: SickRequests, run: Run, tokenizer: Tokenizer | None = None) -> dict[str, Any]:
     """What is needed to look at a failed call again: prompts, what was written, settings, version of the weights."""
-    found = []
+    failed = []
     for index in error.requests:
         prompt = list(run.requests[index].prompt_ids)
         tokens = [c.tokens for c in run.live if c.asked.index == index]
         text = {} if tokenizer is None else {"prompt": tokenizer.decode(prompt)}
-        found.append({"request": index, **text, "prompt_ids": prompt, "completions": tokens})
+        failed.append({"request": index, **text, "prompt_ids": prompt, "completions": tokens})
     sampling = dataclasses.asdict(run.sampling)
-    return {"error": str(error), "version": run.engine.version, "sampling": sampling, "requests": found}
+    return {"error": str(error), "version": run.engine.version, "sampling": sampling, "requests": failed}
 
 
 VERDICTS: dict[str, str | None] = {}

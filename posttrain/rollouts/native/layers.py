@@ -92,10 +92,10 @@ def compiled(size: int) -> ctypes.CDLL | None:
 def build(command: list[str], path: Path) -> None:
     """Compile beside ``path`` and move there in one step, as another process may do at the same time."""
     with tempfile.TemporaryDirectory(dir=path.parent) as beside:
-        made = Path(beside) / path.name
-        whole = [*command, "-o", str(made), str(SOURCE), "-lm"]
+        library = Path(beside) / path.name
+        whole = [*command, "-o", str(library), str(SOURCE), "-lm"]
         subprocess.run(whole, check=True, capture_output=True, text=True, timeout=LIMIT)
-        made.replace(path)
+        library.replace(path)
 
 
 def folder() -> Path:
@@ -344,10 +344,10 @@ def places(groups: list[Group], n: int) -> Tensor:
 
 def rows_by_prompt(group: Group) -> list[list[int]]:
     """The live rows of each prompt of a block."""
-    found: dict[int, list[int]] = {}
+    by_prompt: dict[int, list[int]] = {}
     for row, place in zip(group.rows.tolist(), group.place.tolist(), strict=True):
-        found.setdefault(place // group.grid.shape[1], []).append(row)
-    return list(found.values())
+        by_prompt.setdefault(place // group.grid.shape[1], []).append(row)
+    return list(by_prompt.values())
 
 
 def in_order(block: Block, layer: int) -> tuple[Tensor, Tensor]:
@@ -470,10 +470,10 @@ def fused_layers(model: nn.Module, packed: Packed) -> Iterator[None]:
     """Let decoder layers that are `fusable` run as `Layer`; others, and all under autocast, stay."""
     exact = not torch.is_autocast_enabled("cpu")
     layers = [module for module in model.modules() if fusable(module)] if exact else []
-    made = [Layer(layer, packed) for layer in layers]
-    packed.together = [group for one in made for group in (one.inputs, one.gates)]
-    for layer, one in zip(layers, made, strict=True):
-        layer.forward = one
+    fused = [Layer(layer, packed) for layer in layers]
+    packed.together = [group for fused_layer in fused for group in (fused_layer.inputs, fused_layer.gates)]
+    for layer, fused_layer in zip(layers, fused, strict=True):
+        layer.forward = fused_layer
     try:
         yield
     finally:

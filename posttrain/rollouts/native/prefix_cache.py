@@ -71,13 +71,13 @@ class Kept:
             Its length, and keys and values whose lengths add up to it, in order (views: copy what is to be changed).
         """
         self.clock += 1
-        found: list[Layers] = []
+        layers: list[Layers] = []
         length = 0
         for node, matched in self._walk(tokens[:most]):
             node.used = self.clock
-            found.append(_cut(node.layers, 0, matched))
+            layers.append(_cut(node.layers, 0, matched))
             length += matched
-        return length, found
+        return length, layers
 
     def add(self, tokens: Sequence[int], layers: Sequence[Layers]) -> None:
         """Keep what is not known yet of a sequence.
@@ -253,9 +253,9 @@ class Filler:
         if not self.shared:
             return
         block = Block([0], torch.tensor([len(self.shared)], device=self.device))
-        known, found = self.kept.find(self.shared, len(self.shared))
+        known, layers = self.kept.find(self.shared, len(self.shared))
         if known:
-            _fill_rows(block, [found], known)
+            _fill_rows(block, [layers], known)
         self.reused += known
         ids = torch.tensor([self.shared], device=self.device)
         for start in range(known, ids.shape[1], self.engine.prefill_tokens):
@@ -353,8 +353,8 @@ class Filler:
         if not self.kept.bytes or prompt.pictures:
             return 0, []
         first = len(self.shared)
-        known, found = self.kept.find(self.shared + prompt.ids, first + len(prompt.ids) - 1)
-        return (known - first, without(found, first)) if known > first else (0, [])
+        known, layers = self.kept.find(self.shared + prompt.ids, first + len(prompt.ids) - 1)
+        return (known - first, without(layers, first)) if known > first else (0, [])
 
     def _stem(self, wanted: Prompt) -> Filling | None:
         """What this prompt and another begin with, where it is worth a pass of its own."""
@@ -362,8 +362,8 @@ class Filler:
         if shares < STEM_LEAST:
             return None
         stem = Prompt(STEM, wanted.ids[:shares])
-        known, found = self._known(stem)
-        return self._filling([stem], [(known, found)]) if shares - known >= STEM_LEAST else None
+        known, layers = self._known(stem)
+        return self._filling([stem], [(known, layers)]) if shares - known >= STEM_LEAST else None
 
     def _keep_stem(self, stem: Prompt, block: Block) -> None:
         stem.block = block
@@ -375,8 +375,8 @@ class Filler:
 
     def _gather(self, wanted: Prompt, free: int) -> Filling:
         """Take this prompt and those after it that fit one pass."""
-        chosen, found = [wanted], [self._known(wanted)]
-        width, rows = len(wanted.ids) - found[0][0], wanted.waiting
+        chosen, prefixes = [wanted], [self._known(wanted)]
+        width, rows = len(wanted.ids) - prefixes[0][0], wanted.waiting
         for prompt in itertools.islice(self.prompts, wanted.index + 1, None):
             if prompt.waiting == 0:
                 continue
@@ -389,22 +389,22 @@ class Filler:
             if wider * (len(chosen) + 1) > self.engine.prefill_tokens:
                 break
             chosen.append(prompt)
-            found.append(known)
+            prefixes.append(known)
             width, rows = wider, rows + prompt.waiting
-        return self._filling(chosen, found)
+        return self._filling(chosen, prefixes)
 
-    def _filling(self, prompts: list[Prompt], found: list[tuple[int, list[Layers]]]) -> Filling:
-        new = [p.ids[known:] for p, (known, _) in zip(prompts, found, strict=True)]
-        width, room = max(map(len, new)), max(known for known, _ in found)
+    def _filling(self, prompts: list[Prompt], prefixes: list[tuple[int, list[Layers]]]) -> Filling:
+        new = [p.ids[known:] for p, (known, _) in zip(prompts, prefixes, strict=True)]
+        width, room = max(map(len, new)), max(known for known, _ in prefixes)
         pad = self.engine.pad_token_id
         ids = torch.tensor([line + [pad] * (width - len(line)) for line in new], device=self.device)
         block = Block([p.index for p in prompts], torch.tensor([len(p.ids) for p in prompts], device=self.device))
         if room:
-            _fill_rows(block, [layers for _, layers in found], room)
+            _fill_rows(block, [layers for _, layers in prefixes], room)
         for prompt in prompts:
             prompt.block = block
-        self.reused += sum(known for known, _ in found)
-        counts = [known for known, _ in found]
+        self.reused += sum(known for known, _ in prefixes)
+        counts = [known for known, _ in prefixes]
         return Filling(prompts, ids, block, torch.tensor(counts, device=self.device), room, uneven=min(counts) < room)
 
 

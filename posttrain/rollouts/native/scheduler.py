@@ -40,31 +40,31 @@ class Run:
         self.cursor = self.steps = 0
         self.packed: Packed | None = None
         self.chooser = Chooser(engine.tokenizer, engine.inner.get_output_embeddings().weight.shape[0])
-        for one in {id(a.sampling): a.sampling for a in self.asked}.values():
-            self.chooser.check(one)
+        for settings in {id(a.sampling): a.sampling for a in self.asked}.values():
+            self.chooser.check(settings)
         empty = torch.empty(0, dtype=torch.long, device=self.device)
         self.tokens, self.positions, self.store.lengths = empty, empty, empty
 
     def _asked(self, requests: Sequence[Request], sampling: Sampling) -> list[Asked]:
         """The requests; those with equal prompts share one."""
-        made, number = [], 0
+        asked, number = [], 0
         seed = self.engine.new_seed() if sampling.seed is None else sampling.seed
         known: dict[Any, Prompt] = {}
         for index, request in enumerate(requests):
             own = request.sampling if request.sampling is not None else sampling
             ids = list(request.prompt_ids)[len(self.shared) :]
-            held = list(request.pictures)
-            key = tuple(ids), tuple(one.picture.digest for one in held)
+            pictures = list(request.pictures)
+            key = tuple(ids), tuple(image.picture.digest for image in pictures)
             prompt = known.setdefault(
-                key, Prompt(len(known), ids, pictures=held, offset=text_offset(held) if held else 0)
+                key, Prompt(len(known), ids, pictures=pictures, offset=text_offset(pictures) if pictures else 0)
             )
             prompt.waiting += request.n
             seeded = own.seed if request.sampling is not None else None
             counted = (seed, number, number) if seeded is None else (seeded, number, 0)
-            made.append(Asked(index, request, prompt, own, request.n, *counted))
+            asked.append(Asked(index, request, prompt, own, request.n, *counted))
             number += request.n
         self.prompts = list(known.values())
-        return made
+        return asked
 
     def _filler(self) -> Filler:
         """Who computes prompts: with what the engine keeps, or with what prompts of this call alone have in common."""
@@ -168,8 +168,8 @@ class Run:
         """Let products read copies of the weights: from the start where much is asked for, else once the call grows long."""
         self.packed = packed
         asked = sum(len(prompt.ids) for prompt in self.prompts)
-        asked += sum(one.request.n * one.sampling.max_new_tokens for one in self.asked)
-        steps = max((one.sampling.max_new_tokens for one in self.asked), default=0)
+        asked += sum(each.request.n * each.sampling.max_new_tokens for each in self.asked)
+        steps = max((each.sampling.max_new_tokens for each in self.asked), default=0)
         if not packed.weights and (packed.bfloat16 or asked >= PACK_TOKENS or steps >= PACK_STEPS):
             self._pack()
 

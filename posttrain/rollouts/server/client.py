@@ -189,7 +189,7 @@ class VLLMClient:
             response = self.session.request(method, url, timeout=limit, headers=headers, json=body)
             # Health and others answer nothing but 200, or null; adapters a sentence.
             said = response.status_code == 200 and response.content and path not in ADAPTER_PATHS
-            found = (response.json() if said else None) or {}
+            answer = (response.json() if said else None) or {}
         except (httpx2.ReadTimeout, httpx2.WriteTimeout) as error:
             text = f"{url} gave no answer within {timeout:g} s. {network_advice(error, url)}"
             raise ServerUnreachable(text, timed_out=True, url=self.base_url) from error
@@ -202,9 +202,9 @@ class VLLMClient:
             ) from error
         if response.status_code != 200:
             raise self._failure(path, response)
-        if not isinstance(found, dict):
-            raise RolloutServerError(f"{url} answered {found!r:.200}, which is no JSON object.", url=self.base_url)
-        return found
+        if not isinstance(answer, dict):
+            raise RolloutServerError(f"{url} answered {answer!r:.200}, which is no JSON object.", url=self.base_url)
+        return answer
 
     def _failure(self, path: str, response: httpx2.Response) -> RolloutServerError:
         """The typed error of a status other than 200."""
@@ -370,14 +370,14 @@ class VLLMClient:
                     reply = completions_reply(reply)
                 check_expansion(reply["choices"], prompt, self.base_url)
             with reading(reply, self.base_url):
-                found = checked_choices(reply, prompt, drawn, body["max_tokens"], vocabulary, self.base_url)
+                choices_of_reply = checked_choices(reply, prompt, drawn, body["max_tokens"], vocabulary, self.base_url)
                 if tells:
-                    _ = [choice["weight_version"] for choice in found]
-            return found * (n // drawn)
+                    _ = [choice["weight_version"] for choice in choices_of_reply]
+            return choices_of_reply * (n // drawn)
 
         with ThreadPoolExecutor(max_workers=max(min(len(prompts), AT_ONCE), 1)) as pool:
             answers = pool.map(ask, prompts, seeds or [None] * len(prompts), own or [{}] * len(prompts))
-            choices = [choice for found in answers for choice in found]
+            choices = [choice for choices_of_reply in answers for choice in choices_of_reply]
         if tells:
             return choices
         if adapter:  # It answers by this name alone, and its base is held by nobody who would change it.

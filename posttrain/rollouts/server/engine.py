@@ -145,15 +145,15 @@ class ServerEngine(RolloutEngine):
         Raises:
             ServerUnreachable: None is left that could answer (also `ServerBusy`).
         """
-        found: dict[str, list[list[float]]] = {}
+        logps: dict[str, list[list[float]]] = {}
         for server in self.fleet.live:
             try:
-                found[server.url] = [one.logps for one in server.client.score(sequences, prompt_lengths)]
+                logps[server.url] = [scores.logps for scores in server.client.score(sequences, prompt_lengths)]
             except AWAY as error:
                 self.fleet.failed(server, error)
-        if not found:
+        if not logps:
             raise self._nobody({})
-        return found
+        return logps
 
     def mark_stale(self) -> None:
         """See `RolloutEngine.mark_stale`."""
@@ -203,11 +203,11 @@ class ServerEngine(RolloutEngine):
         chunks = self._chunks(requests, sampling)
         with ThreadPoolExecutor(max_workers=max(len(chunks), 1)) as pool:
             answers = list(pool.map(self._served, chunks))
-        found: dict[int, list[Rollout]] = {}
+        by_request: dict[int, list[Rollout]] = {}
         for chunk, rollouts in zip(chunks, answers, strict=True):
             stream = iter(rollouts)
-            found |= {index: list(itertools.islice(stream, request.n)) for index, request in chunk}
-        return [rollout for index in range(len(requests)) for rollout in found[index]]
+            by_request |= {index: list(itertools.islice(stream, request.n)) for index, request in chunk}
+        return [rollout for index in range(len(requests)) for rollout in by_request[index]]
 
     def _chunks(self, requests: Sequence[Request], sampling: Sampling) -> list[Chunk]:
         """Requests of one kind, cut into as many pieces as there are servers."""

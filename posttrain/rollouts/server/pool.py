@@ -96,11 +96,13 @@ class ServerPool:
 
     def urls(self) -> list[str]:
         """Addresses as of now."""
-        found: Any = self.source
-        if isinstance(found, Path) or (isinstance(found, str) and "://" not in found and Path(found).is_file()):
-            found = [line.split("#")[0] for line in Path(found).read_text().splitlines()]
-        found = found() if callable(found) else found
-        listed = found.split(",") if isinstance(found, str) else list(found)
+        addresses: Any = self.source
+        if isinstance(addresses, Path) or (
+            isinstance(addresses, str) and "://" not in addresses and Path(addresses).is_file()
+        ):
+            addresses = [line.split("#")[0] for line in Path(addresses).read_text().splitlines()]
+        addresses = addresses() if callable(addresses) else addresses
+        listed = addresses.split(",") if isinstance(addresses, str) else list(addresses)
         return list(dict.fromkeys(url.strip().rstrip("/") for url in listed if url.strip()))
 
     def _wait_until_ready(self, timeout: float) -> None:

@@ -84,16 +84,16 @@ def pictures_body(request: Request) -> dict[str, Any]:
     """A request's pictures as fields that the thin host takes: encoded bytes once a digest, and where each is placed."""
     if not request.pictures:
         return {}
-    sent = {one.picture.digest: base64.b64encode(one.picture.file_bytes()).decode() for one in request.pictures}
+    sent = {image.picture.digest: base64.b64encode(image.picture.file_bytes()).decode() for image in request.pictures}
     placed = [
         {
-            "digest": one.picture.digest,
-            "start": one.start,
-            "count": one.count,
-            "size": one.picture.size,
-            "background": one.picture.background,
+            "digest": image.picture.digest,
+            "start": image.start,
+            "count": image.count,
+            "size": image.picture.size,
+            "background": image.picture.background,
         }
-        for one in request.pictures
+        for image in request.pictures
     ]
     return {"pictures": sent, "placed": placed}
 
@@ -104,7 +104,7 @@ def content_parts(request: Request, reader: PictureProcessor) -> dict[str, Any]:
         return {}
     return {
         "token_ids": reader.collapsed(request.prompt_ids, request.pictures),
-        "content_parts": [{"type": "image_url", "url": one.picture.address()} for one in request.pictures],
+        "content_parts": [{"type": "image_url", "url": image.picture.address()} for image in request.pictures],
     }
 
 
@@ -179,9 +179,9 @@ def checked_choices(
     Raises:
         RolloutServerError: Another prompt, too few completions, tokens without log-probs, ids beyond the vocabulary.
     """
-    found = sorted(reply.get("choices") or [], key=lambda choice: choice.get("index", 0))
-    wrong = "" if len(found) == n else f"sent {len(found)} completions and {n} were asked for"
-    for choice in found:
+    choices = sorted(reply.get("choices") or [], key=lambda choice: choice.get("index", 0))
+    wrong = "" if len(choices) == n else f"sent {len(choices)} completions and {n} were asked for"
+    for choice in choices:
         ids, logps = choice.get("token_ids"), (choice.get("logprobs") or {}).get("token_logprobs")
         if ids is None or logps is None or len(ids) != len(logps):
             wrong = f"sent {len(logps or ())} log-probs for a completion of {len(ids or ())} tokens"
@@ -193,7 +193,7 @@ def checked_choices(
             wrong = f"sent token id {max(ids)}, and its vocabulary has {vocabulary}"
     if wrong:
         raise RolloutServerError(f"{url} {wrong}: its answer cannot be used.", url=url)
-    return found
+    return choices
 
 
 def ranked(choice: dict[str, Any]) -> list[list[tuple[int, float]]]:
@@ -247,15 +247,15 @@ class Scores:
 
 def scores_of(ids: Sequence[int], begin: int, entries: Sequence[Any], top: int) -> Scores:
     """Scores of a sequence behind its first ``begin`` tokens, from entries as vLLM's ``prompt_logprobs`` has them."""
-    found = Scores([], [], [])
+    scores = Scores([], [], [])
     for t in range(begin, len(ids)):
         at = (entries[t] if t < len(entries) else None) or {}
         by_rank = sorted(at.items(), key=lambda entry: -entry[1]["logprob"])[:top]
-        found.top_ids.append([int(token) for token, _ in by_rank])
-        found.top_logps.append([float(entry["logprob"]) for _, entry in by_rank])
+        scores.top_ids.append([int(token) for token, _ in by_rank])
+        scores.top_logps.append([float(entry["logprob"]) for _, entry in by_rank])
         own = at.get(str(ids[t]))
-        found.logps.append(math.nan if own is None else float(own["logprob"]))
-    return found
+        scores.logps.append(math.nan if own is None else float(own["logprob"]))
+    return scores
 
 
 def shape_of(text: Any) -> dict[str, Any]:

@@ -41,13 +41,13 @@ def buckets(tensors: Iterable[tuple[str, Tensor]], limit: int) -> Iterator[Bucke
     if limit < 1:
         raise ConfigError(f"a bucket of {limit} bytes holds nothing. Set vllm_weight_bucket_mb to at least 1.")
     bucket: Bucket = []
-    held = 0
+    size = 0
     for name, tensor in tensors:
-        if bucket and (held + tensor.nbytes > limit or bucket[0][1].dtype != tensor.dtype):
+        if bucket and (size + tensor.nbytes > limit or bucket[0][1].dtype != tensor.dtype):
             yield bucket
-            bucket, held = [], 0
+            bucket, size = [], 0
         bucket.append((name, tensor))
-        held += tensor.nbytes
+        size += tensor.nbytes
     if bucket:
         yield bucket
 
@@ -107,13 +107,13 @@ def shared_path(path: str) -> Path:
     Raises:
         ConfigError: Any other path, a link, or no file.
     """
-    found = Path(path)
-    known = any(found.match(f"{SHARED_FOLDER}/posttrain-*/{below}*.safetensors") for below in ("", "*/"))
-    if found.resolve() != found or not known or not found.is_file():
+    file = Path(path)
+    known = any(file.match(f"{SHARED_FOLDER}/posttrain-*/{below}*.safetensors") for below in ("", "*/"))
+    if file.resolve() != file or not known or not file.is_file():
         raise ConfigError(
             f"path={path!r} is no regular file {SHARED_FOLDER}/posttrain-*/*.safetensors, the only files that are read."
         )
-    return found
+    return file
 
 
 def shared_root() -> Path:
@@ -126,16 +126,16 @@ def hold(folder: Path) -> int | None:
     import fcntl  # Where there is none, nothing that asks for shared memory runs.
 
     try:
-        held = os.open(folder, os.O_RDONLY)
+        lock = os.open(folder, os.O_RDONLY)
     except OSError:
         return None
     try:
-        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         os.stat(folder)
     except OSError:
-        os.close(held)
+        os.close(lock)
         return None
-    return held
+    return lock
 
 
 def remove_orphans(root: Path | None = None) -> None:
@@ -144,10 +144,10 @@ def remove_orphans(root: Path | None = None) -> None:
     The lock of the system tells it, since numbers of processes are used again, and mean others in another container.
     """
     for path in (shared_root() if root is None else root).glob("posttrain-[0-9]*-*/"):
-        held = hold(path)
-        if held is not None:
+        lock = hold(path)
+        if lock is not None:
             shutil.rmtree(path, ignore_errors=True)
-            os.close(held)
+            os.close(lock)
 
 
 class SharedFolder:
@@ -158,19 +158,19 @@ class SharedFolder:
 
     def __init__(self) -> None:
         remove_orphans()
-        held = None
-        while held is None:  # Another process may take it for an orphan before it is held.
+        lock = None
+        while lock is None:  # Another process may take it for an orphan before it is held.
             self.path = Path(tempfile.mkdtemp(prefix=f"posttrain-{os.getpid()}-", dir=shared_root()))
-            held = hold(self.path)
-        self._end = weakref.finalize(self, _remove, self.path, held, os.getpid())
+            lock = hold(self.path)
+        self._end = weakref.finalize(self, _remove, self.path, lock, os.getpid())
 
     def close(self) -> None:
         """Remove the folder."""
         self._end()
 
 
-def _remove(path: Path, held: int, owner: int) -> None:
-    os.close(held)
+def _remove(path: Path, lock: int, owner: int) -> None:
+    os.close(lock)
     if os.getpid() == owner:  # Not a fork of it.
         shutil.rmtree(path, ignore_errors=True)
 
@@ -285,9 +285,9 @@ def as_sync_error(client: VLLMClient, error: RolloutServerError) -> WeightSyncEr
     """The error as one of an update."""
     if isinstance(error, WeightSyncError):
         return error
-    made = WeightSyncError(f"weights did not reach {client.base_url}: {error}", phase="bucket", url=client.base_url)
-    made.__cause__ = error
-    return made
+    wrapped = WeightSyncError(f"weights did not reach {client.base_url}: {error}", phase="bucket", url=client.base_url)
+    wrapped.__cause__ = error
+    return wrapped
 
 
 class NcclSender:

@@ -246,8 +246,8 @@ class WorkerPool:
                     self._take(worker, content["result"])
 
     def _take(self, worker: WorkerProcess, result: GroupResult) -> None:
-        found = self.under_way.get(result.group_id)
-        if found is None or found.worker is not worker:
+        dispatched = self.under_way.get(result.group_id)
+        if dispatched is None or dispatched.worker is not worker:
             return  # It was cancelled meanwhile.
         task = self.under_way.pop(result.group_id).task
         fine, failed = len(result.trajectories), len(result.errors)

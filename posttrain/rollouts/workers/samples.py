@@ -234,11 +234,11 @@ class RolloutBuffer:
 
     def drain(self) -> list[Trajectory]:
         """Take everything."""
-        found = []
+        drained = []
         with contextlib.suppress(queue.Empty):
             while True:
-                found.append(self.get(timeout=0))
-        return found
+                drained.append(self.get(timeout=0))
+        return drained
 
     def _count(self, tokens: int) -> None:
         with self._lock:

@@ -268,20 +268,20 @@ def read_weights(folder: str | Path, version: int, timeout: float = 60.0) -> tup
     Raises:
         WeightSyncError: It did not come, or its content is not what was written.
     """
-    limit, found = time.monotonic() + timeout, None
+    limit, newest = time.monotonic() + timeout, None
     while True:
         try:
             latest = json.loads(Path(folder, "latest.json").read_text(encoding="utf-8"))
-            found = latest["version"]
-            if found >= version:
-                return file_tensors(Path(folder, latest["file"]), latest["xxh3"]), found
+            newest = latest["version"]
+            if newest >= version:
+                return file_tensors(Path(folder, latest["file"]), latest["xxh3"]), newest
         except FileNotFoundError:  # None was written yet, or a newer one has replaced it meanwhile.
             pass
         except ModelError as error:
-            raise WeightSyncError(f"{folder}: {error}", phase="end", version=found) from error
+            raise WeightSyncError(f"{folder}: {error}", phase="end", version=newest) from error
         if time.monotonic() > limit:
             raise WeightSyncError(
-                f"weights of version {version} did not appear in {folder} within {timeout:g} s (there: {found}).",
+                f"weights of version {version} did not appear in {folder} within {timeout:g} s (there: {newest}).",
                 phase="end", version=version,
             )  # fmt: skip
         time.sleep(0.05)
@@ -312,8 +312,8 @@ def as_dtype(name: Any) -> torch.dtype | None:
     >>> as_dtype("torch.bfloat16"), as_dtype("auto")
     (torch.bfloat16, None)
     """
-    found = getattr(torch, str(name).removeprefix("torch."), None)
-    return found if isinstance(found, torch.dtype) else None
+    dtype = getattr(torch, str(name).removeprefix("torch."), None)
+    return dtype if isinstance(dtype, torch.dtype) else None
 
 
 class Weights:

@@ -129,14 +129,14 @@ class AsyncTrainer(OnlineTrainer):
     def train(self, resume_from_checkpoint: Any = None, **kwargs: Any) -> Any:
         """Train until ``max_steps``, or until ``num_train_epochs`` times as many prompts as there are have been trained."""
         args = self.args
-        given, self._target = args.max_steps, math.inf
+        max_steps, self._target = args.max_steps, math.inf
         if args.max_steps <= 0:
             self._target = math.ceil(args.num_train_epochs * len(self.train_dataset))
             args.max_steps = math.ceil(self._target * args.num_generations / (args.samples_per_step or 1))
         try:
             return super().train(resume_from_checkpoint, **kwargs)
         finally:
-            args.max_steps = given
+            args.max_steps = max_steps
             self.source.close()
             logger.info("rollouts: %s", {k.removeprefix("async/"): int(v) for k, v in self.account().items() if v})
 

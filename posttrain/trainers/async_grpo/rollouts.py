@@ -373,8 +373,8 @@ class AsyncRollouts:
     @property
     def token_budget(self) -> int:
         """Tokens of a row; 0: no bound."""
-        given = self.args.token_budget
-        return max(0, given) if given is not None else (self.sync.context or 0)
+        budget = self.args.token_budget
+        return max(0, budget) if budget is not None else (self.sync.context or 0)
 
     def take(self, count: int) -> bool:
         """Hold so many rollouts, none further behind the weights than ``max_staleness_hard`` as this step trains it.
@@ -385,8 +385,8 @@ class AsyncRollouts:
         Raises:
             RolloutError: Nothing came for too long, or 100 in a row were too long for a row.
         """
-        held, self.held = self.held, []
-        for trajectory in held:  # Of a call that was broken off to push weights.
+        pending, self.held = self.held, []
+        for trajectory in pending:  # Of a call that was broken off to push weights.
             self._hold(trajectory, "held")
         while len(self.held) < count:
             trajectory = self._wait()
@@ -548,10 +548,10 @@ class AsyncRollouts:
             self._watch_rewards(self.watch, first, table)
 
     def _age_metrics(self) -> dict[str, Metric]:
-        held = self.held
-        ages = torch.tensor([float(self.service.version - c.version) for c in held])
-        flight = torch.tensor([float(c.arrived - c.version) for c in held])
-        rows = [sample for c in held for sample in c.samples]
+        trajectories = self.held
+        ages = torch.tensor([float(self.service.version - c.version) for c in trajectories])
+        flight = torch.tensor([float(c.arrived - c.version) for c in trajectories])
+        rows = [sample for c in trajectories for sample in c.samples]
         lengths = torch.tensor([float(len(sample)) for sample in rows])
         return {
             "sample/staleness_mean": mean(ages),
@@ -560,7 +560,7 @@ class AsyncRollouts:
             "async/staleness_in_queue_mean": mean(ages - flight),
             "async/at_staleness_bound": mean((ages == self.args.max_staleness_hard).float()),
             "async/mixed_versions": mean(torch.tensor([float(len(sample.spans) > 1) for sample in rows])),
-            "rollout/fork_rate": mean((len(rows) - len(held)) / len(held), weight=len(held)),
+            "rollout/fork_rate": mean((len(rows) - len(trajectories)) / len(trajectories), weight=len(trajectories)),
             "sample/forwarded_tokens_mean": mean(lengths),
         }
 
@@ -569,15 +569,15 @@ class AsyncRollouts:
             return {}
         worker = self.service.worker
         spent = worker.spent()
-        found = {
+        metrics = {
             "sample/rollout_queue_size": mean(float(len(worker.rollout_buffer))),
             "async/queue_tokens": mean(float(worker.rollout_buffer.tokens)),
         }
         if spent.get("generate"):
-            found["rollout/generated_tok_s"] = mean(spent.get("tokens", 0.0) / spent["generate"])
+            metrics["rollout/generated_tok_s"] = mean(spent.get("tokens", 0.0) / spent["generate"])
         if spent.get("groups"):
-            found["rollout/score_s"] = mean(spent.get("score", 0.0) / spent["groups"])
-        return found
+            metrics["rollout/score_s"] = mean(spent.get("score", 0.0) / spent["groups"])
+        return metrics
 
     def _reward_metrics(self, batch: RolloutBatch, table: RewardTable, first: list[RolloutSample]) -> dict[str, Metric]:
         """As in synchronous training, of samples that bring their rewards."""
@@ -611,20 +611,20 @@ class AsyncRollouts:
 def _sample_metrics(first: list[RolloutSample]) -> dict[str, Metric]:
     """Means over rollouts of the numbers that came with them; one that lacks a number is left out of its mean."""
     names = sorted({name for sample in first for name in sample.metrics})
-    found: dict[str, Metric] = {}
+    metrics: dict[str, Metric] = {}
     for name in names:
         values = torch.tensor([sample.metrics.get(name, math.nan) for sample in first])
         known = ~values.isnan()
-        found[name] = mean(values.nan_to_num(0.0), known)
+        metrics[name] = mean(values.nan_to_num(0.0), known)
         if name.startswith("rewards/") and name.endswith("/nan"):
-            found[name] = total(float(values.nansum()))  # Rows, as in synchronous training.
+            metrics[name] = total(float(values.nansum()))  # Rows, as in synchronous training.
         if name.startswith("rewards/") and name.count("/") == 1:
-            found[f"{name}/mean"] = found[name]
+            metrics[f"{name}/mean"] = metrics[name]
     if not any("reward" in sample.metrics for sample in first):
-        return found
-    found["advantages/abs_max"] = maximum(torch.tensor([sample.advantage for sample in first]).abs())
+        return metrics
+    metrics["advantages/abs_max"] = maximum(torch.tensor([sample.advantage for sample in first]).abs())
     groups: dict[int, bool] = {}
     for sample in first:
         groups[sample.group_id] = groups.get(sample.group_id, True) and sample.advantage == 0
-    found["frac_reward_zero_std"] = mean(sum(groups.values()) / len(groups), weight=len(groups))
-    return found
+    metrics["frac_reward_zero_std"] = mean(sum(groups.values()) / len(groups), weight=len(groups))
+    return metrics

@@ -196,7 +196,7 @@ class GroupGenerator:
         except BaseException:
             self._release(environments or [])
             raise
-        found, start = [], 0
+        groups, start = [], 0
         for task in tasks:
             members = range(start, start + task.size)
             fine, start = [i for i in members if i in done], start + task.size
@@ -204,32 +204,34 @@ class GroupGenerator:
             batch = RolloutBatch([rows[i] for i in fine], [done[i][0] for i in fine], [done[i][1] for i in fine])
             batch.environments = None if environments is None else [environments[i] for i in fine]
             metrics = [_call_metrics(episodes[i]) for i in fine] if self.driver.calls_tools else []
-            found.append(RolloutGroup(task, version, batch, [errors[i] for i in members if i in errors], metrics, lent))
-        return found
+            groups.append(
+                RolloutGroup(task, version, batch, [errors[i] for i in members if i in errors], metrics, lent)
+            )
+        return groups
 
     def _harnessed(self, tasks: Sequence[GroupTask], version: int) -> list[RolloutGroup]:
         """Episodes of a harness; those that failed are errors of their group, unless failures have a reward."""
         assert self.driver.harness is not None
         failure = self.driver.harness.options.failure
         rows = [dict(task.row) for task in tasks for _ in range(task.size)]
-        made = self.driver.run_harness(
+        episodes = self.driver.run_harness(
             rows, [task.seed for task in tasks for _ in range(task.size)], self.base, self._sample,
             engine=self.generator.engine, context=self.context, vocabulary=None,
             placeholder=self.base.stop_token_ids[0], any_process=self.alive,
         )  # fmt: skip
-        errors, found, start = made.extra["harness_error"], [], 0
-        shared = {name: float(metric.value) / float(metric.weight) for name, metric in made.metrics.items()}
+        errors, groups, start = episodes.extra["harness_error"], [], 0
+        shared = {name: float(metric.value) / float(metric.weight) for name, metric in episodes.metrics.items()}
         for task in tasks:
             members = range(start, start + task.size)
             fine, start = [i for i in members if errors[i] is None or failure is not None], start + task.size
-            extra = {name: [values[i] for i in fine] for name, values in made.extra.items()}
+            extra = {name: [values[i] for i in fine] for name, values in episodes.extra.items()}
             batch = RolloutBatch(
-                [rows[i] for i in fine], [made.rollouts[i] for i in fine], [made.completions[i] for i in fine],
+                [rows[i] for i in fine], [episodes.rollouts[i] for i in fine], [episodes.completions[i] for i in fine],
                 extra=extra, failure_reward=failure,
             )  # fmt: skip
             failed = [errors[i] for i in members if i not in fine]
-            found.append(RolloutGroup(task, version, batch, failed, [dict(shared) for _ in fine]))
-        return found
+            groups.append(RolloutGroup(task, version, batch, failed, [dict(shared) for _ in fine]))
+        return groups
 
     def _sample(self, batches: list[tuple[list[Request], Sampling]]) -> list[list[Rollout]]:
         return [self.generator.finish(requests, sampling) for requests, sampling in batches]
@@ -283,8 +285,8 @@ class GroupGenerator:
 
 
 def _call_metrics(episode: Episode) -> dict[str, float]:
-    found = {"tools/call_frequency": float(episode.calls), "tools/escaped_control_tokens": float(episode.escaped)}
-    return found | ({"tools/failure_frequency": episode.failures / episode.calls} if episode.calls else {})
+    metrics = {"tools/call_frequency": float(episode.calls), "tools/escaped_control_tokens": float(episode.escaped)}
+    return metrics | ({"tools/failure_frequency": episode.failures / episode.calls} if episode.calls else {})
 
 
 def _text(error: BaseException) -> str:
@@ -322,7 +324,7 @@ def score_group(
     table.values = rewards.transformed(table.values, torch.zeros(len(batch.rollouts), dtype=torch.long))
     stats = group_advantages(table.values, table.weights, len(batch.rollouts), scale_rewards=scale_rewards)
     exact, most = stats.advantages, math.inf if scale_rewards == "none" else MOST
-    shared, found = _group_metrics(table), []
+    shared, trajectories = _group_metrics(table), []
     for i, rollout in enumerate(batch.rollouts):
         masks = batch.trained(i, mask_truncated)
         if not any(map(any, masks)):
@@ -335,30 +337,30 @@ def score_group(
             "advantages/clipped_share": float(exact[i].abs() > most),
         }
         advantage, sequences = float(exact[i].clamp(-most, most)), (rollout, *rollout.branches)
-        kept = [one for one, mask in zip(sequences, masks, strict=True) if any(mask)]
-        samples = [_sample(group, i, advantage * one.credit, metrics, one, truncation) for one in kept]
+        kept = [sequence for sequence, mask in zip(sequences, masks, strict=True) if any(mask)]
+        samples = [_sample(group, i, advantage * sequence.credit, metrics, sequence, truncation) for sequence in kept]
         for sample in samples:
             sample.check()
-        found.append(Trajectory(samples, finished=rollout.finish_reason == "stop"))
-    return found
+        trajectories.append(Trajectory(samples, finished=rollout.finish_reason == "stop"))
+    return trajectories
 
 
 def _group_metrics(table: RewardTable) -> dict[str, float]:
     """What all completions of a group have in common: seconds, shares of odd rewards."""
-    found = {name: float(m.value) / float(m.weight) for name, m in table.metrics.items() if m.reduction == "mean"}
+    metrics = {name: float(m.value) / float(m.weight) for name, m in table.metrics.items() if m.reduction == "mean"}
     odd = {name: float(m.value) for name, m in table.metrics.items() if name.endswith("/nan")}
-    return found | {name: count / len(table.values) for name, count in odd.items()}
+    return metrics | {name: count / len(table.values) for name, count in odd.items()}
 
 
 def unscored_group(group: RolloutGroup, *, mask_truncated: bool, truncation: Truncation = WHOLE) -> list[Trajectory]:
     """As `score_group` where there are no rewards: every advantage is 0, and another objective says what is learnt."""
-    found = []
+    trajectories = []
     for i, rollout in enumerate(group.batch.rollouts):
         if any(map(any, group.batch.trained(i, mask_truncated))):
             sample = _sample(group, i, 0.0, {}, rollout, truncation)
             sample.check()
-            found.append(Trajectory([sample], finished=rollout.finish_reason == "stop"))
-    return found
+            trajectories.append(Trajectory([sample], finished=rollout.finish_reason == "stop"))
+    return trajectories
 
 
 def _sample(
@@ -501,10 +503,12 @@ class RolloutWorkerLoop:
 
     def _generate_chunk(self) -> None:
         """One call to the engine for everything unfinished; what is finished then goes to be scored."""
-        unfinished = [one for group in self.active for one in group.completions if one.finish_reason is None]
+        unfinished = [
+            completion for group in self.active for completion in group.completions if completion.finish_reason is None
+        ]
         if not unfinished:
             return
-        before = sum(len(one.token_ids) for one in unfinished)
+        before = sum(len(completion.token_ids) for completion in unfinished)
         began = self._calling = time.perf_counter()
         try:
             self.generator.generator.advance(unfinished)
@@ -517,11 +521,11 @@ class RolloutWorkerLoop:
         finally:
             self._calling = None
         spent = {"generate": time.perf_counter() - began}
-        tokens = sum(len(one.token_ids) for one in unfinished) - before
-        done = [g for g in self.active if all(one.finish_reason is not None for one in g.completions)]
+        tokens = sum(len(completion.token_ids) for completion in unfinished) - before
+        done = [g for g in self.active if all(completion.finish_reason is not None for completion in g.completions)]
         self.active = [g for g in self.active if g not in done]
         for group in done:
-            rollouts = [one.rollout() for one in group.completions]
+            rollouts = [completion.rollout() for completion in group.completions]
             finished = self.generator.single_turn(group.task, group.version, rollouts)
             self._submit(self._scoring, self._score, finished, spent, tokens)
             spent, tokens = {}, 0
