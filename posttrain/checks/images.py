@@ -20,14 +20,14 @@ from posttrain.types import Batch, Finding, Row
 if TYPE_CHECKING:
     from torch import nn
 
-ROWS = 2000  # That are looked at.
-READ = 200  # Of them, whose images are read for what they show.
-RARE = 0.005  # Share of rows that do not fit, from which on it is an error.
-SHOWN = 5
-SMALL = 32  # Pixels a side, below which nothing in an image can be read.
-ALIKE, LEAST = 0.9, 10  # Share of rows that show one image, of at least so many rows.
-MOVED = {torch.float32: 1e-4}  # Mean change of log-probs that another image must bring; 1e-2 in half precision.
-GUESSED = 0.9  # Share of the reward that remains under exchanged images, from which on they are not needed.
+ROWS_LOOKED_AT = 2000  # That are looked at.
+IMAGES_READ = 200  # Of them, whose images are read for what they show.
+SHARE_UNFIT = 0.005  # Share of rows that do not fit, from which on it is an error.
+ROWS_NAMED = 5
+SMALLEST_SIDE = 32  # Pixels a side, below which nothing in an image can be read.
+SHARE_ALIKE, ROWS_COMPARED = 0.9, 10  # Share of rows that show one image, of at least so many rows.
+LEAST_MOVE = {torch.float32: 1e-4}  # Mean change of log-probs that another image must bring; 1e-2 in half precision.
+SHARE_GUESSED = 0.9  # Share of the reward that remains under exchanged images, from which on they are not needed.
 PNG = b"\x89PNG"
 
 
@@ -51,7 +51,7 @@ def check_image_fit(rows: Sequence[Row], limit: int, completion: int = 0) -> Fin
     smaller = f"image_max_tokens={most} with image_fit='resize', or " if most > 0 else ""
     return finding(
         "PT-G001",
-        "error" if len(over) > RARE * len(rows) else "warning",
+        "error" if len(over) > SHARE_UNFIT * len(rows) else "warning",
         f"row {worst}: {len(placed[worst])} images -> {sum(placed[worst])} tokens + "
         f"{lengths[worst] - sum(placed[worst]) - completion} text{behind} > the model's context of {limit}. {len(over)} of "
         f"{len(rows)} rows do not fit.",
@@ -86,7 +86,7 @@ def check_pictures(rows: Sequence[tuple[int, Any]]) -> list[Finding]:
         for code in _kinds(value, digests):
             kinds.setdefault(code, []).append(number)
     most = max(digests.values(), default=0)
-    if len(rows) >= LEAST and most >= ALIKE * len(rows):
+    if len(rows) >= ROWS_COMPARED and most >= SHARE_ALIKE * len(rows):
         kinds.setdefault("PT-G007", []).extend(number for number, _ in rows)
     return [
         finding(
@@ -100,7 +100,7 @@ def check_pictures(rows: Sequence[tuple[int, Any]]) -> list[Finding]:
 ABOUT: tuple[tuple[str, Any, str, str, str], ...] = (
     ("PT-G003", "error", "broken", "the run would stop when such a row comes.",
      "leave these rows out, write the files again, or image_fit='drop'."),
-    ("PT-G006", "warning", f"less than {SMALL} pixels high or wide", "what is written or drawn in them is gone.",
+    ("PT-G006", "warning", f"less than {SMALLEST_SIDE} pixels high or wide", "what is written or drawn in them is gone.",
      "give larger images, or leave these rows out."),
     ("PT-G007", "warning", "blank, or one and the same for nearly all rows", "nothing can be learnt of images from them.",
      "check the column: a default image, or a map that returned one object."),
@@ -134,9 +134,9 @@ def _signs(picture: Picture, value: object) -> dict[str, bool]:
     odd = image.mode not in ("RGB", "L") or "transparency" in image.info or getattr(image, "n_frames", 1) > 1
     name = str(value.get("path") or "") if isinstance(value, Mapping) else ""
     again = isinstance(picture.source, bytes) and picture.source.startswith(PNG)
-    small = image.resize((SMALL, SMALL)).convert("L").getextrema()
+    small = image.resize((SMALLEST_SIDE, SMALLEST_SIDE)).convert("L").getextrema()
     return {
-        "PT-G006": min(picture.size) < SMALL,
+        "PT-G006": min(picture.size) < SMALLEST_SIDE,
         "PT-G007": small[0] == small[1],
         "PT-G009": odd or image.getexif().get(ORIENTATION, 1) != 1,
         "PT-G014": again and name.lower().endswith((".jpg", ".jpeg")),
@@ -145,16 +145,20 @@ def _signs(picture: Picture, value: object) -> dict[str, bool]:
 
 def _named(numbers: Sequence[int]) -> str:
     rows = sorted(set(numbers))
-    return f"rows {', '.join(map(str, rows[:SHOWN]))}{', ...' if len(rows) > SHOWN else ''}"
+    return f"rows {', '.join(map(str, rows[:ROWS_NAMED]))}{', ...' if len(rows) > ROWS_NAMED else ''}"
 
 
 @probe("data", "PT-G003", "PT-G006", "PT-G007", "PT-G009", "PT-G010", "PT-G014", part="processor")
 def pictures(context: Context) -> list[Finding]:
     """Images of 200 rows spread over the first two thousand, in columns and inside messages; all of them are read whole."""
     dataset = context.train_dataset
-    step = max(1, min(len(dataset), ROWS) // READ) if hasattr(dataset, "__len__") else ROWS // READ
+    step = (
+        max(1, min(len(dataset), ROWS_LOOKED_AT) // IMAGES_READ)
+        if hasattr(dataset, "__len__")
+        else ROWS_LOOKED_AT // IMAGES_READ
+    )
     rows = []
-    for place, example in enumerate(islice(undecoded(dataset), 0, ROWS, step)):
+    for place, example in enumerate(islice(undecoded(dataset), 0, ROWS_LOOKED_AT, step)):
         blocks = [b for name in MESSAGE_COLUMNS for b in picture_blocks(example.get(name))]
         images = (*pictures_of(example), *map(picture_in, blocks))
         rows += [(place * step, one) for one in images if one is not None]
@@ -195,7 +199,7 @@ def check_reach(model: nn.Module, batch: Batch) -> Finding | None:
     finally:
         model.train(training)
     moved = float((own - exchanged)[batch.loss_mask].abs().mean()) if own is not None and exchanged is not None else 1.0
-    limit = MOVED.get(parameter.dtype, 1e-2)
+    limit = LEAST_MOVE.get(parameter.dtype, 1e-2)
     if not moved < limit:
         return None
     return finding(
@@ -229,7 +233,7 @@ def check_exchanged(own: float, exchanged: float) -> Finding | None:
         own: Mean reward under the images of the rows.
         exchanged: Under those of other rows.
     """
-    if own <= 0 or exchanged < GUESSED * own:
+    if own <= 0 or exchanged < SHARE_GUESSED * own:
         return None
     return finding(
         "PT-G017",

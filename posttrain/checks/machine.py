@@ -29,12 +29,12 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 # A new checkpoint is written before an old one is removed.
-CHECKPOINTS = 2
+CHECKPOINTS_AT_ONCE = 2
 # Names that an error lists.
-SHOWN = 5
+NAMES_LISTED = 5
 HERE = ("localhost", "127.0.0.1", "0.0.0.0", "::1")
 # Bytes below which any machine has room, and share of the memory below which a rough bound is enough and nothing is traced.
-PLAINLY, SHARE = 2**30, 0.25
+ROOM_ANYWHERE, SHARE_UNTRACED = 2**30, 0.25
 # Tokens of a pass in the rough bound.
 MOST_TOKENS = 16_384
 
@@ -52,7 +52,7 @@ def check_strangers(names: Sequence[str], *, folder: str, resumed: bool) -> Find
     """
     if not names or resumed:
         return None
-    shown = ", ".join(names[:SHOWN]) + (", ..." if len(names) > SHOWN else "")
+    shown = ", ".join(names[:NAMES_LISTED]) + (", ..." if len(names) > NAMES_LISTED else "")
     return finding(
         "PT-L001",
         "warning",
@@ -74,7 +74,7 @@ def check_disk_space(free: int, checkpoint: int, *, folder: str, limit: int | No
         folder: ``output_dir``.
         limit: ``save_total_limit``, for the advice.
     """
-    if free >= CHECKPOINTS * checkpoint:
+    if free >= CHECKPOINTS_AT_ONCE * checkpoint:
         return None
     advice = "" if limit else "set save_total_limit=2, "
     return finding(
@@ -510,7 +510,7 @@ def weights_fit(context: Context) -> Iterable[Finding | None]:
     except (AttributeError, TypeError):
         return
     has = available_memory(context.args.device, limit)
-    if context.peft_config is None and 16 * count >= SHARE * has.total:
+    if context.peft_config is None and 16 * count >= SHARE_UNTRACED * has.total:
         yield compare_weights(context, has)
 
 
@@ -519,13 +519,13 @@ def memory_fits(context: Context) -> Iterable[Finding | None]:
     """An estimate against what is free; traced (seconds) only where a rough bound leaves a doubt."""
     method = context.parts.get("method")
     limit, bound = memory_limit(context.args), _bound(context.model)
-    if method is None or context.model_config is None or (limit is None and bound < PLAINLY):
+    if method is None or context.model_config is None or (limit is None and bound < ROOM_ANYWHERE):
         return
     from posttrain.checks.memory import compare_estimate
     from posttrain.models.memory import available_memory
 
     has = available_memory(context.args.device, limit)
-    if bound >= SHARE * has.free:
+    if bound >= SHARE_UNTRACED * has.free:
         yield compare_estimate(context, method, has)
 
 

@@ -30,17 +30,17 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 # Share of the memory that a run may plan with: estimates are right within a fifth, and allocators waste some.
-MOST = 0.9
+PLANNED_SHARE = 0.9
 # Peaks as shares of the memory: above the first a longer sample is likely to run out, below the second half of it is unused.
-FULL, IDLE = 0.94, 0.5
+FULL_SHARE, IDLE_SHARE = 0.94, 0.5
 # Share of the device that is reserved and holds no tensor.
 FRAGMENTED = 0.15
 # Tokens of the busiest rank against the mean.
 IMBALANCE = 1.25
 # Share of a step that is spent on sampling.
-GENERATION = 0.75
+GENERATION_SHARE = 0.75
 # Tokens of a row, and of a prompt, where neither the data nor the config says.
-ASSUMED, ASSUMED_PROMPT = 1024, 256
+ASSUMED_ROW, ASSUMED_PROMPT = 1024, 256
 
 
 def check_estimate(
@@ -69,7 +69,7 @@ def check_estimate(
             "the run would end at its first update, whatever the batch size and lengths are.",
             f"{advice}.",
         )
-    if peak <= MOST * available:
+    if peak <= PLANNED_SHARE * available:
         return None
     return finding(
         "PT-M002",
@@ -94,7 +94,7 @@ def check_dry_step(
         failed: Whether memory ran out.
         divisible: Whether a pass that does not fit would be divided while training.
     """
-    if not failed and needed <= MOST * available:
+    if not failed and needed <= PLANNED_SHARE * available:
         return None
     what = (
         f"a step at the longest lengths ran out of memory in a pass of {tokens} tokens"
@@ -155,7 +155,7 @@ def check_profile(seen: Profile) -> Iterator[Finding]:
     """Memory that is nearly full, unused or fragmented, uneven ranks, and steps that are mostly sampling."""
     here, share, wasted = f"step {seen.step}", seen.peak / max(seen.total, 1), seen.reserved - seen.allocated
     peak = f"peak memory {gib(seen.peak)} of {gib(seen.total)} ({100 * share:.0f} %) after {seen.step} steps"
-    if share >= FULL:
+    if share >= FULL_SHARE:
         longer = seen.longest / max(seen.longest_seen, 1)
         coming = f" The longest row of the data ({seen.longest} tokens) is {longer:.1f}x the longest so far."
         yield finding(
@@ -165,10 +165,10 @@ def check_profile(seen: Profile) -> Iterator[Finding]:
             "tells what each saves.",
         )  # fmt: skip
     # The allocator of a CPU reserves nothing, and passes there are as large as they are fast.
-    elif share < IDLE and seen.reserved and (advice := _larger_passes(seen)):
+    elif share < IDLE_SHARE and seen.reserved and (advice := _larger_passes(seen)):
         why = "larger passes cost less time a token where they fit; each has a fixed cost."
         yield finding("PT-M005", "info", f"{peak}.", here, why, advice)
-    if seen.reserved >= IDLE * seen.total and wasted > FRAGMENTED * seen.total:
+    if seen.reserved >= IDLE_SHARE * seen.total and wasted > FRAGMENTED * seen.total:
         yield finding(
             "PT-M006", "warning", f"{gib(wasted)} of {gib(seen.total)} are reserved and hold nothing.", here,
             "blocks of many sizes leave gaps: memory runs out before it is full.",
@@ -181,7 +181,7 @@ def check_profile(seen: Profile) -> Iterator[Finding]:
             "let rows of like length come together (group_by_length=True), pack them, or deal completions by tokens "
             "(balance_ranks=True).",
         )  # fmt: skip
-    if (seen.generation or 0.0) > GENERATION:
+    if (seen.generation or 0.0) > GENERATION_SHARE:
         yield finding(
             "PT-M008", "info", f"{100 * (seen.generation or 0.0):.0f} % of a step is sampling.", here,
             "a faster update would hardly show.",
@@ -192,7 +192,7 @@ def check_profile(seen: Profile) -> Iterator[Finding]:
 
 def _larger_passes(seen: Profile) -> str:
     """What to change: the row budget where passes fill it, else the batch; empty where nothing larger fits."""
-    factor = min(max((MOST * seen.total - seen.standing) / max(seen.peak - seen.standing, 1), 1.0), 64.0)
+    factor = min(max((PLANNED_SHARE * seen.total - seen.standing) / max(seen.peak - seen.standing, 1), 1.0), 64.0)
     # Room is needed for longer rows that were not seen yet.
     factor /= max(seen.longest / max(seen.longest_seen, 1), 1.0)
     advice = (
@@ -258,8 +258,8 @@ def assumed_lengths(traits: Traits, args: PostTrainingConfig) -> Lengths:
     """
     longest = getattr(args, "max_length", None)
     if not samples(args):
-        total = longest or ASSUMED
-        source = f"max_length={total}" if longest else f"assumed, as max_length is not set: {ASSUMED}"
+        total = longest or ASSUMED_ROW
+        source = f"max_length={total}" if longest else f"assumed, as max_length is not set: {ASSUMED_ROW}"
         if traits.documents:
             return Lengths(0, total, source)
         return Lengths(total // 2, total - total // 2, f"{source}, half of it prompt (assumed)")

@@ -32,9 +32,9 @@ PAIR_TEXT_CODES = ("PT-D033", "PT-D034", "PT-D035")
 AGREEMENT_CODES = ("PT-D036",)
 
 # Pairs below which a share says nothing.
-ENOUGH = 20
+PAIRS_NEEDED = 20
 # Shares of the pairs: one side is longer, one side alone ends, one side alone was cut, the reference prefers rejected.
-LONGER, ENDS, CUT_ONE_SIDE, FLIPPED = 0.85, 0.8, 0.05, 0.9
+SHARE_LONGER, SHARE_ENDING, CUT_ONE_SIDE, SHARE_FLIPPED = 0.85, 0.8, 0.05, 0.9
 
 
 # Tokenised rows ------------------------------------------------------------------------------------------------------
@@ -57,7 +57,7 @@ def _length_bias(rows: Sequence[Row]) -> Iterator[Finding]:
     sizes = [(a, b) for a, b in sizes if a != b]
     longer = sum(a > b for a, b in sizes) / max(len(sizes), 1)
     side, share = ("chosen", longer) if longer > 0.5 else ("rejected", 1 - longer)
-    if len(sizes) >= ENOUGH and share > LONGER:
+    if len(sizes) >= PAIRS_NEEDED and share > SHARE_LONGER:
         yield finding(
             "PT-D022",
             "warning",
@@ -87,7 +87,7 @@ def _one_sided_ends(rows: Sequence[Row], limit: int | None, stops: frozenset[int
             "the cut answer has lost its end and its eos, so the pair teaches how to stop, not what is better",
             "raise max_length, or leave these pairs out",
         )
-    if len(rows) >= ENOUGH and len(odd) >= ENDS * len(rows):
+    if len(rows) >= PAIRS_NEEDED and len(odd) >= SHARE_ENDING * len(rows):
         yield finding(
             "PT-D024",
             "warning",
@@ -128,7 +128,7 @@ def check_judged(rows: Sequence[Row]) -> Finding | None:
 # chosen_score, score_chosen, ...
 SCORES = ("score", "rating", "reward", "score_overall")
 # Difference of two texts that count as equal, of the longer one; and share of such pairs that every real set has.
-NEAR, SOME = 0.02, 0.001
+NEAR_DIFFERENCE, NEAR_SHARE = 0.02, 0.001
 
 
 @dataclass
@@ -161,7 +161,7 @@ class PairScan:
         estimates = []
         if self.scored and self.contradicted:
             estimates.append(len(self.contradicted) / self.scored)
-        if self.repeated >= ENOUGH and self.swapped:
+        if self.repeated >= PAIRS_NEEDED and self.swapped:
             against = min(0.5, len(self.swapped) / 2 / self.repeated)
             estimates.append(0.5 - (0.25 - against / 2) ** 0.5)
         return (min(estimates), max(estimates)) if estimates else None
@@ -175,7 +175,7 @@ class PairScan:
             f", or use a loss that expects flips: loss_type='robust' (or 'sigmoid') with {smoothing}. bad_rows='drop' leaves out "
             "pairs that appear both ways round."
         )
-        near = self.near if len(self.near) > SOME * self.total else []
+        near = self.near if len(self.near) > NEAR_SHARE * self.total else []
         return [
             finding(
                 code,
@@ -188,7 +188,7 @@ class PairScan:
             for code, rows, what, advice in (
                 ("PT-D035", self.swapped, f"appear with chosen and rejected swapped.{estimate}", robust),
                 ("PT-D034", self.contradicted, f"contradict their own scores.{estimate}", robust),
-                ("PT-D033", near, f"differ by {NEAR:.0%} of their text at most.", "."),
+                ("PT-D033", near, f"differ by {NEAR_DIFFERENCE:.0%} of their text at most.", "."),
             )
             if rows
         ]
@@ -265,7 +265,7 @@ def _compare_scores(scan: PairScan, index: int, chosen: Any, rejected: Any) -> N
         scan.contradicted.append(index)
 
 
-def nearly_equal(first: str, second: str, share: float = NEAR) -> bool:
+def nearly_equal(first: str, second: str, share: float = NEAR_DIFFERENCE) -> bool:
     """Whether two texts, white space and case aside, differ in one place by at most this share of the longer one.
 
     >>> nearly_equal("The answer to the question about the number of planets in our system is 8", "the  answer" +
@@ -317,10 +317,10 @@ def reference_mismatch(gap: float, *, half: bool, loss: float | None = None, giv
 
 def reference_prefers_rejected(chosen: Sequence[float], rejected: Sequence[float]) -> Finding | None:
     """Summed log-probs of the reference: where it finds the rejected answer likelier nearly always, labels may be flipped."""
-    if len(chosen) < ENOUGH:
+    if len(chosen) < PAIRS_NEEDED:
         return None
     share = sum(r > c for c, r in zip(chosen, rejected, strict=True)) / len(chosen)
-    if share <= FLIPPED:
+    if share <= SHARE_FLIPPED:
         return None
     return finding(
         "PT-P002",
@@ -374,7 +374,7 @@ def check_agreement(scores: Mapping[int, tuple[float, float]], model: str) -> Fi
 # The watch over a run's pairs ----------------------------------------------------------------------------------------
 
 # Pairs that a reward model is shown, and characters of a text in suspect_pairs.jsonl.
-JUDGED, EXCERPT = 512, 200
+PAIRS_JUDGED, EXCERPT = 512, 200
 # Number, prompt, chosen, rejected.
 Pair = tuple[int, Any, Any, Any]
 
@@ -411,7 +411,7 @@ class PairWatch:
         """Show up to 512 pairs to the reward model that ``pair_reward_model`` names; every rank must call it."""
         if self.args.pair_reward_model is None or not self.checks.preflight.active:
             return
-        pairs = list(itertools.islice(self._text_pairs(raw), JUDGED))
+        pairs = list(itertools.islice(self._text_pairs(raw), PAIRS_JUDGED))
         with self.checks.preflight.record_check("data", AGREEMENT_CODES):
             with parallel.failing_together(accelerator):
                 mine = self._scores(pairs, accelerator)
@@ -434,7 +434,7 @@ class PairWatch:
             )
         rows: Iterable[tuple[int, Any]] = enumerate(raw)
         if hasattr(raw, "__len__"):
-            take = min(JUDGED, len(raw))
+            take = min(PAIRS_JUDGED, len(raw))
             rows = ((i, raw[i]) for i in (len(raw) * k // take for k in range(take)))
         for number, row in rows:
             if row["chosen"] and row["rejected"] and row["chosen"] != row["rejected"]:

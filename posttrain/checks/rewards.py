@@ -15,8 +15,8 @@ from posttrain.checks.registry import Context, finding, probe
 from posttrain.types import Finding
 
 FLAT_GENERATIONS = 20
-HEAVY, LARGE = 50.0, 100.0  # Times the median; and in size, where nothing divides by a spread.
-BINS = 8
+OUTLIER_RATIO, LARGE_REWARD = 50.0, 100.0  # Times the median; and in size, where nothing divides by a spread.
+HISTOGRAM_BINS = 8
 
 
 def check_reward_values(rewards: Mapping[str, Sequence[float]], *, scaled: bool) -> Iterator[Finding]:
@@ -29,7 +29,7 @@ def check_reward_values(rewards: Mapping[str, Sequence[float]], *, scaled: bool)
     for name, column in rewards.items():
         sizes = sorted(abs(value) for value in column if not math.isnan(value) and value != 0)
         middle, largest = (statistics.median(sizes), sizes[-1]) if sizes else (0.0, 0.0)
-        if len(sizes) > 3 and largest > HEAVY * middle:
+        if len(sizes) > 3 and largest > OUTLIER_RATIO * middle:
             yield finding(
                 "PT-R019",
                 "warning",
@@ -38,7 +38,7 @@ def check_reward_values(rewards: Mapping[str, Sequence[float]], *, scaled: bool)
                 "inside a group an outlier takes all the credit: the others become indistinguishable.",
                 "set reward_transform to 'log1p', 'rank' or 'clip:a:b' for it.",
             )
-        elif not scaled and largest > LARGE:
+        elif not scaled and largest > LARGE_REWARD:
             yield finding(
                 "PT-R020",
                 "warning",
@@ -104,12 +104,12 @@ def histogram(values: Sequence[float]) -> str:
     """
     known = [value for value in values if not math.isnan(value)]
     different = sorted(set(known))
-    if len(different) <= BINS:
+    if len(different) <= HISTOGRAM_BINS:
         return ", ".join(f"{value:g}: {known.count(value)}" for value in different) or "no reward at all"
-    low, width = different[0], (different[-1] - different[0]) / BINS
-    counts = [0] * BINS
+    low, width = different[0], (different[-1] - different[0]) / HISTOGRAM_BINS
+    counts = [0] * HISTOGRAM_BINS
     for value in known:
-        counts[min(BINS - 1, int((value - low) / width))] += 1
+        counts[min(HISTOGRAM_BINS - 1, int((value - low) / width))] += 1
     return ", ".join(f"{low + i * width:.3g} to {low + (i + 1) * width:.3g}: {n}" for i, n in enumerate(counts) if n)
 
 
@@ -135,7 +135,7 @@ def check_no_signal(flat: int, rewards: Sequence[float], *, limit: int = FLAT_GE
     )
 
 
-RATIO = 20.0  # Of two spreads.
+SPREAD_RATIO = 20.0  # Of two spreads.
 # What every reward function can have beside the dataset's columns.
 SUPPLIED = frozenset(
     [
@@ -211,7 +211,7 @@ def check_reward_ranges(rewards: Mapping[str, RunningReward], weights: Mapping[s
     }
     top = max(spreads, key=lambda name: spreads[name], default=None)
     others = {name: spread for name, spread in spreads.items() if name != top and spread > 0}
-    if top is None or not others or spreads[top] <= RATIO * max(others.values()):
+    if top is None or not others or spreads[top] <= SPREAD_RATIO * max(others.values()):
         return None
     share = spreads[top] ** 2 / sum(spread**2 for spread in spreads.values())
     low, high = (pick(getattr(rewards[name], end) for name in others) for pick, end in ((min, "low"), (max, "high")))
@@ -261,7 +261,7 @@ def check_reward_columns(functions: Mapping[str, Callable], columns: Sequence[st
 
 
 # Share of the rows whose reference may be unreadable; rows that are read.
-MANY, ROWS = 0.05, 100_000
+UNREADABLE_SHARE, ROWS_READ = 0.05, 100_000
 
 
 def reference_column(function: Callable) -> str | None:
@@ -291,7 +291,7 @@ def check_references(name: str, column: str, golds: Sequence[Any]) -> Finding | 
     from posttrain.rewards.math import bare
 
     unread = [row for row, gold in enumerate(golds) if gold is None or not bare(gold)]
-    if len(unread) <= MANY * len(golds):
+    if len(unread) <= UNREADABLE_SHARE * len(golds):
         return None
     shown = ", ".join(f"row {row}: {golds[row]!r:.60}" for row in unread[:3])
     return finding(
@@ -315,5 +315,5 @@ def references_of_rewards(context: Context) -> Iterable[Finding | None]:
     for name, function in zip(rewards.names, rewards.functions, strict=True):
         column = reference_column(function)
         if column in names:
-            head = dataset.select(range(min(ROWS, len(dataset)))).select_columns([column]).with_format(None)
+            head = dataset.select(range(min(ROWS_READ, len(dataset)))).select_columns([column]).with_format(None)
             yield check_references(name, str(column), head[column][:])

@@ -25,7 +25,7 @@ from posttrain.types import Finding, Row
 if TYPE_CHECKING:
     from posttrain.types import Tokenizer
 
-NAMED = 8  # Row indices a finding names before it says "and n more".
+ROWS_NAMED = 8  # Row indices a finding names before it says "and n more".
 
 
 @dataclass(frozen=True)
@@ -176,15 +176,15 @@ def count_of(part: int, total: int) -> str:
 
 def where(rows: Sequence[int]) -> str:
     """``"rows 3, 5"``, and how many more where they are many."""
-    named = ", ".join(map(str, rows[:NAMED]))
-    more = f" and {len(rows) - NAMED} more" if len(rows) > NAMED else ""
+    named = ", ".join(map(str, rows[:ROWS_NAMED]))
+    more = f" and {len(rows) - ROWS_NAMED} more" if len(rows) > ROWS_NAMED else ""
     return f"row{'s' if len(rows) > 1 else ''} {named}{more}"
 
 
 # Duplicates and identical pairs up to one row in a hundred are noise of a real data set.
-RARE = 0.01
+SHARE_OF_NOISE = 0.01
 # Tokens on either side of a boundary that are tokenised again: no merge reaches further than a word.
-WINDOW = 8
+BOUNDARY_TOKENS = 8
 DAMAGED = re.compile("[\ufffd\ud800-\udfff]")
 
 # Rows that are concerned, and how bad that is.
@@ -253,7 +253,7 @@ def _pair_identical(sample: RowSample) -> Seen:
         if len(row.completions) == 2 and "advantages" not in row.sequence_columns
     ]
     bad = [index for index, (first, second) in pairs if list(first) == list(second)]
-    return bad, "error" if len(bad) > RARE * len(pairs) else "warning"
+    return bad, "error" if len(bad) > SHARE_OF_NOISE * len(pairs) else "warning"
 
 
 def _space_would_merge(sample: RowSample, sequence: TokenSequence) -> bool:
@@ -261,11 +261,11 @@ def _space_would_merge(sample: RowSample, sequence: TokenSequence) -> bool:
     boundary = sequence.trained.index(True) if any(sequence.trained) else sequence.start
     if boundary == 0 or sequence.ids[boundary - 1] in sample.special:
         return False
-    tail = sequence.ids[max(0, boundary - WINDOW) : boundary]
+    tail = sequence.ids[max(0, boundary - BOUNDARY_TOKENS) : boundary]
     before = sample.decode(tail)
     if not before.endswith((" ", "\t")):
         return False
-    head = sequence.ids[boundary : boundary + WINDOW]
+    head = sequence.ids[boundary : boundary + BOUNDARY_TOKENS]
     joined = sample.decode(tail + head) if head else before + "a"
     if not joined.startswith(before) or joined[len(before) :][:1].isspace():
         return False
@@ -298,7 +298,7 @@ def _duplicate(sample: RowSample) -> Seen:
         if key in seen:
             bad.append(index)
         seen.add(key)
-    return bad, "warning" if len(bad) > RARE * len(sample.rows) else "info"
+    return bad, "warning" if len(bad) > SHARE_OF_NOISE * len(sample.rows) else "info"
 
 
 @dataclass(frozen=True)

@@ -19,21 +19,21 @@ from posttrain.types import Finding
 FLAT_SHARE = 0.8  # Of the groups, without spread.
 KL_LARGE, KL_GROWTH = 0.5, 5.0  # Nats a token, and times what it was at first.
 ENTROPY_LEFT = 0.1  # Of what the run began with.
-CUT = 0.5  # Of the completions, at the length limit.
+CUT_SHARE = 0.5  # Of the completions, at the length limit.
 CUT_AT_FIRST = 0.9  # The same in the first generation.
-GROWTH = 1.5  # Of the mean length, while the reward moves by less than a tenth of its spread.
-MASKED, MASKED_MOST = 0.2, 0.9  # Tokens without weight.
+LENGTH_GROWTH = 1.5  # Of the mean length, while the reward moves by less than a tenth of its spread.
+MASKED_SHARE, MASKED_MOST = 0.2, 0.9  # Tokens without weight.
 REWARD_SHARE = 0.3  # Of the step time.
-RISING = 50  # Optimiser steps.
+DRIFT_STEPS = 50  # Optimiser steps.
 # Policy mismatch in nats a token: where a rise counts, by how much, and where the size alone does.
-DRIFT, DRIFT_GROWTH, FAR = 0.1, 1.5, 0.5
+DRIFT, DRIFT_GROWTH, DRIFT_ALONE = 0.1, 1.5, 0.5
 UNPAIRED = 0.5  # Of the bytes of a step's answers.
 DISCARDED = 0.3  # Of the rollouts.
 SINKING = 5  # Logs in a row in which both rewards fall.
 SATURATED = 10.0  # Margin.
 EVALUATIONS, BACKWARDS = 3, 0.45  # Evaluations in a row, and the accuracy below which labels look inverted.
 SPIKE = 10.0  # Times the median before it.
-LEAST = 6  # Rows below which a whole log says nothing.
+ROWS_NEEDED = 6  # Rows below which a whole log says nothing.
 MOST_ROWS = 5000  # Rows of a whole log that are looked at.
 
 
@@ -176,7 +176,7 @@ def _length_grows(view: View) -> Iterator[Sign]:
         return
     (first, last), (before, after) = ends(lengths), ends(rewards)
     scale = statistics.fmean(spread) if spread else abs(before)
-    if last > GROWTH * max(first, 1.0) and after - before < 0.1 * scale:
+    if last > LENGTH_GROWTH * max(first, 1.0) and after - before < 0.1 * scale:
         yield Sign(
             f"the mean length grew from {first:.0f} to {last:.0f} tokens in {view.steps} steps, and the reward went from "
             f"{before:.3g} to {after:.3g}."
@@ -207,7 +207,7 @@ def _certain(view: View) -> Iterator[Sign]:
 
 def _cut(view: View) -> Iterator[Sign]:
     share = view.mean()
-    if share <= CUT:
+    if share <= CUT_SHARE:
         early = list(itertools.islice((row for row in view.history if "loss" in row and "step" in row), 2))
         share = early[0].get(view.name, 0.0) if len(early) == 1 else 0.0
         if share <= CUT_AT_FIRST:
@@ -217,7 +217,7 @@ def _cut(view: View) -> Iterator[Sign]:
 
 def _masked(view: View) -> Iterator[Sign]:
     share = view.mean()
-    if share > MASKED:
+    if share > MASKED_SHARE:
         what = f"{100 * share:.0f} % of the tokens of the last {view.steps} steps have an importance weight of 0."
         yield Sign(what, fix=f"stop this run; {MASKED_FIX}" if share > MASKED_MOST else "")
 
@@ -305,14 +305,14 @@ def _mismatch(view: View) -> Iterator[Sign]:
     # Without a sampler's log-probs, and where rollouts have no age, "kl" is the distance to the reference.
     if view.name == "kl" and ("sampling/kl" in newest or "sample/staleness_mean" not in newest):
         return
-    recent, trend = view.values(), window(view.history, view.name, RISING)
+    recent, trend = view.values(), window(view.history, view.name, DRIFT_STEPS)
     if recent is None:
         return
     now = statistics.fmean(recent)
     first, last = ends(trend) if trend is not None and len(trend) >= 5 else (now, now)
     rising = last > DRIFT and last > DRIFT_GROWTH * first
-    if now > FAR or rising:
-        trail = f", rising for {RISING} steps (from {first:.2g})" if rising else f" over {view.steps} steps"
+    if now > DRIFT_ALONE or rising:
+        trail = f", rising for {DRIFT_STEPS} steps (from {first:.2g})" if rising else f" over {view.steps} steps"
         yield Sign(f"policy mismatch KL {now:.2g} nats a token{trail}.")
 
 
@@ -529,10 +529,10 @@ def review(history: History) -> list[Verdict]:
 
 def _verdict(rule: Rule, rows: History) -> Verdict:
     known = sum(any(name in row for name in rule.metrics) for row in rows)
-    if known < LEAST:
+    if known < ROWS_NEEDED:
         return Verdict(rule, "unknown")
     total = int(rows[-1]["step"])
-    steps = min(rule.steps, max(LEAST * math.ceil(total / len(rows)), total // 4))
+    steps = min(rule.steps, max(ROWS_NEEDED * math.ceil(total / len(rows)), total // 4))
     spans: list[tuple[int, int]] = []
     evidence, before = "", -1
     places = range(0, len(rows), math.ceil(len(rows) / MOST_ROWS))

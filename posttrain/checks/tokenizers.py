@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 
 Verdict = Literal["identical", "identical-padded", "superset", "cross-tokenizer", "incompatible"]
-SHOWN = 5
+IDS_SHOWN = 5
 BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")  # A byte of a SentencePiece vocabulary.
 SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id")
 
@@ -166,7 +166,7 @@ def compare_tokenizers(
         widths=widths,
         different=len(odd),
         common=len(set(one.values()) & set(two.values())),
-        examples=tuple((i, one.get(i), two.get(i)) for i in odd[:SHOWN]),
+        examples=tuple((i, one.get(i), two.get(i)) for i in odd[:IDS_SHOWN]),
         special={name: pair for name, pair in special.items() if pair[0] != pair[1]},
         stops=ends if ends and ends[0] != ends[1] else (),  # type: ignore[arg-type]
         texts=tuple(written),

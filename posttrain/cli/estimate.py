@@ -60,7 +60,7 @@ def estimate(subject: Subject, *, given: tuple[int | None, int | None] = (None, 
     import torch
 
     from posttrain.checks.machine import memory_limit
-    from posttrain.checks.memory import MOST, batch_sizes, plan
+    from posttrain.checks.memory import PLANNED_SHARE, batch_sizes, plan
     from posttrain.models.load import get_peft_config, get_quantization_config
     from posttrain.models.memory import available_memory, in_use
     from posttrain.models.memory_estimate import estimate_memory
@@ -81,7 +81,7 @@ def estimate(subject: Subject, *, given: tuple[int | None, int | None] = (None, 
     available = available_memory(device, memory_limit(args))
     size, accumulation = int(args.per_device_train_batch_size), int(args.gradient_accumulation_steps)
     # Peak by sizes that keep the effective batch; sizes whose largest passes are equal are estimated once.
-    known, peaks, limit = {_largest(work): memory.peak}, {}, int(MOST * available.free)
+    known, peaks, limit = {_largest(work): memory.peak}, {}, int(PLANNED_SHARE * available.free)
     for other in batch_sizes(size, accumulation):
         changed = plan(subject.method, config, batch_size=other, **settings)
         key = _largest(changed)

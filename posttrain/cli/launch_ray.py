@@ -38,7 +38,7 @@ INTERRUPTED, TERMINATED = 130, 143
 # EX_TEMPFAIL of sysexits.h: the same run may be started again.
 LOST = 75
 # Seconds that the trainer has to save after Ctrl-C, and a server to end.
-PATIENCE = 15.0
+SAVE_SECONDS = 15.0
 # linux/prctl.h: the signal that a child gets when its parent dies.
 PR_SET_PDEATHSIG = 1
 
@@ -178,7 +178,7 @@ def _run_command(arguments: Sequence[str], folder: str) -> int:
             time.sleep(0.2)
     except KeyboardInterrupt:
         process.send_signal(signal.SIGINT)
-        process.wait(PATIENCE)
+        process.wait(SAVE_SECONDS)
     finally:
         # With the processes that it started itself.
         with contextlib.suppress(ProcessLookupError):
@@ -281,7 +281,7 @@ class _Placed:
         for task in tasks:
             self.ray.cancel(task)
         if tasks:
-            self.ray.wait(tasks, num_returns=len(tasks), timeout=PATIENCE)
+            self.ray.wait(tasks, num_returns=len(tasks), timeout=SAVE_SECONDS)
 
     def follow(self, main: Any, servers: dict[Any, str]) -> int:
         """Wait for the trainer, or for the last of its servers, without which it cannot go on."""

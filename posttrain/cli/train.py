@@ -124,10 +124,10 @@ def _callable(value: Any, name: str, option: str) -> Callable:
 # 128 + SIGINT, as a shell reports it.
 INTERRUPTED = 130
 # Seconds that processes have to save after Ctrl-C.
-PATIENCE = 15.0
+SAVE_SECONDS = 15.0
 CONFIGS = Path(__file__).parent / "accelerate_configs"
 # Modules whose information at the start is shown on the terminal.
-SHOWN = ("posttrain.loop.prompts", "posttrain.rewards.runner")
+LOGGERS_SHOWN = ("posttrain.loop.prompts", "posttrain.rewards.runner")
 
 
 @dataclass
@@ -213,7 +213,7 @@ def run(name: str, argv: list[str]) -> int:
     parsed, argv, launch = parse(name, argv)
     if launch and "LOCAL_RANK" not in os.environ and ranks.EXIT_CODES not in os.environ:
         return _launch(name, argv, launch)
-    for shown in SHOWN:
+    for shown in LOGGERS_SHOWN:
         logging.getLogger(shown).setLevel(logging.INFO)
     for library in ("transformers", "huggingface_hub", "datasets", "accelerate"):
         # Handlers of their own would write each line twice, and into a progress bar.
@@ -415,7 +415,7 @@ def _end(process: subprocess.Popen) -> None:
     if not sys.stdin.isatty():
         process.send_signal(signal.SIGINT)
     try:
-        process.wait(PATIENCE)
+        process.wait(SAVE_SECONDS)
     except (subprocess.TimeoutExpired, KeyboardInterrupt):
         process.terminate()
         process.wait()

@@ -48,8 +48,8 @@ logger = logging.getLogger(__name__)
 MARKER = "COMPLETE"
 BEGUN = f"{MARKER}.part"  # In its place until the checkpoint is whole: names the run, which may be killed before that.
 MISSING = "is missing"
-NAMED = re.compile(r"checkpoint-(\d+)")
-LEFT = re.compile(r"checkpoint-\d+\.tmp-.+")
+CHECKPOINT_NAME = re.compile(r"checkpoint-(\d+)")
+UNFINISHED = re.compile(r"checkpoint-\d+\.tmp-.+")
 
 
 def staging(folder: Path, step: int, run: str) -> Path:
@@ -84,7 +84,7 @@ def publish(part: Path, final: Path, run: str) -> None:
 def mark(checkpoint: Path, run: str) -> None:
     """Say that a checkpoint is whole: a file with its run, its time, and size and hash of every other file."""
     _flush_tree(checkpoint)
-    step = NAMED.fullmatch(checkpoint.name)
+    step = CHECKPOINT_NAME.fullmatch(checkpoint.name)
     sizes = {str(p.relative_to(checkpoint)): p.stat().st_size for p in sorted(checkpoint.rglob("*")) if p.is_file()}
     for name in (MARKER, BEGUN):
         sizes.pop(name, None)
@@ -114,7 +114,7 @@ def complete_checkpoints(folder: str | Path) -> list[Path]:
     """Marked checkpoints of a folder, the one written last at the end: steps of a later run come after those of an earlier."""
     complete = []
     for path in Path(folder).glob("checkpoint-*"):
-        content = marker(path) if NAMED.fullmatch(path.name) else None
+        content = marker(path) if CHECKPOINT_NAME.fullmatch(path.name) else None
         if content is not None:
             complete.append((float(content.get("time", 0.0)), int(path.name.rpartition("-")[2]), path))
     return [path for *_, path in sorted(complete)]
@@ -224,7 +224,9 @@ def _last(folder: Path) -> Path:
         if not broken:
             return path
         logger.warning("%s is passed over: %s.", path, broken)
-    unmarked = sorted((p for p in folder.glob("checkpoint-*") if NAMED.fullmatch(p.name)), key=lambda p: p.name)
+    unmarked = sorted(
+        (p for p in folder.glob("checkpoint-*") if CHECKPOINT_NAME.fullmatch(p.name)), key=lambda p: p.name
+    )
     hint = (
         f"{len(unmarked)} without the file {MARKER} are there ({', '.join(p.name for p in unmarked[:5])}): their writing was "
         f"interrupted, or another program wrote them. Name one to use it: resume_from_checkpoint={str(unmarked[-1])!r}."
@@ -248,13 +250,13 @@ def strangers(folder: str | Path, run: str) -> list[Path]:
 
 def _named(folder: Path) -> list[Path]:
     """All checkpoints of a folder, marked or not, in the order of their steps."""
-    checkpoints = [p for p in folder.glob("checkpoint-*") if NAMED.fullmatch(p.name) and p.is_dir()]
+    checkpoints = [p for p in folder.glob("checkpoint-*") if CHECKPOINT_NAME.fullmatch(p.name) and p.is_dir()]
     return sorted(checkpoints, key=lambda p: int(p.name.rpartition("-")[2]))
 
 
 def leftovers(folder: str | Path) -> list[Path]:
     """Half-written or half-removed checkpoints, of runs that were killed."""
-    return sorted(path for path in Path(folder).glob("checkpoint-*") if LEFT.fullmatch(path.name))
+    return sorted(path for path in Path(folder).glob("checkpoint-*") if UNFINISHED.fullmatch(path.name))
 
 
 def rotate(folder: Path, run: str, limit: int | None, keep: str | None = None) -> list[Path]:
@@ -313,7 +315,7 @@ def _flush_folder(folder: Path) -> None:
             os.close(descriptor)
 
 
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # The disk, the quota or the size a file may have is used up.
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # The disk, the quota or the size a file may have is used up.
 
 
 STATE_FILE = "posttrain_state.json"
@@ -449,9 +451,9 @@ class Checkpointer:
         except Exception as error:
             if self.args.should_save and remove:
                 shutil.rmtree(part, ignore_errors=True)
-            cause = next((e for e in _causes(error) if isinstance(e, OSError) and e.errno in FULL), None)
+            cause = next((e for e in _causes(error) if isinstance(e, OSError) and e.errno in NO_ROOM), None)
             text = str(error)
-            if cause is None and not any(os.strerror(code) in text for code in FULL):
+            if cause is None and not any(os.strerror(code) in text for code in NO_ROOM):
                 raise
             whole = last_complete_checkpoint(part.parent)
             raise CheckpointError(

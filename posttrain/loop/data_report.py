@@ -65,9 +65,9 @@ logger = logging.getLogger(__name__)
 
 
 # Rows of a chat template's check, and sequences that are shown.
-ROWS, SHOWN = 32, 3
+TEMPLATE_ROWS, SEQUENCES_DESCRIBED = 32, 3
 # Examples that are tokenised; of a stream, its first ones.
-EXAMPLES, STREAMED = 64, 32
+EXAMPLES_TOKENISED, EXAMPLES_OF_STREAM = 64, 32
 CHAT = ("messages", "prompt", "chosen", "conversations")
 
 
@@ -183,10 +183,10 @@ class DatasetHead:
     def examples(self) -> list[dict[str, Any]]:
         """Prepared examples, spread over the set; the first ones of a stream. Rows for an environment to fill are left out."""
         if self.streams:
-            chosen = islice(self.prepared, STREAMED)
+            chosen = islice(self.prepared, EXAMPLES_OF_STREAM)
         else:
             total = len(self.prepared)
-            take = min(total, EXAMPLES)
+            take = min(total, EXAMPLES_TOKENISED)
             chosen = (self.prepared[total * k // take] for k in range(take))
         return [example for example in chosen if not is_open(example, self.fills_prompts)]
 
@@ -281,11 +281,11 @@ def template_findings(raw: object, tokenizer: Tokenizer) -> list[Finding]:
     columns = get_dataset_column_names(raw)
     if not set(CHAT) & set(columns) or "input_ids" in columns:
         return []
-    rows = [strip_none(maybe_convert_to_chatml(row)) for row in islice(undecoded(raw), ROWS)]
+    rows = [strip_none(maybe_convert_to_chatml(row)) for row in islice(undecoded(raw), TEMPLATE_ROWS)]
     if not any(isinstance(row.get(name), list) for row in rows for name in CHAT):
         return []
     try:
-        return list(check_template(tokenizer, rows, limit=ROWS).findings)
+        return list(check_template(tokenizer, rows, limit=TEMPLATE_ROWS).findings)
     except PosttrainError:  # What the template refuses was told by number when rows were prepared.
         return []
 
@@ -301,7 +301,7 @@ def _describe(sample: RowSample) -> DataReport:
         lengths=quantiles(len(sequence.ids) for sequence in sequences),
         shown=[
             shown_pieces(tokenizer, sequence.ids, sequence.trained, rows[sequence.row], sequence.completion or 0, each)
-            for sequence in sequences[:SHOWN]
+            for sequence in sequences[:SEQUENCES_DESCRIBED]
         ],
         first_trained=_counted([ids[0] for ids in learnt if ids], tokenizer),
         last_trained=_counted([ids[-1] for ids in learnt if ids], tokenizer),
@@ -368,10 +368,13 @@ def _shown(sequence: TokenSequence, row: Row, tokenizer: Tokenizer) -> dict[str,
 
 # Rows that cannot be trained --------------------------------------------------------------------------------------
 
-NAMED = 5  # Row numbers in a message.
-DEEP, READ_OF_STREAM = 1000, 256  # Rows that are read whole; of the others, Arrow counts what is missing or empty.
-BATCH = 20_000
-PAIRS = 100_000  # Pairs that are compared with each other.
+ROWS_NAMED = 5  # Row numbers in a message.
+ROWS_READ_WHOLE, READ_OF_STREAM = (
+    1000,
+    256,
+)  # Rows that are read whole; of the others, Arrow counts what is missing or empty.
+ARROW_BATCH = 20_000
+PAIRS_COMPARED = 100_000  # Pairs that are compared with each other.
 EXCERPT = 200
 
 
@@ -406,7 +409,7 @@ def usable_rows(
             return dataset.filter(partial(_is_good, columns=columns, filled=filled)), []
         faults, doubts = _read(islice(dataset, READ_OF_STREAM), columns, filled)
         return dataset, [*bad_rows(faults, READ_OF_STREAM), *doubtful_rows(doubts, READ_OF_STREAM)]
-    faults, doubts = _read(_plain_rows(dataset, columns, len(dataset) if drop else DEEP), columns, filled)
+    faults, doubts = _read(_plain_rows(dataset, columns, len(dataset) if drop else ROWS_READ_WHOLE), columns, filled)
     scan = _pairs(dataset, columns)
     pairs = scan.findings() if _is_pairs(columns) else []
     if not drop:
@@ -452,7 +455,7 @@ def _empty_rows(dataset: datasets.Dataset, columns: Sequence[str]) -> dict[int, 
         if name == "prompt" and pair:
             continue
         start = 0
-        for table in dataset.select_columns([name]).with_format("arrow").iter(batch_size=BATCH):
+        for table in dataset.select_columns([name]).with_format("arrow").iter(batch_size=ARROW_BATCH):
             column = table.column(name)
             if column.null_count and not several:
                 _note(reasons, pyarrow.compute.is_null(column), start, f"no `{name}`")
@@ -477,7 +480,7 @@ def _pairs(dataset: datasets.Dataset, columns: Sequence[str]) -> PairScan:
         return PairScan()
     scores = score_columns(dataset.column_names)
     wanted = [name for name in (*PROMPT_COLUMNS, "chosen", "rejected", *(scores or ())) if name in dataset.column_names]
-    return scan_pairs(_plain_rows(undecoded(dataset), wanted, PAIRS), scores)
+    return scan_pairs(_plain_rows(undecoded(dataset), wanted, PAIRS_COMPARED), scores)
 
 
 def _lines(dataset: datasets.Dataset, reasons: Mapping[int, str], columns: Sequence[str]) -> Iterator[dict[str, Any]]:
@@ -524,7 +527,7 @@ def _about(
         return []
     listed = ", ".join(f"{count} {reason}" for reason, count in Counter(reasons.values()).most_common())
     first = sorted(reasons)
-    shown = ", ".join(map(str, first[:NAMED])) + (", ..." if len(first) > NAMED else "")
+    shown = ", ".join(map(str, first[:ROWS_NAMED])) + (", ..." if len(first) > ROWS_NAMED else "")
     what = f"{count_of(len(first), total)} {verb}: {listed}. First rows: {shown}."
     return [Finding(code, severity, what, "the training set", why, fix)]
 

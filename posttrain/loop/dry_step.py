@@ -245,7 +245,7 @@ def _choose_batch_size(run: Run, head: DatasetHead, optimizer: torch.optim.Optim
             "the loss. Set a number."
         )
     has, sizes = available_memory(run.args.device, memory_limit(run.args)), batch_sizes(run.args)
-    limit, tried = int(checks.MOST * has.free), {}
+    limit, tried = int(checks.PLANNED_SHARE * has.free), {}
 
     def fits(size: int) -> bool:
         batch = largest_pass(run, head, size)
@@ -263,7 +263,7 @@ def _choose_batch_size(run: Run, head: DatasetHead, optimizer: torch.optim.Optim
         least = min(step.needed for step in tried.values())
         raise ConfigError(
             f"per_device_train_batch_size='auto': not even one row fits: a step at the longest lengths needs {gib(least)}, and "
-            f"{has.where} has {gib(has.free)} (of which {checks.MOST:.0%} are planned with). Lower max_length or "
+            f"{has.where} has {gib(has.free)} (of which {checks.PLANNED_SHARE:.0%} are planned with). Lower max_length or "
             "max_completion_length, train an adapter, or take optim='adafactor'."
         )
     _take_batch_size(run, size)

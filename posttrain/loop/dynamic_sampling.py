@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from posttrain.methods.config import PostTrainingConfig
 
 # A group with a standard deviation up to this has no signal.
-FLAT = 1e-8
+FLAT_SPREAD = 1e-8
 
 
 def flat_groups(
@@ -41,7 +41,7 @@ def flat_groups(
     columns = values if each_function else weighted_total(values, weights)[:, None]
     one = torch.ones(1)
     stds = [group_advantages(columns[:, [k]], one, size).group_std for k in range(columns.shape[1])]
-    return ~(torch.stack(stds) > max(FLAT, least)).any(0)
+    return ~(torch.stack(stds) > max(FLAT_SPREAD, least)).any(0)
 
 
 def groups_without_signal(args: PostTrainingConfig, table: RewardTable, size: int) -> Tensor:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 PROFILED = (3, 50)  # Then every thousandth step.
 
 
-EVERY = 1000
+STEPS_BETWEEN_PROFILES = 1000
 
 
 # Dense bf16 operations a second, from the makers' data sheets; sparse ones are twice as many on paper.
@@ -74,7 +74,7 @@ class MemoryProfile(transformers.TrainerCallback):
         if self._begun is None:
             self._begun = (time.perf_counter(), *tokens)
             return
-        if state.global_step in PROFILED or state.global_step % EVERY == 0:
+        if state.global_step in PROFILED or state.global_step % STEPS_BETWEEN_PROFILES == 0:
             self._look(state.global_step, tokens, optimizer)
 
     def _look(self, step: int, tokens: tuple[int, int], optimizer: torch.optim.Optimizer | None) -> None:

@@ -74,9 +74,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-TRIED = 2  # Rows whose pictures are read whole at the start.
-COMPARED = 64  # Of so many rollouts, the pictures of one are compared with its row's.
-RARE = 0.005  # Share of rows that do not fit which is dropped and counted; more of them is an error.
+ROWS_TRIED = 2  # Rows whose pictures are read whole at the start.
+ROLLOUTS_A_COMPARISON = 64  # Of so many rollouts, the pictures of one are compared with its row's.
+SHARE_UNFIT = 0.005  # Share of rows that do not fit which is dropped and counted; more of them is an error.
 
 NO_BOS = (
     "the chat template writes no bos token, and the processor adds one to prompts that are sampled from (GRPO, generate): rows "
@@ -236,7 +236,7 @@ class Vision:
             )  # fmt: skip
         if escaped:
             logger.warning("%s dataset: PT-G008: %d strings that stand for an image stay text.", report.name, escaped)
-        if self.args.image_fit != "drop" and sum(lost.values()) > RARE * report.rows_in:
+        if self.args.image_fit != "drop" and sum(lost.values()) > SHARE_UNFIT * report.rows_in:
             worst = max(range(len(mapped)), key=lambda i: mapped[i]["_tokens"] * (mapped[i]["_reason"] in lost))
             tokens = mapped[worst]["_tokens"]
             raise DataError(
@@ -293,7 +293,7 @@ class Vision:
                 self.reader.refuse_controls(blocks)
                 read = [self.reader.fitted(read_picture(value, "column 'images'")) for value in pictures]
                 # On the first rows reward functions are tried.
-                for picture in read if index < TRIED else ():
+                for picture in read if index < ROWS_TRIED else ():
                     picture.load()
             except DataError as error:
                 raise DataError(f"{name} row {index}: {error}") from error
@@ -346,7 +346,7 @@ class Vision:
         """
         if self.reader is None:
             return set(), {}
-        for i in range(0, len(rollouts), COMPARED):
+        for i in range(0, len(rollouts), ROLLOUTS_A_COMPARISON):
             pictures = conversation_of(examples[i])[1]
             wanted = [self.reader.fitted(read_picture(one, "column 'images' of a prompt")).digest for one in pictures]
             if wanted != [one.picture.digest for one in rollouts[i].pictures]:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 FORMAT = 1  # Changes when the same inputs would give other numbers.
-WAIT = 30 * 60  # Seconds to wait for another run that computes the same.
+LOCK_WAIT = 30 * 60  # Seconds to wait for another run that computes the same.
 
 
 def precomputed_logps(
@@ -86,7 +86,7 @@ def _one_at_a_time(path: Path, accelerator: Accelerator) -> Iterator[None]:
     path.parent.mkdir(parents=True, exist_ok=True)
     lock = filelock.FileLock(path.with_suffix(".lock"))
     try:
-        lock.acquire(timeout=WAIT)
+        lock.acquire(timeout=LOCK_WAIT)
     except (filelock.Timeout, NotImplementedError, OSError) as error:
         logger.warning("%s is not locked (%s): another run may compute the same.", path, type(error).__name__)
     try:

@@ -31,11 +31,11 @@ logger = logging.getLogger(__name__)
 # Options of a loader without worker processes.
 IN_PROCESS = {"dataloader_num_workers": 0, "dataloader_prefetch_factor": None, "dataloader_persistent_workers": False}
 # Tokens of a prompt that an error quotes.
-BEGINNING = 40
+TOKENS_QUOTED = 40
 # Prompts that are tokenised before anything is generated.
-TRIED = 256
+PROMPTS_TRIED = 256
 # Characters of the first prompt that are logged, and of its end where it is longer.
-SHOWN, ENDING = 400, 60
+CHARACTERS_SHOWN, CHARACTERS_AT_END = 400, 60
 
 
 class PromptSource:
@@ -222,7 +222,7 @@ class PromptSource:
             raise DataError(
                 f"a prompt of {len(longest)} tokens plus {self.length_option}={completion} does not fit the model's context of "
                 f"{limit} tokens. Drop or shorten the prompt, or lower {self.length_option}. It begins: "
-                f"{self.tokenizer.decode(longest[:BEGINNING])!r}."
+                f"{self.tokenizer.decode(longest[:TOKENS_QUOTED])!r}."
             )
 
     def cut(self, prompts: list[Any], limit: int | None) -> list[Any]:
@@ -243,13 +243,13 @@ class PromptSource:
             logger.info("schedule: %s", schedule)
         if not hasattr(dataset, "__len__") or "prompt" not in (getattr(dataset, "column_names", None) or ()):
             return
-        rows = list(itertools.islice(dataset, TRIED))
+        rows = list(itertools.islice(dataset, PROMPTS_TRIED))
         prompts = self.tokenized(rows)
         text = shown_prompt(self.tokenizer, prompts[0], Prompt.pictures_of(prompts[0]))
         kind = "rendered by the chat template" if is_conversational(rows[0]) else "as text"
         logger.info(
-            "the first prompt, %s, %d tokens: %r%s", kind, len(prompts[0]), text[:SHOWN],
-            f" ... {text[-ENDING:]!r}" if len(text) > SHOWN else "",
+            "the first prompt, %s, %d tokens: %r%s", kind, len(prompts[0]), text[:CHARACTERS_SHOWN],
+            f" ... {text[-CHARACTERS_AT_END:]!r}" if len(text) > CHARACTERS_SHOWN else "",
         )  # fmt: skip
         longest = self.args.max_completion_length
         long = [i for i, ids in enumerate(prompts) if limit is not None and len(ids) + longest > limit]

@@ -13,7 +13,7 @@ from posttrain.checks.rewards import FLAT_GENERATIONS, RunningReward, check_rewa
 from posttrain.errors import RewardError
 from posttrain.loop.run import Run
 from posttrain.loop.scoring import completion_lengths, reward_metrics, reward_spread
-from posttrain.losses.advantages import MOST
+from posttrain.losses.advantages import MOST_ADVANTAGE
 from posttrain.methods.base import BATCH_CODES
 from posttrain.metrics import mean
 from posttrain.models import parallel
@@ -71,11 +71,11 @@ class RewardWatch:
             mode: ``train`` or ``eval``.
         """
         sizes = advantages.abs()
-        far = sizes > MOST
+        far = sizes > MOST_ADVANTAGE
         self.run.log({"advantages/clipped_share": mean(far.float())}, mode)
         if mode == "train":
             self.clipped(int(far.sum()), far.numel(), float(sizes.max()) if far.any() else None)
-        return advantages.clamp(-MOST, MOST)
+        return advantages.clamp(-MOST_ADVANTAGE, MOST_ADVANTAGE)
 
     def log(
         self,
@@ -108,7 +108,7 @@ class RewardWatch:
     def clipped(self, far: int, total: int, largest: float | None = None) -> None:
         """Report that ``far`` of ``total`` advantages were clipped; ``largest`` is their greatest size, where it is known."""
         with self.checks.preflight.record_check("log_step", ("PT-R028",)):
-            self.checks.report([reward_checks.check_clipped(far, total, MOST, largest)])
+            self.checks.report([reward_checks.check_clipped(far, total, MOST_ADVANTAGE, largest)])
 
     def batch(self, table: RewardTable, totals: Tensor, advantages: Tensor) -> None:
         """Look at the rewards of one rollout batch, of all ranks.

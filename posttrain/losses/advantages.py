@@ -10,7 +10,7 @@ from torch import Tensor
 from posttrain.errors import ConfigError, DataError, did_you_mean
 
 __all__ = [
-    "MOST",
+    "MOST_ADVANTAGE",
     "AdvantageStats",
     "centred",
     "group_advantages",
@@ -22,9 +22,9 @@ __all__ = [
 EPSILON = 1e-4  # Keeps a group without spread finite.
 POPULATION_EPSILON = 1e-8  # Of the population std, as TRL's asynchronous GRPO has it.
 # Rewards that differ by less, relative to their size, are equal: sums of the same numbers round apart by as much in float32.
-SAME = 4 * torch.finfo(torch.float32).eps
+EQUAL_SPREAD = 4 * torch.finfo(torch.float32).eps
 # A standardised advantage beyond it is one outlier of a large group: |A| <= (G - 1) / sqrt(G), so G > 100.
-MOST = 10.0
+MOST_ADVANTAGE = 10.0
 
 
 @dataclass(slots=True)
@@ -62,7 +62,7 @@ def _alike(values: Tensor, dim: int) -> Tensor:
     missing = values.isnan()
     high = values.masked_fill(missing, -torch.inf).amax(dim, keepdim=True)
     low = values.masked_fill(missing, torch.inf).amin(dim, keepdim=True)
-    return high - low <= SAME * torch.maximum(high.abs(), low.abs())
+    return high - low <= EQUAL_SPREAD * torch.maximum(high.abs(), low.abs())
 
 
 def centred(values: Tensor, dim: int = -1) -> Tensor:

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 BINS = 12
 TAIL = 3  # Lengths beyond this many times those of 99 in 100 rows would squeeze the others into one bin.
 ROLES = ("bos", "eos", "pad", "unk", "sep", "cls", "mask")
-SCREEN = 400  # Tokens of a row shown on a terminal before its middle is left out: about a screen.
-MOST = 2000  # The same in a file: some ten screens.
+SCREEN_TOKENS = 400  # Tokens of a row shown on a terminal before its middle is left out: about a screen.
+FILE_TOKENS = 2000  # The same in a file: some ten screens.
 BAR = 40
 STYLES = {  # (trained, special)
     (True, False): "bold green",
@@ -444,7 +444,7 @@ def to_console(summary: Summary, console: Console | None = None) -> None:
 
 
 def _row(shown: Shown, marked: bool) -> Panel:
-    head, hidden, tail = elide(shown.pieces, SCREEN)
+    head, hidden, tail = elide(shown.pieces, SCREEN_TOKENS)
     text = _text(head, marked)
     if hidden:
         text.append(f"\n... {hidden:,} tokens left out ...\n", style="italic dim")
@@ -521,7 +521,7 @@ def _findings(summary: Summary) -> Group:
 def to_html(summary: Summary) -> str:
     """The whole page."""
     rows = [
-        (row_title(shown), [image.thumbnail() for image in shown.pictures], *elide(shown.pieces, MOST))
+        (row_title(shown), [image.thumbnail() for image in shown.pictures], *elide(shown.pieces, FILE_TOKENS))
         for shown in summary.shown
     ]
     style = (TEMPLATES / "page.css").read_text(encoding="utf-8")

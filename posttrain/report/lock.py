@@ -31,7 +31,7 @@ GUARD = f"{LOCK}.guard"
 
 
 # Seconds: another process that only asks whether the folder is free holds it for an instant.
-PATIENCE = 1.0
+LOCK_WAIT = 1.0
 
 
 def check_writable(output_dir: str | None) -> None:
@@ -95,7 +95,7 @@ class FolderLock:
         Raises:
             ConfigError: Another live run holds it.
         """
-        self._lock_system(timeout=PATIENCE)
+        self._lock_system(timeout=LOCK_WAIT)
         owner = self._owner()
         if owner is not None and (owner["pid"], owner["host"]) != self._me:
             logger.warning(

@@ -32,11 +32,11 @@ logger = logging.getLogger(__name__)
 
 RESERVED = ("prompt", "completion", "completion_ids")
 # Arguments that the trainer gives, besides prompts, completions and dataset columns.
-OURS = ("trainer_state", "prompt_suffixes", "environments", "log_extra", "log_metric")
+TRAINERS_ARGUMENTS = ("trainer_state", "prompt_suffixes", "environments", "log_extra", "log_metric")
 TABLE_COLUMNS = ("step", "prompt", "completion", "advantage")
-LARGEST = torch.finfo(torch.float32).max
+LARGEST_REWARD = torch.finfo(torch.float32).max
 # Seconds after its limit in which an asynchronous function must have ended, or it blocks the event loop.
-GRACE = 5.0
+GRACE_SECONDS = 5.0
 
 F = TypeVar("F", bound=Callable)
 
@@ -270,7 +270,7 @@ class RewardCall:
                 f"number or None. Prompt: {head(self.prompts[row])}"
             )
         number = float(value)
-        if abs(number) > LARGEST or (self.strict and math.isnan(number)):
+        if abs(number) > LARGEST_REWARD or (self.strict and math.isnan(number)):
             raise RewardError(
                 f"reward function {name!r} returned {number} for row {row}; it must return a finite number, or None "
                 f"for 'does not apply'. Prompt: {head(self.prompts[row])}"
@@ -309,7 +309,7 @@ def columns_read(function: Callable) -> str:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
         return "any"
-    supplied = ("prompts", "completions", "completion_ids", *OURS)
+    supplied = ("prompts", "completions", "completion_ids", *TRAINERS_ARGUMENTS)
     named = [
         p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and p.name not in supplied
     ]
@@ -406,7 +406,7 @@ def run_concurrently(
 
     future = asyncio.run_coroutine_threadsafe(every(), _loop())
     try:
-        future.result(None if timeout is None else timeout + GRACE)
+        future.result(None if timeout is None else timeout + GRACE_SECONDS)
     except concurrent.futures.TimeoutError:
         _LOOPS.pop(os.getpid(), None)
         left = " or ".join(repr(name) for name in tasks if name not in outcomes)

@@ -104,11 +104,11 @@ def answers_match(pred: Any, gold: Any) -> bool | None:
 
 UNPARSEABLE, SKIPPED, INCOMPLETE, TIMED_OUT = "[unparseable]", "[skipped]", "[incomplete reasoning]", "[timed out]"
 # For one formula.
-SECONDS = 5.0
+FORMULA_SECONDS = 5.0
 # Words are no formulas: read as one, "yes" is the product y e s and equals "sey".
 WORDS = re.compile(r"(?=.*[^\W\d_]{2})[^\W\d_]+(?:[\s'-]+[^\W\d_]+)*", re.S)
 # Batches without one readable answer before the expected form is explained.
-PATIENCE = 3
+SILENT_BATCHES = 3
 _silent_batches = 0
 _warned: set[str] = set()
 
@@ -234,7 +234,7 @@ def in_time(function: Callable, calls: Sequence[tuple]) -> list[Any]:
     expired = require("pebble", "math-verify").ProcessExpired
     results: list[Any] = []
     pool = _pool()
-    for future in [pool.schedule(function, args=call, timeout=SECONDS) for call in calls]:
+    for future in [pool.schedule(function, args=call, timeout=FORMULA_SECONDS) for call in calls]:
         try:
             results.append(future.result())
         except (TimeoutError, expired):
@@ -296,12 +296,12 @@ def _explain_silence(texts: Sequence[str], verdicts: Sequence[Verdict]) -> None:
     judged = [text for text, verdict in zip(texts, verdicts, strict=True) if verdict.answer != SKIPPED]
     silent = judged and all(verdict.answer in (UNPARSEABLE, SKIPPED) for verdict in verdicts)
     _silent_batches = _silent_batches + 1 if silent else 0
-    if _silent_batches == PATIENCE:
+    if _silent_batches == SILENT_BATCHES:
         hint = " Its reasoning is in <think>: use reasoning_accuracy_reward." if "<think>" in judged[0] else ""
         logger.warning(
             "accuracy_reward found no answer in any completion of %d batches. It reads \\boxed{42} or 'The final "
             "answer is $42$'; the model writes: %r.%s Fix: ask for that form in the prompt, or pass lenient=True.",
-            PATIENCE, judged[0][-200:], hint,
+            SILENT_BATCHES, judged[0][-200:], hint,
         )  # fmt: skip
 
 
@@ -313,7 +313,7 @@ def _logged(
     if late:
         _warn_once(
             "%d of %d answers of this batch were not compared within %g s and count as wrong (answer_parsed is %r): either "
-            "formulas that explode, or a machine too busy to compare them.", late, len(verdicts), SECONDS, TIMED_OUT,
+            "formulas that explode, or a machine too busy to compare them.", late, len(verdicts), FORMULA_SECONDS, TIMED_OUT,
         )  # fmt: skip
     if unread > 0.05 * len(verdicts):
         _warn_once(

@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 PROBES = ("Yes.", "No.", "The answer is 42, because 6 times 7 is 42.", "zxq zxq zxq zxq zxq")
 # Different texts of a batch that may share one score by chance (or by rounding); more do not.
-FEW = 3
+TEXTS_BY_CHANCE = 3
 TOKENIZER = (
     "its texts cut to nothing; pass its own tokenizer in reward_processing_classes and check the folder's weights."
 )
@@ -76,12 +76,12 @@ class _RewardModel:
             RewardError: ``fix`` is the end of its message: what else may be wrong, and what to do.
         """
         different = len(set(texts))
-        if different > FEW and len(set(scores)) == 1:
+        if different > TEXTS_BY_CHANCE and len(set(scores)) == 1:
             raise RewardError(
                 f"the reward model {self.__name__} gives {scores[0]:g} to {different} different texts: nothing can be learned "
                 f"from it. Its head may be newly initialised, its tokenizer another model's, or {fix}"
             )
-        self._alike_checked = self._alike_checked or different > FEW
+        self._alike_checked = self._alike_checked or different > TEXTS_BY_CHANCE
 
 
 class ModelReward(_RewardModel):

@@ -21,8 +21,8 @@ from torch import Tensor
 from posttrain.errors import ConfigError, MissingDependencyError, RewardError, did_you_mean
 from posttrain.metrics import Metric, mean
 from posttrain.rewards.call import (
-    OURS,
     RESERVED,
+    TRAINERS_ARGUMENTS,
     RewardCall,
     as_callable,
     awaited,
@@ -39,13 +39,13 @@ from posttrain.rewards.call import (
 logger = logging.getLogger(__name__)
 
 # Rollout batches after which the shares of the variance are shown.
-REPORTED = (1, 10, 100)
+GENERATIONS_REPORTED = (1, 10, 100)
 # Correlation below which two rewards take back from each other what they give.
-OPPOSED = -0.5
+OPPOSED_CORRELATION = -0.5
 # Share of unscored rows, and batches in a row, after which a run has no usable reward.
-MANY, PATIENCE = 0.5, 5
+UNSCORED_SHARE, UNSCORED_BATCHES = 0.5, 5
 # Rows that are scored a second time.
-TWICE = 4
+ROWS_SCORED_TWICE = 4
 
 
 # Transforms of one reward column ------------------------------------------------------------------------------------------
@@ -216,7 +216,7 @@ def describe_shares(names: Sequence[str], values: Tensor, weights: Tensor) -> st
     against = []
     for i, j in itertools.combinations(range(len(names)), 2):
         related = correlation(values[:, i] * weights[i], values[:, j] * weights[j])
-        if related is not None and related < OPPOSED:
+        if related is not None and related < OPPOSED_CORRELATION:
             against.append(f"{names[i]} and {names[j]} (correlation {related:.2f})")
     if against:
         text += (
@@ -377,7 +377,9 @@ class RewardRunner:
         kept = {name: values for name, values in (columns or {}).items() if name not in RESERVED}
         always = {"trainer_state": trainer_state, "prompt_suffixes": prompt_suffixes, "environments": environments}
         always = {k: v for k, v in always.items() if v is not None or k == "trainer_state"}
-        for name in [name for name in OURS if name in kept and (name in always or name.startswith("log_"))]:
+        for name in [
+            name for name in TRAINERS_ARGUMENTS if name in kept and (name in always or name.startswith("log_"))
+        ]:
             del kept[name]
             self._warn(
                 f"column {name}",
@@ -401,7 +403,7 @@ class RewardRunner:
 
     def rows_again(self, count: int) -> list[int]:
         """Which of ``count`` rows are scored a second time."""
-        return list(range(min(TWICE, count)))
+        return list(range(min(ROWS_SCORED_TWICE, count)))
 
     def _score_again(self, call: RewardCall, values: list[list[float]]) -> None:
         """Score a few rows a second time and warn of functions that give another reward."""
@@ -416,7 +418,9 @@ class RewardRunner:
             results, _ = self._run(again)
             second = [again.check(name, result) for name, result in zip(self.names, results, strict=True)]
         except RewardError as error:
-            logger.warning("the rewards of the first %d rows could not be computed a second time: %s", TWICE, error)
+            logger.warning(
+                "the rewards of the first %d rows could not be computed a second time: %s", ROWS_SCORED_TWICE, error
+            )
             return
         for name, before, after in zip(self.names, values, second, strict=True):
             # NaN (not scored) differs from itself; its text does not.
@@ -486,7 +490,7 @@ class RewardRunner:
         for name, share in zip(table.names, variance_shares(table.values, table.weights).tolist(), strict=True):
             table.metrics[f"rewards/{name}/variance_share"] = mean(share)
         self._reports += training
-        if training and self._reports in REPORTED:
+        if training and self._reports in GENERATIONS_REPORTED:
             shown = describe_shares(table.names, table.values, table.weights)
             logger.info("share of the rewards' variance at generation %d: %s", self._reports, shown)
         return table
@@ -522,7 +526,7 @@ class RewardRunner:
         self._unscored_batches = self._unscored_batches + 1 if bool(unscored.all()) else 0
         self._ever_scored = self._ever_scored or not bool(unscored.all())
         if (
-            self._ever_scored and self._unscored_batches >= 2 * PATIENCE
+            self._ever_scored and self._unscored_batches >= 2 * UNSCORED_BATCHES
         ):  # The same on every process: rows are those of all.
             raise RewardError(
                 f"no completion got a reward in {self._unscored_batches} batches in a row: {', '.join(self.names)} returned None "
@@ -558,11 +562,11 @@ class RewardRunner:
 
     def _warn_unscored(self, unscored: Tensor, columns: list[str]) -> None:
         share = float(unscored.float().mean()) if unscored.numel() else 0.0
-        self._mostly_unscored = self._mostly_unscored + 1 if share > MANY else 0
+        self._mostly_unscored = self._mostly_unscored + 1 if share > UNSCORED_SHARE else 0
         self._tables += 1
         if self._tables == 1 and share == 1.0:
             which = "every row of the first batch"
-        elif self._mostly_unscored >= PATIENCE:
+        elif self._mostly_unscored >= UNSCORED_BATCHES:
             which = f"{share:.0%} of the rows, in {self._mostly_unscored} batches in a row"
         else:
             return

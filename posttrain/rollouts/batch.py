@@ -346,7 +346,7 @@ class RolloutWindow:
 
 
 # The busiest rank must lose a tenth of its tokens, or rows stay where they are.
-WORTH = 0.9
+LOAD_WORTH_MOVING = 0.9
 
 Cost = tuple[int, list[int]]  # Tokens of a row's prompt, and of each of its completions.
 Place = tuple[int, int, int]  # (rank, row of that rank's slice, completion of that row)
@@ -384,7 +384,7 @@ def deal(costs: Sequence[Sequence[Cost]]) -> dict[Place, int] | None:
         loads[target] = after[target]
         holds.add((target, home, row))
         targets[home, row, completion] = target
-    pays = min(loads) > 0 and max(loads) <= WORTH * max(map(load, costs))
+    pays = min(loads) > 0 and max(loads) <= LOAD_WORTH_MOVING * max(map(load, costs))
     return targets if pays and set(targets.values()) == set(world) else None
 
 

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 TokenIds = Annotated[list[Annotated[int, Field(ge=0, strict=True)]], Field(min_length=1)]
 # What divides logits: a smaller number makes them infinite, which no engine can sample from.
-LEAST, MOST = 1e-5, 1e5
+LEAST_DIVISOR, MOST_DIVISOR = 1e-5, 1e5
 # Of a picture: encoded, and decoded (a small file may hold an image that fills the memory).
 MOST_BYTES, MOST_PIXELS = 32 * 2**20, 64 * 10**6
 # By how much sums of float32 probabilities may miss the mass that they make.
@@ -68,11 +68,11 @@ class Completions(Strict):
     prompt: TokenIds | Annotated[list[TokenIds], Field(min_length=1)]
     n: Annotated[int, Field(ge=1, le=4096)] = 1
     max_tokens: Annotated[int, Field(ge=1)] = 16
-    temperature: Literal[0] | Annotated[float, Field(ge=LEAST)] = 1.0
+    temperature: Literal[0] | Annotated[float, Field(ge=LEAST_DIVISOR)] = 1.0
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     top_k: Annotated[int, Field(ge=-1)] = 0
     min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
-    repetition_penalty: Annotated[float, Field(ge=LEAST, le=MOST)] = 1.0
+    repetition_penalty: Annotated[float, Field(ge=LEAST_DIVISOR, le=MOST_DIVISOR)] = 1.0
     seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
     logprobs: Annotated[int, Field(ge=0)] | None = None
     prompt_logprobs: Annotated[int, Field(ge=0)] | None = None

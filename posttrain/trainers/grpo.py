@@ -46,9 +46,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 # Groups this narrow against all rewards are noise; more than this share of them is reported.
-TINY, MANY = 1e-3, 0.2
+NARROW_SPREAD, NARROW_SHARE = 1e-3, 0.2
 # Groups before anything is said of their share, and the latest that it is a share of.
-ENOUGH, LOOKED_AT = 5, 64
+GROUPS_NEEDED, GROUPS_REMEMBERED = 5, 64
 
 
 def _active_dropout(model: nn.Module) -> str:
@@ -135,7 +135,7 @@ class GRPOTrainer(OnlineTrainer):
         )
         args = self.args
         self._warned_of_noise, self._totals = False, RunningReward()
-        self._stds_seen: deque[float] = deque(maxlen=LOOKED_AT)
+        self._stds_seen: deque[float] = deque(maxlen=GROUPS_REMEMBERED)
         if not self.engine_is_policy:
             check_correction(args)
         if args.sync_ref_model:
@@ -175,8 +175,13 @@ class GRPOTrainer(OnlineTrainer):
         self._totals.add(stats.totals.tolist())
         self._stds_seen.extend(stats.group_std[~stats.group_std.isnan()].tolist())
         known, whole = len(self._stds_seen), self._totals.std
-        narrow = sum(std > 0 and self.args.min_group_std <= std < TINY * whole for std in self._stds_seen)
-        if self._warned_of_noise or self.args.scale_rewards != "group" or known < ENOUGH or narrow <= MANY * known:
+        narrow = sum(std > 0 and self.args.min_group_std <= std < NARROW_SPREAD * whole for std in self._stds_seen)
+        if (
+            self._warned_of_noise
+            or self.args.scale_rewards != "group"
+            or known < GROUPS_NEEDED
+            or narrow <= NARROW_SHARE * known
+        ):
             return
         self._warned_of_noise = True
         logger.warning(

@@ -48,7 +48,7 @@ class Seeded(NativeEngine):
 def _quick(monkeypatch):
     monkeypatch.setattr(connection, "BACK_OFF", 0.01)
     monkeypatch.setattr(fleet, "REFRESH_SECONDS", 0.0)
-    monkeypatch.setattr(server, "WAIT", 0.05)
+    monkeypatch.setattr(server, "LOOK_SECONDS", 0.05)
 
 
 @pytest.fixture

@@ -111,7 +111,7 @@ def test_a_run_waits_for_another_that_computes_the_same(cache, tiny_tokenizer):
 
 
 def test_who_waits_too_long_computes_for_itself(cache, tiny_tokenizer, monkeypatch, caplog):
-    monkeypatch.setattr(precompute, "WAIT", 0.05)
+    monkeypatch.setattr(precompute, "LOCK_WAIT", 0.05)
     run(Stub(tiny_tokenizer))
     (path,) = cache.folder.glob("*.npy")
     path.unlink()

@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from posttrain.errors import DataError
-from posttrain.report.inspect import MOST, Bin, Piece, elide, pieces_of, summarise, to_console, to_html
+from posttrain.report.inspect import FILE_TOKENS, Bin, Piece, elide, pieces_of, summarise, to_console, to_html
 from posttrain.report.templates import visible
 from posttrain.types import Finding, Row
 from tests.wordings import raises
@@ -315,7 +315,7 @@ def test_bars_are_proportional_to_their_counts(tiny_tokenizer):
 
 def test_a_very_long_row_does_not_make_a_very_long_page(tiny_tokenizer):
     parsed = Page(to_html(summarise([row_of(5000)], tiny_tokenizer)))
-    assert len(parsed.pieces) == MOST
+    assert len(parsed.pieces) == FILE_TOKENS
     assert "3,000 tokens left out" in parsed.text
 
 

@@ -347,7 +347,7 @@ def test_a_function_that_hangs_is_named_after_its_timeout(asynchronous):
 
 
 def test_a_coroutine_that_never_gives_the_loop_back_is_named_and_later_calls_go_on(monkeypatch):
-    monkeypatch.setattr("posttrain.rewards.call.GRACE", 0.05)
+    monkeypatch.setattr("posttrain.rewards.call.GRACE_SECONDS", 0.05)
     release = threading.Event()
 
     async def polite(**_):

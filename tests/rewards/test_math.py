@@ -133,18 +133,18 @@ def test_the_last_assistant_message_with_content_is_judged():
 @needs_math
 def test_r28_an_expression_that_hangs_is_killed_and_the_rest_still_judged(monkeypatch, caplog):
     math_rewards._warned.clear()
-    monkeypatch.setattr(math_rewards, "SECONDS", 1.0)
+    monkeypatch.setattr(math_rewards, "FORMULA_SECONDS", 1.0)
     logged = {}
     rewards = accuracy_reward([r"\boxed{1}", BOMB, r"\boxed{2}"], ["1", "7", "2"], log_extra=logged.__setitem__)
     assert rewards == [1.0, 0.0, 1.0]
     assert "1 of 3 answers of this batch were not compared within 1 s and count as wrong" in caplog.text
-    monkeypatch.setattr(math_rewards, "SECONDS", 0.5)
+    monkeypatch.setattr(math_rewards, "FORMULA_SECONDS", 0.5)
     assert accuracy_reward([BOMB + str(i) for i in range(2)] + [r"\boxed{2}"], ["7"] * 2 + ["2"])[-1] == 1.0
 
 
 @needs_math
 def test_what_takes_too_long_is_given_up_and_such_a_reference_is_not_scored(monkeypatch):
-    monkeypatch.setattr(math_rewards, "SECONDS", 0.3)
+    monkeypatch.setattr(math_rewards, "FORMULA_SECONDS", 0.3)
     assert math_rewards.in_time(time.sleep, [(30,), (0,)]) == [math_rewards.TIMED_OUT, None]
     assert math_rewards.in_time(int, [("x",)]) == [None]
 

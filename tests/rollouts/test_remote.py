@@ -26,8 +26,7 @@ SAMPLING = Sampling(6, seed=3)
 def _quick(monkeypatch):
     monkeypatch.setattr(connection, "BACK_OFF", 0.01)
     monkeypatch.setattr(fleet, "REFRESH_SECONDS", 0.0)
-    for module in (server, remote):
-        monkeypatch.setattr(module, "WAIT", 0.05)
+    monkeypatch.setattr(server, "LOOK_SECONDS", 0.05)
 
 
 def stub_of(made, version="default", **options):

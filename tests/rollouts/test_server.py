@@ -409,7 +409,7 @@ def test_a_connection_that_the_server_closed_after_an_error_does_not_make_it_dea
 
 
 def test_a_server_that_hangs_is_noticed_by_the_push_in_seconds(made, stub, model, monkeypatch):
-    monkeypatch.setattr(connection, "QUICK", 0.2)
+    monkeypatch.setattr(connection, "QUICK_SECONDS", 0.2)
     engine = connect(made, stub)
     monkeypatch.setattr(stub, "on_health", lambda *_: time.sleep(1.0))
     begin = time.monotonic()

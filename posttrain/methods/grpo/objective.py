@@ -201,7 +201,7 @@ def _kept(logp: Tensor, sampled: Tensor | None, batch: Batch, cfg: GRPOConfig) -
 
 STATE_FILE = "entropy_ctrl_state.json"
 # Optimiser steps without a single bonus, after which the target counts as out of reach.
-PATIENCE = 50
+STEPS_UNTIL_WARNING = 50
 
 
 class EntropyBonus:
@@ -264,10 +264,10 @@ class EntropyBonus:
         self._window.zero_()
         if self.steered:
             self.update(entropy / max(tokens, 1.0))
-        if self.steered and step == PATIENCE and not self._ever_applied:
+        if self.steered and step == STEPS_UNTIL_WARNING and not self._ever_applied:
             logger.warning(
                 "after %d steps the entropy (%.2f nats) never was at or below entropy_target=%s, so there was no bonus yet. Set "
-                "the target near the entropy of the first steps.", PATIENCE, self.last, self.args.entropy_target,
+                "the target near the entropy of the first steps.", STEPS_UNTIL_WARNING, self.last, self.args.entropy_target,
             )  # fmt: skip
         return {"policy_loss": mean(policy), "entropy_coef": mean(self.coefficient)}
 

@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 # Seconds to connect, and to be answered where nothing is to be computed: health, versions.
-QUICK = 5.0
+QUICK_SECONDS = 5.0
 GENERATE_TIMEOUT, PAUSE_TIMEOUT, UPDATE_TIMEOUT = 600.0, 300.0, 720.0
 # Of a request's time-out, beyond 30 s.
 SECONDS_PER_TOKEN = 0.02
@@ -182,7 +182,7 @@ class VLLMClient:
         return again(self._once, method, path, body, timeout)
 
     def _once(self, method: str, path: str, body: Any, timeout: float) -> dict[str, Any]:
-        url, limit = self.base_url + path, httpx2.Timeout(timeout, connect=QUICK)
+        url, limit = self.base_url + path, httpx2.Timeout(timeout, connect=QUICK_SECONDS)
         # After an error vLLM closes the connection: the next request of an update, which is sent once, takes a new one.
         headers = {"Connection": "close"} if path in PHASES else None
         try:
@@ -241,14 +241,14 @@ class VLLMClient:
     def health(self) -> None:
         """Raise where the server is not healthy."""
         # Once more: after an error a server closes the connection that would be used again.
-        self.call("GET", "/health", timeout=QUICK, retries=1)
+        self.call("GET", "/health", timeout=QUICK_SECONDS, retries=1)
 
     # What the server is
 
     def info(self) -> dict[str, Any]:
         """Model, limits and ``weight_version``, as far as the server says; ``takes_no_weights`` says what it lacks."""
         if not self.facts:
-            reply = self.call("GET", "/v1/models", timeout=QUICK, retries=2)
+            reply = self.call("GET", "/v1/models", timeout=QUICK_SECONDS, retries=2)
             with reading(reply, self.base_url):
                 cards = reply.get("data") or [{}]
                 card = next((card for card in cards if card.get("parent") is None), cards[0])
@@ -265,7 +265,7 @@ class VLLMClient:
         """By the worker extension; without it, by the server's own config, which developer mode shows."""
         try:
             body = {"method": "posttrain_facts", "kwargs": {}}
-            reply = self.call("POST", "/collective_rpc", body, timeout=QUICK)
+            reply = self.call("POST", "/collective_rpc", body, timeout=QUICK_SECONDS)
             with reading(reply, self.base_url):
                 return dict(reply["results"][0])
         except RolloutServerError:
@@ -284,7 +284,7 @@ class VLLMClient:
     def _generates_from_pictures(self) -> bool:
         """Whether a vLLM has `GENERATE` (0.32: with ``--enable-scale-out``)."""
         try:
-            self.call("POST", GENERATE, {}, timeout=QUICK)
+            self.call("POST", GENERATE, {}, timeout=QUICK_SECONDS)
         except BadRequest:
             return True  # It misses the token ids.
         except ServerUnreachable:
@@ -302,7 +302,7 @@ class VLLMClient:
     def weight_version(self) -> str:
         """What the server calls its weights: the name that was pushed last; empty where it does not say."""
         if self.adapter:
-            cards = self.call("GET", "/v1/models", timeout=QUICK, retries=2).get("data") or []
+            cards = self.call("GET", "/v1/models", timeout=QUICK_SECONDS, retries=2).get("data") or []
             # Where it was restarted it has lost it, and says what its base model is.
             self.adapter = self.adapter if self.adapter in [card.get("id") for card in cards] else ""
         return self.adapter or self._weight_info()[0]
@@ -313,7 +313,7 @@ class VLLMClient:
 
     def _weight_info(self) -> tuple[str, str]:
         try:
-            reply = self.call("GET", "/weight_info", timeout=QUICK, retries=2)
+            reply = self.call("GET", "/weight_info", timeout=QUICK_SECONDS, retries=2)
             version = str(reply.get("weight_version"))
             return version, str(reply.get("base_version", version))
         except ServerUnreachable:
@@ -533,7 +533,7 @@ class VLLMClient:
         if self.facts.get("transfer") == "nccl" and self.communicator is None:
             self.init_communicator()
         self.pause()
-        self.call("POST", "/update_weight_version", {"new_version": INCOMPLETE}, timeout=QUICK)
+        self.call("POST", "/update_weight_version", {"new_version": INCOMPLETE}, timeout=QUICK_SECONDS)
         start = functools.partial(self.call, "POST", "/start_weight_update", {}, timeout=self.sync_timeout)
         try:
             start()
@@ -565,7 +565,7 @@ class VLLMClient:
     def unload_adapter(self, name: str) -> None:
         """Let an adapter go that nothing asks any more; requests under way with it end as they began."""
         with contextlib.suppress(RolloutServerError):
-            self.call("POST", "/v1/unload_lora_adapter", {"lora_name": name}, timeout=QUICK)
+            self.call("POST", "/v1/unload_lora_adapter", {"lora_name": name}, timeout=QUICK_SECONDS)
 
     def send_part(self, **update_info: Any) -> None:
         """One ``/update_weights``: a bucket in shared memory, what is broadcast next, or that all buckets came.
@@ -612,7 +612,7 @@ class VLLMClient:
             ("/resume", {}),
         ):
             try:
-                self.call("POST", path, body, timeout=QUICK)
+                self.call("POST", path, body, timeout=QUICK_SECONDS)
             except RolloutServerError as error:
                 logger.info("%s did not take the end of a failed update: %s", self.base_url, error)
 

@@ -24,7 +24,7 @@ from posttrain.rollouts.server.client import VLLMClient
 from posttrain.rollouts.server.pool import AWAY, Server, ServerPool, Urls
 from posttrain.rollouts.server.replies import derived_seed, read_choice, reading, sampling_body, shape_of
 from posttrain.rollouts.server.weight_sync import Pusher, as_sync_error
-from posttrain.rollouts.workers.shared_weights import KEPT, as_dtype
+from posttrain.rollouts.workers.shared_weights import VERSIONS_KEPT, as_dtype
 from posttrain.types import Request, Rollout, Sampling
 
 if TYPE_CHECKING:
@@ -32,9 +32,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-RETRIES = 3
+CALL_RETRIES = 3
 # Seconds between two looks for a server that is gone.
-WAIT = 2.0
+LOOK_SECONDS = 2.0
 # Fields of `Sampling` that servers have no rule for.
 UNKNOWN = ("no_repeat_ngram",)
 Found = TypeVar("Found")
@@ -197,7 +197,7 @@ class ServerEngine(RolloutEngine):
                 if getattr(error, "held", False) or time.monotonic() >= deadline:
                     raise
                 logger.warning("%s Waiting for a server to come back.", str(error).splitlines()[0])
-                time.sleep(WAIT)
+                time.sleep(LOOK_SECONDS)
 
     def _generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Rollout]:
         chunks = self._chunks(requests, sampling)
@@ -264,7 +264,7 @@ class ServerEngine(RolloutEngine):
             [list(request.prompt_ids) for request in requests],
             n=n,
             seeds=[request.sampling.seed for request in requests if request.sampling],
-            retries=RETRIES if alone else 1,
+            retries=CALL_RETRIES if alone else 1,
             own=[server.client.pictures_fields(request) for request in requests],
             **sampling_body(sampling),
         )
@@ -358,11 +358,11 @@ class ServerEngine(RolloutEngine):
     def _forget_adapter(self, newest: str) -> None:
         """The version before the last: requests with it have ended, or end as they began."""
         self._adapters = [*(one for one in self._adapters if one != newest), newest]
-        for name in self._adapters[:-KEPT]:
+        for name in self._adapters[:-VERSIONS_KEPT]:
             for server in self.fleet.live:
                 server.client.unload_adapter(name)
             shutil.rmtree(self.pusher.folder / name, ignore_errors=True)
-        del self._adapters[:-KEPT]
+        del self._adapters[:-VERSIONS_KEPT]
 
     def _outdated(self, name: str) -> list[Server]:
         """The servers that are there and must be given a version; each says anew what it has."""
@@ -541,7 +541,7 @@ class FollowingEngine(ServerEngine):
                 if time.monotonic() >= deadline:
                     raise
                 with self._news:
-                    self._news.wait(WAIT)
+                    self._news.wait(LOOK_SECONDS)
 
     def _version_of(self, server: Server, name: str) -> int:
         """See `ServerEngine._version_of`; a version whose news is on its way will do too."""

@@ -183,7 +183,7 @@ def _delta(layer: nn.Module, name: str) -> Tensor:
 
 
 # Versions: one may be read while the next is written.
-KEPT = 2
+VERSIONS_KEPT = 2
 
 
 class SharedWeights:
@@ -235,7 +235,7 @@ class SharedWeights:
         draft.write_text(json.dumps({"version": version, "file": path.name, "xxh3": digest}), encoding="utf-8")
         draft.replace(self.folder / "latest.json")
         self.version = version
-        (self.folder / f"weights-{version - KEPT}.safetensors").unlink(missing_ok=True)
+        (self.folder / f"weights-{version - VERSIONS_KEPT}.safetensors").unlink(missing_ok=True)
 
     def resume(self) -> None:
         """Nothing was paused."""

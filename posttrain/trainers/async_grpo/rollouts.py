@@ -63,7 +63,7 @@ LONGEST_PROMPT = 2
 # Seconds that the queue may be empty before the workers' health is checked.
 LOOK_S = 5.0
 # Rollouts in a row that are too long for a row, after which none will ever fit.
-STRAIGHT = 100
+TOO_LONG_IN_A_ROW = 100
 
 
 def warn_of_reward_models(functions: Any) -> None:
@@ -420,10 +420,10 @@ class AsyncRollouts:
         if 0 < self.token_budget < longest:
             self._straight += 1
             logger.warning("a rollout of %d tokens does not fit token_budget=%d: dropped", longest, self.token_budget)
-            if self._straight >= STRAIGHT:
+            if self._straight >= TOO_LONG_IN_A_ROW:
                 raise RolloutError(
-                    f"{STRAIGHT} rollouts in a row were longer than token_budget={self.token_budget} (the last: {longest} "
-                    "tokens): nothing would ever be trained. Raise token_budget, or lower max_completion_length."
+                    f"{TOO_LONG_IN_A_ROW} rollouts in a row were longer than token_budget={self.token_budget} (the last: "
+                    f"{longest} tokens): nothing would ever be trained. Raise token_budget, or lower max_completion_length."
                 )
             return "too_long"
         self._straight = 0

@@ -24,7 +24,7 @@ from posttrain.data.pictures import without_pictures
 from posttrain.data.processors import PictureProcessor
 from posttrain.errors import RolloutError
 from posttrain.loop.scoring import reward_runner, score_rollouts
-from posttrain.losses.advantages import MOST, group_advantages
+from posttrain.losses.advantages import MOST_ADVANTAGE, group_advantages
 from posttrain.rewards.runner import RewardRunner, RewardTable
 from posttrain.rollouts.batch import RolloutBatch, completions_for_rewards, sampled_logps, shared_requests
 from posttrain.rollouts.episodes.driver import EpisodeDriver, EpisodeSetup
@@ -323,7 +323,7 @@ def score_group(
     table = score_rollouts(rewards, batch, tokenizer, step)
     table.values = rewards.transformed(table.values, torch.zeros(len(batch.rollouts), dtype=torch.long))
     stats = group_advantages(table.values, table.weights, len(batch.rollouts), scale_rewards=scale_rewards)
-    exact, most = stats.advantages, math.inf if scale_rewards == "none" else MOST
+    exact, most = stats.advantages, math.inf if scale_rewards == "none" else MOST_ADVANTAGE
     shared, trajectories = _group_metrics(table), []
     for i, rollout in enumerate(batch.rollouts):
         masks = batch.trained(i, mask_truncated)
