@@ -8,7 +8,6 @@ import torch
 
 from posttrain.errors import ServerUnreachable, WeightSyncError
 from posttrain.rollouts.server import client as connection
-from posttrain.rollouts.server import engine as remote
 from posttrain.rollouts.server import engine as server
 from posttrain.rollouts.server import pool as fleet
 from posttrain.rollouts.server.engine import FollowingEngine, ServerEngine, ServerTransfer, ServerVersions
