@@ -6,8 +6,9 @@ Each class is also the standard-library type a caller would expect, so ``except 
 from __future__ import annotations
 
 import difflib
+import functools
 import inspect
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
@@ -186,13 +187,18 @@ def did_you_mean(value: object, choices: Iterable[str], *, cutoff: float = 0.6) 
     return f" (did you mean '{close[0]}'?)" if close else ""
 
 
+@functools.cache
+def _parameters(cls: type) -> Mapping[str, inspect.Parameter]:
+    return inspect.signature(cls.__init__).parameters
+
+
 def refuse_unknown_arguments(cls: type, given: Iterable[str]) -> None:
     """Refuse keywords that a class's constructor has not, with the nearest that it has.
 
     Raises:
         ArgumentTypeError: Names the first of them.
     """
-    known = inspect.signature(cls.__init__).parameters
+    known = _parameters(cls)
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values()):
         return
     for name in given:

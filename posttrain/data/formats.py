@@ -369,13 +369,13 @@ def shows_pictures(dataset: AnyDataset) -> bool:
         return has_pictures(islice(undecoded(dataset.with_format(None)), STREAMED))
     if not isinstance(dataset, datasets.Dataset):
         return False
-    features = dataset.features
-    texts = [name for name, kind in features.items() if getattr(kind, "dtype", "") in ("string", "large_string")]
-    names = [name for name in MESSAGE_COLUMNS if name in features and name not in texts]
+    kinds = {name: str(kind) for name, kind in dataset.features.items() if name in MESSAGE_COLUMNS}
+    # A block says its ``type``: where no column has such a key, no row has a picture.
+    names = [name for name, kind in kinds.items() if "'type'" in kind or "Json" in kind]
     if not names:
         return False
     # Blocks have a key of their own for an image where any of the column holds one: then every row is looked at.
-    keyed = any(kind in str(features[name]) for name in names for kind in PICTURE_BLOCKS)
+    keyed = any(kind in kinds[name] for name in names for kind in PICTURE_BLOCKS)
     step = 1 if keyed else max(1, len(dataset) // LOOK)
     return has_pictures(undecoded(dataset.with_format(None).select_columns(names)).select(range(0, len(dataset), step)))
 
@@ -515,6 +515,7 @@ def tokenized(
         DataError: No row is left (of a stream, none of its first rows).
     """
     import datasets
+    import pyarrow.compute as pc
 
     streaming = isinstance(dataset, datasets.IterableDataset)
     extra: dict[str, Any] = {} if streaming else {"num_proc": num_proc}
@@ -524,18 +525,23 @@ def tokenized(
         first = dataset.map(function, **options, batch_size=FIRST_BATCH)
         _check_stream((row["_reason"] for row in first), name, hint)
     mapped = dataset.map(function, **options, **extra, **described)
-    kept = mapped.filter(_is_kept, batched=True, input_columns=["_reason"], **extra)
-    report = PreparationReport(name)
-    if not streaming:
-        report.rows_in, report.rows_out = len(mapped), len(kept)
+    kept, report = mapped, PreparationReport(name)
+    if streaming:
+        kept = mapped.filter(_is_kept, batched=True, input_columns=["_reason"])
+    else:
+        counted = mapped.with_format("arrow", columns=[*counters, "_reason"])[:]
+        is_kept = pc.equal(counted["_reason"], "")  # (rows,)
+        report.rows_in, report.rows_out = len(mapped), pc.sum(is_kept).as_py()
         if report.rows_out < report.rows_in:
-            report.dropped = dict(Counter(filter(None, mapped["_reason"][:])))
+            report.dropped = dict(Counter(filter(None, counted["_reason"].to_pylist())))
+            kept = mapped.select(pc.indices_nonzero(is_kept).to_numpy())
         if not report.rows_out:
             raise DataError(
                 f"no row of the {name} dataset is left: of {report.rows_in}, {listed(report.dropped)}. {hint}"
             )
         for counter in (counter for counter in counters if hasattr(report, counter[1:])):
-            setattr(report, counter[1:], sum((kept if counter in OF_KEPT else mapped)[counter][:]))
+            column = counted[counter].filter(is_kept) if counter in OF_KEPT else counted[counter]
+            setattr(report, counter[1:], pc.sum(column).as_py())
         if report.dropped:
             lost, why = report.rows_in - report.rows_out, listed(report.dropped)
             logger.warning("%s dataset: dropped %d of %d rows (%s).", name, lost, report.rows_in, why)

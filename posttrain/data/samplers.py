@@ -265,7 +265,7 @@ def check_prompts(dataset: AnyDataset, name: str, tokenizer: Tokenizer) -> list[
         )
     chat = is_conversational(head[0])
     if isinstance(dataset, datasets.Dataset):
-        prompts: Iterable[Any] = dataset.select_columns("prompt").with_format(None)["prompt"]
+        prompts: Iterable[Any] = dataset.with_format(None, columns=["prompt"])["prompt"]
     else:
         prompts = (row["prompt"] for row in itertools.islice(dataset, STREAMED))
     for index, prompt in enumerate(prompts):

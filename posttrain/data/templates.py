@@ -526,15 +526,13 @@ def _conversation(row: dict[str, Any]) -> tuple[list[dict[str, Any]], int, dict[
     return [*prompt, *answer], 0 if "messages" in row else len(prompt), template_arguments(row)
 
 
-def _encoded(
-    tokenizer: Tokenizer, messages: list[dict[str, Any]], kwargs: dict[str, Any], *, ask: bool = False
-) -> list[int]:
-    text = render(tokenizer, messages, add_generation_prompt=ask, **kwargs)
+def _ids(tokenizer: Tokenizer, text: str) -> list[int]:
     return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
 
 
 def _row_problems(tokenizer: Tokenizer, messages: list[dict[str, Any]], start: int, kwargs: dict[str, Any]) -> set[str]:
-    ids = _encoded(tokenizer, messages, kwargs)
+    text = render(tokenizer, messages, **kwargs)
+    ids = _ids(tokenizer, text)
     codes = set()
     bos = tokenizer.bos_token_id
     if bos is not None and ids[:2] == [bos, bos]:
@@ -543,11 +541,11 @@ def _row_problems(tokenizer: Tokenizer, messages: list[dict[str, Any]], start: i
         codes.add("PT-K112")
     turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     if turns and turns[-1] > 0:
-        head = _encoded(tokenizer, messages[: turns[-1]], kwargs, ask=True)
+        head = _ids(tokenizer, render(tokenizer, messages[: turns[-1]], add_generation_prompt=True, **kwargs))
         if common_prefix(head, ids) < len(head):
             codes.add("PT-K115")
     codes |= _mask_problems(tokenizer, messages, turns, kwargs) if turns else set()
-    return codes | _losses(render(tokenizer, messages, **kwargs), messages[start:])
+    return codes | _losses(text, messages[start:])
 
 
 def _mask_problems(tokenizer: Tokenizer, messages: list[dict], turns: list[int], kwargs: dict[str, Any]) -> set[str]:
@@ -559,7 +557,7 @@ def _mask_problems(tokenizer: Tokenizer, messages: list[dict], turns: list[int],
         return {"PT-K114"}
     if turns[0] == 0:
         return set()
-    head = _encoded(tokenizer, messages[: turns[0]], kwargs, ask=True)
+    head = _ids(tokenizer, render(tokenizer, messages[: turns[0]], add_generation_prompt=True, **kwargs))
     return set() if mask.index(1) == len(head) else {"PT-K117"}
 
 

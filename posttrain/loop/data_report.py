@@ -443,7 +443,7 @@ def _read(rows: Any, columns: Sequence[str], filled: bool) -> tuple[dict[int, st
 
 def _plain_rows(dataset: datasets.Dataset, columns: Sequence[str], count: int) -> Iterator[dict[str, Any]]:
     """Some columns of the first rows, whatever format the dataset was given."""
-    return islice(iter(dataset.select_columns(list(columns)).with_format(None)), count)
+    return islice(iter(dataset.with_format(None, columns=list(columns))), count)
 
 
 def _empty_rows(dataset: datasets.Dataset, columns: Sequence[str]) -> dict[int, str]:
@@ -455,7 +455,7 @@ def _empty_rows(dataset: datasets.Dataset, columns: Sequence[str]) -> dict[int, 
         if name == "prompt" and pair:
             continue
         start = 0
-        for table in dataset.select_columns([name]).with_format("arrow").iter(batch_size=ARROW_BATCH):
+        for table in dataset.with_format("arrow", columns=[name]).iter(batch_size=ARROW_BATCH):
             column = table.column(name)
             if column.null_count and not several:
                 _note(reasons, pyarrow.compute.is_null(column), start, f"no `{name}`")
