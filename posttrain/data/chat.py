@@ -11,6 +11,7 @@ from functools import lru_cache, partial
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from jinja2 import TemplateSyntaxError
 
 from posttrain.data.formats import is_conversational, strip_none, warn_once
@@ -405,7 +406,11 @@ def assistant_mask(
     rendered = partial(render, tokenizer)
     text, spans = assistant_spans(rendered, messages, turn_end(tokenizer), tools=tools, **template_kwargs)
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-    return encoded["input_ids"], [int(any(a <= at < b for a, b in spans)) for at, _ in encoded["offset_mapping"]]
+    starts = np.array([start for start, _ in encoded["offset_mapping"]], dtype=np.int64)  # (tokens,)
+    spoken = np.zeros(len(starts), dtype=np.int64)
+    for begin, stop in spans:
+        spoken |= (begin <= starts) & (starts < stop)
+    return encoded["input_ids"], spoken.tolist()
 
 
 def assistant_spans(

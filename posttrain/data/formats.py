@@ -534,7 +534,7 @@ def tokenized(
         report.rows_in, report.rows_out = len(mapped), pc.sum(is_kept).as_py()
         if report.rows_out < report.rows_in:
             report.dropped = dict(Counter(filter(None, counted["_reason"].to_pylist())))
-            kept = mapped.select(pc.indices_nonzero(is_kept).to_numpy())
+            kept = mapped.select(pc.indices_nonzero(is_kept).to_pylist())
         if not report.rows_out:
             raise DataError(
                 f"no row of the {name} dataset is left: of {report.rows_in}, {listed(report.dropped)}. {hint}"
