@@ -37,15 +37,12 @@ def exam(model, tokenizer, rows, count_right) -> float:
 
     was = model.training
     model.eval()
-    said = []
+    texts = [tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, tokenize=False) for row in rows]
+    inputs = tokenizer(texts, padding=True, padding_side="left", add_special_tokens=False, return_tensors="pt")
     with torch.no_grad():
-        for row in rows:
-            ids = tokenizer.apply_chat_template(
-                row["prompt"], add_generation_prompt=True, return_tensors="pt", return_dict=True
-            )
-            out = model.generate(**ids, max_new_tokens=12, do_sample=False)
-            text = tokenizer.decode(out[0, ids["input_ids"].shape[1] :], skip_special_tokens=True)
-            said.append(("", row["answer"], text))
+        out = model.generate(**inputs, max_new_tokens=12, do_sample=False)
+    answers = tokenizer.batch_decode(out[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+    said = [("", row["answer"], text) for row, text in zip(rows, answers, strict=True)]
     model.train(was)
     return count_right(said) / len(said)
 
