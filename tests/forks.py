@@ -299,6 +299,8 @@ def _import() -> None:
 
     for name in ("SFTTrainer", "DPOTrainer", "GRPOTrainer", "PPOTrainer", "KTOTrainer", "RewardTrainer"):
         getattr(posttrain, name)
+    import tests.methods.helpers  # noqa: F401 - and pytest, which `tests.conftest` imports
+    import tests.ranks  # noqa: F401
 
 
 def _lives(process: int) -> bool:
