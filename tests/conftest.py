@@ -15,7 +15,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import pytest
 import torch
 
-from tests.forks import open_session
+from tests.forks import Spawned, open_session
 
 if not torch.cuda.is_available():
     # Triton decides when it is first imported, by whichever library, whether kernels are interpreted.
@@ -167,6 +167,12 @@ def _proven_once() -> Iterator[None]:
         patch.setattr(PictureProcessor, "_alone", functools.cached_property(remembered))
         PictureProcessor._alone.__set_name__(PictureProcessor, "_alone")
         yield
+
+
+@pytest.fixture
+def forked_workers(monkeypatch):
+    """Processes of multiprocessing's spawn context are forked from one with the imports behind it; their start is not tested."""
+    monkeypatch.setattr("multiprocessing.popen_spawn_posix.Popen", Spawned)
 
 
 @pytest.fixture(scope="session")

@@ -492,6 +492,7 @@ def seen_width(completions, images, **_):
     return [(held[0].size[0] if held else 0) + 0.001 * len(str(c)) for held, c in zip(images, completions, strict=True)]
 
 
+@pytest.mark.usefixtures("forked_workers")
 def test_a_worker_process_samples_under_the_pictures_of_its_prompts(tmp_path):
     from tests.methods.async_helpers import steps
 
