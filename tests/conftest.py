@@ -26,23 +26,16 @@ def pytest_configure(config: pytest.Config) -> None:
     """All processes of a session share the templates of `tests.forks`; workers inherit where they are."""
     if not hasattr(config, "workerinput"):
         open_session()
+    gc.disable()  # Until the tests are collected: imports and thousands of items make no garbage, and were a third of that time.
 
 
-DURATIONS = Path(__file__).with_name(
-    "durations.json"
-)  # Seconds of the longest case of slow tests: `tools/durations.py`.
+DURATIONS = Path(__file__).with_name("durations.json")  # Seconds of files that take some: `tools/durations.py`.
 
 
 def pytest_collection_modifyitems(items: list) -> None:
-    """Files with the longest tests begin first: at the end the other process would have nothing to do beside one of them.
-
-    Tests of one file stay together, for what its fixtures keep is made once a process.
-    """
-    longest: dict[str, float] = {}
-    for test, seconds in json.loads(DURATIONS.read_text(encoding="utf-8")).items():
-        file = test.partition("::")[0]
-        longest[file] = max(seconds, longest.get(file, 0))
-    items.sort(key=lambda item: -longest.get(item.nodeid.partition("::")[0], 0))
+    """The longest files begin first: at the end the other processes would have nothing to do beside one of them."""
+    seconds = json.loads(DURATIONS.read_text(encoding="utf-8"))
+    items.sort(key=lambda item: -seconds.get(item.nodeid.partition("::")[0], 0))
 
 
 _since_frozen = 0
@@ -57,6 +50,7 @@ def _freeze() -> None:
 def pytest_collection_finish() -> None:
     """No import of a test's file is garbage."""
     _freeze()
+    gc.enable()
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

@@ -44,6 +44,7 @@ ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "TOKENIZERS_PARALLELISM": "false",
 }
+SEEDS = 2  # Templates of ranks: a set in another order on one of them is enough to part them.
 PIPE, DEVNULL, STDOUT = subprocess.PIPE, subprocess.DEVNULL, subprocess.STDOUT
 
 
@@ -68,7 +69,7 @@ class Forked:
         env: The whole environment; None: this one with `ENVIRONMENT`.
         cwd: Its working directory.
         start_new_session: Whether it leads a process group of its own.
-        rank: Which template: processes of one distributed run have hash seeds of their own, as under torchrun.
+        rank: Which template: neighbours in a distributed run have different hash seeds, as under torchrun.
         pretends: Whether the template has the pretended accelerator of `tests.gpu.device`.
         pass_fds: Open files that it has under the same numbers.
     """
@@ -239,6 +240,7 @@ def _number(line: socket.socket) -> int | None:
 
 def _connect(rank: int, pretends: bool) -> socket.socket:
     """A connection to the template, which is started where nobody has."""
+    rank %= SEEDS
     folder = open_session()
     path = folder / f"{'pretended' if pretends else 'rank'}{rank}"
     with filelock.FileLock(f"{path}.lock"):
