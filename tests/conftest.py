@@ -31,7 +31,6 @@ def pytest_configure(config: pytest.Config) -> None:
     """All processes of a session share the templates of `tests.forks`; workers inherit where they are."""
     if not hasattr(config, "workerinput"):
         open_session()
-    gc.disable()  # Until the tests are collected: imports and thousands of items make no garbage, and were a third of that time.
 
 
 DURATIONS = Path(__file__).with_name("durations.json")  # Seconds of files that take some: `tools/durations.py`.
@@ -52,10 +51,19 @@ def _freeze() -> None:
     gc.freeze()
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[object]:
+    """Imports and thousands of items are no garbage, and looking for some was a third of this time."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+
+
 def pytest_collection_finish() -> None:
     """No import of a test's file is garbage."""
     _freeze()
-    gc.enable()
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
