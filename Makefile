@@ -34,8 +34,11 @@ $(VENV)/.dev: $(VENV)/.base
 demo: $(VENV)/.demo  ## teach a real language model to add, on this machine
 	$(BIN)/posttrain demo $(ARGS)
 
+# A file is one process's: what its fixtures keep is made once. The longest begin first (tests/durations.json).
+SPREAD = -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+
 test: $(VENV)/.dev  ## run the tests
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(SPREAD) $(ARGS)
 
 quick: $(VENV)/.dev  ## the loop of a change, within a minute: one proof of each kind, and tests of what changed
 	HF_HUB_OFFLINE=1 $(BIN)/python tools/quick.py $(ARGS)

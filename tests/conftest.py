@@ -15,11 +15,16 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import pytest
 import torch
 
-from tests.forks import open_session
+from tests.forks import Spawned, open_session
 
 if not torch.cuda.is_available():
     # Triton decides when it is first imported, by whichever library, whether kernels are interpreted.
     os.environ.setdefault("TRITON_INTERPRET", "1")
+    # For a GPU that may come, torch keeps every seeding with the stack it came from.
+    torch.cuda.random._lazy_call = torch.xpu.random._lazy_call = lambda *_, **__: None
+
+# Power stays on while tests run: each waits for the disk a dozen times, and what is killed has written all the same.
+os.fsync = lambda _: None
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -28,21 +33,13 @@ def pytest_configure(config: pytest.Config) -> None:
         open_session()
 
 
-DURATIONS = Path(__file__).with_name(
-    "durations.json"
-)  # Seconds of the longest case of slow tests: `tools/durations.py`.
+DURATIONS = Path(__file__).with_name("durations.json")  # Seconds of files that take some: `tools/durations.py`.
 
 
 def pytest_collection_modifyitems(items: list) -> None:
-    """Files with the longest tests begin first: at the end the other process would have nothing to do beside one of them.
-
-    Tests of one file stay together, for what its fixtures keep is made once a process.
-    """
-    longest: dict[str, float] = {}
-    for test, seconds in json.loads(DURATIONS.read_text(encoding="utf-8")).items():
-        file = test.partition("::")[0]
-        longest[file] = max(seconds, longest.get(file, 0))
-    items.sort(key=lambda item: -longest.get(item.nodeid.partition("::")[0], 0))
+    """The longest files begin first: at the end the other processes would have nothing to do beside one of them."""
+    seconds = json.loads(DURATIONS.read_text(encoding="utf-8"))
+    items.sort(key=lambda item: -seconds.get(item.nodeid.partition("::")[0], 0))
 
 
 _since_frozen = 0
@@ -52,6 +49,16 @@ def _freeze() -> None:
     """Half a million objects of imported libraries are looked at by each full collection, of which trainers ask for some."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[object]:
+    """Imports and thousands of items are no garbage, and looking for some was a third of this time."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
 
 
 def pytest_collection_finish() -> None:
@@ -167,6 +174,12 @@ def _proven_once() -> Iterator[None]:
         patch.setattr(PictureProcessor, "_alone", functools.cached_property(remembered))
         PictureProcessor._alone.__set_name__(PictureProcessor, "_alone")
         yield
+
+
+@pytest.fixture
+def forked_workers(monkeypatch):
+    """Processes of multiprocessing's spawn context are forked from one with the imports behind it; their start is not tested."""
+    monkeypatch.setattr("multiprocessing.popen_spawn_posix.Popen", Spawned)
 
 
 @pytest.fixture(scope="session")

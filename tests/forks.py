@@ -12,8 +12,11 @@ from __future__ import annotations
 import atexit
 import contextlib
 import faulthandler
+import fcntl
 import gc
 import json
+import multiprocessing.popen_spawn_posix
+import multiprocessing.util
 import os
 import runpy
 import selectors
@@ -41,6 +44,7 @@ ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "TOKENIZERS_PARALLELISM": "false",
 }
+SEEDS = 2  # Templates of ranks: a set in another order on one of them is enough to part them.
 PIPE, DEVNULL, STDOUT = subprocess.PIPE, subprocess.DEVNULL, subprocess.STDOUT
 
 
@@ -65,8 +69,9 @@ class Forked:
         env: The whole environment; None: this one with `ENVIRONMENT`.
         cwd: Its working directory.
         start_new_session: Whether it leads a process group of its own.
-        rank: Which template: processes of one distributed run have hash seeds of their own, as under torchrun.
+        rank: Which template: neighbours in a distributed run have different hash seeds, as under torchrun.
         pretends: Whether the template has the pretended accelerator of `tests.gpu.device`.
+        pass_fds: Open files that it has under the same numbers.
     """
 
     def __init__(
@@ -81,6 +86,7 @@ class Forked:
         start_new_session: bool = False,
         rank: int = 0,
         pretends: bool = False,
+        pass_fds: Sequence[int] = (),
     ) -> None:
         self.args, self.returncode = [str(one) for one in arguments], None
         self.stdin: IO[str] | None = None
@@ -100,9 +106,10 @@ class Forked:
             theirs.append(other)
         env = dict(os.environ | ENVIRONMENT if env is None else env)
         ask = {"arguments": self.args, "env": env, "cwd": str(cwd), "leads": start_new_session}
+        ask["targets"] = [0, 1, 2, *pass_fds]
         message = json.dumps(ask).encode()
         self._line = _connect(rank, pretends)
-        socket.send_fds(self._line, [struct.pack("!I", len(message))], theirs)
+        socket.send_fds(self._line, [struct.pack("!I", len(message))], [*theirs, *pass_fds])
         self._line.sendall(message)
         for one in theirs:
             os.close(one)
@@ -193,6 +200,30 @@ def run(arguments: Sequence[object], *, timeout: float = 240, check: bool = Fals
     return done
 
 
+class Spawned(multiprocessing.popen_spawn_posix.Popen):
+    """What starts a process of multiprocessing's spawn context, in a fork of a template: see ``forked_workers``."""
+
+    def _launch(self, process_obj: Any) -> None:
+        def fork(_: object, command: list[str], passed: list[int]) -> int:
+            arguments = command[command.index("-c") :]
+            self._forked = Forked(
+                arguments, stdin=DEVNULL, stdout=1, stderr=2, env=os.environ, cwd=os.getcwd(), pass_fds=passed
+            )
+            return self._forked.pid
+
+        usual = multiprocessing.util.spawnv_passfds
+        multiprocessing.util.spawnv_passfds = fork
+        try:
+            super()._launch(process_obj)
+        finally:
+            multiprocessing.util.spawnv_passfds = usual
+
+    def poll(self, flag: int = os.WNOHANG) -> int | None:
+        if self.returncode is None:
+            self.returncode = self._forked.poll() if flag else self._forked.wait()
+        return self.returncode
+
+
 def _number(line: socket.socket) -> int | None:
     """The next of a template's answers, None where there is no template any more."""
     answer = b""
@@ -209,6 +240,7 @@ def _number(line: socket.socket) -> int | None:
 
 def _connect(rank: int, pretends: bool) -> socket.socket:
     """A connection to the template, which is started where nobody has."""
+    rank %= SEEDS
     folder = open_session()
     path = folder / f"{'pretended' if pretends else 'rank'}{rank}"
     with filelock.FileLock(f"{path}.lock"):
@@ -299,6 +331,8 @@ def _import() -> None:
 
     for name in ("SFTTrainer", "DPOTrainer", "GRPOTrainer", "PPOTrainer", "KTOTrainer", "RewardTrainer"):
         getattr(posttrain, name)
+    import tests.methods.helpers  # noqa: F401 - and pytest, which `tests.conftest` imports
+    import tests.ranks  # noqa: F401
 
 
 def _lives(process: int) -> bool:
@@ -310,7 +344,7 @@ def _lives(process: int) -> bool:
 
 
 def _received(line: socket.socket) -> tuple[dict[str, Any], list[int]]:
-    head, files, _, _ = socket.recv_fds(line, 4, 3)
+    head, files, _, _ = socket.recv_fds(line, 4, 64)
     (left,), pieces = struct.unpack("!I", head), []
     while left:
         pieces.append(line.recv(left))
@@ -333,13 +367,19 @@ def _reap(children: dict[int, socket.socket]) -> None:
         line.close()
 
 
-def _become(files: list[int], arguments: list[str], env: dict[str, str], cwd: str, leads: bool) -> None:
+def _become(
+    files: list[int], targets: list[int], arguments: list[str], env: dict[str, str], cwd: str, leads: bool
+) -> None:
     """Be the program ``python *arguments`` and never return."""
     code = 1
     try:
         if leads:
             os.setsid()
-        for target, source in enumerate(files):
+        # Above all targets first: one that was received may have the number that another is to have.
+        aside = [fcntl.fcntl(file, fcntl.F_DUPFD, max(targets) + 1) for file in files]
+        for file in files:
+            os.close(file)
+        for target, source in zip(targets, aside, strict=True):
             os.dup2(source, target)
             os.close(source)
         os.environ.clear()

@@ -34,8 +34,8 @@ def run_ranks(
 ) -> Any:
     """Run ``python -m module arguments`` on ``processes`` gloo processes and read what the first one `leave`\\ s.
 
-    Each process is forked from one that has imported the libraries, and that served no other rank: ranks have hash seeds of
-    their own, as under torchrun. Another interpreter than this one (``python``) is started by torchrun itself.
+    Each process is forked from one that has imported the libraries, even ranks from another than odd ones: neighbours have
+    different hash seeds, as under torchrun. Another interpreter than this one (``python``) is started by torchrun itself.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)

@@ -1,12 +1,13 @@
 """Budgets of the code: the text that a step runs through, and what ties rooms together, only go down; functions stay small."""
 
 import ast
+import functools
 import json
 import re
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
+
+from tests import forks
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "posttrain"
@@ -26,6 +27,7 @@ def allowed():
     return {line.split("  # ")[0].strip() for line in lines}
 
 
+@functools.cache
 def over_budget():
     found = {}
     for path in files():
@@ -92,9 +94,7 @@ SLACK = {
 
 def test_the_figures_of_the_house_only_go_down():
     """`python tools/house.py --json > tests/snapshots/house.json` lowers the ratchets."""
-    done = subprocess.run(
-        [sys.executable, "tools/house.py", "--json"], capture_output=True, text=True, cwd=ROOT, check=True
-    )
+    done = forks.run(["tools/house.py", "--json"], check=True)
     now, held = json.loads(done.stdout.splitlines()[-1]), json.loads(RATCHETS.read_text())
     assert now.pop("docstring_share") >= 0.15
     assert not {name: (value, held[name]) for name, value in now.items() if value > held[name] + JITTER.get(name, 0)}

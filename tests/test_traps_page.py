@@ -1,6 +1,7 @@
 """The page of traps: every known trap has a row, and every row a test that bears its number."""
 
 import ast
+import functools
 import re
 from pathlib import Path
 
@@ -33,6 +34,7 @@ def rows():
     return found
 
 
+@functools.cache
 def defined_tests():
     """Names of all test functions."""
     files = (ROOT / "tests").rglob("test_*.py")

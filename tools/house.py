@@ -54,16 +54,16 @@ WHERE = defaultdict(list)
 
 @functools.cache
 def read(path):
-    """The text of a file, its tree, and the numbers of lines that hold code and docstrings."""
+    """The text of a file, the nodes of its tree, and the numbers of lines that hold code and docstrings."""
     text = pathlib.Path(path).read_text(encoding="utf-8")
-    tree = ast.parse(text)
-    return text, tree, *code_lines(text, tree)
+    nodes = tuple(ast.walk(ast.parse(text)))
+    return text, nodes, *code_lines(text, nodes)
 
 
-def code_lines(text, tree):
+def code_lines(text, nodes):
     """Numbers of the lines that hold code, for a file; and of those of docstrings."""
     docs = set()
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)) and node.body:
             first = node.body[0]
             if (
@@ -80,10 +80,10 @@ def code_lines(text, tree):
     return found - docs, docs
 
 
-def only_for_types(tree):
+def only_for_types(nodes):
     """Nodes under ``if TYPE_CHECKING``."""
     hidden = set()
-    for node in ast.walk(tree):
+    for node in nodes:
         if (
             isinstance(node, ast.If)
             and "TYPE_CHECKING" in ast.unparse(node.test)
@@ -133,16 +133,16 @@ def static(root):
         modules[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
     documented = 0
     for name, path in modules.items():
-        text, tree, _, docs = read(str(path.absolute()))
-        hidden = only_for_types(tree)
+        text, nodes, _, docs = read(str(path.absolute()))
+        hidden = only_for_types(nodes)
         figures["lines"] += text.count("\n")
         documented += len(docs)
         for number, line in enumerate(text.splitlines(), 1):
             if "type: ignore" in line:
                 WHERE["type_ignores"].append(f"{path}:{number}")
-        methods = {id(m): c.name for c in ast.walk(tree) if isinstance(c, ast.ClassDef) for m in c.body}
+        methods = {id(m): c.name for c in nodes if isinstance(c, ast.ClassDef) for m in c.body}
         package = name if path.name == "__init__.py" else name.rpartition(".")[0]
-        for node in ast.walk(tree):
+        for node in nodes:
             found = []
             if isinstance(node, ast.ImportFrom) and id(node) not in hidden:
                 base = node.module or ""
@@ -337,10 +337,10 @@ def text_of(functions):
     for file, line in functions:
         by_file[file].add(line)
     for file, starts in by_file.items():
-        _, tree, lines, _ = read(file)
+        _, nodes, lines, _ = read(file)
         counted = set()
         kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
-        for node in sorted((n for n in ast.walk(tree) if isinstance(n, kinds)), key=lambda n: n.lineno):
+        for node in sorted((n for n in nodes if isinstance(n, kinds)), key=lambda n: n.lineno):
             first = min([node.lineno, *(d.lineno for d in node.decorator_list)])
             if first in starts or node.lineno in starts:
                 mine = {n for n in range(first, node.end_lineno + 1) if n in lines} - counted

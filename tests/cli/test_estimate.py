@@ -93,7 +93,7 @@ def test_without_data_the_config_says_the_lengths_and_a_note_tells(config, capsy
 
 
 def test_what_does_not_fit_ends_with_78_and_says_what_would_help(config, capsys):
-    file = config(memory_limit_gib=0.001)
+    file = config(memory_limit_gib=0.001, per_device_train_batch_size=2)
     code = main(["estimate", "dpo", "--config", file, "--prompt_tokens", "20", "--completion_tokens", "30"])
     screen = capsys.readouterr().out
     assert code == DOES_NOT_FIT == 78
@@ -168,10 +168,10 @@ def test_unknown_trainers_and_missing_models_are_named(capsys):
 
 def test_a_teacher_is_counted_where_it_is_in_memory(config, tiny_model_dir, capsys):
     def components(command, **settings):
-        _, found = said(
-            capsys, command, "--config", config(dataset_name="x.jsonl", max_completion_length=32, **settings)
-        )
-        return found["components"]
+        few = {"per_device_train_batch_size": 2}  # Each sequence is traced.
+        few |= {"num_generations": 2} if command in ("sdft", "ssd") else {}
+        file = config(dataset_name="x.jsonl", max_completion_length=32, **few, **settings)
+        return said(capsys, command, "--config", file)[1]["components"]
 
     own = {"teacher_model_init_kwargs": {"dtype": "float32"}}
     named = components("gkd", teacher_model_name_or_path=tiny_model_dir, **own)

@@ -9,17 +9,16 @@ import pytest
 from tests.methods.every_trainer import EVERY, GROUPED, JUDGED, ONLINE, data, every
 from tests.ranks import FREE, leave, part, run_ranks
 
-WATCHDOG = 60  # Seconds for a group of trainers; each takes one or two.
-HALVES = [sorted(EVERY)[k::2] for k in range(2)]
+WATCHDOG = 120  # Seconds for all trainers; each takes one or two.
 RANDOM = ("rollouts/",)  # Speeds.
 
 
-def work(folder, world, kinds):
+def work(folder, world):
     """Metrics of each trainer before, while and after it trains; and of sets so small that a process has no row."""
     from tests.conftest import build_tokenizer
 
     found = {}
-    for kind in kinds:
+    for kind in sorted(EVERY):
         tokenizer = build_tokenizer()
         tokenizer.pad_token = "<|endoftext|>"
         trainer = every(
@@ -47,21 +46,15 @@ def written(trainer):
     return [row["prompt"] for row in pq.read_table(path).to_pylist()] if path.is_file() else []
 
 
-def run(folder, processes, kinds):
+def run(folder, processes, what):
     module = "tests.loop.test_evaluation_ranks"
-    return run_ranks(
-        module, folder, processes, ",".join(kinds), processes=processes, folder=folder, timeout=WATCHDOG + 30
-    )
+    return run_ranks(module, folder, processes, what, processes=processes, folder=folder, timeout=WATCHDOG)
 
 
 @pytest.fixture(scope="module")
 def both():
     folder = Path(tempfile.mkdtemp())
-    one, two = {}, {}
-    for number, kinds in enumerate(HALVES):
-        one |= run(folder / f"one{number}", 1, kinds)
-        two |= run(folder / f"two{number}", 2, kinds)
-    return one, two
+    return tuple(run(folder / str(world), world, "whole") for world in (1, 2))
 
 
 @pytest.mark.distributed
@@ -128,8 +121,7 @@ def split(folder):
 @pytest.mark.distributed
 def test_a_rank_without_mismatched_or_good_answers_does_not_stop_the_others(tmp_path):
     """The forward pass of DDP's wrapper is a collective where the model has buffers."""
-    module = "tests.loop.test_evaluation_ranks"
-    found = run_ranks(module, tmp_path, 2, "split", processes=2, folder=tmp_path, timeout=WATCHDOG)
+    found = run(tmp_path, 2, "split")
     for kind, logs in found.items():
         assert sum("eval_loss" in row for row in logs) == 3, kind
         assert sum("loss" in row for row in logs) == 3, kind
@@ -137,8 +129,8 @@ def test_a_rank_without_mismatched_or_good_answers_does_not_stop_the_others(tmp_
     assert found["kto"][0]["kl/valid_fraction"] == pytest.approx(0.5)
 
 
-def sharded(folder, world, kinds, rows):
-    """What each trainer logs and evaluates after two steps; FSDP2 where there are two processes."""
+def sharded(folder, world, rows):
+    """What each trainer logs and evaluates after two steps on so many rows; FSDP2 where there are two processes."""
     from tests.conftest import build_tokenizer
     from tests.matrix import WAYS, allow_fsdp_on_cpu
 
@@ -146,11 +138,11 @@ def sharded(folder, world, kinds, rows):
     if way:
         allow_fsdp_on_cpu()
     found = {}
-    for kind in kinds:
+    for kind in sorted(EVERY):
         tokenizer = build_tokenizer()
         tokenizer.pad_token = "<|endoftext|>"
         trainer = every(
-            kind, f"{folder}/{kind}", tokenizer, train=data(kind, rows), eval_dataset=data(kind, 5), max_steps=2,
+            kind, f"{folder}/{rows}/{kind}", tokenizer, train=data(kind, rows), eval_dataset=data(kind, 5), max_steps=2,
             per_device_train_batch_size=4 // world, per_device_eval_batch_size=4 // world, optim="sgd",
             gradient_checkpointing=False, **way,
         )  # fmt: skip
@@ -162,17 +154,11 @@ def sharded(folder, world, kinds, rows):
     return found
 
 
-def run_sharded(folder, world, half, rows):
-    module, what = "tests.loop.test_evaluation_ranks", f"sharded:{rows}:{','.join(HALVES[half])}"
-    return run_ranks(module, folder, world, what, processes=world, folder=folder, timeout=2 * WATCHDOG)
-
-
 @pytest.mark.distributed
-@pytest.mark.parametrize("half", [0, 1])
-def test_no_sharded_trainer_waits_for_a_rank_without_rows(half, tmp_path):
+def test_no_sharded_trainer_waits_for_a_rank_without_rows(tmp_path):
     """With FSDP2 every forward pass is a collective: evaluation of five rows on two ranks, and of one."""
-    one, two = (run_sharded(tmp_path / str(world), world, half, 8) for world in (1, 2))
-    for kind in HALVES[half]:
+    one, two = (run(tmp_path / str(world), world, "sharded:8") for world in (1, 2))
+    for kind in sorted(EVERY):
         for ours, alone in zip(two[kind]["eval"], one[kind]["eval"], strict=True):
             assert set(ours) == set(alone), kind
             for name in set(alone) if kind != "kto" else ():  # Its partners are a process's own rows.
@@ -180,22 +166,20 @@ def test_no_sharded_trainer_waits_for_a_rank_without_rows(half, tmp_path):
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("half", [0, 1])
-def test_sharded_training_ends_where_the_last_step_has_an_odd_number_of_rows(half, tmp_path):
+def test_sharded_training_ends_where_the_last_step_has_an_odd_number_of_rows(tmp_path):
     """Accelerate gives a row to both ranks then, so the loss is not that of one process."""
-    found = run_sharded(tmp_path, 2, half, 7)
-    assert [kind for kind in HALVES[half] if len(found[kind]["losses"]) == 2] == HALVES[half]
+    found = run(tmp_path, 2, "sharded:7")
+    assert {kind: len(one["losses"]) for kind, one in found.items()} == dict.fromkeys(sorted(EVERY), 2)
 
 
 if __name__ == "__main__":
-    folder, world, kinds = sys.argv[1], int(sys.argv[2]), sys.argv[3]
-    if kinds == "split":
+    folder, world, what = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+    if what == "split":
         result = split(folder)
-    elif kinds.startswith("sharded:"):
-        _, rows, names = kinds.split(":")
-        result = sharded(folder, world, names.split(","), int(rows))
+    elif what.startswith("sharded:"):
+        result = sharded(folder, world, int(what.partition(":")[2]))
     else:
-        result = work(folder, world, kinds.split(","))
+        result = work(folder, world)
     from accelerate import PartialState
 
     if PartialState().is_main_process:

@@ -60,6 +60,7 @@ def test_a_step_on_given_rollouts_is_the_dense_divergence_from_each_ones_teacher
         assert {"teacher_jsd/math", "teacher_jsd/code", "kl", "async/trained"} <= log.keys() and "reward" not in log
 
 
+@pytest.mark.usefixtures("forked_workers")
 def test_workers_write_on_policy_while_servers_score_what_arrived(tmp_path, tiny_tokenizer):
     servers = {name: FakeServer(model) for name, model in teachers(tiny_tokenizer).items()}
     asked = {name: [] for name in NAMES}

@@ -24,6 +24,8 @@ from tests.forks import PIPE, Forked
 from tests.methods.async_helpers import At, Evidence, assert_exact, generator_of, steps, trainer
 from tests.methods.helpers import prompts, weights
 
+pytestmark = pytest.mark.usefixtures("forked_workers")  # Those of `ENDLESS` are spawned.
+
 # A run of its own that goes on until it is ended, and says so after each step.
 ENDLESS = """
 import sys

@@ -16,6 +16,8 @@ from tests.methods.helpers import prompts
 from tests.rollouts.stub_server import Refused, Restarting, StubServer
 from tests.serve.test_process import process
 
+pytestmark = pytest.mark.usefixtures("forked_workers")
+
 FIRST = 10  # Token of version 0.
 
 

@@ -231,8 +231,7 @@ def test_a_group_is_cut_where_that_is_cheaper_than_waiting():
 
 
 @pytest.mark.parametrize("iterations", [1, 2])
-@pytest.mark.parametrize("stop", [1, 2, 3])
-def test_a_stop_anywhere_in_a_window_changes_no_prompt_and_no_weight(tiny_tokenizer, tmp_path, iterations, stop):
+def test_a_stop_anywhere_in_a_window_changes_no_prompt_and_no_weight(tiny_tokenizer, tmp_path, iterations):
     """Windows of 3 micro-steps (times the iterations), two micro-steps an optimiser step: no stop falls on a boundary twice."""
     settings = {
         "max_steps": 6,
@@ -250,11 +249,12 @@ def test_a_stop_anywhere_in_a_window_changes_no_prompt_and_no_weight(tiny_tokeni
     whole = grpo(tmp_path / "whole", tiny_tokenizer, **settings)
     complete = Numbered(whole)
     whole.train()
-    part = grpo(tmp_path / "part", tiny_tokenizer, **settings)
-    resumed = Numbered(part)
-    part.train(resume_from_checkpoint=str(tmp_path / "whole" / f"checkpoint-{stop}"))
-    assert resumed.sampled == complete.sampled[len(complete.sampled) - len(resumed.sampled) :]
-    assert torch.equal(weights(whole), weights(part))
+    for stop in (1, 2, 3):
+        part = grpo(tmp_path / f"part{stop}", tiny_tokenizer, **settings)
+        resumed = Numbered(part)
+        part.train(resume_from_checkpoint=str(tmp_path / "whole" / f"checkpoint-{stop}"))
+        assert resumed.sampled == complete.sampled[len(complete.sampled) - len(resumed.sampled) :], stop
+        assert torch.equal(weights(whole), weights(part)), stop
 
 
 def test_a_slice_is_trained_in_the_step_its_schedule_says(tiny_tokenizer, tmp_path):

@@ -634,7 +634,7 @@ def test_the_count_of_a_token_rises(tokenizer, tmp_path, seed, second):
         per_device_train_batch_size=32,
         gradient_accumulation_steps=1,
         num_ppo_epochs=2,
-        max_steps=40 if second else 30,
+        max_steps=30 if second else 24,
         learning_rate=5e-3,
         temperature=1.0,
         max_grad_norm=1.0,
@@ -642,7 +642,7 @@ def test_the_count_of_a_token_rises(tokenizer, tmp_path, seed, second):
     )
     trainer.train()
     reward = logs(trainer, "objective/scores")
-    assert sum(reward[-4:]) / 4 > sum(reward[:2]) / 2 + 2.0
+    assert sum(reward[-4:]) / 4 > sum(reward[:2]) / 2 + 1.0
 
 
 def test_the_value_function_learns_what_a_response_is_worth(tokenizer, tmp_path):

@@ -87,8 +87,9 @@ def generate(trainer, rows=(0, 1, 2, 3), size=2):
 )
 def test_sampled_and_trained_log_probs_are_those_of_each_row_alone(kind, name, engine, tmp_path):
     trainer = trainer_of(
-        kind, tmp_path, name, rollout_engine=engine, steps_per_generation=2, gradient_accumulation_steps=1, beta=0.1
-    )
+        kind, tmp_path, name, rollout_engine=engine, steps_per_generation=2, gradient_accumulation_steps=1, beta=0.1,
+        per_device_train_batch_size=4, num_generations=2,
+    )  # fmt: skip
     seen = []
     original = trainer.attach_logps
 
@@ -104,7 +105,7 @@ def test_sampled_and_trained_log_probs_are_those_of_each_row_alone(kind, name, e
 
     trainer.attach_logps = attach
     # The reference is the policy: nothing has moved.
-    trainer.generate_and_score([dict(trainer.train_dataset[i]) for i in range(4) for _ in range(4)], "train")
+    trainer.generate_and_score([dict(trainer.train_dataset[i]) for i in range(4) for _ in range(2)], "train")
     assert len(seen) >= 2 and max(seen) < 1e-4
     trainer.attach_logps = original
     trainer.train()
@@ -492,6 +493,7 @@ def seen_width(completions, images, **_):
     return [(held[0].size[0] if held else 0) + 0.001 * len(str(c)) for held, c in zip(images, completions, strict=True)]
 
 
+@pytest.mark.usefixtures("forked_workers")
 def test_a_worker_process_samples_under_the_pictures_of_its_prompts(tmp_path):
     from tests.methods.async_helpers import steps
 

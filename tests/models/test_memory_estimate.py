@@ -240,16 +240,16 @@ def test_the_tower_and_its_pixels_are_counted(name):
     held = (reader, [read_picture(noise(84, 56))])
     known = {"lengths": Lengths(40, 8), "device": "cpu"}
     options = {"gradient_checkpointing": False, "max_length": None}
-    text, own = planned(SFTTrainer, args(**options), model.config, **known), {}
+    text, own = estimate_memory(planned(SFTTrainer, args(**options), model.config, **known)), {}
     for choice in ("auto", True, "tower"):
         work = planned(SFTTrainer, args(freeze_vision=choice, **options), model.config, pictures=held, **known)
         own[choice] = estimate_memory(work)
     weights = sum(p.numel() for p in model.parameters())
     assert own["auto"].parameters == own["auto"].trainable == weights
     # Rows of text train no parameter of the tower, and neither does freeze_vision=True; the projector is not the tower.
-    assert estimate_memory(text).trainable == own[True].trainable < own["tower"].trainable < weights
+    assert text.trainable == own[True].trainable < own["tower"].trainable < weights
     images = {choice: found.moments["forward and backward"]["images"] for choice, found in own.items()}
     pixels = sum(one.numel() * 4 for one in work.pixels.values() if one.is_floating_point())
-    assert images["auto"] > pixels > 0 == estimate_memory(text).moments["forward and backward"]["images"]
+    assert images["auto"] > pixels > 0 == text.moments["forward and backward"]["images"]
     # Without gradients in the tower, nothing but its features is left when the text model's pass is at its fullest.
     assert images["auto"] > images[True]

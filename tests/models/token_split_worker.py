@@ -92,11 +92,8 @@ def gradient(model: Any) -> torch.Tensor:
     return flat
 
 
-def compared(name: str, split: token_split.TokenSplit, checkpointing: bool) -> dict[str, float]:
+def compared(model: Any, layout: Any, split: token_split.TokenSplit, checkpointing: bool) -> dict[str, float]:
     """Log-probs and gradients of all batches of the group, in turns and alone, and the traffic beside its formula."""
-    model = MODELS[name]()
-    with token_split.alone():
-        layout = probe_layout(model)
     layout = type(layout)(layout.kind, row_tokens=64, dense_mask=layout.dense_mask, pad_to_multiple_of=split.size)
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -141,8 +138,11 @@ def main() -> None:
     )
     token_split.activate(split)
     for name in sys.argv[2].split(","):
+        model = MODELS[name]()
+        with token_split.alone():
+            layout = probe_layout(model)
         for checkpointing in (False, True):
-            found[f"{name}/{checkpointing}"] = compared(name, split, checkpointing)
+            found[f"{name}/{checkpointing}"] = compared(model, layout, split, checkpointing)
     if state.is_main_process:
         leave(found)
     part()
