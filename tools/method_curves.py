@@ -1,6 +1,6 @@
 """Draw the picture of each method's page: its curves on the demo's sums, from a run made here.
 
-    python tools/method_curves.py [METHOD ...] [--steps 16]
+    python tools/method_curves.py [METHOD ...] [--steps 16] [--teacher runs/demo]
 
 Each method trains SmolLM2-135M-Instruct for a few steps on questions of two-digit sums; what it logs is drawn into
 docs/img/curves/METHOD.svg, and the numbers stay beside it in curves.json. The runs are short: they show what to expect of the
@@ -32,11 +32,13 @@ METHODS = {
     "ppo": ("PPO", "prompts", ("objective/scores", "reward"), ("objective/kl", "KL from the start (nats)")),
     "a2po": ("A2PO", "prompts", ("reward", "reward"), ("v_star", "value of the prompts (V*)")),
     "gmpo": ("GMPO", "prompts", ("reward", "reward"), ("completions/mean_length", "mean length (tokens)")),
-    "gkd": ("GKD", "answers", ("loss", "divergence"), ("entropy", "entropy (nats)")),
+    "online_dpo": ("OnlineDPO", "prompts", ("objective/scores", "reward"), ("rewards/margins", "margin")),
+    "gkd": ("GKD", "answers", ("distill/divergence", "divergence (nats a token)"), ("distill/agreement", "agreement")),
 }
 GROUPS = {"num_generations": 8, "max_completion_length": 12, "temperature": 0.8}
 SAMPLING = {
-    "ppo": {"response_length": 12, "stop_token": "eos", "temperature": 0.8},
+    "ppo": {"response_length": 12, "stop_token": "eos", "temperature": 0.8, "num_ppo_epochs": 2},
+    "online_dpo": {"max_new_tokens": 12, "temperature": 0.8, "per_device_train_batch_size": 16},
     "a2po": {"num_value_samples": 4, "max_completion_length": 12, "temperature": 0.8, "filter_all_incorrect": False},
 }
 
@@ -59,7 +61,7 @@ def rows(kind, count):
     return Dataset.from_list(made)
 
 
-def train(name, steps, folder):
+def train(name, steps, folder, teacher):
     stem, kind, *_ = METHODS[name]
     script, sampled = example("grpo_add"), kind == "prompts"
     model = find_model()
@@ -75,11 +77,11 @@ def train(name, steps, folder):
     settings |= SAMPLING.get(name, GROUPS) if sampled else {}
     extra = {"reward_model" if name == "ppo" else "reward_funcs": [script.accuracy, script.brevity]} if sampled else {}
     if name == "gkd":
-        settings |= {"lmbda": 1.0, "max_completion_length": 12}
-        extra = {"teacher_model": model}
+        settings |= {"lmbda": 1.0, "beta": 1.0, "max_new_tokens": 12}
+        extra = {"teacher_model": teacher}
     config = getattr(posttrain, f"{stem}Config")(str(folder), **settings)
     trainer = getattr(posttrain, f"{stem}Trainer")(
-        model=model, args=config, train_dataset=rows(kind, 32 * steps), **extra
+        model=model, args=config, train_dataset=rows(kind, 64 if name == "a2po" else 32 * steps), **extra
     )
     trainer.train()
     return [line for line in trainer.state.log_history if "train_runtime" not in line]
@@ -106,10 +108,11 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("methods", nargs="*", choices=[*METHODS, []], default=list(METHODS))
     parser.add_argument("--steps", type=int, default=16)
+    parser.add_argument("--teacher", default="runs/demo", help="gkd's: a folder of the demo's (default: %(default)s)")
     args = parser.parse_args()
     for name in args.methods:
         with tempfile.TemporaryDirectory() as folder:
-            history = train(name, args.steps, folder)
+            history = train(name, args.steps, folder, args.teacher)
         draw(name, history)
         file = FOLDER / "curves.json"
         known = json.loads(file.read_text()) if file.is_file() else {}

@@ -191,15 +191,15 @@ def parser_for(name: str) -> Any:
     return PosttrainArgumentParser(types, prog=f"posttrain {name}", **shared)
 
 
-def parse(name: str, argv: Sequence[str]) -> tuple[list[Any], list[str], list[str]]:
-    """What a training command's parser returns, its arguments without ``--accelerate_config``, and flags for accelerate.
+def parse(name: str, argv: Sequence[str]) -> tuple[list[Any], list[str]]:
+    """What a training command's parser returns, and flags for accelerate.
 
     Raises:
         ConfigError: Unknown options.
     """
     argv, launch = _accelerate_shortcut(list(argv))
     *parsed, rest = parser_for(name).parse_args_and_config(argv, return_remaining_strings=True)
-    return parsed, argv, launch + _launch_flags(rest, name)
+    return parsed, launch + _launch_flags(rest, name)
 
 
 def run(name: str, argv: list[str]) -> int:
@@ -210,7 +210,7 @@ def run(name: str, argv: list[str]) -> int:
     """
     if launch_ray.is_wanted(argv):
         return launch_ray.run(name, argv, TRAINING[name].asks_servers)
-    parsed, argv, launch = parse(name, argv)
+    parsed, launch = parse(name, argv)
     if launch and "LOCAL_RANK" not in os.environ and ranks.EXIT_CODES not in os.environ:
         return _launch(name, argv, launch)
     for shown in LOGGERS_SHOWN:

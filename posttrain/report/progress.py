@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import shlex
@@ -85,8 +86,10 @@ def resume_command() -> str:
     program, *words = sys.argv
     if Path(program).name not in ("posttrain", "main.py", "__main__.py") or not words:
         return "trainer.train(resume_from_checkpoint=True)"
-    if "--resume_from_checkpoint" in words:
-        del words[(at := words.index("--resume_from_checkpoint")) : at + 2]
+    given = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    given.add_argument("--resume_from_checkpoint", "--resume-from-checkpoint")
+    given.add_argument("--resume", action="store_true")
+    _, words = given.parse_known_args(words)
     return shell_command(*words, *(["--resume"] if words[0] == "demo" else ["--resume_from_checkpoint", "true"]))
 
 

@@ -7,7 +7,7 @@ from rich.console import Console
 
 from posttrain.report import progress
 from posttrain.report.page.run import read_run
-from posttrain.report.progress import RichProgressCallback, learned, use_rich_progress
+from posttrain.report.progress import RichProgressCallback, learned, resume_command, use_rich_progress
 from tests.methods.helpers import chats, sft
 from tests.wordings import raises
 
@@ -91,3 +91,11 @@ def test_what_was_learned_is_judged_by_the_reward_where_there_is_one():
     assert learned(steps[::-1]) == ["reward 18.5 -> 0.5: it got less"]
     assert "all groups flat" in learned([{"reward": 0.0, "frac_reward_zero_std": 1.0}])[0]
     assert learned([{"loss": 1.0}, {"loss": float("nan")}])[0].endswith("no number any more")
+
+
+def test_the_command_that_goes_on_says_once_from_where(monkeypatch):
+    for given in ("--resume_from_checkpoint auto", "--resume_from_checkpoint=runs/checkpoint-2", ""):
+        monkeypatch.setattr("sys.argv", ["/bin/posttrain", "sft", *given.split(), "--num_processes", "2"])
+        assert resume_command().endswith("sft --num_processes 2 --resume_from_checkpoint true")
+    monkeypatch.setattr("sys.argv", ["/bin/posttrain", "demo", "--resume"])
+    assert resume_command().endswith("posttrain demo --resume")
