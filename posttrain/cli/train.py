@@ -381,11 +381,20 @@ def _launch(name: str, argv: list[str], launch: list[str]) -> int:
     command = [sys.executable, "-m", "posttrain.cli.ranks", *launch, "-m", "posttrain.cli.main", name, *argv]
     with tempfile.TemporaryDirectory() as folder:
         process = subprocess.Popen(command, env=os.environ | again | {ranks.EXIT_CODES: folder})
+        told: list[int] = []
+
+        def terminated(number: int, _: Any) -> None:  # A scheduler tells this process alone.
+            told.append(number)
+            raise KeyboardInterrupt
+
+        before = signal.signal(signal.SIGTERM, terminated)
         try:
             code = process.wait()
         except KeyboardInterrupt:
-            _end(process)
+            _end(process, tell=bool(told) or not sys.stdin.isatty())
             return INTERRUPTED
+        finally:
+            signal.signal(signal.SIGTERM, before)
         failed = ranks.first_failure(Path(folder), code) if code else None
     if failed is None:
         return code
@@ -410,9 +419,9 @@ def _started_all(launch: list[str]) -> list[str]:
     return ["--multi_gpu", *launch] if several and not said else launch
 
 
-def _end(process: subprocess.Popen) -> None:
-    """Let processes finish their step and save. A terminal interrupts them too; another parent does not."""
-    if not sys.stdin.isatty():
+def _end(process: subprocess.Popen, *, tell: bool) -> None:
+    """Let processes finish their step and save; ``tell`` them, unless the terminal that interrupted this one did."""
+    if tell:
         process.send_signal(signal.SIGINT)
     try:
         process.wait(SAVE_SECONDS)
