@@ -147,8 +147,7 @@ def help_text(command: str) -> str:
             default = f" ({option.default})" if option.default not in ("", "None") else ""
             text, head = option.text.split(". ")[0].rstrip(".") + default, f"  --{name:32}"
             lines += textwrap.wrap(text, width, initial_indent=head, subsequent_indent=" " * 36) or [head.rstrip()]
-    more = f"posttrain {command} --help all"
-    return "\n".join([*lines, "", f"Every option, those of transformers.TrainingArguments too: {more}", ""])
+    return "\n".join([*lines, "", f"Those of transformers.TrainingArguments too: posttrain {command} --help all", ""])
 
 
 COMPLETION = """# posttrain: `eval "$(posttrain completion {shell})"` in the shell's start file.

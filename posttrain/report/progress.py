@@ -189,7 +189,8 @@ class RichProgressCallback(transformers.TrainerCallback):
         if self.progress is None:
             return
         self.progress.update(self.task, completed=state.global_step, left=self._left(state))
-        if self.progress.disable and not in_notebook() and time.perf_counter() - self._said >= SILENCE:
+        silent = time.perf_counter() - self._said >= SILENCE and not control.should_log
+        if self.progress.disable and not in_notebook() and silent:
             self._print(state, "")
 
     def _print(self, state: TrainerState, numbers: str) -> None:

@@ -233,7 +233,7 @@ def test_the_short_help_shows_the_options_that_the_parser_knows_with_their_defau
     monkeypatch.setenv("COLUMNS", "80")
     text = options.help_text("grpo")
     assert re.search(r"--num_generations +Completions per prompt[^-]*\(8\)", text) and "ModelConfig" not in text
-    assert "..." not in text and all(len(line) <= 80 for line in text.splitlines())
+    assert "..." not in text.partition("\n")[2] and all(len(line) <= 80 for line in text.splitlines())
     assert "Rows of a micro-batch on each device, or auto (8)" in " ".join(text.split())
 
 

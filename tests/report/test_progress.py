@@ -36,6 +36,9 @@ def test_a_long_step_tells_the_time_left_though_no_log_is_due(tiny_tokenizer, tm
     trainer.train()
     lines = [line.split() for line in out.getvalue().splitlines() if line.startswith("step")]
     assert [(line[1], line[2]) for line in lines] == [("1/3", "left"), ("2/3", "left"), ("3/3", "left")]
+    trainer, _, out = watched(tmp_path / "logged", tiny_tokenizer, terminal=False)
+    trainer.train()
+    assert [line[2] for line in map(str.split, out.getvalue().splitlines()) if line[:1] == ["step"]] == ["loss"] * 3
 
 
 def test_a_terminal_sees_a_bar_and_lines_that_end_with_the_run(tiny_tokenizer, tmp_path):
