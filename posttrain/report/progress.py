@@ -119,12 +119,24 @@ def learned(history: Sequence[Mapping[str, Any]]) -> list[str]:
         flat = [float(line["frac_reward_zero_std"]) for line in history if "frac_reward_zero_std" in line]
         if name == "reward" and flat and min(flat) >= 1:
             text += ": all groups flat, so nothing was learned from it"
+        elif name == "reward" and (since := _unrewarded(history)) is not None:
+            text += f": since step {since} no reward said anything, so nothing was learned"
         elif math.isnan(last):
             text += ": it is no number any more"
         elif len(values) > 1 and first != last and (last > first) != JUDGED[name]:
             text += f": it got {'less' if JUDGED[name] else 'more'}"
         lines.append(text)
     return lines
+
+
+def _unrewarded(history: Sequence[Mapping[str, Any]]) -> int | None:
+    """The step since which every reward of every completion was None or NaN, until the end; None: the last ones were numbers."""
+    since = None
+    for line in history:
+        shares = [float(v) for k, v in line.items() if k.startswith("rewards/") and k.endswith("/applicable")]
+        if shares:
+            since = None if any(shares) else line["step"] if since is None else since
+    return since
 
 
 def summary(args: TrainingArguments, state: TrainerState, *, seconds: float, interrupted: bool) -> list[str]:
