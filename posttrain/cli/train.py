@@ -372,12 +372,16 @@ def _launch(name: str, argv: list[str], launch: list[str]) -> int:
 
     The processes get all options, and leave those of the launcher alone.
     """
+    import torch
+
     again = {}
     if any(token.startswith(("--max_restarts", "--max-restarts")) for token in launch):
         # Processes that are started again must not meet at the addresses that those before them left in a store.
         again = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
         launch = ["--rdzv_backend", "c10d", *launch]
     launch = _started_all(launch)
+    if not torch.accelerator.is_available():  # Unless it is told, each process would be a run of its own, of one process.
+        argv = [*argv, "--use_cpu", "true"]
     command = [sys.executable, "-m", "posttrain.cli.ranks", *launch, "-m", "posttrain.cli.main", name, *argv]
     with tempfile.TemporaryDirectory() as folder:
         process = subprocess.Popen(command, env=os.environ | again | {ranks.EXIT_CODES: folder})
