@@ -11,7 +11,7 @@ import time
 import pytest
 from transformers import AutoModelForCausalLM
 
-from posttrain.cli import train
+from posttrain.cli import ranks, train
 from posttrain.cli.ranks import EXIT_CODES, Failure, first_failure
 from posttrain.errors import ConfigError
 from posttrain.loop.checkpoint import complete_checkpoints
@@ -107,6 +107,18 @@ def command(name, model, folder, *options, rows=None, timeout=240):
         check=False,
         timeout=timeout,
     )
+
+
+def test_a_launcher_that_is_told_to_stop_ends_without_a_traceback(monkeypatch):
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+
+    def told():
+        raise SignalException("Process 7 got signal: 2", sigval=signal.SIGINT)
+
+    monkeypatch.setattr("accelerate.commands.launch.main", told)
+    with pytest.raises(SystemExit) as stop:
+        ranks.launch()
+    assert stop.value.code == 130
 
 
 def test_a_scheduler_that_ends_the_command_lets_its_processes_save(monkeypatch, tmp_path):
