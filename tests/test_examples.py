@@ -50,7 +50,9 @@ def test_the_notebook_about_sft_trains_what_its_text_says(tiny_model_dir, tmp_pa
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("POSTTRAIN_MODEL", tiny_model_dir)
     book = json.loads((EXAMPLES[0].parent / "notebooks" / "sft_lora.ipynb").read_text(encoding="utf-8"))
-    cells = {kind: ["".join(c["source"]) for c in book["cells"] if c["cell_type"] == kind] for kind in ("code", "markdown")}
+    cells = {
+        kind: ["".join(c["source"]) for c in book["cells"] if c["cell_type"] == kind] for kind in ("code", "markdown")
+    }
     assert any("what the user says is not" in text for text in cells["markdown"])
     names = {}
     for code in cells["code"][:3]:

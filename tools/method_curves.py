@@ -94,6 +94,8 @@ def train(name, steps, folder, args):
     }
     settings |= {"per_device_train_batch_size": 32 if sampled else 8, "gradient_checkpointing": False}
     settings |= SAMPLING.get(name, GROUPS) if sampled else {}
+    if name == "ppo" and args.small:
+        settings |= {"temperature": 1.0, "kl_coef": 1e-3}  # A share is small beside 0.05 times its KL.
     extra = {"reward_model" if name == "ppo" else "reward_funcs": rewards} if sampled else {}
     if name == "online_dpo":
         extra["processing_class"] = AutoTokenizer.from_pretrained(model)

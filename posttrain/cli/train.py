@@ -380,7 +380,9 @@ def _launch(name: str, argv: list[str], launch: list[str]) -> int:
         again = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
         launch = ["--rdzv_backend", "c10d", *launch]
     launch = _started_all(launch)
-    if not torch.accelerator.is_available():  # Unless it is told, each process would be a run of its own, of one process.
+    if (
+        not torch.accelerator.is_available()
+    ):  # Unless it is told, each process would be a run of its own, of one process.
         argv = [*argv, "--use_cpu", "true"]
     command = [sys.executable, "-m", "posttrain.cli.ranks", *launch, "-m", "posttrain.cli.main", name, *argv]
     with tempfile.TemporaryDirectory() as folder:
