@@ -41,9 +41,10 @@ def named_object(path: str, option: str) -> Any:
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
-        return getattr(importlib.import_module(module), name)
+        found = importlib.import_module(module)
     except (ImportError, AttributeError) as error:
         raise ConfigError(f"{option}: {path!r} cannot be imported from {os.getcwd()}: {error}") from error
+    return _member(found, name, module, option)
 
 
 def _from_file(file: Path, name: str, option: str) -> Any:
@@ -58,10 +59,14 @@ def _from_file(file: Path, name: str, option: str) -> Any:
         spec.loader.exec_module(module)
     except Exception as error:
         raise ConfigError(f"{option}: {str(file)!r} fails while it is imported: {error!r}") from error
+    return _member(module, name, str(file), option)
+
+
+def _member(module: Any, name: str, where: str, option: str) -> Any:
     if not hasattr(module, name):
         known = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
         raise ConfigError(
-            f"{option}: {str(file)!r} has no {name!r}{did_you_mean(name, known)}. It defines {sorted(known)}."
+            f"{option}: {where!r} has no {name!r}{did_you_mean(name, known)}. It defines {sorted(known)}."
         )
     return getattr(module, name)
 

@@ -187,6 +187,7 @@ def test_tools_and_an_environment_are_named_like_rewards(tmp_path, monkeypatch):
     [
         ("grpo", {"reward_funcs": "missing.py:f"}, "reward_funcs: there is no file 'missing.py'"),
         ("grpo", {"reward_funcs": "bad.py:shrt"}, r"has no 'shrt' (did you mean 'short'?). It defines ['short']"),
+        ("grpo", {"reward_funcs": "bad.shrt"}, r"has no 'shrt' (did you mean 'short'?). It defines ['short']"),
         ("grpo", {"reward_funcs": "bad.py:LIMIT"}, "'bad.py:LIMIT' is a int, and a function or class is wanted"),
         ("grpo", {"reward_funcs": "broken.py:f"}, "fails while it is imported: ZeroDivisionError"),
         ("grpo", {"reward_funcs": "bad.py"}, "'bad.py' names no object. Give module.name, or file.py:name"),
