@@ -9,6 +9,7 @@ import itertools
 import json
 import re
 import shlex
+import subprocess
 import sys
 import types
 from pathlib import Path
@@ -131,15 +132,20 @@ def test_the_index_of_papers_is_that_of_the_recipes():
         assert ticked(row[2]) == [line.split(" #")[0].strip() for line in lines], name
 
 
-def test_addresses_of_the_project_are_those_of_the_package():
+def test_every_address_of_the_project_is_one_of_the_two_of_the_package():
     import tomllib
 
-    urls = tomllib.loads((DOCS.parent / "pyproject.toml").read_text(encoding="utf-8"))["project"]["urls"]
-    files = ("mkdocs.yml", "CITATION.cff", "docs/install.md", "docs/index.md")
-    for file in files:
-        text = (DOCS.parent / file).read_text(encoding="utf-8")
-        found = re.findall(r"https://(?:github\.com/posttrain|posttrain\.github\.io)/[\w-]*", text)
-        assert found and set(found) <= {urls["Homepage"], urls["Documentation"]}, file
+    root = DOCS.parent
+    urls = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"]["urls"]
+    home, site = urls["Homepage"], urls["Documentation"]
+    owner = home.split("/")[-2]
+    pattern = re.compile(rf"https://(?:github\.com/{owner}|{owner}\.github\.io)/[\w-]*")
+    tracked = subprocess.run(["git", "ls-files"], cwd=root, capture_output=True, text=True, check=True).stdout.split()
+    texts = {name: (root / name).read_text(encoding="utf-8", errors="ignore") for name in tracked}
+    found = {name: set(pattern.findall(text)) for name, text in texts.items() if pattern.search(text)}
+    assert {"mkdocs.yml", "CITATION.cff", "docs/install.md", "docs/index.md", "tools/notebooks.py"} <= set(found)
+    assert {name: others for name, links in found.items() if (others := links - {home, site})} == {}
+    assert all(url.startswith((home, site)) for url in urls.values())
 
 
 def test_one_version_stands_everywhere_and_the_changelog_has_it():

@@ -44,3 +44,18 @@ def test_the_notebook_for_a_gpu_runs_what_is_there_and_has_no_output():
     for text in code:
         if not text.startswith(("!", "%")):
             ast.parse(text)
+
+
+def test_the_notebook_about_sft_trains_what_its_text_says(tiny_model_dir, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("POSTTRAIN_MODEL", tiny_model_dir)
+    book = json.loads((EXAMPLES[0].parent / "notebooks" / "sft_lora.ipynb").read_text(encoding="utf-8"))
+    cells = {
+        kind: ["".join(c["source"]) for c in book["cells"] if c["cell_type"] == kind] for kind in ("code", "markdown")
+    }
+    assert any("what the user says is not" in text for text in cells["markdown"])
+    names = {}
+    for code in cells["code"][:3]:
+        exec(compile(code, "sft_lora", "exec"), names)
+    report = str(names["trainer"].data_report())
+    assert "[[The sum is 20." in report and "user" not in "".join(report.split("[[")[1:]).partition("]]")[0]

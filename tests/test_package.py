@@ -91,6 +91,20 @@ def test_core_dependencies_alone_import_every_public_name_and_every_module():
     assert done.stdout.strip() == "fine", done.stderr[-2000:]
 
 
+def test_every_extra_that_a_page_or_an_error_names_is_one_and_the_page_about_installing_has_them_all():
+    from posttrain.integrations import EXTRAS
+    from tests.test_docs import names
+
+    known = set(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"])
+    named = {"posttrain.integrations": set(EXTRAS.values())}
+    for path in tracked():
+        if path.suffix in (".md", ".ipynb", ".py", ".toml") and "changes" not in path.parts:
+            found = re.findall(r"posttrain\[([a-z][a-z,-]*)\]", path.read_text(encoding="utf-8"))
+            named[path.name] = {name for text in found for name in text.split(",")}
+    assert {where: unknown for where, found in named.items() if (unknown := found - known)} == {}
+    assert set(names("install.md", "extra")) == known
+
+
 def imports():
     """``(top-level package, file)`` of every import of the package that is neither its own nor the standard library's."""
     for path in (ROOT / "posttrain").rglob("*.py"):

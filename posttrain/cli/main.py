@@ -14,31 +14,34 @@ from typing import Any, TextIO
 from posttrain.cli import ranks
 from posttrain.cli.commands import TRAINING
 
+OTHERS = {
+    "init": "a config with comments to begin with: posttrain init grpo -o grpo.yaml",
+    "check": "what can be known of a training command without training; exit status 78: refused",
+    "estimate": "memory by component, the largest batch that fits; exit status 78: it does not fit",
+    "inspect": "the rows a training command would train on: text, masks, lengths, findings",
+    "report": "one HTML file of what runs recorded: curves, findings, completions, comparison",
+    "recipes": "settings of papers, to list and to copy",
+    "demo": "teach a small language model to add, on this machine, in a few minutes",
+    "serve": "a rollout server for machines without vLLM, whose weights a trainer replaces",
+    "vllm-serve": "vLLM's own server, started with what training needs of it",
+    "teacher-scores": "a teacher's scores of a dataset, once, for training without the teacher",
+    "completion": 'for the Tab key of bash or zsh: eval "$(posttrain completion bash)"',
+    "env": "what a bug report needs",
+}
 HELP = f"""usage: posttrain COMMAND [options]
 
 Post-training of transformer language models.
 
-training commands (all take --config file.yaml; COMMAND --help shows what it takes, --help all everything):
-{chr(10).join(f"  {name:10}  {command.text}" for name, command in TRAINING.items())}
+training commands (all take --config FILE.yaml; COMMAND --help shows the usual options, --help all every one):
+{chr(10).join(f"  {name:19}  {command.text}" for name, command in TRAINING.items())}
 
 other commands:
-  init    write a config with comments: posttrain init grpo -o grpo.yaml
-  recipes settings of papers, to list and to copy
-  demo    teach a small language model to add, on this machine, in a few minutes
-  check   everything that can be known of a training command without training; exit code 78 where it would be refused
-  estimate  memory by component, the largest batch that fits; exit code 78 where the run does not
-  inspect show the rows a training command would train on: text, masks, lengths, findings
-  report  make one HTML file of what runs recorded: curves, findings, completions, comparison
-  serve   a rollout server for machines without vLLM: an engine behind HTTP, whose weights a trainer replaces
-  vllm-serve   vLLM's own server, started with what training needs of it
-  teacher-scores  compute a teacher's scores of a dataset once, for training without the teacher
-  completion   a script for bash or zsh: eval "$(posttrain completion bash)"
-  env     what a bug report needs
+{chr(10).join(f"  {name:19}  {text}" for name, text in OTHERS.items())}
 
 options:
-  -h, --help  show this message
-  --version   show the version
-  --traceback show the Python traceback of an error (or set POSTTRAIN_TRACEBACK=1)
+  -h, --help           show this message
+  --version            show the version
+  --traceback          show the Python traceback of an error (or set POSTTRAIN_TRACEBACK=1)
 """
 
 

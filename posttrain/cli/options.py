@@ -108,7 +108,7 @@ def groups(command: str) -> dict[str, dict[str, Option]]:
         chosen.method: lineage[:1],
         FAMILY: inherited,
         RUN: shared,
-        "data and rewards": _lineage(chosen.script_args),
+        "data and rewards": _lineage(chosen.script_args)[::-1],
         "model": _lineage("ModelConfig"),
     }
     headings: dict[str, dict[str, Option]] = {
@@ -145,10 +145,9 @@ def help_text(command: str) -> str:
             continue
         for name, option in shown.items():
             default = f" ({option.default})" if option.default not in ("", "None") else ""
-            line = f"  {f'--{name}{default}':38} {option.text.split('. ')[0].rstrip('.')}"
-            lines.append(line if len(line) <= width else f"{line[: width - 4]} ...")
-    more = f"posttrain {command} --help all"
-    return "\n".join([*lines, "", f"Every option, those of transformers.TrainingArguments too: {more}", ""])
+            text, head = option.text.split(". ")[0].rstrip(".") + default, f"  --{name:32}"
+            lines += textwrap.wrap(text, width, initial_indent=head, subsequent_indent=" " * 36) or [head.rstrip()]
+    return "\n".join([*lines, "", f"Those of transformers.TrainingArguments too: posttrain {command} --help all", ""])
 
 
 COMPLETION = """# posttrain: `eval "$(posttrain completion {shell})"` in the shell's start file.
@@ -202,14 +201,27 @@ def _write(text: str, output: str | None) -> int:
     return 0
 
 
+# Of the commands without an example: where the teacher is, or what the rows need in its place.
+TEACHERS = {
+    "server-distillation": "teacher_model_server_url: http://localhost:8001",
+    "async-distillation": "teacher_server_urls: http://localhost:8001",
+    "sdft": "# The teacher is the student itself, which sees each row's privileged_context.",
+    "sdpo": "# The teacher is a moving average of the student, which sees a successful answer.",
+    "ssd": "# There is no teacher: the student imitates its own samples.",
+}
+
+
 def starter(command: str) -> str:
     """A config of a command that runs once model and data are named: what is set, then each of its own options as a comment."""
     example = _configs() / f"{command}.yaml"
     if example.is_file():
         begun = example.read_text(encoding="utf-8").partition("\n")[2]
     else:
+        rewards = "" if TRAINING[command].script_args == "ScriptArguments" else "reward_funcs: my_rewards.accuracy\n"
         begun = (
-            "model_name_or_path: HuggingFaceTB/SmolLM2-135M-Instruct\ndataset_name: rows.jsonl\n"
+            "model_name_or_path: HuggingFaceTB/SmolLM2-135M-Instruct\n"
+            f"{TEACHERS.get(command, 'teacher_model_name_or_path: HuggingFaceTB/SmolLM2-360M-Instruct')}\n{rewards}"
+            'dataset_name: rows.jsonl              # one {"prompt": ..., "completion": ...} a line\n'
             f"output_dir: runs/{command}\nmax_steps: 200\nlogging_steps: 1\nreport_to: none\n"
         )
     known = {line.partition(":")[0] for line in begun.splitlines()}

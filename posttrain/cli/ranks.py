@@ -55,10 +55,15 @@ def leave_code(code: int) -> None:
 def launch() -> None:
     """``accelerate launch``; leaves a word for each process that a signal ended, which could leave none itself."""
     from accelerate.commands.launch import main
+    from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     try:
         main()
+    except (
+        SignalException
+    ) as told:  # The processes have saved and said so; its traceback would stand below their words.
+        sys.exit(128 + int(told.sigval))
     except ChildFailedError as error:
         for rank, failure in error.failures.items():
             if (

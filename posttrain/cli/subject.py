@@ -62,7 +62,7 @@ class Subject:
     def __init__(self, name: str, tokens: Sequence[str]) -> None:
         check_choice("command", name, sorted(TRAINING))
         self.name = name
-        self.parsed, _, _ = train.parse(name, tokens)
+        self.parsed, _ = train.parse(name, tokens)
         self.script_args, self.config, self.model_args, self.mixture = self.parsed
         self.kind = TRAINING[name].trainer
 

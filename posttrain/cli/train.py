@@ -41,9 +41,10 @@ def named_object(path: str, option: str) -> Any:
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
-        return getattr(importlib.import_module(module), name)
+        found = importlib.import_module(module)
     except (ImportError, AttributeError) as error:
         raise ConfigError(f"{option}: {path!r} cannot be imported from {os.getcwd()}: {error}") from error
+    return _member(found, name, module, option)
 
 
 def _from_file(file: Path, name: str, option: str) -> Any:
@@ -58,10 +59,14 @@ def _from_file(file: Path, name: str, option: str) -> Any:
         spec.loader.exec_module(module)
     except Exception as error:
         raise ConfigError(f"{option}: {str(file)!r} fails while it is imported: {error!r}") from error
+    return _member(module, name, str(file), option)
+
+
+def _member(module: Any, name: str, where: str, option: str) -> Any:
     if not hasattr(module, name):
         known = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
         raise ConfigError(
-            f"{option}: {str(file)!r} has no {name!r}{did_you_mean(name, known)}. It defines {sorted(known)}."
+            f"{option}: {where!r} has no {name!r}{did_you_mean(name, known)}. It defines {sorted(known)}."
         )
     return getattr(module, name)
 
@@ -191,15 +196,15 @@ def parser_for(name: str) -> Any:
     return PosttrainArgumentParser(types, prog=f"posttrain {name}", **shared)
 
 
-def parse(name: str, argv: Sequence[str]) -> tuple[list[Any], list[str], list[str]]:
-    """What a training command's parser returns, its arguments without ``--accelerate_config``, and flags for accelerate.
+def parse(name: str, argv: Sequence[str]) -> tuple[list[Any], list[str]]:
+    """What a training command's parser returns, and flags for accelerate.
 
     Raises:
         ConfigError: Unknown options.
     """
     argv, launch = _accelerate_shortcut(list(argv))
     *parsed, rest = parser_for(name).parse_args_and_config(argv, return_remaining_strings=True)
-    return parsed, argv, launch + _launch_flags(rest, name)
+    return parsed, launch + _launch_flags(rest, name)
 
 
 def run(name: str, argv: list[str]) -> int:
@@ -210,7 +215,7 @@ def run(name: str, argv: list[str]) -> int:
     """
     if launch_ray.is_wanted(argv):
         return launch_ray.run(name, argv, TRAINING[name].asks_servers)
-    parsed, argv, launch = parse(name, argv)
+    parsed, launch = parse(name, argv)
     if launch and "LOCAL_RANK" not in os.environ and ranks.EXIT_CODES not in os.environ:
         return _launch(name, argv, launch)
     for shown in LOGGERS_SHOWN:
@@ -372,20 +377,35 @@ def _launch(name: str, argv: list[str], launch: list[str]) -> int:
 
     The processes get all options, and leave those of the launcher alone.
     """
+    import torch
+
     again = {}
     if any(token.startswith(("--max_restarts", "--max-restarts")) for token in launch):
         # Processes that are started again must not meet at the addresses that those before them left in a store.
         again = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
         launch = ["--rdzv_backend", "c10d", *launch]
     launch = _started_all(launch)
+    if (
+        not torch.accelerator.is_available()
+    ):  # Unless it is told, each process would be a run of its own, of one process.
+        argv = [*argv, "--use_cpu", "true"]
     command = [sys.executable, "-m", "posttrain.cli.ranks", *launch, "-m", "posttrain.cli.main", name, *argv]
     with tempfile.TemporaryDirectory() as folder:
         process = subprocess.Popen(command, env=os.environ | again | {ranks.EXIT_CODES: folder})
+        told: list[int] = []
+
+        def terminated(number: int, _: Any) -> None:  # A scheduler tells this process alone.
+            told.append(number)
+            raise KeyboardInterrupt
+
+        before = signal.signal(signal.SIGTERM, terminated)
         try:
             code = process.wait()
         except KeyboardInterrupt:
-            _end(process)
+            _end(process, tell=bool(told) or not sys.stdin.isatty())
             return INTERRUPTED
+        finally:
+            signal.signal(signal.SIGTERM, before)
         failed = ranks.first_failure(Path(folder), code) if code else None
     if failed is None:
         return code
@@ -410,9 +430,9 @@ def _started_all(launch: list[str]) -> list[str]:
     return ["--multi_gpu", *launch] if several and not said else launch
 
 
-def _end(process: subprocess.Popen) -> None:
-    """Let processes finish their step and save. A terminal interrupts them too; another parent does not."""
-    if not sys.stdin.isatty():
+def _end(process: subprocess.Popen, *, tell: bool) -> None:
+    """Let processes finish their step and save; ``tell`` them, unless the terminal that interrupted this one did."""
+    if tell:
         process.send_signal(signal.SIGINT)
     try:
         process.wait(SAVE_SECONDS)

@@ -224,9 +224,7 @@ def _last(folder: Path) -> Path:
         if not broken:
             return path
         logger.warning("%s is passed over: %s.", path, broken)
-    unmarked = sorted(
-        (p for p in folder.glob("checkpoint-*") if CHECKPOINT_NAME.fullmatch(p.name)), key=lambda p: p.name
-    )
+    unmarked = _named(folder)
     hint = (
         f"{len(unmarked)} without the file {MARKER} are there ({', '.join(p.name for p in unmarked[:5])}): their writing was "
         f"interrupted, or another program wrote them. Name one to use it: resume_from_checkpoint={str(unmarked[-1])!r}."

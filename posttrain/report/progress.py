@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import shlex
@@ -85,8 +86,10 @@ def resume_command() -> str:
     program, *words = sys.argv
     if Path(program).name not in ("posttrain", "main.py", "__main__.py") or not words:
         return "trainer.train(resume_from_checkpoint=True)"
-    if "--resume_from_checkpoint" in words:
-        del words[(at := words.index("--resume_from_checkpoint")) : at + 2]
+    given = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    given.add_argument("--resume_from_checkpoint", "--resume-from-checkpoint")
+    given.add_argument("--resume", action="store_true")
+    _, words = given.parse_known_args(words)
     return shell_command(*words, *(["--resume"] if words[0] == "demo" else ["--resume_from_checkpoint", "true"]))
 
 
@@ -116,12 +119,24 @@ def learned(history: Sequence[Mapping[str, Any]]) -> list[str]:
         flat = [float(line["frac_reward_zero_std"]) for line in history if "frac_reward_zero_std" in line]
         if name == "reward" and flat and min(flat) >= 1:
             text += ": all groups flat, so nothing was learned from it"
+        elif name == "reward" and (since := _unrewarded(history)) is not None:
+            text += f": since step {since} no reward said anything, so nothing was learned"
         elif math.isnan(last):
             text += ": it is no number any more"
         elif len(values) > 1 and first != last and (last > first) != JUDGED[name]:
             text += f": it got {'less' if JUDGED[name] else 'more'}"
         lines.append(text)
     return lines
+
+
+def _unrewarded(history: Sequence[Mapping[str, Any]]) -> int | None:
+    """The step since which every reward of every completion was None or NaN, until the end; None: the last ones were numbers."""
+    since = None
+    for line in history:
+        shares = [float(v) for k, v in line.items() if k.startswith("rewards/") and k.endswith("/applicable")]
+        if shares:
+            since = None if any(shares) else line["step"] if since is None else since
+    return since
 
 
 def summary(args: TrainingArguments, state: TrainerState, *, seconds: float, interrupted: bool) -> list[str]:
@@ -186,7 +201,8 @@ class RichProgressCallback(transformers.TrainerCallback):
         if self.progress is None:
             return
         self.progress.update(self.task, completed=state.global_step, left=self._left(state))
-        if self.progress.disable and not in_notebook() and time.perf_counter() - self._said >= SILENCE:
+        silent = time.perf_counter() - self._said >= SILENCE and not control.should_log
+        if self.progress.disable and not in_notebook() and silent:
             self._print(state, "")
 
     def _print(self, state: TrainerState, numbers: str) -> None:

@@ -12,14 +12,16 @@ import time
 
 import pytest
 
-from posttrain.cli.main import main
+from posttrain.cli.main import COMMANDS, main
 from posttrain.cli.train import CONFIGS, _accelerate_shortcut, _launch_flags
 from posttrain.errors import ConfigError
 
 
 def test_no_command_and_help_print_help_and_succeed(capsys):
     assert main([]) == main(["--help"]) == 0
-    assert "training commands" in capsys.readouterr().out
+    lines = capsys.readouterr().out.split("training commands")[2].splitlines()
+    assert all(len(line) <= 110 for line in lines)
+    assert {line.split()[0] for line in lines if line.startswith("  ")} >= set(COMMANDS)
 
 
 def test_an_unknown_command_is_wrong_usage(capsys):
@@ -185,6 +187,7 @@ def test_tools_and_an_environment_are_named_like_rewards(tmp_path, monkeypatch):
     [
         ("grpo", {"reward_funcs": "missing.py:f"}, "reward_funcs: there is no file 'missing.py'"),
         ("grpo", {"reward_funcs": "bad.py:shrt"}, r"has no 'shrt' (did you mean 'short'?). It defines ['short']"),
+        ("grpo", {"reward_funcs": "bad.shrt"}, r"has no 'shrt' (did you mean 'short'?). It defines ['short']"),
         ("grpo", {"reward_funcs": "bad.py:LIMIT"}, "'bad.py:LIMIT' is a int, and a function or class is wanted"),
         ("grpo", {"reward_funcs": "broken.py:f"}, "fails while it is imported: ZeroDivisionError"),
         ("grpo", {"reward_funcs": "bad.py"}, "'bad.py' names no object. Give module.name, or file.py:name"),
@@ -215,7 +218,7 @@ def test_too_few_addresses_are_told_at_once():
     assert done.returncode == 1 and "1.12 GiB of addresses" in done.stderr and "ulimit -v unlimited" in done.stderr
 
 
-def test_the_short_help_shows_the_options_that_the_parser_knows_with_their_defaults():
+def test_the_short_help_shows_the_options_that_the_parser_knows_with_their_defaults(monkeypatch):
     from posttrain.cli import options
     from posttrain.cli.commands import TRAINING
     from posttrain.cli.train import parser_for
@@ -228,10 +231,14 @@ def test_the_short_help_shows_the_options_that_the_parser_knows_with_their_defau
         for name, one in found.items():
             if one.default and type(fields[name].default) in (int, float, bool, str):
                 assert eval(one.default) == fields[name].default, (command, name)
-    assert "--num_generations (8)" in options.help_text("grpo") and "ModelConfig" not in options.help_text("grpo")
+    monkeypatch.setenv("COLUMNS", "80")
+    text = options.help_text("grpo")
+    assert re.search(r"--num_generations +Completions per prompt[^-]*\(8\)", text) and "ModelConfig" not in text
+    assert "..." not in text.partition("\n")[2] and all(len(line) <= 80 for line in text.splitlines())
+    assert "Rows of a micro-batch on each device, or auto (8)" in " ".join(text.split())
 
 
-@pytest.mark.parametrize("method", ["grpo", "sft", "gkd", "dpo"])
+@pytest.mark.parametrize("method", ["grpo", "sft", "gkd", "dpo", "sdpo", "async-distillation"])
 def test_a_config_to_begin_with_is_valid_with_and_without_its_comment_signs(method, tmp_path, monkeypatch, capsys):
     from posttrain.cli.train import parser_for
 
@@ -246,6 +253,8 @@ def test_a_config_to_begin_with_is_valid_with_and_without_its_comment_signs(meth
     for name in ("c.yaml", "all.yaml"):
         _, config, _, _ = parser_for(method).parse_args_and_config(["--config", name])
         assert config.output_dir == f"runs/{method}"
+    if method == "gkd":
+        assert config.teacher_model_name_or_path == "HuggingFaceTB/SmolLM2-360M-Instruct"
 
 
 def test_recipes_are_listed_and_copied(tmp_path, capsys):
@@ -296,9 +305,9 @@ def test_several_trackers_may_be_named_in_a_file_and_on_the_command_line(tmp_pat
 
     file = tmp_path / "c.yaml"
     file.write_text("report_to: [tensorboard, wandb]\noutput_dir: o\n")
-    parsed, _, launch = parse("sft", ["--config", str(file)])
+    parsed, launch = parse("sft", ["--config", str(file)])
     assert parsed[1].report_to == ["tensorboard", "wandb"] and launch == []
-    parsed, _, launch = parse("sft", ["--output_dir", "o", "--report_to", "none"])
+    parsed, launch = parse("sft", ["--output_dir", "o", "--report_to", "none"])
     assert parsed[1].report_to == [] and launch == []
 
 

@@ -2,14 +2,16 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
 from transformers import AutoModelForCausalLM
 
-from posttrain.cli import train
+from posttrain.cli import ranks, train
 from posttrain.cli.ranks import EXIT_CODES, Failure, first_failure
 from posttrain.errors import ConfigError
 from posttrain.loop.checkpoint import complete_checkpoints
@@ -105,6 +107,45 @@ def command(name, model, folder, *options, rows=None, timeout=240):
         check=False,
         timeout=timeout,
     )
+
+
+def test_a_launcher_that_is_told_to_stop_ends_without_a_traceback(monkeypatch):
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+
+    def told():
+        raise SignalException("Process 7 got signal: 2", sigval=signal.SIGINT)
+
+    monkeypatch.setattr("accelerate.commands.launch.main", told)
+    with pytest.raises(SystemExit) as stop:
+        ranks.launch()
+    assert stop.value.code == 130
+
+
+def test_a_scheduler_that_ends_the_command_lets_its_processes_save(monkeypatch, tmp_path):
+    """SIGTERM reaches the command alone: on a cluster nobody tells the processes that it launched."""
+    saving = (
+        "import signal, sys, time, pathlib\n"
+        f"signal.signal(signal.SIGINT, lambda *_: (pathlib.Path({str(tmp_path / 'saved')!r}).touch(), sys.exit(1)))\n"
+        f"pathlib.Path({str(tmp_path / 'began')!r}).touch(); time.sleep(60)\n"
+    )
+    start, commands, before = subprocess.Popen, [], signal.getsignal(signal.SIGTERM)
+
+    def launched(command, env):
+        commands.append(command)
+        return start([sys.executable, "-c", saving], env=env)
+
+    def scheduler():
+        while not (tmp_path / "began").exists():
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(train.subprocess, "Popen", launched)
+    monkeypatch.setattr("torch.accelerator.is_available", lambda: False)
+    threading.Thread(target=scheduler, daemon=True).start()
+    assert train._launch("sft", ["--accelerate_config", "ddp"], ["--num_processes", "2"]) == 130
+    # Without the last words they would be two runs of one process each, of which one finds its folder taken.
+    assert commands[0][-5:] == ["sft", "--accelerate_config", "ddp", "--use_cpu", "true"]
+    assert (tmp_path / "saved").exists() and signal.getsignal(signal.SIGTERM) == before
 
 
 @pytest.mark.slow

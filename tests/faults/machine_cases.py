@@ -202,6 +202,6 @@ CASES = (
     Case("machine", "no whole checkpoint to resume from", unmarked_only, r"no complete checkpoint", "data"),
     Case("machine", "checkpoints of another run in the folder", older_run, r"PT-L001", "data"),
     Case("version", "transformers too old", of_version("transformers", "5.7.0"), r"PT-V002", "config"),
-    Case("version", "datasets too old", of_version("datasets", "4.0.0"), r"PT-V002", "config"),
+    Case("version", "datasets too old", of_version("datasets", "3.6.0"), r"PT-V002", "config"),
     Case("version", "vLLM too old", old_vllm, r"PT-V002|vllm", "config"),
 )

@@ -245,6 +245,10 @@ def test_a_checkpoint_that_lost_something_is_refused_by_name_with_what_is_whole(
         checkpoints.resolve_resume(True, tmp_path)
     with raises(CheckpointError):
         checkpoints.resolve_resume(str(tmp_path / "checkpoint-9"), tmp_path)
+    made(tmp_path, 10)
+    (tmp_path / "checkpoint-10" / checkpoints.MARKER).unlink()
+    with pytest.raises(CheckpointError, match=r"resume_from_checkpoint='.*checkpoint-10'"):  # By number, not by letter.
+        checkpoints.resolve_resume(True, tmp_path)
 
 
 def test_flipped_bytes_are_refused_where_they_are_named_and_passed_over_where_they_are_not(tmp_path, caplog):

@@ -7,7 +7,7 @@ from rich.console import Console
 
 from posttrain.report import progress
 from posttrain.report.page.run import read_run
-from posttrain.report.progress import RichProgressCallback, learned, use_rich_progress
+from posttrain.report.progress import RichProgressCallback, learned, resume_command, use_rich_progress
 from tests.methods.helpers import chats, sft
 from tests.wordings import raises
 
@@ -36,6 +36,9 @@ def test_a_long_step_tells_the_time_left_though_no_log_is_due(tiny_tokenizer, tm
     trainer.train()
     lines = [line.split() for line in out.getvalue().splitlines() if line.startswith("step")]
     assert [(line[1], line[2]) for line in lines] == [("1/3", "left"), ("2/3", "left"), ("3/3", "left")]
+    trainer, _, out = watched(tmp_path / "logged", tiny_tokenizer, terminal=False)
+    trainer.train()
+    assert [line[2] for line in map(str.split, out.getvalue().splitlines()) if line[:1] == ["step"]] == ["loss"] * 3
 
 
 def test_a_terminal_sees_a_bar_and_lines_that_end_with_the_run(tiny_tokenizer, tmp_path):
@@ -90,4 +93,15 @@ def test_what_was_learned_is_judged_by_the_reward_where_there_is_one():
     assert learned(steps) == ["reward 0.5 -> 18.5"]
     assert learned(steps[::-1]) == ["reward 18.5 -> 0.5: it got less"]
     assert "all groups flat" in learned([{"reward": 0.0, "frac_reward_zero_std": 1.0}])[0]
+    lost = [line | {"step": n, "rewards/a/applicable": 1.0} for n, line in enumerate(steps)]
+    lost += [{"loss": 0.0, "step": 20 + n, "rewards/a/applicable": 0.0} for n in range(4)]
+    assert "since step 20 no reward" in learned(lost)[0] and learned(lost[:20]) == ["reward 0.5 -> 18.5"]
     assert learned([{"loss": 1.0}, {"loss": float("nan")}])[0].endswith("no number any more")
+
+
+def test_the_command_that_goes_on_says_once_from_where(monkeypatch):
+    for given in ("--resume_from_checkpoint auto", "--resume_from_checkpoint=runs/checkpoint-2", ""):
+        monkeypatch.setattr("sys.argv", ["/bin/posttrain", "sft", *given.split(), "--num_processes", "2"])
+        assert resume_command().endswith("sft --num_processes 2 --resume_from_checkpoint true")
+    monkeypatch.setattr("sys.argv", ["/bin/posttrain", "demo", "--resume"])
+    assert resume_command().endswith("posttrain demo --resume")
