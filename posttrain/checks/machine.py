@@ -449,14 +449,25 @@ def check_devices(*, visible: int, processes: int = 1) -> Finding | None:
 
 
 def check_launch(environment: Mapping[str, str], processes: int) -> Finding | None:
-    """Several processes were asked for, and one runs: ``accelerate launch --cpu`` starts no more, whatever ``--num_processes``.
+    """Several processes were asked for, and one runs, or each of them by itself.
 
-    Its launcher for a CPU exports an address for the processes to meet at, and then runs the script once.
+    ``accelerate launch --cpu`` exports an address for the processes to meet at, and then runs the script once, whatever
+    ``--num_processes``. torchrun starts them all, and on a machine without an accelerator they meet under ``use_cpu=True`` alone.
 
     Args:
         environment: Variables of this process.
         processes: How many there are.
     """
+    started = int(environment.get("WORLD_SIZE") or 1)
+    if processes == 1 and started > 1 and "LOCAL_RANK" in environment:
+        return finding(
+            "PT-C004",
+            "error",
+            f"{started} processes were started, and each of them is a run of its own.",
+            "torchrun",
+            "without an accelerator they do not meet unless use_cpu=True: each would train on all rows, and write to one folder.",
+            "set use_cpu=True in the config, or start one process.",
+        )
     if processes > 1 or environment.get("ACCELERATE_USE_CPU", "").lower() not in ("true", "1"):
         return None
     if "MASTER_PORT" not in environment or "WORLD_SIZE" in environment:

@@ -180,4 +180,6 @@ def test_a_launch_on_a_cpu_that_starts_one_process_of_two_is_told(asked, monkeyp
     assert command[1:] == ["train.py"]
     assert codes(check_launch(environment, 1)) == (["PT-C004"] if asked > 1 else [])
     assert check_launch(environment | {"WORLD_SIZE": "2"}, 1) is None
+    started = {"WORLD_SIZE": "2", "LOCAL_RANK": "0"}
+    assert [check_launch(started, 1).severity, check_launch(started, 2)] == ["error", None]
     assert check_launch(environment, 2) is None
