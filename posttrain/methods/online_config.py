@@ -153,7 +153,7 @@ class VllmSyncFields:
         50, "Pushes between two comparisons of log-probs with the engine, beside that after the first; 0: only that."
     )
     allow_biased_is: bool = option(
-        False, "Allow the correction of engine log-probs with a penalty or a guide, which biases every ratio."
+        False, "Allow the correction of engine log-probs with a penalty, a guide or a bias, which biases every ratio."
     )
 
 
@@ -173,6 +173,8 @@ def reshaped_sampling(cfg: OnlineConfig, *names: str) -> str:
     ]
     if options.get("guide") is not None:
         changed.append(f"generation_kwargs with the guide {options['guide']}")
+    rules = ("min_new_tokens", "no_repeat_ngram_size", "logit_bias")  # suppress_tokens is followed, see `Sampling.left_out`.
+    changed += [f"generation_kwargs with {name}={options[name]}" for name in rules if options.get(name)]
     if cfg.vllm_structured_outputs_regex:
         changed.append(f"vllm_structured_outputs_regex={cfg.vllm_structured_outputs_regex!r}")
     return ", ".join(changed)
@@ -182,7 +184,7 @@ def reject_reshaped_sampling(cfg: OnlineConfig) -> None:
     """Refuse a correction of log-probs that the trainer does not compute; top-k, top-p and min-p it does follow.
 
     Raises:
-        ConfigError: A penalty or a guide with the correction, unless ``allow_biased_is``.
+        ConfigError: A penalty, a guide or a bias with the correction, unless ``allow_biased_is``.
     """
     reshaped = reshaped_sampling(cfg)
     if reshaped and cfg.vllm_importance_sampling_correction and not cfg.allow_biased_is:

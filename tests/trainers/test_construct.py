@@ -234,7 +234,7 @@ def test_attributes_of_online_trainers_are_read_and_set(kind, tokenizer, tmp_pat
     assert len(trainer._logs["completion"]) == len(trainer._logs["rewards"]["by_answer"]) > 0
 
 
-def test_sampling_options_have_the_spellings_of_trl(tmp_path):
+def test_sampling_options_have_the_spellings_of_trl(tmp_path, caplog):
     args = config(pt.GRPOConfig, tmp_path, top_k=None)
     assert args.top_k == 0 and args.use_bias_correction_kl and args.router_aux_loss_coef is None
     with pytest.warns(FutureWarning, match="clip_max"):
@@ -246,8 +246,12 @@ def test_sampling_options_have_the_spellings_of_trl(tmp_path):
     for given, expected in (({}, (600, 1800)), ({"vllm_server_timeout": 3600.0}, (3600, 3600))):
         args = config(pt.AsyncGRPOConfig, tmp_path, **given)
         assert (args.request_timeout, args.sync_timeout_s) == expected
-    args = config(pt.AsyncGRPOConfig, tmp_path, weight_sync_timeout=60)
-    assert (args.sync_timeout_s, args.dtype, args.router_aux_loss_coef) == (60, "float32", None)
+    for name in ("weight_sync_timeout", "sync_timeout_s", "vllm_sync_timeout"):
+        args = config(pt.AsyncGRPOConfig, tmp_path, **{name: 60})
+        assert {args.weight_sync_timeout, args.sync_timeout_s, args.vllm_sync_timeout} == {60}
+    assert (args.dtype, args.router_aux_loss_coef) == ("float32", None)
+    config(pt.AsyncGRPOConfig, tmp_path, fork_threshold_tokens=512)
+    assert "fork_threshold_tokens=512 changes nothing" in caplog.text
     with pytest.raises(ConfigError, match="dtype='int8'"):
         config(pt.AsyncGRPOConfig, tmp_path, dtype="int8")
 

@@ -581,7 +581,7 @@ class RolloutWorkerLoop:
         trajectories, alone = [], 0
         options: dict[str, Any] = {
             "mask_truncated": self.job.mask_truncated,
-            "truncation": self.job.sampling.truncation,
+            "truncation": self.job.sampling.left_out,
         }
         if len(group.batch.rollouts) >= min(2, size):
             try:
