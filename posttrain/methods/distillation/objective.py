@@ -192,6 +192,8 @@ class Comparison:
             if share.teacher is None:
                 continue
             at, theirs = share.within(part)
+            if isinstance(at, Tensor) and not len(at):  # No token of the chunk is of a row that names it.
+                continue
             here = _Beside(axes, share.teacher, theirs, log_q[at], targets[at])
             here.ask(self.columns, self.without)
             apart, mass_held = here.divergence()
