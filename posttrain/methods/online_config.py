@@ -234,6 +234,8 @@ def resolve_auto(args: PostTrainingConfig, model: nn.Module, processor: Processo
 # Keys of generation_kwargs: those with a field of their own, which log-probs and checks read, and the others.
 OVERRIDDEN = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 FURTHER = ("max_new_tokens", "stop_token_ids", "structured_outputs", "guide", "do_sample", "seed", *GENERATION_NAMES)
+# Fields of losses that are corrected for an engine which is not the policy.
+CORRECTION = ("allow_biased_is", *(f"vllm_importance_sampling_{x}" for x in ("correction", "mode", "clip_max", "clip_min")))
 REFUSED = {"typical_p": "no engine here draws by typical probability; top_p or min_p cuts the tail too"}
 
 
@@ -249,6 +251,7 @@ class OnlineConfig(VllmSyncFields, VllmFields, GenerationFields, ReferenceFields
     ]
 
     _least_generations: ClassVar[int] = 2  # Of a group: one completion has nothing to be compared with.
+    _corrects_sampler: ClassVar[bool] = False  # The loss weighs by the ratio to what another engine said of its tokens.
 
     learning_rate: float = option(1e-6, "Peak learning rate.")
     remove_unused_columns: bool | None = option(False, "Keep only the prompt column; rewards then see no other column.")
@@ -355,6 +358,11 @@ class OnlineConfig(VllmSyncFields, VllmFields, GenerationFields, ReferenceFields
             self.check_vllm_settings()
         check_gathering(self)
         self._check_paged()
+        for name in () if self._corrects_sampler else CORRECTION:
+            if (value := getattr(self, name)) != type(self).__dataclass_fields__[name].default:
+                raise ConfigError(
+                    f"{name}={value!r} is not read by {type(self).__name__}: its loss has no ratio to an engine. Leave it out."
+                )
         low, high = self.vllm_importance_sampling_clip_min, self.vllm_importance_sampling_clip_max
         if low is not None and high is not None and low >= high:
             raise ConfigError(

@@ -57,7 +57,7 @@ class AsyncGRPOConfig(PictureConfig, EpisodeFields, OnlineConfig):
         "is_clip_max": "set vllm_importance_sampling_clip_max",
         "is_clip_min": "set vllm_importance_sampling_clip_min",
     }
-    _compares_sampler: ClassVar[bool] = True  # With the policy: the loss reads the log-probs that were sampled with.
+    _corrects_sampler: ClassVar[bool] = True
     _meaningless: ClassVar[dict[str, object]] = MEANINGLESS
 
     lr_scheduler_type: str = option("constant", "Schedule of the learning rate.")
@@ -157,7 +157,7 @@ class AsyncGRPOConfig(PictureConfig, EpisodeFields, OnlineConfig):
                 "of its own, and no sampled token is left out of the loss.", self.fork_threshold_tokens,
             )  # fmt: skip
         check_truncation(self)
-        if self._compares_sampler and (self.truncation or self.resolved_engine == "server"):
+        if self._corrects_sampler and (self.truncation or self.resolved_engine == "server"):
             # A server's log-probs, and those after a truncation, are of what a penalty or a guide made of the distribution.
             reject_reshaped_sampling(self)
         if self.max_staleness_hard is None:
