@@ -69,7 +69,12 @@ def test_something_reads_every_field_of_every_config():
 def test_what_vllm_alone_reads_is_refused_where_there_is_none():
     _, readers = fields_and_readers()
     names = {*VllmFields.__dataclass_fields__, *VllmSyncFields.__dataclass_fields__}
-    of_vllm = {("vllm", ""), ("weight_sync", "vllm_engine"), ("machine", "ports_of_servers"), ("online_config", "OnlineConfig")}
+    of_vllm = {
+        ("vllm", ""),
+        ("weight_sync", "vllm_engine"),
+        ("machine", "ports_of_servers"),
+        ("online_config", "OnlineConfig"),
+    }
     alone = {n for n in names if all(place in of_vllm or place[0] == "vllm" for place in readers[n])}
     assert {"vllm_server_host", "vllm_tensor_parallel_size", "vllm_sleep_level"} <= alone
     made_with = {"vllm_importance_sampling_cap", "use_transformers_continuous_batching", "use_transformers_paged"}

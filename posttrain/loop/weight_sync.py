@@ -121,9 +121,7 @@ def vllm_engine(model: nn.Module, args: PostTrainingConfig, accelerator: Acceler
         if not accelerator.is_main_process:
             return None
         reader = None if encoder is None else encoder.processor
-        return ServerEngine(
-            urls, connection_timeout=args.vllm_server_timeout, reader=reader, **server_options(args)
-        )
+        return ServerEngine(urls, connection_timeout=args.vllm_server_timeout, reader=reader, **server_options(args))
 
     with parallel.failing_together(accelerator):
         engine = connect()

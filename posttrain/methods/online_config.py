@@ -173,7 +173,8 @@ def reshaped_sampling(cfg: OnlineConfig, *names: str) -> str:
     ]
     if options.get("guide") is not None:
         changed.append(f"generation_kwargs with the guide {options['guide']}")
-    rules = ("min_new_tokens", "no_repeat_ngram_size", "logit_bias")  # suppress_tokens is followed, see `Sampling.left_out`.
+    # suppress_tokens is followed, see `Sampling.left_out`.
+    rules = ("min_new_tokens", "no_repeat_ngram_size", "logit_bias")
     changed += [f"generation_kwargs with {name}={options[name]}" for name in rules if options.get(name)]
     if cfg.vllm_structured_outputs_regex:
         changed.append(f"vllm_structured_outputs_regex={cfg.vllm_structured_outputs_regex!r}")
@@ -235,7 +236,10 @@ def resolve_auto(args: PostTrainingConfig, model: nn.Module, processor: Processo
 OVERRIDDEN = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 FURTHER = ("max_new_tokens", "stop_token_ids", "structured_outputs", "guide", "do_sample", "seed", *GENERATION_NAMES)
 # Fields of losses that are corrected for an engine which is not the policy.
-CORRECTION = ("allow_biased_is", *(f"vllm_importance_sampling_{x}" for x in ("correction", "mode", "clip_max", "clip_min")))
+CORRECTION = (
+    "allow_biased_is",
+    *(f"vllm_importance_sampling_{x}" for x in ("correction", "mode", "clip_max", "clip_min")),
+)
 REFUSED = {"typical_p": "no engine here draws by typical probability; top_p or min_p cuts the tail too"}
 
 

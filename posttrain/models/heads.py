@@ -315,7 +315,9 @@ def score(inner: nn.Module, hidden: Tensor) -> Tensor:
 def is_one_matrix(layer: nn.Module) -> bool:
     """Whether an output layer is its weight and bias and nothing else: neither an adapter nor anybody's hook runs with it."""
     hooks = (layer._forward_hooks, layer._forward_pre_hooks, layer._backward_hooks, layer._backward_pre_hooks)
-    return type(layer) in (nn.Linear, Float32Linear) and all(parallel.shards(hook) for of in hooks for hook in of.values())
+    return type(layer) in (nn.Linear, Float32Linear) and all(
+        parallel.shards(hook) for of in hooks for hook in of.values()
+    )
 
 
 def _project(inner: nn.Module, hidden: Tensor, head: TokenHead) -> dict[str, Tensor]:

@@ -275,7 +275,12 @@ def test_every_setting_of_servers_reaches_them_from_synchronous_and_asynchronous
     from posttrain import AsyncGRPOConfig
     from posttrain.loop.weight_sync import server_options
 
-    given = {"vllm_request_timeout": 31.0, "vllm_sync_timeout": 32.0, "vllm_weight_bucket_mb": 33, "vllm_group_port": 34567}
+    given = {
+        "vllm_request_timeout": 31.0,
+        "vllm_sync_timeout": 32.0,
+        "vllm_weight_bucket_mb": 33,
+        "vllm_group_port": 34567,
+    }
     given |= {"vllm_server_timeout": 35.0, "vllm_server_api_key": "key"}
     for args in (grpo_args(tmp_path, **given), AsyncGRPOConfig(str(tmp_path), **given)):
         options = server_options(args)

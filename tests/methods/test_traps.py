@@ -416,7 +416,9 @@ def test_what_hangs_on_an_output_layer_runs_in_training_too():
     kinds = {
         "forward": lambda head: head.register_forward_hook(lambda *_: seen.append(1)),
         "before": lambda head: head.register_forward_pre_hook(lambda *_: seen.append(1)),
-        "backward": lambda head: head.register_full_backward_hook(lambda _, into, out: seen.append(1) or (into[0] * 0.5,)),
+        "backward": lambda head: head.register_full_backward_hook(
+            lambda _, into, out: seen.append(1) or (into[0] * 0.5,)
+        ),
         "weight_norm": torch.nn.utils.weight_norm,
     }
     for kind, hang in kinds.items():

@@ -261,10 +261,22 @@ def test_sampling_options_have_the_spellings_of_trl(tmp_path, caplog):
 def test_options_of_ratios_and_rewards_are_refused_by_losses_that_have_none(tmp_path):
     ratio = {"vllm_importance_sampling_correction": False, "vllm_importance_sampling_mode": "token_mask",
              "vllm_importance_sampling_clip_max": 1.5, "vllm_importance_sampling_clip_min": 0.1, "allow_biased_is": True}  # fmt: skip
-    rewards = {"reward_weights": [2.0], "reward_transform": ["log1p"], "check_rewards": False, "check_reward_determinism": True}
+    rewards = {
+        "reward_weights": [2.0],
+        "reward_transform": ["log1p"],
+        "check_rewards": False,
+        "check_reward_determinism": True,
+    }
     rewards |= {"stop_without_signal": 3, "dynamic_sampling": 2, "epsilon": 0.3, "epsilon_high": 0.3}
     scored = (pt.MiniLLMConfig, pt.SDPOConfig, OnlineDPOConfig, A2POConfig)
-    alone = (pt.DistillationConfig, pt.GKDConfig, pt.SDFTConfig, pt.SSDConfig, pt.GOLDConfig, pt.AsyncDistillationConfig)
+    alone = (
+        pt.DistillationConfig,
+        pt.GKDConfig,
+        pt.SDFTConfig,
+        pt.SSDConfig,
+        pt.GOLDConfig,
+        pt.AsyncDistillationConfig,
+    )
     for cls in (*scored, *alone):
         for name, value in (ratio | (rewards if cls in alone else {})).items():
             with pytest.raises(ConfigError, match=f"{name}="):

@@ -121,7 +121,9 @@ class AsyncGRPOConfig(PictureConfig, EpisodeFields, OnlineConfig):
     rollout_failure_budget: Share = option(0.05, "Share of the last 200 rollouts that may fail before the run stops.")
     reward_timeout_s: PositiveFloat = option(120.0, "Seconds a reward function may take for a group.")
     tool_timeout_s: PositiveFloat | None = option(None, "Seconds a tool may take; None: tool_timeout (60).")
-    fork_threshold_tokens: PositiveInt = option(1024, "Of TRL; changes nothing, since sampled tokens are never rewritten.")
+    fork_threshold_tokens: PositiveInt = option(
+        1024, "Of TRL; changes nothing, since sampled tokens are never rewritten."
+    )
     scale_rewards: Literal["population", "group", "none"] = option(
         "population",
         "Divide advantages by the group's population std + 1e-8; group: its sample std + 1e-4, as GRPOConfig; none.",
@@ -195,8 +197,8 @@ class AsyncGRPOConfig(PictureConfig, EpisodeFields, OnlineConfig):
                 error = NotImplementedError if name == "use_liger_kernel" else ConfigError
                 raise error(
                     f"{name}={value!r} has no meaning in asynchronous GRPO, where every rollout is trained once, always against "
-                    "the weights that wrote it, and nothing is compared with a reference; engines are chosen by worker_engine, servers by "
-                    "vllm_server_base_url. Leave it out, or use GRPOTrainer."
+                    "the weights that wrote it, and nothing is compared with a reference; engines are chosen by worker_engine, "
+                    "servers by vllm_server_base_url. Leave it out, or use GRPOTrainer."
                 )
 
     def _check_ranges(self) -> None:

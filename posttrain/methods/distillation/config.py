@@ -39,7 +39,8 @@ def preset(unread: dict[str, tuple[Any, str]] | None = None, **defaults: Any) ->
         for base in (OnlineConfig, *cls.__bases__[::-1]):  # With those of their own bases.
             kinds |= get_type_hints(base, include_extras=True)
         explained = {name: (value[0], f"Not read. {value[1]}") for name, value in (unread or {}).items()}
-        inherited = [vars(base).get("_refused", {}) for base in cls.__mro__[:0:-1]]  # Of all bases, not of the first alone.
+        # Of all bases, not of the first alone.
+        inherited = [vars(base).get("_refused", {}) for base in cls.__mro__[:0:-1]]
         cls._refused = dict(pair for of_base in (*inherited, unread or {}) for pair in of_base.items())
         for name, value in (defaults | explained).items():
             default, text = value if isinstance(value, tuple) else (value, known[name].metadata["help"])
@@ -276,7 +277,8 @@ OF_REWARDS: dict[str, tuple[Any, str]] = {
     name: (default, "A teacher says what is learnt: no reward is read, and no ratio clipped.")
     for name, default in {
         "reward_weights": None, "reward_timeout": None, "reward_transform": None, "check_rewards": True,
-        "check_reward_determinism": False, "stop_without_signal": None, "dynamic_sampling": 0, "epsilon": 0.2, "epsilon_high": None,
+        "check_reward_determinism": False, "stop_without_signal": None, "dynamic_sampling": 0,
+        "epsilon": 0.2, "epsilon_high": None,
     }.items()
 }  # fmt: skip
 
