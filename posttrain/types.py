@@ -424,18 +424,22 @@ class Truncation:
         top_k: Keep the k most likely tokens; 0 is off.
         top_p: Keep the smallest set with this probability mass; 1 is off.
         min_p: Drop tokens below this share of the most likely token's probability; None or 0 is off.
+        never: Ids that are not drawn at all; the others are measured without them.
     """
 
     top_k: int = 0
     top_p: float = 1.0
     min_p: float | None = None
+    never: tuple[int, ...] = ()
 
     def __bool__(self) -> bool:
         """Whether anything is left out."""
-        return bool(self.top_k or self.top_p < 1.0 or self.min_p)
+        return bool(self.top_k or self.top_p < 1.0 or self.min_p or self.never)
 
 
 WHOLE = Truncation()  # Nothing is left out.
+# A bias from which on a token has no probability: a number that JSON can carry to a server.
+NEVER = -1e9
 
 
 @dataclass(slots=True, frozen=True)
@@ -479,6 +483,12 @@ class Sampling:
     def truncation(self) -> Truncation:
         """What is left out of the vocabulary, before the draw."""
         return Truncation(self.top_k, self.top_p, self.min_p)
+
+    @property
+    def left_out(self) -> Truncation:
+        """The truncation, with the ids that ``logit_bias`` forbids."""
+        never = tuple(sorted({token for token, added in self.logit_bias if added <= NEVER}))
+        return replace(self.truncation, never=never)
 
 
 class Prompt(list[int]):

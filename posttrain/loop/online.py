@@ -458,7 +458,12 @@ class OnlineTrainer(PostTrainer):
     def truncation(self) -> Truncation:
         """What another engine leaves out as it samples, for methods that compare its log-probs with their own."""
         follows = self.method.traits.follows_truncation and not self.engine_is_policy
-        return self.args.truncation if follows else WHOLE
+        return self.left_out if follows else WHOLE
+
+    @property
+    def left_out(self) -> Truncation:
+        """What no engine draws: top-k, top-p, min-p, suppressed ids, and those that stand for images."""
+        return self.vision.sampling(configured_sampling(self.args, stop_token_ids=(), seed=0), self.model).left_out
 
     @property
     def engine_is_policy(self) -> bool:

@@ -94,6 +94,18 @@ def training_engine(model: nn.Module, args: PostTrainingConfig, *, tokenizer: To
     return engine
 
 
+def server_options(args: PostTrainingConfig) -> dict[str, Any]:
+    """What a config says of rollout servers, as `posttrain.rollouts.server.engine.ServerEngine` takes it."""
+    return {
+        "request_timeout": args.vllm_request_timeout,
+        "sync_timeout": args.vllm_sync_timeout,
+        "bucket_mb": args.vllm_weight_bucket_mb,
+        "group_port": args.vllm_group_port,
+        "patience": args.vllm_server_timeout,
+        "api_key": args.vllm_server_api_key,
+    }
+
+
 def vllm_engine(model: nn.Module, args: PostTrainingConfig, accelerator: Accelerator) -> Any:
     """The engine of ``use_vllm=True``: in process, or one that asks servers (a stand-in on ranks other than 0)."""
     if args.vllm_mode != "server":
@@ -108,16 +120,8 @@ def vllm_engine(model: nn.Module, args: PostTrainingConfig, accelerator: Acceler
     def connect() -> Any:
         if not accelerator.is_main_process:
             return None
-        return ServerEngine(
-            urls,
-            connection_timeout=args.vllm_server_timeout,
-            request_timeout=args.vllm_request_timeout,
-            sync_timeout=args.vllm_sync_timeout,
-            bucket_mb=args.vllm_weight_bucket_mb,
-            patience=args.vllm_server_timeout,
-            api_key=args.vllm_server_api_key,
-            reader=None if encoder is None else encoder.processor,
-        )
+        reader = None if encoder is None else encoder.processor
+        return ServerEngine(urls, connection_timeout=args.vllm_server_timeout, reader=reader, **server_options(args))
 
     with parallel.failing_together(accelerator):
         engine = connect()

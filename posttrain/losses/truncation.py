@@ -15,7 +15,7 @@ place nothing that is trained sees the probability outside of K: on the demo's t
 
 A token that rounding, or weights that have moved, put outside of the trainer's K is counted with it. K is what is left by min-p
 and top-k, and of that, renormalised, the nucleus of top-p: the order of vLLM. All three keep the likeliest tokens, so that a
-threshold says what is in K.
+threshold says what is in K. Ids that are never drawn (placeholders of images, ``suppress_tokens``) are out before all three.
 
 Reference: nucleus sampling, arXiv:1904.09751; min-p, arXiv:2407.01082.
 """
@@ -55,7 +55,9 @@ def kept_from(logits: Tensor, truncation: Truncation) -> Tensor:
 
 
 def truncate(logits: Tensor, truncation: Truncation) -> Tensor:
-    """Logits with those outside of min-p, top-k and top-p at minus infinity."""
+    """Logits with those that are never drawn, or outside of min-p, top-k and top-p, at minus infinity."""
+    if truncation.never:
+        logits = logits.index_fill(-1, torch.tensor(truncation.never, device=logits.device), -torch.inf)
     return logits.masked_fill(logits < kept_from(logits, truncation), -torch.inf)
 
 
@@ -65,8 +67,10 @@ def kept_log_mass(logits: Tensor, truncation: Truncation, targets: Tensor) -> Te
     >>> logits = torch.tensor([[0.5, 0.3, 0.15, 0.05]]).log()
     >>> kept_log_mass(logits, Truncation(top_k=2), torch.tensor([[0]])).exp()
     tensor([0.8000])
+    >>> kept_log_mass(logits, Truncation(top_k=2, never=(0,)), torch.tensor([[1]])).exp()
+    tensor([0.4500])
     """
-    kept = logits.masked_fill(logits < kept_from(logits, truncation), -torch.inf)
+    kept = truncate(logits, truncation)
     kept.scatter_(1, targets, logits.gather(1, targets))
     return kept.logsumexp(-1) - logits.logsumexp(-1)
 

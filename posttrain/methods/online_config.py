@@ -153,7 +153,7 @@ class VllmSyncFields:
         50, "Pushes between two comparisons of log-probs with the engine, beside that after the first; 0: only that."
     )
     allow_biased_is: bool = option(
-        False, "Allow the correction of engine log-probs with a penalty or a guide, which biases every ratio."
+        False, "Allow the correction of engine log-probs with a penalty, a guide or a bias, which biases every ratio."
     )
 
 
@@ -173,6 +173,9 @@ def reshaped_sampling(cfg: OnlineConfig, *names: str) -> str:
     ]
     if options.get("guide") is not None:
         changed.append(f"generation_kwargs with the guide {options['guide']}")
+    # suppress_tokens is followed, see `Sampling.left_out`.
+    rules = ("min_new_tokens", "no_repeat_ngram_size", "logit_bias")
+    changed += [f"generation_kwargs with {name}={options[name]}" for name in rules if options.get(name)]
     if cfg.vllm_structured_outputs_regex:
         changed.append(f"vllm_structured_outputs_regex={cfg.vllm_structured_outputs_regex!r}")
     return ", ".join(changed)
@@ -182,7 +185,7 @@ def reject_reshaped_sampling(cfg: OnlineConfig) -> None:
     """Refuse a correction of log-probs that the trainer does not compute; top-k, top-p and min-p it does follow.
 
     Raises:
-        ConfigError: A penalty or a guide with the correction, unless ``allow_biased_is``.
+        ConfigError: A penalty, a guide or a bias with the correction, unless ``allow_biased_is``.
     """
     reshaped = reshaped_sampling(cfg)
     if reshaped and cfg.vllm_importance_sampling_correction and not cfg.allow_biased_is:
@@ -232,6 +235,11 @@ def resolve_auto(args: PostTrainingConfig, model: nn.Module, processor: Processo
 # Keys of generation_kwargs: those with a field of their own, which log-probs and checks read, and the others.
 OVERRIDDEN = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 FURTHER = ("max_new_tokens", "stop_token_ids", "structured_outputs", "guide", "do_sample", "seed", *GENERATION_NAMES)
+# Fields of losses that are corrected for an engine which is not the policy.
+CORRECTION = (
+    "allow_biased_is",
+    *(f"vllm_importance_sampling_{x}" for x in ("correction", "mode", "clip_max", "clip_min")),
+)
 REFUSED = {"typical_p": "no engine here draws by typical probability; top_p or min_p cuts the tail too"}
 
 
@@ -247,6 +255,7 @@ class OnlineConfig(VllmSyncFields, VllmFields, GenerationFields, ReferenceFields
     ]
 
     _least_generations: ClassVar[int] = 2  # Of a group: one completion has nothing to be compared with.
+    _corrects_sampler: ClassVar[bool] = False  # The loss weighs by the ratio to what another engine said of its tokens.
 
     learning_rate: float = option(1e-6, "Peak learning rate.")
     remove_unused_columns: bool | None = option(False, "Keep only the prompt column; rewards then see no other column.")
@@ -353,6 +362,11 @@ class OnlineConfig(VllmSyncFields, VllmFields, GenerationFields, ReferenceFields
             self.check_vllm_settings()
         check_gathering(self)
         self._check_paged()
+        for name in () if self._corrects_sampler else CORRECTION:
+            if (value := getattr(self, name)) != type(self).__dataclass_fields__[name].default:
+                raise ConfigError(
+                    f"{name}={value!r} is not read by {type(self).__name__}: its loss has no ratio to an engine. Leave it out."
+                )
         low, high = self.vllm_importance_sampling_clip_min, self.vllm_importance_sampling_clip_max
         if low is not None and high is not None and low >= high:
             raise ConfigError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -32,6 +33,7 @@ class RLOOConfig(PictureConfig, OnlineConfig):
     Reference: Back to basics, arXiv:2402.14740.
     """
 
+    _corrects_sampler: ClassVar[bool] = True
     num_generations: PositiveInt = option(2, "Completions per prompt, at least 2.")
     beta: NonNegativeFloat = option(0.05, "Weight of the KL that is charged to the reward; 0: none.")
     reward_clip_range: list[float] | None = option(

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from posttrain.errors import ConfigError, ModelError
 from posttrain.losses.divergence import collision_logp
 from posttrain.losses.truncation import kept_log_mass
+from posttrain.models import parallel
 from posttrain.models.lean_layers import keep_inputs_only
 from posttrain.models.logprob import token_logprobs
 from posttrain.types import WHOLE, Truncation
@@ -311,6 +312,14 @@ def score(inner: nn.Module, hidden: Tensor) -> Tensor:
     return score_layer(inner)(dropout(hidden) if isinstance(dropout, nn.Module) else hidden).float()
 
 
+def is_one_matrix(layer: nn.Module) -> bool:
+    """Whether an output layer is its weight and bias and nothing else: neither an adapter nor anybody's hook runs with it."""
+    hooks = (layer._forward_hooks, layer._forward_pre_hooks, layer._backward_hooks, layer._backward_pre_hooks)
+    return type(layer) in (nn.Linear, Float32Linear) and all(
+        parallel.shards(hook) for of in hooks for hook in of.values()
+    )
+
+
 def _project(inner: nn.Module, hidden: Tensor, head: TokenHead) -> dict[str, Tensor]:
     """Log-probs of the targets under the model's own output layer."""
     layer = inner.get_output_embeddings()
@@ -322,7 +331,7 @@ def _project(inner: nn.Module, hidden: Tensor, head: TokenHead) -> dict[str, Ten
     rule = LogitRule.of(inner.config)
     if head.compare is not None:
         return head.compare(hidden, layer, rule, head)
-    if type(layer) in (nn.Linear, Float32Linear) and "logits" not in head.needs:
+    if is_one_matrix(layer) and "logits" not in head.needs:
         # A head in float32 is meant to stay there under autocast.
         wide = torch.autocast(hidden.device.type, enabled=False) if type(layer) is Float32Linear else nullcontext()
         with wide:
@@ -342,7 +351,7 @@ def _project(inner: nn.Module, hidden: Tensor, head: TokenHead) -> dict[str, Ten
             )
         fields = {name: getattr(out, name) for name in ("logp", "log_mass", *PER_TOKEN)}
         return {name: value for name, value in fields.items() if value is not None}
-    # The slow path for heads that are not one plain matrix (an adapter on ``lm_head``) and for losses on logits.
+    # The slow path for heads that are not one plain matrix (an adapter on ``lm_head``, a hook) and for losses on logits.
     return _from_logits(rule.logits(layer(hidden)), head)
 
 

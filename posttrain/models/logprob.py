@@ -7,6 +7,7 @@ known before the pass, or hidden states alone want one, a chunk is computed once
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -149,7 +150,7 @@ class _Ahead:
         largest = self.expected.abs().argmax()
         factor = grad[largest] / self.expected[largest] if self.expected[largest] else grad.new_ones(())
         error = (grad - factor * self.expected).abs().max()
-        if not bool(error <= MOST_ERROR * grad.abs().max()):  # Where a gradient is no number, neither.
+        if not error <= MOST_ERROR * grad.abs().max() < math.inf:  # Where a gradient is no number or infinite, neither.
             return None
         if factor != 1.0:
             hidden, weight, bias = (None if x is None else x * factor.to(x.dtype) for x in (hidden, weight, bias))

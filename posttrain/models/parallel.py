@@ -246,7 +246,7 @@ def _without_sharding(model: torch.nn.Module) -> Iterator[None]:
     removed: list[tuple[Any, list[Any], dict[Any, Any]]] = []
     for module in model.modules():
         for hooks in (module._forward_pre_hooks, module._forward_hooks):
-            removed.append((hooks, list(hooks), {key: hook for key, hook in hooks.items() if _shards(hook)}))
+            removed.append((hooks, list(hooks), {key: hook for key, hook in hooks.items() if shards(hook)}))
     for hooks, _, taken in removed:
         for key in taken:
             del hooks[key]
@@ -262,10 +262,11 @@ def _without_sharding(model: torch.nn.Module) -> Iterator[None]:
 
 def gathers_in_forward(modules: Iterable[torch.nn.Module]) -> bool:
     """Whether a forward of any of these modules is a collective by itself; not inside `whole_parameters`."""
-    return any(_shards(hook) for module in modules for hook in module._forward_pre_hooks.values())
+    return any(shards(hook) for module in modules for hook in module._forward_pre_hooks.values())
 
 
-def _shards(hook: Any) -> bool:
+def shards(hook: Any) -> bool:
+    """Whether a hook gathers parameters and frees them."""
     return str(getattr(hook, "__module__", "")).startswith(SHARDING)
 
 

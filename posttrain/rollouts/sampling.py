@@ -13,7 +13,7 @@ from torch import Tensor
 
 from posttrain.errors import ConfigError, RolloutError
 from posttrain.losses.truncation import truncate
-from posttrain.types import Sampling
+from posttrain.types import NEVER, Sampling
 
 if TYPE_CHECKING:
     from posttrain.methods.config import PostTrainingConfig
@@ -264,8 +264,6 @@ GENERATION_NAMES = (
     "stop_strings",
     "logit_bias",
 )
-# Added to suppressed logits: probability 0 to the last bit, and a number that JSON can carry to a server.
-SUPPRESSED = -1e9
 
 
 def generation_fields(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -293,7 +291,7 @@ def generation_fields(options: Mapping[str, Any]) -> dict[str, Any]:
         if not isinstance(strings, list | tuple) or not all(isinstance(x, str) and x for x in strings):
             raise _wrong("stop_strings", chosen["stop_strings"], "a text or a list of texts, none of them empty")
         sampling_fields["stop_strings"] = tuple(strings)
-    bias = _bias(chosen.get("logit_bias", {})) + tuple((i, SUPPRESSED) for i in _ids("suppress_tokens", chosen))
+    bias = _bias(chosen.get("logit_bias", {})) + tuple((i, NEVER) for i in _ids("suppress_tokens", chosen))
     return sampling_fields | ({"logit_bias": bias} if bias else {})
 
 

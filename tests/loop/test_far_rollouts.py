@@ -283,6 +283,30 @@ def test_rollout_engine_server_is_another_name_and_odd_settings_are_refused(tmp_
         grpo(tmp_path, tiny_tokenizer, engine="native", **trainer_args)
 
 
+def test_every_setting_of_servers_reaches_them_from_synchronous_and_asynchronous_configs(tmp_path, stub):
+    import inspect
+
+    from posttrain import AsyncGRPOConfig
+    from posttrain.loop.weight_sync import server_options
+
+    given = {
+        "vllm_request_timeout": 31.0,
+        "vllm_sync_timeout": 32.0,
+        "vllm_weight_bucket_mb": 33,
+        "vllm_group_port": 34567,
+    }
+    given |= {"vllm_server_timeout": 35.0, "vllm_server_api_key": "key"}
+    for args in (grpo_args(tmp_path, **given), AsyncGRPOConfig(str(tmp_path), **given)):
+        options = server_options(args)
+        apart = {"urls", "connection_timeout", "pushes", "reader"}  # Of the place, not of the config.
+        assert set(options) == set(inspect.signature(ServerEngine).parameters) - apart
+        assert list(options.values()) == [31.0, 32.0, 33, 34567, 35.0, "key"]
+        engine = ServerEngine(stub.url, **options)
+        client = next(iter(engine.fleet.servers.values())).client
+        assert (client.request_timeout, client.sync_timeout, client.group_port) == (31.0, 32.0, 34567)
+        engine.close()
+
+
 # Two processes
 
 

@@ -1,18 +1,19 @@
 """Truncated sampling: what is drawn, and ratios to it without bias; a vocabulary of 12 is enumerated."""
 
+import math
 from dataclasses import replace
 
 import pytest
 import torch
 
 from posttrain import AsyncGRPOConfig, Batch, GRPOConfig, RLOOConfig
-from posttrain.losses.truncation import kept_from, truncate
+from posttrain.losses.truncation import truncate
 from posttrain.methods.async_grpo.objective import async_grpo_objective
 from posttrain.methods.base import sampler_logp
 from posttrain.methods.grpo import grpo_objective
 from posttrain.methods.rloo import rloo_objective
 from posttrain.models.logprob import token_logprobs
-from posttrain.rollouts.sampling import draw_tokens
+from posttrain.rollouts.sampling import apply_rules, draw_tokens
 from posttrain.types import WHOLE, ModelOutputs, Sampling, Truncation
 
 VOCABULARY, HIDDEN, TEMPERATURE = 12, 5, 0.8
@@ -21,6 +22,8 @@ CUTS = {
     "top_p": Truncation(top_p=0.8),
     "min_p": Truncation(min_p=0.5),
     "all": Truncation(top_k=7, top_p=0.85, min_p=0.05),
+    "never": Truncation(never=(0, 5)),
+    "all, never": Truncation(top_k=7, top_p=0.85, min_p=0.05, never=(0, 5)),
 }
 
 
@@ -31,7 +34,8 @@ def problem(dtype=torch.float64):
 
 def by_definition(p, cut):
     """Ids that are kept of one distribution: min-p and top-k, then the nucleus of what is left, by sorting."""
-    kept = [i for i in p.argsort(descending=True).tolist() if p[i] >= (cut.min_p or 0.0) * p.max()]
+    p = p.index_fill(0, torch.tensor(cut.never, dtype=torch.long), 0.0)
+    kept = [i for i in p.argsort(descending=True).tolist() if p[i] >= (cut.min_p or 0.0) * p.max() and p[i] > 0]
     kept = kept[: cut.top_k or None]
     share, mass, found = p[kept] / p[kept].sum(), 0.0, []
     for i, q in zip(kept, share.tolist(), strict=True):
@@ -72,7 +76,7 @@ def test_what_is_kept_is_what_the_definitions_keep(cut):
     logits = 2 * torch.randn(200, VOCABULARY)
     kept = [row.isfinite().nonzero()[:, 0].tolist() for row in truncate(logits, cut)]
     assert kept == [by_definition(row, cut) for row in logits.softmax(-1)]
-    assert (kept_from(logits, cut) > logits.amin(-1, keepdim=True)).any()
+    assert kept != [list(range(VOCABULARY))] * 200
 
 
 @pytest.mark.parametrize("chunk", [1, 5, 100])
@@ -139,8 +143,11 @@ def test_the_mean_ratio_of_sampled_tokens_is_one(cut):
     hidden, weight = problem(torch.float32)
     count, moved = 200_000, weight.detach() * 1.01
     uniform = torch.rand(count, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    sampling = Sampling(1, TEMPERATURE, cut.top_k, cut.top_p, cut.min_p)
-    drawn = draw_tokens((weight.detach() @ hidden).expand(count, VOCABULARY), sampling, uniform)
+    bias = tuple((token, -math.inf) for token in cut.never)
+    sampling = Sampling(1, TEMPERATURE, cut.top_k, cut.top_p, cut.min_p, logit_bias=bias)
+    assert sampling.left_out == cut
+    logits = (weight.detach() @ hidden).expand(count, VOCABULARY)
+    drawn = draw_tokens(logits, sampling, uniform, change=lambda x: apply_rules(x, sampling, [], None))
     kept = dense(hidden, weight, cut)[1]
     assert kept == dense(hidden, moved, cut)[1] == drawn.tokens.unique().tolist()
     out = ours(hidden, moved, cut)

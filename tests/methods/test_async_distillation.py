@@ -1,5 +1,7 @@
 """Distillation on rollouts that other processes write: what it trains, whom it asks, what it refuses."""
 
+import contextlib
+
 import datasets
 import pytest
 import torch
@@ -11,6 +13,7 @@ from tests.methods.async_helpers import StubTransfer, StubWorker, sample, steps
 from tests.methods.helpers import SHORT, losses, prompts
 from tests.methods.test_distillation_scores import FakeServer
 from tests.methods.test_distillation_teachers import NAMES, dense_mixture, named, teachers
+from tests.rollouts.stub_server import StubServer
 from tests.wordings import raises
 
 ASYNC = SHORT | {"per_device_train_batch_size": 4, "max_completion_length": 8, "use_cpu": True, "optim": "sgd"}
@@ -61,24 +64,29 @@ def test_a_step_on_given_rollouts_is_the_dense_divergence_from_each_ones_teacher
 
 
 @pytest.mark.usefixtures("forked_workers")
-def test_workers_write_on_policy_while_servers_score_what_arrived(tmp_path, tiny_tokenizer):
+@pytest.mark.parametrize("engine", ["native", "server"])
+def test_workers_write_on_policy_while_servers_score_what_arrived(engine, tmp_path, tiny_tokenizer):
+    """Workers sample with a copy of the student, or ask a rollout server that the trainer pushes to, beside the teachers'."""
     servers = {name: FakeServer(model) for name, model in teachers(tiny_tokenizer).items()}
     asked = {name: [] for name in NAMES}
     for name, server in servers.items():
         score = server.score
         server.score = lambda ids, *a, n=name, s=score, **kw: asked[n].extend(ids) or s(ids, *a, **kw)
-    trainer = run(
-        tmp_path, tiny_tokenizer, teacher_server=servers, max_steps=3, max_staleness=0, learning_rate=0.1,
-        teacher_server_urls={name: f"http://{name}" for name in NAMES}, eval_dataset=named(prompts(4)),
-    )  # fmt: skip
-    trainer.train()
+    with contextlib.closing(StubServer(build_model(len(tiny_tokenizer), seed=9))) as stub:
+        far = {"vllm_server_base_url": [stub.url], "vllm_server_timeout": 20.0} if engine == "server" else {}
+        trainer = run(
+            tmp_path, tiny_tokenizer, teacher_server=servers, max_steps=2, max_staleness=0, learning_rate=0.1,
+            teacher_server_urls={name: f"http://{name}" for name in NAMES}, eval_dataset=named(prompts(4)), **far,
+        )  # fmt: skip
+        trainer.train()
+        assert (stub.version == "default") == (engine == "native")
     rows = steps(trainer)
-    assert len(rows) == 3 and all(row["sample/staleness_max"] == 0 and abs(row["kl"]) < 1e-6 for row in rows)
+    assert len(rows) == 2 and all(row["sample/staleness_max"] == 0 and abs(row["kl"]) < 1e-6 for row in rows)
     account = trainer.account()
-    assert account["async/trained"] == 12 and account["async/in_flight"] == 0
+    assert account["async/trained"] == 8 and account["async/in_flight"] == 0
     assert account["async/produced"] == account["async/trained"] + account["async/dropped"]
     # The handshake, and then each rollout that arrived, by the one that its row names.
-    assert sum(len(ids) - 1 for ids in asked.values()) >= 12 and rows[0]["distill/divergence"] > 0
+    assert sum(len(ids) - 1 for ids in asked.values()) >= 8 and rows[0]["distill/divergence"] > 0
     assert trainer.evaluate()["eval_distill/divergence"] > 0
 
 

@@ -464,6 +464,8 @@ BAD = [
     ({"beta": 0.1}, "beta=0.1 has no meaning"),
     ({"vllm_importance_sampling_correction": False}, "vllm_importance_sampling_correction=False has no meaning"),
     ({"num_iterations": 2}, "num_iterations=2 has no meaning"),
+    ({"vllm_server_port": 8001}, "vllm_server_port=8001 has no meaning.* servers by vllm_server_base_url"),
+    ({"weight_sync_timeout": 5, "vllm_sync_timeout": 6}, "names of one setting"),
     ({"reward_transform": "running"}, "several workers here"),
     ({"rollout_failure_budget": 2.0}, "rollout_failure_budget=2.0"),
     ({"reward_timeout_s": 0}, "reward_timeout_s=0"),

@@ -410,6 +410,33 @@ def test_t16_an_architecture_with_a_rule_of_its_own_is_found_and_computes_its_ow
     assert "own_logits" not in vars(fine)
 
 
+def test_what_hangs_on_an_output_layer_runs_in_training_too():
+    """Hooks that look, that change the gradient alone, and a weight that is made of others before each call."""
+    seen = []
+    kinds = {
+        "forward": lambda head: head.register_forward_hook(lambda *_: seen.append(1)),
+        "before": lambda head: head.register_forward_pre_hook(lambda *_: seen.append(1)),
+        "backward": lambda head: head.register_full_backward_hook(
+            lambda _, into, out: seen.append(1) or (into[0] * 0.5,)
+        ),
+        "weight_norm": torch.nn.utils.weight_norm,
+    }
+    for kind, hang in kinds.items():
+        models = [build_model(97, tie_word_embeddings=False) for _ in range(2)]
+        for model in models:
+            hang(model.lm_head)
+        (row,) = ROWS[:1]
+        ids = torch.tensor([row.prompt_ids + row.completions[0]])
+        truth = models[0](input_ids=ids).logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None])
+        truth[len(row.prompt_ids) - 1 :].sum().backward()
+        count = len(seen)
+        (batch,) = collate(ROWS, pad_token_id=0, layout=Layout("padded"))
+        forward(models[1], batch).logp.sum().backward()
+        assert kind == "weight_norm" or len(seen) > count
+        for (name, ours), theirs in zip(models[1].named_parameters(), models[0].parameters(), strict=True):
+            assert torch.allclose(ours.grad, theirs.grad, atol=1e-4), (kind, name)
+
+
 def test_t17_ranks_run_equally_many_passes_however_little_they_train(monkeypatch):
     """A forward is a collective under sharding; a rank with fewer micro-batches runs idle ones, and masks change no count."""
     monkeypatch.setattr(parallel, "shards_parameters", lambda accelerator: True)

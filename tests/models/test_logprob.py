@@ -201,6 +201,7 @@ def test_an_expected_gradient_or_a_frozen_head_computes_every_logit_once_and_the
         (torch.ones(13), torch.linspace(0.0, 1.0, 13), 2),
         (torch.zeros(13), torch.ones(13), 2),
         (torch.ones(13), torch.tensor([math.nan] * 13), 2),
+        (torch.ones(13), torch.ones(13).index_fill(0, torch.tensor([7]), math.inf), 2),
         (torch.ones(13), torch.zeros(13), 1),
         (torch.zeros(13), torch.zeros(13), 1),
         (torch.ones(13), 1.0 + 1e-4 * torch.eye(13)[7], 2),

@@ -8,6 +8,7 @@ from io import BytesIO
 import pytest
 from PIL import Image
 
+from posttrain import GRPOConfig, GRPOTrainer
 from posttrain.data.pictures import read_picture
 from posttrain.data.processors import PictureProcessor
 from posttrain.errors import BadRequest, RolloutError, RolloutServerError
@@ -17,6 +18,7 @@ from posttrain.rollouts.server.engine import ServerEngine
 from posttrain.rollouts.workers.shared_weights import Weights
 from posttrain.types import Request, Sampling
 from tests.conftest import build_model
+from tests.methods.test_vision_online import QUICK, prompts, short
 from tests.rollouts.stub_server import Refused, StubServer
 from tests.serve.test_host import asked_about, copied, gap
 from tests.vision_families import build
@@ -117,6 +119,24 @@ def test_features_of_pictures_are_forgotten_with_every_push(made):
     before = stub.resets
     engine.load_weights(Weights(model), 1)
     assert stub.resets == before + 1
+
+
+def test_ratios_of_a_run_begin_at_one_although_placeholders_have_mass(tmp_path, monkeypatch):
+    """Engines draw none, so that what they say is of the other ids alone; without the trainer's knowing, the control."""
+    gaps = {}
+    for followed in (True, False):
+        model, processor = build("qwen2_vl")
+        with contextlib.closing(Generates(processor)) as stub, monkeypatch.context() as patch:
+            if not followed:
+                patch.setattr(Sampling, "left_out", Sampling.truncation)
+            server = {"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": stub.url}
+            args = GRPOConfig(str(tmp_path), **QUICK | {"max_steps": 1}, **server)
+            trainer = GRPOTrainer(model, short, args, train_dataset=prompts(), processing_class=processor)
+            trainer.train()
+            (row,) = (row for row in trainer.state.log_history if "loss" in row)
+            gaps[followed] = [row[f"sampling/sampling_logp_difference/{kind}"] for kind in ("mean", "max")]
+            trainer.engine.close()
+    assert gaps[True][0] < 1e-5 and gaps[True][1] < 1e-4 and gaps[False][0] > 0.1
 
 
 def test_another_expansion_is_a_named_error_with_both_sides(made):

@@ -13,6 +13,8 @@ from peft import LoraConfig
 
 import posttrain as pt
 from posttrain import ArgumentTypeError, ConfigError
+from posttrain.methods.experimental.a2po import A2POConfig
+from posttrain.methods.online_dpo import OnlineDPOConfig
 from tests.conftest import build_model
 from tests.methods.every_trainer import EVERY, OFFLINE, data, every
 from tests.methods.helpers import SHORT, losses
@@ -234,7 +236,7 @@ def test_attributes_of_online_trainers_are_read_and_set(kind, tokenizer, tmp_pat
     assert len(trainer._logs["completion"]) == len(trainer._logs["rewards"]["by_answer"]) > 0
 
 
-def test_sampling_options_have_the_spellings_of_trl(tmp_path):
+def test_sampling_options_have_the_spellings_of_trl(tmp_path, caplog):
     args = config(pt.GRPOConfig, tmp_path, top_k=None)
     assert args.top_k == 0 and args.use_bias_correction_kl and args.router_aux_loss_coef is None
     with pytest.warns(FutureWarning, match="clip_max"):
@@ -246,10 +248,39 @@ def test_sampling_options_have_the_spellings_of_trl(tmp_path):
     for given, expected in (({}, (600, 1800)), ({"vllm_server_timeout": 3600.0}, (3600, 3600))):
         args = config(pt.AsyncGRPOConfig, tmp_path, **given)
         assert (args.request_timeout, args.sync_timeout_s) == expected
-    args = config(pt.AsyncGRPOConfig, tmp_path, weight_sync_timeout=60)
-    assert (args.sync_timeout_s, args.dtype, args.router_aux_loss_coef) == (60, "float32", None)
+    for name in ("weight_sync_timeout", "sync_timeout_s", "vllm_sync_timeout"):
+        args = config(pt.AsyncGRPOConfig, tmp_path, **{name: 60})
+        assert {args.weight_sync_timeout, args.sync_timeout_s, args.vllm_sync_timeout} == {60}
+    assert (args.dtype, args.router_aux_loss_coef) == ("float32", None)
+    config(pt.AsyncGRPOConfig, tmp_path, fork_threshold_tokens=512)
+    assert "fork_threshold_tokens=512 changes nothing" in caplog.text
     with pytest.raises(ConfigError, match="dtype='int8'"):
         config(pt.AsyncGRPOConfig, tmp_path, dtype="int8")
+
+
+def test_options_of_ratios_and_rewards_are_refused_by_losses_that_have_none(tmp_path):
+    ratio = {"vllm_importance_sampling_correction": False, "vllm_importance_sampling_mode": "token_mask",
+             "vllm_importance_sampling_clip_max": 1.5, "vllm_importance_sampling_clip_min": 0.1, "allow_biased_is": True}  # fmt: skip
+    rewards = {
+        "reward_weights": [2.0],
+        "reward_transform": ["log1p"],
+        "check_rewards": False,
+        "check_reward_determinism": True,
+    }
+    rewards |= {"stop_without_signal": 3, "dynamic_sampling": 2, "epsilon": 0.3, "epsilon_high": 0.3}
+    scored = (pt.MiniLLMConfig, pt.SDPOConfig, OnlineDPOConfig, A2POConfig)
+    alone = (
+        pt.DistillationConfig,
+        pt.GKDConfig,
+        pt.SDFTConfig,
+        pt.SSDConfig,
+        pt.GOLDConfig,
+        pt.AsyncDistillationConfig,
+    )
+    for cls in (*scored, *alone):
+        for name, value in (ratio | (rewards if cls in alone else {})).items():
+            with pytest.raises(ConfigError, match=f"{name}="):
+                config(cls, tmp_path, **{name: value})
 
 
 COLLATORS = {

@@ -27,6 +27,18 @@ MEANINGLESS = {
     "generation_batch_size": None,
     "use_liger_kernel": False,
     "use_vllm": False,
+    "vllm_mode": "colocate",
+    "vllm_model_impl": "vllm",
+    "vllm_enable_sleep_mode": False,
+    "vllm_sleep_level": "auto",
+    "vllm_server_host": "0.0.0.0",
+    "vllm_server_port": 8000,
+    "vllm_gpu_memory_utilization": 0.3,
+    "vllm_max_model_length": None,
+    "vllm_tensor_parallel_size": 1,
+    "weight_parity_every": 50,
+    "balance_ranks": True,
+    "check_reward_determinism": False,
     "vllm_importance_sampling_correction": True,  # Its ratio is the loss's own; the mode says how.
 }
 
@@ -45,7 +57,7 @@ class AsyncGRPOConfig(PictureConfig, EpisodeFields, OnlineConfig):
         "is_clip_max": "set vllm_importance_sampling_clip_max",
         "is_clip_min": "set vllm_importance_sampling_clip_min",
     }
-    _compares_sampler: ClassVar[bool] = True  # With the policy: the loss reads the log-probs that were sampled with.
+    _corrects_sampler: ClassVar[bool] = True
     _meaningless: ClassVar[dict[str, object]] = MEANINGLESS
 
     lr_scheduler_type: str = option("constant", "Schedule of the learning rate.")
@@ -101,14 +113,17 @@ class AsyncGRPOConfig(PictureConfig, EpisodeFields, OnlineConfig):
     weight_sync_timeout: PositiveFloat | None = option(
         None, "Seconds new weights may take to arrive. None: 1800, or vllm_server_timeout where that is longer."
     )
-    sync_timeout_s: PositiveFloat | None = option(None, "The same; None: weight_sync_timeout.")
+    sync_timeout_s: PositiveFloat | None = option(None, "An old name of weight_sync_timeout.")
+    vllm_sync_timeout: PositiveFloat | None = option(None, "GRPOConfig's name of weight_sync_timeout.")
     max_worker_restarts: NonNegativeInt = option(
         8, "Workers that may be replaced within ten minutes before the run stops."
     )
     rollout_failure_budget: Share = option(0.05, "Share of the last 200 rollouts that may fail before the run stops.")
     reward_timeout_s: PositiveFloat = option(120.0, "Seconds a reward function may take for a group.")
     tool_timeout_s: PositiveFloat | None = option(None, "Seconds a tool may take; None: tool_timeout (60).")
-    fork_threshold_tokens: PositiveInt = option(1024, "Rewritten tokens of a conversation from which a new row begins.")
+    fork_threshold_tokens: PositiveInt = option(
+        1024, "Of TRL; changes nothing, since sampled tokens are never rewritten."
+    )
     scale_rewards: Literal["population", "group", "none"] = option(
         "population",
         "Divide advantages by the group's population std + 1e-8; group: its sample std + 1e-4, as GRPOConfig; none.",
@@ -133,13 +148,18 @@ class AsyncGRPOConfig(PictureConfig, EpisodeFields, OnlineConfig):
         self.reward_timeout = self.reward_timeout_s if self.reward_timeout is None else self.reward_timeout
         self.tool_timeout = self.tool_timeout if self.tool_timeout_s is None else self.tool_timeout_s
         # One time-out, as TRL 1.18, and those of 1.16 where they are set.
-        self.request_timeout = self.request_timeout or self.vllm_request_timeout or max(600, self.vllm_server_timeout)
-        self.weight_sync_timeout = self.weight_sync_timeout or max(1800, self.vllm_server_timeout)
-        self.sync_timeout_s = self.weight_sync_timeout if self.sync_timeout_s is None else self.sync_timeout_s
+        self._one_value(("request_timeout", "vllm_request_timeout"), max(600, self.vllm_server_timeout))
+        names = ("weight_sync_timeout", "sync_timeout_s", "vllm_sync_timeout")
+        self._one_value(names, max(1800, self.vllm_server_timeout))
         super().__post_init__()
         self._check_ranges()
+        if self.fork_threshold_tokens != type(self).fork_threshold_tokens:
+            logger.warning(
+                "fork_threshold_tokens=%d changes nothing: whatever does not continue a conversation token by token is a branch "
+                "of its own, and no sampled token is left out of the loss.", self.fork_threshold_tokens,
+            )  # fmt: skip
         check_truncation(self)
-        if self._compares_sampler and (self.truncation or self.resolved_engine == "server"):
+        if self._corrects_sampler and (self.truncation or self.resolved_engine == "server"):
             # A server's log-probs, and those after a truncation, are of what a penalty or a guide made of the distribution.
             reject_reshaped_sampling(self)
         if self.max_staleness_hard is None:
@@ -152,6 +172,14 @@ class AsyncGRPOConfig(PictureConfig, EpisodeFields, OnlineConfig):
         self._resolve_inflight()
         # The live stream goes on where the checkpoint says; there are no batches to skip.
         self.ignore_data_skip = True
+
+    def _one_value(self, names: tuple[str, ...], default: float) -> None:
+        """Give names of one setting the one value that was given, or the default."""
+        given = {name: value for name in names if (value := getattr(self, name)) is not None}
+        if len(set(given.values())) > 1:
+            raise ConfigError(f"{given} are names of one setting with different values. Fix: set {names[0]} alone.")
+        for name in names:
+            setattr(self, name, next(iter(given.values()), default))
 
     def _refuse_meaningless(self) -> None:
         if "running" in transform_names(self.reward_transform):
@@ -169,8 +197,8 @@ class AsyncGRPOConfig(PictureConfig, EpisodeFields, OnlineConfig):
                 error = NotImplementedError if name == "use_liger_kernel" else ConfigError
                 raise error(
                     f"{name}={value!r} has no meaning in asynchronous GRPO, where every rollout is trained once, always against "
-                    "the weights that wrote it, and nothing is compared with a reference; engines are chosen by worker_engine. "
-                    "Leave it out, or use GRPOTrainer."
+                    "the weights that wrote it, and nothing is compared with a reference; engines are chosen by worker_engine, "
+                    "servers by vllm_server_base_url. Leave it out, or use GRPOTrainer."
                 )
 
     def _check_ranges(self) -> None:

@@ -11,7 +11,7 @@ from posttrain.errors import ConfigError
 from posttrain.fields import PositiveFloat, PositiveInt, option
 from posttrain.losses.policy import k3
 from posttrain.methods.async_grpo.config import MEANINGLESS, AsyncGRPOConfig
-from posttrain.methods.distillation.config import Axes, DistillationFields, preset
+from posttrain.methods.distillation.config import OF_REWARDS, Axes, DistillationFields, preset
 from posttrain.methods.distillation.objective import Distillation
 from posttrain.metrics import mean
 from posttrain.types import Batch, LossTerms, ModelOutputs
@@ -20,9 +20,7 @@ from posttrain.types import Batch, LossTerms, ModelOutputs
 OF_ASYNC_GRPO: dict[str, tuple[Any, str]] = {
     name: (default, "The loss is the divergence from a teacher, of completions of single turns that the student samples.")
     for name, default in {
-        "epsilon": 0.2, "epsilon_high": None, "delta": None, "scale_rewards": "population",
-        "vllm_importance_sampling_mode": None, "vllm_importance_sampling_clip_max": 2.0,
-        "vllm_importance_sampling_clip_min": None, "fork_threshold_tokens": 1024, "max_tool_calling_iterations": None,
+        "delta": None, "scale_rewards": "population", "fork_threshold_tokens": 1024, "max_tool_calling_iterations": None,
         "lmbda": 1.0, "seq_kd": False, "teacher_scores": None, "max_length": None, "max_prompt_length": None,
     }.items()
 }  # fmt: skip
@@ -30,7 +28,7 @@ OF_ASYNC_GRPO: dict[str, tuple[Any, str]] = {
 
 @dataclass
 @preset(
-    unread=OF_ASYNC_GRPO | {
+    unread={name: told for name, told in OF_REWARDS.items() if name != "reward_timeout"} | OF_ASYNC_GRPO | {
         "loss_top_k": (0, "Use teacher_top_k."), "loss_add_tail": (True, "Use add_tail_bucket."),
         "log_completions_steps": (100, "Use logging_steps."),
     },
@@ -41,7 +39,6 @@ class AsyncDistillationConfig(DistillationFields, AsyncGRPOConfig):
     """Arguments of `AsyncDistillationTrainer`: those of the workers and their servers, and of the teachers."""
 
     _loss_temperature: ClassVar[str | float] = "teacher_temperature"
-    _compares_sampler: ClassVar[bool] = False
     _meaningless: ClassVar[dict[str, object]] = {name: value for name, value in MEANINGLESS.items() if name != "beta"}
     teacher_server_urls: dict[str, str] | str | None = option(
         None, "TRL's name of teacher_model_server_url. None: a teacher model in this process."

@@ -39,7 +39,9 @@ def preset(unread: dict[str, tuple[Any, str]] | None = None, **defaults: Any) ->
         for base in (OnlineConfig, *cls.__bases__[::-1]):  # With those of their own bases.
             kinds |= get_type_hints(base, include_extras=True)
         explained = {name: (value[0], f"Not read. {value[1]}") for name, value in (unread or {}).items()}
-        cls._refused = cls._refused | (unread or {})
+        # Of all bases, not of the first alone.
+        inherited = [vars(base).get("_refused", {}) for base in cls.__mro__[:0:-1]]
+        cls._refused = dict(pair for of_base in (*inherited, unread or {}) for pair in of_base.items())
         for name, value in (defaults | explained).items():
             default, text = value if isinstance(value, tuple) else (value, known[name].metadata["help"])
             kind = "str | None" if default is None else type(default).__name__
@@ -196,6 +198,7 @@ class DistillationFields:
     _beta: ClassVar[str | float] = "beta"
     _loss_temperature: ClassVar[str | float] = "temperature"
     _least_generations: ClassVar[int] = 1
+    _corrects_sampler: ClassVar[bool] = False
     _VALID_DICT_FIELDS: ClassVar[list[str]] = [
         *OnlineConfig._VALID_DICT_FIELDS, "teacher_model_init_kwargs", "teacher_weights",
     ]  # fmt: skip
@@ -269,12 +272,24 @@ class DistillationFields:
         return Axes(support, beta, k, self.loss_add_tail, student_temperature=t, teacher_temperature=t)
 
 
+# Of rewards, which these losses do not have, and of a ratio.
+OF_REWARDS: dict[str, tuple[Any, str]] = {
+    name: (default, "A teacher says what is learnt: no reward is read, and no ratio clipped.")
+    for name, default in {
+        "reward_weights": None, "reward_timeout": None, "reward_transform": None, "check_rewards": True,
+        "check_reward_determinism": False, "stop_without_signal": None, "dynamic_sampling": 0,
+        "epsilon": 0.2, "epsilon_high": None,
+    }.items()
+}  # fmt: skip
+
+
 @dataclass
 @preset(
-    unread={
-        "max_tool_calling_iterations": (None, "Completions of a student are single turns; tools are GRPOTrainer's.")
+    unread=OF_REWARDS | {
+        "max_tool_calling_iterations": (None, "Completions of a student are single turns; tools are GRPOTrainer's."),
+        "sync_ref_model": (False, "teacher_model_kind='ema' is a teacher that follows the student."),
     }
-)
+)  # fmt: skip
 class DistillationConfig(DistillationFields, PictureConfig, OnlineConfig):
     """Arguments of `DistillationTrainer`.
 

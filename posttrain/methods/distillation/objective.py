@@ -27,7 +27,7 @@ from posttrain.losses.reduce import sequence_lengths, spread
 from posttrain.methods.base import SAMPLES, Method
 from posttrain.methods.distillation.config import Axes, DistillationConfig
 from posttrain.metrics import Metric, maximum, mean, minimum
-from posttrain.models.heads import Float32Linear, LogitRule, TokenHead
+from posttrain.models.heads import Float32Linear, LogitRule, TokenHead, is_one_matrix
 from posttrain.models.logprob import chunked_rows, raw_logits
 from posttrain.models.memory_estimate import Part
 from posttrain.types import Batch, LossTerms, ModelOutputs
@@ -117,7 +117,7 @@ def capture(hidden: Tensor, layer: nn.Module, rule: LogitRule, head: TokenHead) 
         layer = layer.base_layer
     if layer is None:
         return {"teacher": HiddenTeacher(hidden)}
-    if type(layer) not in (nn.Linear, Float32Linear):
+    if not is_one_matrix(layer):
         return {"teacher": HiddenTeacher(rule.logits(layer(hidden)))}
     weight, device = layer.weight, hidden.device.type
     if type(layer) is nn.Linear and torch.is_autocast_enabled(device):
@@ -131,7 +131,7 @@ def _by_position(
     """``(N, K)`` numbers of each position's logits, the first two differentiable; a chunk at a time where that is possible."""
     if layer is None:
         return measure(hidden, slice(None))
-    if type(layer) not in (nn.Linear, Float32Linear):
+    if not is_one_matrix(layer):
         return measure(rule.logits(layer(hidden)), slice(None))
     options: dict[str, Any] = {"logit_scale": rule.scale, "softcap": rule.softcap, "chunk_size": head.chunk_size}
     with torch.autocast(hidden.device.type, enabled=False) if type(layer) is Float32Linear else nullcontext():
@@ -192,6 +192,8 @@ class Comparison:
             if share.teacher is None:
                 continue
             at, theirs = share.within(part)
+            if isinstance(at, Tensor) and not len(at):  # No token of the chunk is of a row that names it.
+                continue
             here = _Beside(axes, share.teacher, theirs, log_q[at], targets[at])
             here.ask(self.columns, self.without)
             apart, mass_held = here.divergence()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from posttrain.errors import ConfigError
 from posttrain.fields import NonNegativeFloat, OneOf, PositiveFloat, Share, option
@@ -175,6 +175,7 @@ class GRPOConfig(PictureConfig, EpisodeFields, OnlineConfig):
     Reference: DeepSeekMath (arXiv:2402.03300), equation 3; DAPO (2503.14476); Dr. GRPO (2503.20783); GSPO (2507.18071).
     """
 
+    _corrects_sampler: ClassVar[bool] = True
     loss_type: Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo", "gmpo"] = option(
         "dapo", "A row of the loss table: ratio level, surrogate and reduction."
     )

@@ -58,6 +58,7 @@ class ServerEngine(RolloutEngine):
         request_timeout: Seconds of one request; see `VLLMClient`.
         sync_timeout: Seconds of one call of a weight update.
         bucket_mb: MiB of one bucket of weights.
+        group_port: Port on which GPUs meet to broadcast weights; see `VLLMClient`.
         pushes: Whether weights are pushed from here: then this process alone, of all on its machine, may use the servers.
         api_key: Bearer token of the servers.
         patience: Seconds to wait for a server to come back when none is left, before a call fails.
@@ -81,6 +82,7 @@ class ServerEngine(RolloutEngine):
         request_timeout: float | None = None,
         sync_timeout: float = 720.0,
         bucket_mb: int = 512,
+        group_port: int = 51216,
         pushes: bool = True,
         api_key: str | None = None,
         patience: float = 0.0,
@@ -88,7 +90,7 @@ class ServerEngine(RolloutEngine):
     ) -> None:
         def connect(url: str) -> VLLMClient:
             limits = {"request_timeout": request_timeout, "sync_timeout": sync_timeout}
-            return VLLMClient(url, **limits, api_key=api_key, reader=reader)
+            return VLLMClient(url, **limits, group_port=group_port, api_key=api_key, reader=reader)
 
         self.patience, self.run = patience, secrets.token_hex(4)
         self.pushed = False

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from posttrain.errors import BadRequest, ConfigError, RolloutServerError
 from posttrain.rollouts.sampling import reshapes
-from posttrain.types import Request, Rollout, Sampling
+from posttrain.types import NEVER, Request, Rollout, Sampling
 
 if TYPE_CHECKING:
     from posttrain.data.processors import PictureProcessor
@@ -24,8 +24,6 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1")
 INCOMPLETE = "incomplete"
 # Seeds stay within the signed integers of every engine.
 SEEDS = 2**62
-# A logit that no token is drawn with.
-NEVER = -1e9
 # What vLLM writes in place of minus infinity.
 NO_LOGP = -9999.0
 # vLLM's endpoint for token ids with pictures beside them; ``/v1/completions`` takes none.

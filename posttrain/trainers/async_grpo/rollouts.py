@@ -27,7 +27,7 @@ from posttrain.loop.scoring import (
     reward_options,
     reward_spread,
 )
-from posttrain.loop.weight_sync import WeightSync, sync_option, whole_update
+from posttrain.loop.weight_sync import WeightSync, server_options, sync_option, whole_update
 from posttrain.methods.async_grpo.config import AsyncGRPOConfig
 from posttrain.metrics import Metric, maximum, mean, total
 from posttrain.models import parallel
@@ -226,9 +226,8 @@ class RolloutService:
             return SharedWeights()
         from posttrain.rollouts.server.engine import ServerEngine, ServerTransfer
 
-        args, urls = self.args, self.args.server_urls
-        waits = {"connection_timeout": args.vllm_server_timeout, "patience": args.vllm_server_timeout}
-        options = self._server_options() | waits
+        urls = self.args.server_urls
+        options = self._server_options() | {"connection_timeout": self.args.vllm_server_timeout}
         return ServerTransfer(functools.partial(ServerEngine, urls if len(urls) > 1 else urls[0], **options))
 
     # Workers -----------------------------------------------------------------------------------------------------
@@ -238,10 +237,7 @@ class RolloutService:
         return "custom" if self.given["engine_factory"] is not None else self.args.resolved_engine
 
     def _server_options(self) -> dict[str, Any]:
-        args = self.args
-        key = getattr(args, "vllm_server_api_key", None)
-        limits = {"request_timeout": float(args.request_timeout), "sync_timeout": args.sync_timeout_s}
-        return limits | {"api_key": key, "reader": self.reader}
+        return server_options(self.args) | {"reader": self.reader}
 
     def make_worker(self) -> WorkerPool:
         """Processes as the config says."""
@@ -294,8 +290,7 @@ class RolloutService:
         if kind == "server":
             from posttrain.rollouts.server.engine import FollowingEngine
 
-            patience = self.args.vllm_server_timeout
-            factory = functools.partial(FollowingEngine, patience=patience, **self._server_options())
+            factory = functools.partial(FollowingEngine, **self._server_options())
         return EngineRecipe(
             kind,
             config=inner.config,

@@ -10,6 +10,7 @@ import torch
 from posttrain.errors import ConfigError
 from posttrain.methods.async_grpo.config import AsyncGRPOConfig
 from posttrain.methods.async_grpo.objective import AsyncGRPO
+from posttrain.methods.online_config import reject_reshaped_sampling
 from posttrain.rewards.runner import RewardTable
 from posttrain.rollouts.base import RolloutEngine
 from posttrain.rollouts.batch import RolloutBatch
@@ -130,12 +131,14 @@ class AsyncGRPOTrainer(AsyncTrainer):
             optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
             preprocess_logits_for_metrics=preprocess_logits_for_metrics,
         )
+        if self.truncation.never:  # The workers' log-probs are those after every rule then.
+            reject_reshaped_sampling(self.args)
         self.begins()
 
     @property
     def truncation(self) -> Truncation:
         """Of the workers, and of the engine that evaluates: all log-probs are of what was drawn from."""
-        return self.args.truncation
+        return self.left_out
 
     def advantages(self, generation: RolloutBatch, table: RewardTable, mode: str) -> torch.Tensor:
         """Of completions generated in this process, which is evaluation only."""

@@ -581,7 +581,8 @@ class RolloutWorkerLoop:
         trajectories, alone = [], 0
         options: dict[str, Any] = {
             "mask_truncated": self.job.mask_truncated,
-            "truncation": self.job.sampling.truncation,
+            # Without rewards nothing is weighed by a ratio: what an engine says of the whole distribution is logged.
+            "truncation": self.job.sampling.truncation if self.rewards is None else self.job.sampling.left_out,
         }
         if len(group.batch.rollouts) >= min(2, size):
             try:
