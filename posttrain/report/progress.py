@@ -86,10 +86,10 @@ def resume_command() -> str:
     program, *words = sys.argv
     if Path(program).name not in ("posttrain", "main.py", "__main__.py") or not words:
         return "trainer.train(resume_from_checkpoint=True)"
-    given = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    given.add_argument("--resume_from_checkpoint", "--resume-from-checkpoint")
-    given.add_argument("--resume", action="store_true")
-    _, words = given.parse_known_args(words)
+    flags = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    flags.add_argument("--resume_from_checkpoint", "--resume-from-checkpoint")
+    flags.add_argument("--resume", action="store_true")
+    _, words = flags.parse_known_args(words)
     return shell_command(*words, *(["--resume"] if words[0] == "demo" else ["--resume_from_checkpoint", "true"]))
 
 

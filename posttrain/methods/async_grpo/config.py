@@ -175,11 +175,11 @@ class AsyncGRPOConfig(PictureConfig, EpisodeFields, OnlineConfig):
 
     def _one_value(self, names: tuple[str, ...], default: float) -> None:
         """Give names of one setting the one value that was given, or the default."""
-        given = {name: value for name in names if (value := getattr(self, name)) is not None}
-        if len(set(given.values())) > 1:
-            raise ConfigError(f"{given} are names of one setting with different values. Fix: set {names[0]} alone.")
+        values = {name: value for name in names if (value := getattr(self, name)) is not None}
+        if len(set(values.values())) > 1:
+            raise ConfigError(f"{values} are names of one setting with different values. Fix: set {names[0]} alone.")
         for name in names:
-            setattr(self, name, next(iter(given.values()), default))
+            setattr(self, name, next(iter(values.values()), default))
 
     def _refuse_meaningless(self) -> None:
         if "running" in transform_names(self.reward_transform):
