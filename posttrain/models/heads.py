@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from posttrain.data.formats import warn_once
 from posttrain.errors import ConfigError, ModelError
 from posttrain.losses.divergence import collision_logp
 from posttrain.losses.truncation import kept_log_mass
@@ -352,6 +353,10 @@ def _project(inner: nn.Module, hidden: Tensor, head: TokenHead) -> dict[str, Ten
         fields = {name: getattr(out, name) for name in ("logp", "log_mass", *PER_TOKEN)}
         return {name: value for name, value in fields.items() if value is not None}
     # The slow path for heads that are not one plain matrix (an adapter on ``lm_head``, a hook) and for losses on logits.
+    if type(layer) in (nn.Linear, Float32Linear) and not is_one_matrix(layer):
+        warn_once(
+            logger, "hooks run on the output layer: for them all logits of a pass exist at once, which takes memory."
+        )
     return _from_logits(rule.logits(layer(hidden)), head)
 
 

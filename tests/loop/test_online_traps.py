@@ -12,7 +12,7 @@ from posttrain.checks.rules import check_log
 from posttrain.errors import ConfigError, RewardError
 from posttrain.loop.prompts import describe_schedule
 from posttrain.loop.scoring import reward_model_options
-from tests.conftest import build_model
+from tests.conftest import build_model, told_of_calls
 from tests.methods.helpers import count_a, grpo, grpo_args, prompts, scripted
 from tests.wordings import raises
 
@@ -190,7 +190,7 @@ def test_r41_no_logits_of_a_whole_batch_are_ever_made(tiny_tokenizer, tmp_path):
     heads = []
     trainer = grpo(tmp_path, tiny_tokenizer, max_steps=1, beta=0.1, steps_per_generation=2)
     for model in (trainer.model, trainer.reference.copy):
-        model.lm_head.register_forward_hook(lambda *_: heads.append(0))
+        told_of_calls(model.lm_head, lambda: heads.append(0))
     trainer.train()
     assert logs(trainer)[0]["grad_norm"] > 0
     assert heads == []  # Its weight is read in chunks of tokens.

@@ -22,7 +22,7 @@ from posttrain.methods.online_config import RewardFields
 from posttrain.methods.ppo import PPOConfig, ppo_objective
 from posttrain.trainers.ppo import PPOTrainer
 from posttrain.types import ModelOutputs
-from tests.conftest import build_masked_model, build_model, build_tokenizer
+from tests.conftest import build_masked_model, build_model, build_tokenizer, told_of_calls
 from tests.losses.properties import TABLE, layouts, outputs, policy
 from tests.methods.helpers import SHORT, count_a, prompts, scripted, weights
 from tests.ranks import assert_same_step, leave, part, run_ranks, step_taken
@@ -259,7 +259,7 @@ def test_5_5_d_log_probs_and_values_come_from_one_pass_and_no_logits_are_kept(to
     trainer = ppo(tmp_path, tokenizer, max_steps=2)
     passes, heads = [], []
     trainer.model.model.register_forward_hook(lambda *_: passes.append(torch.is_grad_enabled()))
-    trainer.model.lm_head.register_forward_hook(lambda *_: heads.append(1))
+    told_of_calls(trainer.model.lm_head, lambda: heads.append(1))
     batches = []
     training_step = trainer.training_step
     trainer.training_step = lambda model, inputs, n=None: (

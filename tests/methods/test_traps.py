@@ -28,7 +28,7 @@ from posttrain.models.memory import OffloadActivations
 from posttrain.models.reference import Reference, create_reference_model, disable_dropout_in_model
 from posttrain.report.completions import EvalPrompts
 from posttrain.types import Row
-from tests.conftest import build_model, build_tokenizer
+from tests.conftest import build_model, build_tokenizer, told_of_calls
 from tests.methods.helpers import chats, grpo, losses, sft, weights
 from tests.methods.test_reward import alone, reward, scorer
 from tests.wordings import raises
@@ -450,7 +450,7 @@ def test_t17_ranks_run_equally_many_passes_however_little_they_train(monkeypatch
     for trained in (4, 1, 0):
         model = build_model(97)
         install_token_head(model)
-        model.lm_head.register_forward_hook(lambda *_: calls.append("head"))
+        told_of_calls(model.lm_head, lambda: calls.append("head"))
         model.model.register_forward_hook(lambda *_, t=trained: calls.append(t))
         (batch,) = collate([Row([5, 6], [[8, 9, 10, 11]], [[1] * trained + [0] * (4 - trained)])], pad_token_id=0)
         forward(model, batch).logp.sum().backward()
