@@ -60,9 +60,8 @@ def launch() -> None:
 
     try:
         main()
-    except (
-        SignalException
-    ) as told:  # The processes have saved and said so; its traceback would stand below their words.
+    except SignalException as told:
+        # The processes have saved and said so; a traceback would stand below their words.
         sys.exit(128 + int(told.sigval))
     except ChildFailedError as error:
         for rank, failure in error.failures.items():

@@ -41,10 +41,10 @@ def named_object(path: str, option: str) -> Any:
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
-        found = importlib.import_module(module)
+        imported = importlib.import_module(module)
     except (ImportError, AttributeError) as error:
         raise ConfigError(f"{option}: {path!r} cannot be imported from {os.getcwd()}: {error}") from error
-    return _member(found, name, module, option)
+    return _member(imported, name, module, option)
 
 
 def _from_file(file: Path, name: str, option: str) -> Any:
@@ -385,9 +385,8 @@ def _launch(name: str, argv: list[str], launch: list[str]) -> int:
         again = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
         launch = ["--rdzv_backend", "c10d", *launch]
     launch = _started_all(launch)
-    if (
-        not torch.accelerator.is_available()
-    ):  # Unless it is told, each process would be a run of its own, of one process.
+    if not torch.accelerator.is_available():
+        # Unless it is told, each process would be a run of its own, of one process.
         argv = [*argv, "--use_cpu", "true"]
     command = [sys.executable, "-m", "posttrain.cli.ranks", *launch, "-m", "posttrain.cli.main", name, *argv]
     with tempfile.TemporaryDirectory() as folder:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from posttrain.data.chat import (
     assistant_mask,
     common_prefix,
+    encode,
     has_generation_markers,
     inner_tokenizer,
     json_arguments,
@@ -526,13 +527,9 @@ def _conversation(row: dict[str, Any]) -> tuple[list[dict[str, Any]], int, dict[
     return [*prompt, *answer], 0 if "messages" in row else len(prompt), template_arguments(row)
 
 
-def _ids(tokenizer: Tokenizer, text: str) -> list[int]:
-    return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-
-
 def _row_problems(tokenizer: Tokenizer, messages: list[dict[str, Any]], start: int, kwargs: dict[str, Any]) -> set[str]:
     text = render(tokenizer, messages, **kwargs)
-    ids = _ids(tokenizer, text)
+    (ids,) = encode(tokenizer, [text], special=False)
     codes = set()
     bos = tokenizer.bos_token_id
     if bos is not None and ids[:2] == [bos, bos]:
@@ -541,7 +538,8 @@ def _row_problems(tokenizer: Tokenizer, messages: list[dict[str, Any]], start: i
         codes.add("PT-K112")
     turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     if turns and turns[-1] > 0:
-        head = _ids(tokenizer, render(tokenizer, messages[: turns[-1]], add_generation_prompt=True, **kwargs))
+        asked = render(tokenizer, messages[: turns[-1]], add_generation_prompt=True, **kwargs)
+        (head,) = encode(tokenizer, [asked], special=False)
         if common_prefix(head, ids) < len(head):
             codes.add("PT-K115")
     codes |= _mask_problems(tokenizer, messages, turns, kwargs) if turns else set()
@@ -557,7 +555,8 @@ def _mask_problems(tokenizer: Tokenizer, messages: list[dict], turns: list[int],
         return {"PT-K114"}
     if turns[0] == 0:
         return set()
-    head = _ids(tokenizer, render(tokenizer, messages[: turns[0]], add_generation_prompt=True, **kwargs))
+    asked = render(tokenizer, messages[: turns[0]], add_generation_prompt=True, **kwargs)
+    (head,) = encode(tokenizer, [asked], special=False)
     return set() if mask.index(1) == len(head) else {"PT-K117"}
 
 
