@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import json
+import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -75,6 +76,36 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
     if _since_frozen > 300 and nextitem is not None and nextitem.path != item.path:
         _freeze()
         _since_frozen = 0
+
+
+class BrokenChecks(logging.Handler):
+    """What the checks of a run say of themselves where one of them fails, which ends no run."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.told: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        message = record.getMessage()
+        if "could not be made" in message or "cannot be estimated" in message:
+            self.told.append(message)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    """A check that breaks fails the test it breaks in, unless that test reads the log."""
+    checks, handler = logging.getLogger("posttrain.checks"), BrokenChecks()
+    checks.addHandler(handler)
+    try:
+        yield
+    except Exception as error:
+        if handler.told:
+            raise AssertionError(f"{error}; checks that broke: {handler.told}") from error
+        raise
+    finally:
+        checks.removeHandler(handler)
+    if handler.told and "caplog" not in getattr(item, "fixturenames", ()):
+        raise AssertionError(f"checks that broke: {handler.told}")
 
 
 def pytest_sessionfinish() -> None:

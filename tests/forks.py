@@ -276,6 +276,11 @@ def _start(path: Path, rank: int, pretends: bool) -> None:
 def _serve(path: Path) -> None:
     """Fork for each connection; write to it the child's id and, once it has ended, its status."""
     session = int(path.parent.name.rpartition("-")[2])
+    # Whoever started this template may have kept signals from itself for a moment, as multiprocessing does; and what is blocked
+    # or ignored here would be so in all its programs.
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(f"{path}.part")
     listener.listen(64)
