@@ -227,7 +227,7 @@ class Checkup:
         drawn, _, _ = self.subject.drawn(usable, self.examples)
         prepared, vision = self.subject.rows_of(drawn)
         if vision:
-            self.known["processor"] = vision.processor
+            self.known |= {"processor": vision.processor, "vision": vision}
         self.known["rows"] = prepared.rows
         limit = None if prepared.cut == 0 else getattr(self.subject.config, "max_length", None)
         milder = {"error": "warning"}

@@ -21,7 +21,6 @@ from posttrain.serve.engine import Job, score_choice
 from posttrain.serve.host import Completions, choices_of
 
 VOCABULARY = 10**6  # Ids beyond the model's own are for the trainer to notice.
-ONE_AT_A_TIME = threading.RLock()  # The native engine plugs into a table of transformers: one run a process.
 
 
 class Refused(Exception):
@@ -43,7 +42,7 @@ class StubServer:
         self.model = copy.deepcopy(model)
         self.engine = NativeEngine(self.model, pad_token_id=0)
         self.lies, self.version, self.valid, self.paused = {}, "default", True, False
-        self.calls, self.lock, self.updating = [], ONE_AT_A_TIME, False
+        self.calls, self.lock, self.updating = [], threading.RLock(), False
         self.came, self.connections, self.dead = [], [], False
         stub = self
 

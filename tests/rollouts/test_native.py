@@ -1,5 +1,7 @@
 """The native engine: every family it claims, adapters, windows, slots, and what it does not compute twice."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 
@@ -46,6 +48,20 @@ def test_what_a_sequence_draws_does_not_depend_on_the_slots():
             [r.token_ids for r in engine.generate(requests, Sampling(10, seed=4, stop_token_ids=(3, 4, 5, 6)))]
         )
     assert results[0] == results[1] == results[2]
+
+
+def test_engines_of_one_process_sample_side_by_side_in_threads():
+    """As a trainer evaluates while a server in its process answers workers: each reads its own memory."""
+    engines = [NativeEngine(build_model(50, seed=seed), pad_token_id=0) for seed in (1, 2)]
+    requests = [[Request([5 + i, 6, 7], 4), Request([8, 9 + i], 3)] for i in range(2)]
+
+    def sample(i):
+        return [r.logp for r in engines[i].generate(requests[i], Sampling(24, seed=i))]
+
+    alone = [sample(0), sample(1)]
+    with ThreadPoolExecutor(2) as pool:
+        for _ in range(6):
+            assert list(pool.map(sample, range(2))) == alone
 
 
 def test_a_prompt_is_computed_once_however_many_completions_it_has():

@@ -8,6 +8,7 @@ query with its own suffix; one softmax spans the three.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -305,13 +306,19 @@ class Store:
                 tensor[target, :, :length] = tensor[source, :, :length]
 
 
-_current: Store | None = None
+class _Running(threading.local):
+    """Calls that run at the same time in threads of one process, on models of their own, each have their memory."""
+
+    store: Store | None = None
+
+
+_running = _Running()
 
 
 def current_store() -> Store:
-    """The memory of the innermost call that is running."""
-    assert _current is not None, "native attention runs inside plugged_in() only"
-    return _current
+    """The memory of the innermost call that is running in this thread."""
+    assert _running.store is not None, "native attention runs inside plugged_in() only"
+    return _running.store
 
 
 def native_attention(
@@ -414,7 +421,6 @@ def _by_all(x: Tensor, n: int) -> Tensor:
 @contextmanager
 def plugged_in(model: nn.Module, store: Store) -> Iterator[None]:
     """Route attention of the text layers of ``model`` to `native_attention` with ``store``; the former backend is restored."""
-    global _current
     ALL_ATTENTION_FUNCTIONS.register(NAME, native_attention)
     configs_by_id: dict[int, Any] = {}
     for module in text_modules(model):
@@ -422,12 +428,12 @@ def plugged_in(model: nn.Module, store: Store) -> Iterator[None]:
         if hasattr(config, "_attn_implementation_internal"):
             configs_by_id[id(config)] = config
     configs = [(config, config._attn_implementation_internal) for config in configs_by_id.values()]
-    previous, _current = _current, store
+    previous, _running.store = _running.store, store
     try:
         for config, _ in configs:
             config._attn_implementation_internal = NAME
         yield
     finally:
-        _current = previous
+        _running.store = previous
         for config, implementation in configs:
             config._attn_implementation_internal = implementation
