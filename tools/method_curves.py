@@ -6,7 +6,8 @@
 Each method trains SmolLM2-135M-Instruct for a few steps on questions of two-digit sums; what it logs is drawn into
 docs/img/curves/METHOD.svg, and the numbers stay beside it in curves.json. The runs are short: they show what to expect of the
 first steps, not how good a method can be. ``--small`` takes seconds: a two-layer model with random weights is rewarded for the
-share of its tokens that are among the first 60 of its vocabulary; gkd's teacher is one that has learned that by GRPO.
+share of its tokens that are among the first 60 of its vocabulary; gkd's teacher is one that has learned that by GRPO. vision is
+DPO of a two-layer model with a tower, which is to name the colour of a disc, and small alone.
 """
 
 import argparse
@@ -20,9 +21,17 @@ from datasets import Dataset
 from transformers import AutoTokenizer
 
 import posttrain
-from posttrain.cli.demo import example, find_model
+from posttrain.cli.demo import find_model
 
-FOLDER = Path(__file__).parents[1] / "docs" / "img" / "curves"
+ROOT = Path(__file__).parents[1]
+sys.path[:0] = [
+    str(ROOT),
+    str(ROOT / "examples"),
+]  # Workers of an asynchronous run import its rewards by their module's name.
+import dpo_vlm  # noqa: E402
+import grpo_add  # noqa: E402
+
+FOLDER = ROOT / "docs" / "img" / "curves"
 # Data, then what is drawn: (metric, label) on the left axis and on the right one.
 METHODS = {
     "sft": ("SFT", "answers", ("loss", "loss (nats a token)"), ("mean_token_accuracy", "token accuracy")),
@@ -33,21 +42,32 @@ METHODS = {
     "grpo": ("GRPO", "prompts", ("reward", "reward"), ("completions/mean_length", "mean length (tokens)")),
     "rloo": ("RLOO", "prompts", ("reward", "reward"), ("completions/mean_length", "mean length (tokens)")),
     "ppo": ("PPO", "prompts", ("objective/scores", "reward"), ("objective/kl", "KL from the start (nats)")),
+    "async_grpo": (
+        "AsyncGRPO",
+        "prompts",
+        ("reward", "reward"),
+        ("sample/staleness_mean", "age of rollouts (updates)"),
+    ),
     "a2po": ("A2PO", "prompts", ("reward", "reward"), ("v_star", "value of the prompts (V*)")),
     "gmpo": ("GMPO", "prompts", ("reward", "reward"), ("completions/mean_length", "mean length (tokens)")),
     "online_dpo": ("OnlineDPO", "prompts", ("objective/scores", "reward"), ("rewards/margins", "margin")),
     "gkd": ("GKD", "answers", ("distill/divergence", "divergence (nats a token)"), ("distill/agreement", "agreement")),
+    "vision": ("DPO", "discs", ("loss", "loss"), ("rewards/accuracies", "preference accuracy")),
 }
 GROUPS = {"num_generations": 8, "max_completion_length": 12, "temperature": 0.8}
 SAMPLING = {
     "ppo": {"response_length": 12, "stop_token": "eos", "temperature": 0.8, "num_ppo_epochs": 2},
     "online_dpo": {"max_new_tokens": 12, "temperature": 0.8, "per_device_train_batch_size": 16},
+    "async_grpo": GROUPS
+    | {"max_staleness": 1, "staleness_policy": "pace", "vllm_importance_sampling_mode": "token_truncate"},
     "a2po": {"num_value_samples": 4, "max_completion_length": 12, "temperature": 0.8, "filter_all_incorrect": False},
 }
 
 
 def rows(kind, count):
-    train, _ = example("grpo_add").questions(count)
+    if kind == "discs":
+        return dpo_vlm.pairs(count, seed=1)
+    train, _ = grpo_add.questions(count)
     made = []
     for row in train:
         say = lambda text: [{"role": "assistant", "content": text}]
@@ -70,7 +90,6 @@ def share(completion_ids, **_):
 
 def small(folder):
     """A two-layer model with random weights."""
-    sys.path.insert(0, str(Path(__file__).parents[1]))
     from tests.conftest import build_model, build_tokenizer
 
     tokenizer = build_tokenizer()
@@ -79,11 +98,21 @@ def small(folder):
     return folder
 
 
+def small_with_tower():
+    """The same with a tower for pictures, of Qwen2-VL's kind, and its processor."""
+    from tests.vision_families import build
+
+    return build("qwen2_vl")
+
+
 def train(name, steps, folder, args):
     stem, kind, *_ = METHODS[name]
-    script, sampled = example("grpo_add"), kind == "prompts"
-    model = small(f"{folder}/model") if args.small else find_model()
-    rewards = [share] if args.small else [script.accuracy, script.brevity]
+    sampled, extra = kind == "prompts", {}
+    if kind == "discs":
+        model, extra["processing_class"] = small_with_tower()
+    else:
+        model = small(f"{folder}/model") if args.small else find_model()
+    rewards = [share] if args.small else [grpo_add.accuracy, grpo_add.brevity]
     settings = {
         "max_steps": steps,
         "logging_steps": 1,
@@ -96,7 +125,8 @@ def train(name, steps, folder, args):
     settings |= SAMPLING.get(name, GROUPS) if sampled else {}
     if name == "ppo" and args.small:
         settings |= {"temperature": 1.0, "kl_coef": 1e-3}  # A share is small beside 0.05 times its KL.
-    extra = {"reward_model" if name == "ppo" else "reward_funcs": rewards} if sampled else {}
+    if sampled:
+        extra["reward_model" if name == "ppo" else "reward_funcs"] = rewards
     if name == "online_dpo":
         extra["processing_class"] = AutoTokenizer.from_pretrained(model)
     if name == "gkd":
