@@ -251,6 +251,12 @@ def test_servers_that_cannot_give_what_the_loss_needs_are_refused_at_the_start(t
     model, url = build_model(len(tiny_tokenizer), seed=1), {"teacher_model_server_url": "http://teacher"}
     with pytest.raises(ConfigError, match="at most 20"):
         served(tmp_path, tiny_tokenizer, beta=0.0, loss_top_k=50, **url)
+    # -1 is vLLM's word for no limit, with which `posttrain vllm-serve` starts it.
+    boundless = FakeServer(model, top_k=-1)
+    boundless.facts["vocab_size"] = len(tiny_tokenizer)
+    served(tmp_path, tiny_tokenizer, beta=0.0, loss_top_k=50, server=boundless, **url)
+    with pytest.raises(ConfigError, match=f"at most {len(tiny_tokenizer)}"):
+        served(tmp_path, tiny_tokenizer, beta=0.0, loss_top_k=len(tiny_tokenizer) + 1, server=boundless, **url)
     with pytest.raises(ConfigError, match="temperature"):
         served(tmp_path, tiny_tokenizer, temperature=2.0, **url)
     with pytest.raises(ModelError):

@@ -1,9 +1,12 @@
 """A real vLLM started by `posttrain vllm-serve`, and one as TRL starts it, under a tiny model: pushes, scores, failures, training."""
 
+import contextlib
+
 import pytest
 import requests
 import torch
 
+import posttrain
 from posttrain.checks.server import check_info, check_parity, needs_of, probe_logprobs, probe_sequences
 from posttrain.errors import ServerUnreachable, WeightSyncError
 from posttrain.rollouts.adapters import AdapterWeights
@@ -15,20 +18,23 @@ from posttrain.types import Request, Rollout, Sampling
 from tests.conftest import build_model, build_tokenizer
 from tests.methods.async_helpers import Evidence, assert_exact, steps
 from tests.methods.async_helpers import trainer as async_trainer
-from tests.methods.helpers import grpo, grpo_args
+from tests.methods.helpers import grpo, grpo_args, prompts
+from tests.methods.test_distillation import answers
+from tests.methods.test_distillation_scores import FakeServer
+from tests.methods.test_distillation_teachers import NAMES, named
 from tests.rollouts import real_vllm as real
 from tests.rollouts.test_weights import adapted
 
 pytestmark = real.without_model
 
+SHAPE = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2}  # Heads that vLLM's kernels take.
 PROMPTS = [[5, 6, 7], [9, 10], [11]]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     path, tokenizer = tmp_path_factory.mktemp("model"), build_tokenizer()
-    shape = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2}  # Heads that vLLM's kernels take.
-    build_model(len(tokenizer), seed=9, **shape).save_pretrained(path)
+    build_model(len(tokenizer), seed=9, **SHAPE).save_pretrained(path)
     tokenizer.save_pretrained(path)
     return path
 
@@ -125,6 +131,43 @@ def test_teachers_score(engine, model):
     logps = model(torch.tensor([[5, 6, 7]])).logits[0, 1:].detach().log_softmax(-1)
     assert one.logps == pytest.approx([float(logps[0, 7]), float(logps[1, 8])], abs=1e-3)
     assert [ids[:3] for ids in one.top_ids] == logps.topk(3).indices.tolist()
+
+
+def test_two_servers_are_two_teachers_of_given_answers_and_of_what_workers_wrote_over_a_third(url, folder, tmp_path):
+    """The same losses as of teachers in this process; then asynchronous, each row by the server that it names."""
+    tokenizer, common = build_tokenizer(), {"use_cpu": True, "report_to": "none", "save_strategy": "no", "optim": "sgd"}
+    common |= {"learning_rate": 0.1, "per_device_train_batch_size": 4, "max_steps": 2, "logging_steps": 1}
+    common["max_completion_length"] = 8
+    with contextlib.ExitStack() as stack:
+        models, urls = {}, {}
+        for seed, name in enumerate(NAMES):
+            kept, models[name] = tmp_path / name, build_model(len(tokenizer), seed=20 + seed, **SHAPE)
+            models[name].save_pretrained(kept)
+            tokenizer.save_pretrained(kept)
+            urls[name] = stack.enter_context(real.vllm_server(tmp_path, kept))
+        losses = {}
+        for where, given in {
+            "far": {},
+            "here": {"teacher_server": {n: FakeServer(m) for n, m in models.items()}},
+        }.items():
+            args = posttrain.ServerDistillationConfig(
+                str(tmp_path / where), teacher_model_server_url=urls, seed=3, **common
+            )
+            trainer = posttrain.ServerDistillationTrainer(
+                real.load(folder), args, named(answers()), processing_class=tokenizer, **given
+            )
+            trainer.train()
+            losses[where] = [row["loss"] for row in trainer.state.log_history if "loss" in row]
+        assert losses["far"] == pytest.approx(losses["here"], rel=1e-3) and losses["far"][0] > 0
+        args = posttrain.AsyncDistillationConfig(
+            str(tmp_path / "async"), teacher_model_server_url=urls,
+            vllm_server_base_url=[url], vllm_server_api_key="secret", max_staleness=0, **common,
+        )  # fmt: skip
+        trainer = posttrain.AsyncDistillationTrainer(real.load(folder), args, named(prompts(16)), tokenizer)
+        trainer.train()
+    rows = steps(trainer)
+    assert len(rows) == 2 and all(row["sample/staleness_max"] == 0 and abs(row["kl"]) < 1e-3 for row in rows)
+    assert all(row["distill/divergence"] > 0 for row in rows) and trainer.account()["async/trained"] == 8
 
 
 def test_grpo_steps_over_it_are_on_policy(url, folder, tmp_path):

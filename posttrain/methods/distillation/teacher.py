@@ -259,9 +259,9 @@ class ServerTeacher:
                 f"loss_top_k={axes.top_k} with beta={axes.beta}: a server gives its own likeliest ids and the sampled token, and "
                 "this loss sees others. Fix: beta=0 with any loss_top_k, or loss_top_k=1."
             )
-        # Our host has no limit but the vocabulary; vLLM's is an option of its own, 20 where the server does not name it.
-        own = facts.get("engine") in IN_WORKERS
-        cap = int(facts["vocab_size"] if own else facts.get("max_logprobs") or 20)
+        # Our host has no limit but the vocabulary; vLLM's is an option of its own: 20 where the server does not name it, -1 for none.
+        most = int(facts.get("max_logprobs") or 20)
+        cap = int(facts["vocab_size"]) if most < 0 or facts.get("engine") in IN_WORKERS else most
         if self.top_k > cap:
             raise ConfigError(
                 f"loss_top_k={self.top_k}: the server gives at most {cap} log-probs a position. Fix: loss_top_k={cap}, or start "
