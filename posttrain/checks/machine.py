@@ -18,6 +18,7 @@ from packaging.version import InvalidVersion, Version
 
 from posttrain.checks.registry import Context, finding, probe
 from posttrain.integrations.machine import port_is_free
+from posttrain.models.architecture import config_of, inner_size, text_of
 from posttrain.types import Finding
 from posttrain.values import gib
 
@@ -515,7 +516,7 @@ def weights_fit(context: Context) -> Iterable[Finding | None]:
     from posttrain.checks.memory import compare_weights
     from posttrain.models.memory import available_memory
 
-    text, limit = getattr(context.model_config, "get_text_config", lambda: None)(), memory_limit(context.args)
+    text, limit = text_of(context.model_config), memory_limit(context.args)
     try:
         count = 12 * text.num_hidden_layers * text.hidden_size**2 + text.vocab_size * text.hidden_size  # type: ignore[union-attr]
     except (AttributeError, TypeError):
@@ -542,9 +543,9 @@ def memory_fits(context: Context) -> Iterable[Finding | None]:
 
 def _bound(model: nn.Module) -> float:
     """More than a run takes: weights, gradients, two moments and a reference in float32, and every activation of a pass."""
-    text = model.config.get_text_config() if hasattr(model, "config") else None
+    text = text_of(config_of(model))
     try:
-        layer = 4 * (getattr(text, "intermediate_size", None) or 4 * text.hidden_size) + 12 * text.hidden_size
+        layer = 4 * inner_size(text) + 12 * text.hidden_size
         return 24 * sum(p.numel() for p in model.parameters()) + 4 * MOST_TOKENS * text.num_hidden_layers * layer
     except (AttributeError, TypeError):
         return math.inf

@@ -291,7 +291,7 @@ def _layout(args: PostTrainingConfig, config: Any, device: str) -> Layout:
 
     backend = dict(getattr(args, "model_init_kwargs", None) or {}).get("attn_implementation")
     told = config.get_text_config().to_dict()
-    text = SimpleNamespace(**told | {"_attn_implementation": backend or getattr(config, "_attn_implementation", None)})
+    text = SimpleNamespace(**told | {"_attn_implementation": backend or config._attn_implementation})
     autocast = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None
     weight = SimpleNamespace(device=torch.device(device), dtype=torch.float32)
     model: Any = SimpleNamespace(
@@ -398,7 +398,7 @@ def _pixels(pictures: tuple[PictureProcessor, Sequence[Picture]], rows: int) -> 
 def _dtype(args: PostTrainingConfig, config: Any) -> Any:
     name = dict(getattr(args, "model_init_kwargs", None) or {}).get("dtype", "float32")
     if name in ("auto", None):
-        name = getattr(config, "dtype", None) or torch.float32
+        name = config.dtype or torch.float32
     return name if isinstance(name, torch.dtype) else getattr(torch, str(name).removeprefix("torch."))
 
 

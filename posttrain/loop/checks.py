@@ -31,6 +31,7 @@ from posttrain.errors import PosttrainError, PreflightError
 from posttrain.loop.data_report import DatasetHead, describe_batches, refuse_data, row_codes, usable_rows
 from posttrain.metrics import Metric, mean
 from posttrain.models import parallel
+from posttrain.models.architecture import attention_backend, config_of, context_length, text_of
 from posttrain.models.heads import picture_encoder
 from posttrain.models.vision import tower_parameters
 from posttrain.report.files import whole_file
@@ -139,8 +140,7 @@ class Checks(transformers.TrainerCallback):
             if parameter.requires_grad:
                 name = str(parameter.dtype).removeprefix("torch.")
                 trainable[name] = trainable.get(name, 0) + parameter.numel()
-        config: Any = getattr(model, "config", None)
-        attention = str(getattr(config.get_text_config() if config else None, "_attn_implementation", None))
+        attention = attention_backend(text_of(config_of(model)))
         with self.preflight.record_check("config", ("PT-C001", "PT-C004", "PT-C005")):
             self.report([
                 machine.check_precision(trainable, learning_rate=self.args.learning_rate),
@@ -255,7 +255,7 @@ class Checks(transformers.TrainerCallback):
         longest = max((int(batch.position_ids.max()) + 1 for batch in batches if batch.position_ids.numel()), default=0)
         teachers = [part for name, part in self.context.parts.items() if name.startswith("teacher_model")]
         models = [] if self._lengths_reported else [self.context.model, *teachers]
-        configs = [getattr(model, "config", None) for model in models]
+        configs = [config_of(model) for model in models]
         findings = [_positions_of(config.get_text_config(), longest) for config in configs if config is not None]
         self._overlong = [finding for finding in findings if finding is not None][:1]
         self._lengths_reported = self._lengths_reported or bool(self._overlong)
@@ -380,7 +380,7 @@ def log_codes(letters: str, apart: tuple[str, ...]) -> tuple[str, ...]:
 def model_config_of(model: nn.Module, args: PostTrainingConfig) -> Any:
     """The model's configuration, of a string without its weights; None where there is none to be read."""
     if not isinstance(model, str):
-        return getattr(model, "config", None)
+        return config_of(model)
     from transformers import AutoConfig
 
     init = args.model_init_kwargs or {}
@@ -510,7 +510,7 @@ def check_padding(real: int, computed: int) -> Finding | None:
 
 def _positions_of(text: Any, longest: int) -> Finding | None:
     rotary = any(getattr(text, name, None) for name in ("rope_parameters", "rope_scaling", "rope_theta"))
-    return check_positions(longest, getattr(text, "max_position_embeddings", None), rotary=rotary)
+    return check_positions(longest, context_length(text), rotary=rotary)
 
 
 def check_positions(longest: int, known: int | None, *, rotary: bool) -> Finding | None:

@@ -48,8 +48,8 @@ from posttrain.errors import ConfigError, DataError, ModelError, check_rules
 from posttrain.losses.advantages import weighted_total
 from posttrain.methods.config import PictureConfig
 from posttrain.metrics import Metric, mean
+from posttrain.models.architecture import get_config_model_id
 from posttrain.models.heads import causal_lm, has_tower, picture_encoder
-from posttrain.models.load import get_config_model_id
 from posttrain.models.parallel import shards_parameters
 from posttrain.models.vision import (
     adapter_of_text,

@@ -22,6 +22,7 @@ from posttrain.loop.run import Run
 from posttrain.methods.online_config import VllmSyncFields
 from posttrain.metrics import mean
 from posttrain.models import parallel
+from posttrain.models.architecture import context_length, sliding_window
 from posttrain.models.forward import sequence_logps
 from posttrain.models.heads import picture_encoder, unwrapped
 from posttrain.rollouts.adapters import AdapterWeights, adapter_obstacle
@@ -177,8 +178,7 @@ class WeightSync:
     @property
     def context(self) -> int | None:
         """Most tokens of prompt and completion, of the model and of the engine."""
-        model = getattr(self.run.model.config.get_text_config(), "max_position_embeddings", None)
-        limits = [model, self.engine.capabilities.context]
+        limits = [context_length(self.run.model.config.get_text_config()), self.engine.capabilities.context]
         return min((limit for limit in limits if limit is not None), default=None)
 
     def check_engine(self, engine: Any) -> None:
@@ -359,13 +359,13 @@ class WeightSync:
         """What the comparison says, on every process."""
         model = self.run.model
         text = model.config.get_text_config()
-        sequences = probe_sequences(text.vocab_size, self.context, getattr(text, "sliding_window", None))
+        sequences = probe_sequences(text.vocab_size, self.context, sliding_window(text))
         rows = [Row(ids[:1], [ids[1:]], [[1] * (len(ids) - 1)]) for ids in sequences]
         with self.run.inference() as policy:
             ours = [logp.float().cpu().tolist() for logp in sequence_logps(policy, rows)]
 
         mixed = {"bf16": "bfloat16", "fp16": "float16"}.get(str(self.accelerator.mixed_precision))
-        kinds = {"dtype": self.engine.capabilities.dtype, "computed": mixed or getattr(model, "dtype", "float32")}
+        kinds = {"dtype": self.engine.capabilities.dtype, "computed": mixed or model.dtype}
 
         def compare() -> Any:
             if not self.accelerator.is_main_process and self.engine.capabilities.main_process_only:

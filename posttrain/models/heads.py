@@ -18,6 +18,7 @@ from posttrain.errors import ConfigError, ModelError
 from posttrain.losses.divergence import collision_logp
 from posttrain.losses.truncation import kept_log_mass
 from posttrain.models import parallel
+from posttrain.models.architecture import experts_per_token
 from posttrain.models.lean_layers import keep_inputs_only
 from posttrain.models.logprob import token_logprobs
 from posttrain.types import WHOLE, Truncation
@@ -391,7 +392,7 @@ def _balance(
     Reference: Switch Transformers, arXiv:2101.03961, equation 4.
     """
     text = inner.config.get_text_config()
-    top_k = int(getattr(text, "num_experts_per_tok", None) or getattr(text, "top_k_experts", None) or 2)
+    top_k = experts_per_token(text) or 2
     kept = real.flatten().bool()
     layers = [logits.reshape(-1, logits.shape[-1])[kept] for logits in router_logits]
     probabilities = torch.cat(layers).float().softmax(-1)  # (layers N, E)

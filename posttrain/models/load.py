@@ -19,6 +19,7 @@ from posttrain.errors import ArgumentTypeError, ConfigError, DataError, ModelErr
 from posttrain.fields import PositiveInt, Share, check_fields, option
 from posttrain.integrations import require
 from posttrain.integrations.hub import explained, not_found, refuse_unreachable
+from posttrain.models.architecture import config_of, get_config_model_id, text_of
 from posttrain.models.heads import causal_lm
 from posttrain.models.parallel import bf16_is_faster
 from posttrain.models.quantised import prepare_adapter
@@ -269,7 +270,7 @@ def create_model_from_path(model_id: str, architecture: Any = None, **kwargs: An
         architecture = getattr(transformers, name, transformers.AutoModelForCausalLM)
     with explained("model", model_id):
         model = architecture.from_pretrained(model_id, dtype=dtype, **kwargs)
-    _tell_size(model_id, model, getattr(config, "dtype", None))
+    _tell_size(model_id, model, config.dtype)
     return model
 
 
@@ -321,11 +322,6 @@ def model_id_of(model: nn.Module, needed_by: str) -> str:
     return get_config_model_id(causal_lm(model).config)
 
 
-def get_config_model_id(config: PretrainedConfig) -> str:
-    """Where the model came from, or ``""`` for one built in memory."""
-    return getattr(config, "_name_or_path", "") or ""
-
-
 def load_tokenizer(
     model_id: str, *, trust_remote_code: bool = False, revision: str | None = None
 ) -> PreTrainedTokenizerBase:
@@ -361,9 +357,9 @@ def resolve_pad_token(tokenizer: PreTrainedTokenizerBase, model: Module | None =
         tokenizer.pad_token = _unused_token(tokenizer, model) or tokenizer.eos_token
         logger.info("the tokenizer has no pad token; %r serves, and padding is told by position.", tokenizer.pad_token)
     pad = int(tokenizer.pad_token_id)
-    config: Any = getattr(model, "config", None)
-    if config is not None:
-        config.get_text_config().pad_token_id = pad
+    text = text_of(config_of(model))
+    if text is not None:
+        text.pad_token_id = pad
     return pad
 
 

@@ -25,6 +25,7 @@ from transformers import TrainerCallback
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from posttrain.errors import ConfigError, ModelError
+from posttrain.models.architecture import differs_by_layer, experts_per_token, head_size, layer_kinds
 from posttrain.models.heads import causal_lm
 
 if TYPE_CHECKING:
@@ -408,10 +409,10 @@ def _number(config: PretrainedConfig, *names: str) -> int:
 
 
 def _text_config(config: PretrainedConfig) -> Any:
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    kinds = set(getattr(text, "layer_types", None) or ())
+    text = config.get_text_config()
+    kinds = set(layer_kinds(text))
     foreign = {kind for kind in kinds if not str(kind).endswith("attention") or str(kind).startswith("linear")}
-    mixed = getattr(text, "is_heterogeneous", False)
+    mixed = differs_by_layer(text)
     if foreign or mixed or getattr(text, "kv_lora_rank", None):
         what = f"layers of kind {sorted(foreign)}" if foreign else "latent attention (kv_lora_rank)"
         what = "layers whose heads differ in size" if mixed else what
@@ -420,19 +421,6 @@ def _text_config(config: PretrainedConfig) -> Any:
             "torch.utils.flop_counter.FlopCounterMode instead."
         )
     return text
-
-
-def layer_configs(config: PretrainedConfig) -> list[Any]:
-    """A config for each layer: of one kind, or Gemma 4's, whose head size differs between layers."""
-    if getattr(config, "is_heterogeneous", False):
-        return [config.per_layer_config[i] for i in range(config.num_hidden_layers)]
-    return [config] * config.num_hidden_layers
-
-
-def key_value_width(config: PretrainedConfig) -> int:
-    """Numbers of a token's keys in one layer: key-value heads times the size of a head."""
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    return heads * (getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
 
 @functools.lru_cache(maxsize=4)
@@ -458,7 +446,7 @@ def _products(kind: Any, settings: str) -> int:
     looked_up = {p for module in layers.modules() if isinstance(module, nn.Embedding) for p in module.parameters()}
     named = layers.named_parameters()
     weights = [p for name, p in named if p.dim() > 1 and p not in looked_up and not name.endswith("bias")]
-    experts = getattr(config, "num_experts_per_tok", None) or getattr(config, "top_k_experts", None) or 0
+    experts = experts_per_token(config)
     # Weights of experts lie in one tensor (experts, ...).
     return sum(2 * p.numel() if p.dim() == 2 else 2 * p.numel() // len(p) * experts for p in weights)
 
@@ -466,8 +454,7 @@ def _products(kind: Any, settings: str) -> int:
 def _scores(config: PretrainedConfig, seq_len: int) -> int:
     """Forward operations of the attention scores and their product with the values, for one token."""
     heads = _number(config, "num_attention_heads")
-    size = getattr(config, "head_dim", None) or _number(config, "hidden_size") // heads
-    return _number(config, "num_hidden_layers") * 4 * heads * size * seq_len
+    return _number(config, "num_hidden_layers") * 4 * heads * head_size(config) * seq_len
 
 
 def compute_flops_per_token(config: PretrainedConfig, seq_len: int) -> int:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from posttrain.errors import check_choice
 from posttrain.integrations import require
-from posttrain.models.load import get_config_model_id
+from posttrain.models.architecture import get_config_model_id
 from posttrain.report.files import whole_file
 from posttrain.report.templates import TEMPLATES
 

@@ -25,6 +25,7 @@ from posttrain.data.samplers import check_prompts
 from posttrain.errors import ConfigError, DataError
 from posttrain.integrations import require
 from posttrain.models import parallel
+from posttrain.models.architecture import context_length
 from posttrain.models.load import resolve_pad_token
 from posttrain.report.files import read_line, whole_file
 from posttrain.report.record import RunRecordCallback
@@ -132,7 +133,7 @@ class EvalPrompts:
 
     def _check_room(self, name: str) -> None:
         config = self.trainer.accelerator.unwrap_model(self.trainer.model).config.get_text_config()
-        context, new = getattr(config, "max_position_embeddings", None), self.sampling.max_new_tokens
+        context, new = context_length(config), self.sampling.max_new_tokens
         for index, ids in enumerate(self.ids):
             if context is not None and len(ids) + new > context:
                 raise DataError(

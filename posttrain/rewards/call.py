@@ -23,6 +23,7 @@ from torch import Tensor
 
 from posttrain.errors import ConfigError, MissingDependencyError, RewardError, did_you_mean
 from posttrain.metrics import Metric, mean, total
+from posttrain.models.architecture import config_of, get_config_model_id
 from posttrain.values import scalar
 
 if TYPE_CHECKING:
@@ -57,8 +58,7 @@ def reward_name(function: Any) -> str:
     """``__name__``, through partials; the last part of a model's id; the class name of an instance."""
     function = _bare(function)
     if isinstance(function, torch.nn.Module):
-        config = getattr(function, "config", None)
-        function = str(getattr(config, "_name_or_path", "") or type(function).__name__)
+        function = get_config_model_id(config_of(function)) or type(function).__name__
     if isinstance(function, str):
         return function.rstrip("/").split("/")[-1]
     return getattr(function, "__name__", None) or type(function).__name__

@@ -34,9 +34,10 @@ from posttrain.methods.ppo.objective import (
 )
 from posttrain.metrics import MetricBuffer, mean
 from posttrain.models import parallel
+from posttrain.models.architecture import config_of, get_config_model_id
 from posttrain.models.forward import forward
 from posttrain.models.heads import causal_lm
-from posttrain.models.load import create_model_from_path, get_config_model_id, load_classifier, resolve_pad_token
+from posttrain.models.load import create_model_from_path, load_classifier, resolve_pad_token
 from posttrain.models.reference import Reference, check_reference, disable_dropout_in_model
 from posttrain.models.value_head import (
     ValueHead,
@@ -202,7 +203,7 @@ class PPOTrainer(OnlineTrainer):
         rollout_func: Callable | None = None,
         environment_factory: Callable | Mapping[str, Callable] | None = None,
     ) -> None:
-        name = model if isinstance(model, str) else get_config_model_id(getattr(model, "config", None))
+        name = model if isinstance(model, str) else get_config_model_id(config_of(model))
         args = copy.copy(args) if args is not None else PPOConfig(f"{Path(name).name or 'model'}-PPO")
         self._given_collator, self._owns_tokenizer = data_collator, processing_class is None
         self._low_kl = 0

@@ -497,7 +497,7 @@ class Distillation(Method[Any]):
         parts = []
         for name, config in configs.items():
             if name == "teacher" or name.startswith("teacher "):
-                known = getattr(config, "dtype", None) or torch.float32 if dtype == "auto" else dtype
+                known = config.dtype or torch.float32 if dtype == "auto" else dtype
                 known = known if isinstance(known, torch.dtype) else getattr(torch, str(known).removeprefix("torch."))
                 parts.append(Part(name, config, "causal", known, trained=False))
         return parts

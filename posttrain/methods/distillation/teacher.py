@@ -28,6 +28,7 @@ from posttrain.methods.distillation.config import Axes, logit_width
 from posttrain.methods.distillation.data import tokenized_answers, with_prompt_column, with_template_arguments
 from posttrain.methods.distillation.objective import HiddenTeacher, TeacherShare, TokenScores, capture
 from posttrain.models import load
+from posttrain.models.architecture import get_config_model_id
 from posttrain.models.forward import forward, on_whole_rows
 from posttrain.models.heads import causal_lm, install_token_head
 from posttrain.models.probe import probe_layout
@@ -84,7 +85,7 @@ def load_teacher(teacher: object, args: PostTrainingConfig, student: nn.Module) 
 def teacher_id(teacher: object, args: PostTrainingConfig) -> str:
     """Id or folder of a teacher: as it was given, or where a model object was loaded from; empty for one built in memory."""
     if isinstance(teacher, nn.Module):
-        return load.get_config_model_id(causal_lm(teacher).config)
+        return get_config_model_id(causal_lm(teacher).config)
     return teacher or args.teacher_model_name_or_path or ""
 
 
@@ -357,7 +358,7 @@ def _scores(teacher: ModelTeacher, rows: Sequence[Row], *, top_k: int, columns: 
 
 def _check_scorer(teacher: Any, tokenizer: Tokenizer, mode: str) -> str:
     """Where the teacher comes from; refuse one that does not read the tokenizer's ids."""
-    name, width = load.get_config_model_id(causal_lm(teacher).config), logit_width(teacher)
+    name, width = get_config_model_id(causal_lm(teacher).config), logit_width(teacher)
     if width < len(tokenizer):
         raise ModelError(
             f"the teacher has {width} logits, and the tokenizer {len(tokenizer)} tokens: they do not belong together."
