@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Sized
 from dataclasses import replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any
@@ -153,7 +153,7 @@ def pictures(context: Context) -> list[Finding]:
     dataset = context.train_dataset
     step = (
         max(1, min(len(dataset), ROWS_LOOKED_AT) // IMAGES_READ)
-        if hasattr(dataset, "__len__")
+        if isinstance(dataset, Sized)
         else ROWS_LOOKED_AT // IMAGES_READ
     )
     rows = []

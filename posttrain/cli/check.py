@@ -6,7 +6,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
 from dataclasses import asdict, dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
@@ -201,7 +201,7 @@ class Checkup:
         with no_progress_bars(), self.preflight.record_check("data", row_codes(data)):
             self.known["usable"], findings = usable_rows(data, self.subject.config, main=False)
         self._report(findings)
-        count = f"{len(data):,} rows" if hasattr(data, "__len__") else "a stream"
+        count = f"{len(data):,} rows" if isinstance(data, Sized) else "a stream"
         return f"{count}, split {split!r}, columns {', '.join(data.column_names or [])}"
 
     def _settings(self) -> str:

@@ -8,7 +8,7 @@ import logging
 import statistics
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import cached_property, partial
@@ -177,7 +177,7 @@ class DatasetHead:
         self.raw, self.prepared, self.rows_of, self.tokenizer = raw, prepared, rows_of, tokenizer
         self.limit, self.strict = getattr(args, "max_length", None), args.strict_data
         self.fills_prompts = fills_prompts
-        self.streams = isinstance(prepared, datasets.IterableDataset) or not hasattr(prepared, "__len__")
+        self.streams = isinstance(prepared, datasets.IterableDataset) or not isinstance(prepared, Sized)
 
     @cached_property
     def examples(self) -> list[dict[str, Any]]:
@@ -211,7 +211,7 @@ class DatasetHead:
             DataError: ``strict_data`` is set and there is something to warn of.
         """
         report = _describe(self.sample)
-        if not self.streams and hasattr(self.raw, "__len__"):
+        if not self.streams and isinstance(self.raw, Sized):
             report.rows_in, report.rows_out = len(self.raw), getattr(prepared_by, "rows_out", 0) or len(self.prepared)
         report.dropped = dict(getattr(prepared_by, "dropped", {}))
         if self.examples and LENGTHS in self.examples[0] and self.limit:

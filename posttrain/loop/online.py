@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Sized
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import datasets
@@ -241,7 +241,7 @@ class OnlineTrainer(PostTrainer):
 
     def announce(self) -> None:
         """Log the schedule and the first prompt as the model reads it; refuse prompts that leave no room."""
-        length = len(self.train_dataset) if hasattr(self.train_dataset, "__len__") else None
+        length = len(self.train_dataset) if isinstance(self.train_dataset, Sized) else None
         schedule = self.schedule_text(length) if isinstance(self.args, OnlineConfig) else None
         self.prompt_source.announce(
             self.train_dataset, None if self.method.traits.cuts_prompts else self.context, schedule=schedule

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import shutil
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from dataclasses import fields, replace
 from itertools import islice
 from pathlib import Path
@@ -213,7 +213,7 @@ class Vision:
         options = PictureOptions(max_length=args.max_length, fit=args.image_fit, **more)
         drop = [column for column in columns if column not in keep]
         about: dict[str, Any] = {"drop": drop, "counters": COUNTERS, "num_proc": num_proc, "hint": HINT}
-        if hasattr(dataset, "__len__"):
+        if isinstance(dataset, Sized):
             about["features"] = row_features(dataset.features, options.branches, drop)
         mapped, kept, report = tokenized(dataset, name, row_batch, {"reader": self.reader, "options": options}, **about)
         if isinstance(report.rows_in, int) and report.rows_in > 0:
@@ -287,7 +287,7 @@ class Vision:
             return {key: self.checked_prompts(subset, f"{name}[{key!r}]") for key, subset in dataset.items()}
         assert self.reader is not None
         dataset = undecoded(dataset)
-        for index, row in enumerate(dataset if hasattr(dataset, "__len__") else islice(dataset, STREAMED)):
+        for index, row in enumerate(dataset if isinstance(dataset, Sized) else islice(dataset, STREAMED)):
             try:
                 blocks, pictures = conversation_of(row)
                 self.reader.refuse_controls(blocks)

@@ -7,7 +7,7 @@ import dataclasses
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Sized
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -209,7 +209,7 @@ class PPOTrainer(OnlineTrainer):
         self._low_kl = 0
         self._clock: tuple[float, float] | None = None  # Episodes and time at which this run began.
         model, self._given_reference, self._given_value = _opened(args, model, ref_model, value_model)
-        args.plan(len(train_dataset) if hasattr(train_dataset, "__len__") else None)
+        args.plan(len(train_dataset) if isinstance(train_dataset, Sized) else None)
         self.reward_model, rewards = reward_model, _reward_functions(reward_model, args)
         super().__init__(
             model,

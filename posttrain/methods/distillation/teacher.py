@@ -6,7 +6,7 @@ import functools
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -412,7 +412,7 @@ def score_dataset(
     limits = {"max_length": max_length, "max_prompt_length": max_prompt_length}
     first_row(dataset, "scored")
     dataset = with_template_arguments(with_prompt_column(plain_rows(dataset)), chat_template_kwargs)
-    if not hasattr(dataset, "__len__") or "completion" not in dataset.column_names:
+    if not isinstance(dataset, Sized) or "completion" not in dataset.column_names:
         raise DataError(
             f"scores are of a Dataset's answers, and this {type(dataset).__name__} has the columns {dataset.column_names}. Fix: "
             "'prompt' and 'completion', or 'messages'; of a stream Dataset.from_list(list(stream))."
