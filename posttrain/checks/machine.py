@@ -278,8 +278,7 @@ def features_in_use(args: PostTrainingConfig, *, parts: Mapping[str, Any] | None
     init = given("model_init_kwargs") if isinstance(given("model_init_kwargs"), Mapping) else {}
     # Servers are asked over HTTP: vLLM is installed there.
     vllm = bool(given("use_vllm")) and given("vllm_mode") != "server"
-    optimiser = str(getattr(given("optim"), "value", given("optim")))
-    small = any(part in optimiser for part in ("8bit", "4bit", "bnb", "paged_"))
+    small = any(part in args.optim for part in ("8bit", "4bit", "bnb", "paged_"))
     return {
         "core": True,
         "liger": bool(given("use_liger_kernel")),

@@ -333,6 +333,7 @@ def plan(
         pictures: Those of the longest row, and what prepares them; None: rows are text.
     """
     from posttrain.data.forest import collate
+    from posttrain.models.memory import recomputes
     from posttrain.models.memory_estimate import Part, Workload
 
     parts, args, traits = dict(parts or {}), method.cfg, method.traits
@@ -357,9 +358,9 @@ def plan(
         frozen=(*frozen, *teachers),
         reference=reference or ("copy" if teachers else ""),
         needs=traits.needs | {"entropy"} | ({"logits"} if smoothing else set()),
-        checkpointing=bool(getattr(args, "activation_checkpointing", None) or args.gradient_checkpointing),
+        checkpointing=recomputes(args),
         kept_layers=args.kept_layers,
-        optimizer=str(getattr(args.optim, "value", args.optim)),
+        optimizer=args.optim,
         autocast=_autocast(args, dtype),
         generating=_generating(args, lengths, device),
         shards=_shards(args, processes),
@@ -460,7 +461,7 @@ def compare_weights(context: Context, has: Available) -> Finding | None:
     sizes = [size for size, _ in Shadow(Part("policy", context.model_config, dtype=dtype)).named_sizes().values()]
     shards = _shards(args, context.processes)
     trained = [(size // dtype.itemsize, size) for size in sizes]
-    states = optimizer_bytes(str(getattr(args.optim, "value", args.optim)), trained) // shards.optimizer
+    states = optimizer_bytes(args.optim, trained) // shards.optimizer
     fixes = [f"train an adapter (peft_config), or an optimizer with smaller states (the weights are loaded in {dtype})"]
     components = {"weights": sum(sizes) // shards.weights, "optimizer states": states}
     return check_estimate(components, sum(components.values()) * 2, total=has.total, where=has.where, fixes=fixes)

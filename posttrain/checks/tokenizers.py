@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from posttrain.checks.registry import finding
 from posttrain.data.chat import turn_end
 from posttrain.errors import ConfigError
+from posttrain.models.architecture import generation_config_of
 from posttrain.models.forward import causal_lm
 from posttrain.types import Finding
 
@@ -375,7 +376,7 @@ def require_same_tokens(match: TokenizerMatch, *, mode: str, method: str, on_pol
 
 def special_token_findings(model: nn.Module, tokenizer: Tokenizer) -> list[Finding]:
     """What the configs that are saved say of padding and stopping."""
-    generation = getattr(causal_lm(model), "generation_config", None)
+    generation = generation_config_of(causal_lm(model))
     if generation is None:
         return []
     end = turn_end(tokenizer)

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from posttrain.compat.tensors import first_true_indices
+from posttrain.models.architecture import generation_config_of
 from posttrain.models.heads import causal_lm, score
 from posttrain.models.load import wrap_with_peft
-from posttrain.models.memory import recompute_activations
+from posttrain.models.memory import recompute_activations, recompute_options, recomputes
 from posttrain.models.parallel import whole_parameters
 
 if TYPE_CHECKING:
@@ -89,12 +90,7 @@ def prepare_peft_model(model: nn.Module, peft_config: PeftConfig | None, args: A
     """
     import peft
 
-    checkpointing = bool(
-        getattr(args, "gradient_checkpointing", None) or getattr(args, "activation_checkpointing", None)
-    )
-    options = getattr(args, "gradient_checkpointing_kwargs", None) or getattr(
-        args, "activation_checkpointing_kwargs", None
-    )
+    checkpointing, options = recomputes(args), recompute_options(args)
     if _is_in_bits(model) and not isinstance(model, peft.PeftModel):
         model = prepare_model_for_kbit_training(model, checkpointing, options)
     elif checkpointing:
@@ -134,7 +130,7 @@ def unwrap_model_for_generation(
         generation_kwargs: Fields of the generation config inside the block.
     """
     bare = accelerator.unwrap_model(model, keep_torch_compile=False)
-    config: Any = getattr(bare, "generation_config", None)
+    config: Any = generation_config_of(bare)
     before = {name: getattr(config, name, None) for name in generation_kwargs or {}} if config is not None else {}
     for name in before:
         setattr(config, name, (generation_kwargs or {})[name])

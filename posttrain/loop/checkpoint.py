@@ -369,7 +369,7 @@ class Checkpointer:
             resumed: Whether the run goes on from a checkpoint.
         """
         args, lock = self.args, self.lock
-        saves = str(getattr(args.save_strategy, "value", args.save_strategy)) != "no"
+        saves = args.save_strategy != "no"
         fills_gpu = args.device.type == "cuda" and not parallel.shards_parameters(self.accelerator)
         asked = {"PT-L001": True, "PT-L002": saves, "PT-L003": fills_gpu}
         lock.acquire()
@@ -564,7 +564,7 @@ def checkpoint_bytes(model: nn.Module, args: PostTrainingConfig) -> int:
 
 def _state_bytes(model: nn.Module, args: PostTrainingConfig) -> int:
     sizes = [(p.numel(), p.nbytes) for p in model.parameters() if p.requires_grad]
-    return optimizer_bytes(str(getattr(args.optim, "value", args.optim)), sizes)
+    return optimizer_bytes(args.optim, sizes)
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:

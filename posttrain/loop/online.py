@@ -42,6 +42,7 @@ from posttrain.losses.policy import engine_gap
 from posttrain.methods.online_config import OnlineConfig, resolve_auto
 from posttrain.metrics import MetricBuffer, mean
 from posttrain.models import parallel
+from posttrain.models.architecture import generation_config_of
 from posttrain.models.forward import batch_logps
 from posttrain.models.heads import causal_lm
 from posttrain.models.reference import Reference
@@ -124,7 +125,7 @@ class OnlineTrainer(PostTrainer):
         super().__init__(model, args, train_dataset=train_dataset, **kwargs)
         self.window = RolloutWindow(self.args.num_iterations)
         own_stops = generation_fields(self.args.generation_kwargs or {}).get("stop_token_ids")
-        known_stops = terminal_token_ids(self.processing_class, getattr(self.model, "generation_config", None))
+        known_stops = terminal_token_ids(self.processing_class, generation_config_of(self.model))
         self.stop_ids = tuple(own_stops or known_stops)
         self.weight_sync = self._make_weight_sync(self.make_engine(rollout_engine))
         self.reference = self.make_reference()

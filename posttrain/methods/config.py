@@ -267,7 +267,7 @@ class PostTrainingConfig(transformers.TrainingArguments):
 
     def _resolve_checkpointing(self) -> None:
         new_name = hasattr(self, "activation_checkpointing")
-        spelled = [self.gradient_checkpointing, getattr(self, "activation_checkpointing", None)]
+        spelled = [self.gradient_checkpointing, self.activation_checkpointing if new_name else None]
         choices = [value for value in spelled if value is not None]
         if len(choices) == 2 and choices[0] != choices[1]:
             raise ConfigError(

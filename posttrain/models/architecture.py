@@ -18,6 +18,11 @@ def get_config_model_id(config: PretrainedConfig | None) -> str:
     return getattr(config, "_name_or_path", "") or ""
 
 
+def generation_config_of(model: object) -> Any:
+    """How a model generates by itself; None of what generates nothing, such as a classifier."""
+    return getattr(model, "generation_config", None)
+
+
 def text_of(config: PretrainedConfig | None) -> Any:
     """The text part of a config, the whole of it in a text model; None of None."""
     return None if config is None else config.get_text_config()

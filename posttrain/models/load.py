@@ -19,7 +19,7 @@ from posttrain.errors import ArgumentTypeError, ConfigError, DataError, ModelErr
 from posttrain.fields import PositiveInt, Share, check_fields, option
 from posttrain.integrations import require
 from posttrain.integrations.hub import explained, not_found, refuse_unreachable
-from posttrain.models.architecture import config_of, get_config_model_id, text_of
+from posttrain.models.architecture import config_of, generation_config_of, get_config_model_id, text_of
 from posttrain.models.heads import causal_lm
 from posttrain.models.parallel import bf16_is_faster
 from posttrain.models.quantised import prepare_adapter
@@ -462,7 +462,7 @@ def mirror_eos(tokenizer: Tokenizer, model: nn.Module, args: PostTrainingConfig)
     """
     if getattr(args, "eos_token", None) is not None:
         model.config.get_text_config().eos_token_id = tokenizer.eos_token_id
-    generation = getattr(model, "generation_config", None)
+    generation = generation_config_of(model)
     if generation is None:
         return
     known = generation.eos_token_id
@@ -578,7 +578,7 @@ def _mirror(model: nn.Module, tokenizer: Tokenizer) -> None:
         for name, value in ids.items():
             if value is not None:
                 setattr(config, name, value)
-    generation = getattr(model, "generation_config", None)
+    generation = generation_config_of(model)
     if generation is None or not model.can_generate():
         return
     for name in ("bos_token_id", "pad_token_id"):

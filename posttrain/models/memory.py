@@ -92,6 +92,16 @@ def recompute_activations(model: nn.Module, options: dict[str, Any] | None = Non
     enable(kwargs or None, **own)
 
 
+def recomputes(args: TrainingArguments) -> bool:
+    """Whether activations are computed again in backward, by either name of the switch: transformers has two of late."""
+    return bool(getattr(args, "activation_checkpointing", None) or args.gradient_checkpointing)
+
+
+def recompute_options(args: TrainingArguments) -> dict[str, Any]:
+    """What goes with the switch that `recomputes` reads, by either name."""
+    return dict(getattr(args, "activation_checkpointing_kwargs", None) or args.gradient_checkpointing_kwargs or {})
+
+
 def keep_last_activations(model: nn.Module, count: int | None = None) -> int:
     """Switch checkpointing off in the last ``count`` layers (None: `layers_to_keep`) and say how many there were.
 
@@ -119,11 +129,10 @@ class KeepLastActivations(TrainerCallback):
         model: nn.Module | None = None,
         **kwargs: Any,
     ) -> None:
-        options = getattr(args, "activation_checkpointing_kwargs", None) or args.gradient_checkpointing_kwargs or {}
-        if "selective" in options and (getattr(args, "activation_checkpointing", None) or args.gradient_checkpointing):
-            recompute_activations(
-                causal_lm(model), options
-            )  # The trainer passed it on as it is written, which torch does not know.
+        options = recompute_options(args)
+        if "selective" in options and recomputes(args):
+            # The trainer passed it on as it is written, which torch does not know.
+            recompute_activations(causal_lm(model), options)
         if "every_n_layers" not in options:
             keep_last_activations(model, args.kept_layers)
 

@@ -25,7 +25,7 @@ from posttrain.data.samplers import check_prompts
 from posttrain.errors import ConfigError, DataError
 from posttrain.integrations import require
 from posttrain.models import parallel
-from posttrain.models.architecture import context_length
+from posttrain.models.architecture import context_length, generation_config_of
 from posttrain.models.load import resolve_pad_token
 from posttrain.report.files import read_line, whole_file
 from posttrain.report.record import RunRecordCallback
@@ -64,7 +64,7 @@ def to_sampling(config: GenerationConfig | None, tokenizer: Tokenizer, model: nn
     Raises:
         ConfigError: The config was given and asks for something an engine cannot do (beams, stop strings, ...).
     """
-    own = getattr(model, "generation_config", None)
+    own = generation_config_of(model)
     asked = {} if config is None else config.to_diff_dict()
     for name in [name for name in asked if name not in KNOWN and not name.startswith("_")]:
         raise ConfigError(

@@ -48,6 +48,7 @@ from posttrain.methods.distillation.teacher import (
 )
 from posttrain.methods.grpo.objective import grpo_objective, scored_groups
 from posttrain.models import parallel
+from posttrain.models.architecture import generation_config_of
 from posttrain.models.heads import causal_lm, has_tower, install_token_head, picture_encoder
 from posttrain.models.reference import Reference
 from posttrain.models.vision import install_pictures
@@ -385,12 +386,12 @@ class DistillationTrainer(OnlineTrainer):
                 f"the teacher has {widths[1]} logits, and its tokenizer {len(tokenizer)} tokens: it cannot say how likely the "
                 "others are. Fix: teacher_processing_class, if its own tokenizer is another, or tokenizer_check='warn'."
             )
-        match = self._compared(tokenizer, widths[1], getattr(causal_lm(teacher), "generation_config", None))
+        match = self._compared(tokenizer, widths[1], generation_config_of(causal_lm(teacher)))
         self.columns = match.columns if match.verdict != "identical" else None
 
     def _compared(self, tokenizer: Tokenizer, width: int | None, generation_config: Any) -> TokenizerMatch:
         """The student's tokenizer beside the teacher's of ``width`` logits, whose ids must mean the same."""
-        own = getattr(causal_lm(self.model), "generation_config", None)
+        own = generation_config_of(causal_lm(self.model))
         stops = (terminal_token_ids(self.processing_class, own), terminal_token_ids(tokenizer, generation_config))
         widths = (logit_width(self.model), width)
         match = compare_tokenizers(self.processing_class, tokenizer, widths=widths, stops=stops)
