@@ -84,7 +84,7 @@ class RowSample:
     @cached_property
     def special(self) -> frozenset[int]:
         """Ids of special tokens, those of added vocabulary included."""
-        added = getattr(self.tokenizer, "added_tokens_decoder", {})
+        added = self.tokenizer.added_tokens_decoder
         return frozenset(self.tokenizer.all_special_ids) | {i for i, token in added.items() if token.special}
 
     @cached_property

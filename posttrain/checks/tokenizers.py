@@ -106,7 +106,7 @@ def token_bytes(tokenizer: Tokenizer) -> dict[int, bytes]:
     ``Ġ`` of byte-level tokenizers and ``▁`` of SentencePiece ones are both a space, and ``<0x0A>`` is a byte.
     """
     spelling, table = _spelling(tokenizer), _byte_table()
-    added = {i: str(token) for i, token in getattr(tokenizer, "added_tokens_decoder", {}).items()}
+    added = {i: str(token) for i, token in tokenizer.added_tokens_decoder.items()}
     spelled = {}
     for token, i in tokenizer.get_vocab().items():
         if i in added:
@@ -198,7 +198,7 @@ def _ids(tokenizer: Tokenizer, text: str) -> list[int]:
 
 
 def _templates(first: Any, second: Any) -> int | None:
-    if not (getattr(first, "chat_template", None) and getattr(second, "chat_template", None)):
+    if not (first.chat_template and second.chat_template):
         return None
     return sum(_rendered(first, messages) != _rendered(second, messages) for messages in probe_conversations())
 

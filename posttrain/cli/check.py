@@ -176,7 +176,7 @@ class Checkup:
 
     def _tokenizer(self) -> str:
         tokenizer = self.known["tokenizer"] = self.subject.tokenizer
-        template = "with a chat template" if getattr(tokenizer, "chat_template", None) else "without a chat template"
+        template = "with a chat template" if tokenizer.chat_template else "without a chat template"
         return f"{len(tokenizer):,} tokens, {template}, eos {tokenizer.eos_token!r}, pad {tokenizer.pad_token!r}"
 
     def _rewards(self) -> str:

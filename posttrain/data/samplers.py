@@ -270,7 +270,7 @@ def check_prompts(dataset: AnyDataset, name: str, tokenizer: Tokenizer) -> list[
         prompts = (row["prompt"] for row in itertools.islice(dataset, STREAMED))
     for index, prompt in enumerate(prompts):
         _check_prompt(prompt, index, name, chat, tokenizer)
-    if chat and not getattr(tokenizer, "chat_template", None):
+    if chat and not tokenizer.chat_template:
         raise ModelError(
             f"{name} is conversational (prompts are lists of messages), but the tokenizer has no chat template. Set "
             "tokenizer.chat_template, use an instruction-tuned checkpoint, or give prompts as strings."

@@ -25,6 +25,7 @@ from posttrain.checks import machine
 from posttrain.checks.registry import Context, Moment, Preflight, codes_of, describe, load
 from posttrain.checks.rules import check_log
 from posttrain.checks.tokenizers import special_token_findings
+from posttrain.data.chat import inner_tokenizer
 from posttrain.data.forest import Layout
 from posttrain.data.templates import PROBLEMS
 from posttrain.errors import PosttrainError, PreflightError
@@ -582,7 +583,7 @@ def check_token_rows(rows: int | None, *, tokens: int, highest: int | None, name
 
 def check_tokens(context: Context, ids: Iterable[int] = ()) -> Iterator[Finding]:
     """Token ids of the sampled rows, and others, against the embedding of every model that looks them up."""
-    tokenizer = getattr(context.tokenizer, "tokenizer", context.tokenizer)
+    tokenizer = inner_tokenizer(context.tokenizer)
     if not hasattr(tokenizer, "get_vocab"):
         return
     seen = [max(part) for row in context.rows for part in (row.prompt_ids, *row.completions) if len(part)]

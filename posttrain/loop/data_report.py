@@ -276,7 +276,7 @@ def refuse_data(said: Sequence[str]) -> None:
 
 def template_findings(raw: object, tokenizer: Tokenizer) -> list[Finding]:
     """What the chat template does to the first rows of a conversational set; nothing for other sets."""
-    if not getattr(tokenizer, "chat_template", None) or raw is None:
+    if not tokenizer.chat_template or raw is None:
         return []
     columns = get_dataset_column_names(raw)
     if not set(CHAT) & set(columns) or "input_ids" in columns:

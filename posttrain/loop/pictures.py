@@ -43,7 +43,7 @@ from posttrain.data.picture_rows import (
     side_by_side,
 )
 from posttrain.data.pictures import Picture, read_picture, shaded
-from posttrain.data.processors import LARGE, PictureProcessor, family_of, load_processor
+from posttrain.data.processors import LARGE, PictureProcessor, family_of, is_processor, load_processor
 from posttrain.errors import ConfigError, DataError, ModelError, check_rules
 from posttrain.losses.advantages import weighted_total
 from posttrain.methods.config import PictureConfig
@@ -445,7 +445,7 @@ class Vision:
                 logger.warning(
                     "%s: its processor is not known, and images are prepared as the policy's: %s", path, error
                 )
-        alike = not hasattr(own, "image_processor") or _alike(self.reader, PictureProcessor(own))
+        alike = not is_processor(own) or _alike(self.reader, PictureProcessor(own))
         cache = int(self.args.image_cache_gb * 2**30)
         install_pictures(model, self.processor if alike else own, cache_bytes=cache)
         return alike
@@ -482,7 +482,7 @@ class Vision:
 
 
 def _processor_of(processing_class: Tokenizer, model_id: str, *, images: bool) -> Any:
-    if hasattr(processing_class, "image_processor"):
+    if is_processor(processing_class):
         return processing_class
     if images and processing_class is not None:
         raise DataError(

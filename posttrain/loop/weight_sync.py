@@ -17,6 +17,7 @@ from posttrain.checks.server import (
     probe_logprobs,
     probe_sequences,
 )
+from posttrain.data.chat import inner_tokenizer
 from posttrain.errors import ConfigError, RolloutServerError, WeightSyncError
 from posttrain.loop.run import Run
 from posttrain.methods.online_config import VllmSyncFields
@@ -86,7 +87,7 @@ def training_engine(model: nn.Module, args: PostTrainingConfig, *, tokenizer: To
         engine.tokenizer = tokenizer
     if engine.name != "paged":
         return engine
-    if hasattr(tokenizer, "tokenizer"):
+    if inner_tokenizer(tokenizer) is not tokenizer:
         raise ConfigError(
             "use_transformers_continuous_batching=True with a processor: it generates from text alone. Give a tokenizer, or "
             "use another rollout_engine."

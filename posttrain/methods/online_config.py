@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 import transformers
 
+from posttrain.data.chat import inner_tokenizer
 from posttrain.errors import ConfigError, MissingDependencyError, check_choice
 from posttrain.fields import (
     NonNegativeFloat,
@@ -223,7 +224,7 @@ def resolve_auto(args: PostTrainingConfig, model: nn.Module, processor: Processo
     if args.rollout_engine != "auto" or getattr(args, "use_vllm", False) or not on_gpu:
         return
     refused = args.refused_engines()
-    if hasattr(processor, "tokenizer"):
+    if inner_tokenizer(processor) is not processor:
         refused.setdefault("paged", "it generates from text alone, and a processor was given")
     name = choose_engine(model, refused)
     if name == "vllm":

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from posttrain.data.chat import template_text
 from posttrain.errors import check_choice
 from posttrain.integrations import require
 from posttrain.models.architecture import get_config_model_id
@@ -143,7 +144,7 @@ def create_model_card(
         paper_id=paper.get("id"),
         trainer_citation=paper.get("citation"),
         task=_task(trainer.model),
-        chat=bool(getattr(tokenizer, "chat_template", None)),
+        chat=bool(template_text(tokenizer)),
     )
     with whole_file(folder / "README.md") as part:
         part.write_text(str(card), encoding="utf-8")

@@ -20,7 +20,7 @@ import datasets
 import torch
 import transformers
 
-from posttrain.data.chat import terminal_token_ids, tokenize_prompts
+from posttrain.data.chat import inner_tokenizer, terminal_token_ids, tokenize_prompts
 from posttrain.data.samplers import check_prompts
 from posttrain.errors import ConfigError, DataError
 from posttrain.integrations import require
@@ -113,7 +113,7 @@ class EvalPrompts:
     ) -> None:
         self.trainer = trainer
         tokenizer = trainer.processing_class
-        self.tokenizer = getattr(tokenizer, "tokenizer", tokenizer)
+        self.tokenizer = inner_tokenizer(tokenizer)
         name = "dataset" if dataset is not None else "eval_dataset"
         rows = _rows(trainer.eval_dataset if dataset is None else dataset, name, num_prompts)
         check_prompts(rows, name, self.tokenizer)

@@ -362,7 +362,7 @@ class RunRecordCallback(transformers.TrainerCallback):
             resumed = {"step": state.global_step, "time": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
             manifest["first_started"] = previous.get("first_started", previous.get("started"))
             manifest["resumed"] = [*previous.get("resumed", []), resumed]
-        template = getattr(self.tokenizer, "chat_template", None)
+        template = None if self.tokenizer is None else self.tokenizer.chat_template
         digest = hashlib.sha256(str(template).encode()).hexdigest() if template else None
         self.record.manifest(chat_template_sha256=digest, **manifest)
 

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from posttrain.checks.tokenizers import TokenizerMatch, compare_tokenizers, require_same_tokens
-from posttrain.data.chat import terminal_token_ids
+from posttrain.data.chat import inner_tokenizer, terminal_token_ids
 from posttrain.data.forest import Layout
 from posttrain.data.formats import get_dataset_column_names
+from posttrain.data.processors import is_processor
 from posttrain.errors import ConfigError, DataError
 from posttrain.loop.build import choose_layout
 from posttrain.loop.online import OnlineTrainer
@@ -263,7 +264,7 @@ class DistillationTrainer(OnlineTrainer):
             self.servers[name] = ServerTeacher(client, self.axes, expected=expected, probe=[*probe, *probe][:8])
             own = tokenizer or own_tokenizer(expected or self.servers[name].name, required=False, **trust)
             if own is not None and args.tokenizer_check != "off":
-                self._compared(getattr(own, "tokenizer", own), None, None)
+                self._compared(inner_tokenizer(own), None, None)
 
     def _check_teacher_names(self) -> None:
         """Several teachers: each is meant by the weights or by a row, and no row means another one."""
@@ -335,8 +336,8 @@ class DistillationTrainer(OnlineTrainer):
                 "revision": None if loaded else args.teacher_model_revision,
             }
             tokenizer = own_tokenizer(teacher_id(teacher, args), required=not loaded, **trust)
-        processor = tokenizer if hasattr(tokenizer, "image_processor") else None
-        tokenizer = getattr(tokenizer, "tokenizer", tokenizer)
+        processor = tokenizer if is_processor(tokenizer) else None
+        tokenizer = inner_tokenizer(tokenizer)
         model = load_teacher(teacher, self.args, self.model).to(self.args.device)
         install_token_head(model)
         if self.vision.images:

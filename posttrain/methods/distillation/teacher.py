@@ -334,7 +334,7 @@ def identity(dataset: AnyDataset, tokenizer: Tokenizer) -> dict[str, str]:
     digest = hashlib.sha256()
     for row in dataset:
         digest.update(json.dumps([list(row["prompt_ids"]), list(row["completion_ids"])]).encode())
-    template = hashlib.sha256(str(getattr(tokenizer, "chat_template", None)).encode()).hexdigest()
+    template = hashlib.sha256(str(tokenizer.chat_template).encode()).hexdigest()
     return {"dataset": digest.hexdigest(), "tokenizer": str(hash_vocabulary(tokenizer)), "template": template}
 
 
