@@ -30,6 +30,7 @@ from posttrain.errors import CheckpointError
 from posttrain.integrations.machine import free_disk, gpu_memory, gpu_processes
 from posttrain.loop.checks import Checks
 from posttrain.models import parallel
+from posttrain.models.heads import adapters_of
 from posttrain.models.memory_estimate import optimizer_bytes
 from posttrain.report.files import read_json
 from posttrain.types import Finding
@@ -556,7 +557,7 @@ def _strangers_of(args: PostTrainingConfig, run: str, *, resumed: bool) -> Findi
 
 def checkpoint_bytes(model: nn.Module, args: PostTrainingConfig) -> int:
     """About what a checkpoint takes on the disk: weights (of an adapter its own alone) and the optimiser's state."""
-    adapter = hasattr(model, "peft_config")
+    adapter = bool(adapters_of(model))
     seen = [p for p in model.parameters() if p.requires_grad or not adapter]
     weights = sum(p.numel() * p.element_size() for p in seen)
     return weights + (0 if args.save_only_model else _state_bytes(model, args))

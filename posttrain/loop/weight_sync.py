@@ -25,7 +25,7 @@ from posttrain.metrics import mean
 from posttrain.models import parallel
 from posttrain.models.architecture import context_length, sliding_window
 from posttrain.models.forward import sequence_logps
-from posttrain.models.heads import picture_encoder, unwrapped
+from posttrain.models.heads import adapters_of, picture_encoder
 from posttrain.rollouts.adapters import AdapterWeights, adapter_obstacle
 from posttrain.rollouts.base import Capabilities, RolloutEngine
 from posttrain.rollouts.engines import create_engine
@@ -313,7 +313,7 @@ class WeightSync:
                     f"adapter_sync='adapter': the adapter cannot be sent alone to {self.engine.name}: {why}. Fix: "
                     "adapter_sync='auto', which sends merged weights then."
                 )
-            if choice == "auto" and why and hasattr(unwrapped(model), "peft_config"):
+            if choice == "auto" and why and adapters_of(model):
                 logger.warning("The adapter is added to the weights, and all of them are pushed: %s.", why)
             self._adapter_rank = 0 if choice == "merged" or why else rank
         if self._adapter_rank:

@@ -409,7 +409,7 @@ def _check_adapter(model: nn.Module, activation_checkpointing: bool) -> None:
             "the model's adapter has no trainable parameter: it was loaded for inference. Load it with "
             "PeftModel.from_pretrained(model, folder, is_trainable=True)."
         )
-    kind = getattr(model.active_peft_config, "peft_type", None)
+    kind = model.active_peft_config.peft_type
     if activation_checkpointing and kind in ("PREFIX_TUNING", "CARTRIDGE"):
         raise ConfigError(
             f"{getattr(kind, 'value', kind)} keeps its prefix in the key-value cache, which recomputing activations drops. Set "

@@ -18,7 +18,7 @@ from posttrain.data.pictures import Picture, read_picture
 from posttrain.errors import ModelError
 from posttrain.models import tree_attention
 from posttrain.models.architecture import config_of, head_size, key_value_heads, layer_kinds, query_heads
-from posttrain.models.heads import causal_lm, learns_prompts, picture_encoder, unwrapped
+from posttrain.models.heads import adapters_of, causal_lm, learns_prompts, picture_encoder, unwrapped
 from posttrain.models.vision import for_tower, probe_pictures, probe_rows
 from posttrain.types import Row
 
@@ -50,7 +50,7 @@ LONGEST = 1024  # Tokens of a prompt in a probe that must reach beyond a window 
 def probe_key(model: Module) -> str:
     """What a probe's verdict holds for: class, config, backend, dtypes, device and adapters; two configs of a class differ."""
     inner: Any = causal_lm(model)
-    adapters = {name: str(one) for name, one in getattr(unwrapped(model), "peft_config", {}).items()}
+    adapters = {name: str(one) for name, one in adapters_of(model).items()}
     text = inner.config.get_text_config()
     return json.dumps([
         type(inner).__qualname__, inner.config.to_dict(), str(text._attn_implementation), adapters,

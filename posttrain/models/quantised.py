@@ -19,6 +19,7 @@ from transformers import PretrainedConfig
 
 from posttrain.errors import ConfigError
 from posttrain.integrations import require
+from posttrain.models.heads import adapters_of
 
 if TYPE_CHECKING:
     from peft import PeftConfig
@@ -87,7 +88,7 @@ def check_quantised(
     bits = bits_asked(named) if isinstance(model, str) else bits_of(model)
     if bits is None:
         return
-    if peft_config is None and not hasattr(model, "peft_config"):
+    if peft_config is None and not adapters_of(model):
         raise ConfigError(
             f"the model's weights are quantised to {bits} bits and there is no adapter (peft_config=None): packed weights cannot "
             "be trained. Fix: peft_config=LoraConfig(r=16, target_modules='all-linear') (--use_peft), or load the model "

@@ -20,7 +20,7 @@ from posttrain.data.pictures import Picture, Placed
 from posttrain.data.processors import PictureProcessor
 from posttrain.errors import ModelError
 from posttrain.models.architecture import image_token
-from posttrain.models.heads import LANGUAGE, causal_lm, picture_encoder, unwrapped
+from posttrain.models.heads import LANGUAGE, adapters_of, causal_lm, picture_encoder, unwrapped
 from posttrain.models.parallel import gathers_in_forward, shards_parameters
 from posttrain.types import Batch, Row, Segment
 
@@ -442,7 +442,7 @@ def load_renamed(model: nn.Module, folder: str, accelerator: Accelerator) -> Non
         accelerator: Of the run.
     """
     inner: Any = unwrapped(model)
-    if hasattr(inner, "get_base_model") or shards_parameters(accelerator):
+    if adapters_of(inner) or shards_parameters(accelerator):
         return
     names: set[str] = set()
     for path in Path(folder).glob("model*.safetensors"):

@@ -14,6 +14,7 @@ from posttrain.data.chat import template_text
 from posttrain.errors import check_choice
 from posttrain.integrations import require
 from posttrain.models.architecture import get_config_model_id
+from posttrain.models.heads import causal_lm
 from posttrain.report.files import whole_file
 from posttrain.report.templates import TEMPLATES
 
@@ -179,7 +180,7 @@ def _is_hub_id(name: str) -> bool:
 
 
 def _task(model: nn.Module) -> str:
-    name = type(model.get_base_model() if hasattr(model, "get_base_model") else model).__name__
+    name = type(causal_lm(model)).__name__
     return TASKS[name.endswith("ForSequenceClassification")]
 
 

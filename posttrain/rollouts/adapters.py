@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from posttrain.errors import ConfigError, ModelError
-from posttrain.models.heads import unwrapped
+from posttrain.models.heads import adapters_of, unwrapped
 from posttrain.models.parallel import flattens_parameters, gathered, whole_tensor
 from posttrain.rollouts.server.weight_sync import write_tensors
 from posttrain.rollouts.workers.shared_weights import Weights, clean_name, plain_lora, renamed
@@ -35,7 +35,7 @@ def adapter_obstacle(model: nn.Module, layers: Sequence[str] = ()) -> str | None
         layers: Last names of the layers that the engine puts adapters on; empty: all linear ones.
     """
     bare: Any = unwrapped(model)
-    configs = getattr(bare, "peft_config", None)
+    configs = adapters_of(bare)
     if not configs:
         return "the model has no adapter"
     if len(active := list(bare.active_adapters)) != 1:

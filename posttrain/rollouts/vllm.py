@@ -260,7 +260,7 @@ class VLLMEngine(RolloutEngine):
                 f"vllm_tensor_parallel_size={shards}: with vllm_mode='colocate' each process runs its whole engine. Serve a "
                 "model that one accelerator cannot hold (vllm_mode='server')."
             )
-        base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
+        base = causal_lm(model)
         path = base.config.name_or_path
         if not path:
             raise ConfigError(

@@ -36,7 +36,7 @@ from posttrain.metrics import MetricBuffer, mean
 from posttrain.models import parallel
 from posttrain.models.architecture import config_of, get_config_model_id
 from posttrain.models.forward import forward
-from posttrain.models.heads import causal_lm
+from posttrain.models.heads import adapters_of, causal_lm
 from posttrain.models.load import create_model_from_path, load_classifier, resolve_pad_token
 from posttrain.models.reference import Reference, check_reference, disable_dropout_in_model
 from posttrain.models.value_head import (
@@ -543,7 +543,7 @@ def _opened(args: PPOConfig, model: nn.Module, ref_model: Any, value_model: Any)
     """
     if isinstance(ref_model, nn.Module):
         check_reference(ref_model, model)
-    known = sorted(getattr(model, "peft_config", {}))
+    known = sorted(adapters_of(model))
     for name in (args.model_adapter_name, args.ref_adapter_name):
         if name is not None and name not in known:
             raise ConfigError(f"the model has no adapter {name!r}; it has {known}{did_you_mean(name, known)}.")

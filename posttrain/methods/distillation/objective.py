@@ -113,7 +113,7 @@ class TeacherShare:
 
 def capture(hidden: Tensor, layer: nn.Module, rule: LogitRule, head: TokenHead) -> dict[str, Any]:
     """For `posttrain.models.forward.forward`: the teacher's hidden states at the loss positions, and no logits."""
-    if hasattr(layer, "base_layer") and getattr(layer, "disable_adapters", False):
+    if hasattr(layer, "base_layer") and layer.disable_adapters:
         layer = layer.base_layer
     if layer is None:
         return {"teacher": HiddenTeacher(hidden)}
