@@ -130,10 +130,11 @@ def check_gpu_memory(
 def ports_of_servers(context: Context) -> list[Finding]:
     """The port on which trainer and server of this machine meet to pass weights; a second run would meet the first."""
     args = context.args
-    url, port = getattr(args, "vllm_server_base_url", None), getattr(args, "vllm_group_port", 0)
-    host = urlsplit(url).hostname if isinstance(url, str) else getattr(args, "vllm_server_host", None)
-    server = getattr(args, "use_vllm", False) and getattr(args, "vllm_mode", None) == "server"
-    if not server or host not in HERE or not port or port_is_free(port):
+    if not args.use_vllm or args.vllm_mode != "server":
+        return []
+    url, port = args.vllm_server_base_url, args.vllm_group_port
+    host = urlsplit(url).hostname if isinstance(url, str) else args.vllm_server_host
+    if host not in HERE or not port or port_is_free(port):
         return []
     # No more than a warning: weights may go another way.
     return [finding(
@@ -271,23 +272,19 @@ def features_in_use(args: PostTrainingConfig, *, parts: Mapping[str, Any] | None
         args: A trainer's config.
         parts: What else the trainer was given, by argument name.
     """
-
-    def given(name: str) -> Any:
-        return getattr(args, name, None)
-
-    init = given("model_init_kwargs") if isinstance(given("model_init_kwargs"), Mapping) else {}
+    init = args.model_init_kwargs or {}
     # Servers are asked over HTTP: vLLM is installed there.
-    vllm = bool(given("use_vllm")) and given("vllm_mode") != "server"
+    vllm = args.use_vllm and args.vllm_mode != "server"
     small = any(part in args.optim for part in ("8bit", "4bit", "bnb", "paged_"))
     return {
         "core": True,
-        "liger": bool(given("use_liger_kernel")),
+        "liger": args.use_liger_kernel,
         "bitsandbytes": small or "quantization_config" in init,
-        "deepspeed": bool(given("deepspeed")),
+        "deepspeed": bool(args.deepspeed),
         "vllm": vllm,
         "environments": bool((parts or {}).get("environment_factory")),
         "flash-attention-2": init.get("attn_implementation") == "flash_attention_2",
-        **{name: name in (given("report_to") or ()) for name in ("wandb", "trackio", "tensorboard")},
+        **{name: name in (args.report_to or ()) for name in ("wandb", "trackio", "tensorboard")},
     }
 
 
@@ -505,8 +502,7 @@ def check_dense_masks(implementation: str, *, packed: bool, row_tokens: int) -> 
 
 def memory_limit(args: PostTrainingConfig) -> int | None:
     """Bytes that ``memory_limit_gib`` allows; None: what the device has."""
-    limit = getattr(args, "memory_limit_gib", None)
-    return None if limit is None else int(limit * 2**30)
+    return None if args.memory_limit_gib is None else int(args.memory_limit_gib * 2**30)
 
 
 @probe("config", "PT-M001", part="model_name")

@@ -72,7 +72,7 @@ def needs_of(model: nn.Module, args: PostTrainingConfig) -> Needs:
     truncated = args.top_p < 1 or args.top_k > 0 or bool(args.min_p) or args.repetition_penalty != 1
     return Needs(
         model=str(base.config.name_or_path),
-        revision=(getattr(args, "model_init_kwargs", None) or {}).get("revision"),
+        revision=(args.model_init_kwargs or {}).get("revision"),
         shape={
             "architectures": [type(base).__name__],
             **shape_of(text),

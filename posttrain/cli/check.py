@@ -74,7 +74,7 @@ def differences(config: Any) -> list[str]:
         for (kind, field), (theirs, why, switch) in DIFFERENT.items()
         if kind == name and getattr(config, field) != theirs
     ]
-    if getattr(config, "assistant_only_loss", False):
+    if config.assistant_only_loss:
         told.append(
             "assistant_only_loss trains an answer and its end token, not the line break that TRL's templates train behind it; "
             "chat_template_path=FILE takes another template"
@@ -198,8 +198,9 @@ class Checkup:
         if data is None:
             return "made by the environment while it trains"
         self.known["train_dataset"] = data
+        samples = self.subject.method.traits.samples
         with no_progress_bars(), self.preflight.record_check("data", row_codes(data)):
-            self.known["usable"], findings = usable_rows(data, self.subject.config, main=False)
+            self.known["usable"], findings = usable_rows(data, self.subject.config, prompts_only=samples, main=False)
         self._report(findings)
         count = f"{len(data):,} rows" if isinstance(data, Sized) else "a stream"
         return f"{count}, split {split!r}, columns {', '.join(data.column_names or [])}"
@@ -229,7 +230,7 @@ class Checkup:
         if vision:
             self.known |= {"processor": vision.processor, "vision": vision}
         self.known["rows"] = prepared.rows
-        limit = None if prepared.cut == 0 else getattr(self.subject.config, "max_length", None)
+        limit = None if prepared.cut == 0 else self.subject.config.max_length
         milder = {"error": "warning"}
         templates = [replace(f, severity=milder.get(f.severity, "info")) for f in template_findings(drawn, tokenizer)]
         self._report([*prepared.findings, *templates, *self.preflight.run("data", self._context(limit=limit))])

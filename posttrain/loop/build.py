@@ -185,8 +185,7 @@ def choose_layout(model: nn.Module, args: PostTrainingConfig, *, padded: bool) -
         layout = padded_layout(model) if padded or learns_prompts(model) else probe_layout(model, autocast)
     if args.max_row_tokens is not None and layout.row_tokens > 1:
         layout = replace(layout, row_tokens=args.max_row_tokens)
-    multiple = getattr(args, "pad_to_multiple_of", None)
-    return replace(layout, pad_to_multiple_of=multiple) if multiple else layout
+    return replace(layout, pad_to_multiple_of=args.pad_to_multiple_of) if args.pad_to_multiple_of else layout
 
 
 def joint_layout(layout: Layout, other: Any, args: PostTrainingConfig) -> Layout:

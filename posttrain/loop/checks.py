@@ -127,8 +127,9 @@ class Checks(transformers.TrainerCallback):
         self.run_probes("config", train_dataset=train_dataset, eval_dataset=eval_dataset, **named)
         state = PartialState()
         with parallel.failing_together(state), self.preflight.record_check("data", row_codes(train_dataset)):
-            main = state.is_main_process
-            train_dataset, findings = usable_rows(train_dataset, self.args, main=main, filled=self.fills_prompts)
+            about = {"main": state.is_main_process, "filled": self.fills_prompts}
+            prompts_only = self.context.parts["method"].traits.samples
+            train_dataset, findings = usable_rows(train_dataset, self.args, prompts_only=prompts_only, **about)
             self.report(findings)
             if self.args.strict_data and any(finding.severity != "info" for finding in findings):
                 refuse_data([describe(finding) for finding in findings])
@@ -243,8 +244,7 @@ class Checks(transformers.TrainerCallback):
     def log_findings(self, history: Sequence[Mapping[str, float]]) -> Iterator[Finding]:
         """What the rules of the method's area say of a log whose last line has just been written."""
         if self.log_area == "P" or (self.log_area and history and "loss" in history[-1]):
-            per_step = getattr(self.args, "generations_per_step", 1.0)
-            yield from check_log(history, self.log_area, generations_per_step=per_step)
+            yield from check_log(history, self.log_area, generations_per_step=self.args.generations_per_step)
 
     # Steps and gradients -----------------------------------------------------------------------------------------
 

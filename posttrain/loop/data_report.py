@@ -175,7 +175,7 @@ class DatasetHead:
         fills_prompts: bool = False,
     ) -> None:
         self.raw, self.prepared, self.rows_of, self.tokenizer = raw, prepared, rows_of, tokenizer
-        self.limit, self.strict = getattr(args, "max_length", None), args.strict_data
+        self.limit, self.strict = args.max_length, args.strict_data
         self.fills_prompts = fills_prompts
         self.streams = isinstance(prepared, datasets.IterableDataset) or not isinstance(prepared, Sized)
 
@@ -257,7 +257,7 @@ def prompt_rows(examples: list[dict[str, Any]], tokenizer: Tokenizer, args: Post
     """Rows of prompts alone, for methods whose completions come later."""
     if examples and "input_ids" in examples[0]:
         return [Row(list(example["input_ids"]), [], []) for example in examples]
-    kwargs = getattr(args, "chat_template_kwargs", None) or {}
+    kwargs = args.chat_template_kwargs or {}
     ids = tokenize_prompts(examples, tokenizer, chat_template_kwargs=kwargs) if examples else []
     return [Row(prompt, [], []) for prompt in ids]
 
@@ -385,13 +385,14 @@ def row_codes(dataset: AnyDataset) -> tuple[str, ...]:
 
 
 def usable_rows(
-    dataset: AnyDataset, args: PostTrainingConfig, *, main: bool, filled: bool = False
+    dataset: AnyDataset, args: PostTrainingConfig, *, prompts_only: bool, main: bool, filled: bool = False
 ) -> tuple[Any, list[Finding]]:
     """The rows that can be trained, and what is wrong with the others.
 
     Args:
         dataset: As it was given.
         args: ``bad_rows``, ``bad_rows_max``, ``preflight``, ``output_dir``.
+        prompts_only: See `posttrain.checks.rows.columns_of`.
         main: Whether this process writes files.
         filled: Whether an environment fills empty prompts.
 
@@ -401,7 +402,7 @@ def usable_rows(
     drop = args.bad_rows == "drop"
     if args.preflight == "off" and not drop:
         return dataset, []
-    columns = columns_of(get_dataset_column_names(dataset), prompts_only=hasattr(args, "max_completion_length"))
+    columns = columns_of(get_dataset_column_names(dataset), prompts_only=prompts_only)
     if not columns:
         return dataset, []
     if isinstance(dataset, datasets.IterableDataset):

@@ -233,7 +233,7 @@ def longest_rows(run: Run, head: DatasetHead, batch_size: int) -> list[Row]:
 
 def batch_sizes(args: PostTrainingConfig) -> list[int]:
     """Sizes that keep the effective batch, and the generation batch where there is one."""
-    batch, steps = int(args.per_device_train_batch_size), getattr(args, "steps_per_generation", None)
+    batch, steps = int(args.per_device_train_batch_size), args.steps_per_generation
     sizes = checks.batch_sizes(batch, int(args.gradient_accumulation_steps))
     return [n for n in sizes if steps is None or batch * int(steps) % n == 0]
 

@@ -135,7 +135,7 @@ class OnlineTrainer(PostTrainer):
         if self.weight_sync.needs_weight_sync:
             self.weight_sync.check_engine(self.engine)
         self.announce()
-        if getattr(self.args, "log_completions", False):
+        if self.args.log_completions:
             self.add_callback(rollout_table(self.args, self.record, self.rewards.names))
 
     def reads_images(self) -> tuple[bool, bool]:
@@ -147,7 +147,7 @@ class OnlineTrainer(PostTrainer):
 
     def make_reference(self) -> Reference | None:
         """The frozen start of training, where a KL penalty needs it."""
-        needed = self.args.beta or getattr(self.args, "log_ref_kl", False)
+        needed = self.args.beta or self.args.log_ref_kl
         return Reference(self.model, fresh_adapter=self.fresh_adapter) if needed else None
 
     def make_engine(self, given: RolloutEngine | None) -> Any:
@@ -156,7 +156,7 @@ class OnlineTrainer(PostTrainer):
             return require_engine(given)
         bare = self.accelerator.unwrap_model(self.model)
         resolve_auto(self.args, bare, self.processing_class)
-        far = getattr(self.args, "use_vllm", False)
+        far = self.args.use_vllm
         engine = vllm_engine(bare, self.args, self.accelerator) if far else self.engine_on(bare)
         return self.vision.check_engine(engine, self.rewards.functions)
 
@@ -566,11 +566,11 @@ class OnlineTrainer(PostTrainer):
         self.reward_watch = RewardWatch(
             self.rewards,
             self.run,
-            scaled=str(getattr(self.args, "scale_rewards", "none")) != "none",
-            stop_after=getattr(self.args, "stop_without_signal", None),
+            scaled=str(self.args.scale_rewards) != "none",
+            stop_after=self.args.stop_without_signal,
         )
         self.scorer = Scorer(self.rewards, self.processing_class, self.accelerator)
-        self.reward_watch.start(self.args.device, getattr(self.args, "max_completion_length", None))
+        self.reward_watch.start(self.args.device, self.args.max_completion_length)
 
     def postprocess_metrics(self, metrics: dict[str, float]) -> dict[str, float]:
         """Lengths of ended completions are 0 where none ended."""

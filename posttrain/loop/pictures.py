@@ -141,7 +141,7 @@ class Vision:
                 "check_image_use=True samples prompts again under other images, and here tools or environments have a part in "
                 "what is sampled. Fix: check_image_use=False."
             )
-        template = getattr(args, "chat_template_path", None)
+        template = args.chat_template_path
         if self.images and template:
             raise ConfigError(
                 f"chat_template_path={template!r} is a template for the tokenizer, and rows with images are rendered by that of "

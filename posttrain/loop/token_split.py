@@ -105,7 +105,7 @@ def check_split(args: PostTrainingConfig, config: PretrainedConfig, *, supported
         value = getattr(args, option, None)
         if value and value != type(args).__dataclass_fields__[option].default:
             raise ConfigError(f"sp_size={size} with {option}={value}: {why}. Fix: leave {option} out, or sp_size=1.")
-    if args.dry_step or getattr(args, "auto_batch_size", False):
+    if args.dry_step or args.auto_batch_size:
         raise ConfigError(f"sp_size={size}: a step is not tried beforehand. Fix: dry_step=False and a number of rows.")
     args.dry_step = False
 

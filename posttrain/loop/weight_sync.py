@@ -20,7 +20,6 @@ from posttrain.checks.server import (
 from posttrain.data.chat import inner_tokenizer
 from posttrain.errors import ConfigError, RolloutServerError, WeightSyncError
 from posttrain.loop.run import Run
-from posttrain.methods.online_config import VllmSyncFields
 from posttrain.metrics import mean
 from posttrain.models import parallel
 from posttrain.models.architecture import context_length, sliding_window
@@ -81,7 +80,7 @@ def training_engine(model: nn.Module, args: PostTrainingConfig, *, tokenizer: To
     Raises:
         ConfigError: Continuous batching with a processor.
     """
-    options = {"folder": args.output_dir, "cache": getattr(args, "cache_implementation", None)}
+    options = {"folder": args.output_dir, "cache": args.cache_implementation}
     engine: Any = create_engine(args.rollout_engine, model, pad_token_id=pad_token_id, **options)
     if engine.tokenizer is None:
         engine.tokenizer = tokenizer
@@ -132,11 +131,6 @@ def vllm_engine(model: nn.Module, args: PostTrainingConfig, accelerator: Acceler
     return engine or NonMainRankEngine("server", shared)
 
 
-def sync_option(args: PostTrainingConfig, name: str) -> Any:
-    """A field of `VllmSyncFields`, of configs without them its default."""
-    return getattr(args, name, getattr(VllmSyncFields, name))
-
-
 def whole_update(push: Callable[[], None], tries: int) -> None:
     """One push, the whole of it anew where it failed midway.
 
@@ -165,7 +159,7 @@ class WeightSync:
 
     def __init__(self, engine: Any, run: Run) -> None:
         self.engine, self.run, self.args, self.accelerator = engine, run, run.args, run.accelerator
-        self.retries: int = sync_option(run.args, "vllm_sync_retries")
+        self.retries: int = run.args.vllm_sync_retries
         self._pushed_at: tuple[int, int] | None = None
         self._pushes = 0
         self._checked_at = 0
@@ -262,7 +256,7 @@ class WeightSync:
         self._pushes += 0 if again else 1
         whole_update(self._push, self.retries + 1)
         self._pushed_at = here
-        every = sync_option(self.args, "weight_parity_every")
+        every = self.args.weight_parity_every
         if self._checked_at == 0 or again or (every and self._pushes - self._checked_at >= every):
             try:
                 self._check_parity()
@@ -303,7 +297,7 @@ class WeightSync:
         Raises:
             ConfigError: ``adapter_sync="adapter"``, and it cannot go alone; or its rank is above what the engine takes.
         """
-        model, choice = self.run.wrapped, sync_option(self.args, "adapter_sync")
+        model, choice = self.run.wrapped, self.args.adapter_sync
         if self._adapter_rank is None:
             rank, layers = parallel.all_gather_objects([(can.adapter_rank, can.adapter_layers)], self.accelerator)[0]
             missing = None if rank else "the engine takes no adapters (vLLM: --enable-lora, on this machine)"

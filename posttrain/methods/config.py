@@ -44,7 +44,7 @@ def check_gathering(config: Any) -> None:
     """Refuse or tell that shards stay apart (``ds3_gather_for_generation=False``): every rollout engine reads whole weights."""
     if config.ds3_gather_for_generation:
         return
-    if getattr(config, "use_vllm", False):
+    if config.use_vllm:
         raise ConfigError(
             "ds3_gather_for_generation=False with use_vllm=True: vLLM is sent whole weights. Leave it at True."
         )
@@ -109,6 +109,22 @@ class PostTrainingConfig(transformers.TrainingArguments):
         "max_seq_length": "set max_length",
         "max_prompt_length": "filter the data, or set max_length",
     }
+
+    # What loop, checks and reports read of every config, as it is for a method without such an option: these are no fields.
+    assistant_only_loss: ClassVar[bool] = False
+    chat_template_kwargs: ClassVar[dict[str, Any] | None] = None
+    chat_template_path: ClassVar[str | None] = None
+    eos_token: ClassVar[str | None] = None
+    freeze_vision: ClassVar[str] = "auto"
+    generations_per_step: ClassVar[float] = 1.0
+    max_images_per_row: ClassVar[int | None] = None
+    max_length: ClassVar[int | None] = None
+    packing: ClassVar[bool] = False
+    pad_to_multiple_of: ClassVar[int | None] = None
+    pad_token: ClassVar[str | None] = None
+    steps_per_generation: ClassVar[int | None] = None
+    temperature: ClassVar[float] = 1.0
+    use_vllm: ClassVar[bool] = False
 
     per_device_train_batch_size: int | str = option(
         PLANNED,
@@ -196,8 +212,7 @@ class PostTrainingConfig(transformers.TrainingArguments):
                 setattr(self, name, read_mapping(name, getattr(self, name)))
         check_parallelism(self)
         self._resolve_checkpointing()
-        if hasattr(self, "pad_to_multiple_of"):
-            self.pad_to_multiple_of = row_multiple(self.pad_to_multiple_of)
+        self.pad_to_multiple_of = row_multiple(self.pad_to_multiple_of)
         self._resolve_bf16()
         self._resolve_batch_size()
         super().__post_init__()
@@ -205,7 +220,7 @@ class PostTrainingConfig(transformers.TrainingArguments):
         if self.model_init_kwargs is not None:
             self.model_init_kwargs = with_dtype(self.model_init_kwargs)  # type: ignore[arg-type]
             check_distributed(self.model_init_kwargs.get("distributed_config"))
-        if getattr(self, "pad_token", None) is not None:
+        if self.pad_token is not None:
             warnings.warn("pad_token is deprecated: set it on the tokenizer.", FutureWarning, stacklevel=4)
         self._check_preflight()
         # One non-finite loss must not be replaced by an average of good ones: the log would show a healthy run.

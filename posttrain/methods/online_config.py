@@ -221,7 +221,7 @@ def resolve_auto(args: PostTrainingConfig, model: nn.Module, processor: Processo
         processor: Its tokenizer, or a processor with images, from which continuous batching cannot generate.
     """
     on_gpu = next(model.parameters()).device.type == "cuda"
-    if args.rollout_engine != "auto" or getattr(args, "use_vllm", False) or not on_gpu:
+    if args.rollout_engine != "auto" or args.use_vllm or not on_gpu:
         return
     refused = args.refused_engines()
     if inner_tokenizer(processor) is not processor:
@@ -256,6 +256,8 @@ class OnlineConfig(VllmSyncFields, VllmFields, GenerationFields, ReferenceFields
     ]
 
     _least_generations: ClassVar[int] = 2  # Of a group: one completion has nothing to be compared with.
+    log_ref_kl: ClassVar[bool] = False  # Of methods without these options: no fields.
+    scale_rewards: ClassVar[str] = "none"
     _corrects_sampler: ClassVar[bool] = False  # The loss weighs by the ratio to what another engine said of its tokens.
 
     learning_rate: float = option(1e-6, "Peak learning rate.")

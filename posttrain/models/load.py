@@ -422,7 +422,7 @@ TEMPLATE_FILES = (".jinja", ".j2")
 
 def changes_vocabulary(args: PostTrainingConfig) -> bool:
     """Whether ``chat_template_path`` names a tokenizer to clone, not a file with a template's text."""
-    path = getattr(args, "chat_template_path", None)
+    path = args.chat_template_path
     return path is not None and not str(path).endswith(TEMPLATE_FILES)
 
 
@@ -438,7 +438,7 @@ def prepare_tokenizer(tokenizer: Tokenizer, args: PostTrainingConfig) -> None:
             f"processing_class must be a tokenizer or a processor, and it is {type(tokenizer).__name__}. Load it with "
             "AutoTokenizer.from_pretrained, or leave it out: then the model's own is loaded."
         )
-    path = getattr(args, "chat_template_path", None)
+    path = args.chat_template_path
     if path is not None and not changes_vocabulary(args):
         if not Path(path).is_file():
             raise ConfigError(f"chat_template_path={path!r}: there is no such file.")
@@ -460,7 +460,7 @@ def mirror_eos(tokenizer: Tokenizer, model: nn.Module, args: PostTrainingConfig)
 
     The generation config keeps the stops it has; the model's config changes only for an ``eos_token`` that was asked for.
     """
-    if getattr(args, "eos_token", None) is not None:
+    if args.eos_token is not None:
         model.config.get_text_config().eos_token_id = tokenizer.eos_token_id
     generation = generation_config_of(model)
     if generation is None:

@@ -121,7 +121,7 @@ def refuse_lost_sharding(accelerator: Accelerator, args: PostTrainingConfig) -> 
     """
     launched = os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true"
     name = str(accelerator.distributed_type)
-    if accelerator.num_processes > 1 and (getattr(args, "fsdp", None) or launched) and "FSDP" not in name:
+    if accelerator.num_processes > 1 and (args.fsdp or launched) and "FSDP" not in name:
         raise ConfigError(
             f"FSDP was asked for, and accelerate runs {name.rpartition('.')[2]} on {accelerator.device.type!r}: every one of "
             f"{accelerator.num_processes} processes would hold the whole model. Fix: leave FSDP out on a CPU (DDP: "

@@ -95,7 +95,7 @@ def check_quantised(
             "without quantization_config."
         )
     deepspeed = getattr(args, "hf_deepspeed_config", None)
-    fsdp = bool(getattr(args, "fsdp", None)) or os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true"
+    fsdp = bool(args.fsdp) or os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true"
     if fsdp or (deepspeed is not None and deepspeed.is_zero3()):
         raise ConfigError(
             f"the model's weights are quantised to {bits} bits and {'FSDP' if fsdp else 'ZeRO-3'} would cut them into shards: no "

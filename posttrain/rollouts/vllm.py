@@ -623,7 +623,7 @@ def _whole(output: Any, request: Request, drawn: int) -> list[Any]:
 
 def _image_limit(args: PostTrainingConfig, encoder: Any) -> dict[str, int] | None:
     """Pictures of a prompt, where the run has a limit; vLLM makes room for as many."""
-    most = getattr(args, "max_images_per_row", None)
+    most = args.max_images_per_row
     return None if encoder is None or most is None else {"image": most}
 
 
