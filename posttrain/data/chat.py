@@ -375,7 +375,7 @@ def terminal_token_ids(tokenizer: Tokenizer, generation_config: Any = None) -> t
     ids = set()
     if tokenizer.eos_token_id is not None:
         ids.add(int(tokenizer.eos_token_id))
-    configured = getattr(generation_config, "eos_token_id", None)
+    configured = None if generation_config is None else generation_config.eos_token_id
     ids.update([configured] if isinstance(configured, int) else configured or [])
     end = turn_end(tokenizer)
     if end:

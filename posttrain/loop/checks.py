@@ -313,8 +313,8 @@ class Checks(transformers.TrainerCallback):
             self.report([check_first_gradients(norms), silent])
 
     def _nothing_trained(self) -> Iterator[Finding | None]:
-        parameters = getattr(self.context.model, "parameters", None)
-        if parameters is not None and not any(parameter.requires_grad for parameter in parameters()):
+        model = self.context.model
+        if model is not None and not any(parameter.requires_grad for parameter in model.parameters()):
             yield check_first_gradients({})
 
     # Looking and reporting ---------------------------------------------------------------------------------------

@@ -356,7 +356,7 @@ class PictureConfig:
     def __post_init__(self) -> None:
         choices = {"True": True, "False": False}
         self.freeze_vision = choices.get(str(self.freeze_vision).capitalize(), self.freeze_vision)  # type: ignore[assignment]
-        lengths = (self.image_max_tokens, self.image_max_pixels, getattr(self, "max_length", None))
+        lengths = (self.image_max_tokens, self.image_max_pixels, self.max_length)
         if self.image_fit == "resize" and lengths == (None, None, None):
             raise ConfigError("image_fit='resize' needs a size. Fix: image_max_tokens=256, say.")
         post = getattr(super(), "__post_init__", None)

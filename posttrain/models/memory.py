@@ -338,7 +338,7 @@ def available_memory(device: torch.device | str, limit: int | None = None) -> Av
         device: ``torch.device`` or its type.
         limit: Bytes that the user allows; None: all.
     """
-    kind = str(getattr(device, "type", device))
+    kind = torch.device(device).type
     if kind == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         available = Available(free + torch.cuda.memory_reserved(device), total, "the GPU")
@@ -371,14 +371,14 @@ def _read(path: str) -> str:
 
 def in_use(device: torch.device | str) -> int:
     """Bytes that this process holds now."""
-    if str(getattr(device, "type", device)) == "cuda":
+    if torch.device(device).type == "cuda":
         return torch.cuda.memory_allocated(device)
     return psutil.Process().memory_info().rss
 
 
 def peak_in_use(device: torch.device | str) -> int:
     """Most bytes that this process held since `reset_peak`, or ever."""
-    if str(getattr(device, "type", device)) == "cuda":
+    if torch.device(device).type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     for line in _read("/proc/self/status").splitlines():
         if line.startswith("VmHWM:"):
@@ -389,7 +389,7 @@ def peak_in_use(device: torch.device | str) -> int:
 
 def reset_peak(device: torch.device | str) -> bool:
     """Start a new peak; False where the system does not allow it (the peak is then that of the whole process)."""
-    if str(getattr(device, "type", device)) == "cuda":
+    if torch.device(device).type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         return True
     try:

@@ -142,7 +142,7 @@ def probe_layout(model: Module, autocast: torch.dtype | None = None) -> Layout:
         return PROBED[key]
     layout, text = layout_for(model, autocast=autocast), causal_lm(model).config.get_text_config()
     name = type(model).__name__ + " " + text.model_type
-    backend = str(getattr(text, "_attn_implementation", None))
+    backend = str(text._attn_implementation)
     if layout.kind == "tree" and not layout.dense_mask and (fault := _fault(model, layout, autocast)):
         layout = replace(layout_for(model, dense_mask=True), rope_switch=layout.rope_switch, rope_end=layout.rope_end)
         logger.warning(

@@ -19,6 +19,7 @@ from transformers import PretrainedConfig
 
 from posttrain.errors import ConfigError
 from posttrain.integrations import require
+from posttrain.models.architecture import config_of
 from posttrain.models.heads import adapters_of
 
 if TYPE_CHECKING:
@@ -115,7 +116,7 @@ def _packed_already(model: str, revision: str | None) -> Any:
 
 def compute_dtype(model: nn.Module) -> torch.dtype:
     """What products with quantised weights are computed in: the config's word of 4-bit weights, else bfloat16."""
-    settings = getattr(getattr(model, "config", None), "quantization_config", None)
+    settings = getattr(config_of(model), "quantization_config", None)
     named = getattr(settings, "bnb_4bit_compute_dtype", None) if bits_of(model) == 4 else None
     return named if isinstance(named, torch.dtype) else torch.bfloat16
 

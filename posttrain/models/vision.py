@@ -370,9 +370,9 @@ def frozen_parameters(model: nn.Module, choice: Any, *, images: bool) -> dict[st
 
 def adapter_of_text(model: nn.Module, config: PretrainedConfig, choice: Any) -> Any:
     """The adapter's config with the paths of the text model's layers as targets, unless the tower may be adapted."""
-    targets = getattr(config, "target_modules", None)
     if config is None or choice is False or not hasattr(config, "target_modules"):
         return config
+    targets = config.target_modules
     if isinstance(targets, str) and targets != "all-linear":
         return config
     linear = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}

@@ -16,7 +16,7 @@ import time
 import traceback
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, SupportsFloat, TypeVar
 
 import torch
 from torch import Tensor
@@ -263,7 +263,9 @@ class RewardCall:
         value = scalar(value)
         if value is None:
             return math.nan
-        single = not isinstance(value, str | bytes) and not getattr(value, "shape", ()) and hasattr(value, "__float__")
+        single = (
+            not isinstance(value, str | bytes) and not getattr(value, "shape", ()) and isinstance(value, SupportsFloat)
+        )
         if not single or isinstance(value, complex):
             raise RewardError(
                 f"reward function {name!r} returned {value!r} ({type(value).__name__}) for row {row}; it must return a "
@@ -367,13 +369,16 @@ def _on_thread(work: Callable[[], Any]) -> concurrent.futures.Future:
 def is_concurrent(function: Any) -> bool:
     """Whether a function is asynchronous (or its ``__call__`` is), or marked to run on a thread."""
     bare = _bare(function)
-    called = getattr(type(bare), "__call__", None)  # noqa: B004
-    return getattr(bare, "runs_in_thread", False) or any(inspect.iscoroutinefunction(f) for f in (bare, called))
+    return _runs_in_thread(bare) or any(inspect.iscoroutinefunction(f) for f in (bare, type(bare).__call__))
+
+
+def _runs_in_thread(function: Any) -> bool:
+    return getattr(_bare(function), "runs_in_thread", False)
 
 
 async def awaited(call: RewardCall, name: str, function: Callable) -> Any:
     """The result of one concurrent function."""
-    if getattr(_bare(function), "runs_in_thread", False):
+    if _runs_in_thread(function):
         return await asyncio.wrap_future(_on_thread(lambda: call.run(name, function)))
     return await call.run(name, function)
 

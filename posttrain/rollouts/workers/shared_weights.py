@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from posttrain.errors import ModelError, WeightSyncError
 from posttrain.models.heads import adapters_of, causal_lm, learns_prompts, unwrapped
-from posttrain.models.parallel import flattens_parameters, gathered, summoned, whole_tensor
+from posttrain.models.parallel import flattens_parameters, gathered, is_partitioned, summoned, whole_tensor
 from posttrain.rollouts.server.weight_sync import SharedFolder, file_tensors, write_tensors
 
 # What parallelism, compilation and checkpointing put into names.
@@ -87,7 +87,7 @@ def _itself(tensor: Tensor) -> Getter:
     def read() -> Tensor:
         with gathered([tensor]):
             whole = whole_tensor(tensor.detach())
-            return whole.clone() if hasattr(tensor, "ds_id") else whole
+            return whole.clone() if is_partitioned(tensor) else whole
 
     return read
 
