@@ -127,7 +127,7 @@ class OnlineTrainer(PostTrainer):
         own_stops = generation_fields(self.args.generation_kwargs or {}).get("stop_token_ids")
         known_stops = terminal_token_ids(self.processing_class, generation_config_of(self.model))
         self.stop_ids = tuple(own_stops or known_stops)
-        self.weight_sync = self._make_weight_sync(self.make_engine(rollout_engine))
+        self.weight_sync = WeightSync(self.make_engine(rollout_engine), self.run)
         self.reference = self.make_reference()
         if self.reference is not None and self.reference.copy is not None:
             self.reference.copy.to(self.args.device)
@@ -163,9 +163,6 @@ class OnlineTrainer(PostTrainer):
     def engine_on(self, model: nn.Module) -> Any:
         """The engine in process that the config names, on a model."""
         return training_engine(model, self.args, tokenizer=self.processing_class, pad_token_id=self.pad_token_id)
-
-    def _make_weight_sync(self, engine: Any) -> WeightSync:
-        return WeightSync(engine, self.run)
 
     @functools.cached_property
     def episodes(self) -> EpisodeRunner:

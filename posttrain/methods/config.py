@@ -6,7 +6,7 @@ import logging
 import os
 import warnings
 from dataclasses import Field, dataclass, fields
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 import torch
 import transformers
@@ -26,9 +26,6 @@ from posttrain.fields import (
 )
 from posttrain.models.load import check_distributed, with_dtype
 from posttrain.models.parallel import bf16_is_faster
-
-if TYPE_CHECKING:
-    pass
 
 logger = logging.getLogger(__name__)
 
@@ -222,7 +219,7 @@ class PostTrainingConfig(transformers.TrainingArguments):
             check_distributed(self.model_init_kwargs.get("distributed_config"))
         if self.pad_token is not None:
             warnings.warn("pad_token is deprecated: set it on the tokenizer.", FutureWarning, stacklevel=4)
-        self._check_preflight()
+        silenced_codes(self.silence_findings)  # type: ignore[arg-type]
         # One non-finite loss must not be replaced by an average of good ones: the log would show a healthy run.
         self.logging_nan_inf_filter = False
         self._made = True
@@ -276,9 +273,6 @@ class PostTrainingConfig(transformers.TrainingArguments):
         for name in ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"):
             if isinstance(value := getattr(self, name), int) and value < 1:
                 raise ConfigError(f"{name}={value} must be at least 1.")
-
-    def _check_preflight(self) -> None:
-        silenced_codes(self.silence_findings)  # type: ignore[arg-type]
 
     def _resolve_checkpointing(self) -> None:
         new_name = hasattr(self, "activation_checkpointing")

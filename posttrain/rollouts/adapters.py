@@ -60,17 +60,15 @@ def _odd_layer(bare: Any, layers: Sequence[str]) -> str | None:
 
     head = bare.get_base_model().get_output_embeddings()
     for name, layer in bare.named_modules():
-        if isinstance(layer, BaseTunerLayer) and (layer is head or not plain_lora(layer) or not _linear(layer)):
+        if not isinstance(layer, BaseTunerLayer):
+            continue
+        if layer is head or not plain_lora(layer) or not isinstance(layer.get_base_layer(), nn.Linear):
             return f"{name} is no linear layer with a plain adapter"
-        if isinstance(layer, BaseTunerLayer) and layers and name.rsplit(".", 1)[-1] not in layers:
+        if layers and name.rsplit(".", 1)[-1] not in layers:
             return f"{name} has an adapter, and the engine puts some on {', '.join(layers)} alone"
     trained = (n for n, p in bare.named_parameters() if p.requires_grad and ".lora_" not in n)
     odd = next(trained, None)
     return None if odd is None else f"{odd} of the base model is trained too"
-
-
-def _linear(layer: nn.Module) -> bool:
-    return isinstance(layer.get_base_layer(), nn.Linear)
 
 
 class AdapterWeights:
