@@ -108,20 +108,20 @@ class PostTrainingConfig(transformers.TrainingArguments):
     }
 
     # What loop, checks and reports read of every config, as it is for a method without such an option: these are no fields.
-    assistant_only_loss: ClassVar[bool] = False
-    chat_template_kwargs: ClassVar[dict[str, Any] | None] = None
-    chat_template_path: ClassVar[str | None] = None
-    eos_token: ClassVar[str | None] = None
-    freeze_vision: ClassVar[str] = "auto"
-    generations_per_step: ClassVar[float] = 1.0
-    max_images_per_row: ClassVar[int | None] = None
-    max_length: ClassVar[int | None] = None
-    packing: ClassVar[bool] = False
-    pad_to_multiple_of: ClassVar[int | None] = None
-    pad_token: ClassVar[str | None] = None
-    steps_per_generation: ClassVar[int | None] = None
-    temperature: ClassVar[float] = 1.0
-    use_vllm: ClassVar[bool] = False
+    assistant_only_loss = False
+    chat_template_kwargs = None
+    chat_template_path = None
+    eos_token = None
+    freeze_vision = "auto"
+    generations_per_step = 1.0
+    max_images_per_row = None
+    max_length = None
+    packing = False
+    pad_to_multiple_of = None
+    pad_token = None
+    steps_per_generation = None
+    temperature = 1.0
+    use_vllm = False
 
     per_device_train_batch_size: int | str = option(
         PLANNED,

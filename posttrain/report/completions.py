@@ -118,7 +118,7 @@ class EvalPrompts:
         rows = _rows(trainer.eval_dataset if dataset is None else dataset, name, num_prompts)
         check_prompts(rows, name, self.tokenizer)
         self.rows = [{key: row[key] for key in PROMPT_COLUMNS if row.get(key) is not None} for row in rows]
-        kwargs = trainer.args.chat_template_kwargs
+        kwargs = getattr(trainer.args, "chat_template_kwargs", None)  # Of any trainer of transformers.
         self.ids = tokenize_prompts(
             self.rows, self.tokenizer, chat_template_kwargs=kwargs if isinstance(kwargs, dict) else None
         )
