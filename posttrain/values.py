@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, SupportsFloat
+from typing import Any
 
 from posttrain.errors import ROUNDING, RolloutError
 
@@ -45,11 +45,7 @@ def given_number(value: object, where: str) -> float:
         RolloutError: Names the value; also for None and for text.
     """
     number = scalar(value)
-    if (
-        isinstance(number, str | bytes | complex)
-        or not isinstance(number, SupportsFloat)
-        or getattr(number, "shape", ())
-    ):
+    if isinstance(number, str | bytes | complex) or not hasattr(number, "__float__") or getattr(number, "shape", ()):
         raise BadValue(f"{where} is {value!r:.80} ({type(value).__name__}). Fix: give a number.")
     if not math.isfinite(number):
         raise BadValue(f"{where} is {float(number)}. Fix: give a finite number.")
@@ -75,7 +71,7 @@ def given_truth(value: object, where: str) -> bool:
         RolloutError: Names the value.
     """
     number = scalar(value)
-    if not isinstance(number, SupportsFloat) or getattr(number, "shape", ()) or number not in (0, 1):
+    if not hasattr(number, "__float__") or getattr(number, "shape", ()) or number not in (0, 1):
         raise BadValue(f"{where} is {value!r:.80} ({type(value).__name__}). Fix: give True or False.")
     return bool(number)
 

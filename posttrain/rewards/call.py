@@ -16,7 +16,7 @@ import time
 import traceback
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, SupportsFloat, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -263,9 +263,7 @@ class RewardCall:
         value = scalar(value)
         if value is None:
             return math.nan
-        single = (
-            not isinstance(value, str | bytes) and not getattr(value, "shape", ()) and isinstance(value, SupportsFloat)
-        )
+        single = not isinstance(value, str | bytes) and not getattr(value, "shape", ()) and hasattr(value, "__float__")
         if not single or isinstance(value, complex):
             raise RewardError(
                 f"reward function {name!r} returned {value!r} ({type(value).__name__}) for row {row}; it must return a "
