@@ -164,7 +164,7 @@ class ScoreHead:
     inputs: Callable[[Any], dict[str, Any]] | None = None
 
 
-def unwrapped(model: Any) -> Any:
+def unwrapped(model: object) -> Any:
     """The model, or the peft wrapper around it, inside what parallelism put on top (DDP's ``module``)."""
     while isinstance(getattr(model, "module", None), nn.Module):
         model = model.module

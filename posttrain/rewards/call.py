@@ -367,16 +367,13 @@ def _on_thread(work: Callable[[], Any]) -> concurrent.futures.Future:
 def is_concurrent(function: Any) -> bool:
     """Whether a function is asynchronous (or its ``__call__`` is), or marked to run on a thread."""
     bare = _bare(function)
-    return _runs_in_thread(bare) or any(inspect.iscoroutinefunction(f) for f in (bare, type(bare).__call__))
-
-
-def _runs_in_thread(function: Any) -> bool:
-    return getattr(_bare(function), "runs_in_thread", False)
+    asynchronous = any(inspect.iscoroutinefunction(f) for f in (bare, type(bare).__call__))
+    return asynchronous or getattr(bare, "runs_in_thread", False)
 
 
 async def awaited(call: RewardCall, name: str, function: Callable) -> Any:
     """The result of one concurrent function."""
-    if _runs_in_thread(function):
+    if getattr(_bare(function), "runs_in_thread", False):
         return await asyncio.wrap_future(_on_thread(lambda: call.run(name, function)))
     return await call.run(name, function)
 
