@@ -353,6 +353,4 @@ class PictureConfig:
         lengths = (self.image_max_tokens, self.image_max_pixels, self.max_length)
         if self.image_fit == "resize" and lengths == (None, None, None):
             raise ConfigError("image_fit='resize' needs a size. Fix: image_max_tokens=256, say.")
-        post = getattr(super(), "__post_init__", None)
-        if post is not None:
-            post()
+        super().__post_init__()  # Of the config that it is a part of.
