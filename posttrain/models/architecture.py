@@ -33,11 +33,6 @@ def context_length(text: PretrainedConfig | None) -> int | None:
     return getattr(text, "max_position_embeddings", None)
 
 
-def attention_backend(text: PretrainedConfig) -> str:
-    """The attention implementation; ``sdpa`` where none was chosen."""
-    return text._attn_implementation or "sdpa"
-
-
 def layer_kinds(text: PretrainedConfig) -> tuple[str, ...]:
     """What each layer is (``full_attention``, ``linear_attention``, ...); empty where all are of one kind."""
     return tuple(getattr(text, "layer_types", None) or ())

@@ -12,7 +12,7 @@ from torch import Tensor
 from posttrain.data.forest import Layout
 from posttrain.errors import ModelError
 from posttrain.models import tree_attention
-from posttrain.models.architecture import attention_backend, layer_kinds, sliding_window
+from posttrain.models.architecture import layer_kinds, sliding_window
 from posttrain.models.heads import causal_lm, learns_prompts, picture_encoder, unwrapped
 from posttrain.models.token_split import TokenSplit
 from posttrain.types import Batch
@@ -57,7 +57,7 @@ def attention_inputs(
     if split is None and span is None and batch.one_sequence_a_row:
         whole = batch.num_tokens == batch.input_ids.numel()
         return {"attention_mask": None if whole else batch.real.long()}
-    implementation = attention_backend(text)
+    implementation = text._attn_implementation or "sdpa"
     parts = implementation in tree_attention.BACKENDS and span is None and not batch.dense_mask
     if parts or split is not None:
         tree_attention.install(implementation)
@@ -128,7 +128,7 @@ def layout_for(model: Module, *, dense_mask: bool = False, autocast: torch.dtype
         autocast: What products are computed in where that is not the dtype of the weights.
     """
     config: Any = model.config
-    implementation = attention_backend(config.get_text_config())
+    implementation = config.get_text_config()._attn_implementation or "sdpa"
     if implementation not in MASKABLE:
         return padded_layout(model)
     switch, end = rope_limits(model)

@@ -14,7 +14,7 @@ from posttrain.data.forest import split_by_sequence
 from posttrain.errors import ConfigError, ModelError
 from posttrain.metrics import mean
 from posttrain.models import token_split
-from posttrain.models.architecture import config_of, image_token
+from posttrain.models.architecture import image_token
 from posttrain.models.attention import attention_inputs
 from posttrain.models.heads import (
     PER_TOKEN,
@@ -310,7 +310,7 @@ def inverse_lengths(batch: Batch) -> Tensor:
 
 def _view(model: nn.Module, batch: Batch, columns: slice | None = None) -> VisionView:
     """See `view`; a text model has nothing to see."""
-    reads_images = image_token(config_of(model)) is not None
+    reads_images = image_token(model.config) is not None
     return view(model, batch, columns) if reads_images or batch.pictures else VisionView(batch.position_ids)
 
 

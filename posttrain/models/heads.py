@@ -185,9 +185,8 @@ def adapters_of(model: object) -> dict[str, PeftConfig]:
 def learns_prompts(model: nn.Module) -> bool:
     """Whether a peft wrapper, switched on, puts virtual tokens before every row, and takes 2-D masks only."""
     bare = unwrapped(model)
-    if not any(config.is_prompt_learning for config in adapters_of(bare).values()):
-        return False
-    return bare.active_peft_config.is_prompt_learning and not bare._adapters_disabled
+    config = getattr(bare, "active_peft_config", None)
+    return config is not None and config.is_prompt_learning and not bare._adapters_disabled
 
 
 def virtual_tokens(model: nn.Module) -> int:
