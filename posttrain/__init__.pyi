@@ -193,11 +193,11 @@ from .errors import (
 )
 from .losses.likelihood import dft_loss as dft_loss
 from .metrics import Metric as Metric
+from .models.architecture import get_config_model_id as get_config_model_id
 from .models.load import (
     ModelConfig as ModelConfig,
     clone_chat_template as clone_chat_template,
     create_model_from_path as create_model_from_path,
-    get_config_model_id as get_config_model_id,
     get_peft_config as get_peft_config,
     get_quantization_config as get_quantization_config,
 )

@@ -105,6 +105,7 @@ class RolloutServerError(RolloutError):
     """
 
     exit_code = 75  # EX_TEMPFAIL of sysexits.h: a scheduler may start the run again.
+    timed_out = held = False  # See `ServerUnreachable` and `ServerBusy`.
 
     def __init__(self, message: str, *, url: str = "", log_tail: str = "") -> None:
         super().__init__(f"{message}\nThe end of the server's log:\n{log_tail}" if log_tail else message)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Sized
 from dataclasses import replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any
@@ -13,6 +13,7 @@ from posttrain.checks.registry import Context, finding, probe
 from posttrain.data.formats import MESSAGE_COLUMNS, picture_blocks, pictures_of, undecoded
 from posttrain.data.pictures import ORIENTATION, Picture, Placed, open_source, picture_in, read_picture, shaded
 from posttrain.errors import DataError
+from posttrain.models.architecture import context_length, text_of
 from posttrain.models.forward import forward
 from posttrain.models.heads import picture_encoder
 from posttrain.types import Batch, Finding, Row
@@ -64,9 +65,7 @@ def check_image_fit(rows: Sequence[Row], limit: int, completion: int = 0) -> Fin
 @probe("data", "PT-G001", part="processor")
 def fit(context: Context) -> list[Finding | None]:
     """The sampled rows, with what is generated behind them; ``max_length`` was applied when they were made."""
-    config = context.model_config
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    limit = getattr(text, "max_position_embeddings", None)
+    limit = context_length(text_of(context.model_config))
     completion = getattr(context.args, "max_completion_length", None) or 0
     return [check_image_fit(context.rows, limit, completion)] if limit else []
 
@@ -154,7 +153,7 @@ def pictures(context: Context) -> list[Finding]:
     dataset = context.train_dataset
     step = (
         max(1, min(len(dataset), ROWS_LOOKED_AT) // IMAGES_READ)
-        if hasattr(dataset, "__len__")
+        if isinstance(dataset, Sized)
         else ROWS_LOOKED_AT // IMAGES_READ
     )
     rows = []

@@ -18,6 +18,7 @@ from packaging.version import InvalidVersion, Version
 
 from posttrain.checks.registry import Context, finding, probe
 from posttrain.integrations.machine import port_is_free
+from posttrain.models.architecture import config_of, inner_size, text_of
 from posttrain.types import Finding
 from posttrain.values import gib
 
@@ -129,10 +130,11 @@ def check_gpu_memory(
 def ports_of_servers(context: Context) -> list[Finding]:
     """The port on which trainer and server of this machine meet to pass weights; a second run would meet the first."""
     args = context.args
-    url, port = getattr(args, "vllm_server_base_url", None), getattr(args, "vllm_group_port", 0)
-    host = urlsplit(url).hostname if isinstance(url, str) else getattr(args, "vllm_server_host", None)
-    server = getattr(args, "use_vllm", False) and getattr(args, "vllm_mode", None) == "server"
-    if not server or host not in HERE or not port or port_is_free(port):
+    if not args.use_vllm or args.vllm_mode != "server":
+        return []
+    url, port = args.vllm_server_base_url, args.vllm_group_port
+    host = urlsplit(url).hostname if isinstance(url, str) else args.vllm_server_host
+    if host not in HERE or not port or port_is_free(port):
         return []
     # No more than a warning: weights may go another way.
     return [finding(
@@ -270,24 +272,19 @@ def features_in_use(args: PostTrainingConfig, *, parts: Mapping[str, Any] | None
         args: A trainer's config.
         parts: What else the trainer was given, by argument name.
     """
-
-    def given(name: str) -> Any:
-        return getattr(args, name, None)
-
-    init = given("model_init_kwargs") if isinstance(given("model_init_kwargs"), Mapping) else {}
+    init = args.model_init_kwargs or {}
     # Servers are asked over HTTP: vLLM is installed there.
-    vllm = bool(given("use_vllm")) and given("vllm_mode") != "server"
-    optimiser = str(getattr(given("optim"), "value", given("optim")))
-    small = any(part in optimiser for part in ("8bit", "4bit", "bnb", "paged_"))
+    vllm = args.use_vllm and args.vllm_mode != "server"
+    small = any(part in args.optim for part in ("8bit", "4bit", "bnb", "paged_"))
     return {
         "core": True,
-        "liger": bool(given("use_liger_kernel")),
+        "liger": args.use_liger_kernel,
         "bitsandbytes": small or "quantization_config" in init,
-        "deepspeed": bool(given("deepspeed")),
+        "deepspeed": bool(args.deepspeed),
         "vllm": vllm,
         "environments": bool((parts or {}).get("environment_factory")),
         "flash-attention-2": init.get("attn_implementation") == "flash_attention_2",
-        **{name: name in (given("report_to") or ()) for name in ("wandb", "trackio", "tensorboard")},
+        **{name: name in (args.report_to or ()) for name in ("wandb", "trackio", "tensorboard")},
     }
 
 
@@ -505,8 +502,7 @@ def check_dense_masks(implementation: str, *, packed: bool, row_tokens: int) -> 
 
 def memory_limit(args: PostTrainingConfig) -> int | None:
     """Bytes that ``memory_limit_gib`` allows; None: what the device has."""
-    limit = getattr(args, "memory_limit_gib", None)
-    return None if limit is None else int(limit * 2**30)
+    return None if args.memory_limit_gib is None else int(args.memory_limit_gib * 2**30)
 
 
 @probe("config", "PT-M001", part="model_name")
@@ -515,7 +511,7 @@ def weights_fit(context: Context) -> Iterable[Finding | None]:
     from posttrain.checks.memory import compare_weights
     from posttrain.models.memory import available_memory
 
-    text, limit = getattr(context.model_config, "get_text_config", lambda: None)(), memory_limit(context.args)
+    text, limit = text_of(context.model_config), memory_limit(context.args)
     try:
         count = 12 * text.num_hidden_layers * text.hidden_size**2 + text.vocab_size * text.hidden_size  # type: ignore[union-attr]
     except (AttributeError, TypeError):
@@ -542,9 +538,9 @@ def memory_fits(context: Context) -> Iterable[Finding | None]:
 
 def _bound(model: nn.Module) -> float:
     """More than a run takes: weights, gradients, two moments and a reference in float32, and every activation of a pass."""
-    text = model.config.get_text_config() if hasattr(model, "config") else None
+    text = text_of(config_of(model))
     try:
-        layer = 4 * (getattr(text, "intermediate_size", None) or 4 * text.hidden_size) + 12 * text.hidden_size
+        layer = 4 * inner_size(text) + 12 * text.hidden_size
         return 24 * sum(p.numel() for p in model.parameters()) + 4 * MOST_TOKENS * text.num_hidden_layers * layer
     except (AttributeError, TypeError):
         return math.inf

@@ -236,16 +236,11 @@ class Lengths:
     source: str = "given"
 
 
-def samples(args: PostTrainingConfig) -> bool:
-    """Whether a method trains on completions that it samples, by its config."""
-    return hasattr(args, "num_generations")
-
-
 def _compares(traits: Traits, args: PostTrainingConfig) -> bool:
     """Whether a frozen reference scores the rows."""
     if not traits.samples:
         return traits.compares_reference and not args.precompute_ref_log_probs
-    kl = traits.beta_is_kl and (bool(args.beta) or getattr(args, "log_ref_kl", False))
+    kl = traits.beta_is_kl and (bool(args.beta) or args.log_ref_kl)
     return traits.compares_reference or kl
 
 
@@ -256,8 +251,8 @@ def assumed_lengths(traits: Traits, args: PostTrainingConfig) -> Lengths:
         traits: Of the method.
         args: Its config.
     """
-    longest = getattr(args, "max_length", None)
-    if not samples(args):
+    longest = args.max_length
+    if not traits.samples:
         total = longest or ASSUMED_ROW
         source = f"max_length={total}" if longest else f"assumed, as max_length is not set: {ASSUMED_ROW}"
         if traits.documents:
@@ -280,7 +275,7 @@ def group_sizes(args: PostTrainingConfig, size: int) -> list[int]:
 
 def _longest_rows(traits: Traits, args: PostTrainingConfig, lengths: Lengths, size: int) -> list[Row]:
     """A micro-batch of one process in which every row is as long as the longest; all tokens are 0."""
-    counts = group_sizes(args, size) if samples(args) else [traits.answers] * size
+    counts = group_sizes(args, size) if traits.samples else [traits.answers] * size
     answer = [0] * max(lengths.completion, 1)
     return [Row([0] * lengths.prompt, [answer] * count, [[1] * len(answer)] * count) for count in counts]
 
@@ -289,18 +284,17 @@ def _layout(args: PostTrainingConfig, config: Any, device: str) -> Layout:
     """How the trainer will lay out rows, if the model takes token forests."""
     from posttrain.models.attention import layout_for
 
-    backend = dict(getattr(args, "model_init_kwargs", None) or {}).get("attn_implementation")
+    backend = (args.model_init_kwargs or {}).get("attn_implementation")
     told = config.get_text_config().to_dict()
-    text = SimpleNamespace(**told | {"_attn_implementation": backend or getattr(config, "_attn_implementation", None)})
+    text = SimpleNamespace(**told | {"_attn_implementation": backend or config._attn_implementation})
     autocast = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None
     weight = SimpleNamespace(device=torch.device(device), dtype=torch.float32)
     model: Any = SimpleNamespace(
         config=SimpleNamespace(get_text_config=lambda: text), parameters=lambda: iter([weight])
     )
     layout = layout_for(model, autocast=None if device == "cpu" else autocast)
-    row_tokens, multiple = getattr(args, "max_row_tokens", None), getattr(args, "pad_to_multiple_of", None)
-    layout = layout if row_tokens is None else replace(layout, row_tokens=row_tokens)
-    return replace(layout, pad_to_multiple_of=multiple) if multiple else layout
+    layout = layout if args.max_row_tokens is None else replace(layout, row_tokens=args.max_row_tokens)
+    return replace(layout, pad_to_multiple_of=args.pad_to_multiple_of) if args.pad_to_multiple_of else layout
 
 
 def plan(
@@ -333,6 +327,7 @@ def plan(
         pictures: Those of the longest row, and what prepares them; None: rows are text.
     """
     from posttrain.data.forest import collate
+    from posttrain.models.memory import recomputes
     from posttrain.models.memory_estimate import Part, Workload
 
     parts, args, traits = dict(parts or {}), method.cfg, method.traits
@@ -347,7 +342,7 @@ def plan(
     reference = ("copy" if peft_config is None else "adapter") if _compares(traits, args) else ""
     frozen = _frozen_parts(policy, reference, parts.get("reward_model"))
     teachers = method.other_models(policy, parts)
-    critic, smoothing = parts.get("value_model"), bool(getattr(args, "label_smoothing_factor", 0))
+    critic, smoothing = parts.get("value_model"), bool(args.label_smoothing_factor)
     return Workload(
         policy=policy,
         batches=batches,
@@ -357,11 +352,11 @@ def plan(
         frozen=(*frozen, *teachers),
         reference=reference or ("copy" if teachers else ""),
         needs=traits.needs | {"entropy"} | ({"logits"} if smoothing else set()),
-        checkpointing=bool(getattr(args, "activation_checkpointing", None) or args.gradient_checkpointing),
+        checkpointing=recomputes(args),
         kept_layers=args.kept_layers,
-        optimizer=str(getattr(args.optim, "value", args.optim)),
+        optimizer=args.optim,
         autocast=_autocast(args, dtype),
-        generating=_generating(args, lengths, device),
+        generating=_generating(traits, args, lengths, device),
         shards=_shards(args, processes),
         device=device,
         process=process,
@@ -372,7 +367,7 @@ def plan(
 def _kind(traits: Traits, args: PostTrainingConfig, *, images: bool) -> dict[str, Any]:
     """What a method and its config say of the policy."""
     kind = "causal" if traits.generative else "sequence"
-    return {"kind": kind, "freeze_vision": getattr(args, "freeze_vision", "auto"), "images": images}
+    return {"kind": kind, "freeze_vision": args.freeze_vision, "images": images}
 
 
 def _frozen_parts(policy: Part, reference: str, reward_model: Any) -> list[Part]:
@@ -396,9 +391,9 @@ def _pixels(pictures: tuple[PictureProcessor, Sequence[Picture]], rows: int) -> 
 
 
 def _dtype(args: PostTrainingConfig, config: Any) -> Any:
-    name = dict(getattr(args, "model_init_kwargs", None) or {}).get("dtype", "float32")
+    name = (args.model_init_kwargs or {}).get("dtype", "float32")
     if name in ("auto", None):
-        name = getattr(config, "dtype", None) or torch.float32
+        name = config.dtype or torch.float32
     return name if isinstance(name, torch.dtype) else getattr(torch, str(name).removeprefix("torch."))
 
 
@@ -415,13 +410,13 @@ def _accumulation(args: PostTrainingConfig) -> int:
     return int(args.gradient_accumulation_steps)
 
 
-def _generating(args: PostTrainingConfig, lengths: Lengths, device: str) -> Generating | None:
+def _generating(traits: Traits, args: PostTrainingConfig, lengths: Lengths, device: str) -> Generating | None:
     """The largest call of an engine in this process; None where completions are given, or sampled by workers."""
     from posttrain.models.memory_estimate import Generating
 
-    if not samples(args) or hasattr(args, "worker_engine"):
+    if not traits.samples or hasattr(args, "worker_engine"):
         return None
-    world = max(int(getattr(args, "world_size", 1)), 1)
+    world = max(int(args.world_size), 1)
     sequences = max(1, int(args.generation_batch_size or args.per_device_train_batch_size) // world)
     return Generating(
         prompts=-(-sequences // int(args.num_generations)),
@@ -429,7 +424,7 @@ def _generating(args: PostTrainingConfig, lengths: Lengths, device: str) -> Gene
         completion_tokens=lengths.completion,
         sequences=sequences,
         slots=64 if device == "cpu" else 256,
-        shares_prompts=getattr(args, "rollout_engine", "auto") != "hf",
+        shares_prompts=args.rollout_engine != "hf",
     )
 
 
@@ -437,9 +432,10 @@ def _shards(args: PostTrainingConfig, processes: int) -> Shards:
     """How ZeRO or FSDP divides the model, by the config or by the variables that ``accelerate launch`` exports."""
     from posttrain.models.memory_estimate import Shards
 
-    plugin = getattr(args, "deepspeed_plugin", None)
-    stage = int(plugin.zero_stage) if plugin is not None else 0
-    fsdp = " ".join(str(getattr(option, "value", option)) for option in getattr(args, "fsdp", None) or ())
+    stage = int(args.deepspeed_plugin.zero_stage) if args.deepspeed_plugin is not None else 0
+    fsdp = " ".join(args.fsdp) if isinstance(args.fsdp, list) else ""
+    if args.fsdp and not fsdp:  # transformers has made True of it, and keeps the rest in fsdp_config.
+        fsdp = "full_shard" if args.fsdp_config.get("reshard_after_forward", True) else "shard_grad_op"
     if not fsdp and os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true":
         fsdp = os.environ.get("FSDP_SHARDING_STRATEGY", "full_shard").lower()
     if fsdp and fsdp != "no_shard":
@@ -460,7 +456,7 @@ def compare_weights(context: Context, has: Available) -> Finding | None:
     sizes = [size for size, _ in Shadow(Part("policy", context.model_config, dtype=dtype)).named_sizes().values()]
     shards = _shards(args, context.processes)
     trained = [(size // dtype.itemsize, size) for size in sizes]
-    states = optimizer_bytes(str(getattr(args.optim, "value", args.optim)), trained) // shards.optimizer
+    states = optimizer_bytes(args.optim, trained) // shards.optimizer
     fixes = [f"train an adapter (peft_config), or an optimizer with smaller states (the weights are loaded in {dtype})"]
     components = {"weights": sum(sizes) // shards.weights, "optimizer states": states}
     return check_estimate(components, sum(components.values()) * 2, total=has.total, where=has.where, fixes=fixes)
@@ -515,7 +511,7 @@ def longest_of(rows: Sequence[Row], traits: Traits, args: PostTrainingConfig) ->
     known = assumed_lengths(traits, args)
     if not rows:
         return known
-    if samples(args):
+    if traits.samples:
         prompt = max(len(row.prompt_ids) for row in rows)
         return Lengths(prompt, known.completion, "the longest prompt of the data, the config's completions")
     longest = max(rows, key=lambda row: len(row.prompt_ids) + sum(map(len, row.completions)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -433,7 +433,7 @@ class PairWatch:
                 f"set has {raw.column_names}. Leave it out, or give pairs."
             )
         rows: Iterable[tuple[int, Any]] = enumerate(raw)
-        if hasattr(raw, "__len__"):
+        if isinstance(raw, Sized):
             take = min(PAIRS_JUDGED, len(raw))
             rows = ((i, raw[i]) for i in (len(raw) * k // take for k in range(take)))
         for number, row in rows:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from posttrain.checks.registry import Context, finding, probe
+from posttrain.data.formats import known_columns
 from posttrain.types import Finding
 
 FLAT_GENERATIONS = 20
@@ -233,7 +234,7 @@ def check_reward_ranges(rewards: Mapping[str, RunningReward], weights: Mapping[s
 def columns_of_rewards(context: Context) -> Iterable[Finding]:
     """Columns that reward functions require and the set lacks, for ``posttrain check``: trainers try the functions themselves."""
     rewards: Any = context.parts.get("rewards")
-    columns = getattr(context.train_dataset, "column_names", None)
+    columns = known_columns(context.train_dataset)
     if "run" not in context.parts and columns:
         yield from check_reward_columns(dict(zip(rewards.names, rewards.functions, strict=True)), columns)
 
@@ -309,11 +310,10 @@ def references_of_rewards(context: Context) -> Iterable[Finding | None]:
     """The reference column of each reward function that says which one it reads."""
     rewards: Any = context.parts.get("rewards")
     dataset: Any = context.train_dataset
-    names = getattr(dataset, "column_names", None) or ()
     if rewards is None or not hasattr(dataset, "select"):  # A stream is read as it comes.
         return
     for name, function in zip(rewards.names, rewards.functions, strict=True):
         column = reference_column(function)
-        if column in names:
+        if column in dataset.column_names:
             head = dataset.select(range(min(ROWS_READ, len(dataset)))).select_columns([column]).with_format(None)
             yield check_references(name, str(column), head[column][:])

@@ -20,6 +20,7 @@ from posttrain.checks.registry import Context, Severity, probe
 from posttrain.data.chat import common_prefix, encode, render, terminal_token_ids
 from posttrain.data.formats import ROLES
 from posttrain.errors import PosttrainError
+from posttrain.models.architecture import text_of
 from posttrain.types import Finding, Row
 
 if TYPE_CHECKING:
@@ -83,7 +84,7 @@ class RowSample:
     @cached_property
     def special(self) -> frozenset[int]:
         """Ids of special tokens, those of added vocabulary included."""
-        added = getattr(self.tokenizer, "added_tokens_decoder", {})
+        added = self.tokenizer.added_tokens_decoder
         return frozenset(self.tokenizer.all_special_ids) | {i for i, token in added.items() if token.special}
 
     @cached_property
@@ -463,8 +464,8 @@ def sampled_rows(context: Context) -> Iterable[Finding]:
 
 def _beyond_model(context: Context) -> bool:
     """Whether an id has no embedding: a tokenizer may know fewer tokens than the model has rows."""
-    config = context.model_config
-    size = getattr(config.get_text_config() if config is not None else None, "vocab_size", None)
+    text = text_of(context.model_config)
+    size = None if text is None else text.vocab_size
     ids = (token for row in context.rows for part in (row.prompt_ids, *row.completions) for token in part)
     return size is None or any(not 0 <= token < size for token in ids)
 

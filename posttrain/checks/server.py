@@ -12,6 +12,7 @@ import torch
 
 from posttrain.checks.registry import finding
 from posttrain.errors import WeightSyncError
+from posttrain.models.heads import causal_lm
 from posttrain.types import Finding, Sampling
 
 if TYPE_CHECKING:
@@ -65,13 +66,13 @@ def needs_of(model: nn.Module, args: PostTrainingConfig) -> Needs:
     """What a trainer with this model and these arguments needs."""
     from posttrain.rollouts.server.replies import shape_of
 
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    base = causal_lm(model)
     text = base.config.get_text_config()
     uuids = [str(torch.cuda.get_device_properties(i).uuid) for i in range(torch.cuda.device_count())]
     truncated = args.top_p < 1 or args.top_k > 0 or bool(args.min_p) or args.repetition_penalty != 1
     return Needs(
         model=str(base.config.name_or_path),
-        revision=(getattr(args, "model_init_kwargs", None) or {}).get("revision"),
+        revision=(args.model_init_kwargs or {}).get("revision"),
         shape={
             "architectures": [type(base).__name__],
             **shape_of(text),

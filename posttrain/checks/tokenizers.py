@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from posttrain.checks.registry import finding
 from posttrain.data.chat import turn_end
 from posttrain.errors import ConfigError
+from posttrain.models.architecture import generation_config_of
 from posttrain.models.forward import causal_lm
 from posttrain.types import Finding
 
@@ -105,7 +106,7 @@ def token_bytes(tokenizer: Tokenizer) -> dict[int, bytes]:
     ``Ġ`` of byte-level tokenizers and ``▁`` of SentencePiece ones are both a space, and ``<0x0A>`` is a byte.
     """
     spelling, table = _spelling(tokenizer), _byte_table()
-    added = {i: str(token) for i, token in getattr(tokenizer, "added_tokens_decoder", {}).items()}
+    added = {i: str(token) for i, token in tokenizer.added_tokens_decoder.items()}
     spelled = {}
     for token, i in tokenizer.get_vocab().items():
         if i in added:
@@ -197,7 +198,7 @@ def _ids(tokenizer: Tokenizer, text: str) -> list[int]:
 
 
 def _templates(first: Any, second: Any) -> int | None:
-    if not (getattr(first, "chat_template", None) and getattr(second, "chat_template", None)):
+    if not (first.chat_template and second.chat_template):
         return None
     return sum(_rendered(first, messages) != _rendered(second, messages) for messages in probe_conversations())
 
@@ -375,7 +376,7 @@ def require_same_tokens(match: TokenizerMatch, *, mode: str, method: str, on_pol
 
 def special_token_findings(model: nn.Module, tokenizer: Tokenizer) -> list[Finding]:
     """What the configs that are saved say of padding and stopping."""
-    generation = getattr(causal_lm(model), "generation_config", None)
+    generation = generation_config_of(causal_lm(model))
     if generation is None:
         return []
     end = turn_end(tokenizer)

@@ -6,7 +6,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
 from dataclasses import asdict, dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
@@ -74,7 +74,7 @@ def differences(config: Any) -> list[str]:
         for (kind, field), (theirs, why, switch) in DIFFERENT.items()
         if kind == name and getattr(config, field) != theirs
     ]
-    if getattr(config, "assistant_only_loss", False):
+    if config.assistant_only_loss:
         told.append(
             "assistant_only_loss trains an answer and its end token, not the line break that TRL's templates train behind it; "
             "chat_template_path=FILE takes another template"
@@ -176,7 +176,7 @@ class Checkup:
 
     def _tokenizer(self) -> str:
         tokenizer = self.known["tokenizer"] = self.subject.tokenizer
-        template = "with a chat template" if getattr(tokenizer, "chat_template", None) else "without a chat template"
+        template = "with a chat template" if tokenizer.chat_template else "without a chat template"
         return f"{len(tokenizer):,} tokens, {template}, eos {tokenizer.eos_token!r}, pad {tokenizer.pad_token!r}"
 
     def _rewards(self) -> str:
@@ -198,10 +198,11 @@ class Checkup:
         if data is None:
             return "made by the environment while it trains"
         self.known["train_dataset"] = data
+        samples = self.subject.method.traits.samples
         with no_progress_bars(), self.preflight.record_check("data", row_codes(data)):
-            self.known["usable"], findings = usable_rows(data, self.subject.config, main=False)
+            self.known["usable"], findings = usable_rows(data, self.subject.config, prompts_only=samples, main=False)
         self._report(findings)
-        count = f"{len(data):,} rows" if hasattr(data, "__len__") else "a stream"
+        count = f"{len(data):,} rows" if isinstance(data, Sized) else "a stream"
         return f"{count}, split {split!r}, columns {', '.join(data.column_names or [])}"
 
     def _settings(self) -> str:
@@ -229,7 +230,7 @@ class Checkup:
         if vision:
             self.known |= {"processor": vision.processor, "vision": vision}
         self.known["rows"] = prepared.rows
-        limit = None if prepared.cut == 0 else getattr(self.subject.config, "max_length", None)
+        limit = None if prepared.cut == 0 else self.subject.config.max_length
         milder = {"error": "warning"}
         templates = [replace(f, severity=milder.get(f.severity, "info")) for f in template_findings(drawn, tokenizer)]
         self._report([*prepared.findings, *templates, *self.preflight.run("data", self._context(limit=limit))])

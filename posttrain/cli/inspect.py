@@ -111,7 +111,7 @@ def inspect_rows(subject: Subject, *, show: int = 8, examples: int = EXAMPLES, p
     prepared, vision = subject.rows_of(drawn)
     rows, cut = prepared.rows, prepared.cut
     numbers = prepared.numbers if prepared.numbers is not None else places if len(rows) == len(places) else None
-    limit = getattr(config, "max_length", None)
+    limit = config.max_length
     missing = [] if numbers is None else sorted(set(places) - set(numbers))
     dropped = dropped_rows(len(drawn), len(rows), reasons=prepared.reasons, missing=missing)
     telling: dict[str, int] = {}

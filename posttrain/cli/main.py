@@ -212,7 +212,7 @@ def _guarded(command: Callable[[list[str]], int], argv: list[str], traceback: bo
         if traceback:
             raise
         sys.stderr.write("\n".join([f"error: {error}", *vars(error).get("__notes__", [])]) + "\n")
-        return getattr(error, "exit_code", 1)
+        return error.exit_code if isinstance(error, PosttrainError) else 1
 
 
 if __name__ == "__main__":

@@ -174,7 +174,7 @@ class Subject:
         from posttrain.data.formats import ROW, PreparationReport, listed
 
         config = copy.copy(self.config)
-        packs = getattr(config, "packing", False)
+        packs = config.packing
         if packs and config.packing_strategy == "bfd":  # It keeps documents whole: they are looked at one by one.
             packs = False
         elif packs and ROW in examples.column_names:

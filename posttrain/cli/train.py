@@ -240,7 +240,7 @@ def train(name: str, script_args: Any, config: Any, model_args: Any, mixture: An
     init_kwargs = dict(config.model_init_kwargs or {})
     config.model_init_kwargs = model_args.model_init_kwargs(config.trust_remote_code) | init_kwargs
     data = _datasets(script_args, mixture, config)
-    strategy = str(getattr(config.eval_strategy, "value", config.eval_strategy))
+    strategy = transformers.IntervalStrategy(config.eval_strategy).value
     evaluate = strategy != "no"
     if evaluate and script_args.dataset_test_split not in data:
         raise ConfigError(

@@ -11,18 +11,16 @@ import torch
 from torch import Tensor, nn
 
 from posttrain.compat.tensors import first_true_indices
+from posttrain.models.architecture import generation_config_of
 from posttrain.models.heads import causal_lm, score
 from posttrain.models.load import wrap_with_peft
-from posttrain.models.memory import recompute_activations
+from posttrain.models.memory import recompute_activations, recompute_options, recomputes
 from posttrain.models.parallel import whole_parameters
+from posttrain.models.quantised import bits_of
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
     from peft import PeftConfig
-
-
-def _is_in_bits(model: nn.Module) -> bool:
-    return bool(getattr(model, "is_loaded_in_4bit", False) or getattr(model, "is_loaded_in_8bit", False))
 
 
 def enable_gradient_checkpointing(model: nn.Module, gradient_checkpointing_kwargs: dict[str, Any] | None = None) -> Any:
@@ -69,7 +67,7 @@ def prepare_model_for_kbit_training(
     """
     for parameter in model.parameters():
         parameter.requires_grad = False
-    if use_gradient_checkpointing and (_is_in_bits(model) or getattr(model, "quantization_method", None)):
+    if use_gradient_checkpointing and (bits_of(model) or getattr(model, "quantization_method", None)):
         enable_gradient_checkpointing(model, gradient_checkpointing_kwargs)
     return model
 
@@ -89,13 +87,8 @@ def prepare_peft_model(model: nn.Module, peft_config: PeftConfig | None, args: A
     """
     import peft
 
-    checkpointing = bool(
-        getattr(args, "gradient_checkpointing", None) or getattr(args, "activation_checkpointing", None)
-    )
-    options = getattr(args, "gradient_checkpointing_kwargs", None) or getattr(
-        args, "activation_checkpointing_kwargs", None
-    )
-    if _is_in_bits(model) and not isinstance(model, peft.PeftModel):
+    checkpointing, options = recomputes(args), recompute_options(args)
+    if bits_of(model) and not isinstance(model, peft.PeftModel):
         model = prepare_model_for_kbit_training(model, checkpointing, options)
     elif checkpointing:
         enable_gradient_checkpointing(model, options)
@@ -104,7 +97,7 @@ def prepare_peft_model(model: nn.Module, peft_config: PeftConfig | None, args: A
         if hasattr(args, "activation_checkpointing"):
             args.activation_checkpointing = False
     model = wrap_with_peft(model, peft_config, activation_checkpointing=checkpointing)
-    if getattr(args, "bf16", False) and getattr(model, "is_loaded_in_4bit", False):
+    if getattr(args, "bf16", False) and bits_of(model) == 4:
         peft_module_casting_to_bf16(model)
     return model
 
@@ -134,7 +127,7 @@ def unwrap_model_for_generation(
         generation_kwargs: Fields of the generation config inside the block.
     """
     bare = accelerator.unwrap_model(model, keep_torch_compile=False)
-    config: Any = getattr(bare, "generation_config", None)
+    config: Any = generation_config_of(bare)
     before = {name: getattr(config, name, None) for name in generation_kwargs or {}} if config is not None else {}
     for name in before:
         setattr(config, name, (generation_kwargs or {})[name])

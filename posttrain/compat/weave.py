@@ -12,7 +12,7 @@ import transformers
 
 from posttrain.errors import ConfigError
 from posttrain.integrations import is_available, require
-from posttrain.models.load import get_config_model_id
+from posttrain.models.architecture import get_config_model_id
 from posttrain.report.completions import EvalPrompts
 
 if TYPE_CHECKING:

@@ -195,7 +195,7 @@ def render(
         ModelError: The tokenizer has no chat template, or one that is no Jinja.
         DataError: Messages without content, text that is no valid Unicode, or messages that the template refused.
     """
-    if not getattr(tokenizer, "chat_template", None):
+    if not tokenizer.chat_template:
         raise ModelError(
             "the rows are conversational, but the tokenizer has no chat template. Set tokenizer.chat_template, use an "
             "instruction-tuned checkpoint, or give the rows as strings."
@@ -350,7 +350,7 @@ def has_generation_markers(template: str | dict | None) -> bool:
 
 def turn_end(tokenizer: Tokenizer, rendered: Callable[..., str] | None = None) -> str:
     """What the template writes right after an assistant's words: the end-of-turn token, or ``""``."""
-    return _turn_end(tokenizer, str(getattr(tokenizer, "chat_template", "") or ""), rendered)
+    return _turn_end(tokenizer, str(tokenizer.chat_template or ""), rendered)
 
 
 @lru_cache(maxsize=64)
@@ -375,7 +375,7 @@ def terminal_token_ids(tokenizer: Tokenizer, generation_config: Any = None) -> t
     ids = set()
     if tokenizer.eos_token_id is not None:
         ids.add(int(tokenizer.eos_token_id))
-    configured = getattr(generation_config, "eos_token_id", None)
+    configured = None if generation_config is None else generation_config.eos_token_id
     ids.update([configured] if isinstance(configured, int) else configured or [])
     end = turn_end(tokenizer)
     if end:

@@ -197,6 +197,11 @@ def get_dataset_column_names(dataset: AnyDataset) -> list[str]:
     return list(dataset.column_names or next(iter(dataset), {}))
 
 
+def known_columns(dataset: object) -> list[str]:
+    """Names of columns as far as a dataset tells them without a row being read; none of what is no dataset of ``datasets``."""
+    return list(getattr(dataset, "column_names", None) or ())
+
+
 class DatasetDescription(TypedDict):
     """What `describe_dataset` says: type (as the documentation names them), format, columns, and whether there are images."""
 
@@ -363,7 +368,7 @@ def shows_pictures(dataset: AnyDataset) -> bool:
 
     if isinstance(dataset, Mapping):
         return any(shows_pictures(subset) for subset in dataset.values())
-    if {*PICTURE_COLUMNS} & {*(getattr(dataset, "column_names", None) or ())}:
+    if {*PICTURE_COLUMNS} & {*known_columns(dataset)}:
         return True
     if isinstance(dataset, datasets.IterableDataset):
         return has_pictures(islice(undecoded(dataset.with_format(None)), STREAMED))

@@ -233,6 +233,11 @@ def _rgb(image: Any, background: Background) -> Any:
     return image.convert("RGB")
 
 
+def is_image(value: object) -> bool:
+    """Whether a value is an image of PIL, which need not be installed."""
+    return hasattr(value, "getexif")
+
+
 def _source(value: object, where: str) -> Any:
     """Encoded bytes, a path, or a PIL image; a memory of pixels becomes one."""
     if isinstance(value, Mapping):  # As `datasets` keeps an image that it has not decoded.
@@ -243,7 +248,7 @@ def _source(value: object, where: str) -> Any:
         return os.fspath(value)
     if isinstance(value, str):
         return _from_address(value, where)
-    if hasattr(value, "getexif"):
+    if is_image(value):
         return value
     if hasattr(value, "shape"):
         return _from_pixels(value, where)

@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import IterableDataset, Sampler
 
 from posttrain.data.chat import encode
-from posttrain.data.formats import is_conversational
+from posttrain.data.formats import is_conversational, known_columns
 from posttrain.errors import ConfigError, DataError, ModelError
 
 if TYPE_CHECKING:
@@ -220,7 +220,7 @@ STREAMED = 64
 
 def longest_examples(dataset: AnyDataset, count: int) -> list[dict[str, Any]]:
     """By tokens where rows are tokenised, by characters where not; of a stream, of its first 64."""
-    if isinstance(dataset, datasets.IterableDataset) or not hasattr(dataset, "__len__"):
+    if isinstance(dataset, datasets.IterableDataset) or not isinstance(dataset, Sized):
         drawn = list(itertools.islice(dataset, STREAMED))
         ids = [{k: v for k, v in row.items() if k.endswith("ids")} or row for row in drawn]
         best = sorted(range(len(drawn)), key=lambda i: weight(ids[i]), reverse=True)
@@ -270,7 +270,7 @@ def check_prompts(dataset: AnyDataset, name: str, tokenizer: Tokenizer) -> list[
         prompts = (row["prompt"] for row in itertools.islice(dataset, STREAMED))
     for index, prompt in enumerate(prompts):
         _check_prompt(prompt, index, name, chat, tokenizer)
-    if chat and not getattr(tokenizer, "chat_template", None):
+    if chat and not tokenizer.chat_template:
         raise ModelError(
             f"{name} is conversational (prompts are lists of messages), but the tokenizer has no chat template. Set "
             "tokenizer.chat_template, use an instruction-tuned checkpoint, or give prompts as strings."
@@ -295,7 +295,7 @@ def _check_prompt(prompt: Any, index: int, name: str, chat: bool, tokenizer: Tok
 
 def with_lengths(dataset: AnyDataset, name: str) -> Any:
     """For samplers that want rows of like length: with a column ``name`` of lengths, where no ``input_ids`` tells them."""
-    known = getattr(dataset, "column_names", None) or ()
+    known = known_columns(dataset)
     if {name, "input_ids"} & set(known):
         return dataset
     columns = [dataset[column][:] for column in known if column.endswith("_ids")]
@@ -350,7 +350,7 @@ class PromptStream:
 
     def _rest_of_pass(self) -> Iterator[dict[str, Any]]:
         data, passes, start = self.dataset, self.passes, self.position
-        if hasattr(data, "__len__"):
+        if isinstance(data, Sized):
             yield from (self.at((passes, position)) for position in range(start, len(data)))
             return
         if self.shuffle:

@@ -458,7 +458,7 @@ def _tell(report: PreparationReport, mapped: Any, options: SupervisedOptions, to
 
 def _check_rendering(dataset: AnyDataset, tokenizer: Tokenizer, options: SupervisedOptions, name: str) -> None:
     """Refuse what the chat template would leave out of the first rows, and what it would write twice."""
-    template = options.chat_template or getattr(tokenizer, "chat_template", None)
+    template = options.chat_template or tokenizer.chat_template
     if not template:
         return  # Conversational rows without a template are refused by number when they are rendered.
     rows = [strip_none(maybe_convert_to_chatml(row)) for row in islice(dataset, PEEKED)]

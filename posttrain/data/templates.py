@@ -27,6 +27,7 @@ from posttrain.data.chat import (
     with_template,
 )
 from posttrain.data.formats import is_messages, naming
+from posttrain.data.processors import is_processor
 from posttrain.errors import ArgumentTypeError, ModelError
 from posttrain.types import Finding
 
@@ -279,7 +280,7 @@ def is_chat_template_prefix_preserving(processing_class: Tokenizer) -> bool:
     if not template:
         return False
     image = None
-    if getattr(processing_class, "image_processor", None) is not None:
+    if is_processor(processing_class):
         from posttrain.integrations import require
 
         image = require("PIL.Image", "probing a processor's chat template").new("RGB", (8, 8))

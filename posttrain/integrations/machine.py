@@ -23,6 +23,11 @@ def free_disk(folder: str | Path) -> int:
     return shutil.disk_usage(path).free
 
 
+def usable_processors() -> int:
+    """Processors that this process may run on, by its affinity where the system has one."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def port_is_free(port: int, host: str = "127.0.0.1") -> bool:
     """Whether a server could listen on ``port`` of an address of this machine; a bind tells, and leaves nothing behind."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as sock:

@@ -25,7 +25,7 @@ from posttrain.models.attention import padded_layout
 from posttrain.models.forward import learns_prompts
 from posttrain.models.heads import causal_lm, install_token_head, train_new_tokens, train_score_head
 from posttrain.models.load import check_model_source, wrap_with_peft
-from posttrain.models.memory import check_offloading
+from posttrain.models.memory import check_offloading, recomputes
 from posttrain.models.probe import probe_head, probe_layout
 from posttrain.models.reference import disable_dropout_in_model
 from posttrain.models.token_split import alone
@@ -147,8 +147,7 @@ def prepared_model(
     peft_config = train_new_tokens(peft_config, model, list(added_tokens))
     if not generative:
         peft_config = train_score_head(peft_config, model)
-    checkpointing = bool(getattr(args, "activation_checkpointing", None) or args.gradient_checkpointing)
-    model = wrap_with_peft(model, peft_config, activation_checkpointing=checkpointing)
+    model = wrap_with_peft(model, peft_config, activation_checkpointing=recomputes(args))
     install_token_head(model)
     refuse_float16(model, args)
     return model
@@ -186,8 +185,7 @@ def choose_layout(model: nn.Module, args: PostTrainingConfig, *, padded: bool) -
         layout = padded_layout(model) if padded or learns_prompts(model) else probe_layout(model, autocast)
     if args.max_row_tokens is not None and layout.row_tokens > 1:
         layout = replace(layout, row_tokens=args.max_row_tokens)
-    multiple = getattr(args, "pad_to_multiple_of", None)
-    return replace(layout, pad_to_multiple_of=multiple) if multiple else layout
+    return replace(layout, pad_to_multiple_of=args.pad_to_multiple_of) if args.pad_to_multiple_of else layout
 
 
 def joint_layout(layout: Layout, other: Any, args: PostTrainingConfig) -> Layout:

@@ -30,6 +30,7 @@ from posttrain.errors import CheckpointError
 from posttrain.integrations.machine import free_disk, gpu_memory, gpu_processes
 from posttrain.loop.checks import Checks
 from posttrain.models import parallel
+from posttrain.models.heads import adapters_of
 from posttrain.models.memory_estimate import optimizer_bytes
 from posttrain.report.files import read_json
 from posttrain.types import Finding
@@ -369,7 +370,7 @@ class Checkpointer:
             resumed: Whether the run goes on from a checkpoint.
         """
         args, lock = self.args, self.lock
-        saves = str(getattr(args.save_strategy, "value", args.save_strategy)) != "no"
+        saves = args.save_strategy != "no"
         fills_gpu = args.device.type == "cuda" and not parallel.shards_parameters(self.accelerator)
         asked = {"PT-L001": True, "PT-L002": saves, "PT-L003": fills_gpu}
         lock.acquire()
@@ -556,7 +557,7 @@ def _strangers_of(args: PostTrainingConfig, run: str, *, resumed: bool) -> Findi
 
 def checkpoint_bytes(model: nn.Module, args: PostTrainingConfig) -> int:
     """About what a checkpoint takes on the disk: weights (of an adapter its own alone) and the optimiser's state."""
-    adapter = hasattr(model, "peft_config")
+    adapter = bool(adapters_of(model))
     seen = [p for p in model.parameters() if p.requires_grad or not adapter]
     weights = sum(p.numel() * p.element_size() for p in seen)
     return weights + (0 if args.save_only_model else _state_bytes(model, args))
@@ -564,7 +565,7 @@ def checkpoint_bytes(model: nn.Module, args: PostTrainingConfig) -> int:
 
 def _state_bytes(model: nn.Module, args: PostTrainingConfig) -> int:
     sizes = [(p.numel(), p.nbytes) for p in model.parameters() if p.requires_grad]
-    return optimizer_bytes(str(getattr(args.optim, "value", args.optim)), sizes)
+    return optimizer_bytes(args.optim, sizes)
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:

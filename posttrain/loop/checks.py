@@ -25,12 +25,14 @@ from posttrain.checks import machine
 from posttrain.checks.registry import Context, Moment, Preflight, codes_of, describe, load
 from posttrain.checks.rules import check_log
 from posttrain.checks.tokenizers import special_token_findings
+from posttrain.data.chat import inner_tokenizer
 from posttrain.data.forest import Layout
 from posttrain.data.templates import PROBLEMS
 from posttrain.errors import PosttrainError, PreflightError
 from posttrain.loop.data_report import DatasetHead, describe_batches, refuse_data, row_codes, usable_rows
 from posttrain.metrics import Metric, mean
 from posttrain.models import parallel
+from posttrain.models.architecture import config_of, context_length
 from posttrain.models.heads import picture_encoder
 from posttrain.models.vision import tower_parameters
 from posttrain.report.files import whole_file
@@ -125,8 +127,9 @@ class Checks(transformers.TrainerCallback):
         self.run_probes("config", train_dataset=train_dataset, eval_dataset=eval_dataset, **named)
         state = PartialState()
         with parallel.failing_together(state), self.preflight.record_check("data", row_codes(train_dataset)):
-            main = state.is_main_process
-            train_dataset, findings = usable_rows(train_dataset, self.args, main=main, filled=self.fills_prompts)
+            about = {"main": state.is_main_process, "filled": self.fills_prompts}
+            prompts_only = self.context.parts["method"].traits.samples
+            train_dataset, findings = usable_rows(train_dataset, self.args, prompts_only=prompts_only, **about)
             self.report(findings)
             if self.args.strict_data and any(finding.severity != "info" for finding in findings):
                 refuse_data([describe(finding) for finding in findings])
@@ -139,8 +142,7 @@ class Checks(transformers.TrainerCallback):
             if parameter.requires_grad:
                 name = str(parameter.dtype).removeprefix("torch.")
                 trainable[name] = trainable.get(name, 0) + parameter.numel()
-        config: Any = getattr(model, "config", None)
-        attention = str(getattr(config.get_text_config() if config else None, "_attn_implementation", None))
+        attention = str(model.config.get_text_config()._attn_implementation)
         with self.preflight.record_check("config", ("PT-C001", "PT-C004", "PT-C005")):
             self.report([
                 machine.check_precision(trainable, learning_rate=self.args.learning_rate),
@@ -242,8 +244,7 @@ class Checks(transformers.TrainerCallback):
     def log_findings(self, history: Sequence[Mapping[str, float]]) -> Iterator[Finding]:
         """What the rules of the method's area say of a log whose last line has just been written."""
         if self.log_area == "P" or (self.log_area and history and "loss" in history[-1]):
-            per_step = getattr(self.args, "generations_per_step", 1.0)
-            yield from check_log(history, self.log_area, generations_per_step=per_step)
+            yield from check_log(history, self.log_area, generations_per_step=self.args.generations_per_step)
 
     # Steps and gradients -----------------------------------------------------------------------------------------
 
@@ -255,8 +256,7 @@ class Checks(transformers.TrainerCallback):
         longest = max((int(batch.position_ids.max()) + 1 for batch in batches if batch.position_ids.numel()), default=0)
         teachers = [part for name, part in self.context.parts.items() if name.startswith("teacher_model")]
         models = [] if self._lengths_reported else [self.context.model, *teachers]
-        configs = [getattr(model, "config", None) for model in models]
-        findings = [_positions_of(config.get_text_config(), longest) for config in configs if config is not None]
+        findings = [_positions_of(model.config.get_text_config(), longest) for model in models]
         self._overlong = [finding for finding in findings if finding is not None][:1]
         self._lengths_reported = self._lengths_reported or bool(self._overlong)
         return float(len(self._overlong))
@@ -312,8 +312,8 @@ class Checks(transformers.TrainerCallback):
             self.report([check_first_gradients(norms), silent])
 
     def _nothing_trained(self) -> Iterator[Finding | None]:
-        parameters = getattr(self.context.model, "parameters", None)
-        if parameters is not None and not any(parameter.requires_grad for parameter in parameters()):
+        model = self.context.model
+        if model is not None and not any(parameter.requires_grad for parameter in model.parameters()):
             yield check_first_gradients({})
 
     # Looking and reporting ---------------------------------------------------------------------------------------
@@ -380,7 +380,7 @@ def log_codes(letters: str, apart: tuple[str, ...]) -> tuple[str, ...]:
 def model_config_of(model: nn.Module, args: PostTrainingConfig) -> Any:
     """The model's configuration, of a string without its weights; None where there is none to be read."""
     if not isinstance(model, str):
-        return getattr(model, "config", None)
+        return config_of(model)
     from transformers import AutoConfig
 
     init = args.model_init_kwargs or {}
@@ -510,7 +510,7 @@ def check_padding(real: int, computed: int) -> Finding | None:
 
 def _positions_of(text: Any, longest: int) -> Finding | None:
     rotary = any(getattr(text, name, None) for name in ("rope_parameters", "rope_scaling", "rope_theta"))
-    return check_positions(longest, getattr(text, "max_position_embeddings", None), rotary=rotary)
+    return check_positions(longest, context_length(text), rotary=rotary)
 
 
 def check_positions(longest: int, known: int | None, *, rotary: bool) -> Finding | None:
@@ -582,7 +582,7 @@ def check_token_rows(rows: int | None, *, tokens: int, highest: int | None, name
 
 def check_tokens(context: Context, ids: Iterable[int] = ()) -> Iterator[Finding]:
     """Token ids of the sampled rows, and others, against the embedding of every model that looks them up."""
-    tokenizer = getattr(context.tokenizer, "tokenizer", context.tokenizer)
+    tokenizer = inner_tokenizer(context.tokenizer)
     if not hasattr(tokenizer, "get_vocab"):
         return
     seen = [max(part) for row in context.rows for part in (row.prompt_ids, *row.completions) if len(part)]

@@ -8,7 +8,7 @@ import logging
 import statistics
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import cached_property, partial
@@ -175,9 +175,9 @@ class DatasetHead:
         fills_prompts: bool = False,
     ) -> None:
         self.raw, self.prepared, self.rows_of, self.tokenizer = raw, prepared, rows_of, tokenizer
-        self.limit, self.strict = getattr(args, "max_length", None), args.strict_data
+        self.limit, self.strict = args.max_length, args.strict_data
         self.fills_prompts = fills_prompts
-        self.streams = isinstance(prepared, datasets.IterableDataset) or not hasattr(prepared, "__len__")
+        self.streams = isinstance(prepared, datasets.IterableDataset) or not isinstance(prepared, Sized)
 
     @cached_property
     def examples(self) -> list[dict[str, Any]]:
@@ -211,7 +211,7 @@ class DatasetHead:
             DataError: ``strict_data`` is set and there is something to warn of.
         """
         report = _describe(self.sample)
-        if not self.streams and hasattr(self.raw, "__len__"):
+        if not self.streams and isinstance(self.raw, Sized):
             report.rows_in, report.rows_out = len(self.raw), getattr(prepared_by, "rows_out", 0) or len(self.prepared)
         report.dropped = dict(getattr(prepared_by, "dropped", {}))
         if self.examples and LENGTHS in self.examples[0] and self.limit:
@@ -257,7 +257,7 @@ def prompt_rows(examples: list[dict[str, Any]], tokenizer: Tokenizer, args: Post
     """Rows of prompts alone, for methods whose completions come later."""
     if examples and "input_ids" in examples[0]:
         return [Row(list(example["input_ids"]), [], []) for example in examples]
-    kwargs = getattr(args, "chat_template_kwargs", None) or {}
+    kwargs = args.chat_template_kwargs or {}
     ids = tokenize_prompts(examples, tokenizer, chat_template_kwargs=kwargs) if examples else []
     return [Row(prompt, [], []) for prompt in ids]
 
@@ -276,7 +276,7 @@ def refuse_data(said: Sequence[str]) -> None:
 
 def template_findings(raw: object, tokenizer: Tokenizer) -> list[Finding]:
     """What the chat template does to the first rows of a conversational set; nothing for other sets."""
-    if not getattr(tokenizer, "chat_template", None) or raw is None:
+    if not tokenizer.chat_template or raw is None:
         return []
     columns = get_dataset_column_names(raw)
     if not set(CHAT) & set(columns) or "input_ids" in columns:
@@ -385,13 +385,14 @@ def row_codes(dataset: AnyDataset) -> tuple[str, ...]:
 
 
 def usable_rows(
-    dataset: AnyDataset, args: PostTrainingConfig, *, main: bool, filled: bool = False
+    dataset: AnyDataset, args: PostTrainingConfig, *, prompts_only: bool, main: bool, filled: bool = False
 ) -> tuple[Any, list[Finding]]:
     """The rows that can be trained, and what is wrong with the others.
 
     Args:
         dataset: As it was given.
         args: ``bad_rows``, ``bad_rows_max``, ``preflight``, ``output_dir``.
+        prompts_only: See `posttrain.checks.rows.columns_of`.
         main: Whether this process writes files.
         filled: Whether an environment fills empty prompts.
 
@@ -401,7 +402,7 @@ def usable_rows(
     drop = args.bad_rows == "drop"
     if args.preflight == "off" and not drop:
         return dataset, []
-    columns = columns_of(get_dataset_column_names(dataset), prompts_only=hasattr(args, "max_completion_length"))
+    columns = columns_of(get_dataset_column_names(dataset), prompts_only=prompts_only)
     if not columns:
         return dataset, []
     if isinstance(dataset, datasets.IterableDataset):

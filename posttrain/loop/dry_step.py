@@ -28,6 +28,8 @@ from posttrain.models.memory import (
     keep_last_activations,
     peak_in_use,
     recompute_activations,
+    recompute_options,
+    recomputes,
     reset_peak,
 )
 from posttrain.models.memory_estimate import optimizer_bytes
@@ -118,7 +120,7 @@ def dry_step(
     device, tokens = args.device, batch.input_ids.numel()
     sizes = [(p.numel(), p.nbytes) for p in run.model.parameters() if p.requires_grad]
     started = optimizer is not None and bool(optimizer.state)
-    later = 0 if started else optimizer_bytes(str(getattr(args.optim, "value", args.optim)), sizes)
+    later = 0 if started else optimizer_bytes(args.optim, sizes)
     failed, seconds = False, 0.0
     with _untouched(run):
         reset_peak(device)
@@ -177,12 +179,11 @@ def _recompute(run: Run) -> list[tuple[Any, bool]]:
     args, inner = run.args, causal_lm(run.model)
     layers = [m for m in inner.modules() if hasattr(m, "gradient_checkpointing")]
     before = [(layer, bool(layer.gradient_checkpointing)) for layer in layers]
-    wanted = getattr(args, "activation_checkpointing", None) or args.gradient_checkpointing
-    if not wanted or any(on for _, on in before):
+    if not recomputes(args) or any(on for _, on in before):
         return before
-    options = getattr(args, "activation_checkpointing_kwargs", None) or args.gradient_checkpointing_kwargs
+    options = recompute_options(args)
     recompute_activations(inner, options)
-    if "every_n_layers" not in (options or {}):
+    if "every_n_layers" not in options:
         keep_last_activations(run.model, args.kept_layers)
     return before
 
@@ -232,7 +233,7 @@ def longest_rows(run: Run, head: DatasetHead, batch_size: int) -> list[Row]:
 
 def batch_sizes(args: PostTrainingConfig) -> list[int]:
     """Sizes that keep the effective batch, and the generation batch where there is one."""
-    batch, steps = int(args.per_device_train_batch_size), getattr(args, "steps_per_generation", None)
+    batch, steps = int(args.per_device_train_batch_size), args.steps_per_generation
     sizes = checks.batch_sizes(batch, int(args.gradient_accumulation_steps))
     return [n for n in sizes if steps is None or batch * int(steps) % n == 0]
 

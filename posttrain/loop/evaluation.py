@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -134,7 +134,7 @@ class _Evaluation:
     def num_rows(self, dataloader: Any, answers_per_row: int) -> int:
         """Rows of the dataset, over all ranks; of a stream, as many as its sequences make."""
         dataset = getattr(dataloader, "dataset", None)
-        if hasattr(dataset, "__len__"):
+        if isinstance(dataset, Sized):
             return len(dataset)  # type: ignore[arg-type]
         (sequences,) = parallel.all_reduce_sum([self.tally.counts["sequence"]], self.accelerator)
         return round(sequences / answers_per_row)

@@ -21,6 +21,7 @@ from posttrain.models.memory import (
     compute_flops_per_token,
     compute_mfu,
     peak_in_use,
+    recomputes,
 )
 
 if TYPE_CHECKING:
@@ -116,7 +117,7 @@ class MemoryProfile(transformers.TrainerCallback):
             mfu=_mfu(run, rate, largest[1]) if gpu else None,
             imbalance=imbalance,
             generation=self._generation(),
-            checkpointing=bool(getattr(args, "activation_checkpointing", None) or args.gradient_checkpointing),
+            checkpointing=recomputes(args),
         )
 
     def _generation(self) -> float | None:

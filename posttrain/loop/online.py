@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Sized
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import datasets
@@ -42,6 +42,7 @@ from posttrain.losses.policy import engine_gap
 from posttrain.methods.online_config import OnlineConfig, resolve_auto
 from posttrain.metrics import MetricBuffer, mean
 from posttrain.models import parallel
+from posttrain.models.architecture import generation_config_of
 from posttrain.models.forward import batch_logps
 from posttrain.models.heads import causal_lm
 from posttrain.models.reference import Reference
@@ -124,9 +125,9 @@ class OnlineTrainer(PostTrainer):
         super().__init__(model, args, train_dataset=train_dataset, **kwargs)
         self.window = RolloutWindow(self.args.num_iterations)
         own_stops = generation_fields(self.args.generation_kwargs or {}).get("stop_token_ids")
-        known_stops = terminal_token_ids(self.processing_class, getattr(self.model, "generation_config", None))
+        known_stops = terminal_token_ids(self.processing_class, generation_config_of(self.model))
         self.stop_ids = tuple(own_stops or known_stops)
-        self.weight_sync = self._make_weight_sync(self.make_engine(rollout_engine))
+        self.weight_sync = WeightSync(self.make_engine(rollout_engine), self.run)
         self.reference = self.make_reference()
         if self.reference is not None and self.reference.copy is not None:
             self.reference.copy.to(self.args.device)
@@ -134,7 +135,7 @@ class OnlineTrainer(PostTrainer):
         if self.weight_sync.needs_weight_sync:
             self.weight_sync.check_engine(self.engine)
         self.announce()
-        if getattr(self.args, "log_completions", False):
+        if self.args.log_completions:
             self.add_callback(rollout_table(self.args, self.record, self.rewards.names))
 
     def reads_images(self) -> tuple[bool, bool]:
@@ -146,7 +147,7 @@ class OnlineTrainer(PostTrainer):
 
     def make_reference(self) -> Reference | None:
         """The frozen start of training, where a KL penalty needs it."""
-        needed = self.args.beta or getattr(self.args, "log_ref_kl", False)
+        needed = self.args.beta or self.args.log_ref_kl
         return Reference(self.model, fresh_adapter=self.fresh_adapter) if needed else None
 
     def make_engine(self, given: RolloutEngine | None) -> Any:
@@ -155,16 +156,13 @@ class OnlineTrainer(PostTrainer):
             return require_engine(given)
         bare = self.accelerator.unwrap_model(self.model)
         resolve_auto(self.args, bare, self.processing_class)
-        far = getattr(self.args, "use_vllm", False)
+        far = self.args.use_vllm
         engine = vllm_engine(bare, self.args, self.accelerator) if far else self.engine_on(bare)
         return self.vision.check_engine(engine, self.rewards.functions)
 
     def engine_on(self, model: nn.Module) -> Any:
         """The engine in process that the config names, on a model."""
         return training_engine(model, self.args, tokenizer=self.processing_class, pad_token_id=self.pad_token_id)
-
-    def _make_weight_sync(self, engine: Any) -> WeightSync:
-        return WeightSync(engine, self.run)
 
     @functools.cached_property
     def episodes(self) -> EpisodeRunner:
@@ -241,7 +239,7 @@ class OnlineTrainer(PostTrainer):
 
     def announce(self) -> None:
         """Log the schedule and the first prompt as the model reads it; refuse prompts that leave no room."""
-        length = len(self.train_dataset) if hasattr(self.train_dataset, "__len__") else None
+        length = len(self.train_dataset) if isinstance(self.train_dataset, Sized) else None
         schedule = self.schedule_text(length) if isinstance(self.args, OnlineConfig) else None
         self.prompt_source.announce(
             self.train_dataset, None if self.method.traits.cuts_prompts else self.context, schedule=schedule
@@ -565,11 +563,11 @@ class OnlineTrainer(PostTrainer):
         self.reward_watch = RewardWatch(
             self.rewards,
             self.run,
-            scaled=str(getattr(self.args, "scale_rewards", "none")) != "none",
-            stop_after=getattr(self.args, "stop_without_signal", None),
+            scaled=str(self.args.scale_rewards) != "none",
+            stop_after=self.args.stop_without_signal,
         )
         self.scorer = Scorer(self.rewards, self.processing_class, self.accelerator)
-        self.reward_watch.start(self.args.device, getattr(self.args, "max_completion_length", None))
+        self.reward_watch.start(self.args.device, self.args.max_completion_length)
 
     def postprocess_metrics(self, metrics: dict[str, float]) -> dict[str, float]:
         """Lengths of ended completions are 0 where none ended."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import shutil
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from dataclasses import fields, replace
 from itertools import islice
 from pathlib import Path
@@ -43,13 +43,13 @@ from posttrain.data.picture_rows import (
     side_by_side,
 )
 from posttrain.data.pictures import Picture, read_picture, shaded
-from posttrain.data.processors import LARGE, PictureProcessor, family_of, load_processor
+from posttrain.data.processors import LARGE, PictureProcessor, family_of, is_processor, load_processor
 from posttrain.errors import ConfigError, DataError, ModelError, check_rules
 from posttrain.losses.advantages import weighted_total
 from posttrain.methods.config import PictureConfig
 from posttrain.metrics import Metric, mean
+from posttrain.models.architecture import get_config_model_id
 from posttrain.models.heads import causal_lm, has_tower, picture_encoder
-from posttrain.models.load import get_config_model_id
 from posttrain.models.parallel import shards_parameters
 from posttrain.models.vision import (
     adapter_of_text,
@@ -141,7 +141,7 @@ class Vision:
                 "check_image_use=True samples prompts again under other images, and here tools or environments have a part in "
                 "what is sampled. Fix: check_image_use=False."
             )
-        template = getattr(args, "chat_template_path", None)
+        template = args.chat_template_path
         if self.images and template:
             raise ConfigError(
                 f"chat_template_path={template!r} is a template for the tokenizer, and rows with images are rendered by that of "
@@ -213,7 +213,7 @@ class Vision:
         options = PictureOptions(max_length=args.max_length, fit=args.image_fit, **more)
         drop = [column for column in columns if column not in keep]
         about: dict[str, Any] = {"drop": drop, "counters": COUNTERS, "num_proc": num_proc, "hint": HINT}
-        if hasattr(dataset, "__len__"):
+        if isinstance(dataset, Sized):
             about["features"] = row_features(dataset.features, options.branches, drop)
         mapped, kept, report = tokenized(dataset, name, row_batch, {"reader": self.reader, "options": options}, **about)
         if isinstance(report.rows_in, int) and report.rows_in > 0:
@@ -287,7 +287,7 @@ class Vision:
             return {key: self.checked_prompts(subset, f"{name}[{key!r}]") for key, subset in dataset.items()}
         assert self.reader is not None
         dataset = undecoded(dataset)
-        for index, row in enumerate(dataset if hasattr(dataset, "__len__") else islice(dataset, STREAMED)):
+        for index, row in enumerate(dataset if isinstance(dataset, Sized) else islice(dataset, STREAMED)):
             try:
                 blocks, pictures = conversation_of(row)
                 self.reader.refuse_controls(blocks)
@@ -445,7 +445,7 @@ class Vision:
                 logger.warning(
                     "%s: its processor is not known, and images are prepared as the policy's: %s", path, error
                 )
-        alike = not hasattr(own, "image_processor") or _alike(self.reader, PictureProcessor(own))
+        alike = not is_processor(own) or _alike(self.reader, PictureProcessor(own))
         cache = int(self.args.image_cache_gb * 2**30)
         install_pictures(model, self.processor if alike else own, cache_bytes=cache)
         return alike
@@ -482,7 +482,7 @@ class Vision:
 
 
 def _processor_of(processing_class: Tokenizer, model_id: str, *, images: bool) -> Any:
-    if hasattr(processing_class, "image_processor"):
+    if is_processor(processing_class):
         return processing_class
     if images and processing_class is not None:
         raise DataError(

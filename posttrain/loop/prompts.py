@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sized
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import datasets
 
 from posttrain.data.chat import cut_prompt, tokenize_prompts
-from posttrain.data.formats import PROMPT_COLUMNS, is_conversational, refuse_images, shown_prompt
+from posttrain.data.formats import PROMPT_COLUMNS, is_conversational, known_columns, refuse_images, shown_prompt
 from posttrain.data.samplers import RepeatSampler, check_prompts, repeat_iterable_dataset
 from posttrain.errors import ConfigError, DataError
 from posttrain.loop.build import with_attributes
@@ -241,7 +241,7 @@ class PromptSource:
         """Log the schedule and the first prompt as the model reads it; refuse prompts that do not fit ``limit`` tokens."""
         if schedule is not None:
             logger.info("schedule: %s", schedule)
-        if not hasattr(dataset, "__len__") or "prompt" not in (getattr(dataset, "column_names", None) or ()):
+        if not isinstance(dataset, Sized) or "prompt" not in known_columns(dataset):
             return
         rows = list(itertools.islice(dataset, PROMPTS_TRIED))
         prompts = self.tokenized(rows)
@@ -330,14 +330,14 @@ def with_prompts(dataset: AnyDataset, *, drops_columns: bool) -> Any:
     """
     if isinstance(dataset, dict):
         return {name: with_prompts(subset, drops_columns=drops_columns) for name, subset in dataset.items()}
-    names = getattr(dataset, "column_names", None)
-    others = sorted(set(names or ()) - {*PROMPT_COLUMNS})
+    names = known_columns(dataset)
+    others = sorted(set(names) - {*PROMPT_COLUMNS})
     if drops_columns and others:
         raise ConfigError(
             f"remove_unused_columns=True would leave out {others}, and an environment's reset gets all columns of its row. "
             "Leave it off, or remove the columns from the dataset."
         )
-    if not isinstance(dataset, datasets.Dataset | datasets.IterableDataset) or (names and "prompt" in names):
+    if not isinstance(dataset, datasets.Dataset | datasets.IterableDataset) or "prompt" in names:
         return dataset
     if isinstance(dataset, datasets.Dataset):
         return dataset.add_column("prompt", [list(EMPTY_PROMPT)] * len(dataset))
@@ -346,7 +346,7 @@ def with_prompts(dataset: AnyDataset, *, drops_columns: bool) -> Any:
 
 def _only_prompts(dataset: AnyDataset) -> Any:
     """Without other columns; a reward function that needs one of them learns it in the dry run."""
-    names = getattr(dataset, "column_names", None)
+    names = known_columns(dataset)
     return dataset.select_columns([name for name in names if name in PROMPT_COLUMNS]) if names else dataset
 
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from posttrain.errors import CheckpointError, ConfigError, ModelError
 from posttrain.integrations import require
+from posttrain.models.parallel import is_partitioned
 from posttrain.models.reference import Reference
 from posttrain.report.files import whole_file
 
@@ -198,7 +199,7 @@ class SyncRefModelCallback(transformers.TrainerCallback):
         if self.ref_model is None or state.global_step < _settings(args)[0] or args.save_only_model:
             return
         named = _parameters(self.ref_model)
-        if is_sharded(self.ref_model) and not any(hasattr(p, "ds_id") for p in named.values()):
+        if is_sharded(self.ref_model) and not any(is_partitioned(p) for p in named.values()):
             if not self._told:
                 logger.warning(
                     "a reference sharded by FSDP is not saved: this run cannot be resumed with sync_ref_model."
@@ -267,7 +268,7 @@ def _local(parameter: Any) -> Tensor:
 @contextmanager
 def _gathered(parameters: Sequence[Any]) -> Iterator[bool]:
     """Parameters in one piece, and whether this process may write them."""
-    partitioned = [parameter for parameter in parameters if hasattr(parameter, "ds_id")]
+    partitioned = [parameter for parameter in parameters if is_partitioned(parameter)]
     if not partitioned:
         yield True
         return

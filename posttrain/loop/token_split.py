@@ -17,6 +17,7 @@ from posttrain.data.forest import Layout, collate
 from posttrain.errors import ConfigError, ModelError
 from posttrain.methods.config import ASKED, parallel_sizes
 from posttrain.models import token_split
+from posttrain.models.architecture import query_heads
 from posttrain.models.attention import MASKABLE, coarsest_dtype
 from posttrain.models.forward import forward
 from posttrain.models.heads import causal_lm
@@ -67,14 +68,14 @@ def check_heads(config: Any, size: int) -> None:
         ConfigError: Heads of queries do not divide, or the backend takes no mask of ours.
     """
     text = config.get_text_config()
-    heads = int(getattr(text, "num_attention_heads", 0) or 0)
+    heads = query_heads(text)
     if size > 1 and (not heads or heads % size):
         fits = [n for n in range(2, heads + 1) if heads % n == 0]
         raise ConfigError(
             f"sp_size={size} does not divide the {heads} attention heads of {text.model_type}: every process of a group computes "
             f"attention of as many heads. Fix: sp_size one of {fits or '(none)'}."
         )
-    backend = getattr(text, "_attn_implementation", None) or "sdpa"
+    backend = text._attn_implementation or "sdpa"
     if size > 1 and (backend not in MASKABLE or backend == "flex_attention"):
         raise ConfigError(
             f"sp_size={size} with attn_implementation={backend!r}: tokens are exchanged for heads around the calls of sdpa and "
@@ -104,7 +105,7 @@ def check_split(args: PostTrainingConfig, config: PretrainedConfig, *, supported
         value = getattr(args, option, None)
         if value and value != type(args).__dataclass_fields__[option].default:
             raise ConfigError(f"sp_size={size} with {option}={value}: {why}. Fix: leave {option} out, or sp_size=1.")
-    if args.dry_step or getattr(args, "auto_batch_size", False):
+    if args.dry_step or args.auto_batch_size:
         raise ConfigError(f"sp_size={size}: a step is not tried beforehand. Fix: dry_step=False and a number of rows.")
     args.dry_step = False
 

@@ -41,6 +41,7 @@ from posttrain.methods.base import Method
 from posttrain.methods.config import PostTrainingConfig
 from posttrain.metrics import Metric, MetricBuffer, mean
 from posttrain.models import load, memory, parallel, token_split
+from posttrain.models.architecture import config_of, get_config_model_id
 from posttrain.models.forward import noisy_embeddings, router_coefficient
 from posttrain.models.quantised import check_quantised
 from posttrain.models.reference import Reference
@@ -110,7 +111,7 @@ class PostTrainer(transformers.Trainer):
     def __repr__(self) -> str:
         size = sum(parameter.numel() for parameter in self.model.parameters())
         rows = len(self.train_dataset) if isinstance(self.train_dataset, Sized) else "a stream of"
-        source = load.get_config_model_id(self.model.config) or "a model in memory"
+        source = get_config_model_id(self.model.config) or "a model in memory"
         return f"{type(self).__name__}({source}: {size:,} parameters, {rows} rows, {self.args!r})"
 
     @property
@@ -257,7 +258,7 @@ class PostTrainer(transformers.Trainer):
         return load.create_model_from_path(model_id, **kwargs)
 
     def _prepare_model(self, model: nn.Module, args: PostTrainingConfig, peft_config: PeftConfig | None) -> Any:
-        load.check_distributed(getattr(getattr(model, "config", None), "distributed_config", None))
+        load.check_distributed(getattr(config_of(model), "distributed_config", None))
         load.mirror_eos(self.processing_class, model, args)
         self.pad_token_id = load.resolve_pad_token(self.processing_class, model)
         self.fresh_adapter = peft_config is not None

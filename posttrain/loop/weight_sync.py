@@ -17,13 +17,14 @@ from posttrain.checks.server import (
     probe_logprobs,
     probe_sequences,
 )
+from posttrain.data.chat import inner_tokenizer
 from posttrain.errors import ConfigError, RolloutServerError, WeightSyncError
 from posttrain.loop.run import Run
-from posttrain.methods.online_config import VllmSyncFields
 from posttrain.metrics import mean
 from posttrain.models import parallel
+from posttrain.models.architecture import context_length, sliding_window
 from posttrain.models.forward import sequence_logps
-from posttrain.models.heads import picture_encoder, unwrapped
+from posttrain.models.heads import adapters_of, picture_encoder
 from posttrain.rollouts.adapters import AdapterWeights, adapter_obstacle
 from posttrain.rollouts.base import Capabilities, RolloutEngine
 from posttrain.rollouts.engines import create_engine
@@ -79,13 +80,13 @@ def training_engine(model: nn.Module, args: PostTrainingConfig, *, tokenizer: To
     Raises:
         ConfigError: Continuous batching with a processor.
     """
-    options = {"folder": args.output_dir, "cache": getattr(args, "cache_implementation", None)}
+    options = {"folder": args.output_dir, "cache": args.cache_implementation}
     engine: Any = create_engine(args.rollout_engine, model, pad_token_id=pad_token_id, **options)
     if engine.tokenizer is None:
         engine.tokenizer = tokenizer
     if engine.name != "paged":
         return engine
-    if hasattr(tokenizer, "tokenizer"):
+    if inner_tokenizer(tokenizer) is not tokenizer:
         raise ConfigError(
             "use_transformers_continuous_batching=True with a processor: it generates from text alone. Give a tokenizer, or "
             "use another rollout_engine."
@@ -130,11 +131,6 @@ def vllm_engine(model: nn.Module, args: PostTrainingConfig, accelerator: Acceler
     return engine or NonMainRankEngine("server", shared)
 
 
-def sync_option(args: PostTrainingConfig, name: str) -> Any:
-    """A field of `VllmSyncFields`, of configs without them its default."""
-    return getattr(args, name, getattr(VllmSyncFields, name))
-
-
 def whole_update(push: Callable[[], None], tries: int) -> None:
     """One push, the whole of it anew where it failed midway.
 
@@ -163,7 +159,7 @@ class WeightSync:
 
     def __init__(self, engine: Any, run: Run) -> None:
         self.engine, self.run, self.args, self.accelerator = engine, run, run.args, run.accelerator
-        self.retries: int = sync_option(run.args, "vllm_sync_retries")
+        self.retries: int = run.args.vllm_sync_retries
         self._pushed_at: tuple[int, int] | None = None
         self._pushes = 0
         self._checked_at = 0
@@ -177,8 +173,7 @@ class WeightSync:
     @property
     def context(self) -> int | None:
         """Most tokens of prompt and completion, of the model and of the engine."""
-        model = getattr(self.run.model.config.get_text_config(), "max_position_embeddings", None)
-        limits = [model, self.engine.capabilities.context]
+        limits = [context_length(self.run.model.config.get_text_config()), self.engine.capabilities.context]
         return min((limit for limit in limits if limit is not None), default=None)
 
     def check_engine(self, engine: Any) -> None:
@@ -261,7 +256,7 @@ class WeightSync:
         self._pushes += 0 if again else 1
         whole_update(self._push, self.retries + 1)
         self._pushed_at = here
-        every = sync_option(self.args, "weight_parity_every")
+        every = self.args.weight_parity_every
         if self._checked_at == 0 or again or (every and self._pushes - self._checked_at >= every):
             try:
                 self._check_parity()
@@ -302,7 +297,7 @@ class WeightSync:
         Raises:
             ConfigError: ``adapter_sync="adapter"``, and it cannot go alone; or its rank is above what the engine takes.
         """
-        model, choice = self.run.wrapped, sync_option(self.args, "adapter_sync")
+        model, choice = self.run.wrapped, self.args.adapter_sync
         if self._adapter_rank is None:
             rank, layers = parallel.all_gather_objects([(can.adapter_rank, can.adapter_layers)], self.accelerator)[0]
             missing = None if rank else "the engine takes no adapters (vLLM: --enable-lora, on this machine)"
@@ -312,7 +307,7 @@ class WeightSync:
                     f"adapter_sync='adapter': the adapter cannot be sent alone to {self.engine.name}: {why}. Fix: "
                     "adapter_sync='auto', which sends merged weights then."
                 )
-            if choice == "auto" and why and hasattr(unwrapped(model), "peft_config"):
+            if choice == "auto" and why and adapters_of(model):
                 logger.warning("The adapter is added to the weights, and all of them are pushed: %s.", why)
             self._adapter_rank = 0 if choice == "merged" or why else rank
         if self._adapter_rank:
@@ -359,13 +354,13 @@ class WeightSync:
         """What the comparison says, on every process."""
         model = self.run.model
         text = model.config.get_text_config()
-        sequences = probe_sequences(text.vocab_size, self.context, getattr(text, "sliding_window", None))
+        sequences = probe_sequences(text.vocab_size, self.context, sliding_window(text))
         rows = [Row(ids[:1], [ids[1:]], [[1] * (len(ids) - 1)]) for ids in sequences]
         with self.run.inference() as policy:
             ours = [logp.float().cpu().tolist() for logp in sequence_logps(policy, rows)]
 
         mixed = {"bf16": "bfloat16", "fp16": "float16"}.get(str(self.accelerator.mixed_precision))
-        kinds = {"dtype": self.engine.capabilities.dtype, "computed": mixed or getattr(model, "dtype", "float32")}
+        kinds = {"dtype": self.engine.capabilities.dtype, "computed": mixed or model.dtype}
 
         def compare() -> Any:
             if not self.accelerator.is_main_process and self.engine.capabilities.main_process_only:

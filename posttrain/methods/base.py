@@ -149,7 +149,7 @@ class Method(ABC, Generic[Config]):
     @property
     def temperature(self) -> float:
         """What logits are divided by before any log-prob is taken of them."""
-        return float(getattr(self.cfg, "temperature", 1.0))
+        return float(self.cfg.temperature)
 
     def observe(self, terms: LossTerms, outputs: ModelOutputs, denominators: Denominators) -> None:
         """Take in one forward pass of training; for what is steered from step to step."""

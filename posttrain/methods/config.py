@@ -6,7 +6,7 @@ import logging
 import os
 import warnings
 from dataclasses import Field, dataclass, fields
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 import torch
 import transformers
@@ -27,9 +27,6 @@ from posttrain.fields import (
 from posttrain.models.load import check_distributed, with_dtype
 from posttrain.models.parallel import bf16_is_faster
 
-if TYPE_CHECKING:
-    pass
-
 logger = logging.getLogger(__name__)
 
 
@@ -44,7 +41,7 @@ def check_gathering(config: Any) -> None:
     """Refuse or tell that shards stay apart (``ds3_gather_for_generation=False``): every rollout engine reads whole weights."""
     if config.ds3_gather_for_generation:
         return
-    if getattr(config, "use_vllm", False):
+    if config.use_vllm:
         raise ConfigError(
             "ds3_gather_for_generation=False with use_vllm=True: vLLM is sent whole weights. Leave it at True."
         )
@@ -109,6 +106,22 @@ class PostTrainingConfig(transformers.TrainingArguments):
         "max_seq_length": "set max_length",
         "max_prompt_length": "filter the data, or set max_length",
     }
+
+    # What loop, checks and reports read of every config, as it is for a method without such an option: these are no fields.
+    assistant_only_loss = False
+    chat_template_kwargs = None
+    chat_template_path = None
+    eos_token = None
+    freeze_vision = "auto"
+    generations_per_step = 1.0
+    max_images_per_row = None
+    max_length = None
+    packing = False
+    pad_to_multiple_of = None
+    pad_token = None
+    steps_per_generation = None
+    temperature = 1.0
+    use_vllm = False
 
     per_device_train_batch_size: int | str = option(
         PLANNED,
@@ -196,8 +209,7 @@ class PostTrainingConfig(transformers.TrainingArguments):
                 setattr(self, name, read_mapping(name, getattr(self, name)))
         check_parallelism(self)
         self._resolve_checkpointing()
-        if hasattr(self, "pad_to_multiple_of"):
-            self.pad_to_multiple_of = row_multiple(self.pad_to_multiple_of)
+        self.pad_to_multiple_of = row_multiple(self.pad_to_multiple_of)
         self._resolve_bf16()
         self._resolve_batch_size()
         super().__post_init__()
@@ -205,9 +217,9 @@ class PostTrainingConfig(transformers.TrainingArguments):
         if self.model_init_kwargs is not None:
             self.model_init_kwargs = with_dtype(self.model_init_kwargs)  # type: ignore[arg-type]
             check_distributed(self.model_init_kwargs.get("distributed_config"))
-        if getattr(self, "pad_token", None) is not None:
+        if self.pad_token is not None:
             warnings.warn("pad_token is deprecated: set it on the tokenizer.", FutureWarning, stacklevel=4)
-        self._check_preflight()
+        silenced_codes(self.silence_findings)  # type: ignore[arg-type]
         # One non-finite loss must not be replaced by an average of good ones: the log would show a healthy run.
         self.logging_nan_inf_filter = False
         self._made = True
@@ -262,12 +274,9 @@ class PostTrainingConfig(transformers.TrainingArguments):
             if isinstance(value := getattr(self, name), int) and value < 1:
                 raise ConfigError(f"{name}={value} must be at least 1.")
 
-    def _check_preflight(self) -> None:
-        silenced_codes(self.silence_findings)  # type: ignore[arg-type]
-
     def _resolve_checkpointing(self) -> None:
         new_name = hasattr(self, "activation_checkpointing")
-        spelled = [self.gradient_checkpointing, getattr(self, "activation_checkpointing", None)]
+        spelled = [self.gradient_checkpointing, self.activation_checkpointing if new_name else None]
         choices = [value for value in spelled if value is not None]
         if len(choices) == 2 and choices[0] != choices[1]:
             raise ConfigError(
@@ -341,9 +350,7 @@ class PictureConfig:
     def __post_init__(self) -> None:
         choices = {"True": True, "False": False}
         self.freeze_vision = choices.get(str(self.freeze_vision).capitalize(), self.freeze_vision)  # type: ignore[assignment]
-        lengths = (self.image_max_tokens, self.image_max_pixels, getattr(self, "max_length", None))
+        lengths = (self.image_max_tokens, self.image_max_pixels, self.max_length)
         if self.image_fit == "resize" and lengths == (None, None, None):
             raise ConfigError("image_fit='resize' needs a size. Fix: image_max_tokens=256, say.")
-        post = getattr(super(), "__post_init__", None)
-        if post is not None:
-            post()
+        super().__post_init__()  # Of the config that it is a part of.

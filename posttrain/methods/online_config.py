@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 import transformers
 
+from posttrain.data.chat import inner_tokenizer
 from posttrain.errors import ConfigError, MissingDependencyError, check_choice
 from posttrain.fields import (
     NonNegativeFloat,
@@ -220,10 +221,10 @@ def resolve_auto(args: PostTrainingConfig, model: nn.Module, processor: Processo
         processor: Its tokenizer, or a processor with images, from which continuous batching cannot generate.
     """
     on_gpu = next(model.parameters()).device.type == "cuda"
-    if args.rollout_engine != "auto" or getattr(args, "use_vllm", False) or not on_gpu:
+    if args.rollout_engine != "auto" or args.use_vllm or not on_gpu:
         return
     refused = args.refused_engines()
-    if hasattr(processor, "tokenizer"):
+    if inner_tokenizer(processor) is not processor:
         refused.setdefault("paged", "it generates from text alone, and a processor was given")
     name = choose_engine(model, refused)
     if name == "vllm":
@@ -255,6 +256,8 @@ class OnlineConfig(VllmSyncFields, VllmFields, GenerationFields, ReferenceFields
     ]
 
     _least_generations: ClassVar[int] = 2  # Of a group: one completion has nothing to be compared with.
+    log_ref_kl = False  # Of methods without these options: no fields.
+    scale_rewards = "none"
     _corrects_sampler: ClassVar[bool] = False  # The loss weighs by the ratio to what another engine said of its tokens.
 
     learning_rate: float = option(1e-6, "Peak learning rate.")

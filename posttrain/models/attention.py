@@ -12,6 +12,7 @@ from torch import Tensor
 from posttrain.data.forest import Layout
 from posttrain.errors import ModelError
 from posttrain.models import tree_attention
+from posttrain.models.architecture import layer_kinds, sliding_window
 from posttrain.models.heads import causal_lm, learns_prompts, picture_encoder, unwrapped
 from posttrain.models.token_split import TokenSplit
 from posttrain.types import Batch
@@ -56,7 +57,7 @@ def attention_inputs(
     if split is None and span is None and batch.one_sequence_a_row:
         whole = batch.num_tokens == batch.input_ids.numel()
         return {"attention_mask": None if whole else batch.real.long()}
-    implementation = getattr(text, "_attn_implementation", None) or "sdpa"
+    implementation = text._attn_implementation or "sdpa"
     parts = implementation in tree_attention.BACKENDS and span is None and not batch.dense_mask
     if parts or split is not None:
         tree_attention.install(implementation)
@@ -73,8 +74,8 @@ def attention_inputs(
         return tree_attention.added(allowed, dtype, -torch.inf if implementation == "sdpa" else torch.finfo(dtype).min)
 
     forest = {"forest": tree_attention.Forest(batch, split)} if parts or split is not None else {}
-    kinds = set(getattr(text, "layer_types", None) or ())
-    window = getattr(text, "sliding_window", None)
+    kinds = set(layer_kinds(text))
+    window = sliding_window(text)
     if not kinds:
         return {"attention_mask": build(window), **forest}
     limits = {
@@ -127,7 +128,7 @@ def layout_for(model: Module, *, dense_mask: bool = False, autocast: torch.dtype
         autocast: What products are computed in where that is not the dtype of the weights.
     """
     config: Any = model.config
-    implementation = getattr(config.get_text_config(), "_attn_implementation", None) or "sdpa"
+    implementation = config.get_text_config()._attn_implementation or "sdpa"
     if implementation not in MASKABLE:
         return padded_layout(model)
     switch, end = rope_limits(model)
@@ -173,7 +174,7 @@ def dense_layers(model: Module, autocast: torch.dtype | None = None) -> str:
     for name in DROPOUTS:
         if share := getattr(text, name, None):
             return f"{name}={share}"
-    if "chunked_attention" in (getattr(text, "layer_types", None) or ()):
+    if "chunked_attention" in layer_kinds(text):
         return "layers attend within chunks"
     return ""
 

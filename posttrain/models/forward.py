@@ -14,6 +14,7 @@ from posttrain.data.forest import split_by_sequence
 from posttrain.errors import ConfigError, ModelError
 from posttrain.metrics import mean
 from posttrain.models import token_split
+from posttrain.models.architecture import image_token
 from posttrain.models.attention import attention_inputs
 from posttrain.models.heads import (
     PER_TOKEN,
@@ -309,8 +310,7 @@ def inverse_lengths(batch: Batch) -> Tensor:
 
 def _view(model: nn.Module, batch: Batch, columns: slice | None = None) -> VisionView:
     """See `view`; a text model has nothing to see."""
-    config = getattr(model, "config", None)
-    reads_images = any(getattr(config, name, None) is not None for name in ("image_token_id", "image_token_index"))
+    reads_images = image_token(model.config) is not None
     return view(model, batch, columns) if reads_images or batch.pictures else VisionView(batch.position_ids)
 
 

@@ -18,6 +18,7 @@ from posttrain.errors import ConfigError, ModelError
 from posttrain.losses.divergence import collision_logp
 from posttrain.losses.truncation import kept_log_mass
 from posttrain.models import parallel
+from posttrain.models.architecture import experts_per_token
 from posttrain.models.lean_layers import keep_inputs_only
 from posttrain.models.logprob import token_logprobs
 from posttrain.types import WHOLE, Truncation
@@ -163,7 +164,7 @@ class ScoreHead:
     inputs: Callable[[Any], dict[str, Any]] | None = None
 
 
-def unwrapped(model: nn.Module) -> Any:
+def unwrapped(model: object) -> Any:
     """The model, or the peft wrapper around it, inside what parallelism put on top (DDP's ``module``)."""
     while isinstance(getattr(model, "module", None), nn.Module):
         model = model.module
@@ -176,11 +177,16 @@ def causal_lm(model: nn.Module) -> Any:
     return inner.get_base_model() if hasattr(inner, "get_base_model") else inner
 
 
+def adapters_of(model: object) -> dict[str, PeftConfig]:
+    """Configs of the adapters that a model carries, by their names; none of a bare model."""
+    return getattr(unwrapped(model), "peft_config", {})
+
+
 def learns_prompts(model: nn.Module) -> bool:
     """Whether a peft wrapper, switched on, puts virtual tokens before every row, and takes 2-D masks only."""
     bare = unwrapped(model)
     config = getattr(bare, "active_peft_config", None)
-    return bool(getattr(config, "is_prompt_learning", False)) and not getattr(bare, "_adapters_disabled", False)
+    return config is not None and config.is_prompt_learning and not bare._adapters_disabled
 
 
 def virtual_tokens(model: nn.Module) -> int:
@@ -267,7 +273,7 @@ def score_layer(inner: nn.Module) -> Any:
 
 def train_new_tokens(peft_config: PeftConfig | None, model: nn.Module, added: list[int]) -> Any:
     """An adapter config that also trains the embeddings of tokens that were just added; the caller's is not changed."""
-    if peft_config is None or not added or getattr(peft_config, "is_prompt_learning", False):
+    if peft_config is None or not added or peft_config.is_prompt_learning:
         return peft_config
     config = copy.deepcopy(peft_config)
     embedding = model.get_input_embeddings()
@@ -280,7 +286,7 @@ def train_new_tokens(peft_config: PeftConfig | None, model: nn.Module, added: li
     if isinstance(indices, list):
         indices = {name: indices}
     config.trainable_token_indices = {**indices, name: sorted({*indices.get(name, []), *added})}
-    head = getattr(model, "get_output_embeddings", lambda: None)()
+    head = model.get_output_embeddings()
     tied = bool(getattr(model.config.get_text_config(), "tie_word_embeddings", False))
     if head is not None and not tied and "lm_head" not in (config.modules_to_save or []):
         logger.warning("new tokens were added: lm_head is trained and saved in full beside the adapter.")
@@ -324,9 +330,9 @@ def is_one_matrix(layer: nn.Module) -> bool:
 def _project(inner: nn.Module, hidden: Tensor, head: TokenHead) -> dict[str, Tensor]:
     """Log-probs of the targets under the model's own output layer."""
     layer = inner.get_output_embeddings()
-    if hasattr(layer, "modules_to_save") and not getattr(layer, "disable_adapters", False):  # Trained whole by peft.
-        active = getattr(layer, "active_adapters", None) or [getattr(layer, "active_adapter", "default")]
-        layer = next((layer.modules_to_save[name] for name in active if name in layer.modules_to_save), layer)
+    if hasattr(layer, "modules_to_save") and not layer.disable_adapters:  # Trained whole by peft.
+        active = (name for name in layer.active_adapters if name in layer.modules_to_save)
+        layer = next((layer.modules_to_save[name] for name in active), layer)
     elif hasattr(layer, "original_module"):
         layer = layer.original_module
     rule = LogitRule.of(inner.config)
@@ -391,7 +397,7 @@ def _balance(
     Reference: Switch Transformers, arXiv:2101.03961, equation 4.
     """
     text = inner.config.get_text_config()
-    top_k = int(getattr(text, "num_experts_per_tok", None) or getattr(text, "top_k_experts", None) or 2)
+    top_k = experts_per_token(text) or 2
     kept = real.flatten().bool()
     layers = [logits.reshape(-1, logits.shape[-1])[kept] for logits in router_logits]
     probabilities = torch.cat(layers).float().softmax(-1)  # (layers N, E)

@@ -19,6 +19,7 @@ from posttrain.errors import ArgumentTypeError, ConfigError, DataError, ModelErr
 from posttrain.fields import PositiveInt, Share, check_fields, option
 from posttrain.integrations import require
 from posttrain.integrations.hub import explained, not_found, refuse_unreachable
+from posttrain.models.architecture import config_of, generation_config_of, get_config_model_id, text_of
 from posttrain.models.heads import causal_lm
 from posttrain.models.parallel import bf16_is_faster
 from posttrain.models.quantised import prepare_adapter
@@ -269,7 +270,7 @@ def create_model_from_path(model_id: str, architecture: Any = None, **kwargs: An
         architecture = getattr(transformers, name, transformers.AutoModelForCausalLM)
     with explained("model", model_id):
         model = architecture.from_pretrained(model_id, dtype=dtype, **kwargs)
-    _tell_size(model_id, model, getattr(config, "dtype", None))
+    _tell_size(model_id, model, config.dtype)
     return model
 
 
@@ -321,11 +322,6 @@ def model_id_of(model: nn.Module, needed_by: str) -> str:
     return get_config_model_id(causal_lm(model).config)
 
 
-def get_config_model_id(config: PretrainedConfig) -> str:
-    """Where the model came from, or ``""`` for one built in memory."""
-    return getattr(config, "_name_or_path", "") or ""
-
-
 def load_tokenizer(
     model_id: str, *, trust_remote_code: bool = False, revision: str | None = None
 ) -> PreTrainedTokenizerBase:
@@ -361,9 +357,9 @@ def resolve_pad_token(tokenizer: PreTrainedTokenizerBase, model: Module | None =
         tokenizer.pad_token = _unused_token(tokenizer, model) or tokenizer.eos_token
         logger.info("the tokenizer has no pad token; %r serves, and padding is told by position.", tokenizer.pad_token)
     pad = int(tokenizer.pad_token_id)
-    config: Any = getattr(model, "config", None)
-    if config is not None:
-        config.get_text_config().pad_token_id = pad
+    text = text_of(config_of(model))
+    if text is not None:
+        text.pad_token_id = pad
     return pad
 
 
@@ -413,7 +409,7 @@ def _check_adapter(model: nn.Module, activation_checkpointing: bool) -> None:
             "the model's adapter has no trainable parameter: it was loaded for inference. Load it with "
             "PeftModel.from_pretrained(model, folder, is_trainable=True)."
         )
-    kind = getattr(model.active_peft_config, "peft_type", None)
+    kind = model.active_peft_config.peft_type
     if activation_checkpointing and kind in ("PREFIX_TUNING", "CARTRIDGE"):
         raise ConfigError(
             f"{getattr(kind, 'value', kind)} keeps its prefix in the key-value cache, which recomputing activations drops. Set "
@@ -426,7 +422,7 @@ TEMPLATE_FILES = (".jinja", ".j2")
 
 def changes_vocabulary(args: PostTrainingConfig) -> bool:
     """Whether ``chat_template_path`` names a tokenizer to clone, not a file with a template's text."""
-    path = getattr(args, "chat_template_path", None)
+    path = args.chat_template_path
     return path is not None and not str(path).endswith(TEMPLATE_FILES)
 
 
@@ -442,7 +438,7 @@ def prepare_tokenizer(tokenizer: Tokenizer, args: PostTrainingConfig) -> None:
             f"processing_class must be a tokenizer or a processor, and it is {type(tokenizer).__name__}. Load it with "
             "AutoTokenizer.from_pretrained, or leave it out: then the model's own is loaded."
         )
-    path = getattr(args, "chat_template_path", None)
+    path = args.chat_template_path
     if path is not None and not changes_vocabulary(args):
         if not Path(path).is_file():
             raise ConfigError(f"chat_template_path={path!r}: there is no such file.")
@@ -464,9 +460,9 @@ def mirror_eos(tokenizer: Tokenizer, model: nn.Module, args: PostTrainingConfig)
 
     The generation config keeps the stops it has; the model's config changes only for an ``eos_token`` that was asked for.
     """
-    if getattr(args, "eos_token", None) is not None:
+    if args.eos_token is not None:
         model.config.get_text_config().eos_token_id = tokenizer.eos_token_id
-    generation = getattr(model, "generation_config", None)
+    generation = generation_config_of(model)
     if generation is None:
         return
     known = generation.eos_token_id
@@ -582,7 +578,7 @@ def _mirror(model: nn.Module, tokenizer: Tokenizer) -> None:
         for name, value in ids.items():
             if value is not None:
                 setattr(config, name, value)
-    generation = getattr(model, "generation_config", None)
+    generation = generation_config_of(model)
     if generation is None or not model.can_generate():
         return
     for name in ("bos_token_id", "pad_token_id"):

@@ -25,6 +25,7 @@ from transformers import TrainerCallback
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from posttrain.errors import ConfigError, ModelError
+from posttrain.models.architecture import differs_by_layer, experts_per_token, head_size, layer_kinds
 from posttrain.models.heads import causal_lm
 
 if TYPE_CHECKING:
@@ -91,6 +92,16 @@ def recompute_activations(model: nn.Module, options: dict[str, Any] | None = Non
     enable(kwargs or None, **own)
 
 
+def recomputes(args: TrainingArguments) -> bool:
+    """Whether activations are computed again in backward, by either name of the switch: transformers has two of late."""
+    return bool(getattr(args, "activation_checkpointing", None) or args.gradient_checkpointing)
+
+
+def recompute_options(args: TrainingArguments) -> dict[str, Any]:
+    """What goes with the switch that `recomputes` reads, by either name."""
+    return dict(getattr(args, "activation_checkpointing_kwargs", None) or args.gradient_checkpointing_kwargs or {})
+
+
 def keep_last_activations(model: nn.Module, count: int | None = None) -> int:
     """Switch checkpointing off in the last ``count`` layers (None: `layers_to_keep`) and say how many there were.
 
@@ -118,11 +129,10 @@ class KeepLastActivations(TrainerCallback):
         model: nn.Module | None = None,
         **kwargs: Any,
     ) -> None:
-        options = getattr(args, "activation_checkpointing_kwargs", None) or args.gradient_checkpointing_kwargs or {}
-        if "selective" in options and (getattr(args, "activation_checkpointing", None) or args.gradient_checkpointing):
-            recompute_activations(
-                causal_lm(model), options
-            )  # The trainer passed it on as it is written, which torch does not know.
+        options = recompute_options(args)
+        if "selective" in options and recomputes(args):
+            # The trainer passed it on as it is written, which torch does not know.
+            recompute_activations(causal_lm(model), options)
         if "every_n_layers" not in options:
             keep_last_activations(model, args.kept_layers)
 
@@ -328,7 +338,7 @@ def available_memory(device: torch.device | str, limit: int | None = None) -> Av
         device: ``torch.device`` or its type.
         limit: Bytes that the user allows; None: all.
     """
-    kind = str(getattr(device, "type", device))
+    kind = torch.device(device).type
     if kind == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         available = Available(free + torch.cuda.memory_reserved(device), total, "the GPU")
@@ -361,14 +371,14 @@ def _read(path: str) -> str:
 
 def in_use(device: torch.device | str) -> int:
     """Bytes that this process holds now."""
-    if str(getattr(device, "type", device)) == "cuda":
+    if torch.device(device).type == "cuda":
         return torch.cuda.memory_allocated(device)
     return psutil.Process().memory_info().rss
 
 
 def peak_in_use(device: torch.device | str) -> int:
     """Most bytes that this process held since `reset_peak`, or ever."""
-    if str(getattr(device, "type", device)) == "cuda":
+    if torch.device(device).type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     for line in _read("/proc/self/status").splitlines():
         if line.startswith("VmHWM:"):
@@ -379,7 +389,7 @@ def peak_in_use(device: torch.device | str) -> int:
 
 def reset_peak(device: torch.device | str) -> bool:
     """Start a new peak; False where the system does not allow it (the peak is then that of the whole process)."""
-    if str(getattr(device, "type", device)) == "cuda":
+    if torch.device(device).type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         return True
     try:
@@ -408,10 +418,10 @@ def _number(config: PretrainedConfig, *names: str) -> int:
 
 
 def _text_config(config: PretrainedConfig) -> Any:
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    kinds = set(getattr(text, "layer_types", None) or ())
+    text = config.get_text_config()
+    kinds = set(layer_kinds(text))
     foreign = {kind for kind in kinds if not str(kind).endswith("attention") or str(kind).startswith("linear")}
-    mixed = getattr(text, "is_heterogeneous", False)
+    mixed = differs_by_layer(text)
     if foreign or mixed or getattr(text, "kv_lora_rank", None):
         what = f"layers of kind {sorted(foreign)}" if foreign else "latent attention (kv_lora_rank)"
         what = "layers whose heads differ in size" if mixed else what
@@ -420,19 +430,6 @@ def _text_config(config: PretrainedConfig) -> Any:
             "torch.utils.flop_counter.FlopCounterMode instead."
         )
     return text
-
-
-def layer_configs(config: PretrainedConfig) -> list[Any]:
-    """A config for each layer: of one kind, or Gemma 4's, whose head size differs between layers."""
-    if getattr(config, "is_heterogeneous", False):
-        return [config.per_layer_config[i] for i in range(config.num_hidden_layers)]
-    return [config] * config.num_hidden_layers
-
-
-def key_value_width(config: PretrainedConfig) -> int:
-    """Numbers of a token's keys in one layer: key-value heads times the size of a head."""
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    return heads * (getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
 
 @functools.lru_cache(maxsize=4)
@@ -458,7 +455,7 @@ def _products(kind: Any, settings: str) -> int:
     looked_up = {p for module in layers.modules() if isinstance(module, nn.Embedding) for p in module.parameters()}
     named = layers.named_parameters()
     weights = [p for name, p in named if p.dim() > 1 and p not in looked_up and not name.endswith("bias")]
-    experts = getattr(config, "num_experts_per_tok", None) or getattr(config, "top_k_experts", None) or 0
+    experts = experts_per_token(config)
     # Weights of experts lie in one tensor (experts, ...).
     return sum(2 * p.numel() if p.dim() == 2 else 2 * p.numel() // len(p) * experts for p in weights)
 
@@ -466,8 +463,7 @@ def _products(kind: Any, settings: str) -> int:
 def _scores(config: PretrainedConfig, seq_len: int) -> int:
     """Forward operations of the attention scores and their product with the values, for one token."""
     heads = _number(config, "num_attention_heads")
-    size = getattr(config, "head_dim", None) or _number(config, "hidden_size") // heads
-    return _number(config, "num_hidden_layers") * 4 * heads * size * seq_len
+    return _number(config, "num_hidden_layers") * 4 * heads * head_size(config) * seq_len
 
 
 def compute_flops_per_token(config: PretrainedConfig, seq_len: int) -> int:

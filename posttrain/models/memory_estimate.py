@@ -22,9 +22,10 @@ from torch.utils._pytree import tree_leaves
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from posttrain.errors import ModelError
+from posttrain.models.architecture import inner_size, key_value_width, layer_configs
 from posttrain.models.attention import attention_inputs
 from posttrain.models.heads import ScoreHead, TokenHead, causal_lm, has_tower, install_token_head
-from posttrain.models.memory import keep_last_activations, key_value_width, layer_configs, recompute_activations
+from posttrain.models.memory import keep_last_activations, recompute_activations
 from posttrain.models.value_head import attach_value
 from posttrain.models.vision import adapter_of_text, frozen_parameters, traced_features
 from posttrain.types import Batch
@@ -317,11 +318,10 @@ def _generation(call: Generating, part: Part, model: nn.Module) -> dict[str, int
         room = 64 << max(0, (call.completion_tokens - 1) // 64).bit_length()
         kept = min(call.prompts, live)
         prefill = min(PREFILL_TOKENS, call.prompts * call.prompt_tokens) or prefill
-    inner = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
     return {
         "keys and values": each * (live * room + kept * call.prompt_tokens),
         "logits": 3 * live * config.vocab_size * 4,
-        "activations": prefill * (3 * inner + 6 * config.hidden_size) * item,
+        "activations": prefill * (3 * inner_size(config) + 6 * config.hidden_size) * item,
     }
 
 

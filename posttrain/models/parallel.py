@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from accelerate.state import GradientState
+from torch.distributed.tensor import DTensor
 
 from posttrain.errors import CheckpointError, ConfigError, PosttrainError
 from posttrain.integrations import require
@@ -113,6 +114,10 @@ def _deepspeed_plugin(accelerator: Accelerator) -> Any:
     return getattr(accelerator.state, "deepspeed_plugin", None)
 
 
+def _fsdp_plugin(accelerator: Accelerator) -> Any:
+    return getattr(accelerator.state, "fsdp_plugin", None)
+
+
 def refuse_lost_sharding(accelerator: Accelerator, args: PostTrainingConfig) -> None:
     """Refuse FSDP that accelerate makes DDP of: it shards on accelerators alone, and says nothing of it on a CPU.
 
@@ -121,7 +126,7 @@ def refuse_lost_sharding(accelerator: Accelerator, args: PostTrainingConfig) -> 
     """
     launched = os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true"
     name = str(accelerator.distributed_type)
-    if accelerator.num_processes > 1 and (getattr(args, "fsdp", None) or launched) and "FSDP" not in name:
+    if accelerator.num_processes > 1 and (args.fsdp or launched) and "FSDP" not in name:
         raise ConfigError(
             f"FSDP was asked for, and accelerate runs {name.rpartition('.')[2]} on {accelerator.device.type!r}: every one of "
             f"{accelerator.num_processes} processes would hold the whole model. Fix: leave FSDP out on a CPU (DDP: "
@@ -134,7 +139,7 @@ def shard_present_layers(accelerator: Accelerator, model: torch.nn.Module) -> No
 
     LLaVA lists the text half of CLIP, of which it takes the tower alone.
     """
-    plugin = getattr(accelerator.state, "fsdp_plugin", None)
+    plugin = _fsdp_plugin(accelerator)
     if plugin is not None and plugin.transformer_cls_names_to_wrap is None:
         present = {type(module).__name__ for module in model.modules()}
         named = getattr(model, "_no_split_modules", None) or ()
@@ -429,7 +434,7 @@ def reading_fsdp(accelerator: Accelerator, folder: str | None, *, shards: bool) 
     from accelerate import DistributedType, FullyShardedDataParallelPlugin
 
     state = accelerator.state
-    plugin = getattr(state, "fsdp_plugin", None)
+    plugin = _fsdp_plugin(accelerator)
     reader = copy.copy(plugin) if shards else FullyShardedDataParallelPlugin(fsdp_version=2)
     reader.state_dict_config = reader.optim_state_dict_config = None
     reader.set_state_dict_type("SHARDED_STATE_DICT" if saved[0].is_dir() else "FULL_STATE_DICT")
@@ -448,7 +453,7 @@ def reading_fsdp(accelerator: Accelerator, folder: str | None, *, shards: bool) 
 @contextmanager
 def saved_whole(accelerator: Accelerator, wanted: bool) -> Iterator[None]:
     """What FSDP saves is the whole model, where it is wanted: of a run with sharded checkpoints transformers saves nothing."""
-    plugin = getattr(accelerator.state, "fsdp_plugin", None)
+    plugin = _fsdp_plugin(accelerator)
     if plugin is None or not wanted:
         yield
         return
@@ -459,10 +464,15 @@ def saved_whole(accelerator: Accelerator, wanted: bool) -> Iterator[None]:
         plugin.state_dict_type = kind
 
 
+def is_partitioned(parameter: torch.Tensor) -> bool:
+    """Whether ZeRO-3 has divided a parameter over the processes."""
+    return hasattr(parameter, "ds_id")
+
+
 @contextmanager
 def gathered(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
     """A few parameters whole while they are read; a collective under ZeRO-3, nothing elsewhere."""
-    sharded = [p for p in parameters if hasattr(p, "ds_id")]
+    sharded = [p for p in parameters if is_partitioned(p)]
     if not sharded:
         yield
         return
@@ -473,7 +483,7 @@ def gathered(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
 
 def whole_tensor(tensor: Any) -> torch.Tensor:
     """All of a tensor that FSDP2 may have cut into shards; then a collective that every rank must join."""
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def flattens_parameters(model: torch.nn.Module) -> bool:

@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from transformers import PretrainedConfig
 
 from posttrain.data.forest import Layout, collate
 from posttrain.data.pictures import Picture, read_picture
 from posttrain.errors import ModelError
 from posttrain.models import tree_attention
-from posttrain.models.heads import causal_lm, learns_prompts, picture_encoder, unwrapped
+from posttrain.models.architecture import config_of, head_size, key_value_heads, layer_kinds, query_heads
+from posttrain.models.heads import adapters_of, causal_lm, learns_prompts, picture_encoder, unwrapped
 from posttrain.models.vision import for_tower, probe_pictures, probe_rows
 from posttrain.types import Row
 
@@ -48,10 +50,10 @@ LONGEST = 1024  # Tokens of a prompt in a probe that must reach beyond a window 
 def probe_key(model: Module) -> str:
     """What a probe's verdict holds for: class, config, backend, dtypes, device and adapters; two configs of a class differ."""
     inner: Any = causal_lm(model)
-    adapters = {name: str(one) for name, one in getattr(unwrapped(model), "peft_config", {}).items()}
+    adapters = {name: str(one) for name, one in adapters_of(model).items()}
     text = inner.config.get_text_config()
     return json.dumps([
-        type(inner).__qualname__, inner.config.to_dict(), str(getattr(text, "_attn_implementation", None)), adapters,
+        type(inner).__qualname__, inner.config.to_dict(), str(text._attn_implementation), adapters,
         str(getattr(unwrapped(model), "active_adapter", "")), learns_prompts(model),
         str(coarsest_dtype(model)), next(model.parameters()).device.type, picture_encoder(model) is not None,
     ], sort_keys=True, default=str)  # fmt: skip
@@ -82,14 +84,12 @@ def probe_cases(model: Module) -> list[tuple[int, AbstractContextManager[None]]]
     cases: list[tuple[int, AbstractContextManager[None]]] = [(7, nullcontext())]
     inner: Any = causal_lm(model)
     text = inner.config.get_text_config()
-    kinds = getattr(text, "layer_types", None)
-    if getattr(inner, "_is_stateful", False) or set(kinds or ()) - KINDS:
-        raise ModelError(
-            f"it has layers that mix tokens by other means than attention ({sorted(set(kinds or ()) - KINDS)})"
-        )
+    kinds = layer_kinds(text)
+    if inner._is_stateful or set(kinds) - KINDS:
+        raise ModelError(f"it has layers that mix tokens by other means than attention ({sorted(set(kinds) - KINDS)})")
     sizes = {name: getattr(text, name, None) for name in (*SHRINKABLE, *FIXED)}
     windows = {name: size for name, size in sizes.items() if isinstance(size, int) and size > 0}
-    if kinds is not None and all(kind == "full_attention" for kind in kinds):
+    if kinds and all(kind == "full_attention" for kind in kinds):
         windows.pop("sliding_window", None)
     shrinkable = {name: size for name, size in windows.items() if name in SHRINKABLE and size > NARROW}
     if shrinkable:
@@ -107,8 +107,8 @@ def probe_cases(model: Module) -> list[tuple[int, AbstractContextManager[None]]]
 @contextmanager
 def _narrowed(model: Module, windows: dict[str, int]) -> Iterator[None]:
     """Inside, these numbers are `NARROW` wherever configs and layers of the model have them."""
-    configs = [getattr(module, "config", None) for module in model.modules()]
-    configs += [one.get_text_config() for one in configs if hasattr(one, "get_text_config")]
+    configs = [config_of(module) for module in model.modules()]
+    configs += [one.get_text_config() for one in configs if isinstance(one, PretrainedConfig)]
     holders = {id(one): one for one in (*model.modules(), *configs) if one is not None}.values()
     windowed = [(one, name, size) for one in holders for name, size in windows.items() if vars(one).get(name) == size]
     try:
@@ -142,7 +142,7 @@ def probe_layout(model: Module, autocast: torch.dtype | None = None) -> Layout:
         return PROBED[key]
     layout, text = layout_for(model, autocast=autocast), causal_lm(model).config.get_text_config()
     name = type(model).__name__ + " " + text.model_type
-    backend = str(getattr(text, "_attn_implementation", None))
+    backend = str(text._attn_implementation)
     if layout.kind == "tree" and not layout.dense_mask and (fault := _fault(model, layout, autocast)):
         layout = replace(layout_for(model, dense_mask=True), rope_switch=layout.rope_switch, rope_end=layout.rope_end)
         logger.warning(
@@ -285,12 +285,11 @@ def _fault(model: Module, layout: Layout, autocast: torch.dtype | None = None) -
 def _kernel_fault(model: Module, autocast: torch.dtype | None) -> str:
     """What log-probs alone do not show: gradients of the kernels that this device has, at the heads of this model."""
     text, weight = causal_lm(model).config.get_text_config(), next(model.parameters())
-    heads, kv = (getattr(text, name, None) for name in ("num_attention_heads", "num_key_value_heads"))
-    size = getattr(text, "head_dim", None) or (text.hidden_size // heads if heads else None)
-    if not isinstance(heads, int) or not isinstance(size, int):
+    heads = query_heads(text)
+    if not heads:
         return ""
     dtype = autocast or (coarsest_dtype(model) if coarsest_dtype(model).is_floating_point else weight.dtype)
-    return tree_attention.kernel_fault(weight.device, dtype, heads, kv if isinstance(kv, int) else heads, size)
+    return tree_attention.kernel_fault(weight.device, dtype, heads, key_value_heads(text), head_size(text))
 
 
 def _forest_fault(model: Module, layout: Layout) -> str:

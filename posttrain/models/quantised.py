@@ -19,6 +19,8 @@ from transformers import PretrainedConfig
 
 from posttrain.errors import ConfigError
 from posttrain.integrations import require
+from posttrain.models.architecture import config_of
+from posttrain.models.heads import adapters_of
 
 if TYPE_CHECKING:
     from peft import PeftConfig
@@ -87,14 +89,14 @@ def check_quantised(
     bits = bits_asked(named) if isinstance(model, str) else bits_of(model)
     if bits is None:
         return
-    if peft_config is None and not hasattr(model, "peft_config"):
+    if peft_config is None and not adapters_of(model):
         raise ConfigError(
             f"the model's weights are quantised to {bits} bits and there is no adapter (peft_config=None): packed weights cannot "
             "be trained. Fix: peft_config=LoraConfig(r=16, target_modules='all-linear') (--use_peft), or load the model "
             "without quantization_config."
         )
     deepspeed = getattr(args, "hf_deepspeed_config", None)
-    fsdp = bool(getattr(args, "fsdp", None)) or os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true"
+    fsdp = bool(args.fsdp) or os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true"
     if fsdp or (deepspeed is not None and deepspeed.is_zero3()):
         raise ConfigError(
             f"the model's weights are quantised to {bits} bits and {'FSDP' if fsdp else 'ZeRO-3'} would cut them into shards: no "
@@ -114,7 +116,7 @@ def _packed_already(model: str, revision: str | None) -> Any:
 
 def compute_dtype(model: nn.Module) -> torch.dtype:
     """What products with quantised weights are computed in: the config's word of 4-bit weights, else bfloat16."""
-    settings = getattr(getattr(model, "config", None), "quantization_config", None)
+    settings = getattr(config_of(model), "quantization_config", None)
     named = getattr(settings, "bnb_4bit_compute_dtype", None) if bits_of(model) == 4 else None
     return named if isinstance(named, torch.dtype) else torch.bfloat16
 

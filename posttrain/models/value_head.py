@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from posttrain.errors import ModelError
+from posttrain.models.architecture import label_count
 from posttrain.models.heads import causal_lm, install_token_head, score_layer
 
 if TYPE_CHECKING:
@@ -137,7 +138,7 @@ def check_scorer(model: nn.Module, role: str) -> None:
     Raises:
         ModelError: Several labels, or no classification head.
     """
-    labels = getattr(getattr(model, "config", None), "num_labels", None)
+    labels = label_count(model)
     if score_layer(model) is None or labels != 1:
         what = "no classification head" if score_layer(model) is None else f"num_labels={labels}"
         raise ModelError(
@@ -175,7 +176,7 @@ def check_vocabulary(tokenizer: Tokenizer, model: nn.Module, role: str) -> None:
 def _own_vocabulary(model: nn.Module) -> dict[int, str]:
     from transformers import AutoTokenizer
 
-    name = getattr(model.config, "_name_or_path", "") or ""
+    name = model.config._name_or_path
     if not name:
         return {}
     try:

@@ -19,7 +19,8 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from posttrain.data.pictures import Picture, Placed
 from posttrain.data.processors import PictureProcessor
 from posttrain.errors import ModelError
-from posttrain.models.heads import LANGUAGE, causal_lm, picture_encoder, unwrapped
+from posttrain.models.architecture import image_token
+from posttrain.models.heads import LANGUAGE, adapters_of, causal_lm, picture_encoder, unwrapped
 from posttrain.models.parallel import gathers_in_forward, shards_parameters
 from posttrain.types import Batch, Row, Segment
 
@@ -369,9 +370,9 @@ def frozen_parameters(model: nn.Module, choice: Any, *, images: bool) -> dict[st
 
 def adapter_of_text(model: nn.Module, config: PretrainedConfig, choice: Any) -> Any:
     """The adapter's config with the paths of the text model's layers as targets, unless the tower may be adapted."""
-    targets = getattr(config, "target_modules", None)
     if config is None or choice is False or not hasattr(config, "target_modules"):
         return config
+    targets = config.target_modules
     if isinstance(targets, str) and targets != "all-linear":
         return config
     linear = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
@@ -410,7 +411,7 @@ def install_pictures(model: nn.Module, processor: ProcessorMixin, *, cache_bytes
         return installed
     encoder = PictureEncoder(PictureProcessor(processor), cache_bytes)
     family, config = encoder.processor.family, inner.config
-    wanted = _placeholder(inner)
+    wanted = image_token(config)
     if config.model_type not in (family.models or (config.model_type,)) or wanted != encoder.processor.token_id:
         raise ModelError(
             f"PT-G004: {type(processor).__name__} is of {', '.join(family.models) or 'no known family'} with the placeholder id "
@@ -429,12 +430,6 @@ def install_pictures(model: nn.Module, processor: ProcessorMixin, *, cache_bytes
     return encoder
 
 
-def _placeholder(model: nn.Module) -> int | None:
-    """The id that a feature replaces, by the model's config; None: it reads no images."""
-    config = getattr(model, "config", None)
-    return getattr(config, "image_token_id", None) or getattr(config, "image_token_index", None)
-
-
 def load_renamed(model: nn.Module, folder: str, accelerator: Accelerator) -> None:
     """Load a checkpoint whose names are those of the hub, not of the model's parameters.
 
@@ -447,7 +442,7 @@ def load_renamed(model: nn.Module, folder: str, accelerator: Accelerator) -> Non
         accelerator: Of the run.
     """
     inner: Any = unwrapped(model)
-    if hasattr(inner, "get_base_model") or shards_parameters(accelerator):
+    if adapters_of(inner) or shards_parameters(accelerator):
         return
     names: set[str] = set()
     for path in Path(folder).glob("model*.safetensors"):
@@ -510,7 +505,7 @@ def view(model: nn.Module, batch: Batch, columns: slice | None = None) -> Vision
             raise ModelError(
                 f"a batch has {len(placed)} pictures, and {type(model).__name__} was not prepared for pictures."
             )
-        token = _placeholder(causal_lm(model))
+        token = image_token(causal_lm(model).config)
         if token is not None and bool((batch.input_ids == token).any()):
             raise ModelError(
                 f"PT-G011: a pass has the image placeholder {token} and no pictures: {type(causal_lm(model)).__name__} reads "

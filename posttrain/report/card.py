@@ -10,9 +10,11 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from posttrain.data.chat import template_text
 from posttrain.errors import check_choice
 from posttrain.integrations import require
-from posttrain.models.load import get_config_model_id
+from posttrain.models.architecture import get_config_model_id
+from posttrain.models.heads import causal_lm
 from posttrain.report.files import whole_file
 from posttrain.report.templates import TEMPLATES
 
@@ -143,7 +145,7 @@ def create_model_card(
         paper_id=paper.get("id"),
         trainer_citation=paper.get("citation"),
         task=_task(trainer.model),
-        chat=bool(getattr(tokenizer, "chat_template", None)),
+        chat=bool(template_text(tokenizer)),
     )
     with whole_file(folder / "README.md") as part:
         part.write_text(str(card), encoding="utf-8")
@@ -178,7 +180,7 @@ def _is_hub_id(name: str) -> bool:
 
 
 def _task(model: nn.Module) -> str:
-    name = type(model.get_base_model() if hasattr(model, "get_base_model") else model).__name__
+    name = type(causal_lm(model)).__name__
     return TASKS[name.endswith("ForSequenceClassification")]
 
 

@@ -20,11 +20,12 @@ import datasets
 import torch
 import transformers
 
-from posttrain.data.chat import terminal_token_ids, tokenize_prompts
+from posttrain.data.chat import inner_tokenizer, terminal_token_ids, tokenize_prompts
 from posttrain.data.samplers import check_prompts
 from posttrain.errors import ConfigError, DataError
 from posttrain.integrations import require
 from posttrain.models import parallel
+from posttrain.models.architecture import context_length, generation_config_of
 from posttrain.models.load import resolve_pad_token
 from posttrain.report.files import read_line, whole_file
 from posttrain.report.record import RunRecordCallback
@@ -63,7 +64,7 @@ def to_sampling(config: GenerationConfig | None, tokenizer: Tokenizer, model: nn
     Raises:
         ConfigError: The config was given and asks for something an engine cannot do (beams, stop strings, ...).
     """
-    own = getattr(model, "generation_config", None)
+    own = generation_config_of(model)
     asked = {} if config is None else config.to_diff_dict()
     for name in [name for name in asked if name not in KNOWN and not name.startswith("_")]:
         raise ConfigError(
@@ -112,12 +113,12 @@ class EvalPrompts:
     ) -> None:
         self.trainer = trainer
         tokenizer = trainer.processing_class
-        self.tokenizer = getattr(tokenizer, "tokenizer", tokenizer)
+        self.tokenizer = inner_tokenizer(tokenizer)
         name = "dataset" if dataset is not None else "eval_dataset"
         rows = _rows(trainer.eval_dataset if dataset is None else dataset, name, num_prompts)
         check_prompts(rows, name, self.tokenizer)
         self.rows = [{key: row[key] for key in PROMPT_COLUMNS if row.get(key) is not None} for row in rows]
-        kwargs = getattr(trainer.args, "chat_template_kwargs", None)
+        kwargs = getattr(trainer.args, "chat_template_kwargs", None)  # Of any trainer of transformers.
         self.ids = tokenize_prompts(
             self.rows, self.tokenizer, chat_template_kwargs=kwargs if isinstance(kwargs, dict) else None
         )
@@ -132,7 +133,7 @@ class EvalPrompts:
 
     def _check_room(self, name: str) -> None:
         config = self.trainer.accelerator.unwrap_model(self.trainer.model).config.get_text_config()
-        context, new = getattr(config, "max_position_embeddings", None), self.sampling.max_new_tokens
+        context, new = context_length(config), self.sampling.max_new_tokens
         for index, ids in enumerate(self.ids):
             if context is not None and len(ids) + new > context:
                 raise DataError(

@@ -282,7 +282,7 @@ def _padding_share(flat: list[TokenSequence], rows: int, batch_size: int) -> flo
 
 def _roles(tokenizer: Tokenizer) -> dict[int, str]:
     """Id to what a special token is for; one token may have several uses."""
-    added = getattr(tokenizer, "added_tokens_decoder", {})
+    added = tokenizer.added_tokens_decoder
     special = set(tokenizer.all_special_ids) | {i for i, token in added.items() if token.special}
     uses: dict[int, list[str]] = {i: [] for i in special}
     for role in ROLES:

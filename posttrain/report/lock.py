@@ -9,14 +9,11 @@ import secrets
 import socket
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import filelock
 
 from posttrain.errors import CheckpointError, ConfigError
-
-if TYPE_CHECKING:
-    pass
 from posttrain.report.files import read_json, whole_file
 
 logger = logging.getLogger(__name__)

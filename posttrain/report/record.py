@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import transformers
 
+from posttrain.integrations.machine import usable_processors
 from posttrain.report.files import merge_parquet, read_json, read_line, read_rows, whole_file, write_rows
 from posttrain.report.lock import FolderLock
 from posttrain.types import Finding
@@ -96,7 +97,7 @@ def _hardware() -> dict[str, Any]:
     return {
         "machine": platform.machine(),
         "processor": next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), ""),
-        "cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cpus": usable_processors(),
         "threads": torch.get_num_threads(),
         "gpus": [torch.cuda.get_device_name(i) for i in gpus],
         "cuda": torch.version.cuda,
@@ -362,7 +363,7 @@ class RunRecordCallback(transformers.TrainerCallback):
             resumed = {"step": state.global_step, "time": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
             manifest["first_started"] = previous.get("first_started", previous.get("started"))
             manifest["resumed"] = [*previous.get("resumed", []), resumed]
-        template = getattr(self.tokenizer, "chat_template", None)
+        template = None if self.tokenizer is None else self.tokenizer.chat_template
         digest = hashlib.sha256(str(template).encode()).hexdigest() if template else None
         self.record.manifest(chat_template_sha256=digest, **manifest)
 

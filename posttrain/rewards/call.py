@@ -23,6 +23,7 @@ from torch import Tensor
 
 from posttrain.errors import ConfigError, MissingDependencyError, RewardError, did_you_mean
 from posttrain.metrics import Metric, mean, total
+from posttrain.models.architecture import config_of, get_config_model_id
 from posttrain.values import scalar
 
 if TYPE_CHECKING:
@@ -57,8 +58,7 @@ def reward_name(function: Any) -> str:
     """``__name__``, through partials; the last part of a model's id; the class name of an instance."""
     function = _bare(function)
     if isinstance(function, torch.nn.Module):
-        config = getattr(function, "config", None)
-        function = str(getattr(config, "_name_or_path", "") or type(function).__name__)
+        function = get_config_model_id(config_of(function)) or type(function).__name__
     if isinstance(function, str):
         return function.rstrip("/").split("/")[-1]
     return getattr(function, "__name__", None) or type(function).__name__
@@ -367,8 +367,8 @@ def _on_thread(work: Callable[[], Any]) -> concurrent.futures.Future:
 def is_concurrent(function: Any) -> bool:
     """Whether a function is asynchronous (or its ``__call__`` is), or marked to run on a thread."""
     bare = _bare(function)
-    called = getattr(type(bare), "__call__", None)  # noqa: B004
-    return getattr(bare, "runs_in_thread", False) or any(inspect.iscoroutinefunction(f) for f in (bare, called))
+    asynchronous = any(inspect.iscoroutinefunction(f) for f in (bare, type(bare).__call__))
+    return asynchronous or getattr(bare, "runs_in_thread", False)
 
 
 async def awaited(call: RewardCall, name: str, function: Callable) -> Any:

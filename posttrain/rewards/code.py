@@ -20,6 +20,7 @@ from dataclasses import astuple, dataclass
 from typing import Any
 
 from posttrain.errors import ConfigError, MissingDependencyError, RewardError, did_you_mean
+from posttrain.integrations.machine import usable_processors
 from posttrain.rewards.remote import post_json
 from posttrain.rewards.texts import completion_text
 
@@ -422,7 +423,7 @@ class CodeTestsReward:
             raise ConfigError(f"workers={workers} must be at least 1, or None for one a processor.")
         self.column, self.partial, self.limits, self.sandbox = column, partial, limits or Limits(), sandbox
         # Processors of this process's share of the machine.
-        usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        usable = usable_processors()
         self.workers = workers or max(1, usable // int(os.environ.get("LOCAL_WORLD_SIZE") or 1))
 
     def __call__(

@@ -11,6 +11,7 @@ import torch
 from posttrain.data.chat import one_bos
 from posttrain.data.templates import supports_tool_calling
 from posttrain.errors import ModelError, RewardError
+from posttrain.models.architecture import context_length, label_count
 from posttrain.models.load import check_model_source
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ class _RewardModel:
         # Written to padding, never read.
         self.pad_token_id, self.batch_size = pad_token_id, batch_size
         self.__name__ = str(model.config._name_or_path or type(model).__name__).rstrip("/").split("/")[-1]
-        self.limit: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+        self.limit: int | None = context_length(model.config.get_text_config())
         self._cuts, self._alike_checked = 0, False
 
     def _fitting(self, ids: list[int]) -> list[int]:
@@ -118,7 +119,7 @@ class ModelReward(_RewardModel):
         init.setdefault("trust_remote_code", trust_remote_code)
         if isinstance(model, str):
             model = _load(model, init)
-        labels = getattr(getattr(model, "config", None), "num_labels", None)
+        labels = label_count(model)
         if labels != 1:
             raise ModelError(
                 f"a reward model needs num_labels=1, and {type(model).__name__} has {labels}. A module of another kind "

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from posttrain.errors import ConfigError, ModelError
-from posttrain.models.heads import unwrapped
+from posttrain.models.heads import adapters_of, unwrapped
 from posttrain.models.parallel import flattens_parameters, gathered, whole_tensor
 from posttrain.rollouts.server.weight_sync import write_tensors
 from posttrain.rollouts.workers.shared_weights import Weights, clean_name, plain_lora, renamed
@@ -35,7 +35,7 @@ def adapter_obstacle(model: nn.Module, layers: Sequence[str] = ()) -> str | None
         layers: Last names of the layers that the engine puts adapters on; empty: all linear ones.
     """
     bare: Any = unwrapped(model)
-    configs = getattr(bare, "peft_config", None)
+    configs = adapters_of(bare)
     if not configs:
         return "the model has no adapter"
     if len(active := list(bare.active_adapters)) != 1:
@@ -60,17 +60,15 @@ def _odd_layer(bare: Any, layers: Sequence[str]) -> str | None:
 
     head = bare.get_base_model().get_output_embeddings()
     for name, layer in bare.named_modules():
-        if isinstance(layer, BaseTunerLayer) and (layer is head or not plain_lora(layer) or not _linear(layer)):
+        if not isinstance(layer, BaseTunerLayer):
+            continue
+        if layer is head or not plain_lora(layer) or not isinstance(layer.get_base_layer(), nn.Linear):
             return f"{name} is no linear layer with a plain adapter"
-        if isinstance(layer, BaseTunerLayer) and layers and name.rsplit(".", 1)[-1] not in layers:
+        if layers and name.rsplit(".", 1)[-1] not in layers:
             return f"{name} has an adapter, and the engine puts some on {', '.join(layers)} alone"
     trained = (n for n, p in bare.named_parameters() if p.requires_grad and ".lora_" not in n)
     odd = next(trained, None)
     return None if odd is None else f"{odd} of the base model is trained too"
-
-
-def _linear(layer: nn.Module) -> bool:
-    return isinstance(layer.get_base_layer(), nn.Linear)
 
 
 class AdapterWeights:

@@ -13,6 +13,7 @@ from torch import nn
 
 from posttrain.data.chat import terminal_token_ids, tokenize_prompts
 from posttrain.errors import ConfigError, check_choice
+from posttrain.models.architecture import generation_config_of
 from posttrain.models.heads import causal_lm
 from posttrain.models.load import resolve_pad_token
 from posttrain.rollouts.base import RolloutEngine
@@ -198,7 +199,7 @@ def complete(
     sampling = Sampling(
         max_new_tokens=max_new_tokens,
         temperature=temperature,
-        stop_token_ids=terminal_token_ids(tokenizer, getattr(model, "generation_config", None)),
+        stop_token_ids=terminal_token_ids(tokenizer, generation_config_of(model)),
         seed=seed,
     )
     runner = create_engine(engine, model, pad_token_id=resolve_pad_token(tokenizer))

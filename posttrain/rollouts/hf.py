@@ -14,6 +14,7 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList,
 
 from posttrain.errors import ConfigError
 from posttrain.losses.truncation import truncate
+from posttrain.models.architecture import context_length
 from posttrain.models.attention import rope_limits
 from posttrain.models.heads import causal_lm, learns_prompts, picture_encoder, placeholder_of
 from posttrain.models.vision import prefill_inputs
@@ -147,7 +148,7 @@ class HFEngine(RolloutEngine):
             ConfigError: A setting that this engine cannot follow.
         """
         text = self.model.config.get_text_config()
-        most = getattr(text, "max_position_embeddings", None)
+        most = context_length(text)
         check_requests(requests, sampling, most, text.vocab_size, placeholder=placeholder_of(self.model))
         check_followed(requests, sampling, "rollout_engine='hf'", self.capabilities.unsupported, own=("seed",))
         if sampling.stop_strings and self.tokenizer is None:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from posttrain.errors import ConfigError, RolloutError, did_you_mean
+from posttrain.models.architecture import context_length
 from posttrain.models.heads import causal_lm
 from posttrain.rollouts.base import (
     Capabilities,
@@ -106,7 +107,7 @@ class PagedEngine(RolloutEngine):
         """
         inner: Any = causal_lm(self.model)
         text = inner.config.get_text_config()
-        check_requests(requests, sampling, getattr(text, "max_position_embeddings", None), text.vocab_size)
+        check_requests(requests, sampling, context_length(text), text.vocab_size)
         check_rope(requests, sampling, inner, "continuous batching")
         check_followed(requests, sampling, "transformers' continuous batching", UNKNOWN, own=("max_new_tokens", "seed"))
         work = [

@@ -329,7 +329,7 @@ def configured_sampling(args: PostTrainingConfig, *, stop_token_ids: tuple[int, 
         stop_token_ids: That end a completion.
         seed: Of the call.
     """
-    regex = getattr(args, "vllm_structured_outputs_regex", None)
+    regex = args.vllm_structured_outputs_regex
     settings: dict[str, Any] = {
         "max_new_tokens": args.max_completion_length,
         "temperature": args.temperature,

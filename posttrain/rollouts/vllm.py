@@ -260,7 +260,7 @@ class VLLMEngine(RolloutEngine):
                 f"vllm_tensor_parallel_size={shards}: with vllm_mode='colocate' each process runs its whole engine. Serve a "
                 "model that one accelerator cannot hold (vllm_mode='server')."
             )
-        base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
+        base = causal_lm(model)
         path = base.config.name_or_path
         if not path:
             raise ConfigError(
@@ -623,7 +623,7 @@ def _whole(output: Any, request: Request, drawn: int) -> list[Any]:
 
 def _image_limit(args: PostTrainingConfig, encoder: Any) -> dict[str, int] | None:
     """Pictures of a prompt, where the run has a limit; vLLM makes room for as many."""
-    most = getattr(args, "max_images_per_row", None)
+    most = args.max_images_per_row
     return None if encoder is None or most is None else {"image": most}
 
 

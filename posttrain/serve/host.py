@@ -20,6 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from posttrain.data.chat import terminal_token_ids
 from posttrain.data.pictures import Placed, read_picture
 from posttrain.errors import BadRequest, ConfigError, DataError, ModelError, RolloutError, WeightSyncError
+from posttrain.models.architecture import context_length
 from posttrain.models.heads import has_tower, picture_encoder
 from posttrain.models.load import create_model_from_path, load_tokenizer, resolve_pad_token
 from posttrain.rollouts.adapters import TENSORS, read_adapter
@@ -451,7 +452,7 @@ def make_host(config: ServeConfig) -> Host:
     engine.tokenizer = tokenizer
     if config.engine == "native" and config.max_num_seqs is not None:
         engine.max_slots = config.max_num_seqs
-    limits = (config.max_model_len, getattr(model.config.get_text_config(), "max_position_embeddings", None))
+    limits = (config.max_model_len, context_length(model.config.get_text_config()))
     context = min((limit for limit in limits if limit is not None), default=None)
     # The checkpoint's generation config says which tokens end a text, and nothing of how requests are sampled.
     stops = terminal_token_ids(tokenizer, model.generation_config)

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from posttrain.checks.tokenizers import TokenizerMatch, compare_tokenizers, require_same_tokens
-from posttrain.data.chat import terminal_token_ids
+from posttrain.data.chat import inner_tokenizer, terminal_token_ids
 from posttrain.data.forest import Layout
 from posttrain.data.formats import get_dataset_column_names
+from posttrain.data.processors import is_processor
 from posttrain.errors import ConfigError, DataError
 from posttrain.loop.build import choose_layout
 from posttrain.loop.online import OnlineTrainer
@@ -48,6 +49,7 @@ from posttrain.methods.distillation.teacher import (
 )
 from posttrain.methods.grpo.objective import grpo_objective, scored_groups
 from posttrain.models import parallel
+from posttrain.models.architecture import generation_config_of
 from posttrain.models.heads import causal_lm, has_tower, install_token_head, picture_encoder
 from posttrain.models.reference import Reference
 from posttrain.models.vision import install_pictures
@@ -262,7 +264,7 @@ class DistillationTrainer(OnlineTrainer):
             self.servers[name] = ServerTeacher(client, self.axes, expected=expected, probe=[*probe, *probe][:8])
             own = tokenizer or own_tokenizer(expected or self.servers[name].name, required=False, **trust)
             if own is not None and args.tokenizer_check != "off":
-                self._compared(getattr(own, "tokenizer", own), None, None)
+                self._compared(inner_tokenizer(own), None, None)
 
     def _check_teacher_names(self) -> None:
         """Several teachers: each is meant by the weights or by a row, and no row means another one."""
@@ -334,8 +336,8 @@ class DistillationTrainer(OnlineTrainer):
                 "revision": None if loaded else args.teacher_model_revision,
             }
             tokenizer = own_tokenizer(teacher_id(teacher, args), required=not loaded, **trust)
-        processor = tokenizer if hasattr(tokenizer, "image_processor") else None
-        tokenizer = getattr(tokenizer, "tokenizer", tokenizer)
+        processor = tokenizer if is_processor(tokenizer) else None
+        tokenizer = inner_tokenizer(tokenizer)
         model = load_teacher(teacher, self.args, self.model).to(self.args.device)
         install_token_head(model)
         if self.vision.images:
@@ -385,12 +387,12 @@ class DistillationTrainer(OnlineTrainer):
                 f"the teacher has {widths[1]} logits, and its tokenizer {len(tokenizer)} tokens: it cannot say how likely the "
                 "others are. Fix: teacher_processing_class, if its own tokenizer is another, or tokenizer_check='warn'."
             )
-        match = self._compared(tokenizer, widths[1], getattr(causal_lm(teacher), "generation_config", None))
+        match = self._compared(tokenizer, widths[1], generation_config_of(causal_lm(teacher)))
         self.columns = match.columns if match.verdict != "identical" else None
 
     def _compared(self, tokenizer: Tokenizer, width: int | None, generation_config: Any) -> TokenizerMatch:
         """The student's tokenizer beside the teacher's of ``width`` logits, whose ids must mean the same."""
-        own = getattr(causal_lm(self.model), "generation_config", None)
+        own = generation_config_of(causal_lm(self.model))
         stops = (terminal_token_ids(self.processing_class, own), terminal_token_ids(tokenizer, generation_config))
         widths = (logit_width(self.model), width)
         match = compare_tokenizers(self.processing_class, tokenizer, widths=widths, stops=stops)

@@ -19,6 +19,7 @@ from posttrain.losses.advantages import AdvantageStats
 from posttrain.methods.grpo.config import GRPOConfig, check_correction
 from posttrain.methods.grpo.objective import GRPO
 from posttrain.metrics import mean
+from posttrain.models.architecture import config_of, text_of
 from posttrain.models.heads import cast_head_to_fp32, causal_lm
 from posttrain.report.completions import CompletionsHubCallback
 from posttrain.rewards.runner import RewardTable
@@ -56,8 +57,7 @@ def _active_dropout(model: nn.Module) -> str:
     for name, module in model.named_modules():
         if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
             return f"{name}={module.p}"
-    config: Any = getattr(model, "config", None)
-    rate = getattr(config.get_text_config() if config is not None else None, "attention_dropout", 0.0)
+    rate = getattr(text_of(config_of(model)), "attention_dropout", 0.0)
     return f"attention_dropout={rate}" if rate else ""
 
 

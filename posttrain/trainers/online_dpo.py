@@ -15,6 +15,7 @@ from posttrain.losses.advantages import weighted_total
 from posttrain.methods.online_dpo import TIES_MOST, OnlineDPO, OnlineDPOConfig
 from posttrain.metrics import mean
 from posttrain.models import parallel
+from posttrain.models.architecture import config_of, get_config_model_id
 from posttrain.models.reference import Reference, check_reference, tell_own_checkpoint
 from posttrain.rewards.judges import JudgeReward, PairRewards
 from posttrain.rewards.model import WholeTextReward
@@ -167,7 +168,7 @@ class OnlineDPOTrainer(OnlineTrainer):
         init = {"trust_remote_code": args.trust_remote_code, "model_init_kwargs": args.model_init_kwargs}
         wrapped = []
         for function, theirs in zip(functions, own, strict=True):
-            nameless = not getattr(getattr(function, "config", None), "_name_or_path", "")
+            nameless = not get_config_model_id(config_of(function))
             if isinstance(function, nn.Module) and theirs is None and nameless:
                 theirs = tokenizer  # Made in memory: it can only be for the policy's own tokens.
             is_model = isinstance(function, str | nn.Module)

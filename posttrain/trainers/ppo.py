@@ -7,7 +7,7 @@ import dataclasses
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Sized
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -34,9 +34,10 @@ from posttrain.methods.ppo.objective import (
 )
 from posttrain.metrics import MetricBuffer, mean
 from posttrain.models import parallel
+from posttrain.models.architecture import config_of, get_config_model_id
 from posttrain.models.forward import forward
-from posttrain.models.heads import causal_lm
-from posttrain.models.load import create_model_from_path, get_config_model_id, load_classifier, resolve_pad_token
+from posttrain.models.heads import adapters_of, causal_lm
+from posttrain.models.load import create_model_from_path, load_classifier, resolve_pad_token
 from posttrain.models.reference import Reference, check_reference, disable_dropout_in_model
 from posttrain.models.value_head import (
     ValueHead,
@@ -202,13 +203,13 @@ class PPOTrainer(OnlineTrainer):
         rollout_func: Callable | None = None,
         environment_factory: Callable | Mapping[str, Callable] | None = None,
     ) -> None:
-        name = model if isinstance(model, str) else get_config_model_id(getattr(model, "config", None))
+        name = model if isinstance(model, str) else get_config_model_id(config_of(model))
         args = copy.copy(args) if args is not None else PPOConfig(f"{Path(name).name or 'model'}-PPO")
         self._given_collator, self._owns_tokenizer = data_collator, processing_class is None
         self._low_kl = 0
         self._clock: tuple[float, float] | None = None  # Episodes and time at which this run began.
         model, self._given_reference, self._given_value = _opened(args, model, ref_model, value_model)
-        args.plan(len(train_dataset) if hasattr(train_dataset, "__len__") else None)
+        args.plan(len(train_dataset) if isinstance(train_dataset, Sized) else None)
         self.reward_model, rewards = reward_model, _reward_functions(reward_model, args)
         super().__init__(
             model,
@@ -542,7 +543,7 @@ def _opened(args: PPOConfig, model: nn.Module, ref_model: Any, value_model: Any)
     """
     if isinstance(ref_model, nn.Module):
         check_reference(ref_model, model)
-    known = sorted(getattr(model, "peft_config", {}))
+    known = sorted(adapters_of(model))
     for name in (args.model_adapter_name, args.ref_adapter_name):
         if name is not None and name not in known:
             raise ConfigError(f"the model has no adapter {name!r}; it has {known}{did_you_mean(name, known)}.")

@@ -14,6 +14,7 @@ from posttrain.data.preference import prepare_reward_dataset
 from posttrain.errors import ModelError
 from posttrain.loop.trainer import PostTrainer
 from posttrain.methods.reward import RewardConfig, RewardModel
+from posttrain.models.architecture import label_count
 from posttrain.models.forward import forward
 from posttrain.models.load import load_classifier
 from posttrain.trainers.arguments import (
@@ -70,8 +71,8 @@ class RewardTrainer(PostTrainer):
         model_init: Callable | None = None,
         compute_loss_func: Callable | None = None,
     ) -> None:
-        labels = getattr(getattr(model, "config", None), "num_labels", 1)
-        if labels != 1:
+        labels = label_count(model)
+        if labels not in (1, None):
             raise ModelError(f"a reward model needs num_labels=1, and {type(model).__name__} has num_labels={labels}.")
         super().__init__(
             model,

@@ -47,7 +47,8 @@ def test_the_group_port_of_a_server_here_is_tried_and_of_one_elsewhere_is_not():
         server.bind(("127.0.0.1", 0))
         server.listen()
         port = server.getsockname()[1]
-        options = {"use_vllm": True, "vllm_mode": "server", "vllm_server_host": "127.0.0.1", "vllm_group_port": port}
+        where = {"vllm_server_base_url": None, "vllm_server_host": "127.0.0.1", "vllm_group_port": port}
+        options = {"use_vllm": True, "vllm_mode": "server"} | where
 
         def found(**changes):
             return machine.ports_of_servers(Context("grpo", types.SimpleNamespace(**(options | changes))))

@@ -94,7 +94,7 @@ def test_features_are_read_from_configs(tmp_path):
     assert set(plain) <= set(FEATURES)
     args = types.SimpleNamespace(
         use_vllm=True,
-        num_generations=4,
+        vllm_mode="colocate",
         deepspeed={"zero_optimization": {"stage": 3}},
         optim="paged_adamw_8bit",
         report_to=["wandb"],
@@ -168,5 +168,5 @@ def test_every_helper_answers_by_the_module_spec_alone(name):
 
 
 def test_a_run_over_a_server_needs_no_vllm_beside_the_trainer():
-    args = types.SimpleNamespace(use_vllm=True, vllm_mode="server")
+    args = GRPOConfig("out", use_vllm=True, vllm_mode="server", report_to="none", bf16=False)
     assert not any(on for name, on in versions.features_in_use(args).items() if "vllm" in name)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from posttrain.checks.memory import Lengths, plan, samples
+from posttrain.checks.memory import Lengths, plan
 from posttrain.cli.commands import TRAINING
 from posttrain.cli.estimate import DOES_NOT_FIT
 from posttrain.cli.main import main
@@ -148,12 +148,11 @@ def test_each_trainer_has_a_plan(trainer, tmp_path):
     from posttrain.models.memory_estimate import estimate_memory
 
     (_, args, *_) = parser_for(trainer).parse_args_and_config(["--output_dir", str(tmp_path), "--bf16", "false"])
-    work = plan(
-        TRAINING[trainer].trainer.METHOD(args), build_model(100, num_hidden_layers=1).config, lengths=Lengths(8, 8)
-    )
+    method = TRAINING[trainer].trainer.METHOD(args)
+    work = plan(method, build_model(100, num_hidden_layers=1).config, lengths=Lengths(8, 8))
     found, (answers, compared) = estimate_memory(work), METHODS[trainer]
     assert found.peak > 0
-    assert samples(args) == (answers == 0) and ("reference" in found.standing) == compared
+    assert method.traits.samples == (answers == 0) and ("reference" in found.standing) == compared
     assert ("generation" in found.moments) == (answers == 0 and not trainer.startswith("async-"))
     sequences = {"online-dpo": 16}.get(trainer, 8 * max(answers, 1))
     assert sum(batch.num_sequences for batch in work.batches) == sequences

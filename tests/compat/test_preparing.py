@@ -70,7 +70,7 @@ def test_an_adapter_trains_through_frozen_embeddings_under_checkpointing(tiny_mo
 
 
 def test_two_adapters_and_no_adapter_config_are_refused(tiny_model):
-    args = SimpleNamespace(gradient_checkpointing=False, bf16=False)
+    args = SimpleNamespace(gradient_checkpointing=False, gradient_checkpointing_kwargs=None, bf16=False)
     with raises(ArgumentTypeError):
         posttrain.prepare_peft_model(tiny_model, {"r": 4}, args)
     model = posttrain.prepare_peft_model(tiny_model, LORA, args)

@@ -8,8 +8,10 @@ import datasets
 import pytest
 import torch
 
+import posttrain
 from posttrain import ConfigError, PreflightError, RewardError
 from posttrain.checks import registry as core
+from tests.conftest import build_model
 from tests.methods.helpers import grpo, prompts, sft
 from tests.methods.test_dpo import dpo, pairs
 from tests.ranks import run_ranks
@@ -118,6 +120,18 @@ def test_f_swapped_pairs_are_told_listed_and_dropped_where_that_is_asked(tiny_to
     caplog.clear()
     dpo(tmp_path / "fine", tiny_tokenizer, data=pairs(30))
     assert "PT-D03" not in caplog.text and not (tmp_path / "fine" / "suspect_pairs.jsonl").exists()
+
+
+def test_pairs_of_methods_without_a_reference_are_looked_at_too(tiny_tokenizer, tmp_path, caplog):
+    """Their configs have a max_completion_length, which nothing reads: their completions are not sampled."""
+    rows = list(pairs(30))
+    swapped = rows[4] | {"chosen": rows[4]["rejected"], "rejected": rows[4]["chosen"]}
+    data = datasets.Dataset.from_list([*rows, swapped])
+    for kind, config in ((posttrain.CPOTrainer, posttrain.CPOConfig), (posttrain.ORPOTrainer, posttrain.ORPOConfig)):
+        caplog.clear()
+        args = config(str(tmp_path / kind.__name__), report_to="none", bf16=False)
+        kind(build_model(len(tiny_tokenizer)), args, train_dataset=data, processing_class=tiny_tokenizer)
+        assert "PT-D035: 2 of 31 rows (6.45 %) appear with chosen and rejected swapped" in caplog.text
 
 
 def test_j_a_game_score_beside_small_rewards_is_told_at_the_first_generation(tiny_tokenizer, tmp_path, caplog):

@@ -187,6 +187,13 @@ def test_shards_divide_what_they_name():
     assert ddp.standing["gradient buckets"] == 4 * WEIGHTS
 
 
+def test_fsdp_divides_as_its_config_says():
+    """transformers makes True of whatever ``fsdp`` was, and keeps the rest in ``fsdp_config``."""
+    for kept, shards in ((True, Shards(4, 4, 4, 4)), (False, Shards(1, 4, 4, 4))):
+        config = args(fsdp=True, fsdp_config={"reshard_after_forward": kept})
+        assert planned(SFTTrainer, config, LLAMA, lengths=Lengths(0, 64), processes=4).shards == shards
+
+
 def test_keys_and_values_are_counted_by_the_formula():
     """2 (keys, values) x 3 layers x 2 heads x 16 numbers x 4 bytes a token; 8 live suffixes of 64, 2 prompts of 50."""
     asked = Generating(prompts=2, prompt_tokens=50, completion_tokens=60, sequences=8)

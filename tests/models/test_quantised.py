@@ -56,7 +56,7 @@ def test_quantised_weights_without_an_adapter_are_refused_before_anything_is_rea
     with raises(ConfigError, "4 bits"):
         check_quantised(SimpleNamespace(is_loaded_in_4bit=True), plain(), None, None)
     check_quantised("nowhere", plain(), lora(), BitsAndBytesConfig(load_in_4bit=True))
-    check_quantised(SimpleNamespace(is_loaded_in_4bit=True, peft_config={}), plain(), None, None)
+    check_quantised(SimpleNamespace(is_loaded_in_4bit=True, peft_config={"default": lora()}), plain(), None, None)
 
 
 def test_a_checkpoint_that_was_saved_packed_is_refused_without_an_adapter(tiny_model_dir, tmp_path):

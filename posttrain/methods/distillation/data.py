@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import datasets
 
 from posttrain.data.chat import RENDERED, cut_prompt, tokenize_prompts
-from posttrain.data.formats import is_messages, strip_none
+from posttrain.data.formats import is_messages, known_columns, strip_none
 from posttrain.data.sft import IGNORED, SupervisedOptions, label_batch
 from posttrain.errors import DataError
 from posttrain.types import Rollout, Row
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 def with_prompt_column(dataset: AnyDataset) -> Any:
     """``messages`` as ``prompt`` and ``completion``, which is the last message where it is the assistant's."""
-    names = getattr(dataset, "column_names", None) or ()
+    names = known_columns(dataset)
     if "messages" not in names or "prompt" in names:
         return dataset
     return dataset.map(_divided, remove_columns=["messages"])

@@ -113,7 +113,7 @@ class TeacherShare:
 
 def capture(hidden: Tensor, layer: nn.Module, rule: LogitRule, head: TokenHead) -> dict[str, Any]:
     """For `posttrain.models.forward.forward`: the teacher's hidden states at the loss positions, and no logits."""
-    if hasattr(layer, "base_layer") and getattr(layer, "disable_adapters", False):
+    if hasattr(layer, "base_layer") and layer.disable_adapters:
         layer = layer.base_layer
     if layer is None:
         return {"teacher": HiddenTeacher(hidden)}
@@ -497,7 +497,7 @@ class Distillation(Method[Any]):
         parts = []
         for name, config in configs.items():
             if name == "teacher" or name.startswith("teacher "):
-                known = getattr(config, "dtype", None) or torch.float32 if dtype == "auto" else dtype
+                known = config.dtype or torch.float32 if dtype == "auto" else dtype
                 known = known if isinstance(known, torch.dtype) else getattr(torch, str(known).removeprefix("torch."))
                 parts.append(Part(name, config, "causal", known, trained=False))
         return parts

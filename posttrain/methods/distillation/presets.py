@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from posttrain.data.formats import known_columns
 from posttrain.errors import DataError
 from posttrain.fields import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Share, option
 from posttrain.methods.distillation.config import (
@@ -78,8 +79,8 @@ def _template_rule(
 
 
 def _require_context(dataset: AnyDataset, name: str) -> None:
-    names = getattr(dataset, "column_names", None)
-    if names is not None and "privileged_context" not in names:
+    names = known_columns(dataset)
+    if names and "privileged_context" not in names:
         raise DataError(f"{name} has no column 'privileged_context'; its columns are {sorted(names)}.")
 
 

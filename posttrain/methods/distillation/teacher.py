@@ -6,7 +6,7 @@ import functools
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -28,6 +28,7 @@ from posttrain.methods.distillation.config import Axes, logit_width
 from posttrain.methods.distillation.data import tokenized_answers, with_prompt_column, with_template_arguments
 from posttrain.methods.distillation.objective import HiddenTeacher, TeacherShare, TokenScores, capture
 from posttrain.models import load
+from posttrain.models.architecture import get_config_model_id
 from posttrain.models.forward import forward, on_whole_rows
 from posttrain.models.heads import causal_lm, install_token_head
 from posttrain.models.probe import probe_layout
@@ -84,7 +85,7 @@ def load_teacher(teacher: object, args: PostTrainingConfig, student: nn.Module) 
 def teacher_id(teacher: object, args: PostTrainingConfig) -> str:
     """Id or folder of a teacher: as it was given, or where a model object was loaded from; empty for one built in memory."""
     if isinstance(teacher, nn.Module):
-        return load.get_config_model_id(causal_lm(teacher).config)
+        return get_config_model_id(causal_lm(teacher).config)
     return teacher or args.teacher_model_name_or_path or ""
 
 
@@ -333,7 +334,7 @@ def identity(dataset: AnyDataset, tokenizer: Tokenizer) -> dict[str, str]:
     digest = hashlib.sha256()
     for row in dataset:
         digest.update(json.dumps([list(row["prompt_ids"]), list(row["completion_ids"])]).encode())
-    template = hashlib.sha256(str(getattr(tokenizer, "chat_template", None)).encode()).hexdigest()
+    template = hashlib.sha256(str(tokenizer.chat_template).encode()).hexdigest()
     return {"dataset": digest.hexdigest(), "tokenizer": str(hash_vocabulary(tokenizer)), "template": template}
 
 
@@ -357,7 +358,7 @@ def _scores(teacher: ModelTeacher, rows: Sequence[Row], *, top_k: int, columns: 
 
 def _check_scorer(teacher: Any, tokenizer: Tokenizer, mode: str) -> str:
     """Where the teacher comes from; refuse one that does not read the tokenizer's ids."""
-    name, width = load.get_config_model_id(causal_lm(teacher).config), logit_width(teacher)
+    name, width = get_config_model_id(causal_lm(teacher).config), logit_width(teacher)
     if width < len(tokenizer):
         raise ModelError(
             f"the teacher has {width} logits, and the tokenizer {len(tokenizer)} tokens: they do not belong together."
@@ -411,7 +412,7 @@ def score_dataset(
     limits = {"max_length": max_length, "max_prompt_length": max_prompt_length}
     first_row(dataset, "scored")
     dataset = with_template_arguments(with_prompt_column(plain_rows(dataset)), chat_template_kwargs)
-    if not hasattr(dataset, "__len__") or "completion" not in dataset.column_names:
+    if not isinstance(dataset, Sized) or "completion" not in dataset.column_names:
         raise DataError(
             f"scores are of a Dataset's answers, and this {type(dataset).__name__} has the columns {dataset.column_names}. Fix: "
             "'prompt' and 'completion', or 'messages'; of a stream Dataset.from_list(list(stream))."

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from posttrain.errors import ConfigError, exact_div
 from posttrain.fields import NonNegativeFloat, NonNegativeInt, OneOf, PositiveFloat, PositiveInt, Share, option
 from posttrain.methods.config import PostTrainingConfig, check_gathering
-from posttrain.methods.online_config import RewardFields
+from posttrain.methods.online_config import RewardFields, VllmSyncFields
 from posttrain.rewards.runner import transform_names
 from posttrain.rollouts.engines import EXACT
 
@@ -31,6 +31,15 @@ class _OneCompletion:
     min_p = None
     repetition_penalty = 1.0
     generation_kwargs = None
+    vllm_structured_outputs_regex = None
+    cache_implementation = None
+    log_ref_kl = False
+    scale_rewards = "none"
+    stop_without_signal = None
+    log_completions = False
+    vllm_sync_retries = VllmSyncFields.vllm_sync_retries
+    weight_parity_every = VllmSyncFields.weight_parity_every
+    adapter_sync = VllmSyncFields.adapter_sync
 
 
 @dataclass

@@ -179,9 +179,7 @@ class Policy:
     max_tokens: int | None = None
 
     def __post_init__(self) -> None:
-        self.calls_tools = bool(getattr(self.tokenizer, "chat_template", None)) and supports_tool_calling(
-            self.tokenizer
-        )
+        self.calls_tools = bool(self.tokenizer.chat_template) and supports_tool_calling(self.tokenizer)
         if self.calls_tools:
             try:
                 self.tokenizer = add_response_schema(copy.copy(self.tokenizer))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -417,7 +417,7 @@ def _chosen(returned: dict[str, Any], row: int, position: int, value: object, to
 
 def _column(key: str, values: Any, n: int) -> list[Any]:
     values = scalar(values) if not getattr(values, "shape", (1,)) else values
-    if isinstance(values, str | bytes | dict) or not hasattr(values, "__len__"):
+    if isinstance(values, str | bytes | dict) or not isinstance(values, Sized):
         return [values] * n
     if len(values) != n:
         raise _Bad(

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from transformers.utils import get_json_schema
 
 from posttrain.data.formats import PICTURE_BLOCKS
-from posttrain.data.pictures import Background, observed_blocks
+from posttrain.data.pictures import Background, is_image, observed_blocks
 from posttrain.errors import ConfigError, did_you_mean
 from posttrain.values import BadValue
 
@@ -235,7 +235,7 @@ def as_text(value: object) -> str:
         TypeError: A block that is no text, or a value that no text shows: a generator, a function, a bare object.
     """
     bare = type(value).__str__ is object.__str__ and type(value).__repr__ is object.__repr__
-    bare = bare or hasattr(value, "getexif")
+    bare = bare or is_image(value)
     if bare or isinstance(value, Iterator | AsyncIterator) or inspect.isroutine(value):
         raise TypeError(f"the tool returned a {type(value).__name__} object, which no text shows; return its values")
     if isinstance(value, list) and value and all(isinstance(part, dict) and "type" in part for part in value):
@@ -256,7 +256,7 @@ def shows_images(value: object) -> bool:
     (True, False)
     """
     blocks = value if isinstance(value, list) else ()
-    return hasattr(value, "getexif") or any(isinstance(b, Mapping) and b.get("type") in PICTURE_BLOCKS for b in blocks)
+    return is_image(value) or any(isinstance(b, Mapping) and b.get("type") in PICTURE_BLOCKS for b in blocks)
 
 
 class ToolRunner:

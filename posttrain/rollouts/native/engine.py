@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from posttrain.errors import ConfigError, RolloutError, RolloutInterrupted, check_choice
+from posttrain.models.architecture import context_length
 from posttrain.models.attention import coarsest_dtype
 from posttrain.models.forward import sequence_logps
 from posttrain.models.heads import LogitRule, causal_lm, picture_encoder, placeholder_of, trunk
@@ -124,7 +125,7 @@ class NativeEngine(RolloutEngine):
             RolloutInterrupted: Ctrl-C; holds all completions, the unfinished ones with reason ``abort``.
         """
         text = self.inner.config.get_text_config()
-        most, placeholder = getattr(text, "max_position_embeddings", None), placeholder_of(self.inner)
+        most, placeholder = context_length(text), placeholder_of(self.inner)
         check_requests(requests, sampling, most, text.vocab_size, placeholder=placeholder)
         check_rope(requests, sampling, self.model, "the native engine")
         self.interrupted.clear()

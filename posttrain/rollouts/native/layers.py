@@ -24,6 +24,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from posttrain.integrations.machine import usable_processors
+from posttrain.models.architecture import sliding_window
 from posttrain.models.lean_layers import plain
 from posttrain.rollouts.native.attention import Block, Group, Store, current_store
 
@@ -373,7 +375,7 @@ class Layer:
         self.kv = attention.k_proj.out_features // self.size
         # Llama's attention has no window, whatever its config says.
         config = None if type(layer).__name__ == "LlamaDecoderLayer" else attention.config
-        self.window = getattr(attention, "sliding_window", getattr(config, "sliding_window", None))
+        self.window = getattr(attention, "sliding_window", sliding_window(config))
         self.norms = getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)
         self.inputs = (attention.q_proj, attention.k_proj, attention.v_proj)
         self.gates = (mlp.gate_proj, mlp.up_proj)
@@ -486,7 +488,7 @@ QUOTA = Path("/sys/fs/cgroup/cpu.max")  # "quota period" in microseconds, or "ma
 
 def processors(quota: Path = QUOTA) -> int:
     """Processors this process may run on, by its affinity and its container's quota."""
-    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    allowed = usable_processors()
     try:
         most, period = quota.read_text().split()
         return max(1, min(allowed, math.ceil(int(most) / int(period))))

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
+from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
 from posttrain.models.vision import VisionView, prompt_view
@@ -193,9 +194,9 @@ def fingerprint(model: nn.Module) -> tuple:
         numbers = parameter.detach().flatten()
         samples.append(numbers[:: max(1, numbers.numel() // SAMPLES)].double().sum())
     adapters = [
-        (str(m.active_adapters), bool(getattr(m, "disable_adapters", False)), str(getattr(m, "merged_adapters", "")))
+        (str(m.active_adapters), m.disable_adapters, str(m.merged_adapters))
         for m in model.modules()
-        if hasattr(m, "base_layer") and hasattr(m, "active_adapters")
+        if isinstance(m, BaseTunerLayer)
     ]
     return (tuple(written), tuple(torch.stack(samples).tolist()) if samples else (), tuple(adapters))
 

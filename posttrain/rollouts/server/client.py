@@ -650,4 +650,4 @@ class VLLMClient:
 
 def _may_pass(error: BaseException) -> bool:
     """Whether the same request may be answered a little later; one that timed out would take as long again."""
-    return isinstance(error, ServerUnreachable | ServerBusy) and not getattr(error, "timed_out", False)
+    return isinstance(error, ServerUnreachable | ServerBusy) and not error.timed_out

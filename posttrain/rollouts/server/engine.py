@@ -196,7 +196,7 @@ class ServerEngine(RolloutEngine):
             try:
                 return ask()
             except AWAY as error:
-                if getattr(error, "held", False) or time.monotonic() >= deadline:
+                if error.held or time.monotonic() >= deadline:
                     raise
                 logger.warning("%s Waiting for a server to come back.", str(error).splitlines()[0])
                 time.sleep(LOOK_SECONDS)

@@ -202,7 +202,7 @@ class ServerPool:
                 self._acquire_lease(server)
             server.info = server.client.info()
         except RolloutServerError as error:
-            if server.down is not None or not getattr(error, "timed_out", False):
+            if server.down is not None or not error.timed_out:
                 self.failed(server, error)
             return
         server.holds = server.info["weight_version"]

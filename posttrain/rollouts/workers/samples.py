@@ -7,7 +7,7 @@ import math
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Sized
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -300,6 +300,6 @@ class TaskSource:
         """Undo `state`; a stream goes on without its prompts under way."""
         self.prompts.load(state["prompts"])
         self.group, self._origin, self._again = state["group"], {}, deque()
-        for passes, position in state["pending"] if hasattr(self.prompts.dataset, "__len__") else []:
+        for passes, position in state["pending"] if isinstance(self.prompts.dataset, Sized) else []:
             origin = (passes, position)
             self._again.append((self._task(self.prompts.at(origin), 0), origin))

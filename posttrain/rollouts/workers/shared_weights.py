@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
 from posttrain.errors import ModelError, WeightSyncError
-from posttrain.models.heads import learns_prompts, unwrapped
-from posttrain.models.parallel import flattens_parameters, gathered, summoned, whole_tensor
+from posttrain.models.heads import adapters_of, causal_lm, learns_prompts, unwrapped
+from posttrain.models.parallel import flattens_parameters, gathered, is_partitioned, summoned, whole_tensor
 from posttrain.rollouts.server.weight_sync import SharedFolder, file_tensors, write_tensors
 
 # What parallelism, compilation and checkpointing put into names.
@@ -55,7 +56,7 @@ def merged_weights(model: nn.Module) -> Iterator[tuple[str, Getter]]:
             f"the virtual tokens of {bare.active_peft_config.peft_type} cannot be added to weights, so another engine or process "
             "would sample from the base model without them. Fix: rollout_engine='hf', in the trainer's process; or LoRA."
         )
-    base: Any = bare.get_base_model() if hasattr(bare, "get_base_model") else bare
+    base = causal_lm(bare)
     tied = {clean_name(name) for name in getattr(base, "all_tied_weights_keys", None) or {}}
     seen: set[int] = set()
     for name, getter, identity in _walk(base, ""):
@@ -86,7 +87,7 @@ def _itself(tensor: Tensor) -> Getter:
     def read() -> Tensor:
         with gathered([tensor]):
             whole = whole_tensor(tensor.detach())
-            return whole.clone() if hasattr(tensor, "ds_id") else whole
+            return whole.clone() if is_partitioned(tensor) else whole
 
     return read
 
@@ -126,9 +127,7 @@ def _layer(layer: nn.Module, prefix: str) -> Iterator[tuple[str, Getter, int]]:
 
 
 def _changes_bias(layer: nn.Module) -> bool:
-    return (
-        any(getattr(layer, "lora_bias", {}).values()) if hasattr(layer, "lora_bias") else not hasattr(layer, "lora_A")
-    )
+    return any(layer.lora_bias.values()) if isinstance(layer, LoraLayer) else True
 
 
 def _merged(layer: nn.Module, base: Any, name: str) -> Getter:
@@ -145,19 +144,11 @@ def _merged(layer: nn.Module, base: Any, name: str) -> Getter:
 
 def plain_lora(layer: nn.Module) -> bool:
     """Whether a layer's adapters are ``scale B A`` and nothing else (no DoRA, no trained bias)."""
-    names = getattr(layer, "active_adapters", [])
-    if (
-        not hasattr(layer, "lora_A")
-        or not hasattr(layer, "get_delta_weight")
-        or not isinstance(layer.lora_A, nn.ModuleDict)
-    ):
+    if not isinstance(layer, LoraLayer) or not isinstance(layer.lora_A, nn.ModuleDict):
         return False
-    return not any(_variant(layer, n) or getattr(layer, "lora_bias", {}).get(n, False) for n in names)
-
-
-def _variant(layer: nn.Module, name: str) -> bool:
-    """DoRA and its kin, which are more than a product of two matrices."""
-    return bool(getattr(layer, "use_dora", {}).get(name)) or name in getattr(layer, "lora_variant", {})
+    # DoRA and its kin are more than a product of two matrices; some packed layers do not tell theirs.
+    more = (layer.use_dora.get(n) or n in layer.lora_variant or layer.lora_bias.get(n) for n in layer.active_adapters)
+    return hasattr(layer, "get_delta_weight") and not any(more)
 
 
 def _plus_delta(layer: nn.Module, base: Any) -> Tensor:
@@ -345,7 +336,7 @@ class Weights:
     ) -> None:
         self.model, self.dtype, self.adapters, self.nbytes = model, dtype, adapters, 0
         bare: Any = unwrapped(model)
-        if flattens_parameters(model) and hasattr(bare, "peft_config"):
+        if flattens_parameters(model) and adapters_of(bare):
             raise ModelError(
                 "adapters on a model under FSDP1 cannot be sent to a rollout engine: its parameters are flattened, and merging "
                 "would add to shards. Use FSDP2 (fsdp_version: 2) or DeepSpeed ZeRO."
@@ -370,7 +361,7 @@ class Weights:
                 return
             from transformers.core_model_loading import revert_weight_conversion
 
-            base = bare.get_base_model() if hasattr(bare, "get_base_model") else bare
+            base = causal_lm(bare)
             yield from revert_weight_conversion(base, dict(pairs)).items()
 
 
@@ -378,6 +369,6 @@ def renamed(model: nn.Module) -> bool:
     """Whether transformers loads this architecture under other names, or in another layout, than its checkpoint's."""
     from transformers.conversion_mapping import get_model_conversion_mapping
 
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    base = causal_lm(model)
     known = getattr(base, "_weight_conversions", None)
     return bool(get_model_conversion_mapping(base, add_legacy=False) if known is None else known)

@@ -27,7 +27,7 @@ from posttrain.loop.scoring import (
     reward_options,
     reward_spread,
 )
-from posttrain.loop.weight_sync import WeightSync, server_options, sync_option, whole_update
+from posttrain.loop.weight_sync import WeightSync, server_options, whole_update
 from posttrain.methods.async_grpo.config import AsyncGRPOConfig
 from posttrain.metrics import Metric, maximum, mean, total
 from posttrain.models import parallel
@@ -191,7 +191,7 @@ class RolloutService:
         began = time.perf_counter()
         can = getattr(self.transfer, "capabilities", Capabilities())  # Of the rank that sends.
         tensors = self.sync.outgoing(can)
-        tries = sync_option(self.args, "vllm_sync_retries") + 1 if self._engine_kind == "server" else 1
+        tries = self.args.vllm_sync_retries + 1 if self._engine_kind == "server" else 1
         whole_update(lambda: parallel.run_and_share(lambda: self._send(tensors, again), self.accelerator), tries)
         self.version += not again
         self._sent_at = self.sync.run.state.global_step
