@@ -260,7 +260,8 @@ class ServerTeacher:
                 f"loss_top_k={axes.top_k} with beta={axes.beta}: a server gives its own likeliest ids and the sampled token, and "
                 "this loss sees others. Fix: beta=0 with any loss_top_k, or loss_top_k=1."
             )
-        # Our host has no limit but the vocabulary; vLLM's is an option of its own: 20 where the server does not name it, -1 for none.
+        # Our host has no limit but the vocabulary; vLLM's is an option of its own: 20 where the server does not name it, and
+        # -1 for none.
         most = int(facts.get("max_logprobs") or 20)
         cap = int(facts["vocab_size"]) if most < 0 or facts.get("engine") in IN_WORKERS else most
         if self.top_k > cap:
