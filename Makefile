@@ -11,6 +11,8 @@ else
 CONSTRAINTS :=
 TORCH := torch
 endif
+# Else each process of tests compiles all of them anew, and their assertions with them: ten seconds of each.
+unexport PYTHONDONTWRITEBYTECODE
 # One process of tests more than cores: a third of a test's time is waiting for ranks, servers and workers it started.
 WORKERS ?= $(shell $(PYTHON) -c "import os; print(os.cpu_count() + 1)")
 PIP := $(BIN)/python -m pip install -q --disable-pip-version-check

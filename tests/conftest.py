@@ -13,6 +13,7 @@ from pathlib import Path
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+import accelerate.utils.memory
 import pytest
 import torch
 
@@ -23,6 +24,9 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
     # For a GPU that may come, torch keeps every seeding with the stack it came from.
     torch.cuda.random._lazy_call = torch.xpu.random._lazy_call = lambda *_, **__: None
+
+# Trainers ask for a full collection as each begins to train: a twentieth of the suite. The automatic ones find their garbage too.
+accelerate.utils.memory.clear_device_cache = lambda garbage_collection=False: None
 
 # Power stays on while tests run: each waits for the disk a dozen times, and what is killed has written all the same.
 os.fsync = lambda _: None
