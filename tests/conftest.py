@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
 import gc
 import json
@@ -117,8 +118,8 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
 
 
 def pytest_sessionfinish() -> None:
-    """Libraries look for leaks as the interpreter ends."""
-    gc.unfreeze()
+    """Libraries look for leaks as the interpreter ends; pytest collects before that, twice."""
+    atexit.register(gc.unfreeze)
 
 
 CHAT_TEMPLATE = (
