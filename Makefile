@@ -11,6 +11,8 @@ else
 CONSTRAINTS :=
 TORCH := torch
 endif
+# Else each process of tests compiles all of them anew, and their assertions with them: ten seconds of each.
+unexport PYTHONDONTWRITEBYTECODE
 # One process of tests more than cores: a third of a test's time is waiting for ranks, servers and workers it started.
 WORKERS ?= $(shell $(PYTHON) -c "import os; print(os.cpu_count() + 1)")
 PIP := $(BIN)/python -m pip install -q --disable-pip-version-check
@@ -52,7 +54,7 @@ quick: $(VENV)/.dev  ## the loop of a change, within a minute: one proof of each
 SMOKE_NEEDS := pytest pytest-timeout scipy filelock
 OLDEST_PYTHON ?= .venv-oldest/bin/python
 test-oldest: $(if $(filter .venv-oldest/%,$(OLDEST_PYTHON)),.venv-oldest/.ready)  ## a step of every trainer, forward passes and engines on the oldest transformers
-	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(OLDEST_PYTHON) -m pytest tests/test_surface.py::test_a_step_of_every_trainer_logs_what_it_did \
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(OLDEST_PYTHON) -m pytest tests/test_golden.py::test_a_step_of_every_trainer_logs_what_it_did \
 		tests/models/test_forward.py tests/rollouts/test_hf.py $(ARGS)
 
 .venv-vllm/.ready:  ## vLLM's CPU build wants an environment of its own

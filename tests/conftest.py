@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
 import gc
 import json
@@ -13,6 +14,8 @@ from pathlib import Path
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+import accelerate.utils.memory
+import httpcore2
 import pytest
 import torch
 
@@ -23,6 +26,12 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
     # For a GPU that may come, torch keeps every seeding with the stack it came from.
     torch.cuda.random._lazy_call = torch.xpu.random._lazy_call = lambda *_, **__: None
+
+# Trainers ask for a full collection as each begins to train: a twentieth of the suite. The automatic ones find their garbage too.
+accelerate.utils.memory.clear_device_cache = lambda garbage_collection=False: None
+
+# Each client of an address reads the certificates of all authorities, 30 ms of computing; those of tests ask this machine.
+httpcore2.default_ssl_context = functools.cache(httpcore2.default_ssl_context)
 
 # Power stays on while tests run: each waits for the disk a dozen times, and what is killed has written all the same.
 os.fsync = lambda _: None
@@ -109,8 +118,8 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
 
 
 def pytest_sessionfinish() -> None:
-    """Libraries look for leaks as the interpreter ends."""
-    gc.unfreeze()
+    """Libraries look for leaks as the interpreter ends; pytest collects before that, twice."""
+    atexit.register(gc.unfreeze)
 
 
 CHAT_TEMPLATE = (
@@ -210,6 +219,16 @@ def _proven_once() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(PictureProcessor, "_alone", functools.cached_property(remembered))
         PictureProcessor._alone.__set_name__(PictureProcessor, "_alone")
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _one_commit() -> Iterator[None]:
+    """Nobody commits while tests run: each run of a trainer asks git in a process of its own."""
+    from posttrain.report import record
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(record, "_git_commit", functools.cache(record._git_commit))
         yield
 
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import sys
 import tempfile
@@ -174,22 +175,33 @@ def build(name, folder):
     return CASES[name](folder, build_tokenizer())
 
 
-def curve(name, folder):
-    """``{metric: [values by step]}`` of one run; empty where no run of the method logs the metric."""
-    trainer = build(name, folder)
-    trainer.train()
-    rows = trainer.state.log_history
+def curve(rows):
+    """``{metric: [values by step]}`` of the rows that a run logged; empty where no run of the method logs the metric."""
     return {key: found for key in PINNED if (found := [row[key] for row in rows if key in row])}
 
 
+def run(name, folder):
+    """The rows that one run logs."""
+    trainer = build(name, folder)
+    trainer.train()
+    return trainer.state.log_history
+
+
+@functools.cache
+def rows(name):
+    """The same of a run in a folder that goes away; curves and names of metrics are read from one."""
+    with tempfile.TemporaryDirectory() as folder:
+        return run(name, folder)
+
+
 def measure(name):
-    """The same in a folder that goes away; on two gloo processes where the name says so."""
+    """The curve of a case; on two gloo processes where the name says so."""
     from tests.ranks import run_ranks
 
+    if not name.endswith("@2"):
+        return curve(rows(name))
     with tempfile.TemporaryDirectory() as folder:
-        if name.endswith("@2"):
-            return run_ranks("tests.golden", "--rank", name[:-2], folder, processes=2, folder=Path(folder, "result"))
-        return curve(name, folder)
+        return run_ranks("tests.golden", "--rank", name[:-2], folder, processes=2, folder=Path(folder, "result"))
 
 
 NAMES = [*CASES, *(f"{name}@2" for name in TWO_RANKS)]
@@ -198,7 +210,7 @@ NAMES = [*CASES, *(f"{name}@2" for name in TWO_RANKS)]
 def _rank(name, folder):
     from tests.ranks import leave, part
 
-    found = curve(name, folder)
+    found = curve(run(name, folder))
     from accelerate import PartialState
 
     if PartialState().is_main_process:

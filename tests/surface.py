@@ -1,4 +1,4 @@
-"""What users see: names, signatures, config fields with their defaults, metrics of one step. `python -m tests.surface` rewrites it."""
+"""What users see: names, signatures, config fields with their defaults, metrics of a run. `python -m tests.surface` rewrites it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import dataclasses
 import inspect
 import json
 import re
-import tempfile
 from pathlib import Path
 
 import posttrain
@@ -76,21 +75,10 @@ def names() -> dict[str, dict]:
 
 
 def metrics() -> dict[str, list[str]]:
-    """The keys of one training step's log line and of one evaluation, of every trainer."""
-    from tests.golden import CASES, COMMON, build
+    """The keys of all that every trainer logs in the steps and evaluations of `tests.golden`."""
+    from tests.golden import CASES, rows
 
-    found = {}
-    settings = dict(COMMON)
-    COMMON.update(max_steps=1, eval_steps=1)
-    try:
-        for name in CASES:
-            with tempfile.TemporaryDirectory() as folder:
-                trainer = build(name, folder)
-                trainer.train()
-                found[name] = sorted({key for row in trainer.state.log_history for key in row})
-    finally:
-        COMMON.update(settings)
-    return found
+    return {name: sorted({key for row in rows(name) for key in row}) for name in CASES}
 
 
 def surface() -> dict:

@@ -1,10 +1,11 @@
-"""Curves of twenty steps stay what they are while code moves."""
+"""Curves of twenty steps stay what they are while code moves, and so do the names of all that is logged in them."""
 
 import json
 
 import pytest
 import torch
 
+from tests import surface
 from tests.golden import FILE, NAMES, measure
 
 # The file was written on a CPU with AVX512; sums of another width of registers are rounded otherwise (seen: 2e-6 on AVX2).
@@ -23,3 +24,10 @@ def test_twenty_steps_of_a_trainer_are_what_they_were(name):
     assert len(set(known["loss"])) > 10, "a curve that does not move pins nothing"
     for metric, values in known.items():
         assert found[metric] == pytest.approx(values, rel=CLOSE, abs=CLOSE), metric
+
+
+def test_a_step_of_every_trainer_logs_what_it_did():
+    before, now = json.loads(surface.FILE.read_text())["metrics"], surface.metrics()
+    assert now.keys() == before.keys()
+    for name in now:
+        assert now[name] == before[name], name

@@ -323,13 +323,23 @@ def undecoded(dataset: AnyDataset) -> Any:
 
     if isinstance(dataset, dict):
         return {name: undecoded(subset) for name, subset in dataset.items()}
+    plain = datasets.Image(decode=False)
+    kinds: dict[str, Any] = {}
     for name, kind in (getattr(dataset, "features", None) or {}).items():
         inner = getattr(kind, "feature", None)
-        if isinstance(kind, datasets.Image):
-            dataset = dataset.cast_column(name, datasets.Image(decode=False))
-        elif isinstance(inner, datasets.Image):
-            dataset = dataset.cast_column(name, datasets.List(datasets.Image(decode=False)))
-    return dataset
+        if isinstance(kind, datasets.Image) and kind.decode:
+            kinds[name] = plain
+        elif isinstance(inner, datasets.Image) and inner.decode:
+            kinds[name] = datasets.List(plain)
+    if not kinds or not isinstance(dataset, datasets.Dataset):
+        for name, kind in kinds.items():
+            dataset = dataset.cast_column(name, kind)
+        return dataset
+    # The rows are what they were. `cast_column` would write those of a list anew, and of a large set into a file.
+    info = dataset.info.copy()
+    info.features = datasets.Features(dataset.features | kinds)
+    told = datasets.fingerprint.Hasher.hash((dataset._fingerprint, "undecoded"))
+    return datasets.Dataset(dataset.data, info, dataset.split, dataset._indices, told).with_format(**dataset.format)
 
 
 def pictures_of(example: Mapping[str, Any]) -> list[Any]:

@@ -55,6 +55,7 @@ def config(tiny_model_dir, tmp_path):
             "output_dir": str(tmp_path / "out"),
             "report_to": "none",
             "bf16": False,
+            "per_device_train_batch_size": 2,  # Each sequence is traced.
         }
         path = tmp_path / "config.yaml"
         path.write_text(yaml.safe_dump(base | settings))
@@ -147,14 +148,18 @@ METHODS = {
 def test_each_trainer_has_a_plan(trainer, tmp_path):
     from posttrain.models.memory_estimate import estimate_memory
 
-    (_, args, *_) = parser_for(trainer).parse_args_and_config(["--output_dir", str(tmp_path), "--bf16", "false"])
+    few = {"per_device_train_batch_size": 2, "num_generations": 2}  # Each sequence is traced.
+    fields = TRAINING[trainer].trainer.config_class.__dataclass_fields__
+    asked = {name: value for name, value in few.items() if name in fields and fields[name].default != 1}
+    told = [word for name, value in asked.items() for word in (f"--{name}", str(value))]
+    (_, args, *_) = parser_for(trainer).parse_args_and_config(["--output_dir", str(tmp_path), "--bf16", "false", *told])
     method = TRAINING[trainer].trainer.METHOD(args)
     work = plan(method, build_model(100, num_hidden_layers=1).config, lengths=Lengths(8, 8))
     found, (answers, compared) = estimate_memory(work), METHODS[trainer]
     assert found.peak > 0
     assert method.traits.samples == (answers == 0) and ("reference" in found.standing) == compared
     assert ("generation" in found.moments) == (answers == 0 and not trainer.startswith("async-"))
-    sequences = {"online-dpo": 16}.get(trainer, 8 * max(answers, 1))
+    sequences = {"online-dpo": 4}.get(trainer, 2 * max(answers, 1))
     assert sum(batch.num_sequences for batch in work.batches) == sequences
 
 
@@ -167,8 +172,7 @@ def test_unknown_trainers_and_missing_models_are_named(capsys):
 
 def test_a_teacher_is_counted_where_it_is_in_memory(config, tiny_model_dir, capsys):
     def components(command, **settings):
-        few = {"per_device_train_batch_size": 2}  # Each sequence is traced.
-        few |= {"num_generations": 2} if command in ("sdft", "ssd") else {}
+        few = {"num_generations": 2} if command in ("sdft", "ssd") else {}
         file = config(dataset_name="x.jsonl", max_completion_length=32, **few, **settings)
         return said(capsys, command, "--config", file)[1]["components"]
 

@@ -13,6 +13,7 @@ from posttrain.data.formats import (
     maybe_convert_to_chatml,
     remove_none_values,
     strip_none,
+    undecoded,
 )
 from posttrain.errors import ArgumentTypeError, DataError
 from tests.wordings import raises
@@ -144,3 +145,18 @@ def test_mixed_rows_are_refused_by_number_and_not_by_the_first_row():
         describe_dataset(datasets.Dataset.from_dict({"question": ["a"]}))
     with raises(DataError):
         describe_dataset(datasets.Dataset.from_dict({"text": []}))
+
+
+@pytest.mark.parametrize("listed", [True, False])
+def test_images_are_shown_undecoded_without_a_copy_of_any_row(listed, monkeypatch):
+    kind = datasets.List(datasets.Image()) if listed else datasets.Image()
+    held = {"bytes": b"not decoded", "path": None}
+    dataset = datasets.Dataset.from_dict(
+        {"n": [0, 1, 2], "images": [[held] if listed else held] * 3},
+        features=datasets.Features({"n": datasets.Value("int64"), "images": kind}),
+    )
+    monkeypatch.setattr(datasets.Dataset, "map", lambda *_, **__: pytest.fail("rows are written anew"))
+    shown = undecoded(dataset.select([2, 0]).with_format("arrow"))
+    assert shown.format["type"] == "arrow"
+    assert shown.with_format(None)[:] == {"n": [2, 0], "images": [[held] if listed else held] * 2}
+    assert undecoded(shown) is shown and dataset.features["images"] == kind

@@ -631,11 +631,11 @@ def test_the_count_of_a_token_rises(tokenizer, tmp_path, seed, second):
         reward=count_k,
         value=classifier(len(tokenizer)) if second else None,
         seed=seed,
-        per_device_train_batch_size=32,
+        per_device_train_batch_size=16,
         gradient_accumulation_steps=1,
         num_ppo_epochs=2,
-        max_steps=30 if second else 24,
-        learning_rate=5e-3,
+        max_steps=24 if second else 16,
+        learning_rate=1e-2,
         temperature=1.0,
         max_grad_norm=1.0,
         kl_coef=0.01,
@@ -655,7 +655,8 @@ def test_the_value_function_learns_what_a_response_is_worth(tokenizer, tmp_path)
         lam=1.0,
         vf_coef=1.0,
         cliprange_value=10.0,
-        max_steps=40,
+        max_steps=20,
+        learning_rate=2e-2,
     )
     trainer.train()
     assert logs(trainer, "loss/value_avg")[0] == pytest.approx(2.0, rel=0.01)  # (0 - 2)^2 / 2, from a head that says 0.

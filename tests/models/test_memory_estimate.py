@@ -42,7 +42,7 @@ def planned(trainer, config, *given, **options):
 
 
 def args(kind=SFTConfig, **settings):
-    base = {"bf16": False, "report_to": "none", "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
+    base = {"bf16": False, "report_to": "none", "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
     return kind("out", **(base | settings))
 
 
@@ -97,7 +97,7 @@ def test_an_adapter_has_gradients_and_states_of_its_own_size_alone():
 
 
 def test_a_frozen_copy_is_held_where_the_method_compares():
-    settings = {"num_generations": 4, "max_completion_length": 16}
+    settings = {"num_generations": 2, "max_completion_length": 16}
     assert estimate_memory(planned(DPOTrainer, args(DPOConfig), LLAMA)).standing["reference"] == 4 * WEIGHTS
     with_kl = planned(GRPOTrainer, args(GRPOConfig, beta=0.1, **settings), LLAMA)
     without = planned(GRPOTrainer, args(GRPOConfig, beta=0.0, **settings), LLAMA)

@@ -123,7 +123,7 @@ def tries(draw):
 @given(tries(), st.sampled_from([None, None, 3, 40, 200]), st.booleans())
 def test_parts_of_random_tries_equal_a_dense_mask(trie, window, sinked):
     parents, lengths = trie
-    while sum(lengths) > 1500:
+    while sum(lengths) > 700:
         lengths = [max(1, length // 2) for length in lengths]
     assert_equal(forest(parents, lengths), window=window, sinked=sinked)
 

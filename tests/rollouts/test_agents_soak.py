@@ -53,7 +53,7 @@ class Chaos:
         if drawn.random() < 0.1:
             raise ValueError("an agent that breaks")
         if drawn.random() < 0.03:
-            await asyncio.sleep(16)
+            await asyncio.sleep(9)
         return drawn.random()
 
     def note(self, key):
@@ -107,7 +107,7 @@ def soak(model, tokenizer, seconds):
     engine.tokenizer = tokenizer
     policy = Policy(tokenizer, Sampling(12, stop_token_ids=(2,)), context=512, vocabulary=len(tokenizer))
     chaos, number = Chaos(), 0
-    options = HarnessOptions(limit=16, timeout=15.0)
+    options = HarnessOptions(limit=16, timeout=8.0)
     runners = [HarnessRunner(Harness(chaos), options), HarnessRunner(Harness([sys.executable, "-c", COMMAND]), options)]
     totals, ends, sampled = Counter(), Counter(), Counter()
     sample = engine_sample(engine)
@@ -167,7 +167,7 @@ def run_soak(model, tokenizer, seconds):
 
 
 def test_a_short_soak_accounts_for_every_call(tiny_model, tiny_tokenizer):
-    totals, ends = run_soak(tiny_model, tiny_tokenizer, 12)
+    totals, ends = run_soak(tiny_model, tiny_tokenizer, 4)
     assert all(totals[name] for name in ("answered", "retried", "cancelled", "refused")), totals
     assert ends["fine"] and ends["RolloutError"], "commands that were killed are failures"
 
