@@ -253,6 +253,20 @@ def hash_tensors(tensors: Mapping[str, torch.Tensor]) -> str:
     return digest.hexdigest()
 
 
+def hash_frozen(module: nn.Module, most: int = 64) -> str:
+    """The same of some values of every frozen parameter, about ``most`` each: cheap, and another once weights have moved.
+
+    Of parameters that processes share, those of this process.
+    """
+    sampled = {}
+    for name, parameter in module.named_parameters():
+        if not parameter.requires_grad:
+            own: Any = getattr(parameter, "ds_tensor", parameter)
+            flat = (own.to_local() if hasattr(own, "to_local") else own).detach().reshape(-1)
+            sampled[name] = flat[:: max(1, flat.numel() // most)]
+    return hash_tensors(sampled)
+
+
 def hash_vocabulary(tokenizer: Tokenizer) -> str | None:
     """SHA-256 over the tokens and their ids, added ones included; None for what has no vocabulary."""
     tokenizer = getattr(tokenizer, "tokenizer", tokenizer)
