@@ -5,7 +5,6 @@ Before training, in a file for later runs; or when a row is first seen, for late
 
 from __future__ import annotations
 
-import base64
 import hashlib
 import logging
 import os
@@ -181,13 +180,11 @@ def _compute(
 
 # As rows are first seen ----------------------------------------------------------------------------------------------
 
-NAME_BYTES = 16
-
 
 def row_names(batch: Batch) -> list[bytes]:
     """One name a row, in the order of ``batch.origin``: a hash of what its log-probs are of, ids, masks and pictures."""
     texts = (repr((row.prompt_ids, row.completions, row.loss_masks, row.pictures)) for row in to_rows(batch))
-    return [hashlib.blake2b(text.encode(), digest_size=NAME_BYTES).digest() for text in texts]
+    return [hashlib.blake2b(text.encode(), digest_size=16).digest() for text in texts]
 
 
 class KeptSums(transformers.TrainerCallback):
@@ -246,17 +243,12 @@ class KeptSums(transformers.TrainerCallback):
         self.sums.update(parallel.all_gather_objects(new, self.run.accelerator))
         self._new = []
 
-    def state(self) -> dict[str, str]:
+    def state(self) -> dict[str, Any]:
         """For a checkpoint: a resumed run reads what the uninterrupted one does, to the last bit."""
-        parts = {"names": b"".join(self.sums), "sums": b"".join(self.sums.values())}
-        return {"key": self._key} | {name: base64.b64encode(part).decode() for name, part in parts.items()}
+        return {"key": self._key, "sums": {name.hex(): sums.hex() for name, sums in self.sums.items()}}
 
-    def load_state(self, state: dict[str, str]) -> None:
+    def load_state(self, state: dict[str, Any]) -> None:
         """Undo `state`."""
-        names, sums = (base64.b64decode(state[part]) for part in ("names", "sums"))
-        count = len(names) // NAME_BYTES
-        size = len(sums) // count
-        self.sums = {
-            names[i * NAME_BYTES : (i + 1) * NAME_BYTES]: sums[i * size : (i + 1) * size] for i in range(count)
-        }
-        self._new, self._key = list(self.sums), state["key"]
+        self._key = state["key"]
+        self.sums = {bytes.fromhex(name): bytes.fromhex(sums) for name, sums in state["sums"].items()}
+        self._new = list(self.sums)

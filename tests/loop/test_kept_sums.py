@@ -1,12 +1,11 @@
 """The frozen reference reads a row once: later epochs and evaluations take the sums, as long as they are what it would say."""
 
-import datasets
 import pytest
 import torch
 from transformers import TrainerCallback
 
 from posttrain import DPOTrainer
-from posttrain.data.forest import collate
+from posttrain.data.forest import Layout, collate
 from posttrain.loop.precompute import KeptSums, row_names
 from posttrain.types import Row
 from tests.conftest import build_model
@@ -29,6 +28,13 @@ def passes_by_epoch(trainer):
 
     trainer.reference.active = counted
     return counts
+
+
+class Once(TrainerCallback):
+    """Calls a function at one event, when so many steps are done."""
+
+    def __init__(self, event, step, function):
+        setattr(self, event, lambda args, state, *_, **__: function() if state.global_step == step else None)
 
 
 def lora():
@@ -70,7 +76,13 @@ def test_later_epochs_take_the_sums_and_their_curves_stay(tiny_tokenizer, tmp_pa
 
 
 def test_evaluations_compute_their_rows_once(tiny_tokenizer, tmp_path):
-    settings = {"eval_strategy": "steps", "eval_steps": 1, "max_steps": 4, "num_train_epochs": 1, "per_device_eval_batch_size": 2}
+    settings = {
+        "eval_strategy": "steps",
+        "eval_steps": 1,
+        "max_steps": 4,
+        "num_train_epochs": 1,
+        "per_device_eval_batch_size": 2,
+    }
     for kind, build in trainers(tmp_path, tiny_tokenizer):
         if kind in ("dpo", "kto"):
             trainer = build(eval_dataset=pairs(4) if kind == "dpo" else answers(4), **settings)
@@ -95,7 +107,11 @@ def test_one_epoch_and_a_stream_keep_nothing(tiny_tokenizer, tmp_path):
 
 @pytest.mark.parametrize("stop", [3, 6])
 def test_a_resumed_run_takes_the_same_sums_to_the_last_bit(tiny_tokenizer, tmp_path, stop):
-    settings = EPOCHS | {"save_strategy": "steps", "save_steps": 3, "ref_model": build_model(len(tiny_tokenizer), seed=3)}
+    settings = EPOCHS | {
+        "save_strategy": "steps",
+        "save_steps": 3,
+        "ref_model": build_model(len(tiny_tokenizer), seed=3),
+    }
     whole, part = (dpo(tmp_path / name, tiny_tokenizer, **settings) for name in "ab")
     whole.train()
     passes = passes_by_epoch(part)
@@ -112,17 +128,6 @@ def test_sums_of_another_reference_are_not_taken_from_a_checkpoint(tiny_tokenize
     passes = passes_by_epoch(part)
     part.train(resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-6"))
     assert passes == {"1": 2, "2": 2}  # Every row once: the rest of the second epoch, and what the third has beyond it.
-
-
-class AtStep(TrainerCallback):
-    """Calls a function once, after the fifth of twelve steps: in the second epoch."""
-
-    def __init__(self, function):
-        self.function = function
-
-    def on_step_end(self, args, state, control, **_):
-        if state.global_step == 5:
-            self.function()
 
 
 def test_a_reference_that_moves_is_asked_again(tiny_tokenizer, tmp_path, monkeypatch):
@@ -147,7 +152,7 @@ def test_a_reference_that_moves_is_asked_again(tiny_tokenizer, tmp_path, monkeyp
                 if not keeps:
                     patch.setattr(KeptSums, "known", lambda *_: None)
                 trainer = dpo(tmp_path, tiny_tokenizer, **(EPOCHS | settings))
-                trainer.add_callback(AtStep(lambda trainer=trainer, move=move: move(trainer)))
+                trainer.add_callback(Once("on_step_end", 5, lambda trainer=trainer, move=move: move(trainer)))
                 trainer.train()
             runs.append(trainer)
         assert losses(runs[0]) == pytest.approx(losses(runs[1]), rel=1e-6, abs=1e-6)
@@ -210,8 +215,6 @@ def test_what_a_user_reads_or_gives_by_token_is_computed_at_every_step(tiny_toke
 
 def test_a_row_is_named_by_all_that_its_log_probs_depend_on():
     def names(*rows, kind="tree"):
-        from posttrain.data.forest import Layout
-
         batches = collate(list(rows), pad_token_id=0, layout=Layout(kind), whole_rows=True)
         return [name for batch in batches for name in row_names(batch)]
 
@@ -234,17 +237,21 @@ def test_sums_that_rows_bring_are_not_looked_up(tiny_tokenizer, tmp_path):
     trainer = dpo(tmp_path, tiny_tokenizer, data=data, **EPOCHS)
     trainer.train()
     assert not trainer._kept.sums
-    shown = datasets.Dataset.from_list(list(data))
-    (batch,) = trainer.data_collator(list(shown.select([0])))
-    assert trainer.referenced([batch], trainer._kept)[0].columns["ref_logps"].tolist() == [-1.0, -2.0]
+    (batch,) = trainer.data_collator([data[0]])
+    kept = trainer._kept.of(trainer.reference)
+    kept.sums = dict.fromkeys(row_names(batch), b"\x00" * 8)
+    assert trainer.referenced([batch], kept)[0].columns["ref_logps"].tolist() == [-1.0, -2.0]
 
 
 @pytest.mark.distributed
-def test_two_ranks_know_each_others_rows_and_train_as_one(tmp_path):
+def test_two_ranks_know_each_others_rows_and_stay_in_step_where_one_does_not(tmp_path):
+    """Under FSDP a pass of the reference is a collective; before the third epoch one rank forgets all rows."""
     one, two = (
-        run_ranks("tests.loop.kept_worker", tmp_path / name, *settings, processes=count, folder=tmp_path / name)
-        for name, count, settings in (("one", 1, (2, 2)), ("two", 2, (2, 1)))
+        run_ranks(
+            "tests.loop.kept_worker", tmp_path / way, way, 2, accumulation, processes=count, folder=tmp_path / way
+        )
+        for way, accumulation, count in (("one", 2, 1), ("FSDP2", 1, 2))
     )
     assert two["losses"] == pytest.approx(one["losses"], rel=1e-6, abs=1e-6)
-    assert one["passes"] == [{"0": 4}] and two["passes"] == [{"0": 2}, {"0": 2}]
-    assert one["rows"] == two["rows"] == 8
+    assert one["ranks"] == [[{"0": 4}, 8]]
+    assert two["ranks"] == [[{"0": 2, "2": 2}, 8], [{"0": 2, "2": 2}, 4]]
