@@ -241,9 +241,8 @@ class PreferenceTrainer(PostTrainer):
         """The reference's log-probs, of batches that have been counted."""
         # A stream may never come to its rows again.
         again = isinstance(self.train_dataset, Sized) and self.state.num_train_epochs > 1
-        done = iter(
-            self.referenced([one for batches in micro_batches for one in batches], self._kept if again else None)
-        )
+        whole = [batch for batches in micro_batches for batch in batches]
+        done = iter(self.referenced(whole, self._kept if again else None))
         for batches in micro_batches:
             batches[:] = [next(done) for _ in batches]
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import TrainerCallback
 
-from posttrain import DPOTrainer
+from posttrain import DPOConfig, DPOTrainer
 from posttrain.data.forest import Layout, collate
 from posttrain.loop.precompute import KeptSums, row_names
 from posttrain.types import Row
@@ -12,7 +12,9 @@ from tests.conftest import build_model
 from tests.methods.helpers import losses, weights
 from tests.methods.test_dpo import dpo, pairs
 from tests.methods.test_judged import answers, make
+from tests.methods.test_vision_trainers import QUICK, one_question
 from tests.ranks import run_ranks
+from tests.vision_families import build as build_family
 
 EPOCHS = {"max_steps": -1, "num_train_epochs": 3, "per_device_train_batch_size": 2, "optim": "sgd"}
 
@@ -229,6 +231,17 @@ def test_a_row_is_named_by_all_that_its_log_probs_depend_on():
     assert len({names(one)[0] for one in [row, *others]}) == 6
     together = names(row, *others)
     assert together == [names(one)[0] for one in [row, *others]] == names(row, *others, kind="padded")
+
+
+def test_rows_that_differ_in_their_picture_alone_have_sums_of_their_own(tmp_path):
+    model, processor = build_family("llava")
+    data = one_question(3, ("chosen", "ab"), ("rejected", "ba")).select([0, 2])
+    args = DPOConfig(str(tmp_path), logging_steps=1, gradient_checkpointing=False, **QUICK | {"max_steps": 3})
+    trainer = DPOTrainer(model, args=args, train_dataset=data, processing_class=processor)
+    passes = passes_by_epoch(trainer)
+    trainer.train()
+    assert list(passes) == ["0"]
+    assert len(trainer._kept.sums) == len(set(trainer._kept.sums.values())) == 2
 
 
 def test_sums_that_rows_bring_are_not_looked_up(tiny_tokenizer, tmp_path):
