@@ -17,6 +17,7 @@ from torch import nn
 
 from posttrain.errors import ConfigError, ModelError
 from posttrain.models.heads import causal_lm, unwrapped
+from posttrain.models.parallel import frozen_parameters
 
 if TYPE_CHECKING:
     from posttrain.types import Tokenizer
@@ -254,17 +255,9 @@ def hash_tensors(tensors: Mapping[str, torch.Tensor]) -> str:
 
 
 def hash_frozen(module: nn.Module, most: int = 64) -> str:
-    """The same of some values of every frozen parameter, about ``most`` each: cheap, and another once weights have moved.
-
-    Of parameters that processes share, those of this process.
-    """
-    sampled = {}
-    for name, parameter in module.named_parameters():
-        if not parameter.requires_grad:
-            own: Any = getattr(parameter, "ds_tensor", parameter)
-            flat = (own.to_local() if hasattr(own, "to_local") else own).detach().reshape(-1)
-            sampled[name] = flat[:: max(1, flat.numel() // most)]
-    return hash_tensors(sampled)
+    """The same of some values of every frozen parameter, about ``most`` each: cheap, and another once weights have moved."""
+    flat = {name: parameter.reshape(-1) for name, parameter in frozen_parameters(module)}
+    return hash_tensors({name: values[:: max(1, len(values) // most)].clone() for name, values in flat.items()})
 
 
 def hash_vocabulary(tokenizer: Tokenizer) -> str | None:

@@ -7,7 +7,7 @@ from tests.conftest import build_tokenizer
 from tests.loop.test_kept_sums import Once, lora, passes_by_epoch
 from tests.matrix import FSDP2, allow_fsdp_on_cpu
 from tests.methods.helpers import losses
-from tests.methods.test_dpo import dpo
+from tests.methods.test_dpo import dpo, pairs
 from tests.ranks import leave, part
 
 
@@ -17,8 +17,9 @@ def main(folder, way, batch, accumulation):
     if way == "FSDP2":
         allow_fsdp_on_cpu()
         settings |= {"fsdp": True, "fsdp_config": FSDP2}
-    settings |= {"max_steps": -1, "num_train_epochs": 3, "use_cpu": True}
-    trainer = dpo(folder, build_tokenizer(), peft_config=lora(), **settings)
+    # An evaluation may leave parameters whole that FSDP shards.
+    settings |= {"max_steps": -1, "num_train_epochs": 3, "use_cpu": True, "eval_strategy": "steps", "eval_steps": 1}
+    trainer = dpo(folder, build_tokenizer(), peft_config=lora(), eval_dataset=pairs(2), **settings)
     passes = passes_by_epoch(trainer)
     if trainer.accelerator.process_index == 1:
         trainer.add_callback(Once("on_epoch_begin", 4, lambda: trainer._kept.sums.clear()))

@@ -24,7 +24,7 @@ def passes_by_epoch(trainer):
     counts, active = {}, trainer.reference.active
 
     def counted(policy):
-        epoch = str(int(trainer.state.epoch or 0)) if trainer._window_start is not None else "eval"
+        epoch = "eval" if trainer._in_loop or not trainer.is_in_train else str(int(trainer.state.epoch or 0))
         counts[epoch] = counts.get(epoch, 0) + 1
         return active(policy)
 
@@ -266,5 +266,5 @@ def test_two_ranks_know_each_others_rows_and_stay_in_step_where_one_does_not(tmp
         for way, accumulation, count in (("one", 2, 1), ("FSDP2", 1, 2))
     )
     assert two["losses"] == pytest.approx(one["losses"], rel=1e-6, abs=1e-6)
-    assert one["ranks"] == [[{"0": 4}, 8]]
-    assert two["ranks"] == [[{"0": 2, "2": 2}, 8], [{"0": 2, "2": 2}, 4]]
+    assert one["ranks"] == [[{"0": 4, "eval": 1}, 8]]
+    assert two["ranks"] == [[{"0": 2, "eval": 1, "2": 2}, 8], [{"0": 2, "eval": 1, "2": 2}, 4]]
