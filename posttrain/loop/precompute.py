@@ -182,7 +182,12 @@ def _compute(
 
 
 def row_names(batch: Batch) -> list[bytes]:
-    """One name a row, in the order of ``batch.origin``: a hash of what its log-probs are of, ids, masks and pictures."""
+    """One name a row, in the order of ``batch.origin``: a hash of what its log-probs are of, ids, masks and pictures.
+
+    Empty where they depend on more, or the rows bring them.
+    """
+    if batch.model_kwargs or "ref_logps" in batch.columns:
+        return []
     texts = (repr((row.prompt_ids, row.completions, row.loss_masks, row.pictures)) for row in to_rows(batch))
     return [hashlib.blake2b(text.encode(), digest_size=16).digest() for text in texts]
 
@@ -216,8 +221,8 @@ class KeptSums(transformers.TrainerCallback):
 
     def known(self, batch: Batch) -> Batch | None:
         """The batch with the sums as its column ``ref_logps (S,)``; None where a row of it is new."""
-        sums = [self.sums.get(name) for name in row_names(batch)] if self._names(batch) else [None]
-        if None in sums:
+        sums = [self.sums.get(name) for name in row_names(batch)]
+        if not sums or None in sums:
             return None
         column = torch.empty(batch.num_sequences)
         order = sorted(range(batch.num_sequences), key=batch.origin.__getitem__)
@@ -226,16 +231,12 @@ class KeptSums(transformers.TrainerCallback):
 
     def add(self, batch: Batch) -> None:
         """Keep the sums of a batch with the reference's log-probs."""
-        if batch.ref_logp is None or not self._names(batch):
-            return
         names = row_names(batch)
+        if batch.ref_logp is None or not names:
+            return
         sums = batch.grouped(self.run.method.sums(batch.ref_logp, batch), batch.num_sequences // len(names))
         self.sums.update(zip(names, (row.tobytes() for row in sums.float().cpu().numpy()), strict=True))
         self._new += names
-
-    def _names(self, batch: Batch) -> bool:
-        """Whether names say all that log-probs depend on, and the rows do not bring their own."""
-        return not batch.model_kwargs and "ref_logps" not in batch.columns
 
     def on_epoch_end(self, *_: Any, **__: Any) -> None:
         """Join what ranks have computed."""

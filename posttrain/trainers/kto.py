@@ -154,7 +154,7 @@ class KTOTrainer(PreferenceTrainer):
         """The baseline of the step."""
         super().before_step(micro_batches)
         # Another epoch pairs prompts with other answers: nothing is kept of them.
-        self.method.baseline = self._baseline(self.referenced(self._mismatched, None))
+        self.method.baseline = self._baseline(self._referenced(self._mismatched, None))
         self._log_baseline(self._mismatched, self._judged, "train")
 
     def _log_baseline(self, mismatched: list[Batch], judged: int, mode: str) -> None:

@@ -240,25 +240,22 @@ class PreferenceTrainer(PostTrainer):
     def before_step(self, micro_batches: list[list[Batch]]) -> None:
         """The reference's log-probs, of batches that have been counted."""
         # A stream may never come to its rows again.
-        again = isinstance(self.train_dataset, Sized) and self.state.num_train_epochs > 1
-        whole = [batch for batches in micro_batches for batch in batches]
-        done = iter(self.referenced(whole, self._kept if again else None))
+        kept = self._known(self._kept, isinstance(self.train_dataset, Sized) and self.state.num_train_epochs > 1)
         for batches in micro_batches:
-            batches[:] = [next(done) for _ in batches]
+            batches[:] = self._referenced(batches, kept)
 
     def eval_batches(self, inputs: list[Batch]) -> list[Batch]:
         """Batches with the reference's log-probs."""
-        return self.referenced(inputs, self._kept_eval if self.is_in_train else None, "eval")
+        return self._referenced(inputs, self._known(self._kept_eval, self.is_in_train), "eval")
 
-    def referenced(self, inputs: list[Batch], kept: KeptSums | None, mode: str = "train") -> list[Batch]:
-        """Batches with the reference's log-probs: of rows that were kept their sums, else as `with_reference` has them.
+    def _known(self, kept: KeptSums, again: bool) -> KeptSums | None:
+        """What is kept, where rows come again, and nothing of the user's sees batches: it may read the reference by token."""
+        own = any(name in vars(self) or user_override(type(self), name) for name in SEE_REFERENCE)
+        own |= type(self.method).__module__.split(".")[0] != "posttrain"
+        return kept.of(self.reference) if again and self.reference is not None and not own else None
 
-        Args:
-            inputs: Of this rank, maybe none.
-            kept: Where sums are looked up and put down; None: nowhere.
-            mode: Whose metrics tell the share that was kept.
-        """
-        kept = kept.of(self.reference) if kept is not None and self.reference is not None and self._reads_sums else None
+    def _referenced(self, inputs: list[Batch], kept: KeptSums | None, mode: str = "train") -> list[Batch]:
+        """Batches with the reference's sums, where all of a batch's rows were kept, or with its log-probs."""
         found = [None if kept is None else kept.known(batch) for batch in inputs]
         new = [batch for batch, known in zip(inputs, found, strict=True) if known is None]
         ran = parallel.in_step(new, self.accelerator, self.spare_batch)
@@ -271,12 +268,6 @@ class PreferenceTrainer(PostTrainer):
             self.log_metrics_now({"reference/kept": mean(share, weight=rows)}, mode)
         rest = iter(computed)
         return [next(rest) if known is None else known for known in found]
-
-    @property
-    def _reads_sums(self) -> bool:
-        """Whether nothing of the user's sees batches, in which kept rows have no log-probs by token."""
-        own = any(name in vars(self) or user_override(type(self), name) for name in SEE_REFERENCE)
-        return not own and type(self.method).__module__.split(".")[0] == "posttrain"
 
     def state_to_save(self) -> dict[str, Any]:
         """Also the reference's sums of rows that come again."""

@@ -1,5 +1,7 @@
 """The frozen reference reads a row once: later epochs and evaluations take the sums, as long as they are what it would say."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from transformers import TrainerCallback
@@ -252,8 +254,10 @@ def test_sums_that_rows_bring_are_not_looked_up(tiny_tokenizer, tmp_path):
     assert not trainer._kept.sums
     (batch,) = trainer.data_collator([data[0]])
     kept = trainer._kept.of(trainer.reference)
-    kept.sums = dict.fromkeys(row_names(batch), b"\x00" * 8)
-    assert trainer.referenced([batch], kept)[0].columns["ref_logps"].tolist() == [-1.0, -2.0]
+    bare = replace(batch, columns={})
+    kept.sums = dict.fromkeys(row_names(bare), b"\x00" * 8)
+    assert trainer._referenced([bare], kept)[0].columns["ref_logps"].tolist() == [0.0, 0.0]
+    assert trainer._referenced([batch], kept)[0].columns["ref_logps"].tolist() == [-1.0, -2.0]
 
 
 @pytest.mark.distributed
