@@ -75,8 +75,7 @@ def test_later_epochs_take_the_sums_and_their_curves_stay(tiny_tokenizer, tmp_pa
         others = {"0": 4, "1": 4, "2": 4} if kind == "kto" else {}
         assert passes == {"0": 4} | ({"0": 8, "1": 4, "2": 4} if others else {}), kind
         assert again == ({"0": 8, "1": 8, "2": 8} if others else {"0": 4, "1": 4, "2": 4}), kind
-        shares = [row["reference/kept"] for row in kept.state.log_history if "reference/kept" in row]
-        assert shares == [0.0] * 4 + [1.0] * 8, kind
+        assert shares(kept) == [0.0] * 4 + [1.0] * 8, kind
 
 
 def test_evaluations_compute_their_rows_once(tiny_tokenizer, tmp_path):
@@ -109,20 +108,24 @@ def test_one_epoch_and_a_stream_keep_nothing(tiny_tokenizer, tmp_path):
         assert not any("reference/kept" in row for row in trainer.state.log_history)
 
 
-@pytest.mark.parametrize("stop", [3, 6])
-def test_a_resumed_run_takes_the_same_sums_to_the_last_bit(tiny_tokenizer, tmp_path, stop):
-    settings = EPOCHS | {
-        "save_strategy": "steps",
-        "save_steps": 3,
-        "ref_model": build_model(len(tiny_tokenizer), seed=3),
-    }
+def shares(trainer):
+    """What was kept of each step's rows."""
+    return [row["reference/kept"] for row in trainer.state.log_history if "reference/kept" in row]
+
+
+@pytest.mark.parametrize(
+    ("stop", "moves"), [(3, {}), (6, {}), (6, {"sync_ref_model": True, "ref_model_sync_steps": 5})]
+)
+def test_a_resumed_run_takes_the_same_sums_to_the_last_bit(tiny_tokenizer, tmp_path, stop, moves):
+    settings = EPOCHS | {"save_strategy": "steps", "save_steps": 3} | moves
     whole, part = (dpo(tmp_path / name, tiny_tokenizer, **settings) for name in "ab")
     whole.train()
     passes = passes_by_epoch(part)
     part.train(resume_from_checkpoint=str(tmp_path / "a" / f"checkpoint-{stop}"))
     assert torch.equal(weights(whole), weights(part))
-    assert part._kept.sums == whole._kept.sums and len(whole._kept.sums) == 8
-    assert passes == ({"0": 1} if stop == 3 else {})
+    assert part._kept.sums == whole._kept.sums
+    assert shares(part) == shares(whole)
+    assert passes == ({"1": 2, "2": 3} if moves else {"0": 1} if stop == 3 else {})
 
 
 def test_sums_of_another_reference_are_not_taken_from_a_checkpoint(tiny_tokenizer, tmp_path):
@@ -160,9 +163,9 @@ def test_a_reference_that_moves_is_asked_again(tiny_tokenizer, tmp_path, monkeyp
                 trainer.train()
             runs.append(trainer)
         assert losses(runs[0]) == pytest.approx(losses(runs[1]), rel=1e-6, abs=1e-6)
-        shares = [row["reference/kept"] for row in runs[0].state.log_history if "reference/kept" in row]
+        found = shares(runs[0])
         # Three steps of the second epoch find nothing; the third finds what they computed.
-        assert shares[:8] == [0.0] * 4 + [1.0] + [0.0] * 3 and 0 < sum(shares[8:]) < 4
+        assert found[:8] == [0.0] * 4 + [1.0] + [0.0] * 3 and 0 < sum(found[8:]) < 4
 
 
 def test_rows_that_change_are_computed(tiny_tokenizer, tmp_path):
