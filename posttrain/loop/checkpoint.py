@@ -477,7 +477,8 @@ def save_state(folder: Path, state: dict[str, Any], accelerator: Accelerator) ->
 def saved_state(folder: str | None, accelerator: Accelerator) -> dict[str, Any]:
     """What `save_state` wrote for this process, or for the first one where others are as many; empty without a file.
 
-    All that differs between processes is waiting rollouts (`OnlineTrainer` refuses those of another number) and rows of logs.
+    All that differs between processes is waiting rollouts (`OnlineTrainer` refuses those of another number), rows of logs, and
+    sums of the reference that are not joined yet, which are computed again.
     """
     files = [] if folder is None else sorted(Path(folder).glob(f"*_{STATE_FILE}"))
     if not files:

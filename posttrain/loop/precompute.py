@@ -1,24 +1,31 @@
-"""Log-probs of a frozen reference, computed once before training and kept for later runs, named by all they depend on."""
+"""Log-probs of a frozen reference, each computed once and named by all it depends on.
+
+Before training, in a file for later runs; or when a row is first seen, for later epochs and evaluations.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import datasets
 import numpy as np
 import torch
+import transformers
 
 from posttrain import __version__
+from posttrain.data.forest import to_rows
 from posttrain.errors import ConfigError
 from posttrain.loop.run import Run
 from posttrain.models import parallel
 from posttrain.models.forward import forward
-from posttrain.models.reference import Reference, fingerprint, hash_module, hash_vocabulary
+from posttrain.models.reference import Reference, fingerprint, hash_frozen, hash_module, hash_vocabulary
 from posttrain.types import Batch
 
 if TYPE_CHECKING:
@@ -169,3 +176,80 @@ def _compute(
         sums += list(zip(indices, rows, strict=False))
     gathered = dict(parallel.all_gather_objects(sums, accelerator))
     return np.array([gathered[i] for i in range(len(dataset))], dtype=np.float32)
+
+
+# As rows are first seen ----------------------------------------------------------------------------------------------
+
+
+def row_names(batch: Batch) -> list[bytes]:
+    """One name a row, in the order of ``batch.origin``: a hash of what its log-probs are of, ids, masks and pictures.
+
+    Empty where they depend on more, or the rows bring them.
+    """
+    if batch.model_kwargs or "ref_logps" in batch.columns:
+        return []
+    texts = (repr((row.prompt_ids, row.completions, row.loss_masks, row.pictures)) for row in to_rows(batch))
+    return [hashlib.blake2b(text.encode(), digest_size=16).digest() for text in texts]
+
+
+class KeptSums(transformers.TrainerCallback):
+    """The reference's summed log-probs of rows that were seen, so that a later epoch or evaluation does not compute them again.
+
+    A row that is cut, collated or paired otherwise has another name, so it is computed; so is every row once the reference has
+    other weights, or an option moves its numbers. What ranks have computed is joined at the end of an epoch.
+
+    Args:
+        run: Gives method, precision and ranks.
+
+    Attributes:
+        sums: By a row's name, the float32 sums of its answers as bytes.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self.run, self.sums = run, dict[bytes, bytes]()
+        self._new: list[bytes] = []  # Names that other ranks do not have yet.
+        self._key = ""
+
+    def of(self, reference: Reference) -> KeptSums:
+        """These sums, or none of them where they are another reference's."""
+        model = reference.policy if reference.copy is None else reference.copy
+        about = {"adapter": reference.adapter, "precision": self.run.accelerator.mixed_precision}
+        key = fingerprint(weights=hash_frozen(model), options=self.run.method.reference_key(), **about)
+        if key != self._key:
+            self.sums, self._new, self._key = {}, [], key
+        return self
+
+    def known(self, batch: Batch) -> Batch | None:
+        """The batch with the sums as its column ``ref_logps (S,)``; None where a row of it is new."""
+        sums = [self.sums.get(name) for name in row_names(batch)]
+        if not sums or None in sums:
+            return None
+        column = torch.empty(batch.num_sequences)
+        order = sorted(range(batch.num_sequences), key=batch.origin.__getitem__)
+        column[order] = torch.frombuffer(bytearray(b"".join(filter(None, sums))), dtype=torch.float32)
+        return replace(batch, columns=batch.columns | {"ref_logps": column})
+
+    def add(self, batch: Batch) -> None:
+        """Keep the sums of a batch with the reference's log-probs."""
+        names = row_names(batch)
+        if batch.ref_logp is None or not names:
+            return
+        sums = batch.grouped(self.run.method.sums(batch.ref_logp, batch), batch.num_sequences // len(names))
+        self.sums.update(zip(names, (row.tobytes() for row in sums.float().cpu().numpy()), strict=True))
+        self._new += names
+
+    def on_epoch_end(self, *_: Any, **__: Any) -> None:
+        """Join what ranks have computed."""
+        new = [(name, self.sums[name]) for name in self._new]
+        self.sums.update(parallel.all_gather_objects(new, self.run.accelerator))
+        self._new = []
+
+    def state(self) -> dict[str, Any]:
+        """For a checkpoint: a resumed run reads what the uninterrupted one does, to the last bit."""
+        return {"key": self._key, "sums": {name.hex(): sums.hex() for name, sums in self.sums.items()}}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Undo `state`."""
+        self._key = state["key"]
+        self.sums = {bytes.fromhex(name): bytes.fromhex(sums) for name, sums in state["sums"].items()}
+        self._new = list(self.sums)

@@ -481,6 +481,17 @@ def gathered(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
         yield
 
 
+def frozen_parameters(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """By name what this process holds of parameters that are not trained, a shard where they are sharded; no collective."""
+    for module in model.modules():
+        if hasattr(module, "reshard"):  # FSDP2 leaves some whole after a pass without a backward.
+            module.reshard()
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            own: Any = getattr(parameter, "ds_tensor", parameter)
+            yield name, (own.to_local() if hasattr(own, "to_local") else own).detach()
+
+
 def whole_tensor(tensor: Any) -> torch.Tensor:
     """All of a tensor that FSDP2 may have cut into shards; then a collective that every rank must join."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

@@ -17,6 +17,7 @@ from torch import nn
 
 from posttrain.errors import ConfigError, ModelError
 from posttrain.models.heads import causal_lm, unwrapped
+from posttrain.models.parallel import frozen_parameters
 
 if TYPE_CHECKING:
     from posttrain.types import Tokenizer
@@ -251,6 +252,12 @@ def hash_tensors(tensors: Mapping[str, torch.Tensor]) -> str:
         digest.update(f"{name} {tuple(value.shape)} {value.dtype}".encode())
         digest.update((value.float() if value.is_floating_point() else value).contiguous().numpy().tobytes())
     return digest.hexdigest()
+
+
+def hash_frozen(module: nn.Module, most: int = 64) -> str:
+    """The same of some values of every frozen parameter, about ``most`` each: cheap, and another once weights have moved."""
+    flat = {name: parameter.reshape(-1) for name, parameter in frozen_parameters(module)}
+    return hash_tensors({name: values[:: max(1, len(values) // most)].clone() for name, values in flat.items()})
 
 
 def hash_vocabulary(tokenizer: Tokenizer) -> str | None:

@@ -153,7 +153,8 @@ class KTOTrainer(PreferenceTrainer):
     def before_step(self, micro_batches: list[list[Batch]]) -> None:
         """The baseline of the step."""
         super().before_step(micro_batches)
-        self.method.baseline = self._baseline(self._mismatched)
+        # Another epoch pairs prompts with other answers: nothing is kept of them.
+        self.method.baseline = self._baseline(self._referenced(self._mismatched, None))
         self._log_baseline(self._mismatched, self._judged, "train")
 
     def _log_baseline(self, mismatched: list[Batch], judged: int, mode: str) -> None:
@@ -174,15 +175,15 @@ class KTOTrainer(PreferenceTrainer):
     def eval_batches(self, inputs: Any) -> list[Batch]:
         """As in training, the baseline of each evaluation batch by itself."""
         judged, mismatched = inputs
-        self.method.baseline = self._baseline(mismatched)
+        self.method.baseline = self._baseline(super().eval_batches(mismatched))
         self._log_baseline(mismatched, sum(batch.num_sequences for batch in judged), "eval")
         return super().eval_batches(judged)
 
     def _baseline(self, mismatched: list[Batch]) -> Tensor:
-        """z0 over all ranks; ranks may hold different numbers of batches."""
+        """z0 over all ranks, of batches with the reference's log-probs; ranks may hold different numbers of them."""
         totals = torch.zeros(2, dtype=torch.float64)
         for source, counts in parallel.in_step(mismatched, self.accelerator, self.spare_batch):
-            batch = self.with_reference(source.to(self.args.device))
+            batch = source.to(self.args.device)
             with self.inference() as policy:
                 logp = forward(policy, batch, chunk_size=self.args.logits_chunk_size).logp
             if counts:

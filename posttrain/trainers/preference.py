@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+from collections.abc import Sized
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -25,10 +26,12 @@ from posttrain.data.formats import ROW as NUMBER
 from posttrain.data.formats import PreparationReport
 from posttrain.data.preference import AnswerOptions, answer_rows, extract_and_unpair, prepare_answers
 from posttrain.errors import ArgumentTypeError, ConfigError, DataError
-from posttrain.loop.precompute import precomputed_logps
+from posttrain.loop.build import PADDED_STEPS, user_override
+from posttrain.loop.precompute import KeptSums, precomputed_logps
 from posttrain.loop.sync_reference import SyncRefModelCallback
 from posttrain.loop.trainer import PostTrainer
 from posttrain.methods.preference import CHECKED_ROWS, AnswerMethod, check_labels
+from posttrain.metrics import mean
 from posttrain.models import parallel
 from posttrain.models.forward import forward
 from posttrain.models.reference import Reference, check_reference, tell_own_checkpoint
@@ -39,6 +42,10 @@ if TYPE_CHECKING:
     from posttrain.types import AnyDataset, Tokenizer
 
 logger = logging.getLogger(__name__)
+
+# Overridden, they may read the reference's log-prob of each token, or give another.
+SEE_REFERENCE = (*PADDED_STEPS, "objective", "compute_loss_terms", "named_counts", "comparison", "before_step")
+SEE_REFERENCE += ("eval_batches", "with_reference")
 
 
 def check_given(model: nn.Module, ref_model: Any, tokenizer: Tokenizer) -> None:
@@ -75,8 +82,11 @@ class PreferenceTrainer(PostTrainer):
         self.reports: dict[str, PreparationReport] = {}
         self._own_reference = ref_model is None
         super().__init__(model, args, **kwargs)
+        # Of training, joined over ranks and saved; and of evaluation, where each row comes to the same rank again.
+        self._kept, self._kept_eval = KeptSums(self.run), KeptSums(self.run)
         if self.method.traits.compares_reference:
             self._make_reference(ref_model)
+            self.add_callback(self._kept)
         self._tell_learning_rate()
         for callback in self.callback_handler.callbacks:
             self._share_reference(callback)
@@ -229,13 +239,45 @@ class PreferenceTrainer(PostTrainer):
 
     def before_step(self, micro_batches: list[list[Batch]]) -> None:
         """The reference's log-probs, of batches that have been counted."""
+        # A stream may never come to its rows again.
+        kept = self._known(self._kept, isinstance(self.train_dataset, Sized) and self.state.num_train_epochs > 1)
         for batches in micro_batches:
-            batches[:] = PreferenceTrainer.eval_batches(self, batches)
+            batches[:] = self._referenced(batches, kept)
 
     def eval_batches(self, inputs: list[Batch]) -> list[Batch]:
         """Batches with the reference's log-probs."""
-        ran = parallel.in_step(inputs, self.accelerator, self.spare_batch)
-        return [batch for batch, counts in [(self.with_reference(one), counts) for one, counts in ran] if counts]
+        return self._referenced(inputs, self._known(self._kept_eval, self.is_in_train), "eval")
+
+    def _known(self, kept: KeptSums, again: bool) -> KeptSums | None:
+        """What is kept, where rows come again, and nothing of the user's sees batches: it may read the reference by token."""
+        own = any(name in vars(self) or user_override(type(self), name) for name in SEE_REFERENCE)
+        own |= type(self.method).__module__.split(".")[0] != "posttrain"
+        return kept.of(self.reference) if again and self.reference is not None and not own else None
+
+    def _referenced(self, inputs: list[Batch], kept: KeptSums | None, mode: str = "train") -> list[Batch]:
+        """Batches with the reference's sums, where all of a batch's rows were kept, or with its log-probs."""
+        found = [None if kept is None else kept.known(batch) for batch in inputs]
+        new = [batch for batch, known in zip(inputs, found, strict=True) if known is None]
+        ran = parallel.in_step(new, self.accelerator, self.spare_batch)
+        computed = [one for one, counts in [(self.with_reference(one), counts) for one, counts in ran] if counts]
+        if kept is not None and inputs:
+            for batch in computed:
+                kept.add(batch)
+            rows = sum(batch.num_sequences for batch in inputs)
+            share = sum(batch.num_sequences for batch in found if batch is not None) / rows
+            self.log_metrics_now({"reference/kept": mean(share, weight=rows)}, mode)
+        rest = iter(computed)
+        return [next(rest) if known is None else known for known in found]
+
+    def state_to_save(self) -> dict[str, Any]:
+        """Also the reference's sums of rows that come again."""
+        return super().state_to_save() | ({"reference": self._kept.state()} if self._kept.sums else {})
+
+    def load_saved_state(self, state: dict[str, Any]) -> None:
+        """Undo `state_to_save`."""
+        super().load_saved_state(state)
+        if "reference" in state:
+            self._kept.load_state(state["reference"])
 
     def batches_of(self, examples: list[dict[str, Any]]) -> list[Batch]:
         """Examples as the batches whose log-probs the loss reads."""
