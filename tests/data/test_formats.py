@@ -147,7 +147,11 @@ def test_mixed_rows_are_refused_by_number_and_not_by_the_first_row():
         describe_dataset(datasets.Dataset.from_dict({"text": []}))
 
 
-LISTS = [datasets.List(datasets.Image()), datasets.List(datasets.Image(), length=1), datasets.LargeList(datasets.Image())]
+LISTS = [
+    datasets.List(datasets.Image()),
+    datasets.List(datasets.Image(), length=1),
+    datasets.LargeList(datasets.Image()),
+]
 
 
 @pytest.mark.parametrize("kind", [datasets.Image(), *LISTS])
