@@ -6,7 +6,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import groupby, islice
 from operator import itemgetter
@@ -330,7 +330,7 @@ def undecoded(dataset: AnyDataset) -> Any:
         if isinstance(kind, datasets.Image) and kind.decode:
             kinds[name] = plain
         elif isinstance(inner, datasets.Image) and inner.decode:
-            kinds[name] = datasets.List(plain)
+            kinds[name] = replace(kind, feature=plain)  # A list of its own length and kind.
     if not kinds or not isinstance(dataset, datasets.Dataset):
         for name, kind in kinds.items():
             dataset = dataset.cast_column(name, kind)

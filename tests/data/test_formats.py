@@ -147,9 +147,16 @@ def test_mixed_rows_are_refused_by_number_and_not_by_the_first_row():
         describe_dataset(datasets.Dataset.from_dict({"text": []}))
 
 
-@pytest.mark.parametrize("listed", [True, False])
-def test_images_are_shown_undecoded_without_a_copy_of_any_row(listed, monkeypatch):
-    kind = datasets.List(datasets.Image()) if listed else datasets.Image()
+LISTS = [
+    datasets.List(datasets.Image()),
+    datasets.List(datasets.Image(), length=1),
+    datasets.LargeList(datasets.Image()),
+]
+
+
+@pytest.mark.parametrize("kind", [datasets.Image(), *LISTS])
+def test_images_are_shown_undecoded_without_a_copy_of_any_row(kind, monkeypatch):
+    listed = kind in LISTS
     held = {"bytes": b"not decoded", "path": None}
     dataset = datasets.Dataset.from_dict(
         {"n": [0, 1, 2], "images": [[held] if listed else held] * 3},

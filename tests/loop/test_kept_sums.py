@@ -138,7 +138,7 @@ def test_sums_of_another_reference_are_not_taken_from_a_checkpoint(tiny_tokenize
 
 
 def test_a_reference_that_moves_is_asked_again(tiny_tokenizer, tmp_path, monkeypatch):
-    """Another model, weights written in place past autograd, and the callback that mixes the policy in."""
+    """Another model, weights written in place past autograd, all or a few, and the callback that mixes the policy in."""
 
     def another(trainer):
         trainer.ref_model = build_model(len(tiny_tokenizer), seed=9)
@@ -147,9 +147,18 @@ def test_a_reference_that_moves_is_asked_again(tiny_tokenizer, tmp_path, monkeyp
         for parameter in trainer.ref_model.parameters():
             parameter.data.mul_(1.01)
 
+    def one_column(trainer):
+        trainer.ref_model.get_input_embeddings().weight.data[:, 7] *= 2
+
+    def another_base_of_positions(trainer):  # The same parameters: what differs is a buffer that no checkpoint holds.
+        rope = {"rope_type": "default", "rope_theta": 5.0}
+        trainer.ref_model = build_model(len(tiny_tokenizer), rope_parameters=rope)
+
     cases = [
         ({}, another),
         ({}, in_place),
+        ({}, one_column),
+        ({}, another_base_of_positions),
         ({"sync_ref_model": True, "ref_model_sync_steps": 5}, lambda trainer: None),
     ]
     for settings, move in cases:
