@@ -196,7 +196,7 @@ class KeptSums(transformers.TrainerCallback):
     """The reference's summed log-probs of rows that were seen, so that a later epoch or evaluation does not compute them again.
 
     A row that is cut, collated or paired otherwise has another name, so it is computed; so is every row once the reference has
-    other weights, or an option moves its numbers. What ranks have computed is joined at the end of an epoch.
+    other weights, or an option moves its numbers. What ranks have computed is joined as an epoch begins.
 
     Args:
         run: Gives method, precision and ranks.
@@ -209,14 +209,17 @@ class KeptSums(transformers.TrainerCallback):
         self.run, self.sums = run, dict[bytes, bytes]()
         self._new: list[bytes] = []  # Names that other ranks do not have yet.
         self._key = ""
+        self._reference: Reference | None = None  # None also where sums were loaded, and none was asked for yet.
 
     def of(self, reference: Reference) -> KeptSums:
         """These sums, or none of them where they are another reference's."""
         model = reference.policy if reference.copy is None else reference.copy
         about = {"adapter": reference.adapter, "precision": self.run.accelerator.mixed_precision}
         key = fingerprint(weights=hash_frozen(model), options=self.run.method.reference_key(), **about)
-        if key != self._key:
-            self.sums, self._new, self._key = {}, [], key
+        # Another one may have the same weights, and go through them otherwise.
+        if key != self._key or self._reference not in (None, reference):
+            self.sums, self._new = {}, []
+        self._key, self._reference = key, reference
         return self
 
     def known(self, batch: Batch) -> Batch | None:
@@ -238,8 +241,10 @@ class KeptSums(transformers.TrainerCallback):
         self.sums.update(zip(names, (row.tobytes() for row in sums.float().cpu().numpy()), strict=True))
         self._new += names
 
-    def on_epoch_end(self, *_: Any, **__: Any) -> None:
-        """Join what ranks have computed."""
+    def on_epoch_begin(self, args: object, state: transformers.TrainerState, control: object, **_: object) -> None:
+        """Join what ranks have computed, but in the middle of an epoch, where a run that was not interrupted would not."""
+        if state.epoch is None or not float(state.epoch).is_integer():
+            return
         new = [(name, self.sums[name]) for name in self._new]
         self.sums.update(parallel.all_gather_objects(new, self.run.accelerator))
         self._new = []
@@ -250,6 +255,6 @@ class KeptSums(transformers.TrainerCallback):
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Undo `state`."""
-        self._key = state["key"]
+        self._key, self._reference = state["key"], None
         self.sums = {bytes.fromhex(name): bytes.fromhex(sums) for name, sums in state["sums"].items()}
         self._new = list(self.sums)

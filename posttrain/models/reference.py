@@ -244,6 +244,9 @@ def hash_module(module: torch.nn.Module) -> str:
     return hash_tensors(module.state_dict())
 
 
+SUMMED = 1 << 14  # Few enough that a weight which has moved a little moves their sum in float32.
+
+
 def hash_tensors(tensors: Mapping[str, torch.Tensor]) -> str:
     """The same of any tensors with names."""
     digest = hashlib.sha256()
@@ -254,10 +257,18 @@ def hash_tensors(tensors: Mapping[str, torch.Tensor]) -> str:
     return digest.hexdigest()
 
 
-def hash_frozen(module: nn.Module, most: int = 64) -> str:
-    """The same of some values of every frozen parameter, about ``most`` each: cheap, and another once weights have moved."""
-    flat = {name: parameter.reshape(-1) for name, parameter in frozen_parameters(module)}
-    return hash_tensors({name: values[:: max(1, len(values) // most)].clone() for name, values in flat.items()})
+def hash_frozen(module: nn.Module) -> str:
+    """The same of the sums of every `SUMMED` frozen weights, and of those of buffers: one look at all, where a pass does more."""
+    return hash_tensors({name: _sums(values) for name, values in (*frozen_parameters(module), *module.named_buffers())})
+
+
+def _sums(values: torch.Tensor) -> torch.Tensor:
+    flat = values.detach().reshape(-1)
+    if flat.element_size() == 1:  # Packed weights and 8-bit floats: their bytes.
+        flat = flat.view(torch.uint8)
+    whole = len(flat) // SUMMED * SUMMED
+    parts = (flat[:whole].view(-1, SUMMED), flat[whole:].view(1, -1))
+    return torch.cat([part.sum(-1, dtype=torch.float32) for part in parts])
 
 
 def hash_vocabulary(tokenizer: Tokenizer) -> str | None:

@@ -46,6 +46,7 @@ logger = logging.getLogger(__name__)
 # Overridden, they may read the reference's log-prob of each token, or give another.
 SEE_REFERENCE = (*PADDED_STEPS, "objective", "compute_loss_terms", "named_counts", "comparison", "before_step")
 SEE_REFERENCE += ("eval_batches", "with_reference")
+SUMS = {"sums", "reference_logp"}  # Of a method, the same.
 
 
 def check_given(model: nn.Module, ref_model: Any, tokenizer: Tokenizer) -> None:
@@ -251,7 +252,7 @@ class PreferenceTrainer(PostTrainer):
     def _known(self, kept: KeptSums, again: bool) -> KeptSums | None:
         """What is kept, where rows come again, and nothing of the user's sees batches: it may read the reference by token."""
         own = any(name in vars(self) or user_override(type(self), name) for name in SEE_REFERENCE)
-        own |= type(self.method).__module__.split(".")[0] != "posttrain"
+        own |= type(self.method).__module__.split(".")[0] != "posttrain" or bool(SUMS & vars(self.method).keys())
         return kept.of(self.reference) if again and self.reference is not None and not own else None
 
     def _referenced(self, inputs: list[Batch], kept: KeptSums | None, mode: str = "train") -> list[Batch]:

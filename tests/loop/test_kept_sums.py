@@ -1,6 +1,7 @@
 """The frozen reference reads a row once: later epochs and evaluations take the sums, as long as they are what it would say."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -284,3 +285,22 @@ def test_two_ranks_know_each_others_rows_and_stay_in_step_where_one_does_not(tmp
     assert two["losses"] == pytest.approx(one["losses"], rel=1e-6, abs=1e-6)
     assert one["ranks"] == [[{"0": 4, "eval": 1}, 8]]
     assert two["ranks"] == [[{"0": 2, "eval": 1, "2": 2}, 8], [{"0": 2, "eval": 1, "2": 2}, 4]]
+
+
+def test_ranks_join_as_an_epoch_begins_so_that_a_run_resumed_behind_its_last_step_does_too(monkeypatch):
+    """The checkpoint of that step is written before: what it holds is this rank's alone."""
+    theirs = [(b"theirs", b"\0\0\0\0")]
+    monkeypatch.setattr("posttrain.models.parallel.all_gather_objects", lambda new, _: new + theirs)
+    kept = KeptSums(SimpleNamespace(accelerator=None))
+    kept.load_state({"key": "a", "sums": {b"mine".hex(): b"\1\0\0\0".hex()}})
+    for epoch, names in ((0.5, {b"mine"}), (1.0, {b"mine", b"theirs"})):
+        kept.on_epoch_begin(None, SimpleNamespace(epoch=epoch), None)
+        assert kept.sums.keys() == names
+
+
+def test_sums_that_a_method_makes_otherwise_are_computed(tiny_tokenizer, tmp_path):
+    trainer = dpo(tmp_path, tiny_tokenizer, **EPOCHS)
+    usual = trainer.method.sums
+    trainer.method.sums = lambda logp, batch: 2 * usual(logp, batch)
+    trainer.train()
+    assert not trainer._kept.sums
