@@ -32,7 +32,7 @@ from posttrain.errors import PosttrainError, PreflightError
 from posttrain.loop.data_report import DatasetHead, describe_batches, refuse_data, row_codes, usable_rows
 from posttrain.metrics import Metric, mean
 from posttrain.models import parallel
-from posttrain.models.architecture import config_of, context_length
+from posttrain.models.architecture import config_of, context_length, text_of
 from posttrain.models.heads import picture_encoder
 from posttrain.models.vision import tower_parameters
 from posttrain.report.files import whole_file
@@ -142,7 +142,7 @@ class Checks(transformers.TrainerCallback):
             if parameter.requires_grad:
                 name = str(parameter.dtype).removeprefix("torch.")
                 trainable[name] = trainable.get(name, 0) + parameter.numel()
-        attention = str(model.config.get_text_config()._attn_implementation)
+        attention = str(getattr(text_of(config_of(model)), "_attn_implementation", None))
         with self.preflight.record_check("config", ("PT-C001", "PT-C004", "PT-C005")):
             self.report([
                 machine.check_precision(trainable, learning_rate=self.args.learning_rate),
@@ -256,7 +256,8 @@ class Checks(transformers.TrainerCallback):
         longest = max((int(batch.position_ids.max()) + 1 for batch in batches if batch.position_ids.numel()), default=0)
         teachers = [part for name, part in self.context.parts.items() if name.startswith("teacher_model")]
         models = [] if self._lengths_reported else [self.context.model, *teachers]
-        findings = [_positions_of(model.config.get_text_config(), longest) for model in models]
+        texts = [text_of(config_of(model)) for model in models]
+        findings = [_positions_of(text, longest) for text in texts if text is not None]
         self._overlong = [finding for finding in findings if finding is not None][:1]
         self._lengths_reported = self._lengths_reported or bool(self._overlong)
         return float(len(self._overlong))

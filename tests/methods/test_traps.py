@@ -223,9 +223,9 @@ def test_trap_43_generation_stops_at_every_token_that_training_ends_with(tiny_to
     """The user's own tokenizer ends texts with another token, and its template ends turns with the old one."""
     tiny_tokenizer.eos_token = "<|endoftext|>"
     tiny_model.generation_config.eos_token_id = 7
-    sft(tmp_path, tiny_tokenizer, model=tiny_model)
+    trainer = sft(tmp_path, tiny_tokenizer, model=tiny_model)
     assert tiny_model.generation_config.eos_token_id == [7, 0, 2]
-    mirror_eos(tiny_tokenizer, tiny_model, None)
+    mirror_eos(tiny_tokenizer, tiny_model, trainer.args)
     assert tiny_model.generation_config.eos_token_id == [7, 0, 2]
 
 

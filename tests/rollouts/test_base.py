@@ -181,7 +181,7 @@ def test_vllm_that_auto_chose_runs_in_the_trainers_process(available, tmp_path):
 def test_continuous_batching_is_not_chosen_for_a_processor(available, tmp_path):
     available(vllm="not installed")
     assert resolved(tmp_path) == "paged"
-    assert resolved(tmp_path, processor=SimpleNamespace(tokenizer=None)) == "native"
+    assert resolved(tmp_path, processor=SimpleNamespace(tokenizer=object())) == "native"
 
 
 def test_on_a_cpu_the_config_stays_as_it_was_given(tmp_path):

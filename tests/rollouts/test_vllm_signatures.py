@@ -140,6 +140,7 @@ def colocated(tmp_path, level, encoder=None):
         vllm_tensor_parallel_size=1, vllm_enable_sleep_mode=level is not None, vllm_sleep_level=str(level), model_init_kwargs=None,
         vllm_max_model_length=64, vllm_gpu_memory_utilization=0.3, train_batch_size=4, steps_per_generation=2, num_iterations=1,
         gradient_accumulation_steps=2, do_eval=False, vllm_model_impl="vllm", trust_remote_code=False, adapter_sync="auto",
+        max_images_per_row=None,
     )  # fmt: skip
     accelerator = types.SimpleNamespace(
         num_processes=2, process_index=0, mixed_precision="bf16", device=torch.device("cuda")

@@ -34,7 +34,6 @@ class _OneCompletion:
     vllm_structured_outputs_regex = None
     cache_implementation = None
     log_ref_kl = False
-    scale_rewards = "none"
     stop_without_signal = None
     log_completions = False
     vllm_sync_retries = VllmSyncFields.vllm_sync_retries
