@@ -222,9 +222,14 @@ class KeptSums(transformers.TrainerCallback):
         self._key, self._reference = key, reference
         return self
 
-    def known(self, batch: Batch) -> Batch | None:
-        """The batch with the sums as its column ``ref_logps (S,)``; None where a row of it is new."""
-        sums = [self.sums.get(name) for name in row_names(batch)]
+    def known(self, batch: Batch, names: list[bytes]) -> Batch | None:
+        """The batch with the sums as its column ``ref_logps (S,)``; None where a row of it is new.
+
+        Args:
+            batch: Of this rank.
+            names: What `row_names` says of it.
+        """
+        sums = [self.sums.get(name) for name in names]
         if not sums or None in sums:
             return None
         column = torch.empty(batch.num_sequences)
@@ -232,9 +237,8 @@ class KeptSums(transformers.TrainerCallback):
         column[order] = torch.frombuffer(bytearray(b"".join(filter(None, sums))), dtype=torch.float32)
         return replace(batch, columns=batch.columns | {"ref_logps": column})
 
-    def add(self, batch: Batch) -> None:
-        """Keep the sums of a batch with the reference's log-probs."""
-        names = row_names(batch)
+    def add(self, batch: Batch, names: list[bytes]) -> None:
+        """Keep the sums of a batch with the reference's log-probs, by the names that its rows had on the host."""
         if batch.ref_logp is None or not names:
             return
         sums = batch.grouped(self.run.method.sums(batch.ref_logp, batch), batch.num_sequences // len(names))

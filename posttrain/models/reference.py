@@ -260,9 +260,8 @@ def hash_tensors(tensors: Mapping[str, torch.Tensor]) -> str:
 def hash_frozen(module: nn.Module) -> str:
     """The same of the sums of every `SUMMED` frozen weights, and of those of buffers: one look at all, where a pass does more."""
     summed = [_sums(values) for _, values in (*frozen_parameters(module), *module.named_buffers())]
-    return hash_tensors(
-        {"sums": torch.cat([one.to(summed[0].device) for one in summed])} if summed else {}
-    )  # Read in one go.
+    # Read in one go: a device is waited for once.
+    return hash_tensors({"sums": torch.cat([one.to(summed[0].device) for one in summed])} if summed else {})
 
 
 def _sums(values: torch.Tensor) -> torch.Tensor:

@@ -27,7 +27,7 @@ from posttrain.data.formats import PreparationReport
 from posttrain.data.preference import AnswerOptions, answer_rows, extract_and_unpair, prepare_answers
 from posttrain.errors import ArgumentTypeError, ConfigError, DataError
 from posttrain.loop.build import PADDED_STEPS, user_override
-from posttrain.loop.precompute import KeptSums, precomputed_logps
+from posttrain.loop.precompute import KeptSums, precomputed_logps, row_names
 from posttrain.loop.sync_reference import SyncRefModelCallback
 from posttrain.loop.trainer import PostTrainer
 from posttrain.methods.preference import CHECKED_ROWS, AnswerMethod, check_labels
@@ -251,19 +251,23 @@ class PreferenceTrainer(PostTrainer):
 
     def _known(self, kept: KeptSums, again: bool) -> KeptSums | None:
         """What is kept, where rows come again, and nothing of the user's sees batches: it may read the reference by token."""
+        if not again or self.reference is None:
+            return None
         own = any(name in vars(self) or user_override(type(self), name) for name in SEE_REFERENCE)
         own |= type(self.method).__module__.split(".")[0] != "posttrain" or bool(SUMS & vars(self.method).keys())
-        return kept.of(self.reference) if again and self.reference is not None and not own else None
+        return None if own else kept.of(self.reference)
 
     def _referenced(self, inputs: list[Batch], kept: KeptSums | None, mode: str = "train") -> list[Batch]:
         """Batches with the reference's sums, where all of a batch's rows were kept, or with its log-probs."""
-        found = [None if kept is None else kept.known(batch) for batch in inputs]
+        names = [[] if kept is None else row_names(batch) for batch in inputs]
+        found = [None if kept is None else kept.known(*about) for about in zip(inputs, names, strict=True)]
         new = [batch for batch, known in zip(inputs, found, strict=True) if known is None]
         ran = parallel.in_step(new, self.accelerator, self.spare_batch)
         computed = [one for one, counts in [(self.with_reference(one), counts) for one, counts in ran] if counts]
         if kept is not None and inputs:
-            for batch in computed:
-                kept.add(batch)
+            unknown = [its for its, known in zip(names, found, strict=True) if known is None]
+            for batch, its in zip(computed, unknown, strict=True):
+                kept.add(batch, its)
             rows = sum(batch.num_sequences for batch in inputs)
             share = sum(batch.num_sequences for batch in found if batch is not None) / rows
             self.log_metrics_now({"reference/kept": mean(share, weight=rows)}, mode)
