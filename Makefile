@@ -17,7 +17,7 @@ unexport PYTHONDONTWRITEBYTECODE
 WORKERS ?= $(shell $(PYTHON) -c "import os; print(os.cpu_count() + 1)")
 PIP := $(BIN)/python -m pip install -q --disable-pip-version-check
 
-.PHONY: demo test quick notebooks test-serving test-oldest test-ranks verify-gpu check lint docs lint-docs-notebooks bench parity clean
+.PHONY: demo test quick notebooks test-serving test-oldest test-matrix test-ranks verify-gpu check lint docs lint-docs-notebooks bench parity clean
 
 $(VENV)/.base: pyproject.toml constraints/cpu.txt
 	$(PYTHON) -m venv $(VENV)
@@ -84,6 +84,9 @@ test-serving: $(SERVING_NEEDS)  ## a real vLLM, and servers in processes of thei
 # With DeepSpeed's ways: make test-ranks ARGS="--python PATH/TO/PYTHON", an environment that has it.
 test-ranks: $(VENV)/.dev  ## every method on two processes beside one, into docs/verified.md
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(DEV_PYTHON) -m tests.matrix --page docs/verified.md $(ARGS)
+
+test-matrix: $(VENV)/.dev  ## the cells of families, engines and methods that `make test` leaves out: minutes
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(SPREAD) -m "matrix and slow and not gpu" $(ARGS)
 
 verify-gpu: $(VENV)/.dev  ## all that only an accelerator can show, into docs/verified.md; ARGS=--dry-run tries it on a CPU
 	HF_HUB_OFFLINE=1 $(DEV_PYTHON) benchmarks/verify_gpu.py $(or $(ARGS),--page docs/verified.md)

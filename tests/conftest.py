@@ -8,6 +8,7 @@ import gc
 import json
 import logging
 import os
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -46,8 +47,17 @@ def pytest_configure(config: pytest.Config) -> None:
 DURATIONS = Path(__file__).with_name("durations.json")  # Seconds of files that take some: `tools/durations.py`.
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list) -> None:
-    """The longest files begin first: at the end the other processes would have nothing to do beside one of them."""
+    """Two thirds of each matrix are slow tests; then the longest files begin first, lest others wait for them at the end."""
+    begun = set()
+    for item in items:
+        if item.get_closest_marker("matrix"):
+            test = item.nodeid.partition("[")[0]
+            # Its name decides, so that each test leaves out other families and engines; the first cell is always run.
+            if test in begun and zlib.crc32(item.nodeid.encode()) % 3:
+                item.add_marker("slow")
+            begun.add(test)
     seconds = json.loads(DURATIONS.read_text(encoding="utf-8"))
     items.sort(key=lambda item: -seconds.get(item.nodeid.partition("::")[0], 0))
 

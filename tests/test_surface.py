@@ -1,6 +1,7 @@
 """The public surface changes only on purpose: `python -m tests.surface` after a line in CHANGELOG."""
 
 import ast
+import functools
 import json
 from pathlib import Path
 
@@ -33,6 +34,7 @@ READ_BY_TABLE = {
 }  # fmt: skip
 
 
+@functools.cache
 def fields_and_readers():
     """Names of options of all configs, and of each name where it is read: file, and the outermost function or class around it."""
     options, readers = set(), {}

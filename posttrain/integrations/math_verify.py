@@ -6,7 +6,12 @@ import functools
 import importlib
 import logging
 import re
+import sys
+import threading
 from decimal import Decimal
+from importlib.machinery import ModuleSpec
+from multiprocessing.context import SpawnContext, SpawnProcess
+from typing import Any
 
 # Bytes of address space of a process: 10**10**10 must fail there, not take the machine down.
 MEMORY = 4 * 2**30
@@ -22,6 +27,27 @@ def start_process() -> None:
     except (ImportError, ValueError, OSError):
         pass
     importlib.import_module("math_verify")
+
+
+# A spawned process imports the module that its class stands in: here it loads neither torch nor transformers.
+class _WithoutMain(SpawnProcess):
+    def start(self) -> None:
+        main: Any = sys.modules["__main__"]
+        with _spawning:
+            spec, main.__spec__ = main.__spec__, ModuleSpec("__main__", None)
+            try:
+                super().start()
+            finally:
+                main.__spec__ = spec
+
+
+_spawning = threading.Lock()
+
+
+class WithoutMain(SpawnContext):
+    """Spawns processes that do not run the script of the main process again, which may have no main guard."""
+
+    Process = _WithoutMain
 
 
 # Where math-verify begins to read LaTeX by itself; commands of LaTeX with their words; words; a number with its unit.

@@ -9,8 +9,6 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures.process import BrokenProcessPool
-from importlib.machinery import ModuleSpec
-from multiprocessing.context import SpawnContext, SpawnProcess
 from typing import Any, NamedTuple
 
 from posttrain.errors import RewardError
@@ -249,26 +247,6 @@ def in_time(function: Callable, calls: Sequence[tuple]) -> list[Any]:
     return results
 
 
-class _WithoutMain(SpawnProcess):
-    def start(self) -> None:
-        main: Any = sys.modules["__main__"]
-        with _spawning:
-            spec, main.__spec__ = main.__spec__, ModuleSpec("__main__", None)
-            try:
-                super().start()
-            finally:
-                main.__spec__ = spec
-
-
-_spawning = threading.Lock()
-
-
-class WithoutMain(SpawnContext):
-    """Spawns processes that do not run the script of the main process again, which may have no main guard."""
-
-    Process = _WithoutMain
-
-
 # By process, pebble's: a forked child cannot use its parent's.
 _pools: dict[int, Any] = {}
 _starting = threading.Lock()
@@ -285,7 +263,7 @@ def _pool() -> Any:
         if pool is None or not pool.active:
             workers = max(1, min(4, (os.cpu_count() or 1) // 2))
             # The clock of a first call begins after `start_process`.
-            options = {"initializer": math_verify.start_process, "context": WithoutMain()}
+            options = {"initializer": math_verify.start_process, "context": math_verify.WithoutMain()}
             pool = _pools[os.getpid()] = require("pebble", "math-verify").ProcessPool(workers, **options)
         return pool
 

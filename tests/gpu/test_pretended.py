@@ -86,6 +86,7 @@ def test_continuous_batching_takes_the_memory_that_its_requests_need(tmp_path):
     assert pretended("grpo auto", tmp_path)["peak"] < 8 * 2**20
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_a_trainer_on_the_device_is_the_trainer_on_a_cpu(name, tmp_path):
     found = pretended(name, tmp_path / "device")

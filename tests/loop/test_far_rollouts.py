@@ -161,6 +161,7 @@ def uninterrupted(tmp_path_factory):
     return weights(whole)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     "path",
     ["", "weight_info", "start_weight_update", "update_weights", "finish_weight_update", "score", "v1/completions"],

@@ -62,6 +62,7 @@ def undecoded(dataset):
     return dataset.cast_column("images", datasets.List(datasets.Image(decode=False)))
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("kind", ["Distillation", "GKD"])
 @pytest.mark.parametrize("name", ["llava", "qwen2_5_vl", "gemma3"])
 def test_a_step_on_the_dataset_is_the_divergence_of_each_sequence_alone(kind, name, tmp_path):
@@ -90,6 +91,7 @@ def test_prompts_of_dataset_answers_begin_as_those_that_are_sampled_from_do(tmp_
         assert row["prompt_ids"] == list(prompt) and row["prompt_ids"].count(bos) == 1
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("engine", ["native", "hf"])
 @pytest.mark.parametrize("name", ["llava", "qwen2_vl"])
 def test_on_policy_both_see_the_picture_of_what_was_sampled(name, engine, tmp_path):

@@ -71,6 +71,7 @@ def generate(trainer, rows=(0, 1, 2, 3), size=2):
     return trainer.generate(examples, "train")
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("kind", METHODS)
 @pytest.mark.parametrize(
     ("name", "engine"),

@@ -7,6 +7,7 @@ from tests.ranks import assert_same_step, run_ranks
 pytestmark = pytest.mark.distributed
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("name", "checkpointing", "freeze"),
     [

@@ -98,6 +98,7 @@ def first_loss(trainer):
     return next(log["loss"] for log in trainer.state.log_history if "loss" in log)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", FAMILIES)
 def test_sft_loss_is_that_of_each_sequence_alone(name, tmp_path):
     model, processor = build(name)
@@ -151,6 +152,7 @@ def test_a_stream_of_objects_that_exif_turns_trains_on_what_their_files_show(tmp
     assert found[0] == pytest.approx(found[1], abs=1e-6)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", FAMILIES)
 def test_dpo_margins_are_those_of_each_sequence_alone(name, tmp_path):
     model, processor = build(name)
@@ -239,6 +241,7 @@ def gradient(trainer, examples, batch):
     return torch.cat([p.grad.flatten() for p in trainer.model.parameters() if p.grad is not None])
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", [*FAMILIES, "mllama"])
 def test_any_order_and_any_split_of_mixed_rows_gives_one_gradient(name, tmp_path):
     model, processor = build(name)
@@ -267,6 +270,7 @@ def test_what_is_frozen_stays_bit_identical_and_what_is_not_moves(choice, tmp_pa
     assert moved - tower
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("targets", [None, ["q_proj", "v_proj"], ["q_proj", "gate_proj", "down_proj"], "all-linear"])
 @pytest.mark.parametrize("name", ["llava", "qwen2_5_vl", "gemma3"])
 def test_an_adapter_by_names_cannot_hit_the_tower_unasked(name, targets, tmp_path):
@@ -406,6 +410,7 @@ def test_packing_that_cuts_rows_is_refused_with_images(option, tmp_path):
         sft(tmp_path, rows("completion"), packing=True, packing_strategy=option, max_length=64)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", ["llava", "qwen2_5_vl", "gemma3", "ovis2"])
 @pytest.mark.parametrize("streamed", [False, True])
 def test_packed_rows_are_whole_and_their_loss_is_that_of_each_sequence_alone(name, streamed, tmp_path):
@@ -431,6 +436,7 @@ def talk(i):
     ]  # fmt: skip
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("columns", ["messages", "prompt"])
 @pytest.mark.parametrize("name", ["llava", "qwen2_5_vl", "gemma3", "glm4v", "ovis2"])
 def test_what_the_assistant_says_alone_is_trained_between_images(name, columns, tmp_path):

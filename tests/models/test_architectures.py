@@ -41,6 +41,7 @@ def worst(model, examples, layout):
     return float(max(gaps))
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_the_chosen_layout_computes_each_sequence_as_if_alone(name):
     model = built(name)
@@ -49,6 +50,7 @@ def test_the_chosen_layout_computes_each_sequence_as_if_alone(name):
     assert worst(model, rows(), layout) < 1e-3
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_the_engine_that_auto_takes_says_what_each_sequence_alone_says(name, caplog):
     model = built(name)

@@ -12,7 +12,8 @@ from tests.wordings import raises
 @pytest.mark.parametrize(
     ("size", "names"),
     [
-        (2, "grouped,one KV head,dense mask,windows and sinks,compiled"),
+        (2, "grouped,one KV head,dense mask,windows and sinks"),
+        pytest.param(2, "compiled", marks=pytest.mark.slow),
         (4, "grouped,one KV head,dense mask,windows and sinks"),
     ],
 )

@@ -88,6 +88,7 @@ def forest(model, rows, layout):
     return torch.cat([found[i] for i in range(len(found))])
 
 
+@pytest.mark.matrix
 def test_log_probs_of_a_tree_are_those_of_its_sequences_alone(family):
     name, model, processor, encoder = family
     rows, sequences = rows_of(name, encoder)
@@ -97,6 +98,7 @@ def test_log_probs_of_a_tree_are_those_of_its_sequences_alone(family):
             assert torch.allclose(forest(model, rows, layout), expected, atol=2e-5, rtol=0)
 
 
+@pytest.mark.matrix
 def test_gradients_of_a_tree_are_those_of_its_sequences_alone(family):
     name, model, processor, encoder = family
     rows, sequences = rows_of(name, encoder)
@@ -370,6 +372,7 @@ def test_an_unknown_family_that_prepares_two_pictures_otherwise_than_one_is_refu
         install_pictures(model, processor)
 
 
+@pytest.mark.matrix
 def test_the_probe_of_a_layout_holds_pictures(family, monkeypatch):
     from posttrain.models import probe, vision
 

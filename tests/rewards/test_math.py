@@ -150,6 +150,12 @@ def test_what_takes_too_long_is_given_up_and_such_a_reference_is_not_scored(monk
 
 
 @needs_math
+def test_a_process_that_compares_loads_nothing_that_trains():
+    heavy = "{'torch', 'transformers', 'datasets'} & set(__import__('sys').modules)"
+    assert math_rewards.in_time(eval, [(heavy,)]) == [set()]
+
+
+@needs_math
 def test_a_script_without_a_main_guard_is_not_run_again(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 
 from posttrain import ConfigError, RewardError
 from posttrain.rewards.reasoning_gym import extract_answer, reasoning_gym_task
+from tests import forks
 from tests.wordings import raises
 
 gym = pytest.importorskip("reasoning_gym")
@@ -145,5 +143,5 @@ def test_without_the_package_the_error_says_what_to_install():
         "try: reasoning_gym_task('chain_sum')\n"
         "except ImportError as e: print(e)"
     )
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False).stdout
+    out = forks.run(["-c", code]).stdout
     assert 'pip install "posttrain[reasoning-gym]"' in out

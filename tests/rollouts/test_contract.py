@@ -135,6 +135,7 @@ def test_generation_stops_after_the_stop_token_and_keeps_it(engine):
         assert r.finish_reason == "stop" or len(r.token_ids) == 20
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_logps_equal_a_plain_forward_to_1e3(engine, temperature):
     sampling = Sampling(9, temperature=temperature, stop_token_ids=(3,), seed=2)
@@ -183,6 +184,7 @@ def test_greedy_equals_generate(engine):
         assert r.token_ids == out[0, ids.shape[1] :].tolist()[: len(r.token_ids)]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("name", "settings"),
     [

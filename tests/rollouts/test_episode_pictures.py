@@ -113,6 +113,7 @@ def plain_logps(trainer, rollout):
     return logits[begin - 1 : -1].log_softmax(-1).gather(1, ids[0, begin:, None])[:, 0]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("name", "engine"),
     [("llava", "native"), ("qwen2_vl", "native"), ("gemma3", "native"), ("qwen2_vl", "hf"), ("llava", "hf")],
@@ -289,6 +290,7 @@ class Still(Room):
     turn = None
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("made", [Room, Still])
 @pytest.mark.parametrize("name", ["llava", "qwen2_vl"])
 def test_what_a_reset_shows_is_part_of_the_prompt(made, name, monkeypatch, tmp_path):

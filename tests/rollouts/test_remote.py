@@ -106,7 +106,7 @@ def test_many_threads_ask_while_servers_come_and_go(made):
     failures = []
 
     def ask():
-        for _ in range(4):
+        for _ in range(2):
             try:
                 assert {r.version for r in engine.generate(REQUESTS, SAMPLING)} == {1}
             except Exception as error:

@@ -239,6 +239,7 @@ def test_a_reply_of_another_version_never_reaches_the_trainer(engine, stub):
     assert engine.needs_weights()
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("lie", "phase", "text"),
     [

@@ -341,6 +341,7 @@ def test_a_collator_is_given_to_the_constructor_and_trained_with(tokenizer, tmp_
 FORMATS = ("numpy", "torch", "arrow", "pandas")
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("kind", EVERY)
 def test_rows_in_any_format_of_a_dataset_train_as_plain_ones(kind, tmp_path, tokenizer):
     found = []
@@ -353,6 +354,7 @@ def test_rows_in_any_format_of_a_dataset_train_as_plain_ones(kind, tmp_path, tok
     assert all(one == pytest.approx(found[0], abs=1e-6) for one in found)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("form", FORMATS)
 @pytest.mark.parametrize("skip", [False, True])
 def test_ids_in_any_format_and_of_a_stream_train_as_lists(form, skip, tmp_path, tiny_tokenizer):
