@@ -26,7 +26,7 @@ if not torch.cuda.is_available():
     # Triton decides when it is first imported, by whichever library, whether kernels are interpreted.
     os.environ.setdefault("TRITON_INTERPRET", "1")
     # For a GPU that may come, torch keeps every seeding with the stack it came from.
-    torch.cuda.random._lazy_call = torch.xpu.random._lazy_call = lambda *_, **__: None
+    torch.cuda.random._lazy_call = torch.xpu.random._lazy_call = torch.mtia._lazy_call = lambda *_, **__: None
 
 # Trainers ask for a full collection as each begins to train: a twentieth of the suite. The automatic ones find their garbage too.
 accelerate.utils.memory.clear_device_cache = lambda garbage_collection=False: None

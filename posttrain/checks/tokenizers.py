@@ -157,7 +157,8 @@ def compare_tokenizers(
     """
     one, two = token_bytes(first), token_bytes(second)
     odd = sorted(i for i in one.keys() | two.keys() if one.get(i) != two.get(i))
-    written = [text for text in probe_texts(first, second, extra) if _ids(first, text) != _ids(second, text)]
+    texts = [] if first is second else probe_texts(first, second, extra)
+    written = [text for text in texts if _ids(first, text) != _ids(second, text)]
     kinds = (_spelling(first), _spelling(second))
     ends = tuple(tuple(sorted(set(ids))) for ids in stops) if stops is not None else ()
     special = {name: (getattr(first, name), getattr(second, name)) for name in SPECIAL}
