@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import gc
+import importlib
 import json
 import logging
 import os
@@ -20,7 +22,7 @@ import httpcore2
 import pytest
 import torch
 
-from tests.forks import Spawned, open_session
+from tests.forks import ROOT, Spawned, open_session
 
 if not torch.cuda.is_available():
     # Triton decides when it is first imported, by whichever library, whether kernels are interpreted.
@@ -71,11 +73,20 @@ def _freeze() -> None:
     gc.freeze()
 
 
+def _read_part(index: int, count: int) -> None:
+    """Each process reads other files first: what pytest makes of their assertions is made once and there for the rest."""
+    for file in sorted(Path(__file__).parent.rglob("test_*.py"))[index::count]:
+        with contextlib.suppress(Exception, pytest.skip.Exception):  # Said where it is collected.
+            importlib.import_module(".".join(file.relative_to(ROOT).with_suffix("").parts))
+
+
 @pytest.hookimpl(wrapper=True)
-def pytest_collection() -> Iterator[object]:
+def pytest_collection(session: pytest.Session) -> Iterator[object]:
     """Imports and thousands of items are no garbage, and looking for some was a third of this time."""
     gc.disable()
     try:
+        if worker := getattr(session.config, "workerinput", None):
+            _read_part(int(worker["workerid"][2:]), worker["workercount"])
         return (yield)
     finally:
         gc.enable()

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import nbclient
 import nbformat
+from nbclient.util import run_sync
 
 ROOT = Path(__file__).parents[1]
 SHOWN = ("sft_lora", "dpo", "grpo_reward", "agent")
@@ -53,6 +54,18 @@ def markdown(book, name):
     return "\n\n".join(parts) + "\n"
 
 
+def run(client, name, folder):
+    """A notebook with what it printed, run in a folder of its own; all in one kernel, whose imports are made once."""
+    here = Path(folder, name)
+    here.mkdir()
+    book = nbformat.read(ROOT / "examples" / "notebooks" / f"{name}.ipynb", as_version=4)
+    book.cells.insert(0, nbformat.v4.new_code_cell(f"%reset -f\n%cd -q {here}"))
+    client.nb = book
+    client.execute(cleanup_kc=False)
+    del book.cells[0]
+    return book
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("names", nargs="*", default=SHOWN)
@@ -60,17 +73,19 @@ def main():
     parser.add_argument("--model")
     parser.add_argument("--docs", action="store_true")
     args = parser.parse_args()
-    for name in args.names or SHOWN:
-        with tempfile.TemporaryDirectory() as folder:
-            os.environ |= {"POSTTRAIN_STEPS": args.steps, "POSTTRAIN_MODEL": args.model or tiny(f"{folder}/model")}
-            os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-            book = nbformat.read(ROOT / "examples" / "notebooks" / f"{name}.ipynb", as_version=4)
-            nbclient.NotebookClient(book, timeout=1800, resources={"metadata": {"path": folder}}).execute()
-        if args.docs:
-            text = markdown(book, name).replace(f"{Path(sys.executable).parent}/", "")  # Of this machine.
-            text = text.replace(args.model or folder, "HuggingFaceTB/SmolLM2-135M-Instruct")
-            (ROOT / "docs" / "notebooks" / f"{name}.md").write_text(text, encoding="utf-8")
-        sys.stdout.write(f"{name}: {sum(cell.cell_type == 'code' for cell in book.cells)} cells ran\n")
+    with tempfile.TemporaryDirectory() as folder:
+        model = args.model or tiny(f"{folder}/model")
+        os.environ |= {"POSTTRAIN_STEPS": args.steps, "POSTTRAIN_MODEL": model}
+        os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+        client = nbclient.NotebookClient(nbformat.v4.new_notebook(), timeout=1800)
+        for name in args.names or SHOWN:
+            book = run(client, name, folder)
+            if args.docs:
+                text = markdown(book, name).replace(f"{Path(sys.executable).parent}/", "")  # Of this machine.
+                text = text.replace(model, "HuggingFaceTB/SmolLM2-135M-Instruct").replace(f"{folder}/{name}/", "")
+                (ROOT / "docs" / "notebooks" / f"{name}.md").write_text(text, encoding="utf-8")
+            sys.stdout.write(f"{name}: {sum(cell.cell_type == 'code' for cell in book.cells)} cells ran\n")
+        run_sync(client.km.shutdown_kernel)(now=True)
 
 
 if __name__ == "__main__":

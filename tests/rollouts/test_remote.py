@@ -123,6 +123,25 @@ def test_many_threads_ask_while_servers_come_and_go(made):
     assert failures == []
 
 
+def test_a_server_that_is_taken_off_the_list_answers_what_it_was_asked(made):
+    stub, other = stub_of(made, version="run-1"), stub_of(made, version="run-1")
+    engine = following(made, of(1, stub))
+    stub.lies["slow"] = 1.0
+    leaving = engine.fleet.servers[stub.url]
+    found = []
+    asking = threading.Thread(target=lambda: found.extend(engine.generate(REQUESTS, SAMPLING)))
+    began = time.monotonic()
+    asking.start()
+    while not leaving.outstanding:
+        time.sleep(0.01)
+    engine.set_servers(of(1, other))
+    assert len(engine.generate(REQUESTS, SAMPLING)) == 4
+    closed = leaving.client.session.is_closed
+    asking.join()
+    assert len(found) == 4 and time.monotonic() - began < 10
+    assert not closed and leaving.client.session.is_closed
+
+
 def test_a_worker_pushes_no_weights(made):
     with pytest.raises(WeightSyncError, match="the trainer does"):
         following(made).load_weights([], 1)

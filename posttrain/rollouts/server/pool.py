@@ -40,6 +40,8 @@ class Server:
         asked: How often it was chosen, so that servers with nothing to do take turns.
         down: Why it gets no requests; None: it does.
         lock: Keeps other trainers of this machine from a server on this machine; None: nothing is pushed to it.
+        listed: Whether it is on the list; one that is not is closed with its last answer, for a read from a connection that
+            is closed meanwhile waits until its time is up.
     """
 
     client: VLLMClient
@@ -49,6 +51,7 @@ class Server:
     asked: int = 0
     down: RolloutServerError | None = None
     lock: FileLock | None = None
+    listed: bool = True
 
     @property
     def url(self) -> str:
@@ -180,7 +183,7 @@ class ServerPool:
             self._looked, wanted = time.monotonic(), self.urls()
             for url in [u for u in self.servers if u not in wanted]:
                 logger.warning("rollout server %s was taken off the list.", url)
-                self.servers.pop(url).close()
+                self._let_go(url)
             for url, error in self._admit_new(wanted).items():
                 logger.debug("%s is still not there: %s", url, error)
             for server in list(self.servers.values()):
@@ -232,6 +235,17 @@ class ServerPool:
         """Its work is over, one way or the other."""
         with self._lock:
             server.outstanding -= tokens
+            last = not server.listed and not server.outstanding
+        if last:
+            server.close()
+
+    def _let_go(self, url: str) -> None:
+        """Take a server off, and close it once it has answered what it was asked."""
+        with self._lock:
+            server = self.servers.pop(url)
+            server.listed, idle = False, not server.outstanding
+        if idle:
+            server.close()
 
     def failed(self, server: Server, error: RolloutServerError) -> None:
         """It gets no requests until it is healthy again."""
