@@ -8,8 +8,8 @@ import torch
 from tests import surface
 from tests.golden import FILE, NAMES, measure
 
-# The file was written on a CPU with AVX512; sums of another width of registers are rounded otherwise (seen: 2e-6 on AVX2).
-CLOSE = 1e-6 if torch.backends.cpu.get_cpu_capability() == "AVX512" else 1e-5
+# The file was written on a CPU with AVX512; other CPUs order their sums otherwise (seen: 2e-6 on AVX2, and with AMX).
+CLOSE = 3e-6 if torch.backends.cpu.get_cpu_capability() == "AVX512" else 1e-5
 
 
 def marked(name):

@@ -19,12 +19,13 @@ def gradients(model, context):
     return [p.grad.clone() for p in model.parameters()]
 
 
-def test_gradients_are_bitwise_equal_with_and_without(tiny_model):
+def test_gradients_are_equal_with_and_without(tiny_model):
+    # To rounding: a copy lies elsewhere than the view it is of, and some CPUs sum by where a tensor begins (seen: 1.2e-6).
     plain = gradients(tiny_model, get_act_offloading_ctx_manager(tiny_model, enabled=False))
     hooks = OffloadActivations(device_type="cpu", min_offload_size=1)
     for _ in range(2):
         for a, b in zip(plain, gradients(tiny_model, hooks), strict=True):
-            assert torch.equal(a, b)
+            assert torch.allclose(a, b, rtol=0, atol=1e-5 * float(a.abs().max()))
     assert hooks.offloaded_bytes > 10_000
 
 

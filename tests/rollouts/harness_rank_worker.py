@@ -18,6 +18,7 @@ def main(folder, record, batch, live):
     config = GRPOConfig(
         folder, max_steps=1, per_device_train_batch_size=batch, num_generations=8, max_completion_length=8, loss_type="grpo",
         optim="sgd", learning_rate=1.0, logging_steps=1, use_cpu=True, shuffle_dataset=False, report_to=[], save_strategy="no",
+        bf16=False,
         harness_record=record if live else None,
     )  # fmt: skip
     harness = forking if live else replayed(record)

@@ -29,7 +29,7 @@ ROWS = [{"prompt": ASK, "n": n} for n in range(4)]
 def trainer_of(model, tokenizer, folder, harness, rewards=None, rows=ROWS, cls=GRPOTrainer, **options):
     settings = {
         "max_steps": 1, "per_device_train_batch_size": 4, "num_generations": 2, "max_completion_length": 8,
-        "logging_steps": 1, "report_to": [], "use_cpu": True, "save_strategy": "no", "learning_rate": 1e-3,
+        "logging_steps": 1, "report_to": [], "use_cpu": True, "save_strategy": "no", "learning_rate": 1e-3, "bf16": False,
     }  # fmt: skip
     config = GRPOConfig if cls is GRPOTrainer else AsyncGRPOConfig
     args = config(str(folder), **{**settings, **options})
