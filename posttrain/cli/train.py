@@ -273,12 +273,13 @@ def train(name: str, script_args: Any, config: Any, model_args: Any, mixture: An
         ):
             error.add_note(f"The last checkpoint: {last}\nGo on:  {resume_command()}\nThe traceback: --traceback")
         raise
-    if trainer.interrupt.requested:  # What is half-trained is in its checkpoint, and is no result.
-        return True
+    interrupted = trainer.interrupt.requested
+    if interrupted and trainer.state.global_step < trainer.state.max_steps:
+        return True  # What is half-trained is in its checkpoint, and is no result.
     trainer.save_model(config.output_dir)
-    if config.push_to_hub:
+    if config.push_to_hub and not interrupted:
         trainer.push_to_hub(dataset_name=script_args.dataset_name)
-    return False
+    return interrupted
 
 
 def model_source(model_args: Any, config: Any) -> str:

@@ -575,8 +575,8 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
         error = error.__cause__ or error.__context__
 
 
-# Ctrl-C; what Slurm, Kubernetes and launchers send before they kill.
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
+# Ctrl-C; what Slurm, Kubernetes and launchers send before they kill; a terminal that is closed.
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 SECONDS_TO_END = 10.0  # From the second signal, for what is to be closed; then the process ends as it is.
 
 
@@ -589,8 +589,44 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_forget_wakeup)
 
 
+def _signals() -> list[signal.Signals]:
+    """Those to take over; `nohup` has a process ignore that its terminal was closed."""
+    return [number for number in SIGNALS if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN]
+
+
+@contextlib.contextmanager
+def kept_from_signals() -> Iterator[None]:
+    """Let what is written inside become whole: the first signal is handled after it, the second one ends it at once."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    told: list[int] = []
+
+    def remember(number: int, _: Any) -> None:
+        if told:
+            raise KeyboardInterrupt
+        told.append(number)
+        logger.warning(
+            "%s: the model is being written; ending after that. Once more to stop at once.", signal.Signals(number).name
+        )
+
+    before = {number: signal.signal(number, remember) for number in _signals()}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+    if told:
+        signal.raise_signal(told[0])
+
+
+class EvaluationStopped(Exception):
+    """An evaluation was left in its middle, because the run was asked to stop."""
+
+
 class GracefulInterrupt(transformers.TrainerCallback):
-    """While training runs, the first SIGINT or SIGTERM asks it to stop after the current step; the second stops it at once.
+    """While training runs, the first SIGINT, SIGTERM or SIGHUP asks it to stop after the current step, or batch of an
+    evaluation; the second stops it at once.
 
     The second one raises KeyboardInterrupt in the main thread. A thread beside it counts signals too, and ends the process
     where that does not: a collective waits for a process that is gone, or a hook swallows every exception.
@@ -618,7 +654,7 @@ class GracefulInterrupt(transformers.TrainerCallback):
             raise KeyboardInterrupt
         self.requested = True
         logger.warning(
-            "%s: finishing this step, then saving a checkpoint. Press Ctrl-C again, or send it again, to stop at once.",
+            "%s: finishing this step or batch, then saving a checkpoint. Press Ctrl-C again, or send it again, to stop at once.",
             signal.Signals(number).name,
         )
 
@@ -627,7 +663,7 @@ class GracefulInterrupt(transformers.TrainerCallback):
         self._accelerator, self._process, self.requested = accelerator, os.getpid(), False
         self._began = time.monotonic()
         if threading.current_thread() is threading.main_thread():
-            self._previous = {number: signal.signal(number, self._on_signal) for number in SIGNALS}
+            self._previous = {number: signal.signal(number, self._on_signal) for number in _signals()}
             self._over.clear()
             receiver, self._sender = socket.socketpair()
             self._sender.setblocking(False)
@@ -657,7 +693,7 @@ class GracefulInterrupt(transformers.TrainerCallback):
             self._sender = None
         for number, handler in self._previous.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
-        self._previous = {}
+        self._previous, self._accelerator = {}, None
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> Any:
         """Ask the loop to log, save and stop; all ranks after the same step, whichever of them was told."""
@@ -673,4 +709,23 @@ class GracefulInterrupt(transformers.TrainerCallback):
         self.requested = self.requested or stop
         if stop or late:
             control.should_log = control.should_save = control.should_training_stop = True
+        control.should_evaluate = control.should_evaluate and not stop
         return control
+
+    def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> Any:
+        """A run that was asked to stop is not evaluated any more."""
+        control.should_evaluate = control.should_evaluate and not (self.requested and control.should_training_stop)
+        return control
+
+    def leave_evaluation(self) -> None:
+        """End an evaluation within training, on all ranks after the same batch, if any of them was told to stop.
+
+        Raises:
+            EvaluationStopped: One was.
+        """
+        if self._accelerator is None:
+            return
+        (told,) = parallel.all_reduce_sum([float(self.requested)], self._accelerator)
+        if told:
+            self.requested = True
+            raise EvaluationStopped

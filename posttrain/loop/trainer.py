@@ -343,7 +343,7 @@ class PostTrainer(transformers.Trainer):
         return dry_step(self.run, self.head, self.optimizer, batch_size)
 
     def train(self, resume_from_checkpoint: Any = None, **kwargs: Any) -> Any:
-        """Train; Ctrl-C or SIGTERM finishes the step, saves a checkpoint and returns; ``trainer.interrupt.requested`` says so."""
+        """Train; Ctrl-C, SIGTERM or SIGHUP finishes the step, saves a checkpoint and returns: ``trainer.interrupt.requested``."""
         if not any(isinstance(callback, MemoryProfile) for callback in self.callback_handler.callbacks):
             self.add_callback(MemoryProfile(self.run))
         fit_memory(self.run, self.head, self.optimizer)
@@ -487,9 +487,25 @@ class PostTrainer(transformers.Trainer):
         self._in_loop = True
         try:
             super()._maybe_log_save_evaluate(*args, **kwargs)
+        except checkpoint.EvaluationStopped:
+            self.control.should_evaluate, self.control.should_save, self.control.should_training_stop = (
+                False,
+                True,
+                True,
+            )
+            super()._maybe_log_save_evaluate(*args, **kwargs)
         finally:
             self._in_loop = False
         self.checkpoints.complete(self.state)
+
+    def _evaluate(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return super()._evaluate(*args, **kwargs)
+        except checkpoint.EvaluationStopped:
+            self.reduced_metrics("eval")  # Of the batches before, and of no later evaluation.
+            if self._in_loop:
+                raise
+            return {}  # `eval_on_start`: the first step ends the run.
 
     def create_model_card(
         self, model_name: str | None = None, dataset_name: Any = None, tags: Any = None, **_: Any
@@ -500,9 +516,11 @@ class PostTrainer(transformers.Trainer):
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """As `transformers.Trainer.save_model`; what the saved configs say of padding and stopping is checked, once."""
         self.checks.saved_tokens(self.model, self.processing_class)
-        with parallel.saved_whole(self.accelerator, not _internal_call):
-            super().save_model(output_dir, _internal_call)
-        self.vision.save(output_dir or self.args.output_dir)
+        whole = contextlib.nullcontext() if _internal_call else checkpoint.kept_from_signals()
+        with whole:
+            with parallel.saved_whole(self.accelerator, not _internal_call):
+                super().save_model(output_dir, _internal_call)
+            self.vision.save(output_dir or self.args.output_dir)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         self.create_model_card()
@@ -656,7 +674,13 @@ class PostTrainer(transformers.Trainer):
     ) -> EvalLoopOutput:  # fmt: skip
         """Loss over the whole set, divided by its own counts: it does not depend on the evaluation batch size."""
         self.run.hooks = self._hooks()
-        options = {"answers": self.answers_per_row, "predicts": description == "Prediction"}
+        self.callback_handler.eval_dataloader = dataloader
+
+        def after_batch() -> None:
+            self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
+            self.interrupt.leave_evaluation()
+
+        options = {"answers": self.answers_per_row, "predicts": description == "Prediction", "after_batch": after_batch}
         output, self._eval_rounds = evaluate(self.run, dataloader, metric_key_prefix, self.compute_metrics, **options)
         return output
 
