@@ -185,6 +185,92 @@ def resolve_resume(resume: Any, folder: str | Path) -> str | None:
     return str(resume)
 
 
+# What a checkpoint holds the weights in: of whole models, of adapters, in pieces of ranks.
+WHOLE = ("model*.safetensors*", "pytorch_model.bin*", "pytorch_model-*")
+ADAPTERS = ("adapter_model.*", "*/adapter_model.*")
+PIECES = ("pytorch_model_fsdp*", "global_step*")
+# Of an adapter's config: what says which weights there are, and what they compute.
+ADAPTER_SETTINGS = ("peft_type", "r", "lora_alpha", "use_rslora", "use_dora", "target_modules")
+
+
+def refuse_unreadable(folder: Path, model: nn.Module) -> None:
+    """Refuse a folder whose weights or state this run cannot go on from; torch would say so in words of its own, or not at all.
+
+    Raises:
+        CheckpointError: It is no checkpoint, lost its weights or its state, or is of an adapter where the whole model is
+            trained, or the reverse, or of another adapter.
+    """
+    whole, adapter, pieces = (
+        any(path for name in kind for path in folder.glob(name)) for kind in (WHOLE, ADAPTERS, PIECES)
+    )
+    needed = {"weights": whole or adapter or pieces, "trainer_state.json": (folder / "trainer_state.json").is_file()}
+    if lost := [name for name, there in needed.items() if not there]:
+        names = sorted(path.name for path in folder.iterdir())
+        inside = [path for path in complete_checkpoints(folder) if not damage(path)]
+        fix = f"Fix: resume from {str(inside[-1])!r}, which is in it." if inside else _offer(folder.parent, folder)
+        raise CheckpointError(
+            f"{str(folder)!r} is no checkpoint that training can go on from: it lacks {' and '.join(lost)}, and holds "
+            f"{names[:12]}. {fix}"
+        )
+    ours = adapters_of(model)
+    if whole and ours and not adapter:
+        raise CheckpointError(
+            f"{str(folder)!r} holds a whole model, and this run trains an adapter ({', '.join(ours)}). Fix: no adapter "
+            "(use_peft, peft_config), to go on with the whole model; or a new run, without resume_from_checkpoint, with the "
+            "checkpoint as its model."
+        )
+    if adapter and not ours and not whole:
+        raise CheckpointError(
+            f"{str(folder)!r} holds an adapter, and this run trains the whole model. Fix: give the adapter's settings (use_peft "
+            f"with lora_r and its other options, or peft_config; they stand in {str(folder / 'adapter_config.json')!r})."
+        )
+    before = read_json(folder / "adapter_config.json")
+    now = ours["default"].to_dict() if before and "default" in ours else {}
+    pairs = {name: (_plain(before.get(name)), _plain(now.get(name))) for name in ADAPTER_SETTINGS if name in now}
+    other = [f"{name}={mine} (the checkpoint's: {its})" for name, (its, mine) in pairs.items() if its != mine]
+    if other:
+        raise CheckpointError(
+            f"{str(folder)!r} holds another adapter than this run trains: {', '.join(other)}. Fix: give the checkpoint's values."
+        )
+
+
+def _plain(value: Any) -> Any:
+    """A setting of an adapter as it is written; modules in one order."""
+    value = getattr(value, "value", value)
+    return sorted(value) if isinstance(value, list | tuple | set) else value
+
+
+# What becomes of a setting that is another one than the checkpoint's.
+OPTIMIZERS = "the optimizer goes on with the checkpoint's"
+ORDER = "rows come in another order from here, so that some are trained twice and others never"
+SCHEDULE = "the learning rate goes on where this run's schedule is at that step"
+KEPT_SETTINGS = {
+    "learning_rate": OPTIMIZERS, "weight_decay": OPTIMIZERS, "adam_beta1": OPTIMIZERS, "adam_beta2": OPTIMIZERS,
+    "adam_epsilon": OPTIMIZERS, "seed": ORDER, "data_seed": ORDER, "max_steps": SCHEDULE, "lr_scheduler_type": SCHEDULE,
+    "warmup_steps": SCHEDULE,
+}  # fmt: skip
+
+
+def settings(args: TrainingArguments, max_steps: int) -> dict[str, Any]:
+    """What a resumed run should have in common with the checkpoint's; ``max_steps`` is counted where epochs were given."""
+    values = {name: getattr(args, name) for name in KEPT_SETTINGS} | {"max_steps": max_steps}
+    return {name: getattr(value, "value", value) for name, value in values.items()}
+
+
+def warn_of_other_settings(state: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Tell of settings that differ from the checkpoint's, with both values and what comes of it."""
+    before = state.get("settings", {})
+    by_effect: dict[str, list[str]] = {}
+    for name, effect in KEPT_SETTINGS.items():
+        if name in before and before[name] != now[name]:
+            by_effect.setdefault(effect, []).append(f"{name}={now[name]} (the checkpoint's: {before[name]})")
+    for effect, names in by_effect.items():
+        logger.warning(
+            "%s: %s. Fix: give the checkpoint's; or, if another is meant, start a new run with the checkpoint as its model.",
+            ", ".join(names), effect,
+        )  # fmt: skip
+
+
 def refuse_other_rows(state: Mapping[str, Any], now: str | None, *, skips: bool) -> None:
     """Refuse to go on in the middle of other rows than those the run began with.
 
@@ -315,6 +401,28 @@ def _flush_folder(folder: Path) -> None:
 
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # The disk, the quota or the size a file may have is used up.
+TORCHS_WRITER = ("PytorchStreamWriter failed", "inline_container")  # It does not say why it could not write.
+
+
+def _is_of_room(error: BaseException) -> bool:
+    text = str(error)
+    known = any(isinstance(e, OSError) and e.errno in NO_ROOM for e in _causes(error))
+    return known or any(words in text for words in (*map(os.strerror, NO_ROOM), *TORCHS_WRITER))
+
+
+@contextlib.contextmanager
+def telling_of_room(folder: Path, size: Callable[[], int]) -> Iterator[None]:
+    """Say of a model that could not be written whole that it was not."""
+    try:
+        yield
+    except Exception as error:
+        if not _is_of_room(error):
+            raise
+        raise CheckpointError(
+            f"the model could not be written into {str(folder)!r}: {error} ({gib(free_disk(folder))} are free, it needs about "
+            f"{gib(size())}). What is there of it is not whole. Fix: free some space and save again, or resume from the last "
+            "checkpoint and let the run end again."
+        ) from error
 
 
 STATE_FILE = "posttrain_state.json"
@@ -346,10 +454,12 @@ class Checkpointer:
         """The run that checkpoints belong to."""
         return self._run or self.lock.run
 
-    def resolve(self, resume_from_checkpoint: Any) -> str | None:
+    def resolve(self, resume_from_checkpoint: Any, model: nn.Module) -> str | None:
         """The checkpoint to resume from, the same on all ranks; a resumed run goes on under the name of its first part."""
         with parallel.failing_together(self.accelerator):
             resume = resolve_resume(resume_from_checkpoint, self.args.output_dir)
+            if resume:
+                refuse_unreadable(Path(resume), model)
         if resume:
             parallel.refuse_other_optimizer(Path(resume), self.accelerator)
         if resume:
@@ -450,13 +560,11 @@ class Checkpointer:
         except Exception as error:
             if self.args.should_save and remove:
                 shutil.rmtree(part, ignore_errors=True)
-            cause = next((e for e in _causes(error) if isinstance(e, OSError) and e.errno in NO_ROOM), None)
-            text = str(error)
-            if cause is None and not any(os.strerror(code) in text for code in NO_ROOM):
+            if not _is_of_room(error):
                 raise
             whole = last_complete_checkpoint(part.parent)
             raise CheckpointError(
-                f"the checkpoint of step {state.global_step} could not be written into {str(part.parent)!r}: {text} "
+                f"the checkpoint of step {state.global_step} could not be written into {str(part.parent)!r}: {error} "
                 f"({gib(free_disk(part.parent))} are free, a checkpoint needs about {gib(self.size())}). Nothing "
                 "half-written was left; "
                 + (
@@ -558,10 +666,13 @@ def _strangers_of(args: PostTrainingConfig, run: str, *, resumed: bool) -> Findi
 
 def checkpoint_bytes(model: nn.Module, args: PostTrainingConfig) -> int:
     """About what a checkpoint takes on the disk: weights (of an adapter its own alone) and the optimiser's state."""
+    return weight_bytes(model) + (0 if args.save_only_model else _state_bytes(model, args))
+
+
+def weight_bytes(model: nn.Module) -> int:
+    """What is written of a model: its weights, or those of its adapter alone."""
     adapter = bool(adapters_of(model))
-    seen = [p for p in model.parameters() if p.requires_grad or not adapter]
-    weights = sum(p.numel() * p.element_size() for p in seen)
-    return weights + (0 if args.save_only_model else _state_bytes(model, args))
+    return sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad or not adapter)
 
 
 def _state_bytes(model: nn.Module, args: PostTrainingConfig) -> int:

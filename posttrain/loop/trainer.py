@@ -348,7 +348,7 @@ class PostTrainer(transformers.Trainer):
             self.add_callback(MemoryProfile(self.run))
         fit_memory(self.run, self.head, self.optimizer)
         self._train_batch_size = self.args.train_batch_size
-        resume = self.checkpoints.resolve(resume_from_checkpoint)
+        resume = self.checkpoints.resolve(resume_from_checkpoint, self.model)
         if resume is not None:
             self.args.resume_from_checkpoint = resume  # Callbacks find their own state by it.
         with parallel.failing_together(self.accelerator):
@@ -516,11 +516,14 @@ class PostTrainer(transformers.Trainer):
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """As `transformers.Trainer.save_model`; what the saved configs say of padding and stopping is checked, once."""
         self.checks.saved_tokens(self.model, self.processing_class)
-        whole = contextlib.nullcontext() if _internal_call else checkpoint.kept_from_signals()
-        with whole:
+        folder = Path(output_dir or self.args.output_dir)
+        with contextlib.ExitStack() as stack:
+            if not _internal_call:
+                stack.enter_context(checkpoint.kept_from_signals())
+                stack.enter_context(checkpoint.telling_of_room(folder, lambda: checkpoint.weight_bytes(self.model)))
             with parallel.saved_whole(self.accelerator, not _internal_call):
                 super().save_model(output_dir, _internal_call)
-            self.vision.save(output_dir or self.args.output_dir)
+            self.vision.save(str(folder))
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         self.create_model_card()
@@ -597,7 +600,10 @@ class PostTrainer(transformers.Trainer):
         """What a checkpoint must hold beyond the parent's, as JSON, for a resumed run to equal an uninterrupted one."""
         rows = self.get_total_train_batch_size(self.args)
         seen = checkpoint.rows_fingerprint(self._raw)
-        return {"counters": self.counters, "step_rows": rows, "rows": seen, **self.method.state()}
+        settings = checkpoint.settings(self.args, self.state.max_steps)
+        return {
+            "counters": self.counters, "step_rows": rows, "rows": seen, "settings": settings, **self.method.state(),
+        }  # fmt: skip
 
     def load_saved_state(self, state: dict[str, Any]) -> None:
         """Undo `state_to_save`."""
@@ -605,6 +611,7 @@ class PostTrainer(transformers.Trainer):
         checkpoint.refuse_other_rows(state, checkpoint.rows_fingerprint(self._raw), skips=skips)
         self.counters = state["counters"]
         self.method.load_state(state)
+        checkpoint.warn_of_other_settings(state, checkpoint.settings(self.args, self.state.max_steps))
         checkpoint.warn_of_other_rows(state, self.get_total_train_batch_size(self.args))
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
