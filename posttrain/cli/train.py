@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +19,7 @@ from typing import Any
 
 from posttrain.cli import launch_ray, ranks
 from posttrain.cli.commands import TRAINING
-from posttrain.errors import CheckpointError, ConfigError, did_you_mean
+from posttrain.errors import CheckpointError, ConfigError, PosttrainError, did_you_mean
 from posttrain.fields import option
 
 
@@ -44,6 +45,8 @@ def named_object(path: str, option: str) -> Any:
         imported = importlib.import_module(module)
     except (ImportError, AttributeError) as error:
         raise ConfigError(f"{option}: {path!r} cannot be imported from {os.getcwd()}: {error}") from error
+    except (Exception, SystemExit) as error:
+        raise ConfigError(f"{option}: {module!r} fails while it is imported: {error!r} ({_place(error)})") from error
     return _member(imported, name, module, option)
 
 
@@ -57,9 +60,20 @@ def _from_file(file: Path, name: str, option: str) -> Any:
     sys.path.insert(0, str(file.resolve().parent))
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
-        raise ConfigError(f"{option}: {str(file)!r} fails while it is imported: {error!r}") from error
+    except (Exception, SystemExit) as error:
+        sys.path.remove(str(file.resolve().parent))
+        if sys.modules.get(file.stem) is module:  # Half of it.
+            del sys.modules[file.stem]
+        raise ConfigError(f"{option}: {str(file)!r} fails while it is imported: {error!r} ({_place(error)})") from error
     return _member(module, name, str(file), option)
+
+
+def _place(error: BaseException) -> str:
+    """File and line of the last frame that is no library's: the user's, where code of his is running."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if "site-packages" not in frame.filename and not frame.filename.startswith("<")]
+    last = (own or frames)[-1]
+    return f"{last.filename}:{last.lineno}"
 
 
 def _member(module: Any, name: str, where: str, option: str) -> Any:
@@ -264,6 +278,11 @@ def train(name: str, script_args: Any, config: Any, model_args: Any, mixture: An
     transformers.utils.logging.disable_progress_bar()  # One for each checkpoint that is written.
     try:
         trainer.train(resume_from_checkpoint=resume)
+    except SystemExit as stop:  # It would end this program as if all had been done.
+        raise PosttrainError(
+            f"sys.exit({stop.code!r}) at {_place(stop)} ended the run at step {trainer.state.global_step}. Fix: raise an error "
+            "that says what is wrong, or return."
+        ) from stop
     except Exception as error:
         # Of an error that came while it trained: the checkpoint's own errors say what to do.
         if (
@@ -359,7 +378,8 @@ def _launch_flags(rest: list[str], name: str) -> list[str]:
         return []
     from accelerate.commands.launch import launch_command_parser
 
-    known = {option for action in launch_command_parser()._actions for option in action.option_strings}
+    parser = launch_command_parser()
+    known = {option for action in parser._actions for option in action.option_strings}
     if "--launcher" in rest:  # Commands that only look at another meet its options too.
         rest = launch_ray.other_options(rest)
     fields = parser_for(name).fields
@@ -370,6 +390,15 @@ def _launch_flags(rest: list[str], name: str) -> list[str]:
             raise ConfigError(
                 f"unknown argument {flag!r}{did_you_mean(bare, fields)}: no field of {name} and no option of accelerate launch."
             )
+    # What launch takes for the script that it shall start is a word that nothing asked for.
+    parsed, _ = parser.parse_known_args([*rest, name])
+    if parsed.training_script_args:
+        raise ConfigError(
+            f"unknown argument {parsed.training_script!r}: it follows no option{did_you_mean(parsed.training_script, fields)}. "
+            "Fix: leave it out, or quote a value that has spaces."
+        )
+    if parsed.num_processes is not None and parsed.num_processes < 1:
+        raise ConfigError(f"num_processes={parsed.num_processes}: a run has at least 1 process.")
     return list(rest)
 
 
