@@ -226,7 +226,11 @@ def refuse_unreadable(folder: Path, model: nn.Module) -> None:
         )
     before = read_json(folder / "adapter_config.json")
     now = ours["default"].to_dict() if before and "default" in ours else {}
-    pairs = {name: (_plain(before.get(name)), _plain(now.get(name))) for name in ADAPTER_SETTINGS if name in now}
+    pairs = {
+        name: (_written(before[name]), _written(now[name]))
+        for name in ADAPTER_SETTINGS
+        if {name} <= before.keys() & now
+    }
     other = [f"{name}={mine} (the checkpoint's: {its})" for name, (its, mine) in pairs.items() if its != mine]
     if other:
         raise CheckpointError(
@@ -234,10 +238,10 @@ def refuse_unreadable(folder: Path, model: nn.Module) -> None:
         )
 
 
-def _plain(value: Any) -> Any:
-    """A setting of an adapter as it is written; modules in one order."""
-    value = getattr(value, "value", value)
-    return sorted(value) if isinstance(value, list | tuple | set) else value
+def _written(value: object) -> object:
+    """A setting as JSON has it; modules in one order."""
+    plain = json.loads(json.dumps(value, default=list))
+    return sorted(plain) if isinstance(plain, list) else plain
 
 
 # What becomes of a setting that is another one than the checkpoint's.
@@ -251,13 +255,12 @@ KEPT_SETTINGS = {
 }  # fmt: skip
 
 
-def settings(args: TrainingArguments, max_steps: int) -> dict[str, Any]:
+def settings(args: TrainingArguments, max_steps: int) -> dict[str, object]:
     """What a resumed run should have in common with the checkpoint's; ``max_steps`` is counted where epochs were given."""
-    values = {name: getattr(args, name) for name in KEPT_SETTINGS} | {"max_steps": max_steps}
-    return {name: getattr(value, "value", value) for name, value in values.items()}
+    return {name: _written(vars(args)[name]) for name in KEPT_SETTINGS} | {"max_steps": max_steps}
 
 
-def warn_of_other_settings(state: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+def warn_of_other_settings(state: Mapping[str, Any], now: Mapping[str, object]) -> None:
     """Tell of settings that differ from the checkpoint's, with both values and what comes of it."""
     before = state.get("settings", {})
     by_effect: dict[str, list[str]] = {}
@@ -713,7 +716,7 @@ def kept_from_signals() -> Iterator[None]:
         return
     told: list[int] = []
 
-    def remember(number: int, _: Any) -> None:
+    def remember(number: int, _: object) -> None:
         if told:
             raise KeyboardInterrupt
         told.append(number)
@@ -729,6 +732,15 @@ def kept_from_signals() -> Iterator[None]:
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
     if told:
         signal.raise_signal(told[0])
+
+
+def _leave_terminal(shown: list[int]) -> None:
+    """What was shown on a terminal that is gone goes nowhere: to write there is an error, which would end the run unsaved."""
+    for number in shown:
+        if not os.isatty(number):
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, number)
+            os.close(nowhere)
 
 
 class EvaluationStopped(Exception):
@@ -754,6 +766,7 @@ class GracefulInterrupt(transformers.TrainerCallback):
         self._over = threading.Event()
         self._sender: socket.socket | None = None
         self._wakeup = -1
+        self._terminals: list[int] = []  # What is shown there.
 
     def _on_signal(self, number: int, frame: Any) -> None:
         if os.getpid() != self._process:  # A fork, of a reward function say, whom somebody terminates.
@@ -761,6 +774,8 @@ class GracefulInterrupt(transformers.TrainerCallback):
                 signal.signal(number, signal.SIG_DFL)
                 os.kill(os.getpid(), number)
             return
+        if number == signal.SIGHUP:
+            _leave_terminal(self._terminals)
         if self.requested:
             raise KeyboardInterrupt
         self.requested = True
@@ -776,6 +791,7 @@ class GracefulInterrupt(transformers.TrainerCallback):
         if threading.current_thread() is threading.main_thread():
             self._previous = {number: signal.signal(number, self._on_signal) for number in _signals()}
             self._over.clear()
+            self._terminals = [number for number in (1, 2) if os.isatty(number)]
             receiver, self._sender = socket.socketpair()
             self._sender.setblocking(False)
             # Written to as a signal arrives, whatever the main thread is doing.

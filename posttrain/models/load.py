@@ -105,10 +105,11 @@ def get_peft_config(model_args: ModelConfig) -> LoraConfig | None:
         MissingDependencyError: peft is not installed.
     """
     if not model_args.use_peft:
+        given = vars(model_args)
         unread = [
-            f"{item.name}={getattr(model_args, item.name)!r}"
+            f"{item.name}={given[item.name]!r}"
             for item in dataclasses.fields(model_args)
-            if item.name.startswith(ADAPTER_FIELDS) and getattr(model_args, item.name) != item.default
+            if item.name.startswith(ADAPTER_FIELDS) and given[item.name] != item.default
         ]
         if unread:
             logger.warning(

@@ -34,6 +34,12 @@ CASES = {
     ),
     "bytes that are no UTF-8": ("sft", b'{"text": "a"}\n{"text": "b \xff"}', [], "line 2: it is not valid UTF-8 (byte 12"),
     "types that differ from row to row": ("sft", lines({"text": "a"}, {"text": 3}), [], "row 1: column 'text' must be a string, and it is int"),
+    "a number in the place of a text": (
+        "sft", lines({"prompt": "a", "completion": 0}), [], "row 0: prompt and completion must both be strings or both be lists of messages",
+    ),
+    "a number in the place of an answer": (
+        "kto", lines({"prompt": "a", "completion": 7, "label": True}), [], "row 0: 'prompt' is text, 'completion' is int.",
+    ),
     "every row left out": (
         "sft", lines(*[{"prompt": LONG, "completion": "a"}] * 3), ["--max_length", "16"],
         "no row of the train dataset is left: of 3, 3 cut at max_length before their first trained token",

@@ -179,6 +179,11 @@ def test_a_silenced_finding_stops_nothing_and_is_kept_with_its_reason(tiny_token
         ({"bad_rows": "skip"}, "bad_rows='skip' is not known"),
         ({"bad_rows_max": 5}, "bad_rows_max=5 must be at least 0 and at most 1"),
         ({"silence_findings": {"PT-Q001": "x"}}, "'PT-Q001' is neither code nor name"),
+        (
+            {"silence_findings": ["data-pair-identical"]},
+            "silence_findings=\\['data-pair-identical'\\] must be a mapping",
+        ),
+        ({"model_init_kwargs": 3}, "model_init_kwargs=3 must be a mapping"),
         ({"silence_findings": "loud"}, "silence_findings='loud' must be a mapping"),
     ],
 )

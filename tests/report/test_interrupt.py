@@ -1,5 +1,6 @@
 """The end that loses nothing, on several ranks; that of one process is tested with the trainers."""
 
+import os
 import signal
 import time
 
@@ -150,3 +151,25 @@ def test_the_command_saves_the_model_of_a_run_that_was_interrupted_in_its_last_s
     assert main(["sft", *words.split(), "--report_to", "none", "--bf16", "false", "--save_strategy", "no"]) == 130
     assert (tmp_path / "out" / f"checkpoint-{step}" / "COMPLETE").is_file()
     assert (tmp_path / "out" / "model.safetensors").is_file() == whole
+
+
+def test_a_run_whose_terminal_is_closed_saves_and_ends(tiny_model_dir, tmp_path):
+    """What it writes to a terminal that is gone is an error of the system's, which would end it unsaved."""
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "a", "completion": "b"}\n' * 8)
+    words = f"sft --model_name_or_path {tiny_model_dir} --dataset_name {rows} --output_dir {tmp_path / 'out'} --max_steps 9999"
+    words += " --report_to none --bf16 false --save_strategy no --logging_steps 1"
+    terminal, shown = os.openpty()
+    with Forked(["-m", "posttrain", *words.split()], stdout=shown, stderr=shown) as child:
+        os.close(shown)
+        try:
+            text = b""
+            while b"step 3/" not in text:
+                text += os.read(terminal, 4096)
+            os.close(terminal)
+            child.send_signal(signal.SIGHUP)
+            assert child.wait(timeout=60) == 130
+        finally:
+            child.kill()
+    (saved,) = (tmp_path / "out").glob("checkpoint-*")
+    assert (saved / "COMPLETE").is_file()
