@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import IO, Any, Literal
 
 import datasets
 import pyarrow as pa
@@ -81,7 +81,7 @@ class TextDates:
     ReadOptions = pyarrow.json.ReadOptions
 
     @staticmethod
-    def read_json(source: Any, read_options: Any = None) -> pa.Table:
+    def read_json(source: IO[bytes], read_options: pyarrow.json.ReadOptions | None = None) -> pa.Table:
         """As `pyarrow.json.read_json`; where it took texts for times, they are read again."""
         table = pyarrow.json.read_json(source, read_options=read_options)
         schema = _texts(table.schema)
@@ -114,7 +114,7 @@ def _read_dates_as_text() -> None:
         json_loader.pandas_read_json = partial(json_loader.pandas_read_json, dtype=False)
 
 
-def _without_times(loaded: Any) -> datasets.Features | None:
+def _without_times(loaded: datasets.Dataset | datasets.DatasetDict) -> datasets.Features | None:
     """Columns of JSON rows with text for times, where another program left such rows in the cache of `datasets`; else None."""
     part = next(iter(loaded.values())) if isinstance(loaded, dict) else loaded
     if part.info.builder_name != "json" or "timestamp" not in str(part.features):

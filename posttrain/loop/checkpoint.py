@@ -839,7 +839,9 @@ class GracefulInterrupt(transformers.TrainerCallback):
         control.should_evaluate = control.should_evaluate and not stop
         return control
 
-    def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> Any:
+    def on_epoch_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
+    ) -> TrainerControl:
         """A run that was asked to stop is not evaluated any more."""
         control.should_evaluate = control.should_evaluate and not (self.requested and control.should_training_stop)
         return control

@@ -13,9 +13,11 @@ from tests.ranks import run_ranks
 
 
 @pytest.mark.distributed
-def test_ranks_end_after_the_same_step_although_one_alone_was_told(tmp_path):
-    found = run_ranks("tests.report.interrupt_worker", tmp_path / "run", processes=2, folder=tmp_path, timeout=100)
-    assert found == {"step": 2, "requested": True}
+@pytest.mark.parametrize("within", ["step", "evaluation"])
+def test_ranks_end_after_the_same_step_although_one_alone_was_told(within, tmp_path):
+    worker = "tests.report.interrupt_worker"
+    found = run_ranks(worker, tmp_path / "run", within, processes=2, folder=tmp_path, timeout=100)
+    assert found == {"step": 2, "requested": True, "batches": 2}  # Of six an evaluation.
     assert (tmp_path / "run" / "checkpoint-2" / "COMPLETE").is_file()
 
 
