@@ -247,7 +247,7 @@ def _written(value: object) -> object:
 # What becomes of a setting that is another one than the checkpoint's.
 OPTIMIZERS = "the optimizer goes on with the checkpoint's"
 ORDER = "rows come in another order from here, so that some are trained twice and others never"
-SCHEDULE = "the learning rate goes on where this run's schedule is at that step"
+SCHEDULE = "the first step has the learning rate that the checkpoint's schedule was at, those after it have this run's"
 KEPT_SETTINGS = {
     "learning_rate": OPTIMIZERS, "weight_decay": OPTIMIZERS, "adam_beta1": OPTIMIZERS, "adam_beta2": OPTIMIZERS,
     "adam_epsilon": OPTIMIZERS, "seed": ORDER, "data_seed": ORDER, "max_steps": SCHEDULE, "lr_scheduler_type": SCHEDULE,

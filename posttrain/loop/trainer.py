@@ -611,8 +611,9 @@ class PostTrainer(transformers.Trainer):
         checkpoint.refuse_other_rows(state, checkpoint.rows_fingerprint(self._raw), skips=skips)
         self.counters = state["counters"]
         self.method.load_state(state)
-        checkpoint.warn_of_other_settings(state, checkpoint.settings(self.args, self.state.max_steps))
-        checkpoint.warn_of_other_rows(state, self.get_total_train_batch_size(self.args))
+        if self.accelerator.is_main_process:
+            checkpoint.warn_of_other_settings(state, checkpoint.settings(self.args, self.state.max_steps))
+            checkpoint.warn_of_other_rows(state, self.get_total_train_batch_size(self.args))
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Reduce this window's metrics over ranks, once, and pass everything on."""

@@ -481,7 +481,7 @@ def test_a_resumed_step_of_another_number_of_rows_is_told_with_both(
         ({"adam_beta1": 0.8, "adam_beta2": 0.9}, "adam_beta1=0.8 (the checkpoint's: 0.9), adam_beta2=0.9 (the checkpoint's: 0.999)"),
         ({"seed": 7}, "seed=7 (the checkpoint's: 42): rows come in another order"),
         ({"data_seed": 7}, "data_seed=7 (the checkpoint's: None): rows come in another order"),
-        ({"max_steps": 3}, "max_steps=3 (the checkpoint's: 2): the learning rate goes on where this run's schedule is"),
+        ({"max_steps": 3}, "max_steps=3 (the checkpoint's: 2): the first step has the learning rate that the checkpoint's schedule was at"),
         ({}, None),
     ],
 )  # fmt: skip
