@@ -166,7 +166,7 @@ def resolve_resume(resume: Any, folder: str | Path) -> str | None:
         return None
     if resume is True:
         return str(_last(Path(folder)))
-    path = Path(resume)
+    path = Path(str(resume))
     if not path.is_dir():
         raise CheckpointError(f"resume_from_checkpoint={str(resume)!r} is not a folder. {_offer(path.parent)}")
     broken = damage(path, bytes_too=True)

@@ -25,7 +25,7 @@ from posttrain.checks.registry import Preflight
 from posttrain.data.forest import Layout
 from posttrain.data.formats import plain_rows
 from posttrain.data.samplers import Deal
-from posttrain.errors import refuse_unknown_arguments
+from posttrain.errors import ConfigError, did_you_mean, refuse_unknown_arguments
 from posttrain.loop import attributes, build, checkpoint, step
 from posttrain.loop.checks import Checks
 from posttrain.loop.data_report import DataReport, DataReportCallback, DatasetHead, prompt_rows, warnings_are_errors
@@ -105,7 +105,7 @@ class PostTrainer(transformers.Trainer):
 
     def __new__(cls, *args: object, **kwargs: object) -> Self:
         """Refuse a misspelt argument by its name; a user's class of steps on TRL's padded dicts gets adapters (compat/)."""
-        refuse_unknown_arguments(cls, kwargs)
+        refuse_unknown_arguments(cls, kwargs, cls.config_class)
         return super().__new__(build.adapted(cls))
 
     def __repr__(self) -> str:
@@ -348,6 +348,12 @@ class PostTrainer(transformers.Trainer):
             self.add_callback(MemoryProfile(self.run))
         fit_memory(self.run, self.head, self.optimizer)
         self._train_batch_size = self.args.train_batch_size
+        configured = self.args.resume_from_checkpoint
+        if configured and resume_from_checkpoint is None:
+            logger.warning(
+                "resume_from_checkpoint=%r of the config was not given to train(), as in transformers: the run begins anew. Fix: "
+                "train(resume_from_checkpoint=%r).", configured, configured,
+            )  # fmt: skip
         resume = self.checkpoints.resolve(resume_from_checkpoint, self.model)
         if resume is not None:
             self.args.resume_from_checkpoint = resume  # Callbacks find their own state by it.
@@ -364,7 +370,7 @@ class PostTrainer(transformers.Trainer):
             with noisy_embeddings(self.model, alpha):
                 return super().train(resume, **kwargs)
         finally:
-            self.neftune_noise_alpha = alpha
+            self.neftune_noise_alpha, self.args.resume_from_checkpoint = alpha, configured
             self.interrupt.restore()
             for callback in self.callback_handler.callbacks:
                 if hasattr(callback, "stop"):
@@ -500,12 +506,19 @@ class PostTrainer(transformers.Trainer):
 
     def _evaluate(self, *args: Any, **kwargs: Any) -> Any:
         try:
-            return super()._evaluate(*args, **kwargs)
+            metrics = super()._evaluate(*args, **kwargs)
         except checkpoint.EvaluationStopped:
             self.reduced_metrics("eval")  # Of the batches before, and of no later evaluation.
             if self._in_loop:
                 raise
             return {}  # `eval_on_start`: the first step ends the run.
+        name = self.args.metric_for_best_model or ""
+        if name and f"eval_{name.removeprefix('eval_')}" not in metrics:
+            raise ConfigError(
+                f"metric_for_best_model={name!r}: the evaluation has no such metric{did_you_mean(name, metrics)}; it has "
+                f"{sorted(metrics)}. Fix: name one of them, or return it from compute_metrics."
+            )
+        return metrics
 
     def create_model_card(
         self, model_name: str | None = None, dataset_name: Any = None, tags: Any = None, **_: Any

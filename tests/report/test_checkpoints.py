@@ -500,6 +500,21 @@ def test_a_setting_that_is_not_the_checkpoints_is_told_with_both_values_and_what
         ]
 
 
+def test_a_configs_checkpoint_that_train_was_not_given_is_told(tmp_path, tiny_tokenizer, caplog):
+    settings = {"max_steps": 2, "save_strategy": "steps", "save_steps": 1}
+    sft(tmp_path, tiny_tokenizer, **settings).train()
+    path = str(tmp_path / "checkpoint-1")
+    sft(tmp_path / "again", tiny_tokenizer, resume_from_checkpoint=path, **settings).train()
+    assert "was not given to train(), as in transformers: the run begins anew" in caplog.text
+    caplog.clear()
+    again = sft(tmp_path, tiny_tokenizer, **settings)
+    again.train(resume_from_checkpoint=path)
+    again.train()  # Once more from where it stands; the first call's checkpoint is no setting.
+    assert "was not given" not in caplog.text
+    with pytest.raises(CheckpointError, match="resume_from_checkpoint='3' is not a folder"):
+        again.train(resume_from_checkpoint=3)
+
+
 def lora(**settings):
     from peft import LoraConfig
 
