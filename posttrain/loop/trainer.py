@@ -512,10 +512,11 @@ class PostTrainer(transformers.Trainer):
             if self._in_loop:
                 raise
             return {}  # `eval_on_start`: the first step ends the run.
-        name = self.args.metric_for_best_model or ""
-        if name and f"eval_{name.removeprefix('eval_')}" not in metrics:
+        name = self.args.metric_for_best_model
+        full = name and f"eval_{name.removeprefix('eval_')}"
+        if full and full not in metrics:
             raise ConfigError(
-                f"metric_for_best_model={name!r}: the evaluation has no such metric{did_you_mean(name, metrics)}; it has "
+                f"metric_for_best_model={name!r}: the evaluation has no such metric{did_you_mean(full, metrics)}; it has "
                 f"{sorted(metrics)}. Fix: name one of them, or return it from compute_metrics."
             )
         return metrics
