@@ -15,7 +15,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from posttrain.cli import launch_ray, ranks
 from posttrain.cli.commands import TRAINING
@@ -391,7 +391,8 @@ def _launch_flags(rest: list[str], name: str) -> list[str]:
                 f"unknown argument {flag!r}{did_you_mean(bare, fields)}: no field of {name} and no option of accelerate launch."
             )
     # What launch takes for the script that it shall start is a word that nothing asked for.
-    parsed, _ = parser.parse_known_args([*rest, name])
+    parser.error = _refuse_launch_flag  # type: ignore[method-assign]
+    parsed, _ = parser.parse_known_args([*rest, ""])
     if parsed.training_script_args:
         raise ConfigError(
             f"unknown argument {parsed.training_script!r}: it follows no option{did_you_mean(parsed.training_script, fields)}. "
@@ -400,6 +401,11 @@ def _launch_flags(rest: list[str], name: str) -> list[str]:
     if parsed.num_processes is not None and parsed.num_processes < 1:
         raise ConfigError(f"num_processes={parsed.num_processes}: a run has at least 1 process.")
     return list(rest)
+
+
+def _refuse_launch_flag(message: str) -> NoReturn:
+    """Instead of the screens of options that accelerate shows."""
+    raise ConfigError(f"of accelerate launch: {message}.")
 
 
 def _launch(name: str, argv: list[str], launch: list[str]) -> int:

@@ -7,6 +7,7 @@ import csv
 import json
 import logging
 import math
+import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
@@ -137,7 +138,8 @@ def _parquet_conflict(files: list[Path]) -> str | None:
         for name in sorted({*first.names, *schema.names}):
             one, two = (str(s.field(name).type) if name in s.names else "absent" for s in (first, schema))
             if _kind(one) != _kind(two) and "null" not in (one, two):
-                where = f"{one} in {files[0].name} and {two} in {file.name}"
+                top = os.path.commonpath([files[0].parent, file.parent])
+                where = f"{one} in {files[0].relative_to(top)} and {two} in {file.relative_to(top)}"
                 return f"column {name!r} is {where}. Give it one type in all files."
     return None
 

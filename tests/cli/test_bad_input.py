@@ -196,6 +196,11 @@ WORDS = {
     "a word behind the options": (["--max_steps", "1", "more"], "unknown argument 'more': it follows no option"),
     "a word before them": (["learning_rate", "--max_steps", "1"], "did you mean 'learning_rate'?"),
     "a word behind options of the launcher": (["--num_processes", "2", "more"], "unknown argument 'more'"),
+    "a number that is none": (
+        ["--num_processes", "two"],
+        "argument --num_processes/--num-processes: invalid int value: 'two'",
+    ),
+    "an option of the launcher without its value": (["--num_processes"], "--num-processes: invalid int value: ''"),
     "no process": (["--num_processes", "0"], "num_processes=0: a run has at least 1 process"),
 }
 

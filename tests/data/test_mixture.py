@@ -191,6 +191,14 @@ def test_parquet_files_of_mixed_types_name_column_types_and_files(tmp_path):
         load_rows(str(tmp_path))
 
 
+def test_files_of_one_name_in_two_folders_are_told_apart(tmp_path):
+    for name, values in (("a", ["x"]), ("b", [1])):
+        (tmp_path / name).mkdir()
+        pq.write_table(pa.table({"text": values}), tmp_path / name / "0.parquet")
+    with pytest.raises(DataError, match=r"string in a/0.parquet and int64 in b/0.parquet"):
+        load_rows(str(tmp_path))
+
+
 def test_a_split_of_a_file_is_never_another_one(jsonl):
     assert load_rows(jsonl("a", 10), split="train[2:4]")["answer"] == [2, 3]
     with raises(DataError, "'test'"):

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import time
 
 import pytest
@@ -112,6 +113,38 @@ def test_a_signal_while_the_model_is_saved_waits_until_it_is_whole_and_a_second_
         assert signal.getsignal(number) is ends
     finally:
         signal.signal(number, before)
+
+
+def test_a_signal_while_a_callback_saves_or_evaluates_ends_the_run_after_its_step_and_counts_once(
+    tiny_tokenizer, tmp_path
+):
+    """A second one would end the process some seconds later."""
+
+    class Busy(TrainerCallback):
+        def on_step_end(self, args, state, control, **_):
+            if state.global_step == 1:
+                write = trainer.model.save_pretrained
+                trainer.model.save_pretrained = lambda *a, **k: (signal.raise_signal(signal.SIGTERM), write(*a, **k))
+                trainer.save_model(str(tmp_path / "own"))
+                del trainer.model.save_pretrained
+                told.append(trainer.interrupt.requested)
+                trainer.evaluate()
+
+    told = []
+    trainer = sft(tmp_path, tiny_tokenizer, eval_dataset=chats(4), callbacks=[Busy()], max_steps=3, save_strategy="no")
+    listener, sender = socket.socketpair()
+    with listener, sender:
+        sender.setblocking(False)
+        install = trainer.interrupt.install
+
+        def counted(accelerator):
+            install(accelerator)
+            signal.set_wakeup_fd(sender.fileno())
+
+        trainer.interrupt.install = counted
+        trainer.train()
+        assert told == [True] and len(listener.recv(64)) == 1
+    assert trainer.state.global_step == 1 and [row for row in trainer.state.log_history if "eval_loss" in row]
 
 
 def test_a_process_that_is_to_outlive_its_terminal_still_does(tiny_tokenizer, tmp_path):
