@@ -283,7 +283,7 @@ class PostTrainingConfig(transformers.TrainingArguments):
     def _check_numbers(self) -> None:
         """Numbers of transformers' own, which it does not look at: torch would refuse them later, or other steps be taken."""
         for name in ("learning_rate", "weight_decay", "num_train_epochs", "warmup_steps"):
-            value: object = getattr(self, name)
+            value: object = vars(self)[name]
             if not isinstance(value, int | float) or not value >= 0:
                 raise ConfigError(f"{name}={value!r} must be a number of at least 0.")
         if self.max_steps == 0:
