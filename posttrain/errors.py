@@ -193,8 +193,17 @@ def _parameters(cls: type) -> Mapping[str, inspect.Parameter]:
     return inspect.signature(cls.__init__).parameters
 
 
-def refuse_unknown_arguments(cls: type, given: Iterable[str]) -> None:
+# Of older versions of transformers and TRL.
+RENAMED = {"tokenizer": "processing_class", "config": "args"}
+
+
+def refuse_unknown_arguments(cls: type, given: Iterable[str], options: type | None = None) -> None:
     """Refuse keywords that a class's constructor has not, with the nearest that it has.
+
+    Args:
+        cls: The class.
+        given: Names of the keywords.
+        options: The class of its config, which may be where a name belongs.
 
     Raises:
         ArgumentTypeError: Names the first of them.
@@ -205,10 +214,12 @@ def refuse_unknown_arguments(cls: type, given: Iterable[str]) -> None:
     for name in given:
         if name not in known:
             names = [parameter for parameter in known if parameter != "self"]
-            raise ArgumentTypeError(
-                f"{cls.__name__} has no argument {name!r}{did_you_mean(name, names)}. Fix: one of its {len(names)} arguments, "
-                f"which help({cls.__name__}) lists."
-            )
+            fix = f"one of its {len(names)} arguments, which help({cls.__name__}) lists"
+            if name in RENAMED:
+                fix = f"{RENAMED[name]}=..."
+            elif options is not None and name in options.__dict__.get("__dataclass_fields__", {}):
+                fix = f"args={options.__name__}({name}=...): it is an option of the config"
+            raise ArgumentTypeError(f"{cls.__name__} has no argument {name!r}{did_you_mean(name, names)}. Fix: {fix}.")
 
 
 def check_rules(config: object, rules: Iterable[tuple[str, bool, str]]) -> None:

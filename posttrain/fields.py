@@ -55,15 +55,15 @@ def read_mapping(name: str, value: object) -> Any:
     """The mapping that a field holds as a JSON object, which is how a command line gives it; anything else as it is.
 
     Raises:
-        ConfigError: A string that is no JSON object.
+        ConfigError: A string that is no JSON object, a list or a number.
 
     >>> read_mapping("chat_template_kwargs", '{"enable_thinking": false}')
     {'enable_thinking': False}
     """
-    if not isinstance(value, str):
+    if not isinstance(value, str | list | tuple | set | int | float):
         return value
     try:
-        mapping = json.loads(value)
+        mapping = json.loads(value) if isinstance(value, str) else None
     except ValueError:
         mapping = None
     if not isinstance(mapping, dict):

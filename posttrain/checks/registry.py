@@ -278,6 +278,7 @@ CODES: tuple[tuple[str, str, Moment, str, str], ...] = (
     ("PT-K003", "tokenizers-template", "config", "two chat templates render differently", "i"),
     ("PT-K004", "tokens-without-embedding", "first_batch", "ids that a model has no embedding for", "i"),
     ("PT-K005", "tokenizer-larger-than-model", "first_batch", "a tokenizer with more tokens than embeddings", "i"),
+    ("PT-K006", "teacher-is-student", "config", "a student that is compared with itself", "i"),
     ("PT-K101", "tokens-pad-stops", "config", "the pad token ends texts", ""),
     ("PT-K102", "tokens-no-pad", "config", "no pad token", ""),
     ("PT-K103", "tokens-stop-unknown", "config", "generation does not stop where training ends texts", ""),

@@ -6,7 +6,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Sequence, Sized
+from collections.abc import Mapping, Sequence, Sized
 from dataclasses import asdict, dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
@@ -115,7 +115,7 @@ class Checkup:
 
     def make(self) -> None:
         """Run every stage."""
-        for name in ("config", "model", "tokenizer", "rewards", "data", "settings", "from TRL", "rows"):
+        for name in ("config", "model", "tokenizer", "teacher", "rewards", "data", "settings", "from TRL", "rows"):
             started = time.perf_counter()
             stage = Stage(name)
             try:
@@ -178,6 +178,19 @@ class Checkup:
         tokenizer = self.known["tokenizer"] = self.subject.tokenizer
         template = "with a chat template" if tokenizer.chat_template else "without a chat template"
         return f"{len(tokenizer):,} tokens, {template}, eos {tokenizer.eos_token!r}, pad {tokenizer.pad_token!r}"
+
+    def _teacher(self) -> str:
+        from posttrain.cli.subject import model_config
+
+        config = self.subject.config
+        named = vars(config).get("teacher_model_name_or_path")
+        if not named or config.teacher_model_server_url or config.teacher_scores:
+            return ""
+        said = []
+        for source in named.values() if isinstance(named, Mapping) else [named]:
+            kind = model_config(source, config.trust_remote_code, config.teacher_model_revision or "main")
+            said.append(f"{source}: {(kind.architectures or [kind.model_type])[0]}")
+        return ", ".join(said)
 
     def _rewards(self) -> str:
         from posttrain.cli.train import reward_functions

@@ -70,6 +70,9 @@ def _env(argv: list[str]) -> int:
     if argv and argv[0] in ("-h", "--help"):
         sys.stdout.write("usage: posttrain env\n\nShow versions, hardware and settings, ready to paste.\n")
         return 0
+    if argv:
+        sys.stderr.write(f"posttrain env: it takes no arguments, and was given {' '.join(argv)}.\n")
+        return 2
     sys.stdout.write(environment() + "\n")
     return 0
 
@@ -201,7 +204,9 @@ def _guarded(command: Callable[[list[str]], int], argv: list[str], traceback: bo
     try:
         return command(argv)
     except SystemExit as stop:  # argparse: 0 for --help, 2 for wrong usage.
-        return int(stop.code or 0)
+        if isinstance(stop.code, str):
+            sys.stderr.write(f"{stop.code}\n")
+        return 1 if isinstance(stop.code, str) else stop.code or 0
     except KeyboardInterrupt:
         sys.stderr.write("interrupted\n")
         return 130

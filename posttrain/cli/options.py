@@ -211,6 +211,10 @@ TEACHERS = {
 }
 
 
+# What rows hold for them beside prompts; of the others the student writes the answers.
+BESIDE_PROMPTS = {"gkd": ("completion",), "gold": ("completion",), "sdft": ("privileged_context",)}
+
+
 def starter(command: str) -> str:
     """A config of a command that runs once model and data are named: what is set, then each of its own options as a comment."""
     example = _configs() / f"{command}.yaml"
@@ -218,10 +222,11 @@ def starter(command: str) -> str:
         begun = example.read_text(encoding="utf-8").partition("\n")[2]
     else:
         rewards = "" if TRAINING[command].script_args == "ScriptArguments" else "reward_funcs: my_rewards.accuracy\n"
+        columns = ", ".join(f'"{name}": ...' for name in ("prompt", *BESIDE_PROMPTS.get(command, ())))
         begun = (
             "model_name_or_path: HuggingFaceTB/SmolLM2-135M-Instruct\n"
             f"{TEACHERS.get(command, 'teacher_model_name_or_path: HuggingFaceTB/SmolLM2-360M-Instruct')}\n{rewards}"
-            'dataset_name: rows.jsonl              # one {"prompt": ..., "completion": ...} a line\n'
+            f"dataset_name: rows.jsonl              # one {{{columns}}} a line\n"
             f"output_dir: runs/{command}\nmax_steps: 200\nlogging_steps: 1\nreport_to: none\n"
         )
     known = {line.partition(":")[0] for line in begun.splitlines()}

@@ -11,14 +11,15 @@ import signal
 import subprocess
 import sys
 import tempfile
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from posttrain.cli import launch_ray, ranks
 from posttrain.cli.commands import TRAINING
-from posttrain.errors import CheckpointError, ConfigError, did_you_mean
+from posttrain.errors import CheckpointError, ConfigError, PosttrainError, did_you_mean
 from posttrain.fields import option
 
 
@@ -44,6 +45,8 @@ def named_object(path: str, option: str) -> Any:
         imported = importlib.import_module(module)
     except (ImportError, AttributeError) as error:
         raise ConfigError(f"{option}: {path!r} cannot be imported from {os.getcwd()}: {error}") from error
+    except (Exception, SystemExit) as error:
+        raise ConfigError(f"{option}: {module!r} fails while it is imported: {error!r} ({_place(error)})") from error
     return _member(imported, name, module, option)
 
 
@@ -57,9 +60,20 @@ def _from_file(file: Path, name: str, option: str) -> Any:
     sys.path.insert(0, str(file.resolve().parent))
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
-        raise ConfigError(f"{option}: {str(file)!r} fails while it is imported: {error!r}") from error
+    except (Exception, SystemExit) as error:
+        sys.path.remove(str(file.resolve().parent))
+        if sys.modules.get(file.stem) is module:  # Half of it.
+            del sys.modules[file.stem]
+        raise ConfigError(f"{option}: {str(file)!r} fails while it is imported: {error!r} ({_place(error)})") from error
     return _member(module, name, str(file), option)
+
+
+def _place(error: BaseException) -> str:
+    """File and line of the last frame that is no library's: the user's, where code of his is running."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if "site-packages" not in frame.filename and not frame.filename.startswith("<")]
+    last = (own or frames)[-1]
+    return f"{last.filename}:{last.lineno}"
 
 
 def _member(module: Any, name: str, where: str, option: str) -> Any:
@@ -74,12 +88,12 @@ def _member(module: Any, name: str, where: str, option: str) -> Any:
 def resume_from(config: Any) -> Any:
     """What ``resume_from_checkpoint`` means: true, false, a path, or ``auto``: the last checkpoint where there is one."""
     asked = config.resume_from_checkpoint
-    if str(asked).lower() != "auto":
-        return {"true": True, "false": None}.get(str(asked).lower(), asked)
+    if str(asked).lower() not in ("auto", "false"):
+        return True if str(asked).lower() == "true" else asked
     from posttrain.loop.checkpoint import complete_checkpoints
 
     config.resume_from_checkpoint = None  # Callbacks read it; where there is one, the trainer writes its path here.
-    return True if complete_checkpoints(config.output_dir) else None
+    return True if str(asked).lower() == "auto" and complete_checkpoints(config.output_dir) else None
 
 
 def reward_functions(script_args: Any) -> list[Any]:
@@ -264,6 +278,11 @@ def train(name: str, script_args: Any, config: Any, model_args: Any, mixture: An
     transformers.utils.logging.disable_progress_bar()  # One for each checkpoint that is written.
     try:
         trainer.train(resume_from_checkpoint=resume)
+    except SystemExit as stop:  # It would end this program as if all had been done.
+        raise PosttrainError(
+            f"sys.exit({stop.code!r}) at {_place(stop)} ended the run at step {trainer.state.global_step}. Fix: raise an error "
+            "that says what is wrong, or return."
+        ) from stop
     except Exception as error:
         # Of an error that came while it trained: the checkpoint's own errors say what to do.
         if (
@@ -273,12 +292,13 @@ def train(name: str, script_args: Any, config: Any, model_args: Any, mixture: An
         ):
             error.add_note(f"The last checkpoint: {last}\nGo on:  {resume_command()}\nThe traceback: --traceback")
         raise
-    if trainer.interrupt.requested:  # What is half-trained is in its checkpoint, and is no result.
-        return True
+    interrupted = trainer.interrupt.requested
+    if interrupted and trainer.state.global_step < trainer.state.max_steps:
+        return True  # What is half-trained is in its checkpoint, and is no result.
     trainer.save_model(config.output_dir)
-    if config.push_to_hub:
+    if config.push_to_hub and not interrupted:
         trainer.push_to_hub(dataset_name=script_args.dataset_name)
-    return False
+    return interrupted
 
 
 def model_source(model_args: Any, config: Any) -> str:
@@ -358,7 +378,8 @@ def _launch_flags(rest: list[str], name: str) -> list[str]:
         return []
     from accelerate.commands.launch import launch_command_parser
 
-    known = {option for action in launch_command_parser()._actions for option in action.option_strings}
+    parser = launch_command_parser()
+    known = {option for action in parser._actions for option in action.option_strings}
     if "--launcher" in rest:  # Commands that only look at another meet its options too.
         rest = launch_ray.other_options(rest)
     fields = parser_for(name).fields
@@ -369,7 +390,22 @@ def _launch_flags(rest: list[str], name: str) -> list[str]:
             raise ConfigError(
                 f"unknown argument {flag!r}{did_you_mean(bare, fields)}: no field of {name} and no option of accelerate launch."
             )
+    # What launch takes for the script that it shall start is a word that nothing asked for.
+    parser.error = _refuse_launch_flag  # type: ignore[method-assign]
+    parsed, _ = parser.parse_known_args([*rest, ""])
+    if parsed.training_script_args:
+        raise ConfigError(
+            f"unknown argument {parsed.training_script!r}: it follows no option{did_you_mean(parsed.training_script, fields)}. "
+            "Fix: leave it out, or quote a value that has spaces."
+        )
+    if parsed.num_processes is not None and parsed.num_processes < 1:
+        raise ConfigError(f"num_processes={parsed.num_processes}: a run has at least 1 process.")
     return list(rest)
+
+
+def _refuse_launch_flag(message: str) -> NoReturn:
+    """Instead of the screens of options that accelerate shows."""
+    raise ConfigError(f"of accelerate launch: {message}.")
 
 
 def _launch(name: str, argv: list[str], launch: list[str]) -> int:

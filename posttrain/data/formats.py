@@ -248,7 +248,8 @@ def _one_form(head: Iterable[Mapping[str, Any]]) -> bool:
                 chat = True
             else:
                 raise DataError(f"row {index}: {error}") from error
-        empty = sorted(n for n in (*MESSAGE_COLUMNS, "conversations") if n in row and not row[n] and row[n] != "")
+        nothing = {name: value in (None, [], {}) for name, value in row.items() if not isinstance(value, str)}
+        empty = sorted(name for name in (*MESSAGE_COLUMNS, "conversations") if nothing.get(name))
         if empty and not chat:
             raise DataError(
                 f"row {index}, column {empty[0]!r}: it is {row[empty[0]]!r}. Every row needs at least one message (or some "

@@ -7,14 +7,19 @@ import csv
 import json
 import logging
 import math
+import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import IO, Any, Literal
 
 import datasets
+import pyarrow as pa
+import pyarrow.json
 from datasets.exceptions import DatasetNotFoundError
+from datasets.packaged_modules.json import json as json_loader
 from huggingface_hub.errors import HFValidationError
 
 from posttrain.data.chat import check_unicode
@@ -36,7 +41,7 @@ def check_json(file: Path) -> None:
     """
     if file.suffix == ".json":
         with contextlib.suppress(ValueError):
-            json.loads(file.read_text(encoding="utf-8", errors="replace"))
+            json.loads(file.read_text(encoding="utf-8-sig", errors="replace"))
             return
     for _ in _lines([str(file)]):
         pass
@@ -54,7 +59,7 @@ def _lines(files: list[str]) -> Iterator[dict[str, Any]]:
 def _row(line: bytes, where: str) -> dict[str, Any]:
     shown = line.strip()[:80].decode("utf-8", "replace")
     try:
-        row = json.loads(line.decode("utf-8"))
+        row = json.loads(line.decode("utf-8-sig"))  # A file of some editors begins with a byte-order mark.
     except UnicodeDecodeError as error:
         raise DataError(
             f"{where}: it is not valid UTF-8 (byte {error.start}: {error.reason}): {shown!r}. Save the file as UTF-8."
@@ -66,6 +71,56 @@ def _row(line: bytes, where: str) -> dict[str, Any]:
     if b"\\u" in line:  # An escape may be one half of a surrogate pair.
         check_unicode(json.dumps(row, ensure_ascii=False), where)
     return row
+
+
+class TextDates:
+    """`pyarrow.json` as the loader of JSON files uses it, but a text that looks like a date stays the text that was written.
+
+    An answer "2024-01-01" would arrive as a time, and never equal what a model writes.
+    """
+
+    ReadOptions = pyarrow.json.ReadOptions
+
+    @staticmethod
+    def read_json(source: IO[bytes], read_options: pyarrow.json.ReadOptions | None = None) -> pa.Table:
+        """As `pyarrow.json.read_json`; where it took texts for times, they are read again."""
+        table = pyarrow.json.read_json(source, read_options=read_options)
+        schema = _texts(table.schema)
+        if schema.equals(table.schema):
+            return table
+        source.seek(0)
+        options = pyarrow.json.ParseOptions(explicit_schema=schema)
+        return pyarrow.json.read_json(source, read_options=read_options, parse_options=options)
+
+
+def _texts(schema: pa.Schema) -> pa.Schema:
+    return pa.schema([field.with_type(_dateless(field.type)) for field in schema])
+
+
+def _dateless(kind: pa.DataType) -> pa.DataType:
+    """A type with text in the place of times, however deep."""
+    if pa.types.is_timestamp(kind):
+        return pa.string()
+    if pa.types.is_list(kind):
+        return pa.list_(kind.value_field.with_type(_dateless(kind.value_type)))
+    if pa.types.is_struct(kind):
+        return pa.struct([field.with_type(_dateless(field.type)) for field in kind])
+    return kind
+
+
+def _read_dates_as_text() -> None:
+    """Files of the hub, of folders and of streams are read by the loader itself, which has no option for it."""
+    if json_loader.paj is not TextDates:
+        json_loader.paj = TextDates
+        json_loader.pandas_read_json = partial(json_loader.pandas_read_json, dtype=False)
+
+
+def _without_times(loaded: datasets.Dataset | datasets.DatasetDict) -> datasets.Features | None:
+    """Columns of JSON rows with text for times, where another program left such rows in the cache of `datasets`; else None."""
+    part = next(iter(loaded.values())) if isinstance(loaded, dict) else loaded
+    if part.info.builder_name != "json" or "timestamp" not in str(part.features):
+        return None
+    return datasets.Features.from_arrow_schema(_texts(part.features.arrow_schema))
 
 
 def _parquet_conflict(files: list[Path]) -> str | None:
@@ -83,7 +138,8 @@ def _parquet_conflict(files: list[Path]) -> str | None:
         for name in sorted({*first.names, *schema.names}):
             one, two = (str(s.field(name).type) if name in s.names else "absent" for s in (first, schema))
             if _kind(one) != _kind(two) and "null" not in (one, two):
-                where = f"{one} in {files[0].name} and {two} in {file.name}"
+                top = os.path.commonpath([files[0].parent, file.parent])
+                where = f"{one} in {files[0].relative_to(top)} and {two} in {file.relative_to(top)}"
                 return f"column {name!r} is {where}. Give it one type in all files."
     return None
 
@@ -220,7 +276,7 @@ def load_rows(
     if file.is_file():
         source, options = _loader_of(file), {"data_files": str(file)}
         if source == "csv":
-            with file.open(encoding="utf-8", errors="replace", newline="") as lines:
+            with file.open(encoding="utf-8-sig", errors="replace", newline="") as lines:
                 names = next(csv.reader(lines))
             # An answer of digits would arrive as a number, and `answer == "7"` never hold.
             options["converters"] = {name: str for name in names if name not in NUMBERS}
@@ -229,8 +285,11 @@ def load_rows(
         ):  # A broken line is named when it is reached.
             stream = datasets.IterableDataset.from_generator(_lines, gen_kwargs={"files": [str(file)]})
             return stream if split else datasets.IterableDatasetDict({"train": stream})
+    _read_dates_as_text()
     try:
         loaded = datasets.load_dataset(source, split=split, streaming=streaming, **options)
+        if not streaming and (features := _without_times(loaded)) is not None:
+            loaded = datasets.load_dataset(source, split=split, features=features, **options)
         for part in () if streaming or not file.exists() else loaded.values() if split is None else (loaded,):
             part.data.validate(full=True)  # Bytes that are no UTF-8 would show when a row is read.
         return loaded

@@ -100,11 +100,11 @@ def _texts(row: dict[str, Any], tokenizer: Tokenizer, branches: Sequence[str]) -
             f"column 'prompt' is missing, and there is no pair to take it from; its columns are {sorted(row)}."
         )
     if not is_messages(prompt):
-        mixed = [branch for branch, answer in zip(branches, answers, strict=True) if not isinstance(answer, str)]
-        if mixed or not isinstance(prompt, str):
-            raise DataError(
-                f"column 'prompt' is text and {mixed or 'it'} is not. Give all of a row's columns one form."
-            )
+        columns = zip(("prompt", *branches), (prompt, *answers), strict=True)
+        kinds = {name: "text" if isinstance(value, str) else type(value).__name__ for name, value in columns}
+        if set(kinds.values()) != {"text"}:
+            shown = ", ".join(f"{name!r} is {kind}" for name, kind in kinds.items())
+            raise DataError(f"{shown}. Give all of a row's columns one form: text, or lists of messages.")
         return True, [prompt, *(prompt + answer for answer in answers)]
     for branch, answer in zip(branches, answers, strict=True):
         _check_messages(branch, answer)
@@ -213,7 +213,9 @@ def prepare_answers(
         return dataset, PreparationReport(name)
     missing = [branch for branch in options.branches if branch not in columns]
     if missing:
-        raise DataError(f"the {name} rows need {list(options.branches)}: {missing} are not in {sorted(columns)}.")
+        raise DataError(
+            f"the {name} rows need {list(options.branches)}: {missing} are not in {sorted({*columns} - {ROW})}."
+        )
     drop = [column for column in columns if column not in keep]
     about: dict[str, Any] = {"drop": drop, "counters": COUNTERS, "num_proc": num_proc, "hint": HINT}
     _, kept, report = tokenized(dataset, name, _answer_batch, {"tokenizer": tokenizer, "options": options}, **about)
@@ -506,7 +508,7 @@ def prepare_reward_dataset(
             dataset = dataset.rename_column(f"{side}_input_ids", f"{side}_ids")
     columns = get_dataset_column_names(dataset)
     if not {"chosen_ids", "rejected_ids"} <= set(columns) and not set(SIDES) <= set(columns):
-        raise DataError(f"the {name} rows need 'chosen' and 'rejected', and have columns {sorted(columns)}.")
+        raise DataError(f"the {name} rows need 'chosen' and 'rejected', and have columns {sorted({*columns} - {ROW})}.")
     arguments = {"tokenizer": tokenizer, "max_length": max_length}
     drop = [column for column in columns if column not in ("margin", ROW)]
     return tokenized(dataset, name, _pair_batch, arguments, drop=drop, num_proc=num_proc, hint=PAIR_HINT)[1]

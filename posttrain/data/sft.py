@@ -193,7 +193,7 @@ def _conversation(row: dict[str, Any], messages: Any, tokenizer: Tokenizer, opti
 
 def _prompt_completion(row: dict[str, Any], tokenizer: Tokenizer, options: SupervisedOptions) -> _Plan:
     prompt, completion = row["prompt"], row["completion"]
-    if not completion:
+    if completion in (None, "", []):
         return _Plan(ids=[], mask=[], nothing=EMPTY_COMPLETION)
     chat = is_messages(prompt)
     if not all(isinstance(value, list if chat else str) for value in (prompt, completion)):

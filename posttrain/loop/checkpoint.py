@@ -166,7 +166,7 @@ def resolve_resume(resume: Any, folder: str | Path) -> str | None:
         return None
     if resume is True:
         return str(_last(Path(folder)))
-    path = Path(resume)
+    path = Path(str(resume))
     if not path.is_dir():
         raise CheckpointError(f"resume_from_checkpoint={str(resume)!r} is not a folder. {_offer(path.parent)}")
     broken = damage(path, bytes_too=True)
@@ -183,6 +183,95 @@ def resolve_resume(resume: Any, folder: str | Path) -> str | None:
             "named.", path, MARKER,
         )  # fmt: skip
     return str(resume)
+
+
+# What a checkpoint holds the weights in: of whole models, of adapters, in pieces of ranks.
+WHOLE = ("model*.safetensors*", "pytorch_model.bin*", "pytorch_model-*")
+ADAPTERS = ("adapter_model.*", "*/adapter_model.*")
+PIECES = ("pytorch_model_fsdp*", "global_step*")
+# Of an adapter's config: what says which weights there are, and what they compute.
+ADAPTER_SETTINGS = ("peft_type", "r", "lora_alpha", "use_rslora", "use_dora", "target_modules")
+
+
+def refuse_unreadable(folder: Path, model: nn.Module) -> None:
+    """Refuse a folder whose weights or state this run cannot go on from; torch would say so in words of its own, or not at all.
+
+    Raises:
+        CheckpointError: It is no checkpoint, lost its weights or its state, or is of an adapter where the whole model is
+            trained, or the reverse, or of another adapter.
+    """
+    whole, adapter, pieces = (
+        any(path for name in kind for path in folder.glob(name)) for kind in (WHOLE, ADAPTERS, PIECES)
+    )
+    needed = {"weights": whole or adapter or pieces, "trainer_state.json": (folder / "trainer_state.json").is_file()}
+    if lost := [name for name, there in needed.items() if not there]:
+        names = sorted(path.name for path in folder.iterdir())
+        inside = [path for path in complete_checkpoints(folder) if not damage(path)]
+        fix = f"Fix: resume from {str(inside[-1])!r}, which is in it." if inside else _offer(folder.parent, folder)
+        raise CheckpointError(
+            f"{str(folder)!r} is no checkpoint that training can go on from: it lacks {' and '.join(lost)}, and holds "
+            f"{names[:12]}. {fix}"
+        )
+    ours = adapters_of(model)
+    if whole and ours and not adapter:
+        raise CheckpointError(
+            f"{str(folder)!r} holds a whole model, and this run trains an adapter ({', '.join(ours)}). Fix: no adapter "
+            "(use_peft, peft_config), to go on with the whole model; or a new run, without resume_from_checkpoint, with the "
+            "checkpoint as its model."
+        )
+    if adapter and not ours and not whole:
+        raise CheckpointError(
+            f"{str(folder)!r} holds an adapter, and this run trains the whole model. Fix: give the adapter's settings (use_peft "
+            f"with lora_r and its other options, or peft_config; they stand in {str(folder / 'adapter_config.json')!r})."
+        )
+    before = read_json(folder / "adapter_config.json")
+    now = ours["default"].to_dict() if before and "default" in ours else {}
+    pairs = {
+        name: (_written(before[name]), _written(now[name]))
+        for name in ADAPTER_SETTINGS
+        if {name} <= before.keys() & now
+    }
+    other = [f"{name}={mine} (the checkpoint's: {its})" for name, (its, mine) in pairs.items() if its != mine]
+    if other:
+        raise CheckpointError(
+            f"{str(folder)!r} holds another adapter than this run trains: {', '.join(other)}. Fix: give the checkpoint's values."
+        )
+
+
+def _written(value: object) -> object:
+    """A setting as JSON has it; modules in one order."""
+    plain = json.loads(json.dumps(value, default=list))
+    return sorted(plain) if isinstance(plain, list) else plain
+
+
+# What becomes of a setting that is another one than the checkpoint's.
+OPTIMIZERS = "the optimizer goes on with the checkpoint's"
+ORDER = "rows come in another order from here, so that some are trained twice and others never"
+SCHEDULE = "the first step has the learning rate that the checkpoint's schedule was at, those after it have this run's"
+KEPT_SETTINGS = {
+    "learning_rate": OPTIMIZERS, "weight_decay": OPTIMIZERS, "adam_beta1": OPTIMIZERS, "adam_beta2": OPTIMIZERS,
+    "adam_epsilon": OPTIMIZERS, "seed": ORDER, "data_seed": ORDER, "max_steps": SCHEDULE, "lr_scheduler_type": SCHEDULE,
+    "warmup_steps": SCHEDULE,
+}  # fmt: skip
+
+
+def settings(args: TrainingArguments, max_steps: int) -> dict[str, object]:
+    """What a resumed run should have in common with the checkpoint's; ``max_steps`` is counted where epochs were given."""
+    return {name: _written(vars(args)[name]) for name in KEPT_SETTINGS} | {"max_steps": max_steps}
+
+
+def warn_of_other_settings(state: Mapping[str, Any], now: Mapping[str, object]) -> None:
+    """Tell of settings that differ from the checkpoint's, with both values and what comes of it."""
+    before = state.get("settings", {})
+    by_effect: dict[str, list[str]] = {}
+    for name, effect in KEPT_SETTINGS.items():
+        if name in before and before[name] != now[name]:
+            by_effect.setdefault(effect, []).append(f"{name}={now[name]} (the checkpoint's: {before[name]})")
+    for effect, names in by_effect.items():
+        logger.warning(
+            "%s: %s. Fix: give the checkpoint's; or, if another is meant, start a new run with the checkpoint as its model.",
+            ", ".join(names), effect,
+        )  # fmt: skip
 
 
 def refuse_other_rows(state: Mapping[str, Any], now: str | None, *, skips: bool) -> None:
@@ -315,6 +404,28 @@ def _flush_folder(folder: Path) -> None:
 
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # The disk, the quota or the size a file may have is used up.
+TORCHS_WRITER = ("PytorchStreamWriter failed", "inline_container")  # It does not say why it could not write.
+
+
+def _is_of_room(error: BaseException) -> bool:
+    text = str(error)
+    known = any(isinstance(e, OSError) and e.errno in NO_ROOM for e in _causes(error))
+    return known or any(words in text for words in (*map(os.strerror, NO_ROOM), *TORCHS_WRITER))
+
+
+@contextlib.contextmanager
+def telling_of_room(folder: Path, size: Callable[[], int]) -> Iterator[None]:
+    """Say of a model that could not be written whole that it was not."""
+    try:
+        yield
+    except Exception as error:
+        if not _is_of_room(error):
+            raise
+        raise CheckpointError(
+            f"the model could not be written into {str(folder)!r}: {error} ({gib(free_disk(folder))} are free, it needs about "
+            f"{gib(size())}). What is there of it is not whole. Fix: free some space and save again, or resume from the last "
+            "checkpoint and let the run end again."
+        ) from error
 
 
 STATE_FILE = "posttrain_state.json"
@@ -346,10 +457,12 @@ class Checkpointer:
         """The run that checkpoints belong to."""
         return self._run or self.lock.run
 
-    def resolve(self, resume_from_checkpoint: Any) -> str | None:
+    def resolve(self, resume_from_checkpoint: Any, model: nn.Module) -> str | None:
         """The checkpoint to resume from, the same on all ranks; a resumed run goes on under the name of its first part."""
         with parallel.failing_together(self.accelerator):
             resume = resolve_resume(resume_from_checkpoint, self.args.output_dir)
+            if resume:
+                refuse_unreadable(Path(resume), model)
         if resume:
             parallel.refuse_other_optimizer(Path(resume), self.accelerator)
         if resume:
@@ -450,13 +563,11 @@ class Checkpointer:
         except Exception as error:
             if self.args.should_save and remove:
                 shutil.rmtree(part, ignore_errors=True)
-            cause = next((e for e in _causes(error) if isinstance(e, OSError) and e.errno in NO_ROOM), None)
-            text = str(error)
-            if cause is None and not any(os.strerror(code) in text for code in NO_ROOM):
+            if not _is_of_room(error):
                 raise
             whole = last_complete_checkpoint(part.parent)
             raise CheckpointError(
-                f"the checkpoint of step {state.global_step} could not be written into {str(part.parent)!r}: {text} "
+                f"the checkpoint of step {state.global_step} could not be written into {str(part.parent)!r}: {error} "
                 f"({gib(free_disk(part.parent))} are free, a checkpoint needs about {gib(self.size())}). Nothing "
                 "half-written was left; "
                 + (
@@ -558,10 +669,13 @@ def _strangers_of(args: PostTrainingConfig, run: str, *, resumed: bool) -> Findi
 
 def checkpoint_bytes(model: nn.Module, args: PostTrainingConfig) -> int:
     """About what a checkpoint takes on the disk: weights (of an adapter its own alone) and the optimiser's state."""
+    return weight_bytes(model) + (0 if args.save_only_model else _state_bytes(model, args))
+
+
+def weight_bytes(model: nn.Module) -> int:
+    """What is written of a model: its weights, or those of its adapter alone."""
     adapter = bool(adapters_of(model))
-    seen = [p for p in model.parameters() if p.requires_grad or not adapter]
-    weights = sum(p.numel() * p.element_size() for p in seen)
-    return weights + (0 if args.save_only_model else _state_bytes(model, args))
+    return sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad or not adapter)
 
 
 def _state_bytes(model: nn.Module, args: PostTrainingConfig) -> int:
@@ -575,8 +689,8 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
         error = error.__cause__ or error.__context__
 
 
-# Ctrl-C; what Slurm, Kubernetes and launchers send before they kill.
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
+# Ctrl-C; what Slurm, Kubernetes and launchers send before they kill; a terminal that is closed.
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 SECONDS_TO_END = 10.0  # From the second signal, for what is to be closed; then the process ends as it is.
 
 
@@ -589,8 +703,55 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_forget_wakeup)
 
 
+def _signals() -> list[signal.Signals]:
+    """Those to take over; `nohup` has a process ignore that its terminal was closed."""
+    return [number for number in SIGNALS if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN]
+
+
+@contextlib.contextmanager
+def kept_from_signals() -> Iterator[None]:
+    """Let what is written inside become whole: the first signal is handled after it, the second one ends it at once."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    told: list[int] = []
+
+    def remember(number: int, _: object) -> None:
+        if told:
+            raise KeyboardInterrupt
+        told.append(number)
+        logger.warning(
+            "%s: the model is being written; ending after that. Once more to stop at once.", signal.Signals(number).name
+        )
+
+    before = {number: signal.signal(number, remember) for number in _signals()}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+    if told:
+        handler = before[told[0]]
+        # Not raised anew where somebody handles it: who counts signals would take it for the second.
+        handler(told[0], None) if callable(handler) else signal.raise_signal(told[0])
+
+
+def _leave_terminal(shown: list[int]) -> None:
+    """What was shown on a terminal that is gone goes nowhere: to write there is an error, which would end the run unsaved."""
+    for number in shown:
+        if not os.isatty(number):
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, number)
+            os.close(nowhere)
+
+
+class EvaluationStopped(Exception):
+    """An evaluation was left in its middle, because the run was asked to stop."""
+
+
 class GracefulInterrupt(transformers.TrainerCallback):
-    """While training runs, the first SIGINT or SIGTERM asks it to stop after the current step; the second stops it at once.
+    """While training runs, the first SIGINT, SIGTERM or SIGHUP asks it to stop after the current step, or batch of an
+    evaluation; the second stops it at once.
 
     The second one raises KeyboardInterrupt in the main thread. A thread beside it counts signals too, and ends the process
     where that does not: a collective waits for a process that is gone, or a hook swallows every exception.
@@ -607,6 +768,7 @@ class GracefulInterrupt(transformers.TrainerCallback):
         self._over = threading.Event()
         self._sender: socket.socket | None = None
         self._wakeup = -1
+        self._terminals: list[int] = []  # What is shown there.
 
     def _on_signal(self, number: int, frame: Any) -> None:
         if os.getpid() != self._process:  # A fork, of a reward function say, whom somebody terminates.
@@ -614,11 +776,13 @@ class GracefulInterrupt(transformers.TrainerCallback):
                 signal.signal(number, signal.SIG_DFL)
                 os.kill(os.getpid(), number)
             return
+        if number == signal.SIGHUP:
+            _leave_terminal(self._terminals)
         if self.requested:
             raise KeyboardInterrupt
         self.requested = True
         logger.warning(
-            "%s: finishing this step, then saving a checkpoint. Press Ctrl-C again, or send it again, to stop at once.",
+            "%s: finishing this step or batch, then saving a checkpoint. Press Ctrl-C again, or send it again, to stop at once.",
             signal.Signals(number).name,
         )
 
@@ -627,8 +791,9 @@ class GracefulInterrupt(transformers.TrainerCallback):
         self._accelerator, self._process, self.requested = accelerator, os.getpid(), False
         self._began = time.monotonic()
         if threading.current_thread() is threading.main_thread():
-            self._previous = {number: signal.signal(number, self._on_signal) for number in SIGNALS}
+            self._previous = {number: signal.signal(number, self._on_signal) for number in _signals()}
             self._over.clear()
+            self._terminals = [number for number in (1, 2) if os.isatty(number)]
             receiver, self._sender = socket.socketpair()
             self._sender.setblocking(False)
             # Written to as a signal arrives, whatever the main thread is doing.
@@ -657,7 +822,7 @@ class GracefulInterrupt(transformers.TrainerCallback):
             self._sender = None
         for number, handler in self._previous.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
-        self._previous = {}
+        self._previous, self._accelerator = {}, None
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> Any:
         """Ask the loop to log, save and stop; all ranks after the same step, whichever of them was told."""
@@ -673,4 +838,25 @@ class GracefulInterrupt(transformers.TrainerCallback):
         self.requested = self.requested or stop
         if stop or late:
             control.should_log = control.should_save = control.should_training_stop = True
+        control.should_evaluate = control.should_evaluate and not stop
         return control
+
+    def on_epoch_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
+    ) -> TrainerControl:
+        """A run that was asked to stop is not evaluated any more."""
+        control.should_evaluate = control.should_evaluate and not (self.requested and control.should_training_stop)
+        return control
+
+    def leave_evaluation(self) -> None:
+        """End an evaluation within training, on all ranks after the same batch, if any of them was told to stop.
+
+        Raises:
+            EvaluationStopped: One was.
+        """
+        if self._accelerator is None:
+            return
+        (told,) = parallel.all_reduce_sum([float(self.requested)], self._accelerator)
+        if told:
+            self.requested = True
+            raise EvaluationStopped

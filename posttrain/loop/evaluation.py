@@ -95,6 +95,7 @@ class _Evaluation:
         model: In evaluation mode.
         compute_metrics: The user's.
         keeps_predictions: Whether predictions are wanted though nobody computes metrics.
+        after_batch: Called after each batch, on every rank.
     """
 
     def __init__(
@@ -104,7 +105,9 @@ class _Evaluation:
         compute_metrics: Callable[..., dict[str, float]] | None,
         *,
         keeps_predictions: bool,
+        after_batch: Callable[[], None],
     ) -> None:
+        self.after_batch = after_batch
         self.context, self.model, self.keeps_predictions = run, model, keeps_predictions
         self.args, self.accelerator, self.hooks = run.args, run.accelerator, run.hooks
         self.compute_metrics = compute_metrics
@@ -129,6 +132,7 @@ class _Evaluation:
                 self.tally.metrics = self._metrics_of(last)
                 self.tally.seen = self.tally.seen if self.keeps_predictions else []
             self.tally.rounds += 1
+            self.after_batch()
         return self.tally.loss(self.accelerator)
 
     def num_rows(self, dataloader: Any, answers_per_row: int) -> int:
@@ -222,6 +226,7 @@ def evaluate(
     *,
     answers: int,
     predicts: bool,
+    after_batch: Callable[[], None],
 ) -> tuple[EvalLoopOutput, int]:
     """Go over an evaluation set with a run's loss, metrics and predictions.
 
@@ -232,6 +237,7 @@ def evaluate(
         compute_metrics: The user's.
         answers: Sequences of a row of the dataset.
         predicts: Whether predictions are wanted though nobody computes metrics.
+        after_batch: Called after each batch, on every rank.
 
     Returns:
         What `transformers.Trainer.evaluation_loop` returns, and the batches there were.
@@ -241,7 +247,7 @@ def evaluate(
     model.eval()
     if accelerator.mixed_precision != "no" and model is run.model and not hasattr(model, "_original_forward"):
         model = accelerator.prepare_model(model, evaluation_mode=True)
-    evaluation = _Evaluation(run, model, compute_metrics, keeps_predictions=predicts)
+    evaluation = _Evaluation(run, model, compute_metrics, keeps_predictions=predicts, after_batch=after_batch)
     metrics = {"loss": evaluation.run(dataloader)} | run.reduced_metrics("eval")
     metrics["num_tokens"] = run.counters["num_tokens"]  # Trained so far: evaluation adds none.
     metrics = {f"{prefix}_{name}": value for name, value in metrics.items()}

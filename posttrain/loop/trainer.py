@@ -25,7 +25,7 @@ from posttrain.checks.registry import Preflight
 from posttrain.data.forest import Layout
 from posttrain.data.formats import plain_rows
 from posttrain.data.samplers import Deal
-from posttrain.errors import refuse_unknown_arguments
+from posttrain.errors import ConfigError, did_you_mean, refuse_unknown_arguments
 from posttrain.loop import attributes, build, checkpoint, step
 from posttrain.loop.checks import Checks
 from posttrain.loop.data_report import DataReport, DataReportCallback, DatasetHead, prompt_rows, warnings_are_errors
@@ -91,7 +91,7 @@ class PostTrainer(transformers.Trainer):
     layout: Layout
     reference: Reference | None
     no_rows: Any = ()  # What an evaluation batch without rows is collated to.
-    _in_loop, _eval_rounds = False, 0
+    _in_loop, _evaluates, _eval_rounds = False, False, 0
     _window_start: float | None = None
     _head: DatasetHead | None = None
 
@@ -105,7 +105,7 @@ class PostTrainer(transformers.Trainer):
 
     def __new__(cls, *args: object, **kwargs: object) -> Self:
         """Refuse a misspelt argument by its name; a user's class of steps on TRL's padded dicts gets adapters (compat/)."""
-        refuse_unknown_arguments(cls, kwargs)
+        refuse_unknown_arguments(cls, kwargs, cls.config_class)
         return super().__new__(build.adapted(cls))
 
     def __repr__(self) -> str:
@@ -343,12 +343,18 @@ class PostTrainer(transformers.Trainer):
         return dry_step(self.run, self.head, self.optimizer, batch_size)
 
     def train(self, resume_from_checkpoint: Any = None, **kwargs: Any) -> Any:
-        """Train; Ctrl-C or SIGTERM finishes the step, saves a checkpoint and returns; ``trainer.interrupt.requested`` says so."""
+        """Train; Ctrl-C, SIGTERM or SIGHUP finishes the step, saves a checkpoint and returns: ``trainer.interrupt.requested``."""
         if not any(isinstance(callback, MemoryProfile) for callback in self.callback_handler.callbacks):
             self.add_callback(MemoryProfile(self.run))
         fit_memory(self.run, self.head, self.optimizer)
         self._train_batch_size = self.args.train_batch_size
-        resume = self.checkpoints.resolve(resume_from_checkpoint)
+        configured = self.args.resume_from_checkpoint
+        if configured and resume_from_checkpoint is None:
+            logger.warning(
+                "resume_from_checkpoint=%r of the config was not given to train(), as in transformers: the run begins anew. Fix: "
+                "train(resume_from_checkpoint=%r).", configured, configured,
+            )  # fmt: skip
+        resume = self.checkpoints.resolve(resume_from_checkpoint, self.model)
         if resume is not None:
             self.args.resume_from_checkpoint = resume  # Callbacks find their own state by it.
         with parallel.failing_together(self.accelerator):
@@ -364,7 +370,7 @@ class PostTrainer(transformers.Trainer):
             with noisy_embeddings(self.model, alpha):
                 return super().train(resume, **kwargs)
         finally:
-            self.neftune_noise_alpha = alpha
+            self.neftune_noise_alpha, self.args.resume_from_checkpoint = alpha, configured
             self.interrupt.restore()
             for callback in self.callback_handler.callbacks:
                 if hasattr(callback, "stop"):
@@ -487,9 +493,36 @@ class PostTrainer(transformers.Trainer):
         self._in_loop = True
         try:
             super()._maybe_log_save_evaluate(*args, **kwargs)
+        except checkpoint.EvaluationStopped:
+            self.control.should_evaluate, self.control.should_save, self.control.should_training_stop = (
+                False,
+                True,
+                True,
+            )
+            super()._maybe_log_save_evaluate(*args, **kwargs)
         finally:
             self._in_loop = False
         self.checkpoints.complete(self.state)
+
+    def _evaluate(self, *args: Any, **kwargs: Any) -> Any:
+        self._evaluates = True  # The loop; an evaluation that a callback asks for is not left.
+        try:
+            metrics = super()._evaluate(*args, **kwargs)
+        except checkpoint.EvaluationStopped:
+            self.reduced_metrics("eval")  # Of the batches before, and of no later evaluation.
+            if self._in_loop:
+                raise
+            return {}  # `eval_on_start`: the first step ends the run.
+        finally:
+            self._evaluates = False
+        name = self.args.metric_for_best_model
+        full = name and f"eval_{name.removeprefix('eval_')}"
+        if full and full not in metrics:
+            raise ConfigError(
+                f"metric_for_best_model={name!r}: the evaluation has no such metric{did_you_mean(full, metrics)}; it has "
+                f"{sorted(metrics)}. Fix: name one of them, or return it from compute_metrics."
+            )
+        return metrics
 
     def create_model_card(
         self, model_name: str | None = None, dataset_name: Any = None, tags: Any = None, **_: Any
@@ -500,9 +533,14 @@ class PostTrainer(transformers.Trainer):
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """As `transformers.Trainer.save_model`; what the saved configs say of padding and stopping is checked, once."""
         self.checks.saved_tokens(self.model, self.processing_class)
-        with parallel.saved_whole(self.accelerator, not _internal_call):
-            super().save_model(output_dir, _internal_call)
-        self.vision.save(output_dir or self.args.output_dir)
+        folder = Path(output_dir or self.args.output_dir)
+        with contextlib.ExitStack() as stack:
+            if not _internal_call:
+                stack.enter_context(checkpoint.kept_from_signals())
+                stack.enter_context(checkpoint.telling_of_room(folder, lambda: checkpoint.weight_bytes(self.model)))
+            with parallel.saved_whole(self.accelerator, not _internal_call):
+                super().save_model(output_dir, _internal_call)
+            self.vision.save(str(folder))
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         self.create_model_card()
@@ -579,7 +617,10 @@ class PostTrainer(transformers.Trainer):
         """What a checkpoint must hold beyond the parent's, as JSON, for a resumed run to equal an uninterrupted one."""
         rows = self.get_total_train_batch_size(self.args)
         seen = checkpoint.rows_fingerprint(self._raw)
-        return {"counters": self.counters, "step_rows": rows, "rows": seen, **self.method.state()}
+        settings = checkpoint.settings(self.args, self.state.max_steps)
+        return {
+            "counters": self.counters, "step_rows": rows, "rows": seen, "settings": settings, **self.method.state(),
+        }  # fmt: skip
 
     def load_saved_state(self, state: dict[str, Any]) -> None:
         """Undo `state_to_save`."""
@@ -587,7 +628,9 @@ class PostTrainer(transformers.Trainer):
         checkpoint.refuse_other_rows(state, checkpoint.rows_fingerprint(self._raw), skips=skips)
         self.counters = state["counters"]
         self.method.load_state(state)
-        checkpoint.warn_of_other_rows(state, self.get_total_train_batch_size(self.args))
+        if self.accelerator.is_main_process:
+            checkpoint.warn_of_other_settings(state, checkpoint.settings(self.args, self.state.max_steps))
+            checkpoint.warn_of_other_rows(state, self.get_total_train_batch_size(self.args))
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Reduce this window's metrics over ranks, once, and pass everything on."""
@@ -656,7 +699,14 @@ class PostTrainer(transformers.Trainer):
     ) -> EvalLoopOutput:  # fmt: skip
         """Loss over the whole set, divided by its own counts: it does not depend on the evaluation batch size."""
         self.run.hooks = self._hooks()
-        options = {"answers": self.answers_per_row, "predicts": description == "Prediction"}
+        self.callback_handler.eval_dataloader = dataloader
+
+        def after_batch() -> None:
+            self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
+            if self._evaluates:
+                self.interrupt.leave_evaluation()
+
+        options = {"answers": self.answers_per_row, "predicts": description == "Prediction", "after_batch": after_batch}
         output, self._eval_rounds = evaluate(self.run, dataloader, metric_key_prefix, self.compute_metrics, **options)
         return output
 

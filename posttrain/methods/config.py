@@ -212,7 +212,13 @@ class PostTrainingConfig(transformers.TrainingArguments):
         self.pad_to_multiple_of = row_multiple(self.pad_to_multiple_of)
         self._resolve_bf16()
         self._resolve_batch_size()
+        self._check_numbers()
         super().__post_init__()
+        if self.load_best_model_at_end and self.eval_strategy == "no":
+            raise ConfigError(
+                "load_best_model_at_end=True with eval_strategy='no': no evaluation says which model is the best. Fix: set "
+                "eval_strategy, or leave load_best_model_at_end out."
+            )
         self.dataloader_pin_memory = self.dataloader_pin_memory and self.device.type != "cpu"
         if self.model_init_kwargs is not None:
             self.model_init_kwargs = with_dtype(self.model_init_kwargs)  # type: ignore[arg-type]
@@ -273,6 +279,15 @@ class PostTrainingConfig(transformers.TrainingArguments):
         for name in ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"):
             if isinstance(value := getattr(self, name), int) and value < 1:
                 raise ConfigError(f"{name}={value} must be at least 1.")
+
+    def _check_numbers(self) -> None:
+        """Numbers of transformers' own, which it does not look at: torch would refuse them later, or other steps be taken."""
+        for name in ("learning_rate", "weight_decay", "num_train_epochs", "warmup_steps"):
+            value: object = vars(self)[name]
+            if not isinstance(value, int | float) or not value >= 0:
+                raise ConfigError(f"{name}={value!r} must be a number of at least 0.")
+        if self.max_steps == 0:
+            raise ConfigError("max_steps=0: a run takes at least 1 step. Fix: -1 lets num_train_epochs say how many.")
 
     def _resolve_checkpointing(self) -> None:
         new_name = hasattr(self, "activation_checkpointing")

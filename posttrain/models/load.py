@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 import re
@@ -94,6 +95,9 @@ class ModelConfig:
         }
 
 
+ADAPTER_FIELDS = ("lora_", "use_rslora", "use_dora")
+
+
 def get_peft_config(model_args: ModelConfig) -> LoraConfig | None:
     """The adapter that ``model_args`` describes, or None without ``use_peft``.
 
@@ -101,6 +105,16 @@ def get_peft_config(model_args: ModelConfig) -> LoraConfig | None:
         MissingDependencyError: peft is not installed.
     """
     if not model_args.use_peft:
+        given = vars(model_args)
+        unread = [
+            f"{item.name}={given[item.name]!r}"
+            for item in dataclasses.fields(model_args)
+            if item.name.startswith(ADAPTER_FIELDS) and given[item.name] != item.default
+        ]
+        if unread:
+            logger.warning(
+                "%s: without use_peft no adapter is trained, but the whole model. Fix: --use_peft.", ", ".join(unread)
+            )
         return None
     peft = require("peft", "use_peft=True")
     return peft.LoraConfig(

@@ -95,6 +95,7 @@ def resume_command() -> str:
 
 # How a metric is judged: whether more of it is better.
 JUDGED: dict[str, bool] = dict.fromkeys(("reward", "eval_accuracy", "eval_reward", "rewards/accuracies"), True)
+NOISE = 1e-6  # Of float32, where a loss is zero.
 JUDGED |= dict.fromkeys(("loss", "eval_loss"), False)
 
 
@@ -123,7 +124,11 @@ def learned(history: Sequence[Mapping[str, Any]]) -> list[str]:
             text += f": since step {since} no reward said anything, so nothing was learned"
         elif math.isnan(last):
             text += ": it is no number any more"
-        elif len(values) > 1 and first != last and (last > first) != JUDGED[name]:
+        elif (
+            len(values) > 1
+            and not math.isclose(first, last, rel_tol=1e-3, abs_tol=NOISE)
+            and (last > first) != JUDGED[name]
+        ):
             text += f": it got {'less' if JUDGED[name] else 'more'}"
         lines.append(text)
     return lines

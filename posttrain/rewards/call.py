@@ -98,6 +98,11 @@ def as_callable(function: Any, tokenizer: Tokenizer, options: dict[str, Any]) ->
         from posttrain.rewards.model import ModelReward
 
         return ModelReward(function, tokenizer, **options)
+    if isinstance(function, type):
+        raise ConfigError(
+            f"reward_funcs holds the class {function.__name__!r}: calling it makes an instance, and no rewards. Fix: give an "
+            f"instance of it, {function.__name__}(...), or a function."
+        )
     if not callable(function):
         raise ConfigError(
             f"reward_funcs holds {function!r} ({type(function).__name__}), which is neither callable nor a model."
@@ -158,10 +163,10 @@ class RewardCall:
         call = functools.partial(function, **self._accepted(name, function, self._arguments(name)))
         try:
             return call() if timeout is None else _on_thread(call).result(timeout)
-        except (MissingDependencyError, KeyboardInterrupt, SystemExit):
+        except (MissingDependencyError, KeyboardInterrupt):
             # A missing dependency names already what to install.
             raise
-        # CancelledError and GeneratorExit are no Exception, and end this call alone.
+        # CancelledError, GeneratorExit and SystemExit are no Exception, and end this call alone.
         except BaseException as error:
             raise self.failure(name, error, timeout) from error
 
@@ -375,7 +380,15 @@ async def awaited(call: RewardCall, name: str, function: Callable) -> Any:
     """The result of one concurrent function."""
     if getattr(_bare(function), "runs_in_thread", False):
         return await asyncio.wrap_future(_on_thread(lambda: call.run(name, function)))
-    return await call.run(name, function)
+    return await without_exit(call, name, call.run(name, function))
+
+
+async def without_exit(call: RewardCall, name: str, awaitable: Awaitable) -> Any:
+    """What is awaited; ``sys.exit`` in it would end the event loop's thread, and be waited for without end."""
+    try:
+        return await awaitable
+    except SystemExit as error:
+        raise call.failure(name, error) from error
 
 
 def run_concurrently(

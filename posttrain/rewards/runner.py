@@ -34,6 +34,7 @@ from posttrain.rewards.call import (
     run_concurrently,
     told_of,
     unique,
+    without_exit,
 )
 
 logger = logging.getLogger(__name__)
@@ -446,7 +447,7 @@ class RewardRunner:
                 results[name] = call.run(name, function, self.timeout)
             seconds[name] = time.perf_counter() - started
             if inspect.isawaitable(results[name]):
-                later[name] = lambda awaitable=results[name]: awaitable
+                later[name] = functools.partial(without_exit, call, name, results[name])
         with told_of(list(later), len(call.prompts)) if later else contextlib.nullcontext():
             outcomes = run_concurrently(later, self.timeout) if later else {}
         for name, (outcome, spent) in outcomes.items():

@@ -49,8 +49,8 @@ from posttrain.methods.distillation.teacher import (
 )
 from posttrain.methods.grpo.objective import grpo_objective, scored_groups
 from posttrain.models import parallel
-from posttrain.models.architecture import generation_config_of
-from posttrain.models.heads import causal_lm, has_tower, install_token_head, picture_encoder
+from posttrain.models.architecture import config_of, generation_config_of, get_config_model_id
+from posttrain.models.heads import adapters_of, causal_lm, has_tower, install_token_head, picture_encoder
 from posttrain.models.reference import Reference
 from posttrain.models.vision import install_pictures
 from posttrain.rewards.runner import RewardTable
@@ -70,7 +70,7 @@ from posttrain.trainers.arguments import (
     Tokenizer,
     TrainSet,
 )
-from posttrain.types import Batch, LossTerms, ModelOutputs, Prompt, Request, Rollout, Row
+from posttrain.types import Batch, Finding, LossTerms, ModelOutputs, Prompt, Request, Rollout, Row
 
 if TYPE_CHECKING:
     from transformers import ProcessorMixin
@@ -344,6 +344,7 @@ class DistillationTrainer(OnlineTrainer):
             self.show_pictures(model, processor)
         self.teacher_model, self.teacher_tokenizer = model, tokenizer or self.processing_class
         self.check_vocabularies(model, self.teacher_tokenizer)
+        self._tell_of_itself(teacher_id(teacher, args))
         self.checks.knows(parts={f"teacher_model {name}".strip(): model if self.shares_tokens else None})
         layout = choose_layout(model, self.args, padded=False)
         fits = layout.dense_mask <= self.layout.dense_mask and layout.rope_switch is layout.rope_end is None
@@ -375,6 +376,22 @@ class DistillationTrainer(OnlineTrainer):
     def shares_tokens(self) -> bool:
         """Whether the teacher reads the student's ids."""
         return True
+
+    def _tell_of_itself(self, teacher: str) -> None:
+        """Tell of a student that has nothing to learn from its teacher."""
+        args = self.args
+        revisions = {(args.model_init_kwargs or {}).get("revision") or "main", args.teacher_model_revision or "main"}
+        trained = adapters_of(self.model) and not self.fresh_adapter
+        same = teacher and teacher == get_config_model_id(config_of(causal_lm(self.model))) and len(revisions) == 1
+        if not same or trained or self.can_dry_run:
+            return
+        finding = Finding(
+            "PT-K006", "warning", f"the teacher is the model that is trained, {teacher!r}.", "teacher_model_name_or_path",
+            "a loss that compares a model with itself is zero, and nothing is learned.",
+            "name a better model, or let the student see more as its own teacher (SDFT, SDPO).",
+        )  # fmt: skip
+        with self.checks.preflight.record_check("config", ("PT-K006",)):
+            self.checks.report([finding])
 
     def check_vocabularies(self, teacher: nn.Module, tokenizer: Tokenizer) -> None:
         """Refuse a teacher whose ids mean other tokens; cut both models' logits to the ids that have one."""

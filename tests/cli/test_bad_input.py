@@ -1,6 +1,7 @@
 """Bad input through the command line: one line that says where, what and how to mend it, and nothing half-written."""
 
 import json
+import sys
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -33,6 +34,12 @@ CASES = {
     ),
     "bytes that are no UTF-8": ("sft", b'{"text": "a"}\n{"text": "b \xff"}', [], "line 2: it is not valid UTF-8 (byte 12"),
     "types that differ from row to row": ("sft", lines({"text": "a"}, {"text": 3}), [], "row 1: column 'text' must be a string, and it is int"),
+    "a number in the place of a text": (
+        "sft", lines({"prompt": "a", "completion": 0}), [], "row 0: prompt and completion must both be strings or both be lists of messages",
+    ),
+    "a number in the place of an answer": (
+        "kto", lines({"prompt": "a", "completion": 7, "label": True}), [], "row 0: 'prompt' is text, 'completion' is int.",
+    ),
     "every row left out": (
         "sft", lines(*[{"prompt": LONG, "completion": "a"}] * 3), ["--max_length", "16"],
         "no row of the train dataset is left: of 3, 3 cut at max_length before their first trained token",
@@ -127,3 +134,96 @@ def test_wrong_usage_is_short(capsys):
     err = capsys.readouterr().err
     assert len(err.splitlines()) < 5
     assert "--config FILE.yaml" in err
+
+
+CODE = {
+    "an import that ends with sys.exit": ("import sys\nsys.exit(0)\n", "fails while it is imported: SystemExit(0) ({file}:2)"),
+    "an import that fails": ("\n\n1 / 0\n", "fails while it is imported: ZeroDivisionError('division by zero') ({file}:3)"),
+    "sys.exit in a reward": (
+        "import sys\ndef f(completions, **_):\n    sys.exit()\n", "reward function 'f' raised SystemExit at {file}:3",
+    ),
+    "sys.exit in an asynchronous reward": (
+        "import sys\nasync def f(completions, **_):\n    sys.exit('done')\n", "reward function 'f' raised SystemExit at {file}:3: done",
+    ),
+    "sys.exit in a reward on a thread": (
+        "import sys\nfrom posttrain.rewards import parallel\n@parallel\ndef f(completions, **_):\n    sys.exit(3)\n",
+        "reward function 'f' raised SystemExit at {file}:5: 3",
+    ),
+    "sys.exit in what a reward awaits": (
+        "import sys\nasync def g():\n    sys.exit(3)\ndef f(completions, **_):\n    return g()\n",
+        "reward function 'f' raised SystemExit at {file}:3: 3",
+    ),
+    "a class in the place of a reward": (
+        "class f:\n    def __call__(self, completions, **_):\n        return [0.0] * len(completions)\n",
+        "reward_funcs holds the class 'f': calling it makes an instance",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dotted", [False, True])
+@pytest.mark.parametrize("case", CODE)
+def test_what_a_file_of_rewards_does_wrong_is_told_with_file_and_line_and_never_ends_a_run_as_if_it_were_done(
+    tiny_model_dir, tmp_path, capsys, monkeypatch, case, dotted
+):
+    code, said = CODE[case]
+    name = f"rewards_{list(CODE).index(case)}_{int(dotted)}"
+    (tmp_path / f"{name}.py").write_text(code)
+    (tmp_path / "rows.jsonl").write_bytes(lines(*[{"prompt": "a"}] * 4))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    named = f"{name}.f" if dotted else f"{tmp_path / name}.py:f"
+    options = ["--reward_funcs", named, "--num_generations", "2", "--max_completion_length", "4"]
+    options += ["--per_device_train_batch_size", "4"]
+    assert run(tmp_path, tiny_model_dir, "grpo", tmp_path / "rows.jsonl", *options) == 1
+    assert said.format(file=tmp_path / f"{name}.py") in told(capsys)
+    assert nothing_written(tmp_path) or "raised" in said
+    if "import" in case:
+        assert name not in sys.modules  # Half of it would be what a second try gets.
+
+
+def test_sys_exit_in_other_code_that_a_run_calls_is_an_error_with_its_place(
+    tiny_model_dir, tmp_path, capsys, monkeypatch
+):
+    (tmp_path / "own_tools.py").write_text("import sys\ndef rolls(prompts, trainer):\n    sys.exit(0)\n")
+    (tmp_path / "rows.jsonl").write_bytes(lines(*[{"prompt": "a"}] * 4))
+    options = ["--rollout_func", f"{tmp_path}/own_tools.py:rolls", "--reward_funcs", "think_format_reward"]
+    options += ["--num_generations", "2", "--max_completion_length", "4", "--per_device_train_batch_size", "4"]
+    assert run(tmp_path, tiny_model_dir, "grpo", tmp_path / "rows.jsonl", *options) == 1
+    assert f"sys.exit(0) at {tmp_path}/own_tools.py:3 ended the run at step 0" in told(capsys)
+
+
+WORDS = {
+    "a word behind the options": (["--max_steps", "1", "more"], "unknown argument 'more': it follows no option"),
+    "a word before them": (["learning_rate", "--max_steps", "1"], "did you mean 'learning_rate'?"),
+    "a word behind options of the launcher": (["--num_processes", "2", "more"], "unknown argument 'more'"),
+    "a number that is none": (
+        ["--num_processes", "two"],
+        "argument --num_processes/--num-processes: invalid int value: 'two'",
+    ),
+    "an option of the launcher without its value": (["--num_processes"], "--num-processes: invalid int value: ''"),
+    "no process": (["--num_processes", "0"], "num_processes=0: a run has at least 1 process"),
+}
+
+
+@pytest.mark.parametrize("command", ["sft", "check sft", "estimate sft"])
+@pytest.mark.parametrize("case", WORDS)
+def test_words_that_nothing_asked_for_are_errors(tiny_model_dir, tmp_path, capsys, case, command):
+    words, said = WORDS[case]
+    (tmp_path / "rows.jsonl").write_bytes(lines(CHAT))
+    whole = ["--model_name_or_path", tiny_model_dir, "--dataset_name", str(tmp_path / "rows.jsonl"), "--bf16", "false"]
+    first = words[:1] if case == "a word before them" else []
+    assert main([*command.split(), *first, *whole, "--output_dir", str(tmp_path / "out"), *words[len(first) :]]) != 0
+    captured = capsys.readouterr()
+    assert said in " ".join((captured.err + captured.out).split()) and nothing_written(tmp_path)
+
+
+@pytest.mark.parametrize("command", ["env", "recipes dapo"])
+def test_other_commands_refuse_words_too(capsys, command):
+    assert main([*command.split(), "more"]) == 2
+    assert "more" in capsys.readouterr().err
+
+
+def test_options_of_an_adapter_that_is_not_trained_are_told(tiny_model_dir, tmp_path, caplog):
+    (tmp_path / "rows.jsonl").write_bytes(lines(CHAT))
+    assert run(tmp_path, tiny_model_dir, "sft", tmp_path / "rows.jsonl", "--lora_r", "8", "--use_dora") == 0
+    assert "lora_r=8, use_dora=True: without use_peft no adapter is trained, but the whole model" in caplog.text

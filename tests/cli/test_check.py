@@ -168,3 +168,11 @@ def test_rows_of_images_are_read_as_their_trainer_reads_them(pictured, broken, c
     else:
         assert not told and not any(severity == "error" for _, severity in codes)
         assert any("rows of" in stage["said"] for stage in found["stages"])
+
+
+def test_a_teacher_that_is_not_there_is_told_without_training(folder, capsys):
+    write("p.jsonl", [{"prompt": "a"}] * 8)
+    teacher = ["--dataset_name", "p.jsonl", "--teacher_model_name_or_path"]
+    code, found = checked(capsys, "distill", "--config", "sft.yaml", *teacher, "./nowhere")
+    (stage,) = [stage for stage in found["stages"] if stage["name"] == "teacher"]
+    assert code == 78 and "model './nowhere' was not found" in stage["error"]

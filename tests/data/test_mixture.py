@@ -134,10 +134,68 @@ def test_json_csv_and_parquet_files_load(tmp_path):
         assert list(load_rows(str(tmp_path / f"r.{suffix}"), split="train", streaming=True)) == known
 
 
+DATES = [
+    {
+        "answer": "2024-01-01",
+        "date": "2024-01-01",
+        "digits": "07",
+        "turns": [{"content": "2024-01-01 10:00:00", "at": None}],
+    }
+] * 2
+BOM = b"\xef\xbb\xbf"
+
+
+def _as_lines(rows):
+    return "".join(json.dumps(row) + "\n" for row in rows).encode()
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("kind", ["lines", "array", "indented", "folder", "marked", "marked array", "marked folder"])
+def test_texts_of_json_files_that_look_like_dates_stay_texts_and_byte_order_marks_are_read(tmp_path, kind, streaming):
+    file = tmp_path / "data" / ("rows.json" if "array" in kind or kind == "indented" else "rows.jsonl")
+    file.parent.mkdir()
+    text = (
+        _as_lines(DATES)
+        if file.suffix == ".jsonl"
+        else json.dumps(DATES, indent=1 if kind == "indented" else None).encode()
+    )
+    if kind == "indented":
+        text = b"\n" + text
+    file.write_bytes(BOM * ("marked" in kind) + text)
+    if "folder" in kind:
+        file.with_name("second.jsonl").write_bytes(BOM * ("marked" in kind) + _as_lines(DATES))
+    rows = list(load_rows(str(file.parent if "folder" in kind else file), split="train", streaming=streaming))
+    assert rows == DATES * (2 if "folder" in kind else 1)
+
+
+def test_times_that_another_program_left_in_the_cache_are_read_again(tmp_path, monkeypatch):
+    from datasets.packaged_modules.json import json as loader
+
+    (tmp_path / "rows.jsonl").write_bytes(_as_lines(DATES))
+    with monkeypatch.context() as usual:
+        usual.setattr(loader, "paj", pa.json)
+        before = datasets.load_dataset("json", data_files=str(tmp_path / "rows.jsonl"), split="train")
+    assert before[0]["answer"] != "2024-01-01"
+    assert load_rows(str(tmp_path / "rows.jsonl"), split="train")[0] == DATES[0]
+
+
+def test_a_byte_order_mark_does_not_hide_the_first_column_of_a_csv_file(tmp_path):
+    (tmp_path / "rows.csv").write_bytes(BOM + b"answer,prompt\n07,a\n")
+    assert load_rows(str(tmp_path / "rows.csv"), split="train")[0] == {"answer": "07", "prompt": "a"}
+
+
 def test_parquet_files_of_mixed_types_name_column_types_and_files(tmp_path):
     pq.write_table(pa.table({"a": [1], "b": ["x"]}), tmp_path / "1.parquet")
     pq.write_table(pa.table({"a": ["one"], "b": ["y"]}), tmp_path / "2.parquet")
     with raises(DataError, "'a'", "int64", "1.parquet", "2.parquet"):
+        load_rows(str(tmp_path))
+
+
+def test_files_of_one_name_in_two_folders_are_told_apart(tmp_path):
+    for name, values in (("a", ["x"]), ("b", [1])):
+        (tmp_path / name).mkdir()
+        pq.write_table(pa.table({"text": values}), tmp_path / name / "0.parquet")
+    with pytest.raises(DataError, match=r"string in a/0.parquet and int64 in b/0.parquet"):
         load_rows(str(tmp_path))
 
 

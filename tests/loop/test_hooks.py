@@ -13,10 +13,11 @@ from torch.nn.functional import cross_entropy
 
 import posttrain.trainers
 from posttrain import ConfigError, GRPOTrainer
+from posttrain.errors import ArgumentTypeError
 from posttrain.types import Rollout
 from tests.conftest import build_model
 from tests.methods.every_trainer import EVERY, OFFLINE, data, every
-from tests.methods.helpers import count_a, grpo, grpo_args, losses, prompts, scripted, weights
+from tests.methods.helpers import chats, count_a, grpo, grpo_args, losses, prompts, scripted, sft, weights
 from tests.wordings import raises
 
 everyone = pytest.mark.parametrize("kind", sorted(EVERY))
@@ -270,3 +271,24 @@ def test_no_model_is_refused_by_name(kind, tokenizer, tmp_path):
             args=EVERY[kind][1](str(tmp_path), use_cpu=True),
             train_dataset=data(kind, 2),
         )
+
+
+@pytest.mark.parametrize(
+    ("name", "fix"),
+    [
+        ("tokenizer", "processing_class=..."), ("max_length", "args=SFTConfig(max_length=...): it is an option of the config"),
+        ("train_datset", "did you mean 'train_dataset'?"),
+    ],
+)  # fmt: skip
+def test_an_argument_that_a_trainer_has_not_is_told_with_where_it_belongs(tmp_path, name, fix):
+    from posttrain import SFTConfig, SFTTrainer
+
+    with pytest.raises(ArgumentTypeError) as caught:
+        SFTTrainer("nowhere", args=SFTConfig(str(tmp_path)), **{name: 3})
+    assert fix in str(caught.value)
+
+
+def test_a_metric_that_no_evaluation_has_is_told_with_those_it_has(tmp_path, tiny_tokenizer):
+    settings = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "best", "metric_for_best_model": "losss"}
+    with pytest.raises(ConfigError, match=r"'losss': the evaluation has no such metric \(did you mean 'eval_loss'"):
+        sft(tmp_path, tiny_tokenizer, eval_dataset=chats(4), max_steps=2, **settings).train()

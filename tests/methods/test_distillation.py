@@ -1,5 +1,7 @@
 """Distillation trainers: what they compare, on whose tokens, and what they refuse."""
 
+import shutil
+
 import datasets
 import pytest
 import torch
@@ -160,6 +162,19 @@ def test_a_lora_student_learns_from_its_own_base(tmp_path, tiny_tokenizer):
     trainer.train()
     found = losses(trainer)
     assert trainer.teacher_model is None and found[0] > 0.01 and found[-1] < found[0] / 2
+
+
+@pytest.mark.parametrize(
+    ("teacher", "told"), [("same", True), ("copy", False), ("revision", False), ("silenced", False)]
+)
+def test_a_student_that_is_its_own_teacher_is_told_that_there_is_nothing_to_learn(
+    teacher, told, tmp_path, tiny_model_dir, tiny_tokenizer, caplog
+):
+    settings = {"silence_findings": {"teacher-is-student": "a control"}} if teacher == "silenced" else {}
+    settings |= {"teacher_model_revision": "other"} if teacher == "revision" else {}
+    other = shutil.copytree(tiny_model_dir, tmp_path / "other") if teacher == "copy" else tiny_model_dir
+    make(tmp_path / "run", tiny_tokenizer, model=tiny_model_dir, teacher=str(other), **settings)
+    assert ("PT-K006" in caplog.text) == told
 
 
 def test_evaluation_scores_the_answers_or_samples_and_does_not_depend_on_the_batch(tmp_path, tiny_tokenizer):

@@ -1,4 +1,4 @@
-"""What each of two processes runs: the second one is told to end after its second step."""
+"""What each of two processes runs: the second one is told to end in its second step, or in the evaluation after it."""
 
 import signal
 import sys
@@ -11,18 +11,22 @@ from tests.ranks import leave, part
 
 
 class Told(TrainerCallback):
-    def __init__(self, rank):
-        self.rank = rank
+    def __init__(self, rank, within):
+        self.rank, self.batches = rank, 0
+        setattr(self, "on_prediction_step" if within == "evaluation" else "on_pre_optimizer_step", self.told)
 
-    def on_pre_optimizer_step(self, args, state, control, **_):
-        if self.rank == 1 and state.global_step == 1:
+    def told(self, args, state, control, **_):
+        self.batches += 1
+        if self.rank == 1 and self.batches == 2:
             signal.raise_signal(signal.SIGTERM)
 
 
 if __name__ == "__main__":
-    trainer = sft(sys.argv[1], build_tokenizer(), data=chats(32), max_steps=6, use_cpu=True)
-    trainer.add_callback(Told(trainer.accelerator.process_index))
+    settings = {"eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 1, "eval_dataset": chats(12)}
+    trainer = sft(sys.argv[1], build_tokenizer(), data=chats(32), max_steps=6, use_cpu=True, **settings)
+    told = Told(trainer.accelerator.process_index, sys.argv[2])
+    trainer.add_callback(told)
     trainer.train()
     if trainer.accelerator.is_main_process:
-        leave({"step": trainer.state.global_step, "requested": trainer.interrupt.requested})
+        leave({"step": trainer.state.global_step, "requested": trainer.interrupt.requested, "batches": told.batches})
     part()

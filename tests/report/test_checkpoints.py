@@ -6,6 +6,7 @@ import logging
 import multiprocessing
 import os
 import random
+import resource
 import signal
 import socket
 import subprocess
@@ -174,6 +175,27 @@ def test_a_full_disk_leaves_the_earlier_checkpoints_and_says_which_is_whole(tmp_
         trainer.train()
     assert names(tmp_path) == ["checkpoint-1"]
     assert checkpoints.damage(tmp_path / "checkpoint-1") == ""
+
+
+@pytest.mark.parametrize("stage", ["checkpoint", "model"])
+def test_a_file_that_torch_or_safetensors_could_not_write_whole_is_told_and_is_no_checkpoint(
+    tmp_path, tiny_tokenizer, stage
+):
+    """The system's own refusal: torch's writer does not pass on its reason."""
+    trainer = sft(
+        tmp_path, tiny_tokenizer, max_steps=1, save_strategy="steps" if stage == "checkpoint" else "no", save_steps=1
+    )
+    size = checkpoints.weight_bytes(trainer.model)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if stage == "model":
+        trainer.train()
+    resource.setrlimit(resource.RLIMIT_FSIZE, (int(size * (1.3 if stage == "checkpoint" else 0.5)), before[1]))
+    with raises(CheckpointError, str(tmp_path)):
+        try:
+            trainer.train() if stage == "checkpoint" else trainer.save_model()
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert names(tmp_path) == checkpoints.leftovers(tmp_path) == []
 
 
 # What a run may touch ------------------------------------------------------------------------------------------
@@ -449,6 +471,104 @@ def test_a_resumed_step_of_another_number_of_rows_is_told_with_both(
     again = sft(tmp_path, tiny_tokenizer, gradient_accumulation_steps=accumulated, **settings)
     again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
     assert ("took 4 rows, and one of this run takes 8" in caplog.text) == told
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"learning_rate": 3e-3}, "learning_rate=0.003 (the checkpoint's: 0.01): the optimizer goes on with the checkpoint's"),
+        ({"weight_decay": 0.1}, "weight_decay=0.1 (the checkpoint's: 0.0): the optimizer goes on"),
+        ({"adam_beta1": 0.8, "adam_beta2": 0.9}, "adam_beta1=0.8 (the checkpoint's: 0.9), adam_beta2=0.9 (the checkpoint's: 0.999)"),
+        ({"seed": 7}, "seed=7 (the checkpoint's: 42): rows come in another order"),
+        ({"data_seed": 7}, "data_seed=7 (the checkpoint's: None): rows come in another order"),
+        ({"max_steps": 3}, "max_steps=3 (the checkpoint's: 2): the first step has the learning rate that the checkpoint's schedule was at"),
+        ({}, None),
+    ],
+)  # fmt: skip
+def test_a_setting_that_is_not_the_checkpoints_is_told_with_both_values_and_what_comes_of_it(
+    tmp_path, tiny_tokenizer, caplog, given, said
+):
+    usual = {"max_steps": 2, "save_strategy": "steps", "save_steps": 1}
+    sft(tmp_path, tiny_tokenizer, **usual).train()
+    again = sft(tmp_path, tiny_tokenizer, **(usual | given))
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    assert ("the checkpoint's" in caplog.text) == (said is not None)
+    assert said is None or said in caplog.text
+    if "learning_rate" in given:  # As the text says.
+        assert [row["learning_rate"] for row in again.state.log_history if row.get("step") == 2 and "loss" in row] == [
+            0.01
+        ]
+
+
+def test_a_configs_checkpoint_that_train_was_not_given_is_told(tmp_path, tiny_tokenizer, caplog):
+    settings = {"max_steps": 2, "save_strategy": "steps", "save_steps": 1}
+    sft(tmp_path, tiny_tokenizer, **settings).train()
+    path = str(tmp_path / "checkpoint-1")
+    sft(tmp_path / "again", tiny_tokenizer, resume_from_checkpoint=path, **settings).train()
+    assert "was not given to train(), as in transformers: the run begins anew" in caplog.text
+    caplog.clear()
+    again = sft(tmp_path, tiny_tokenizer, **settings)
+    again.train(resume_from_checkpoint=path)
+    again.train()  # Once more from where it stands; the first call's checkpoint is no setting.
+    assert "was not given" not in caplog.text
+    with pytest.raises(CheckpointError, match="resume_from_checkpoint='3' is not a folder"):
+        again.train(resume_from_checkpoint=3)
+
+
+def lora(**settings):
+    from peft import LoraConfig
+
+    return LoraConfig(**({"task_type": "CAUSAL_LM", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]} | settings))
+
+
+@pytest.mark.parametrize(
+    ("wrote", "now", "said"),
+    [
+        (lora(), None, ["holds an adapter, and this run trains the whole model", "use_peft"]),
+        (None, lora(), ["holds a whole model, and this run trains an adapter", "without resume_from_checkpoint"]),
+        (lora(), lora(r=8), ["r=8 (the checkpoint's: 4)"]),
+        (lora(), lora(lora_alpha=16), ["lora_alpha=16 (the checkpoint's: 8)"]),  # peft would scale it otherwise, in silence.
+        (lora(), lora(target_modules=["v_proj"]), ["target_modules=['v_proj'] (the checkpoint's: ['q_proj'])"]),
+        (lora(), lora(lora_dropout=0.5), []),
+    ],
+)  # fmt: skip
+def test_a_checkpoint_of_an_adapter_is_no_checkpoint_of_a_whole_model_or_another_adapter(
+    tmp_path, tiny_tokenizer, wrote, now, said
+):
+    settings = {"max_steps": 2, "save_strategy": "steps", "save_steps": 1}
+    sft(tmp_path, tiny_tokenizer, peft_config=wrote, **settings).train()
+    again = sft(tmp_path, tiny_tokenizer, peft_config=now, **settings)
+    if not said:
+        again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+        return
+    with raises(CheckpointError, "checkpoint-1") as caught:
+        again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    assert all(part in str(caught.value) for part in said)
+
+
+@pytest.mark.parametrize(
+    ("gone", "said"),
+    [
+        ("model.safetensors", "it lacks weights, and holds"),
+        ("trainer_state.json", "it lacks trainer_state.json, and holds"),
+        ("*", "it lacks weights and trainer_state.json, and holds []"),
+    ],
+)
+def test_a_folder_that_is_no_checkpoint_is_told_with_what_is_in_it_and_what_is_whole(
+    tmp_path, tiny_tokenizer, gone, said
+):
+    settings = {"max_steps": 3, "save_strategy": "steps", "save_steps": 1}
+    sft(tmp_path, tiny_tokenizer, **settings).train()
+    for path in (tmp_path / "checkpoint-3").glob(gone):
+        path.unlink()
+    again = sft(tmp_path, tiny_tokenizer, **settings)
+    with raises(CheckpointError, "checkpoint-3", "checkpoint-2") as caught:
+        again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    assert said in str(caught.value)
+    with raises(
+        CheckpointError, str(tmp_path / "checkpoint-2")
+    ):  # The run's folder in the place of a checkpoint in it.
+        again.train(resume_from_checkpoint=str(tmp_path))
 
 
 # Random numbers and streams ------------------------------------------------------------------------------------------

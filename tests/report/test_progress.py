@@ -97,6 +97,8 @@ def test_what_was_learned_is_judged_by_the_reward_where_there_is_one():
     lost += [{"loss": 0.0, "step": 20 + n, "rewards/a/applicable": 0.0} for n in range(4)]
     assert "since step 20 no reward" in learned(lost)[0] and learned(lost[:20]) == ["reward 0.5 -> 18.5"]
     assert learned([{"loss": 1.0}, {"loss": float("nan")}])[0].endswith("no number any more")
+    noise = [{"loss": 1e-7}, {"loss": 3e-7}]
+    assert learned(noise) == ["loss 1e-07 -> 3e-07"] and learned([{"loss": 2.0}, {"loss": 2.0001}]) == ["loss 2 -> 2"]
 
 
 def test_the_command_that_goes_on_says_once_from_where(monkeypatch):
