@@ -108,11 +108,16 @@ def _dateless(kind: pa.DataType) -> pa.DataType:
     return kind
 
 
-def _read_dates_as_text() -> None:
-    """Files of the hub, of folders and of streams are read by the loader itself, which has no option for it."""
-    if json_loader.paj is not TextDates:
-        json_loader.paj = TextDates
-        json_loader.pandas_read_json = partial(json_loader.pandas_read_json, dtype=False)
+@contextlib.contextmanager
+def _dates_as_text(*, streaming: bool) -> Iterator[None]:
+    """Read JSON so, of the hub and of folders too: the loader has no option for it. For a stream it stays, which is read later."""
+    before = json_loader.paj, json_loader.pandas_read_json
+    json_loader.paj, json_loader.pandas_read_json = TextDates, partial(json_loader.pandas_read_json, dtype=False)
+    try:
+        yield
+    finally:
+        if not streaming:
+            json_loader.paj, json_loader.pandas_read_json = before
 
 
 def _without_times(loaded: datasets.Dataset | datasets.DatasetDict) -> datasets.Features | None:
@@ -285,11 +290,11 @@ def load_rows(
         ):  # A broken line is named when it is reached.
             stream = datasets.IterableDataset.from_generator(_lines, gen_kwargs={"files": [str(file)]})
             return stream if split else datasets.IterableDatasetDict({"train": stream})
-    _read_dates_as_text()
     try:
-        loaded = datasets.load_dataset(source, split=split, streaming=streaming, **options)
-        if not streaming and (features := _without_times(loaded)) is not None:
-            loaded = datasets.load_dataset(source, split=split, features=features, **options)
+        with _dates_as_text(streaming=streaming):
+            loaded = datasets.load_dataset(source, split=split, streaming=streaming, **options)
+            if not streaming and (features := _without_times(loaded)) is not None:
+                loaded = datasets.load_dataset(source, split=split, features=features, **options)
         for part in () if streaming or not file.exists() else loaded.values() if split is None else (loaded,):
             part.data.validate(full=True)  # Bytes that are no UTF-8 would show when a row is read.
         return loaded

@@ -176,7 +176,9 @@ def test_times_that_another_program_left_in_the_cache_are_read_again(tmp_path, m
         usual.setattr(loader, "paj", pa.json)
         before = datasets.load_dataset("json", data_files=str(tmp_path / "rows.jsonl"), split="train")
     assert before[0]["answer"] != "2024-01-01"
+    reader = loader.paj
     assert load_rows(str(tmp_path / "rows.jsonl"), split="train")[0] == DATES[0]
+    assert loader.paj is reader, "a user's own load_dataset reads as ever"
 
 
 def test_a_byte_order_mark_does_not_hide_the_first_column_of_a_csv_file(tmp_path):
