@@ -110,7 +110,7 @@ def _dateless(kind: pa.DataType) -> pa.DataType:
 
 @contextlib.contextmanager
 def _dates_as_text(*, streaming: bool) -> Iterator[None]:
-    """Read JSON so, of the hub and of folders too: the loader has no option for it. For a stream it stays, which is read later."""
+    """Read JSON so, of the hub and of folders too: the loader has no option for it. For a stream it stays: that is read later."""
     before = json_loader.paj, json_loader.pandas_read_json
     json_loader.paj, json_loader.pandas_read_json = TextDates, partial(json_loader.pandas_read_json, dtype=False)
     try:
