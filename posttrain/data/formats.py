@@ -192,6 +192,40 @@ def _holds_none(value: object) -> bool:
     return isinstance(value, list) and any(_holds_none(item) for item in value)
 
 
+AT_ONCE = 64  # Rows that are read at once; they may hold images.
+
+
+def read_columns(dataset: Any, columns: Sequence[str], rows: Any = slice(None), kind: str | None = None) -> Any:
+    """Some columns of some rows of a ``Dataset``, whatever format it was given: lists by name, or a table (``"arrow"``).
+
+    As ``with_format(kind, columns)[rows]``, which copies the set and hashes it anew before it reads.
+    """
+    how = {"format_type": kind, "format_columns": list(columns), "output_all_columns": False, "format_kwargs": {}}
+    return dataset._getitem(rows, **how)
+
+
+def rows_at(dataset: Any, rows: Any, columns: Sequence[str] | None = None) -> list[dict[str, Any]]:
+    """Rows by their numbers, of a ``Dataset`` in one read; of ``columns`` alone where they are given."""
+    import datasets
+
+    if columns is None and not (isinstance(dataset, datasets.Dataset) and dataset.format["type"] is None):
+        return [dataset[row] for row in rows]
+    read = dataset[rows] if columns is None else read_columns(dataset, columns, rows)
+    return [dict(zip(read, values, strict=True)) for values in zip(*read.values(), strict=True)]
+
+
+def first_rows(dataset: Any, count: int, columns: Sequence[str] | None = None) -> Iterator[dict[str, Any]]:
+    """Up to ``count`` rows from the first on, of a ``Dataset`` many at a read and of ``columns`` alone where they are given."""
+    import datasets
+
+    if not isinstance(dataset, datasets.Dataset):
+        yield from islice(dataset, count)
+        return
+    total = min(count, len(dataset))
+    for start in range(0, total, AT_ONCE):
+        yield from rows_at(dataset, range(start, min(start + AT_ONCE, total)), columns)
+
+
 def get_dataset_column_names(dataset: AnyDataset) -> list[str]:
     """Column names; for a stream that declares none, those of its first row."""
     return list(dataset.column_names or next(iter(dataset), {}))
@@ -222,7 +256,7 @@ def describe_dataset(dataset: AnyDataset) -> DatasetDescription:
     >>> describe_dataset(rows)["type"], describe_dataset(rows)["format"]
     ('prompt-completion', 'standard')
     """
-    head = list(islice(dataset, LOOK))
+    head = list(first_rows(dataset, LOOK))
     if not head:
         raise DataError("the dataset is empty.")
     columns = get_dataset_column_names(dataset)
@@ -325,7 +359,10 @@ def undecoded(dataset: AnyDataset) -> Any:
         return {name: undecoded(subset) for name, subset in dataset.items()}
     plain = datasets.Image(decode=False)
     kinds: dict[str, Any] = {}
-    for name, kind in (getattr(dataset, "features", None) or {}).items():
+    info = getattr(
+        dataset, "info", None
+    )  # Its features; those of the set itself are copied each time they are asked for.
+    for name, kind in (getattr(info, "features", None) or {}).items():
         inner = getattr(kind, "feature", None)
         if isinstance(kind, datasets.Image) and kind.decode:
             kinds[name] = plain
@@ -384,7 +421,7 @@ def shows_pictures(dataset: AnyDataset) -> bool:
         return has_pictures(islice(undecoded(dataset.with_format(None)), STREAMED))
     if not isinstance(dataset, datasets.Dataset):
         return False
-    kinds = {name: str(kind) for name, kind in dataset.features.items() if name in MESSAGE_COLUMNS}
+    kinds = {name: str(kind) for name, kind in dataset.info.features.items() if name in MESSAGE_COLUMNS}
     # A block says its ``type``: where no column has such a key, no row has a picture.
     names = [name for name, kind in kinds.items() if "'type'" in kind or "Json" in kind]
     if not names:
@@ -539,12 +576,14 @@ def tokenized(
     if streaming:
         first = dataset.map(function, **options, batch_size=FIRST_BATCH)
         _check_stream((row["_reason"] for row in first), name, hint)
+    else:
+        described["new_fingerprint"] = _fingerprint(dataset, function.__qualname__, arguments, drop)
     mapped = dataset.map(function, **options, **extra, **described)
     kept, report = mapped, PreparationReport(name)
     if streaming:
         kept = mapped.filter(_is_kept, batched=True, input_columns=["_reason"])
     else:
-        counted = mapped.with_format("arrow", columns=[*counters, "_reason"])[:]
+        counted = read_columns(mapped, [*counters, "_reason"], kind="arrow")
         is_kept = pc.equal(counted["_reason"], "")  # (rows,)
         report.rows_in, report.rows_out = len(mapped), pc.sum(is_kept).as_py()
         if report.rows_out < report.rows_in:
@@ -560,7 +599,20 @@ def tokenized(
         if report.dropped:
             lost, why = report.rows_in - report.rows_out, listed(report.dropped)
             logger.warning("%s dataset: dropped %d of %d rows (%s).", name, lost, report.rows_in, why)
-    return mapped, kept.remove_columns([*counters, "_reason"]), report
+    named = {} if streaming else {"new_fingerprint": f"{mapped._fingerprint}-rows"}
+    return mapped, kept.remove_columns([*counters, "_reason"], **named), report
+
+
+def _fingerprint(dataset: Any, *about: Any) -> str | None:
+    """Names what a map gives by what it depends on, in one hash; ``map`` would make one of each of its own arguments too."""
+    from datasets.fingerprint import Hasher
+
+    from posttrain import __version__
+
+    try:
+        return Hasher.hash((dataset._fingerprint, __version__, *about))
+    except Exception:  # What cannot be pickled has no lasting name; `map` gives it a random one, and says so.
+        return None
 
 
 def _is_kept(reasons: list[str]) -> list[bool]:

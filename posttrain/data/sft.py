@@ -32,6 +32,7 @@ from posttrain.data.formats import (
     check_ids,
     describe_dataset,
     first_row,
+    first_rows,
     get_dataset_column_names,
     given_rows,
     has_nested_none,
@@ -461,7 +462,7 @@ def _check_rendering(dataset: AnyDataset, tokenizer: Tokenizer, options: Supervi
     template = options.chat_template or tokenizer.chat_template
     if not template:
         return  # Conversational rows without a template are refused by number when they are rendered.
-    rows = [strip_none(maybe_convert_to_chatml(row)) for row in islice(dataset, PEEKED)]
+    rows = [strip_none(maybe_convert_to_chatml(row)) for row in first_rows(dataset, PEEKED)]
     report = check_template(with_template(tokenizer, template), rows, limit=PEEKED)
     report.findings = [finding for finding in report.findings if finding.code in LOSSES]
     try:
