@@ -18,7 +18,7 @@ from packaging.version import InvalidVersion, Version
 
 from posttrain.checks.registry import Context, finding, probe
 from posttrain.integrations.machine import port_is_free
-from posttrain.models.architecture import config_of, inner_size, text_of
+from posttrain.models.architecture import all_parameters, config_of, inner_size, text_of
 from posttrain.types import Finding
 from posttrain.values import gib
 
@@ -147,6 +147,9 @@ def ports_of_servers(context: Context) -> list[Finding]:
 # Versions ------------------------------------------------------------------------------------------------------------
 
 
+_parsed = functools.cache(Requirement)
+
+
 @dataclass(frozen=True, slots=True)
 class Need:
     """One package that a feature needs.
@@ -166,7 +169,7 @@ class Need:
     @property
     def requirement(self) -> Requirement:
         """The package with its specifiers."""
-        return Requirement(self.package)
+        return _parsed(self.package)
 
     @property
     def name(self) -> str:
@@ -541,6 +544,6 @@ def _bound(model: nn.Module) -> float:
     text = text_of(config_of(model))
     try:
         layer = 4 * inner_size(text) + 12 * text.hidden_size
-        return 24 * sum(p.numel() for p in model.parameters()) + 4 * MOST_TOKENS * text.num_hidden_layers * layer
+        return 24 * sum(p.numel() for p in all_parameters(model)) + 4 * MOST_TOKENS * text.num_hidden_layers * layer
     except (AttributeError, TypeError):
         return math.inf

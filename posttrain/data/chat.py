@@ -384,14 +384,15 @@ def terminal_token_ids(tokenizer: Tokenizer, generation_config: Any = None) -> t
 
 
 def assistant_mask(
-    tokenizer: Tokenizer, messages: list[dict[str, Any]], tools: Any = None, **template_kwargs: Any
+    tokenizer: Tokenizer, messages: list[dict], tools: Any = None, *, rendered: Callable | None = None, **kwargs: Any
 ) -> tuple[list[int], list[int]]:
     """Token ids of a conversation, and 1 on what the assistant says, its end of turn included.
 
     Generation markers decide where the template has them. Where it has none, each assistant turn is found by rendering
-    the conversation up to it: with the generation prompt it starts, with the turn it ends.
+    the conversation up to it: with the generation prompt it starts, with the turn it ends; ``rendered`` does it where it is
+    given, as `render` would.
     """
-    if has_generation_markers(template_kwargs.get("chat_template") or tokenizer.chat_template):
+    if has_generation_markers(kwargs.get("chat_template") or tokenizer.chat_template):
         out = _template(
             tokenizer,
             messages,
@@ -400,11 +401,11 @@ def assistant_mask(
             return_assistant_tokens_mask=True,
             tools=tools,
             tokenizer_kwargs={"verbose": False},
-            **template_kwargs,
+            **kwargs,
         )
         return out["input_ids"], out["assistant_masks"]
-    rendered = partial(render, tokenizer)
-    text, spans = assistant_spans(rendered, messages, turn_end(tokenizer), tools=tools, **template_kwargs)
+    rendered = rendered or partial(render, tokenizer)
+    text, spans = assistant_spans(rendered, messages, turn_end(tokenizer), tools=tools, **kwargs)
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     starts = np.array([start for start, _ in encoded["offset_mapping"]], dtype=np.int64)  # (tokens,)
     spoken = np.zeros(len(starts), dtype=np.int64)

@@ -192,6 +192,42 @@ def _holds_none(value: object) -> bool:
     return isinstance(value, list) and any(_holds_none(item) for item in value)
 
 
+AT_ONCE = 64  # Rows that are read at once; they may hold images.
+
+
+def read_columns(
+    dataset: AnyDataset, columns: Sequence[str], rows: slice | Sequence[int] = slice(None), kind: str | None = None
+) -> Any:
+    """Some columns of some rows of a ``Dataset``, whatever format it was given: lists by name, or a table (``"arrow"``).
+
+    As ``with_format(kind, columns)[rows]``, which copies the set and hashes it anew before it reads.
+    """
+    how = {"format_type": kind, "format_columns": list(columns), "output_all_columns": False, "format_kwargs": {}}
+    return dataset._getitem(rows, **how)
+
+
+def rows_at(dataset: AnyDataset, rows: Sequence[int], columns: Sequence[str] | None = None) -> list[dict[str, Any]]:
+    """Rows by their numbers, of a ``Dataset`` in one read; of ``columns`` alone where they are given."""
+    import datasets
+
+    if columns is None and not (isinstance(dataset, datasets.Dataset) and dataset.format["type"] is None):
+        return [dataset[row] for row in rows]
+    read = dataset[rows] if columns is None else read_columns(dataset, columns, rows)
+    return [dict(zip(read, values, strict=True)) for values in zip(*read.values(), strict=True)]
+
+
+def first_rows(dataset: AnyDataset, count: int, columns: Sequence[str] | None = None) -> Iterator[dict[str, Any]]:
+    """Up to ``count`` rows from the first on, of a ``Dataset`` many at a read and of ``columns`` alone where they are given."""
+    import datasets
+
+    if not isinstance(dataset, datasets.Dataset):
+        yield from islice(dataset, count)
+        return
+    total = min(count, len(dataset))
+    for start in range(0, total, AT_ONCE):
+        yield from rows_at(dataset, range(start, min(start + AT_ONCE, total)), columns)
+
+
 def get_dataset_column_names(dataset: AnyDataset) -> list[str]:
     """Column names; for a stream that declares none, those of its first row."""
     return list(dataset.column_names or next(iter(dataset), {}))
@@ -222,7 +258,7 @@ def describe_dataset(dataset: AnyDataset) -> DatasetDescription:
     >>> describe_dataset(rows)["type"], describe_dataset(rows)["format"]
     ('prompt-completion', 'standard')
     """
-    head = list(islice(dataset, LOOK))
+    head = list(first_rows(dataset, LOOK))
     if not head:
         raise DataError("the dataset is empty.")
     columns = get_dataset_column_names(dataset)
@@ -326,7 +362,9 @@ def undecoded(dataset: AnyDataset) -> Any:
         return {name: undecoded(subset) for name, subset in dataset.items()}
     plain = datasets.Image(decode=False)
     kinds: dict[str, Any] = {}
-    for name, kind in (getattr(dataset, "features", None) or {}).items():
+    # Of the info, for a set copies its features each time that they are asked for.
+    info = dataset.info if isinstance(dataset, datasets.Dataset | datasets.IterableDataset) else datasets.DatasetInfo()
+    for name, kind in (info.features or {}).items():
         inner = getattr(kind, "feature", None)
         if isinstance(kind, datasets.Image) and kind.decode:
             kinds[name] = plain
@@ -385,7 +423,7 @@ def shows_pictures(dataset: AnyDataset) -> bool:
         return has_pictures(islice(undecoded(dataset.with_format(None)), STREAMED))
     if not isinstance(dataset, datasets.Dataset):
         return False
-    kinds = {name: str(kind) for name, kind in dataset.features.items() if name in MESSAGE_COLUMNS}
+    kinds = {name: str(kind) for name, kind in dataset.info.features.items() if name in MESSAGE_COLUMNS}
     # A block says its ``type``: where no column has such a key, no row has a picture.
     names = [name for name, kind in kinds.items() if "'type'" in kind or "Json" in kind]
     if not names:
@@ -505,27 +543,29 @@ def tokenized(
     *,
     drop: list[str],
     counters: Sequence[str] = (),
+    notes: Sequence[str] = (),
     num_proc: int | None = None,
     hint: str,
     features: Any = None,
-) -> tuple[Any, Any, PreparationReport]:
+) -> tuple[Any, dict[str, Any], Any, PreparationReport]:
     """Map a dataset batch by batch to ids, and leave out the rows that the function gives a reason for.
 
     Args:
         dataset: ``Dataset`` or ``IterableDataset``.
         name: Of the set, for messages.
-        function: ``f(batch, indices, **arguments)`` gives columns of ids, ``_reason`` (why a row is left out, or ``""``) and the
-            counters.
+        function: ``f(batch, indices, **arguments)`` gives columns of ids, ``_reason`` (why a row is left out, or ``""``), the
+            counters and the notes.
         arguments: Of the function; part of the cache's fingerprint.
         drop: Columns of the dataset that are not kept.
-        counters: Columns of numbers; those named like a field of the report are summed into it.
+        counters: Columns of whole numbers; those named like a field of the report are summed into it.
+        notes: Further columns for messages.
         num_proc: Processes.
         hint: What to look at where no row is left.
         features: Types of all columns of a ``Dataset``; None: those of the first rows.
 
     Returns:
-        All rows with reasons and counters, the rows that are left without them, and the report (counted for map-style
-        datasets).
+        All rows with reasons and notes; counters by name, ``(rows,)``; the rows that are left; and the report. Only those of
+        map-style datasets are counted.
 
     Raises:
         DataError: No row is left (of a stream, none of its first rows).
@@ -535,33 +575,61 @@ def tokenized(
 
     streaming = isinstance(dataset, datasets.IterableDataset)
     extra: dict[str, Any] = {} if streaming else {"num_proc": num_proc}
+    named = {} if streaming else {"new_fingerprint": _fingerprint(dataset, function.__qualname__, arguments, drop)}
+    if counters:
+        arguments, function = arguments | {"function": function, "counters": counters}, _with_counts
+    told = ["_reason", *notes, *(["_counts"] if counters else [])]
     described = {} if streaming else {"desc": f"Tokenizing {name} dataset", "features": features}
     options = {"batched": True, "with_indices": True, "remove_columns": drop, "fn_kwargs": arguments}
     if streaming:
         first = dataset.map(function, **options, batch_size=FIRST_BATCH)
         _check_stream((row["_reason"] for row in first), name, hint)
-    mapped = dataset.map(function, **options, **extra, **described)
-    kept, report = mapped, PreparationReport(name)
+    mapped = dataset.map(function, **options, **extra, **described, **named)
+    kept, report, counts = mapped, PreparationReport(name), {}
     if streaming:
         kept = mapped.filter(_is_kept, batched=True, input_columns=["_reason"])
     else:
-        counted = mapped.with_format("arrow", columns=[*counters, "_reason"])[:]
-        is_kept = pc.equal(counted["_reason"], "")  # (rows,)
+        table = read_columns(mapped, told, kind="arrow")
+        is_kept = pc.equal(table["_reason"], "")  # (rows,)
         report.rows_in, report.rows_out = len(mapped), pc.sum(is_kept).as_py()
         if report.rows_out < report.rows_in:
-            report.dropped = dict(Counter(filter(None, counted["_reason"].to_pylist())))
+            report.dropped = dict(Counter(filter(None, table["_reason"].to_pylist())))
             kept = mapped.select(pc.indices_nonzero(is_kept).to_pylist())
         if not report.rows_out:
             raise DataError(
                 f"no row of the {name} dataset is left: of {report.rows_in}, {listed(report.dropped)}. {hint}"
             )
-        for counter in (counter for counter in counters if hasattr(report, counter[1:])):
-            column = counted[counter].filter(is_kept) if counter in OF_KEPT else counted[counter]
-            setattr(report, counter[1:], pc.sum(column).as_py())
+        if counters:
+            numbers = table["_counts"].combine_chunks().flatten().to_numpy().reshape(-1, len(counters))
+            counts, kept_rows = dict(zip(counters, numbers.T, strict=True)), is_kept.to_numpy()
+        for counter, column in counts.items():
+            if hasattr(report, counter[1:]):
+                setattr(report, counter[1:], int((column[kept_rows] if counter in OF_KEPT else column).sum()))
         if report.dropped:
             lost, why = report.rows_in - report.rows_out, listed(report.dropped)
             logger.warning("%s dataset: dropped %d of %d rows (%s).", name, lost, report.rows_in, why)
-    return mapped, kept.remove_columns([*counters, "_reason"]), report
+        named["new_fingerprint"] = f"{mapped._fingerprint}-rows"
+    return mapped, counts, kept.remove_columns(told, **named), report
+
+
+def _with_counts(
+    batch: dict[str, list], indices: list[int], function: Callable, counters: Sequence[str], **arguments: Any
+) -> dict[str, list]:
+    """What a function gives, with its counters in one column: each column costs Arrow and its schema anew."""
+    columns = function(batch, indices, **arguments)
+    return columns | {"_counts": list(zip(*(columns.pop(name) for name in counters), strict=True))}
+
+
+def _fingerprint(dataset: AnyDataset, *about: object) -> str | None:
+    """Names what a map gives by what it depends on, in one hash; ``map`` would make one of each of its own arguments too."""
+    from datasets.fingerprint import Hasher
+
+    from posttrain import __version__
+
+    try:
+        return Hasher.hash((dataset._fingerprint, __version__, *about))
+    except Exception:  # What cannot be pickled has no lasting name; `map` gives it a random one, and says so.
+        return None
 
 
 def _is_kept(reasons: list[str]) -> list[bool]:

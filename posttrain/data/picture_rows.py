@@ -93,7 +93,7 @@ def row_features(features: object, branches: Sequence[str], drop: Sequence[str])
     ids = ["prompt_ids", *(f"{b}_ids" for b in branches)] if branches else ["input_ids", "labels"]
     kept = {name: kind for name, kind in features.items() if name not in drop}
     kept |= {name: List(Value("int64")) for name in [*ids, *(f"{b}_mask" for b in branches)]}
-    kept |= {name: Value("int64") for name in COUNTERS} | {"_reason": Value("string")}
+    kept |= {"_counts": List(Value("int64")), "_reason": Value("string")}
     picture = {"bytes": Value("binary"), "path": Value("string"), "size": List(Value("int64")), "row": Value("int64")}
     return Features(kept | {"pictures": List(picture)})
 

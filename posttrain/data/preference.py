@@ -218,7 +218,7 @@ def prepare_answers(
         )
     drop = [column for column in columns if column not in keep]
     about: dict[str, Any] = {"drop": drop, "counters": COUNTERS, "num_proc": num_proc, "hint": HINT}
-    _, kept, report = tokenized(dataset, name, _answer_batch, {"tokenizer": tokenizer, "options": options}, **about)
+    _, _, kept, report = tokenized(dataset, name, _answer_batch, {"tokenizer": tokenizer, "options": options}, **about)
     _tell(report, options)
     return kept, report
 
@@ -511,7 +511,7 @@ def prepare_reward_dataset(
         raise DataError(f"the {name} rows need 'chosen' and 'rejected', and have columns {sorted({*columns} - {ROW})}.")
     arguments = {"tokenizer": tokenizer, "max_length": max_length}
     drop = [column for column in columns if column not in ("margin", ROW)]
-    return tokenized(dataset, name, _pair_batch, arguments, drop=drop, num_proc=num_proc, hint=PAIR_HINT)[1]
+    return tokenized(dataset, name, _pair_batch, arguments, drop=drop, num_proc=num_proc, hint=PAIR_HINT)[2]
 
 
 def pair_rows(examples: Iterable[dict[str, Any]]) -> list[Row]:

@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import IterableDataset, Sampler
 
 from posttrain.data.chat import encode
-from posttrain.data.formats import is_conversational, known_columns
+from posttrain.data.formats import first_rows, is_conversational, known_columns
 from posttrain.errors import ConfigError, DataError, ModelError
 
 if TYPE_CHECKING:
@@ -264,12 +264,9 @@ def check_prompts(dataset: AnyDataset, name: str, tokenizer: Tokenizer) -> list[
             f"{name} has no 'prompt' column; its columns are {sorted(head[0])}. Online methods need prompts."
         )
     chat = is_conversational(head[0])
-    if isinstance(dataset, datasets.Dataset):
-        prompts: Iterable[Any] = dataset.with_format(None, columns=["prompt"])["prompt"]
-    else:
-        prompts = (row["prompt"] for row in itertools.islice(dataset, STREAMED))
-    for index, prompt in enumerate(prompts):
-        _check_prompt(prompt, index, name, chat, tokenizer)
+    count = len(dataset) if isinstance(dataset, datasets.Dataset) else STREAMED
+    for index, row in enumerate(first_rows(dataset, count, ["prompt"])):
+        _check_prompt(row["prompt"], index, name, chat, tokenizer)
     if chat and not tokenizer.chat_template:
         raise ModelError(
             f"{name} is conversational (prompts are lists of messages), but the tokenizer has no chat template. Set "

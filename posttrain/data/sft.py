@@ -32,6 +32,7 @@ from posttrain.data.formats import (
     check_ids,
     describe_dataset,
     first_row,
+    first_rows,
     get_dataset_column_names,
     given_rows,
     has_nested_none,
@@ -40,6 +41,7 @@ from posttrain.data.formats import (
     maybe_convert_to_chatml,
     naming,
     one_eos,
+    read_columns,
     strip_none,
     tokenized,
 )
@@ -57,7 +59,7 @@ logger = logging.getLogger(__name__)
 IGNORED = -100
 COUNTERS = (
     "_truncated", "_cut_tokens", "_diverged", "_half_lost", "_no_end", "_double_bos", "_nested_none", "_trained_tokens",
-    "_tokens", "_tail",
+    "_tokens",
 )  # fmt: skip
 # Why a row trains nothing.
 CUT = "cut at max_length before their first trained token"
@@ -249,7 +251,7 @@ def _labelled(
         "input_ids": ids,
         "labels": labels,
         "_reason": "" if learnt > 0 else plan.nothing or (CUT if cut and trained > left else MASKED),
-        **dict(zip(COUNTERS, map(int, (*counts, len(ids))), strict=False)),
+        **dict(zip(COUNTERS, map(int, (*counts, len(ids))), strict=True)),
         "_tail": tokenizer.decode(head[boundary:]) if diverged else "",
     }
 
@@ -323,10 +325,10 @@ def prepare_sft_dataset(
     elif formatting_func is not None:
         logger.warning("the %s rows are tokenised already: formatting_func is ignored.", name)
     fixed = {"tokenizer": tokenizer, "options": options}
-    about: dict[str, Any] = {"drop": columns, "counters": COUNTERS, "num_proc": num_proc, "hint": HINT}
-    mapped, kept, report = tokenized(dataset, name, label_batch, fixed, **about)
+    about: dict[str, Any] = {"drop": columns, "counters": COUNTERS, "notes": ["_tail"], "num_proc": num_proc}
+    mapped, counts, kept, report = tokenized(dataset, name, label_batch, fixed, hint=HINT, **about)
     if not streaming:
-        _tell(report, mapped, options, tokenizer)
+        _tell(report, mapped, counts, options, tokenizer)
     if options.packing:
         assert options.max_length is not None
         if options.packing == "bfd_split":
@@ -419,7 +421,9 @@ def _check_options(dataset: AnyDataset, first: dict, name: str, options: Supervi
         )
 
 
-def _tell(report: PreparationReport, mapped: Any, options: SupervisedOptions, tokenizer: Tokenizer) -> None:
+def _tell(
+    report: PreparationReport, mapped: Any, counts: dict[str, Any], options: SupervisedOptions, tokenizer: Tokenizer
+) -> None:
     """One warning a kind, with numbers."""
     name, n = report.name, report.rows_in
     logger.info(
@@ -430,10 +434,10 @@ def _tell(report: PreparationReport, mapped: Any, options: SupervisedOptions, to
         logger.warning(
             "%s dataset: %d of %d rows were cut at max_length=%s and lost %d trained tokens (%.1f %% of all).",
             name, report.truncated, n, options.max_length, report.cut_tokens,
-            100 * report.cut_tokens / max(1, sum(mapped["_trained_tokens"][:]) + report.cut_tokens),
+            100 * report.cut_tokens / max(1, counts["_trained_tokens"].sum() + report.cut_tokens),
         )  # fmt: skip
     if report.double_bos:
-        row = mapped["_double_bos"][:].index(1)
+        row = int(counts["_double_bos"].argmax())
         logger.warning(
             "%s dataset: %d of %d texts began with the bos token already; one was kept. Row %d is now %r.",
             name, report.double_bos, n, row, tokenizer.decode(mapped[row]["input_ids"])[:SHOWN],
@@ -445,7 +449,8 @@ def _tell(report: PreparationReport, mapped: Any, options: SupervisedOptions, to
             name, report.nested_none, n,
         )  # fmt: skip
     if report.diverged:
-        _tell_divergence(report, mapped)
+        tails = read_columns(mapped, ["_tail"])["_tail"]
+        _tell_divergence(report, int(counts["_half_lost"].sum()), next(filter(None, tails)))
     if report.no_end == report.rows_out:
         message = f"{name} dataset: no row trains a token that ends a turn, so the model would never learn to stop"
         if options.assistant_only_loss and not options.allow_untrained_stop:
@@ -461,8 +466,8 @@ def _check_rendering(dataset: AnyDataset, tokenizer: Tokenizer, options: Supervi
     template = options.chat_template or tokenizer.chat_template
     if not template:
         return  # Conversational rows without a template are refused by number when they are rendered.
-    rows = [strip_none(maybe_convert_to_chatml(row)) for row in islice(dataset, PEEKED)]
-    report = check_template(with_template(tokenizer, template), rows, limit=PEEKED)
+    rows = [strip_none(maybe_convert_to_chatml(row)) for row in first_rows(dataset, PEEKED)]
+    report = check_template(with_template(tokenizer, template), rows, turns=False, limit=PEEKED)
     report.findings = [finding for finding in report.findings if finding.code in LOSSES]
     try:
         report.raise_fatal()
@@ -470,9 +475,7 @@ def _check_rendering(dataset: AnyDataset, tokenizer: Tokenizer, options: Supervi
         raise ModelError(f"{name} dataset: {error}") from None
 
 
-def _tell_divergence(report: PreparationReport, mapped: Any) -> None:
-    lost = sum(mapped["_half_lost"][:])
-    tail = next(text for text in mapped["_tail"][:] if text)
+def _tell_divergence(report: PreparationReport, lost: int, tail: str) -> None:
     if lost > DIVERGED_MOST * report.rows_in:
         raise DataError(
             f"{report.name} dataset: in {lost} of {report.rows_in} rows more than half of the prompt tokenises differently once "

@@ -8,6 +8,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -479,7 +480,7 @@ PROBLEMS: dict[str, tuple[Severity, Severity, str, str, str]] = {
 
 
 def check_template(
-    processing_class: Tokenizer, rows: Iterable[dict[str, Any]], *, assistant_only: bool = False, limit: int = 32
+    processing_class: Tokenizer, rows: Iterable, *, assistant_only: bool = False, turns: bool = True, limit: int = 32
 ) -> TemplateReport:
     """Look at what the chat template does to the first conversational rows: boundaries, marks, special tokens, losses.
 
@@ -487,6 +488,7 @@ def check_template(
         processing_class: Tokenizer or processor.
         rows: Dataset rows with ``messages``, or ``prompt`` with ``completion`` or ``chosen``; others are passed over.
         assistant_only: Only what the assistant says is trained, so marks that fail are fatal.
+        turns: Also where turns begin and end; False: only what the rendering lacks, and how it begins.
         limit: How many rows are looked at.
 
     Returns:
@@ -504,10 +506,10 @@ def check_template(
             continue
         looked += 1
         with naming(f"row {index}"):
-            problems = _row_problems(tokenizer, *conversation)
+            problems = _row_problems(tokenizer, *conversation, turns=turns)
         for code in problems:
             seen.setdefault(code, []).append(index)
-    for code in _token_problems(tokenizer) if looked else ():
+    for code in _token_problems(tokenizer) if looked and turns else ():
         seen.setdefault(code, [])
     return TemplateReport(looked, [_finding(code, seen[code], assistant_only) for code in PROBLEMS if code in seen])
 
@@ -528,37 +530,38 @@ def _conversation(row: dict[str, Any]) -> tuple[list[dict[str, Any]], int, dict[
     return [*prompt, *answer], 0 if "messages" in row else len(prompt), template_arguments(row)
 
 
-def _row_problems(tokenizer: Tokenizer, messages: list[dict[str, Any]], start: int, kwargs: dict[str, Any]) -> set[str]:
-    text = render(tokenizer, messages, **kwargs)
-    (ids,) = encode(tokenizer, [text], special=False)
-    codes = set()
-    bos = tokenizer.bos_token_id
+def _row_problems(
+    tokenizer: Tokenizer, messages: list[dict[str, Any]], start: int, kwargs: dict[str, Any], *, turns: bool
+) -> set[str]:
+    ids_of = cache(lambda text: encode(tokenizer, [text], special=False)[0])
+
+    @cache
+    def begun(count: int, asks: bool) -> str:  # Boundaries are asked for more than once.
+        return render(tokenizer, messages[:count], add_generation_prompt=asks, **kwargs)
+
+    def rendered(part: list[dict[str, Any]], add_generation_prompt: bool = False, **_: object) -> str:
+        return begun(len(part), add_generation_prompt)
+
+    text = begun(len(messages), False)
+    ids, bos, codes = ids_of(text), tokenizer.bos_token_id, _losses(text, messages[start:])
     if bos is not None and ids[:2] == [bos, bos]:
         codes.add("PT-K111")
     elif bos is not None and ids[:1] != [bos] and tokenizer("a")["input_ids"][:1] == [bos]:
         codes.add("PT-K112")
-    turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-    if turns and turns[-1] > 0:
-        asked = render(tokenizer, messages[: turns[-1]], add_generation_prompt=True, **kwargs)
-        (head,) = encode(tokenizer, [asked], special=False)
-        if common_prefix(head, ids) < len(head):
-            codes.add("PT-K115")
-    codes |= _mask_problems(tokenizer, messages, turns, kwargs) if turns else set()
-    return codes | _losses(text, messages[start:])
-
-
-def _mask_problems(tokenizer: Tokenizer, messages: list[dict], turns: list[int], kwargs: dict[str, Any]) -> set[str]:
+    said = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    if not said or not turns:
+        return codes
+    if said[-1] > 0 and common_prefix(head := ids_of(begun(said[-1], True)), ids) < len(head):
+        codes.add("PT-K115")
     try:
-        _, mask = assistant_mask(tokenizer, messages, **kwargs)
+        _, mask = assistant_mask(tokenizer, messages, rendered=rendered, **kwargs)
     except ModelError:
-        return {"PT-K114"}
+        mask = []
     if not any(mask):
-        return {"PT-K114"}
-    if turns[0] == 0:
-        return set()
-    asked = render(tokenizer, messages[: turns[0]], add_generation_prompt=True, **kwargs)
-    (head,) = encode(tokenizer, [asked], special=False)
-    return set() if mask.index(1) == len(head) else {"PT-K117"}
+        codes.add("PT-K114")
+    elif said[0] > 0 and mask.index(1) != len(ids_of(begun(said[0], True))):
+        codes.add("PT-K117")
+    return codes
 
 
 def _losses(text: str, messages: list[dict[str, Any]]) -> set[str]:

@@ -44,8 +44,11 @@ from posttrain.data.chat import tokenize_prompts
 from posttrain.data.forest import to_rows
 from posttrain.data.formats import (
     PROMPT_COLUMNS,
+    first_rows,
     get_dataset_column_names,
     maybe_convert_to_chatml,
+    read_columns,
+    rows_at,
     shown_pieces,
     strip_none,
     undecoded,
@@ -187,7 +190,7 @@ class DatasetHead:
         else:
             total = len(self.prepared)
             take = min(total, EXAMPLES_TOKENISED)
-            chosen = (self.prepared[total * k // take] for k in range(take))
+            chosen = rows_at(self.prepared, [total * k // take for k in range(take)])
         return [example for example in chosen if not is_open(example, self.fills_prompts)]
 
     @cached_property
@@ -281,7 +284,7 @@ def template_findings(raw: object, tokenizer: Tokenizer) -> list[Finding]:
     columns = get_dataset_column_names(raw)
     if not set(CHAT) & set(columns) or "input_ids" in columns:
         return []
-    rows = [strip_none(maybe_convert_to_chatml(row)) for row in islice(undecoded(raw), TEMPLATE_ROWS)]
+    rows = [strip_none(maybe_convert_to_chatml(row)) for row in first_rows(undecoded(raw), TEMPLATE_ROWS)]
     if not any(isinstance(row.get(name), list) for row in rows for name in CHAT):
         return []
     try:
@@ -410,7 +413,7 @@ def usable_rows(
             return dataset.filter(partial(_is_good, columns=columns, filled=filled)), []
         faults, doubts = _read(islice(dataset, READ_OF_STREAM), columns, filled)
         return dataset, [*bad_rows(faults, READ_OF_STREAM), *doubtful_rows(doubts, READ_OF_STREAM)]
-    faults, doubts = _read(_plain_rows(dataset, columns, len(dataset) if drop else ROWS_READ_WHOLE), columns, filled)
+    faults, doubts = _read(first_rows(dataset, len(dataset) if drop else ROWS_READ_WHOLE, columns), columns, filled)
     scan = _pairs(dataset, columns)
     pairs = scan.findings() if _is_pairs(columns) else []
     if not drop:
@@ -442,11 +445,6 @@ def _read(rows: Any, columns: Sequence[str], filled: bool) -> tuple[dict[int, st
     return faults, doubts
 
 
-def _plain_rows(dataset: datasets.Dataset, columns: Sequence[str], count: int) -> Iterator[dict[str, Any]]:
-    """Some columns of the first rows, whatever format the dataset was given."""
-    return islice(iter(dataset.with_format(None, columns=list(columns))), count)
-
-
 def _empty_rows(dataset: datasets.Dataset, columns: Sequence[str]) -> dict[int, str]:
     """What Arrow alone can tell of all rows: what is missing, and lists without an item."""
     reasons: dict[int, str] = {}
@@ -455,15 +453,14 @@ def _empty_rows(dataset: datasets.Dataset, columns: Sequence[str]) -> dict[int, 
     for name in columns:
         if name == "prompt" and pair:
             continue
-        start = 0
-        for table in dataset.with_format("arrow", columns=[name]).iter(batch_size=ARROW_BATCH):
-            column = table.column(name)
+        for start in range(0, len(dataset), ARROW_BATCH):
+            rows = range(start, min(start + ARROW_BATCH, len(dataset)))
+            column = read_columns(dataset, [name], rows, "arrow").column(name)
             if column.null_count and not several:
                 _note(reasons, pyarrow.compute.is_null(column), start, f"no `{name}`")
             if pyarrow.types.is_list(column.type) or pyarrow.types.is_large_list(column.type):
                 empty = pyarrow.compute.equal(pyarrow.compute.list_value_length(column), 0)
                 _note(reasons, pyarrow.compute.fill_null(empty, False), start, f"empty `{name}`")
-            start += table.num_rows
     return reasons
 
 
@@ -481,7 +478,7 @@ def _pairs(dataset: datasets.Dataset, columns: Sequence[str]) -> PairScan:
         return PairScan()
     scores = score_columns(dataset.column_names)
     wanted = [name for name in (*PROMPT_COLUMNS, "chosen", "rejected", *(scores or ())) if name in dataset.column_names]
-    return scan_pairs(_plain_rows(undecoded(dataset), wanted, PAIRS_COMPARED), scores)
+    return scan_pairs(first_rows(undecoded(dataset), PAIRS_COMPARED, wanted), scores)
 
 
 def _lines(dataset: datasets.Dataset, reasons: Mapping[int, str], columns: Sequence[str]) -> Iterator[dict[str, Any]]:

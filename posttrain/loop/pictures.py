@@ -21,6 +21,7 @@ from posttrain.data.formats import (
     PreparationReport,
     first_row,
     get_dataset_column_names,
+    read_columns,
     shows_pictures,
     tokenized,
     undecoded,
@@ -215,9 +216,11 @@ class Vision:
         about: dict[str, Any] = {"drop": drop, "counters": COUNTERS, "num_proc": num_proc, "hint": HINT}
         if isinstance(dataset, Sized):
             about["features"] = row_features(dataset.features, options.branches, drop)
-        mapped, kept, report = tokenized(dataset, name, row_batch, {"reader": self.reader, "options": options}, **about)
+        mapped, counts, kept, report = tokenized(
+            dataset, name, row_batch, {"reader": self.reader, "options": options}, **about
+        )
         if isinstance(report.rows_in, int) and report.rows_in > 0:
-            self._tell(mapped, report)
+            self._tell(mapped, counts, report)
         if packs:
             columns, kinds = get_dataset_column_names(kept), kept.features
             kinds = None if kinds is None else Features(kinds | {LENGTHS: List(Value("int64"))})
@@ -225,10 +228,10 @@ class Vision:
             kept = kept.map(side_by_side, fn_kwargs={"size": self.args.max_length}, **about)
         return kept, report
 
-    def _tell(self, mapped: Any, report: PreparationReport) -> None:
+    def _tell(self, mapped: Any, counts: Mapping[str, Any], report: PreparationReport) -> None:
         """Warn of what was changed, and refuse a set of which too much is left out."""
         lost = {reason: count for reason, count in report.dropped.items() if reason in LOST}
-        resized, escaped = (sum(mapped[column][:]) for column in ("_resized", "_escaped"))
+        resized, escaped = (int(counts[name].sum()) for name in ("_resized", "_escaped"))
         if resized:
             logger.warning(
                 "%s dataset: %d images are made smaller (image_max_tokens=%s, image_max_pixels=%s, max_length=%s).",
@@ -237,8 +240,9 @@ class Vision:
         if escaped:
             logger.warning("%s dataset: PT-G008: %d strings that stand for an image stay text.", report.name, escaped)
         if self.args.image_fit != "drop" and sum(lost.values()) > SHARE_UNFIT * report.rows_in:
-            worst = max(range(len(mapped)), key=lambda i: mapped[i]["_tokens"] * (mapped[i]["_reason"] in lost))
-            tokens = mapped[worst]["_tokens"]
+            left_out = [reason in lost for reason in read_columns(mapped, ["_reason"])["_reason"]]
+            worst = int((counts["_tokens"] * left_out).argmax())
+            tokens = int(counts["_tokens"][worst])
             raise DataError(
                 f"PT-G001: {sum(lost.values())} of {report.rows_in} {report.name} rows are left out ({lost}); row {worst} has "
                 f"{tokens} tokens with its images, and max_length={self.args.max_length}. Fix: max_length of at least {tokens} "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 from collections.abc import Callable, Sized
 from contextlib import AbstractContextManager
@@ -11,7 +10,14 @@ from typing import TYPE_CHECKING, Any
 import datasets
 
 from posttrain.data.chat import cut_prompt, tokenize_prompts
-from posttrain.data.formats import PROMPT_COLUMNS, is_conversational, known_columns, refuse_images, shown_prompt
+from posttrain.data.formats import (
+    PROMPT_COLUMNS,
+    first_rows,
+    is_conversational,
+    known_columns,
+    refuse_images,
+    shown_prompt,
+)
 from posttrain.data.samplers import RepeatSampler, check_prompts, repeat_iterable_dataset
 from posttrain.errors import ConfigError, DataError
 from posttrain.loop.build import with_attributes
@@ -243,7 +249,7 @@ class PromptSource:
             logger.info("schedule: %s", schedule)
         if not isinstance(dataset, Sized) or "prompt" not in known_columns(dataset):
             return
-        rows = list(itertools.islice(dataset, PROMPTS_TRIED))
+        rows = list(first_rows(dataset, PROMPTS_TRIED))
         prompts = self.tokenized(rows)
         text = shown_prompt(self.tokenizer, prompts[0], Prompt.pictures_of(prompts[0]))
         kind = "rendered by the chat template" if is_conversational(rows[0]) else "as text"

@@ -7,6 +7,7 @@ import hashlib
 import json
 import logging
 import re
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +17,7 @@ import torch
 from torch import nn
 
 from posttrain.errors import ConfigError, ModelError
+from posttrain.models.architecture import config_of, get_config_model_id
 from posttrain.models.heads import causal_lm, unwrapped
 from posttrain.models.parallel import frozen_parameters
 
@@ -26,6 +28,7 @@ logger = logging.getLogger(__name__)
 
 
 REF_ADAPTER = "ref"
+TABLES = (dict, OrderedDict)
 LAYERS = ("transformer.h.{layer}", "model.decoder.layers.{layer}", "gpt_neox.layers.{layer}", "model.layers.{layer}")
 
 
@@ -90,7 +93,11 @@ def create_reference_model(
         "forward", None
     )  # A patched forward is bound to the original: the copy must not use it.
     try:
-        reference = copy.deepcopy(model, {id(parameter): parameter for parameter in shared})
+        copied: dict[int, Any] = {id(parameter): parameter for parameter in shared}
+        # A module holds ten tables of hooks, empty as a rule; deepcopy takes each apart.
+        tables = (value for module in model.modules() for value in vars(module).values() if type(value) in TABLES)
+        copied |= {id(table): type(table)() for table in tables if not table}
+        reference = copy.deepcopy(model, copied)
     finally:
         if patched is not None:
             inner.forward = patched
@@ -113,8 +120,8 @@ def check_reference(reference: object, model: nn.Module) -> None:
 
 def tell_own_checkpoint(model: nn.Module) -> None:
     """Warn where a model that becomes its own reference was loaded from a checkpoint of a run."""
-    path = Path(str(getattr(getattr(model, "config", None), "_name_or_path", "")))
-    if (path / "trainer_state.json").is_file():
+    path = Path(name := get_config_model_id(config_of(model)))
+    if name and (path / "trainer_state.json").is_file():  # A model that was built in memory has no name.
         logger.warning(
             "the model comes from %s, a training checkpoint, and without ref_model it becomes its own reference. To go on "
             "with that run, give its first model and train(resume_from_checkpoint=%r); else pass ref_model.", path, str(path),

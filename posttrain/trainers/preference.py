@@ -23,7 +23,7 @@ from posttrain.checks.pairs import (
 from posttrain.data.chat import terminal_token_ids
 from posttrain.data.forest import unbatched_answers
 from posttrain.data.formats import ROW as NUMBER
-from posttrain.data.formats import PreparationReport
+from posttrain.data.formats import PreparationReport, first_rows, read_columns
 from posttrain.data.preference import AnswerOptions, answer_rows, extract_and_unpair, prepare_answers
 from posttrain.errors import ArgumentTypeError, ConfigError, DataError
 from posttrain.loop.build import PADDED_STEPS, user_override
@@ -202,9 +202,9 @@ class PreferenceTrainer(PostTrainer):
         if not hasattr(prepared, "select"):
             return prepared
         if self.method.judged:
-            check_labels(prepared["label"][:], self.args, training=training)
+            check_labels(read_columns(prepared, ["label"])["label"], self.args, training=training)
         if training:
-            sample = list(prepared.select(range(min(CHECKED_ROWS, len(prepared)))))
+            sample = list(first_rows(prepared, CHECKED_ROWS))
             options = {"limit": self.args.max_length, "stops": terminal_token_ids(self.processing_class)}
             with self.checks.preflight.record_check("data", JUDGED_CODES if self.method.judged else PAIR_CODES):
                 if self.method.judged:

@@ -564,6 +564,18 @@ def test_t40_a_batch_is_tokenised_in_one_call_and_a_second_preparation_is_read_f
     assert len(prints) == 1
 
 
+def test_rows_that_another_release_tokenised_are_not_taken_from_the_cache(tiny_tokenizer, tmp_path, monkeypatch):
+    datasets.Dataset.from_list([{"text": "a row"}] * 2).save_to_disk(tmp_path)
+
+    def name(**options):
+        rows = datasets.load_from_disk(tmp_path)
+        return prepare_sft_dataset(rows, tiny_tokenizer, SupervisedOptions(**options))[0]._fingerprint
+
+    before, shorter = name(), name(max_length=2)
+    monkeypatch.setattr("posttrain.__version__", "another")
+    assert len({before, shorter, name()}) == 3
+
+
 def test_t41_rows_are_packed_in_windows_of_ten_thousand_and_a_bad_fill_is_told(caplog):
     """Documents of 6 and of 4 tokens fill rows of 10 only if they meet: in windows of 1000 rows they would not."""
     rows = [[1] * 6] * 4000 + [[2] * 4] * 4000

@@ -244,6 +244,15 @@ def test_p42_a_checkpoint_that_would_become_its_own_reference_is_told(tiny_token
     assert "a training checkpoint" not in caplog.text
 
 
+def test_a_model_in_memory_is_no_checkpoint_of_the_folder_in_which_the_run_starts(
+    tiny_tokenizer, tmp_path, caplog, monkeypatch
+):
+    (tmp_path / "trainer_state.json").write_text("{}")
+    monkeypatch.chdir(tmp_path)
+    make("dpo", tiny_tokenizer, tmp_path / "run", model=build_model(len(tiny_tokenizer)))
+    assert "a training checkpoint" not in caplog.text
+
+
 def test_p43_new_data_cannot_be_evaluated_when_the_reference_is_gone(tiny_tokenizer, tmp_path):
     trainer = make("dpo", tiny_tokenizer, tmp_path, settings={"precompute_ref_log_probs": True})
     trainer.train()
