@@ -391,7 +391,7 @@ def _launch_flags(rest: list[str], name: str) -> list[str]:
                 f"unknown argument {flag!r}{did_you_mean(bare, fields)}: no field of {name} and no option of accelerate launch."
             )
     # What launch takes for the script that it shall start is a word that nothing asked for.
-    parser.error = _refuse_launch_flag  # type: ignore[method-assign]
+    vars(parser)["error"] = _refuse_launch_flag
     parsed, _ = parser.parse_known_args([*rest, ""])
     if parsed.training_script_args:
         raise ConfigError(

@@ -278,13 +278,13 @@ def load_rows(
     if file.is_dir() and (conflict := _parquet_conflict(sorted(file.rglob("*.parquet")))):
         raise DataError(f"dataset {path_or_id!r} could not be loaded: {conflict}")
     source = str(file) if file.is_dir() else path_or_id
+    tables = [path for path in sorted(file.rglob("*")) if path.suffix in LOADERS] if file.is_dir() else []
+    if tables and all(path.suffix == ".csv" for path in tables):
+        options["converters"] = _text_columns(tables)
     if file.is_file():
         source, options = _loader_of(file), {"data_files": str(file)}
         if source == "csv":
-            with file.open(encoding="utf-8-sig", errors="replace", newline="") as lines:
-                names = next(csv.reader(lines))
-            # An answer of digits would arrive as a number, and `answer == "7"` never hold.
-            options["converters"] = {name: str for name in names if name not in NUMBERS}
+            options["converters"] = _text_columns([file])
         if (
             streaming and file.suffix == ".jsonl" and split in (None, "train")
         ):  # A broken line is named when it is reached.
@@ -300,6 +300,15 @@ def load_rows(
         return loaded
     except Exception as error:
         raise DataError(_failure(path_or_id, file, split, error)) from error
+
+
+def _text_columns(files: list[Path]) -> dict[str, type]:
+    """Converters of CSV files: an answer of digits would arrive as a number, and `answer == "7"` never hold."""
+    names: set[str] = set()
+    for file in files:
+        with file.open(encoding="utf-8-sig", errors="replace", newline="") as lines:
+            names.update(next(csv.reader(lines), ()))
+    return {name: str for name in sorted(names) if name not in NUMBERS}
 
 
 def _failure(path_or_id: str, file: Path, split: str | None, error: Exception) -> str:

@@ -769,6 +769,7 @@ class GracefulInterrupt(transformers.TrainerCallback):
         self._sender: socket.socket | None = None
         self._wakeup = -1
         self._terminals: list[int] = []  # What is shown there.
+        self._evaluates = False
 
     def _on_signal(self, number: int, frame: Any) -> None:
         if os.getpid() != self._process:  # A fork, of a reward function say, whom somebody terminates.
@@ -848,13 +849,22 @@ class GracefulInterrupt(transformers.TrainerCallback):
         control.should_evaluate = control.should_evaluate and not (self.requested and control.should_training_stop)
         return control
 
+    @contextlib.contextmanager
+    def evaluation(self) -> Iterator[None]:
+        """An evaluation of the loop's own; one that a callback asks for is not left."""
+        self._evaluates = True
+        try:
+            yield
+        finally:
+            self._evaluates = False
+
     def leave_evaluation(self) -> None:
-        """End an evaluation within training, on all ranks after the same batch, if any of them was told to stop.
+        """End an evaluation of the loop's, on all ranks after the same batch, if any of them was told to stop.
 
         Raises:
             EvaluationStopped: One was.
         """
-        if self._accelerator is None:
+        if self._accelerator is None or not self._evaluates:
             return
         (told,) = parallel.all_reduce_sum([float(self.requested)], self._accelerator)
         if told:

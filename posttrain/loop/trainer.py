@@ -91,7 +91,7 @@ class PostTrainer(transformers.Trainer):
     layout: Layout
     reference: Reference | None
     no_rows: Any = ()  # What an evaluation batch without rows is collated to.
-    _in_loop, _evaluates, _eval_rounds = False, False, 0
+    _in_loop, _eval_rounds = False, 0
     _window_start: float | None = None
     _head: DatasetHead | None = None
 
@@ -505,16 +505,14 @@ class PostTrainer(transformers.Trainer):
         self.checkpoints.complete(self.state)
 
     def _evaluate(self, *args: Any, **kwargs: Any) -> Any:
-        self._evaluates = True  # The loop; an evaluation that a callback asks for is not left.
         try:
-            metrics = super()._evaluate(*args, **kwargs)
+            with self.interrupt.evaluation():
+                metrics = super()._evaluate(*args, **kwargs)
         except checkpoint.EvaluationStopped:
             self.reduced_metrics("eval")  # Of the batches before, and of no later evaluation.
             if self._in_loop:
                 raise
             return {}  # `eval_on_start`: the first step ends the run.
-        finally:
-            self._evaluates = False
         name = self.args.metric_for_best_model
         full = name and f"eval_{name.removeprefix('eval_')}"
         if full and full not in metrics:
@@ -703,8 +701,7 @@ class PostTrainer(transformers.Trainer):
 
         def after_batch() -> None:
             self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
-            if self._evaluates:
-                self.interrupt.leave_evaluation()
+            self.interrupt.leave_evaluation()
 
         options = {"answers": self.answers_per_row, "predicts": description == "Prediction", "after_batch": after_batch}
         output, self._eval_rounds = evaluate(self.run, dataloader, metric_key_prefix, self.compute_metrics, **options)

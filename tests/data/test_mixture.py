@@ -181,6 +181,13 @@ def test_times_that_another_program_left_in_the_cache_are_read_again(tmp_path, m
     assert loader.paj is reader, "a user's own load_dataset reads as ever"
 
 
+def test_digits_of_a_folder_of_csv_files_are_text_as_those_of_one_file(tmp_path):
+    for name, answer in (("a", "07"), ("b", "8")):
+        (tmp_path / f"{name}.csv").write_text(f"prompt,answer,label\n1,{answer},1\n")
+    rows = load_rows(str(tmp_path), split="train")[:]
+    assert rows == {"prompt": ["1", "1"], "answer": ["07", "8"], "label": [1, 1]}
+
+
 def test_a_byte_order_mark_does_not_hide_the_first_column_of_a_csv_file(tmp_path):
     (tmp_path / "rows.csv").write_bytes(BOM + b"answer,prompt\n07,a\n")
     assert load_rows(str(tmp_path / "rows.csv"), split="train")[0] == {"answer": "07", "prompt": "a"}
