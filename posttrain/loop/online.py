@@ -18,6 +18,7 @@ from posttrain.data.processors import is_processor
 from posttrain.data.samplers import PromptStream, RepeatSampler
 from posttrain.errors import RolloutError, RolloutServerError
 from posttrain.loop import step
+from posttrain.loop.build import as_config
 from posttrain.loop.dynamic_sampling import DynamicSampler, groups_without_signal
 from posttrain.loop.episodes import EpisodeRunner, make_driver
 from posttrain.loop.prompts import (
@@ -106,6 +107,7 @@ class OnlineTrainer(PostTrainer):
             "environment_factory": environment_factory,
             "harness": harness,
         }
+        args = as_config(self.config_class, args)
         _, given["harness"], reward_funcs = take_harness(None, harness, reward_funcs)
         given = {name: value for name, value in given.items() if value is not None}
         self.driver = make_driver(self.METHOD.traits, type(self).__name__, args, given)
@@ -118,7 +120,7 @@ class OnlineTrainer(PostTrainer):
         self.environments = None if self.driver is None else self.driver.pool
         if train_dataset is None:
             train_dataset = empty_prompts(self.environments, type(self).__name__, args)
-        options = reward_options(reward_funcs, args, reward_processing_classes)
+        options = reward_options(reward_funcs, args or self.config_class, reward_processing_classes)
         self.rewards = reward_runner(self.runner_class, options, self.environments)
         if args is not None and type(self).get_train_dataloader is OnlineTrainer.get_train_dataloader:
             check_stream(args, train_dataset)
