@@ -64,6 +64,7 @@ from posttrain.rollouts.sampling import configured_sampling, generation_fields
 from posttrain.types import WHOLE, Batch, LossTerms, ModelOutputs, Prompt, Rollout, Row, Sampling, Truncation
 
 if TYPE_CHECKING:
+    from posttrain.rollouts.episodes.driver import EpisodeDriver
     from posttrain.types import AnyDataset, EvalSets
 
 
@@ -81,10 +82,8 @@ class OnlineTrainer(PostTrainer):
 
     runner_class: ClassVar[type[RewardRunner]] = RewardRunner
     args: OnlineConfig
-    # Environments and further reward columns of the generation under way.
-    _environments: list[Any] | None = None
+    driver: EpisodeDriver | None
     _rows: list[dict[str, Any]] = []  # noqa: RUF012 - replaced, never changed
-    _extra: dict[str, list[Any]] = {}  # noqa: RUF012 - replaced, never changed
 
     def __init__(
         self,
@@ -373,8 +372,8 @@ class OnlineTrainer(PostTrainer):
     def generate(self, examples: list[dict[str, Any]], mode: str) -> RolloutBatch:
         """One completion per example, decoded and counted; environments are reset first."""
         begin = time.perf_counter()
-        self._extra, number, size = {}, self._generation_number(mode), self.group_size(mode)
-        self._environments, examples = self.episodes.begin(examples, number=number, group_size=size)
+        number, size = self._generation_number(mode), self.group_size(mode)
+        examples = self.episodes.begin(examples, number=number, group_size=size)
         rollouts, completions = self.roll_out(examples, mode)
         self.window.generations += mode == "train"
         masked, pictured = self.vision.look_at(rollouts, examples, self.model, self.pad_token_id)
@@ -382,8 +381,8 @@ class OnlineTrainer(PostTrainer):
         generation = RolloutBatch(
             examples, rollouts, completions,
             born=self.state.global_step,
-            environments=self._environments,
-            extra=self._extra,
+            environments=self.episodes.environments,
+            extra=self.episodes.extra,
             left_out=masked,
             failure_reward=None if self.harness is None else self.harness.options.failure,
         )  # fmt: skip
@@ -405,16 +404,13 @@ class OnlineTrainer(PostTrainer):
         if self.rollout_func is not None:
             vocabulary = self.model.config.get_text_config().vocab_size
             function = for_trainer(self.rollout_func, self)
-            rollouts, completions, self._extra = self.episodes.run_function(examples, function, vocabulary=vocabulary)
-            return rollouts, completions
+            return self.episodes.run_function(examples, function, vocabulary=vocabulary)
         if self.harness is not None:
             vocabulary, number = self.model.config.get_text_config().vocab_size, self._generation_number(mode)
             settings = {"vocabulary": vocabulary, "number": number}
-            rolled = self.episodes.run_harness(examples, self.sampling(mode), mode, **settings)
-            rollouts, completions, self._extra = rolled
-            return rollouts, completions
+            return self.episodes.run_harness(examples, self.sampling(mode), mode, **settings)
         if self.driver is not None and self.driver.calls_tools:
-            return self.episodes.run_tools(examples, self._environments, self.sampling(mode), mode)
+            return self.episodes.run_tools(examples, self.sampling(mode), mode)
         rollouts = self.sample(self.tokenize(examples), self.sampling(mode))
         chat = is_conversational(examples[0])
         return rollouts, completions_for_rewards(self.processing_class, rollouts, conversational=chat)

@@ -64,7 +64,7 @@ class SFTTrainer(PostTrainer):
         self.formatting_func = formatting_func
         self.reports: dict[str, PreparationReport] = {}
         args = as_config(self.config_class, args)
-        asked = args or self.config_class  # The class has the defaults.
+        asked = args or SFTConfig  # The class has the defaults.
         if asked.loss_type == "dft" and compute_loss_func is not None:
             raise ConfigError("loss_type='dft' and compute_loss_func both say what the loss is. Leave one out.")
         joined = [name for name in ("padding_free", "packing", "eval_packing") if getattr(asked, name)]
