@@ -414,7 +414,7 @@ def _generating(traits: Traits, args: PostTrainingConfig, lengths: Lengths, devi
     """The largest call of an engine in this process; None where completions are given, or sampled by workers."""
     from posttrain.models.memory_estimate import Generating
 
-    if not traits.samples or hasattr(args, "worker_engine"):
+    if not traits.samples or traits.workers_sample:
         return None
     world = max(int(args.world_size), 1)
     sequences = max(1, int(args.generation_batch_size or args.per_device_train_batch_size) // world)

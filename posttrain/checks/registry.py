@@ -59,6 +59,7 @@ class Check:
         moment: When it is looked for.
         title: What is wrong when it fires, in a few words.
         page: Page of the documentation below ``assumptions/``, such as ``"f"``.
+        fatal: What it finds cannot be trained or sampled: it is raised where it is met, and cannot be silenced.
     """
 
     code: str
@@ -66,6 +67,7 @@ class Check:
     moment: Moment
     title: str
     page: str = ""
+    fatal: bool = False
 
 
 @dataclass
@@ -117,7 +119,7 @@ REGISTRY: dict[str, Check] = {}
 PROBES: dict[str, Probe] = {}
 
 
-def register(code: str, name: str, *, moment: Moment, title: str, page: str = "") -> Check:
+def register(code: str, name: str, *, moment: Moment, title: str, page: str = "", fatal: bool = False) -> Check:
     """Add a line to the register.
 
     Raises:
@@ -133,7 +135,7 @@ def register(code: str, name: str, *, moment: Moment, title: str, page: str = ""
             f"a check {code} {name!r} cannot be registered: {taken.code} {taken.name!r} is ({taken.title}). Codes and names "
             "are never used twice."
         )
-    REGISTRY[code] = Check(code, name, moment, title, page)
+    REGISTRY[code] = Check(code, name, moment, title, page, fatal)
     return REGISTRY[code]
 
 
@@ -349,8 +351,11 @@ CODES: tuple[tuple[str, str, Moment, str, str], ...] = (
     ("PT-T005", "train-gradient-spikes", "log_step", "steps with a far larger gradient than usual", ""),
 )
 
+# Raised where they are met: placeholders and pictures that do not belong together cannot be trained.
+FATAL = ("PT-G002", "PT-G004", "PT-G008", "PT-G011", "PT-G013", "PT-G015", "PT-G016")
+
 for code, name, moment, title, page in CODES:
-    register(code, name, moment=moment, title=title, page=page)
+    register(code, name, moment=moment, title=title, page=page, fatal=code in FATAL)
 
 
 MODES = ("error", "warn", "off")
@@ -368,7 +373,7 @@ def silenced_codes(silence: Mapping[str, str] | None) -> dict[str, str]:
         silence: Reasons by code or name.
 
     Raises:
-        ConfigError: A code or name that does not exist, or a reason that says nothing.
+        ConfigError: A code or name that does not exist or is fatal, or a reason that says nothing.
 
     >>> silenced_codes({"data-pair-identical": "a control group"})
     {'PT-D013': 'a control group'}
@@ -376,6 +381,11 @@ def silenced_codes(silence: Mapping[str, str] | None) -> dict[str, str]:
     codes: dict[str, str] = {}
     for key, reason in (silence or {}).items():
         check = lookup(str(key))
+        if check.fatal:
+            raise ConfigError(
+                f"silence_findings[{key!r}]: {check.code} ({check.title}) cannot be silenced, for what it finds cannot be "
+                "trained or sampled. Fix: leave it out, and follow the fix in the error that the run ends with."
+            )
         if not isinstance(reason, str) or not reason.strip():
             raise ConfigError(
                 f"silence_findings[{key!r}]={reason!r}: say why {check.code} ({check.title}) is no fault here; the reason is "

@@ -326,7 +326,7 @@ def _parts(script_args: Any, config: Any) -> dict[str, Any]:
     extra: dict[str, Any] = {"reward_funcs": reward_functions(script_args) or None}
     if isinstance(script_args, EpisodeScriptArguments):
         extra |= episode_parts(script_args)
-    if getattr(script_args, "judge_url", None):
+    if isinstance(script_args, JudgedScriptArguments) and script_args.judge_url:
         from posttrain.rewards.judges import OpenAIPairwiseJudge
 
         judge = OpenAIPairwiseJudge(script_args.judge_model, base_url=script_args.judge_url, max_requests=None)
@@ -340,9 +340,9 @@ def _datasets(script_args: Any, mixture: Any, config: Any) -> Any:
 
     if mixture.datasets:
         return get_dataset(mixture, seed=config.seed)
-    if not script_args.dataset_name and getattr(script_args, "environment_factory", None):
-        return {}  # The environment says what is to be done.
     if not script_args.dataset_name:
+        if isinstance(script_args, EpisodeScriptArguments) and script_args.environment_factory:
+            return {}  # The environment says what is to be done.
         raise ConfigError("neither --dataset_name nor datasets is given: what shall the model be trained on?")
     data = load_rows(script_args.dataset_name, name=script_args.dataset_config, streaming=script_args.dataset_streaming)
     data = data if isinstance(data, dict) else {"train": data}

@@ -199,7 +199,7 @@ def refuse(trainer: Any) -> None:
     rows, kind = {}, type(trainer)
     for base in reversed(kind.__mro__):
         rows |= REFUSED.get(base.__name__, {}) | UNCALLED.get(base.__name__, {})
-    driver = getattr(trainer, "driver", None)
+    driver = trainer.driver
     if driver is not None and (driver.calls_tools or trainer.rollout_func is not None):
         rows |= dict.fromkeys(OF_ONE_TURN, f"{ROLL_OUT}: tools and rollout_func go around a single turn")
     for name, hook in rows.items():

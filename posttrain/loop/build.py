@@ -45,7 +45,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-def as_config(config: type, args: PostTrainingConfig) -> Any:
+def as_config(config: type, args: PostTrainingConfig | str | None) -> Any:
     """The config of a trainer: what was given; made of the fields of a plain `transformers.TrainingArguments`, or of a folder.
 
     Raises:

@@ -23,7 +23,6 @@ logger = logging.getLogger(__name__)
 
 
 # Rollouts, what reward functions see of each, further columns for them.
-Rolled = tuple[list[Rollout], list[Any], dict[str, list[Any]]]
 
 
 def make_driver(
@@ -63,6 +62,10 @@ class EpisodeRunner:
         sync: Pushes weights and asks the engine; its accelerator makes every call here one of all ranks.
         prompts: Refuses those that do not fit the context.
         stop_ids: Tokens that end a turn.
+
+    Attributes:
+        environments: Of the generation under way, one for each row; None: there are none.
+        extra: Further columns of its rows, for reward functions.
     """
 
     def __init__(
@@ -76,10 +79,10 @@ class EpisodeRunner:
         self.driver, self.sync, self.prompts = driver, sync, prompts
         self.run, self.accelerator, self.stop_ids = sync.run, sync.accelerator, stop_ids
         self._warned = False
+        self.environments: list[Any] | None = None
+        self.extra: dict[str, list[Any]] = {}
 
-    def begin(
-        self, rows: list[dict[str, Any]], *, number: int, group_size: int
-    ) -> tuple[list[Any] | None, list[dict[str, Any]]]:
+    def begin(self, rows: list[dict[str, Any]], *, number: int, group_size: int) -> list[dict[str, Any]]:
         """Reset an environment for each row; a collective.
 
         Args:
@@ -88,15 +91,16 @@ class EpisodeRunner:
             group_size: G.
 
         Returns:
-            The environments, None where there are none, and the rows with what the environments said first.
+            The rows, with what the environments said first.
         """
-        driver = self.driver
+        driver, self.environments, self.extra = self.driver, None, {}
         if driver is None or driver.pool is None:
-            return None, rows
+            return rows
         driver.pool.release()
         seeds, rows = self._group_seeds(len(rows), number, group_size), [dict(row) for row in rows]
         with parallel.failing_together(self.accelerator):
-            return driver.begin(rows, seeds)
+            self.environments, rows = driver.begin(rows, seeds)
+        return rows
 
     def _group_seeds(self, count: int, number: int, group_size: int) -> list[int]:
         """A number for each row, equal for completions that are compared with each other, over ranks too."""
@@ -104,14 +108,11 @@ class EpisodeRunner:
         base = self.sync.args.seed * 1_000_003 + number * 100_003
         return [(base + (start + i) // group_size) % 2**31 for i in range(count)]
 
-    def run_tools(
-        self, rows: list[dict[str, Any]], environments: list[Any] | None, sampling: Sampling, mode: str
-    ) -> tuple[list[Rollout], list[Any]]:
+    def run_tools(self, rows: list[dict[str, Any]], sampling: Sampling, mode: str) -> tuple[list[Rollout], list[Any]]:
         """One episode a row, of turns and tool calls; a collective, since ranks leave the loop together.
 
         Args:
             rows: Dataset rows.
-            environments: One for each, or None.
             sampling: Of every turn.
             mode: ``train`` or ``eval``, for the log.
 
@@ -127,7 +128,7 @@ class EpisodeRunner:
             return parallel.all_reduce_sum([float(here)], self.accelerator)[0] > 0
 
         assert self.driver is not None
-        episodes = self.driver.episodes(rows, environments)
+        episodes = self.driver.episodes(rows, self.environments)
         self.prompts.check_lengths([Request(episode.prompt_ids) for episode in episodes], self.sync.context)
         limits = {"context": self.sync.context, "stop_ids": self.stop_ids}
         with self.sync.engine.prefix_cache():
@@ -137,7 +138,7 @@ class EpisodeRunner:
 
     def run_harness(
         self, rows: list[dict[str, Any]], sampling: Sampling, mode: str, *, vocabulary: int, number: int
-    ) -> Rolled:
+    ) -> tuple[list[Rollout], list[Any]]:
         """One episode of the user's own code a row; a collective, since ranks leave the loop together.
 
         Args:
@@ -165,11 +166,12 @@ class EpisodeRunner:
                 any_process=any_process, everyone=everyone,
             )  # fmt: skip
         self.run.log(episodes.metrics, mode)
-        return episodes.rollouts, episodes.completions, episodes.extra
+        self.extra = episodes.extra
+        return episodes.rollouts, episodes.completions
 
     def run_function(
         self, rows: list[dict[str, Any]], function: Callable[[list[Any]], Any], *, vocabulary: int
-    ) -> Rolled:
+    ) -> tuple[list[Rollout], list[Any]]:
         """Let the user's rollout function complete the prompts; see `EpisodeDriver.run_function`."""
         driver, args = self.driver, self.sync.args
         assert driver is not None
@@ -179,14 +181,14 @@ class EpisodeRunner:
         ends = (*self.stop_ids, self.run.pad_token_id)
         limits = {"stop_ids": ends, "vocabulary": vocabulary, "most": args.max_completion_length}
         with parallel.failing_together(self.accelerator):
-            results = driver.run_function(rows, function, **limits)
-        if args.vllm_importance_sampling_correction and not any(r.logp for r in results[0]) and not self._warned:
+            rollouts, completions, self.extra = driver.run_function(rows, function, **limits)
+        if args.vllm_importance_sampling_correction and not any(r.logp for r in rollouts) and not self._warned:
             self._warned = True
             logger.warning(
                 "rollout_func returned no log-probs (logprobs=None): nothing corrects for how far what it sampled from is from "
                 "the policy. Return those of the sampler."
             )
-        return results
+        return rollouts, completions
 
 
 def _call_metrics(episodes: list[Episode], *, pictures: bool) -> dict[str, Metric]:

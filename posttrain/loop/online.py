@@ -18,6 +18,7 @@ from posttrain.data.processors import is_processor
 from posttrain.data.samplers import PromptStream, RepeatSampler
 from posttrain.errors import RolloutError, RolloutServerError
 from posttrain.loop import step
+from posttrain.loop.build import as_config
 from posttrain.loop.dynamic_sampling import DynamicSampler, groups_without_signal
 from posttrain.loop.episodes import EpisodeRunner, make_driver
 from posttrain.loop.prompts import (
@@ -63,6 +64,7 @@ from posttrain.rollouts.sampling import configured_sampling, generation_fields
 from posttrain.types import WHOLE, Batch, LossTerms, ModelOutputs, Prompt, Rollout, Row, Sampling, Truncation
 
 if TYPE_CHECKING:
+    from posttrain.rollouts.episodes.driver import EpisodeDriver
     from posttrain.types import AnyDataset, EvalSets
 
 
@@ -80,10 +82,8 @@ class OnlineTrainer(PostTrainer):
 
     runner_class: ClassVar[type[RewardRunner]] = RewardRunner
     args: OnlineConfig
-    # Environments and further reward columns of the generation under way.
-    _environments: list[Any] | None = None
+    driver: EpisodeDriver | None
     _rows: list[dict[str, Any]] = []  # noqa: RUF012 - replaced, never changed
-    _extra: dict[str, list[Any]] = {}  # noqa: RUF012 - replaced, never changed
 
     def __init__(
         self,
@@ -106,6 +106,7 @@ class OnlineTrainer(PostTrainer):
             "environment_factory": environment_factory,
             "harness": harness,
         }
+        args = as_config(self.config_class, args)
         _, given["harness"], reward_funcs = take_harness(None, harness, reward_funcs)
         given = {name: value for name, value in given.items() if value is not None}
         self.driver = make_driver(self.METHOD.traits, type(self).__name__, args, given)
@@ -118,7 +119,7 @@ class OnlineTrainer(PostTrainer):
         self.environments = None if self.driver is None else self.driver.pool
         if train_dataset is None:
             train_dataset = empty_prompts(self.environments, type(self).__name__, args)
-        options = reward_options(reward_funcs, args, reward_processing_classes)
+        options = reward_options(reward_funcs, args or self.config_class, reward_processing_classes)
         self.rewards = reward_runner(self.runner_class, options, self.environments)
         if args is not None and type(self).get_train_dataloader is OnlineTrainer.get_train_dataloader:
             check_stream(args, train_dataset)
@@ -371,8 +372,8 @@ class OnlineTrainer(PostTrainer):
     def generate(self, examples: list[dict[str, Any]], mode: str) -> RolloutBatch:
         """One completion per example, decoded and counted; environments are reset first."""
         begin = time.perf_counter()
-        self._extra, number, size = {}, self._generation_number(mode), self.group_size(mode)
-        self._environments, examples = self.episodes.begin(examples, number=number, group_size=size)
+        number, size = self._generation_number(mode), self.group_size(mode)
+        examples = self.episodes.begin(examples, number=number, group_size=size)
         rollouts, completions = self.roll_out(examples, mode)
         self.window.generations += mode == "train"
         masked, pictured = self.vision.look_at(rollouts, examples, self.model, self.pad_token_id)
@@ -380,8 +381,8 @@ class OnlineTrainer(PostTrainer):
         generation = RolloutBatch(
             examples, rollouts, completions,
             born=self.state.global_step,
-            environments=self._environments,
-            extra=self._extra,
+            environments=self.episodes.environments,
+            extra=self.episodes.extra,
             left_out=masked,
             failure_reward=None if self.harness is None else self.harness.options.failure,
         )  # fmt: skip
@@ -403,16 +404,13 @@ class OnlineTrainer(PostTrainer):
         if self.rollout_func is not None:
             vocabulary = self.model.config.get_text_config().vocab_size
             function = for_trainer(self.rollout_func, self)
-            rollouts, completions, self._extra = self.episodes.run_function(examples, function, vocabulary=vocabulary)
-            return rollouts, completions
+            return self.episodes.run_function(examples, function, vocabulary=vocabulary)
         if self.harness is not None:
             vocabulary, number = self.model.config.get_text_config().vocab_size, self._generation_number(mode)
             settings = {"vocabulary": vocabulary, "number": number}
-            rolled = self.episodes.run_harness(examples, self.sampling(mode), mode, **settings)
-            rollouts, completions, self._extra = rolled
-            return rollouts, completions
+            return self.episodes.run_harness(examples, self.sampling(mode), mode, **settings)
         if self.driver is not None and self.driver.calls_tools:
-            return self.episodes.run_tools(examples, self._environments, self.sampling(mode), mode)
+            return self.episodes.run_tools(examples, self.sampling(mode), mode)
         rollouts = self.sample(self.tokenize(examples), self.sampling(mode))
         chat = is_conversational(examples[0])
         return rollouts, completions_for_rewards(self.processing_class, rollouts, conversational=chat)

@@ -148,29 +148,31 @@ def completion_rows(
 
 
 def reward_model_options(args: PostTrainingConfig) -> dict[str, Any]:
-    """How reward models are loaded and run: as the policy is; nothing is known of it without ``args``."""
+    """How reward models are loaded and run: as the policy is."""
     names = {"batch_size": "per_device_train_batch_size"} | {
         name: name for name in ("trust_remote_code", "model_init_kwargs", "chat_template_kwargs")
     }
-    return {} if args is None else {name: getattr(args, option) for name, option in names.items()}
+    return {name: getattr(args, option) for name, option in names.items()}
 
 
-def reward_options(functions: Any, args: PostTrainingConfig | None, processing_classes: Any) -> dict[str, Any]:
+def reward_options(
+    functions: Any, args: PostTrainingConfig | type[PostTrainingConfig], processing_classes: Any
+) -> dict[str, Any]:
     """Keywords of `RewardRunner`, as a config says; picklable where the functions are.
 
     Args:
         functions: As they were given.
-        args: Of the trainer; None where none were given.
+        args: Of the trainer; its class, which has the defaults, where none were given.
         processing_classes: Tokenizers of reward models.
     """
     return {
         "reward_funcs": functions,
-        "reward_weights": getattr(args, "reward_weights", None),
+        "reward_weights": args.reward_weights,
         "processing_classes": processing_classes,
-        "transforms": getattr(args, "reward_transform", None),
-        "timeout": getattr(args, "reward_timeout", None),
+        "transforms": args.reward_transform,
+        "timeout": args.reward_timeout,
         "model_options": reward_model_options(args),
-        "score_twice": getattr(args, "check_reward_determinism", False),
+        "score_twice": args.check_reward_determinism,
     }
 
 

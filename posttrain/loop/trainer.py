@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence, Sized
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import numpy as np
@@ -90,6 +91,9 @@ class PostTrainer(transformers.Trainer):
     router_coefficient: float
     layout: Layout
     reference: Reference | None
+    # What trainers that prepare rows, or sample, put in their place.
+    reports: Any = MappingProxyType({})
+    driver: Any = None
     no_rows: Any = ()  # What an evaluation batch without rows is collated to.
     _in_loop, _eval_rounds = False, 0
     _window_start: float | None = None
@@ -330,7 +334,7 @@ class PostTrainer(transformers.Trainer):
 
         >>> print(trainer.data_report())  # doctest: +SKIP
         """
-        return self.head.report(getattr(self, "reports", {}).get("train"), self.method.traits.ignored_codes)
+        return self.head.report(self.reports.get("train"), self.method.traits.ignored_codes)
 
     def _rows_of(self, examples: list[dict[str, Any]]) -> list[Row]:
         try:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from posttrain.errors import ConfigError, RewardError
+from posttrain.loop.build import as_config
 from posttrain.loop.online import OnlineTrainer
 from posttrain.losses.advantages import weighted_total
 from posttrain.methods.online_dpo import TIES_MOST, OnlineDPO, OnlineDPOConfig
@@ -110,6 +111,7 @@ class OnlineDPOTrainer(OnlineTrainer):
         self.judge, self._given_reference = judge, ref_model
         if args is None:
             raise ConfigError(f"args is missing: give a {self.config_class.__name__}.")
+        args = as_config(self.config_class, args)
         self._check_given(model, reward_funcs, args, data_collator, processing_class)
         functions: list[Any] = [JudgeReward(judge, halves=True)] if judge is not None else []
         if judge is None:
@@ -150,7 +152,7 @@ class OnlineDPOTrainer(OnlineTrainer):
         if self._given_reference is not None:
             check_reference(self._given_reference, model)
         for name in ("missing_eos_penalty", "reward_weights", "reward_transform") if self.judge is not None else ():
-            if getattr(args, name, None) is not None:
+            if getattr(args, name) is not None:
                 raise ConfigError(
                     f"{name} changes rewards, and a judge gives verdicts and probabilities. Leave one of them out."
                 )

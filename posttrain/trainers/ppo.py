@@ -19,6 +19,7 @@ from torch import nn
 from posttrain.data.forest import collate, share_prompts, split_by_sequence
 from posttrain.data.samplers import check_prompts
 from posttrain.errors import CheckpointError, ConfigError, DataError, did_you_mean
+from posttrain.loop.build import as_config
 from posttrain.loop.online import OnlineTrainer
 from posttrain.loop.prompts import PromptSource
 from posttrain.losses.advantages import weighted_total
@@ -204,7 +205,7 @@ class PPOTrainer(OnlineTrainer):
         environment_factory: Callable | Mapping[str, Callable] | None = None,
     ) -> None:
         name = model if isinstance(model, str) else get_config_model_id(config_of(model))
-        args = copy.copy(args) if args is not None else PPOConfig(f"{Path(name).name or 'model'}-PPO")
+        args = copy.copy(as_config(PPOConfig, args or f"{Path(name).name or 'model'}-PPO"))
         self._given_collator, self._owns_tokenizer = data_collator, processing_class is None
         self._low_kl = 0
         self._clock: tuple[float, float] | None = None  # Episodes and time at which this run began.

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 from posttrain.errors import ConfigError
+from posttrain.loop.build import as_config
 from posttrain.methods.distillation.presets import ServerDistillation, ServerDistillationConfig
 from posttrain.rollouts.base import RolloutEngine
 from posttrain.trainers.arguments import (
@@ -67,6 +68,7 @@ class ServerDistillationTrainer(DistillationTrainer):
         optimizer_cls_and_kwargs: OptimizerClass | None = None,
         preprocess_logits_for_metrics: Callable | None = None,
     ) -> None:
+        args = as_config(self.config_class, args)
         if teacher_server is None and (args is None or not args.teacher_model_server_url):
             raise ConfigError(
                 f"{type(self).__name__} has no server to ask. Fix: teacher_model_server_url, an address or several by name, or "

@@ -9,6 +9,7 @@ from posttrain.data.forest import unbatched
 from posttrain.data.formats import ROW, PreparationReport
 from posttrain.data.sft import check_prepared, prepare_sft_dataset, with_training_template
 from posttrain.errors import ConfigError
+from posttrain.loop.build import as_config
 from posttrain.loop.trainer import PostTrainer
 from posttrain.methods.sft import SFT, SFTConfig
 from posttrain.models.forward import learns_prompts
@@ -62,9 +63,11 @@ class SFTTrainer(PostTrainer):
     ) -> None:
         self.formatting_func = formatting_func
         self.reports: dict[str, PreparationReport] = {}
-        if getattr(args, "loss_type", None) == "dft" and compute_loss_func is not None:
+        args = as_config(self.config_class, args)
+        asked = args or SFTConfig  # The class has the defaults.
+        if asked.loss_type == "dft" and compute_loss_func is not None:
             raise ConfigError("loss_type='dft' and compute_loss_func both say what the loss is. Leave one out.")
-        joined = [name for name in ("padding_free", "packing", "eval_packing") if getattr(args, name, False)]
+        joined = [name for name in ("padding_free", "packing", "eval_packing") if getattr(asked, name)]
         if data_collator is not None and joined:
             raise ConfigError(
                 f"{joined[0]}=True joins documents in a way that a data_collator cannot know. Leave one out."

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import ast
 import logging
+import re
 from pathlib import Path
 
 import pytest
 
+import posttrain
 from posttrain.checks import registry as core
-from posttrain.checks.registry import Preflight
+from posttrain.checks.registry import Preflight, load
 from posttrain.errors import ConfigError, PreflightError
 from posttrain.types import Finding
 from tests.wordings import raises
@@ -54,6 +56,19 @@ def test_a_silenced_finding_is_written_down_with_its_reason_and_stops_nothing(ca
     assert preflight.report([ERROR]) == [] and not caplog.text
     (row,) = preflight.to_dict()["checks"]
     assert row["silenced"] == "a control group" and row["findings"][0]["what"] == "all equal"
+
+
+def test_what_is_always_raised_cannot_be_silenced():
+    """These codes stand in errors of the rooms that meet them, so that silencing them would change nothing."""
+    fatal = [check for check in load().values() if check.fatal]
+    assert len(fatal) == 7
+    for check in fatal:
+        with raises(ConfigError, f"silence_findings[{check.name!r}]", check.code):
+            Preflight(silence={check.name: "it is meant"})
+    text = "\n".join(path.read_text(encoding="utf-8") for path in Path(posttrain.__file__).parent.rglob("*.py"))
+    in_errors = set(re.findall(r"f?\"(?:[^\"]*\()?(PT-[A-Z]\d{3}): ", text)) - {check.code for check in fatal}
+    # An option decides about the first (image_fit), and a probe tells of the others before anything is computed.
+    assert in_errors <= {"PT-G001", "PT-G003", "PT-G005"}
 
 
 @pytest.mark.parametrize(

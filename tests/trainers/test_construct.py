@@ -67,6 +67,21 @@ def test_plain_arguments_become_the_config_of_the_trainer(kind, tokenizer, tmp_p
         type(made)(made.model, args=pt.PPOConfig(str(tmp_path)), train_dataset=data(kind, 4))
 
 
+def test_plain_arguments_become_the_config_of_a_trainer_that_samples(tokenizer, tmp_path):
+    model, rows = build_model(len(tokenizer)), datasets.Dataset.from_list([{"prompt": "a"}] * 8)
+    model.config.max_position_embeddings = 2048  # The defaults write long completions.
+
+    def score(completions, **_):
+        return [0.0] * len(completions)
+
+    for kind in (pt.GRPOTrainer, pt.RLOOTrainer, pt.OnlineDPOTrainer, pt.PPOTrainer):
+        plain = transformers.TrainingArguments(str(tmp_path / kind.__name__), use_cpu=True, report_to=[], seed=7)
+        # PPO takes functions in the place of its reward model.
+        given = {"reward_model": score} if kind is pt.PPOTrainer else {"reward_funcs": score}
+        trainer = kind(model=model, args=plain, train_dataset=rows, processing_class=tokenizer, **given)
+        assert type(trainer.args) is kind.config_class and trainer.args.seed == 7
+
+
 ATTRIBUTES = {
     "dpo": {"beta": 0.3, "loss_weights": [2.0], "label_smoothing": 0.0, "f_divergence_type": "reverse_kl"},
     "kto": {"beta": 0.3, "desirable_weight": 2.0, "undesirable_weight": 0.5},

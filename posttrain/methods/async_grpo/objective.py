@@ -74,7 +74,7 @@ class AsyncGRPO(Method[AsyncGRPOConfig]):
     """
 
     config_class = AsyncGRPOConfig
-    traits = replace(SAMPLES, follows_truncation=True, reads_images=True, takes_episodes=True)
+    traits = replace(SAMPLES, workers_sample=True, follows_truncation=True, reads_images=True, takes_episodes=True)
 
     def advantages(self, rewards: RewardTable, size: int) -> AdvantageStats:
         """A completion's reward against the mean of its group of ``size``, divided by a spread; workers call the same."""

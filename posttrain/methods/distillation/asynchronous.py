@@ -83,7 +83,7 @@ class AsyncDistillation(Distillation):
     """
 
     config_class = AsyncDistillationConfig
-    traits = replace(Distillation.traits, reads_images=False, cuts_prompts=False)
+    traits = replace(Distillation.traits, workers_sample=True, reads_images=False, cuts_prompts=False)
 
     @property
     def temperature(self) -> float:
