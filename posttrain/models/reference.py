@@ -7,7 +7,6 @@ import hashlib
 import json
 import logging
 import re
-from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,7 +27,6 @@ logger = logging.getLogger(__name__)
 
 
 REF_ADAPTER = "ref"
-TABLES = (dict, OrderedDict)
 LAYERS = ("transformer.h.{layer}", "model.decoder.layers.{layer}", "gpt_neox.layers.{layer}", "model.layers.{layer}")
 
 
@@ -93,11 +91,7 @@ def create_reference_model(
         "forward", None
     )  # A patched forward is bound to the original: the copy must not use it.
     try:
-        copied: dict[int, Any] = {id(parameter): parameter for parameter in shared}
-        # A module holds ten tables of hooks, empty as a rule; deepcopy takes each apart.
-        tables = (value for module in model.modules() for value in vars(module).values() if type(value) in TABLES)
-        copied |= {id(table): type(table)() for table in tables if not table}
-        reference = copy.deepcopy(model, copied)
+        reference = copy.deepcopy(model, {id(parameter): parameter for parameter in shared})
     finally:
         if patched is not None:
             inner.forward = patched
