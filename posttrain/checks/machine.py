@@ -18,7 +18,7 @@ from packaging.version import InvalidVersion, Version
 
 from posttrain.checks.registry import Context, finding, probe
 from posttrain.integrations.machine import port_is_free
-from posttrain.models.architecture import all_parameters, config_of, inner_size, text_of
+from posttrain.models.architecture import config_of, inner_size, text_of
 from posttrain.types import Finding
 from posttrain.values import gib
 
@@ -544,6 +544,6 @@ def _bound(model: nn.Module) -> float:
     text = text_of(config_of(model))
     try:
         layer = 4 * inner_size(text) + 12 * text.hidden_size
-        return 24 * sum(p.numel() for p in all_parameters(model)) + 4 * MOST_TOKENS * text.num_hidden_layers * layer
+        return 24 * sum(p.numel() for p in model.parameters()) + 4 * MOST_TOKENS * text.num_hidden_layers * layer
     except (AttributeError, TypeError):
         return math.inf

@@ -290,10 +290,7 @@ def _layout(args: PostTrainingConfig, config: Any, device: str) -> Layout:
     autocast = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None
     weight = SimpleNamespace(device=torch.device(device), dtype=torch.float32)
     model: Any = SimpleNamespace(
-        config=SimpleNamespace(get_text_config=lambda: text),
-        parameters=lambda: iter([weight]),
-        _modules={},
-        _parameters={"weight": weight},  # As `all_parameters` reads them.
+        config=SimpleNamespace(get_text_config=lambda: text), parameters=lambda: iter([weight])
     )
     layout = layout_for(model, autocast=None if device == "cpu" else autocast)
     layout = layout if args.max_row_tokens is None else replace(layout, row_tokens=args.max_row_tokens)

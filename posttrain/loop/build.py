@@ -21,7 +21,6 @@ from posttrain.loop.checks import Checks, log_codes
 from posttrain.methods.base import Collectives, Traits
 from posttrain.methods.config import PostTrainingConfig
 from posttrain.models import parallel
-from posttrain.models.architecture import all_parameters
 from posttrain.models.attention import padded_layout
 from posttrain.models.forward import learns_prompts
 from posttrain.models.heads import causal_lm, install_token_head, train_new_tokens, train_score_head
@@ -160,7 +159,7 @@ def refuse_float16(model: nn.Module, args: PostTrainingConfig) -> None:
     Raises:
         ConfigError: A trained parameter is stored in float16, and DeepSpeed does not keep a copy in float32.
     """
-    count = sum(p.numel() for p in all_parameters(model) if p.requires_grad and p.dtype == torch.float16)
+    count = sum(p.numel() for p in model.parameters() if p.requires_grad and p.dtype == torch.float16)
     if not count or args.deepspeed:
         return
     text = (

@@ -32,7 +32,7 @@ from posttrain.errors import PosttrainError, PreflightError
 from posttrain.loop.data_report import DatasetHead, describe_batches, refuse_data, row_codes, usable_rows
 from posttrain.metrics import Metric, mean
 from posttrain.models import parallel
-from posttrain.models.architecture import all_parameters, config_of, context_length, text_of
+from posttrain.models.architecture import config_of, context_length, text_of
 from posttrain.models.heads import picture_encoder
 from posttrain.models.vision import tower_parameters
 from posttrain.report.files import whole_file
@@ -138,7 +138,7 @@ class Checks(transformers.TrainerCallback):
     def start(self, model: nn.Module, layout: Layout) -> None:
         """Once the model is there: precision of what is trained, one process for each GPU, dense masks."""
         trainable: dict[str, int] = {}
-        for parameter in all_parameters(model):
+        for parameter in model.parameters():
             if parameter.requires_grad:
                 name = str(parameter.dtype).removeprefix("torch.")
                 trainable[name] = trainable.get(name, 0) + parameter.numel()

@@ -42,7 +42,7 @@ from posttrain.methods.base import Method
 from posttrain.methods.config import PostTrainingConfig
 from posttrain.metrics import Metric, MetricBuffer, mean
 from posttrain.models import load, memory, parallel, token_split
-from posttrain.models.architecture import all_parameters, config_of, get_config_model_id
+from posttrain.models.architecture import config_of, get_config_model_id
 from posttrain.models.forward import noisy_embeddings, router_coefficient
 from posttrain.models.quantised import check_quantised
 from posttrain.models.reference import Reference
@@ -274,13 +274,13 @@ class PostTrainer(transformers.Trainer):
     def _choose_layout(self) -> Layout:
         # User functions on logits want one sequence a row.
         wanted = (self.compute_loss_func, self.compute_metrics, self.preprocess_logits_for_metrics)
-        with parallel.gathered(all_parameters(self.model)):  # ZeRO-3 may have sharded them as they were loaded.
+        with parallel.gathered(self.model.parameters()):  # ZeRO-3 may have sharded them as they were loaded.
             return build.choose_layout(self.model, self.args, padded=any(one is not None for one in wanted))
 
     def read_also_by(self, other: nn.Module | None) -> None:
         """Lay rows out so that another model, which gets the same passes, computes them as each sequence alone."""
         if other is not None:
-            with parallel.gathered(all_parameters(other)):
+            with parallel.gathered(other.parameters()):
                 self.layout = build.joint_layout(self.layout, other, self.args)
 
     def collator(self) -> Callable[[list[dict[str, Any]]], Any]:

@@ -22,7 +22,7 @@ from posttrain.errors import ConfigError, RolloutServerError, WeightSyncError
 from posttrain.loop.run import Run
 from posttrain.metrics import mean
 from posttrain.models import parallel
-from posttrain.models.architecture import all_parameters, context_length, sliding_window
+from posttrain.models.architecture import context_length, sliding_window
 from posttrain.models.forward import sequence_logps
 from posttrain.models.heads import adapters_of, picture_encoder
 from posttrain.rollouts.adapters import AdapterWeights, adapter_obstacle
@@ -269,7 +269,7 @@ class WeightSync:
         """A number that changes when anybody writes into the weights; 0 where gathering shards writes into them anyway."""
         if parallel.shards_parameters(self.accelerator):
             return 0
-        return sum(parameter._version for parameter in all_parameters(self.run.model))
+        return sum(parameter._version for parameter in self.run.model.parameters())
 
     def _push(self) -> None:
         engine, begin = self.engine, time.perf_counter()

@@ -1,31 +1,16 @@
-"""What a model holds, and what its config says of it, by one name for all families; None where a family has no such field."""
+"""What the config of a model says of its architecture, by one name for all families; None where a family has no such field."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from torch import nn
     from transformers import PretrainedConfig
 
 
 def config_of(model: object) -> Any:
     """The config that a model carries; None of what carries none (a network of the user's own, a name)."""
     return getattr(model, "config", None)
-
-
-def all_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """Each parameter once; ``model.parameters()`` goes through two generators for every one of them."""
-    modules: list[Any] = [model]
-    found: dict[int, nn.Parameter] = {}
-    for module in modules:  # Grows while it is read.
-        for child in module._modules.values():
-            if child is not None:
-                modules.append(child)
-        for parameter in module._parameters.values():
-            if parameter is not None:
-                found[id(parameter)] = parameter
-    return list(found.values())
 
 
 def get_config_model_id(config: PretrainedConfig | None) -> str:

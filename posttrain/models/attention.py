@@ -12,7 +12,7 @@ from torch import Tensor
 from posttrain.data.forest import Layout
 from posttrain.errors import ModelError
 from posttrain.models import tree_attention
-from posttrain.models.architecture import all_parameters, layer_kinds, sliding_window
+from posttrain.models.architecture import layer_kinds, sliding_window
 from posttrain.models.heads import causal_lm, learns_prompts, picture_encoder, unwrapped
 from posttrain.models.token_split import TokenSplit
 from posttrain.types import Batch
@@ -186,5 +186,5 @@ def coarsest_dtype(model: Module) -> torch.dtype:
     """The dtype of the weights that round most; packed ones are whole numbers and round more than any. The first may differ:
     an output layer in float32 on layers in bfloat16, and embeddings that are tied to it.
     """
-    kinds = {parameter.dtype for parameter in all_parameters(model)}
+    kinds = {parameter.dtype for parameter in model.parameters()}
     return max(kinds, key=lambda kind: torch.finfo(kind).eps if kind.is_floating_point else 1.0)
