@@ -27,7 +27,7 @@ def understood(words):
     from posttrain.cli import train
 
     name, *rest = words
-    rest = [re.sub(r"^\$\w+$|^\$\(\w+\)$", "1", word) for word in rest]
+    rest = [re.sub(r"^\$\w+$|^\$\(\w+\)$|^\$\(\(.*\)\)$", "1", word) for word in rest]
     if name == "vllm-serve":
         return vllm_command(rest, cpu=False)
     if name == "serve":
