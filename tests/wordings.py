@@ -22,8 +22,9 @@ import pytest
 from filelock import FileLock
 
 SNAPSHOT = Path(__file__).parent / "snapshots" / "wordings.json"
-# What differs between runs and machines: quoted values, and whatever holds a digit, a path, a name in code or a list.
-VALUES = re.compile(r"'[^']*'|\"[^\"]*\"|\[[^\]]*\]|\S*[\d/\\_=<>|{}@]\S*")
+# What differs between runs and machines: quoted values, units of memory, and whatever holds a digit, a path, a name in code or
+# a list.
+VALUES = re.compile(r"\b[KMGT]iB\b|'[^']*'|\"[^\"]*\"|\[[^\]]*\]|\S*[\d/\\_=<>|{}@]\S*")
 
 
 @contextmanager

@@ -22,9 +22,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-# Rollouts, what reward functions see of each, further columns for them.
-
-
 def make_driver(
     traits: Traits, name: str, args: PostTrainingConfig | None, given: dict[str, Any]
 ) -> EpisodeDriver | None:
