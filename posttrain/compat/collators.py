@@ -14,6 +14,7 @@ from transformers import DataCollatorWithFlattening
 
 from posttrain.compat.tensors import pad
 from posttrain.errors import ArgumentTypeError, ConfigError, DataError, check_choice
+from posttrain.values import scalar
 
 IGNORED = -100
 Example = Mapping[str, Any]
@@ -311,8 +312,7 @@ class DataCollatorForUnpairedPreference(_PromptCollator):
 
 def label_of(example: Example, row: int) -> bool:
     """Whether a judged answer is a good one."""
-    value = example.get("label")
-    value = value.item() if hasattr(value, "item") else value
+    value = scalar(example.get("label"))
     if not isinstance(value, int) or value not in (0, 1):
         raise DataError(f"row {row} of the batch, column 'label', is {value!r}; it must be True or False (or 1 or 0).")
     return bool(value)

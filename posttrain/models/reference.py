@@ -18,7 +18,7 @@ from torch import nn
 from posttrain.errors import ConfigError, ModelError
 from posttrain.models.architecture import config_of, get_config_model_id
 from posttrain.models.heads import causal_lm, unwrapped
-from posttrain.models.parallel import frozen_parameters
+from posttrain.models.parallel import frozen_parameters, is_partitioned
 
 if TYPE_CHECKING:
     from posttrain.types import Tokenizer
@@ -153,7 +153,7 @@ def _check_frozen_base(model: nn.Module) -> None:
 def _first_parameters(model: nn.Module, count: int, pattern: str | None) -> list[nn.Parameter]:
     """Parameters before layer ``count``, in the order they are registered."""
     named = list(model.named_parameters())
-    if any(hasattr(parameter, "ds_id") for _, parameter in named):
+    if any(is_partitioned(parameter) for _, parameter in named):
         raise ModelError(
             "the model's parameters are sharded over processes, so its layers cannot be shared. Leave it out."
         )

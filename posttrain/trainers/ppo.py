@@ -37,7 +37,7 @@ from posttrain.metrics import MetricBuffer, mean
 from posttrain.models import parallel
 from posttrain.models.architecture import config_of, get_config_model_id
 from posttrain.models.forward import forward
-from posttrain.models.heads import adapters_of, causal_lm
+from posttrain.models.heads import adapters_of
 from posttrain.models.load import create_model_from_path, load_classifier, resolve_pad_token
 from posttrain.models.reference import Reference, check_reference, disable_dropout_in_model
 from posttrain.models.value_head import (
@@ -46,6 +46,7 @@ from posttrain.models.value_head import (
     check_scorer,
     check_vocabulary,
     load_value_state,
+    value_of,
     value_state,
     without_value,
 )
@@ -303,8 +304,7 @@ class PPOTrainer(OnlineTrainer):
     @property
     def value_model(self) -> Any:
         """The value function: the model that was given, or the head on the policy's trunk."""
-        inner = causal_lm(self.model)
-        return getattr(inner, "value_model", None) or getattr(inner, "v_head", None)
+        return value_of(self.model)
 
     # One rollout batch -----------------------------------------------------------------------------------------------
 
