@@ -307,7 +307,7 @@ def model_source(model_args: Any, config: Any) -> str:
     Raises:
         ConfigError: None is named.
     """
-    source = model_args.model_name_or_path or getattr(config, "sft_model_path", None)
+    source = model_args.model_name_or_path or config.sft_model_path
     if not source:
         raise ConfigError("--model_name_or_path is missing: which model shall be trained?")
     return source

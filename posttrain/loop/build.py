@@ -214,7 +214,7 @@ def joint_layout(layout: Layout, other: Any, args: PostTrainingConfig) -> Layout
     return replace(careful, joins_rows=joins, rope_switch=switch, rope_end=min(ends, default=None))
 
 
-def make_checks(run: Run, rewards: RewardRunner | None, environments: Any) -> Checks:
+def make_checks(run: Run, rewards: RewardRunner | None = None, environments: Any = None) -> Checks:
     """The checks of a run, before its model is there.
 
     Args:

@@ -146,6 +146,9 @@ class OnlineTrainer(PostTrainer):
 
     # Parts -------------------------------------------------------------------------------------------------------
 
+    def _sources(self) -> dict[str, Any]:
+        return {"rewards": self.rewards, "environments": self.environments}
+
     def make_reference(self) -> Reference | None:
         """The frozen start of training, where a KL penalty needs it."""
         needed = self.args.beta or self.args.log_ref_kl
@@ -561,7 +564,7 @@ class OnlineTrainer(PostTrainer):
         self.reward_watch = RewardWatch(
             self.rewards,
             self.run,
-            scaled=str(getattr(self.args, "scale_rewards", "none")) != "none",
+            scaled=str(self.args.scale_rewards) != "none",
             stop_after=self.args.stop_without_signal,
         )
         self.scorer = Scorer(self.rewards, self.processing_class, self.accelerator)
