@@ -127,8 +127,8 @@ def episode_parts(script_args: Any) -> dict[str, Any]:
     parts: dict[str, Any] = {}
     if script_args.tools:
         parts["tools"] = [_callable(named_object(name, "tools"), name, "tools") for name in script_args.tools]
-    for part in ("environment_factory", "rollout_func"):
-        name = getattr(script_args, part)
+    named = {"environment_factory": script_args.environment_factory, "rollout_func": script_args.rollout_func}
+    for part, name in named.items():
         if name:
             parts[part] = _callable(named_object(name, part), name, part)
     return parts

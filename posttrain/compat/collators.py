@@ -85,8 +85,7 @@ class Collator(ABC):
             raise ConfigError(
                 f"pad_token_id={self.pad_token_id!r} must be a token id. Give the tokenizer a pad token (eos will do)."
             )
-        for name in ("max_length", "pad_to_multiple_of"):
-            value = getattr(self, name)
+        for name, value in (("max_length", self.max_length), ("pad_to_multiple_of", self.pad_to_multiple_of)):
             if value is not None and value < 1:
                 raise ConfigError(f"{name}={value} must be at least 1, or None for no limit.")
         check_choice("truncation_mode", self.truncation_mode, ("keep_start", "keep_end"))

@@ -32,7 +32,7 @@ from posttrain.errors import PosttrainError, PreflightError
 from posttrain.loop.data_report import DatasetHead, describe_batches, refuse_data, row_codes, usable_rows
 from posttrain.metrics import Metric, mean
 from posttrain.models import parallel
-from posttrain.models.architecture import config_of, context_length, text_of
+from posttrain.models.architecture import attention_name, config_of, context_length, text_of
 from posttrain.models.heads import picture_encoder
 from posttrain.models.vision import tower_parameters
 from posttrain.report.files import whole_file
@@ -142,7 +142,7 @@ class Checks(transformers.TrainerCallback):
             if parameter.requires_grad:
                 name = str(parameter.dtype).removeprefix("torch.")
                 trainable[name] = trainable.get(name, 0) + parameter.numel()
-        attention = str(getattr(text_of(config_of(model)), "_attn_implementation", None))
+        attention = str(attention_name(text_of(config_of(model))))
         with self.preflight.record_check("config", ("PT-C001", "PT-C004", "PT-C005")):
             self.report([
                 machine.check_precision(trainable, learning_rate=self.args.learning_rate),
@@ -599,7 +599,8 @@ def check_tokens(context: Context, ids: Iterable[int] = ()) -> Iterator[Finding]
 
 def check_reward_models(context: Context) -> Iterator[Finding]:
     """A reward model reads ids of its own tokenizer: the two must belong together."""
-    for function in getattr(context.parts.get("rewards"), "functions", None) or ():
+    rewards: Any = context.parts.get("rewards")
+    for function in () if rewards is None else rewards.functions:
         model, tokenizer = getattr(function, "model", None), getattr(function, "tokenizer", None)
         if model is not None and hasattr(tokenizer, "get_vocab"):
             name = f"the reward model {getattr(function, '__name__', type(function).__name__)}"

@@ -167,10 +167,13 @@ def reshaped_sampling(cfg: OnlineConfig, *names: str) -> str:
     """
     off = {"repetition_penalty": 1.0, "top_p": 1.0, "top_k": 0, "min_p": None}
     options = dict(cfg.generation_kwargs or {})  # type: ignore[arg-type]
+    set_to = {
+        "repetition_penalty": cfg.repetition_penalty, "top_p": cfg.top_p, "top_k": cfg.top_k, "min_p": cfg.min_p
+    }  # fmt: skip
     changed = [
-        f"{name}={getattr(cfg, name)}"
+        f"{name}={set_to[name]}"
         for name in ("repetition_penalty", *names)
-        if getattr(cfg, name) not in (off[name], off[name] or None)
+        if set_to[name] not in (off[name], off[name] or None)
     ]
     if options.get("guide") is not None:
         changed.append(f"generation_kwargs with the guide {options['guide']}")
@@ -412,9 +415,11 @@ class OnlineConfig(VllmSyncFields, VllmFields, GenerationFields, ReferenceFields
     @property
     def generation_config(self) -> transformers.GenerationConfig:
         """A copy of the sampling settings for ``model.generate``; changing it changes nothing here."""
-        names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "cache_implementation")
-        settings = {name: getattr(self, name) for name in names} | {"max_new_tokens": self.max_completion_length}
-        return transformers.GenerationConfig(do_sample=True, **settings)
+        return transformers.GenerationConfig(
+            do_sample=True, temperature=self.temperature, top_p=self.top_p, top_k=self.top_k, min_p=self.min_p,
+            repetition_penalty=self.repetition_penalty, cache_implementation=self.cache_implementation,
+            max_new_tokens=self.max_completion_length,
+        )  # fmt: skip
 
     @property
     def generations_per_step(self) -> float:

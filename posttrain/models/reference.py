@@ -17,7 +17,7 @@ from torch import nn
 
 from posttrain.errors import ConfigError, ModelError
 from posttrain.models.architecture import config_of, get_config_model_id
-from posttrain.models.heads import causal_lm, unwrapped
+from posttrain.models.heads import causal_lm, output_layer, unwrapped
 from posttrain.models.parallel import frozen_parameters, is_partitioned
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ def disable_dropout_in_model(model: nn.Module) -> None:
             module.p = module.p if "lora_dropout" in name.split(".") else 0.0
         else:
             holders.append(module)
-    config: Any = getattr(model, "config", None)
+    config = config_of(model)
     if hasattr(config, "get_text_config"):
         holders += [config, config.get_text_config()]
     for holder in holders:
@@ -105,7 +105,7 @@ def check_reference(reference: object, model: nn.Module) -> None:
             "ref_model is the model itself, so both would move together. Leave it out to take a frozen copy."
         )
     inner = causal_lm(reference) if isinstance(reference, nn.Module) else None
-    if getattr(inner, "get_output_embeddings", lambda: None)() is None:
+    if output_layer(inner) is None:
         raise ModelError(
             f"ref_model is a {type(inner if inner is not None else reference).__name__}, which has no language-model head to "
             "score answers with. Give a causal language model, or leave ref_model out."
@@ -169,7 +169,7 @@ def _first_parameters(model: nn.Module, count: int, pattern: str | None) -> list
             "{layer} where the number is."
         )
     shared = [parameter for _, parameter in named[:first]]
-    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    head = output_layer(model)
     if head is not None and any(head.weight is parameter for parameter in shared):
         logger.warning("the output head is tied to the shared embeddings, so it is frozen with them.")
     return shared

@@ -15,6 +15,7 @@ import datasets
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
 
 from posttrain.data.forest import collate, share_prompts, split_by_sequence
 from posttrain.data.samplers import check_prompts
@@ -443,7 +444,7 @@ class PPOTrainer(OnlineTrainer):
         """As transformers', with a rate that stands still during the steps of one rollout batch."""
         users_own = self.lr_scheduler is not None
         scheduler = super().create_scheduler(num_training_steps, optimizer)
-        if not users_own and hasattr(scheduler, "lr_lambdas"):
+        if not users_own and isinstance(scheduler, LambdaLR):
             updates = self.args.updates
             scheduler.lr_lambdas = [
                 lambda step, rate=rate: rate(step // updates * updates) for rate in scheduler.lr_lambdas

@@ -177,8 +177,9 @@ class RolloutService:
                 end()
             except Exception:
                 logger.exception("the %s could not be closed", name)
-        for place in ("writing", "waiting", "held"):  # Nothing is left there unless an error ended the run.
-            self.ledger.drop(getattr(self.ledger, place), "unfinished", place)
+        left = {"writing": self.ledger.writing, "waiting": self.ledger.waiting, "held": self.ledger.held}
+        for place, count in left.items():  # Nothing is left there unless an error ended the run.
+            self.ledger.drop(count, "unfinished", place)
 
     # Weights -----------------------------------------------------------------------------------------------------
 
