@@ -11,16 +11,7 @@ import torch
 
 from posttrain.checks.registry import Context, finding, probe
 from posttrain.data.formats import MESSAGE_COLUMNS, picture_blocks, pictures_of, undecoded
-from posttrain.data.pictures import (
-    ORIENTATION,
-    Picture,
-    Placed,
-    frames_of,
-    open_source,
-    picture_in,
-    read_picture,
-    shaded,
-)
+from posttrain.data.pictures import ORIENTATION, Picture, Placed, open_source, picture_in, read_picture, shaded
 from posttrain.errors import DataError
 from posttrain.models.architecture import context_length, text_of
 from posttrain.models.forward import forward
@@ -138,7 +129,7 @@ def _kinds(value: object, digests: dict[str, int]) -> set[str]:
 
 def _signs(picture: Picture, value: object) -> dict[str, bool]:
     image = open_source(picture.source)
-    odd = image.mode not in ("RGB", "L") or "transparency" in image.info or frames_of(image) > 1
+    odd = image.mode not in ("RGB", "L") or "transparency" in image.info or getattr(image, "n_frames", 1) > 1
     name = str(value.get("path") or "") if isinstance(value, Mapping) else ""
     again = isinstance(picture.source, bytes) and picture.source.startswith(PNG)
     small = image.resize((SMALLEST_SIDE, SMALLEST_SIDE)).convert("L").getextrema()

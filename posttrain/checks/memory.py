@@ -391,10 +391,12 @@ def _pixels(pictures: tuple[PictureProcessor, Sequence[Picture]], rows: int) -> 
 
 
 def _dtype(args: PostTrainingConfig, config: Any) -> Any:
+    from posttrain.models.memory_estimate import named_dtype
+
     name = (args.model_init_kwargs or {}).get("dtype", "float32")
     if name in ("auto", None):
         name = config.dtype or torch.float32
-    return name if isinstance(name, torch.dtype) else getattr(torch, str(name).removeprefix("torch."))
+    return named_dtype(name)
 
 
 def _autocast(args: PostTrainingConfig, dtype: Any) -> Any:

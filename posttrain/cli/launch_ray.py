@@ -115,14 +115,8 @@ class RayRun:
             raise ConfigError(
                 f"posttrain {name} does not generate with rollout servers. Fix: --rollout_servers 0 places the trainer alone."
             )
-        of = self.trained
-        chosen = {
-            "vllm_server_base_url": of.vllm_server_base_url,
-            "vllm_mode": of.vllm_mode,
-            "worker_engine": of.worker_engine,
-        }
-        for field, value in chosen.items():
-            if value is not None:
+        for field in ("vllm_server_base_url", "vllm_mode", "worker_engine"):
+            if (value := getattr(self.trained, field)) is not None:
                 raise ConfigError(
                     f"{field}={value!r} and --launcher ray both say where rollouts come from. Fix: "
                     "leave it out, or use --rollout_servers 0 to keep your own servers."

@@ -179,7 +179,7 @@ def read_picture(
         if most_pixels is not None and math.prod(size) > most_pixels:
             raise ValueError(f"{size[0]}×{size[1]} pixels, and at most {most_pixels} are decoded")
         turned = with_header.getexif().get(ORIENTATION) in TURNED
-        frames = frames_of(with_header)
+        frames = getattr(with_header, "n_frames", 1)
         digest = _digest(source)
     except Exception as error:  # As above.
         raise DataError(
@@ -231,11 +231,6 @@ def _rgb(image: Any, background: Background) -> Any:
         below.alpha_composite(image)
         image = below
     return image.convert("RGB")
-
-
-def frames_of(image: object) -> int:
-    """Pictures that a file holds: more than one where it is animated."""
-    return getattr(image, "n_frames", 1)
 
 
 def is_image(value: object) -> bool:

@@ -38,6 +38,7 @@ from posttrain.models.vision import tower_parameters
 from posttrain.report.files import whole_file
 from posttrain.report.lock import LOCK
 from posttrain.report.record import versions
+from posttrain.rewards.call import reward_name
 from posttrain.types import Batch, Finding
 
 if TYPE_CHECKING:
@@ -539,12 +540,10 @@ def check_positions(longest: int, known: int | None, *, rotary: bool) -> Finding
 
 def embedding_rows(model: nn.Module) -> int | None:
     """Rows of a model's input embedding; None where it has none, or only a shard of it."""
-    getter = getattr(model, "get_input_embeddings", None)
     try:
-        weight = getattr(getter() if getter is not None else None, "weight", None)
+        shape = model.get_input_embeddings().weight.shape
     except (NotImplementedError, AttributeError):
         return None
-    shape = tuple(getattr(weight, "shape", ()))
     return int(shape[0]) if len(shape) == 2 and shape[0] else None
 
 
@@ -603,6 +602,6 @@ def check_reward_models(context: Context) -> Iterator[Finding]:
     for function in () if rewards is None else rewards.functions:
         model, tokenizer = getattr(function, "model", None), getattr(function, "tokenizer", None)
         if model is not None and hasattr(tokenizer, "get_vocab"):
-            name = f"the reward model {getattr(function, '__name__', type(function).__name__)}"
+            name = f"the reward model {reward_name(function)}"
             if finding := check_token_rows(embedding_rows(model), tokens=len(tokenizer), highest=None, name=name):
                 yield finding

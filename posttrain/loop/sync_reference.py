@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from posttrain.errors import CheckpointError, ConfigError, ModelError
 from posttrain.integrations import require
+from posttrain.models.heads import adapters_of
 from posttrain.models.parallel import is_partitioned, local_part
 from posttrain.models.reference import Reference
 from posttrain.report.files import whole_file
@@ -47,7 +48,7 @@ def bare(model: nn.Module) -> Any:
 
 def has_adapter(model: nn.Module) -> bool:
     """Whether the model carries a peft adapter, as a `PeftModel` or put on by transformers."""
-    return hasattr(model, "disable_adapter") or bool(getattr(model, "_hf_peft_config_loaded", False))
+    return bool(adapters_of(model))
 
 
 def is_sharded(model: nn.Module) -> bool:

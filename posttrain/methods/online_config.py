@@ -165,16 +165,13 @@ def reshaped_sampling(cfg: OnlineConfig, *names: str) -> str:
         cfg: Of an online trainer.
         names: Further settings that its log-probs do not follow.
     """
-    off = {"repetition_penalty": 1.0, "top_p": 1.0, "top_k": 0, "min_p": None}
-    options = dict(cfg.generation_kwargs or {})  # type: ignore[arg-type]
-    set_to = {
-        "repetition_penalty": cfg.repetition_penalty, "top_p": cfg.top_p, "top_k": cfg.top_k, "min_p": cfg.min_p
+    known = {  # Its value, and what is off.
+        "repetition_penalty": (cfg.repetition_penalty, 1.0), "top_p": (cfg.top_p, 1.0), "top_k": (cfg.top_k, 0),
+        "min_p": (cfg.min_p, None),
     }  # fmt: skip
-    changed = [
-        f"{name}={set_to[name]}"
-        for name in ("repetition_penalty", *names)
-        if set_to[name] not in (off[name], off[name] or None)
-    ]
+    options = dict(cfg.generation_kwargs or {})  # type: ignore[arg-type]
+    used = {name: known[name] for name in ("repetition_penalty", *names)}
+    changed = [f"{name}={value}" for name, (value, off) in used.items() if value not in (off, off or None)]
     if options.get("guide") is not None:
         changed.append(f"generation_kwargs with the guide {options['guide']}")
     # suppress_tokens is followed, see `Sampling.left_out`.

@@ -50,6 +50,11 @@ AUTO_CLASSES = {
 }
 
 
+def named_dtype(dtype: torch.dtype | str) -> torch.dtype:
+    """A dtype that may be given by its name, with or without ``torch.``."""
+    return dtype if isinstance(dtype, torch.dtype) else getattr(torch, dtype.removeprefix("torch."))
+
+
 @dataclass(frozen=True)
 class Part:
     """One model of a run, as its config describes it.

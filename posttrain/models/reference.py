@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from posttrain.data.chat import inner_tokenizer
 from posttrain.errors import ConfigError, ModelError
 from posttrain.models.architecture import config_of, get_config_model_id
 from posttrain.models.heads import causal_lm, output_layer, unwrapped
@@ -276,7 +277,7 @@ def _sums(values: torch.Tensor) -> torch.Tensor:
 
 def hash_vocabulary(tokenizer: Tokenizer) -> str | None:
     """SHA-256 over the tokens and their ids, added ones included; None for what has no vocabulary."""
-    tokenizer = getattr(tokenizer, "tokenizer", tokenizer)
+    tokenizer = inner_tokenizer(tokenizer)
     if not hasattr(tokenizer, "get_vocab"):
         return None
     return hashlib.sha256(json.dumps(sorted(tokenizer.get_vocab().items())).encode()).hexdigest()
