@@ -508,7 +508,7 @@ class Prompt(list[int]):
         self.pictures = tuple(pictures)
 
     def __eq__(self, other: object) -> bool:
-        return list.__eq__(self, other) and self.pictures == Prompt.pictures_of(other)
+        return isinstance(other, list) and list.__eq__(self, other) and self.pictures == Prompt.pictures_of(other)
 
     def __ne__(self, other: object) -> bool:
         return not self == other

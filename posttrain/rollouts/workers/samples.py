@@ -192,7 +192,7 @@ class WeightTransferProtocol(Protocol):
 
 
 class WeightTransfer:
-    """What our own transfers tell beside the protocol, in the words of one that tells nothing (a user's).
+    """What a way to servers tells beside the protocol, in the words of one that tells nothing (shared memory, a user's).
 
     Attributes:
         version: Of the weights that were sent last.

@@ -19,7 +19,6 @@ from posttrain.errors import ModelError, WeightSyncError
 from posttrain.models.heads import adapters_of, causal_lm, learns_prompts, unwrapped
 from posttrain.models.parallel import flattens_parameters, gathered, is_partitioned, summoned, whole_tensor
 from posttrain.rollouts.server.weight_sync import SharedFolder, file_tensors, write_tensors
-from posttrain.rollouts.workers.samples import WeightTransfer
 
 # What parallelism, compilation and checkpointing put into names.
 WRAPPERS = ("module.", "_checkpoint_wrapped_module.", "_orig_mod.", "_fsdp_wrapped_module.")
@@ -178,7 +177,7 @@ def _delta(layer: nn.Module, name: str) -> Tensor:
 VERSIONS_KEPT = 2
 
 
-class SharedWeights(WeightTransfer):
+class SharedWeights:
     """The trainer's end: writes a version, then the file ``latest.json`` that names it with its hash.
 
     Satisfies the protocol of weight transfers (``init_weight_transfer``, ``pause``, ``send_weights``, ``resume``,

@@ -105,7 +105,7 @@ class RolloutService:
     Attributes:
         worker: Writes rollouts; None before the first step, and on processes other than the main one.
         transfer: Takes weights to the engines; None before the first step.
-        told: What it tells beside the protocol, where it is one of ours.
+        told: What it tells beside the protocol.
         scoring: What else is asked about rollouts as they arrive; None: nothing.
         version: Of the weights that were pushed last.
     """
@@ -150,7 +150,8 @@ class RolloutService:
         self.transfer = self.given["weight_transfer"] or self.make_transfer()
         if isinstance(self.transfer, WeightTransfer):
             self.told = self.transfer
-        self.told.version = self.version
+        if isinstance(self.transfer, WeightTransfer | SharedWeights):
+            self.transfer.version = self.version
         parallel.run_and_share(self._on_main(self.transfer.init_weight_transfer), self.accelerator)
         if self._engine_kind == "server":
             self.sync.check_engine(self.told.engine)
