@@ -564,7 +564,7 @@ class OnlineTrainer(PostTrainer):
         self.reward_watch = RewardWatch(
             self.rewards,
             self.run,
-            scaled=str(self.args.scale_rewards) != "none",
+            scaled=str(getattr(self.args, "scale_rewards", "none")) != "none",
             stop_after=self.args.stop_without_signal,
         )
         self.scorer = Scorer(self.rewards, self.processing_class, self.accelerator)

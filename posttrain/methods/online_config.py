@@ -256,9 +256,7 @@ class OnlineConfig(VllmSyncFields, VllmFields, GenerationFields, ReferenceFields
     ]
 
     _least_generations: ClassVar[int] = 2  # Of a group: one completion has nothing to be compared with.
-    log_ref_kl = False  # Of methods without this option: no field; nor are these.
-    samples_per_step = None
-    scale_rewards = "none"
+    log_ref_kl, samples_per_step = False, None  # Of methods without these options: no fields.
     _corrects_sampler: ClassVar[bool] = False  # The loss weighs by the ratio to what another engine said of its tokens.
 
     learning_rate: float = option(1e-6, "Peak learning rate.")

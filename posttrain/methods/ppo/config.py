@@ -36,7 +36,6 @@ class _OneCompletion:
     log_ref_kl = False
     stop_without_signal = None
     log_completions = False
-    scale_rewards = "none"
     vllm_sync_retries = VllmSyncFields.vllm_sync_retries
     weight_parity_every = VllmSyncFields.weight_parity_every
     adapter_sync = VllmSyncFields.adapter_sync
