@@ -168,7 +168,7 @@ def test_overridden_rollouts_with_a_mask_and_columns_take_effect(tiny_tokenizer,
             rollouts, completions = super().roll_out(examples, mode)
             for rollout in rollouts:  # Only the last token is the model's.
                 rollout.tool_mask = [0] * (len(rollout.token_ids) - 1) + [1]
-            self._extra = {"verdict": ["ok"] * len(rollouts)}
+            self.episodes.extra = {"verdict": ["ok"] * len(rollouts)}
             return rollouts, completions
 
     trainer = online(Mine, tmp_path, tiny_tokenizer, reward, max_steps=1, check_rewards=False)
