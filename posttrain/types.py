@@ -30,7 +30,7 @@ hidden state predicts it. There are no shifted labels.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from posttrain.errors import ConfigError, DataError
@@ -483,6 +483,10 @@ class Sampling:
     def truncation(self) -> Truncation:
         """What is left out of the vocabulary, before the draw."""
         return Truncation(self.top_k, self.top_p, self.min_p)
+
+    def unseeded(self) -> dict[str, Any]:
+        """All settings but the seed: what the distribution is."""
+        return {name: value for name, value in asdict(self).items() if name != "seed"}
 
     @property
     def left_out(self) -> Truncation:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, SupportsFloat
 
 from posttrain.errors import ROUNDING, RolloutError
 
@@ -26,6 +26,11 @@ def scalar(value: object) -> Any:
     return value
 
 
+def is_number(value: object) -> bool:
+    """Whether this is one real number of any library: no text, and no array of several."""
+    return isinstance(value, SupportsFloat) and not isinstance(value, complex) and not getattr(value, "shape", ())
+
+
 def listed(value: object, where: str) -> list[Any]:
     """A sequence, array or tensor as a list.
 
@@ -45,7 +50,7 @@ def given_number(value: object, where: str) -> float:
         RolloutError: Names the value; also for None and for text.
     """
     number = scalar(value)
-    if isinstance(number, str | bytes | complex) or not hasattr(number, "__float__") or getattr(number, "shape", ()):
+    if not is_number(number):
         raise BadValue(f"{where} is {value!r:.80} ({type(value).__name__}). Fix: give a number.")
     if not math.isfinite(number):
         raise BadValue(f"{where} is {float(number)}. Fix: give a finite number.")
@@ -71,7 +76,7 @@ def given_truth(value: object, where: str) -> bool:
         RolloutError: Names the value.
     """
     number = scalar(value)
-    if not hasattr(number, "__float__") or getattr(number, "shape", ()) or number not in (0, 1):
+    if not is_number(number) or number not in (0, 1):
         raise BadValue(f"{where} is {value!r:.80} ({type(value).__name__}). Fix: give True or False.")
     return bool(number)
 

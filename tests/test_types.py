@@ -12,6 +12,7 @@ import transformers
 import posttrain as pt
 from posttrain.errors import ConfigError
 from posttrain.fields import OneOf, Range, check_fields, option
+from posttrain.types import Prompt
 
 TRAINING = transformers.TrainingArguments
 CONFIGS = sorted(n for n in pt.__all__ if n.endswith("Config") and issubclass(getattr(pt, n), TRAINING))
@@ -103,3 +104,10 @@ def test_a_refusal_says_the_value_what_it_must_be_and_what_it_is_for(field, valu
 def test_a_misspelt_choice_names_the_nearest():
     with pytest.raises(ConfigError, match="did you mean 'auto'"):
         check_fields(Some(kind="auot"), beside=object)
+
+
+def test_a_prompt_equals_a_list_of_its_ids_and_nothing_that_is_no_list():
+    prompt = Prompt([1, 2])
+    assert prompt == [1, 2] and prompt == Prompt([1, 2])
+    assert prompt != [1, 2, 3] and prompt != Prompt([1, 2], ["a picture"])
+    assert prompt != "12" and prompt != (1, 2) and prompt != 0

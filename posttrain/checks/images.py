@@ -66,8 +66,7 @@ def check_image_fit(rows: Sequence[Row], limit: int, completion: int = 0) -> Fin
 def fit(context: Context) -> list[Finding | None]:
     """The sampled rows, with what is generated behind them; ``max_length`` was applied when they were made."""
     limit = context_length(text_of(context.model_config))
-    completion = getattr(context.args, "max_completion_length", None) or 0
-    return [check_image_fit(context.rows, limit, completion)] if limit else []
+    return [check_image_fit(context.rows, limit, context.args.max_completion_length or 0)] if limit else []
 
 
 # What images are, by their headers ----------------------------------------------------------------------------------

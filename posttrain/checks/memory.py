@@ -346,7 +346,7 @@ def plan(
     return Workload(
         policy=policy,
         batches=batches,
-        passes=max(1, round(len(batches) * _accumulation(args) * args.per_device_train_batch_size / size)),
+        passes=max(1, round(len(batches) * args.passes_per_step * args.per_device_train_batch_size / size)),
         critic=None if critic is None else Part("value model", critic, "sequence", dtype),
         value_head="values" in traits.needs and critic is None,
         frozen=(*frozen, *teachers),
@@ -391,23 +391,18 @@ def _pixels(pictures: tuple[PictureProcessor, Sequence[Picture]], rows: int) -> 
 
 
 def _dtype(args: PostTrainingConfig, config: Any) -> Any:
+    from posttrain.models.memory_estimate import named_dtype
+
     name = (args.model_init_kwargs or {}).get("dtype", "float32")
     if name in ("auto", None):
         name = config.dtype or torch.float32
-    return name if isinstance(name, torch.dtype) else getattr(torch, str(name).removeprefix("torch."))
+    return named_dtype(name)
 
 
 def _autocast(args: PostTrainingConfig, dtype: Any) -> Any:
     """Dtype of the computation where it is not that of the weights."""
     half = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None
     return half if half is not dtype else None
-
-
-def _accumulation(args: PostTrainingConfig) -> int:
-    """Micro-batches of an optimiser step; PPO's are its mini-batches."""
-    if hasattr(args, "local_mini_batch_size"):
-        return max(1, -(-args.local_mini_batch_size // args.per_device_train_batch_size))
-    return int(args.gradient_accumulation_steps)
 
 
 def _generating(traits: Traits, args: PostTrainingConfig, lengths: Lengths, device: str) -> Generating | None:

@@ -189,7 +189,7 @@ def probe_logprobs(client: Any, needs: Needs) -> Iterator[Finding]:
     common = pairs[0].keys() & pairs[1].keys()
     if not common or max(abs(pairs[0][i] - pairs[1][i]) for i in common) >= SAME_MODE:
         return
-    url = str(getattr(client, "base_url", "server"))
+    url = str(client.base_url)
     yield finding(
         "PT-S011", "error" if needs.temperature != 1.0 else "warning",
         f"the server's log-probs are the same at temperatures 0.5 and 1.0, and this run samples at {needs.temperature}.", url,

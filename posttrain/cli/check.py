@@ -70,9 +70,9 @@ def differences(config: Any) -> list[str]:
     """What a config's defaults do otherwise than TRL's on purpose, and what restores TRL's."""
     name = type(config).__name__.removesuffix("Config")
     told = [
-        f"{field}={getattr(config, field)!r} (TRL: {theirs!r}): {why}; {switch}"
+        f"{field}={ours!r} (TRL: {theirs!r}): {why}; {switch}"
         for (kind, field), (theirs, why, switch) in DIFFERENT.items()
-        if kind == name and getattr(config, field) != theirs
+        if kind == name and (ours := getattr(config, field)) != theirs
     ]
     if config.assistant_only_loss:
         told.append(

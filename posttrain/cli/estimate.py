@@ -113,8 +113,7 @@ def _parts(subject: Subject, notes: list[str]) -> dict[str, Any]:
     """Configs of the other models that stay in memory."""
     configs, args, script_args = {}, subject.config, subject.script_args
     names = {part: getattr(script_args, f"{part}_name_or_path", None) for part in ("reward_model", "value_model")}
-    far = getattr(args, "teacher_model_server_url", None)
-    teacher = None if far else getattr(args, "teacher_model_name_or_path", None)
+    teacher = None if args.teacher_model_server_url else args.teacher_model_name_or_path
     names |= {f"teacher {k}": v for k, v in teacher.items()} if isinstance(teacher, dict) else {"teacher": teacher}
     for part, name in names.items():
         try:

@@ -57,9 +57,9 @@ def run(argv: list[str]) -> int:
         return _sessions(argv[1:])
     options, rest = _parser().parse_known_args(argv)
     check_choice("command", options.command, sorted(ROWS))
-    for name in ("rows", "examples"):
-        if getattr(options, name) < 1:
-            raise ConfigError(f"--{name} {getattr(options, name)}: give at least 1.")
+    for name, count in (("rows", options.rows), ("examples", options.examples)):
+        if count < 1:
+            raise ConfigError(f"--{name} {count}: give at least 1.")
     for name, path in (("--html", options.html), ("--pictures", options.pictures)):
         if path and not Path(path).absolute().parent.is_dir():
             raise ConfigError(f"{name} {path}: the folder {str(Path(path).parent)!r} does not exist.")

@@ -116,9 +116,9 @@ class RayRun:
                 f"posttrain {name} does not generate with rollout servers. Fix: --rollout_servers 0 places the trainer alone."
             )
         for field in ("vllm_server_base_url", "vllm_mode", "worker_engine"):
-            if getattr(self.trained, field) is not None:
+            if (value := getattr(self.trained, field)) is not None:
                 raise ConfigError(
-                    f"{field}={getattr(self.trained, field)!r} and --launcher ray both say where rollouts come from. Fix: "
+                    f"{field}={value!r} and --launcher ray both say where rollouts come from. Fix: "
                     "leave it out, or use --rollout_servers 0 to keep your own servers."
                 )
         if not self.trained.model_name_or_path:

@@ -172,6 +172,7 @@ class Subject:
         from posttrain.checks.rows import diverged_prompts
         from posttrain.data.chat import terminal_token_ids
         from posttrain.data.formats import ROW, PreparationReport, listed
+        from posttrain.methods.preference import AnswerMethod
 
         config = copy.copy(self.config)
         packs = config.packing
@@ -192,7 +193,7 @@ class Subject:
         prepared = trainer.prepare(examples, "train")
         rows, report = trainer._rows_of(list(prepared)), trainer.reports.get("train", PreparationReport("train"))
         findings = [diverged_prompts(report.diverged, report.rows_in)] if self.name == "sft" else []
-        if getattr(self.method, "branches", None) == ("chosen", "rejected"):
+        if isinstance(self.method, AnswerMethod) and self.method.branches == ("chosen", "rejected"):
             findings += check_pairs(rows, limit=config.max_length, stops=terminal_token_ids(self.tokenizer))
         numbers = list(prepared[ROW]) if ROW in prepared.column_names else None
         # Packing that splits rows cuts none; what no report counts is told by the rows' lengths.

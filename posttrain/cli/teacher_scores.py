@@ -43,7 +43,10 @@ def run(argv: list[str]) -> int:
     trust = {"trust_remote_code": args.trust_remote_code}
     teacher = create_model_from_path(args.teacher_model_name_or_path, dtype="auto", **trust)
     tokenizer = load_tokenizer(args.model_name_or_path, **trust)
-    names = ("top_k", "chat_template_kwargs", "max_length", "max_prompt_length", "batch_size", "tokenizer_check")
-    rows = score_dataset(teacher, data, tokenizer, args.output, **{name: getattr(args, name) for name in names})
+    rows = score_dataset(
+        teacher, data, tokenizer, args.output, top_k=args.top_k, chat_template_kwargs=args.chat_template_kwargs,
+        max_length=args.max_length, max_prompt_length=args.max_prompt_length, batch_size=args.batch_size,
+        tokenizer_check=args.tokenizer_check,
+    )  # fmt: skip
     sys.stdout.write(f"{args.output}: scores of {rows} answers, {args.top_k} ids a token\n")
     return 0

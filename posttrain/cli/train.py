@@ -127,8 +127,8 @@ def episode_parts(script_args: Any) -> dict[str, Any]:
     parts: dict[str, Any] = {}
     if script_args.tools:
         parts["tools"] = [_callable(named_object(name, "tools"), name, "tools") for name in script_args.tools]
-    for part in ("environment_factory", "rollout_func"):
-        name = getattr(script_args, part)
+    named = {"environment_factory": script_args.environment_factory, "rollout_func": script_args.rollout_func}
+    for part, name in named.items():
         if name:
             parts[part] = _callable(named_object(name, part), name, part)
     return parts
@@ -307,7 +307,7 @@ def model_source(model_args: Any, config: Any) -> str:
     Raises:
         ConfigError: None is named.
     """
-    source = model_args.model_name_or_path or getattr(config, "sft_model_path", None)
+    source = model_args.model_name_or_path or config.sft_model_path
     if not source:
         raise ConfigError("--model_name_or_path is missing: which model shall be trained?")
     return source

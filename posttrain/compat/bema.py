@@ -94,12 +94,16 @@ class BEMACallback(transformers.TrainerCallback):
         self._forget()
 
     def _check(self) -> None:
-        for name in ("update_freq", "ref_model_update_freq"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name}={getattr(self, name)} must be at least 1 (optimiser steps).")
-        for name in ("update_after", "ref_model_update_after", "ema_power", "bias_power", "lag", "multiplier"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"{name}={getattr(self, name)} must not be negative.")
+        for name, steps in (("update_freq", self.update_freq), ("ref_model_update_freq", self.ref_model_update_freq)):
+            if steps < 1:
+                raise ConfigError(f"{name}={steps} must be at least 1 (optimiser steps).")
+        numbers = {
+            "update_after": self.update_after, "ref_model_update_after": self.ref_model_update_after,
+            "ema_power": self.ema_power, "bias_power": self.bias_power, "lag": self.lag, "multiplier": self.multiplier,
+        }  # fmt: skip
+        for name, value in numbers.items():
+            if value < 0:
+                raise ConfigError(f"{name}={value} must not be negative.")
         if self.lag + self.multiplier < 1:
             raise ConfigError(
                 f"lag={self.lag} + multiplier={self.multiplier} must be at least 1: below, the average would overshoot the "

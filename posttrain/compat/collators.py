@@ -14,6 +14,7 @@ from transformers import DataCollatorWithFlattening
 
 from posttrain.compat.tensors import pad
 from posttrain.errors import ArgumentTypeError, ConfigError, DataError, check_choice
+from posttrain.values import scalar
 
 IGNORED = -100
 Example = Mapping[str, Any]
@@ -84,8 +85,7 @@ class Collator(ABC):
             raise ConfigError(
                 f"pad_token_id={self.pad_token_id!r} must be a token id. Give the tokenizer a pad token (eos will do)."
             )
-        for name in ("max_length", "pad_to_multiple_of"):
-            value = getattr(self, name)
+        for name, value in (("max_length", self.max_length), ("pad_to_multiple_of", self.pad_to_multiple_of)):
             if value is not None and value < 1:
                 raise ConfigError(f"{name}={value} must be at least 1, or None for no limit.")
         check_choice("truncation_mode", self.truncation_mode, ("keep_start", "keep_end"))
@@ -311,8 +311,7 @@ class DataCollatorForUnpairedPreference(_PromptCollator):
 
 def label_of(example: Example, row: int) -> bool:
     """Whether a judged answer is a good one."""
-    value = example.get("label")
-    value = value.item() if hasattr(value, "item") else value
+    value = scalar(example.get("label"))
     if not isinstance(value, int) or value not in (0, 1):
         raise DataError(f"row {row} of the batch, column 'label', is {value!r}; it must be True or False (or 1 or 0).")
     return bool(value)

@@ -93,7 +93,7 @@ class WeaveCallback(transformers.TrainerCallback):
         attributes = {
             "training_step": state.global_step,
             "model_name": self.model_name,
-            "generation_config": {name: getattr(sampling, name) for name in sampling.__slots__ if name != "seed"},
+            "generation_config": sampling.unseeded(),
         }
         pairs = list(zip(self.source.prompts, completions, strict=True))
         try:

@@ -424,8 +424,8 @@ def _weights(mixture: DatasetMixtureConfig) -> list[float] | None:
 
 
 def _load_member(member: DatasetConfig, streaming: bool) -> Any:
-    options = {name: getattr(member, name) for name in ("name", "split", "data_dir", "data_files")}
-    loaded = load_rows(member.path, **options, streaming=streaming)
+    files = {"data_dir": member.data_dir, "data_files": member.data_files}
+    loaded = load_rows(member.path, name=member.name, split=member.split, **files, streaming=streaming)
     if not member.columns:
         return loaded
     for column in member.columns if loaded.column_names is not None else ():

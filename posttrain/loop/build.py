@@ -200,10 +200,7 @@ def joint_layout(layout: Layout, other: Any, args: PostTrainingConfig) -> Layout
         ModelError: Rotary frequencies of the two change at different lengths.
     """
     theirs = choose_layout(other, args, padded=False)
-    switches, ends = (
-        {length for one in (layout, theirs) if (length := getattr(one, name)) is not None}
-        for name in ("rope_switch", "rope_end")
-    )
+    switches, ends = {layout.rope_switch, theirs.rope_switch} - {None}, {layout.rope_end, theirs.rope_end} - {None}
     if len(switches) > 1:
         raise ModelError(
             f"{type(causal_lm(other)).__name__} reads the rows of the policy, and rotary frequencies of the two change at "
@@ -214,7 +211,7 @@ def joint_layout(layout: Layout, other: Any, args: PostTrainingConfig) -> Layout
     return replace(careful, joins_rows=joins, rope_switch=switch, rope_end=min(ends, default=None))
 
 
-def make_checks(run: Run, rewards: RewardRunner | None, environments: Any) -> Checks:
+def make_checks(run: Run, rewards: RewardRunner | None = None, environments: Any = None) -> Checks:
     """The checks of a run, before its model is there.
 
     Args:

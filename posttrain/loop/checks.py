@@ -32,12 +32,13 @@ from posttrain.errors import PosttrainError, PreflightError
 from posttrain.loop.data_report import DatasetHead, describe_batches, refuse_data, row_codes, usable_rows
 from posttrain.metrics import Metric, mean
 from posttrain.models import parallel
-from posttrain.models.architecture import config_of, context_length, text_of
+from posttrain.models.architecture import attention_name, config_of, context_length, text_of
 from posttrain.models.heads import picture_encoder
 from posttrain.models.vision import tower_parameters
 from posttrain.report.files import whole_file
 from posttrain.report.lock import LOCK
 from posttrain.report.record import versions
+from posttrain.rewards.call import reward_name
 from posttrain.types import Batch, Finding
 
 if TYPE_CHECKING:
@@ -142,7 +143,7 @@ class Checks(transformers.TrainerCallback):
             if parameter.requires_grad:
                 name = str(parameter.dtype).removeprefix("torch.")
                 trainable[name] = trainable.get(name, 0) + parameter.numel()
-        attention = str(getattr(text_of(config_of(model)), "_attn_implementation", None))
+        attention = str(attention_name(text_of(config_of(model))))
         with self.preflight.record_check("config", ("PT-C001", "PT-C004", "PT-C005")):
             self.report([
                 machine.check_precision(trainable, learning_rate=self.args.learning_rate),
@@ -539,12 +540,10 @@ def check_positions(longest: int, known: int | None, *, rotary: bool) -> Finding
 
 def embedding_rows(model: nn.Module) -> int | None:
     """Rows of a model's input embedding; None where it has none, or only a shard of it."""
-    getter = getattr(model, "get_input_embeddings", None)
     try:
-        weight = getattr(getter() if getter is not None else None, "weight", None)
+        shape = model.get_input_embeddings().weight.shape
     except (NotImplementedError, AttributeError):
         return None
-    shape = tuple(getattr(weight, "shape", ()))
     return int(shape[0]) if len(shape) == 2 and shape[0] else None
 
 
@@ -599,9 +598,10 @@ def check_tokens(context: Context, ids: Iterable[int] = ()) -> Iterator[Finding]
 
 def check_reward_models(context: Context) -> Iterator[Finding]:
     """A reward model reads ids of its own tokenizer: the two must belong together."""
-    for function in getattr(context.parts.get("rewards"), "functions", None) or ():
+    rewards: Any = context.parts.get("rewards")
+    for function in () if rewards is None else rewards.functions:
         model, tokenizer = getattr(function, "model", None), getattr(function, "tokenizer", None)
         if model is not None and hasattr(tokenizer, "get_vocab"):
-            name = f"the reward model {getattr(function, '__name__', type(function).__name__)}"
+            name = f"the reward model {reward_name(function)}"
             if finding := check_token_rows(embedding_rows(model), tokens=len(tokenizer), highest=None, name=name):
                 yield finding

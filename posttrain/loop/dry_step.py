@@ -267,7 +267,8 @@ def _choose_batch_size(run: Run, head: DatasetHead, optimizer: torch.optim.Optim
             f"{has.where} has {gib(has.free)} (of which {checks.PLANNED_SHARE:.0%} are planned with). Lower max_length or "
             "max_completion_length, train an adapter, or take optim='adafactor'."
         )
-    _take_batch_size(run, size)
+    run.args.take_batch_size(size)
+    run.accelerator.gradient_accumulation_steps = run.args.gradient_accumulation_steps
     logger.warning(
         "per_device_train_batch_size='auto': %d, with gradient_accumulation_steps=%d, of sizes %s, in %s.",
         size, run.args.gradient_accumulation_steps, sizes, gib(has.free),
@@ -282,19 +283,6 @@ def _predicted(run: Run, tokens: int, tried: Iterable[DryStep], limit: int) -> D
     each = max(last.peak - in_use(run.args.device), 0) / max(last.tokens, 1)
     needed = last.needed + int(each * (tokens - last.tokens))
     return DryStep(needed, needed, tokens, 0.0, failed=True) if needed > 1.5 * limit else None
-
-
-def _take_batch_size(run: Run, size: int) -> None:
-    args = run.args
-    old = int(args.per_device_train_batch_size)
-    args.gradient_accumulation_steps = old * int(args.gradient_accumulation_steps) // size
-    if "steps_per_generation" in vars(args):
-        args.steps_per_generation = old * int(args.steps_per_generation) // size
-    args.per_device_train_batch_size = size
-    args.auto_batch_size = False  # Found: a second call of train() keeps it.
-    if hasattr(args, "micro_batch_size"):
-        args.micro_batch_size = size * args.world_size
-    run.accelerator.gradient_accumulation_steps = args.gradient_accumulation_steps
 
 
 def _kind(device: torch.device) -> str:

@@ -292,8 +292,7 @@ def evaluation_loader(
         "collate_fn": collate,
         "num_workers": args.dataloader_num_workers,
         "persistent_workers": args.dataloader_persistent_workers,
-        # transformers has it since 5.15.
-        "multiprocessing_context": getattr(args, "dataloader_multiprocessing_context", None),
+        "multiprocessing_context": args.dataloader_multiprocessing_context,
         "prefetch_factor": args.dataloader_prefetch_factor,
     }
     if isinstance(dataset, IterableDataset):

@@ -146,6 +146,9 @@ class OnlineTrainer(PostTrainer):
 
     # Parts -------------------------------------------------------------------------------------------------------
 
+    def _sources(self) -> dict[str, Any]:
+        return {"rewards": self.rewards, "environments": self.environments}
+
     def make_reference(self) -> Reference | None:
         """The frozen start of training, where a KL penalty needs it."""
         needed = self.args.beta or self.args.log_ref_kl

@@ -24,6 +24,7 @@ from posttrain.data.forest import to_rows
 from posttrain.errors import ConfigError
 from posttrain.loop.run import Run
 from posttrain.models import parallel
+from posttrain.models.architecture import attention_name, config_of, text_of
 from posttrain.models.forward import forward
 from posttrain.models.reference import Reference, fingerprint, hash_frozen, hash_module, hash_vocabulary
 from posttrain.types import Batch
@@ -130,7 +131,6 @@ def _cache(run: Run, dataset: datasets.Dataset, reference: Reference | None, col
     """A file named by everything that moves the numbers."""
     model = run.model if reference is None or reference.copy is None else reference.copy
     adapter = None if reference is None else ("disabled" if reference.adapter is None else reference.adapter)
-    text = model.config.get_text_config() if hasattr(model, "config") else None
     key = {
         "format": FORMAT,
         "library": __version__,
@@ -141,7 +141,7 @@ def _cache(run: Run, dataset: datasets.Dataset, reference: Reference | None, col
         "adapter": adapter,
         "columns": list(columns),
         "precision": run.accelerator.mixed_precision,
-        "attention": getattr(text, "_attn_implementation", None),
+        "attention": attention_name(text_of(config_of(model))),
         "layout": run.layout.kind,
         "options": run.method.reference_key(),
     }

@@ -149,10 +149,12 @@ def completion_rows(
 
 def reward_model_options(args: PostTrainingConfig) -> dict[str, Any]:
     """How reward models are loaded and run: as the policy is."""
-    names = {"batch_size": "per_device_train_batch_size"} | {
-        name: name for name in ("trust_remote_code", "model_init_kwargs", "chat_template_kwargs")
+    return {
+        "batch_size": args.per_device_train_batch_size,
+        "trust_remote_code": args.trust_remote_code,
+        "model_init_kwargs": args.model_init_kwargs,
+        "chat_template_kwargs": args.chat_template_kwargs,
     }
-    return {name: getattr(args, option) for name, option in names.items()}
 
 
 def reward_options(

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from posttrain.errors import CheckpointError, ConfigError, ModelError
 from posttrain.integrations import require
-from posttrain.models.parallel import is_partitioned
+from posttrain.models.heads import adapters_of
+from posttrain.models.parallel import is_partitioned, local_part
 from posttrain.models.reference import Reference
 from posttrain.report.files import whole_file
 
@@ -47,7 +48,7 @@ def bare(model: nn.Module) -> Any:
 
 def has_adapter(model: nn.Module) -> bool:
     """Whether the model carries a peft adapter, as a `PeftModel` or put on by transformers."""
-    return hasattr(model, "disable_adapter") or bool(getattr(model, "_hf_peft_config_loaded", False))
+    return bool(adapters_of(model))
 
 
 def is_sharded(model: nn.Module) -> bool:
@@ -156,7 +157,7 @@ class SyncRefModelCallback(transformers.TrainerCallback):
         pairs = self._pairs(policy)
         with _gathered([p for _, ref, theta in pairs for p in (ref, theta)]) as writes:
             for name, ref, theta in pairs if writes else ():
-                ref, theta = _local(ref), _local(theta)
+                ref, theta = local_part(ref), local_part(theta)
                 exact = torch.promote_types(ref.dtype, torch.float32)
                 if ref.dtype == exact:
                     ref.copy_(torch.lerp(ref, theta.to(ref.device, exact), alpha))
@@ -259,10 +260,6 @@ def _parameters(model: nn.Module) -> dict[str, Tensor]:
 def _layout(parameter: Any) -> tuple[Any, ...]:
     shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
     return shape, getattr(parameter, "placements", None), getattr(parameter, "device_mesh", None)
-
-
-def _local(parameter: Any) -> Tensor:
-    return parameter.to_local() if hasattr(parameter, "to_local") else parameter
 
 
 @contextmanager

@@ -168,7 +168,7 @@ class PostTrainer(transformers.Trainer):
             )
         load.prepare_tokenizer(self.processing_class, args)
         self.run.tokenizer, self._raw = self.processing_class, train_dataset
-        self.checks = build.make_checks(self.run, getattr(self, "rewards", None), getattr(self, "environments", None))
+        self.checks = build.make_checks(self.run, **self._sources())
         train_dataset = self.checks.config(model, train_dataset, eval_dataset, peft_config)
         with parallel.main_process_first(), warnings_are_errors(args.strict_data):
             train_dataset, eval_dataset = self.prepare_datasets(train_dataset, eval_dataset)
@@ -216,6 +216,10 @@ class PostTrainer(transformers.Trainer):
     def reads_images(self) -> tuple[bool, bool]:
         """Whether rows may hold pictures, and whether tools or environments may show some."""
         return self.method.traits.reads_images, False
+
+    def _sources(self) -> dict[str, Any]:
+        """Rewards and environments, by the names that `build.make_checks` takes; of methods that have them."""
+        return {}
 
     def prepare_datasets(self, train: AnyDataset, evaluation: EvalSets | None) -> tuple[Any, Any]:
         """Check and tokenise all datasets, once; runs before the model is loaded."""

@@ -115,13 +115,18 @@ class PostTrainingConfig(transformers.TrainingArguments):
     freeze_vision = "auto"
     generations_per_step = 1.0
     max_images_per_row = None
+    max_completion_length = None
     max_length = None
     packing = False
     pad_to_multiple_of = None
     pad_token = None
+    sft_model_path = None
     steps_per_generation = None
+    teacher_model_name_or_path = None
+    teacher_model_server_url = None
     temperature = 1.0
     use_vllm = False
+    dataloader_multiprocessing_context = None  # A field of transformers since 5.15.
 
     per_device_train_batch_size: int | str = option(
         PLANNED,
@@ -279,6 +284,19 @@ class PostTrainingConfig(transformers.TrainingArguments):
         for name in ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"):
             if isinstance(value := getattr(self, name), int) and value < 1:
                 raise ConfigError(f"{name}={value} must be at least 1.")
+
+    @property
+    def passes_per_step(self) -> int:
+        """Micro-batches of an optimiser step."""
+        return int(self.gradient_accumulation_steps)
+
+    def take_batch_size(self, size: int) -> None:
+        """The batch size that ``auto`` found: the effective batch stays, and a second call of train() looks for none."""
+        old = int(self.per_device_train_batch_size)
+        self.gradient_accumulation_steps = old * int(self.gradient_accumulation_steps) // size
+        if self.steps_per_generation is not None:
+            self.steps_per_generation = old * int(self.steps_per_generation) // size
+        self.per_device_train_batch_size, self.auto_batch_size = size, False
 
     def _check_numbers(self) -> None:
         """Numbers of transformers' own, which it does not look at: torch would refuse them later, or other steps be taken."""

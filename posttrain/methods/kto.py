@@ -38,10 +38,12 @@ class KTOConfig(PictureConfig, ComparedConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("per_device_train_batch_size", "per_device_eval_batch_size"):
-            if self.loss_type == "kto" and getattr(self, name) < 2:
+        sizes = {"train": int(self.per_device_train_batch_size), "eval": self.per_device_eval_batch_size}
+        for kind, size in sizes.items():
+            if self.loss_type == "kto" and size < 2:
                 raise ConfigError(
-                    f"{name}={getattr(self, name)}: the baseline of 'kto' needs an answer to another prompt, so at least 2 rows."
+                    f"per_device_{kind}_batch_size={size}: the baseline of 'kto' needs an answer to another prompt, so at "
+                    "least 2 rows."
                 )
 
 

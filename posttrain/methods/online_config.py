@@ -165,13 +165,13 @@ def reshaped_sampling(cfg: OnlineConfig, *names: str) -> str:
         cfg: Of an online trainer.
         names: Further settings that its log-probs do not follow.
     """
-    off = {"repetition_penalty": 1.0, "top_p": 1.0, "top_k": 0, "min_p": None}
+    known = {  # Its value, and what is off.
+        "repetition_penalty": (cfg.repetition_penalty, 1.0), "top_p": (cfg.top_p, 1.0), "top_k": (cfg.top_k, 0),
+        "min_p": (cfg.min_p, None),
+    }  # fmt: skip
     options = dict(cfg.generation_kwargs or {})  # type: ignore[arg-type]
-    changed = [
-        f"{name}={getattr(cfg, name)}"
-        for name in ("repetition_penalty", *names)
-        if getattr(cfg, name) not in (off[name], off[name] or None)
-    ]
+    used = {name: known[name] for name in ("repetition_penalty", *names)}
+    changed = [f"{name}={value}" for name, (value, off) in used.items() if value not in (off, off or None)]
     if options.get("guide") is not None:
         changed.append(f"generation_kwargs with the guide {options['guide']}")
     # suppress_tokens is followed, see `Sampling.left_out`.
@@ -256,7 +256,7 @@ class OnlineConfig(VllmSyncFields, VllmFields, GenerationFields, ReferenceFields
     ]
 
     _least_generations: ClassVar[int] = 2  # Of a group: one completion has nothing to be compared with.
-    log_ref_kl = False  # Of methods without this option: no field.
+    log_ref_kl, samples_per_step = False, None  # Of methods without these options: no fields.
     _corrects_sampler: ClassVar[bool] = False  # The loss weighs by the ratio to what another engine said of its tokens.
 
     learning_rate: float = option(1e-6, "Peak learning rate.")
@@ -410,9 +410,11 @@ class OnlineConfig(VllmSyncFields, VllmFields, GenerationFields, ReferenceFields
     @property
     def generation_config(self) -> transformers.GenerationConfig:
         """A copy of the sampling settings for ``model.generate``; changing it changes nothing here."""
-        names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "cache_implementation")
-        settings = {name: getattr(self, name) for name in names} | {"max_new_tokens": self.max_completion_length}
-        return transformers.GenerationConfig(do_sample=True, **settings)
+        return transformers.GenerationConfig(
+            do_sample=True, temperature=self.temperature, top_p=self.top_p, top_k=self.top_k, min_p=self.min_p,
+            repetition_penalty=self.repetition_penalty, cache_implementation=self.cache_implementation,
+            max_new_tokens=self.max_completion_length,
+        )  # fmt: skip
 
     @property
     def generations_per_step(self) -> float:

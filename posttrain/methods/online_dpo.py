@@ -83,8 +83,8 @@ class OnlineDPOConfig(PictureConfig, OnlineConfig):
             )
         defaults = type(self).__dataclass_fields__
         for name in UNREAD:
-            if getattr(self, name) != defaults[name].default:
-                raise ConfigError(f"{name}={getattr(self, name)!r} is not read by {type(self).__name__}. Leave it out.")
+            if (value := getattr(self, name)) != defaults[name].default:
+                raise ConfigError(f"{name}={value!r} is not read by {type(self).__name__}. Leave it out.")
 
     def _check_sampling(self) -> None:
         if isinstance(self.beta, Sequence) and not self.beta:

@@ -150,12 +150,12 @@ def as_label(label: Any, index: int) -> bool:
     )
 
 
-def check_labels(labels: Sequence[Any], args: PostTrainingConfig, *, training: bool) -> None:
+def check_labels(labels: Sequence[Any], args: AnswerConfig, *, training: bool) -> None:
     """Refuse labels that are no bool; warn of a training set that is sorted by label or out of balance.
 
     Args:
         labels: One a row.
-        args: `AnswerConfig`, with ``desirable_weight`` and ``undesirable_weight`` where the method has them.
+        args: Of the method.
         training: Whether it is the training set.
 
     Raises:
@@ -172,8 +172,7 @@ def check_labels(labels: Sequence[Any], args: PostTrainingConfig, *, training: b
             "which hold nothing to compare. Leave it out, or shuffle the dataset.",
             longest, SORTED, args.per_device_train_batch_size,
         )  # fmt: skip
-    weights = [getattr(args, f"{side}_weight", 1.0) for side in ("desirable", "undesirable")]
-    _check_balance(sum(good), len(good) - sum(good), *weights)
+    _check_balance(sum(good), len(good) - sum(good), args.desirable_weight, args.undesirable_weight)
 
 
 def _check_balance(good: int, bad: int, good_weight: float, bad_weight: float) -> None:
@@ -198,6 +197,8 @@ CHECKED_ROWS = 1000
 @dataclass
 class AnswerConfig(PostTrainingConfig):
     """Fields of every method on given answers."""
+
+    desirable_weight = undesirable_weight = 1.0  # Of methods without these options: no fields.
 
     learning_rate: float = option(1e-6, "Peak learning rate; about 1e-5 for LoRA.")
     disable_dropout: bool = option(True, "Set every dropout to 0.")
@@ -317,8 +318,8 @@ class AnswerMethod(Method[Answers]):
     def reference_key(self) -> dict[str, Any]:
         """Settings beyond data, weights and precision that move the reference's log-probs."""
         cfg = self.cfg
-        names = ("max_length", "truncation_mode", "mask_inner_turns")
-        return {name: getattr(cfg, name) for name in names}
+        kept = {"max_length": cfg.max_length, "truncation_mode": cfg.truncation_mode}
+        return kept | {"mask_inner_turns": cfg.mask_inner_turns}
 
     def reference_logp(self, batch: Batch) -> Tensor:
         """The reference's summed log-probs, ``(S,)``."""

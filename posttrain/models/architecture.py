@@ -28,6 +28,11 @@ def text_of(config: PretrainedConfig | None) -> Any:
     return None if config is None else config.get_text_config()
 
 
+def attention_name(text: PretrainedConfig | None) -> str | None:
+    """The implementation of attention that a model was built with; None of None."""
+    return getattr(text, "_attn_implementation", None)
+
+
 def context_length(text: PretrainedConfig | None) -> int | None:
     """Most tokens of a sequence that the model was made for; None without position limits."""
     return getattr(text, "max_position_embeddings", None)

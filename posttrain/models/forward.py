@@ -28,6 +28,7 @@ from posttrain.models.heads import (
 )
 from posttrain.models.parallel import gathers_in_forward
 from posttrain.models.token_split import TokenSplit
+from posttrain.models.value_head import critic_of
 from posttrain.models.vision import VisionView, plain_inputs, view
 from posttrain.types import WHOLE, Batch, LossTerms, ModelOutputs, Row, Truncation
 
@@ -355,7 +356,7 @@ def _value_reader(inner: nn.Module, batch: Batch, virtual: int) -> Callable[[Ten
     """Last hidden states of the policy to values of the states before each completion token, its own trunk's or another's."""
     rows, columns = (batch.sequence >= 0).nonzero(as_tuple=True)
     columns = batch.predictor[rows, columns]
-    critic = getattr(inner, "value_model", None)
+    critic = critic_of(inner)
     if critic is None:
         return lambda hidden: inner.v_head(hidden[rows, columns + virtual])[:, 0].float()
     inputs = {

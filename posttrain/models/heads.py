@@ -177,6 +177,12 @@ def causal_lm(model: nn.Module) -> Any:
     return inner.get_base_model() if hasattr(inner, "get_base_model") else inner
 
 
+def output_layer(model: object) -> Any:
+    """The layer that makes logits of hidden states; None of what has none."""
+    layer_of = getattr(model, "get_output_embeddings", None)
+    return None if layer_of is None else layer_of()
+
+
 def adapters_of(model: object) -> dict[str, PeftConfig]:
     """Configs of the adapters that a model carries, by their names; none of a bare model."""
     return getattr(unwrapped(model), "peft_config", {})

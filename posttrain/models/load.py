@@ -457,8 +457,7 @@ def prepare_tokenizer(tokenizer: Tokenizer, args: PostTrainingConfig) -> None:
         if not Path(path).is_file():
             raise ConfigError(f"chat_template_path={path!r}: there is no such file.")
         tokenizer.chat_template = Path(path).read_text(encoding="utf-8")
-    for name in ("eos_token", "pad_token"):
-        token = getattr(args, name, None)
+    for name, token in (("eos_token", args.eos_token), ("pad_token", args.pad_token)):
         if token is None:
             continue
         if token not in tokenizer.get_vocab():
@@ -586,7 +585,8 @@ def _set_special_tokens(tokenizer: Tokenizer, source: Any) -> None:
 def _mirror(model: nn.Module, tokenizer: Tokenizer) -> None:
     """Write the special tokens' ids into the model's config, its text part and its generation config."""
     text_config = model.config.get_text_config()
-    ids = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("eos", "bos", "pad")}
+    ids = {"eos_token_id": tokenizer.eos_token_id, "bos_token_id": tokenizer.bos_token_id}
+    ids |= {"pad_token_id": tokenizer.pad_token_id}
     configs = [model.config] if text_config is model.config else [model.config, text_config]
     for config in configs:
         for name, value in ids.items():

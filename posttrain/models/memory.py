@@ -26,7 +26,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from posttrain.errors import ConfigError, ModelError
 from posttrain.models.architecture import differs_by_layer, experts_per_token, head_size, layer_kinds
-from posttrain.models.heads import causal_lm
+from posttrain.models.heads import causal_lm, output_layer, unwrapped
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, TrainerControl, TrainerState, TrainingArguments
@@ -47,7 +47,7 @@ def layers_to_keep(model: nn.Module) -> int:
         0 for a model without repeated layers, at most all of them.
     """
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
-    head: Any = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    head = output_layer(model)
     if not layers or head is None:
         return 0
     kept = max(2 * sum(m.out_features for m in layer.modules() if isinstance(m, nn.Linear)) for layer in layers)
@@ -275,7 +275,7 @@ def gradients_first(model: nn.Module, *, passes: int) -> Iterator[None]:
         passes: Forward and backward passes inside; one alone adds nothing up.
     """
     without_gradient = []
-    if passes > 1 and not isinstance(getattr(model, "module", None), nn.Module):
+    if passes > 1 and unwrapped(model) is model:
         plain = [p for p in model.parameters() if type(p.data) is Tensor and p.device.type == "cpu"]
         without_gradient = [p for p in plain if p.requires_grad and p.grad is None]
     for parameter in without_gradient:

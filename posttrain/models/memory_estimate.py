@@ -26,7 +26,7 @@ from posttrain.models.architecture import inner_size, key_value_width, layer_con
 from posttrain.models.attention import attention_inputs
 from posttrain.models.heads import ScoreHead, TokenHead, causal_lm, has_tower, install_token_head
 from posttrain.models.memory import keep_last_activations, recompute_activations
-from posttrain.models.value_head import attach_value
+from posttrain.models.value_head import attach_value, critic_of
 from posttrain.models.vision import adapter_of_text, frozen_parameters, traced_features
 from posttrain.types import Batch
 
@@ -48,6 +48,11 @@ AUTO_CLASSES = {
     "images": "AutoModelForImageTextToText",
     "sequence": "AutoModelForSequenceClassification",
 }
+
+
+def named_dtype(dtype: torch.dtype | str) -> torch.dtype:
+    """A dtype that may be given by its name, with or without ``torch.``."""
+    return dtype if isinstance(dtype, torch.dtype) else getattr(torch, dtype.removeprefix("torch."))
 
 
 @dataclass(frozen=True)
@@ -570,7 +575,7 @@ def _sum_of_outputs(
         return shadow.model(**inputs, token_head=ScoreHead(sequences, sequences))["scores"].sum()
     head = TokenHead(tokens, tokens, tokens, needs=needs)
     inner: Any = causal_lm(shadow.model)
-    critic = getattr(inner, "value_model", None)
+    critic = critic_of(inner)
     if critic is not None:
         head.values = lambda _: critic(**inputs, token_head=ScoreHead(states, states))["scores"][:, 0]
     elif shadow.values:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from accelerate.state import GradientState
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from posttrain.errors import CheckpointError, ConfigError, PosttrainError
@@ -281,7 +282,7 @@ def _summon_fsdp(model: nn.Module, bare: torch.nn.Module) -> Iterator[torch.nn.M
         with summoned(model):
             yield bare
         return
-    modules: list[Any] = [m for m in model.modules() if hasattr(m, "unshard") and hasattr(m, "reshard")]
+    modules = [m for m in model.modules() if isinstance(m, FSDPModule)]
     for module in modules:
         module.unshard()
     try:
@@ -484,12 +485,17 @@ def gathered(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
 def frozen_parameters(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """By name what this process holds of parameters that are not trained, a shard where they are sharded; no collective."""
     for module in model.modules():
-        if hasattr(module, "reshard"):  # FSDP2 leaves some whole after a pass without a backward.
+        if isinstance(module, FSDPModule):  # FSDP2 leaves some whole after a pass without a backward.
             module.reshard()
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             own: Any = getattr(parameter, "ds_tensor", parameter)
-            yield name, (own.to_local() if hasattr(own, "to_local") else own).detach()
+            yield name, local_part(own).detach()
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """What this process holds of a tensor that FSDP2 may have cut into shards."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def whole_tensor(tensor: Any) -> torch.Tensor:

@@ -50,8 +50,11 @@ def bits_asked(settings: Any) -> int | None:
     >>> bits_asked({"load_in_4bit": True}), bits_asked(None)
     (4, None)
     """
-    read = settings.get if isinstance(settings, Mapping) else lambda name: getattr(settings, name, None)
-    return 4 if read("load_in_4bit") else 8 if read("load_in_8bit") else None
+    return 4 if _setting(settings, "load_in_4bit") else 8 if _setting(settings, "load_in_8bit") else None
+
+
+def _setting(settings: object, name: str) -> Any:
+    return settings.get(name) if isinstance(settings, Mapping) else getattr(settings, name, None)
 
 
 def weight_bits(settings: Any) -> float | None:
@@ -63,8 +66,7 @@ def weight_bits(settings: Any) -> float | None:
     bits = bits_asked(settings)
     if bits is None:
         return None
-    read = settings.get if isinstance(settings, Mapping) else lambda name: getattr(settings, name, None)
-    return SCALES[bits, bool(read("bnb_4bit_use_double_quant"))]
+    return SCALES[bits, bool(_setting(settings, "bnb_4bit_use_double_quant"))]
 
 
 def check_quantised(

@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from posttrain.data.chat import inner_tokenizer
 from posttrain.errors import ConfigError, ModelError
 from posttrain.models.architecture import config_of, get_config_model_id
-from posttrain.models.heads import causal_lm, unwrapped
-from posttrain.models.parallel import frozen_parameters
+from posttrain.models.heads import causal_lm, output_layer, unwrapped
+from posttrain.models.parallel import frozen_parameters, is_partitioned
 
 if TYPE_CHECKING:
     from posttrain.types import Tokenizer
@@ -62,7 +63,7 @@ def disable_dropout_in_model(model: nn.Module) -> None:
             module.p = module.p if "lora_dropout" in name.split(".") else 0.0
         else:
             holders.append(module)
-    config: Any = getattr(model, "config", None)
+    config = config_of(model)
     if hasattr(config, "get_text_config"):
         holders += [config, config.get_text_config()]
     for holder in holders:
@@ -105,7 +106,7 @@ def check_reference(reference: object, model: nn.Module) -> None:
             "ref_model is the model itself, so both would move together. Leave it out to take a frozen copy."
         )
     inner = causal_lm(reference) if isinstance(reference, nn.Module) else None
-    if getattr(inner, "get_output_embeddings", lambda: None)() is None:
+    if output_layer(inner) is None:
         raise ModelError(
             f"ref_model is a {type(inner if inner is not None else reference).__name__}, which has no language-model head to "
             "score answers with. Give a causal language model, or leave ref_model out."
@@ -153,7 +154,7 @@ def _check_frozen_base(model: nn.Module) -> None:
 def _first_parameters(model: nn.Module, count: int, pattern: str | None) -> list[nn.Parameter]:
     """Parameters before layer ``count``, in the order they are registered."""
     named = list(model.named_parameters())
-    if any(hasattr(parameter, "ds_id") for _, parameter in named):
+    if any(is_partitioned(parameter) for _, parameter in named):
         raise ModelError(
             "the model's parameters are sharded over processes, so its layers cannot be shared. Leave it out."
         )
@@ -169,7 +170,7 @@ def _first_parameters(model: nn.Module, count: int, pattern: str | None) -> list
             "{layer} where the number is."
         )
     shared = [parameter for _, parameter in named[:first]]
-    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    head = output_layer(model)
     if head is not None and any(head.weight is parameter for parameter in shared):
         logger.warning("the output head is tied to the shared embeddings, so it is frozen with them.")
     return shared
@@ -276,7 +277,7 @@ def _sums(values: torch.Tensor) -> torch.Tensor:
 
 def hash_vocabulary(tokenizer: Tokenizer) -> str | None:
     """SHA-256 over the tokens and their ids, added ones included; None for what has no vocabulary."""
-    tokenizer = getattr(tokenizer, "tokenizer", tokenizer)
+    tokenizer = inner_tokenizer(tokenizer)
     if not hasattr(tokenizer, "get_vocab"):
         return None
     return hashlib.sha256(json.dumps(sorted(tokenizer.get_vocab().items())).encode()).hexdigest()

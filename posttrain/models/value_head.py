@@ -97,6 +97,18 @@ def _held(policy: nn.Module) -> tuple[Any, str, nn.Module] | None:
     return None
 
 
+def value_of(policy: nn.Module) -> nn.Module | None:
+    """The value function that is a part of a policy, its head or a second model; None: it has none."""
+    attached = _held(policy)
+    return None if attached is None else attached[2]
+
+
+def critic_of(policy: nn.Module) -> nn.Module | None:
+    """The second model that a policy's value function is; None: it is a head, or there is none."""
+    value = value_of(policy)
+    return None if isinstance(value, ValueHead) else value
+
+
 @contextmanager
 def without_value(policy: nn.Module) -> Iterator[None]:
     """The policy alone, as it is saved and loaded; its value function comes back afterwards, also on an exception."""

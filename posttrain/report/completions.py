@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from torch import nn
     from transformers import GenerationConfig, TrainerControl, TrainerState, TrainingArguments
 
-    from posttrain.methods.config import PostTrainingConfig
+    from posttrain.methods.online_config import OnlineConfig
     from posttrain.types import AnyDataset, Tokenizer
 
 
@@ -453,9 +453,9 @@ def _plain(value: object) -> Any:
     return None if isinstance(value, float) and math.isnan(value) else value
 
 
-def rollout_table(args: PostTrainingConfig, record: RunRecordCallback, names: list[str]) -> RolloutTableCallback:
+def rollout_table(args: OnlineConfig, record: RunRecordCallback, names: list[str]) -> RolloutTableCallback:
     """The table that ``log_completions`` asks for, of one generation's completions."""
-    rows = getattr(args, "samples_per_step", None) or args.generation_batch_size or 1
+    rows = args.samples_per_step or args.generation_batch_size or 1
     options = {"shown": args.num_completions_to_print, "unique": args.log_unique_prompts}
     return RolloutTableCallback(record, names, rows=rows, **options)
 

@@ -24,7 +24,7 @@ from torch import Tensor
 from posttrain.errors import ConfigError, MissingDependencyError, RewardError, did_you_mean
 from posttrain.metrics import Metric, mean, total
 from posttrain.models.architecture import config_of, get_config_model_id
-from posttrain.values import scalar
+from posttrain.values import is_number, scalar
 
 if TYPE_CHECKING:
     from posttrain.types import Tokenizer
@@ -268,8 +268,7 @@ class RewardCall:
         value = scalar(value)
         if value is None:
             return math.nan
-        single = not isinstance(value, str | bytes) and not getattr(value, "shape", ()) and hasattr(value, "__float__")
-        if not single or isinstance(value, complex):
+        if not is_number(value):
             raise RewardError(
                 f"reward function {name!r} returned {value!r} ({type(value).__name__}) for row {row}; it must return a "
                 f"number or None. Prompt: {head(self.prompts[row])}"

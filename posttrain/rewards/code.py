@@ -16,7 +16,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import astuple, dataclass
+from dataclasses import asdict, astuple, dataclass
 from typing import Any
 
 from posttrain.errors import ConfigError, MissingDependencyError, RewardError, did_you_mean
@@ -71,9 +71,9 @@ class Limits:
     processes: int = 16
 
     def __post_init__(self) -> None:
-        for name in ("timeout", "memory_mb", "file_mb", "processes"):
-            if getattr(self, name) <= 0:
-                raise ConfigError(f"{name}={getattr(self, name)} must be above 0: the code could not run at all.")
+        for name, value in asdict(self).items():
+            if value <= 0:
+                raise ConfigError(f"{name}={value} must be above 0: the code could not run at all.")
 
 
 @dataclass(frozen=True, slots=True)

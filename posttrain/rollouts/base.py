@@ -303,10 +303,10 @@ def check_followed(
     defaults |= {"min_p": 0}  # None is off too.
     for settings in (sampling, *(r.sampling for r in requests if r.sampling is not None)):
         for name in unknown:
-            if (getattr(settings, name) or defaults[name]) != defaults[name]:
+            value = getattr(settings, name)
+            if (value or defaults[name]) != defaults[name]:
                 raise ConfigError(
-                    f"{name}={getattr(settings, name)!r}: {engine} would leave it out. {fix}: {name} is {defaults[name]!r} by "
-                    "default."
+                    f"{name}={value!r}: {engine} would leave it out. {fix}: {name} is {defaults[name]!r} by default."
                 )
         if replace(settings, **{name: getattr(sampling, name) for name in own}) != sampling:
             raise ConfigError(f"{engine} samples all requests of a call alike, and one has settings of its own. {fix}.")

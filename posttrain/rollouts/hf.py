@@ -98,8 +98,8 @@ def pinned_config(sampling: Sampling, **further: Any) -> GenerationConfig:
     """Every field that changes the distribution is set, so that the checkpoint's own settings do not leak in."""
     drawn: dict[str, Any] = {}
     if sampling.temperature > 0:
-        names = ("temperature", "top_k", "top_p", "min_p")
-        drawn = {name: getattr(sampling, name) for name in names}
+        drawn = {"temperature": sampling.temperature, "top_k": sampling.top_k}
+        drawn |= {"top_p": sampling.top_p, "min_p": sampling.min_p}
     settings = {
         "max_new_tokens": sampling.max_new_tokens,
         "repetition_penalty": sampling.repetition_penalty,

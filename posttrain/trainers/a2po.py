@@ -285,11 +285,10 @@ class A2POTrainer(OnlineTrainer):
 
     def _open_cache(self) -> ValueCache:
         model, sampling = self.reference.copy or self.model, self.sampling("value")
-        names = [name for name in Sampling.__slots__ if name != "seed"]
         run = fingerprint(
             # Without an adapter that is trained: the reference runs without it.
             model=hash_tensors({name: p for name, p in model.named_parameters() if not p.requires_grad}),
-            sampling={name: getattr(sampling, name) for name in names},
+            sampling=sampling.unseeded(),
             samples=self.args.num_value_samples,
             prompt=[self.args.max_prompt_length, self.args.chat_template_kwargs, self.processing_class.chat_template],
             rewards=list(zip(self.rewards.names, self.rewards.weights.tolist(), strict=True)),

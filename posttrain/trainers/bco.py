@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import datasets
 import torch
 from torch import Tensor, nn
 
@@ -98,7 +99,7 @@ class BCOTrainer(PreferenceTrainer):
         prepared = super().prepare(dataset, name, training=training)
         if self.embedding is None:
             return prepared
-        if not hasattr(prepared, "select"):
+        if not isinstance(prepared, datasets.Dataset):
             raise ConfigError(f"embedding_func needs a {name} dataset with a length, and it is a stream.")
         texts = self.processing_class.batch_decode(prepared["prompt_ids"][:], skip_special_tokens=True)
         embeddings = embed_prompts(texts, *self.embedding)

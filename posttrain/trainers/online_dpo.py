@@ -151,8 +151,12 @@ class OnlineDPOTrainer(OnlineTrainer):
             raise ConfigError("data_collator must be None: prompts have nothing to collate before they are completed.")
         if self._given_reference is not None:
             check_reference(self._given_reference, model)
-        for name in ("missing_eos_penalty", "reward_weights", "reward_transform") if self.judge is not None else ():
-            if getattr(args, name) is not None:
+        of_rewards = {
+            "missing_eos_penalty": args.missing_eos_penalty, "reward_weights": args.reward_weights,
+            "reward_transform": args.reward_transform,
+        }  # fmt: skip
+        for name, value in of_rewards.items():
+            if self.judge is not None and value is not None:
                 raise ConfigError(
                     f"{name} changes rewards, and a judge gives verdicts and probabilities. Leave one of them out."
                 )

@@ -15,6 +15,7 @@ import datasets
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
 
 from posttrain.data.forest import collate, share_prompts, split_by_sequence
 from posttrain.data.samplers import check_prompts
@@ -37,7 +38,7 @@ from posttrain.metrics import MetricBuffer, mean
 from posttrain.models import parallel
 from posttrain.models.architecture import config_of, get_config_model_id
 from posttrain.models.forward import forward
-from posttrain.models.heads import adapters_of, causal_lm
+from posttrain.models.heads import adapters_of
 from posttrain.models.load import create_model_from_path, load_classifier, resolve_pad_token
 from posttrain.models.reference import Reference, check_reference, disable_dropout_in_model
 from posttrain.models.value_head import (
@@ -46,6 +47,7 @@ from posttrain.models.value_head import (
     check_scorer,
     check_vocabulary,
     load_value_state,
+    value_of,
     value_state,
     without_value,
 )
@@ -303,8 +305,7 @@ class PPOTrainer(OnlineTrainer):
     @property
     def value_model(self) -> Any:
         """The value function: the model that was given, or the head on the policy's trunk."""
-        inner = causal_lm(self.model)
-        return getattr(inner, "value_model", None) or getattr(inner, "v_head", None)
+        return value_of(self.model)
 
     # One rollout batch -----------------------------------------------------------------------------------------------
 
@@ -443,7 +444,7 @@ class PPOTrainer(OnlineTrainer):
         """As transformers', with a rate that stands still during the steps of one rollout batch."""
         users_own = self.lr_scheduler is not None
         scheduler = super().create_scheduler(num_training_steps, optimizer)
-        if not users_own and hasattr(scheduler, "lr_lambdas"):
+        if not users_own and isinstance(scheduler, LambdaLR):
             updates = self.args.updates
             scheduler.lr_lambdas = [
                 lambda step, rate=rate: rate(step // updates * updates) for rate in scheduler.lr_lambdas

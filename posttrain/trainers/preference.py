@@ -9,6 +9,7 @@ from collections.abc import Sized
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import datasets
 import torch
 from torch import nn
 
@@ -199,7 +200,7 @@ class PreferenceTrainer(PostTrainer):
             prepared, self.reports[name] = prepared_set
         if self.method.judged and "label" not in (prepared.column_names or ["label"]):
             raise DataError(f"the {name} rows have no 'label'. Give True for good answers and False for bad ones.")
-        if not hasattr(prepared, "select"):
+        if not isinstance(prepared, datasets.Dataset):
             return prepared
         if self.method.judged:
             check_labels(read_columns(prepared, ["label"])["label"], self.args, training=training)

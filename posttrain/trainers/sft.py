@@ -67,7 +67,8 @@ class SFTTrainer(PostTrainer):
         asked = args or SFTConfig  # The class has the defaults.
         if asked.loss_type == "dft" and compute_loss_func is not None:
             raise ConfigError("loss_type='dft' and compute_loss_func both say what the loss is. Leave one out.")
-        joined = [name for name in ("padding_free", "packing", "eval_packing") if getattr(asked, name)]
+        joins = {"padding_free": asked.padding_free, "packing": asked.packing, "eval_packing": asked.eval_packing}
+        joined = [name for name, on in joins.items() if on]
         if data_collator is not None and joined:
             raise ConfigError(
                 f"{joined[0]}=True joins documents in a way that a data_collator cannot know. Leave one out."

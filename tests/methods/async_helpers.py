@@ -9,7 +9,7 @@ from posttrain.methods.async_grpo import AsyncGRPOConfig
 from posttrain.rollouts.batch import RolloutBatch
 from posttrain.rollouts.episodes.driver import EpisodeDriver, EpisodeSetup
 from posttrain.rollouts.workers.engine import ResumableGenerator
-from posttrain.rollouts.workers.samples import GroupTask, RolloutSample
+from posttrain.rollouts.workers.samples import GroupTask, RolloutSample, WeightTransfer
 from posttrain.trainers.async_grpo.trainer import AsyncGRPOTrainer
 from posttrain.trainers.async_grpo.worker import GroupGenerator, RolloutGroup
 from tests.conftest import build_model
@@ -89,7 +89,7 @@ class StubTransfer:
         self.calls.append("destroy")
 
 
-class Recovering(StubTransfer):
+class Recovering(StubTransfer, WeightTransfer):
     """Says once that servers lack the weights."""
 
     def __init__(self, lacks):

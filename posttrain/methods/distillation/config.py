@@ -236,8 +236,13 @@ class DistillationFields:
 
     def _check_sources(self) -> None:
         """Refuse sources of teachers that exclude each other, and tokens that a teacher cannot give."""
-        names = ("teacher_scores", "teacher_model_server_url", "teacher_model_name_or_path", "teacher_model_kind")
-        sources = {name: getattr(self, name) for name in names if getattr(self, name) not in (None, "model")}
+        named = {
+            "teacher_scores": self.teacher_scores,
+            "teacher_model_server_url": self.teacher_model_server_url,
+            "teacher_model_name_or_path": self.teacher_model_name_or_path,
+            "teacher_model_kind": self.teacher_model_kind,
+        }
+        sources = {name: value for name, value in named.items() if value not in (None, "model")}
         # A server's model may be named: the handshake compares.
         if len(sources) > 1 and set(sources) != {"teacher_model_server_url", "teacher_model_name_or_path"}:
             raise ConfigError(f"there is one teacher, and {sources} name several. Fix: set one of them.")

@@ -29,7 +29,7 @@ from posttrain.methods.distillation.config import Axes, DistillationConfig
 from posttrain.metrics import Metric, maximum, mean, minimum
 from posttrain.models.heads import Float32Linear, LogitRule, TokenHead, is_one_matrix
 from posttrain.models.logprob import chunked_rows, raw_logits
-from posttrain.models.memory_estimate import Part
+from posttrain.models.memory_estimate import Part, named_dtype
 from posttrain.types import Batch, LossTerms, ModelOutputs
 
 MAX_LOG_RATIO = 20.0
@@ -497,7 +497,6 @@ class Distillation(Method[Any]):
         parts = []
         for name, config in configs.items():
             if name == "teacher" or name.startswith("teacher "):
-                known = config.dtype or torch.float32 if dtype == "auto" else dtype
-                known = known if isinstance(known, torch.dtype) else getattr(torch, str(known).removeprefix("torch."))
+                known = named_dtype(config.dtype or torch.float32 if dtype == "auto" else dtype)
                 parts.append(Part(name, config, "causal", known, trained=False))
         return parts

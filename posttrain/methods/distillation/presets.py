@@ -143,8 +143,8 @@ class IWOPDConfig(DistillationConfig):
         jsd = self.distillation_objective == "jsd"
         return [
             *super()._rules(),
-            *((name, jsd or getattr(self, name) in known, "is not read with iw_opd. Fix: distillation_objective='jsd'")
-              for name, known in (("beta", (1,)), ("loss_top_k", (0, 1)))),
+            *((name, jsd or kept, "is not read with iw_opd. Fix: distillation_objective='jsd'")
+              for name, kept in (("beta", self.beta == 1), ("loss_top_k", self.loss_top_k in (0, 1)))),
             ("lmbda", jsd or self.lmbda == 1, "with iw_opd: its gradient is right for the student's own tokens alone. Fix: "
              "lmbda=1.0, or distillation_objective='jsd'"),
         ]  # fmt: skip

@@ -70,9 +70,9 @@ def _check_luspo(cfg: GRPOConfig) -> None:
 
 def _check_gmpo(cfg: GRPOConfig) -> None:
     for name, default in WITHOUT_IN_GMPO.items():
-        if getattr(cfg, name) != default:
+        if (value := getattr(cfg, name)) != default:
             raise ConfigError(
-                f"{name}={getattr(cfg, name)!r} has no meaning in GMPO, whose loss is one ratio a completion. Leave it at "
+                f"{name}={value!r} has no meaning in GMPO, whose loss is one ratio a completion. Leave it at "
                 f"{default!r}, or use another loss_type."
             )
 

@@ -172,7 +172,7 @@ class PPOConfig(_OneCompletion, RewardFields, PostTrainingConfig):
         Args:
             rows: Of the training set; None where it is not known.
         """
-        self.gradient_accumulation_steps = math.ceil(self.local_mini_batch_size / self.per_device_train_batch_size)
+        self.gradient_accumulation_steps = self.passes_per_step
         if self.total_episodes is None and self.max_steps > 0:
             self.num_total_batches = math.ceil(self.max_steps / self.updates)
             self.total_episodes = self.num_total_batches * self.batch_size
@@ -180,6 +180,16 @@ class PPOConfig(_OneCompletion, RewardFields, PostTrainingConfig):
             self.total_episodes = self.total_episodes or max(int(self.num_train_epochs * (rows or 0)), 1)
             self.num_total_batches = math.ceil(self.total_episodes / self.batch_size)
             self.max_steps = self.num_total_batches * self.updates
+
+    @property
+    def passes_per_step(self) -> int:
+        """Micro-batches of a mini-batch, which is an optimiser step."""
+        return max(1, math.ceil(self.local_mini_batch_size / int(self.per_device_train_batch_size)))
+
+    def take_batch_size(self, size: int) -> None:
+        """See `PostTrainingConfig.take_batch_size`."""
+        super().take_batch_size(size)
+        self.micro_batch_size = size * self.world_size
 
     # What `OnlineTrainer` reads, in its own words --------------------------------------------------------------------
 

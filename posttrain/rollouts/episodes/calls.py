@@ -313,7 +313,7 @@ class Policy:
         self._check_settings(body)
         self._check_budget(session)
         n, stops = body.n or 1, body.stops
-        wanted = getattr(body, "max_completion_tokens", None) or body.max_tokens
+        wanted = (body.max_completion_tokens if isinstance(body, ChatBody) else None) or body.max_tokens
         most = min(wanted or self.sampling.max_new_tokens, self.sampling.max_new_tokens)
         if self.context is not None and len(call.prompt_ids) >= self.context:
             raise CallError(
@@ -327,7 +327,7 @@ class Policy:
             most = min(most, max(1, (self.max_tokens - session.counts.tokens) // n))
         if stops and "stop_strings" in self.unsupported:
             raise CallError("The engine of this run takes no stop strings. Fix: leave stop out.", param="stop")
-        top = getattr(body, "top_logprobs", None) or (0 if isinstance(body.logprobs, bool) else body.logprobs) or 0
+        top = (body.top_logprobs if isinstance(body, ChatBody) else body.logprobs) or 0
         if top and "top_logps" in self.unsupported:
             raise CallError("The engine of this run gives no log-probs of other tokens.", param="top_logprobs")
         bias = tuple(sorted((body.logit_bias or {}).items()))
@@ -355,8 +355,8 @@ class Policy:
     def _check_settings(self, body: Any) -> None:
         """Other settings than the run's would be of another distribution than the trainer's log-probs."""
         for name, value in OFF.items():
-            if getattr(body, name) not in (None, value) and not self.overrides:
-                raise CallError(_other(name, getattr(body, name), value), param=name, code="unsupported_value")
+            if (asked := getattr(body, name)) not in (None, value) and not self.overrides:
+                raise CallError(_other(name, asked, value), param=name, code="unsupported_value")
         for name in OF_THE_RUN:
             asked, own = getattr(body, name), getattr(self.sampling, name)
             alike = asked is None or math.isclose(max(asked, 0), own or 0, abs_tol=1e-9)

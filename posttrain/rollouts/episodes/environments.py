@@ -39,7 +39,7 @@ class _Kind:
 def _tool_names(kind: type) -> list[str]:
     """Public methods that are tools, read from the class so that no property runs."""
     names = [name for name in dir(kind) if not name.startswith("_") and name not in NOT_TOOLS]
-    return [n for n in names if callable(getattr(kind, n)) and not inspect.isclass(getattr(kind, n))]
+    return [n for n in names if callable(member := getattr(kind, n)) and not inspect.isclass(member)]
 
 
 class Observed(list):

@@ -234,20 +234,19 @@ class HarnessOptions:
         """Those of a config; None: the defaults."""
         if args is None:
             return cls()
-        same = (
-            "limit",
-            "timeout",
-            "failure",
-            "model",
-            "host",
-            "port",
-            "call_timeout",
-            "max_calls",
-            "max_tokens",
-            "record",
+        return cls(
+            limit=args.harness_limit,
+            timeout=args.harness_timeout,
+            failure=args.harness_failure,
+            model=args.harness_model,
+            host=args.harness_host,
+            port=args.harness_port,
+            call_timeout=args.harness_call_timeout,
+            max_calls=args.harness_max_calls,
+            max_tokens=args.harness_max_tokens,
+            record=args.harness_record,
+            overrides=args.harness_sampling == "override",
         )
-        options = {name: getattr(args, f"harness_{name}") for name in same}
-        return cls(**options, overrides=args.harness_sampling == "override")
 
 
 class HarnessRunner:

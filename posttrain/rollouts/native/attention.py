@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from posttrain.models.architecture import config_of
 from posttrain.models.heads import text_modules
 
 
@@ -424,7 +425,7 @@ def plugged_in(model: nn.Module, store: Store) -> Iterator[None]:
     ALL_ATTENTION_FUNCTIONS.register(NAME, native_attention)
     configs_by_id: dict[int, Any] = {}
     for module in text_modules(model):
-        config = getattr(module, "config", None)
+        config = config_of(module)
         if hasattr(config, "_attn_implementation_internal"):
             configs_by_id[id(config)] = config
     configs = [(config, config._attn_implementation_internal) for config in configs_by_id.values()]

@@ -24,6 +24,7 @@ from posttrain.rollouts.server.client import VLLMClient
 from posttrain.rollouts.server.pool import AWAY, Server, ServerPool, Urls
 from posttrain.rollouts.server.replies import derived_seed, read_choice, reading, sampling_body, shape_of
 from posttrain.rollouts.server.weight_sync import Pusher, as_sync_error
+from posttrain.rollouts.workers.samples import WeightTransfer
 from posttrain.rollouts.workers.shared_weights import VERSIONS_KEPT, as_dtype
 from posttrain.types import Request, Rollout, Sampling
 
@@ -418,7 +419,7 @@ class ServerVersions:
     adapter: bool = False
 
 
-class ServerTransfer:
+class ServerTransfer(WeightTransfer):
     """The trainer's end: servers are given the next version, and go on; satisfies the protocol of weight transfers.
 
     Each server is paused inside its update. A server that fails is left out, and taken in again once it is healthy and has the
@@ -442,11 +443,6 @@ class ServerTransfer:
     def capabilities(self) -> Capabilities:
         """What all servers can do together."""
         return Capabilities() if self.engine is None else self.engine.capabilities
-
-    @property
-    def context(self) -> int | None:
-        """Most tokens of prompt and completion, of the server with the least."""
-        return None if self.engine is None else self.engine.capabilities.context
 
     @property
     def holders(self) -> ServerVersions:

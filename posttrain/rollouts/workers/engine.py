@@ -7,13 +7,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
-
 from posttrain.errors import ConfigError, RolloutError, RolloutInterrupted, check_choice
 from posttrain.models.vision import install_pictures
 from posttrain.rollouts.base import RolloutEngine, require_engine
 from posttrain.rollouts.engines import IN_WORKERS, create_engine
-from posttrain.rollouts.workers.shared_weights import copy_into, read_weights
+from posttrain.rollouts.workers.shared_weights import as_dtype, copy_into, read_weights
 from posttrain.types import FinishReason, Request, Rollout, Sampling
 
 
@@ -70,7 +68,7 @@ class WorkerEngine:
 
         kind = AutoModelForCausalLM if spec.processor is None else AutoModelForImageTextToText
         self.model = kind.from_config(
-            spec.config, dtype=getattr(torch, spec.dtype), trust_remote_code=spec.trust_remote_code
+            spec.config, dtype=as_dtype(spec.dtype), trust_remote_code=spec.trust_remote_code
         ).eval()
         if spec.processor is not None:
             install_pictures(self.model, spec.processor)

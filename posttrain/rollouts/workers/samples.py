@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from posttrain.errors import ROUNDING, RolloutError
+from posttrain.rollouts.base import Capabilities, RolloutEngine
 from posttrain.types import FinishReason, Rollout
 from posttrain.values import given_number, token_ids, token_logps
 
@@ -188,6 +189,36 @@ class WeightTransferProtocol(Protocol):
     def send_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None: ...
     def resume(self) -> None: ...
     def destroy(self) -> None: ...
+
+
+class WeightTransfer:
+    """What a way to servers tells beside the protocol, in the words of one that tells nothing (shared memory, a user's).
+
+    Attributes:
+        version: Of the weights that were sent last.
+        engine: That asks servers; None: there are none.
+    """
+
+    version = 0
+    engine: RolloutEngine | None = None
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """What all engines behind it can do."""
+        return Capabilities()
+
+    @property
+    def holders(self) -> Any:
+        """Who has the version that was sent last; None: whoever looks."""
+        return None
+
+    def missing_weights(self) -> bool:
+        """Whether an engine lacks the last version."""
+        return False
+
+    def failure_reason(self) -> str:
+        """What is wrong with engines that get no requests."""
+        return ""
 
 
 class RolloutBuffer:

@@ -33,7 +33,6 @@ from posttrain.metrics import Metric, maximum, mean, total
 from posttrain.models import parallel
 from posttrain.models.heads import causal_lm
 from posttrain.rewards.runner import RewardRunner, RewardTable
-from posttrain.rollouts.base import Capabilities
 from posttrain.rollouts.batch import (
     RolloutBatch,
     by_context,
@@ -45,7 +44,7 @@ from posttrain.rollouts.episodes.driver import EpisodeSetup
 from posttrain.rollouts.workers.engine import EngineRecipe
 from posttrain.rollouts.workers.ledger import DROP_REASONS, DropWatch, Ledger, balanced_shares
 from posttrain.rollouts.workers.processes import PoolSettings, WorkerPool
-from posttrain.rollouts.workers.samples import RolloutBuffer, RolloutSample, TaskSource, Trajectory
+from posttrain.rollouts.workers.samples import RolloutBuffer, RolloutSample, TaskSource, Trajectory, WeightTransfer
 from posttrain.rollouts.workers.shared_weights import SharedWeights
 from posttrain.rollouts.workers.worker import ActiveClock
 from posttrain.trainers.async_grpo.worker import RolloutJob
@@ -106,6 +105,7 @@ class RolloutService:
     Attributes:
         worker: Writes rollouts; None before the first step, and on processes other than the main one.
         transfer: Takes weights to the engines; None before the first step.
+        told: What it tells beside the protocol.
         scoring: What else is asked about rollouts as they arrive; None: nothing.
         version: Of the weights that were pushed last.
     """
@@ -128,6 +128,7 @@ class RolloutService:
         self.tokenizer, self.pad_token_id, self.reader = tokenizer, pad_token_id, reader
         self.worker: Any = None
         self.transfer: Any = None
+        self.told = WeightTransfer()
         self.scoring: Scoring | None = None
         self.version = 0
         self._serving = False
@@ -135,9 +136,9 @@ class RolloutService:
         self._sent_at = -1
 
     @property
-    def owns_workers(self) -> bool:
-        """Whether the workers are ours, so that every rollout can be accounted for from its beginning."""
-        return isinstance(self.worker, WorkerPool)
+    def pool(self) -> WorkerPool | None:
+        """The workers where they are ours, so that every rollout can be accounted for from its beginning."""
+        return self.worker if isinstance(self.worker, WorkerPool) else None
 
     # Start and stop ----------------------------------------------------------------------------------------------
 
@@ -147,11 +148,13 @@ class RolloutService:
             return
         self._serving = True
         self.transfer = self.given["weight_transfer"] or self.make_transfer()
-        if hasattr(self.transfer, "version"):
+        if isinstance(self.transfer, WeightTransfer):
+            self.told = self.transfer
+        if isinstance(self.transfer, WeightTransfer | SharedWeights):
             self.transfer.version = self.version
         parallel.run_and_share(self._on_main(self.transfer.init_weight_transfer), self.accelerator)
         if self._engine_kind == "server":
-            self.sync.check_engine(getattr(self.transfer, "engine", None))
+            self.sync.check_engine(self.told.engine)
         self.worker = (self.given["rollout_worker"] or self.make_worker()) if self._is_main else None
         self.push_weights()
         parallel.run_and_share(self._on_main(lambda: self.worker.start()), self.accelerator)
@@ -168,14 +171,16 @@ class RolloutService:
         if not self._serving:
             return
         self._serving = False
-        ends = {"workers": getattr(self.worker, "stop", None), "weights": getattr(self.transfer, "destroy", None)}
-        for name, end in ends.items() if self._is_main else ():
+        ends = [("workers", self.worker.stop)] if self.worker is not None else []
+        ends += [("weights", self.transfer.destroy)] if self.transfer is not None else []
+        for name, end in ends if self._is_main else ():
             try:
-                end() if end is not None else None
+                end()
             except Exception:
                 logger.exception("the %s could not be closed", name)
-        for place in ("writing", "waiting", "held"):  # Nothing is left there unless an error ended the run.
-            self.ledger.drop(getattr(self.ledger, place), "unfinished", place)
+        left = {"writing": self.ledger.writing, "waiting": self.ledger.waiting, "held": self.ledger.held}
+        for place, count in left.items():  # Nothing is left there unless an error ended the run.
+            self.ledger.drop(count, "unfinished", place)
 
     # Weights -----------------------------------------------------------------------------------------------------
 
@@ -189,15 +194,14 @@ class RolloutService:
             WeightSyncError: It did not arrive; on every rank.
         """
         began = time.perf_counter()
-        can = getattr(self.transfer, "capabilities", Capabilities())  # Of the rank that sends.
-        tensors = self.sync.outgoing(can)
+        tensors = self.sync.outgoing(self.told.capabilities)  # Of the rank that sends.
         tries = self.args.vllm_sync_retries + 1 if self._engine_kind == "server" else 1
         whole_update(lambda: parallel.run_and_share(lambda: self._send(tensors, again), self.accelerator), tries)
         self.version += not again
         self._sent_at = self.sync.run.state.global_step
         if self.worker is not None:
-            if self.owns_workers:
-                self.worker.holders = getattr(self.transfer, "holders", None)
+            if self.pool is not None:
+                self.pool.holders = self.told.holders
             self.worker.update_model_version(self.version)
         self.sync.run.log(
             {"perf/weight_sync_s": mean(time.perf_counter() - began), "weight_sync_mb": mean(tensors.nbytes / 1e6)}
@@ -266,7 +270,7 @@ class RolloutService:
         args, given = self.args, self.given
         shared = args.worker_threads or max(1, (os.cpu_count() or 1) // (args.num_rollout_workers + 1))
         episodes = {name: given.get(name) for name in ("tools", "environment_factory", "harness")}
-        contexts = [self.sync.context, getattr(self.transfer, "context", None)]
+        contexts = [self.sync.context, self.told.capabilities.context]
         return RolloutJob(
             engine=self._engine_recipe(),
             tokenizer=self.tokenizer,
@@ -356,7 +360,7 @@ class AsyncRollouts:
             return None
         waited = time.perf_counter() - began
         samples = [sample for trajectory in self.held for sample in trajectory.samples]
-        if not self.service.owns_workers:  # Ours looked at every token before they sent it (`score_group`).
+        if self.service.pool is None:  # Ours looked at every token before they sent it (`score_group`).
             for sample in samples:
                 sample.check()
         self._log_step(waited)
@@ -389,11 +393,12 @@ class AsyncRollouts:
                 return False
             self._hold(trajectory, "waiting")
         stale = self.ledger.dropped["stale_in_flight"] + self.ledger.dropped["stale_in_queue"]
-        limit = getattr(self.service.worker, "max_inflight", 0)
+        pool = self.service.pool
+        limit = 0 if pool is None else pool.max_inflight
         lower = self.drops.add(count, stale - self._seen_stale, limit)
         self._seen_stale = stale
-        if lower != limit and self.service.owns_workers:
-            self.service.worker.max_inflight = max(self.args.num_generations, lower)
+        if pool is not None and lower != limit:
+            pool.max_inflight = max(self.args.num_generations, lower)
         return True
 
     def _hold(self, trajectory: Trajectory, place: str) -> None:
@@ -438,14 +443,14 @@ class AsyncRollouts:
             try:
                 item = self.service.worker.rollout_buffer.get(timeout=min(LOOK_S, stale))
             except queue.Empty:
-                if self.service.owns_workers and self.service.worker.starting:
+                if self.service.pool is not None and self.service.pool.starting:
                     began = clock.look()
                 if clock.look() - began > 2 * stale:
                     raise self._nothing(clock.now - began) from None
-                if getattr(self.service.transfer, "missing_weights", bool)():
+                if self.service.told.missing_weights():
                     return None
                 continue
-            return item if self.service.owns_workers else self._booked(item)
+            return self._booked(item) if self.service.pool is None else item
 
     def _booked(self, item: object) -> Trajectory:
         """What a user's own worker hands over, which counts from now on: a sample, several rows, a trajectory."""
@@ -457,7 +462,7 @@ class AsyncRollouts:
 
     def _nothing(self, waited: float) -> RolloutError:
         dropped = dict(self.ledger.dropped)
-        servers = getattr(self.service.transfer, "failure_reason", str)()
+        servers = self.service.told.failure_reason()
         return RolloutError(
             f"no fresh rollout arrived for {waited:.0f} s (2 x heartbeat_stale_after_s), and the workers say that they are "
             f"well: {self.ledger.writing} rollouts are under way, {dropped} were dropped. "
@@ -467,20 +472,20 @@ class AsyncRollouts:
 
     def _close_group(self, group_id: int) -> None:
         """No rollout of this group is under way any more."""
-        if self.service.owns_workers:
-            with self.service.worker.lock:
+        if self.service.pool is not None:
+            with self.service.pool.lock:
                 self.tasks.done(group_id)
 
     # The account -------------------------------------------------------------------------------------------------
 
     def book(self, *, skipped: bool) -> None:
         """The step is done: what it held is trained; or, where its update was left out, dropped with the queue."""
-        worker = self.service.worker
+        pool = self.service.pool
         if skipped:
             self.ledger.drop(self.ledger.held, "skipped", "held")
-            if self.service.owns_workers:
-                with worker.lock:
-                    drained = worker.rollout_buffer.drain()
+            if pool is not None:
+                with pool.lock:
+                    drained = pool.rollout_buffer.drain()
                     self.ledger.drop(len(drained), "skipped", "waiting")
                 self.held += drained
         else:
@@ -488,7 +493,7 @@ class AsyncRollouts:
         for trajectory in self.held:
             self._close_group(trajectory.group_id)
         self.held = []
-        worker.audit() if self.service.owns_workers else self.ledger.audit()
+        (pool or self.ledger).audit()
 
     def close(self) -> None:
         """Stop the workers; what was under way counts as unfinished."""
@@ -510,14 +515,13 @@ class AsyncRollouts:
             }
         counts |= {
             "async/version": self.service.version,
-            "async/worker_restarts": getattr(self.service.worker, "restarts", 0),
+            "async/worker_restarts": 0 if self.service.pool is None else self.service.pool.restarts,
         }
         return {name: float(value) for name, value in counts.items()}
 
     def state(self) -> dict[str, Any]:
         """For a checkpoint: where prompts and counts stand; rollouts under way are asked for again after a resume."""
-        lock = self.service.worker.lock if self.service.owns_workers else self.ledger.lock
-        with lock:
+        with (self.service.pool or self.ledger).lock:
             mine = {"tasks": self.tasks.state(), "ledger": self.ledger.state()}
         return mine | {"version": self.service.version}
 
@@ -560,13 +564,13 @@ class AsyncRollouts:
         }
 
     def _pool_metrics(self) -> dict[str, Metric]:
-        if not self.service.owns_workers:
+        pool = self.service.pool
+        if pool is None:
             return {}
-        worker = self.service.worker
-        spent = worker.spent()
+        spent = pool.spent()
         metrics = {
-            "sample/rollout_queue_size": mean(float(len(worker.rollout_buffer))),
-            "async/queue_tokens": mean(float(worker.rollout_buffer.tokens)),
+            "sample/rollout_queue_size": mean(float(len(pool.rollout_buffer))),
+            "async/queue_tokens": mean(float(pool.rollout_buffer.tokens)),
         }
         if spent.get("generate"):
             metrics["rollout/generated_tok_s"] = mean(spent.get("tokens", 0.0) / spent["generate"])
