@@ -17,7 +17,6 @@ from posttrain.data.formats import has_pictures, pictures_of, undecoded
 from posttrain.data.picture_rows import stored
 from posttrain.data.pictures import Placed, conversation_pictures, read_picture, without_pictures
 from posttrain.errors import DataError
-from posttrain.types import Prompt
 from tests.vision_families import noise
 from tests.wordings import raises
 
@@ -286,9 +285,3 @@ def test_a_dataset_is_read_without_decoding():
 def test_importing_the_package_does_not_import_an_image_library():
     code = "import sys, posttrain, posttrain.data.pictures, posttrain.data.processors; sys.exit('PIL' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
-
-
-def test_a_prompt_equals_lists_of_its_ids_alone():
-    assert Prompt([1, 2]) == [1, 2] and Prompt([1, 2]) != [1, 3]
-    assert Prompt([1, 2]) != 5 and Prompt([1, 2]) != (1, 2), "what is no list is compared by nothing"
-    assert Prompt([1, 2], [object()]) != [1, 2]
