@@ -16,9 +16,11 @@ class Stuck(TrainerCallback):
     def on_pre_optimizer_step(self, args, state, control, **_):
         print("stuck", flush=True)
         while True:
-            # A join without an end, as that of a collective whose other process is gone.
-            with contextlib.suppress(BaseException):
-                threading.Event().wait() if sys.argv[2] == "waiting" else time.sleep(0.1)
+            with contextlib.suppress(BaseException):  # What is raised between two turns of the inner loop.
+                while True:
+                    # A join without an end, as that of a collective whose other process is gone.
+                    with contextlib.suppress(BaseException):
+                        threading.Event().wait() if sys.argv[2] == "waiting" else time.sleep(0.1)
 
 
 if __name__ == "__main__":

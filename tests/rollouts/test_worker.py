@@ -198,7 +198,7 @@ def test_workers_that_fail_again_and_again_end_the_run(tmp_path, running):
 
 
 def test_a_worker_that_gives_no_sign_of_work_is_replaced(tmp_path, running, caplog):
-    given = running(pool(tmp_path, Echo(hangs_at=1), stale_after_s=1.5))
+    given = running(pool(tmp_path, Echo(hangs_at=1), stale_after_s=3))
     take(given, 4)
     with caplog.at_level(logging.WARNING):
         take(given, 12)
