@@ -36,17 +36,15 @@ def main() -> None:
     """Both shapes, both sides, in turn."""
     options = harness.parser(__doc__)
     options.add_argument("--steps", type=int, default=4, help="optimiser steps of a run; the first is not timed")
-    options.add_argument("--shape", choices=["skewed", "uniform"], help="(child) which lengths")
+    options.add_argument("--shape", choices=["skewed", "uniform"], help="one of the cases; both when left out")
     args = options.parse_args()
     if args.side:
         print(json.dumps(run(args.side, args.model, args.shape, args.steps)))
         return
     model = args.model or harness.default_model()
-    result = {}
-    for shape in ("skewed", "uniform"):
+    for shape in [args.shape] if args.shape else ("skewed", "uniform"):
         pairs = harness.alternate(__file__, args.pairs, "--model", model, "--shape", shape, "--steps", str(args.steps))
-        result[shape] = harness.compare(f"SFT, {shape}", pairs)
-    harness.save("sft", result)
+        harness.save(f"sft_{shape}", harness.compare(f"SFT, {shape}", pairs))
 
 
 if __name__ == "__main__":
