@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
+import traceback
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -191,6 +192,13 @@ def did_you_mean(value: object, choices: Iterable[str], *, cutoff: float = 0.6) 
 @functools.cache
 def _parameters(cls: type) -> Mapping[str, inspect.Parameter]:
     return inspect.signature(cls.__init__).parameters
+
+
+def raised_at(error: BaseException, besides: str = "") -> str:
+    """File and line of the last frame that is no library's, nor of the file ``besides``: the user's; ``""`` without frames."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != besides]
+    own = [f for f in frames if "site-packages" not in f.filename and not f.filename.startswith("<frozen")] or frames
+    return f"{own[-1].filename}:{own[-1].lineno}" if own else ""
 
 
 # Of older versions of transformers and TRL.

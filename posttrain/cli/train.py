@@ -11,7 +11,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +18,7 @@ from typing import Any, NoReturn
 
 from posttrain.cli import launch_ray, ranks
 from posttrain.cli.commands import TRAINING
-from posttrain.errors import CheckpointError, ConfigError, PosttrainError, did_you_mean
+from posttrain.errors import CheckpointError, ConfigError, PosttrainError, did_you_mean, raised_at
 from posttrain.fields import option
 
 
@@ -46,7 +45,7 @@ def named_object(path: str, option: str) -> Any:
     except (ImportError, AttributeError) as error:
         raise ConfigError(f"{option}: {path!r} cannot be imported from {os.getcwd()}: {error}") from error
     except (Exception, SystemExit) as error:
-        raise ConfigError(f"{option}: {module!r} fails while it is imported: {error!r} ({_place(error)})") from error
+        raise ConfigError(f"{option}: {module!r} fails while it is imported: {error!r} ({raised_at(error)})") from error
     return _member(imported, name, module, option)
 
 
@@ -64,16 +63,10 @@ def _from_file(file: Path, name: str, option: str) -> Any:
         sys.path.remove(str(file.resolve().parent))
         if sys.modules.get(file.stem) is module:  # Half of it.
             del sys.modules[file.stem]
-        raise ConfigError(f"{option}: {str(file)!r} fails while it is imported: {error!r} ({_place(error)})") from error
+        raise ConfigError(
+            f"{option}: {str(file)!r} fails while it is imported: {error!r} ({raised_at(error)})"
+        ) from error
     return _member(module, name, str(file), option)
-
-
-def _place(error: BaseException) -> str:
-    """File and line of the last frame that is no library's: the user's, where code of his is running."""
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if "site-packages" not in frame.filename and not frame.filename.startswith("<")]
-    last = (own or frames)[-1]
-    return f"{last.filename}:{last.lineno}"
 
 
 def _member(module: Any, name: str, where: str, option: str) -> Any:
@@ -280,8 +273,8 @@ def train(name: str, script_args: Any, config: Any, model_args: Any, mixture: An
         trainer.train(resume_from_checkpoint=resume)
     except SystemExit as stop:  # It would end this program as if all had been done.
         raise PosttrainError(
-            f"sys.exit({stop.code!r}) at {_place(stop)} ended the run at step {trainer.state.global_step}. Fix: raise an error "
-            "that says what is wrong, or return."
+            f"sys.exit({stop.code!r}) at {raised_at(stop)} ended the run at step {trainer.state.global_step}. Fix: raise an "
+            "error that says what is wrong, or return."
         ) from stop
     except Exception as error:
         # Of an error that came while it trained: the checkpoint's own errors say what to do.

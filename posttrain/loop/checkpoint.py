@@ -229,7 +229,7 @@ def refuse_unreadable(folder: Path, model: nn.Module) -> None:
     pairs = {
         name: (_written(before[name]), _written(now[name]))
         for name in ADAPTER_SETTINGS
-        if {name} <= before.keys() & now
+        if name in before and name in now
     }
     other = [f"{name}={mine} (the checkpoint's: {its})" for name, (its, mine) in pairs.items() if its != mine]
     if other:
@@ -708,6 +708,12 @@ def _signals() -> list[signal.Signals]:
     return [number for number in SIGNALS if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN]
 
 
+def _give_back(handlers: Mapping[int, Any]) -> None:
+    """Put back the handlers that `signal.signal` returned; None is one that was not set from Python."""
+    for number, handler in handlers.items():
+        signal.signal(number, signal.SIG_DFL if handler is None else handler)
+
+
 @contextlib.contextmanager
 def kept_from_signals() -> Iterator[None]:
     """Let what is written inside become whole: the first signal is handled after it, the second one ends it at once."""
@@ -728,8 +734,7 @@ def kept_from_signals() -> Iterator[None]:
     try:
         yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        _give_back(before)
     if told:
         handler = before[told[0]]
         # Not raised anew where somebody handles it: who counts signals would take it for the second.
@@ -821,8 +826,7 @@ class GracefulInterrupt(transformers.TrainerCallback):
             signal.set_wakeup_fd(self._wakeup)
             self._sender.close()
             self._sender = None
-        for number, handler in self._previous.items():
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        _give_back(self._previous)
         self._previous, self._accelerator = {}, None
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> Any:

@@ -215,10 +215,8 @@ class DatasetHead:
         """
         report = _describe(self.sample)
         if not self.streams and isinstance(self.raw, Sized):
-            report.rows_in, report.rows_out = (
-                len(self.raw),
-                (prepared_by and prepared_by.rows_out) or len(self.prepared),
-            )
+            report.rows_in = len(self.raw)
+            report.rows_out = (prepared_by and prepared_by.rows_out) or len(self.prepared)
         report.dropped = dict(prepared_by.dropped) if prepared_by else {}
         if self.examples and LENGTHS in self.examples[0] and self.limit:
             report.packing_fill = statistics.fmean(len(example["input_ids"]) for example in self.examples) / self.limit

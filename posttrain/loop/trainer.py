@@ -502,11 +502,8 @@ class PostTrainer(transformers.Trainer):
         try:
             super()._maybe_log_save_evaluate(*args, **kwargs)
         except checkpoint.EvaluationStopped:
-            self.control.should_evaluate, self.control.should_save, self.control.should_training_stop = (
-                False,
-                True,
-                True,
-            )
+            self.control.should_evaluate = False
+            self.control.should_save = self.control.should_training_stop = True
             super()._maybe_log_save_evaluate(*args, **kwargs)
         finally:
             self._in_loop = False

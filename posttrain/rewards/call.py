@@ -13,7 +13,6 @@ import math
 import os
 import threading
 import time
-import traceback
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -21,7 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor
 
-from posttrain.errors import ConfigError, MissingDependencyError, RewardError, did_you_mean
+from posttrain.errors import ConfigError, MissingDependencyError, RewardError, did_you_mean, raised_at
 from posttrain.metrics import Metric, mean, total
 from posttrain.models.architecture import config_of, get_config_model_id
 from posttrain.values import is_number, scalar
@@ -220,9 +219,8 @@ class RewardCall:
             )
         if isinstance(error, RewardError):
             return RewardError(f"reward function {name!r}: {str(error).rstrip('.')} {first}.")
-        frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
-        own = [frame for frame in frames if "site-packages" not in frame.filename] or frames
-        place = f" at {own[-1].filename}:{own[-1].lineno}" if own else ""
+        place = raised_at(error, besides=__file__)
+        place = f" at {place}" if place else ""
         # httpx, requests, aiohttp and openai share no class of errors, but words.
         network = isinstance(error, ConnectionError) or any(word in type(error).__name__ for word in NETWORK)
         fix = (
