@@ -38,6 +38,11 @@ def inner_tokenizer(processing_class: Tokenizer) -> Any:
     return getattr(processing_class, "tokenizer", None) or processing_class
 
 
+def is_processor(processing_class: Tokenizer) -> bool:
+    """Whether this is a processor with an image processor, not a tokenizer."""
+    return getattr(processing_class, "image_processor", None) is not None
+
+
 def with_template(processing_class: Tokenizer, template: str | None) -> Any:
     """A shallow copy of the (inner) tokenizer that carries ``template``."""
     shadow = copy.copy(inner_tokenizer(processing_class))

@@ -22,8 +22,6 @@ from posttrain.errors import DataError, ModelError
 if TYPE_CHECKING:
     from transformers import ProcessorMixin
 
-    from posttrain.types import Tokenizer
-
 
 @dataclass(frozen=True, slots=True)
 class Family:
@@ -548,11 +546,6 @@ def _as_blocks(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         {**m, "content": [{"type": "text", "text": m["content"]}]} if isinstance(m.get("content"), str) else dict(m)
         for m in messages
     ]
-
-
-def is_processor(processing_class: Tokenizer) -> bool:
-    """Whether this is a processor with an image processor, not a tokenizer."""
-    return getattr(processing_class, "image_processor", None) is not None
 
 
 @functools.cache

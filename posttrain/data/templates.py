@@ -19,6 +19,7 @@ from posttrain.data.chat import (
     encode,
     has_generation_markers,
     inner_tokenizer,
+    is_processor,
     json_arguments,
     render,
     template_arguments,
@@ -28,7 +29,6 @@ from posttrain.data.chat import (
     with_template,
 )
 from posttrain.data.formats import is_messages, naming
-from posttrain.data.processors import is_processor
 from posttrain.errors import ArgumentTypeError, ModelError
 from posttrain.types import Finding
 

@@ -11,10 +11,9 @@ import datasets
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from posttrain.data.chat import terminal_token_ids
+from posttrain.data.chat import is_processor, terminal_token_ids
 from posttrain.data.forest import collate
 from posttrain.data.formats import is_conversational
-from posttrain.data.processors import is_processor
 from posttrain.data.samplers import PromptStream, RepeatSampler
 from posttrain.errors import RolloutError, RolloutServerError
 from posttrain.loop import step

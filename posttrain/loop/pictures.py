@@ -15,7 +15,7 @@ import torch
 from datasets import Features, List, Value
 from transformers.utils.hub import cached_file
 
-from posttrain.data.chat import template_text
+from posttrain.data.chat import is_processor, template_text
 from posttrain.data.formats import (
     STREAMED,
     PreparationReport,
@@ -44,7 +44,7 @@ from posttrain.data.picture_rows import (
     side_by_side,
 )
 from posttrain.data.pictures import Picture, read_picture, shaded
-from posttrain.data.processors import LARGE, PictureProcessor, family_of, is_processor, load_processor
+from posttrain.data.processors import LARGE, PictureProcessor, family_of, load_processor
 from posttrain.errors import ConfigError, DataError, ModelError, check_rules
 from posttrain.losses.advantages import weighted_total
 from posttrain.methods.config import PictureConfig

@@ -13,10 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from posttrain.checks.tokenizers import TokenizerMatch, compare_tokenizers, require_same_tokens
-from posttrain.data.chat import inner_tokenizer, terminal_token_ids
+from posttrain.data.chat import inner_tokenizer, is_processor, terminal_token_ids
 from posttrain.data.forest import Layout
 from posttrain.data.formats import get_dataset_column_names
-from posttrain.data.processors import is_processor
 from posttrain.errors import ConfigError, DataError
 from posttrain.loop.build import choose_layout
 from posttrain.loop.online import OnlineTrainer

@@ -7,8 +7,9 @@ import torch
 from PIL import Image
 
 from posttrain.cli.inspect import seen_by_model
+from posttrain.data.chat import is_processor
 from posttrain.data.pictures import conversation_pictures, read_picture
-from posttrain.data.processors import PictureProcessor, is_processor, load_processor
+from posttrain.data.processors import PictureProcessor, load_processor
 from posttrain.errors import DataError, ModelError
 from tests.vision_families import NAMES, UNKNOWN, build, noise
 
