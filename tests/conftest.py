@@ -226,7 +226,7 @@ def build_masked_model(vocab_size: int, head: str = "CausalLM", seed: int = 3, *
 @pytest.fixture(autouse=True, scope="session")
 def _proven_once() -> Iterator[None]:
     """Whether an image processor by itself prepares a large picture as its processor does, shown once for equal processors."""
-    from posttrain.data.processors import PictureProcessor
+    from posttrain.pictures.processors import PictureProcessor
 
     shown, prove = {}, PictureProcessor._alone.func
 

@@ -11,11 +11,11 @@ import torch
 
 from posttrain.checks.registry import Context, finding, probe
 from posttrain.data.formats import MESSAGE_COLUMNS, picture_blocks, pictures_of, undecoded
-from posttrain.data.pictures import ORIENTATION, Picture, Placed, open_source, picture_in, read_picture, shaded
 from posttrain.errors import DataError
 from posttrain.models.architecture import context_length, text_of
 from posttrain.models.forward import forward
 from posttrain.models.heads import picture_encoder
+from posttrain.pictures.picture import ORIENTATION, Picture, Placed, open_source, picture_in, read_picture, shaded
 from posttrain.types import Batch, Finding, Row
 
 if TYPE_CHECKING:

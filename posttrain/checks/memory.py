@@ -20,12 +20,12 @@ if TYPE_CHECKING:
     from peft import PeftConfig
 
     from posttrain.data.forest import Layout
-    from posttrain.data.pictures import Picture
-    from posttrain.data.processors import PictureProcessor
     from posttrain.methods.base import Method, Traits
     from posttrain.methods.config import PostTrainingConfig
     from posttrain.models.memory import Available
     from posttrain.models.memory_estimate import Generating, Part, Shards, Workload
+    from posttrain.pictures.picture import Picture
+    from posttrain.pictures.processors import PictureProcessor
 
 logger = logging.getLogger(__name__)
 

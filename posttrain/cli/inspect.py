@@ -141,7 +141,7 @@ def contact_sheet(summary: Summary, processor: ProcessorMixin) -> Any:
 
     Args:
         summary: With pictures.
-        processor: A `posttrain.data.processors.PictureProcessor`.
+        processor: A `posttrain.pictures.processors.PictureProcessor`.
 
     Raises:
         DataError: No row that is shown has a picture.

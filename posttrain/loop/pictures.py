@@ -27,7 +27,23 @@ from posttrain.data.formats import (
     undecoded,
 )
 from posttrain.data.packing import LENGTHS
-from posttrain.data.picture_rows import (
+from posttrain.errors import ConfigError, DataError, ModelError, check_rules
+from posttrain.losses.advantages import weighted_total
+from posttrain.methods.config import PictureConfig
+from posttrain.metrics import Metric, mean
+from posttrain.models.architecture import get_config_model_id
+from posttrain.models.heads import causal_lm, has_tower, picture_encoder
+from posttrain.models.parallel import shards_parameters
+from posttrain.models.vision import (
+    adapter_of_text,
+    frozen_parameters,
+    install_pictures,
+    refuse_skipped_layers,
+    tower_parameters,
+)
+from posttrain.pictures.picture import Picture, read_picture, shaded
+from posttrain.pictures.processors import LARGE, PictureProcessor, family_of, load_processor
+from posttrain.pictures.rows import (
     COUNTERS,
     HINT,
     LOST,
@@ -42,22 +58,6 @@ from posttrain.data.picture_rows import (
     row_batch,
     row_features,
     side_by_side,
-)
-from posttrain.data.pictures import Picture, read_picture, shaded
-from posttrain.data.processors import LARGE, PictureProcessor, family_of, load_processor
-from posttrain.errors import ConfigError, DataError, ModelError, check_rules
-from posttrain.losses.advantages import weighted_total
-from posttrain.methods.config import PictureConfig
-from posttrain.metrics import Metric, mean
-from posttrain.models.architecture import get_config_model_id
-from posttrain.models.heads import causal_lm, has_tower, picture_encoder
-from posttrain.models.parallel import shards_parameters
-from posttrain.models.vision import (
-    adapter_of_text,
-    frozen_parameters,
-    install_pictures,
-    refuse_skipped_layers,
-    tower_parameters,
 )
 from posttrain.rewards.judges import JudgeReward
 from posttrain.rewards.model import ModelReward

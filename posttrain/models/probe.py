@@ -14,19 +14,19 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from posttrain.data.forest import Layout, collate
-from posttrain.data.pictures import Picture, read_picture
 from posttrain.errors import ModelError
 from posttrain.models import tree_attention
 from posttrain.models.architecture import config_of, head_size, key_value_heads, layer_kinds, query_heads
 from posttrain.models.heads import adapters_of, causal_lm, learns_prompts, picture_encoder, unwrapped
 from posttrain.models.vision import for_tower, probe_pictures, probe_rows
+from posttrain.pictures.picture import Picture, read_picture
 from posttrain.types import Row
 
 if TYPE_CHECKING:
     from torch import nn
     from torch.nn import Module
 
-    from posttrain.data.processors import PictureProcessor
+    from posttrain.pictures.processors import PictureProcessor
 from posttrain.models.attention import FIXED, KINDS, PROBED, SHRINKABLE, coarsest_dtype, layout_for, padded_layout
 
 logger = logging.getLogger(__name__)

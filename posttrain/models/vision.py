@@ -16,12 +16,12 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
-from posttrain.data.pictures import Picture, Placed
-from posttrain.data.processors import PictureProcessor
 from posttrain.errors import ModelError
 from posttrain.models.architecture import image_token
 from posttrain.models.heads import LANGUAGE, adapters_of, causal_lm, picture_encoder, unwrapped
 from posttrain.models.parallel import gathers_in_forward, shards_parameters
+from posttrain.pictures.picture import Picture, Placed
+from posttrain.pictures.processors import PictureProcessor
 from posttrain.types import Batch, Row, Segment
 
 if TYPE_CHECKING:

@@ -303,7 +303,7 @@ def _with_images(tracker: Any, columns: list[str], data: list[list[Any]]) -> lis
     """Data whose thumbnails are images of the tracker's own type, a list a row, empty where the row has none."""
     if THUMBNAILS not in columns:
         return data
-    from posttrain.data.pictures import read_picture
+    from posttrain.pictures.picture import read_picture
 
     place = columns.index(THUMBNAILS)
     return [

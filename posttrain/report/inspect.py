@@ -15,8 +15,8 @@ from rich.table import Table
 from rich.text import Text
 
 from posttrain.checks.rows import TokenSequence, quantiles, sequences_of
-from posttrain.data.pictures import Picture
 from posttrain.errors import DataError
+from posttrain.pictures.picture import Picture
 from posttrain.report.templates import TEMPLATES, environment, visible
 from posttrain.types import Finding, Row
 

@@ -53,7 +53,7 @@ def _said(message: Mapping[str, Any]) -> str:
 
 def _addresses(prompt: Any) -> list[str]:
     """The images of a prompt as ``data:`` addresses of PNG files, in reading order."""
-    from posttrain.data.pictures import conversation_pictures, read_picture
+    from posttrain.pictures.picture import conversation_pictures, read_picture
 
     images = [] if isinstance(prompt, str) else conversation_pictures(prompt)[1]
     files = [read_picture(read_picture(value, "an image of a prompt").load()).file_bytes() for value in images]

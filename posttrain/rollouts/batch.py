@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from posttrain.data.pictures import Placed
 from posttrain.data.responses import parse_response
 from posttrain.errors import CheckpointError
 from posttrain.losses.policy import engine_gap
 from posttrain.metrics import Metric, mean
 from posttrain.models import parallel
+from posttrain.pictures.picture import Placed
 from posttrain.types import Prompt, Request, Rollout, Row, Truncation
 
 if TYPE_CHECKING:

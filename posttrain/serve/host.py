@@ -18,11 +18,11 @@ from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel, ConfigDict, Field
 
 from posttrain.data.chat import terminal_token_ids
-from posttrain.data.pictures import Placed, read_picture
 from posttrain.errors import BadRequest, ConfigError, DataError, ModelError, RolloutError, WeightSyncError
 from posttrain.models.architecture import context_length
 from posttrain.models.heads import has_tower, picture_encoder
 from posttrain.models.load import create_model_from_path, load_tokenizer, resolve_pad_token
+from posttrain.pictures.picture import Placed, read_picture
 from posttrain.rollouts.adapters import TENSORS, read_adapter
 from posttrain.rollouts.base import check_requests
 from posttrain.rollouts.engines import create_engine
@@ -463,8 +463,8 @@ def _let_hold_pictures(model: nn.Module, path: str, options: dict[str, Any]) -> 
     """Let prompts hold pictures where the model has a tower and its processor is of a known family; else it reads text."""
     if not has_tower(model):
         return
-    from posttrain.data.processors import load_processor
     from posttrain.models.vision import install_pictures
+    from posttrain.pictures.processors import load_processor
 
     try:
         install_pictures(model, load_processor(path, **options))

@@ -22,7 +22,7 @@ def png(height, width):
 
 def pictured_row(number, counts, text):
     """A prompt of so many tokens of text, with pictures of so many placeholders."""
-    from posttrain.data.pictures import Placed, read_picture
+    from posttrain.pictures.picture import Placed, read_picture
     from posttrain.types import Row
 
     placed = [Placed(read_picture(png(8, 8)), 0, count) for count in counts]

@@ -5,9 +5,9 @@ import pytest
 import torch
 
 import posttrain as pt
-from posttrain.data.processors import PictureProcessor
 from posttrain.errors import ConfigError, DataError
 from posttrain.models.heads import picture_encoder
+from posttrain.pictures.processors import PictureProcessor
 from tests.conftest import build_model
 from tests.methods.helpers import losses
 from tests.methods.test_vision_online import beginning, prompts

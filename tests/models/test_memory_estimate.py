@@ -238,8 +238,8 @@ def test_estimates_of_a_real_model_are_within_a_fifth(case):
 
 @pytest.mark.parametrize("name", ["llava", "gemma3", "qwen2_5_vl"])
 def test_the_tower_and_its_pixels_are_counted(name):
-    from posttrain.data.pictures import read_picture
-    from posttrain.data.processors import PictureProcessor
+    from posttrain.pictures.picture import read_picture
+    from posttrain.pictures.processors import PictureProcessor
     from tests.vision_families import build, noise
 
     model, processor = build(name)

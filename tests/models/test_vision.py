@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from posttrain.data.forest import Layout, collate, halves, share_prompts, split_by_sequence, to_rows
-from posttrain.data.pictures import read_picture
 from posttrain.errors import ModelError
 from posttrain.models.forward import forward
 from posttrain.models.probe import probe_layout
 from posttrain.models.vision import grid_positions, install_pictures, refuse_skipped_layers, tower_parameters
+from posttrain.pictures.picture import read_picture
 from posttrain.types import Row
 from tests.vision_families import NAMES, build, noise
 from tests.wordings import raises

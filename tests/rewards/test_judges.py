@@ -12,8 +12,8 @@ import pytest
 from PIL import Image
 
 from posttrain import ConfigError, RewardError
-from posttrain.data.pictures import read_picture
 from posttrain.errors import ArgumentTypeError
+from posttrain.pictures.picture import read_picture
 from posttrain.rewards.judges import (
     BaseBinaryJudge,
     BasePairwiseJudge,

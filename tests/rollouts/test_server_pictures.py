@@ -9,10 +9,10 @@ import pytest
 from PIL import Image
 
 from posttrain import GRPOConfig, GRPOTrainer
-from posttrain.data.pictures import read_picture
-from posttrain.data.processors import PictureProcessor
 from posttrain.errors import BadRequest, RolloutError, RolloutServerError
 from posttrain.models.vision import install_pictures
+from posttrain.pictures.picture import read_picture
+from posttrain.pictures.processors import PictureProcessor
 from posttrain.rollouts.native.engine import NativeEngine
 from posttrain.rollouts.server.engine import ServerEngine
 from posttrain.rollouts.workers.shared_weights import Weights

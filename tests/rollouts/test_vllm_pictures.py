@@ -20,9 +20,9 @@ if not (is_available("vllm") and is_available("torchvision")):
     pytest.skip("vLLM or torchvision is not installed", allow_module_level=True)
 
 from posttrain import GRPOConfig, GRPOTrainer
-from posttrain.data.pictures import read_picture
-from posttrain.data.processors import PictureProcessor
 from posttrain.errors import RolloutError
+from posttrain.pictures.picture import read_picture
+from posttrain.pictures.processors import PictureProcessor
 from posttrain.rollouts.server.engine import ServerEngine
 from posttrain.rollouts.vllm import VLLMEngine
 from posttrain.rollouts.workers.shared_weights import Weights

@@ -9,10 +9,10 @@ import torch
 from safetensors.torch import save
 
 from posttrain import GRPOConfig, GRPOTrainer
-from posttrain.data.pictures import read_picture
 from posttrain.errors import ConfigError
 from posttrain.losses.truncation import truncate
 from posttrain.models.vision import install_pictures
+from posttrain.pictures.picture import read_picture
 from posttrain.rollouts.native.engine import NativeEngine
 from posttrain.rollouts.server.engine import ServerEngine
 from posttrain.rollouts.server.replies import API_KEY_VARIABLE, pictures_body

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from posttrain.data.formats import is_conversational
-from posttrain.data.processors import PictureProcessor
 from posttrain.errors import ArgumentTypeError, ConfigError, ModelError, RolloutError
+from posttrain.pictures.processors import PictureProcessor
 from posttrain.rollouts.base import RolloutEngine
 from posttrain.rollouts.batch import completions_for_rewards
 from posttrain.rollouts.episodes.environments import EnvironmentPool

@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from posttrain.data.pictures import Background, observed_blocks
 from posttrain.errors import ConfigError, DataError, RolloutError, did_you_mean
+from posttrain.pictures.picture import Background, observed_blocks
 from posttrain.rollouts.episodes.toolbox import ToolBox, ToolRunner, TooSlow, shows_images, tool_schema
 from posttrain.values import BadValue, given_number, given_truth
 

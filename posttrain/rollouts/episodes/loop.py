@@ -9,10 +9,10 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from posttrain.data.chat import inner_tokenizer, terminal_token_ids, tokenize_prompts
-from posttrain.data.pictures import Placed, conversation_pictures, filled
-from posttrain.data.processors import PictureProcessor
 from posttrain.data.responses import parse_response
 from posttrain.errors import DataError, RolloutError
+from posttrain.pictures.picture import Placed, conversation_pictures, filled
+from posttrain.pictures.processors import PictureProcessor
 from posttrain.rollouts.base import RolloutEngine, require_engine
 from posttrain.rollouts.batch import shared_requests
 from posttrain.rollouts.episodes.environments import is_done

@@ -19,9 +19,6 @@ from posttrain.data.chat import (
     with_template,
 )
 from posttrain.data.formats import strip_none
-from posttrain.data.picture_rows import picture_prompts
-from posttrain.data.pictures import Picture, conversation_pictures
-from posttrain.data.processors import PictureProcessor
 from posttrain.data.responses import add_response_schema
 from posttrain.data.templates import (
     get_training_chat_template,
@@ -29,6 +26,9 @@ from posttrain.data.templates import (
     supports_tool_calling,
 )
 from posttrain.errors import ModelError
+from posttrain.pictures.picture import Picture, conversation_pictures
+from posttrain.pictures.processors import PictureProcessor
+from posttrain.pictures.rows import picture_prompts
 from posttrain.rollouts.episodes.environments import Observed
 from posttrain.types import Prompt
 

@@ -15,8 +15,8 @@ from typing import Any, TypeVar
 from transformers.utils import get_json_schema
 
 from posttrain.data.formats import PICTURE_BLOCKS
-from posttrain.data.pictures import Background, is_image, observed_blocks
 from posttrain.errors import ConfigError, did_you_mean
+from posttrain.pictures.picture import Background, is_image, observed_blocks
 from posttrain.values import BadValue
 
 T = TypeVar("T")

@@ -48,7 +48,7 @@ from posttrain.types import Request
 if TYPE_CHECKING:
     import torch
 
-    from posttrain.data.processors import PictureProcessor
+    from posttrain.pictures.processors import PictureProcessor
 
 logger = logging.getLogger(__name__)
 

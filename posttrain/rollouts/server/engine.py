@@ -29,7 +29,7 @@ from posttrain.rollouts.workers.shared_weights import VERSIONS_KEPT, as_dtype
 from posttrain.types import Request, Rollout, Sampling
 
 if TYPE_CHECKING:
-    from posttrain.data.processors import PictureProcessor
+    from posttrain.pictures.processors import PictureProcessor
 
 logger = logging.getLogger(__name__)
 

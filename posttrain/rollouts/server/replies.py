@@ -14,7 +14,7 @@ from posttrain.rollouts.sampling import reshapes
 from posttrain.types import NEVER, Request, Rollout, Sampling
 
 if TYPE_CHECKING:
-    from posttrain.data.processors import PictureProcessor
+    from posttrain.pictures.processors import PictureProcessor
 
 # The token in the environment, where no list of processes shows it.
 API_KEY_VARIABLE = "POSTTRAIN_API_KEY"

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from posttrain.data.processors import PictureProcessor
 from posttrain.errors import RolloutError
 from posttrain.loop.reward_watch import RewardWatch
 from posttrain.loop.scoring import (
@@ -32,6 +31,7 @@ from posttrain.methods.async_grpo.config import AsyncGRPOConfig
 from posttrain.metrics import Metric, maximum, mean, total
 from posttrain.models import parallel
 from posttrain.models.heads import causal_lm
+from posttrain.pictures.processors import PictureProcessor
 from posttrain.rewards.runner import RewardRunner, RewardTable
 from posttrain.rollouts.batch import (
     RolloutBatch,

@@ -19,12 +19,12 @@ import torch
 
 from posttrain.data.chat import tokenize_prompts
 from posttrain.data.formats import is_conversational, is_messages
-from posttrain.data.picture_rows import opened, picture_prompt
-from posttrain.data.pictures import without_pictures
-from posttrain.data.processors import PictureProcessor
 from posttrain.errors import RolloutError
 from posttrain.loop.scoring import reward_runner, score_rollouts
 from posttrain.losses.advantages import MOST_ADVANTAGE, group_advantages
+from posttrain.pictures.picture import without_pictures
+from posttrain.pictures.processors import PictureProcessor
+from posttrain.pictures.rows import opened, picture_prompt
 from posttrain.rewards.runner import RewardRunner, RewardTable
 from posttrain.rollouts.batch import RolloutBatch, completions_for_rewards, sampled_logps, shared_requests
 from posttrain.rollouts.episodes.driver import EpisodeDriver, EpisodeSetup

@@ -23,14 +23,14 @@ from posttrain.data.formats import (
     strip_none,
 )
 from posttrain.data.packing import LENGTHS, best_fit_decreasing
-from posttrain.data.pictures import Picture, conversation_pictures, filled, read_picture
 from posttrain.data.preference import maybe_extract_prompt
 from posttrain.data.sft import CUT, IGNORED, NO_ASSISTANT
 from posttrain.errors import DataError
+from posttrain.pictures.picture import Picture, conversation_pictures, filled, read_picture
 from posttrain.types import Prompt, Row
 
 if TYPE_CHECKING:
-    from posttrain.data.processors import PictureProcessor
+    from posttrain.pictures.processors import PictureProcessor
 
 PACKED = 256  # Rows that are packed together; their encoded images are in memory at once.
 HINT = "Fix: a larger max_length (None: no limit), or smaller images; posttrain inspect shows the rows."

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from posttrain.data.pictures import Background, Picture, Placed, shaded
 from posttrain.errors import DataError, ModelError
+from posttrain.pictures.picture import Background, Picture, Placed, shaded
 
 if TYPE_CHECKING:
     from transformers import ProcessorMixin
