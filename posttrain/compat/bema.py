@@ -11,7 +11,8 @@ import transformers
 from torch import Tensor, nn
 
 from posttrain.errors import CheckpointError, ConfigError, ModelError
-from posttrain.loop.sync_reference import bare, has_adapter, is_sharded, resumed_from, write_tensors
+from posttrain.loop.sync_reference import bare, is_sharded, resumed_from, write_tensors
+from posttrain.models.heads import adapters_of
 from posttrain.models.reference import Reference
 
 if TYPE_CHECKING:
@@ -330,10 +331,10 @@ class BEMACallback(transformers.TrainerCallback):
             )
         if isinstance(reference, Reference):
             reference = reference.copy
-        if reference is None or has_adapter(model):
+        if reference is None or adapters_of(model):
             raise ConfigError(
                 "update_ref_model=True needs a reference model of its own, with all weights: here it is "
-                f"{'the policy with its adapter off' if has_adapter(model) else 'None'}. Pass a ref_model to the trainer, "
+                f"{'the policy with its adapter off' if adapters_of(model) else 'None'}. Pass a ref_model to the trainer, "
                 "without peft_config, or set update_ref_model=False."
             )
         if bare(reference) is model:

@@ -46,11 +46,6 @@ def bare(model: nn.Module) -> Any:
         model = inner
 
 
-def has_adapter(model: nn.Module) -> bool:
-    """Whether the model carries a peft adapter, as a `PeftModel` or put on by transformers."""
-    return bool(adapters_of(model))
-
-
 def is_sharded(model: nn.Module) -> bool:
     """Whether any parameter is only partly on this process."""
     return any(hasattr(parameter, mark) for parameter in model.parameters() for mark in SHARD_MARKS)
@@ -239,7 +234,7 @@ def _settings(args: PostTrainingConfig) -> tuple[int, float]:
 
 
 def _refuse(model: nn.Module, role: str) -> None:
-    if has_adapter(model):
+    if adapters_of(model):
         raise ModelError(
             f"sync_ref_model mixes all weights, and the {role} carries an adapter. Merge it first (merge_and_unload), or "
             "train without sync_ref_model."
