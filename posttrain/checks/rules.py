@@ -357,7 +357,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "PT-R008", ("completions/clipped_ratio",), 10, _cut,
-        "an answer that never comes earns nothing, whatever stands before it.",
+        "the model is not shown how to end, and an answer that never comes earns no reward.",
         "raise max_completion_length, ask for shorter answers, or check that the model's end token is among the stop tokens.",
     ),
     Rule(

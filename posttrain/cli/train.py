@@ -79,14 +79,12 @@ def _member(module: Any, name: str, where: str, option: str) -> Any:
 
 
 def resume_from(config: Any) -> Any:
-    """What ``resume_from_checkpoint`` means: true, false, a path, or ``auto``: the last checkpoint where there is one."""
+    """What `Trainer.train` is to resume from, of what the option says: true, false, auto or a path."""
     asked = config.resume_from_checkpoint
-    if str(asked).lower() not in ("auto", "false"):
-        return True if str(asked).lower() == "true" else asked
-    from posttrain.loop.checkpoint import complete_checkpoints
-
-    config.resume_from_checkpoint = None  # Callbacks read it; where there is one, the trainer writes its path here.
-    return True if str(asked).lower() == "auto" and complete_checkpoints(config.output_dir) else None
+    word = str(asked).lower()
+    if word in ("auto", "false"):
+        config.resume_from_checkpoint = None  # Callbacks read it; where there is one, the trainer writes its path here.
+    return {"true": True, "false": None, "auto": "auto"}.get(word, asked)
 
 
 def reward_functions(script_args: Any) -> list[Any]:

@@ -159,12 +159,14 @@ def damage(checkpoint: Path, *, bytes_too: bool = False) -> str:
 def resolve_resume(resume: Any, folder: str | Path) -> str | None:
     """The checkpoint that ``resume_from_checkpoint`` means: a path as it is, True the last whole one of the folder.
 
+    ``"auto"`` is as True where the folder has a checkpoint, and None where it has none.
+
     Raises:
         CheckpointError: There is none, only unmarked ones, or the named one lost something since it was written.
     """
-    if resume is None or resume is False:
+    if resume is None or resume is False or (resume == "auto" and not complete_checkpoints(folder)):
         return None
-    if resume is True:
+    if resume is True or resume == "auto":
         return str(_last(Path(folder)))
     path = Path(str(resume))
     if not path.is_dir():

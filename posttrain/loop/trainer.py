@@ -351,7 +351,13 @@ class PostTrainer(transformers.Trainer):
         return dry_step(self.run, self.head, self.optimizer, batch_size)
 
     def train(self, resume_from_checkpoint: Any = None, **kwargs: Any) -> Any:
-        """Train; Ctrl-C, SIGTERM or SIGHUP finishes the step, saves a checkpoint and returns: ``trainer.interrupt.requested``."""
+        """Train; Ctrl-C, SIGTERM or SIGHUP finishes the step, saves a checkpoint and returns: ``trainer.interrupt.requested``.
+
+        Args:
+            resume_from_checkpoint: A folder; True: the last whole checkpoint of ``output_dir``; ``"auto"``: that one where there is
+                one, else the run begins anew.
+            kwargs: As of transformers.
+        """
         if not any(isinstance(callback, MemoryProfile) for callback in self.callback_handler.callbacks):
             self.add_callback(MemoryProfile(self.run))
         fit_memory(self.run, self.head, self.optimizer)
@@ -363,7 +369,7 @@ class PostTrainer(transformers.Trainer):
                 "train(resume_from_checkpoint=%r).", configured, configured,
             )  # fmt: skip
         resume = self.checkpoints.resolve(resume_from_checkpoint, self.model)
-        if resume is not None:
+        if resume_from_checkpoint is not None:
             self.args.resume_from_checkpoint = resume  # Callbacks find their own state by it.
         with parallel.failing_together(self.accelerator):
             if self.accelerator.is_main_process:

@@ -142,19 +142,13 @@ def test_commands_that_only_look_accept_the_launchers_options():
     assert train._launch_flags(rest, "grpo") == ["--num_processes", "2"]
 
 
-def test_auto_resumes_where_there_is_a_checkpoint_and_begins_anew_where_there_is_none(tmp_path):
+def test_words_for_resuming(tmp_path):
     from posttrain.cli.train import resume_from
-    from posttrain.loop.checkpoint import MARKER
-
     def meaning(value):
         config = SimpleNamespace(output_dir=str(tmp_path), resume_from_checkpoint=value)
         return resume_from(config), config.resume_from_checkpoint
 
-    assert meaning("auto") == (None, None)
-    (tmp_path / "checkpoint-4").mkdir()
-    assert meaning("auto") == (None, None)  # Its writing was interrupted.
-    (tmp_path / "checkpoint-4" / MARKER).write_text('{"run": "x", "time": 1.0, "files": {}}')
-    assert meaning("auto") == (True, None)
+    assert meaning("auto") == ("auto", None)
     assert [meaning(v)[0] for v in ("true", "false", None, "runs/x")] == [True, None, None, "runs/x"]
 
 

@@ -249,6 +249,15 @@ def test_resuming_takes_the_whole_checkpoint_that_was_written_last(tmp_path):
     assert checkpoints.resolve_resume(None, tmp_path) is checkpoints.resolve_resume(False, tmp_path) is None
 
 
+def test_auto_resumes_where_there_is_a_checkpoint_and_begins_anew_where_there_is_none(tmp_path):
+    assert checkpoints.resolve_resume("auto", tmp_path / "nowhere") is None
+    assert checkpoints.resolve_resume("auto", tmp_path) is None
+    made(tmp_path, 30, run="new", complete=False)
+    assert checkpoints.resolve_resume("auto", tmp_path) is None  # Its writing was interrupted.
+    made(tmp_path, 20, run="new", when=1)
+    assert checkpoints.resolve_resume("auto", tmp_path) == str(tmp_path / "checkpoint-20")
+
+
 def test_a_checkpoint_that_lost_something_is_refused_by_name_with_what_is_whole(tmp_path, caplog):
     broken, good = made(tmp_path, 2), made(tmp_path, 1)
     (broken / "model.safetensors").write_bytes(b"cut")
