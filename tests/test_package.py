@@ -45,6 +45,17 @@ def test_importing_the_package_is_fast_and_loads_no_torch():
     assert best < 0.3
 
 
+def test_importing_the_package_asks_for_sleeping_threads_and_large_pages_unless_the_user_says_otherwise(monkeypatch):
+    names = ("OMP_WAIT_POLICY", "THP_MEM_ALLOC_ENABLE")
+    code = f"import posttrain, os; print(*(os.environ[name] for name in {names}))"
+    for name in names:
+        monkeypatch.delenv(name, raising=False)
+    assert python(code).stdout.split() == ["PASSIVE", "1"]
+    for name, own in zip(names, ("ACTIVE", "0"), strict=True):
+        monkeypatch.setenv(name, own)
+    assert python(code).stdout.split() == ["ACTIVE", "0"]
+
+
 def declared():
     """Distributions that pyproject names: those of the core, and those of all extras."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

@@ -144,6 +144,7 @@ def test_commands_that_only_look_accept_the_launchers_options():
 
 def test_words_for_resuming(tmp_path):
     from posttrain.cli.train import resume_from
+
     def meaning(value):
         config = SimpleNamespace(output_dir=str(tmp_path), resume_from_checkpoint=value)
         return resume_from(config), config.resume_from_checkpoint
