@@ -42,7 +42,7 @@ def peer_python() -> str:
 def child(python: str, script: str, *arguments: str) -> dict[str, Any]:
     """Run a script in its own process; its last line of output is JSON."""
     environment = os.environ | {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignore"}
-    # Ours asks for large pages itself; the peer gets them too, so that what is compared is not how slowly a virtual machine gives memory.
+    # Ours asks for large pages itself. The peer gets them too: how slowly a virtual machine gives memory is not compared.
     environment["THP_MEM_ALLOC_ENABLE"] = "1"
     done = subprocess.run(
         [python, script, *arguments], capture_output=True, text=True, env=environment, cwd=Path(script).parent

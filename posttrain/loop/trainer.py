@@ -354,8 +354,8 @@ class PostTrainer(transformers.Trainer):
         """Train; Ctrl-C, SIGTERM or SIGHUP finishes the step, saves a checkpoint and returns: ``trainer.interrupt.requested``.
 
         Args:
-            resume_from_checkpoint: A folder; True: the last whole checkpoint of ``output_dir``; ``"auto"``: that one where there is
-                one, else the run begins anew.
+            resume_from_checkpoint: A folder; True: the last whole checkpoint of ``output_dir``; ``"auto"``: that one where there
+                is one, else the run begins anew.
             kwargs: As of transformers.
         """
         if not any(isinstance(callback, MemoryProfile) for callback in self.callback_handler.callbacks):
