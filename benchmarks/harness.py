@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = Path(__file__).resolve().parent / "results"
 WORDS = ["river", "stone", "apple", "winter", "yellow", "garden", "window", "music", "letter", "silver", "morning"]
 CLOSE = 1e-4  # Relative difference of the first loss above which two runs are not the same work.
-PEER = ["trl==1.16.0", "transformers==5.23.0", "accelerate==1.15.0", "datasets==5.2.0", "peft==0.21.2"]
+PEER = ["trl==1.16.0", "transformers==5.23.0", "accelerate==1.15.0", "datasets==5.2.0", "peft==0.21.2", "pillow"]
 
 
 def peer_python() -> str:
