@@ -186,12 +186,14 @@ def test_a_command_line_is_a_harness(tiny_model, tiny_tokenizer, tmp_path):
         "body = json.dumps({'model': os.environ['OPENAI_MODEL'], 'messages': row['prompt']}).encode()\n"
         "head = {'Authorization': 'Bearer ' + os.environ['OPENAI_API_KEY']}\n"
         "reply = urllib.request.urlopen(urllib.request.Request(os.environ['OPENAI_BASE_URL'] + '/chat/completions', body, head))\n"
-        "print('working'); print(json.dumps({'reward': len(json.load(reply)['choices'])}))\n"
+        "print('working')\n"
+        "result = {'reward': len(json.load(reply)['choices']), 'said': 'one\\u2028two'}\n"
+        "sys.stdout.buffer.write(json.dumps(result, ensure_ascii=False).encode())\n"
         "sys.exit(3 if row['n'] == 1 else 0)\n"
     )
     trainer = trainer_of(tiny_model, tiny_tokenizer, tmp_path, [sys.executable, str(script)])
     generation = trainer.generate(ROWS[:2], "train")
-    assert generation.extra["harness_result"] == [{"reward": 1}, None]
+    assert generation.extra["harness_result"] == [{"reward": 1, "said": "one\u2028two"}, None]
     assert "exit code 3" in generation.extra["harness_error"][1]
 
 

@@ -431,12 +431,12 @@ class HarnessRunner:
             said, complaint = (_read(file) for file in (out, err))
         if process.returncode:
             raise RolloutError(f"{command[0]!r} ended with exit code {process.returncode}: {complaint.strip()[-TAIL:]}")
-        lines = [line for line in said.splitlines() if line.strip()]
+        lines = [line for line in said.split("\n") if line.strip()]
         if not lines:
             return None
         with contextlib.suppress(ValueError):
             return json.loads(lines[-1])
-        return lines[-1]
+        return lines[-1].rstrip("\r")
 
 
 def _read(file: IO[bytes]) -> str:
