@@ -156,7 +156,9 @@ class OnlineTrainer(PostTrainer):
     def make_engine(self, given: RolloutEngine | None) -> Any:
         """The engine object that was given, or the one that the config names."""
         if given is not None:
-            return require_engine(given)
+            engine = require_engine(given)
+            engine.tokenizer = self.processing_class if engine.tokenizer is None else engine.tokenizer
+            return engine
         bare = self.accelerator.unwrap_model(self.model)
         resolve_auto(self.args, bare, self.processing_class)
         far = self.args.use_vllm

@@ -1,5 +1,6 @@
 """Asynchronous GRPO with real workers, real weights and real faults on a two-layer model."""
 
+import concurrent.futures
 import contextlib
 import os
 import re
@@ -7,22 +8,26 @@ import shutil
 import signal
 import threading
 import time
+from collections import deque
 
 import psutil
 import pytest
 import torch
 from transformers import TrainerCallback
 
-from posttrain import ScriptedEngine
+from posttrain import HFEngine, NativeEngine, ScriptedEngine
 from posttrain.loop.scoring import reward_runner
 from posttrain.rewards.runner import RewardRunner
+from posttrain.rollouts.episodes.driver import EpisodeSetup
 from posttrain.rollouts.server.weight_sync import shared_root
+from posttrain.rollouts.workers.engine import EngineRecipe, WorkerEngine
 from posttrain.rollouts.workers.samples import GroupTask
-from posttrain.trainers.async_grpo.worker import score_group
+from posttrain.trainers.async_grpo.worker import RolloutJob, RolloutWorkerLoop, score_group
 from posttrain.types import Sampling
+from tests.conftest import build_model
 from tests.forks import PIPE, Forked
 from tests.methods.async_helpers import At, Evidence, assert_exact, generator_of, steps, trainer
-from tests.methods.helpers import prompts, weights
+from tests.methods.helpers import count_a, prompts, weights
 
 pytestmark = pytest.mark.usefixtures("forked_workers")  # Those of `ENDLESS` are spawned.
 
@@ -199,6 +204,40 @@ def test_each_rollout_has_an_environment_of_its_own_and_one_that_breaks_harms_no
     long = GroupTask(9, {"prompt": [{"role": "user", "content": "word " * 80}], "level": 1}, 2, seed=0)
     (group,) = runner.groups([long], version=4)
     assert "leaves no room for an answer in the model's context of 64 tokens" in group.errors[0]
+
+
+class Heard:
+    """A link without a process: keeps what the trainer would be sent."""
+
+    def __init__(self, *tasks):
+        self.tasks, self.cancelled, self.version, self.holders = deque(tasks), set(), 0, None
+        self.stopping, self.results, self.signs = threading.Event(), [], 0
+
+    def send(self, kind, result=None, **_):
+        self.results += [result] if kind == "result" else []
+
+    def progress(self):
+        self.signs += 1
+
+    @contextlib.contextmanager
+    def served(self, tokenizer, engine, sampling, **setup):
+        """The loop of a worker with this engine, and its end."""
+        recipe = EngineRecipe("custom", factory=lambda: engine)
+        job = RolloutJob(recipe, tokenizer, sampling, 512, EpisodeSetup(**setup), {"reward_funcs": count_a}, threads=1)
+        loop = RolloutWorkerLoop(job, self, WorkerEngine(recipe))
+        yield loop
+        concurrent.futures.wait(loop._pending)
+        self.stopping.set()
+
+
+@pytest.mark.parametrize("make", [NativeEngine, HFEngine])
+def test_engines_of_workers_know_the_text_that_a_stop_string_is_of(tiny_tokenizer, make):
+    engine = make(build_model(len(tiny_tokenizer)), pad_token_id=2)
+    link = Heard(GroupTask(0, {"prompt": [{"role": "user", "content": "What?"}]}, 2, seed=1))
+    with link.served(tiny_tokenizer, engine, Sampling(6, stop_token_ids=(2,), stop_strings=("e", "t"))) as loop:
+        loop._begin(loop._admit())
+        loop._generate_chunk()
+    assert [(len(r.trajectories), r.errors) for r in link.results] == [(2, [])]
 
 
 class Meeting:

@@ -420,6 +420,8 @@ class RolloutWorkerLoop:
 
     def __init__(self, job: RolloutJob, link: Link, handle: WorkerEngine) -> None:
         self.job, self.link, self.handle = job, link, handle
+        if handle.engine.tokenizer is None:
+            handle.engine.tokenizer = job.tokenizer
         driver = EpisodeDriver(job.episodes)
         generator = ResumableGenerator(handle.engine, self.refresh)
         self.generator = GroupGenerator(driver, generator, job.tokenizer, job.sampling, job.context, job.reader)
