@@ -140,7 +140,7 @@ class PartialCompletion:
             min_new_tokens=max(0, own.min_new_tokens - written),
             seed=seed,
         )
-        return Request(self.prompt_ids + self.token_ids, 1, left, self.pictures)
+        return Request(self.prompt_ids + self.token_ids, 1, left, self.pictures, written)
 
     def add(self, rollout: Rollout) -> None:
         """What one call to the engine added."""
