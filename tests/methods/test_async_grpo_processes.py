@@ -16,6 +16,8 @@ import torch
 from transformers import TrainerCallback
 
 from posttrain import HFEngine, NativeEngine, ScriptedEngine
+from posttrain.data.chat import with_template
+from posttrain.data.templates import FAMILIES, training_template
 from posttrain.loop.scoring import reward_runner
 from posttrain.rewards.runner import RewardRunner
 from posttrain.rollouts.episodes.driver import EpisodeSetup
@@ -238,6 +240,37 @@ def test_engines_of_workers_know_the_text_that_a_stop_string_is_of(tiny_tokenize
         loop._begin(loop._admit())
         loop._generate_chunk()
     assert [(len(r.trajectories), r.errors) for r in link.results] == [(2, [])]
+
+
+def multiply(a: int, b: int) -> int:
+    """Multiply two numbers.
+
+    Args:
+        a: The first.
+        b: The second.
+    """
+    return a * b
+
+
+def test_a_worker_gives_a_sign_between_the_turns_of_an_episode(tiny_tokenizer):
+    """Episodes may take longer than heartbeat_stale_after_s; a worker without a sign of work is killed as hung."""
+    family = next(f for f in FAMILIES if f.name == "Qwen2.5")
+    tokenizer = with_template(tiny_tokenizer, training_template(family))
+    call = '<tool_call>\n{"name": "multiply", "arguments": {"a": 6, "b": 7}}\n</tool_call>'
+    lines = [[*tokenizer(text, add_special_tokens=False)["input_ids"], 2] for text in (call, call, "It is 42.", "No.")]
+    signs = []
+
+    class Watched(ScriptedEngine):
+        def generate(self, requests, sampling):
+            signs.append(link.signs)
+            return super().generate(requests, sampling)
+
+    link = Heard(GroupTask(0, {"prompt": [{"role": "user", "content": "What?"}]}, 2, seed=1))
+    sampling = Sampling(300, stop_token_ids=(2,))
+    with link.served(tokenizer, Watched(lines), sampling, tools=[multiply]) as loop:
+        loop._groups(loop._admit())
+    assert [(len(r.trajectories), r.errors) for r in link.results] == [(2, [])]
+    assert len(signs) == 2 and signs[0] < signs[1]
 
 
 class Meeting:

@@ -441,7 +441,8 @@ class RolloutWorkerLoop:
             threading.Thread(target=self._interrupter, daemon=True, name="interrupter").start()
 
     def refresh(self) -> None:
-        """Load the newest weights, where they are newer than ours."""
+        """Load the newest weights, where they are newer than ours; between two calls to the engine, and so a sign of work."""
+        self.link.progress()
         with self._loading:
             began = time.perf_counter()
             version, holders = self.link.version, self.link.holders
