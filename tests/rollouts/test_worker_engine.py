@@ -142,6 +142,16 @@ def test_a_stop_string_ends_a_completion_that_was_interrupted_in_the_middle_of_i
     assert parts.finish_reason == "stop" and stop in tiny_tokenizer.decode(parts.token_ids)
 
 
+def test_the_most_likely_tokens_of_a_completion_survive_its_interruptions(tiny_tokenizer):
+    """Calls of a harness in a worker ask for them (`top_logprobs`)."""
+    model, sampling = build_model(len(tiny_tokenizer)), Sampling(8, temperature=0.0, top_logps=3)
+    whole, hasty = (kind(model, pad_token_id=2) for kind in (NativeEngine, Hasty))
+    (once,), (parts,) = (ResumableGenerator(one).finish([Request([1, 5, 9])], sampling) for one in (whole, hasty))
+    ids = [[token for token, _ in at] for at in whole.generate([Request([1, 5, 9])], sampling)[0].top_logps]
+    assert len(ids) == 8
+    assert all([[token for token, _ in at] for at in rollout.top_logps or ()] == ids for rollout in (once, parts))
+
+
 def test_a_guide_goes_on_where_a_completion_was_interrupted(tiny_tokenizer):
     pytest.importorskip("xgrammar")
     hasty = Hasty(build_model(len(tiny_tokenizer)), pad_token_id=2, tokenizer=tiny_tokenizer)
