@@ -16,7 +16,7 @@ import torch
 from transformers import TrainerCallback
 
 from posttrain import HFEngine, NativeEngine, ScriptedEngine
-from posttrain.data.chat import with_template
+from posttrain.data.chat import tokenize_prompts, with_template
 from posttrain.data.templates import FAMILIES, training_template
 from posttrain.loop.scoring import reward_runner
 from posttrain.rewards.runner import RewardRunner
@@ -222,10 +222,10 @@ class Heard:
         self.signs += 1
 
     @contextlib.contextmanager
-    def served(self, tokenizer, engine, sampling, **setup):
+    def served(self, tokenizer, engine, sampling, context=512, **setup):
         """The loop of a worker with this engine, and its end."""
-        recipe = EngineRecipe("custom", factory=lambda: engine)
-        job = RolloutJob(recipe, tokenizer, sampling, 512, EpisodeSetup(**setup), {"reward_funcs": count_a}, threads=1)
+        recipe, rewards = EngineRecipe("custom", factory=lambda: engine), {"reward_funcs": count_a}
+        job = RolloutJob(recipe, tokenizer, sampling, context, EpisodeSetup(**setup), rewards, threads=1)
         loop = RolloutWorkerLoop(job, self, WorkerEngine(recipe))
         yield loop
         concurrent.futures.wait(loop._pending)
@@ -240,6 +240,21 @@ def test_engines_of_workers_know_the_text_that_a_stop_string_is_of(tiny_tokenize
         loop._begin(loop._admit())
         loop._generate_chunk()
     assert [(len(r.trajectories), r.errors) for r in link.results] == [(2, [])]
+
+
+@pytest.mark.parametrize("make", [NativeEngine, HFEngine])
+def test_a_prompt_that_leaves_less_room_is_written_beside_others(tiny_tokenizer, make):
+    short, long = ({"prompt": [{"role": "user", "content": "What is it? " * times}]} for times in (1, 6))
+    least, most = (len(tokenize_prompts([row], tiny_tokenizer)[0]) for row in (short, long))
+    assert least <= 120 - 60 < most < 120
+    engine = make(build_model(len(tiny_tokenizer)), pad_token_id=2)
+    link = Heard(GroupTask(0, short, 2, seed=1), GroupTask(1, long, 2, seed=2))
+    with link.served(tiny_tokenizer, engine, Sampling(60, stop_token_ids=(2,)), context=120) as loop:
+        loop._begin(loop._admit())
+        loop._generate_chunk()
+    assert sorted((r.group_id, len(r.trajectories), r.errors) for r in link.results) == [(0, 2, []), (1, 2, [])]
+    written = {c.group_id: len(c.samples[0].input_ids) for r in link.results for c in r.trajectories}
+    assert written[1] <= 120
 
 
 def multiply(a: int, b: int) -> int:
