@@ -244,7 +244,7 @@ def test_engines_of_workers_know_the_text_that_a_stop_string_is_of(tiny_tokenize
 
 @pytest.mark.parametrize("make", [NativeEngine, HFEngine])
 def test_a_prompt_that_leaves_less_room_is_written_beside_others(tiny_tokenizer, make):
-    short, long = ({"prompt": [{"role": "user", "content": "What is it? " * times}]} for times in (1, 6))
+    short, long = ({"prompt": [{"role": "user", "content": "What is it? " * times}]} for times in (1, 9))
     least, most = (len(tokenize_prompts([row], tiny_tokenizer)[0]) for row in (short, long))
     assert least <= 120 - 60 < most < 120
     engine = make(build_model(len(tiny_tokenizer)), pad_token_id=2)
@@ -282,7 +282,7 @@ def test_a_worker_gives_a_sign_between_the_turns_of_an_episode(tiny_tokenizer):
 
     link = Heard(GroupTask(0, {"prompt": [{"role": "user", "content": "What?"}]}, 2, seed=1))
     sampling = Sampling(300, stop_token_ids=(2,))
-    with link.served(tokenizer, Watched(lines), sampling, tools=[multiply]) as loop:
+    with link.served(tokenizer, Watched(lines), sampling, 2000, tools=[multiply]) as loop:
         loop._groups(loop._admit())
     assert [(len(r.trajectories), r.errors) for r in link.results] == [(2, [])]
     assert len(signs) == 2 and signs[0] < signs[1]
