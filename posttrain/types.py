@@ -523,13 +523,15 @@ class Prompt(list[int]):
 class Request:
     """One prompt to complete ``n`` times, as ``sampling`` says (None: as the call says).
 
-    ``pictures`` are those of the prompt, for engines that take them (`Capabilities.pictures`); see `Prompt`.
+    ``pictures`` are those of the prompt, for engines that take them (`Capabilities.pictures`); see `Prompt`. The last ``written``
+    tokens of the prompt are the beginning of a completion that was interrupted: stop strings and guides go on from them.
     """
 
     prompt_ids: Sequence[int]
     n: int = 1
     sampling: Sampling | None = None
     pictures: Sequence[Any] = ()
+    written: int = 0
 
 
 @dataclass(slots=True)

@@ -596,7 +596,8 @@ def note_suspects(folder: str | None, reason: str, rows: Sequence[Mapping[str, A
         rows: Number and texts.
     """
     path = Path(folder or ".").expanduser() / SUSPECTS
-    there = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+    # Not splitlines: a text may hold other line ends.
+    there = list(filter(None, path.read_text(encoding="utf-8").split("\n"))) if path.is_file() else []
     kept = [line for line in map(json.loads, there) if line["reason"] != reason]
     if there or rows:
         write_lines(folder, SUSPECTS, [*kept, *({"reason": reason, **row} for row in rows)])

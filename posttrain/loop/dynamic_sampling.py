@@ -165,11 +165,13 @@ def _lists(generation: RolloutBatch, table: RewardTable) -> dict[tuple[str, str]
 
 
 def _take(generation: RolloutBatch, table: RewardTable, index: int) -> dict[tuple[str, str], Any]:
-    return {key: values[index] for key, values in _lists(generation, table).items()}
+    parcel = {key: values[index] for key, values in _lists(generation, table).items()}
+    return parcel | {("", "left_out"): index in generation.left_out}
 
 
 def _give(generation: RolloutBatch, table: RewardTable, index: int, parcel: dict[tuple[str, str], Any]) -> None:
     """A column that one side lacks is None on the other's rows."""
+    (generation.left_out.add if parcel.pop(("", "left_out")) else generation.left_out.discard)(index)
     lists = _lists(generation, table)
     for (where, name), value in parcel.items():
         if (where, name) not in lists:

@@ -94,16 +94,20 @@ class EpisodeRunner:
         if driver is None or driver.pool is None:
             return rows
         driver.pool.release()
-        seeds, rows = self._group_seeds(len(rows), number, group_size), [dict(row) for row in rows]
+        place = self._place(len(rows))
+        seeds, rows = self._group_seeds(len(rows), number, group_size, place), [dict(row) for row in rows]
         with parallel.failing_together(self.accelerator):
             self.environments, rows = driver.begin(rows, seeds)
         return rows
 
-    def _group_seeds(self, count: int, number: int, group_size: int) -> list[int]:
+    def _place(self, count: int) -> int:
+        """How many rows stand before the ``count`` of this process; a collective."""
+        return sum(parallel.all_gather_objects([count], self.accelerator)[: self.accelerator.process_index])
+
+    def _group_seeds(self, count: int, number: int, group_size: int, place: int) -> list[int]:
         """A number for each row, equal for completions that are compared with each other, over ranks too."""
-        start = sum(parallel.all_gather_objects([count], self.accelerator)[: self.accelerator.process_index])
         base = self.sync.args.seed * 1_000_003 + number * 100_003
-        return [(base + (start + i) // group_size) % 2**31 for i in range(count)]
+        return [(base + (place + i) // group_size) % 2**31 for i in range(count)]
 
     def run_tools(self, rows: list[dict[str, Any]], sampling: Sampling, mode: str) -> tuple[list[Rollout], list[Any]]:
         """One episode a row, of turns and tool calls; a collective, since ranks leave the loop together.
@@ -151,16 +155,17 @@ class EpisodeRunner:
         def any_process(here: bool) -> bool:
             return parallel.all_reduce_sum([float(here)], self.accelerator)[0] > 0
 
-        def everyone(here: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], int]:
-            counts = parallel.all_gather_objects([len(here)], self.accelerator)
-            return parallel.all_gather_objects(here, self.accelerator), sum(counts[: self.accelerator.process_index])
+        def everyone(here: list[dict[str, Any]]) -> list[dict[str, Any]]:
+            return parallel.all_gather_objects(here, self.accelerator)
 
-        seeds = self._group_seeds(len(rows), number, max(sync.args.num_generations if mode == "train" else 1, 1))
+        place = self._place(len(rows))
+        size = max(sync.args.num_generations if mode == "train" else 1, 1)
+        seeds = self._group_seeds(len(rows), number, size, place)
         with sync.engine.prefix_cache():
             episodes = driver.run_harness(
                 rows, seeds, sampling, sync.ask,
                 engine=sync.engine, context=sync.context, vocabulary=vocabulary, placeholder=self.run.pad_token_id,
-                any_process=any_process, everyone=everyone,
+                any_process=any_process, everyone=everyone, place=place,
             )  # fmt: skip
         self.run.log(episodes.metrics, mode)
         self.extra = episodes.extra

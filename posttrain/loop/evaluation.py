@@ -294,6 +294,7 @@ def evaluation_loader(
         "persistent_workers": args.dataloader_persistent_workers,
         "multiprocessing_context": args.dataloader_multiprocessing_context,
         "prefetch_factor": args.dataloader_prefetch_factor,
+        "generator": torch.Generator(),  # Of the seed that every pass draws, else from the numbers that training goes on with.
     }
     if isinstance(dataset, IterableDataset):
         return DataLoader(DealtStream(dataset, deal), batch_size=None, **options)

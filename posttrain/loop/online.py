@@ -67,6 +67,9 @@ if TYPE_CHECKING:
     from posttrain.types import AnyDataset, EvalSets
 
 
+EVAL_STRIDE = 32_452_843  # Between the numbers of two batches of an evaluation; those of training are smaller.
+
+
 class OnlineTrainer(PostTrainer):
     """Adds generation, scoring and the buffer of scored rollouts to the training loop.
 
@@ -156,7 +159,9 @@ class OnlineTrainer(PostTrainer):
     def make_engine(self, given: RolloutEngine | None) -> Any:
         """The engine object that was given, or the one that the config names."""
         if given is not None:
-            return require_engine(given)
+            engine = require_engine(given)
+            engine.tokenizer = self.processing_class if engine.tokenizer is None else engine.tokenizer
+            return engine
         bare = self.accelerator.unwrap_model(self.model)
         resolve_auto(self.args, bare, self.processing_class)
         far = self.args.use_vllm
@@ -398,8 +403,10 @@ class OnlineTrainer(PostTrainer):
         return generation
 
     def _generation_number(self, mode: str) -> int:
-        """Seeds follow from it; evaluation goes by the step."""
-        return self.window.generations if mode == "train" else 10_000_019 + self.state.global_step
+        """Seeds follow from it; evaluation goes by the step and its batches, so that it repeats and they draw apart."""
+        if mode == "train":
+            return self.window.generations
+        return 10_000_019 + self.state.global_step + EVAL_STRIDE * self._eval_rounds
 
     def roll_out(self, examples: list[dict[str, Any]], mode: str) -> tuple[list[Rollout], list[Any]]:
         """One completion per example, and what reward functions see of each: its text, or a list of messages."""

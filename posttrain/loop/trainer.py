@@ -708,9 +708,10 @@ class PostTrainer(transformers.Trainer):
     ) -> EvalLoopOutput:  # fmt: skip
         """Loss over the whole set, divided by its own counts: it does not depend on the evaluation batch size."""
         self.run.hooks = self._hooks()
-        self.callback_handler.eval_dataloader = dataloader
+        self.callback_handler.eval_dataloader, self._eval_rounds = dataloader, 0
 
         def after_batch() -> None:
+            self._eval_rounds += 1
             self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
             self.interrupt.leave_evaluation()
 

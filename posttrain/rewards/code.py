@@ -233,8 +233,9 @@ def _execute(
     return Outcome(status if status is None or status >= 0 else 128 - status, *texts)
 
 
-# A fence, its language, and the text up to the same fence.
-BLOCK = re.compile(r"^[ \t]*(`{3,})[ \t]*([^\n`]*?)[ \t]*\n(.*?)^[ \t]*\1[ \t]*$", re.M | re.S)
+# A fence, what stands behind it, and the text up to the same fence. Nothing is repeated beside what matches it too: a model that
+# writes thousands of spaces would be read for minutes.
+BLOCK = re.compile(r"^[ \t]*(`{3,})([^\n`]*)\n(.*?)^[ \t]*\1[ \t]*$", re.M | re.S)
 
 
 def code_block(text: str) -> str | None:
@@ -244,8 +245,8 @@ def code_block(text: str) -> str | None:
     'x = 1'
     """
     fences = BLOCK.findall(text.rpartition("</think>")[2])
-    marked = [body for _, language, body in fences if language.lower() in ("python", "python3", "py")]
-    blocks = marked or [body for _, language, body in fences if not language]
+    marked = [body for _, language, body in fences if language.strip().lower() in ("python", "python3", "py")]
+    blocks = marked or [body for _, language, body in fences if not language.strip()]
     return blocks[-1].removesuffix("\n") if blocks else None
 
 

@@ -28,7 +28,7 @@ WRAPPERS = [
     (re.compile(r'^"(.*)"$', re.S), r"\1"),
     (re.compile(r"^\(([A-Za-z])\)$"), r"\1"),  # A choice: (B) is B.
 ]
-LISTED = re.compile(r"[\s$]*(?:,|,?\s*and|,?\s*or)[\s$]*")  # Between two boxes: a list of answers.
+LISTED = re.compile(r"[\s$]*(?:,|(?:,\s*)?(?:and|or))[\s$]*")  # Between two boxes: a list of answers.
 
 
 def boxed(text: str) -> str | None:

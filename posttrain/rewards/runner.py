@@ -477,7 +477,7 @@ class RewardRunner:
             training: Show the share of each function after generations 1, 10 and 100.
         """
         numbers = torch.as_tensor(list(groups))
-        self.judge(table, numbers, prompts=prompts, columns=columns)
+        self.judge(table, numbers, prompts=prompts, columns=columns, training=training)
         if training:
             for transform, column in zip(self.transforms, table.values.unbind(1), strict=True):
                 if isinstance(transform, RunningScale):
@@ -503,6 +503,7 @@ class RewardRunner:
         *,
         prompts: Sequence[Any] = (),
         columns: Mapping[str, Any] | None = None,
+        training: bool = True,
     ) -> None:
         """Warn of rows that no function scored, loudly where there is little else, and of groups scored in part.
 
@@ -511,6 +512,7 @@ class RewardRunner:
             groups: ``(n,)`` group number of each row.
             prompts: For the warning; may be this process's only.
             columns: For the warning; may be this process's only.
+            training: Whether these are trained on: batches of an evaluation are not among those in a row.
         """
         unscored = table.values.isnan().all(-1)  # (n,)
         if unscored.any():
@@ -524,17 +526,8 @@ class RewardRunner:
                 rows[0], len(rows) - 1, head(prompts[rows[0]]) if rows[0] < len(prompts) else "(on another process)",
                 head(row, 300),
             )  # fmt: skip
-        self._unscored_batches = self._unscored_batches + 1 if bool(unscored.all()) else 0
-        self._ever_scored = self._ever_scored or not bool(unscored.all())
-        if (
-            self._ever_scored and self._unscored_batches >= 2 * UNSCORED_BATCHES
-        ):  # The same on every process: rows are those of all.
-            raise RewardError(
-                f"no completion got a reward in {self._unscored_batches} batches in a row: {', '.join(self.names)} returned None "
-                "or NaN for each, so nothing is learned any more. Fix: look at what the function divides by and at the last "
-                "completions (posttrain report), and go on from the checkpoint before."
-            )
-        self._warn_unscored(unscored, sorted(columns or {}))
+        if training:
+            self._count_unscored(unscored, sorted(columns or {}))
         for name, column in zip(table.names, table.values.unbind(1), strict=True):
             # Totals inside a group are not comparable when a function scored only some of its rows.
             have, lack = (set(groups[rows].tolist()) for rows in (~column.isnan(), column.isnan() & ~unscored))
@@ -561,7 +554,18 @@ class RewardRunner:
             if isinstance(transform, RunningScale) and saved is not None:
                 transform.load(saved)
 
-    def _warn_unscored(self, unscored: Tensor, columns: list[str]) -> None:
+    def _count_unscored(self, unscored: Tensor, columns: list[str]) -> None:
+        """Warn of batches that hardly anything scored, and end a run that nothing scores any more."""
+        self._unscored_batches = self._unscored_batches + 1 if bool(unscored.all()) else 0
+        self._ever_scored = self._ever_scored or not bool(unscored.all())
+        if (
+            self._ever_scored and self._unscored_batches >= 2 * UNSCORED_BATCHES
+        ):  # The same on every process: rows are those of all.
+            raise RewardError(
+                f"no completion got a reward in {self._unscored_batches} batches in a row: {', '.join(self.names)} returned None "
+                "or NaN for each, so nothing is learned any more. Fix: look at what the function divides by and at the last "
+                "completions (posttrain report), and go on from the checkpoint before."
+            )
         share = float(unscored.float().mean()) if unscored.numel() else 0.0
         self._mostly_unscored = self._mostly_unscored + 1 if share > UNSCORED_SHARE else 0
         self._tables += 1

@@ -142,7 +142,8 @@ class HFEngine(RolloutEngine):
         self._warned = False
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Rollout]:
-        """See `RolloutEngine.generate`; a request may differ from the call in its seed, which is not read.
+        """See `RolloutEngine.generate`; a request's own settings may differ in ``max_new_tokens``, and in the seed, which is not
+        read.
 
         Raises:
             ConfigError: A setting that this engine cannot follow.
@@ -150,7 +151,8 @@ class HFEngine(RolloutEngine):
         text = self.model.config.get_text_config()
         most = context_length(text)
         check_requests(requests, sampling, most, text.vocab_size, placeholder=placeholder_of(self.model))
-        check_followed(requests, sampling, "rollout_engine='hf'", self.capabilities.unsupported, own=("seed",))
+        own = ("max_new_tokens", "seed")
+        check_followed(requests, sampling, "rollout_engine='hf'", self.capabilities.unsupported, own)
         if sampling.stop_strings and self.tokenizer is None:
             raise ConfigError(
                 "Sampling.stop_strings are text. Fix: give the engine its tokenizer (HFEngine(tokenizer=...))."
@@ -158,7 +160,8 @@ class HFEngine(RolloutEngine):
         rollouts: dict[int, list[Rollout]] = {}
         with evaluating(self.model), without_own_settings(self.model), _seeded(sampling.seed, _device(self.model)):
             for together in self._calls(requests, sampling):
-                rollouts |= self._call([(i, requests[i]) for i in together], sampling)
+                alike = replace(sampling, max_new_tokens=_most(requests[together[0]], sampling))
+                rollouts |= self._call([(i, requests[i]) for i in together], alike)
         return [rollout for i in range(len(requests)) for rollout in rollouts[i]]
 
     def _calls(self, requests: Sequence[Request], sampling: Sampling) -> list[list[int]]:
@@ -174,8 +177,8 @@ class HFEngine(RolloutEngine):
         unknown = encoder is not None and not encoder.processor.family.models
         calls: dict[tuple[int, ...], list[int]] = {}
         for i, request in enumerate(requests):
-            size = len(request.prompt_ids)
-            alone = switch is not None and size + sampling.max_new_tokens > switch
+            size, most = len(request.prompt_ids), _most(request, sampling)
+            alone = switch is not None and size + most > switch
             if switch is not None and alone and size <= switch and not self._warned:
                 self._warned = True
                 logger.warning(
@@ -189,6 +192,7 @@ class HFEngine(RolloutEngine):
                 i if alone or (unknown and request.pictures) else -1,
                 size if unpadded else -1,
                 len(request.pictures) if beside else -1,
+                most,
             )
             calls.setdefault(key, []).append(i)
         return list(calls.values())
@@ -248,6 +252,11 @@ class HFEngine(RolloutEngine):
 
     def close(self) -> None:
         """Nothing to free."""
+
+
+def _most(request: Request, sampling: Sampling) -> int:
+    """Most tokens of a request's completions."""
+    return (request.sampling or sampling).max_new_tokens
 
 
 def _device(model: nn.Module) -> torch.device:

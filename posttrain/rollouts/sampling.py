@@ -70,8 +70,8 @@ def ends_with_string(tokens: Sequence[int], sampling: Sampling, tokenizer: Token
     """Whether the last of a completion's tokens completed a stop string."""
     if not sampling.stop_strings:
         return False
-    # A token may be part of a character: enough of them are decoded together to hold the longest string.
-    text = tokenizer.decode(tokens[-max(map(len, sampling.stop_strings)) - 8 :])
+    # A token may be one byte of a character, which has up to 4: enough of them are decoded to hold the longest string.
+    text = tokenizer.decode(tokens[-4 * max(map(len, sampling.stop_strings)) - 8 :])
     return any(string in text for string in sampling.stop_strings)
 
 

@@ -339,9 +339,10 @@ class VLLMEngine(RolloutEngine):
     def _rollout(self, request: Request, completion: Any, sampling: Sampling) -> Rollout:
         """What vLLM wrote; its log-probs are of the distribution that was sampled from."""
         ids, most = list(completion.token_ids), sampling.top_logps
-        # By id: the first entry is the most likely token, not the sampled one.
+        # By id and by log-prob: of a position vLLM lists the sampled token first, then the most likely ones.
         logps = [float(at[token].logprob) for token, at in zip(ids, completion.logprobs, strict=True)]
-        tops = [[(i, float(x.logprob)) for i, x in at.items()][:most] for at in completion.logprobs] if most else None
+        pairs = [[(i, float(x.logprob)) for i, x in at.items()] for at in completion.logprobs] if most else []
+        tops = [sorted(at, key=lambda pair: -pair[1])[:most] for at in pairs] if most else None
         reason: Any = completion.finish_reason if completion.finish_reason in ("stop", "length") else "abort"
         drawn = list(logps) if sampling.truncation or reshapes(sampling) else None
         prompt = list(request.prompt_ids)

@@ -167,7 +167,9 @@ class ServedEngine:
         if version is None:
             self.state, self.version, self.base_version = "failed", INCOMPLETE, INCOMPLETE
             while self.waiting:
-                self.waiting.popleft().rollouts.set_exception(WeightSyncError(NOT_WHOLE, phase="generate"))
+                job = self.waiting.popleft()
+                if job.rollouts.set_running_or_notify_cancel():
+                    job.rollouts.set_exception(WeightSyncError(NOT_WHOLE, phase="generate"))
             return
         self.state, self.version, self.base_version = "whole", version, version
         self._weights_moved()

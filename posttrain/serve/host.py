@@ -296,8 +296,8 @@ class Host:
 
     # Generation
 
-    async def completions(self, body: Completions) -> JSONResponse:
-        """Completions of prompts; with ``prompt_logprobs`` their scores alone."""
+    async def completions(self, body: Completions, request: Request) -> Response:
+        """Completions of prompts; with ``prompt_logprobs`` their scores alone. What waits for a client that left is let go."""
         encoder = picture_encoder(self.served.model)
         requests = body.requests(self.stops, self.context, self.facts["vocab_size"], encoder)
         if self.served.state == "failed":
@@ -308,7 +308,16 @@ class Host:
         else:
             jobs = [Job(request) for request in requests]
             self.served.submit(jobs)
-            await asyncio.gather(*(asyncio.wrap_future(job.rollouts) for job in jobs))
+            written = asyncio.gather(*(asyncio.wrap_future(job.rollouts) for job in jobs))
+            gone = asyncio.ensure_future(_gone(request))
+            try:
+                await asyncio.wait({written, gone}, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                gone.cancel()
+            if not written.done():
+                written.cancel()
+                return Response(status_code=499)
+            await written
             choices = [choice for job in jobs for choice in choices_of(job, body.logprobs or 0)]
             self.completed.inc(len(choices))
         listed = [choice | {"index": index} for index, choice in enumerate(choices)]
@@ -394,6 +403,12 @@ class Host:
         """Call the weights otherwise."""
         self.served.version = self.served.base_version = new_version
         return {"success": True, "new_version": new_version}
+
+
+async def _gone(request: Request) -> None:
+    """Until the client has left."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
 
 
 def _same_machine(request: Request) -> None:

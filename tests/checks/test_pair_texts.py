@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import random
 
 import pytest
 
 from posttrain.checks.pairs import PairScan, nearly_equal, scan_pairs, score_columns
+from posttrain.checks.rows import SUSPECTS, note_suspects
 
 
 def pair(index, *, flipped=False, **more):
@@ -60,3 +62,10 @@ def test_answers_that_differ_by_a_word_in_a_hundred_are_nearly_equal():
     assert not nearly_equal("4", "5") and not nearly_equal("yes, I can", "no, I cannot")
     scan = scan_pairs([{"chosen": text, "rejected": text + "."}, pair(1)])
     assert scan.near == [0] and [f.code for f in scan.findings()] == ["PT-D033"]
+
+
+def test_suspects_whose_texts_hold_other_line_ends_are_kept_when_more_come(tmp_path):
+    for reason in ("a", "b", "a"):
+        note_suspects(str(tmp_path), reason, [{"row": 0, "prompt": "one\u2028two\x85three"}])
+    found = [json.loads(line) for line in (tmp_path / SUSPECTS).read_text(encoding="utf-8").split("\n") if line]
+    assert sorted(line["reason"] for line in found) == ["a", "b"]

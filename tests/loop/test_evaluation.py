@@ -1,7 +1,10 @@
 """Evaluation of every trainer: what is counted, and what a user's metrics are shown."""
 
+import random
+
 import numpy as np
 import pytest
+import torch
 
 from posttrain.data.samplers import Deal
 from tests.methods.every_trainer import EVERY, OFFLINE, PAIRED, data, every
@@ -37,6 +40,16 @@ def test_speeds_count_rows_of_the_dataset_and_batches(kind, stream, tokenizer, t
     drawn = 5 * trainer.group_size("eval") if hasattr(trainer, "group_size") else 5
     assert found["eval_samples_per_second"] * seconds == pytest.approx(5, rel=0.05)
     assert found["eval_steps_per_second"] * seconds == pytest.approx(-(-drawn // 2), rel=0.05)
+
+
+@everyone
+def test_an_evaluation_leaves_the_random_numbers_of_training_as_they_were(kind, tokenizer, tmp_path):
+    """Else dropout, and whatever a user draws, depend on how often is evaluated."""
+    trainer = every(kind, tmp_path, tokenizer, per_device_eval_batch_size=2)
+    torchs, numpys, pythons = torch.get_rng_state(), np.random.get_state(), random.getstate()
+    trainer.evaluate(data(kind, 5))
+    assert torch.equal(torchs, torch.get_rng_state()) and pythons == random.getstate()
+    assert np.array_equal(numpys[1], np.random.get_state()[1]) and numpys[2] == np.random.get_state()[2]
 
 
 @pytest.mark.parametrize("kind", ["sft", "dpo", "reward", "kto"])

@@ -1,5 +1,6 @@
 """Asynchronous GRPO with real workers, real weights and real faults on a two-layer model."""
 
+import concurrent.futures
 import contextlib
 import os
 import re
@@ -7,22 +8,28 @@ import shutil
 import signal
 import threading
 import time
+from collections import deque
 
 import psutil
 import pytest
 import torch
 from transformers import TrainerCallback
 
-from posttrain import ScriptedEngine
+from posttrain import HFEngine, NativeEngine, ScriptedEngine
+from posttrain.data.chat import tokenize_prompts, with_template
+from posttrain.data.templates import FAMILIES, training_template
 from posttrain.loop.scoring import reward_runner
 from posttrain.rewards.runner import RewardRunner
+from posttrain.rollouts.episodes.driver import EpisodeSetup
 from posttrain.rollouts.server.weight_sync import shared_root
+from posttrain.rollouts.workers.engine import EngineRecipe, WorkerEngine
 from posttrain.rollouts.workers.samples import GroupTask
-from posttrain.trainers.async_grpo.worker import score_group
+from posttrain.trainers.async_grpo.worker import RolloutJob, RolloutWorkerLoop, score_group
 from posttrain.types import Sampling
+from tests.conftest import build_model
 from tests.forks import PIPE, Forked
 from tests.methods.async_helpers import At, Evidence, assert_exact, generator_of, steps, trainer
-from tests.methods.helpers import prompts, weights
+from tests.methods.helpers import count_a, prompts, weights
 
 pytestmark = pytest.mark.usefixtures("forked_workers")  # Those of `ENDLESS` are spawned.
 
@@ -199,6 +206,86 @@ def test_each_rollout_has_an_environment_of_its_own_and_one_that_breaks_harms_no
     long = GroupTask(9, {"prompt": [{"role": "user", "content": "word " * 80}], "level": 1}, 2, seed=0)
     (group,) = runner.groups([long], version=4)
     assert "leaves no room for an answer in the model's context of 64 tokens" in group.errors[0]
+
+
+class Heard:
+    """A link without a process: keeps what the trainer would be sent."""
+
+    def __init__(self, *tasks):
+        self.tasks, self.cancelled, self.version, self.holders = deque(tasks), set(), 0, None
+        self.stopping, self.results, self.signs = threading.Event(), [], 0
+
+    def send(self, kind, result=None, **_):
+        self.results += [result] if kind == "result" else []
+
+    def progress(self):
+        self.signs += 1
+
+    @contextlib.contextmanager
+    def served(self, tokenizer, engine, sampling, context=512, **setup):
+        """The loop of a worker with this engine, and its end."""
+        recipe, rewards = EngineRecipe("custom", factory=lambda: engine), {"reward_funcs": count_a}
+        job = RolloutJob(recipe, tokenizer, sampling, context, EpisodeSetup(**setup), rewards, threads=1)
+        loop = RolloutWorkerLoop(job, self, WorkerEngine(recipe))
+        yield loop
+        concurrent.futures.wait(loop._pending)
+        self.stopping.set()
+
+
+@pytest.mark.parametrize("make", [NativeEngine, HFEngine])
+def test_engines_of_workers_know_the_text_that_a_stop_string_is_of(tiny_tokenizer, make):
+    engine = make(build_model(len(tiny_tokenizer)), pad_token_id=2)
+    link = Heard(GroupTask(0, {"prompt": [{"role": "user", "content": "What?"}]}, 2, seed=1))
+    with link.served(tiny_tokenizer, engine, Sampling(6, stop_token_ids=(2,), stop_strings=("e", "t"))) as loop:
+        loop._begin(loop._admit())
+        loop._generate_chunk()
+    assert [(len(r.trajectories), r.errors) for r in link.results] == [(2, [])]
+
+
+@pytest.mark.parametrize("make", [NativeEngine, HFEngine])
+def test_a_prompt_that_leaves_less_room_is_written_beside_others(tiny_tokenizer, make):
+    short, long = ({"prompt": [{"role": "user", "content": "What is it? " * times}]} for times in (1, 9))
+    least, most = (len(tokenize_prompts([row], tiny_tokenizer)[0]) for row in (short, long))
+    assert least <= 120 - 60 < most < 120
+    engine = make(build_model(len(tiny_tokenizer)), pad_token_id=2)
+    link = Heard(GroupTask(0, short, 2, seed=1), GroupTask(1, long, 2, seed=2))
+    with link.served(tiny_tokenizer, engine, Sampling(60, stop_token_ids=(2,)), context=120) as loop:
+        loop._begin(loop._admit())
+        loop._generate_chunk()
+    assert sorted((r.group_id, len(r.trajectories), r.errors) for r in link.results) == [(0, 2, []), (1, 2, [])]
+    written = {c.group_id: len(c.samples[0].input_ids) for r in link.results for c in r.trajectories}
+    assert written[1] <= 120
+
+
+def multiply(a: int, b: int) -> int:
+    """Multiply two numbers.
+
+    Args:
+        a: The first.
+        b: The second.
+    """
+    return a * b
+
+
+def test_a_worker_gives_a_sign_between_the_turns_of_an_episode(tiny_tokenizer):
+    """Episodes may take longer than heartbeat_stale_after_s; a worker without a sign of work is killed as hung."""
+    family = next(f for f in FAMILIES if f.name == "Qwen2.5")
+    tokenizer = with_template(tiny_tokenizer, training_template(family))
+    call = '<tool_call>\n{"name": "multiply", "arguments": {"a": 6, "b": 7}}\n</tool_call>'
+    lines = [[*tokenizer(text, add_special_tokens=False)["input_ids"], 2] for text in (call, call, "It is 42.", "No.")]
+    signs = []
+
+    class Watched(ScriptedEngine):
+        def generate(self, requests, sampling):
+            signs.append(link.signs)
+            return super().generate(requests, sampling)
+
+    link = Heard(GroupTask(0, {"prompt": [{"role": "user", "content": "What?"}]}, 2, seed=1))
+    sampling = Sampling(300, stop_token_ids=(2,))
+    with link.served(tokenizer, Watched(lines), sampling, 2000, tools=[multiply]) as loop:
+        loop._groups(loop._admit())
+    assert [(len(r.trajectories), r.errors) for r in link.results] == [(2, [])]
+    assert len(signs) == 2 and signs[0] < signs[1]
 
 
 class Meeting:

@@ -5,6 +5,7 @@ import multiprocessing
 import signal
 import time
 
+import datasets
 import pyarrow.parquet as pq
 import pytest
 import torch
@@ -222,6 +223,26 @@ def test_evaluation_has_its_own_group_size_and_prefix(tiny_tokenizer, tmp_path):
     metrics = trainer.evaluate()
     assert {"eval_loss", "eval_reward", "eval_completions/mean_length"} <= set(metrics)
     assert [r.n for r in engine.requests] == [2] * 6
+
+
+@pytest.mark.parametrize("engine", ["native", "hf"])
+def test_batches_of_an_evaluation_draw_apart_and_an_evaluation_repeats(tiny_tokenizer, tmp_path, engine):
+    """With one draw for all batches, the mean of a thousand rows would be no surer than that of a batch."""
+    seen = []
+
+    def lengths(completion_ids, **_):
+        seen.extend(map(tuple, completion_ids))
+        return [float(len(ids)) for ids in completion_ids]
+
+    data = datasets.Dataset.from_list([{"prompt": [{"role": "user", "content": "What?"}]}] * 6)
+    options = {"num_generations_eval": 2, "per_device_eval_batch_size": 4, "check_rewards": False}
+    trainer = grpo(
+        tmp_path, tiny_tokenizer, engine="native", rollout_engine=engine, rewards=lengths, eval_dataset=data, **options
+    )
+    trainer.evaluate()
+    assert len(seen) == len(set(seen)) == 12
+    trainer.evaluate()
+    assert seen[:12] == seen[12:]
 
 
 def test_evaluation_with_one_completion_a_prompt_has_rewards_and_no_advantage(tiny_tokenizer, tmp_path):

@@ -1,5 +1,6 @@
 """Options of GRPO: what is refused, what is warned of, and that each option does what its name says."""
 
+import copy
 import json
 import logging
 import math
@@ -584,6 +585,16 @@ def test_scripted_engines_are_the_policy(tiny_tokenizer, tmp_path):
     assert isinstance(grpo(tmp_path, tiny_tokenizer), GRPOTrainer)
     assert grpo(tmp_path, tiny_tokenizer).engine_is_policy
     assert not grpo(tmp_path, tiny_tokenizer, engine=Foreign(), rewards=count_a).engine_is_policy
+
+
+def test_an_engine_of_the_user_gets_the_tokenizer_unless_it_has_one(tiny_tokenizer, tmp_path):
+    """`Sampling.stop_strings` and guides are text: `RolloutEngine.tokenizer` says that a trainer sets it."""
+    model = build_model(len(tiny_tokenizer))
+    for given in (None, copy.copy(tiny_tokenizer)):
+        engine = NativeEngine(model, pad_token_id=2, tokenizer=given)
+        trainer = grpo(tmp_path, tiny_tokenizer, model, engine, generation_kwargs={"stop_strings": "zzz"}, max_steps=1)
+        assert trainer.engine.tokenizer is (given or trainer.processing_class)
+        trainer.train()
 
 
 KWARGS = {

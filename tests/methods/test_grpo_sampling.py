@@ -129,6 +129,30 @@ def test_replaced_rows_keep_their_own_rewards_and_columns(tiny_tokenizer, tmp_pa
         assert row["advantage"] == pytest.approx(0.8659 if row["told"] else -0.8659, abs=1e-3)
 
 
+def test_completions_that_carry_no_loss_go_with_their_groups(tiny_tokenizer, tmp_path):
+    """Those in which an engine drew what stands for an image, say."""
+    options = {"dynamic_sampling": 5, "per_device_train_batch_size": 16, "max_steps": 1, "num_train_epochs": 9}
+    trainer, found = grpo(tmp_path, tiny_tokenizer, rewards=by_answer, **options), []
+    generate, slices = trainer.generate, trainer._slices
+
+    def odd(examples):
+        return {i for i, example in enumerate(examples) if i % 4 == example["answer"] % 4}
+
+    def marked(examples, mode):
+        generation = generate(examples, mode)
+        generation.left_out = odd(examples)
+        return generation
+
+    def spied(generation, count):
+        found.append((set(generation.left_out), odd(generation.examples)))
+        return slices(generation, count)
+
+    trainer.generate, trainer._slices = marked, spied
+    trainer.train()
+    assert found and all(kept == wanted for kept, wanted in found)
+    assert logs(trainer)[0]["dynamic_sampling/accepted"] > 0
+
+
 def test_lengths_are_compared_with_the_rewards_of_the_completions_that_are_trained(tiny_tokenizer, tmp_path):
     def length_of_hard_ones(completion_ids, answer, **_):
         return [0.0 if a < 8 else float(len(ids)) for ids, a in zip(completion_ids, answer, strict=True)]

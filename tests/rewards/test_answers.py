@@ -1,5 +1,7 @@
 """Equality of answers: what is the same however it is written, and what only looks so."""
 
+import time
+
 import pytest
 
 from posttrain.rewards.math import answer_box, answers_match, bare, boxed
@@ -66,3 +68,7 @@ def test_a_list_of_boxes_is_no_single_answer():
     assert answer_box(r"\boxed{1}. No: \boxed{2}") == "2"
     assert answer_box(r"half of \frac{1}{2} and \boxed{2}") == "2"
     assert answer_box("none") is None
+    assert answer_box("\\boxed{1}  ,\n and $ \\boxed{2}") is answer_box(r"\boxed{1} , \boxed{2}") is None
+    begin = time.process_time()
+    assert answer_box("\\boxed{1}" + " " * 30_000 + "x\\boxed{2}") == "2"
+    assert time.process_time() - begin < 1

@@ -577,3 +577,17 @@ def test_rewards_that_became_nan_end_the_run_after_ten_batches_and_one_scored_ba
                 scored(runner, **TWO)
             return
         scored(runner, **TWO)
+
+
+def test_an_evaluation_that_nobody_scores_ends_no_run_and_one_that_somebody_does_excuses_none(caplog):
+    """Prompts without answers may be evaluated for their lengths and texts alone."""
+    runner, groups = RewardRunner(none_if("b")), [0, 1]
+    scored(runner, **batch("a", "a"))
+    for _ in range(12):
+        runner.finish(runner(**batch("b", "b")), groups=groups, training=False)
+    assert "NO USABLE REWARD" not in caplog.text
+    for _ in range(9):
+        scored(runner, **batch("b", "b"))
+        runner.finish(runner(**batch("a", "a")), groups=groups, training=False)
+    with pytest.raises(RewardError, match="no completion got a reward in 10 batches in a row: maybe"):
+        scored(runner, **batch("b", "b"))

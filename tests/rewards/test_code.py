@@ -335,6 +335,13 @@ def test_the_last_python_block_counts_and_thoughts_do_not():
     assert code_block("<think>```python\nx\n```</think>none") is None
     assert code_block("````python\n```\n````") == "```"
     assert code_block("```python\nopen") is None
+    assert code_block("``` \t Python \nx\n  ``` ") == "x" == code_block("```  \nx\n```")
+
+
+def test_a_completion_of_spaces_is_read_in_no_time():
+    begin = time.process_time()
+    assert code_block("```" + " " * 2000) is code_block(" " * 2000 + "```") is code_block("```py\n" * 200) is None
+    assert time.process_time() - begin < 1
 
 
 @pytest.mark.parametrize(

@@ -208,6 +208,36 @@ def test_retries_reset_a_fresh_instance():
     assert Flaky.closed == 1
 
 
+class Refused:
+    """Cannot be made the third time."""
+
+    made = 0
+
+    def __init__(self):
+        type(self).made += 1
+        if self.made == 3:
+            raise ConnectionError("no room")
+
+    def reset(self):
+        return "up"
+
+
+def test_a_factory_that_fails_is_an_error_of_its_row_alone_and_is_tried_again():
+    Refused.made, errors = 0, {}
+    pool = EnvironmentPool(Refused)
+    environments, _ = pool.begin([{"prompt": USER}] * 4, errors=errors)
+    (row,) = [i for i, environment in enumerate(environments) if environment is None]
+    assert [*errors] == [row] and "its factory raised ConnectionError: no room" in errors[row]
+    pool.release([environment for environment in environments if environment is not None])
+    assert [len(kind.free) for kind in pool.kinds.values()] == [3], "none is lost"
+    Refused.made = 0
+    with pytest.raises(RolloutError, match=r"environment Refused, row \d: its factory raised ConnectionError: no room"):
+        EnvironmentPool(Refused).begin([{"prompt": USER}] * 4)
+    Refused.made = 0
+    environments, _ = EnvironmentPool(Refused, retries=1).begin([{"prompt": USER}] * 4)
+    assert len({id(environment) for environment in environments}) == 4 and None not in environments
+
+
 def test_a_reset_that_hangs_is_an_error_that_says_so():
     class Stuck:
         def reset(self):

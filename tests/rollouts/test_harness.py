@@ -19,7 +19,11 @@ from posttrain.errors import ArgumentTypeError, ConfigError, DataError, RewardEr
 from posttrain.losses.reduce import Denominators, reduce
 from posttrain.models.forward import forward
 from posttrain.rollouts.batch import RolloutBatch
-from posttrain.types import LossTerms, Rollout
+from posttrain.rollouts.engines import create_engine
+from posttrain.rollouts.episodes.calls import Policy
+from posttrain.rollouts.episodes.harness import HarnessOptions, HarnessRunner
+from posttrain.rollouts.episodes.proxy import engine_sample
+from posttrain.types import LossTerms, Rollout, Sampling
 from tests.rollouts.agents import ASK, asynchronous, forking, single, sometimes
 from tests.wordings import raises
 
@@ -177,6 +181,19 @@ def test_an_asynchronous_harness_is_told_model_and_seed(tiny_model, tiny_tokeniz
     assert seeds[0] == seeds[1] != seeds[2] == seeds[3], "one seed for completions that are compared"
 
 
+@pytest.mark.parametrize("name", ["native", "hf"])
+def test_rows_of_one_group_draw_apart_on_whichever_process_they_are(tiny_model, tiny_tokenizer, name):
+    engine = create_engine(name, tiny_model, pad_token_id=tiny_tokenizer.pad_token_id)
+    policy = Policy(tiny_tokenizer, Sampling(8, stop_token_ids=(2,)), context=512, vocabulary=len(tiny_tokenizer))
+    per_request, drawn = engine.capabilities.per_request_sampling, []
+    for place in (0, 2):  # Of two processes, each with half of the group.
+        runner = HarnessRunner(Harness(single), HarnessOptions())
+        options = {"per_request": per_request, "place": place}
+        drawn += runner.run([ROWS[0]] * 2, [5, 5], policy, engine_sample(engine), **options)
+        runner.close()
+    assert len({tuple(one.session.calls[0].completions[0].token_ids) for one in drawn}) == 4
+
+
 def test_a_command_line_is_a_harness(tiny_model, tiny_tokenizer, tmp_path):
     script = tmp_path / "agent.py"
     script.write_text(
@@ -186,12 +203,14 @@ def test_a_command_line_is_a_harness(tiny_model, tiny_tokenizer, tmp_path):
         "body = json.dumps({'model': os.environ['OPENAI_MODEL'], 'messages': row['prompt']}).encode()\n"
         "head = {'Authorization': 'Bearer ' + os.environ['OPENAI_API_KEY']}\n"
         "reply = urllib.request.urlopen(urllib.request.Request(os.environ['OPENAI_BASE_URL'] + '/chat/completions', body, head))\n"
-        "print('working'); print(json.dumps({'reward': len(json.load(reply)['choices'])}))\n"
+        "print('working')\n"
+        "result = {'reward': len(json.load(reply)['choices']), 'said': 'one\\u2028two'}\n"
+        "sys.stdout.buffer.write(json.dumps(result, ensure_ascii=False).encode())\n"
         "sys.exit(3 if row['n'] == 1 else 0)\n"
     )
     trainer = trainer_of(tiny_model, tiny_tokenizer, tmp_path, [sys.executable, str(script)])
     generation = trainer.generate(ROWS[:2], "train")
-    assert generation.extra["harness_result"] == [{"reward": 1}, None]
+    assert generation.extra["harness_result"] == [{"reward": 1, "said": "one\u2028two"}, None]
     assert "exit code 3" in generation.extra["harness_error"][1]
 
 

@@ -7,6 +7,7 @@ import copy
 import pickle
 import threading
 import time
+from dataclasses import replace
 from typing import Any, Literal
 
 import pytest
@@ -134,6 +135,24 @@ def test_a_call_is_run_and_its_result_continues_the_very_same_tokens(tokenizer):
         "\n<|im_start|>user\n<tool_response>\n42\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
     )
     assert (episode.calls, episode.failures, episode.finish_reason) == (1, 0, "stop")
+
+
+class StopString(ScriptedEngine):
+    """Its turns end without a token that ends turns, as those that a stop string or a guide ended."""
+
+    def generate(self, requests, sampling):
+        return [replace(rollout, finish_reason="stop") for rollout in super().generate(requests, sampling)]
+
+
+def test_a_turn_that_a_stop_string_ended_is_closed_before_the_results_follow(tokenizer):
+    lines = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in (MUL, "It is 42.")]
+    sampling = Sampling(BUDGET, stop_token_ids=(EOS,), stop_strings=("</tool_call>", "42."))
+    (episode,) = roll_out_with_tools(StopString(lines, logp=-0.5), tokenizer, [ask()], [multiply], sampling)
+    check_books(episode)
+    assert written(tokenizer, episode) == MUL + "It is 42.", "only what the model wrote is trained"
+    assert written(tokenizer, episode, 0) == (
+        "<|im_end|>\n<|im_start|>user\n<tool_response>\n42\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
+    )
 
 
 def test_the_whole_is_what_the_template_renders_of_the_conversation(tokenizer):

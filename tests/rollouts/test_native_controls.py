@@ -12,7 +12,7 @@ from posttrain.losses.truncation import truncate
 from posttrain.rollouts.engines import create_engine
 from posttrain.rollouts.native.engine import NativeEngine
 from posttrain.rollouts.native.sampler import Chooser, uniforms
-from posttrain.rollouts.sampling import banned_continuations
+from posttrain.rollouts.sampling import banned_continuations, ends_with_string
 from posttrain.types import Request, Sampling, Truncation
 from tests.conftest import build_model
 from tests.wordings import raises
@@ -135,6 +135,15 @@ def test_generation_ends_with_the_token_that_completes_a_stop_string(speaking, t
     assert wanted in said
     assert wanted not in tiny_tokenizer.decode(found[0].token_ids[:-1])
     assert found[0].token_ids == free[0].token_ids[: len(found[0].token_ids)]
+
+
+@pytest.mark.parametrize("wanted", ["x", "</answer>", "以上で終わりました。", "🎉🎊🎉🎊🎉"])
+def test_a_stop_string_is_found_however_many_tokens_its_characters_have(tiny_tokenizer, wanted):
+    """A byte-level tokenizer spells a character with up to 4 tokens."""
+    tokens = tiny_tokenizer(f"What is the sum? {wanted}", add_special_tokens=False)["input_ids"]
+    sampling = Sampling(64, stop_strings=("never", wanted))
+    assert ends_with_string(tokens, sampling, tiny_tokenizer)
+    assert not ends_with_string(tokens[:-1], sampling, tiny_tokenizer)
 
 
 def test_stop_strings_without_a_tokenizer_are_refused_before_anything_is_computed():

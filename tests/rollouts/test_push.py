@@ -43,6 +43,20 @@ def test_memory_is_kept_from_push_to_push_and_none_is_left_behind(stub):
     client.close()
 
 
+def test_every_call_of_an_update_may_take_what_sync_timeout_says(stub):
+    """A pause waits for completions under way, which may be long."""
+    client, pusher, limits = VLLMClient(stub.url, sync_timeout=1234.0), Pusher(), {}
+    once = client._once
+    client._once = lambda method, path, body, timeout: (
+        limits.update({path: timeout}) or once(method, path, body, timeout)
+    )
+    assert pusher.push(weights_of(build_model(37)), [client], "x-1") == {client: None}
+    waiting = ("/pause?mode=wait", "/start_weight_update", "/update_weights", "/finish_weight_update")
+    assert {path: limits[path] for path in waiting} == dict.fromkeys(waiting, 1234.0)
+    pusher.close()
+    client.close()
+
+
 def test_where_shared_memory_has_no_room_the_push_fails_and_says_what_to_do(stub, monkeypatch):
     def full(bucket, path):
         raise OSError(errno.ENOSPC, "No space left on device")

@@ -20,6 +20,7 @@ from posttrain.errors import (
 from posttrain.rollouts.server import client as connection
 from posttrain.rollouts.server import pool as fleet
 from posttrain.rollouts.server.engine import ServerEngine, VLLMClient
+from posttrain.rollouts.server.replies import sampling_body
 from posttrain.rollouts.workers.shared_weights import Weights
 from posttrain.types import Request, Sampling
 from tests.conftest import build_model
@@ -66,6 +67,12 @@ def words(rollouts):
 
 def generations(stub):
     return sum(path == "v1/completions" for _, path in stub.calls)
+
+
+def test_a_least_length_above_the_limit_of_a_turn_is_not_asked_for():
+    """vLLM answers 400, or raises: "min_tokens must be less than or equal to max_tokens"."""
+    asked = [sampling_body(Sampling(most, min_new_tokens=8)) for most in (16, 3)]
+    assert [(body["min_tokens"], body["max_tokens"]) for body in asked] == [(8, 16), (3, 3)]
 
 
 # One answer
@@ -365,7 +372,7 @@ def test_an_address_that_is_none_is_refused():
 
 def test_trap_s52_a_second_trainer_of_the_machine_is_kept_out_until_the_first_leaves(made, stub, model):
     first = ServerEngine(stub.url, connection_timeout=5)
-    with pytest.raises(ServerBusy, match="is used by") as caught:
+    with pytest.raises(ServerBusy, match=r"is used by .* trainer\.engine\.close\(\)") as caught:
         ServerEngine(stub.url, connection_timeout=5)
     assert caught.value.held
     # The same server by another name.

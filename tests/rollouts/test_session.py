@@ -83,6 +83,20 @@ def test_a_recorded_session_is_read_back_whole(tmp_path):
     assert (one.task, one.result, one.error, other.error) == ({"prompt": "q"}, 0.5, None, "ValueError: x")
 
 
+def test_other_line_ends_and_half_characters_of_a_text_do_not_end_its_line(tmp_path):
+    """JSON leaves U+0085, U+2028 and U+2029 as they are, and `str.splitlines` takes them for line ends."""
+    session = Session("k")
+    call(session, [1, 2], [3]).answers[0]["content"] = "one\u2028two\x85three\u2029"
+    path = tmp_path / "episodes.jsonl"
+    record_session(path, Recorded({"prompt": "q"}, session, {"reward": 1.0, "file": "\udcff"}))
+    # As versions before wrote it.
+    older = json.loads(path.read_text()) | {"result": None}
+    path.write_text(path.read_text() + json.dumps(older, ensure_ascii=False) + "\n", encoding="utf-8")
+    one, other = read_sessions(path)
+    assert one.session.calls[0].answers == other.session.calls[0].answers == session.calls[0].answers
+    assert one.result == {"reward": 1.0, "file": "\udcff"}
+
+
 def _record_many(path, mark):
     session = Session("k")
     call(session, [1, 2], [3])

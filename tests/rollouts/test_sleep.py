@@ -214,6 +214,16 @@ def test_the_log_prob_is_of_the_sampled_token_whatever_comes_first():
     assert rollout.processed_logp == [-2.0]
 
 
+def test_the_most_likely_tokens_come_by_rank_whichever_was_sampled():
+    """vLLM lists the sampled token first, then the k most likely ones: one more than k where it is none of them."""
+    likely = {3: logprob(-0.5), 5: logprob(-1.0)}
+    at = [{9: logprob(-4.0)} | likely, {5: likely[5]} | likely]
+    completion = types.SimpleNamespace(token_ids=[9, 5], logprobs=at, finish_reason="length")
+    rollout = engine(None)._rollout(Request([1]), completion, Sampling(2, top_logps=2))
+    assert rollout.logp == [-4.0, -1.0]
+    assert rollout.top_logps == [[(3, -0.5), (5, -1.0)]] * 2
+
+
 def test_what_vllm_cannot_do_is_said_before_it_is_asked():
     made = engine(None)
     push(made, 3)

@@ -1,5 +1,8 @@
 """Completions that are interrupted go on from their own tokens, and every token knows which weights wrote it."""
 
+import re
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -115,6 +118,47 @@ def test_a_completion_cut_in_its_middle_has_the_log_probs_of_the_weights_that_wr
         for name, p in model.named_parameters():
             p.copy_(before[name])
     assert torch.tensor(rollout.logp[:first]) == pytest.approx(logp()[:first], abs=1e-4)
+
+
+class Hasty(NativeEngine):
+    """Ends every call after a token or two, as if there were newer weights all the time."""
+
+    def logits(self, hidden):
+        self.interrupt()
+        return super().logits(hidden)
+
+
+@pytest.mark.parametrize("cut", range(1, 6))
+def test_a_stop_string_ends_a_completion_that_was_interrupted_in_the_middle_of_it(tiny_tokenizer, cut):
+    model, prompt = build_model(len(tiny_tokenizer)), Request([1, 5, 9])
+    whole, hasty = (kind(model, pad_token_id=2, tokenizer=tiny_tokenizer) for kind in (NativeEngine, Hasty))
+    odd = (i for i in range(len(tiny_tokenizer)) if not tiny_tokenizer.decode([i]).isascii())
+    free = Sampling(12, temperature=0.0, logit_bias=tuple((i, -1e9) for i in odd))
+    stop = tiny_tokenizer.decode(whole.generate([prompt], free)[0].token_ids[cut : cut + 6])
+    sampling = replace(free, stop_strings=(stop,))
+    (once,) = whole.generate([prompt], sampling)
+    (parts,) = ResumableGenerator(hasty).finish([prompt], sampling)
+    assert (parts.token_ids, parts.finish_reason) == (once.token_ids, once.finish_reason)
+    assert parts.finish_reason == "stop" and stop in tiny_tokenizer.decode(parts.token_ids)
+
+
+def test_the_most_likely_tokens_of_a_completion_survive_its_interruptions(tiny_tokenizer):
+    """Calls of a harness in a worker ask for them (`top_logprobs`)."""
+    model, sampling = build_model(len(tiny_tokenizer)), Sampling(8, temperature=0.0, top_logps=3)
+    whole, hasty = (kind(model, pad_token_id=2) for kind in (NativeEngine, Hasty))
+    (once,), (parts,) = (ResumableGenerator(one).finish([Request([1, 5, 9])], sampling) for one in (whole, hasty))
+    ids = [[token for token, _ in at] for at in whole.generate([Request([1, 5, 9])], sampling)[0].top_logps]
+    assert len(ids) == 8
+    assert all([[token for token, _ in at] for at in rollout.top_logps or ()] == ids for rollout in (once, parts))
+
+
+def test_a_guide_goes_on_where_a_completion_was_interrupted(tiny_tokenizer):
+    pytest.importorskip("xgrammar")
+    hasty = Hasty(build_model(len(tiny_tokenizer)), pad_token_id=2, tokenizer=tiny_tokenizer)
+    sampling = Sampling(40, seed=3, stop_token_ids=(2,), guide=("regex", "<[a-c]{6}>[0-9]{4}!"))
+    rollouts = ResumableGenerator(hasty).finish([Request([1, 5, 9], 4)], sampling)
+    texts = [tiny_tokenizer.decode(r.token_ids, skip_special_tokens=True) for r in rollouts]
+    assert all(re.fullmatch(r"<[a-c]{6}>[0-9]{4}!", text) for text in texts), texts
 
 
 def test_writings_of_several_requests_are_numbered_through():

@@ -28,13 +28,14 @@ class Running:
     def get(self, path, **kwargs):
         return self.session.get(self.url + path, timeout=30, **kwargs)
 
-    def post(self, path, body=None, **kwargs):
+    def post(self, path, body=None, timeout=30, **kwargs):
         return requests.post(
-            self.url + path, json={} if body is None else body, timeout=30, proxies={"http": None}, **kwargs
+            self.url + path, json={} if body is None else body, timeout=timeout, proxies={"http": None}, **kwargs
         )
 
-    def complete(self, prompt, **body):
-        return self.post("/v1/completions", {"prompt": prompt, "logprobs": 0, "ignore_eos": True} | body)
+    def complete(self, prompt, timeout=30, **body):
+        asked = {"prompt": prompt, "logprobs": 0, "ignore_eos": True} | body
+        return self.post("/v1/completions", asked, timeout=timeout)
 
     def close(self):
         self.server.should_exit = True

@@ -6,6 +6,7 @@ import time
 
 import pytest
 import torch
+from requests.exceptions import ReadTimeout
 from safetensors.torch import save
 
 from posttrain import GRPOConfig, GRPOTrainer
@@ -237,6 +238,28 @@ def test_a_pause_waits_for_what_runs_and_holds_what_comes_until_it_ends(fresh):
         assert late.result().json()["choices"][0]["weight_version"] == "1"
     for mode in ("keep", "abort"):
         assert fresh.post(f"/pause?mode={mode}").status_code == 400
+
+
+def test_what_waits_for_a_client_that_left_is_not_written(fresh):
+    """A trainer that was ended and started anew would wait for all that the first one asked for."""
+    served, written = fresh.host.served, []
+    generate = served.engine.generate
+    served.engine.generate = lambda requests, sampling: written.extend(requests) or generate(requests, sampling)
+    for end in ("/resume", "/finish_weight_update"):
+        fresh.post("/pause")
+        with pytest.raises(ReadTimeout):
+            fresh.complete([[5, 6], [9]], max_tokens=4, timeout=0.5)
+        deadline = time.monotonic() + 10
+        while not all(job.rollouts.cancelled() for job in served.waiting):
+            assert time.monotonic() < deadline, "the host did not notice"
+            time.sleep(0.01)
+        if end == "/resume":
+            fresh.post(end)
+            assert fresh.complete([7, 8], max_tokens=2).status_code == 200
+            continue
+        fresh.post("/start_weight_update")
+        assert fresh.post(end).status_code == 200 and not served.waiting
+    assert [list(request.prompt_ids) for request in written] == [[7, 8]]
 
 
 def test_requests_that_wait_end_where_an_update_fails(fresh):

@@ -226,7 +226,8 @@ class EpisodeDriver:
         vocabulary: int | None,
         placeholder: int,
         any_process: Callable[[bool], bool] = bool,
-        everyone: Callable[[list[dict[str, Any]]], tuple[list[dict[str, Any]], int]] | None = None,
+        everyone: Callable[[list[dict[str, Any]]], list[dict[str, Any]]] | None = None,
+        place: int = 0,
     ) -> HarnessRollouts:
         """One episode of the user's own code a row; see `HarnessRunner.run`.
 
@@ -241,6 +242,7 @@ class EpisodeDriver:
             placeholder: See `as_rollouts`.
             any_process: Whether any process has episodes left, given whether this one has.
             everyone: See `HarnessRunner.run`.
+            place: See `HarnessRunner.run`.
         """
         from posttrain.rollouts.episodes.calls import Policy
 
@@ -267,6 +269,7 @@ class EpisodeDriver:
             per_request=can.per_request_sampling,
             any_process=any_process,
             everyone=everyone,
+            place=place,
         )
         leave_out = options.failure is None
         return as_rollouts(episodes, self.harness.harness, placeholder=placeholder, leave_out=leave_out)

@@ -179,7 +179,7 @@ class EnvironmentPool:
             RolloutError: ``reset`` raised or returned something that is no text; names the environment and the row.
         """
         kinds = [self._kind(row, index) for index, row in enumerate(rows)]
-        lent = [self._take(kind) for kind in kinds]
+        lent = [self._free(kind) for kind in kinds]
         seeds = seeds or range(len(rows))
 
         def reset(index: int) -> tuple[Any, dict[str, Any], Any]:
@@ -246,11 +246,14 @@ class EnvironmentPool:
             )
         return self.kinds[name]
 
-    def _take(self, kind: _Kind) -> Any:
-        """A free instance, or a new one."""
+    def _free(self, kind: _Kind) -> Any:
+        """A free instance; None where there is none."""
         with self._lock:
-            if kind.free:
-                return kind.free.pop(0)
+            return kind.free.pop(0) if kind.free else None
+
+    def _made(self, kind: _Kind) -> Any:
+        """A new instance."""
+        with self._lock:
             kind.instances.append(kind.factory())
             return kind.instances[-1]
 
@@ -262,7 +265,7 @@ class EnvironmentPool:
             _close(environment)
 
     def _reset(self, kind: _Kind, environment: object, row: dict[str, Any], seed: int, index: int) -> tuple[Any, Any]:
-        """The instance that was reset, and what ``reset`` returned."""
+        """The instance that was reset, a new one where none is given, and what ``reset`` returned."""
         if self.routed:
             row.pop("environment", None)
         if row.get("prompt") is not None:
@@ -270,19 +273,24 @@ class EnvironmentPool:
             row["prompt"] = copy.deepcopy(row["prompt"])
         arguments = {"group_seed": seed, **row}
         for attempt in range(self.retries + 1):
+            method = "its factory"
             try:
+                environment = self._made(kind) if environment is None else environment
+                method = "reset"
                 return environment, self.runner.call(
                     environment.reset, accepted_arguments(environment.reset, arguments)
                 )
             except (Exception, SystemExit) as error:
                 cause = error
             self._drop(kind, environment)
+            environment = None
             if attempt < self.retries:
-                logger.warning("%s, row %d: reset failed (%s); a fresh instance is tried.", _label(kind), index, cause)
-                environment = self._take(kind)
+                logger.warning(
+                    "%s, row %d: %s failed (%s); a fresh instance is tried.", _label(kind), index, method, cause
+                )
         late = f"did not return within tool_timeout={self.runner.timeout} s" if isinstance(cause, TooSlow) else None
         raise RolloutError(
-            f"{_label(kind)}, row {index}: reset {late or f'raised {type(cause).__name__}: {cause}'} "
+            f"{_label(kind)}, row {index}: {method} {late or f'raised {type(cause).__name__}: {cause}'} "
             f"(attempts: {self.retries + 1}, set by environment_retries; prompt: {row.get('prompt')!r:.120})."
         ) from cause
 

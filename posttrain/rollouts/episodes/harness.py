@@ -279,39 +279,43 @@ class HarnessRunner:
         *,
         per_request: bool = True,
         any_process: Callable[[bool], bool] = bool,
-        everyone: Callable[[list[dict[str, Any]]], tuple[list[dict[str, Any]], int]] | None = None,
+        everyone: Callable[[list[dict[str, Any]]], list[dict[str, Any]]] | None = None,
+        place: int = 0,
     ) -> list[HarnessEpisode]:
         """One episode a row, in the order of rows.
 
         Args:
             rows: Tasks.
-            seeds: Of their draws; equal ones are told apart by their place.
+            seeds: Of their draws; equal ones are told apart by their place, among the rows of all processes.
             policy: What is asked.
             sample: Asks the engine; called on this thread, by every process equally often.
             per_request: See `CallQueue.answer`.
             any_process: Whether any process has episodes left, given whether this one has.
-            everyone: The rows of all processes, and where those of this one begin; None: there is one.
+            everyone: The rows of all processes; None: there is one.
+            place: Of the first of these rows among them.
 
         Raises:
             Whatever ``sample`` raises; all episodes are ended first.
         """
         if isinstance(self.harness, _Replay):
             # All processes go through the file alike, so that none takes an episode that another has.
-            shared, start = (list(rows), 0) if everyone is None else everyone(list(rows))
-            return [self.harness.next(row) for row in shared][start : start + len(rows)]
+            shared = list(rows) if everyone is None else everyone(list(rows))
+            return [self.harness.next(row) for row in shared][place : place + len(rows)]
         proxy, number = self._listening(policy), 0
+        # Of engines whose calls have one seed: a group may have rows on several processes.
+        call_seed = ((seeds[0] if seeds else 0) * 1_000_003 + place * 100_003) % 2**31
         begun: list[HarnessEpisode] = []
         futures: list[Future[HarnessEpisode]] = []
         try:
             for index, (row, seed) in enumerate(zip(rows, seeds, strict=True)):
-                begun.append(HarnessEpisode(row, proxy.open(seed * 1_000_003 + index)))
+                begun.append(HarnessEpisode(row, proxy.open(seed * 1_000_003 + place + index)))
                 futures.append(Future())
                 futures[-1].add_done_callback(lambda _: proxy.queue.wake())
             self._start(proxy, deque(zip(futures, begun, seeds, strict=True)))
             while any_process(not all(future.done() for future in futures)):
                 proxy.queue.wait(LOOK_S)
                 number += 1
-                proxy.queue.answer(sample, per_request=per_request, seed=(seeds[0] if seeds else 0) + number)
+                proxy.queue.answer(sample, per_request=per_request, seed=call_seed + number)
         except BaseException:
             self._abandon(proxy, begun, futures)
             raise
@@ -431,12 +435,12 @@ class HarnessRunner:
             said, complaint = (_read(file) for file in (out, err))
         if process.returncode:
             raise RolloutError(f"{command[0]!r} ended with exit code {process.returncode}: {complaint.strip()[-TAIL:]}")
-        lines = [line for line in said.splitlines() if line.strip()]
+        lines = [line for line in said.split("\n") if line.strip()]
         if not lines:
             return None
         with contextlib.suppress(ValueError):
             return json.loads(lines[-1])
-        return lines[-1]
+        return lines[-1].rstrip("\r")
 
 
 def _read(file: IO[bytes]) -> str:

@@ -201,7 +201,7 @@ class ToolLoop:
         """Tokens of the results; None, and the episode is masked, where their pictures cannot be placed."""
         before = self.suffix.text.escaped
         try:
-            suffix = self.suffix(messages)
+            suffix = self.suffix(messages, closed=episode.token_ids[-1] in self.suffix.stop_ids)
             episode.escaped += self.suffix.text.escaped - before
             return suffix
         except DataError as error:

@@ -284,7 +284,7 @@ class Recorded:
 def record_session(path: str | Path, episode: Recorded) -> None:
     """Append an episode to a replay file, one line of JSON each."""
     line = {"task": episode.task, "result": episode.result, "error": episode.error} | episode.session.to_dict()
-    text = json.dumps(line, default=str, ensure_ascii=False)
+    text = json.dumps(line, default=str)
     file = Path(path)
     file.parent.mkdir(parents=True, exist_ok=True)
     # In one piece: workers and ranks append to one file.
@@ -304,7 +304,8 @@ def read_sessions(path: str | Path) -> Iterator[Recorded]:
         raise DataError(
             f"{path}: the sessions cannot be read: {error}. Fix: name a file of recorded sessions."
         ) from error
-    for number, line in enumerate(text.splitlines(), 1):
+    # Not splitlines: a text may hold other line ends.
+    for number, line in enumerate(text.split("\n"), 1):
         if not line.strip():
             continue
         where = f"{path}, line {number}"

@@ -171,8 +171,12 @@ class ToolSuffix:
         self.tokenizer, self.stop_ids = self.text.tokenizer, frozenset(stop_ids)
         self.template_kwargs = dict(template_kwargs or {})
 
-    def __call__(self, results: list[dict[str, Any]]) -> Prompt:
+    def __call__(self, results: list[dict[str, Any]], *, closed: bool = True) -> Prompt:
         """What stands between the end of the model's turn and the beginning of its next, with the pictures in it.
+
+        Args:
+            results: Messages of the tools.
+            closed: Whether the model ended its turn itself; one that a stop string or a guide ended is ended here.
 
         Raises:
             ModelError: The template renders a call differently once its result follows.
@@ -192,6 +196,8 @@ class ToolSuffix:
                 "the chat template renders a tool call differently once its result follows, so the tokens of the result "
                 f"cannot be told apart: {text!r:.200}"
             )
+        if not closed and ends and cut == ends[-1] + 1:
+            cut -= 1
         return Prompt(after[cut:], () if self.reader is None else self.reader.place(after[cut:], pictures))
 
     def _hidden(self, message: dict[str, Any]) -> dict[str, Any]:

@@ -164,12 +164,13 @@ class Asked:
 
 @dataclass(slots=True)
 class Completion:
-    """One completion being written."""
+    """One completion being written; ``before`` it was interrupted it had these tokens."""
 
     number: int
     asked: Asked
     uniform: list[float]
     guide: Guide | None = None
+    before: list[int] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     logps: list[float] = field(default_factory=list)
     processed: list[float] = field(default_factory=list)
@@ -221,7 +222,12 @@ class Chooser:
         sampling = asked.sampling
         guide = self._guides(sampling).start(sampling.guide) if sampling.guide is not None else None
         uniform = uniforms(asked.seed, asked.draws + index, sampling.max_new_tokens)
-        return Completion(asked.number + index, asked, uniform, guide)
+        written = asked.request.written
+        before = list(asked.request.prompt_ids[-written:]) if written else []
+        if guide is not None:
+            for token in before:
+                guide.accept(token)
+        return Completion(asked.number + index, asked, uniform, guide, before)
 
     def _guides(self, sampling: Sampling) -> Guides:
         stops = sampling.stop_token_ids
@@ -275,7 +281,9 @@ class Chooser:
         sampling = completion.asked.sampling
         if completion.tokens[-1] in sampling.stop_token_ids or (completion.guide is not None and completion.guide.done):
             return True
-        return ends_with_string(completion.tokens, sampling, self.tokenizer)
+        if not sampling.stop_strings:
+            return False
+        return ends_with_string(completion.before + completion.tokens, sampling, self.tokenizer)
 
 
 def _record(drawn: Drawn, completions: list[Completion]) -> None:

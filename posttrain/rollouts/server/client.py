@@ -502,7 +502,7 @@ class VLLMClient:
 
     def pause(self) -> None:
         """Hold generation once what runs has ended; requests that come meanwhile wait."""
-        self.call("POST", "/pause?mode=wait", retries=3)
+        self.call("POST", "/pause?mode=wait", timeout=self.sync_timeout, retries=3)
 
     def resume(self) -> None:
         """Go on after `pause`; fine without one."""

@@ -163,7 +163,10 @@ class ServerPool:
                 )
                 raise ServerBusy(text, held=True, url=server.url) from error
             except Timeout:
-                text = f"{server.url} is used by another trainer on this machine. Fix: give each trainer its own."
+                text = (
+                    f"{server.url} is used by another trainer on this machine. Fix: give each trainer its own; an earlier one of "
+                    "this program lets go of it with trainer.engine.close()."
+                )
                 raise ServerBusy(text, held=True, url=server.url) from None
             server.lock = lock
         # A vLLM without developer mode cannot be paused, and knows no such path.

@@ -65,7 +65,8 @@ def sampling_body(sampling: Sampling) -> dict[str, Any]:
         "logprobs": sampling.top_logps or 0,
         "ignore_eos": True,  # The trainer's stop tokens alone count, not those of the server's tokenizer.
         "stop_token_ids": list(sampling.stop_token_ids),
-        "min_tokens": sampling.min_new_tokens,
+        # vLLM refuses more than the limit, which is low in a late turn of an episode.
+        "min_tokens": min(sampling.min_new_tokens, sampling.max_new_tokens),
         "stop": list(sampling.stop_strings),
     }
     if sampling.logit_bias:

@@ -115,6 +115,7 @@ class PartialCompletion:
         token_ids: So far.
         logp: One a token.
         processed_logp: Under the distribution they were drawn from, where that is another.
+        top_logps: The most likely tokens of each step, where they were asked for.
         spans: Runs of (version, tokens).
         finish_reason: None while it is being written.
     """
@@ -125,6 +126,7 @@ class PartialCompletion:
     token_ids: list[int] = field(default_factory=list)
     logp: list[float] = field(default_factory=list)
     processed_logp: list[float] = field(default_factory=list)
+    top_logps: list[list[tuple[int, float]]] = field(default_factory=list)
     spans: list[tuple[int, int]] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     processed: bool = False
@@ -140,7 +142,7 @@ class PartialCompletion:
             min_new_tokens=max(0, own.min_new_tokens - written),
             seed=seed,
         )
-        return Request(self.prompt_ids + self.token_ids, 1, left, self.pictures)
+        return Request(self.prompt_ids + self.token_ids, 1, left, self.pictures, written)
 
     def add(self, rollout: Rollout) -> None:
         """What one call to the engine added."""
@@ -154,6 +156,7 @@ class PartialCompletion:
         self.logp += rollout.logp
         self.processed_logp += rollout.processed_logp or rollout.logp
         self.processed = self.processed or rollout.processed_logp is not None
+        self.top_logps += rollout.top_logps or []
         for version, tokens in rollout.spans or [(rollout.version, count)]:
             if self.spans and self.spans[-1][0] == version:
                 tokens += self.spans.pop()[1]
@@ -170,7 +173,7 @@ class PartialCompletion:
         oldest = min((version for version, _ in self.spans), default=0)
         drawn = self.processed_logp if self.processed else None
         spans = self.spans if len(self.spans) > 1 else None
-        more = {"processed_logp": drawn, "spans": spans, "pictures": self.pictures}
+        more = {"processed_logp": drawn, "top_logps": self.top_logps or None, "spans": spans, "pictures": self.pictures}
         return Rollout(self.prompt_ids, self.token_ids, self.logp, self.finish_reason, oldest, **more)
 
 

@@ -420,6 +420,8 @@ class RolloutWorkerLoop:
 
     def __init__(self, job: RolloutJob, link: Link, handle: WorkerEngine) -> None:
         self.job, self.link, self.handle = job, link, handle
+        if handle.engine.tokenizer is None:
+            handle.engine.tokenizer = job.tokenizer
         driver = EpisodeDriver(job.episodes)
         generator = ResumableGenerator(handle.engine, self.refresh)
         self.generator = GroupGenerator(driver, generator, job.tokenizer, job.sampling, job.context, job.reader)
@@ -439,7 +441,8 @@ class RolloutWorkerLoop:
             threading.Thread(target=self._interrupter, daemon=True, name="interrupter").start()
 
     def refresh(self) -> None:
-        """Load the newest weights, where they are newer than ours."""
+        """Load the newest weights, where they are newer than ours; between two calls to the engine, and so a sign of work."""
+        self.link.progress()
         with self._loading:
             began = time.perf_counter()
             version, holders = self.link.version, self.link.holders
