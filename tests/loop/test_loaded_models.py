@@ -1,5 +1,8 @@
 """What is said where a model is given as an object, and settings for loading one beside it."""
 
+import sys
+from types import MethodType, ModuleType
+
 import pytest
 import torch
 from datasets import Dataset
@@ -47,3 +50,23 @@ def test_a_compiled_model_computes_in_the_precision_of_its_run(tiny_tokenizer, t
     compiled = kinds_of_a_run(tmp_path / "compiled", tiny_tokenizer, torch_compile=True, torch_compile_backend="eager")
     assert plain[0] == compiled[0] == {torch.bfloat16}
     assert compiled[1] == pytest.approx(plain[1], abs=1e-3)
+
+
+def test_layers_of_liger_are_taken_and_its_loss_is_not(tiny_tokenizer, tmp_path, monkeypatch):
+    """Its forward took the place of the one that reads the output layer in chunks, which then ran outside of autocast."""
+    given, liger = [], ModuleType("liger_kernel.transformers")
+
+    def apply(model, cross_entropy=False, fused_linear_cross_entropy=True, **options):
+        given.append((cross_entropy, fused_linear_cross_entropy, options))
+        if fused_linear_cross_entropy:
+            own = type(model).forward
+            model.forward = MethodType(lambda self, *args, **kwargs: own(self, *args, **kwargs), model)
+
+    liger._apply_liger_kernel_to_instance = apply
+    monkeypatch.setitem(sys.modules, "liger_kernel", ModuleType("liger_kernel"))
+    monkeypatch.setitem(sys.modules, "liger_kernel.transformers", liger)
+    monkeypatch.setattr("transformers.integrations.liger.is_liger_kernel_available", lambda: True)
+    settings = {"use_liger_kernel": True, "liger_kernel_config": {"rope": False}, "preflight": "off"}
+    kinds, _ = kinds_of_a_run(tmp_path, tiny_tokenizer, **settings)
+    assert given == [(False, False, {"rope": False})]
+    assert kinds == {torch.bfloat16}
