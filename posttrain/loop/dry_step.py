@@ -141,7 +141,9 @@ def dry_step(
 
 def _dry_pass(run: Run, batch: Batch) -> None:
     args, model = run.args, run.model
-    with get_act_offloading_ctx_manager(model, enabled=args.activation_offloading):
+    # A model gets the autocast of its run only once training prepares it.
+    offloading = get_act_offloading_ctx_manager(model, enabled=args.activation_offloading)
+    with run.accelerator.autocast(), offloading:
         settings: dict[str, Any] = {"temperature": run.method.temperature, "chunk_size": args.logits_chunk_size}
         out = forward(model, batch.to(args.device), run.method.traits.needs, **settings)
         parts = [x.float().sum() for x in (out.logp, out.scores, out.values, out.logits) if x is not None]

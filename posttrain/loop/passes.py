@@ -139,6 +139,8 @@ class PassRunner:
     def _halves(self, batch: Batch) -> list[Batch]:
         """The batch in parts; itself where the objective wants it whole, or where other processes would be left behind."""
         run, traits = self.run, self.run.method.traits
-        if traits.single_pass or run.router_coefficient or run.accelerator.num_processes > 1:
+        # FSDP and DeepSpeed keep gradients where a pass that broke off cannot be taken back, and DeepSpeed steps after each.
+        alone = run.accelerator.num_processes == 1 and not parallel.is_prepared_late(run.accelerator)
+        if traits.single_pass or run.router_coefficient or not alone:
             return [batch]
         return halves(batch, pad_token_id=run.pad_token_id, layout=run.layout, whole_rows=traits.whole_rows)

@@ -231,6 +231,10 @@ class PostTrainingConfig(transformers.TrainingArguments):
         if self.pad_token is not None:
             warnings.warn("pad_token is deprecated: set it on the tokenizer.", FutureWarning, stacklevel=4)
         silenced_codes(self.silence_findings)  # type: ignore[arg-type]
+        if self.use_liger_kernel:
+            # Its loss would take the place of the forward that reads the output layer in chunks; its layers are taken.
+            without = {"cross_entropy": False, "fused_linear_cross_entropy": False}
+            self.liger_kernel_config = {**(self.liger_kernel_config or {}), **without}
         # One non-finite loss must not be replaced by an average of good ones: the log would show a healthy run.
         self.logging_nan_inf_filter = False
         self._made = True

@@ -165,9 +165,10 @@ class ScoreHead:
 
 
 def unwrapped(model: object) -> Any:
-    """The model, or the peft wrapper around it, inside what parallelism put on top (DDP's ``module``)."""
-    while isinstance(getattr(model, "module", None), nn.Module):
-        model = model.module
+    """The model, or the peft wrapper around it, inside what parallelism (DDP's ``module``) and compilation put on top."""
+    for name in ("_orig_mod", "module", "_orig_mod"):
+        while isinstance(getattr(model, name, None), nn.Module):
+            model = getattr(model, name)
     return model
 
 

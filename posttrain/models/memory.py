@@ -27,6 +27,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from posttrain.errors import ConfigError, ModelError
 from posttrain.models.architecture import differs_by_layer, experts_per_token, head_size, layer_kinds
 from posttrain.models.heads import causal_lm, output_layer, unwrapped
+from posttrain.models.parallel import local_part
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, TrainerControl, TrainerState, TrainingArguments
@@ -66,7 +67,7 @@ ATTENTION_OPS = {getattr(torch.ops.aten, name).default for name in ATTENTION if 
 
 def keep_attention(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     """What backward does about one operation: attention, which costs the square of the length, is not computed again."""
-    kept = op in ATTENTION_OPS or "flash_attn" in str(op)
+    kept = op in ATTENTION_OPS or any(name in str(op) for name in ("flash_attn", "varlen_attn"))
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
@@ -224,7 +225,7 @@ def get_act_offloading_ctx_manager(model: nn.Module, *, enabled: bool = True, **
     """A context for forward and backward of a training step."""
     if not enabled:
         return nullcontext()
-    kept = frozenset(p.untyped_storage().data_ptr() for p in model.parameters())
+    kept = frozenset(local_part(p.detach()).untyped_storage().data_ptr() for p in model.parameters())
     return OffloadActivations(device_type=next(model.parameters()).device.type, kept=kept, **options)
 
 

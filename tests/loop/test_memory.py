@@ -1,5 +1,7 @@
 """Out of memory: the pass is divided, and the step ends with the gradient it would have had."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -78,6 +80,16 @@ def test_a_loss_of_the_whole_micro_batch_is_not_divided(tiny_tokenizer, tmp_path
     runs_out(trainer, lambda calls: len(calls) == 1)
     with pytest.raises(torch.OutOfMemoryError):
         trainer.train()
+
+
+@pytest.mark.parametrize("kind", ["DEEPSPEED", "FSDP"])
+def test_a_pass_is_whole_where_its_gradients_are_not_at_the_parameters(tiny_tokenizer, tmp_path, kind):
+    """DeepSpeed on one GPU would have stepped after each half of the last pass, and counted what a broken one left behind."""
+    trainer = sft(tmp_path, tiny_tokenizer)
+    (batch,) = trainer.data_collator([trainer.train_dataset[i] for i in range(4)])
+    assert len(trainer.passes._halves(batch)) == 2
+    trainer.run.accelerator = SimpleNamespace(num_processes=1, distributed_type=f"DistributedType.{kind}")
+    assert trainer.passes._halves(batch) == [batch]
 
 
 def test_supervised_training_is_divided_too(tiny_tokenizer, tmp_path):

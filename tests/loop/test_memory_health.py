@@ -66,6 +66,14 @@ def test_a_dry_step_leaves_gradients_modes_numbers_and_metrics_alone(tiny_tokeni
     assert not step.failed and step.tokens > 0 and step.needed >= step.peak > 0
 
 
+def test_a_dry_step_computes_in_the_precision_of_the_run(tiny_tokenizer, tmp_path):
+    """A model is wrapped in autocast once training prepares it, and before that the step took float32's memory."""
+    trainer, seen = sft(tmp_path, tiny_tokenizer, bf16=True), []
+    trainer.model.model.layers[0].mlp.register_forward_hook(lambda module, given, output: seen.append(output.dtype))
+    trainer.dry_step()
+    assert set(seen) == {torch.bfloat16}
+
+
 def test_a_dry_step_takes_the_longest_rows(tiny_tokenizer, tmp_path):
     trainer = sft(tmp_path, tiny_tokenizer)
     sizes = sorted((len(row["input_ids"]) for row in trainer.train_dataset), reverse=True)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from datasets import Dataset
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import CheckpointPolicy
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from posttrain import ConfigError, SFTConfig, SFTTrainer
@@ -117,3 +118,13 @@ def counting(step, counter, *given):
 def test_selective_checkpointing_is_never_reentrant():
     with pytest.raises(ConfigError, match="use_reentrant=False"):
         memory.recompute_activations(build_model(64), {"selective": True, "use_reentrant": True})
+
+
+def test_selective_checkpointing_keeps_what_every_kernel_of_attention_computed():
+    """That of parts of tries on a GPU has a name of its own, and was computed twice."""
+    from torch.nn.attention import varlen
+
+    assert varlen.varlen_attn is not None  # Registers its operator.
+    for op in (torch.ops.torch_attn._varlen_attn.default, *memory.ATTENTION_OPS):
+        assert memory.keep_attention(None, op) == CheckpointPolicy.MUST_SAVE, op
+    assert memory.keep_attention(None, torch.ops.aten.mm.default) == CheckpointPolicy.PREFER_RECOMPUTE

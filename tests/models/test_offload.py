@@ -2,9 +2,12 @@
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from posttrain.errors import ConfigError
 from posttrain.models.memory import OffloadActivations, get_act_offloading_ctx_manager
+from tests.conftest import build_model
 from tests.methods.helpers import sft
 from tests.wordings import raises
 
@@ -54,3 +57,21 @@ def test_an_expanded_tensor_travels_once():
 def test_it_is_refused_on_a_cpu_before_the_model_loads(tiny_tokenizer, tmp_path):
     with raises(ConfigError, "activation_offloading=True"):
         sft(tmp_path, tiny_tokenizer, activation_offloading=True)
+
+
+def test_weights_in_shards_stay_and_gradients_are_equal():
+    """Of a parameter that FSDP2 has cut the storage has no address, and the run ended at its first step."""
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        model = build_model(300)
+        for part in (*model.model.layers, model):
+            fully_shard(part, mesh=init_device_mesh("cpu", (1,)))
+        plain = gradients(model, get_act_offloading_ctx_manager(model, enabled=False))
+        offloading = get_act_offloading_ctx_manager(model, min_offload_size=1)
+        for a, b in zip(plain, gradients(model, offloading), strict=True):
+            assert torch.allclose(
+                a.full_tensor(), b.full_tensor(), rtol=0, atol=1e-5 * float(a.full_tensor().abs().max())
+            )
+        assert offloading.offloaded_bytes > 10_000
+    finally:
+        torch.distributed.destroy_process_group()
