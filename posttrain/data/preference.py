@@ -33,6 +33,7 @@ from posttrain.data.formats import (
     one_eos,
     strip_none,
     tokenized,
+    undecoded,
     warn_once,
 )
 from posttrain.errors import DataError
@@ -419,6 +420,7 @@ def extract_and_unpair(dataset: AnyDataset, num_proc: int | None = None) -> Any:
     """Pairs with or without a prompt column, or whose answers repeat it, as single judged answers; others as they are."""
     if isinstance(dataset, dict) or not {"chosen", "rejected"} <= set(get_dataset_column_names(dataset)):
         return dataset
+    dataset = undecoded(dataset)  # An image that is read to be written again is another one: JPEG loses some each time.
     extra = {} if isinstance(dataset, datasets.IterableDataset) else {"num_proc": num_proc}
     return unpair_preference_dataset(dataset.map(maybe_extract_prompt, **extra), **extra)
 

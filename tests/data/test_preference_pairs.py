@@ -5,7 +5,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from posttrain.data.formats import strip_none
+from posttrain.data.formats import strip_none, undecoded
 from posttrain.data.preference import (
     extract_and_unpair,
     extract_prompt,
@@ -130,3 +130,13 @@ def test_a_key_that_other_messages_have_hides_no_shared_prompt(given, stream):
 def test_two_answers_that_differ_by_a_key_without_a_value_are_equal():
     with pytest.raises(DataError, match="no preference"):
         extract_prompt({"chosen": [U, A | {"thinking": None}], "rejected": [U, A]})
+
+
+def test_images_of_pairs_stay_the_bytes_that_they_were():
+    """A JPEG that is read to be written anew loses some of what it showed."""
+    held = {"bytes": b"read by nobody", "path": None}
+    rows = datasets.Dataset.from_list([{"chosen": [U, A], "rejected": [U, B], "images": [held]}])
+    data = rows.cast_column("images", datasets.List(datasets.Image()))
+    for rows in (data, data.to_iterable_dataset()):
+        made = undecoded(extract_and_unpair(rows))
+        assert [row["images"] for row in made] == [[held]] * 2
