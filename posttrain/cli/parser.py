@@ -86,7 +86,9 @@ class PosttrainArgumentParser(HfArgumentParser):
         if others and not return_remaining_strings and fail_with_unknown_args:
             raise ConfigError(f"{path}: unknown key{'s' if len(others) > 1 else ''} {self._suggest(others)}.")
         self.set_defaults(**{key: None for key, value in known.items() if value is None})
-        from_file = [token for key, value in known.items() if value is not None for token in to_tokens(key, value)]
+        given = [to_tokens(key, value) for key, value in known.items() if value is not None]
+        # Joined, or a value that begins with a dash would be taken for an option.
+        from_file = [token for words in given for token in (["=".join(words)] if len(words) == 2 else words)]
         *instances, rest = self.parse_args_into_dataclasses(
             args=from_file + tokens, return_remaining_strings=True, look_for_args_file=False
         )

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MESSAGE_COLUMNS = ("prompt", "chosen", "rejected", "completion", "messages")  # In this order: never a set's.
-NESTED_COLUMNS = ("messages", "prompt", "completion", "chosen", "rejected", "tools")
+NESTED_COLUMNS = ("messages", "prompt", "completion", "chosen", "rejected", "tools", "chat_template_kwargs")
 LOOK = 64  # Rows that decide the format of a dataset; row 0 alone misleads on mixed data.
 PICTURE_COLUMNS = ("image", "images")
 PROMPT_COLUMNS = ("prompt", *PICTURE_COLUMNS)  # What a model is asked.
@@ -160,9 +160,9 @@ def _without_none(value: object) -> Any:
 
 
 def strip_none(row: Mapping[str, Any]) -> dict[str, Any]:
-    """A row without the ``None`` that Arrow writes into messages and tools when rows differ in their keys."""
+    """A row without the ``None`` that Arrow writes into messages, tools and template arguments when rows differ in their keys."""
     return {
-        name: _without_none(value) if name in NESTED_COLUMNS and isinstance(value, list) else value
+        name: _without_none(value) if name in NESTED_COLUMNS and isinstance(value, list | dict) else value
         for name, value in row.items()
     }
 

@@ -33,6 +33,7 @@ from posttrain.data.formats import (
     one_eos,
     strip_none,
     tokenized,
+    undecoded,
     warn_once,
 )
 from posttrain.errors import DataError
@@ -300,9 +301,11 @@ def extract_prompt(example: Mapping[str, Any]) -> dict[str, Any]:
     chosen, rejected = example["chosen"], example["rejected"]
     if not chosen or not rejected:
         raise DataError(f"{'chosen' if not chosen else 'rejected'} is empty: a pair needs two answers.")
-    if chosen == rejected:
+    # Arrow gives a message the keys of all others of its column: of two that say the same one may have a None more.
+    bare = strip_none({"chosen": chosen, "rejected": rejected})
+    if bare["chosen"] == bare["rejected"]:
         raise DataError("chosen and rejected are equal: there is no preference in this row.")
-    cut = _shared_messages(chosen, rejected) if isinstance(chosen, list) else _shared_text(chosen, rejected)
+    cut = _shared_messages(**bare) if isinstance(chosen, list) else _shared_text(chosen, rejected)
     return {"prompt": chosen[:cut], "chosen": chosen[cut:], "rejected": rejected[cut:]}
 
 
@@ -352,7 +355,9 @@ def maybe_extract_prompt(example: Mapping[str, Any]) -> Mapping[str, Any]:
         return {**example, **extract_prompt(example)}
     if is_messages(chosen) and not is_messages(prompt):  # A text prompt beside conversations that begin with it.
         return {**example, **extract_prompt(example)}
-    if isinstance(prompt, list) and prompt and chosen[: len(prompt)] == prompt == rejected[: len(prompt)]:
+    bare = strip_none({"prompt": prompt, "chosen": chosen, "rejected": rejected})  # See `extract_prompt`.
+    said = bare["prompt"]
+    if isinstance(said, list) and said and bare["chosen"][: len(said)] == said == bare["rejected"][: len(said)]:
         warn_once(
             logger,
             "chosen and rejected repeat the messages of their prompt: they are taken off, or it would stand twice.",
@@ -415,6 +420,7 @@ def extract_and_unpair(dataset: AnyDataset, num_proc: int | None = None) -> Any:
     """Pairs with or without a prompt column, or whose answers repeat it, as single judged answers; others as they are."""
     if isinstance(dataset, dict) or not {"chosen", "rejected"} <= set(get_dataset_column_names(dataset)):
         return dataset
+    dataset = undecoded(dataset)  # An image that is read to be written again is another one: JPEG loses some each time.
     extra = {} if isinstance(dataset, datasets.IterableDataset) else {"num_proc": num_proc}
     return unpair_preference_dataset(dataset.map(maybe_extract_prompt, **extra), **extra)
 

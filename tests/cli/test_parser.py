@@ -50,6 +50,11 @@ def test_trap_s39_a_scalar_for_a_list_field_is_a_list_of_one(parse):
     assert parse("reward_funcs: [a, b]")[0].reward_funcs == ["a", "b"]
 
 
+@pytest.mark.parametrize("value", ["-?[0-9]+", "---", "-1e-05", ""])
+def test_a_value_of_the_file_that_begins_like_an_option_is_a_value(parse, value):
+    assert parse(f"extra: '{value}'")[0].extra == value
+
+
 def test_choices_are_checked_in_the_file_too(parse, capsys):
     with pytest.raises(SystemExit) as stop:
         parse("dtype: bf16")

@@ -5,7 +5,9 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from posttrain.data.formats import strip_none, undecoded
 from posttrain.data.preference import (
+    extract_and_unpair,
     extract_prompt,
     maybe_extract_prompt,
     maybe_unpair_preference_dataset,
@@ -107,3 +109,34 @@ def test_the_other_order_and_untouched_data():
 def test_columns_that_would_be_overwritten_are_named():
     with raises(DataError, "'label'"):
         unpair_preference_dataset(pairs().add_column("label", [1, 2, 3]))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("given", [{"prompt": [U]}, {}])
+def test_a_key_that_other_messages_have_hides_no_shared_prompt(given, stream):
+    """Arrow gives every message of a column the keys of all: of a prompt that both columns hold, one has a None more."""
+    data = datasets.Dataset.from_list([given | {"chosen": [U, A | {"thinking": "t"}], "rejected": [U, B]}])
+    assert data[0]["chosen"][0] != data[0]["rejected"][0]
+    rows = [strip_none(row) for row in extract_and_unpair(data.to_iterable_dataset() if stream else data)]
+    assert rows == [
+        {"prompt": [U], "completion": [A | {"thinking": "t"}], "label": True},
+        {"prompt": [U], "completion": [B], "label": False},
+    ]
+    assert [strip_none(row) for row in data.map(maybe_extract_prompt)] == [
+        {"prompt": [U], "chosen": [A | {"thinking": "t"}], "rejected": [B]}
+    ]
+
+
+def test_two_answers_that_differ_by_a_key_without_a_value_are_equal():
+    with pytest.raises(DataError, match="no preference"):
+        extract_prompt({"chosen": [U, A | {"thinking": None}], "rejected": [U, A]})
+
+
+def test_images_of_pairs_stay_the_bytes_that_they_were():
+    """A JPEG that is read to be written anew loses some of what it showed."""
+    held = {"bytes": b"read by nobody", "path": None}
+    rows = datasets.Dataset.from_list([{"chosen": [U, A], "rejected": [U, B], "images": [held]}])
+    data = rows.cast_column("images", datasets.List(datasets.Image()))
+    for rows in (data, data.to_iterable_dataset()):
+        made = undecoded(extract_and_unpair(rows))
+        assert [row["images"] for row in made] == [[held]] * 2

@@ -419,6 +419,15 @@ def test_trap_25_neighbours_that_render_differently_are_each_tokenised(tiny_toke
     assert [text[:4] for text in texts] == ["calm", "calm", "wild"]
 
 
+def test_trap_25_an_argument_that_other_rows_have_is_not_given_by_this_one(tiny_tokenizer):
+    """Arrow gives each row's arguments the keys of all: a None of its own would win over the run's."""
+    tiny_tokenizer.chat_template = "{{ mood }}" + CHAT_TEMPLATE
+    rows = [{"prompt": [QUESTION], "chat_template_kwargs": kwargs} for kwargs in ({"mood": "wild"}, {"tone": "sad"})]
+    data = datasets.Dataset.from_list(rows)
+    ids = tokenize_prompts(list(data), tiny_tokenizer, chat_template_kwargs={"mood": "calm"})
+    assert [tiny_tokenizer.decode(one)[:4] for one in ids] == ["wild", "calm"]
+
+
 # Wrong attention, batches, order --------------------------------------------------------------------------------------
 
 

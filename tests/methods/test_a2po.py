@@ -161,6 +161,15 @@ def test_a_run_trains_and_logs_its_metrics(tiny_tokenizer, tmp_path):
     assert trainer.state.log_history[1]["implicit_reward"] != 0
 
 
+def test_the_loss_compares_models_at_temperature_one_whatever_is_sampled_at(tiny_tokenizer, tmp_path):
+    """The scripted engine draws the same tokens at any temperature."""
+    runs = [build(tmp_path / str(t), tiny_tokenizer, temperature=t, beta2=0.1) for t in (0.5, 1.0)]
+    for trainer in runs:
+        trainer.train()
+    assert losses(runs[0]) == losses(runs[1]) and torch.equal(*map(weights, runs))
+    assert runs[0].sampling("train").temperature == 0.5
+
+
 def test_values_come_from_the_rewards_of_the_reference(tiny_tokenizer, tmp_path):
     engine = scripted()
     trainer = build(tmp_path, tiny_tokenizer, engine=engine, beta1=0.7)

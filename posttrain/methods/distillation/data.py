@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import datasets
 
 from posttrain.data.chat import RENDERED, cut_prompt, tokenize_prompts
-from posttrain.data.formats import is_messages, known_columns, strip_none
+from posttrain.data.formats import is_messages, known_columns, remove_none_values
 from posttrain.data.sft import IGNORED, SupervisedOptions, label_batch
 from posttrain.errors import DataError
 from posttrain.types import Rollout, Row
@@ -32,7 +32,7 @@ def with_template_arguments(dataset: AnyDataset, kwargs: dict[str, Any] | None) 
     if not kwargs:
         return dataset
     column = "chat_template_kwargs"
-    return dataset.map(lambda row: {column: kwargs | (strip_none(row).get(column) or {})})
+    return dataset.map(lambda row: {column: kwargs | remove_none_values(row.get(column) or {})})
 
 
 def _divided(row: dict[str, Any]) -> dict[str, Any]:

@@ -37,6 +37,7 @@ class A2POConfig(OnlineConfig):
     max_prompt_length: PositiveInt | None = option(
         512, "Most prompt tokens; longer prompts lose their beginning. None: no limit."
     )
+    temperature: PositiveFloat = option(1.0, "Of sampling alone: log-probs of the loss are those at temperature 1.")
     max_completion_length: PositiveInt = option(256, "Most tokens of a completion, EOS included.")
     top_k: NonNegativeInt | None = option(None, "Keep the k most likely tokens; None or 0 is off.")  # type: ignore[assignment]
     num_value_samples: PositiveInt = option(
@@ -95,6 +96,11 @@ class A2PO(Method[A2POConfig]):
 
     config_class = A2POConfig
     traits = replace(SAMPLES, needs=frozenset({"logp"}), cuts_prompts=True, compares_reference=True)
+
+    @property
+    def temperature(self) -> float:
+        """1: the loss compares models, not samplers; there is no importance ratio in it."""
+        return 1.0
 
     def objective(self, outputs: ModelOutputs, batch: Batch) -> LossTerms:
         """See `a2po_objective`."""
