@@ -11,8 +11,8 @@ import transformers
 from torch import Tensor, nn
 
 from posttrain.errors import CheckpointError, ConfigError, ModelError
-from posttrain.loop.sync_reference import bare, is_sharded, resumed_from, write_tensors
-from posttrain.models.heads import adapters_of
+from posttrain.loop.sync_reference import is_sharded, resumed_from, write_tensors
+from posttrain.models.heads import adapters_of, unwrapped
 from posttrain.models.reference import Reference
 
 if TYPE_CHECKING:
@@ -143,7 +143,7 @@ class BEMACallback(transformers.TrainerCallback):
         **kwargs: Any,
     ) -> None:
         """Take the snapshot, or go on where the checkpoint stood."""
-        model = bare(model)
+        model = unwrapped(model)
         self._forget()
         self._refuse(model)
         reference = self._reference(model, kwargs) if self.update_ref_model else None
@@ -164,7 +164,7 @@ class BEMACallback(transformers.TrainerCallback):
         """Update the average, and the reference, where they are due."""
         if not self._start:
             return
-        model, step = bare(model), state.global_step
+        model, step = unwrapped(model), state.global_step
         if step == self.update_after:
             self._snapshot(model)
         elif self.updates_at(step):
@@ -186,7 +186,7 @@ class BEMACallback(transformers.TrainerCallback):
     ) -> None:
         """Early stopping is decided here, and the best weights then replace the last ones before training ends."""
         if args.load_best_model_at_end:
-            self._finish(bare(model), state)
+            self._finish(unwrapped(model), state)
 
     def on_save(
         self,
@@ -198,14 +198,14 @@ class BEMACallback(transformers.TrainerCallback):
     ) -> None:
         """Put the state beside the checkpoint that was just written."""
         if args.load_best_model_at_end:
-            self._finish(bare(model), state)
+            self._finish(unwrapped(model), state)
         folder = Path(args.output_dir or ".") / f"checkpoint-{state.global_step}"
         wanted = self._start and state.global_step > self.update_after and not args.save_only_model
         if not (wanted and state.is_world_process_zero and folder.is_dir()):
             return
         parts = {"start": self._start, "ema": self._ema, "result": self._result}
         if self._moved_reference:
-            named = dict(bare(self._reference(bare(model), kwargs)).named_parameters())
+            named = dict(unwrapped(self._reference(unwrapped(model), kwargs)).named_parameters())
             parts["reference"] = {name: named[name] for name in self._start}
         tensors = {f"{part}.{name}": value for part, values in parts.items() for name, value in values.items()}
         write_tensors(folder / STATE_FILE, tensors, {"step": str(state.global_step)})
@@ -222,7 +222,7 @@ class BEMACallback(transformers.TrainerCallback):
         """Save the averaged model where it can be loaded from."""
         if not (self._start and state.is_world_process_zero):
             return
-        model = bare(model)
+        model = unwrapped(model)
         if self._final is None or self._final[0] != state.global_step:
             if args.load_best_model_at_end and state.best_model_checkpoint is not None:
                 logger.warning(
@@ -337,9 +337,9 @@ class BEMACallback(transformers.TrainerCallback):
                 f"{'the policy with its adapter off' if adapters_of(model) else 'None'}. Pass a ref_model to the trainer, "
                 "without peft_config, or set update_ref_model=False."
             )
-        if bare(reference) is model:
+        if unwrapped(reference) is model:
             raise ConfigError("update_ref_model=True, and the reference is the policy itself: it would be overwritten.")
-        lacking = sorted(_trained(model).keys() - dict(bare(reference).named_parameters()).keys())
+        lacking = sorted(_trained(model).keys() - dict(unwrapped(reference).named_parameters()).keys())
         if lacking:
             raise ModelError(f"update_ref_model=True: the reference has no parameter {lacking[0]!r}, which is trained.")
         return reference
@@ -360,7 +360,7 @@ def _shape(shape: torch.Size | None) -> str:
 
 @torch.no_grad()
 def _copy_into(reference: nn.Module, values: dict[str, Tensor]) -> None:
-    named = dict(bare(reference).named_parameters())
+    named = dict(unwrapped(reference).named_parameters())
     for name, value in values.items():
         named[name].copy_(value)
 

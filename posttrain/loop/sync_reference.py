@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from posttrain.errors import CheckpointError, ConfigError, ModelError
 from posttrain.integrations import require
-from posttrain.models.heads import adapters_of
+from posttrain.models.heads import adapters_of, unwrapped
 from posttrain.models.parallel import is_partitioned, local_part
 from posttrain.models.reference import Reference
 from posttrain.report.files import whole_file
@@ -34,16 +34,6 @@ STATE_FILE = "ref_model.safetensors"
 
 # Attributes that a parameter has only where a process holds a part of it: ZeRO-3, both kinds of FSDP, tensor parallelism.
 SHARD_MARKS = ("ds_id", "_fsdp_flattened", "_is_flat_param", "device_mesh")
-
-
-def bare(model: nn.Module) -> Any:
-    """The model inside every wrapper that trains it (DDP, DP, DeepSpeed, FSDP, compile); adapters stay on."""
-    while True:
-        inner = getattr(model, "_orig_mod", None)
-        inner = getattr(model, "module", None) if inner is None else inner
-        if not isinstance(inner, nn.Module):
-            return model
-        model = inner
 
 
 def is_sharded(model: nn.Module) -> bool:
@@ -128,7 +118,7 @@ class SyncRefModelCallback(transformers.TrainerCallback):
             raise ConfigError(
                 f"ref_model_sync_steps={steps} must be at least 1, and ref_model_mixup_alpha={alpha} between 0 and 1."
             )
-        _refuse(bare(model), "policy")
+        _refuse(unwrapped(model), "policy")
         self._pairs(model)
         if state.global_step >= steps:
             self._load(resumed_from(args, state), state.global_step)
@@ -164,8 +154,8 @@ class SyncRefModelCallback(transformers.TrainerCallback):
 
     def _mix_buffers(self, policy: nn.Module, alpha: float) -> None:
         """Running statistics move with the weights; counters are copied. Buffers are whole on every rank."""
-        theirs = dict(bare(policy).named_buffers())
-        for name, ours in bare(self.ref_model).named_buffers():
+        theirs = dict(unwrapped(policy).named_buffers())
+        for name, ours in unwrapped(self.ref_model).named_buffers():
             if name in theirs and ours.shape == theirs[name].shape:
                 value = theirs[name].to(ours.device, ours.dtype)
                 ours.copy_(torch.lerp(ours, value, alpha) if ours.is_floating_point() else value)
@@ -248,7 +238,7 @@ def _refuse(model: nn.Module, role: str) -> None:
 
 def _parameters(model: nn.Module) -> dict[str, Tensor]:
     """Parameters by the name they have without wrappers, inner ones included."""
-    named = bare(model).named_parameters()
+    named = unwrapped(model).named_parameters()
     return {name.replace("_fsdp_wrapped_module.", "").replace("_orig_mod.", ""): p for name, p in named}
 
 

@@ -166,10 +166,12 @@ class ScoreHead:
 
 def unwrapped(model: object) -> Any:
     """The model, or the peft wrapper around it, inside what parallelism (DDP's ``module``) and compilation put on top."""
-    for name in ("_orig_mod", "module", "_orig_mod"):
-        while isinstance(getattr(model, name, None), nn.Module):
-            model = getattr(model, name)
-    return model
+    while True:
+        inner = getattr(model, "_orig_mod", None)
+        inner = getattr(model, "module", None) if inner is None else inner
+        if not isinstance(inner, nn.Module):
+            return model
+        model = inner
 
 
 def causal_lm(model: nn.Module) -> Any:
