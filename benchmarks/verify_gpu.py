@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import random
 import subprocess
 import sys
@@ -23,6 +24,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+# One process trains on one device (PT-C004): of several GPUs it is the first, unless another was chosen.
+os.environ.setdefault("CUDA_VISIBLE_DEVICES", "0")
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]

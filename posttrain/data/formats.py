@@ -381,6 +381,29 @@ def undecoded(dataset: AnyDataset) -> Any:
     return datasets.Dataset(dataset.data, info, dataset.split, dataset._indices, told).with_format(**dataset.format)
 
 
+def united(first: Any, *others: Any) -> Any:
+    """The type of columns that holds all of these, messages with the keys of each; None where there is none.
+
+    For the features of a mapped set: left to itself ``map`` takes a new column's from its first 1,000 rows, where a key that only
+    later messages have holds nothing yet.
+    """
+    for other in others:
+        if isinstance(first, dict) and isinstance(other, dict):
+            first = {key: united(*(kind[key] for kind in (first, other) if key in kind)) for key in {**first, **other}}
+            if None in first.values():
+                return None
+        elif type(first) is type(other) and hasattr(first, "feature"):
+            inner = united(first.feature, other.feature)
+            if inner is None:
+                return None
+            first = replace(first, feature=inner)
+        elif getattr(first, "dtype", "") == "null":
+            first = other
+        elif first != other and getattr(other, "dtype", "") != "null":
+            return None
+    return first
+
+
 def pictures_of(example: Mapping[str, Any]) -> list[Any]:
     """What the columns ``image`` and ``images`` of a row hold, as a list; None means no picture, in the list too.
 

@@ -34,6 +34,7 @@ from posttrain.data.formats import (
     strip_none,
     tokenized,
     undecoded,
+    united,
     warn_once,
 )
 from posttrain.errors import DataError
@@ -394,6 +395,12 @@ def unpair_preference_dataset(dataset: AnyDataset, *, interleave: bool = True, *
         raise DataError(f"the dataset cannot be unpaired: it {what}. Its columns are {columns}.")
     if isinstance(dataset, datasets.IterableDataset):
         map_kwargs = {k: v for k, v in map_kwargs.items() if k not in ("num_proc", "desc")}
+    elif isinstance(dataset, datasets.Dataset):
+        kinds = dict(dataset.features)
+        answer = united(kinds.pop("chosen"), kinds.pop("rejected"))
+        if answer is not None:
+            told = datasets.Features(kinds | {"completion": answer, "label": datasets.Value("bool")})
+            map_kwargs = {"features": told, **map_kwargs}
     return dataset.map(
         partial(_unpair, interleave=interleave), batched=True, remove_columns=["chosen", "rejected"], **map_kwargs
     )
@@ -421,8 +428,14 @@ def extract_and_unpair(dataset: AnyDataset, num_proc: int | None = None) -> Any:
     if isinstance(dataset, dict) or not {"chosen", "rejected"} <= set(get_dataset_column_names(dataset)):
         return dataset
     dataset = undecoded(dataset)  # An image that is read to be written again is another one: JPEG loses some each time.
-    extra = {} if isinstance(dataset, datasets.IterableDataset) else {"num_proc": num_proc}
-    return unpair_preference_dataset(dataset.map(maybe_extract_prompt, **extra), **extra)
+    if isinstance(dataset, datasets.IterableDataset):
+        return unpair_preference_dataset(dataset.map(maybe_extract_prompt))
+    kinds = dict(dataset.features)
+    prompt = united(kinds["chosen"], *([kinds["prompt"]] if hasattr(kinds.get("prompt"), "feature") else []))
+    told = None if prompt is None else datasets.Features(kinds | {"prompt": prompt})
+    return unpair_preference_dataset(
+        dataset.map(maybe_extract_prompt, num_proc=num_proc, features=told), num_proc=num_proc
+    )
 
 
 SIDES = ("chosen", "rejected")

@@ -128,7 +128,7 @@ def llama_json(text: str, opened: bool) -> dict[str, Any]:
 
 
 HARMONY = re.compile(
-    r"(?:<\|start\|>assistant)?(?P<before>[^<]*)<\|channel\|>(?P<channel>\w+)(?P<after>[^<]*)(?:<\|constrain\|>\w+)?<\|message\|>"
+    r"(?:<\|start\|>assistant)?(?P<before>[^<]*+)<\|channel\|>(?P<channel>\w++)(?P<after>[^<]*+)(?:<\|constrain\|>\w+)?<\|message\|>"
     r"(?P<body>.*?)(?:<\|end\|>|<\|call\|>|<\|return\|>|\Z)",
     re.DOTALL,
 )

@@ -176,13 +176,13 @@ def choose_layout(model: nn.Module, args: PostTrainingConfig, *, padded: bool) -
 
     Args:
         model: Ready to run.
-        args: ``max_row_tokens``, ``pad_to_multiple_of``, ``bf16``, ``fp16``.
+        args: ``max_row_tokens``, ``pad_to_multiple_of``, ``bf16``, ``fp16``, ``device``.
         padded: Whether something wants one sequence a row; virtual tokens do in any case.
     """
     autocast = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None
     with alone():
         probe_head(model)
-        layout = padded_layout(model) if padded or learns_prompts(model) else probe_layout(model, autocast)
+        layout = padded_layout(model) if padded or learns_prompts(model) else probe_layout(model, autocast, args.device)
     if args.max_row_tokens is not None and layout.row_tokens > 1:
         layout = replace(layout, row_tokens=args.max_row_tokens)
     return replace(layout, pad_to_multiple_of=args.pad_to_multiple_of) if args.pad_to_multiple_of else layout

@@ -331,7 +331,7 @@ class PostTrainingConfig(transformers.TrainingArguments):
 
     def _resolve_bf16(self) -> None:
         if self.bf16 is None:
-            self.bf16 = not self.fp16 and bf16_is_faster()
+            self.bf16 = not self.fp16 and bf16_is_faster(on_cpu=self.use_cpu)
             if not self.bf16 and not self.fp16:
                 logger.info("bf16=None: computing in float32, because this device is not faster in bfloat16.")
         if self.bf16 and not torch.cuda.is_available() and not torch.backends.mps.is_available():

@@ -119,20 +119,24 @@ def padded_layout(model: Module) -> Layout:
     return Layout("padded", row_tokens=4096, rope_switch=switch, rope_end=end)
 
 
-def layout_for(model: Module, *, dense_mask: bool = False, autocast: torch.dtype | None = None) -> Layout:
+def layout_for(
+    model: Module, *, dense_mask: bool = False, autocast: torch.dtype | None = None, device: str | None = None
+) -> Layout:
     """The layout that the model's attention backend is fastest with; not yet proven, see `probe_layout`.
 
     Args:
-        model: On the device on which it trains.
+        model: The model.
         dense_mask: Attention must take a mask.
         autocast: What products are computed in where that is not the dtype of the weights.
+        device: ``cpu`` or ``cuda``: on which it trains; None: where it is now.
     """
+    device = device or next(model.parameters()).device.type
     config: Any = model.config
     implementation = config.get_text_config()._attn_implementation or "sdpa"
     if implementation not in MASKABLE:
         return padded_layout(model)
     switch, end = rope_limits(model)
-    fastest = _dense_layout(model) if dense_mask else _fastest_layout(model, implementation, autocast)
+    fastest = _dense_layout(device) if dense_mask else _fastest_layout(model, implementation, autocast, device)
     layout = replace(fastest, rope_switch=switch, rope_end=end)
     encoder = picture_encoder(model)
     if encoder is None:
@@ -147,27 +151,26 @@ def layout_for(model: Module, *, dense_mask: bool = False, autocast: torch.dtype
     return replace(layout, joins_rows=family.block != "prompt")
 
 
-def _fastest_layout(model: Module, implementation: str, autocast: torch.dtype | None) -> Layout:
+def _fastest_layout(model: Module, implementation: str, autocast: torch.dtype | None, device: str) -> Layout:
     if implementation == "flex_attention":
         return Layout("tree", dense_mask=True, row_tokens=16384, max_tree_tokens=65536, pad_to_multiple_of=128)
-    if not dense_layers(model, autocast):
+    if not dense_layers(model, autocast, device):
         return Layout("tree", row_tokens=2048, max_tree_tokens=65536)
-    return _dense_layout(model)
+    return _dense_layout(device)
 
 
-def _dense_layout(model: Module) -> Layout:
+def _dense_layout(device: str) -> Layout:
     # A dense mask costs T^2 attention and a pass has a fixed cost (gradients are added up): measured on a 135M model and 2
     # cores, six trees of 240 tokens cost 8.0 s one by one, 7.5 s two a row, 6.5 s three rows a pass, 6.0 s all in one pass,
     # and memory grows with the tokens of a pass (4.0 GB at 480, 4.9 GB at 720, optimiser included).
-    on_gpu = next(model.parameters()).device.type != "cpu"
-    rows = Layout("tree", row_tokens=2048) if on_gpu else Layout("tree", row_tokens=256, pass_tokens=512)
-    return replace(rows, dense_mask=True)
+    on_cpu = Layout("tree", row_tokens=256, pass_tokens=512)
+    return replace(on_cpu if device == "cpu" else Layout("tree", row_tokens=2048), dense_mask=True)
 
 
-def dense_layers(model: Module, autocast: torch.dtype | None = None) -> str:
-    """Why attention of a model needs a mask, as far as its config tells; empty where it takes segments."""
+def dense_layers(model: Module, autocast: torch.dtype | None, device: str) -> str:
+    """Why attention of a model needs a mask on a device, as far as its config tells; empty where it takes segments."""
     text = causal_lm(model).config.get_text_config()
-    if reason := tree_attention.no_kernel(next(model.parameters()).device.type, autocast or coarsest_dtype(model)):
+    if reason := tree_attention.no_kernel(device, autocast or coarsest_dtype(model)):
         return reason
     if getattr(text, "attn_logit_softcapping", None):
         return f"attn_logit_softcapping={text.attn_logit_softcapping}"

@@ -121,7 +121,7 @@ def _narrowed(model: Module, windows: dict[str, int]) -> Iterator[None]:
 
 
 @torch.no_grad()
-def probe_layout(model: Module, autocast: torch.dtype | None = None) -> Layout:
+def probe_layout(model: Module, autocast: torch.dtype | None = None, device: torch.device | None = None) -> Layout:
     """The first of three layouts with which the model computes a forest as it computes each of its sequences alone.
 
     Segments (`posttrain.models.tree_attention`), a dense mask, or padded rows of one sequence each; the log says which of them a
@@ -133,18 +133,22 @@ def probe_layout(model: Module, autocast: torch.dtype | None = None) -> Layout:
     layout keeps such sequences apart.
 
     Args:
-        model: Ready to run, on the device on which it trains.
+        model: Ready to run.
         autocast: What products are computed in where that is not the dtype of the weights; on a CPU the probe looks without.
+        device: On which it trains, and whose kernels are tried, where that is not where it is now: FSDP moves it later.
     """
-    autocast = None if next(model.parameters()).device.type == "cpu" else autocast
-    key = f"{probe_key(model)} {autocast}"
+    device = device or next(model.parameters()).device
+    autocast = None if device.type == "cpu" else autocast
+    key = f"{probe_key(model)} {autocast} {device.type}"
     if key in PROBED:
         return PROBED[key]
-    layout, text = layout_for(model, autocast=autocast), causal_lm(model).config.get_text_config()
+    layout = layout_for(model, autocast=autocast, device=device.type)
+    text = causal_lm(model).config.get_text_config()
     name = type(model).__name__ + " " + text.model_type
     backend = str(text._attn_implementation)
-    if layout.kind == "tree" and not layout.dense_mask and (fault := _fault(model, layout, autocast)):
-        layout = replace(layout_for(model, dense_mask=True), rope_switch=layout.rope_switch, rope_end=layout.rope_end)
+    if layout.kind == "tree" and not layout.dense_mask and (fault := _fault(model, layout, device, autocast)):
+        dense = layout_for(model, dense_mask=True, device=device.type)
+        layout = replace(dense, rope_switch=layout.rope_switch, rope_end=layout.rope_end)
         logger.warning(
             "%s with attn_implementation=%r does not take segments of sequences (%s). Rows get a dense mask: correct, and "
             "attention costs the square of a row.",
@@ -152,7 +156,7 @@ def probe_layout(model: Module, autocast: torch.dtype | None = None) -> Layout:
             backend,
             fault,
         )
-    if layout.kind == "tree" and layout.dense_mask and (fault := _fault(model, layout)):
+    if layout.kind == "tree" and layout.dense_mask and (fault := _fault(model, layout, device)):
         logger.warning(
             "%s with attn_implementation=%r does not compute shared prompts and packed rows as it computes sequences "
             "alone (%s). Training uses padded rows: correct, and slower.",
@@ -265,31 +269,31 @@ def _own_logps(model: nn.Module, inputs: Mapping[str, Tensor]) -> Tensor:
     return torch.log_softmax(logits[:-1], -1).gather(-1, ids[1:, None])[:, 0]
 
 
-def _fault(model: Module, layout: Layout, autocast: torch.dtype | None = None) -> str:
+def _fault(model: Module, layout: Layout, device: torch.device, autocast: torch.dtype | None = None) -> str:
     """Why a model cannot take this layout; empty where it can. Any failure means the same."""
-    device = next(model.parameters()).device.type
-    computed = nullcontext() if autocast is None else torch.autocast(device, dtype=autocast)
+    here = next(model.parameters()).device.type
+    computed = nullcontext() if autocast is None or here == "cpu" else torch.autocast(here, dtype=autocast)
     training = model.training
     model.eval()
     try:
         if layout.dense_mask:
             return _forest_fault(model, layout)
         with tree_attention.refusing(), computed:
-            return _kernel_fault(model, autocast) or _forest_fault(model, layout)
+            return _kernel_fault(model, device, autocast) or _forest_fault(model, layout)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     finally:
         model.train(training)
 
 
-def _kernel_fault(model: Module, autocast: torch.dtype | None) -> str:
-    """What log-probs alone do not show: gradients of the kernels that this device has, at the heads of this model."""
+def _kernel_fault(model: Module, device: torch.device, autocast: torch.dtype | None) -> str:
+    """What log-probs alone do not show: gradients of the kernels that a device has, at the heads of this model."""
     text, weight = causal_lm(model).config.get_text_config(), next(model.parameters())
     heads = query_heads(text)
     if not heads:
         return ""
     dtype = autocast or (coarsest_dtype(model) if coarsest_dtype(model).is_floating_point else weight.dtype)
-    return tree_attention.kernel_fault(weight.device, dtype, heads, key_value_heads(text), head_size(text))
+    return tree_attention.kernel_fault(device, dtype, heads, key_value_heads(text), head_size(text))
 
 
 def _forest_fault(model: Module, layout: Layout) -> str:

@@ -249,6 +249,8 @@ def score_choice(model: nn.Module, ids: Sequence[int], top: int) -> dict[str, An
         for part, own in zip(hidden.split(CHUNK), tokens[1:].split(CHUNK), strict=True):
             logps = rule.logits(inner.get_output_embeddings()(part)).log_softmax(-1)  # (c, V)
             told = torch.cat([logps.topk(min(top, logps.shape[1])).indices, own[:, None]], 1)  # (c, k + 1)
-            lines = zip(told.tolist(), logps.gather(1, told).tolist(), strict=True)
+            # A token that the model never says, in vLLM's way: JSON has no word for minus infinity.
+            found = logps.gather(1, told).clamp(min=-9999.0)
+            lines = zip(told.tolist(), found.tolist(), strict=True)
             entries += [{str(i): {"logprob": logp} for i, logp in zip(*line, strict=True)} for line in lines]
     return {"token_ids": [], "prompt_token_ids": ids, "prompt_logprobs": entries[: len(ids)]}

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from posttrain.data.formats import strip_none, undecoded
+from posttrain.data.formats import strip_none, undecoded, united
 from posttrain.data.preference import (
     extract_and_unpair,
     extract_prompt,
@@ -18,6 +18,7 @@ from tests.wordings import raises
 
 U, A = ({"role": "user", "content": "q"}, {"role": "assistant", "content": "a"})
 B = {"role": "assistant", "content": "b"}
+STRING, NOTHING = datasets.Value("string"), datasets.Value("null")
 
 
 @pytest.mark.parametrize(
@@ -125,6 +126,37 @@ def test_a_key_that_other_messages_have_hides_no_shared_prompt(given, stream):
     assert [strip_none(row) for row in data.map(maybe_extract_prompt)] == [
         {"prompt": [U], "chosen": [A | {"thinking": "t"}], "rejected": [B]}
     ]
+
+
+LATE = 1001  # `map` takes a new column's type from 1,000 rows.
+
+
+@pytest.mark.parametrize("start", [{"prompt": [U]}, {}, {"prompt": [U | {"name": "n"}]}])
+def test_a_key_may_come_first_in_a_late_row(start):
+    pair = start | {"chosen": [U, A], "rejected": [U, B]} if start == {} else start | {"chosen": [A], "rejected": [B]}
+    late = [U | {"thinking": "t"}, U | {"thinking": "t", "weight": 1.5}]
+    last = {"chosen": [*late, A], "rejected": [*late, B | {"tool": [{"name": "n"}]}]}
+    data = datasets.Dataset.from_list([*[pair] * LATE, last])
+    rows = extract_and_unpair(data)
+    assert len(rows) == 2 * (LATE + 1)
+    assert strip_none(rows[-2]) == {"prompt": late, "completion": [A], "label": True}
+    assert strip_none(rows[-1]) == {"prompt": late, "completion": [last["rejected"][-1]], "label": False}
+    assert strip_none(rows[0]) == {"prompt": start.get("prompt", [U]), "completion": [A], "label": True}
+
+
+@pytest.mark.parametrize(
+    ("kinds", "one"),
+    [
+        ([{"a": STRING}, {"b": STRING}], {"a": STRING, "b": STRING}),
+        ([NOTHING, STRING, NOTHING], STRING),
+        ([datasets.List({"a": NOTHING}), datasets.List({"a": STRING})], datasets.List({"a": STRING})),
+        ([STRING, datasets.List(STRING)], None),
+        ([datasets.List({"a": STRING}), datasets.List({"a": datasets.Value("int64")})], None),
+        ([datasets.Image(), datasets.Image()], datasets.Image()),
+    ],
+)
+def test_a_type_that_holds_all_of_several(kinds, one):
+    assert united(*kinds) == one
 
 
 def test_two_answers_that_differ_by_a_key_without_a_value_are_equal():

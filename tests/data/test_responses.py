@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -11,6 +13,7 @@ from posttrain.data.responses import (
     FORMATS,
     Bare,
     add_response_schema,
+    harmony,
     parse_response,
     typed_arguments,
 )
@@ -334,3 +337,11 @@ def test_a_response_template_the_checkpoint_ships_is_used_and_survives_failure(t
         parsed(tiny_tokenizer, "one")["parse_error"]
         == "the tokenizer's response template gave NoneType instead of a message"
     )
+
+
+def test_a_message_that_never_begins_is_told_at_once():
+    """A channel's name of many letters: each shorter one would be tried, with all that follows."""
+    begun = time.perf_counter()
+    with pytest.raises(ValueError, match="not a message on a channel"):
+        harmony("<|channel|>" + "a" * 40_000, opened=False)
+    assert time.perf_counter() - begun < 2

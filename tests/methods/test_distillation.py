@@ -7,7 +7,9 @@ import pytest
 import torch
 
 from posttrain import DistillationConfig, DistillationTrainer
+from posttrain.data.formats import strip_none
 from posttrain.errors import ConfigError
+from posttrain.methods.distillation.data import with_prompt_column, with_template_arguments
 from tests.conftest import build_masked_model, build_model
 from tests.methods.helpers import SHORT, losses, prompts, scripted
 
@@ -380,3 +382,18 @@ def test_answers_of_the_dataset_need_no_room_for_a_completion(tmp_path, tiny_tok
     for settings in ({"lmbda": 0.5}, {"lmbda": 0.0, "seq_kd": True}):
         with pytest.raises(ConfigError, match="512"):
             make(tmp_path, tiny_tokenizer, max_completion_length=512, **settings)
+
+
+def test_keys_that_come_first_in_late_rows_are_kept():
+    """`map` takes a new column's type from 1,000 rows: of a key without a value there, no later value could be written."""
+    early = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
+    late = {"messages": [early["messages"][0] | {"name": "n"}, early["messages"][1] | {"thinking": "t"}]}
+    last = [{"chat_template_kwargs": {"tone": "rude", "depth": 2}} | late]
+    data = datasets.Dataset.from_list([*[{"chat_template_kwargs": None} | early] * 1001, *last])
+    rows = with_template_arguments(with_prompt_column(data), {"tone": "kind"})
+    assert strip_none(rows[-1]) == {
+        "prompt": late["messages"][:1],
+        "completion": late["messages"][1:],
+        "chat_template_kwargs": {"tone": "rude", "depth": 2},
+    }
+    assert strip_none(rows[0])["chat_template_kwargs"] == {"tone": "kind"}

@@ -6,7 +6,7 @@ import pytest
 import torch
 from accelerate.state import GradientState
 
-from posttrain import ConfigError
+from posttrain import ConfigError, SFTConfig
 from posttrain.models import parallel
 
 
@@ -56,3 +56,12 @@ def test_fsdp_that_accelerate_makes_ddp_of_is_refused(asked, monkeypatch):
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "false")
     ddp = SimpleNamespace(distributed_type="DistributedType.MULTI_CPU", **where)
     parallel.refuse_lost_sharding(ddp, SimpleNamespace(fsdp=None))
+
+
+def test_a_cpu_that_was_asked_for_decides_on_bf16_and_not_the_gpu_beside_it(monkeypatch, tmp_path):
+    on_cpu = parallel.bf16_is_faster()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: not on_cpu)
+    assert parallel.bf16_is_faster() == (not on_cpu)
+    assert parallel.bf16_is_faster(on_cpu=True) == on_cpu
+    assert SFTConfig(str(tmp_path), use_cpu=True).bf16 == on_cpu

@@ -2,6 +2,7 @@
 
 import inspect
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -267,7 +268,21 @@ def test_a_router_whose_balance_is_trained_takes_segments(name):
 
 def test_dropout_in_attention_by_any_name_asks_for_a_mask():
     """In training its layers would take one of a row as wide as segments make it."""
-    assert attention.dense_layers(built("gpt2", attn_pdrop=0.1)) == "attn_pdrop=0.1"
+    assert attention.dense_layers(built("gpt2", attn_pdrop=0.1), None, "cpu") == "attn_pdrop=0.1"
+
+
+def test_a_model_that_moves_to_a_gpu_later_is_laid_out_for_the_gpu(monkeypatch):
+    """FSDP has it on the CPU until its layers are cut: rows, and the kernel that is tried, are of where it trains."""
+    asked = []
+    monkeypatch.setattr(
+        tree_attention, "kernel_fault", lambda device, dtype, *_: asked.append((device.type, dtype)) or ""
+    )
+    monkeypatch.setattr(probe, "PROBED", {})
+    model, gpu = build_model(97), torch.device("cuda")
+    assert not probe.probe_layout(model, torch.bfloat16, gpu).dense_mask
+    assert not probe.probe_layout(model, torch.bfloat16).dense_mask
+    assert asked == [("cuda", torch.bfloat16), ("cpu", torch.float32)]
+    assert probe.probe_layout(model, None, gpu) == replace(Layout("tree", row_tokens=2048), dense_mask=True)
 
 
 def test_a_kernel_whose_gradients_are_wrong_is_not_taken(monkeypatch):

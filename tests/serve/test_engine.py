@@ -1,5 +1,7 @@
 """The engine of the thin host: each job says what it would say alone, under weights that are named."""
 
+import json
+
 import pytest
 import torch
 
@@ -89,6 +91,17 @@ def test_weights_that_are_pushed_are_the_weights_that_write_and_score(kind):
     for at, token, line in zip(entries[1:], [6, 7, 8], logps, strict=True):
         assert at[str(token)]["logprob"] == pytest.approx(float(line[token]), abs=1e-5)
         assert set(map(str, line.topk(3).indices.tolist())) <= set(at) and len(at) <= 4
+
+
+def test_a_token_that_the_model_never_says_has_a_score_that_json_can_hold():
+    model = build_model(VOCAB)
+    head = torch.nn.Linear(model.config.hidden_size, VOCAB)
+    with torch.no_grad():
+        head.bias[7] = -torch.inf
+    model.set_output_embeddings(head)
+    choice = score_choice(model, [5, 7, 6], 2)
+    assert choice["prompt_logprobs"][1]["7"]["logprob"] == -9999.0
+    json.dumps(choice, allow_nan=False)
 
 
 def test_trap_s7_weights_that_did_not_come_or_are_not_known_or_of_another_shape_are_refused():

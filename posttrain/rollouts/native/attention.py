@@ -355,12 +355,15 @@ def _prefill(
     if softcap is None and fill.span is None and width == whole and (window is None or width <= window):
         return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=True)
     hidden = fill.unseen(window, width, whole, query.device)
-    if softcap is None:
+    if softcap is None and query.device.type == "cpu":
         return F.scaled_dot_product_attention(query, key, value, attn_mask=~hidden, scale=scale, enable_gqa=True)
-    repeat = query.shape[1] // key.shape[1]
-    scores = _cap(query @ key.repeat_interleave(repeat, 1).transpose(2, 3) * scale, softcap)
+    # CUDA has no kernel for a mask and shared heads at once: it would write out all scores.
+    key, value = (one.repeat_interleave(query.shape[1] // key.shape[1], 1) for one in (key, value))
+    if softcap is None:
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=~hidden, scale=scale)
+    scores = _cap(query @ key.transpose(2, 3) * scale, softcap)
     weights = scores.float().masked_fill(hidden, -torch.inf).softmax(-1).to(value.dtype)
-    return weights @ value.repeat_interleave(repeat, 1)
+    return weights @ value
 
 
 def _cap(scores: Tensor, softcap: float | None) -> Tensor:

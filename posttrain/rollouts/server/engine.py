@@ -110,18 +110,18 @@ class ServerEngine(RolloutEngine):
         return f"{self.run}-{version}"
 
     def _least(self, name: str) -> int | None:
-        return min((int(s.info[name]) for s in self.fleet.servers.values() if s.info.get(name)), default=None)
+        return min((int(s.info[name]) for s in self.fleet.all if s.info.get(name)), default=None)
 
     def _placeholder(self) -> int | None:
         """Id that a picture's features replace, where all servers take pictures."""
-        known = {server.info.get("placeholder") for server in self.fleet.live or self.fleet.servers.values()}
+        known = {server.info.get("placeholder") for server in self.fleet.live or self.fleet.all}
         return known.pop() if len(known) == 1 else None
 
     @property
     def capabilities(self) -> Capabilities:
         """What all servers that are up can do together: the smallest context, one dtype or None."""
         # Where none is up, all of them as they were: they are what will come back.
-        infos = [server.info for server in self.fleet.live or self.fleet.servers.values()]
+        infos = [server.info for server in self.fleet.live or self.fleet.all]
         dtypes = {as_dtype(info.get("dtype")) for info in infos}
         return Capabilities(
             needs_weight_sync=True,
@@ -138,7 +138,7 @@ class ServerEngine(RolloutEngine):
 
     def _adapter_rank(self) -> int | None:
         """Of the server with the least; None where one takes no adapters, or cannot read this machine's files."""
-        servers = self.fleet.live or list(self.fleet.servers.values())
+        servers = self.fleet.live or self.fleet.all
         ranks = [server.info.get("adapter_rank") if server.client.is_local else None for server in servers]
         return min((int(rank) for rank in ranks if rank), default=None) if all(ranks) else None
 
@@ -161,7 +161,7 @@ class ServerEngine(RolloutEngine):
     def mark_stale(self) -> None:
         """See `RolloutEngine.mark_stale`."""
         self.trusts_bases = False
-        for server in self.fleet.servers.values():
+        for server in self.fleet.all:
             server.holds = ""
 
     def needs_weights(self) -> bool:
@@ -247,7 +247,7 @@ class ServerEngine(RolloutEngine):
     def _nobody(self, failed: dict[Server, RolloutServerError]) -> RolloutServerError:
         """Why no server is left."""
         # Also those that another chunk of the same call has found dead.
-        down = {s: s.down for s in self.fleet.servers.values() if s.down is not None}
+        down = {s: s.down for s in self.fleet.all if s.down is not None}
         errors = [*(down | failed).values()]
         stale = next((e for e in errors if isinstance(e, WeightSyncError)), None)
         if stale is not None:
@@ -488,9 +488,7 @@ class ServerTransfer(WeightTransfer):
     def failure_reason(self) -> str:
         """What is wrong with servers that get no requests; empty where all are well."""
         fleet = self._pushing.fleet
-        return "; ".join(
-            f"{s.url}: {str(s.down).splitlines()[0]}" for s in fleet.servers.values() if s.down is not None
-        )
+        return "; ".join(f"{s.url}: {str(s.down).splitlines()[0]}" for s in fleet.all if s.down is not None)
 
     def destroy(self) -> None:
         """Leave the servers to others."""

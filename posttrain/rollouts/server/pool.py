@@ -189,7 +189,7 @@ class ServerPool:
                 self._let_go(url)
             for url, error in self._admit_new(wanted).items():
                 logger.debug("%s is still not there: %s", url, error)
-            for server in list(self.servers.values()):
+            for server in self.all:
                 if server.down is not None:
                     self.look_at(server)
         finally:
@@ -219,9 +219,14 @@ class ServerPool:
     # Who does what
 
     @property
+    def all(self) -> list[Server]:
+        """Up or down; a list, for another thread's call may take one off or find a new one meanwhile."""
+        return list(self.servers.values())
+
+    @property
     def live(self) -> list[Server]:
         """Those that are up."""
-        return [server for server in list(self.servers.values()) if server.down is None]
+        return [server for server in self.all if server.down is None]
 
     def acquire(self, tokens: int, version: str | None, without: Collection[Server]) -> Server | None:
         """The server with the least to do among those that hold ``version`` (None: any), with ``tokens`` added to its work."""
@@ -258,6 +263,6 @@ class ServerPool:
 
     def close(self) -> None:
         """Leave all servers to others."""
-        for server in self.servers.values():
+        for server in self.all:
             server.close()
         self.servers = {}

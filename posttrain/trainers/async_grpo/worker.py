@@ -216,8 +216,8 @@ class GroupGenerator:
         rows = [dict(task.row) for task in tasks for _ in range(task.size)]
         episodes = self.driver.run_harness(
             rows, [task.seed for task in tasks for _ in range(task.size)], self.base, self._sample,
-            engine=self.generator.engine, context=self.context, vocabulary=None,
-            placeholder=self.base.stop_token_ids[0], any_process=self.alive,
+            engine=self.generator.engine, context=self.context, vocabulary=len(self.tokenizer),
+            placeholder=next(iter(self.base.stop_token_ids), 0), any_process=self.alive,
         )  # fmt: skip
         errors, groups, start = episodes.extra["harness_error"], [], 0
         shared = {name: float(metric.value) / float(metric.weight) for name, metric in episodes.metrics.items()}
