@@ -14,9 +14,12 @@ from typing import Any
 
 __version__ = "0.2.0"
 
-# Before torch is loaded: its threads would spin while they wait for each other, which takes the processors from whoever they
-# wait for as soon as a machine has other work (a step of 350 s in the place of 75 s).
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+# Before torch is loaded: its threads would spin for milliseconds while they wait for each other, which takes the processors from
+# whoever they wait for as soon as a machine has other work (a step of 350 s in the place of 75 s). To sleep at once costs a quiet
+# machine a tenth of a step of 135M parameters, and two fifths of a tiny model's: GNU's library, pip's torch has it, spins shortly.
+if "OMP_WAIT_POLICY" not in os.environ:
+    os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
+    os.environ.setdefault("GOMP_SPINCOUNT", "3000")
 # Before torch takes its first megabytes: large tensors in pages of 2 MB, as Linux gives them to who asks. Each is taken from the
 # system anew, and in pages of 4 kB that was up to a fifth of a step on a virtual machine.
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")

@@ -46,14 +46,17 @@ def test_importing_the_package_is_fast_and_loads_no_torch():
 
 
 def test_importing_the_package_asks_for_sleeping_threads_and_large_pages_unless_the_user_says_otherwise(monkeypatch):
-    names = ("OMP_WAIT_POLICY", "THP_MEM_ALLOC_ENABLE")
-    code = f"import posttrain, os; print(*(os.environ[name] for name in {names}))"
+    names = ("OMP_WAIT_POLICY", "THP_MEM_ALLOC_ENABLE", "GOMP_SPINCOUNT")
+    code = f"import posttrain, os; print(*(os.environ.get(name) for name in {names}))"
     for name in names:
         monkeypatch.delenv(name, raising=False)
-    assert python(code).stdout.split() == ["PASSIVE", "1"]
-    for name, own in zip(names, ("ACTIVE", "0"), strict=True):
+    assert python(code).stdout.split() == ["PASSIVE", "1", "3000"]
+    monkeypatch.setenv("GOMP_SPINCOUNT", "7")
+    assert python(code).stdout.split() == ["PASSIVE", "1", "7"]
+    monkeypatch.delenv("GOMP_SPINCOUNT")
+    for name, own in zip(names, ("ACTIVE", "0"), strict=False):
         monkeypatch.setenv(name, own)
-    assert python(code).stdout.split() == ["ACTIVE", "0"]
+    assert python(code).stdout.split() == ["ACTIVE", "0", "None"]
 
 
 def declared():

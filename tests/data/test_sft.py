@@ -115,6 +115,13 @@ def test_formatting_that_fails_or_gives_no_text_is_told_by_row(tiny_tokenizer):
         formatted(lambda row: row["y"])
 
 
+def test_a_prompt_without_messages_is_called_empty(tiny_tokenizer):
+    answer = {"role": "assistant", "content": "a"}
+    rows = [{"prompt": [{"role": "user", "content": "q"}], "completion": [answer]}, {"prompt": [], "completion": [answer]}]
+    with raises(DataError, "row 1", "'prompt' is an empty list"):
+        prepare(rows, tiny_tokenizer)
+
+
 def test_images_are_refused_and_never_left_out_in_silence(tiny_tokenizer):
     row = {"messages": [{"role": "user", "content": "What is it?"}], "images": []}
     with raises(DataError, "'images'"):
