@@ -16,7 +16,8 @@ __version__ = "0.2.0"
 
 # Before torch is loaded: its threads would spin for milliseconds while they wait for each other, which takes the processors from
 # whoever they wait for as soon as a machine has other work (a step of 350 s in the place of 75 s). To sleep at once costs a quiet
-# machine a tenth of a step of 135M parameters, and two fifths of a tiny model's: GNU's library, pip's torch has it, spins shortly.
+# machine a tenth of a step of 135M parameters, and two fifths of a tiny model's: GNU's library, which pip's torch has, spins for
+# some ten microseconds.
 if "OMP_WAIT_POLICY" not in os.environ:
     os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
     os.environ.setdefault("GOMP_SPINCOUNT", "3000")

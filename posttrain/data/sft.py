@@ -199,8 +199,8 @@ def _prompt_completion(row: dict[str, Any], tokenizer: Tokenizer, options: Super
         return _Plan(ids=[], mask=[], nothing=EMPTY_COMPLETION)
     if prompt == []:
         raise DataError(
-            "column 'prompt' is an empty list: a completion of messages follows at least one. Fix: leave the row out, or give the "
-            "whole conversation as 'messages' with assistant_only_loss=True."
+            "column 'prompt' is an empty list: a completion of messages follows at least one. Fix: leave the row out, or "
+            "give the whole conversation as 'messages' with assistant_only_loss=True."
         )
     chat = is_messages(prompt)
     if not all(isinstance(value, list if chat else str) for value in (prompt, completion)):

@@ -117,7 +117,10 @@ def test_formatting_that_fails_or_gives_no_text_is_told_by_row(tiny_tokenizer):
 
 def test_a_prompt_without_messages_is_called_empty(tiny_tokenizer):
     answer = {"role": "assistant", "content": "a"}
-    rows = [{"prompt": [{"role": "user", "content": "q"}], "completion": [answer]}, {"prompt": [], "completion": [answer]}]
+    rows = [
+        {"prompt": [{"role": "user", "content": "q"}], "completion": [answer]},
+        {"prompt": [], "completion": [answer]},
+    ]
     with raises(DataError, "row 1", "'prompt' is an empty list"):
         prepare(rows, tiny_tokenizer)
 
