@@ -22,6 +22,7 @@ from posttrain.types import Rollout
 # Seconds without a new request after which those that wait are begun: clients send the prompts of a step one by one.
 GATHER_S = 0.01
 NOT_WHOLE = "the weights are not whole: an update failed midway. Push all of them again."
+UPDATING = "the weights are not whole: an update of them has not ended. End it, or push all of them again."
 # Positions whose logits exist at once while a sequence is scored.
 CHUNK = 256
 
@@ -212,6 +213,16 @@ class ServedEngine:
         self.thread.submit(self.write_waiting)
 
     # Other
+
+    def score(self, prompts: Sequence[Sequence[int]], top: int) -> list[dict[str, Any]]:
+        """`score_choice` of each prompt, all by the same weights.
+
+        Raises:
+            WeightSyncError: Some weights are of one version and some of another: an update is under way, or failed.
+        """
+        if self.state != "whole":
+            raise WeightSyncError(NOT_WHOLE if self.state == "failed" else UPDATING, phase="generate")
+        return [score_choice(self.model, ids, top) for ids in prompts]
 
     def facts(self) -> dict[str, Any]:
         """What a trainer compares with its own model, and how it may send weights."""

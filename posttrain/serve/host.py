@@ -30,7 +30,7 @@ from posttrain.rollouts.sampling import reshapes, structured_guide
 from posttrain.rollouts.server.replies import API_KEY_VARIABLE, LOOPBACK
 from posttrain.rollouts.server.weight_sync import file_tensors, shared_path
 from posttrain.serve.config import ServeConfig
-from posttrain.serve.engine import NOT_WHOLE, Job, ServedEngine, score_choice
+from posttrain.serve.engine import NOT_WHOLE, Job, ServedEngine
 from posttrain.types import Request as Prompt
 from posttrain.types import Rollout, Sampling
 
@@ -303,8 +303,7 @@ class Host:
         if self.served.state == "failed":
             raise WeightSyncError(NOT_WHOLE, phase="generate")
         if body.prompt_logprobs is not None:
-            model, top = self.served.model, body.prompt_logprobs
-            choices = [await self.do(score_choice, model, one.prompt_ids, top) for one in requests]
+            choices = await self.do(self.served.score, [one.prompt_ids for one in requests], body.prompt_logprobs)
         else:
             jobs = [Job(request) for request in requests]
             self.served.submit(jobs)

@@ -224,6 +224,20 @@ def held(server, pool, **body):
     return answer
 
 
+def test_nothing_is_scored_by_weights_of_which_some_are_old_and_some_are_new(fresh):
+    first, *rest = tensors().items()
+    fresh.post("/start_weight_update")
+    for bucket in (dict([first]), dict(rest)):
+        assert "not ended" in error(fresh.complete([5, 6, 7], prompt_logprobs=0), 409)
+        assert send(fresh, bucket).status_code == 200
+    assert complete(fresh).status_code == 200
+    assert "not ended" in error(fresh.complete([5, 6, 7], prompt_logprobs=0), 409)
+    assert fresh.post("/finish_weight_update", {"weight_version": "1"}).status_code == 200
+    (choice,) = fresh.complete([5, 6, 7], prompt_logprobs=0).json()["choices"]
+    logps = build_model(VOCAB, seed=1)(torch.tensor([[5, 6]])).logits[0].detach().log_softmax(-1)
+    assert choice["prompt_logprobs"][2]["7"]["logprob"] == pytest.approx(float(logps[1, 7]), abs=1e-5)
+
+
 def test_a_pause_waits_for_what_runs_and_holds_what_comes_until_it_ends(fresh):
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         answer = held(fresh, pool)
