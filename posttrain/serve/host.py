@@ -125,6 +125,10 @@ class Completions(Strict):
         prompts: Any = [self.prompt] if isinstance(self.prompt[0], int) else self.prompt
         if self.placed and (encoder is None or len(prompts) > 1):
             raise BadRequest("pictures belong to one prompt a request, and to a model with images. Fix: send them so.")
+        if self.placed and self.prompt_logprobs is not None:
+            raise BadRequest(
+                "a prompt with pictures cannot be scored here. Fix: leave out prompt_logprobs, or the pictures."
+            )
         try:
             pictures = self._held(prompts[0], encoder) if self.placed else ()
             requests = [Prompt(ids, self.n, sampling, pictures=pictures) for ids in prompts]

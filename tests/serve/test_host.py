@@ -399,7 +399,7 @@ def test_grpo_samples_from_a_host_under_its_rows_pictures(tmp_path):
         trainer.train()
 
 
-def test_pictures_that_cannot_be_read_or_are_expanded_otherwise_are_a_400(pictured):
+def test_pictures_that_cannot_be_read_or_are_expanded_otherwise_or_would_be_left_out_are_a_400(pictured):
     server, _, _, reader = pictured
     (request,) = asked_about(reader, (0,))
     body = pictures_body(request)
@@ -412,6 +412,7 @@ def test_pictures_that_cannot_be_read_or_are_expanded_otherwise_are_a_400(pictur
         ({"placed": [placed | {"size": [560, 560]}]}, "PT-G011"),
         ({"placed": [placed | {"start": 1}]}, "PT-G016"),
         ({"placed": []}, "PT-G011"),
+        ({"prompt_logprobs": 0}, "cannot be scored"),
     ):
         found = error(server.complete(list(request.prompt_ids), **body | wrong), 400)
         assert words in found
