@@ -256,9 +256,13 @@ def score_choice(model: nn.Module, ids: Sequence[int], top: int) -> dict[str, An
     # Nothing predicts the first token.
     entries: list[dict[str, Any] | None] = [None]
     with evaluating(model):
-        hidden = trunk(inner)(input_ids=tokens[None], use_cache=False).last_hidden_state[0, :-1]  # (T - 1, H)
-        for part, own in zip(hidden.split(CHUNK), tokens[1:].split(CHUNK), strict=True):
-            logps = rule.logits(inner.get_output_embeddings()(part)).log_softmax(-1)  # (c, V)
+        if vars(inner).get("own_logits"):  # See `posttrain.models.probe.probe_head`.
+            parts: Iterable[Tensor] = model(input_ids=tokens[None], use_cache=False).logits[0, :-1].float().split(CHUNK)
+        else:
+            hidden = trunk(inner)(input_ids=tokens[None], use_cache=False).last_hidden_state[0, :-1]  # (T - 1, H)
+            parts = (rule.logits(inner.get_output_embeddings()(part)) for part in hidden.split(CHUNK))
+        for logits, own in zip(parts, tokens[1:].split(CHUNK), strict=True):
+            logps = logits.log_softmax(-1)  # (c, V)
             told = torch.cat([logps.topk(min(top, logps.shape[1])).indices, own[:, None]], 1)  # (c, k + 1)
             # A token that the model never says, in vLLM's way: JSON has no word for minus infinity.
             found = logps.gather(1, told).clamp(min=-9999.0)

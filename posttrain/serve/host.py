@@ -22,6 +22,7 @@ from posttrain.errors import BadRequest, ConfigError, DataError, ModelError, Rol
 from posttrain.models.architecture import context_length
 from posttrain.models.heads import has_tower, picture_encoder
 from posttrain.models.load import create_model_from_path, load_tokenizer, resolve_pad_token
+from posttrain.models.probe import probe_head
 from posttrain.pictures.picture import Placed, read_picture
 from posttrain.rollouts.adapters import TENSORS, read_adapter
 from posttrain.rollouts.base import check_requests
@@ -466,6 +467,7 @@ def make_host(config: ServeConfig) -> Host:
         tensor.data = tensor.data.clone()
     model = model.to("cuda" if torch.cuda.is_available() else "cpu")
     _let_hold_pictures(model, config.model, options)
+    probe_head(model)
     engine: Any = create_engine(config.engine, model, pad_token_id=resolve_pad_token(tokenizer))
     engine.tokenizer = tokenizer
     if config.engine == "native" and config.max_num_seqs is not None:
