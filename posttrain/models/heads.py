@@ -330,20 +330,36 @@ def score(inner: nn.Module, hidden: Tensor) -> Tensor:
 
 def is_one_matrix(layer: nn.Module) -> bool:
     """Whether an output layer is its weight and bias and nothing else: neither an adapter nor anybody's hook runs with it."""
+    return type(layer) in (nn.Linear, Float32Linear) and _unhooked(layer)
+
+
+def _unhooked(layer: nn.Module) -> bool:
     hooks = (layer._forward_hooks, layer._forward_pre_hooks, layer._backward_hooks, layer._backward_pre_hooks)
-    return type(layer) in (nn.Linear, Float32Linear) and all(
-        parallel.shards(hook) for of in hooks for hook in of.values()
-    )
+    return all(parallel.shards(hook) for of in hooks for hook in of.values())
+
+
+def _in_force(layer: Any) -> Any:
+    """The output layer inside of what peft puts around one that is trained beside an adapter, whole or in some rows."""
+    if not hasattr(layer, "original_module"):
+        return layer
+    if layer.disable_adapters:
+        return layer.original_module
+    if hasattr(layer, "modules_to_save"):
+        active = (name for name in layer.active_adapters if name in layer.modules_to_save)
+        return next((layer.modules_to_save[name] for name in active), layer)
+    base = layer.original_module
+    if not (is_one_matrix(base) and _unhooked(layer)):
+        return layer
+    # Rows of tokens in a head that is tied to the embeddings: they lie beside the matrix, and ``weight`` puts them into it.
+    joined = type(base)(1, 1, bias=False, device="meta")
+    del joined.weight
+    joined.weight = layer.weight
+    return joined
 
 
 def _project(inner: nn.Module, hidden: Tensor, head: TokenHead) -> dict[str, Tensor]:
     """Log-probs of the targets under the model's own output layer."""
-    layer = inner.get_output_embeddings()
-    if hasattr(layer, "modules_to_save") and not layer.disable_adapters:  # Trained whole by peft.
-        active = (name for name in layer.active_adapters if name in layer.modules_to_save)
-        layer = next((layer.modules_to_save[name] for name in active), layer)
-    elif hasattr(layer, "original_module"):
-        layer = layer.original_module
+    layer = _in_force(inner.get_output_embeddings())
     rule = LogitRule.of(inner.config)
     if head.compare is not None:
         return head.compare(hidden, layer, rule, head)

@@ -40,16 +40,22 @@ def use_adapter(model: nn.Module, name: str | None) -> Iterator[None]:
     """Activate the adapter ``name`` (None: the bare base model) and restore the previous one, also on an exception."""
     if not _is_peft(model):
         raise ModelError(f"use_adapter needs a peft model, not {type(model).__name__}.")
-    if name is None:
-        with model.disable_adapter():
-            yield
-        return
-    previous = model.active_adapter
-    model.set_adapter(name)
+    previous, learns = model.active_adapter, [(parameter, parameter.requires_grad) for parameter in model.parameters()]
     try:
-        yield
+        if name is None:
+            with model.disable_adapter():
+                yield
+            return
+        model.set_adapter(name)
+        try:
+            yield
+        finally:
+            model.set_adapter(previous)
     finally:
-        model.set_adapter(previous)
+        # peft lets all of an adapter learn that it switches on, also what was frozen by hand.
+        for parameter, learned in learns:
+            if parameter.requires_grad != learned:
+                parameter.requires_grad_(learned)
 
 
 def disable_dropout_in_model(model: nn.Module) -> None:
@@ -232,13 +238,7 @@ class Reference:
             yield self.copy
             return
         with use_adapter(self.policy, self.adapter):
-            try:
-                yield policy
-            finally:
-                if self.adapter is not None:
-                    for name, parameter in self.policy.named_parameters():
-                        if f".{self.adapter}" in name:
-                            parameter.requires_grad_(False)  # peft re-enables gradients of the adapter it activates.
+            yield policy
 
 
 def hash_module(module: torch.nn.Module) -> str:

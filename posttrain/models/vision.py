@@ -85,7 +85,7 @@ class PictureEncoder:
         trains = torch.is_grad_enabled() and any(weight.requires_grad for weight in weights)
         fresh = trains or gathers_in_forward(_tower(model))
         versions = None if fresh else hash(tuple(map(_state, weights)))
-        features_of = {picture: None if fresh else self._recall((picture.digest, versions)) for picture in counts}
+        features_of = {picture: None if fresh else self._recall((*_shown(picture), versions)) for picture in counts}
         missing = [picture for picture, features in features_of.items() if features is None]
         self.encoded, self.reused = self.encoded + len(missing), self.reused + len(counts) - len(missing)
         if missing:
@@ -96,7 +96,7 @@ class PictureEncoder:
             for picture, features in zip(missing, encoded, strict=True):
                 features_of[picture] = features
                 if not fresh:
-                    self._keep((picture.digest, versions), features)
+                    self._keep((*_shown(picture), versions), features)
             self.seconds += time.perf_counter() - began
         features = [features_of[image.picture] or [] for image in placed]
         levels = [torch.cat(level) for level in zip(*features, strict=True)]
@@ -212,6 +212,11 @@ class PictureEncoder:
         while self._size > self.cache_bytes:
             _, oldest = self._kept.popitem(last=False)
             self._size -= sum(level.nbytes for level in oldest)
+
+
+def _shown(picture: Picture) -> tuple[str, str]:
+    """What the pixels that the model sees depend on, without the picture itself: what is kept must not keep its bytes."""
+    return picture.digest, picture.background
 
 
 def _state(weight: Tensor) -> tuple[int, int, float]:

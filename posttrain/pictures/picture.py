@@ -36,7 +36,8 @@ class Picture:
     """A picture as it waits in rows and batches: encoded bytes, a path or the user's own object; never prepared pixels.
 
     Attributes:
-        digest: 32 hexadecimal digits, a hash of the encoded bytes, or of mode, size and pixels; equality and hash are its own.
+        digest: 32 hexadecimal digits, a hash of the encoded bytes, or of mode, size and pixels; equality and hash are its own,
+            and the background's.
         size: Width and height in pixels that the model sees: the file's after EXIF rotation, or those of `resized`.
         source: Encoded bytes, a path, or a PIL image.
         background: What shows through transparent pixels.
@@ -46,7 +47,7 @@ class Picture:
     digest: str
     size: tuple[int, int] = field(compare=False)
     source: Any = field(compare=False, repr=False)
-    background: Background = field(default="white", compare=False)
+    background: Background = "white"
     where: str = field(default="", compare=False, repr=False)
 
     def load(self) -> Any:

@@ -22,6 +22,7 @@ from posttrain.types import Rollout
 # Seconds without a new request after which those that wait are begun: clients send the prompts of a step one by one.
 GATHER_S = 0.01
 NOT_WHOLE = "the weights are not whole: an update failed midway. Push all of them again."
+UPDATING = "the weights are not whole: an update of them has not ended. End it, or push all of them again."
 # Positions whose logits exist at once while a sequence is scored.
 CHUNK = 256
 
@@ -213,6 +214,16 @@ class ServedEngine:
 
     # Other
 
+    def score(self, prompts: Sequence[Sequence[int]], top: int) -> list[dict[str, Any]]:
+        """`score_choice` of each prompt, all by the same weights.
+
+        Raises:
+            WeightSyncError: Some weights are of one version and some of another: an update is under way, or failed.
+        """
+        if self.state != "whole":
+            raise WeightSyncError(NOT_WHOLE if self.state == "failed" else UPDATING, phase="generate")
+        return [score_choice(self.model, ids, top) for ids in prompts]
+
     def facts(self) -> dict[str, Any]:
         """What a trainer compares with its own model, and how it may send weights."""
         text = causal_lm(self.model).config.get_text_config()
@@ -245,9 +256,13 @@ def score_choice(model: nn.Module, ids: Sequence[int], top: int) -> dict[str, An
     # Nothing predicts the first token.
     entries: list[dict[str, Any] | None] = [None]
     with evaluating(model):
-        hidden = trunk(inner)(input_ids=tokens[None], use_cache=False).last_hidden_state[0, :-1]  # (T - 1, H)
-        for part, own in zip(hidden.split(CHUNK), tokens[1:].split(CHUNK), strict=True):
-            logps = rule.logits(inner.get_output_embeddings()(part)).log_softmax(-1)  # (c, V)
+        if vars(inner).get("own_logits"):  # See `posttrain.models.probe.probe_head`.
+            parts: Iterable[Tensor] = model(input_ids=tokens[None], use_cache=False).logits[0, :-1].float().split(CHUNK)
+        else:
+            hidden = trunk(inner)(input_ids=tokens[None], use_cache=False).last_hidden_state[0, :-1]  # (T - 1, H)
+            parts = (rule.logits(inner.get_output_embeddings()(part)) for part in hidden.split(CHUNK))
+        for logits, own in zip(parts, tokens[1:].split(CHUNK), strict=True):
+            logps = logits.log_softmax(-1)  # (c, V)
             told = torch.cat([logps.topk(min(top, logps.shape[1])).indices, own[:, None]], 1)  # (c, k + 1)
             # A token that the model never says, in vLLM's way: JSON has no word for minus infinity.
             found = logps.gather(1, told).clamp(min=-9999.0)

@@ -22,6 +22,7 @@ from posttrain.errors import BadRequest, ConfigError, DataError, ModelError, Rol
 from posttrain.models.architecture import context_length
 from posttrain.models.heads import has_tower, picture_encoder
 from posttrain.models.load import create_model_from_path, load_tokenizer, resolve_pad_token
+from posttrain.models.probe import probe_head
 from posttrain.pictures.picture import Placed, read_picture
 from posttrain.rollouts.adapters import TENSORS, read_adapter
 from posttrain.rollouts.base import check_requests
@@ -30,7 +31,7 @@ from posttrain.rollouts.sampling import reshapes, structured_guide
 from posttrain.rollouts.server.replies import API_KEY_VARIABLE, LOOPBACK
 from posttrain.rollouts.server.weight_sync import file_tensors, shared_path
 from posttrain.serve.config import ServeConfig
-from posttrain.serve.engine import NOT_WHOLE, Job, ServedEngine, score_choice
+from posttrain.serve.engine import NOT_WHOLE, Job, ServedEngine
 from posttrain.types import Request as Prompt
 from posttrain.types import Rollout, Sampling
 
@@ -125,6 +126,10 @@ class Completions(Strict):
         prompts: Any = [self.prompt] if isinstance(self.prompt[0], int) else self.prompt
         if self.placed and (encoder is None or len(prompts) > 1):
             raise BadRequest("pictures belong to one prompt a request, and to a model with images. Fix: send them so.")
+        if self.placed and self.prompt_logprobs is not None:
+            raise BadRequest(
+                "a prompt with pictures cannot be scored here. Fix: leave out prompt_logprobs, or the pictures."
+            )
         try:
             pictures = self._held(prompts[0], encoder) if self.placed else ()
             requests = [Prompt(ids, self.n, sampling, pictures=pictures) for ids in prompts]
@@ -303,8 +308,7 @@ class Host:
         if self.served.state == "failed":
             raise WeightSyncError(NOT_WHOLE, phase="generate")
         if body.prompt_logprobs is not None:
-            model, top = self.served.model, body.prompt_logprobs
-            choices = [await self.do(score_choice, model, one.prompt_ids, top) for one in requests]
+            choices = await self.do(self.served.score, [one.prompt_ids for one in requests], body.prompt_logprobs)
         else:
             jobs = [Job(request) for request in requests]
             self.served.submit(jobs)
@@ -463,6 +467,7 @@ def make_host(config: ServeConfig) -> Host:
         tensor.data = tensor.data.clone()
     model = model.to("cuda" if torch.cuda.is_available() else "cpu")
     _let_hold_pictures(model, config.model, options)
+    probe_head(model)
     engine: Any = create_engine(config.engine, model, pad_token_id=resolve_pad_token(tokenizer))
     engine.tokenizer = tokenizer
     if config.engine == "native" and config.max_num_seqs is not None:

@@ -4,7 +4,7 @@ import peft
 import pytest
 import torch
 
-from posttrain import ConfigError, ModelError
+from posttrain import ConfigError, ModelError, use_adapter
 from posttrain.models.probe import probe_head
 from posttrain.rollouts.engines import create_engine
 from posttrain.rollouts.workers.shared_weights import merged_weights
@@ -41,6 +41,23 @@ def test_an_adapter_loaded_for_inference_is_refused(tiny_tokenizer, tmp_path):
     sft(tmp_path, tiny_tokenizer, model=going_on, max_steps=1).train()
     with raises(ModelError):
         sft(tmp_path, tiny_tokenizer, model=str(tmp_path / "adapter"))
+
+
+@pytest.mark.parametrize("name", [None, "two"])
+def test_what_was_frozen_in_an_adapter_stays_frozen_once_another_was_in_use(name):
+    """A reference pass comes before the optimizer is made where log-probs are precomputed: all that learns then is trained."""
+    config = peft.LoraConfig(r=4, target_modules=["q_proj"])
+    model = peft.get_peft_model(build_model(37), config)
+    model.add_adapter("two", config)
+    for part, parameter in model.named_parameters():
+        if "lora_A" in part:
+            parameter.requires_grad_(False)
+    before = {part: parameter.requires_grad for part, parameter in model.named_parameters()}
+    assert set(before.values()) == {True, False}
+    with pytest.raises(KeyError), use_adapter(model, name):
+        raise KeyError(name)
+    assert {part: parameter.requires_grad for part, parameter in model.named_parameters()} == before
+    assert model.active_adapter == "default"
 
 
 def test_prefix_tuning_with_recomputed_activations_is_refused(tiny_tokenizer, tmp_path):

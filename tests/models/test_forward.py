@@ -121,6 +121,31 @@ def test_an_adapter_on_the_head_is_not_dropped():
     assert torch.allclose(forward(model, batch).logp[0, 5:], expected, atol=1e-5)
 
 
+def test_rows_of_tokens_that_are_trained_beside_an_adapter_count_in_a_tied_head():
+    """peft keeps them beside the matrix that embeddings and head share; training reads what it says with them."""
+    from peft import LoraConfig, get_peft_model
+
+    (batch,) = collate(rows()[1:2], pad_token_id=0)
+    tokens = sorted(set(batch.input_ids[0, 5:8].tolist()))
+    config = LoraConfig(target_modules=["q_proj"], r=2, trainable_token_indices={"embed_tokens": tokens})
+    model = get_peft_model(build_model(97), config)
+    (trained,) = [p for name, p in model.named_parameters() if "trainable_tokens_delta" in name]
+    with torch.no_grad():
+        trained.normal_()
+
+    def expected():
+        logps = torch.log_softmax(model(input_ids=batch.input_ids).logits[0], -1)
+        return logps[4:-1].gather(1, batch.input_ids[0, 5:, None]).squeeze(1)
+
+    found, wanted = forward(model, batch).logp[0, 5:], expected()
+    assert torch.allclose(found, wanted, atol=1e-5)
+    ours, theirs = (torch.autograd.grad(logps.sum(), trained)[0] for logps in (found, wanted))
+    assert torch.allclose(ours, theirs, rtol=1e-4, atol=1e-4)
+    assert theirs.abs().max() > 0.1
+    with model.disable_adapter():
+        assert torch.allclose(forward(model, batch).logp[0, 5:], expected(), atol=1e-5)
+
+
 def test_the_probe_accepts_a_llama_and_keeps_its_verdict():
     attention.PROBED.clear()
     assert probe_layout(build_model(97)).kind == "tree"

@@ -167,6 +167,22 @@ def test_a_picture_is_encoded_once_for_a_group_and_for_every_prompt_that_shows_i
         assert encoder.encoded == 2
 
 
+def test_a_picture_with_holes_is_another_one_on_another_background(family):
+    """One host serves runs of both; so it is asked for white, then for black."""
+    _, model, _, encoder = family
+    holes = noise(84, 56)
+    holes.putalpha(0)
+    text = f"see {encoder.processor.placeholder} which is it?"
+    found = []
+    with torch.no_grad():
+        for background in ("white", "black"):
+            ids, placed = encoder.processor.encode(text, [read_picture(holes, background=background)], prompt=True)
+            row = Row(ids, [[65]], [[1]], pictures=[placed, []])
+            (batch,) = collate([row], pad_token_id=256, layout=TREE)
+            found.append(forward(model, batch).logp[batch.loss_mask])
+    assert not torch.allclose(*found, atol=1e-6)
+
+
 def test_features_are_kept_while_the_tower_is_frozen_and_not_a_moment_longer(family):
     name, model, _, encoder = family
     rows, _ = rows_of(name, encoder)

@@ -127,6 +127,7 @@ def test_transparent_pixels_show_the_background_not_the_colour_under_them():
     hidden = Image.new("RGBA", (2, 2), (255, 0, 0, 0))
     assert read_picture(hidden).load().getpixel((0, 0)) == (255, 255, 255)
     assert read_picture(hidden, background="black").load().getpixel((0, 0)) == (0, 0, 0)
+    assert read_picture(hidden) != read_picture(hidden, background="black")
 
 
 def test_exif_rotation_is_applied_to_files_and_to_objects_alike():

@@ -90,6 +90,16 @@ def test_trap_s6_weights_that_this_run_never_gave_write_nothing_for_it(made):
         engine.generate(REQUESTS[:1], SAMPLING)
 
 
+def test_the_base_model_below_an_adapter_that_is_on_its_way_writes_nothing(made):
+    stub, other = stub_of(made, version="run-base"), stub_of(made, version="run-1")
+    engine = following(made, of(1, stub, other))
+    for _ in range(2):
+        assert {r.version for r in engine.generate(REQUESTS, SAMPLING)} == {1}
+    other.version = "run-base"
+    with pytest.raises(WeightSyncError, match="sampled from weights of version run-base, and version run-1 was pushed"):
+        engine.generate(REQUESTS[:1], SAMPLING)
+
+
 def test_while_nobody_holds_the_weights_a_worker_waits_for_news(made):
     stub, newcomer = stub_of(made), stub_of(made, version="run-1")
     engine = following(made, of(1, stub), patience=20.0)

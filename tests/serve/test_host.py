@@ -20,6 +20,7 @@ from posttrain.rollouts.server.replies import API_KEY_VARIABLE, pictures_body
 from posttrain.rollouts.server.weight_sync import SharedFolder, checksum
 from posttrain.serve.config import ServeConfig
 from posttrain.serve.engine import ServedEngine
+from posttrain.serve.host import make_host
 from posttrain.types import Request, Sampling, Truncation
 from tests.conftest import build_model
 from tests.methods.test_vision_online import QUICK, prompts, short
@@ -224,6 +225,39 @@ def held(server, pool, **body):
     return answer
 
 
+def test_nothing_is_scored_by_weights_of_which_some_are_old_and_some_are_new(fresh):
+    first, *rest = tensors().items()
+    fresh.post("/start_weight_update")
+    for bucket in (dict([first]), dict(rest)):
+        assert "not ended" in error(fresh.complete([5, 6, 7], prompt_logprobs=0), 409)
+        assert send(fresh, bucket).status_code == 200
+    assert complete(fresh).status_code == 200
+    assert "not ended" in error(fresh.complete([5, 6, 7], prompt_logprobs=0), 409)
+    assert fresh.post("/finish_weight_update", {"weight_version": "1"}).status_code == 200
+    (choice,) = fresh.complete([5, 6, 7], prompt_logprobs=0).json()["choices"]
+    logps = build_model(VOCAB, seed=1)(torch.tensor([[5, 6]])).logits[0].detach().log_softmax(-1)
+    assert choice["prompt_logprobs"][2]["7"]["logprob"] == pytest.approx(float(logps[1, 7]), abs=1e-5)
+
+
+def test_a_model_with_a_rule_of_its_own_for_logits_scores_by_them(tiny_tokenizer, tmp_path, monkeypatch):
+    """Code that comes with a model may do to logits what no config names."""
+    model = build_model(len(tiny_tokenizer))
+    plain = model.forward
+
+    def scaled(*args, **kwargs):
+        out = plain(*args, **kwargs)
+        out.logits = out.logits * 0.3
+        return out
+
+    model.forward = scaled
+    tiny_tokenizer.save_pretrained(tmp_path)
+    monkeypatch.setattr("posttrain.serve.host.create_model_from_path", lambda *_, **__: model)
+    (choice,) = make_host(ServeConfig(str(tmp_path), engine="hf")).served.score([[5, 6, 7]], 1)
+    logps = model(torch.tensor([[5, 6]])).logits[0].detach().log_softmax(-1)
+    for at, token, line in zip(choice["prompt_logprobs"][1:], [6, 7], logps, strict=True):
+        assert at[str(token)]["logprob"] == pytest.approx(float(line[token]), abs=1e-5)
+
+
 def test_a_pause_waits_for_what_runs_and_holds_what_comes_until_it_ends(fresh):
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         answer = held(fresh, pool)
@@ -385,7 +419,7 @@ def test_grpo_samples_from_a_host_under_its_rows_pictures(tmp_path):
         trainer.train()
 
 
-def test_pictures_that_cannot_be_read_or_are_expanded_otherwise_are_a_400(pictured):
+def test_pictures_that_cannot_be_read_or_are_expanded_otherwise_or_would_be_left_out_are_a_400(pictured):
     server, _, _, reader = pictured
     (request,) = asked_about(reader, (0,))
     body = pictures_body(request)
@@ -398,6 +432,7 @@ def test_pictures_that_cannot_be_read_or_are_expanded_otherwise_are_a_400(pictur
         ({"placed": [placed | {"size": [560, 560]}]}, "PT-G011"),
         ({"placed": [placed | {"start": 1}]}, "PT-G016"),
         ({"placed": []}, "PT-G011"),
+        ({"prompt_logprobs": 0}, "cannot be scored"),
     ):
         found = error(server.complete(list(request.prompt_ids), **body | wrong), 400)
         assert words in found

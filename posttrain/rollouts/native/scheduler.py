@@ -54,7 +54,7 @@ class Run:
             own = request.sampling if request.sampling is not None else sampling
             ids = list(request.prompt_ids)[len(self.shared) :]
             pictures = list(request.pictures)
-            key = tuple(ids), tuple(image.picture.digest for image in pictures)
+            key = tuple(ids), tuple(image.picture for image in pictures)
             prompt = known.setdefault(
                 key, Prompt(len(known), ids, pictures=pictures, offset=text_offset(pictures) if pictures else 0)
             )

@@ -542,4 +542,5 @@ class FollowingEngine(ServerEngine):
     def _version_of(self, server: Server, name: str) -> int:
         """See `ServerEngine._version_of`; a version whose news is on its way will do too."""
         run, _, number = name.rpartition("-")
-        return int(number) if run == self.run else super()._version_of(server, name)
+        # The base model below an adapter has no number: it is no version that this run samples from.
+        return int(number) if run == self.run and number.isdigit() else super()._version_of(server, name)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from posttrain.errors import ModelError, WeightSyncError
 from posttrain.models.heads import adapters_of, causal_lm, learns_prompts, unwrapped
 from posttrain.models.parallel import flattens_parameters, gathered, is_partitioned, summoned, whole_tensor
+from posttrain.models.reference import use_adapter
 from posttrain.rollouts.server.weight_sync import SharedFolder, file_tensors, write_tensors
 
 # What parallelism, compilation and checkpointing put into names.
@@ -353,7 +354,7 @@ class Weights:
 
     def _whole(self) -> Iterator[tuple[str, Tensor]]:
         bare: Any = unwrapped(self.model)
-        adapted = nullcontext() if self.adapters else bare.disable_adapter()
+        adapted = nullcontext() if self.adapters else use_adapter(bare, None)
         with torch.no_grad(), adapted, summoned(self.model):
             pairs = ((name, read()) for name, read in merged_weights(self.model))
             if not self.checkpoint_names:
