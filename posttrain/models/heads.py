@@ -353,7 +353,7 @@ def _in_force(layer: Any) -> Any:
     # Rows of tokens in a head that is tied to the embeddings: they lie beside the matrix, and ``weight`` puts them into it.
     joined = type(base)(1, 1, bias=False, device="meta")
     del joined.weight
-    joined.weight = layer.weight
+    joined.weight, joined.bias = layer.weight, base.bias
     return joined
 
 
