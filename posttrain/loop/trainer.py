@@ -616,6 +616,11 @@ class PostTrainer(transformers.Trainer):
         if self.checkpoints.place.restores_random():  # Once: the loop would again, after the first step's rollouts.
             super()._load_rng_state(checkpoint)
 
+    def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
+        # At a limit of 1 transformers would remove all but the best: other runs' checkpoints, and what one resumes from.
+        with build.with_attributes(self.args, {"save_total_limit": None}):
+            return super()._finalize_training(*args, **kwargs)
+
     def _load_best_model(self) -> None:
         best = self.state.best_model_checkpoint
         with parallel.reading_zero(self.accelerator, lambda: self.model_wrapped, best):

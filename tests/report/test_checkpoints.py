@@ -18,6 +18,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+import transformers
 
 from posttrain.errors import CheckpointError, ConfigError
 from posttrain.loop import checkpoint as checkpoints
@@ -237,6 +238,20 @@ def test_a_fresh_run_tells_of_older_checkpoints_and_its_rotation_leaves_them(tmp
     assert [name for name in names(tmp_path) if ".of-" not in name] == ["checkpoint-4"]
     findings = [json.loads(line) for line in (tmp_path / "findings.jsonl").read_text().splitlines()]
     assert "PT-L001" in {row["code"] for row in findings}
+
+
+def test_the_end_of_a_run_with_a_best_model_and_a_limit_of_one_leaves_other_runs_and_the_last_checkpoint(
+    tmp_path, tiny_tokenizer
+):
+    made(tmp_path, 50, run="other", when=1)
+    trainer = sft(tmp_path, tiny_tokenizer, max_steps=2, save_strategy="steps", save_steps=1, save_total_limit=1)
+    trainer.args.load_best_model_at_end = True
+    first = transformers.TrainerCallback()
+    first.on_step_end = lambda args, state, control, **_: vars(state).update(best_global_step=1)
+    trainer.add_callback(first)
+    trainer.train()
+    assert names(tmp_path) == ["checkpoint-1", "checkpoint-2", "checkpoint-50"]
+    assert trainer.args.save_total_limit == 1
 
 
 def test_resuming_takes_the_whole_checkpoint_that_was_written_last(tmp_path):
