@@ -85,8 +85,10 @@ class PosttrainArgumentParser(HfArgumentParser):
         others = {key: value for key, value in config.items() if key not in self.fields}
         if others and not return_remaining_strings and fail_with_unknown_args:
             raise ConfigError(f"{path}: unknown key{'s' if len(others) > 1 else ''} {self._suggest(others)}.")
-        self.set_defaults(**{key: None for key, value in known.items() if value is None})
-        given = [to_tokens(key, value) for key, value in known.items() if value is not None]
+        # What no token says: nothing, and a list of nothing.
+        unsaid = {key: value for key, value in known.items() if value is None or value == []}
+        self.set_defaults(**unsaid)
+        given = [to_tokens(key, value) for key, value in known.items() if key not in unsaid]
         # Joined, or a value that begins with a dash would be taken for an option.
         from_file = [token for words in given for token in (["=".join(words)] if len(words) == 2 else words)]
         *instances, rest = self.parse_args_into_dataclasses(

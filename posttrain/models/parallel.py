@@ -298,13 +298,19 @@ def refuse_other_optimizer(folder: Path, accelerator: Accelerator) -> None:
     Of FSDP it is read with FSDP and without, of ZeRO with the same division of parameters, by any number of processes.
 
     Raises:
-        CheckpointError: It is of another kind, or a shard is not there.
+        CheckpointError: There is none, it is of another kind, or a shard is not there.
     """
     files = {
         "ZeRO-3": "global_step*/zero_pp_rank_*_model_states.pt", "ZeRO below 3": "global_step*/*_model_states.pt",
         "FSDP": "pytorch_model_fsdp*", WHOLE: "optimizer.pt",
     }  # fmt: skip
     wrote = next((kind for kind, pattern in files.items() if any(folder.glob(pattern))), None)
+    if wrote is None:
+        raise CheckpointError(
+            f"{str(folder)!r} holds no optimizer, as save_only_model=True leaves it out: a resumed run would begin with a new "
+            "one, and its learning rate as in step 1. Fix: give the folder as the model of a new run; and "
+            "save_only_model=False where a run is to be resumed."
+        )
     name, runs = str(accelerator.distributed_type), WHOLE
     if "FSDP" in name:
         runs = "FSDP"

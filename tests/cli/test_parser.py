@@ -50,6 +50,11 @@ def test_trap_s39_a_scalar_for_a_list_field_is_a_list_of_one(parse):
     assert parse("reward_funcs: [a, b]")[0].reward_funcs == ["a", "b"]
 
 
+def test_an_empty_list_is_one_and_the_command_line_beats_it(parse):
+    assert parse("reward_funcs: []")[0].reward_funcs == []
+    assert parse("reward_funcs: []", "--reward_funcs", "a")[0].reward_funcs == ["a"]
+
+
 @pytest.mark.parametrize("value", ["-?[0-9]+", "---", "-1e-05", ""])
 def test_a_value_of_the_file_that_begins_like_an_option_is_a_value(parse, value):
     assert parse(f"extra: '{value}'")[0].extra == value
