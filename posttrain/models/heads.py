@@ -220,34 +220,40 @@ def install_token_head(model: nn.Module) -> None:
     ordinary forward call. Installing twice is harmless.
     """
     inner: Any = causal_lm(model)
-    if _knows_heads(inner.forward):
+    patch = _patch_of(inner.forward)
+    if patch is not None and patch.args[0] is inner:
         return
+    if (
+        patch is not None
+    ):  # A copy of a prepared model: what accelerate put around the patch runs the original's layers.
+        del inner.forward
+        vars(inner).pop("_original_forward", None)
     keep_inputs_only(inner)
-    original = inner.forward
-
-    @functools.wraps(original)
-    def patched(*args: Any, token_head: TokenHead | ScoreHead | None = None, **kwargs: Any) -> Any:
-        if token_head is None:
-            return original(*args, **kwargs)
-        if token_head.inputs is not None:
-            kwargs |= token_head.inputs(inner)
-        return _head_forward(inner, original, token_head, *args, **kwargs)
-
-    vars(patched)["_posttrain"] = True
-    inner.forward = patched
+    # A partial: a deep copy of the model makes its own of it, where a function would run the original's layers.
+    inner.forward = functools.update_wrapper(functools.partial(_patched, inner, inner.forward), inner.forward)
 
 
-def _knows_heads(forward: Any) -> bool:
-    """Whether `install_token_head` has been here, also below what was put around it since.
+def _patched(
+    inner: nn.Module, original: Any, *args: Any, token_head: TokenHead | ScoreHead | None = None, **kwargs: Any
+) -> Any:
+    if token_head is None:
+        return original(*args, **kwargs)
+    if token_head.inputs is not None:
+        kwargs |= token_head.inputs(inner)
+    return _head_forward(inner, original, token_head, *args, **kwargs)
+
+
+def _patch_of(forward: Any) -> functools.partial | None:
+    """What `install_token_head` made, also below what was put around it since.
 
     Accelerate wraps autocast around the forward of a prepared model and keeps no attribute of it but ``__wrapped__``; a second
     patch on top would call the head outside of autocast, and a run in bfloat16 would compute in float32.
     """
     while forward is not None:
-        if getattr(forward, "_posttrain", False):
-            return True
+        if isinstance(forward, functools.partial) and forward.func is _patched:
+            return forward
         forward = getattr(forward, "__wrapped__", None)
-    return False
+    return None
 
 
 def _head_forward(

@@ -53,7 +53,7 @@ def probe_key(model: Module) -> str:
     adapters = {name: str(one) for name, one in adapters_of(model).items()}
     text = inner.config.get_text_config()
     return json.dumps([
-        type(inner).__qualname__, inner.config.to_dict(), str(text._attn_implementation), adapters,
+        type(inner).__module__, type(inner).__qualname__, inner.config.to_dict(), str(text._attn_implementation), adapters,
         str(getattr(unwrapped(model), "active_adapter", "")), learns_prompts(model),
         str(coarsest_dtype(model)), next(model.parameters()).device.type, picture_encoder(model) is not None,
     ], sort_keys=True, default=str)  # fmt: skip

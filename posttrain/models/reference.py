@@ -94,14 +94,13 @@ def create_reference_model(
     """
     shared = [] if num_shared_layers is None else _first_parameters(model, num_shared_layers, pattern)
     inner: Any = model
-    patched = inner.__dict__.pop(
-        "forward", None
-    )  # A patched forward is bound to the original: the copy must not use it.
+    # What accelerate put around a forward is bound to the original: the copy must not use it.
+    wrapped = inner.__dict__.pop("forward", None)
     try:
         reference = copy.deepcopy(model, {id(parameter): parameter for parameter in shared})
     finally:
-        if patched is not None:
-            inner.forward = patched
+        if wrapped is not None:
+            inner.forward = wrapped
     return reference.requires_grad_(False).eval()
 
 
@@ -221,14 +220,18 @@ class Reference:
 
     def _freeze_adapter(self, model: nn.Module) -> None:
         active = model.active_adapter
+        learns = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
         model.add_adapter(REF_ADAPTER, copy.deepcopy(model.peft_config[active]))
+        model.set_adapter(active)
         parameters = dict(model.named_parameters())
         with torch.no_grad():
             for name, parameter in parameters.items():
                 if f".{REF_ADAPTER}." in name or name.endswith(f".{REF_ADAPTER}"):
-                    parameter.copy_(parameters[name.replace(f".{REF_ADAPTER}", f".{active}")])
-                    parameter.requires_grad_(False)
-        model.set_adapter(active)
+                    before, _, behind = name.rpartition(f".{REF_ADAPTER}")
+                    parameter.copy_(parameters[f"{before}.{active}{behind}"])
+                    learns[name] = False
+                # What was frozen by hand, too: peft lets all of an adapter learn that it switches on.
+                parameter.requires_grad_(learns[name])
         self.adapter = REF_ADAPTER
 
     @contextmanager

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors import safe_open
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
@@ -84,7 +85,9 @@ class PictureEncoder:
         # entered in every pass, since other processes may have to.
         trains = torch.is_grad_enabled() and any(weight.requires_grad for weight in weights)
         fresh = trains or gathers_in_forward(_tower(model))
-        versions = None if fresh else hash(tuple(map(_state, weights)))
+        layers = (module for module in _tower(model) if isinstance(module, BaseTunerLayer))
+        adapters = tuple((str(layer.active_adapters), layer.disable_adapters) for layer in layers)
+        versions = None if fresh else hash((adapters, *map(_state, weights)))
         features_of = {picture: None if fresh else self._recall((*_shown(picture), versions)) for picture in counts}
         missing = [picture for picture, features in features_of.items() if features is None]
         self.encoded, self.reused = self.encoded + len(missing), self.reused + len(counts) - len(missing)

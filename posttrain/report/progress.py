@@ -214,7 +214,9 @@ class RichProgressCallback(transformers.TrainerCallback):
         """One line a step, however narrow the console is."""
         self._said = time.perf_counter()
         step = f"step {state.global_step}/{state.max_steps}"
-        self.console.print(f"{step}  {numbers}  left {self._left(state)}", highlight=False, soft_wrap=True)
+        self.console.print(
+            f"{step}  {numbers}  left {self._left(state)}", highlight=False, soft_wrap=True, markup=False
+        )
 
     def on_log(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: dict | None = None, **_: Any

@@ -6,6 +6,7 @@ import torch
 
 from posttrain import ConfigError, ModelError, use_adapter
 from posttrain.models.probe import probe_head
+from posttrain.models.reference import Reference
 from posttrain.rollouts.engines import create_engine
 from posttrain.rollouts.workers.shared_weights import merged_weights
 from posttrain.types import Request, Sampling
@@ -58,6 +59,23 @@ def test_what_was_frozen_in_an_adapter_stays_frozen_once_another_was_in_use(name
         raise KeyError(name)
     assert {part: parameter.requires_grad for part, parameter in model.named_parameters()} == before
     assert model.active_adapter == "default"
+
+
+def test_a_frozen_twin_of_an_adapter_leaves_what_was_frozen_by_hand_and_modules_of_its_name():
+    model = build_model(37)
+    model.model.ref_layers = model.model.layers
+    del model.model.layers
+    model = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False))
+    for part, parameter in model.named_parameters():
+        if "lora_A" in part:
+            parameter.requires_grad_(False)
+    before = {part: parameter.requires_grad for part, parameter in model.named_parameters()}
+    assert Reference(model).adapter == "ref"
+    after = dict(model.named_parameters())
+    assert {part: after[part].requires_grad for part in before} == before
+    twins = [part for part in after if part not in before]
+    assert twins and not any(after[part].requires_grad for part in twins)
+    assert all(torch.equal(after[part], after[part.replace(".ref.", ".default.")]) for part in twins)
 
 
 def test_prefix_tuning_with_recomputed_activations_is_refused(tiny_tokenizer, tmp_path):

@@ -1,5 +1,8 @@
 """One forward over a forest equals each sequence alone, on every backend that takes a mask, for several families."""
 
+import copy
+
+import peft
 import pytest
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
@@ -8,8 +11,9 @@ from posttrain.data.forest import Layout, collate, split_by_sequence
 from posttrain.models import attention
 from posttrain.models.attention import coarsest_dtype
 from posttrain.models.forward import forward, inverse_lengths, noisy_embeddings, sequence_logps
-from posttrain.models.heads import cast_head_to_fp32
-from posttrain.models.probe import probe_layout
+from posttrain.models.heads import cast_head_to_fp32, causal_lm
+from posttrain.models.probe import probe_key, probe_layout
+from posttrain.models.reference import create_reference_model
 from posttrain.rollouts.native.engine import NativeEngine
 from posttrain.types import Row
 from tests.conftest import build_model
@@ -43,6 +47,40 @@ FAMILIES = {
     "granite": {"logits_scaling": 4.0},
     "phi3": {},
 }
+
+
+def test_a_verdict_is_of_a_class_and_not_of_its_name():
+    """Code that comes with a model may have the name of another's, and its config."""
+    model, other = build_model(97), build_model(97)
+    assert probe_key(model) == probe_key(other)
+    other.__class__ = type(type(model).__name__, (type(model),), {"__module__": "remote"})
+    assert probe_key(model) != probe_key(other)
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_a_deep_copy_of_a_model_that_was_used_computes_with_its_own_weights(wrapped):
+    """As a user makes a reference of a policy: one that ran the policy's layers would follow it, and no loss would tell."""
+    model = build_model(97)
+    model = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj"])) if wrapped else model
+    (batch,) = collate([Row([5, 6, 7], [[8, 9]], [[1, 1]])], pad_token_id=0)
+    before = forward(model, batch).logp
+    for twin in (copy.deepcopy(model), create_reference_model(model)):
+        with torch.no_grad():
+            for parameter in twin.parameters():
+                parameter.mul_(1.5)
+        assert not torch.allclose(forward(twin, batch).logp, before, atol=1e-3)
+        assert not torch.allclose(
+            twin(input_ids=batch.input_ids).logits, model(input_ids=batch.input_ids).logits, atol=1e-3
+        )
+    assert torch.equal(forward(model, batch).logp, before)
+    inner = causal_lm(model)
+    inner.forward = torch.autocast("cpu", dtype=torch.bfloat16)(inner.forward)  # As accelerate prepares it.
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in twin.parameters():
+            parameter.mul_(1.5)
+    assert not torch.allclose(forward(twin, batch).logp, before, atol=0.1)
+    assert torch.allclose(forward(model, batch).logp, before, atol=0.1)
 
 
 def family(name, implementation="sdpa"):

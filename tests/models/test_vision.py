@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from dataclasses import replace
 from types import SimpleNamespace
 
+import peft
 import pytest
 import torch
 
@@ -204,6 +206,25 @@ def test_features_are_kept_while_the_tower_is_frozen_and_not_a_moment_longer(fam
     encoder.encoded = 0
     forward(model, batch)
     assert encoder.encoded > 0
+
+
+def test_features_of_an_adapter_in_the_tower_are_not_those_without_it(family):
+    """Where nothing of the tower learns, policy and reference differ by what is switched on alone."""
+    name, model, _, encoder = family
+    rows, _ = rows_of(name, encoder)
+    (batch,) = collate(rows, pad_token_id=256, layout=TREE, together=True)
+    tower = {id(one) for one in tower_parameters(model).values()}
+    layers = [
+        path for path, module in model.named_modules() if type(module) is torch.nn.Linear and id(module.weight) in tower
+    ]
+    config = peft.LoraConfig(r=2, target_modules=layers, init_lora_weights=False)
+    policy = peft.get_peft_model(copy.deepcopy(model), config).requires_grad_(False)
+    bare = forward(model, batch).logp
+    moved = forward(policy, batch).logp
+    with policy.disable_adapter():
+        assert torch.allclose(forward(policy, batch).logp, bare, atol=1e-5)
+    assert not torch.allclose(moved, bare, atol=1e-5)
+    assert torch.equal(forward(policy.requires_grad_(False), batch).logp, moved)
 
 
 def test_features_are_encoded_anew_after_a_step_of_a_fused_optimiser(family):

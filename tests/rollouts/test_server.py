@@ -540,6 +540,26 @@ def test_a_list_of_servers_in_a_file_is_read_again(made, model, tmp_path):
     connect(made, stubs[0])  # It is free again.
 
 
+def test_a_newcomer_that_belongs_to_another_trainer_ends_no_run_that_has_a_server(made, model, tmp_path, caplog):
+    stubs = [StubServer(model) for _ in range(2)]
+    made += stubs
+    listed = tmp_path / "servers.txt"
+    listed.write_text(stubs[0].url)
+    made.append(ServerEngine(listed, connection_timeout=5))
+    engine = made[-1]
+    engine.load_weights(Weights(model), 1)
+    other = connect(made, stubs[1])
+    listed.write_text("\n".join(s.url for s in stubs))
+    for _ in range(2):
+        engine.fleet.refresh(force=True)
+    assert len(engine.generate(REQUESTS, SAMPLING)) == sum(one.n for one in REQUESTS)
+    assert list(engine.fleet.servers) == [stubs[0].url]
+    assert caplog.text.count(f"{stubs[1].url} is left out until it can be used") == 1
+    other.close()
+    engine.fleet.refresh(force=True)
+    assert list(engine.fleet.servers) == [one.url for one in stubs]
+
+
 def test_trap_s26_concurrent_calls_keep_every_prompt_with_its_own_completions(made, model):
     stubs = [StubServer(model) for _ in range(2)]
     made += stubs

@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 
 from filelock import FileLock, Timeout
 
+from posttrain.data.formats import warn_once
 from posttrain.errors import ConfigError, RolloutServerError, ServerBusy, ServerUnreachable
 from posttrain.rollouts.server.client import VLLMClient
 
@@ -111,7 +112,7 @@ class ServerPool:
     def _wait_until_ready(self, timeout: float) -> None:
         """Wait for all servers; go on without the late ones where some are there."""
         deadline = time.monotonic() + timeout
-        while (late := self._admit_new(self.urls())) and time.monotonic() < deadline:
+        while (late := self._admit_new(self.urls(), ServerUnreachable)) and time.monotonic() < deadline:
             time.sleep(min(1.0, max(deadline - time.monotonic(), 0.0)))
         if not self.urls():
             raise ConfigError("no rollout server is named. Set vllm_server_base_url, or vllm_server_host and _port.")
@@ -125,19 +126,22 @@ class ServerPool:
                 ) from error
             logger.warning("%s is not there and is left out until it is: %s", url, error)
 
-    def _admit_new(self, urls: Sequence[str]) -> dict[str, RolloutServerError]:
-        """Connect to the servers that are not known yet; the errors of those that cannot be reached."""
+    def _admit_new(self, urls: Sequence[str], left_out: type[RolloutServerError]) -> dict[str, RolloutServerError]:
+        """Connect to the servers that are not known yet; the errors of those that are left out for it."""
         late: dict[str, RolloutServerError] = {}
         for url in urls:
             if url not in self.servers:
+                client = None
                 try:
                     client = self.connect(url)
                     server = Server(client, client.info())
-                except ServerUnreachable as error:
+                    server.holds = server.info["weight_version"]
+                    self._acquire_lease(server)
+                except left_out as error:
+                    if client is not None:
+                        client.close()
                     late[url] = error
                     continue
-                server.holds = server.info["weight_version"]
-                self._acquire_lease(server)
                 self.servers[url] = server
                 logger.info("rollout server %s: %s, weights of version %s.", url, server.info["model"], server.holds)
         return late
@@ -187,8 +191,12 @@ class ServerPool:
             for url in [u for u in self.servers if u not in wanted]:
                 logger.warning("rollout server %s was taken off the list.", url)
                 self._let_go(url)
-            for url, error in self._admit_new(wanted).items():
-                logger.debug("%s is still not there: %s", url, error)
+            # Whatever is the matter with a newcomer (a key, another trainer): the run has the servers that it began with.
+            for url, error in self._admit_new(wanted, RolloutServerError).items():
+                if isinstance(error, ServerUnreachable):
+                    logger.debug("%s is still not there: %s", url, error)
+                else:
+                    warn_once(logger, "%s is left out until it can be used: %s", url, str(error))
             for server in self.all:
                 if server.down is not None:
                     self.look_at(server)
