@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors import safe_open
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
@@ -79,6 +78,8 @@ class PictureEncoder:
         Raises:
             ModelError: The tower gives another number of features than there are placeholders.
         """
+        from peft.tuners.tuners_utils import BaseTunerLayer
+
         counts = {image.picture: image.count for image in placed}
         weights = tower_parameters(model).values()
         # Features that are kept have no graph, so a pass that trains the tower must make its own. And a sharded tower is
