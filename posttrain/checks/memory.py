@@ -288,11 +288,11 @@ def _layout(args: PostTrainingConfig, config: Any, device: str) -> Layout:
     told = config.get_text_config().to_dict()
     text = SimpleNamespace(**told | {"_attn_implementation": backend or config._attn_implementation})
     autocast = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None
-    weight = SimpleNamespace(device=torch.device(device), dtype=torch.float32)
+    weight = SimpleNamespace(dtype=torch.float32)
     model: Any = SimpleNamespace(
         config=SimpleNamespace(get_text_config=lambda: text), parameters=lambda: iter([weight])
     )
-    layout = layout_for(model, autocast=None if device == "cpu" else autocast)
+    layout = layout_for(model, autocast=autocast, device=device)
     layout = layout if args.max_row_tokens is None else replace(layout, row_tokens=args.max_row_tokens)
     return replace(layout, pad_to_multiple_of=args.pad_to_multiple_of) if args.pad_to_multiple_of else layout
 

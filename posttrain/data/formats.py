@@ -16,6 +16,8 @@ from posttrain.errors import ArgumentTypeError, DataError
 from posttrain.types import Row
 
 if TYPE_CHECKING:
+    import datasets
+
     from posttrain.types import AnyDataset, Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -402,6 +404,14 @@ def united(first: Any, *others: Any) -> Any:
         elif first != other and getattr(other, "dtype", "") != "null":
             return None
     return first
+
+
+def features_with(dataset: datasets.Dataset, drop: Sequence[str] = (), **columns: Any) -> datasets.Features | None:
+    """Features of a set that is mapped to have these columns, by type, and not those of ``drop``; None where one has no type."""
+    from datasets import Features
+
+    kept = {name: kind for name, kind in dataset.features.items() if name not in drop}
+    return None if None in columns.values() else Features(kept | columns)
 
 
 def pictures_of(example: Mapping[str, Any]) -> list[Any]:

@@ -25,6 +25,7 @@ from posttrain.data.formats import (
     ROW,
     PreparationReport,
     check_ids,
+    features_with,
     first_row,
     get_dataset_column_names,
     given_rows,
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
+SIDES = ("chosen", "rejected")
 UNUSABLE = "whose prompt tokenises differently with its answers"
 FULL = "whose prompt fills max_length"
 EQUAL = "with equal answers"
@@ -395,15 +397,11 @@ def unpair_preference_dataset(dataset: AnyDataset, *, interleave: bool = True, *
         raise DataError(f"the dataset cannot be unpaired: it {what}. Its columns are {columns}.")
     if isinstance(dataset, datasets.IterableDataset):
         map_kwargs = {k: v for k, v in map_kwargs.items() if k not in ("num_proc", "desc")}
-    elif isinstance(dataset, datasets.Dataset):
-        kinds = dict(dataset.features)
-        answer = united(kinds.pop("chosen"), kinds.pop("rejected"))
-        if answer is not None:
-            told = datasets.Features(kinds | {"completion": answer, "label": datasets.Value("bool")})
-            map_kwargs = {"features": told, **map_kwargs}
-    return dataset.map(
-        partial(_unpair, interleave=interleave), batched=True, remove_columns=["chosen", "rejected"], **map_kwargs
-    )
+    else:
+        answer = united(*(dataset.features[side] for side in SIDES))
+        features = features_with(dataset, drop=SIDES, completion=answer, label=datasets.Value("bool"))
+        map_kwargs = {"features": features, **map_kwargs}
+    return dataset.map(partial(_unpair, interleave=interleave), batched=True, remove_columns=list(SIDES), **map_kwargs)
 
 
 def _unpair(batch: dict[str, list], *, interleave: bool) -> dict[str, list]:
@@ -430,15 +428,13 @@ def extract_and_unpair(dataset: AnyDataset, num_proc: int | None = None) -> Any:
     dataset = undecoded(dataset)  # An image that is read to be written again is another one: JPEG loses some each time.
     if isinstance(dataset, datasets.IterableDataset):
         return unpair_preference_dataset(dataset.map(maybe_extract_prompt))
-    kinds = dict(dataset.features)
+    kinds = dataset.features
+    # Beside conversations a prompt of text becomes the messages that they share.
     prompt = united(kinds["chosen"], *([kinds["prompt"]] if hasattr(kinds.get("prompt"), "feature") else []))
-    told = None if prompt is None else datasets.Features(kinds | {"prompt": prompt})
-    return unpair_preference_dataset(
-        dataset.map(maybe_extract_prompt, num_proc=num_proc, features=told), num_proc=num_proc
-    )
+    apart = dataset.map(maybe_extract_prompt, num_proc=num_proc, features=features_with(dataset, prompt=prompt))
+    return unpair_preference_dataset(apart, num_proc=num_proc)
 
 
-SIDES = ("chosen", "rejected")
 PAIR_HINT = "Raise max_length, or look for answers that are equal as tokens: posttrain inspect shows the rows."
 
 

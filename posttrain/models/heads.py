@@ -223,9 +223,8 @@ def install_token_head(model: nn.Module) -> None:
     patch = _patch_of(inner.forward)
     if patch is not None and patch.args[0] is inner:
         return
-    if (
-        patch is not None
-    ):  # A copy of a prepared model: what accelerate put around the patch runs the original's layers.
+    # A copy of a prepared model: what accelerate put around the patch runs the original's layers.
+    if patch is not None:
         del inner.forward
         vars(inner).pop("_original_forward", None)
     keep_inputs_only(inner)

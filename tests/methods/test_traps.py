@@ -28,7 +28,7 @@ from posttrain.models.memory import OffloadActivations
 from posttrain.models.reference import Reference, create_reference_model, disable_dropout_in_model
 from posttrain.report.completions import EvalPrompts
 from posttrain.types import Row
-from tests.conftest import build_model, build_tokenizer, told_of_calls
+from tests.conftest import build_model, build_tokenizer, scale_logits, told_of_calls
 from tests.methods.helpers import chats, grpo, losses, sft, weights
 from tests.methods.test_reward import alone, reward, scorer
 from tests.wordings import raises
@@ -390,16 +390,7 @@ def test_t16_fused_log_probs_follow_what_the_architecture_does_to_its_logits(nam
 
 def test_t16_an_architecture_with_a_rule_of_its_own_is_found_and_computes_its_own_logits(caplog):
     """A head with a factor that no config names: the probe compares it with the model's own forward."""
-    model = build_model(97, tie_word_embeddings=False)
-
-    inner_forward = model.forward
-
-    def scaled(*args, **kwargs):
-        out = inner_forward(*args, **kwargs)
-        out.logits = out.logits * 0.3
-        return out
-
-    model.forward = scaled
+    model = scale_logits(build_model(97, tie_word_embeddings=False))
     truth = sequence_logps(model, ROWS)[0]
     assert not torch.allclose(logps(model), truth, atol=1e-2)
     probe.probe_head(model)

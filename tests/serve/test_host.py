@@ -22,7 +22,7 @@ from posttrain.serve.config import ServeConfig
 from posttrain.serve.engine import ServedEngine
 from posttrain.serve.host import make_host
 from posttrain.types import Request, Sampling, Truncation
-from tests.conftest import build_model
+from tests.conftest import build_model, scale_logits
 from tests.methods.test_vision_online import QUICK, prompts, short
 from tests.serve.support import VOCAB, serving
 from tests.vision_families import build, noise
@@ -240,16 +240,7 @@ def test_nothing_is_scored_by_weights_of_which_some_are_old_and_some_are_new(fre
 
 
 def test_a_model_with_a_rule_of_its_own_for_logits_scores_by_them(tiny_tokenizer, tmp_path, monkeypatch):
-    """Code that comes with a model may do to logits what no config names."""
-    model = build_model(len(tiny_tokenizer))
-    plain = model.forward
-
-    def scaled(*args, **kwargs):
-        out = plain(*args, **kwargs)
-        out.logits = out.logits * 0.3
-        return out
-
-    model.forward = scaled
+    model = scale_logits(build_model(len(tiny_tokenizer)))
     tiny_tokenizer.save_pretrained(tmp_path)
     monkeypatch.setattr("posttrain.serve.host.create_model_from_path", lambda *_, **__: model)
     (choice,) = make_host(ServeConfig(str(tmp_path), engine="hf")).served.score([[5, 6, 7]], 1)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import datasets
 
 from posttrain.data.chat import RENDERED, cut_prompt, tokenize_prompts
-from posttrain.data.formats import is_messages, known_columns, remove_none_values, united
+from posttrain.data.formats import features_with, is_messages, known_columns, remove_none_values, united
 from posttrain.data.sft import IGNORED, SupervisedOptions, label_batch
 from posttrain.errors import DataError
 from posttrain.types import Rollout, Row
@@ -26,23 +26,21 @@ def with_prompt_column(dataset: AnyDataset) -> Any:
         return dataset
     if isinstance(dataset, datasets.IterableDataset):
         return dataset.map(_divided, remove_columns=["messages"])
-    kinds = dict(dataset.features)
-    messages = kinds.pop("messages")
-    told = datasets.Features(kinds | {"prompt": messages, "completion": messages})
-    return dataset.map(_divided, remove_columns=["messages"], features=told)
+    messages = dataset.features["messages"]
+    features = features_with(dataset, drop=("messages",), prompt=messages, completion=messages)
+    return dataset.map(_divided, remove_columns=["messages"], features=features)
 
 
 def with_template_arguments(dataset: AnyDataset, kwargs: dict[str, Any] | None) -> Any:
     """``chat_template_kwargs`` of the run in every row, whose own win: answers follow the prompts that are sampled from."""
     if not kwargs:
         return dataset
-    column, told = "chat_template_kwargs", None
+    column, features = "chat_template_kwargs", None
     if isinstance(dataset, datasets.Dataset):
-        kinds = dict(dataset.features)
-        own = [kinds[column]] if column in kinds else []
-        both = united(datasets.Dataset.from_list([{column: kwargs}]).features[column], *own)
-        told = None if both is None else datasets.Features(kinds | {column: both})
-    return dataset.map(lambda row: {column: kwargs | remove_none_values(row.get(column) or {})}, features=told)
+        sets = (datasets.Dataset.from_list([{column: kwargs}]), dataset)
+        both = united(*(one.features[column] for one in sets if column in one.features))
+        features = features_with(dataset, **{column: both})
+    return dataset.map(lambda row: {column: kwargs | remove_none_values(row.get(column) or {})}, features=features)
 
 
 def _divided(row: dict[str, Any]) -> dict[str, Any]:
