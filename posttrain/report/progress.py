@@ -110,6 +110,10 @@ def learned(history: Sequence[Mapping[str, Any]]) -> list[str]:
     ['loss 2 -> 1.5']
     """
     lines, rewarded = [], any("reward" in line for line in history)
+    if not any("reward" in line or "loss" in line for line in history):
+        # Its trainer ends with the mean of all steps, whatever was logged.
+        means = [float(line["train_loss"]) for line in history if "train_loss" in line]
+        lines = [f"loss {mean:.3g}, the mean of all steps: none was logged (logging_steps)" for mean in means[-1:]]
     for name in JUDGED:
         values = [float(line[name]) for line in history if name in line]
         if not values or (rewarded and name == "loss"):

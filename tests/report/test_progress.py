@@ -88,6 +88,13 @@ def test_a_run_ends_with_what_it_came_to_and_an_interrupted_one_says_how_to_go_o
     )
 
 
+def test_a_run_shorter_than_a_logging_interval_says_its_mean_loss():
+    told = ["loss 3.02, the mean of all steps: none was logged (logging_steps)"]
+    assert learned([{"step": 6, "train_loss": 3.023}]) == told
+    assert learned([{"step": 4, "eval_loss": 2.0}, {"step": 6, "train_loss": 3.023}]) == [*told, "held-out loss 2 -> 2"]
+    assert learned([{"reward": 1.0}, {"train_loss": 3.023}]) == ["reward 1 -> 1"]
+
+
 def test_what_was_learned_is_judged_by_the_reward_where_there_is_one():
     steps = [{"reward": float(r), "loss": 1.0, "frac_reward_zero_std": 0.5} for r in range(20)]
     assert learned(steps) == ["reward 0.5 -> 18.5"]
