@@ -110,8 +110,8 @@ def keep_inputs_only(model: nn.Module) -> int:
     A layer of width H and inner width I keeps ``2 H + 2 I`` numbers a token less (of about ``13 H + 4 I``): they are computed
     again from the inputs, elementwise, and no product is. Outputs are the same to the last bit. Every class is proven on
     random numbers first: one that computes anything else stays as it is, and so does a layer whose forward somebody replaced.
-    A layer changes its class for a subclass of the same name, so that copies, hooks and adapters work as before. Pickled whole
-    (`torch.save(layer)`) it cannot be; its state dict is what it was.
+    A layer changes its class for a subclass of the same name, so that hooks and adapters work as before. Copied, or pickled whole
+    (`torch.save(model)`), it is of transformers' own class again.
     """
     changed = 0
     for module in model.modules():
@@ -130,7 +130,10 @@ def _twin(kind: type, activation: type) -> type | None:
     base = _LeanMLP if kind.__name__.endswith("MLP") else _LeanNorm if kind.__name__.endswith("RMSNorm") else None
     if base is None:
         return None
-    twin = type(kind.__name__, (base, kind), {"__module__": kind.__module__, "__doc__": kind.__doc__})
+    made = {"__module__": kind.__module__, "__doc__": kind.__doc__}
+    # The module of its name holds the other class.
+    made["__reduce_ex__"] = lambda self, _: (object.__new__, (kind,), vars(self))
+    twin = type(kind.__name__, (base, kind), made)
     try:
         # The run's own random numbers stay what they were, and the answer is one for good, wherever it is asked first.
         with torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.inference_mode(False):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import io
 
 import pytest
 import torch
 import transformers
 from torch import nn
 
+from posttrain.models.heads import install_token_head
 from posttrain.models.lean_layers import keep_inputs_only, plain
 
 SIZE = {
@@ -137,10 +139,23 @@ def test_copies_names_and_weights_stay():
     model, lean = pair()
     assert lean.state_dict().keys() == model.state_dict().keys()
     assert repr(lean) == repr(model)
-    again = copy.deepcopy(lean)
-    assert keep_inputs_only(again) == 0  # Nothing is left to change.
-    assert torch.equal(gradients(again)[0], gradients(model)[0])
+    assert keep_inputs_only(lean) == 0  # Nothing is left to change.
     assert isinstance(lean.model.norm, type(model.model.norm))
+
+
+def test_a_model_that_was_used_can_be_copied_and_pickled_whole():
+    """Its layers are of transformers' own class again, which whoever loads them has."""
+    model, lean = pair()
+    install_token_head(lean)
+    file = io.BytesIO()
+    torch.save(lean, file)
+    file.seek(0)
+    for again in (copy.deepcopy(lean), torch.load(file, weights_only=False)):
+        assert type(again.model.norm) is type(model.model.norm)
+        assert torch.equal(gradients(again)[0], gradients(model)[0])
+        with torch.no_grad():
+            again.lm_head.weight.zero_()
+        assert torch.equal(gradients(lean)[0], gradients(model)[0])
 
 
 def test_random_numbers_of_the_run_are_not_drawn_from():
