@@ -338,6 +338,18 @@ def test_accumulation_does_not_change_the_update(tiny_tokenizer, tmp_path):
         assert torch.allclose(after, results[0][1], atol=1e-5)
 
 
+def test_groups_whose_rewards_are_all_equal_are_replaced(tiny_tokenizer, tmp_path):
+    def by_answer(completions, answer, **_):
+        return [1.0 if a < 8 else float(i % 2) for i, a in enumerate(answer)]
+
+    settings = {"dynamic_sampling": 5, "per_device_train_batch_size": 16, "max_steps": 1, "num_train_epochs": 9}
+    trainer = rloo(tmp_path, tiny_tokenizer, rewards=by_answer, **settings)
+    trainer.train()
+    row = trainer.state.log_history[0]
+    assert row["dynamic_sampling/groups_without_variance"] > 0 and row["dynamic_sampling/groups_left"] == 0
+    assert row["frac_reward_zero_std"] == 0
+
+
 def test_truncated_completions_train_nothing_and_stay_in_the_baselines(tiny_tokenizer, tmp_path):
     trainer = rloo(tmp_path, tiny_tokenizer, engine=scripted(stop=5), mask_truncated_completions=True)
     before = weights(trainer)
