@@ -33,6 +33,7 @@ __all__ = [
     "off_policy_mask",
     "rollout_correction",
     "sapo",
+    "sequence_weight",
     "vespo",
     "vespo_weight",
 ]
@@ -116,6 +117,23 @@ def rollout_correction(
         gap = spread(pool(gap, mask, sequence, num_sequences), sequence)
     weight = bound(gap.exp(), clip_min or 0.0, float("inf") if clip_max is None else clip_max)
     return weight.masked_fill(unknown, 0.0)
+
+
+def sequence_weight(
+    weight: Tensor, rollout_logp: Tensor, mask: Tensor, sequence: Tensor, num_sequences: int
+) -> tuple[Tensor, Tensor]:
+    """A correction with one weight a sequence as that weight, ``(S,)``, and which sequences have one, ``(S,)`` bool.
+
+    Args:
+        weight: ``(B, T)`` of `rollout_correction`.
+        rollout_logp: ``(B, T)``; tokens without one (NaN) have weight 0, which is not their sequence's.
+        mask: ``(B, T)`` bool, loss tokens.
+        sequence: ``(B, T)`` sequence index.
+        num_sequences: S.
+    """
+    known = mask & ~rollout_logp.isnan()
+    some = sequence_sum(known.float(), known, sequence, num_sequences) > 0
+    return sequence_mean(weight, known, sequence, num_sequences), some
 
 
 def engine_gap(logp: Tensor, sampled_logp: Tensor, mask: Tensor) -> dict[str, Metric]:

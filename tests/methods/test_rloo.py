@@ -147,6 +147,18 @@ def test_another_engine_s_samples_are_weighed_by_sequence():
     assert off.terms.tolist() == pytest.approx([-1.0, -1.0])
 
 
+def test_a_token_that_the_engine_gave_no_log_prob_takes_nothing_off_its_sequence_s_weight():
+    """Of -1.2 and NaN the first is known: weight e^.2. Nothing is known of the second, and the third is masked."""
+    logp = [[-1.0, -1.0]] * 3
+    out, batch = forest(logp, logp, [1.0, 1.0, 1.0], [[1, 1], [1, 1], [0, 0]])
+    nan = math.nan
+    batch.rollout_logp = torch.tensor([[-1.2, nan], [nan, nan], [-1.5, -1.5]], dtype=torch.float64)
+    terms = rloo_objective(out, batch, config())
+    assert terms.terms.tolist() == pytest.approx([-math.exp(0.2), 0.0, 0.0])
+    ratio = terms.metrics["sampling/importance_sampling_ratio/mean"]
+    assert (float(ratio.value), float(ratio.weight)) == (pytest.approx(math.exp(0.2)), 1.0)
+
+
 class Stub(RLOOTrainer):
     """Advantages without a model."""
 
