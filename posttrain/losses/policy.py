@@ -364,7 +364,7 @@ def clip_metrics(
 
     A ratio of a whole sequence counts once, however long the sequence is. Methods without a clip have no such share.
     """
-    ratio = log_ratio.detach().exp() if delta is None else log_ratio.detach().exp().clamp_max(delta)
+    ratio = log_ratio.detach().exp()
     lengths = sequence_sum(mask.float(), mask, sequence, num_sequences)
     some = lengths > 0
 
@@ -378,6 +378,7 @@ def clip_metrics(
         return {"cispo_clip_ratio": share(((ratio > epsilon_high) & (advantages > 0)).float())}
     if surrogate != "clipped":
         return {}
+    ratio = ratio if delta is None else ratio.clamp_max(delta)
     low = ((ratio < 1.0 - epsilon) & (advantages < 0)).float()
     high = ((ratio > 1.0 + epsilon_high) & (advantages > 0)).float()
     return {

@@ -135,6 +135,9 @@ def _surrogate(
     if name == "sapo":
         pos, neg = cfg.sapo_temperature_pos, cfg.sapo_temperature_neg
         return sapo(log_ratio, advantages, temperature_pos=pos, temperature_neg=neg), metrics
+    if weight is not None and batch.rollout_logp is not None:
+        # No log-prob says nothing of the sequence, where a weight of 0 that a bound made silences it.
+        weight = weight.masked_fill(batch.rollout_logp.isnan(), 1.0)
     phi = vespo_weight(
         log_ratio,
         batch.advantages,
