@@ -216,6 +216,11 @@ class AsyncGRPOConfig(PictureConfig, EpisodeFields, OnlineConfig):
 
     def _resolve_batches(self) -> None:
         """Rollouts of a step, whatever its passes; what evaluation generates is checked as everywhere."""
+        if self.auto_batch_size:
+            raise ConfigError(
+                "per_device_train_batch_size='auto' has no meaning in asynchronous GRPO: a step takes samples_per_step rollouts, "
+                "in passes as large as max_row_tokens allows. Fix: set samples_per_step, and leave it out."
+            )
         if self.samples_per_step is None:
             per_rank = self.per_device_train_batch_size * self.gradient_accumulation_steps
             self.samples_per_step = per_rank * self.world_size
