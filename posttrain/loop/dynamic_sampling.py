@@ -44,10 +44,8 @@ def flat_groups(
 
 def groups_without_signal(args: PostTrainingConfig, table: RewardTable, size: int) -> Tensor:
     """`flat_groups` of all ranks' rewards as the config of a trainer counts signal, ``(n / G,)`` bool."""
-    # Both are fields of GRPO alone.
-    each = getattr(args, "multi_objective_aggregation", None) == "normalize_then_sum"
-    least = getattr(args, "min_group_std", 0.0)
-    return flat_groups(table.values, table.weights, size, least=least, each_function=each)
+    each = args.multi_objective_aggregation == "normalize_then_sum"
+    return flat_groups(table.values, table.weights, size, least=args.min_group_std, each_function=each)
 
 
 class DynamicSampler:
