@@ -270,7 +270,6 @@ def _choose_batch_size(run: Run, head: DatasetHead, optimizer: torch.optim.Optim
             "max_completion_length, train an adapter, or take optim='adafactor'."
         )
     run.args.take_batch_size(size)
-    run.accelerator.gradient_accumulation_steps = run.args.gradient_accumulation_steps
     logger.warning(
         "per_device_train_batch_size='auto': %d, with gradient_accumulation_steps=%d, of sizes %s, in %s.",
         size, run.args.gradient_accumulation_steps, sizes, gib(has.free),

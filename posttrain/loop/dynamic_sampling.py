@@ -11,7 +11,7 @@ from torch import Tensor
 
 from posttrain.data.samplers import PromptStream
 from posttrain.errors import ConfigError
-from posttrain.losses.advantages import group_advantages, weighted_total
+from posttrain.losses.advantages import group_spread
 from posttrain.metrics import Metric, mean, total
 from posttrain.models import parallel
 from posttrain.rewards.runner import RewardRunner, RewardTable
@@ -36,12 +36,10 @@ def flat_groups(
         weights: ``(K,)``.
         size: G.
         least: Standard deviation that counts as signal.
-        each_function: Where functions are normalised before they are added, one that varies is enough.
+        each_function: Where functions are normalised before they are added, one that varies and has a weight is enough.
     """
-    columns = values if each_function else weighted_total(values, weights)[:, None]
-    one = torch.ones(1)
-    stds = [group_advantages(columns[:, [k]], one, size).group_std for k in range(columns.shape[1])]
-    return ~(torch.stack(stds) > max(FLAT_SPREAD, least)).any(0)
+    how = "normalize_then_sum" if each_function else "sum_then_normalize"
+    return ~(group_spread(values, weights, size, aggregation=how) > max(FLAT_SPREAD, least))
 
 
 def groups_without_signal(args: PostTrainingConfig, table: RewardTable, size: int) -> Tensor:

@@ -167,7 +167,7 @@ class _Evaluation:
 
     def _add(self, batch: Batch, seen: _Seen) -> None:
         """Add up the loss of one pass."""
-        counts: dict[str, float] = {"token": batch.num_loss_tokens, "sequence": batch.num_sequences, "pass": 1}
+        counts: dict[str, float] = {"token": batch.num_loss_tokens, "sequence": batch.num_episodes, "pass": 1}
         counts |= self.hooks.named_counts([batch])
         sums = self._sums(batch, counts)
         for name, value in counts.items():

@@ -18,7 +18,7 @@ from posttrain.data.samplers import PromptStream, RepeatSampler
 from posttrain.errors import RolloutError, RolloutServerError
 from posttrain.loop import step
 from posttrain.loop.build import as_config
-from posttrain.loop.dynamic_sampling import DynamicSampler, groups_without_signal
+from posttrain.loop.dynamic_sampling import DynamicSampler, flat_groups
 from posttrain.loop.episodes import EpisodeRunner, make_driver
 from posttrain.loop.prompts import (
     PromptSource,
@@ -194,8 +194,12 @@ class OnlineTrainer(PostTrainer):
             rewards=self.rewards,
             generate=lambda rows: self.generate(rows, "train"),
             score=lambda batch: self.score(batch, "train"),
-            flat=lambda table: groups_without_signal(args, table, self.group_size("train")),
+            flat=lambda table: self.without_signal(table, "train"),
         )
+
+    def without_signal(self, table: RewardTable, mode: str) -> Tensor:
+        """``(n / G,)`` bool: which groups of all ranks' rewards give no completion an advantage."""
+        return flat_groups(table.values, table.weights, self.group_size(mode))
 
     @property
     def engine(self) -> Any:

@@ -14,11 +14,13 @@ __all__ = [
     "AdvantageStats",
     "centred",
     "group_advantages",
+    "group_spread",
     "leave_one_out_advantages",
     "standardized",
     "weighted_total",
 ]
 
+AGGREGATIONS = ("sum_then_normalize", "normalize_then_sum")
 EPSILON = 1e-4  # Keeps a group without spread finite.
 POPULATION_EPSILON = 1e-8  # Of the population std, as TRL's asynchronous GRPO has it.
 # Rewards that differ by less, relative to their size, are equal: sums of the same numbers round apart by as much in float32.
@@ -34,7 +36,7 @@ class AdvantageStats:
     Attributes:
         advantages: ``(n,)``; 0 where no reward function applied.
         totals: ``(n,)`` weighted rewards, NaN where no reward function applied.
-        group_std: ``(n / G,)`` Bessel-corrected spread of each group's totals, NaN with fewer than two scored rows.
+        group_std: ``(n / G,)`` spread of each group, see `group_spread`.
         reward_std: Mean of ``group_std`` (0 when there is none).
         zero_std_share: Share of groups without spread.
     """
@@ -85,6 +87,24 @@ def _groups(values: Tensor, group_size: int) -> Tensor:
     return values.reshape(-1, group_size, *values.shape[1:])
 
 
+def group_spread(
+    rewards: Tensor, weights: Tensor, group_size: int, *, aggregation: str = "sum_then_normalize"
+) -> Tensor:
+    """``(n / G,)`` Bessel-corrected standard deviation within each group, NaN with fewer than two scored rows.
+
+    It is that of the weighted sum; with ``normalize_then_sum`` that of the function which varies most, of those with a weight:
+    two that cancel in their sum still teach.
+
+    >>> opposed = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
+    >>> [group_spread(opposed, torch.ones(2), 2, aggregation=how).item() for how in AGGREGATIONS]
+    [0.0, 0.7071067690849304]
+    """
+    if aggregation != "normalize_then_sum":
+        return _std(_groups(weighted_total(rewards, weights), group_size))
+    std = _std(_groups(rewards, group_size), 1).masked_fill(weights == 0, torch.nan)  # (n / G, K)
+    return torch.where(std.isnan().all(-1), torch.nan, std.nan_to_num(0.0).amax(-1))
+
+
 def group_advantages(
     rewards: Tensor,
     weights: Tensor,
@@ -105,7 +125,7 @@ def group_advantages(
         group_size: G.
         scale_rewards: ``group``, ``batch``, ``population`` (the group's std without Bessel's correction) or ``none``.
         aggregation: ``sum_then_normalize`` or ``normalize_then_sum``.
-        min_group_std: A group that spreads less gets advantage 0: noise is not a signal.
+        min_group_std: A group that spreads less (`group_spread`) gets advantage 0: noise is not a signal.
 
     Reference: DeepSeekMath, arXiv:2402.03300, section 4.1.2; Dr. GRPO (none), 2503.20783; GDPO, 2601.05242.
 
@@ -115,15 +135,14 @@ def group_advantages(
     """
     totals = weighted_total(rewards, weights)
     grouped = _groups(totals, group_size)
-    std = _std(grouped)
+    std = group_spread(rewards, weights, group_size, aggregation=aggregation)
     if aggregation == "normalize_then_sum":
         advantages = _normalize_then_sum(_groups(rewards, group_size), weights, totals)
     elif aggregation == "sum_then_normalize":
         advantages = centred(grouped).flatten() / _scale(std, grouped, scale_rewards)
     else:
-        choices = ("sum_then_normalize", "normalize_then_sum")
         raise ConfigError(
-            f"multi_objective_aggregation={aggregation!r} is not known{did_you_mean(aggregation, choices)}."
+            f"multi_objective_aggregation={aggregation!r} is not known{did_you_mean(aggregation, AGGREGATIONS)}."
         )
     if min_group_std > 0:
         advantages = advantages.masked_fill((std < min_group_std).repeat_interleave(group_size), 0.0)

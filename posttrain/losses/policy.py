@@ -33,6 +33,7 @@ __all__ = [
     "off_policy_mask",
     "rollout_correction",
     "sapo",
+    "sequence_weight",
     "vespo",
     "vespo_weight",
 ]
@@ -116,6 +117,23 @@ def rollout_correction(
         gap = spread(pool(gap, mask, sequence, num_sequences), sequence)
     weight = bound(gap.exp(), clip_min or 0.0, float("inf") if clip_max is None else clip_max)
     return weight.masked_fill(unknown, 0.0)
+
+
+def sequence_weight(
+    weight: Tensor, rollout_logp: Tensor, mask: Tensor, sequence: Tensor, num_sequences: int
+) -> tuple[Tensor, Tensor]:
+    """A correction with one weight a sequence as that weight, ``(S,)``, and which sequences have one, ``(S,)`` bool.
+
+    Args:
+        weight: ``(B, T)`` of `rollout_correction`.
+        rollout_logp: ``(B, T)``; tokens without one (NaN) have weight 0, which is not their sequence's.
+        mask: ``(B, T)`` bool, loss tokens.
+        sequence: ``(B, T)`` sequence index.
+        num_sequences: S.
+    """
+    known = mask & ~rollout_logp.isnan()
+    some = sequence_sum(known.float(), known, sequence, num_sequences) > 0
+    return sequence_mean(weight, known, sequence, num_sequences), some
 
 
 def engine_gap(logp: Tensor, sampled_logp: Tensor, mask: Tensor) -> dict[str, Metric]:
@@ -346,7 +364,7 @@ def clip_metrics(
 
     A ratio of a whole sequence counts once, however long the sequence is. Methods without a clip have no such share.
     """
-    ratio = log_ratio.detach().exp() if delta is None else log_ratio.detach().exp().clamp_max(delta)
+    ratio = log_ratio.detach().exp()
     lengths = sequence_sum(mask.float(), mask, sequence, num_sequences)
     some = lengths > 0
 
@@ -360,6 +378,7 @@ def clip_metrics(
         return {"cispo_clip_ratio": share(((ratio > epsilon_high) & (advantages > 0)).float())}
     if surrogate != "clipped":
         return {}
+    ratio = ratio if delta is None else ratio.clamp_max(delta)
     low = ((ratio < 1.0 - epsilon) & (advantages < 0)).float()
     high = ((ratio > 1.0 + epsilon_high) & (advantages > 0)).float()
     return {

@@ -12,8 +12,8 @@ from torch import Tensor
 from posttrain.errors import ConfigError
 from posttrain.fields import NonNegativeFloat, PositiveInt, option
 from posttrain.losses.advantages import leave_one_out_advantages
-from posttrain.losses.policy import clip_metrics, clipped, engine_gap, rollout_correction
-from posttrain.losses.reduce import sequence_mean, sequence_sum
+from posttrain.losses.policy import clip_metrics, clipped, engine_gap, rollout_correction, sequence_weight
+from posttrain.losses.reduce import sequence_sum
 from posttrain.methods.base import SAMPLES, Method, sampler_logp
 from posttrain.methods.config import PictureConfig
 from posttrain.methods.online_config import OnlineConfig, reject_reshaped_sampling
@@ -105,10 +105,10 @@ def rloo_objective(out: ModelOutputs, batch: Batch, cfg: RLOOConfig) -> LossTerm
             clip_max=cfg.vllm_importance_sampling_clip_max,
             clip_min=cfg.vllm_importance_sampling_clip_min,
         )
-        per_sequence = sequence_mean(weight, *forest)  # All tokens of a sequence have its weight.
+        per_sequence, some = sequence_weight(weight, sampled, *forest)
         terms = terms * per_sequence
-        metrics["sampling/importance_sampling_ratio/mean"] = mean(per_sequence)
-        metrics["sampling/importance_sampling_ratio/max"] = maximum(per_sequence)
+        metrics["sampling/importance_sampling_ratio/mean"] = mean(per_sequence, some)
+        metrics["sampling/importance_sampling_ratio/max"] = maximum(per_sequence, some)
     return LossTerms(terms, whole, "sequence", num_sequences=batch.num_sequences, metrics=metrics)
 
 

@@ -164,11 +164,15 @@ class GRPOTrainer(OnlineTrainer):
         if mode == "train":
             self._warn_of_noise(stats)
         if args.mask_zero_variance_groups and size > 1:
-            flat = groups_without_signal(args, table, size)  # Also where nothing was scored.
+            flat = self.without_signal(table, mode)  # Also where nothing was scored.
             mine = flat.repeat_interleave(size)[table.start : table.start + len(generation.rollouts)]
             generation.left_out |= set(mine.nonzero().flatten().tolist())
             self.run.log({"groups/masked": mean(flat.float())}, mode)
         return advantages
+
+    def without_signal(self, table: RewardTable, mode: str) -> Tensor:
+        """As the config counts signal, see `groups_without_signal`."""
+        return groups_without_signal(self.args, table, self.group_size(mode))
 
     def _warn_of_noise(self, stats: AdvantageStats) -> None:
         """Warn of groups that are narrow against all rewards so far: a generation may hold a single group."""

@@ -13,6 +13,7 @@ from posttrain.loop import dry_step as memory_health
 from posttrain.loop.dry_step import DryStep
 from posttrain.models.memory import Available
 from tests.conftest import build_model
+from tests.methods.every_trainer import data, every
 from tests.methods.helpers import chats, grpo, losses, sft, weights
 from tests.wordings import raises
 
@@ -191,6 +192,25 @@ def test_auto_keeps_groups_whole_at_the_generation_batch_alone(tiny_tokenizer, t
     assert args.per_device_train_batch_size * args.steps_per_generation == args.generation_batch_size == before == 16
     assert trainer.state.global_step == 2
     assert trainer.state.log_history[0]["documents"] == 16
+
+
+@pytest.mark.parametrize("kind", ["sft", "dpo", "rloo", "online_dpo", "ppo", "a2po"])
+def test_auto_leaves_the_gradient_and_what_a_step_holds(kind, tiny_tokenizer, tmp_path, monkeypatch):
+    def by_length(completion_ids, **_):
+        return [float(len(ids)) for ids in completion_ids]
+
+    tiny_tokenizer.pad_token = "<|endoftext|>"
+    settings = {"gradient_accumulation_steps": 2, "train": data(kind, 32), "max_steps": 2, "reward_funcs": by_length}
+    given = every(kind, tmp_path / "given", tiny_tokenizer, per_device_train_batch_size=8, **settings)
+    given.train()
+    limited(monkeypatch, 64)
+    found = every(kind, tmp_path / "found", tiny_tokenizer, per_device_train_batch_size="auto", **settings)
+    found.train()
+    assert found.args.per_device_train_batch_size in (1, 2, 4)
+    a, b = ([row for row in t.state.log_history if "loss" in row] for t in (given, found))
+    for name in ("documents", "trained_tokens", "num_tokens", "loss", "grad_norm"):
+        assert [row[name] for row in a] == pytest.approx([row[name] for row in b], rel=1e-3, abs=1e-5), name
+    assert torch.allclose(weights(given), weights(found), atol=1e-5)
 
 
 def test_all_ranks_take_the_smallest_size_that_any_found(tiny_tokenizer, tmp_path, monkeypatch):

@@ -118,6 +118,20 @@ def test_a_spread_below_the_floor_is_no_signal():
     assert group_advantages(t(1, 1, 0, 1)[:, None], torch.ones(1), 2).zero_std_share == 0.5
 
 
+def test_rewards_that_cancel_in_their_sum_are_a_signal_where_each_is_normalised_first():
+    """Totals 0 .1 0 .1 spread by .058, the second function by .580; a function without a weight is none."""
+    cancelling = torch.tensor([[1.0, -1.0], [1.0, -0.9], [0.0, 0.0], [0.0, 0.1]])
+    ones, floor = torch.ones(2), {"min_group_std": 0.1}
+    each = group_advantages(cancelling, ones, 4, aggregation="normalize_then_sum", **floor)
+    free = group_advantages(cancelling, ones, 4, aggregation="normalize_then_sum")
+    assert torch.equal(each.advantages, free.advantages) and each.advantages.abs().min() > 0.1
+    assert (each.zero_std_share, float(each.group_std)) == (0.0, pytest.approx(0.58023, abs=1e-4))
+    assert group_advantages(cancelling, ones, 4, **floor).advantages.abs().max() == 0
+    unweighted = torch.tensor([[1.0, 0.0], [1.0, 5.0]])
+    flat = group_advantages(unweighted, torch.tensor([1.0, 0.0]), 2, aggregation="normalize_then_sum")
+    assert (flat.zero_std_share, flat.advantages.abs().max()) == (1.0, 0)
+
+
 def test_bad_choices_and_sizes_are_named():
     with raises(ConfigError, "'group'"):
         group_advantages(t(1, 2)[:, None], torch.ones(1), 2, scale_rewards="grup")

@@ -9,6 +9,8 @@ import torch
 from posttrain import Batch, GRPOConfig, ModelOutputs
 from posttrain.losses.policy import LOSS_TYPES
 from posttrain.losses.reduce import Denominators, reduce
+from posttrain.methods.async_grpo import AsyncGRPOConfig
+from posttrain.methods.async_grpo.objective import async_grpo_objective
 from posttrain.methods.grpo import grpo_objective
 
 LIMIT = 8
@@ -210,3 +212,43 @@ def test_r44_quantiles_of_more_than_two_to_the_24_tokens():
     entropy = torch.arange(count, dtype=torch.float32).remainder(1000.0)[None]
     kept = entropy_mask(entropy, torch.ones(1, count, dtype=torch.bool), quantile=0.25)
     assert float(kept.float().mean()) == pytest.approx(0.25, abs=0.002)
+
+
+@pytest.mark.parametrize(("mode", "expected"), [("token_truncate", 1.5), ("sequence_truncate", 2.0)])
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_weight_of_a_sequence_counts_once_in_its_mean(tmp_path, mode, expected, asynchronous):
+    """One token at ratio 3 and three at 1: the mean of the tokens is 6 / 4, that of the sequences (3 + 1) / 2."""
+    given = {name: torch.full((3, 3), -1.0, dtype=torch.float64) for name in ("logp", "old", "ref", "entropy")}
+    batch = batch_of(given, lengths=(1, 3, 0), advantages=(1.0, -1.0, 0.5))
+    batch.rollout_logp = given["old"].clone()
+    batch.rollout_logp[0, 0] -= math.log(3.0)
+    out = ModelOutputs(logp=given["logp"], entropy=given["entropy"])
+    bounds = {"vllm_importance_sampling_mode": mode, "vllm_importance_sampling_clip_max": 5.0}
+    if asynchronous:
+        cfg = AsyncGRPOConfig(str(tmp_path), bf16=False, report_to="none", **bounds)
+        metrics = async_grpo_objective(out, batch, cfg).metrics
+    else:
+        metrics = grpo_objective(out, batch, config(tmp_path, "grpo", **bounds)).metrics
+    ratio = metrics["sampling/importance_sampling_ratio/mean"]
+    assert float(ratio.value) / float(ratio.weight) == pytest.approx(expected)
+
+
+def test_the_share_of_capped_ratios_does_not_look_at_a_cap_of_other_losses(tmp_path):
+    given = {name: torch.full((1, 2), -1.0, dtype=torch.float64) for name in ("logp", "old", "ref", "entropy")}
+    given["old"][0, 0] = -3.0
+    batch = batch_of(given, lengths=(2,), advantages=(1.0,))
+    out = ModelOutputs(logp=given["logp"], entropy=given["entropy"])
+    cfg = config(tmp_path, "cispo", epsilon_high=5.0, delta=4.0)  # The ratio is e^2 = 7.4.
+    share = grpo_objective(out, batch, cfg).metrics["cispo_clip_ratio"]
+    assert float(share.value) / float(share.weight) == 0.5
+
+
+def test_a_token_without_the_engine_s_log_prob_does_not_silence_its_vespo_sequence(tmp_path):
+    given = {name: torch.full((2, 3), -1.0, dtype=torch.float64) for name in ("logp", "old", "ref", "entropy")}
+    batch = batch_of(given, lengths=(3, 3), advantages=(1.0, -1.0))
+    batch.rollout_logp = given["old"].clone()
+    batch.rollout_logp[0, 1] = math.nan
+    out = ModelOutputs(logp=given["logp"], entropy=given["entropy"])
+    terms = grpo_objective(out, batch, config(tmp_path, "vespo", vllm_importance_sampling_mode="token_truncate"))
+    assert terms.terms.tolist() == [[1.0] * 3, [-1.0] * 3]
+    assert float(terms.metrics["vespo/phi_seq_mean"].value) == pytest.approx(2.0)

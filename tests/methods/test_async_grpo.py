@@ -467,6 +467,8 @@ BAD = [
     ({"vllm_server_port": 8001}, "vllm_server_port=8001 has no meaning.* servers by vllm_server_base_url"),
     ({"weight_sync_timeout": 5, "vllm_sync_timeout": 6}, "names of one setting"),
     ({"reward_transform": "running"}, "several workers here"),
+    ({"reward_transform": ["zscore"]}, "reward_transform='zscore'.* none knows the scale of all"),
+    ({"per_device_train_batch_size": "auto"}, "set samples_per_step"),
     ({"rollout_failure_budget": 2.0}, "rollout_failure_budget=2.0"),
     ({"reward_timeout_s": 0}, "reward_timeout_s=0"),
     ({"samples_per_step": 0}, "samples_per_step=0"),

@@ -208,6 +208,10 @@ def test_a_group_is_flat_by_its_own_spread():
     assert flat_groups(values, ones, 2).tolist() == [True, False, True, True, True]
     assert flat_groups(values, ones, 2, each_function=True).tolist() == [True, False, True, True, False]
     assert flat_groups(values, ones, 2, least=1.0).tolist() == [True, True, True, True, True]
+    only_first = torch.tensor([1.0, 0.0])
+    assert flat_groups(values, only_first, 2, each_function=True).tolist() == [True, False, True, True, False]
+    only_second = torch.tensor([0.0, 1.0])
+    assert flat_groups(values, only_second, 2, each_function=True).tolist() == [True, True, True, True, False]
 
 
 def test_negative_rounds_are_refused(tmp_path):

@@ -378,6 +378,20 @@ def test_o7_one_completion_twice_is_a_tie_whatever_a_judge_says(tiny_tokenizer, 
     assert logs(trainer, "advantages/abs_max") == [0.0]
 
 
+def test_pairs_of_equal_rewards_are_replaced_by_fresh_ones(tiny_tokenizer, tmp_path):
+    def by_answer(completions, answer, **_):
+        first = [1.0 if a < 8 else 0.0 for a in answer[: len(answer) // 2]]
+        return first + [1.0] * (len(answer) // 2)
+
+    trainer = make(
+        tmp_path, tiny_tokenizer, engine="scripted", rewards=by_answer, max_steps=1, dynamic_sampling=9,
+        per_device_train_batch_size=8, check_rewards=False,
+    )  # fmt: skip
+    trainer.train()
+    assert logs(trainer, "dynamic_sampling/groups_without_variance")[0] > 0
+    assert logs(trainer, "ties") == [0.0]
+
+
 def test_o8_pairs_without_a_reward_are_left_out(tiny_tokenizer, tmp_path):
     """The first of two pairs is unscored: the loss is the other pair's alone, not half of it."""
 

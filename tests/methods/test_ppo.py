@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForSequenceClas
 import posttrain
 from posttrain import CheckpointError, ConfigError, DataError, ModelError, RewardError, Row
 from posttrain.data import trie
-from posttrain.data.forest import Layout
+from posttrain.data.forest import Layout, collate
 from posttrain.losses.reduce import Denominators, reduce
 from posttrain.methods.online_config import RewardFields
 from posttrain.methods.ppo import PPOConfig, ppo_objective
@@ -575,6 +575,16 @@ def test_the_content_of_padding_does_not_matter():
         for column in (batch.old_logp, batch.advantages, batch.columns["old_values"], batch.columns["returns"]):
             column[outside] = 9.0
     assert gradient(clean)[0] == gradient(dirty)[0]
+
+
+def test_good_tokens_that_became_unlikely_are_not_clipped():
+    """With A > 0 the clip acts above 1 + c alone; ratios below one half lose a bit where 1 is taken off them and added again."""
+    rows = toy_rows(advantage=1.0)
+    (batch,) = collate(rows, pad_token_id=0, layout=Layout(row_tokens=64))
+    gaps = torch.linspace(0.8, 3.0, batch.input_ids.numel()).view(batch.input_ids.shape)
+    out = ModelOutputs(logp=batch.old_logp - gaps, values=torch.zeros(batch.input_ids.shape))
+    cfg = PPOConfig("unused", bf16=False, report_to="none")
+    assert float(ppo_objective(out, batch, cfg).metrics["policy/clipfrac_avg"].value) == 0
 
 
 def test_without_advantages_and_value_loss_nothing_moves():

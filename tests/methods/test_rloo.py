@@ -147,6 +147,18 @@ def test_another_engine_s_samples_are_weighed_by_sequence():
     assert off.terms.tolist() == pytest.approx([-1.0, -1.0])
 
 
+def test_a_token_that_the_engine_gave_no_log_prob_takes_nothing_off_its_sequence_s_weight():
+    """Of -1.2 and NaN the first is known: weight e^.2. Nothing is known of the second, and the third is masked."""
+    logp = [[-1.0, -1.0]] * 3
+    out, batch = forest(logp, logp, [1.0, 1.0, 1.0], [[1, 1], [1, 1], [0, 0]])
+    nan = math.nan
+    batch.rollout_logp = torch.tensor([[-1.2, nan], [nan, nan], [-1.5, -1.5]], dtype=torch.float64)
+    terms = rloo_objective(out, batch, config())
+    assert terms.terms.tolist() == pytest.approx([-math.exp(0.2), 0.0, 0.0])
+    ratio = terms.metrics["sampling/importance_sampling_ratio/mean"]
+    assert (float(ratio.value), float(ratio.weight)) == (pytest.approx(math.exp(0.2)), 1.0)
+
+
 class Stub(RLOOTrainer):
     """Advantages without a model."""
 
@@ -336,6 +348,18 @@ def test_accumulation_does_not_change_the_update(tiny_tokenizer, tmp_path):
     for norm, after in results[1:]:
         assert norm == pytest.approx(results[0][0], rel=1e-4)
         assert torch.allclose(after, results[0][1], atol=1e-5)
+
+
+def test_groups_whose_rewards_are_all_equal_are_replaced(tiny_tokenizer, tmp_path):
+    def by_answer(completions, answer, **_):
+        return [1.0 if a < 8 else float(i % 2) for i, a in enumerate(answer)]
+
+    settings = {"dynamic_sampling": 5, "per_device_train_batch_size": 16, "max_steps": 1, "num_train_epochs": 9}
+    trainer = rloo(tmp_path, tiny_tokenizer, rewards=by_answer, **settings)
+    trainer.train()
+    row = trainer.state.log_history[0]
+    assert row["dynamic_sampling/groups_without_variance"] > 0 and row["dynamic_sampling/groups_left"] == 0
+    assert row["frac_reward_zero_std"] == 0
 
 
 def test_truncated_completions_train_nothing_and_stay_in_the_baselines(tiny_tokenizer, tmp_path):

@@ -10,12 +10,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from accelerate import Accelerator
 from datasets import Dataset
 from torch.utils.flop_counter import FlopCounterMode
 
 from posttrain import AsyncGRPOConfig, AsyncGRPOTrainer, GRPOConfig, GRPOTrainer, Harness, harness_reward, replayed
 from posttrain.data.forest import Layout, collate
 from posttrain.errors import ArgumentTypeError, ConfigError, DataError, RewardError, RolloutError
+from posttrain.loop.evaluation import _Evaluation
 from posttrain.losses.reduce import Denominators, reduce
 from posttrain.models.forward import forward
 from posttrain.rollouts.batch import RolloutBatch
@@ -81,6 +83,21 @@ def test_branches_of_an_episode_count_as_one_sequence_in_every_mean(batch, reduc
     }[reduction]
     assert (len(one), len(two)) == (9, 2)
     assert float(reduce(terms, counts)) == pytest.approx(float(expected), rel=1e-6)
+
+
+@pytest.mark.parametrize("reduction", ["token", "sequence_token", "constant"])
+def test_an_evaluation_counts_the_branches_of_an_episode_as_one_sequence_too(batch, reduction):
+    (laid,) = collate(batch.every_row(), pad_token_id=0, layout=Layout(row_tokens=64))
+    values = torch.rand(laid.input_ids.shape, generator=torch.Generator().manual_seed(0))
+    terms = LossTerms(values, laid.loss_mask, reduction, laid.sequence, laid.num_sequences, 5.0, share=laid.shares)
+    hooks = SimpleNamespace(
+        own_loss=False, eval_batches=list, named_counts=lambda _: {}, compute_loss_terms=lambda *_: (terms, None)
+    )
+    args = SimpleNamespace(device="cpu", batch_eval_metrics=False)
+    run = SimpleNamespace(args=args, accelerator=Accelerator(cpu=True), hooks=hooks, log=print, spare_batch=None)
+    evaluation = _Evaluation(run, None, None, keeps_predictions=False, after_batch=list)
+    counts = Denominators(float(laid.num_loss_tokens), laid.num_episodes, 1)
+    assert evaluation.run([[laid]]) == pytest.approx(float(reduce(terms, counts)), rel=1e-6)
 
 
 def test_credit_scales_the_advantage_of_its_branch_alone(batch):

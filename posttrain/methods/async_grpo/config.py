@@ -182,10 +182,10 @@ class AsyncGRPOConfig(PictureConfig, EpisodeFields, OnlineConfig):
             setattr(self, name, next(iter(values.values()), default))
 
     def _refuse_meaningless(self) -> None:
-        if "running" in transform_names(self.reward_transform):
+        if names := transform_names(self.reward_transform) & {"running", "zscore"}:
             raise ConfigError(
-                "reward_transform='running': rewards are scored in several workers here, each of which would have a scale of its "
-                "own. Take log1p, tanh:s or clip:a:b, or leave scale_rewards at a spread of the group."
+                f"reward_transform={min(names)!r}: rewards are scored group by group in several workers here, so that none knows "
+                "the scale of all. Take rank, log1p, tanh:s or clip:a:b, or leave scale_rewards at a spread of the group."
             )
         if self.deepspeed is not None:
             raise ConfigError(
@@ -216,6 +216,11 @@ class AsyncGRPOConfig(PictureConfig, EpisodeFields, OnlineConfig):
 
     def _resolve_batches(self) -> None:
         """Rollouts of a step, whatever its passes; what evaluation generates is checked as everywhere."""
+        if self.auto_batch_size:
+            raise ConfigError(
+                "per_device_train_batch_size='auto' has no meaning in asynchronous training: a step takes samples_per_step "
+                "rollouts, in passes as large as max_row_tokens allows. Fix: set samples_per_step, and leave it out."
+            )
         if self.samples_per_step is None:
             per_rank = self.per_device_train_batch_size * self.gradient_accumulation_steps
             self.samples_per_step = per_rank * self.world_size

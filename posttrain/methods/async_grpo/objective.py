@@ -5,7 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 from posttrain.losses.advantages import AdvantageStats, group_advantages
-from posttrain.losses.policy import clip_metrics, clipped, importance_log_ratio, k3, rollout_correction
+from posttrain.losses.policy import (
+    clip_metrics,
+    clipped,
+    importance_log_ratio,
+    k3,
+    rollout_correction,
+    sequence_weight,
+)
 from posttrain.losses.reduce import spread
 from posttrain.methods.async_grpo.config import AsyncGRPOConfig
 from posttrain.methods.base import SAMPLES, Method, sampler_logp
@@ -52,9 +59,11 @@ def async_grpo_objective(out: ModelOutputs, batch: Batch, cfg: AsyncGRPOConfig) 
         }
         weight = rollout_correction(out.logp.detach(), sampled, *forest, mode=mode, **bounds)
         terms = terms * weight
+        by_token = mode.startswith("token")
+        ratio, counted = (weight, batch.loss_mask) if by_token else sequence_weight(weight, sampled, *forest)
         metrics |= {
-            "sampling/importance_sampling_ratio/mean": mean(weight, batch.loss_mask),
-            "sampling/importance_sampling_ratio/max": maximum(weight, batch.loss_mask),
+            "sampling/importance_sampling_ratio/mean": mean(ratio, counted),
+            "sampling/importance_sampling_ratio/max": maximum(ratio, counted),
             "sampling/frac_masked": mean((weight == 0).float(), batch.loss_mask),
         }
     return LossTerms(

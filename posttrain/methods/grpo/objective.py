@@ -27,6 +27,7 @@ from posttrain.losses.policy import (
     off_policy_mask,
     rollout_correction,
     sapo,
+    sequence_weight,
     vespo,
     vespo_weight,
 )
@@ -134,6 +135,9 @@ def _surrogate(
     if name == "sapo":
         pos, neg = cfg.sapo_temperature_pos, cfg.sapo_temperature_neg
         return sapo(log_ratio, advantages, temperature_pos=pos, temperature_neg=neg), metrics
+    if weight is not None and batch.rollout_logp is not None:
+        # No log-prob says nothing of the sequence, where a weight of 0 that a bound made silences it.
+        weight = weight.masked_fill(batch.rollout_logp.isnan(), 1.0)
     phi = vespo_weight(
         log_ratio,
         batch.advantages,
@@ -169,21 +173,17 @@ def _rollout_weight(
     metrics = engine_gap(trained, sampled, batch.loss_mask)
     if not cfg.vllm_importance_sampling_correction:
         return None, metrics
-    mode = cfg.vllm_importance_sampling_mode
-    weight = rollout_correction(
-        trained,
-        sampled,
-        batch.loss_mask,
-        batch.sequence,
-        batch.num_sequences,
-        mode=mode.replace("token_", "sequence_") if cfg.loss_type == "gmpo" else mode,
-        clip_max=cfg.vllm_importance_sampling_clip_max,
-        clip_min=cfg.vllm_importance_sampling_clip_min,
+    mode, forest = cfg.vllm_importance_sampling_mode, (batch.loss_mask, batch.sequence, batch.num_sequences)
+    mode = mode.replace("token_", "sequence_") if cfg.loss_type == "gmpo" else mode
+    bounds = {"clip_max": cfg.vllm_importance_sampling_clip_max, "clip_min": cfg.vllm_importance_sampling_clip_min}
+    weight = rollout_correction(trained, sampled, *forest, mode=mode, **bounds)
+    ratio, counted = (
+        (weight, batch.loss_mask) if mode.startswith("token") else sequence_weight(weight, sampled, *forest)
     )
     return weight, metrics | {
-        "sampling/importance_sampling_ratio/min": minimum(weight, batch.loss_mask),
-        "sampling/importance_sampling_ratio/mean": mean(weight, batch.loss_mask),
-        "sampling/importance_sampling_ratio/max": maximum(weight, batch.loss_mask),
+        "sampling/importance_sampling_ratio/min": minimum(ratio, counted),
+        "sampling/importance_sampling_ratio/mean": mean(ratio, counted),
+        "sampling/importance_sampling_ratio/max": maximum(ratio, counted),
         "sampling/frac_masked": mean((weight == 0).float(), batch.loss_mask),
     }
 

@@ -187,9 +187,10 @@ class PPOConfig(_OneCompletion, RewardFields, PostTrainingConfig):
         return max(1, math.ceil(self.local_mini_batch_size / int(self.per_device_train_batch_size)))
 
     def take_batch_size(self, size: int) -> None:
-        """See `PostTrainingConfig.take_batch_size`."""
-        super().take_batch_size(size)
+        """See `PostTrainingConfig.take_batch_size`; rollout batch and mini-batch stay, in other pieces."""
+        self.per_device_train_batch_size, self.auto_batch_size = size, False
         self.micro_batch_size = size * self.world_size
+        self.gradient_accumulation_steps = self.passes_per_step
 
     # What `OnlineTrainer` reads, in its own words --------------------------------------------------------------------
 

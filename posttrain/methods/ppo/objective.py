@@ -39,13 +39,14 @@ def ppo_objective(out: ModelOutputs, batch: Batch, cfg: PPOConfig) -> LossTerms:
     policy = clipped(log_ratio, batch.advantages, epsilon=cfg.cliprange, epsilon_high=cfg.cliprange)  # type: ignore[arg-type]
     value = clipped_value_loss(out.values, old_values, returns, cliprange=cfg.cliprange_value)
     moved = log_ratio.detach()
-    excess = moved.exp() - 1.0  # Centred, so that a variance of 1e-9 survives float32.
+    ratio = moved.exp()
+    excess = ratio - 1.0  # Centred, so that a variance of 1e-9 survives float32.
     value_error = (out.values.detach() - returns).square() / 2
     metrics = {
         "loss/policy_avg": mean(policy, mask),
         "loss/value_avg": mean(value, states),
         "policy/approxkl_avg": mean(moved.square() / 2, mask),
-        "policy/clipfrac_avg": mean((policy.detach() > -excess.add(1.0) * batch.advantages).float(), mask),
+        "policy/clipfrac_avg": mean((policy.detach() > -ratio * batch.advantages).float(), mask),
         "val/clipfrac_avg": mean((value.detach() > value_error).float(), states),
         "val/ratio": mean(excess, mask),
         "val/ratio_var": mean(excess.square(), mask),
