@@ -392,6 +392,10 @@ def test_p12_two_sinking_rewards_are_told(tiny_tokenizer, tmp_path, caplog):
         ({"loss_type": "exo_pair"}, "with 'exo_pair' must be above 0"),
         ({"loss_type": "aot", "use_weighting": True}, "use_weighting=True weighs pairs"),
         ({"loss_type": "apo_zero", "f_divergence_type": "js_divergence"}, "is not read by loss_type"),
+        (
+            {"loss_type": ["sigmoid", "bco_pair", "sft"], "f_divergence_type": "js_divergence"},
+            r"is not read by loss_type=\['bco_pair'\]",
+        ),
         ({"ld_alpha": 2.0}, "ld_alpha=2.0"),
         ({"discopop_tau": 0.0}, "discopop_tau=0.0"),
         ({"sync_ref_model": True, "precompute_ref_log_probs": True}, "sync_ref_model=True moves the reference"),
