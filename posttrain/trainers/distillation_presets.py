@@ -30,6 +30,7 @@ from posttrain.methods.distillation.presets import (
     _require_context,
 )
 from posttrain.metrics import mean
+from posttrain.models import parallel
 from posttrain.rewards.runner import RewardTable
 from posttrain.rollouts.base import RolloutEngine
 from posttrain.rollouts.batch import RolloutBatch, completions_for_rewards
@@ -443,13 +444,16 @@ class SDPOTrainer(DistillationTrainer):
 
     def facts(self, generation: RolloutBatch, table: RewardTable, mode: str) -> list[Any]:
         """The teacher's prompt of each completion, and which have one of their own (column ``active``)."""
-        count, size = len(generation.rollouts), self.group_size(mode)
-        mine = self.totals[table.start : table.start + count].tolist() if count else []
+        size, rewards = self.group_size(mode), self.totals.tolist()
+        # Of all ranks: a group may lie on several.
+        texts = parallel.all_gather_objects([rollout.text or "" for rollout in generation.rollouts], self.accelerator)
         draw = torch.Generator().manual_seed(self.args.seed + self._generation_number(mode))
         prompts, active = [], []
-        for i, (example, rollout) in enumerate(zip(generation.examples, generation.rollouts, strict=True)):
-            group = range(i // size * size, min(i // size * size + size, count))
-            hint = self._hint(example, [generation.rollouts[j] for j in self._successes(mine, i, group)], draw)
+        for own, (example, rollout) in enumerate(
+            zip(generation.examples, generation.rollouts, strict=True), start=table.start
+        ):
+            group = range(own // size * size, min(own // size * size + size, len(rewards)))
+            hint = self._hint(example, [texts[j] for j in self._successes(rewards, own, group)], draw)
             active.append(float(any(hint.values())))
             prompts.append(self._shown(example, hint) if active[-1] else rollout.prompt_ids)
         generation.columns["active"] = active
@@ -463,11 +467,11 @@ class SDPOTrainer(DistillationTrainer):
         successes = [j for j in group if rewards[j] >= args.success_reward_threshold]
         return [j for j in successes if j != own or not args.dont_reprompt_on_self_success]
 
-    def _hint(self, example: dict[str, Any], successes: list[Rollout], draw: torch.Generator) -> dict[str, str]:
+    def _hint(self, example: dict[str, Any], successes: list[str], draw: torch.Generator) -> dict[str, str]:
         """What the teacher sees beside the prompt; empty texts where there is nothing."""
         args, hint = self.args, {"solution": "", "feedback": ""}
         if successes:
-            chosen = successes[int(torch.randint(len(successes), (), generator=draw))].text or ""
+            chosen = successes[int(torch.randint(len(successes), (), generator=draw))]
             chosen = THINKING.sub("", chosen) if args.remove_thinking_from_demonstration else chosen
             hint["solution"] = args.solution_template.format(successful_previous_attempt=chosen)
         told = text_of(example.get("privileged_context"))

@@ -9,6 +9,10 @@ import torch
 
 import posttrain as pt
 from posttrain.errors import ConfigError, DataError
+from posttrain.models import parallel
+from posttrain.rewards.runner import RewardTable
+from posttrain.rollouts.batch import RolloutBatch
+from posttrain.types import Rollout
 from tests.conftest import build_model
 from tests.methods.helpers import count_a, losses, prompts
 from tests.methods.test_distillation import TEMPLATE, answers, dense_loss, make
@@ -204,6 +208,24 @@ def test_sdpo_shows_another_success_and_averages_over_those_that_have_one(tmp_pa
             q, p = (x.gather(1, ids)[:, 0] for x in (log_q, log_p))
             means.append(((q - p).detach() * q).mean())
     assert sum(active) > 0 and losses(trainer)[0] == pytest.approx(torch.stack(means).mean().item(), abs=1e-5)
+
+
+def test_sdpo_shows_successes_of_the_same_prompt_whichever_process_sampled_them(tmp_path, tiny_tokenizer, monkeypatch):
+    """Two processes with 6 completions each, groups of 4: the second group lies on both, and the second process begins in it."""
+    trainer = preset("SDPO", tmp_path, tiny_tokenizer, success_reward_threshold=1.0, num_generations=4)
+    prompt_of = lambda row: f"What is {row // 4}? "  # noqa: E731
+    rollouts = [Rollout([5, 6], [7], [], "stop", text=f"answer {row}") for row in range(12)]
+    mine = slice(6, 12)
+    generation = RolloutBatch([{"prompt": prompt_of(row)} for row in range(6, 12)], rollouts[mine], [])
+    trainer.totals = torch.zeros(12)
+    trainer.totals[[5, 8]] = 1.0
+    others = [rollout.text for rollout in rollouts[:6]]
+    monkeypatch.setattr(parallel, "all_gather_objects", lambda items, _: [*others, *items])
+    shown = trainer.facts(generation, RewardTable(torch.zeros(12, 1), ["a"], torch.ones(1), start=6), "train")
+    assert generation.columns["active"] == [1.0, 1.0, 0.0, 1.0, 1.0, 1.0]
+    for row, ids in zip(range(6, 12), shown, strict=True):
+        text = tiny_tokenizer.decode(ids)
+        assert row == 8 or (prompt_of(row) in text and f"answer {5 if row < 8 else 8}" in text)
 
 
 def reprompted(folder, tokenizer, data=None, **settings):
