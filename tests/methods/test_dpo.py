@@ -410,6 +410,11 @@ def test_settings_that_cannot_work_are_refused_in_the_config(tmp_path, settings,
         DPOConfig(str(tmp_path), **settings)
 
 
+def test_smoothing_of_label_losses_is_refused_where_the_loss_has_no_labels(tiny_tokenizer, tmp_path):
+    with pytest.raises(ConfigError, match=r"label_smoothing_factor=0\.1"):
+        dpo(tmp_path, tiny_tokenizer, label_smoothing_factor=0.1)
+
+
 def test_a_length_normalised_loss_at_the_default_beta_is_told(tmp_path, caplog):
     DPOConfig(str(tmp_path), loss_type="sigmoid_norm")
     assert "divides by length" in caplog.text
