@@ -299,13 +299,18 @@ class AlignedComparison:
     without: tuple[Tensor | None, Tensor | None] = (None, None)
 
     def __call__(self, hidden: Tensor, layer: nn.Module, rule: LogitRule, head: TokenHead) -> dict[str, Tensor]:
-        """``matched``, ``unmatched`` at the groups' positions and 0 elsewhere, and ``logp``: ``(N,)``, differentiable."""
+        """``aligned``, the weighted sum of ``matched`` and ``unmatched``, at the groups' positions and 0 elsewhere; ``logp``.
+
+        All ``(N,)``, differentiable.
+        """
         self.targets = head.targets
         groups = _by_position(hidden[self.rows], layer, rule, head, self.measure)
         logp, entropy = _by_position(hidden, layer, rule, head, self._logp).unbind(1)
         zeros = logp.new_zeros(len(hidden))
         matched, unmatched = (zeros.index_put((self.rows,), groups[:, i].to(zeros)) for i in (0, 1))
-        return {"matched": matched, "unmatched": unmatched, "logp": logp, "entropy": entropy.detach()}
+        weights = (0.0, 1.0) if self.matched is None else self.weights
+        parts = {"matched": matched, "unmatched": unmatched, "logp": logp, "entropy": entropy.detach()}
+        return parts | {"aligned": weights[0] * matched + weights[1] * unmatched}
 
     def _logp(self, x: Tensor, part: slice) -> Tensor:
         log_q = x.log_softmax(-1)
@@ -318,7 +323,7 @@ class AlignedComparison:
         log_p = self.teacher.logp(part, self.widths[1], self.axes.teacher_temperature, self.without[1]).to(log_q.dtype)
         if self.matched is None:
             return torch.stack([torch.zeros_like(log_q[:, 0]), sorted_l1(log_q.exp(), log_p.exp())], 1)
-        return torch.stack(hybrid_divergence(log_q, log_p, self.matched, beta=self.axes.beta, weights=self.weights), 1)
+        return torch.stack(hybrid_divergence(log_q, log_p, self.matched, beta=self.axes.beta), 1)
 
 
 def distillation_objective(out: ModelOutputs, batch: Batch, axes: Axes) -> LossTerms:
@@ -343,7 +348,7 @@ def distillation_objective(out: ModelOutputs, batch: Batch, axes: Axes) -> LossT
     if axes.support == "aligned":
         kept = mask & (batch.columns["aligned"] > 0)
         metrics = {name + "_loss": mean(place(compared[name]), kept) for name in ("matched", "unmatched")}
-        terms = axes.weight * place(compared["matched"] + compared["unmatched"])
+        terms = axes.weight * place(compared["aligned"])
         loss = LossTerms(terms, kept, "token", count="groups")
     elif axes.support == "none":
         terms, loss = grid, LossTerms(grid, mask, "token")
