@@ -287,7 +287,7 @@ class AnswerMethod(Method[Answers]):
         keep: Further columns that the loss reads.
     """
 
-    branches: ClassVar[tuple[str, ...]] = ("chosen", "rejected")
+    branches: tuple[str, ...] = ("chosen", "rejected")
     judged: ClassVar[bool] = False
     likelihood_branch: ClassVar[int] = 0
     reference_columns: ClassVar[tuple[str, ...]] = ()
