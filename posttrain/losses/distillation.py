@@ -96,7 +96,8 @@ def _slope(log_q: Tensor, log_p: Tensor, log_m: Tensor, beta: float) -> Tensor:
 
 
 def _finite(logp: Tensor) -> Tensor:
-    return logp.masked_fill(logp == -torch.inf, FLOOR) if bool(torch.isneginf(logp.detach().amin())) else logp
+    excludes = logp.numel() > 0 and bool(torch.isneginf(logp.detach().amin()))  # A pass may have no trained token.
+    return logp.masked_fill(logp == -torch.inf, FLOOR) if excludes else logp
 
 
 def _kl(log_a: Tensor, log_b: Tensor) -> Tensor:

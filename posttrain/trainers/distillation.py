@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -75,6 +76,8 @@ if TYPE_CHECKING:
     from transformers import ProcessorMixin
 
     from posttrain.types import AnyDataset
+
+logger = logging.getLogger(__name__)
 
 WORST = 5  # Tokens of a pass that are named in the table of completions.
 
@@ -660,10 +663,15 @@ class DistillationTrainer(OnlineTrainer):
         return self.teachers[name].of_batch(batch, members)
 
     def before_step(self, micro_batches: list[list[Batch]]) -> None:
-        """Refuse a step that teaches nothing."""
-        if self.denominators.tokens == 0:
+        """Refuse a step without an answer token; tell one whose answers were all left out."""
+        if self.denominators.tokens == self.denominators.sequences == 0:
             raise DataError(
                 "an optimiser step has no answer token: there is nothing to learn. Fix: longer completions."
+            )
+        if self.denominators.tokens == 0:
+            logger.warning(
+                "all completions of step %d were left out (cut, short, or no longer than what is skipped): it trains nothing.",
+                self.state.global_step + 1,
             )
 
     def never_written(self, vision: Vision, width: int) -> Tensor | None:

@@ -101,6 +101,16 @@ def test_the_students_samples_are_aligned_by_the_bytes_of_their_ids(tmp_path, ti
     assert 0 < row["align/vocab_overlap"] <= 1 and 0 < row["loss"] < 10
 
 
+@pytest.mark.parametrize("hybrid", [False, True])
+def test_a_step_whose_completions_are_all_left_out_has_no_group_and_trains_nothing(hybrid, tmp_path, tiny_tokenizer):
+    other = byte_level()
+    options = {"teacher": build_model(len(other), seed=1), "teacher_processing_class": other, "use_uld_loss": True}
+    options |= {"rollout_engine": pt.ScriptedEngine(lambda ids, index: [5] * 8), "mask_truncated_completions": True}
+    trainer = gold(tmp_path, tiny_tokenizer, lmbda=1.0, uld_use_hybrid_loss=hybrid, **options)
+    trainer.train()
+    assert losses(trainer) == [0.0]
+
+
 def test_what_cannot_be_aligned_is_refused(tmp_path, tiny_tokenizer):
     other = byte_level()
     teacher = build_model(len(other), seed=1)

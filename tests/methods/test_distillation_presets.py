@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import posttrain as pt
+from posttrain import ScriptedEngine
 from posttrain.errors import ConfigError, DataError
 from posttrain.models import parallel
 from posttrain.rewards.runner import RewardTable
@@ -83,6 +84,21 @@ def test_ssd_is_the_cross_entropy_of_its_own_samples(tmp_path, tiny_tokenizer):
         logp, ids = logp_of(student, prompt, answer)
         total, count = total - logp.gather(1, ids).sum(), count + len(answer)
     assert losses(trainer)[0] == pytest.approx((total / count).item(), abs=1e-5)
+
+
+@pytest.mark.parametrize(("name", "cut"), [("SSD", False), *((name, True) for name in EVERY)])
+def test_a_step_whose_completions_are_all_left_out_trains_nothing_and_ends_no_run(
+    name, cut, tmp_path, tiny_tokenizer, caplog
+):
+    """Not written to the end, or, in SSD, too short to be an answer."""
+    engine = ScriptedEngine(lambda ids, index: [5] * (8 if cut else 1))
+    settings = {"loss_type": "dapo"} if name in ("MiniLLM", "SDPO") else {}
+    settings |= {"lmbda": 1.0} if name == "GKD" else {}
+    trainer = preset(name, tmp_path, tiny_tokenizer, rollout_engine=engine, mask_truncated_completions=cut, **settings)
+    before = [p.detach().clone() for p in trainer.model.parameters()]
+    trainer.train()
+    assert losses(trainer) == [0.0] and "step 1 were left out" in caplog.text
+    assert all(torch.equal(a, b) for a, b in zip(before, trainer.model.parameters(), strict=True))
 
 
 def test_sdft_compares_with_itself_after_the_privileged_prompt(tmp_path, tiny_tokenizer):
