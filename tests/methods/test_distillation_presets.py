@@ -189,17 +189,20 @@ def test_iw_opd_weighs_early_tokens_more(tmp_path, tiny_tokenizer):
     trainer = preset("IWOPD", tmp_path, tiny_tokenizer)
     trainer.train()
     student, teacher = build_model(len(tiny_tokenizer)), build_model(len(tiny_tokenizer), seed=1)
-    total, count = 0.0, 0
+    total, count, advantages = 0.0, 0, []
     for prompt, answer in sampled(trainer):
         (log_q, ids), (log_p, _) = logp_of(student, prompt, answer), logp_of(teacher, prompt, answer)
         q, p = (x.gather(1, ids)[:, 0] for x in (log_q, log_p))
         a = (p - q).detach()
         weights = 1 + 0.5 * (1 - (a.abs().cumsum(0) - a.abs()) / a.abs().sum())
         total, count = total - (q * weights * a).sum(), count + len(answer)
+        advantages += (weights * a).tolist()
     (total / count).backward()
     assert losses(trainer)[0] == pytest.approx((total / count).item(), abs=1e-5)
     norm = torch.stack([p.grad.norm() for p in student.parameters()]).norm().item()
     assert trainer.state.log_history[0]["grad_norm"] == pytest.approx(norm, rel=1e-4)
+    mean = sum(advantages) / count
+    assert trainer.state.log_history[0]["iw_opd/mean_advantage"] == pytest.approx(mean, abs=1e-5)
 
 
 def test_sdpo_shows_another_success_and_averages_over_those_that_have_one(tmp_path, tiny_tokenizer):

@@ -414,7 +414,7 @@ def _score(out: ModelOutputs, batch: Batch, gap: Tensor, axes: Axes) -> tuple[Te
     advantages = (teacher - (out.logp.detach() if sampled is None else sampled)) * mask
     weights = prefix_weights(advantages, mask, batch.sequence, gamma=axes.prefix[0], epsilon=axes.prefix[1])
     metrics = {
-        "iw_opd/mean_advantage": mean(advantages, mask),
+        "iw_opd/mean_advantage": mean(weights * advantages, mask),
         "iw_opd/mean_abs_advantage": mean(advantages.abs(), mask),
         "iw_opd/mean_weight": mean(weights, mask),
         "iw_opd/min_weight": minimum(weights[mask]),
