@@ -433,6 +433,12 @@ def test_references_that_cannot_work_are_refused(tiny_tokenizer, tmp_path):
         dpo(tmp_path, tiny_tokenizer, data=stream, precompute_ref_log_probs=True)
 
 
+def test_a_reference_that_follows_is_refused_where_the_rows_bring_its_log_probs(tiny_tokenizer, tmp_path):
+    data = pairs().add_column("ref_chosen_logps", [-1.0] * 8).add_column("ref_rejected_logps", [-2.0] * 8)
+    with pytest.raises(ConfigError, match=r"sync_ref_model=True.*ref_chosen_logps"):
+        dpo(tmp_path, tiny_tokenizer, data=data, sync_ref_model=True)
+
+
 def test_equal_pairs_everywhere_are_refused(tiny_tokenizer, tmp_path):
     rows = datasets.Dataset.from_list([{"prompt": "q ", "chosen": "a", "rejected": "a"}] * 4)
     with raises(ValueError, "4"):
