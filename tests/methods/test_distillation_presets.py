@@ -205,6 +205,16 @@ def test_iw_opd_weighs_early_tokens_more(tmp_path, tiny_tokenizer):
     assert trainer.state.log_history[0]["iw_opd/mean_advantage"] == pytest.approx(mean, abs=1e-5)
 
 
+@pytest.mark.parametrize("name", ["IWOPD", "SDPO"])
+def test_where_the_loss_is_of_sampled_tokens_no_divergence_of_0_is_logged(name, tmp_path, tiny_tokenizer):
+    trainer = preset(name, tmp_path, tiny_tokenizer, teacher_model_kind="model" if name == "IWOPD" else "base")
+    trainer.train()
+    logged = trainer.state.log_history[0].keys()
+    assert (
+        not {"distill/divergence", "distill/divergence_max", "distill/support_mass"} & logged and "distill/k1" in logged
+    )
+
+
 def test_sdpo_shows_another_success_and_averages_over_those_that_have_one(tmp_path, tiny_tokenizer):
     def even(completion_ids, **_):
         return [float(ids[0] % 2 == 0) for ids in completion_ids]

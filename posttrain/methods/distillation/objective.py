@@ -357,7 +357,7 @@ def distillation_objective(out: ModelOutputs, batch: Batch, axes: Axes) -> LossT
         _check_finite(values, mask, axes)
         if axes.estimator == "score":
             values, metrics = _score(out, batch, place(compared["gap"]), axes)
-        metrics |= _agreement(compared)
+        metrics |= _agreement(compared) | (_divergence(compared) if axes.estimator == "exact" else {})
         terms = axes.weight * values * _importance(out, batch, axes)
         loss = _reduced(terms, batch, axes)
     metrics |= _by_source(terms.detach(), batch, loss.mask)
@@ -383,20 +383,20 @@ def _agreement(compared: dict[str, Tensor]) -> dict[str, Metric]:
     """Log q - log p of the tokens: its mean estimates KL(student || teacher) where the student sampled them."""
     gap = compared["gap"]
     return {
-        "distill/divergence": mean(compared["divergence"]),
-        "distill/divergence_max": maximum(compared["divergence"]),
         "distill/k1": mean(gap),
         "distill/k3": mean((-gap).clamp_max(MAX_LOG_RATIO).exp() - 1 + gap),
         "distill/k1_max": maximum(gap),
         "distill/agreement": mean(compared["agree"]),
-        "distill/support_mass": mean(compared["mass"]),
-        **_by_teacher(compared),
     }
 
 
-def _by_teacher(compared: dict[str, Tensor]) -> dict[str, Metric]:
-    """Of several teachers: the divergence from each, and the share of tokens that it was asked about."""
-    metrics = {}
+def _divergence(compared: dict[str, Tensor]) -> dict[str, Metric]:
+    """How far the two are apart; of several teachers also from each, and the share of tokens that it was asked about."""
+    metrics = {
+        "distill/divergence": mean(compared["divergence"]),
+        "distill/divergence_max": maximum(compared["divergence"]),
+        "distill/support_mass": mean(compared["mass"]),
+    }
     for asked in [key for key in compared if key.startswith("asked/")]:
         name = asked.removeprefix("asked/")
         metrics[f"teacher_jsd/{name}"] = mean(compared[f"divergence/{name}"], compared[asked])
