@@ -349,22 +349,20 @@ class SDFTTrainer(DistillationTrainer):
         return self.teacher_prompt(example, args.teacher_prompt_template, shown, args.max_prompt_length)
 
     def student_rollouts(self, examples: list[dict[str, Any]], mode: str) -> tuple[list[Rollout], list[Any]]:
-        """As the parent's, from the teacher's prompts where that is asked for; the first tokens may carry no loss."""
-        if self.args.generate_from_teacher:
-            rollouts = self.sample([self._hinted(example) for example in examples], self.sampling(mode))
-            for rollout, ids in zip(rollouts, self.tokenize(examples), strict=True):
-                rollout.prompt_ids, rollout.logp = ids, []
-            chat = is_conversational(examples[0])
-            completions = completions_for_rewards(self.processing_class, rollouts, conversational=chat)
-        else:
-            rollouts, completions = super().student_rollouts(examples, mode)
-        skip = self.args.num_loss_tokens_to_skip
-        for rollout in rollouts if skip else ():
-            rollout.tool_mask = [int(i >= skip) for i in range(len(rollout.token_ids))]
-        return rollouts, completions
+        """As the parent's, from the teacher's prompts where that is asked for."""
+        if not self.args.generate_from_teacher:
+            return super().student_rollouts(examples, mode)
+        rollouts = self.sample([self._hinted(example) for example in examples], self.sampling(mode))
+        for rollout, ids in zip(rollouts, self.tokenize(examples), strict=True):
+            rollout.prompt_ids, rollout.logp = ids, []
+        chat = is_conversational(examples[0])
+        return rollouts, completions_for_rewards(self.processing_class, rollouts, conversational=chat)
 
     def facts(self, generation: RolloutBatch, table: RewardTable, mode: str) -> list[Any]:
-        """The teacher's prompt of each completion."""
+        """The teacher's prompt of each completion, whose lengths were counted: its first tokens may carry no loss."""
+        skip = self.args.num_loss_tokens_to_skip
+        for rollout in generation.rollouts if skip else ():
+            rollout.tool_mask = [int(i >= skip) for i in range(len(rollout.token_ids))]
         return [self._hinted(example) for example in generation.examples]
 
 

@@ -164,6 +164,17 @@ def test_skipped_tokens_and_samples_of_the_teachers_prompt(tmp_path, tiny_tokeni
         assert rollout.tool_mask == [0, 0, *[1] * (len(rollout.token_ids) - 2)][: len(rollout.token_ids)]
 
 
+def test_tokens_that_are_skipped_in_the_loss_are_written_by_the_student_all_the_same(tmp_path, tiny_tokenizer):
+    trainer = preset("SDFT", tmp_path, tiny_tokenizer, num_loss_tokens_to_skip=2)
+    trainer.train()
+    lengths = [len(rollout.token_ids) for rollout in trainer.seen[0].rollouts]
+    log = trainer.state.log_history[0]
+    assert (
+        log["completions/mean_length"] == pytest.approx(sum(lengths) / len(lengths)) and "tools/token_share" not in log
+    )
+    assert log["completions/min_length"] == min(lengths)
+
+
 def test_minillm_rewards_are_the_log_ratio_and_the_single_step_is_the_reverse_kl(tmp_path, tiny_tokenizer):
     trainer = preset("MiniLLM", tmp_path, tiny_tokenizer, gamma=0.5, length_normalization=False, loss_type="dapo")
     trainer.train()
