@@ -18,7 +18,7 @@ from posttrain.data.chat import inner_tokenizer, is_processor, terminal_token_id
 from posttrain.data.forest import Layout
 from posttrain.data.formats import get_dataset_column_names
 from posttrain.errors import ConfigError, DataError
-from posttrain.loop.build import choose_layout
+from posttrain.loop.build import choose_layout, warn_of_unused
 from posttrain.loop.online import OnlineTrainer
 from posttrain.loop.pictures import Vision
 from posttrain.loop.prompts import PromptSource
@@ -331,6 +331,9 @@ class DistillationTrainer(OnlineTrainer):
 
     def _other_teacher(self, teacher: object, tokenizer: Tokenizer, name: str = "") -> None:
         args, loaded = self.args, isinstance(teacher, nn.Module)
+        if loaded:
+            names = ("teacher_model_init_kwargs", "teacher_model_revision")
+            warn_of_unused({name: getattr(args, name) for name in names})
         # Of a teacher that is not there `load_teacher` tells.
         if tokenizer is None and (loaded or teacher_id(teacher, args)):
             trust = {

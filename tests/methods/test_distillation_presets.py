@@ -473,6 +473,14 @@ def test_rows_and_teachers_that_mean_nothing_are_refused_before_training(tmp_pat
         make(tmp_path, tiny_tokenizer, teacher=None)
 
 
+def test_keywords_to_load_a_teacher_are_told_where_it_is_loaded_already(tmp_path, tiny_tokenizer, caplog):
+    make(
+        tmp_path, tiny_tokenizer, lmbda=0.0, teacher_model_init_kwargs={"dtype": "bfloat16"}, teacher_model_revision="a"
+    )
+    for name in ("teacher_model_init_kwargs", "teacher_model_revision"):
+        assert f"{name} is ignored" in caplog.text
+
+
 def test_a_teacher_of_another_tokenizer_is_refused_with_the_ids_that_differ(
     tmp_path, tiny_tokenizer, _tokenizer_folder
 ):
