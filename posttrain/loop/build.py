@@ -81,7 +81,7 @@ def check_arguments(
 
     Raises:
         ArgumentTypeError: ``train_dataset`` is of another type.
-        ConfigError: A collator that has no place, a stream without ``max_steps``.
+        ConfigError: A collator or a smoothing that has no place, a stream without ``max_steps``.
         DataError: There is no training set.
     """
     if collator is not None and not traits.takes_collator:
@@ -100,6 +100,16 @@ def check_arguments(
         if args.accelerator_config.dispatch_batches:
             logger.warning("dispatch_batches=True with a streaming train_dataset is set to False: ranks read alone.")
         args.accelerator_config.dispatch_batches = False
+    if args.label_smoothing_factor and not traits.takes_loss_func:
+        raise ConfigError(
+            f"label_smoothing_factor={args.label_smoothing_factor} smooths a loss of label tokens, which {name} has not. Leave "
+            "it out."
+        )
+    if not args.average_tokens_across_devices and args.world_size > 1:
+        logger.warning(
+            "average_tokens_across_devices=False is not read: a loss is a mean over the tokens of all processes, however they "
+            "are spread over them."
+        )
     check_offloading(args)
     check_writable(args.output_dir)
     check_model_source(model, generative=traits.generative)

@@ -96,7 +96,8 @@ def _slope(log_q: Tensor, log_p: Tensor, log_m: Tensor, beta: float) -> Tensor:
 
 
 def _finite(logp: Tensor) -> Tensor:
-    return logp.masked_fill(logp == -torch.inf, FLOOR) if bool(torch.isneginf(logp.detach().amin())) else logp
+    excludes = logp.numel() > 0 and bool(torch.isneginf(logp.detach().amin()))  # A pass may have no trained token.
+    return logp.masked_fill(logp == -torch.inf, FLOOR) if excludes else logp
 
 
 def _kl(log_a: Tensor, log_b: Tensor) -> Tensor:
@@ -219,9 +220,9 @@ def sorted_l1(q: Tensor, p: Tensor) -> Tensor:
 
 
 def hybrid_divergence(
-    log_q: Tensor, log_p: Tensor, matched: tuple[Tensor, Tensor], *, beta: float, weights: tuple[float, float]
+    log_q: Tensor, log_p: Tensor, matched: tuple[Tensor, Tensor], *, beta: float
 ) -> tuple[Tensor, Tensor]:
-    """The divergence over tokens that both vocabularies have, and `sorted_l1` over the others; both ``(...)``, weighted.
+    """The divergence over tokens that both vocabularies have, and `sorted_l1` over the others; both ``(...)``.
 
     Over matched tokens both sides have one category more, the rest of their mass, and so are distributions.
 
@@ -230,11 +231,10 @@ def hybrid_divergence(
         log_p: ``(..., W)`` of the teacher.
         matched: ``(M,)`` ids of the same bytes, in the student's and in the teacher's vocabulary.
         beta: See `divergence`.
-        weights: Of the matched and of the unmatched part.
     """
     mine, theirs = matched
     both = divergence(with_tail(log_q[..., mine]), with_tail(log_p[..., theirs]), beta=beta)
     rest_q, rest_p = (
         log.exp().index_fill(-1, ids, 0.0) for log, ids in ((log_q, mine), (log_p, theirs))
     )  # A matched id counts as an empty category here.
-    return weights[0] * both, weights[1] * sorted_l1(rest_q, rest_p)
+    return both, sorted_l1(rest_q, rest_p)

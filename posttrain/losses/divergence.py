@@ -1,7 +1,8 @@
 """From log-probs of tokens to what a preference loss reads: sums, means, weights, and scores under an f-divergence.
 
-With ``L = log pi(y) - log rho(y)`` and a divergence's generator f, the score is ``f'(exp L)`` up to a constant: reverse KL,
-plain DPO, scores by L itself. The constant cancels in a difference of scores; a loss that reads one side alone sees it.
+With ``L = log pi(y) - log rho(y)`` and a divergence's generator f, the score is ``f'(exp L)``, with the f for which it is 0 at
+L = 0: reverse KL, plain DPO, scores by L itself. The reward is beta times it up to a number of the prompt, which cancels in a
+difference of scores alone: a loss that reads one side reads L.
 """
 
 from __future__ import annotations
@@ -43,8 +44,8 @@ def _wide(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
 
-def _bounded_exp(exponent: Tensor, dtype: torch.dtype) -> Tensor:
-    return exponent.clamp_max(MAX_EXPONENT_HALF if dtype == torch.float16 else MAX_EXPONENT).exp()
+def _bounded_expm1(exponent: Tensor, dtype: torch.dtype) -> Tensor:
+    return exponent.clamp_max(MAX_EXPONENT_HALF if dtype == torch.float16 else MAX_EXPONENT).expm1()
 
 
 def reverse_kl(log_ratio: Tensor) -> Tensor:
@@ -53,23 +54,23 @@ def reverse_kl(log_ratio: Tensor) -> Tensor:
 
 
 def forward_kl(log_ratio: Tensor) -> Tensor:
-    """``-exp(-L)``, any shape; the exponent stops at 80 (11 in float16), and beyond it the gradient is 0.
+    """``1 - exp(-L)``, any shape; the exponent stops at 80 (11 in float16), and beyond it the gradient is 0.
 
     Reference: Beyond reverse KL (f-DPO), arXiv:2309.16240, table 1.
     """
-    return -_bounded_exp(-_wide(log_ratio), log_ratio.dtype).to(log_ratio.dtype)
+    return -_bounded_expm1(-_wide(log_ratio), log_ratio.dtype).to(log_ratio.dtype)
 
 
 def js_divergence(log_ratio: Tensor) -> Tensor:
-    """``log sigmoid(L)``, any shape: the constant ``log 2`` is dropped.
+    """``log 2 + log sigmoid(L)``, any shape.
 
     Reference: Beyond reverse KL (f-DPO), arXiv:2309.16240, table 1.
     """
-    return F.logsigmoid(log_ratio)
+    return math.log(2.0) + F.logsigmoid(log_ratio)
 
 
 def alpha_divergence(log_ratio: Tensor, *, alpha: float) -> Tensor:
-    """``exp((alpha - 1) L) / (alpha - 1)``, computed in float32 and cast back; ``L`` itself at alpha = 1.
+    """``(exp((alpha - 1) L) - 1) / (alpha - 1)``, computed in float32 and cast back; ``L`` itself at alpha = 1.
 
     Args:
         log_ratio: Any shape and floating dtype.
@@ -84,7 +85,7 @@ def alpha_divergence(log_ratio: Tensor, *, alpha: float) -> Tensor:
     if abs(power) < NEAR_ONE:
         return log_ratio
     dtype = log_ratio.dtype
-    score = _bounded_exp(power * _wide(log_ratio), dtype) / power
+    score = _bounded_expm1(power * _wide(log_ratio), dtype) / power
     # The division can still leave the range of a narrow dtype: exp(11) / 0.5 is more than float16 holds.
     return score.clamp(torch.finfo(dtype).min, torch.finfo(dtype).max).to(dtype)
 
@@ -112,7 +113,7 @@ def link(log_ratio: Tensor, *, divergence: str = "reverse_kl", alpha: float = 0.
         ConfigError: ``divergence`` is not in `DIVERGENCES`.
 
     >>> link(torch.tensor([0.0, 2.0]), divergence="forward_kl")
-    tensor([-1.0000, -0.1353])
+    tensor([0.0000, 0.8647])
     """
     check_choice("f_divergence_type", divergence, DIVERGENCES)
     if divergence == "alpha_divergence":

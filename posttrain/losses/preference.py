@@ -3,7 +3,7 @@
 Every function takes ``(P,)`` tensors, one number a pair, float32 or float64, and returns ``(P,)`` unreduced terms. A name
 that says ``logp`` is a sum over the completion's tokens in nats, ``ratio`` is such a sum minus the reference's, ``score`` is a
 ratio after its f-divergence link (`posttrain.losses.divergence`), and ``length`` counts completion tokens. Below, ``+`` and
-``-`` mark the chosen and the rejected completion, ``d = s+ - s-``, and lsig is the log-sigmoid.
+``-`` mark the chosen and the rejected completion, L is the ratio, ``d = s+ - s-``, and lsig is the log-sigmoid.
 
 The tables at the end say which tensors and which scalars a loss type reads.
 """
@@ -135,12 +135,12 @@ def exo_pair(chosen: Tensor, rejected: Tensor, *, beta: float, label_smoothing: 
     return right + torch.sigmoid(-x) * (F.logsigmoid(-x) - math.log(label_smoothing))
 
 
-def nca_pair(chosen: Tensor, rejected: Tensor, *, beta: float) -> Tensor:
-    """``-lsig(beta s+) - lsig(-beta s+) / 2 - lsig(-beta s-) / 2``, ``(P,)``: the chosen side alone may not sink.
+def nca_pair(chosen_ratio: Tensor, rejected_ratio: Tensor, *, beta: float) -> Tensor:
+    """``-lsig(beta L+) - lsig(-beta L+) / 2 - lsig(-beta L-) / 2``, ``(P,)``: the chosen side alone may not sink.
 
     Reference: Noise contrastive alignment (NCA), arXiv:2402.05369.
     """
-    c, r = beta * chosen, beta * rejected
+    c, r = beta * chosen_ratio, beta * rejected_ratio
     return -F.logsigmoid(c) - 0.5 * F.logsigmoid(-c) - 0.5 * F.logsigmoid(-r)
 
 
@@ -170,21 +170,21 @@ def robust(chosen: Tensor, rejected: Tensor, *, beta: float, label_smoothing: fl
     return (-(1 - label_smoothing) * F.logsigmoid(x) + label_smoothing * F.logsigmoid(-x)) / (1 - 2 * label_smoothing)
 
 
-def bco_pair(chosen: Tensor, rejected: Tensor, *, beta: float) -> Tensor:
-    """``-lsig(beta s+) - lsig(-beta s-)``, ``(P,)``: each side against 0, without a running shift.
+def bco_pair(chosen_ratio: Tensor, rejected_ratio: Tensor, *, beta: float) -> Tensor:
+    """``-lsig(beta L+) - lsig(-beta L-)``, ``(P,)``: each side against 0, without a running shift.
 
     Reference: Binary classifier optimization, arXiv:2404.04656.
     """
-    return -F.logsigmoid(beta * chosen) - F.logsigmoid(-beta * rejected)
+    return -F.logsigmoid(beta * chosen_ratio) - F.logsigmoid(-beta * rejected_ratio)
 
 
-def sppo_hard(chosen: Tensor, rejected: Tensor, *, beta: float) -> Tensor:
-    """``(s+ - 1 / (2 beta))^2 + (s- + 1 / (2 beta))^2``, ``(P,)``: each side has its own target.
+def sppo_hard(chosen_ratio: Tensor, rejected_ratio: Tensor, *, beta: float) -> Tensor:
+    """``(L+ - 1 / (2 beta))^2 + (L- + 1 / (2 beta))^2``, ``(P,)``: each side has its own target.
 
     Reference: Self-play preference optimization (SPPO), arXiv:2405.00675, with hard labels.
     """
     target = 1.0 / (2.0 * beta)
-    return _square(chosen - target) + _square(rejected + target)
+    return _square(chosen_ratio - target) + _square(rejected_ratio + target)
 
 
 def smoothed_sigmoid(chosen: Tensor, rejected: Tensor, *, beta: float, label_smoothing: float) -> Tensor:
@@ -243,18 +243,12 @@ def apo_zero(chosen_ratio: Tensor, rejected_ratio: Tensor, *, beta: float) -> Te
     return torch.sigmoid(-beta * chosen_ratio) + torch.sigmoid(beta * rejected_ratio)
 
 
-def apo_down(chosen_ratio: Tensor, chosen: Tensor, rejected: Tensor, *, beta: float) -> Tensor:
-    """``sig(beta L+) + [1 - sig(beta d)]``: lowers both likelihoods, the rejected one more.
-
-    Args:
-        chosen_ratio: ``(P,)`` log-ratio L+, before any link.
-        chosen: ``(P,)`` score s+.
-        rejected: ``(P,)`` score s-.
-        beta: Strength of the tie to the reference.
+def apo_down(chosen_ratio: Tensor, rejected_ratio: Tensor, *, beta: float) -> Tensor:
+    """``sig(beta L+) + [1 - sig(beta (L+ - L-))]``, ``(P,)``: lowers both likelihoods, the rejected one more.
 
     Reference: Anchored preference optimization, arXiv:2408.06266.
     """
-    return torch.sigmoid(beta * chosen_ratio) + torch.sigmoid(-beta * (chosen - rejected))
+    return torch.sigmoid(beta * chosen_ratio) + torch.sigmoid(-beta * (chosen_ratio - rejected_ratio))
 
 
 def discopop(chosen: Tensor, rejected: Tensor, *, beta: float, discopop_tau: float) -> Tensor:
@@ -366,14 +360,14 @@ DPO_LOSSES: dict[str, Formula] = {
     "hinge": Formula(hinge),
     "ipo": Formula(ipo, _SCORES_AND_LENGTHS, per_token=True, of_margin=True),
     "exo_pair": Formula(exo_pair, scalars=_SMOOTHED),
-    "nca_pair": Formula(nca_pair),
+    "nca_pair": Formula(nca_pair, _RATIOS),
     "robust": Formula(robust, scalars=_SMOOTHED, of_margin=True),
-    "bco_pair": Formula(bco_pair),
-    "sppo_hard": Formula(sppo_hard),
+    "bco_pair": Formula(bco_pair, _RATIOS),
+    "sppo_hard": Formula(sppo_hard, _RATIOS),
     "aot": Formula(aot, _LOGPS, _SMOOTHED, kind="sorted"),
     "aot_unpaired": Formula(aot_unpaired, _RATIOS, _SMOOTHED, kind="sorted"),
     "apo_zero": Formula(apo_zero, _RATIOS),
-    "apo_down": Formula(apo_down, ("chosen_ratio", "chosen_score", "rejected_score")),
+    "apo_down": Formula(apo_down, _RATIOS),
     "discopop": Formula(discopop, scalars=("beta", "discopop_tau"), of_margin=True),
     "sft": Formula(mean_nll, ("plain_chosen_logp", "chosen_length"), (), kind="likelihood"),
     "sigmoid_norm": Formula(sigmoid_norm, _SCORES_AND_LENGTHS, per_token=True, of_margin=True),

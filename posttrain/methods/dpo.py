@@ -94,9 +94,12 @@ class DPOConfig(PictureConfig, ComparedConfig):
             raise ConfigError(
                 f"use_weighting=True weighs pairs, and loss_type={ranked} sorts them apart. Drop one of them."
             )
-        if self.f_divergence_type != "reverse_kl" and not any(f.uses_link for f in formulas.values()):
+        linked = any(formula.uses_link for formula in formulas.values())
+        unlinked = [name for name, f in formulas.items() if not (f.uses_link or (linked and f.kind == "likelihood"))]
+        if self.f_divergence_type != "reverse_kl" and unlinked:
             raise ConfigError(
-                f"f_divergence_type={self.f_divergence_type!r} is not read by loss_type={self.loss_type}. Leave it out."
+                f"f_divergence_type={self.f_divergence_type!r} is not read by loss_type={unlinked}: it gives scores that are "
+                "right up to a number of the prompt, which only a difference of two does not see. Leave it out."
             )
         per_token = [name for name, formula in formulas.items() if formula.per_token]
         if per_token and self.beta == type(self).__dataclass_fields__["beta"].default:

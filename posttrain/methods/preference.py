@@ -178,8 +178,10 @@ def check_labels(labels: Sequence[Any], args: AnswerConfig, *, training: bool) -
 def _check_balance(good: int, bad: int, good_weight: float, bad_weight: float) -> None:
     if good == 0 or bad == 0:
         logger.warning("all %d labels are %s: there is nothing to compare with.", good + bad, good > 0)
+    if good == bad or 0 in (good_weight, bad_weight):  # One kind is left out on purpose.
+        return
     ratio = max(good, 1) * good_weight / (max(bad, 1) * bad_weight)
-    if good == bad or 1.0 <= round(ratio, 2) <= BALANCED:
+    if 1.0 <= round(ratio, 2) <= BALANCED:
         return
     logger.warning(
         "%d good and %d bad answers, weighted, count %.2f : 1; between 1 and %.2f is advised. Set desirable_weight in "
@@ -285,7 +287,7 @@ class AnswerMethod(Method[Answers]):
         keep: Further columns that the loss reads.
     """
 
-    branches: ClassVar[tuple[str, ...]] = ("chosen", "rejected")
+    branches: tuple[str, ...] = ("chosen", "rejected")
     judged: ClassVar[bool] = False
     likelihood_branch: ClassVar[int] = 0
     reference_columns: ClassVar[tuple[str, ...]] = ()

@@ -54,15 +54,20 @@ class TPO(ReferenceFree[TPOConfig]):
     likelihood_branch = 2
     traits = replace(PAIRS, answers=3, needs=frozenset({"logp", "entropy", "mean_logit", "correct"}))
 
+    def __init__(self, cfg: TPOConfig) -> None:
+        super().__init__(cfg)
+        if not cfg.tpo_alpha:  # Gold answers would be computed for nothing.
+            self.branches, self.traits = self.branches[:2], replace(self.traits, answers=2)
+
     def objective(self, outputs: ModelOutputs, batch: Batch) -> LossTerms:
         """The preference term and the likelihood of the gold answers."""
-        cfg = self.cfg
+        cfg, size = self.cfg, len(self.branches)
         formula = TPO_LOSSES[cfg.loss_type]
-        logp, length = branch_sums(outputs, batch, 3)
+        logp, length = branch_sums(outputs, batch, size)
         read = mean_logp(logp, length) if formula.per_token else logp
         values = {"chosen_score": read[:, 0], "rejected_score": read[:, 1]}
         terms = formula(values, beta=cfg.beta, gamma=cfg.tpo_l_gamma, label_smoothing=cfg.label_smoothing)
         metrics = reference_free_metrics(outputs, batch, cfg.beta * read[:, :2], read)
         assert outputs.correct is not None
-        metrics["mean_token_accuracy"] = mean(outputs.correct.float(), answer_mask(batch, 3, 0))
-        return likelihood_terms(terms, outputs, batch, metrics, weight=cfg.tpo_alpha, branches=3, branch=2)
+        metrics["mean_token_accuracy"] = mean(outputs.correct.float(), answer_mask(batch, size, 0))
+        return likelihood_terms(terms, outputs, batch, metrics, weight=cfg.tpo_alpha, branches=size, branch=2)

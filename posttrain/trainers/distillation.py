@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -17,7 +18,7 @@ from posttrain.data.chat import inner_tokenizer, is_processor, terminal_token_id
 from posttrain.data.forest import Layout
 from posttrain.data.formats import get_dataset_column_names
 from posttrain.errors import ConfigError, DataError
-from posttrain.loop.build import choose_layout
+from posttrain.loop.build import choose_layout, warn_of_unused
 from posttrain.loop.online import OnlineTrainer
 from posttrain.loop.pictures import Vision
 from posttrain.loop.prompts import PromptSource
@@ -75,6 +76,8 @@ if TYPE_CHECKING:
     from transformers import ProcessorMixin
 
     from posttrain.types import AnyDataset
+
+logger = logging.getLogger(__name__)
 
 WORST = 5  # Tokens of a pass that are named in the table of completions.
 
@@ -328,6 +331,9 @@ class DistillationTrainer(OnlineTrainer):
 
     def _other_teacher(self, teacher: object, tokenizer: Tokenizer, name: str = "") -> None:
         args, loaded = self.args, isinstance(teacher, nn.Module)
+        if loaded:
+            names = ("teacher_model_init_kwargs", "teacher_model_revision")
+            warn_of_unused({name: getattr(args, name) for name in names})
         # Of a teacher that is not there `load_teacher` tells.
         if tokenizer is None and (loaded or teacher_id(teacher, args)):
             trust = {
@@ -660,10 +666,15 @@ class DistillationTrainer(OnlineTrainer):
         return self.teachers[name].of_batch(batch, members)
 
     def before_step(self, micro_batches: list[list[Batch]]) -> None:
-        """Refuse a step that teaches nothing."""
-        if self.denominators.tokens == 0:
+        """Refuse a step without an answer token; tell one whose answers were all left out."""
+        if self.denominators.tokens == self.denominators.sequences == 0:
             raise DataError(
                 "an optimiser step has no answer token: there is nothing to learn. Fix: longer completions."
+            )
+        if self.denominators.tokens == 0:
+            logger.warning(
+                "all completions of step %d were left out (cut, short, or no longer than what is skipped): it trains nothing.",
+                self.state.global_step + 1,
             )
 
     def never_written(self, vision: Vision, width: int) -> Tensor | None:

@@ -30,6 +30,7 @@ from posttrain.methods.distillation.presets import (
     _require_context,
 )
 from posttrain.metrics import mean
+from posttrain.models import parallel
 from posttrain.rewards.runner import RewardTable
 from posttrain.rollouts.base import RolloutEngine
 from posttrain.rollouts.batch import RolloutBatch, completions_for_rewards
@@ -348,22 +349,20 @@ class SDFTTrainer(DistillationTrainer):
         return self.teacher_prompt(example, args.teacher_prompt_template, shown, args.max_prompt_length)
 
     def student_rollouts(self, examples: list[dict[str, Any]], mode: str) -> tuple[list[Rollout], list[Any]]:
-        """As the parent's, from the teacher's prompts where that is asked for; the first tokens may carry no loss."""
-        if self.args.generate_from_teacher:
-            rollouts = self.sample([self._hinted(example) for example in examples], self.sampling(mode))
-            for rollout, ids in zip(rollouts, self.tokenize(examples), strict=True):
-                rollout.prompt_ids, rollout.logp = ids, []
-            chat = is_conversational(examples[0])
-            completions = completions_for_rewards(self.processing_class, rollouts, conversational=chat)
-        else:
-            rollouts, completions = super().student_rollouts(examples, mode)
-        skip = self.args.num_loss_tokens_to_skip
-        for rollout in rollouts if skip else ():
-            rollout.tool_mask = [int(i >= skip) for i in range(len(rollout.token_ids))]
-        return rollouts, completions
+        """As the parent's, from the teacher's prompts where that is asked for."""
+        if not self.args.generate_from_teacher:
+            return super().student_rollouts(examples, mode)
+        rollouts = self.sample([self._hinted(example) for example in examples], self.sampling(mode))
+        for rollout, ids in zip(rollouts, self.tokenize(examples), strict=True):
+            rollout.prompt_ids, rollout.logp = ids, []
+        chat = is_conversational(examples[0])
+        return rollouts, completions_for_rewards(self.processing_class, rollouts, conversational=chat)
 
     def facts(self, generation: RolloutBatch, table: RewardTable, mode: str) -> list[Any]:
-        """The teacher's prompt of each completion."""
+        """The teacher's prompt of each completion, whose lengths were counted: its first tokens may carry no loss."""
+        skip = self.args.num_loss_tokens_to_skip
+        for rollout in generation.rollouts if skip else ():
+            rollout.tool_mask = [int(i >= skip) for i in range(len(rollout.token_ids))]
         return [self._hinted(example) for example in generation.examples]
 
 
@@ -443,13 +442,16 @@ class SDPOTrainer(DistillationTrainer):
 
     def facts(self, generation: RolloutBatch, table: RewardTable, mode: str) -> list[Any]:
         """The teacher's prompt of each completion, and which have one of their own (column ``active``)."""
-        count, size = len(generation.rollouts), self.group_size(mode)
-        mine = self.totals[table.start : table.start + count].tolist() if count else []
+        size, rewards = self.group_size(mode), self.totals.tolist()
+        # Of all ranks: a group may lie on several.
+        texts = parallel.all_gather_objects([rollout.text or "" for rollout in generation.rollouts], self.accelerator)
         draw = torch.Generator().manual_seed(self.args.seed + self._generation_number(mode))
         prompts, active = [], []
-        for i, (example, rollout) in enumerate(zip(generation.examples, generation.rollouts, strict=True)):
-            group = range(i // size * size, min(i // size * size + size, count))
-            hint = self._hint(example, [generation.rollouts[j] for j in self._successes(mine, i, group)], draw)
+        for own, (example, rollout) in enumerate(
+            zip(generation.examples, generation.rollouts, strict=True), start=table.start
+        ):
+            group = range(own // size * size, min(own // size * size + size, len(rewards)))
+            hint = self._hint(example, [texts[j] for j in self._successes(rewards, own, group)], draw)
             active.append(float(any(hint.values())))
             prompts.append(self._shown(example, hint) if active[-1] else rollout.prompt_ids)
         generation.columns["active"] = active
@@ -463,11 +465,11 @@ class SDPOTrainer(DistillationTrainer):
         successes = [j for j in group if rewards[j] >= args.success_reward_threshold]
         return [j for j in successes if j != own or not args.dont_reprompt_on_self_success]
 
-    def _hint(self, example: dict[str, Any], successes: list[Rollout], draw: torch.Generator) -> dict[str, str]:
+    def _hint(self, example: dict[str, Any], successes: list[str], draw: torch.Generator) -> dict[str, str]:
         """What the teacher sees beside the prompt; empty texts where there is nothing."""
         args, hint = self.args, {"solution": "", "feedback": ""}
         if successes:
-            chosen = successes[int(torch.randint(len(successes), (), generator=draw))].text or ""
+            chosen = successes[int(torch.randint(len(successes), (), generator=draw))]
             chosen = THINKING.sub("", chosen) if args.remove_thinking_from_demonstration else chosen
             hint["solution"] = args.solution_template.format(successful_previous_attempt=chosen)
         told = text_of(example.get("privileged_context"))

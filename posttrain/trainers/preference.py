@@ -191,7 +191,13 @@ class PreferenceTrainer(PostTrainer):
         """Tokenise one set, as `prepare_answers` does; check labels, and what came of the first rows of the training set."""
         if self.method.judged:
             dataset = extract_and_unpair(dataset, self.args.dataset_num_proc)
-        keep = (*self.method.reference_columns, *self.method.keep, NUMBER)
+        known = self.method.reference_columns
+        if training and known and self.args.sync_ref_model and set(known) <= set(dataset.column_names or ()):
+            raise ConfigError(
+                f"sync_ref_model=True moves the reference, whose log-probs the columns {list(known)} of the {name} rows fix. "
+                "Fix: take them out, or set it to False."
+            )
+        keep = (*known, *self.method.keep, NUMBER)
         about: dict[str, Any] = {"name": name, "num_proc": self.args.dataset_num_proc, "keep": keep}
         if self.vision.reader is not None:
             prepared, self.reports[name] = self.vision.prepare_rows(dataset, branches=self.method.branches, **about)

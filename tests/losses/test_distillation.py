@@ -154,10 +154,10 @@ def test_the_hybrid_loss_is_the_divergence_where_all_tokens_match_and_never_nega
     x, y = draw(4, 6).log_softmax(-1), draw(4, 6, seed=1).log_softmax(-1)
     order = torch.randperm(6)
     both = (torch.arange(6), order.argsort())
-    matched, unmatched = d.hybrid_divergence(x, y[:, order], both, beta=0.5, weights=(1.0, 1.0))
+    matched, unmatched = d.hybrid_divergence(x, y[:, order], both, beta=0.5)
     assert torch.allclose(matched, d.divergence(x, y, beta=0.5), atol=1e-6) and unmatched.abs().max() == 0
     some = (torch.tensor([0, 1]), torch.tensor([2, 3]))
-    matched, unmatched = d.hybrid_divergence(x, y, some, beta=0.5, weights=(1.0, 1.0))
+    matched, unmatched = d.hybrid_divergence(x, y, some, beta=0.5)
     assert (matched >= 0).all() and (unmatched > 0).all()
 
 

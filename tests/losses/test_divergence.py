@@ -42,13 +42,13 @@ def test_an_unknown_divergence_is_named_with_the_closest():
     ("name", "expected"),
     [
         ("reverse_kl", [2.0, 0.0]),
-        ("forward_kl", [-math.exp(-2), -1.0]),
-        ("js_divergence", [-math.log1p(math.exp(-2)), -math.log(2)]),
-        ("alpha_divergence", [-2 * math.exp(-1), -2.0]),
+        ("forward_kl", [1 - math.exp(-2), 0.0]),
+        ("js_divergence", [math.log(2) - math.log1p(math.exp(-2)), 0.0]),
+        ("alpha_divergence", [2 - 2 * math.exp(-1), 0.0]),
     ],
 )
 def test_links_by_hand(name, expected):
-    """L = 2 and 0: -e^-2, -1; log sigmoid(2) = -log(1 + e^-2); at alpha 0.5 e^(-0.5 L) / (-0.5) = -2 e^(-L/2)."""
+    """L = 2 and 0: 1 - e^-L; log 2 + log sigmoid(L) = log 2 - log(1 + e^-L); at alpha 0.5 2 - 2 e^(-L/2)."""
     assert link(t(2.0, 0.0), divergence=name, alpha=0.5).tolist() == pytest.approx(expected)
 
 
@@ -82,7 +82,7 @@ def test_alpha_one_is_the_reverse_kl_and_alpha_two_and_zero_are_exponentials():
     x = t(-2.0, 0.0, 3.0)
     assert torch.equal(alpha_divergence(x, alpha=1.0), x)
     assert torch.equal(alpha_divergence(x, alpha=1 + 9e-7), x)
-    assert torch.allclose(alpha_divergence(x, alpha=2.0), x.exp())
+    assert torch.allclose(alpha_divergence(x, alpha=2.0), x.exp() - 1)
     assert torch.allclose(alpha_divergence(x, alpha=0.0), forward_kl(x))
 
 
@@ -251,8 +251,8 @@ def test_pair_values_subtracts_before_it_links_and_keeps_the_plain_sum_apart():
     )
     assert values["chosen_ratio"].item() == 1.0
     assert values["rejected_ratio"].item() == -0.5
-    assert values["chosen_score"].item() == pytest.approx(-math.exp(-1))
-    assert values["rejected_score"].item() == pytest.approx(-math.exp(0.5))
+    assert values["chosen_score"].item() == pytest.approx(1 - math.exp(-1))
+    assert values["rejected_score"].item() == pytest.approx(1 - math.exp(0.5))
     assert values["plain_chosen_logp"].item() == -7.0
 
 

@@ -63,6 +63,7 @@ def test_across_tokenizers_each_group_is_compared_where_it_begins(hybrid, strate
     )  # fmt: skip
     trainer.train()
     student, total, count, nll, tokens = build_model(len(tiny_tokenizer)), 0.0, 0, 0.0, 0
+    parts = torch.zeros(2)
     mine, theirs = trainer._mine, trainer._theirs
     for row in trainer.train_dataset:
         prompt, answer = row["prompt_ids"], row["completion_ids"]
@@ -73,14 +74,18 @@ def test_across_tokenizers_each_group_is_compared_where_it_begins(hybrid, strate
         for a, b in byte_groups([mine[i] for i in answer[:-1]], [theirs[i] for i in said]):
             at = 0 if strategy == "observed" else -1
             q, p = log_q[a[at]], log_p[b[at]]
-            value = sorted_l1(q.exp(), p.exp())
+            both = (torch.zeros(()), sorted_l1(q.exp(), p.exp()))
+            weights = (0.0, 1.0)
             if hybrid:
-                value = sum(hybrid_divergence(q, p, tuple(trainer._pairs), beta=0.5, weights=trainer._weights))
+                both, weights = hybrid_divergence(q, p, tuple(trainer._pairs), beta=0.5), trainer._weights
+            value, parts = weights[0] * both[0] + weights[1] * both[1], parts + torch.stack(both).detach()
             total, count = total + value, count + 1
         nll, tokens = nll - log_q.gather(1, torch.tensor(answer)[:, None]).sum(), tokens + len(answer)
     loss = total / count + 0.3 * nll / tokens
     loss.backward()
     assert losses(trainer)[0] == pytest.approx(loss.item(), abs=1e-4)
+    logged = [trainer.state.log_history[0][f"{name}_loss"] for name in ("matched", "unmatched")]
+    assert logged == pytest.approx((parts / count).tolist(), abs=1e-4)
     for (name, ours), truth in zip(trainer.model.named_parameters(), student.parameters(), strict=True):
         scale = 1.0 / max(trainer.state.log_history[0]["grad_norm"], 1.0)
         assert torch.allclose(ours, truth - 0.5 * scale * truth.grad, atol=1e-4), name
@@ -94,6 +99,16 @@ def test_the_students_samples_are_aligned_by_the_bytes_of_their_ids(tmp_path, ti
     row = trainer.state.log_history[0]
     assert row["align/group_count"] > 0 and 0 <= row["align/dropped_bytes_fraction"] <= 1
     assert 0 < row["align/vocab_overlap"] <= 1 and 0 < row["loss"] < 10
+
+
+@pytest.mark.parametrize("hybrid", [False, True])
+def test_a_step_whose_completions_are_all_left_out_has_no_group_and_trains_nothing(hybrid, tmp_path, tiny_tokenizer):
+    other = byte_level()
+    options = {"teacher": build_model(len(other), seed=1), "teacher_processing_class": other, "use_uld_loss": True}
+    options |= {"rollout_engine": pt.ScriptedEngine(lambda ids, index: [5] * 8), "mask_truncated_completions": True}
+    trainer = gold(tmp_path, tiny_tokenizer, lmbda=1.0, uld_use_hybrid_loss=hybrid, **options)
+    trainer.train()
+    assert losses(trainer) == [0.0]
 
 
 def test_what_cannot_be_aligned_is_refused(tmp_path, tiny_tokenizer):

@@ -8,7 +8,12 @@ import pytest
 import torch
 
 import posttrain as pt
+from posttrain import ScriptedEngine
 from posttrain.errors import ConfigError, DataError
+from posttrain.models import parallel
+from posttrain.rewards.runner import RewardTable
+from posttrain.rollouts.batch import RolloutBatch
+from posttrain.types import Rollout
 from tests.conftest import build_model
 from tests.methods.helpers import count_a, losses, prompts
 from tests.methods.test_distillation import TEMPLATE, answers, dense_loss, make
@@ -81,6 +86,21 @@ def test_ssd_is_the_cross_entropy_of_its_own_samples(tmp_path, tiny_tokenizer):
     assert losses(trainer)[0] == pytest.approx((total / count).item(), abs=1e-5)
 
 
+@pytest.mark.parametrize(("name", "cut"), [("SSD", False), *((name, True) for name in EVERY)])
+def test_a_step_whose_completions_are_all_left_out_trains_nothing_and_ends_no_run(
+    name, cut, tmp_path, tiny_tokenizer, caplog
+):
+    """Not written to the end, or, in SSD, too short to be an answer."""
+    engine = ScriptedEngine(lambda ids, index: [5] * (8 if cut else 1))
+    settings = {"loss_type": "dapo"} if name in ("MiniLLM", "SDPO") else {}
+    settings |= {"lmbda": 1.0} if name == "GKD" else {}
+    trainer = preset(name, tmp_path, tiny_tokenizer, rollout_engine=engine, mask_truncated_completions=cut, **settings)
+    before = [p.detach().clone() for p in trainer.model.parameters()]
+    trainer.train()
+    assert losses(trainer) == [0.0] and "step 1 were left out" in caplog.text
+    assert all(torch.equal(a, b) for a, b in zip(before, trainer.model.parameters(), strict=True))
+
+
 def test_sdft_compares_with_itself_after_the_privileged_prompt(tmp_path, tiny_tokenizer):
     trainer = preset("SDFT", tmp_path, tiny_tokenizer, distillation_topk=7)
     trainer.train()
@@ -144,6 +164,17 @@ def test_skipped_tokens_and_samples_of_the_teachers_prompt(tmp_path, tiny_tokeni
         assert rollout.tool_mask == [0, 0, *[1] * (len(rollout.token_ids) - 2)][: len(rollout.token_ids)]
 
 
+def test_tokens_that_are_skipped_in_the_loss_are_written_by_the_student_all_the_same(tmp_path, tiny_tokenizer):
+    trainer = preset("SDFT", tmp_path, tiny_tokenizer, num_loss_tokens_to_skip=2)
+    trainer.train()
+    lengths = [len(rollout.token_ids) for rollout in trainer.seen[0].rollouts]
+    log = trainer.state.log_history[0]
+    assert (
+        log["completions/mean_length"] == pytest.approx(sum(lengths) / len(lengths)) and "tools/token_share" not in log
+    )
+    assert log["completions/min_length"] == min(lengths)
+
+
 def test_minillm_rewards_are_the_log_ratio_and_the_single_step_is_the_reverse_kl(tmp_path, tiny_tokenizer):
     trainer = preset("MiniLLM", tmp_path, tiny_tokenizer, gamma=0.5, length_normalization=False, loss_type="dapo")
     trainer.train()
@@ -169,17 +200,30 @@ def test_iw_opd_weighs_early_tokens_more(tmp_path, tiny_tokenizer):
     trainer = preset("IWOPD", tmp_path, tiny_tokenizer)
     trainer.train()
     student, teacher = build_model(len(tiny_tokenizer)), build_model(len(tiny_tokenizer), seed=1)
-    total, count = 0.0, 0
+    total, count, advantages = 0.0, 0, []
     for prompt, answer in sampled(trainer):
         (log_q, ids), (log_p, _) = logp_of(student, prompt, answer), logp_of(teacher, prompt, answer)
         q, p = (x.gather(1, ids)[:, 0] for x in (log_q, log_p))
         a = (p - q).detach()
         weights = 1 + 0.5 * (1 - (a.abs().cumsum(0) - a.abs()) / a.abs().sum())
         total, count = total - (q * weights * a).sum(), count + len(answer)
+        advantages += (weights * a).tolist()
     (total / count).backward()
     assert losses(trainer)[0] == pytest.approx((total / count).item(), abs=1e-5)
     norm = torch.stack([p.grad.norm() for p in student.parameters()]).norm().item()
     assert trainer.state.log_history[0]["grad_norm"] == pytest.approx(norm, rel=1e-4)
+    mean = sum(advantages) / count
+    assert trainer.state.log_history[0]["iw_opd/mean_advantage"] == pytest.approx(mean, abs=1e-5)
+
+
+@pytest.mark.parametrize("name", ["IWOPD", "SDPO"])
+def test_where_the_loss_is_of_sampled_tokens_no_divergence_of_0_is_logged(name, tmp_path, tiny_tokenizer):
+    trainer = preset(name, tmp_path, tiny_tokenizer, teacher_model_kind="model" if name == "IWOPD" else "base")
+    trainer.train()
+    logged = trainer.state.log_history[0].keys()
+    assert (
+        not {"distill/divergence", "distill/divergence_max", "distill/support_mass"} & logged and "distill/k1" in logged
+    )
 
 
 def test_sdpo_shows_another_success_and_averages_over_those_that_have_one(tmp_path, tiny_tokenizer):
@@ -204,6 +248,24 @@ def test_sdpo_shows_another_success_and_averages_over_those_that_have_one(tmp_pa
             q, p = (x.gather(1, ids)[:, 0] for x in (log_q, log_p))
             means.append(((q - p).detach() * q).mean())
     assert sum(active) > 0 and losses(trainer)[0] == pytest.approx(torch.stack(means).mean().item(), abs=1e-5)
+
+
+def test_sdpo_shows_successes_of_the_same_prompt_whichever_process_sampled_them(tmp_path, tiny_tokenizer, monkeypatch):
+    """Two processes with 6 completions each, groups of 4: the second group lies on both, and the second process begins in it."""
+    trainer = preset("SDPO", tmp_path, tiny_tokenizer, success_reward_threshold=1.0, num_generations=4)
+    prompt_of = lambda row: f"What is {row // 4}? "  # noqa: E731
+    rollouts = [Rollout([5, 6], [7], [], "stop", text=f"answer {row}") for row in range(12)]
+    mine = slice(6, 12)
+    generation = RolloutBatch([{"prompt": prompt_of(row)} for row in range(6, 12)], rollouts[mine], [])
+    trainer.totals = torch.zeros(12)
+    trainer.totals[[5, 8]] = 1.0
+    others = [rollout.text for rollout in rollouts[:6]]
+    monkeypatch.setattr(parallel, "all_gather_objects", lambda items, _: [*others, *items])
+    shown = trainer.facts(generation, RewardTable(torch.zeros(12, 1), ["a"], torch.ones(1), start=6), "train")
+    assert generation.columns["active"] == [1.0, 1.0, 0.0, 1.0, 1.0, 1.0]
+    for row, ids in zip(range(6, 12), shown, strict=True):
+        text = tiny_tokenizer.decode(ids)
+        assert row == 8 or (prompt_of(row) in text and f"answer {5 if row < 8 else 8}" in text)
 
 
 def reprompted(folder, tokenizer, data=None, **settings):
@@ -409,6 +471,14 @@ def test_rows_and_teachers_that_mean_nothing_are_refused_before_training(tmp_pat
         make(tmp_path, tiny_tokenizer, lmbda=0.0, data=nothing)
     with raises(ConfigError):
         make(tmp_path, tiny_tokenizer, teacher=None)
+
+
+def test_keywords_to_load_a_teacher_are_told_where_it_is_loaded_already(tmp_path, tiny_tokenizer, caplog):
+    make(
+        tmp_path, tiny_tokenizer, lmbda=0.0, teacher_model_init_kwargs={"dtype": "bfloat16"}, teacher_model_revision="a"
+    )
+    for name in ("teacher_model_init_kwargs", "teacher_model_revision"):
+        assert f"{name} is ignored" in caplog.text
 
 
 def test_a_teacher_of_another_tokenizer_is_refused_with_the_ids_that_differ(

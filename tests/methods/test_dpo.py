@@ -392,6 +392,10 @@ def test_p12_two_sinking_rewards_are_told(tiny_tokenizer, tmp_path, caplog):
         ({"loss_type": "exo_pair"}, "with 'exo_pair' must be above 0"),
         ({"loss_type": "aot", "use_weighting": True}, "use_weighting=True weighs pairs"),
         ({"loss_type": "apo_zero", "f_divergence_type": "js_divergence"}, "is not read by loss_type"),
+        (
+            {"loss_type": ["sigmoid", "bco_pair", "sft"], "f_divergence_type": "js_divergence"},
+            r"is not read by loss_type=\['bco_pair'\]",
+        ),
         ({"ld_alpha": 2.0}, "ld_alpha=2.0"),
         ({"discopop_tau": 0.0}, "discopop_tau=0.0"),
         ({"sync_ref_model": True, "precompute_ref_log_probs": True}, "sync_ref_model=True moves the reference"),
@@ -404,6 +408,11 @@ def test_p12_two_sinking_rewards_are_told(tiny_tokenizer, tmp_path, caplog):
 def test_settings_that_cannot_work_are_refused_in_the_config(tmp_path, settings, match):
     with pytest.raises(ConfigError, match=match):
         DPOConfig(str(tmp_path), **settings)
+
+
+def test_smoothing_of_label_losses_is_refused_where_the_loss_has_no_labels(tiny_tokenizer, tmp_path):
+    with pytest.raises(ConfigError, match=r"label_smoothing_factor=0\.1"):
+        dpo(tmp_path, tiny_tokenizer, label_smoothing_factor=0.1)
 
 
 def test_a_length_normalised_loss_at_the_default_beta_is_told(tmp_path, caplog):
@@ -422,6 +431,12 @@ def test_references_that_cannot_work_are_refused(tiny_tokenizer, tmp_path):
     stream = pairs().to_iterable_dataset()
     with raises(ConfigError):
         dpo(tmp_path, tiny_tokenizer, data=stream, precompute_ref_log_probs=True)
+
+
+def test_a_reference_that_follows_is_refused_where_the_rows_bring_its_log_probs(tiny_tokenizer, tmp_path):
+    data = pairs().add_column("ref_chosen_logps", [-1.0] * 8).add_column("ref_rejected_logps", [-2.0] * 8)
+    with pytest.raises(ConfigError, match=r"sync_ref_model=True.*ref_chosen_logps"):
+        dpo(tmp_path, tiny_tokenizer, data=data, sync_ref_model=True)
 
 
 def test_equal_pairs_everywhere_are_refused(tiny_tokenizer, tmp_path):

@@ -109,6 +109,14 @@ def test_tpo_imitates_the_gold_answer_beside_the_pair(tiny_tokenizer, tmp_path, 
     assert logged(trainer)["loss"] == pytest.approx(float(expected), rel=1e-5)
 
 
+def test_gold_answers_of_weight_0_are_not_computed(tiny_tokenizer, tmp_path):
+    """Then TPO is CPO without a likelihood term, in every number."""
+    tpo = logged(make("tpo", tmp_path, tiny_tokenizer, tpo_alpha=0.0))
+    cpo = logged(make("cpo", tmp_path, tiny_tokenizer, beta=0.01, cpo_alpha=0.0, learning_rate=1e-2))
+    for name in ("loss", "entropy", "num_tokens", "rewards/margins", "logps/chosen", "trained_tokens"):
+        assert tpo[name] == pytest.approx(cpo[name], rel=1e-5), name
+
+
 @pytest.mark.parametrize("kind", ["cpo", "orpo", "tpo"])
 def test_logits_metrics_are_means_over_the_answers_tokens_alone(tiny_tokenizer, tmp_path, kind):
     """ORPO trains prompts and TPO a third answer, too: neither counts here."""

@@ -11,6 +11,7 @@ from transformers.trainer_pt_utils import LabelSmoother
 
 from posttrain import ConfigError, DataError, PosttrainError, SFTConfig
 from posttrain.data.forest import Layout
+from posttrain.loop.build import check_arguments
 from tests.conftest import build_model
 from tests.methods.helpers import chats, losses, sft, weights
 from tests.wordings import raises
@@ -192,6 +193,14 @@ def test_prompt_learning_trains_its_virtual_tokens_and_the_model_s_own_loss(tiny
     trainer.train()
     assert losses(trainer)[0] == pytest.approx(total / count, rel=1e-4)
     assert all(not torch.equal(p, before[n]) for n, p in trainer.model.named_parameters() if p.requires_grad)
+
+
+def test_means_of_each_process_alone_are_not_there_and_that_is_told(tiny_tokenizer, tmp_path, caplog, monkeypatch):
+    trainer = sft(tmp_path, tiny_tokenizer, average_tokens_across_devices=False)
+    assert "average_tokens_across_devices" not in caplog.text  # One process: both are the same.
+    monkeypatch.setattr(type(trainer.args), "world_size", 2)
+    check_arguments(trainer.method.traits, "SFTTrainer", "x", trainer.args, trainer.train_dataset, None)
+    assert "average_tokens_across_devices=False" in caplog.text
 
 
 def test_t22_packing_with_prompt_learning_is_refused(tiny_tokenizer, tmp_path):

@@ -132,6 +132,13 @@ def test_correct_is_the_most_likely_token():
     assert token_logprobs(hidden, weight, best, need_correct=True).correct.all()
 
 
+def test_of_equal_logits_one_alone_is_the_most_likely_as_argmax_says():
+    """In bfloat16 a model's two best tokens are often equal."""
+    hidden, weight = torch.ones(3, 4, dtype=torch.bfloat16), torch.zeros(5, 4, dtype=torch.bfloat16)
+    found = token_logprobs(hidden, weight, torch.tensor([0, 1, 4]), need_correct=True).correct
+    assert found.tolist() == [True, False, False]
+
+
 def test_temperature_must_be_positive():
     hidden, weight, _, targets = problem()
     with pytest.raises(ConfigError, match="temperature=0"):

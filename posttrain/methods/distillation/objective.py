@@ -299,13 +299,18 @@ class AlignedComparison:
     without: tuple[Tensor | None, Tensor | None] = (None, None)
 
     def __call__(self, hidden: Tensor, layer: nn.Module, rule: LogitRule, head: TokenHead) -> dict[str, Tensor]:
-        """``matched``, ``unmatched`` at the groups' positions and 0 elsewhere, and ``logp``: ``(N,)``, differentiable."""
+        """``aligned``, the weighted sum of ``matched`` and ``unmatched``, at the groups' positions and 0 elsewhere; ``logp``.
+
+        All ``(N,)``, differentiable.
+        """
         self.targets = head.targets
         groups = _by_position(hidden[self.rows], layer, rule, head, self.measure)
         logp, entropy = _by_position(hidden, layer, rule, head, self._logp).unbind(1)
         zeros = logp.new_zeros(len(hidden))
         matched, unmatched = (zeros.index_put((self.rows,), groups[:, i].to(zeros)) for i in (0, 1))
-        return {"matched": matched, "unmatched": unmatched, "logp": logp, "entropy": entropy.detach()}
+        weights = (0.0, 1.0) if self.matched is None else self.weights
+        parts = {"matched": matched, "unmatched": unmatched, "logp": logp, "entropy": entropy.detach()}
+        return parts | {"aligned": weights[0] * matched + weights[1] * unmatched}
 
     def _logp(self, x: Tensor, part: slice) -> Tensor:
         log_q = x.log_softmax(-1)
@@ -318,7 +323,7 @@ class AlignedComparison:
         log_p = self.teacher.logp(part, self.widths[1], self.axes.teacher_temperature, self.without[1]).to(log_q.dtype)
         if self.matched is None:
             return torch.stack([torch.zeros_like(log_q[:, 0]), sorted_l1(log_q.exp(), log_p.exp())], 1)
-        return torch.stack(hybrid_divergence(log_q, log_p, self.matched, beta=self.axes.beta, weights=self.weights), 1)
+        return torch.stack(hybrid_divergence(log_q, log_p, self.matched, beta=self.axes.beta), 1)
 
 
 def distillation_objective(out: ModelOutputs, batch: Batch, axes: Axes) -> LossTerms:
@@ -343,7 +348,7 @@ def distillation_objective(out: ModelOutputs, batch: Batch, axes: Axes) -> LossT
     if axes.support == "aligned":
         kept = mask & (batch.columns["aligned"] > 0)
         metrics = {name + "_loss": mean(place(compared[name]), kept) for name in ("matched", "unmatched")}
-        terms = axes.weight * place(compared["matched"] + compared["unmatched"])
+        terms = axes.weight * place(compared["aligned"])
         loss = LossTerms(terms, kept, "token", count="groups")
     elif axes.support == "none":
         terms, loss = grid, LossTerms(grid, mask, "token")
@@ -352,7 +357,7 @@ def distillation_objective(out: ModelOutputs, batch: Batch, axes: Axes) -> LossT
         _check_finite(values, mask, axes)
         if axes.estimator == "score":
             values, metrics = _score(out, batch, place(compared["gap"]), axes)
-        metrics |= _agreement(compared)
+        metrics |= _agreement(compared) | (_divergence(compared) if axes.estimator == "exact" else {})
         terms = axes.weight * values * _importance(out, batch, axes)
         loss = _reduced(terms, batch, axes)
     metrics |= _by_source(terms.detach(), batch, loss.mask)
@@ -378,20 +383,20 @@ def _agreement(compared: dict[str, Tensor]) -> dict[str, Metric]:
     """Log q - log p of the tokens: its mean estimates KL(student || teacher) where the student sampled them."""
     gap = compared["gap"]
     return {
-        "distill/divergence": mean(compared["divergence"]),
-        "distill/divergence_max": maximum(compared["divergence"]),
         "distill/k1": mean(gap),
         "distill/k3": mean((-gap).clamp_max(MAX_LOG_RATIO).exp() - 1 + gap),
         "distill/k1_max": maximum(gap),
         "distill/agreement": mean(compared["agree"]),
-        "distill/support_mass": mean(compared["mass"]),
-        **_by_teacher(compared),
     }
 
 
-def _by_teacher(compared: dict[str, Tensor]) -> dict[str, Metric]:
-    """Of several teachers: the divergence from each, and the share of tokens that it was asked about."""
-    metrics = {}
+def _divergence(compared: dict[str, Tensor]) -> dict[str, Metric]:
+    """How far the two are apart; of several teachers also from each, and the share of tokens that it was asked about."""
+    metrics = {
+        "distill/divergence": mean(compared["divergence"]),
+        "distill/divergence_max": maximum(compared["divergence"]),
+        "distill/support_mass": mean(compared["mass"]),
+    }
     for asked in [key for key in compared if key.startswith("asked/")]:
         name = asked.removeprefix("asked/")
         metrics[f"teacher_jsd/{name}"] = mean(compared[f"divergence/{name}"], compared[asked])
@@ -409,7 +414,7 @@ def _score(out: ModelOutputs, batch: Batch, gap: Tensor, axes: Axes) -> tuple[Te
     advantages = (teacher - (out.logp.detach() if sampled is None else sampled)) * mask
     weights = prefix_weights(advantages, mask, batch.sequence, gamma=axes.prefix[0], epsilon=axes.prefix[1])
     metrics = {
-        "iw_opd/mean_advantage": mean(advantages, mask),
+        "iw_opd/mean_advantage": mean(weights * advantages, mask),
         "iw_opd/mean_abs_advantage": mean(advantages.abs(), mask),
         "iw_opd/mean_weight": mean(weights, mask),
         "iw_opd/min_weight": minimum(weights[mask]),
