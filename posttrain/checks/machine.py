@@ -7,6 +7,7 @@ import functools
 import importlib.metadata
 import logging
 import math
+import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -503,6 +504,15 @@ def check_dense_masks(implementation: str, *, packed: bool, row_tokens: int) -> 
     )
 
 
+def keeps_on_host(args: PostTrainingConfig) -> bool:
+    """Whether DeepSpeed or FSDP keeps weights or optimizer states in the memory of the host."""
+    plugin = args.deepspeed_plugin
+    zero = {} if plugin is None else plugin.deepspeed_config.get("zero_optimization", {})
+    devices = [(zero.get(f"offload_{part}") or {}).get("device") or "none" for part in ("optimizer", "param")]
+    fsdp = (args.fsdp_config or {}).get("cpu_offload") or os.environ.get("FSDP_OFFLOAD_PARAMS", "").lower() == "true"
+    return bool(fsdp) or set(devices) != {"none"}
+
+
 def memory_limit(args: PostTrainingConfig) -> int | None:
     """Bytes that ``memory_limit_gib`` allows; None: what the device has."""
     return None if args.memory_limit_gib is None else int(args.memory_limit_gib * 2**30)
@@ -520,7 +530,8 @@ def weights_fit(context: Context) -> Iterable[Finding | None]:
     except (AttributeError, TypeError):
         return
     has = available_memory(context.args.device, limit)
-    if context.peft_config is None and 16 * count >= SHARE_UNTRACED * has.total:
+    whole = context.peft_config is None and not keeps_on_host(context.args)
+    if whole and 16 * count >= SHARE_UNTRACED * has.total:
         yield compare_weights(context, has)
 
 
@@ -529,7 +540,9 @@ def memory_fits(context: Context) -> Iterable[Finding | None]:
     """An estimate against what is free; traced (seconds) only where a rough bound leaves a doubt."""
     method = context.parts.get("method")
     limit, bound = memory_limit(context.args), _bound(context.model)
-    if method is None or context.model_config is None or (limit is None and bound < ROOM_ANYWHERE):
+    if method is None or context.model_config is None or keeps_on_host(context.args):
+        return
+    if limit is None and bound < ROOM_ANYWHERE:
         return
     from posttrain.checks.memory import compare_estimate
     from posttrain.models.memory import available_memory

@@ -1,12 +1,16 @@
 """Dry steps leave nothing behind, a batch size is found that fits, and profiles are told at their steps."""
 
+import copy
+import dataclasses
 import random
+from types import SimpleNamespace
 
 import numpy
 import peft
 import pytest
 import torch
 
+from posttrain.checks import machine
 from posttrain.checks import memory as checks
 from posttrain.data.samplers import longest_examples
 from posttrain.errors import ConfigError
@@ -302,6 +306,18 @@ def test_states_are_counted_of_what_is_trained_alone(tiny_tokenizer, tmp_path, m
         model.model.layers[0].requires_grad_(False)
     trained = sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad)
     assert counted(sft(tmp_path, tiny_tokenizer, model=model), monkeypatch)["optimizer states"] == 2 * trained
+
+
+@pytest.mark.parametrize("part", ["optimizer", "param"])
+def test_what_is_kept_on_the_host_is_no_reason_to_refuse_a_run(tiny_tokenizer, tmp_path, part):
+    trainer = sft(tmp_path, tiny_tokenizer)
+    context = dataclasses.replace(trainer.checks.context, args=copy.copy(trainer.args))
+    vars(context.args)["memory_limit_gib"] = 1e-6
+    look = lambda: [f for probe in (machine.weights_fit, machine.memory_fits) for f in probe(context)]  # noqa: E731
+    assert [found.code for found in look()] == ["PT-M001", "PT-M001"]
+    kept = {"zero_optimization": {"stage": 2, f"offload_{part}": {"device": "cpu"}}}
+    vars(context.args)["deepspeed_plugin"] = SimpleNamespace(zero_stage=2, deepspeed_config=kept)
+    assert look() == []
 
 
 # Profiles -------------------------------------------------------------------------------------------------------------
