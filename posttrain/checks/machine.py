@@ -18,6 +18,7 @@ from packaging.requirements import Requirement
 from packaging.version import InvalidVersion, Version
 
 from posttrain.checks.registry import Context, finding, probe
+from posttrain.integrations import is_available
 from posttrain.integrations.machine import port_is_free
 from posttrain.models.architecture import config_of, inner_size, text_of
 from posttrain.types import Finding
@@ -183,6 +184,7 @@ FEATURES = {
     "core": "posttrain",
     "liger": "use_liger_kernel=True",
     "bitsandbytes": "an 8-bit or 4-bit model or optimiser",
+    "torchao": "an optimiser of torch with 8 or 4 bits",
     "deepspeed": "deepspeed",
     "vllm": "use_vllm=True",
     "vllm-serve": "posttrain vllm-serve",
@@ -197,6 +199,7 @@ FEATURES = {
 NEEDS = (
     Need("liger-kernel>=0.8.0", "liger", "0.8.0", reason="the chunked losses changed their arguments with it"),
     Need("bitsandbytes", "bitsandbytes"),
+    Need("torchao", "torchao"),
     Need("deepspeed>=0.14.4", "deepspeed"),
     Need("vllm>=0.27.0", "vllm", "0.32.0", reason="an engine in the trainer's own process"),
     Need("vllm>=0.27.0", "vllm-serve", "0.32.0", reason="versions of weights, by which a trainer knows what it samples from"),
@@ -276,18 +279,23 @@ def features_in_use(args: PostTrainingConfig, *, parts: Mapping[str, Any] | None
         args: A trainer's config.
         parts: What else the trainer was given, by argument name.
     """
+    from posttrain.models.quantised import bits_asked
+
     init = args.model_init_kwargs or {}
     # Servers are asked over HTTP: vLLM is installed there.
     vllm = args.use_vllm and args.vllm_mode != "server"
     small = any(part in args.optim for part in ("8bit", "4bit", "bnb", "paged_"))
+    torchs = small and args.optim.startswith("adamw_torch_")
     return {
         "core": True,
         "liger": args.use_liger_kernel,
-        "bitsandbytes": small or "quantization_config" in init,
+        "bitsandbytes": (small and not torchs) or bits_asked(init.get("quantization_config")) is not None,
+        "torchao": torchs,
         "deepspeed": bool(args.deepspeed),
         "vllm": vllm,
         "environments": bool((parts or {}).get("environment_factory")),
-        "flash-attention-2": init.get("attn_implementation") == "flash_attention_2",
+        # transformers takes its kernels from the hub where flash-attn is not installed.
+        "flash-attention-2": init.get("attn_implementation") == "flash_attention_2" and not is_available("kernels"),
         **{name: name in (args.report_to or ()) for name in ("wandb", "trackio", "tensorboard")},
     }
 
