@@ -14,6 +14,7 @@ from posttrain.checks import machine
 from posttrain.checks import memory as checks
 from posttrain.data.samplers import longest_examples
 from posttrain.errors import ConfigError
+from posttrain.loop import checkpoint
 from posttrain.loop import dry_step as memory_health
 from posttrain.loop.dry_step import DryStep
 from posttrain.models.memory import Available
@@ -318,6 +319,19 @@ def test_what_is_kept_on_the_host_is_no_reason_to_refuse_a_run(tiny_tokenizer, t
     kept = {"zero_optimization": {"stage": 2, f"offload_{part}": {"device": "cpu"}}}
     vars(context.args)["deepspeed_plugin"] = SimpleNamespace(zero_stage=2, deepspeed_config=kept)
     assert look() == []
+
+
+def test_a_second_call_of_train_does_not_ask_for_the_memory_that_its_states_fill(tiny_tokenizer, tmp_path, monkeypatch):
+    trainer = sft(tmp_path, tiny_tokenizer)
+    monkeypatch.setattr(checkpoint, "gpu_memory", lambda device: (0, 2**30))
+    trainer.checkpoints.args = SimpleNamespace(
+        device=torch.device("cuda"), output_dir=str(tmp_path), save_strategy="no", optim="adamw_torch", deepspeed_plugin=None,
+        fsdp_config=None,
+    )  # fmt: skip
+    for _ in range(2):
+        trainer.checkpoints.take_folder(trainer.model, trainer.checks, resumed=False)
+    trainer.checkpoints.lock.release()
+    assert trainer.preflight.results["PT-L003"].runs == 1 and trainer.preflight.told[-1].code == "PT-L003"
 
 
 # Profiles -------------------------------------------------------------------------------------------------------------
