@@ -13,7 +13,7 @@ import time
 import pytest
 
 from posttrain.cli.main import COMMANDS, main
-from posttrain.cli.train import CONFIGS, _accelerate_shortcut, _launch_flags
+from posttrain.cli.train import CONFIGS, _accelerate_shortcut, _launch_flags, parse
 from posttrain.errors import ConfigError
 
 
@@ -76,6 +76,15 @@ def test_accelerate_shortcut_names_a_packaged_file():
     assert flags[:2] == ["--config_file", str(CONFIGS / "fsdp2.yaml")]
     with pytest.raises(ConfigError, match="did you mean 'zero3'"):
         _accelerate_shortcut(["--accelerate_config=zer3"])
+
+
+def test_a_config_file_may_name_the_launchers_config_and_the_command_line_wins(tmp_path):
+    file = tmp_path / "sft.yaml"
+    file.write_text("output_dir: out\naccelerate_config: zero2\nnum_processes: 3\n")
+    _, launch = parse("sft", ["--config", str(file)])
+    assert launch[:2] == ["--config_file", str(CONFIGS / "zero2.yaml")] and launch[-2:] == ["--num_processes", "3"]
+    _, launch = parse("sft", ["--accelerate_config", "fsdp2", "--config", str(file), "--seed", "1"])
+    assert launch[:2] == ["--config_file", str(CONFIGS / "fsdp2.yaml")] and "zero2" not in " ".join(launch)
 
 
 def test_every_packaged_accelerate_config_is_one():
