@@ -210,9 +210,8 @@ class Checkup:
         if data is None:
             return "made by the environment while it trains"
         self.known["train_dataset"] = data
-        samples = self.subject.method.traits.samples
         with no_progress_bars(), self.preflight.record_check("data", row_codes(data)):
-            self.known["usable"], findings = usable_rows(data, self.subject.config, prompts_only=samples, main=False)
+            self.known["usable"], findings = usable_rows(data, self.subject.config, self.subject.method, main=False)
         self._report(findings)
         count = f"{len(data):,} rows" if isinstance(data, Sized) else "a stream"
         return f"{count}, split {split!r}, columns {', '.join(data.column_names or [])}"
