@@ -1,5 +1,6 @@
 """The command itself: exit codes, help without heavy imports, and training from a config end to end."""
 
+import dataclasses
 import json
 import os
 import pty
@@ -11,8 +12,11 @@ import sys
 import time
 
 import pytest
+import yaml
 
+from posttrain.cli.commands import TRAINING
 from posttrain.cli.main import COMMANDS, main
+from posttrain.cli.options import starter
 from posttrain.cli.train import CONFIGS, _accelerate_shortcut, _launch_flags, parse
 from posttrain.errors import ConfigError
 
@@ -68,6 +72,19 @@ def test_an_unknown_flag_is_no_launcher_option_either():
     with pytest.raises(ConfigError, match=r"'--learning_rat' \(did you mean 'learning_rate'"):
         _launch_flags(["--learning_rat", "1"], "sft")
     assert _launch_flags(["--num_processes", "2"], "sft") == ["--num_processes", "2"]
+
+
+@pytest.mark.parametrize("name", sorted(TRAINING))
+def test_an_option_of_a_begun_config_that_is_uncommented_keeps_its_default(name):
+    """YAML reads the backslashes of a single-quoted text as they are: the line breaks of templates became letters."""
+    lines = [line[2:] for line in starter(name).splitlines() if re.match(r"# [a-z_0-9]+: ", line)]
+    fields = {item.name: item for item in dataclasses.fields(TRAINING[name].config)}
+    for option, line in ((line.partition(":")[0], line) for line in lines):
+        if option in fields:
+            value = yaml.safe_load(line)[option]
+            default, make = fields[option].default, fields[option].default_factory
+            default = make() if make is not dataclasses.MISSING else default
+            assert value == default or float(value) == default, option
 
 
 def test_accelerate_shortcut_names_a_packaged_file():
