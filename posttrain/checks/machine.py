@@ -7,6 +7,7 @@ import functools
 import importlib.metadata
 import logging
 import math
+import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from packaging.requirements import Requirement
 from packaging.version import InvalidVersion, Version
 
 from posttrain.checks.registry import Context, finding, probe
+from posttrain.integrations import is_available
 from posttrain.integrations.machine import port_is_free
 from posttrain.models.architecture import config_of, inner_size, text_of
 from posttrain.types import Finding
@@ -182,6 +184,7 @@ FEATURES = {
     "core": "posttrain",
     "liger": "use_liger_kernel=True",
     "bitsandbytes": "an 8-bit or 4-bit model or optimiser",
+    "torchao": "an optimiser of torch with 8 or 4 bits",
     "deepspeed": "deepspeed",
     "vllm": "use_vllm=True",
     "vllm-serve": "posttrain vllm-serve",
@@ -196,6 +199,7 @@ FEATURES = {
 NEEDS = (
     Need("liger-kernel>=0.8.0", "liger", "0.8.0", reason="the chunked losses changed their arguments with it"),
     Need("bitsandbytes", "bitsandbytes"),
+    Need("torchao", "torchao"),
     Need("deepspeed>=0.14.4", "deepspeed"),
     Need("vllm>=0.27.0", "vllm", "0.32.0", reason="an engine in the trainer's own process"),
     Need("vllm>=0.27.0", "vllm-serve", "0.32.0", reason="versions of weights, by which a trainer knows what it samples from"),
@@ -275,18 +279,23 @@ def features_in_use(args: PostTrainingConfig, *, parts: Mapping[str, Any] | None
         args: A trainer's config.
         parts: What else the trainer was given, by argument name.
     """
+    from posttrain.models.quantised import bits_asked
+
     init = args.model_init_kwargs or {}
     # Servers are asked over HTTP: vLLM is installed there.
     vllm = args.use_vllm and args.vllm_mode != "server"
     small = any(part in args.optim for part in ("8bit", "4bit", "bnb", "paged_"))
+    torchs = small and args.optim.startswith("adamw_torch_")
     return {
         "core": True,
         "liger": args.use_liger_kernel,
-        "bitsandbytes": small or "quantization_config" in init,
+        "bitsandbytes": (small and not torchs) or bits_asked(init.get("quantization_config")) is not None,
+        "torchao": torchs,
         "deepspeed": bool(args.deepspeed),
         "vllm": vllm,
         "environments": bool((parts or {}).get("environment_factory")),
-        "flash-attention-2": init.get("attn_implementation") == "flash_attention_2",
+        # transformers takes its kernels from the hub where flash-attn is not installed.
+        "flash-attention-2": init.get("attn_implementation") == "flash_attention_2" and not is_available("kernels"),
         **{name: name in (args.report_to or ()) for name in ("wandb", "trackio", "tensorboard")},
     }
 
@@ -503,6 +512,15 @@ def check_dense_masks(implementation: str, *, packed: bool, row_tokens: int) -> 
     )
 
 
+def keeps_on_host(args: PostTrainingConfig) -> bool:
+    """Whether DeepSpeed or FSDP keeps weights or optimizer states in the memory of the host."""
+    plugin = args.deepspeed_plugin
+    zero = {} if plugin is None else plugin.deepspeed_config.get("zero_optimization", {})
+    devices = [(zero.get(f"offload_{part}") or {}).get("device") or "none" for part in ("optimizer", "param")]
+    fsdp = (args.fsdp_config or {}).get("cpu_offload") or os.environ.get("FSDP_OFFLOAD_PARAMS", "").lower() == "true"
+    return bool(fsdp) or set(devices) != {"none"}
+
+
 def memory_limit(args: PostTrainingConfig) -> int | None:
     """Bytes that ``memory_limit_gib`` allows; None: what the device has."""
     return None if args.memory_limit_gib is None else int(args.memory_limit_gib * 2**30)
@@ -520,7 +538,8 @@ def weights_fit(context: Context) -> Iterable[Finding | None]:
     except (AttributeError, TypeError):
         return
     has = available_memory(context.args.device, limit)
-    if context.peft_config is None and 16 * count >= SHARE_UNTRACED * has.total:
+    whole = context.peft_config is None and not keeps_on_host(context.args)
+    if whole and 16 * count >= SHARE_UNTRACED * has.total:
         yield compare_weights(context, has)
 
 
@@ -529,7 +548,9 @@ def memory_fits(context: Context) -> Iterable[Finding | None]:
     """An estimate against what is free; traced (seconds) only where a rough bound leaves a doubt."""
     method = context.parts.get("method")
     limit, bound = memory_limit(context.args), _bound(context.model)
-    if method is None or context.model_config is None or (limit is None and bound < ROOM_ANYWHERE):
+    if method is None or context.model_config is None or keeps_on_host(context.args):
+        return
+    if limit is None and bound < ROOM_ANYWHERE:
         return
     from posttrain.checks.memory import compare_estimate
     from posttrain.models.memory import available_memory

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
@@ -13,11 +14,13 @@ import torch
 
 from posttrain.checks.registry import Context, finding
 from posttrain.errors import ModelError
+from posttrain.models.architecture import config_of
 from posttrain.types import Batch, Finding, Row
 from posttrain.values import gib
 
 if TYPE_CHECKING:
     from peft import PeftConfig
+    from torch import nn
 
     from posttrain.data.forest import Layout
     from posttrain.methods.base import Method, Traits
@@ -310,6 +313,7 @@ def plan(
     batch_size: int | None = None,
     bits: float | None = None,
     pictures: tuple[PictureProcessor, Sequence[Picture]] | None = None,
+    model: nn.Module | None = None,
 ) -> Workload:
     """What one process of this run holds.
 
@@ -323,16 +327,20 @@ def plan(
         process: Bytes of the interpreter and its libraries.
         processes: Ranks.
         batch_size: Instead of the config's.
-        bits: Of a quantised weight with its scales, see `posttrain.models.quantised.weight_bits`.
+        bits: Of a quantised weight with its scales, see `posttrain.models.quantised.weight_bits`; None: as the configs ask for.
         pictures: Those of the longest row, and what prepares them; None: rows are text.
+        model: The policy, where it is loaded: its weights have a dtype already.
     """
     from posttrain.data.forest import collate
     from posttrain.models.memory import recomputes
     from posttrain.models.memory_estimate import Part, Workload
+    from posttrain.models.quantised import weight_bits
 
     parts, args, traits = dict(parts or {}), method.cfg, method.traits
     lengths = lengths or assumed_lengths(traits, args)
-    dtype = _dtype(args, model_config)
+    dtype = _dtype(args, model_config, model)
+    packing = _packing(args, model_config if model is None else config_of(model))
+    bits = weight_bits(packing) if bits is None else bits
     known = _kind(traits, args, images=pictures is not None)
     policy = Part("policy", model_config, dtype=dtype, peft_config=peft_config, bits=bits, **known)
     size = batch_size or int(args.per_device_train_batch_size)
@@ -390,13 +398,25 @@ def _pixels(pictures: tuple[PictureProcessor, Sequence[Picture]], rows: int) -> 
     return {name: one.to("meta") if one.is_floating_point() else one for name, one in joined.items()}
 
 
-def _dtype(args: PostTrainingConfig, config: Any) -> Any:
+def _dtype(args: PostTrainingConfig, config: Any, model: nn.Module | None = None) -> Any:
+    """Dtype of most weights of a model that is loaded, else the one it will be loaded in."""
     from posttrain.models.memory_estimate import named_dtype
 
+    counts: Counter[torch.dtype] = Counter()
+    for parameter in () if model is None else model.parameters():
+        # One of a byte is a packed weight, and not what is computed in.
+        counts[parameter.dtype] += parameter.numel() if parameter.is_floating_point() and parameter.itemsize > 1 else 0
+    if counts.total():
+        return counts.most_common(1)[0][0]
     name = (args.model_init_kwargs or {}).get("dtype", "float32")
     if name in ("auto", None):
         name = config.dtype or torch.float32
     return named_dtype(name)
+
+
+def _packing(args: PostTrainingConfig, config: Any) -> Any:
+    """The `quantization_config` that the run asks for, or that the checkpoint was saved with; None without one."""
+    return (args.model_init_kwargs or {}).get("quantization_config") or getattr(config, "quantization_config", None)
 
 
 def _autocast(args: PostTrainingConfig, dtype: Any) -> Any:
@@ -466,22 +486,31 @@ def compare_estimate(context: Context, method: Method[Any], has: Available) -> F
         has: Memory that is free.
     """
     from posttrain.models.memory import in_use
-    from posttrain.models.memory_estimate import estimate_memory
+    from posttrain.models.memory_estimate import estimate_memory, optimizer_bytes
 
-    args, process = context.args, 0
-    if args.device.type == "cpu" and context.model is not None:
+    args, model, process = context.args, context.model, 0
+    loaded = [] if model is None else list(model.parameters())
+    weights = sum(parameter.nbytes for parameter in loaded)
+    if args.device.type == "cpu" and loaded:
         # The estimate counts the weights, which are in memory already.
-        process = max(in_use("cpu") - sum(parameter.nbytes for parameter in context.model.parameters()), 0)
+        process = max(in_use("cpu") - weights, 0)
+    # A model that was given with its adapter.
+    adapter = context.peft_config or getattr(model, "active_peft_config", None)
     work = plan(
-        method, context.model_config, lengths=longest_of(context.rows, method.traits, args), peft_config=context.peft_config,
+        method, context.model_config, lengths=longest_of(context.rows, method.traits, args), peft_config=adapter,
         device=args.device.type, process=process, processes=context.processes,
-        pictures=sampled_pictures(context.parts.get("vision"), context.rows),
+        pictures=sampled_pictures(context.parts.get("vision"), context.rows), model=model,
     )  # fmt: skip
     try:
         estimate = estimate_memory(work)
     except ModelError as error:
         logger.warning("%s", error)
         return None
+    if loaded and work.shards.weights == 1:
+        # Whatever packed or froze them: they are there.
+        trained = [(p.numel(), p.nbytes) for p in loaded if p.requires_grad]
+        states = optimizer_bytes(args.optim, trained) // work.shards.optimizer
+        estimate = replace(estimate, standing={**estimate.standing, "weights": weights, "optimizer states": states})
     fixes = [f"see what each setting saves with posttrain estimate (the estimate is {gib(estimate.peak)})"]
     if work.policy.peft_config is None:
         fixes.append("train an adapter (peft_config)")

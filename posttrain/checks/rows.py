@@ -10,7 +10,7 @@ import itertools
 import json
 import re
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -479,17 +479,18 @@ SAID = ("content", "value", "tool_calls", "reasoning_content", "thinking")  # Wh
 SPEAKERS = frozenset({"system", "user", "assistant", "tool", "developer", *ROLES})
 
 
-def columns_of(columns: Sequence[str], *, prompts_only: bool) -> list[str]:
+def columns_of(columns: Sequence[str], *, prompts_only: bool, unread: Collection[str] = ()) -> list[str]:
     """The columns whose content decides whether a row can be trained; none where rows hold token ids.
 
     Args:
         columns: Of the dataset.
         prompts_only: Whether completions are sampled, so that other columns are the reward functions' business.
+        unread: Columns of other tasks.
     """
     if set(columns) & set(TOKENISED):
         return []
     wanted = ("prompt",) if prompts_only else (*CONVERSATIONS, "prompt", *ANSWERS, "text", "label")
-    return [name for name in wanted if name in columns]
+    return [name for name in wanted if name in columns and name not in unread]
 
 
 def fault(row: Mapping[str, Any], columns: Sequence[str]) -> str:

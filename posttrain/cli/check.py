@@ -159,12 +159,11 @@ class Checkup:
     def _model(self) -> str:
         from posttrain.checks.machine import check_precision
         from posttrain.loop.token_split import check_split
-        from posttrain.models.load import get_quantization_config
         from posttrain.models.quantised import check_quantised
 
         subject, model_args = self.subject, self.subject.model_args
         adapter = model_args if model_args.use_peft else None
-        check_quantised(subject.source, subject.config, adapter, get_quantization_config(model_args))
+        check_quantised(subject.source, subject.config, adapter, None)
         config = self.known["model_config"] = subject.model_config
         check_split(subject.config, config, supported=subject.method.traits.splits_tokens, name=subject.kind.__name__)
         count = _parameters(config)
@@ -211,9 +210,8 @@ class Checkup:
         if data is None:
             return "made by the environment while it trains"
         self.known["train_dataset"] = data
-        samples = self.subject.method.traits.samples
         with no_progress_bars(), self.preflight.record_check("data", row_codes(data)):
-            self.known["usable"], findings = usable_rows(data, self.subject.config, prompts_only=samples, main=False)
+            self.known["usable"], findings = usable_rows(data, self.subject.config, self.subject.method, main=False)
         self._report(findings)
         count = f"{len(data):,} rows" if isinstance(data, Sized) else "a stream"
         return f"{count}, split {split!r}, columns {', '.join(data.column_names or [])}"
@@ -251,6 +249,7 @@ class Checkup:
 
     def _context(self, **more: Any) -> Any:
         from posttrain.checks.registry import Context
+        from posttrain.models.load import get_peft_config
 
         subject, model_args = self.subject, self.subject.model_args
         fields = {name: value for name, value in self.known.items() if name in Context.__dataclass_fields__}
@@ -259,7 +258,7 @@ class Checkup:
         return Context(
             trainer=subject.kind.__name__.removesuffix("Trainer").lower(),
             args=subject.config,
-            peft_config=model_args if model_args.use_peft else None,
+            peft_config=get_peft_config(model_args) if model_args.use_peft else None,
             parts=parts,
             **fields,
             **more,

@@ -61,20 +61,18 @@ def estimate(subject: Subject, *, given: tuple[int | None, int | None] = (None, 
 
     from posttrain.checks.machine import memory_limit
     from posttrain.checks.memory import PLANNED_SHARE, batch_sizes, plan
-    from posttrain.models.load import get_peft_config, get_quantization_config
+    from posttrain.models.load import get_peft_config
     from posttrain.models.memory import available_memory, in_use
     from posttrain.models.memory_estimate import estimate_memory
-    from posttrain.models.quantised import weight_bits
 
     args, model_args, config = subject.config, subject.model_args, subject.model_config
-    args.model_init_kwargs = model_args.model_init_kwargs(args.trust_remote_code) | dict(args.model_init_kwargs or {})
     notes: list[str] = []
     lengths, pictures = _lengths(subject, given, notes)
     device = "cuda" if torch.cuda.is_available() and not args.use_cpu else "cpu"
     settings = {
         "lengths": lengths, "peft_config": get_peft_config(model_args), "parts": _parts(subject, notes),
         "device": device, "process": in_use("cpu") if device == "cpu" else 0, "processes": max(int(args.world_size), 1),
-        "bits": weight_bits(get_quantization_config(model_args)), "pictures": pictures,
+        "pictures": pictures,
     }  # fmt: skip
     work = plan(subject.method, config, **settings)
     memory = estimate_memory(work)
@@ -130,7 +128,7 @@ def _lengths(subject: Subject, given: tuple[int | None, int | None], notes: list
     prompt, completion = given
     known = assumed_lengths(subject.method.traits, subject.config)
     if prompt is not None or completion is not None:
-        return Lengths(prompt or 0, completion or known.completion, "given"), None
+        return Lengths(known.prompt if prompt is None else prompt, completion or known.completion, "given"), None
     try:
         rows, vision = _longest_rows(subject)
     except (PosttrainError, OSError, ValueError, KeyError) as error:

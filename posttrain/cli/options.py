@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import ast
+import contextlib
+import json
 import shutil
 import sys
 import textwrap
@@ -84,6 +86,8 @@ def _declared(node: ast.ClassDef) -> dict[str, Option]:
             ]
             text = next((t.value for t in texts if isinstance(t, ast.Constant) and isinstance(t.value, str)), "")
             defaults = [k.value for k in value.keywords if k.arg == "default"]
+            made = [k.value for k in value.keywords if k.arg == "default_factory"]
+            defaults += [value.body for value in made if isinstance(value, ast.Lambda)]
             value = value.args[0] if value.args else defaults[0] if defaults else ast.Constant(None)
         options[line.target.id] = Option(WRITTEN.get(ast.unparse(value), ast.unparse(value)), text)
     return options
@@ -239,12 +243,18 @@ def starter(command: str) -> str:
         lines.append(f"# --- {heading}; each stands with its default")
         for name, option in options.items():
             if name not in known and option.text and option.default:
-                value = {"None": "null", "True": "true", "False": "false"}.get(option.default, option.default)
                 lines += [
                     *textwrap.wrap(option.text, 110, initial_indent="# ", subsequent_indent="# "),
-                    f"# {name}: {value}",
+                    f"# {name}: {_in_yaml(option.default)}",
                 ]
     return "\n".join(lines) + "\n"
+
+
+def _in_yaml(default: str) -> str:
+    """A default as YAML reads it, line breaks of a text included; what is no literal as it is written."""
+    with contextlib.suppress(ValueError, SyntaxError):
+        return json.dumps(ast.literal_eval(default), ensure_ascii=False)
+    return default
 
 
 def init(argv: list[str]) -> int:

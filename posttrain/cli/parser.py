@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import sys
 import typing
 from argparse import SUPPRESS, ArgumentParser, Namespace
@@ -18,6 +19,9 @@ from posttrain.errors import ConfigError, did_you_mean
 
 if TYPE_CHECKING:
     from posttrain.methods.config import PostTrainingConfig
+
+
+NEGATIVE = re.compile(r"-(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?$")
 
 
 class PosttrainArgumentParser(HfArgumentParser):
@@ -44,6 +48,8 @@ class PosttrainArgumentParser(HfArgumentParser):
             if any(item.name == "config" for item in dataclasses.fields(kind)):
                 raise ConfigError(f"{kind.__name__} has a field called 'config'. That name is reserved for --config.")
         super().__init__(types, **({"allow_abbrev": False} | options))
+        # A value such as -1e-05 is no option.
+        self._negative_number_matcher = NEGATIVE
         # All options would fill screens.
         self.usage = options.get("usage", f"{self.prog} [--config FILE.yaml] [--option value ...]")
         hints = dict(item for kind in types for item in typing.get_type_hints(kind).items())
@@ -81,7 +87,7 @@ class PosttrainArgumentParser(HfArgumentParser):
         tokens, path = split_config(sys.argv[1:] if args is None else args)
         config = load_config(path) if path is not None else {}
         _apply_env(config.pop("env", None))
-        known = {key: value for key, value in config.items() if key in self.fields}
+        known = {key: self._meant(key, value, path) for key, value in config.items() if key in self.fields}
         others = {key: value for key, value in config.items() if key not in self.fields}
         if others and not return_remaining_strings and fail_with_unknown_args:
             raise ConfigError(f"{path}: unknown key{'s' if len(others) > 1 else ''} {self._suggest(others)}.")
@@ -112,6 +118,13 @@ class PosttrainArgumentParser(HfArgumentParser):
             action.required = action.required and action.dest not in values
         others = [(key, value) for key, value in values.items() if key not in self.fields]
         return [token for key, value in others for token in to_tokens(key, value)]
+
+    def _meant(self, key: str, value: Any, path: str | None) -> Any:
+        """A value of the file; YAML reads no and off as false, which stand for the word where that is a choice."""
+        if isinstance(value, list) and None in value:
+            raise ConfigError(f"{path}: {key}={value!r} has an empty item. Fix: leave it out.")
+        choices = next((action.choices for action in self._actions if action.dest == key), None) or ()
+        return "no" if value is False and "no" in choices else value
 
     def _suggest(self, names: Any) -> str:
         shown = []

@@ -64,6 +64,15 @@ class Subject:
         self.name = name
         self.parsed, _ = train.parse(name, tokens)
         self.script_args, self.config, self.model_args, self.mixture = self.parsed
+        init = self.model_args.model_init_kwargs(self.config.trust_remote_code)
+        if self.model_args.load_in_4bit or self.model_args.load_in_8bit:
+            # Not as an object, which only bitsandbytes itself can make.
+            init["quantization_config"] = {
+                "load_in_4bit": self.model_args.load_in_4bit,
+                "load_in_8bit": self.model_args.load_in_8bit,
+                "bnb_4bit_use_double_quant": self.model_args.use_bnb_nested_quant,
+            }
+        self.config.model_init_kwargs = init | dict(self.config.model_init_kwargs or {})
         self.kind = TRAINING[name].trainer
 
     @cached_property

@@ -207,8 +207,8 @@ def parse(name: str, argv: Sequence[str]) -> tuple[list[Any], list[str]]:
     Raises:
         ConfigError: Unknown options.
     """
-    argv, launch = _accelerate_shortcut(list(argv))
-    *parsed, rest = parser_for(name).parse_args_and_config(argv, return_remaining_strings=True)
+    *parsed, rest = parser_for(name).parse_args_and_config(list(argv), return_remaining_strings=True)
+    rest, launch = _accelerate_shortcut(rest)  # The file's before the command line's: the last one wins.
     return parsed, launch + _launch_flags(rest, name)
 
 

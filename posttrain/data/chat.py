@@ -240,8 +240,22 @@ def _template(tokenizer: Tokenizer, messages: list[dict[str, Any]], *, tools: An
         ) from error
 
 
-def render_prompt(tokenizer: Tokenizer, prompt: list[dict[str, Any]], tools: Any = None, **template_kwargs: Any) -> str:
+def render_prompt(
+    tokenizer: Tokenizer,
+    prompt: list[dict[str, Any]],
+    tools: Any = None,
+    *,
+    answered: bool = False,
+    **template_kwargs: Any,
+) -> str:
     """A prompt as the model must see it before it speaks: with the generation prompt, or going on with its own words.
+
+    Args:
+        tokenizer: With a chat template.
+        prompt: Messages.
+        tools: Schemas or functions.
+        answered: Whether the answer is there already, whoever spoke last.
+        template_kwargs: For the template.
 
     Raises:
         DataError: The prompt is empty, or ends with a turn that nobody answers.
@@ -249,7 +263,7 @@ def render_prompt(tokenizer: Tokenizer, prompt: list[dict[str, Any]], tools: Any
     if not prompt:
         raise DataError("the row has an empty prompt; it needs at least one message.")
     last = prompt[-1].get("role")
-    if last not in ("user", "tool", "assistant"):
+    if not answered and last not in ("user", "tool", "assistant"):
         raise DataError(
             f"the prompt ends with a message of role {last!r}; it must end with 'user' or 'tool' (to be answered) or "
             "'assistant' (to be continued)."
@@ -549,9 +563,9 @@ def template_arguments(row: dict[str, Any]) -> dict[str, Any]:
     return {"tools": parse_tools(row.get("tools")), **kwargs}
 
 
-def prompt_text(tokenizer: Tokenizer, row: dict[str, Any], kwargs: dict[str, Any]) -> str:
+def prompt_text(tokenizer: Tokenizer, row: dict[str, Any], kwargs: dict[str, Any], *, answered: bool = False) -> str:
     """A conversational row's prompt as the model must see it before it answers; the row's arguments win over ``kwargs``."""
-    return render_prompt(tokenizer, row["prompt"], **(kwargs | template_arguments(row)))
+    return render_prompt(tokenizer, row["prompt"], answered=answered, **(kwargs | template_arguments(row)))
 
 
 def tokenize_prompts(

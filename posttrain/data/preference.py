@@ -114,7 +114,7 @@ def _texts(row: dict[str, Any], tokenizer: Tokenizer, branches: Sequence[str]) -
         _check_messages(branch, answer)
     kwargs = template_arguments(row)
     wholes = [render(tokenizer, prompt + answer, **kwargs) for answer in answers]
-    return False, [prompt_text(tokenizer, row, {}), *wholes]
+    return False, [prompt_text(tokenizer, row, {}, answered=True), *wholes]
 
 
 def _parted(row: dict[str, Any], branches: Sequence[str]) -> dict[str, Any]:

@@ -211,7 +211,8 @@ def _prompt_completion(row: dict[str, Any], tokenizer: Tokenizer, options: Super
     if not chat:
         return _Plan(text=prompt + completion, head=prompt, plain=True)
     plan = _conversation(row, prompt + completion, tokenizer, options)
-    plan.head = prompt_text(tokenizer, row, {"chat_template": options.chat_template} if options.chat_template else {})
+    template = {"chat_template": options.chat_template} if options.chat_template else {}
+    plan.head = prompt_text(tokenizer, row, template, answered=True)
     return plan
 
 

@@ -41,10 +41,11 @@ def port_is_free(port: int, host: str = "127.0.0.1") -> bool:
 
 
 def gpu_memory(device: torch.device | str) -> tuple[int, int]:
-    """Free and total bytes of a CUDA device, with what other processes hold taken off."""
+    """Free and total bytes of a CUDA device; what this process has reserved and does not use is free to it."""
     import torch
 
-    return torch.cuda.mem_get_info(device)
+    free, total = torch.cuda.mem_get_info(device)
+    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device), total
 
 
 def gpu_processes() -> dict[int, list[tuple[int, str, int]]]:

@@ -25,7 +25,7 @@ from datasets import Dataset, IterableDataset
 from torch import nn
 from transformers.trainer_callback import ExportableState
 
-from posttrain.checks.machine import check_disk_space, check_gpu_memory, check_strangers
+from posttrain.checks.machine import check_disk_space, check_gpu_memory, check_strangers, keeps_on_host
 from posttrain.errors import CheckpointError
 from posttrain.integrations.machine import free_disk, gpu_memory, gpu_processes
 from posttrain.loop.checks import Checks
@@ -453,6 +453,7 @@ class Checkpointer:
         # A checkpoint whose callbacks may still add to it.
         self._unmarked: Path | None = None
         self.place = Place(None, accelerator)
+        self._begun = False
 
     @property
     def run(self) -> str:
@@ -486,7 +487,10 @@ class Checkpointer:
         """
         args, lock = self.args, self.lock
         saves = args.save_strategy != "no"
-        fills_gpu = args.device.type == "cuda" and not parallel.shards_parameters(self.accelerator)
+        # A second call of train() finds the states of the first one in memory.
+        first, self._begun = not self._begun, True
+        fills_gpu = first and args.device.type == "cuda" and not parallel.shards_parameters(self.accelerator)
+        fills_gpu = fills_gpu and not keeps_on_host(args)
         asked = {"PT-L001": True, "PT-L002": saves, "PT-L003": fills_gpu}
         lock.acquire()
         try:

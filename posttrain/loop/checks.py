@@ -129,8 +129,7 @@ class Checks(transformers.TrainerCallback):
         state = PartialState()
         with parallel.failing_together(state), self.preflight.record_check("data", row_codes(train_dataset)):
             about = {"main": state.is_main_process, "filled": self.fills_prompts}
-            prompts_only = self.context.parts["method"].traits.samples
-            train_dataset, findings = usable_rows(train_dataset, self.args, prompts_only=prompts_only, **about)
+            train_dataset, findings = usable_rows(train_dataset, self.args, self.context.parts["method"], **about)
             self.report(findings)
             if self.args.strict_data and any(finding.severity != "info" for finding in findings):
                 refuse_data([describe(finding) for finding in findings])

@@ -61,6 +61,7 @@ from posttrain.types import Batch, Finding, Row
 if TYPE_CHECKING:
     from transformers import TrainerControl, TrainerState, TrainingArguments
 
+    from posttrain.methods.base import Method
     from posttrain.methods.config import PostTrainingConfig
     from posttrain.types import AnyDataset, Tokenizer
 
@@ -380,6 +381,7 @@ ROWS_READ_WHOLE, READ_OF_STREAM = (
 ARROW_BATCH = 20_000
 PAIRS_COMPARED = 100_000  # Pairs that are compared with each other.
 EXCERPT = 200
+JUDGED = frozenset(("label", "reference"))  # In sets of other tasks they may hold anything.
 
 
 def row_codes(dataset: AnyDataset) -> tuple[str, ...]:
@@ -389,14 +391,14 @@ def row_codes(dataset: AnyDataset) -> tuple[str, ...]:
 
 
 def usable_rows(
-    dataset: AnyDataset, args: PostTrainingConfig, *, prompts_only: bool, main: bool, filled: bool = False
+    dataset: AnyDataset, args: PostTrainingConfig, method: Method[Any], *, main: bool, filled: bool = False
 ) -> tuple[Any, list[Finding]]:
     """The rows that can be trained, and what is wrong with the others.
 
     Args:
         dataset: As it was given.
         args: ``bad_rows``, ``bad_rows_max``, ``preflight``, ``output_dir``.
-        prompts_only: See `posttrain.checks.rows.columns_of`.
+        method: Whose rows they are.
         main: Whether this process writes files.
         filled: Whether an environment fills empty prompts.
 
@@ -406,7 +408,8 @@ def usable_rows(
     drop = args.bad_rows == "drop"
     if args.preflight == "off" and not drop:
         return dataset, []
-    columns = columns_of(get_dataset_column_names(dataset), prompts_only=prompts_only)
+    samples, unread = method.traits.samples, JUDGED - _read_by(method)
+    columns = columns_of(get_dataset_column_names(dataset), prompts_only=samples, unread=unread)
     if not columns:
         return dataset, []
     if isinstance(dataset, datasets.IterableDataset):
@@ -429,6 +432,13 @@ def usable_rows(
     told = [*([many] if many else bad_rows(bad, len(dataset), dropped=True)), *pairs]
     kept = dataset.select([index for index in range(len(dataset)) if index not in bad]) if bad else dataset
     return kept, told
+
+
+def _read_by(method: Method[Any]) -> set[str]:
+    """Columns of answers, and what stands beside them, that a method of given answers reads."""
+    from posttrain.methods.preference import AnswerMethod
+
+    return {*method.branches, *method.keep} if isinstance(method, AnswerMethod) else set()
 
 
 def _is_good(row: Mapping[str, Any], columns: Sequence[str], filled: bool = False) -> bool:

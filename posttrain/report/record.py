@@ -128,6 +128,7 @@ def _git_commit() -> str | None:
 FILES = (
     "metrics.jsonl", "findings.jsonl", "manifest.json", "data.json", "completions.parquet", "eval_completions.parquet"
 )  # fmt: skip
+SUMMARY = "train_runtime"  # In the line that a trainer logs last.
 PREFIXES = ("", "eval_")  # Training and evaluation never share a file.
 
 
@@ -191,7 +192,9 @@ class RunRecord:
         for path in (self.metrics_path, self.folder / "findings.jsonl"):
             if path.is_file():
                 lines = path.read_text(encoding="utf-8").splitlines()
-                kept = [line for line in lines if (read_line(line) or {}).get("step", math.inf) <= step]
+                rows = [(line, read_line(line) or {}) for line in lines]
+                # A run that goes on has not ended: the line of its end is dropped too.
+                kept = [line for line, row in rows if row.get("step", math.inf) <= step and SUMMARY not in row]
                 _write_atomically(path, "".join(line + "\n" for line in kept))
         for path in self._parts(*PREFIXES):
             if step_of_part(path) > step:

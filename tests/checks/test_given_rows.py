@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import datasets
 import pytest
 
 from posttrain.checks.rows import columns_of, doubt, fault
 from posttrain.loop.data_report import bad_rows, doubtful_rows, too_many
+from tests.methods.helpers import chats, sft
 
 USER, ANSWER = {"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}
 CALL = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "add"}}]}
@@ -82,3 +84,14 @@ def test_dropping_more_than_the_limit_is_refused():
     assert too_many(20, 400, most=0.05) is None
     found = too_many(21, 400, most=0.05)
     assert found.severity == "error" and "21 of 400 rows (5.25 %)" in found.what and "bad_rows_max=0.06" in found.fix
+
+
+@pytest.mark.parametrize("column", ["label", "reference"])
+@pytest.mark.parametrize("value", [None, [], ["one", "two"]])
+def test_a_column_that_the_method_does_not_read_is_not_looked_at(tiny_tokenizer, tmp_path, column, value):
+    """A class or references beside the rows of another task are no reason to refuse them."""
+    rows = [row | {column: value} for row in chats()]
+    kind = datasets.List(datasets.Value("string")) if value is not None else datasets.Value("string")
+    data = datasets.Dataset.from_list(rows, features=datasets.Features(chats().features | {column: kind}))
+    trainer = sft(tmp_path, tiny_tokenizer, data=data)
+    assert "PT-D03" not in "".join(finding.code for finding in trainer.preflight.told)

@@ -185,3 +185,9 @@ def test_nothing_is_generated_behind_an_answer_that_is_there():
     rows[0].completions, rows[0].loss_masks = [[1] * 12], [[1] * 12]
     assert checks.check_image_fit(rows, 512, 512) is None
     assert "+ 0 to be" not in checks.check_image_fit(rows, 511, 512).what
+
+
+def test_a_run_without_a_dataset_has_no_images_to_look_at():
+    """An environment writes the prompts, and its tools show images: the check failed on that, and said so."""
+    context = Context("grpo", types.SimpleNamespace(image_fit="error"), train_dataset=None)
+    assert checks.pictures(context) == []

@@ -5,10 +5,11 @@ import socket
 import types
 
 import pytest
+import torch
 
 from posttrain.checks import machine
 from posttrain.checks.registry import Context
-from posttrain.integrations.machine import free_disk, gpu_processes
+from posttrain.integrations.machine import free_disk, gpu_memory, gpu_processes
 
 GIB = 2**30
 
@@ -64,6 +65,13 @@ def test_free_disk_looks_at_the_first_folder_that_is_there(tmp_path):
     here, below = free_disk(tmp_path), free_disk(tmp_path / "not" / "yet")
     assert abs(here - below) < 2**30 and below > 0
     assert not (tmp_path / "not").exists()
+
+
+def test_what_this_process_has_reserved_and_does_not_use_is_free_to_it(monkeypatch):
+    numbers = {"mem_get_info": (10 * GIB, 80 * GIB), "memory_reserved": 60 * GIB, "memory_allocated": 20 * GIB}
+    for name, value in numbers.items():
+        monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
+    assert gpu_memory("cuda:0") == (50 * GIB, 80 * GIB)
 
 
 def test_processes_of_a_gpu_are_listed_without_ours(monkeypatch):

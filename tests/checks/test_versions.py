@@ -107,6 +107,43 @@ def test_features_are_read_from_configs(tmp_path):
     }  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"model_init_kwargs": {"quantization_config": None}},
+        {"model_init_kwargs": {"quantization_config": {"quant_method": "mxfp4", "dequantize": True}}},
+        {"model_init_kwargs": {"quantization_config": {"quant_method": "fp8"}}},
+        {"optim": "adamw_torch_8bit"},
+        {"optim": "adamw_torch_4bit"},
+    ],
+)
+def test_bitsandbytes_is_asked_for_by_what_it_does_alone(tmp_path, settings):
+    """gpt-oss in float, FP8 checkpoints and torchao's optimisers need none of it, and were refused without it."""
+    args = types.SimpleNamespace(**PLAIN | settings)
+    assert not versions.features_in_use(args)["bitsandbytes"]
+    assert versions.features_in_use(args)["torchao"] == ("optim" in settings)
+    packed = types.SimpleNamespace(**PLAIN | {"model_init_kwargs": {"quantization_config": {"load_in_4bit": True}}})
+    assert versions.features_in_use(packed)["bitsandbytes"]
+
+
+def test_flash_attention_may_come_from_the_kernels_hub(monkeypatch):
+    """transformers takes its kernels where flash-attn is not installed."""
+    args = types.SimpleNamespace(**PLAIN | {"model_init_kwargs": {"attn_implementation": "flash_attention_2"}})
+    assert versions.features_in_use(args)["flash-attention-2"]
+    monkeypatch.setattr(versions, "is_available", lambda module: module == "kernels")
+    assert not versions.features_in_use(args)["flash-attention-2"]
+
+
+PLAIN = {
+    "use_vllm": False,
+    "deepspeed": None,
+    "optim": "adamw_torch",
+    "report_to": [],
+    "model_init_kwargs": None,
+    "use_liger_kernel": False,
+}
+
+
 def test_what_is_installed_here_fits_and_is_checked_within_fifty_milliseconds(tmp_path):
     args = GRPOConfig(str(tmp_path), report_to="none", bf16=False)
     context = core.Context("grpo", args)

@@ -176,3 +176,20 @@ def test_a_teacher_that_is_not_there_is_told_without_training(folder, capsys):
     code, found = checked(capsys, "distill", "--config", "sft.yaml", *teacher, "./nowhere")
     (stage,) = [stage for stage in found["stages"] if stage["name"] == "teacher"]
     assert code == 78 and "model './nowhere' was not found" in stage["error"]
+
+
+def test_memory_and_versions_are_judged_by_the_model_options_of_the_command(folder, capsys, tiny_model):
+    """Without them bfloat16 was counted as float32, and an adapter's plan was no plan at all."""
+    limit = str(9 * sum(parameter.numel() for parameter in tiny_model.parameters()) / 2**30)
+    asked = ["sft", "--config", "sft.yaml", "--learning_rate", "1e-2", "--memory_limit_gib", limit]
+    _, found = checked(capsys, *asked)
+    assert "PT-M001" in [finding["code"] for finding in found["findings"]]
+    for options in (["--dtype", "bfloat16"], ["--use_peft", "--lora_r", "1", "--lora_target_modules", "q_proj"]):
+        _, found = checked(capsys, *asked, *options)
+        assert "PT-M001" not in [finding["code"] for finding in found["findings"]]
+        assert {row["outcome"] for row in found["checks"] if row["code"].startswith("PT-M00")} <= {
+            "found",
+            "nothing found",
+        }
+    _, found = checked(capsys, "sft", "--config", "sft.yaml", "--attn_implementation", "flash_attention_2")
+    assert "PT-V001" in [finding["code"] for finding in found["findings"]]

@@ -3,6 +3,7 @@
 import json
 import pickle
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -186,3 +187,19 @@ def test_a_teacher_is_counted_where_it_is_in_memory(config, tiny_model_dir, caps
     two = components("distill", teacher_model_name_or_path={"a": tiny_model_dir, "b": tiny_model_dir}, **own)
     assert two["teacher a"] == two["teacher b"] == named["teacher"] and "teacher" not in two
     assert "teacher" not in components("distill", **far) and "teacher" not in components("ssd")
+
+
+def test_a_completion_alone_leaves_the_prompt_as_it_was_assumed(config, capsys):
+    _, found = said(
+        capsys, "grpo", "--config", config(num_generations=2, max_completion_length=8), "--completion_tokens", "8"
+    )
+    assert (found["lengths"]["prompt"], found["lengths"]["completion"]) == (256, 8)
+
+
+def test_a_checkpoint_that_was_saved_packed_is_counted_packed(config, tiny_model_dir, capsys):
+    file, sizes = config(use_peft=True, lora_target_modules=["q_proj"]), []
+    for packed in (None, {"quant_method": "bitsandbytes", "load_in_4bit": True}):
+        path = Path(tiny_model_dir, "config.json")
+        path.write_text(json.dumps(json.loads(path.read_text()) | ({"quantization_config": packed} if packed else {})))
+        sizes.append(said(capsys, "sft", "--config", file, "--completion_tokens", "8")[1]["components"]["weights"])
+    assert sizes[1] < 0.8 * sizes[0]

@@ -1,5 +1,6 @@
 """The command itself: exit codes, help without heavy imports, and training from a config end to end."""
 
+import dataclasses
 import json
 import os
 import pty
@@ -11,9 +12,12 @@ import sys
 import time
 
 import pytest
+import yaml
 
+from posttrain.cli.commands import TRAINING
 from posttrain.cli.main import COMMANDS, main
-from posttrain.cli.train import CONFIGS, _accelerate_shortcut, _launch_flags
+from posttrain.cli.options import starter
+from posttrain.cli.train import CONFIGS, _accelerate_shortcut, _launch_flags, parse
 from posttrain.errors import ConfigError
 
 
@@ -70,12 +74,34 @@ def test_an_unknown_flag_is_no_launcher_option_either():
     assert _launch_flags(["--num_processes", "2"], "sft") == ["--num_processes", "2"]
 
 
+@pytest.mark.parametrize("name", sorted(TRAINING))
+def test_an_option_of_a_begun_config_that_is_uncommented_keeps_its_default(name):
+    """YAML reads the backslashes of a single-quoted text as they are: the line breaks of templates became letters."""
+    lines = [line[2:] for line in starter(name).splitlines() if re.match(r"# [a-z_0-9]+: ", line)]
+    fields = {item.name: item for item in dataclasses.fields(TRAINING[name].config)}
+    for option, line in ((line.partition(":")[0], line) for line in lines):
+        if option in fields:
+            value = yaml.safe_load(line)[option]
+            default, make = fields[option].default, fields[option].default_factory
+            default = make() if make is not dataclasses.MISSING else default
+            assert value == default or float(value) == default, option
+
+
 def test_accelerate_shortcut_names_a_packaged_file():
     rest, flags = _accelerate_shortcut(["--accelerate_config", "fsdp2", "--lr", "1"])
     assert rest == ["--lr", "1"]
     assert flags[:2] == ["--config_file", str(CONFIGS / "fsdp2.yaml")]
     with pytest.raises(ConfigError, match="did you mean 'zero3'"):
         _accelerate_shortcut(["--accelerate_config=zer3"])
+
+
+def test_a_config_file_may_name_the_launchers_config_and_the_command_line_wins(tmp_path):
+    file = tmp_path / "sft.yaml"
+    file.write_text("output_dir: out\naccelerate_config: zero2\nnum_processes: 3\n")
+    _, launch = parse("sft", ["--config", str(file)])
+    assert launch[:2] == ["--config_file", str(CONFIGS / "zero2.yaml")] and launch[-2:] == ["--num_processes", "3"]
+    _, launch = parse("sft", ["--accelerate_config", "fsdp2", "--config", str(file), "--seed", "1"])
+    assert launch[:2] == ["--config_file", str(CONFIGS / "fsdp2.yaml")] and "zero2" not in " ".join(launch)
 
 
 def test_every_packaged_accelerate_config_is_one():

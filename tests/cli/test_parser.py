@@ -24,6 +24,7 @@ class Args:
     bf16: bool = True
     steps: int | None = 5
     extra: dict | str | None = None
+    weights: list[float] | None = None
 
 
 @pytest.fixture
@@ -58,6 +59,25 @@ def test_an_empty_list_is_one_and_the_command_line_beats_it(parse):
 @pytest.mark.parametrize("value", ["-?[0-9]+", "---", "-1e-05", ""])
 def test_a_value_of_the_file_that_begins_like_an_option_is_a_value(parse, value):
     assert parse(f"extra: '{value}'")[0].extra == value
+
+
+@pytest.mark.parametrize("number", ["-1e-05", "-2E+3", "-.5", "-3", "-0.25e2"])
+def test_a_negative_number_is_a_value_however_it_is_written(parse, number):
+    assert parse(f"weights: [1, {number}]")[0].weights == [1.0, float(number)]
+    assert parse("", "--weights", "1", number, "--learning_rate", number)[0].weights == [1.0, float(number)]
+
+
+def test_a_list_with_an_empty_item_is_refused(parse):
+    with raises(ConfigError, "reward_funcs"):
+        parse("reward_funcs:\n  - a\n  -\n")
+
+
+@pytest.mark.parametrize("word", ["no", "off", "false"])
+def test_yamls_no_is_the_word_where_no_is_a_choice(tmp_path, word):
+    path = tmp_path / "c.yaml"
+    path.write_text(f"output_dir: out\nsave_strategy: {word}\neval_strategy: {word}\n")
+    config = parser_for("sft").parse_args_and_config(["--config", str(path)])[1]
+    assert (config.save_strategy, config.eval_strategy) == ("no", "no")
 
 
 def test_choices_are_checked_in_the_file_too(parse, capsys):

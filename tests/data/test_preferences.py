@@ -183,3 +183,13 @@ def test_precomputed_columns_become_sequence_columns(tiny_tokenizer):
     assert row.sequence_columns == {"ref_logps": [-1.0, -2.0]}
     with raises(DataError, "row 0", "rejected_ids"):
         answer_rows([example | {"rejected_ids": []}], ("chosen", "rejected"))
+
+
+def test_a_prompt_whose_answers_stand_beside_it_may_end_with_any_role(tiny_tokenizer):
+    asked = {"role": "system", "content": "Be kind."}
+    sides = {
+        name: [{"role": "assistant", "content": text}] for name, text in (("chosen", "Hello."), ("rejected", "No."))
+    }
+    rows, _ = prepared([{"prompt": [asked], **sides}], tiny_tokenizer)
+    head = tiny_tokenizer.apply_chat_template([asked], add_generation_prompt=True, return_dict=True)["input_ids"]
+    assert rows[0]["prompt_ids"] == head

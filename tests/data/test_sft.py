@@ -172,3 +172,13 @@ def test_tool_schemas_may_be_json_text_and_an_empty_list_is_none(tiny_tokenizer)
     one, two = prepare(rows, tiny_tokenizer)[0]
     assert tiny_tokenizer.decode(one["input_ids"]).startswith("[f]<|im_start|>")
     assert tiny_tokenizer.decode(two["input_ids"]).startswith("<|im_start|>")
+
+
+@pytest.mark.parametrize("role", ["system", "developer"])
+def test_a_prompt_whose_answer_stands_beside_it_may_end_with_any_role(tiny_tokenizer, role):
+    """TRL's trainers train such rows; where the answer is still to come, nobody is asked and the prompt is refused."""
+    asked, answer = {"role": role, "content": "Be kind."}, {"role": "assistant", "content": "Hello."}
+    (row,), _ = prepare([{"prompt": [asked], "completion": [answer]}], tiny_tokenizer)
+    whole = tiny_tokenizer.apply_chat_template([asked, answer], return_dict=True)["input_ids"]
+    head = tiny_tokenizer.apply_chat_template([asked], add_generation_prompt=True, return_dict=True)["input_ids"]
+    assert row["input_ids"] == whole and [label == -100 for label in row["labels"]].count(True) == len(head)

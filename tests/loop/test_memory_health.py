@@ -1,14 +1,20 @@
 """Dry steps leave nothing behind, a batch size is found that fits, and profiles are told at their steps."""
 
+import copy
+import dataclasses
 import random
+from types import SimpleNamespace
 
 import numpy
 import peft
 import pytest
 import torch
 
+from posttrain.checks import machine
+from posttrain.checks import memory as checks
 from posttrain.data.samplers import longest_examples
 from posttrain.errors import ConfigError
+from posttrain.loop import checkpoint
 from posttrain.loop import dry_step as memory_health
 from posttrain.loop.dry_step import DryStep
 from posttrain.models.memory import Available
@@ -282,6 +288,70 @@ def test_a_run_that_is_likely_not_to_fit_is_warned_of_and_can_be_silenced(tiny_t
     sft(tmp_path / "b", tiny_tokenizer, memory_limit_gib=0.01, silence_findings=silence)
     sft(tmp_path / "c", tiny_tokenizer)
     assert "PT-M" not in caplog.text
+
+
+def counted(trainer, monkeypatch):
+    """Bytes by component as they are compared with the memory."""
+    told = []
+    monkeypatch.setattr(checks, "check_estimate", lambda components, *_, **__: told.append(components))
+    checks.compare_estimate(trainer.checks.context, trainer.method, Available(2**40, 2**40, "the GPU"))
+    return told[0]
+
+
+def test_weights_that_are_loaded_already_are_counted_as_they_are(tiny_tokenizer, tmp_path, monkeypatch):
+    """A model object of 7B in bfloat16 trains on a GPU of 80 GB; counted in float32 it was refused."""
+    whole = counted(sft(tmp_path, tiny_tokenizer), monkeypatch)
+    half = sft(tmp_path, tiny_tokenizer, model=build_model(len(tiny_tokenizer)).bfloat16(), learning_rate=1e-2)
+    found = counted(half, monkeypatch)
+    assert found["weights"] == sum(p.nbytes for p in half.model.parameters()) == whole["weights"] // 2
+    assert found["optimizer states"] == 2 * found["weights"]
+
+
+def test_packed_weights_are_counted_as_they_are(tiny_tokenizer, tmp_path, monkeypatch):
+    """An adapter on 8B packed weights fits a GPU of 24 GB; its base was counted in float32, 32 GB, and the run refused."""
+    trainer = sft(tmp_path, tiny_tokenizer, peft_config=peft.LoraConfig(r=2, target_modules="all-linear"))
+    for module in trainer.model.modules():
+        if hasattr(module, "base_layer"):  # As whichever library packed the checkpoint holds them.
+            packed = torch.zeros(module.base_layer.weight.numel() // 2, 1, dtype=torch.uint8)
+            module.base_layer.weight = torch.nn.Parameter(packed, requires_grad=False)
+    assert counted(trainer, monkeypatch)["weights"] == sum(p.nbytes for p in trainer.model.parameters())
+
+
+@pytest.mark.parametrize("part", ["an adapter", "one layer"])
+def test_states_are_counted_of_what_is_trained_alone(tiny_tokenizer, tmp_path, monkeypatch, part):
+    """A model that comes with its adapter, or frozen in part, was counted as one that is trained whole."""
+    model = build_model(len(tiny_tokenizer))
+    if part == "an adapter":
+        model = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules="all-linear"))
+    else:
+        model.model.layers[0].requires_grad_(False)
+    trained = sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad)
+    assert counted(sft(tmp_path, tiny_tokenizer, model=model), monkeypatch)["optimizer states"] == 2 * trained
+
+
+@pytest.mark.parametrize("part", ["optimizer", "param"])
+def test_what_is_kept_on_the_host_is_no_reason_to_refuse_a_run(tiny_tokenizer, tmp_path, part):
+    trainer = sft(tmp_path, tiny_tokenizer)
+    context = dataclasses.replace(trainer.checks.context, args=copy.copy(trainer.args))
+    vars(context.args)["memory_limit_gib"] = 1e-6
+    look = lambda: [f for probe in (machine.weights_fit, machine.memory_fits) for f in probe(context)]  # noqa: E731
+    assert [found.code for found in look()] == ["PT-M001", "PT-M001"]
+    kept = {"zero_optimization": {"stage": 2, f"offload_{part}": {"device": "cpu"}}}
+    vars(context.args)["deepspeed_plugin"] = SimpleNamespace(zero_stage=2, deepspeed_config=kept)
+    assert look() == []
+
+
+def test_a_second_call_of_train_does_not_ask_for_the_memory_that_its_states_fill(tiny_tokenizer, tmp_path, monkeypatch):
+    trainer = sft(tmp_path, tiny_tokenizer)
+    monkeypatch.setattr(checkpoint, "gpu_memory", lambda device: (0, 2**30))
+    trainer.checkpoints.args = SimpleNamespace(
+        device=torch.device("cuda"), output_dir=str(tmp_path), save_strategy="no", optim="adamw_torch", deepspeed_plugin=None,
+        fsdp_config=None,
+    )  # fmt: skip
+    for _ in range(2):
+        trainer.checkpoints.take_folder(trainer.model, trainer.checks, resumed=False)
+    trainer.checkpoints.lock.release()
+    assert trainer.preflight.results["PT-L003"].runs == 1 and trainer.preflight.told[-1].code == "PT-L003"
 
 
 # Profiles -------------------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 import html.parser
 import json
+import math
 import re
 import shutil
 import subprocess
@@ -14,6 +15,8 @@ from posttrain.errors import ConfigError, DataError
 from posttrain.report.lock import FolderLock
 from posttrain.report.page import read_run, read_runs, render
 from posttrain.report.page.build import content, panels_of
+from posttrain.report.progress import MAIN
+from posttrain.report.record import RunRecord
 from tests.forks import PIPE, Forked
 from tests.report.page_runs import EVIL, break_record, dpo_record, grpo_record
 from tests.wordings import raises
@@ -103,6 +106,24 @@ def test_a_broken_record_is_shown_with_notes_and_never_fails(tmp_path):
     (tmp_path / "b").mkdir()
     (tmp_path / "b" / "metrics.jsonl").write_text("")
     assert "No metric was logged yet" in render([read_run(tmp_path / "b")])
+
+
+def test_a_run_that_went_on_after_its_end_has_not_ended_yet(tmp_path):
+    """Interrupted, resumed and killed: the line that its first part ended with still said that it had finished."""
+    grpo_record(tmp_path, steps=3)
+    RunRecord(tmp_path).metrics(3, {"train_runtime": 1.0})
+    assert read_run(tmp_path).state == "finished"
+    again = RunRecord(tmp_path)
+    again.begin(3)
+    assert read_run(tmp_path).state == "stopped"
+    again.metrics(4, {"loss": 0.1})
+    assert read_run(tmp_path).state == "stopped" and read_run(tmp_path).step == 4
+
+
+def test_a_metric_that_was_never_a_number_is_shown_as_it_is(tmp_path):
+    names = dict.fromkeys(MAIN, math.nan)
+    RunRecord(tmp_path).metrics(1, names)
+    assert content([read_run(tmp_path)])["sections"]["overview"].count("nan</dd>") == len(names)
 
 
 def test_a_folder_without_a_record_is_refused_and_runs_inside_it_are_named(tmp_path):

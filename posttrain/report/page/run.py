@@ -13,11 +13,10 @@ from typing import Any
 from posttrain.errors import ConfigError, DataError
 from posttrain.report.files import read_line, read_rows
 from posttrain.report.lock import LOCK, FolderLock
-from posttrain.report.record import step_of_part
+from posttrain.report.record import SUMMARY, step_of_part
 from posttrain.types import Finding
 
 NOT_CURVES = {"step", "time", "epoch"}
-SUMMARY = "train_runtime"  # The line that a trainer logs last.
 FILES = ("manifest.json", "metrics.jsonl", "findings.jsonl", "preflight.json", "data.json", "completions.parquet")
 
 SEVERITIES = ("error", "warning", "info")
