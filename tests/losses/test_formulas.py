@@ -126,6 +126,7 @@ def test_rewards_that_cancel_in_their_sum_are_a_signal_where_each_is_normalised_
     free = group_advantages(cancelling, ones, 4, aggregation="normalize_then_sum")
     assert torch.equal(each.advantages, free.advantages) and each.advantages.abs().min() > 0.1
     assert (each.zero_std_share, float(each.group_std)) == (0.0, pytest.approx(0.58023, abs=1e-4))
+    assert each.reward_std == pytest.approx(0.05774, abs=1e-4)  # Of the reward that is logged beside it.
     assert group_advantages(cancelling, ones, 4, **floor).advantages.abs().max() == 0
     unweighted = torch.tensor([[1.0, 0.0], [1.0, 5.0]])
     flat = group_advantages(unweighted, torch.tensor([1.0, 0.0]), 2, aggregation="normalize_then_sum")
