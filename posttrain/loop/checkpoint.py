@@ -311,19 +311,24 @@ def rows_fingerprint(dataset: object) -> str | None:
 
 
 def _last(folder: Path) -> Path:
+    damaged = []
     for path in reversed(complete_checkpoints(folder)):
         broken = damage(path, bytes_too=True)
         if not broken:
             return path
         logger.warning("%s is passed over: %s.", path, broken)
-    unmarked = _named(folder)
-    hint = (
-        f"{len(unmarked)} without the file {MARKER} are there ({', '.join(p.name for p in unmarked[:5])}): their writing was "
-        f"interrupted, or another program wrote them. Name one to use it: resume_from_checkpoint={str(unmarked[-1])!r}."
-        if unmarked
-        else "Start without resume_from_checkpoint, or name the folder of the run."
-    )
-    raise CheckpointError(f"there is no complete checkpoint in {str(folder)!r}. {hint}")
+        damaged.append(f"{path.name} is damaged: {broken}.")
+    unmarked = [path for path in _named(folder) if marker(path) is None]
+    if unmarked:
+        hint = (
+            f"{len(unmarked)} without the file {MARKER} are there ({', '.join(p.name for p in unmarked[:5])}): their writing was "
+            f"interrupted, or another program wrote them. Name one to use it: resume_from_checkpoint={str(unmarked[-1])!r}."
+        )
+    elif damaged:
+        hint = f"Start anew in another folder, or, if it was changed on purpose, remove its {MARKER} and name the checkpoint."
+    else:
+        hint = "Start without resume_from_checkpoint, or name the folder of the run."
+    raise CheckpointError(" ".join([f"there is no complete checkpoint in {str(folder)!r}.", *damaged, hint]))
 
 
 def _offer(folder: Path, but: Path | None = None) -> str:

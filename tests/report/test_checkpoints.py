@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import random
 import resource
+import shutil
 import signal
 import socket
 import subprocess
@@ -313,6 +314,10 @@ def test_flipped_bytes_are_refused_where_they_are_named_and_passed_over_where_th
         checkpoints.resolve_resume(str(flipped), tmp_path)
     assert checkpoints.resolve_resume(True, tmp_path) == str(good)
     assert "checkpoint-2 is passed over: the bytes of model.safetensors" in caplog.text
+    shutil.rmtree(good)
+    with pytest.raises(CheckpointError, match=r"checkpoint-2 is damaged: the bytes of model\.safetensors") as alone:
+        checkpoints.resolve_resume(True, tmp_path)
+    assert "without the file" not in str(alone.value)  # It has the file, and nobody interrupted its writing.
 
 
 def test_a_run_goes_on_with_its_own_rows_alone_says_from_where_and_trains_no_step_beyond_its_last(
