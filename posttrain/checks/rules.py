@@ -151,6 +151,14 @@ class Rule:
     live: bool = True
     title: str = ""
 
+    def names_in(self, row: Mapping[str, float]) -> list[str]:
+        """Its metrics that a row has; of a metric of evaluations also those of each set that has a name."""
+        named = tuple(name.removeprefix("eval") for name in self.metrics if name.startswith("eval_"))
+        of_sets = [
+            name for name in row if name not in self.metrics and name.startswith("eval_") and name.endswith(named)
+        ]
+        return [*(name for name in self.metrics if name in row), *of_sets]
+
     def findings(self, history: History, steps: int, generations_per_step: float = 1.0) -> Iterator[Finding]:
         """What the rule finds at the newest row of a log."""
         newest = next((row for row in reversed(history) if "loss" in row), {})
@@ -158,7 +166,7 @@ class Rule:
         newest = dict(newest) | {
             name: value for name, value in (history[-1] if history else {}).items() if "eval_" in name
         }
-        for name in [name for name in self.metrics if name in newest] if self.metrics else [""]:
+        for name in self.names_in(newest) if self.metrics else [""]:
             for sign in self.holds(View(history, name, steps, generations_per_step)):
                 where, fix = sign.where or name, sign.fix or self.fix
                 yield Finding(self.code, self.severity, sign.what, where, self.why, fix)
@@ -296,7 +304,7 @@ def _inverted(view: View) -> Iterator[Sign]:
     latest = view.last(view.name, EVALUATIONS)
     if len(latest) == EVALUATIONS and max(latest) < BACKWARDS:
         values = ", ".join(f"{value:.2f}" for value in latest)
-        yield Sign(f"eval_rewards/accuracies was {values} in the last {EVALUATIONS} evaluations.")
+        yield Sign(f"{view.name} was {values} in the last {EVALUATIONS} evaluations.")
 
 
 def _spikes(view: View) -> Iterator[Sign]:
