@@ -21,6 +21,7 @@ from posttrain.values import gib
 if TYPE_CHECKING:
     from peft import PeftConfig
     from torch import nn
+    from transformers import PretrainedConfig
 
     from posttrain.data.forest import Layout
     from posttrain.methods.base import Method, Traits
@@ -414,9 +415,11 @@ def _dtype(args: PostTrainingConfig, config: Any, model: nn.Module | None = None
     return named_dtype(name)
 
 
-def _packing(args: PostTrainingConfig, config: Any) -> Any:
+def _packing(args: PostTrainingConfig, config: PretrainedConfig) -> Any:
     """The `quantization_config` that the run asks for, or that the checkpoint was saved with; None without one."""
-    return (args.model_init_kwargs or {}).get("quantization_config") or getattr(config, "quantization_config", None)
+    from posttrain.models.quantised import packing_of
+
+    return (args.model_init_kwargs or {}).get("quantization_config") or packing_of(config)
 
 
 def _autocast(args: PostTrainingConfig, dtype: Any) -> Any:
@@ -485,6 +488,7 @@ def compare_estimate(context: Context, method: Method[Any], has: Available) -> F
         method: The algorithm, with its config.
         has: Memory that is free.
     """
+    from posttrain.models.heads import adapters_of
     from posttrain.models.memory import in_use
     from posttrain.models.memory_estimate import estimate_memory, optimizer_bytes
 
@@ -495,7 +499,7 @@ def compare_estimate(context: Context, method: Method[Any], has: Available) -> F
         # The estimate counts the weights, which are in memory already.
         process = max(in_use("cpu") - weights, 0)
     # A model that was given with its adapter.
-    adapter = context.peft_config or getattr(model, "active_peft_config", None)
+    adapter = context.peft_config or next(iter(adapters_of(model).values()), None)
     work = plan(
         method, context.model_config, lengths=longest_of(context.rows, method.traits, args), peft_config=adapter,
         device=args.device.type, process=process, processes=context.processes,

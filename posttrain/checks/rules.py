@@ -42,7 +42,12 @@ History = Sequence[Mapping[str, float]]
 
 def training_rows(history: History) -> list[Mapping[str, float]]:
     """The rows that training logged, without those of evaluations and the summary at the end."""
-    return [row for row in history if "loss" in row and "step" in row]
+    return list(rows_backwards(history))[::-1]
+
+
+def rows_backwards(history: History) -> Iterator[Mapping[str, float]]:
+    """The same, the newest first: a rule is asked at every row, and looks at a few."""
+    return (row for row in reversed(history) if "loss" in row and "step" in row)
 
 
 def window(history: History, name: str, steps: int) -> list[float] | None:
@@ -74,8 +79,9 @@ def ends(values: Sequence[float]) -> tuple[float, float]:
 
 def columns(history: History, ending: str) -> list[str]:
     """Names of the reward functions that the newest row has ``rewards/<name>/<ending>`` of."""
-    rows = training_rows(history)
-    keys = [key for key in (rows[-1] if rows else {}) if key.startswith("rewards/") and key.endswith(f"/{ending}")]
+    keys = [
+        key for key in next(rows_backwards(history), {}) if key.startswith("rewards/") and key.endswith(f"/{ending}")
+    ]
     return [key.removeprefix("rewards/").removesuffix(f"/{ending}") for key in keys]
 
 
@@ -145,6 +151,14 @@ class Rule:
     live: bool = True
     title: str = ""
 
+    def names_in(self, row: Mapping[str, float]) -> list[str]:
+        """Its metrics that a row has; of a metric of evaluations also those of each set that has a name."""
+        named = tuple(name.removeprefix("eval") for name in self.metrics if name.startswith("eval_"))
+        of_sets = [
+            name for name in row if name not in self.metrics and name.startswith("eval_") and name.endswith(named)
+        ]
+        return [*(name for name in self.metrics if name in row), *of_sets]
+
     def findings(self, history: History, steps: int, generations_per_step: float = 1.0) -> Iterator[Finding]:
         """What the rule finds at the newest row of a log."""
         newest = next((row for row in reversed(history) if "loss" in row), {})
@@ -152,7 +166,7 @@ class Rule:
         newest = dict(newest) | {
             name: value for name, value in (history[-1] if history else {}).items() if "eval_" in name
         }
-        for name in [name for name in self.metrics if name in newest] if self.metrics else [""]:
+        for name in self.names_in(newest) if self.metrics else [""]:
             for sign in self.holds(View(history, name, steps, generations_per_step)):
                 where, fix = sign.where or name, sign.fix or self.fix
                 yield Finding(self.code, self.severity, sign.what, where, self.why, fix)
@@ -239,7 +253,7 @@ def _never_applies(view: View) -> Iterator[Sign]:
 def _nan_rewards(view: View) -> Iterator[Sign]:
     for name in columns(view.history, "nan"):
         where = f"rewards/{name}/nan"
-        yield Sign(f"{name} returned NaN for {training_rows(view.history)[-1][where]:.0f} rows.", where)
+        yield Sign(f"{name} returned NaN for {next(rows_backwards(view.history))[where]:.0f} rows.", where)
 
 
 def _slow_reward(view: View) -> Iterator[Sign]:
@@ -280,7 +294,7 @@ def _backwards(view: View) -> Iterator[Sign]:
 
 
 def _still(view: View) -> Iterator[Sign]:
-    rows = [row for row in training_rows(view.history) if view.name in row][-3:]
+    rows = list(itertools.islice((row for row in rows_backwards(view.history) if view.name in row), 3))
     moved = any(row["rewards/chosen"] or row["rewards/rejected"] for row in rows)
     if len(rows) == 3 and not moved and all(row.get("learning_rate", 1.0) > 0 for row in rows):
         yield Sign("rewards/chosen and rewards/rejected are exactly 0 after 3 logs.")
@@ -290,7 +304,7 @@ def _inverted(view: View) -> Iterator[Sign]:
     latest = view.last(view.name, EVALUATIONS)
     if len(latest) == EVALUATIONS and max(latest) < BACKWARDS:
         values = ", ".join(f"{value:.2f}" for value in latest)
-        yield Sign(f"eval_rewards/accuracies was {values} in the last {EVALUATIONS} evaluations.")
+        yield Sign(f"{view.name} was {values} in the last {EVALUATIONS} evaluations.")
 
 
 def _spikes(view: View) -> Iterator[Sign]:
@@ -301,7 +315,7 @@ def _spikes(view: View) -> Iterator[Sign]:
 
 
 def _mismatch(view: View) -> Iterator[Sign]:
-    newest = training_rows(view.history)[-1]
+    newest = next(rows_backwards(view.history))
     # Without a sampler's log-probs, and where rollouts have no age, "kl" is the distance to the reference.
     if view.name == "kl" and ("sampling/kl" in newest or "sample/staleness_mean" not in newest):
         return

@@ -119,7 +119,7 @@ class PosttrainArgumentParser(HfArgumentParser):
         others = [(key, value) for key, value in values.items() if key not in self.fields]
         return [token for key, value in others for token in to_tokens(key, value)]
 
-    def _meant(self, key: str, value: Any, path: str | None) -> Any:
+    def _meant(self, key: str, value: object, path: str | None) -> object:
         """A value of the file; YAML reads no and off as false, which stand for the word where that is a choice."""
         if isinstance(value, list) and None in value:
             raise ConfigError(f"{path}: {key}={value!r} has an empty item. Fix: leave it out.")

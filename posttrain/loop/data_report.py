@@ -415,8 +415,9 @@ def usable_rows(
     if isinstance(dataset, datasets.IterableDataset):
         if drop:
             return dataset.filter(partial(_is_good, columns=columns, filled=filled)), []
-        faults, doubts = _read(islice(dataset, READ_OF_STREAM), columns, filled)
-        return dataset, [*bad_rows(faults, READ_OF_STREAM), *doubtful_rows(doubts, READ_OF_STREAM)]
+        rows = list(islice(dataset, READ_OF_STREAM))
+        faults, doubts = _read(rows, columns, filled)
+        return dataset, [*bad_rows(faults, len(rows)), *doubtful_rows(doubts, len(rows))]
     faults, doubts = _read(first_rows(dataset, len(dataset) if drop else ROWS_READ_WHOLE, columns), columns, filled)
     scan = _pairs(dataset, columns)
     pairs = scan.findings() if _is_pairs(columns) else []

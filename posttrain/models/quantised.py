@@ -116,9 +116,14 @@ def _packed_already(model: str, revision: str | None) -> Any:
     return None
 
 
+def packing_of(config: PretrainedConfig | None) -> Any:
+    """How a library packed the weights that this config is of; None where none did."""
+    return getattr(config, "quantization_config", None)
+
+
 def compute_dtype(model: nn.Module) -> torch.dtype:
     """What products with quantised weights are computed in: the config's word of 4-bit weights, else bfloat16."""
-    settings = getattr(config_of(model), "quantization_config", None)
+    settings = packing_of(config_of(model))
     named = getattr(settings, "bnb_4bit_compute_dtype", None) if bits_of(model) == 4 else None
     return named if isinstance(named, torch.dtype) else torch.bfloat16
 

@@ -95,3 +95,9 @@ def test_a_column_that_the_method_does_not_read_is_not_looked_at(tiny_tokenizer,
     data = datasets.Dataset.from_list(rows, features=datasets.Features(chats().features | {column: kind}))
     trainer = sft(tmp_path, tiny_tokenizer, data=data)
     assert "PT-D03" not in "".join(finding.code for finding in trainer.preflight.told)
+
+
+def test_of_a_short_stream_the_rows_that_were_read_are_counted(tiny_tokenizer, tmp_path, caplog):
+    rows = [{"messages": [USER, ANSWER]}] * 5 + [{"messages": [USER]}]
+    sft(tmp_path, tiny_tokenizer, data=datasets.Dataset.from_list(rows).to_iterable_dataset(), max_steps=1)
+    assert "PT-D031: 1 of 6 rows" in caplog.text

@@ -24,3 +24,16 @@ def test_three_evaluations_below_one_half_say_that_labels_may_be_inverted():
     found = [list(check_log(history[: end + 1], "P")) for end in range(4)]
     assert found[0] == found[1] == found[3] == []
     assert found[2][0].code == "PT-P007" and "0.40, 0.30, 0.20" in found[2][0].what
+
+
+def test_each_of_several_evaluation_sets_is_looked_at():
+    """Sets with names have metrics of their own, which no rule read."""
+    history = [
+        {f"eval_{name}_rewards/accuracies": value, "step": step}
+        for step in range(3)
+        for name, value in (("hard", 0.3), ("easy", 0.9))
+    ]
+    found = [
+        (finding.code, finding.where) for end in range(len(history)) for finding in check_log(history[: end + 1], "P")
+    ]
+    assert found == [("PT-P007", "eval_hard_rewards/accuracies")]
