@@ -39,12 +39,18 @@ def run(argv: list[str]) -> int:
     )
     parser.add_argument("trainer", metavar="TRAINER", help="a training command: " + ", ".join(sorted(TRAINING)))
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
-    parser.add_argument("--prompt_tokens", type=int, metavar="N", help="of the longest prompt, instead of reading data")
-    parser.add_argument("--completion_tokens", type=int, metavar="N", help="tokens of the longest completion")
+    parser.add_argument("--prompt_tokens", type=_length, metavar="N", help="of the longest prompt, instead of reading data")
+    parser.add_argument("--completion_tokens", type=_length, metavar="N", help="tokens of the longest completion")
     options, rest = parser.parse_known_args(argv)
     plan = estimate(Subject(options.trainer, rest), given=(options.prompt_tokens, options.completion_tokens))
     sys.stdout.write(json.dumps(plan, indent=1) + "\n" if options.json else screen(plan))
     return 0 if plan["fits"] else DOES_NOT_FIT
+
+
+def _length(text: str) -> int:
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of tokens")
+    return int(text)
 
 
 def estimate(subject: Subject, *, given: tuple[int | None, int | None] = (None, None)) -> dict[str, Any]:

@@ -200,6 +200,7 @@ def _write(text: str, output: str | None) -> int:
         return 0
     if Path(output).exists():
         raise ConfigError(f"{output} is there already. Fix: another name after -o, or remove it.")
+    Path(output).parent.mkdir(parents=True, exist_ok=True)
     Path(output).write_text(text, encoding="utf-8")
     sys.stdout.write(f"{output}\n")
     return 0

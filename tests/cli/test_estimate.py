@@ -203,3 +203,10 @@ def test_a_checkpoint_that_was_saved_packed_is_counted_packed(config, tiny_model
         path.write_text(json.dumps(json.loads(path.read_text()) | ({"quantization_config": packed} if packed else {})))
         sizes.append(said(capsys, "sft", "--config", file, "--completion_tokens", "8")[1]["components"]["weights"])
     assert sizes[1] < 0.8 * sizes[0]
+
+
+@pytest.mark.parametrize("given", ["-5", "0", "many"])
+def test_lengths_that_are_none_are_refused(given, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["estimate", "sft", f"--prompt_tokens={given}"])
+    assert f"'{given}' is no number of tokens" in capsys.readouterr().err

@@ -269,7 +269,7 @@ def test_a_config_to_begin_with_is_valid_with_and_without_its_comment_signs(meth
     from posttrain.cli.train import parser_for
 
     monkeypatch.chdir(tmp_path)
-    assert main(["init", method, "-o", "c.yaml"]) == 0
+    assert main(["init", method, "-o", "c.yaml"]) == main(["init", method, "-o", "new/folder/c.yaml"]) == 0
     assert main(["init", method, "-o", "c.yaml"]) == 1 and "is there already" in capsys.readouterr().err
     text = (tmp_path / "c.yaml").read_text()
     known = "|".join(parser_for(method).fields)
