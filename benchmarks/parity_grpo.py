@@ -211,7 +211,7 @@ def our_case(settings: dict[str, Any], count: int) -> dict[str, Any]:
     for batch, mask in zip(batches, masks, strict=True):
         grid = torch.zeros(ROWS, TOKENS).long()
         forest = Batch(
-            input_ids=grid, position_ids=grid, tree=grid, branch=grid, predictor=grid, loss_mask=mask,
+            input_ids=grid, position_ids=grid, seen_until=grid + 1, predictor=grid, loss_mask=mask,
             sequence=torch.arange(ROWS)[:, None].expand(ROWS, TOKENS), num_sequences=ROWS,
             advantages=batch["advantages"], old_logp=None if settings.get("fresh") else batch["old"],
             ref_logp=batch["ref"] if settings["beta"] else None,

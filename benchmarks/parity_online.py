@@ -192,7 +192,7 @@ def our_terms(method: str, settings: dict[str, Any]) -> Any:
     """A function from outputs and a batch to loss terms."""
     import posttrain
     from posttrain.methods.experimental.a2po import a2po_objective
-    from posttrain.methods.grpo.objective import gmpo_objective
+    from posttrain.methods.grpo.objective import grpo_objective
     from posttrain.methods.online_dpo import pair_terms, sequence_sums
     from posttrain.methods.rloo import rloo_objective
 
@@ -209,7 +209,7 @@ def our_terms(method: str, settings: dict[str, Any]) -> Any:
         return pairs
     name, objective = {
         "rloo": ("RLOOConfig", rloo_objective),
-        "gmpo": ("GMPOConfig", gmpo_objective),
+        "gmpo": ("GMPOConfig", grpo_objective),
         "a2po": ("A2POConfig", a2po_objective),
     }[method]
     known = {k: v for k, v in settings.items() if k not in TRAPS}
@@ -233,7 +233,7 @@ def our_case(method: str, settings: dict[str, Any], count: int) -> dict[str, Any
             better = (batch["rewards"][::2] - batch["rewards"][1::2]).sign()
             advantages = torch.stack([better, -better], 1).flatten()
         forest = Batch(
-            input_ids=grid, position_ids=grid, tree=grid, branch=grid, predictor=grid, loss_mask=mask,
+            input_ids=grid, position_ids=grid, seen_until=grid + 1, predictor=grid, loss_mask=mask,
             sequence=torch.arange(ROWS)[:, None].expand(ROWS, TOKENS), num_sequences=ROWS, origin=list(range(ROWS)),
             advantages=advantages, old_logp=None if settings.get("fresh") else batch["old"], ref_logp=batch["ref"],
         )  # fmt: skip

@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import math
 import re
 import sys
 from pathlib import Path
@@ -55,3 +56,18 @@ def test_what_is_saved_names_files_without_their_folders(harness, monkeypatch, t
 def test_results_are_written_by_the_one_function_that_leaves_folders_out(path):
     text = path.read_text(encoding="utf-8")
     assert path.name == "harness.py" or "results" not in text.lower() or 'indent=1) + "\\n"' not in text
+
+
+@pytest.mark.parametrize(
+    ("script", "names"),
+    [
+        ("parity_grpo", ["grpo/token/everything x2", "vespo/token/engine weights"]),
+        ("parity_online", ["rloo/plain", "gmpo/kl x2", "a2po/plain", "online_dpo/ipo"]),
+    ],
+)
+def test_our_side_of_the_parity_of_losses_runs(harness, script, names):
+    """The other side wants TRL, so that nobody would see a name of ours that has moved."""
+    module = importlib.import_module(script)
+    for name in names:
+        found = module.our_case(*module.cases()[name])
+        assert math.isfinite(found["loss"]) and any(found["logp_grad"]) and (found["metrics"] or name.endswith("x2"))

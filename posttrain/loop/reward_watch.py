@@ -84,7 +84,7 @@ class RewardWatch:
         totals: Tensor,
         advantages: Tensor,
         mode: str,
-        zero_std_share: float | Tensor | None = None,
+        zero_std_share: float | None = None,
     ) -> None:
         """Log the rewards of all ranks' completions; in training, look at them too.
 
@@ -100,7 +100,7 @@ class RewardWatch:
         metrics = reward_metrics(table, totals, advantages, lengths)
         if zero_std_share is not None:
             metrics["reward_std"] = reward_spread(totals)
-            metrics["frac_reward_zero_std"] = mean(zero_std_share)
+            metrics["frac_reward_zero_std"] = mean(zero_std_share, weight=len(totals))
         self.run.log(metrics, mode)
         if mode == "train":
             self.batch(table, totals, advantages)

@@ -91,7 +91,7 @@ def reward_metrics(table: RewardTable, totals: Tensor, advantages: Tensor, lengt
         metrics[f"rewards/{name}/max"] = maximum(scored)
         if scored.numel() > 1:
             metrics[f"rewards/{name}/std"] = mean(float(scored.std()), weight=scored.numel())
-        metrics[f"rewards/{name}/applicable"] = mean(scored.numel() / max(column.numel(), 1))
+        metrics[f"rewards/{name}/applicable"] = mean((~column.isnan()).float())
     tokens = torch.tensor(lengths, dtype=torch.float64)
     related = correlation(tokens, totals) if len(lengths) == len(totals) else None
     if related is not None:
@@ -102,7 +102,7 @@ def reward_metrics(table: RewardTable, totals: Tensor, advantages: Tensor, lengt
 def reward_spread(totals: Tensor) -> Metric:
     """Standard deviation of the ``(n,)`` rewards that are known; 0 of fewer than two."""
     scored = totals[~totals.isnan()]
-    return mean(float(scored.std()) if scored.numel() > 1 else 0.0)
+    return mean(float(scored.std()) if scored.numel() > 1 else 0.0, weight=scored.numel())
 
 
 def completion_rows(

@@ -489,7 +489,7 @@ class RewardRunner:
         if len(table.names) == 1:
             return table
         for name, share in zip(table.names, variance_shares(table.values, table.weights).tolist(), strict=True):
-            table.metrics[f"rewards/{name}/variance_share"] = mean(share)
+            table.metrics[f"rewards/{name}/variance_share"] = mean(share, weight=len(table.values))
         self._reports += training
         if training and self._reports in GENERATIONS_REPORTED:
             shown = describe_shares(table.names, table.values, table.weights)

@@ -716,3 +716,22 @@ def test_tokens_that_carry_no_loss_are_not_computed_and_change_nothing(tiny_toke
         told = [{name: row[name] for name in ("loss", "entropy", "grad_norm")} for row in logs(whole)]
         for row, wanted in zip(logs(kept), told, strict=True):
             assert {name: row[name] for name in wanted} == pytest.approx(wanted, rel=1e-5, abs=1e-7)
+
+
+def test_a_short_last_batch_of_an_evaluation_weighs_by_its_rows(tiny_tokenizer, tmp_path):
+    """Groups of 2 in batches of 3, 3 and 1 group: whatever is a share of groups or rows is that of all seven groups."""
+
+    def applies(completion_ids, answer, **_):
+        return [None if a == 6 else float(i % 2) * (a != 5) for i, a in enumerate(answer)]
+
+    settings = {"num_generations_eval": 2, "per_device_eval_batch_size": 6, "eval_dataset": prompts(7)}
+    found = grpo(tmp_path, tiny_tokenizer, rewards=[applies, count_a], **settings)
+    found._get_eval_sampler = lambda dataset: [i for i in range(len(dataset)) for _ in range(2)]
+    found = found.evaluate()
+    assert found["eval_rewards/applies/applicable"] == pytest.approx(6 / 7)
+    alone = grpo(tmp_path, tiny_tokenizer, rewards=applies, **settings)
+    alone._get_eval_sampler = lambda dataset: [i for i in range(len(dataset)) for _ in range(2)]
+    found = alone.evaluate()
+    assert found["eval_frac_reward_zero_std"] == pytest.approx(2 / 7)  # Rows 5 and 6.
+    spread = 6 * 0.5477226 + 6 * 0.5163978  # Of 0 1 0 1 0 1 and of 0 1 0 1 0 0; the last batch has no reward.
+    assert found["eval_reward_std"] == pytest.approx(spread / 12, abs=1e-4)
