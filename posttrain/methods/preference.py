@@ -228,7 +228,7 @@ class AnswerConfig(PostTrainingConfig):
             ConfigError: Names the option and the losses.
         """
         for name, is_read in read.items():
-            value = getattr(self, name)
+            value = vars(self)[name]
             if not is_read and value != type(self).__dataclass_fields__[name].default:
                 raise ConfigError(f"{name}={value} is not read by loss_type={vars(self)['loss_type']!r}. Leave it out.")
 
