@@ -49,6 +49,7 @@ class CPOConfig(UnreadFields, AnswerConfig):
             raise ConfigError(
                 f"alpha={self.alpha} shapes a mean log-prob a token, and loss_type={self.loss_type!r} takes sums. Use 'alphapo'."
             )
+        self.refuse_unread_by_loss(simpo_gamma="gamma" in formula.scalars)
         self._tell_defaults()
 
     def _tell_defaults(self) -> None:

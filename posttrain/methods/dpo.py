@@ -101,6 +101,13 @@ class DPOConfig(PictureConfig, ComparedConfig):
                 f"f_divergence_type={self.f_divergence_type!r} is not read by loss_type={unlinked}: it gives scores that are "
                 "right up to a number of the prompt, which only a difference of two does not see. Leave it out."
             )
+        coefficient = type(self).__dataclass_fields__["f_alpha_divergence_coef"].default
+        if self.f_divergence_type != "alpha_divergence" and self.f_alpha_divergence_coef != coefficient:
+            raise ConfigError(
+                f"f_alpha_divergence_coef={self.f_alpha_divergence_coef} is not read with "
+                f"f_divergence_type={self.f_divergence_type!r}. Fix: 'alpha_divergence', or leave it out."
+            )
+        self.refuse_unread_by_loss(discopop_tau="discopop" in formulas, ld_alpha=set(formulas) != {"sft"})
         per_token = [name for name, formula in formulas.items() if formula.per_token]
         if per_token and self.beta == type(self).__dataclass_fields__["beta"].default:
             logger.warning(

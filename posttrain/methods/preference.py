@@ -221,6 +221,17 @@ class AnswerConfig(PostTrainingConfig):
         if self.max_length is not None and self.max_length < 2:
             raise ConfigError(f"max_length={self.max_length} leaves no room for a prompt and an answer; at least 2.")
 
+    def refuse_unread_by_loss(self, **read: bool) -> None:
+        """Raise for an option of some losses that is set and that those in ``loss_type`` do not read.
+
+        Raises:
+            ConfigError: Names the option and the losses.
+        """
+        for name, is_read in read.items():
+            value = vars(self)[name]
+            if not is_read and value != type(self).__dataclass_fields__[name].default:
+                raise ConfigError(f"{name}={value} is not read by loss_type={vars(self)['loss_type']!r}. Leave it out.")
+
 
 UNREAD = {
     "max_completion_length": "filter the data, or set max_length",

@@ -41,6 +41,7 @@ class TPOConfig(AnswerConfig):
             raise ConfigError(
                 f"label_smoothing={self.label_smoothing} is not read by loss_type={self.loss_type!r}; sigmoid and tpo-l read it."
             )
+        self.refuse_unread_by_loss(tpo_l_gamma="gamma" in TPO_LOSSES[self.loss_type].scalars)
 
 
 class TPO(ReferenceFree[TPOConfig]):

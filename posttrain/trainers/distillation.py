@@ -333,7 +333,7 @@ class DistillationTrainer(OnlineTrainer):
         args, loaded = self.args, isinstance(teacher, nn.Module)
         if loaded:
             names = ("teacher_model_init_kwargs", "teacher_model_revision")
-            warn_of_unused({name: getattr(args, name) for name in names})
+            warn_of_unused({name: vars(args)[name] for name in names})
         # Of a teacher that is not there `load_teacher` tells.
         if tokenizer is None and (loaded or teacher_id(teacher, args)):
             trust = {

@@ -358,6 +358,10 @@ class SDFTTrainer(DistillationTrainer):
         chat = is_conversational(examples[0])
         return rollouts, completions_for_rewards(self.processing_class, rollouts, conversational=chat)
 
+    def needs_old_logp(self, mode: str) -> bool:
+        """Not of samples from the teacher's prompt: how the student moved says nothing of how likely they were drawn."""
+        return not self.args.generate_from_teacher and super().needs_old_logp(mode)
+
     def facts(self, generation: RolloutBatch, table: RewardTable, mode: str) -> list[Any]:
         """The teacher's prompt of each completion, whose lengths were counted: its first tokens may carry no loss."""
         skip = self.args.num_loss_tokens_to_skip

@@ -158,7 +158,7 @@ class KTOTrainer(PreferenceTrainer):
         self._log_baseline(self._mismatched, self._judged, "train")
 
     def _log_baseline(self, mismatched: list[Batch], judged: int, mode: str) -> None:
-        metrics = {"kl": mean(self.method.baseline)}  # The same on every rank.
+        metrics = {"kl": mean(self.method.baseline, weight=judged)}  # The same on every rank.
         if self.args.loss_type == "kto":
             metrics["kl/valid_fraction"] = mean(
                 sum(b.num_sequences for b in mismatched) / max(judged, 1), weight=judged

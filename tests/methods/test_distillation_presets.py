@@ -164,6 +164,14 @@ def test_skipped_tokens_and_samples_of_the_teachers_prompt(tmp_path, tiny_tokeni
         assert rollout.tool_mask == [0, 0, *[1] * (len(rollout.token_ids) - 2)][: len(rollout.token_ids)]
 
 
+@pytest.mark.parametrize("hinted_samples", [True, False])
+def test_samples_of_the_teachers_prompt_have_no_ratio_to_the_student(hinted_samples, tmp_path, tiny_tokenizer):
+    settings = {"generate_from_teacher": hinted_samples, "num_iterations": 2, "max_steps": 2}
+    trainer = preset("SDFT", tmp_path, tiny_tokenizer, **settings)
+    trainer.train()
+    assert ("old_logp" in trainer.seen[0].token_columns) is not hinted_samples
+
+
 def test_tokens_that_are_skipped_in_the_loss_are_written_by_the_student_all_the_same(tmp_path, tiny_tokenizer):
     trainer = preset("SDFT", tmp_path, tiny_tokenizer, num_loss_tokens_to_skip=2)
     trainer.train()

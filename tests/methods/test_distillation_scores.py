@@ -247,6 +247,24 @@ def test_a_server_is_the_sparse_loss_of_a_model_here(beta, k, tmp_path, tiny_tok
     assert losses(remote)[0] == pytest.approx(losses(local)[0], abs=1e-5) and losses(remote)[0] > 0
 
 
+@pytest.mark.parametrize("ended", [0, 1])
+@pytest.mark.parametrize(("beta", "k"), [(0.0, 8), (0.4, 1)])
+def test_completions_that_are_left_out_need_no_scores(beta, k, ended, tmp_path, tiny_tokenizer):
+    engine = pt.ScriptedEngine(lambda ids, index: [5, 6, 2] if index < ended else [5] * 8)
+    settings = {
+        "beta": beta,
+        "loss_top_k": k,
+        "mask_truncated_completions": True,
+        "num_generations": 2,
+        "data": prompts(4),
+    }
+    settings |= {"rollout_engine": engine, "max_steps": 1}
+    remote = served(tmp_path / "a", tiny_tokenizer, teacher_model_server_url="http://teacher", **settings)
+    local = make(tmp_path / "b", tiny_tokenizer, **settings)
+    remote.train(), local.train()
+    assert losses(remote)[0] == pytest.approx(losses(local)[0], abs=1e-5) and (losses(remote)[0] > 0) == bool(ended)
+
+
 def test_servers_that_cannot_give_what_the_loss_needs_are_refused_at_the_start(tmp_path, tiny_tokenizer):
     model, url = build_model(len(tiny_tokenizer), seed=1), {"teacher_model_server_url": "http://teacher"}
     with pytest.raises(ConfigError, match="at most 20"):

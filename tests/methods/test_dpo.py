@@ -397,6 +397,11 @@ def test_p12_two_sinking_rewards_are_told(tiny_tokenizer, tmp_path, caplog):
             r"is not read by loss_type=\['bco_pair'\]",
         ),
         ({"ld_alpha": 2.0}, "ld_alpha=2.0"),
+        ({"discopop_tau": 0.1}, "discopop_tau=0.1 is not read"),
+        (
+            {"f_alpha_divergence_coef": 0.3, "f_divergence_type": "js_divergence"},
+            "f_alpha_divergence_coef=0.3 is not read",
+        ),
         ({"discopop_tau": 0.0}, "discopop_tau=0.0"),
         ({"sync_ref_model": True, "precompute_ref_log_probs": True}, "sync_ref_model=True moves the reference"),
         ({"ref_model_mixup_alpha": 0.0}, "ref_model_mixup_alpha=0.0"),

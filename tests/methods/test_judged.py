@@ -259,6 +259,15 @@ def test_p19_labels_that_are_no_bool_are_refused(tiny_tokenizer, tmp_path, label
         make("kto", tmp_path, tiny_tokenizer, data=datasets.Dataset.from_list(rows))
 
 
+def test_the_baseline_of_a_short_last_batch_counts_for_its_rows_alone(tiny_tokenizer, tmp_path):
+    trainer = make("kto", tmp_path, tiny_tokenizer, eval_dataset=answers(5), per_device_eval_batch_size=4)
+    sizes = []
+    trainer._baseline = lambda mismatched: torch.tensor(
+        sizes.append(sum(b.num_sequences for b in mismatched)) or 1.0 * sizes[-1]
+    )
+    assert trainer.evaluate()["eval_kl"] == pytest.approx((4 * 4 + 1 * 0) / 5) and sizes == [4, 0]
+
+
 def test_zeros_and_ones_are_read_as_labels(tiny_tokenizer, tmp_path):
     rows = [{"prompt": f"{i} ", "completion": "a", "label": i % 2} for i in range(8)]
     assert logged(make("bco", tmp_path, tiny_tokenizer, data=datasets.Dataset.from_list(rows)))["loss"] > 0

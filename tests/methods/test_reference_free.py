@@ -178,6 +178,8 @@ def test_p10_each_answer_is_cut_to_its_own_room(tiny_tokenizer, tmp_path):
         (CPOConfig, {"loss_type": "simpoo"}, "did you mean 'simpo'"),
         (CPOConfig, {"loss_type": "hinge", "label_smoothing": 0.1}, "not read by loss_type='hinge'"),
         (CPOConfig, {"alpha": 0.25}, "takes sums"),
+        (CPOConfig, {"simpo_gamma": 1.0}, "simpo_gamma=1.0 is not read by loss_type='sigmoid'"),
+        (TPOConfig, {"tpo_l_gamma": 1.0}, "tpo_l_gamma=1.0 is not read by loss_type='sigmoid'"),
         (TPOConfig, {"loss_type": "ipo", "label_smoothing": 0.1}, "not read by loss_type='ipo'"),
         (ORPOConfig, {"beta": 0.0}, "beta=0.0 must be above 0"),
     ],

@@ -222,8 +222,11 @@ def scores_of_batch(
     """Scores of the batch's loss tokens, in their order, by the number in its column ``key``; None: of all its sequences."""
     score_parts, keyed = [], list(_keyed(batch))
     for key, ids, mask in keyed if members is None else [keyed[k] for k in members]:
-        one, kept = scores(key), torch.tensor(mask, dtype=torch.bool)
-        if len(one.actual) != len(ids):
+        one = scores(key)
+        if not ids:  # Of a completion that is left out no token is here.
+            mask = [0] * len(one.actual)
+        kept = torch.tensor(mask, dtype=torch.bool)
+        if len(one.actual) != len(kept):
             raise ModelError(f"the teacher scored {len(one.actual)} of {len(ids)} tokens of a completion.")
         score_parts.append((one.ids[kept], one.logps[kept], one.actual[kept]))
     return TokenScores(*(torch.cat(parts).to(batch.input_ids.device) for parts in zip(*score_parts, strict=True)))
