@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import inspect
 import json
 import logging
 import math
@@ -27,7 +28,7 @@ from posttrain.losses.advantages import weighted_total
 from posttrain.methods.experimental.a2po import A2PO, A2POConfig
 from posttrain.metrics import mean
 from posttrain.models import parallel
-from posttrain.models.reference import Reference, disable_dropout_in_model, fingerprint, hash_tensors
+from posttrain.models.reference import Reference, disable_dropout_in_model, fingerprint, hash_frozen, hash_tensors
 from posttrain.report.files import read_line
 from posttrain.rewards.runner import RewardTable
 from posttrain.rollouts.base import RolloutEngine
@@ -77,6 +78,16 @@ def row_key(example: Mapping[str, Any]) -> str:
     """A dataset row by its content: the prompt, and the columns that rewards read."""
     text = json.dumps(dict(example), sort_keys=True, default=lambda value: type(value).__name__)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def _computed_by(function: Any) -> str:
+    """What a reward is computed by, as far as it tells: the source of a function, the weights of a model."""
+    if isinstance(model := getattr(function, "model", None), torch.nn.Module):
+        return hash_frozen(model)
+    try:
+        return inspect.getsource(inspect.unwrap(function))
+    except (OSError, TypeError):
+        return ""
 
 
 class ValueCache:
@@ -293,6 +304,7 @@ class A2POTrainer(OnlineTrainer):
             prompt=[self.args.max_prompt_length, self.args.chat_template_kwargs, self.processing_class.chat_template],
             rewards=list(zip(self.rewards.names, self.rewards.weights.tolist(), strict=True)),
             transforms=self.args.reward_transform,
+            code=[_computed_by(function) for function in self.rewards.functions],
         )
         cache = ValueCache(Path(self.args.output_dir, FILE), run)
         if self._restored.get("run") == run:

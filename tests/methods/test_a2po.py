@@ -203,6 +203,14 @@ def test_prompts_that_nothing_solves_are_left_out_and_values_are_computed_once(t
     assert len(lines) == 16
     assert len({line["run"] for line in lines}) == 2
 
+    def edited(completion_ids, answer, **_):
+        return [float(a % 2 == 1) for a in answer]
+
+    edited.__name__ = hard.__name__
+    changed = build(tmp_path, tiny_tokenizer, rewards=edited)
+    changed.train()
+    assert sorted(changed.train_dataset["answer"]) == [1, 3, 5, 7]  # By its own values, though its name is the other's.
+
 
 def test_rewards_that_are_not_binary_are_never_filtered(tiny_tokenizer, tmp_path, caplog):
     def centred(completion_ids, answer, **_):
