@@ -119,7 +119,12 @@ def main() -> None:
     for seed in range(args.seed, args.seed + args.pairs):
         pairs += harness.alternate(__file__, 1, "--model", model, "--steps", str(args.steps), "--seed", str(seed))
     times = [(ours["seconds_to_goal"], peer["seconds_to_goal"]) for ours, peer in pairs]
-    result = {"goal": GOAL, "seconds_to_goal": times, "runs": pairs, "speed_up": harness.ratios(list(map(judged, pairs)))}
+    result = {
+        "goal": GOAL,
+        "seconds_to_goal": times,
+        "runs": pairs,
+        "speed_up": harness.ratios(list(map(judged, pairs))),
+    }
     harness.save("time_to_result", result)
     if args.picture:
         draw(pairs, Path(args.picture))

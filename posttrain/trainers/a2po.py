@@ -80,7 +80,7 @@ def row_key(example: Mapping[str, Any]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
-def _computed_by(function: Any) -> str:
+def _computed_by(function: Callable) -> str:
     """What a reward is computed by, as far as it tells: the source of a function, the weights of a model."""
     if isinstance(model := getattr(function, "model", None), torch.nn.Module):
         return hash_frozen(model)
