@@ -408,7 +408,7 @@ def usable_rows(
     drop = args.bad_rows == "drop"
     if args.preflight == "off" and not drop:
         return dataset, []
-    samples, unread = method.traits.samples, JUDGED - _read_by(method)
+    samples, unread = method.traits.samples, JUDGED - {*method.branches, *method.keep}
     columns = columns_of(get_dataset_column_names(dataset), prompts_only=samples, unread=unread)
     if not columns:
         return dataset, []
@@ -433,13 +433,6 @@ def usable_rows(
     told = [*([many] if many else bad_rows(bad, len(dataset), dropped=True)), *pairs]
     kept = dataset.select([index for index in range(len(dataset)) if index not in bad]) if bad else dataset
     return kept, told
-
-
-def _read_by(method: Method[Any]) -> set[str]:
-    """Columns of answers, and what stands beside them, that a method of given answers reads."""
-    from posttrain.methods.preference import AnswerMethod
-
-    return {*method.branches, *method.keep} if isinstance(method, AnswerMethod) else set()
 
 
 def _is_good(row: Mapping[str, Any], columns: Sequence[str], filled: bool = False) -> bool:

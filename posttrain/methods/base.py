@@ -113,10 +113,16 @@ class Method(ABC, Generic[Config]):
 
     Args:
         cfg: Its config.
+
+    Attributes:
+        branches: Columns of given answers, in the order of a row's sequences.
+        keep: Further columns that the loss reads.
     """
 
     config_class: ClassVar[type[PostTrainingConfig]] = PostTrainingConfig
     traits: Traits = Traits()
+    branches: tuple[str, ...] = ()
+    keep: ClassVar[tuple[str, ...]] = ()
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)

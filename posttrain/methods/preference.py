@@ -291,18 +291,15 @@ class AnswerMethod(Method[Answers]):
     """Answers to a shared prompt, which were compared or judged.
 
     Attributes:
-        branches: Columns of the answers, in the order of a row's sequences.
         judged: One answer a row, with a label that says whether it is good; pairs become a good and a bad answer.
         likelihood_branch: The answer whose likelihood is raised too.
         reference_columns: Columns of precomputed log-probs of the reference, one a branch.
-        keep: Further columns that the loss reads.
     """
 
     branches: tuple[str, ...] = ("chosen", "rejected")
     judged: ClassVar[bool] = False
     likelihood_branch: ClassVar[int] = 0
     reference_columns: ClassVar[tuple[str, ...]] = ()
-    keep: ClassVar[tuple[str, ...]] = ()
 
     def rows(self, examples: list[dict[str, Any]]) -> list[Row]:
         """See `answer_rows`; the label of a judged answer is a column."""
