@@ -96,8 +96,9 @@ def _slope(log_q: Tensor, log_p: Tensor, log_m: Tensor, beta: float) -> Tensor:
 
 
 def _finite(logp: Tensor) -> Tensor:
-    excludes = logp.numel() > 0 and bool(torch.isneginf(logp.detach().amin()))  # A pass may have no trained token.
-    return logp.masked_fill(logp == -torch.inf, FLOOR) if excludes else logp
+    if not logp.numel():  # A pass may have no trained token.
+        return logp
+    return logp.masked_fill(logp == -torch.inf, FLOOR) if bool(torch.isneginf(logp.detach().amin())) else logp
 
 
 def _kl(log_a: Tensor, log_b: Tensor) -> Tensor:
