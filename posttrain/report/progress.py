@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import re
 import shlex
 import shutil
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -93,10 +94,28 @@ def resume_command() -> str:
     return shell_command(*words, *(["--resume"] if words[0] == "demo" else ["--resume_from_checkpoint", "true"]))
 
 
-# How a metric is judged: whether more of it is better.
-JUDGED: dict[str, bool] = dict.fromkeys(("reward", "eval_accuracy", "eval_reward", "rewards/accuracies"), True)
+# Metrics that say whether a run learned; more of one is better, unless it is a loss.
+JUDGED = ("reward", "eval_accuracy", "eval_reward", "rewards/accuracies", "loss", "eval_loss")
 NOISE = 1e-6  # Of float32, where a loss is zero.
-JUDGED |= dict.fromkeys(("loss", "eval_loss"), False)
+
+
+def of_sets(labels: Mapping[str, str], logged: Iterable[str]) -> dict[str, str]:
+    """Labels of metrics, and behind each of an evaluation those of the sets that have names.
+
+    Args:
+        labels: By metric.
+        logged: Names of metrics; each evaluation logs its ``eval_NAME_runtime``.
+
+    >>> of_sets({"loss": "loss", "eval_loss": "held-out loss"}, ["eval_a_loss", "eval_a_runtime", "eval_runtime"])
+    {'loss': 'loss', 'eval_loss': 'held-out loss', 'eval_a_loss': 'held-out loss of a'}
+    """
+    sets = [name[len("eval_") : -len("_runtime")] for name in logged if re.fullmatch("eval_.+_runtime", name)]
+    expanded = {}
+    for name, label in labels.items():
+        expanded[name] = label
+        if name.startswith("eval_"):
+            expanded |= {f"eval_{one}{name.removeprefix('eval')}": f"{label} of {one}" for one in sets}
+    return expanded
 
 
 def learned(history: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -114,13 +133,14 @@ def learned(history: Sequence[Mapping[str, Any]]) -> list[str]:
         # Its trainer ends with the mean of all steps, whatever was logged.
         means = [float(line["train_loss"]) for line in history if "train_loss" in line]
         lines = [f"loss {mean:.3g}, the mean of all steps: none was logged (logging_steps)" for mean in means[-1:]]
-    for name in JUDGED:
+    labels = of_sets({name: MAIN[name] for name in JUDGED}, dict.fromkeys(name for line in history for name in line))
+    for name, label in labels.items():
         values = [float(line[name]) for line in history if name in line]
         if not values or (rewarded and name == "loss"):
             continue
         tenth = max(1, len(values) // 10)
         first, last = (sum(part) / tenth for part in (values[:tenth], values[-tenth:]))
-        text = f"{MAIN[name]} {first:.3g} -> {last:.3g}"
+        text, more_is_better = f"{label} {first:.3g} -> {last:.3g}", not name.endswith("loss")
         flat = [float(line["frac_reward_zero_std"]) for line in history if "frac_reward_zero_std" in line]
         if name == "reward" and flat and min(flat) >= 1:
             text += ": all groups flat, so nothing was learned from it"
@@ -131,9 +151,9 @@ def learned(history: Sequence[Mapping[str, Any]]) -> list[str]:
         elif (
             len(values) > 1
             and not math.isclose(first, last, rel_tol=1e-3, abs_tol=NOISE)
-            and (last > first) != JUDGED[name]
+            and (last > first) != more_is_better
         ):
-            text += f": it got {'less' if JUDGED[name] else 'more'}"
+            text += f": it got {'less' if more_is_better else 'more'}"
         lines.append(text)
     return lines
 
@@ -229,7 +249,8 @@ class RichProgressCallback(transformers.TrainerCallback):
         logs = logs or {}
         if self.progress is None or "train_runtime" in logs:
             return
-        numbers = [(label, f"{float(logs[key]):.4g}") for key, label in self.headline.items() if key in logs][:COLUMNS]
+        labels = of_sets(self.headline, logs)
+        numbers = [(label, f"{float(logs[key]):.4g}") for key, label in labels.items() if key in logs][:COLUMNS]
         if in_notebook():
             self._rows.append({"step": str(state.global_step), **dict(numbers)})
             return self._show(f"step {state.global_step} of {state.max_steps}, left {self._left(state)}", args)

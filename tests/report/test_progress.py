@@ -6,6 +6,7 @@ import torch
 from rich.console import Console
 
 from posttrain.report import progress
+from posttrain.report.page.build import write_page
 from posttrain.report.page.run import read_run
 from posttrain.report.progress import RichProgressCallback, learned, resume_command, use_rich_progress
 from tests.methods.helpers import chats, sft
@@ -14,7 +15,7 @@ from tests.wordings import raises
 
 def watched(tmp_path, tokenizer, *, terminal, **settings):
     out = io.StringIO()
-    trainer = sft(tmp_path, tokenizer, max_steps=3, eval_dataset=chats(3), **settings)
+    trainer = sft(tmp_path, tokenizer, max_steps=3, **({"eval_dataset": chats(3)} | settings))
     view = use_rich_progress(trainer)
     view.console = Console(file=out, force_terminal=terminal, width=140)
     return trainer, view, out
@@ -93,6 +94,20 @@ def test_a_run_shorter_than_a_logging_interval_says_its_mean_loss():
     assert learned([{"step": 6, "train_loss": 3.023}]) == told
     assert learned([{"step": 4, "eval_loss": 2.0}, {"step": 6, "train_loss": 3.023}]) == [*told, "held-out loss 2 -> 2"]
     assert learned([{"reward": 1.0}, {"train_loss": 3.023}]) == ["reward 1 -> 1"]
+
+
+def test_numbers_of_evaluation_sets_with_names_are_shown_on_the_line_and_at_the_end(tiny_tokenizer, tmp_path):
+    sets = {"easy": chats(2), "hard": chats(3)}
+    trainer, _, out = watched(
+        tmp_path, tiny_tokenizer, terminal=False, eval_dataset=sets, eval_strategy="steps", eval_steps=1
+    )
+    trainer.train()
+    losses = [line["eval_hard_loss"] for line in trainer.state.log_history if "eval_hard_loss" in line]
+    assert all(f"held-out loss of hard {loss:.4g}" in out.getvalue() for loss in losses) and len(losses) == 3
+    assert f"held-out loss of hard {losses[0]:.3g} -> {losses[-1]:.3g}" in out.getvalue()
+    assert "held-out loss of hard" in write_page([read_run(tmp_path)], tmp_path / "page.html").read_text(
+        encoding="utf-8"
+    )
 
 
 def test_what_was_learned_is_judged_by_the_reward_where_there_is_one():

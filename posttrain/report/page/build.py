@@ -25,7 +25,7 @@ from posttrain.errors import ConfigError
 from posttrain.report.files import whole_file
 from posttrain.report.inspect import histogram
 from posttrain.report.page.run import Run, Series, flat
-from posttrain.report.progress import MAIN
+from posttrain.report.progress import MAIN, of_sets
 from posttrain.report.templates import TEMPLATES, environment
 
 LONGEST = 4000  # Characters of a completion before its middle is left out.
@@ -275,7 +275,7 @@ def content(runs: Sequence[Run]) -> dict[str, Any]:
     panels = panels_of(runs)
     make: Any = environment().get_template("sections.html.jinja").module
     sections = {
-        "overview": make.overview(runs, MAIN),
+        "overview": make.overview(runs, of_sets(MAIN, dict.fromkeys(name for run in runs for name in run.series))),
         "findings": make.findings(runs),
         "pathologies": make.pathologies(runs, _cards(verdicts)),
         "curves": make.curves(groups_of(panels, runs, verdicts)),
