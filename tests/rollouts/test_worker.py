@@ -38,8 +38,8 @@ def pool(tmp_path, job, workers=1, inflight=8, prompts=50, buffer=None, **settin
 
 
 @pytest.fixture
-def running():
-    """Starts pools and stops them, however the test ends."""
+def started_anew():
+    """Starts pools, whose processes are interpreters of their own, and stops them, however the test ends."""
     started = []
 
     def start(given):
@@ -51,6 +51,12 @@ def running():
     for given in started:
         given.stop()
         given.ledger.audit(writing=0, waiting=0)
+
+
+@pytest.fixture
+def running(forked_workers, started_anew):
+    """The same with processes whose start is not tested."""
+    return started_anew
 
 
 class Looked(dict):
@@ -119,7 +125,7 @@ def test_trap_s54_what_cannot_be_pickled_is_named():
     assert isinstance(caught.value, TypeError)
 
 
-def test_a_worker_sees_no_accelerator_and_nothing_of_the_trainer_s_process_group(tmp_path, running, monkeypatch):
+def test_a_worker_sees_no_accelerator_and_nothing_of_the_trainer_s_process_group(tmp_path, started_anew, monkeypatch):
     theirs = [
         "RANK",
         "WORLD_SIZE",
@@ -133,7 +139,7 @@ def test_a_worker_sees_no_accelerator_and_nothing_of_the_trainer_s_process_group
         monkeypatch.setenv(name, "1")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     monkeypatch.setenv("MY_OWN", "kept")
-    running(pool(tmp_path, Environment(str(tmp_path / "environment"))))
+    started_anew(pool(tmp_path, Environment(str(tmp_path / "environment"))))
     seen = dict(line.split("=", 1) for line in (tmp_path / "environment").read_text().splitlines() if "=" in line)
     assert not set(theirs) & seen.keys()
     assert (seen["CUDA_VISIBLE_DEVICES"], seen["MY_OWN"]) == ("", "kept")
@@ -145,9 +151,9 @@ def test_a_worker_sees_no_accelerator_and_nothing_of_the_trainer_s_process_group
 @pytest.mark.parametrize(
     ("how", "code"), [("raise", "exit code 1: ValueError: no engine here"), ("exit", "exit code 7")]
 )
-def test_an_early_death_is_told_with_its_exit_code_and_last_words(tmp_path, running, how, code):
+def test_an_early_death_is_told_with_its_exit_code_and_last_words(tmp_path, started_anew, how, code):
     with pytest.raises(RolloutError, match=rf"(?s)rollout worker 0 .*{code}.*the last words"):
-        running(pool(tmp_path, Broken(how)))
+        started_anew(pool(tmp_path, Broken(how)))
 
 
 def test_rollouts_come_back_and_are_accounted_for(tmp_path, running):
@@ -261,7 +267,7 @@ def test_pacing_writes_no_more_than_can_be_trained_in_time(tmp_path, running):
     assert (len(given.rollout_buffer), given.writing) == (8, 0)
 
 
-def test_a_worker_that_does_not_listen_is_killed(tmp_path, monkeypatch):
+def test_a_worker_that_does_not_listen_is_killed(tmp_path, monkeypatch, forked_workers):
     monkeypatch.setattr("posttrain.rollouts.workers.processes.JOIN_S", 0.2)
     given = pool(tmp_path, Slow())
     given.start()
