@@ -239,6 +239,7 @@ class Service:
 
         class Handler(BaseHTTPRequestHandler):
             disable_nagle_algorithm = True
+
             def do_POST(self):
                 request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
                 outer.requests.append((self.path, request))

@@ -38,6 +38,7 @@ class Server:
 
         class Handler(BaseHTTPRequestHandler):
             disable_nagle_algorithm = True
+
             def do_POST(self):
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
                 with outer.lock:
