@@ -63,6 +63,8 @@ class DPOConfig(PictureConfig, ComparedConfig):
         self.loss_type = [self.loss_type] if isinstance(self.loss_type, str) else list(self.loss_type)
         super().__post_init__()
         warn_keep_end(self.truncation_mode)
+        if not self.loss_type:
+            raise ConfigError("loss_type is empty: there is nothing to learn from. Name a loss, such as 'sigmoid'.")
         for name in self.loss_type:
             hint = " (it is called 'aot_unpaired' now)" if name == "aot_pair" else ""
             if hint:

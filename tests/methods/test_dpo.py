@@ -385,6 +385,7 @@ def test_p12_two_sinking_rewards_are_told(tiny_tokenizer, tmp_path, caplog):
     [
         ({"loss_type": "sigmoyd"}, "did you mean 'sigmoid'"),
         ({"loss_type": "aot_pair"}, "called 'aot_unpaired' now"),
+        ({"loss_type": []}, "loss_type is empty"),
         ({"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0]}, "loss_weights has 1 values for 2"),
         ({"beta": 0.0}, "beta=0.0 must be above 0"),
         ({"label_smoothing": 0.1}, "label_smoothing=0.1 is not read by loss_type"),
