@@ -28,7 +28,7 @@ from posttrain.losses.advantages import weighted_total
 from posttrain.methods.experimental.a2po import A2PO, A2POConfig
 from posttrain.metrics import mean
 from posttrain.models import parallel
-from posttrain.models.reference import Reference, disable_dropout_in_model, fingerprint, hash_frozen, hash_tensors
+from posttrain.models.reference import Reference, disable_dropout_in_model, fingerprint, hash_module, hash_tensors
 from posttrain.report.files import read_line
 from posttrain.rewards.runner import RewardTable
 from posttrain.rollouts.base import RolloutEngine
@@ -83,7 +83,7 @@ def row_key(example: Mapping[str, Any]) -> str:
 def _computed_by(function: Callable) -> str:
     """What a reward is computed by, as far as it tells: the source of a function, the weights of a model."""
     if isinstance(model := getattr(function, "model", None), torch.nn.Module):
-        return hash_frozen(model)
+        return hash_module(model)
     try:
         return inspect.getsource(inspect.unwrap(function))
     except (OSError, TypeError):

@@ -12,7 +12,7 @@ from posttrain.errors import ConfigError, DataError
 from posttrain.losses.reduce import Denominators, reduce
 from posttrain.methods.experimental.a2po import A2POConfig, a2po_objective
 from posttrain.rollouts.base import Capabilities
-from posttrain.trainers.a2po import A2POTrainer, ValueCache, optimal_value, row_key
+from posttrain.trainers.a2po import A2POTrainer, ValueCache, _computed_by, optimal_value, row_key
 from tests.conftest import build_model
 from tests.losses.properties import Case, double, layouts, outputs, policy, toy_rows
 from tests.methods.helpers import losses, prompts, scripted, weights
@@ -392,3 +392,16 @@ def test_defaults_and_streams(tiny_tokenizer, tmp_path):
     assert isinstance(prompts(2), datasets.Dataset)
     with raises(ConfigError, "reward_weights", "2", "1"):
         build(tmp_path, tiny_tokenizer, reward_weights=[1.0, 2.0])
+
+
+@pytest.mark.parametrize("learns", [True, False])
+def test_values_belong_to_the_weights_of_a_reward_model_frozen_or_not(learns):
+    def judge(completions, **_):
+        return [0.0] * len(completions)
+
+    judge.model = build_model(97).requires_grad_(learns)
+    before = _computed_by(judge)
+    assert _computed_by(judge) == before
+    with torch.no_grad():
+        judge.model.lm_head.weight[0, 0] += 1.0
+    assert _computed_by(judge) != before
