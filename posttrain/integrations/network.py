@@ -1,4 +1,4 @@
-"""What to do about a request that found no server, by where on its way it failed."""
+"""Connections to servers, and what to do about a request that found none, by where on its way it failed."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ from collections.abc import Iterator
 from urllib.parse import urlsplit
 
 import httpx2
+
+# uvicorn and vLLM close a connection after five idle seconds: what is sent on it in that moment is lost.
+CONNECTIONS = httpx2.Limits(max_connections=None, max_keepalive_connections=64, keepalive_expiry=2.0)
 
 
 def network_advice(error: BaseException, url: str) -> str:

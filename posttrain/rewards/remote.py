@@ -12,7 +12,7 @@ import httpx2
 import tenacity
 
 from posttrain.errors import RewardError
-from posttrain.integrations.network import network_advice
+from posttrain.integrations.network import CONNECTIONS, network_advice
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ class _Busy(Exception):
 @functools.lru_cache(maxsize=1)
 def _client(pid: int) -> httpx2.Client:
     """One client with its kept connections per process; a forked child must not use its parent's."""
-    return httpx2.Client(limits=httpx2.Limits(max_connections=None, max_keepalive_connections=64))
+    return httpx2.Client(limits=CONNECTIONS)
 
 
 def post_json(

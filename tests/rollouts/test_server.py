@@ -3,6 +3,7 @@
 import math
 import threading
 import time
+from types import SimpleNamespace
 
 import httpx2
 import pytest
@@ -400,6 +401,18 @@ def test_trap_s53_a_pause_that_a_trainer_left_is_ended_by_the_next_one(made, stu
         engine.generate(REQUESTS, SAMPLING)
     engine.load_weights(Weights(model), 1)
     assert {r.version for r in engine.generate(REQUESTS, SAMPLING)} == {1}
+
+
+def test_a_connection_is_not_used_again_when_the_server_may_be_closing_it(stub, monkeypatch):
+    """vLLM and uvicorn close one after five idle seconds: what is sent in that moment is lost, and an update is sent once."""
+    client = VLLMClient(stub.url)
+    client.call("GET", "/health")
+    kept = len(stub.connections)
+    client.call("GET", "/health")
+    assert len(stub.connections) == kept
+    monkeypatch.setattr("httpcore2._sync.http11.time", SimpleNamespace(monotonic=lambda: time.monotonic() + 4))
+    client.call("GET", "/health")
+    assert len(stub.connections) == kept + 1
 
 
 def test_a_connection_that_the_server_closed_after_an_error_does_not_make_it_dead(engine, model, monkeypatch):

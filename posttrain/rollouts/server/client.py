@@ -26,7 +26,7 @@ from posttrain.errors import (
     ServerUnreachable,
     WeightSyncError,
 )
-from posttrain.integrations.network import network_advice
+from posttrain.integrations.network import CONNECTIONS, network_advice
 from posttrain.rollouts.server.replies import (
     API_KEY_VARIABLE,
     GENERATE,
@@ -135,7 +135,7 @@ class VLLMClient:
         api_key = api_key or os.environ.get(API_KEY_VARIABLE)
         self.session = httpx2.Client(
             headers={"Authorization": f"Bearer {api_key}"} if api_key else None,
-            limits=httpx2.Limits(max_connections=None, max_keepalive_connections=64),
+            limits=CONNECTIONS,
             trust_env=not self.is_local,  # A proxy of the environment knows no way back to this machine.
         )
         self.check_server(connection_timeout)
