@@ -37,14 +37,12 @@ class AdvantageStats:
         advantages: ``(n,)``; 0 where no reward function applied.
         totals: ``(n,)`` weighted rewards, NaN where no reward function applied.
         group_std: ``(n / G,)`` spread of each group, see `group_spread`.
-        reward_std: Mean spread of the totals of a group (0 when there is none).
         zero_std_share: Share of groups without spread.
     """
 
     advantages: Tensor
     totals: Tensor
     group_std: Tensor
-    reward_std: float
     zero_std_share: float
 
 
@@ -146,13 +144,10 @@ def group_advantages(
         )
     if min_group_std > 0:
         advantages = advantages.masked_fill((std < min_group_std).repeat_interleave(group_size), 0.0)
-    of_totals = _std(grouped)
-    known = of_totals[~of_totals.isnan()]
     return AdvantageStats(
         advantages=advantages.nan_to_num(0.0),
         totals=totals,
         group_std=std,
-        reward_std=float(known.mean()) if known.numel() else 0.0,
         zero_std_share=float((std.nan_to_num(0.0) <= 1e-8).float().mean()),
     )
 

@@ -126,7 +126,6 @@ def test_rewards_that_cancel_in_their_sum_are_a_signal_where_each_is_normalised_
     free = group_advantages(cancelling, ones, 4, aggregation="normalize_then_sum")
     assert torch.equal(each.advantages, free.advantages) and each.advantages.abs().min() > 0.1
     assert (each.zero_std_share, float(each.group_std)) == (0.0, pytest.approx(0.58023, abs=1e-4))
-    assert each.reward_std == pytest.approx(0.05774, abs=1e-4)  # Of the reward that is logged beside it.
     assert group_advantages(cancelling, ones, 4, **floor).advantages.abs().max() == 0
     unweighted = torch.tensor([[1.0, 0.0], [1.0, 5.0]])
     flat = group_advantages(unweighted, torch.tensor([1.0, 0.0]), 2, aggregation="normalize_then_sum")
@@ -334,7 +333,7 @@ def test_equal_rewards_have_no_spread_and_no_advantage_whatever_their_mean_round
     ):  # fmt: skip
         stats = group_advantages(rewards, torch.ones(1), size, **settings)
         assert not stats.advantages.any()
-        assert (stats.zero_std_share, stats.reward_std) == (1.0, 0.0)
+        assert stats.zero_std_share == 1.0 and not stats.group_std.any()
     assert not leave_one_out_advantages(rewards[:, 0], size).any()
     assert not standardized(rewards[:, 0], torch.ones(size, dtype=torch.bool)).any()
 
