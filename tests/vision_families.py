@@ -253,6 +253,9 @@ def _paligemma(name):
     images.image_seq_length = 4
     processor = tf.PaliGemmaProcessor(image_processor=images, tokenizer=tokenizer)
     text = _text(model_type="gemma", head_dim=8, vocab_size=len(tokenizer))
+    if name == "paligemma2":
+        kinds = ["sliding_attention", "full_attention"]
+        text |= {"model_type": "gemma2", "query_pre_attn_scalar": 8, "sliding_window": 6, "layer_types": kinds}
     config = tf.PaliGemmaConfig(
         text_config=text, vision_config=_tower(image_size=28, patch_size=14, model_type="siglip_vision_model"),
         image_token_id=token, image_token_index=token, projection_dim=32, hidden_size=32,
@@ -308,6 +311,7 @@ def _mllama(name):
 BUILDERS = {
     "qwen2_vl": _qwen, "qwen2_5_vl": _qwen, "qwen3_vl": _qwen, "idefics3": _idefics, "smolvlm": _idefics, "llava": _llava,
     "llava_next": _llava, "gemma3": _gemma3, "paligemma": _paligemma, "internvl": _internvl, "mllama": _mllama,
+    "paligemma2": _paligemma,
 }  # fmt: skip
 
 
@@ -330,8 +334,8 @@ def _deepseek(name):
 
 # Of whose families nothing is known beforehand.
 UNKNOWN = {"glm4v": _glm4v, "deepseek_vl": _deepseek, "ovis2": _ovis2, "llava_onevision": _onevision}
-# Of whose trees several share a row; Mllama has tests of its own.
-NAMES = tuple(name for name in BUILDERS if name != "mllama")
+# Of whose trees several share a row; Mllama and PaliGemma 2 have tests of their own.
+NAMES = tuple(name for name in BUILDERS if name not in ("mllama", "paligemma2"))
 
 
 def build(name):

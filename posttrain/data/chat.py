@@ -453,7 +453,8 @@ def assistant_spans(
             continue
         before = rendered(messages[:index], add_generation_prompt=True, **kwargs)
         through = text if index == len(messages) - 1 else rendered(messages[: index + 1], **kwargs)
-        stop = through.rfind(end) + len(end) if end else len(through)
+        # A turn may end otherwise: behind a tool call, say, some templates write the result at once.
+        stop = through.rfind(end, len(before)) + len(end) if end in through[len(before) :] else len(through)
         if not (text.startswith(before) and text.startswith(through[:stop])):
             raise ModelError(
                 "the chat template renders earlier turns differently once later ones follow, so what the assistant "

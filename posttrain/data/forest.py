@@ -600,7 +600,7 @@ def unbatched_answers(batch: Any, examples: Sequence[dict[str, Any]], branches: 
         branches: Names of the answers, in order.
 
     Raises:
-        DataError: It is no such batch, or answers of an example have different prompts.
+        DataError: It is no such batch, answers of an example have different prompts, or prompts are not told from answers.
     """
     rows, count = unbatched(batch), len(examples)
     if len(rows) != len(branches) * count:
@@ -608,6 +608,8 @@ def unbatched_answers(batch: Any, examples: Sequence[dict[str, Any]], branches: 
             f"data_collator gave {len(rows)} rows for {count} examples with {len(branches)} answers each "
             f"({', '.join(branches)}). Fix: give all rows with the first answer, then as many with the next."
         )
+    if "completion_mask" not in rows[0] and "prompt_ids" in examples[0]:
+        raise DataError("data_collator gave no completion_mask to tell prompts from answers. Fix: 1 on answers.")
     columns = {name: value.tolist() for name, value in batch.items() if getattr(value, "shape", None) == (count,)}
     answers = [{**example, **{name: c[i] for name, c in columns.items()}} for i, example in enumerate(examples)]
     for index, row in enumerate(rows):

@@ -242,9 +242,9 @@ def _labelled(
     boundary = common_prefix(head, ids)
     if options.completion_only_loss is not False:
         mask = [0] * boundary + mask[boundary:]
-    labels = list(row["labels"]) if "labels" in row and "input_ids" in row else None
-    if labels is None:
-        labels = list(ids) if 0 not in mask else [token if m else IGNORED for token, m in zip(ids, mask, strict=True)]
+    labels = list(row["labels"]) if "labels" in row and "input_ids" in row else list(ids)
+    if 0 in mask:
+        labels = [label if m else IGNORED for label, m in zip(labels, mask, strict=True)]
     diverged, no_end = len(head) - boundary, ends.isdisjoint(labels)
     cut = options.cut is not None and len(ids) > options.cut
     kept = slice(options.cut) if options.truncation_mode == "keep_start" else slice(-(options.cut or 0), None)

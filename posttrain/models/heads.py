@@ -239,6 +239,14 @@ def _patched(
         return original(*args, **kwargs)
     if token_head.inputs is not None:
         kwargs |= token_head.inputs(inner)
+    masks = kwargs.get("attention_mask")
+    if isinstance(masks, dict) and inner.config.model_type == "paligemma":
+        # Its forward takes one mask: layers get those of their kinds (PaliGemma 2) behind it.
+        kwargs["attention_mask"] = masks["full_attention"]
+        with inner.model.language_model.register_forward_pre_hook(
+            lambda _, args, given: (args, {**given, "attention_mask": masks}), with_kwargs=True
+        ):
+            return _head_forward(inner, original, token_head, *args, **kwargs)
     return _head_forward(inner, original, token_head, *args, **kwargs)
 
 

@@ -564,7 +564,7 @@ def forest_mask(
         batch: A token forest.
         window: Sliding-window size in positions, counted along a path (so a branch's window reaches into its prefix).
         chunk: Size of the chunks of positions that see only themselves (Llama 4).
-        span: ``(B, T)`` number of the block of a tree whose tokens see each other both ways, -1 outside of blocks.
+        span: ``(B, T)`` number of the block of a tree whose tokens see each other both ways, beyond a window too; -1 outside.
 
     Returns:
         ``(B, 1, T, T)`` bool, true where row-token attends to column-token. Padding attends to itself only, because a
@@ -573,12 +573,12 @@ def forest_mask(
     until, position = batch.seen_until, batch.position_ids
     index = torch.arange(until.shape[1], device=until.device)
     allowed = (index[:, None] >= index[None, :]) & (index[:, None] < until[:, None, :])
-    if span is not None:
-        allowed |= (span[:, :, None] == span[:, None, :]) & (span[:, None, :] >= 0)
     if window is not None:
         allowed &= position[:, :, None] - position[:, None, :] < window
     if chunk is not None:
         allowed &= position[:, :, None] // chunk == position[:, None, :] // chunk
+    if span is not None:
+        allowed |= (span[:, :, None] == span[:, None, :]) & (span[:, None, :] >= 0)
     allowed |= (index[:, None] == index[None, :]) & (until[:, :, None] == 0)
     return allowed[:, None]
 
@@ -591,10 +591,10 @@ def block_mask(batch: Batch, window: int | None, chunk: int | None, span: Tensor
     block = torch.full_like(until, -1) if span is None else span
 
     def rule(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        seen = ((q >= k) & (q < until[b, k])) | ((block[b, q] == block[b, k]) & (block[b, k] >= 0))
+        seen = (q >= k) & (q < until[b, k])
         near = seen if window is None else seen & (position[b, q] - position[b, k] < window)
         near = near if chunk is None else near & (position[b, q] // chunk == position[b, k] // chunk)
-        return near | ((q == k) & (until[b, q] == 0))
+        return near | ((block[b, q] == block[b, k]) & (block[b, k] >= 0)) | ((q == k) & (until[b, q] == 0))
 
     rows, width = batch.input_ids.shape
     count = -(-width // size)

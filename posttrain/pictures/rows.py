@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby, islice, pairwise
+from itertools import accumulate, groupby, islice, pairwise
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -350,6 +350,9 @@ def _place(row: Row, pictures: list[Picture], reader: PictureProcessor) -> None:
     if not row.prompt_ids:
         (ids,), (mask,) = row.completions, row.loss_masks
         first = mask.index(1) if 1 in mask else 0
+        # Line breaks between rows of tiles are trained: a prompt ends before or behind an image, never inside.
+        ends = {0, *accumulate(reader.expansion(picture).count for picture in pictures)}
+        first = first if ids[:first].count(reader.token_id) in ends else 0
         row.prompt_ids, row.completions, row.loss_masks = ids[:first], [ids[first:]], [mask[first:]]
     row.pictures = reader.place_all([row.prompt_ids, *row.completions], pictures)
     if reader.family.cross and any(row.pictures[1:]):

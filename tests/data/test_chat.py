@@ -9,6 +9,7 @@ from posttrain.data.chat import (
     maybe_apply_chat_template,
     render,
     terminal_token_ids,
+    tool_call,
 )
 from posttrain.errors import DataError, ModelError
 from tests.wordings import raises
@@ -82,3 +83,22 @@ def test_the_mask_starts_at_the_first_word_and_ends_with_the_end_of_turn(tiny_to
     ids, mask = assistant_mask(tiny_tokenizer, [U, A, U, B])
     said = [t for t, m in zip(ids, mask, strict=True) if m]
     assert tiny_tokenizer.decode(said) == "4<|im_end|>five<|im_end|>"
+
+
+def test_a_turn_that_ends_otherwise_than_answers_do_is_the_assistants_too(tiny_tokenizer):
+    """As a tool call of FunctionGemma, behind which the result follows without an end of turn."""
+    tiny_tokenizer.chat_template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.tool_calls %}{{ m.tool_calls[0].function.name }}()=>"
+        "{% else %}{{ m.content }}<|im_end|>{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    call = {"role": "assistant", "content": "", "tool_calls": [tool_call("add", {})]}
+    messages = [
+        {"role": "user", "content": "q"},
+        call,
+        {"role": "tool", "content": "3"},
+        {"role": "assistant", "content": "It is 3"},
+    ]
+    ids, mask = assistant_mask(tiny_tokenizer, messages)
+    said = tiny_tokenizer.decode([token for token, flag in zip(ids, mask, strict=True) if flag])
+    assert said == "add()=>It is 3<|im_end|>"

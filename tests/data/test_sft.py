@@ -105,6 +105,15 @@ def test_an_empty_conversation_is_called_empty_and_not_plain_text(tiny_tokenizer
             prepare([good, {"messages": odd}], tiny_tokenizer)
 
 
+@pytest.mark.parametrize("mask", ["completion_mask", "assistant_masks"])
+def test_given_labels_do_not_train_what_a_mask_beside_them_leaves_out(tiny_tokenizer, mask):
+    """As in TRL's collator: a token is trained where labels and masks say so."""
+    end = tiny_tokenizer.eos_token_id
+    row = {"input_ids": [5, 6, 7, end], "labels": [5, -100, 7, end], mask: [0, 1, 0, 1]}
+    data, report = prepare([row], tiny_tokenizer)
+    assert data[0]["labels"] == [-100, -100, -100, end] and report.trained_tokens == 1
+
+
 def test_formatting_that_fails_or_gives_no_text_is_told_by_row(tiny_tokenizer):
     def formatted(function):
         return prepare_sft_dataset(datasets.Dataset.from_list([{"x": "a"}]), tiny_tokenizer, formatting_func=function)

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from posttrain.data.forest import Layout, collate, halves, to_rows
+from posttrain.data.forest import Layout, collate, halves, to_rows, unbatched_answers
+from posttrain.errors import DataError
 from posttrain.types import Row
 from tests.losses.properties import toy_rows
 
@@ -78,3 +79,15 @@ def test_answers_of_a_pair_keep_their_order_where_the_first_is_empty():
     assert [row.completions for row in to_rows(batch)] == [[[], [5, 6]]] * 2
     for part in halves(batch, pad_token_id=0, layout=TREE, whole_rows=True):
         assert part.grouped(part.columns["rank"], 2).tolist() == [[0.0, 1.0]]
+
+
+def test_a_collator_of_answers_that_does_not_tell_their_prompts_is_refused():
+    """Its rows begin with the prompt, which would stand before them once more, and be trained as an answer."""
+    examples = [{"prompt_ids": [5, 6], "chosen_ids": [7], "rejected_ids": [8]}]
+    batch = {"input_ids": torch.tensor([[5, 6, 7], [5, 6, 8]]), "attention_mask": torch.ones(2, 3)}
+    with pytest.raises(DataError, match="no completion_mask"):
+        unbatched_answers(batch, examples, ("chosen", "rejected"))
+    told = unbatched_answers(
+        {**batch, "completion_mask": torch.tensor([[0, 0, 1]] * 2)}, examples, ("chosen", "rejected")
+    )
+    assert [told[0][name] for name in ("prompt_ids", "chosen_ids", "rejected_ids")] == [[5, 6], [7], [8]]

@@ -112,6 +112,25 @@ def test_sft_loss_is_that_of_each_sequence_alone(name, tmp_path):
     assert first_loss(trainer) == pytest.approx(-float(torch.cat(logps).mean()), abs=1e-4)
 
 
+def test_a_document_may_begin_with_an_image_in_tiles(tmp_path):
+    """Rows of tiles end in line breaks, the first tokens that are trained: they stand inside the image."""
+    model, processor = build("idefics3")
+    picture = noise(112, 70)
+    inputs = processor(
+        text=["<image> a cat<|im_end|>"], images=[[picture]], return_tensors="pt", add_special_tokens=False
+    )
+    inputs = {name: value for name, value in inputs.items() if name != "attention_mask"}
+    with torch.no_grad():
+        logps = torch.log_softmax(model(**inputs, use_cache=False).logits[0, :-1].float(), -1)
+    held = datasets.Dataset.from_list([{"text": "<image> a cat", "images": [png(picture)]}])
+    args = SFTConfig(str(tmp_path), learning_rate=0.0, logging_steps=1, gradient_checkpointing=False, **QUICK)
+    trainer = SFTTrainer(model, args, train_dataset=held, processing_class=processor)
+    (row,) = trainer.train_dataset
+    assert row["input_ids"] == inputs["input_ids"][0].tolist()
+    trained = [(at, token) for at, token in enumerate(row["labels"][1:]) if token != -100]
+    assert first_loss(trainer) == pytest.approx(-float(torch.stack([logps[one] for one in trained]).mean()), abs=1e-4)
+
+
 @pytest.mark.parametrize("written", [False, True])
 def test_a_template_without_the_bos_that_the_processor_adds_to_prompts_is_told(written, tmp_path, caplog):
     model, processor = build("llava")

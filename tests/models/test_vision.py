@@ -153,6 +153,19 @@ def test_mllama_refuses_a_pass_in_which_one_prompt_would_see_anothers_pictures(m
         forward(model, batch)
 
 
+def test_paligemma_2_reads_a_whole_prompt_both_ways_in_layers_with_a_window_too():
+    """A prompt of 896 x 896 pixels is longer than its window. And its forward takes one mask for both kinds of layers."""
+    model, processor = build("paligemma2")
+    rows, sequences = rows_of("paligemma", install_pictures(model, processor))
+    assert min(len(row.prompt_ids) for row in rows) > model.config.text_config.sliding_window
+    layout = probe_layout(model)
+    assert layout.kind == "tree"
+    with torch.no_grad():
+        expected = truth("paligemma", model, processor, sequences)
+        for one in (layout, PADDED):
+            assert torch.allclose(forest(model, rows, one), expected, atol=2e-5, rtol=0)
+
+
 def test_a_picture_is_encoded_once_for_a_group_and_for_every_prompt_that_shows_it(family, monkeypatch):
     _, model, _, encoder = family
     monkeypatch.setattr(encoder, "_kept", type(encoder._kept)())
