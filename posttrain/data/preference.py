@@ -163,7 +163,7 @@ def _answers(
         reason = UNUSABLE
     elif any(not answer for answer in answers):
         reason = EMPTY
-    elif limit is not None and start and len(prompt) >= limit:
+    elif limit is not None and len(prompt if start else prompt[:1]) >= limit:
         reason = FULL
     elif limit is not None and len(prompt) + max(map(len, answers)) > limit:
         prompt, answers, cut = *_truncate(prompt, answers, limit, options.truncation_mode), True

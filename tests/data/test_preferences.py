@@ -88,8 +88,9 @@ def test_p2_p9_equal_and_full_rows_are_dropped_and_counted(tiny_tokenizer, caplo
     assert "dropped 2 of 10 rows" in caplog.text
     rows, _ = prepared([good, good, equal, equal], tiny_tokenizer)  # However many they are.
     assert len(rows) == 2 and "dropped 2 of 4 rows" in caplog.text
-    with raises(DataError, "1"):
-        prepared([full], tiny_tokenizer, max_length=20)
+    for options in ({"max_length": 20}, {"max_length": 1, "truncation_mode": "keep_end"}):
+        with raises(DataError, "1"):
+            prepared([full], tiny_tokenizer, **options)
 
 
 def test_p1_rows_whose_prompt_is_lost_are_refused(tiny_tokenizer):
