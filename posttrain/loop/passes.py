@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -105,18 +106,20 @@ class PassRunner:
     def _attempt(
         self, model: nn.Module, batch: Batch, weight: float
     ) -> tuple[Tensor, None] | tuple[None, torch.OutOfMemoryError]:
-        """The loss, or the error; after one, gradients and metrics are as they were before."""
+        """The loss, or the error; after one, gradients, metrics and the method are as they were before."""
         run, began = self.run, False
-        metrics = run.buffers["train"].snapshot()
+        before = self._said()
         try:
             loss = run.hooks.compute_loss(model, batch.to(run.args.device)) * weight
             began = True
             parallel.backward(run.accelerator, loss)
+            if not weight:
+                self._forget(before)
             return loss.detach(), None
         except torch.OutOfMemoryError as error:
             # The frames of the traceback hold the activations.
             problem = error.with_traceback(None)
-        run.buffers["train"].restore(metrics)
+        self._forget(before)
         loss = None
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
@@ -128,13 +131,22 @@ class PassRunner:
         """Recompute the gradients of this step's earlier passes, which a broken backward pass has changed."""
         for parameter in model.parameters():
             parameter.grad = None
-        metrics, done = self.run.buffers["train"].snapshot(), self._done
+        before, done = self._said(), self._done
         self._done = ()
         try:
             for batch, weight in done:
                 self.compute(model, batch, weight, step=self.step)
         finally:
-            self.run.buffers["train"].restore(metrics)
+            self._forget(before)
+
+    def _said(self) -> tuple[Any, dict[str, Any]]:
+        """What passes have told the log and the method so far."""
+        return self.run.buffers["train"].snapshot(), dict(vars(self.run.method))
+
+    def _forget(self, before: tuple[Any, dict[str, Any]]) -> None:
+        """Take back what was told since."""
+        self.run.buffers["train"].restore(before[0])
+        vars(self.run.method).update(before[1])
 
     def _halves(self, batch: Batch) -> list[Batch]:
         """The batch in parts; itself where the objective wants it whole, or where other processes would be left behind."""
