@@ -8,6 +8,7 @@ import torch
 from posttrain.models import parallel
 from tests.methods.helpers import chats, grpo, losses, sft, weights
 from tests.methods.test_grpo_options import logs
+from tests.methods.test_judged import make
 from tests.wordings import raises
 
 
@@ -76,6 +77,18 @@ def test_a_pass_that_only_keeps_ranks_in_step_says_nothing(tiny_tokenizer, tmp_p
         found.append(logs(trainer)[0])
     names = ("loss", "grad_norm", "entropy", "policy_loss", "kl")
     assert [found[1][name] for name in names] == pytest.approx([found[0][name] for name in names], rel=1e-5)
+
+
+@pytest.mark.parametrize("inside", ["forward", "backward"])
+def test_bco_moves_delta_by_all_rewards_of_a_step_that_is_divided(tiny_tokenizer, tmp_path, inside):
+    whole = make("bco", tmp_path / "whole", tiny_tokenizer, optim="sgd", max_steps=3)
+    whole.train()
+    broken = make("bco", tmp_path / "broken", tiny_tokenizer, optim="sgd", max_steps=3)
+    runs_out(broken, lambda calls: len(calls) == 2, inside=inside)  # In the only pass of the second step.
+    broken.train()
+    assert broken.method.moments.count == whole.method.moments.count == 24
+    one, other = ([(row["loss"], row["delta"]) for row in logs(trainer)] for trainer in (broken, whole))
+    assert one == [pytest.approx(pair, abs=1e-5) for pair in other]
 
 
 def test_later_passes_are_small_enough_at_once(tiny_tokenizer, tmp_path):
