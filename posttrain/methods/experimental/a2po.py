@@ -51,6 +51,9 @@ class A2POConfig(OnlineConfig):
 
     def __post_init__(self) -> None:
         self.top_k = self.top_k or 0
+        # First: the parent's advice, a beta, would be refused too.
+        fixed = "must be False: prompts' values are those of the reference that training began with"
+        check_rules(self, [("sync_ref_model", not self.sync_ref_model, fixed)])
         super().__post_init__()
         rules = {
             "num_generations": (
