@@ -1,5 +1,6 @@
 """What SFT can be told to do, each against an independent computation or the model's own loss."""
 
+import copy
 import logging
 
 import datasets
@@ -208,6 +209,19 @@ def test_virtual_tokens_count_in_the_experts_balance_as_in_the_model_s_own(tiny_
         own = trainer.model(input_ids=batch.input_ids, attention_mask=batch.real.long(), output_router_logits=True)
     trainer.train()
     assert trainer.state.log_history[0]["aux_loss"] == pytest.approx(float(own.aux_loss), rel=1e-5)
+
+
+def test_a_deep_copy_of_a_model_that_was_trained_in_bfloat16_computes_with_its_own_weights(tiny_tokenizer, tmp_path):
+    """Where its user calls it, as an average of weights; one that ran the policy's layers would answer as the policy."""
+    trainer = sft(tmp_path, tiny_tokenizer, bf16=True, max_steps=1)
+    trainer.train()
+    ids = torch.tensor([[5, 6, 7, 8]])
+    with torch.no_grad():
+        twin, before = copy.deepcopy(trainer.model), trainer.model(input_ids=ids).logits
+        for parameter in twin.parameters():
+            parameter.zero_()
+        assert not twin(input_ids=ids).logits.any()
+        assert torch.equal(trainer.model(input_ids=ids).logits, before)
 
 
 def test_means_of_each_process_alone_are_not_there_and_that_is_told(tiny_tokenizer, tmp_path, caplog, monkeypatch):
