@@ -63,6 +63,10 @@ class TPO(ReferenceFree[TPOConfig]):
     def objective(self, outputs: ModelOutputs, batch: Batch) -> LossTerms:
         """The preference term and the likelihood of the gold answers."""
         cfg, size = self.cfg, len(self.branches)
+        if cfg.tpo_alpha and size == 2:
+            raise ConfigError(
+                f"tpo_alpha={cfg.tpo_alpha}: a trainer made with 0 has no gold answers. Fix: set it in the config."
+            )
         formula = TPO_LOSSES[cfg.loss_type]
         logp, length = branch_sums(outputs, batch, size)
         read = mean_logp(logp, length) if formula.per_token else logp
