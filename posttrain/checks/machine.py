@@ -538,8 +538,8 @@ def weights_fit(context: Context) -> Iterable[Finding | None]:
     except (AttributeError, TypeError):
         return
     has = available_memory(context.args.device, limit)
-    spread = (context.args.model_init_kwargs or {}).get("device_map") is not None
-    whole = context.peft_config is None and not spread and not keeps_on_host(context.args)
+    whole = context.peft_config is None and not keeps_on_host(context.args)
+    whole = whole and (context.args.model_init_kwargs or {}).get("device_map") is None
     if whole and 16 * count >= SHARE_UNTRACED * has.total:
         yield compare_weights(context, has)
 

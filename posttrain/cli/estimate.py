@@ -75,7 +75,7 @@ def estimate(subject: Subject, *, given: tuple[int | None, int | None] = (None, 
     from posttrain.models.memory_estimate import estimate_memory
 
     args, model_args, config = subject.config, subject.model_args, subject.model_config
-    processes, stage = launched(subject.launch)
+    processes, stage = launched(subject.launch) if subject.launch else (1, 0)
     notes = [f"this is one of {processes} processes."] if processes > 1 else []
     lengths, pictures = _lengths(subject, given, notes)
     device = "cuda" if torch.cuda.is_available() and not args.use_cpu else "cpu"

@@ -460,12 +460,9 @@ def launched(launch: list[str]) -> tuple[int, int]:
     """Processes that these flags of accelerate's start, and the stage of ZeRO that divides as much as they do (0: none)."""
     from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 
-    if not launch:
-        return 1, 0
     told = _validate_launch_command(launch_command_parser().parse_args([*launch, "script"]))[0]
-    first = str(told.fsdp_version) == "1"
-    kept = str(told.fsdp_sharding_strategy if first else told.fsdp_reshard_after_forward).lower()
-    fsdp = {"no_shard": 0, "shard_grad_op": 2, "false": 2}.get(kept, 3) if told.use_fsdp else 0
+    kept = told.fsdp_sharding_strategy if str(told.fsdp_version) == "1" else told.fsdp_reshard_after_forward
+    fsdp = {"no_shard": 0, "shard_grad_op": 2, "false": 2}.get(str(kept).lower(), 3) if told.use_fsdp else 0
     return max(told.num_processes or 1, 1), (told.zero_stage or 2) if told.use_deepspeed else fsdp
 
 

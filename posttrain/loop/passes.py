@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -108,18 +108,18 @@ class PassRunner:
     ) -> tuple[Tensor, None] | tuple[None, torch.OutOfMemoryError]:
         """The loss, or the error; after one, gradients, metrics and the method are as they were before."""
         run, began = self.run, False
-        before = self._said()
+        undo = self._undo()
         try:
             loss = run.hooks.compute_loss(model, batch.to(run.args.device)) * weight
             began = True
             parallel.backward(run.accelerator, loss)
             if not weight:
-                self._forget(before)
+                undo()
             return loss.detach(), None
         except torch.OutOfMemoryError as error:
             # The frames of the traceback hold the activations.
             problem = error.with_traceback(None)
-        self._forget(before)
+        undo()
         loss = None
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
@@ -131,22 +131,19 @@ class PassRunner:
         """Recompute the gradients of this step's earlier passes, which a broken backward pass has changed."""
         for parameter in model.parameters():
             parameter.grad = None
-        before, done = self._said(), self._done
+        undo, done = self._undo(), self._done
         self._done = ()
         try:
             for batch, weight in done:
                 self.compute(model, batch, weight, step=self.step)
         finally:
-            self._forget(before)
+            undo()
 
-    def _said(self) -> tuple[Any, dict[str, Any]]:
-        """What passes have told the log and the method so far."""
-        return self.run.buffers["train"].snapshot(), dict(vars(self.run.method))
-
-    def _forget(self, before: tuple[Any, dict[str, Any]]) -> None:
-        """Take back what was told since."""
-        self.run.buffers["train"].restore(before[0])
-        vars(self.run.method).update(before[1])
+    def _undo(self) -> Callable[[], object]:
+        """Takes back what is told to the log and to the method from here on."""
+        train, method = self.run.buffers["train"], vars(self.run.method)
+        said, known = train.snapshot(), dict(method)
+        return lambda: (train.restore(said), method.update(known))
 
     def _halves(self, batch: Batch) -> list[Batch]:
         """The batch in parts; itself where the objective wants it whole, or where other processes would be left behind."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from posttrain.errors import ConfigError
+from posttrain.errors import ConfigError, check_rules
 from posttrain.fields import NonNegativeFloat, PositiveFloat, Share, option
 from posttrain.losses.divergence import mean_logp
 from posttrain.losses.preference import TPO_LOSSES
@@ -63,10 +63,8 @@ class TPO(ReferenceFree[TPOConfig]):
     def objective(self, outputs: ModelOutputs, batch: Batch) -> LossTerms:
         """The preference term and the likelihood of the gold answers."""
         cfg, size = self.cfg, len(self.branches)
-        if cfg.tpo_alpha and size == 2:
-            raise ConfigError(
-                f"tpo_alpha={cfg.tpo_alpha}: a trainer made with 0 has no gold answers. Fix: set it in the config."
-            )
+        given = size == 3 or not cfg.tpo_alpha
+        check_rules(cfg, [("tpo_alpha", given, "needs gold answers, and 0 left them out: set it in the config")])
         formula = TPO_LOSSES[cfg.loss_type]
         logp, length = branch_sums(outputs, batch, size)
         read = mean_logp(logp, length) if formula.per_token else logp

@@ -239,7 +239,7 @@ def install_token_head(model: nn.Module) -> None:
             kwargs |= token_head.inputs(inner)
         return _head_forward(inner, inner.headless_forward, token_head, *args, **kwargs)
 
-    forward.takes_token_head = True  # type: ignore[attr-defined]
+    vars(forward)["takes_token_head"] = True
     # A method: a deep copy of the model binds it to itself, with what accelerate puts around it. Around anything else accelerate
     # puts a function, which would run the original's layers.
     inner.forward = MethodType(forward, inner)

@@ -119,9 +119,9 @@ class BCOTrainer(PreferenceTrainer):
         """Rewards of the whole step move delta before its first loss."""
         super().before_step(micro_batches)
         self._batches = [batch for micro in micro_batches for batch in micro]
-        one_pass = self.denominators.passes == self.accelerator.num_processes and len(micro_batches) == 1
-        self.method.moves_in_pass = one_pass
-        if not one_pass:
+        passes = self.denominators.passes
+        self.method.moves_in_pass = passes == self.accelerator.num_processes and len(micro_batches) == 1
+        if not self.method.moves_in_pass:
             self._move()
 
     def _move(self) -> None:

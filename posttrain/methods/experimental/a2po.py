@@ -52,8 +52,7 @@ class A2POConfig(OnlineConfig):
     def __post_init__(self) -> None:
         self.top_k = self.top_k or 0
         # First: the parent's advice, a beta, would be refused too.
-        fixed = "must be False: prompts' values are those of the reference that training began with"
-        check_rules(self, [("sync_ref_model", not self.sync_ref_model, fixed)])
+        check_rules(self, [("sync_ref_model", not self.sync_ref_model, "must be False: values are of one reference")])
         super().__post_init__()
         rules = {
             "num_generations": (
