@@ -253,7 +253,8 @@ def _owner_of(forward: Any) -> Any:
     """
     owner, takes_head = None, False
     while forward is not None:
-        owner, takes_head = getattr(forward, "__self__", owner), takes_head or hasattr(forward, "takes_token_head")
+        owner = forward.__self__ if isinstance(forward, MethodType) else owner
+        takes_head = takes_head or hasattr(forward, "takes_token_head")
         forward = getattr(forward, "__wrapped__", None)
     return owner if takes_head else None
 
