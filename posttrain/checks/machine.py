@@ -539,6 +539,7 @@ def weights_fit(context: Context) -> Iterable[Finding | None]:
         return
     has = available_memory(context.args.device, limit)
     whole = context.peft_config is None and not keeps_on_host(context.args)
+    whole = whole and (context.args.model_init_kwargs or {}).get("device_map") is None
     if whole and 16 * count >= SHARE_UNTRACED * has.total:
         yield compare_weights(context, has)
 
@@ -548,7 +549,9 @@ def memory_fits(context: Context) -> Iterable[Finding | None]:
     """An estimate against what is free; traced (seconds) only where a rough bound leaves a doubt."""
     method = context.parts.get("method")
     limit, bound = memory_limit(context.args), _bound(context.model)
-    if method is None or context.model_config is None or keeps_on_host(context.args):
+    # What one device has says nothing of a model that lies on several.
+    spread = len(set(getattr(context.model, "hf_device_map", {}).values())) > 1
+    if method is None or context.model_config is None or spread or keeps_on_host(context.args):
         return
     if limit is None and bound < ROOM_ANYWHERE:
         return

@@ -311,6 +311,7 @@ def plan(
     device: str = "cpu",
     process: int = 0,
     processes: int = 1,
+    zero_stage: int = 0,
     batch_size: int | None = None,
     bits: float | None = None,
     pictures: tuple[PictureProcessor, Sequence[Picture]] | None = None,
@@ -327,6 +328,7 @@ def plan(
         device: ``cpu`` or ``cuda``.
         process: Bytes of the interpreter and its libraries.
         processes: Ranks.
+        zero_stage: Of a launcher that has not started them; 0: what the config and the environment say.
         batch_size: Instead of the config's.
         bits: Of a quantised weight with its scales, see `posttrain.models.quantised.weight_bits`; None: as the configs ask for.
         pictures: Those of the longest row, and what prepares them; None: rows are text.
@@ -366,7 +368,7 @@ def plan(
         optimizer=args.optim,
         autocast=_autocast(args, dtype),
         generating=_generating(traits, args, lengths, device),
-        shards=_shards(args, processes),
+        shards=_shards(args, processes, zero_stage),
         device=device,
         process=process,
         pixels=_pixels(pictures, min(len(rows), max(map(_trees, batches)))) if pictures else {},
@@ -446,11 +448,11 @@ def _generating(traits: Traits, args: PostTrainingConfig, lengths: Lengths, devi
     )
 
 
-def _shards(args: PostTrainingConfig, processes: int) -> Shards:
+def _shards(args: PostTrainingConfig, processes: int, stage: int = 0) -> Shards:
     """How ZeRO or FSDP divides the model, by the config or by the variables that ``accelerate launch`` exports."""
     from posttrain.models.memory_estimate import Shards
 
-    stage = int(args.deepspeed_plugin.zero_stage) if args.deepspeed_plugin is not None else 0
+    stage = stage if args.deepspeed_plugin is None else int(args.deepspeed_plugin.zero_stage)
     fsdp = " ".join(args.fsdp) if isinstance(args.fsdp, list) else ""
     if args.fsdp and not fsdp:  # transformers has made True of it, and keeps the rest in fsdp_config.
         fsdp = "full_shard" if args.fsdp_config.get("reshard_after_forward", True) else "shard_grad_op"

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from posttrain.cli.commands import TRAINING
 from posttrain.cli.subject import Subject, model_config
+from posttrain.cli.train import launched
 from posttrain.errors import DataError, PosttrainError
 
 if TYPE_CHECKING:
@@ -74,13 +75,14 @@ def estimate(subject: Subject, *, given: tuple[int | None, int | None] = (None, 
     from posttrain.models.memory_estimate import estimate_memory
 
     args, model_args, config = subject.config, subject.model_args, subject.model_config
-    notes: list[str] = []
+    processes, stage = launched(subject.launch) if subject.launch else (1, 0)
+    notes = [f"this is one of {processes} processes."] if processes > 1 else []
     lengths, pictures = _lengths(subject, given, notes)
     device = "cuda" if torch.cuda.is_available() and not args.use_cpu else "cpu"
     settings = {
         "lengths": lengths, "peft_config": get_peft_config(model_args), "parts": _parts(subject, notes),
-        "device": device, "process": in_use("cpu") if device == "cpu" else 0, "processes": max(int(args.world_size), 1),
-        "pictures": pictures,
+        "device": device, "process": in_use("cpu") if device == "cpu" else 0, "pictures": pictures,
+        "processes": max(processes, int(args.world_size)), "zero_stage": stage,
     }  # fmt: skip
     work = plan(subject.method, config, **settings)
     memory = estimate_memory(work)

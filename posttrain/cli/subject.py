@@ -62,7 +62,7 @@ class Subject:
     def __init__(self, name: str, tokens: Sequence[str]) -> None:
         check_choice("command", name, sorted(TRAINING))
         self.name = name
-        self.parsed, _ = train.parse(name, tokens)
+        self.parsed, self.launch = train.parse(name, tokens)
         self.script_args, self.config, self.model_args, self.mixture = self.parsed
         init = self.model_args.model_init_kwargs(self.config.trust_remote_code)
         if self.model_args.load_in_4bit or self.model_args.load_in_8bit:

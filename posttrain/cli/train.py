@@ -456,6 +456,16 @@ def _started_all(launch: list[str]) -> list[str]:
     return ["--multi_gpu", *launch] if several and not said else launch
 
 
+def launched(launch: list[str]) -> tuple[int, int]:
+    """Processes that these flags of accelerate's start, and the stage of ZeRO that divides as much as they do (0: none)."""
+    from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+
+    told = _validate_launch_command(launch_command_parser().parse_args([*launch, "script"]))[0]
+    kept = told.fsdp_sharding_strategy if str(told.fsdp_version) == "1" else told.fsdp_reshard_after_forward
+    fsdp = {"no_shard": 0, "shard_grad_op": 2, "false": 2}.get(str(kept).lower(), 3) if told.use_fsdp else 0
+    return max(told.num_processes or 1, 1), (told.zero_stage or 2) if told.use_deepspeed else fsdp
+
+
 def _end(process: subprocess.Popen, *, tell: bool) -> None:
     """Let processes finish their step and save; ``tell`` them, unless the terminal that interrupted this one did."""
     if tell:

@@ -15,7 +15,7 @@ from posttrain.data.chat import is_processor, terminal_token_ids
 from posttrain.data.forest import collate
 from posttrain.data.formats import is_conversational
 from posttrain.data.samplers import PromptStream, RepeatSampler
-from posttrain.errors import RolloutError, RolloutServerError
+from posttrain.errors import RolloutError, RolloutServerError, check_rules
 from posttrain.loop import step
 from posttrain.loop.build import as_config
 from posttrain.loop.dynamic_sampling import DynamicSampler, flat_groups
@@ -531,6 +531,9 @@ class OnlineTrainer(PostTrainer):
         if self.reference is not None:
             with self.inference() as policy, self.reference.active(policy) as reference:
                 generation.token_columns["ref_logp"] = self.logps(reference, generation.every_row())
+        else:
+            given = not (self.method.traits.beta_is_kl and self.args.beta)
+            check_rules(self.args, [("beta", given, "needs a reference, made with the trainer: set it in the config")])
 
     def logps_of_sampler(self, generation: RolloutBatch) -> list[list[float]]:
         """What the engine said of its tokens: of the policy itself before truncation, of another engine after it.

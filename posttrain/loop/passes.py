@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -105,18 +106,20 @@ class PassRunner:
     def _attempt(
         self, model: nn.Module, batch: Batch, weight: float
     ) -> tuple[Tensor, None] | tuple[None, torch.OutOfMemoryError]:
-        """The loss, or the error; after one, gradients and metrics are as they were before."""
+        """The loss, or the error; after one, gradients, metrics and the method are as they were before."""
         run, began = self.run, False
-        metrics = run.buffers["train"].snapshot()
+        undo = self._undo()
         try:
             loss = run.hooks.compute_loss(model, batch.to(run.args.device)) * weight
             began = True
             parallel.backward(run.accelerator, loss)
+            if not weight:
+                undo()
             return loss.detach(), None
         except torch.OutOfMemoryError as error:
             # The frames of the traceback hold the activations.
             problem = error.with_traceback(None)
-        run.buffers["train"].restore(metrics)
+        undo()
         loss = None
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
@@ -128,13 +131,19 @@ class PassRunner:
         """Recompute the gradients of this step's earlier passes, which a broken backward pass has changed."""
         for parameter in model.parameters():
             parameter.grad = None
-        metrics, done = self.run.buffers["train"].snapshot(), self._done
+        undo, done = self._undo(), self._done
         self._done = ()
         try:
             for batch, weight in done:
                 self.compute(model, batch, weight, step=self.step)
         finally:
-            self.run.buffers["train"].restore(metrics)
+            undo()
+
+    def _undo(self) -> Callable[[], object]:
+        """Takes back what is told to the log and to the method from here on."""
+        train, method = self.run.buffers["train"], vars(self.run.method)
+        said, known = train.snapshot(), dict(method)
+        return lambda: (train.restore(said), method.update(known))
 
     def _halves(self, batch: Batch) -> list[Batch]:
         """The batch in parts; itself where the objective wants it whole, or where other processes would be left behind."""

@@ -42,7 +42,7 @@ def completion_metrics(batch: RolloutBatch, *, masks_truncated: bool) -> dict[st
         masks_truncated: Whether truncated completions carry no loss.
     """
     lengths = torch.tensor(completion_lengths(batch), dtype=torch.float32)  # (n,)
-    ended = torch.tensor([r.finish_reason == "stop" for r in batch.rollouts])  # (n,)
+    ended = torch.tensor([all(one.finish_reason == "stop" for one in (r, *r.branches)) for r in batch.rollouts])  # (n,)
     metrics: dict[str, Metric] = {
         "completions/mean_length": mean(lengths),
         "completions/min_length": minimum(lengths),
@@ -57,7 +57,8 @@ def completion_metrics(batch: RolloutBatch, *, masks_truncated: bool) -> dict[st
         tokens = sum(len(rollout.token_ids) for rollout in batch.sequences())
         metrics["tools/token_share"] = mean(1 - float(lengths.sum()) / tokens, weight=tokens)
     if masks_truncated:
-        metrics["completions/masked_ratio"] = mean((~ended).float())
+        masked = [not any(map(any, batch.trained(i, True))) for i in range(len(batch.rollouts))]
+        metrics["completions/masked_ratio"] = mean(torch.tensor(masked).float())
     return metrics
 
 

@@ -117,12 +117,15 @@ class Method(ABC, Generic[Config]):
     Attributes:
         branches: Columns of given answers, in the order of a row's sequences.
         keep: Further columns that the loss reads.
+        window: Sums over the training passes of an optimiser step. A pass that is taken back (memory ran out) puts every
+            attribute back: set them anew, and change none in place.
     """
 
     config_class: ClassVar[type[PostTrainingConfig]] = PostTrainingConfig
     traits: Traits = Traits()
     branches: tuple[str, ...] = ()
     keep: ClassVar[tuple[str, ...]] = ()
+    window: Tensor
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)

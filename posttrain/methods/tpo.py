@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from posttrain.errors import ConfigError
+from posttrain.errors import ConfigError, check_rules
 from posttrain.fields import NonNegativeFloat, PositiveFloat, Share, option
 from posttrain.losses.divergence import mean_logp
 from posttrain.losses.preference import TPO_LOSSES
@@ -63,6 +63,8 @@ class TPO(ReferenceFree[TPOConfig]):
     def objective(self, outputs: ModelOutputs, batch: Batch) -> LossTerms:
         """The preference term and the likelihood of the gold answers."""
         cfg, size = self.cfg, len(self.branches)
+        given = size == 3 or not cfg.tpo_alpha
+        check_rules(cfg, [("tpo_alpha", given, "needs gold answers, and 0 left them out: set it in the config")])
         formula = TPO_LOSSES[cfg.loss_type]
         logp, length = branch_sums(outputs, batch, size)
         read = mean_logp(logp, length) if formula.per_token else logp

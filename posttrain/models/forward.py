@@ -337,7 +337,8 @@ def _token_head(asked: Pass, virtual: int) -> TokenHead:
         chunk_size=asked.chunk_size,
         expected_grad=None if asked.expected_grad is None else asked.expected_grad[rows, columns],
         needs=asked.needs,
-        balance_over=batch.real.long() if "aux" in asked.needs else None,
+        # Virtual tokens are routed too; the model's own term counts them.
+        balance_over=nn.functional.pad(batch.real.long(), (virtual, 0), value=1) if "aux" in asked.needs else None,
     )
 
 

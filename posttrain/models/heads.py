@@ -8,6 +8,7 @@ import logging
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
+from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -220,47 +221,50 @@ def install_token_head(model: nn.Module) -> None:
     ordinary forward call. Installing twice is harmless.
     """
     inner: Any = causal_lm(model)
-    patch = _patch_of(inner.forward)
-    if patch is not None and patch.args[0] is inner:
+    owner = _owner_of(inner.forward)
+    if owner is inner:
         return
-    # A copy of a prepared model: what accelerate put around the patch runs the original's layers.
-    if patch is not None:
+    # A copy of a model around whose forward a function was put: that runs the original's layers.
+    if owner is not None:
         del inner.forward
         vars(inner).pop("_original_forward", None)
     keep_inputs_only(inner)
-    # A partial: a deep copy of the model makes its own of it, where a function would run the original's layers.
-    inner.forward = functools.update_wrapper(functools.partial(_patched, inner, inner.forward), inner.forward)
+    inner.headless_forward = inner.forward
+
+    @functools.wraps(type(inner).forward)
+    def forward(inner: Any, *args: Any, token_head: TokenHead | ScoreHead | None = None, **kwargs: Any) -> Any:
+        if token_head is None:
+            return inner.headless_forward(*args, **kwargs)
+        if token_head.inputs is not None:
+            kwargs |= token_head.inputs(inner)
+        masks = kwargs.get("attention_mask")
+        if isinstance(masks, dict) and inner.config.model_type == "paligemma":
+            # Its forward takes one mask: layers get those of their kinds (PaliGemma 2) behind it.
+            kwargs["attention_mask"] = masks["full_attention"]
+            with inner.model.language_model.register_forward_pre_hook(
+                lambda _, args, given: (args, {**given, "attention_mask": masks}), with_kwargs=True
+            ):
+                return _head_forward(inner, inner.headless_forward, token_head, *args, **kwargs)
+        return _head_forward(inner, inner.headless_forward, token_head, *args, **kwargs)
+
+    vars(forward)["takes_token_head"] = True
+    # A method: a deep copy of the model binds it to itself, with what accelerate puts around it. Around anything else accelerate
+    # puts a function, which would run the original's layers.
+    inner.forward = MethodType(forward, inner)
 
 
-def _patched(
-    inner: nn.Module, original: Any, *args: Any, token_head: TokenHead | ScoreHead | None = None, **kwargs: Any
-) -> Any:
-    if token_head is None:
-        return original(*args, **kwargs)
-    if token_head.inputs is not None:
-        kwargs |= token_head.inputs(inner)
-    masks = kwargs.get("attention_mask")
-    if isinstance(masks, dict) and inner.config.model_type == "paligemma":
-        # Its forward takes one mask: layers get those of their kinds (PaliGemma 2) behind it.
-        kwargs["attention_mask"] = masks["full_attention"]
-        with inner.model.language_model.register_forward_pre_hook(
-            lambda _, args, given: (args, {**given, "attention_mask": masks}), with_kwargs=True
-        ):
-            return _head_forward(inner, original, token_head, *args, **kwargs)
-    return _head_forward(inner, original, token_head, *args, **kwargs)
-
-
-def _patch_of(forward: Any) -> functools.partial | None:
-    """What `install_token_head` made, also below what was put around it since.
+def _owner_of(forward: Any) -> Any:
+    """The model whose layers a forward runs, below what was put around it too; None where it takes no ``token_head``.
 
     Accelerate wraps autocast around the forward of a prepared model and keeps no attribute of it but ``__wrapped__``; a second
     patch on top would call the head outside of autocast, and a run in bfloat16 would compute in float32.
     """
+    owner, takes_head = None, False
     while forward is not None:
-        if isinstance(forward, functools.partial) and forward.func is _patched:
-            return forward
+        owner = forward.__self__ if isinstance(forward, MethodType) else owner
+        takes_head = takes_head or hasattr(forward, "takes_token_head")
         forward = getattr(forward, "__wrapped__", None)
-    return None
+    return owner if takes_head else None
 
 
 def _head_forward(

@@ -43,6 +43,7 @@ CUDA_WASTE = 0.05
 PER_BYTE = {"adamw": 2, "adam": 2, "nadamw": 2, "lion": 1, "rmsprop": 1, "adagrad": 1, "ademamix": 3, "stable": 2}
 EIGHT_BIT = {"adamw": 2, "lion": 1, "rmsprop": 1, "ademamix": 3}
 STATELESS = ("sgd", "lomo", "adalomo")
+LOW_RANK, RANK = ("galore", "apollo"), 128  # With transformers' default.
 AUTO_CLASSES = {
     "causal": "AutoModelForCausalLM",
     "images": "AutoModelForImageTextToText",
@@ -200,6 +201,9 @@ def optimizer_bytes(name: str, sizes: Sequence[tuple[int, int]]) -> int:
     name = name.lower()
     if name.startswith(STATELESS):
         return 0
+    if name.startswith(LOW_RANK):
+        # Two moments in the subspace and the projection onto it, as of square matrices that are all in `optim_target_modules`.
+        return sum(size * min(2 * count, int(3 * RANK * count**0.5)) // count for count, size in sizes if count)
     kind = next((key for key in PER_BYTE if key in name), "adamw")
     if "adafactor" in name:
         # Sums of rows and columns: little of a matrix.

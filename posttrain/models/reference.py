@@ -93,14 +93,7 @@ def create_reference_model(
         ModelError: No parameter lies in the first layer that is not shared, so everything would be frozen; sharded parameters.
     """
     shared = [] if num_shared_layers is None else _first_parameters(model, num_shared_layers, pattern)
-    inner: Any = model
-    # What accelerate put around a forward is bound to the original: the copy must not use it.
-    wrapped = inner.__dict__.pop("forward", None)
-    try:
-        reference = copy.deepcopy(model, {id(parameter): parameter for parameter in shared})
-    finally:
-        if wrapped is not None:
-            inner.forward = wrapped
+    reference = copy.deepcopy(model, {id(parameter): parameter for parameter in shared})
     return reference.requires_grad_(False).eval()
 
 

@@ -28,7 +28,7 @@ from posttrain.trainers.arguments import (
     TrainSet,
 )
 from posttrain.trainers.preference import PreferenceTrainer
-from posttrain.types import Batch
+from posttrain.types import Batch, LossTerms, ModelOutputs
 
 if TYPE_CHECKING:
     from posttrain.types import AnyDataset
@@ -118,13 +118,23 @@ class BCOTrainer(PreferenceTrainer):
     def before_step(self, micro_batches: list[list[Batch]]) -> None:
         """Rewards of the whole step move delta before its first loss."""
         super().before_step(micro_batches)
-        one_pass = self.denominators.passes == self.accelerator.num_processes and len(micro_batches) == 1
-        self.method.moves_in_pass = one_pass
-        if not one_pass:
-            batches = [batch for micro in micro_batches for batch in micro]
-            ran = parallel.in_step(batches, self.accelerator, self.spare_batch)
-            rewards = [(self._rewards(batch), counts) for batch, counts in ran]
-            self.log_metrics_now(self.method.move([values for values, counts in rewards if counts]))
+        self._batches = [batch for micro in micro_batches for batch in micro]
+        passes = self.denominators.passes
+        self.method.moves_in_pass = passes == self.accelerator.num_processes and len(micro_batches) == 1
+        if not self.method.moves_in_pass:
+            self._move()
+
+    def _move(self) -> None:
+        ran = parallel.in_step(self._batches, self.accelerator, self.spare_batch)
+        rewards = [(self._rewards(batch), counts) for batch, counts in ran]
+        self.method.moves_in_pass = False
+        self.log_metrics_now(self.method.move([values for values, counts in rewards if counts]))
+
+    def compute_loss_terms(self, model: nn.Module, batch: Batch) -> tuple[LossTerms, ModelOutputs]:
+        """As the parent's; before the first part of a pass that memory had no room for, delta is moved by passes of its own."""
+        if self.method.moves_in_pass and batch.num_sequences < self._batches[0].num_sequences:
+            self._move()
+        return super().compute_loss_terms(model, batch)
 
     def _rewards(self, batch: Batch) -> Tensor:
         batch = batch.to(self.args.device)

@@ -209,3 +209,24 @@ def test_a_checkpoint_that_was_saved_packed_is_counted_packed(config, tiny_model
 def test_lengths_that_are_none_are_refused(given, capsys):
     assert main(["estimate", "sft", f"--prompt_tokens={given}"]) == 2
     assert f"'{given}' is no number of tokens" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "shards"),
+    [
+        (["--num_processes", "4"], (1, 1, 1)),
+        (["--accelerate_config", "fsdp2", "--num_processes", "4"], (4, 4, 4)),
+        (["--accelerate_config", "fsdp1", "--num_processes", "2"], (2, 2, 2)),
+        (["--accelerate_config", "zero2", "--num_processes", "4"], (1, 4, 4)),
+        (["--accelerate_config", "zero1", "--num_processes", "4"], (1, 1, 4)),
+    ],
+)
+def test_the_processes_that_a_launcher_would_start_are_counted(config, capsys, flags, shards):
+    one = said(capsys, "sft", "--config", config())[1]
+    many = said(capsys, "sft", "--config", config(), *flags)[1]
+    for name, share in zip(("weights", "optimizer states"), (shards[0], shards[2]), strict=True):
+        assert many["components"][name] == one["components"][name] // share, name
+    gradients = one["components"]["weights"]
+    assert many["moments"]["optimizer step"]["gradients"] == gradients // shards[1]
+    assert many["components"].get("gradient buckets", 0) == (gradients if shards[1] == 1 else 0)
+    assert f"one of {flags[-1]} processes" in many["notes"][0]

@@ -5,7 +5,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from posttrain.models import parallel
 from tests.methods.helpers import chats, grpo, losses, sft, weights
+from tests.methods.test_grpo_options import logs
+from tests.methods.test_judged import make
 from tests.wordings import raises
 
 
@@ -51,6 +54,41 @@ def test_a_divided_step_is_the_step_it_would_have_been(tiny_tokenizer, tmp_path,
     for name in ("entropy", "kl", "clip_ratio/region_mean"):  # Each token counted once.
         assert first[name] == pytest.approx(expected[name], abs=1e-6), name
     assert first["memory/halvings"] == 1
+
+
+def test_a_divided_pass_counts_once_for_the_entropy_that_steers(tiny_tokenizer, tmp_path):
+    steered = SETTINGS | {"use_adaptive_entropy": True, "entropy_coef": 0.1, "entropy_target": 100.0, "max_steps": 2}
+    whole = grpo(tmp_path / "whole", tiny_tokenizer, **steered)
+    whole.train()
+    broken = grpo(tmp_path / "broken", tiny_tokenizer, **steered)
+    runs_out(broken, lambda calls: len(calls) == 2, inside="backward")
+    broken.train()
+    one, other = ([row["policy_loss"] for row in logs(trainer)] for trainer in (broken, whole))
+    assert one == pytest.approx(other, abs=1e-6)
+    assert broken.method.bonus.last == pytest.approx(whole.method.bonus.last, rel=1e-6)
+
+
+def test_a_pass_that_only_keeps_ranks_in_step_says_nothing(tiny_tokenizer, tmp_path, monkeypatch):
+    found = []
+    for more in (0, 1):
+        trainer = grpo(tmp_path / str(more), tiny_tokenizer, max_row_tokens=64, entropy_coef=0.1, **SETTINGS)
+        monkeypatch.setattr(parallel, "equal_passes", lambda count, accelerator, more=more: count + more)
+        trainer.train()
+        found.append(logs(trainer)[0])
+    names = ("loss", "grad_norm", "entropy", "policy_loss", "kl")
+    assert [found[1][name] for name in names] == pytest.approx([found[0][name] for name in names], rel=1e-5)
+
+
+@pytest.mark.parametrize("inside", ["forward", "backward"])
+def test_bco_moves_delta_by_all_rewards_of_a_step_that_is_divided(tiny_tokenizer, tmp_path, inside):
+    whole = make("bco", tmp_path / "whole", tiny_tokenizer, optim="sgd", max_steps=3)
+    whole.train()
+    broken = make("bco", tmp_path / "broken", tiny_tokenizer, optim="sgd", max_steps=3)
+    runs_out(broken, lambda calls: len(calls) == 2, inside=inside)  # In the only pass of the second step.
+    broken.train()
+    assert broken.method.moments.count == whole.method.moments.count == 24
+    one, other = ([(row["loss"], row["delta"]) for row in logs(trainer)] for trainer in (broken, whole))
+    assert one == [pytest.approx(pair, abs=1e-5) for pair in other]
 
 
 def test_later_passes_are_small_enough_at_once(tiny_tokenizer, tmp_path):

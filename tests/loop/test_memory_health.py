@@ -341,6 +341,17 @@ def test_what_is_kept_on_the_host_is_no_reason_to_refuse_a_run(tiny_tokenizer, t
     assert look() == []
 
 
+def test_a_model_on_several_devices_is_not_compared_with_one_of_them(tiny_tokenizer, tmp_path):
+    trainer = sft(tmp_path, tiny_tokenizer)
+    context = dataclasses.replace(trainer.checks.context, args=copy.copy(trainer.args))
+    vars(context.args).update(memory_limit_gib=1e-6, model_init_kwargs={"device_map": "auto"})
+    assert list(machine.weights_fit(context)) == []
+    context.model.hf_device_map = {"model.layers.0": 0, "model.layers.1": 0}
+    assert [found.code for found in machine.memory_fits(context)] == ["PT-M001"]
+    context.model.hf_device_map = {"model.layers.0": 0, "model.layers.1": 1}
+    assert list(machine.memory_fits(context)) == []
+
+
 def test_a_second_call_of_train_does_not_ask_for_the_memory_that_its_states_fill(tiny_tokenizer, tmp_path, monkeypatch):
     trainer = sft(tmp_path, tiny_tokenizer)
     monkeypatch.setattr(checkpoint, "gpu_memory", lambda device: (0, 2**30))

@@ -17,6 +17,7 @@ from posttrain.rollouts.batch import RolloutBatch
 from posttrain.rollouts.hf import HFEngine
 from posttrain.rollouts.native.engine import NativeEngine
 from tests.conftest import build_model
+from tests.methods.every_trainer import every
 from tests.methods.helpers import count_a, grpo, grpo_args, prompts, scripted, weights
 from tests.wordings import raises
 
@@ -234,6 +235,14 @@ def test_every_field_has_the_default_of_the_chapter(tmp_path):
 def test_the_arithmetic_of_a_generation(tmp_path, given, size, slices):
     args = grpo_args(tmp_path, **given)
     assert (args.generation_batch_size, args.steps_per_generation) == (size, slices)
+
+
+@pytest.mark.parametrize("kind", ["grpo", "rloo"])
+def test_a_penalty_without_the_reference_that_it_needs_is_refused(tiny_tokenizer, tmp_path, kind):
+    trainer = every(kind, tmp_path, tiny_tokenizer, beta=0.0)
+    trainer.beta = 0.5
+    with pytest.raises(ConfigError, match=r"beta=0\.5"):
+        trainer.train()
 
 
 # The entropy bonus --------------------------------------------------------------------------------------------------

@@ -117,6 +117,13 @@ def test_gold_answers_of_weight_0_are_not_computed(tiny_tokenizer, tmp_path):
         assert tpo[name] == pytest.approx(cpo[name], rel=1e-5), name
 
 
+def test_a_weight_of_gold_answers_that_were_left_out_is_refused(tiny_tokenizer, tmp_path):
+    trainer = make("tpo", tmp_path, tiny_tokenizer, tpo_alpha=0.0)
+    trainer.tpo_alpha = 0.5
+    with pytest.raises(ConfigError, match=r"tpo_alpha=0\.5"):
+        trainer.train()
+
+
 @pytest.mark.parametrize("kind", ["cpo", "orpo", "tpo"])
 def test_logits_metrics_are_means_over_the_answers_tokens_alone(tiny_tokenizer, tmp_path, kind):
     """ORPO trains prompts and TPO a third answer, too: neither counts here."""

@@ -1,5 +1,6 @@
 """What SFT can be told to do, each against an independent computation or the model's own loss."""
 
+import copy
 import logging
 
 import datasets
@@ -193,6 +194,34 @@ def test_prompt_learning_trains_its_virtual_tokens_and_the_model_s_own_loss(tiny
     trainer.train()
     assert losses(trainer)[0] == pytest.approx(total / count, rel=1e-4)
     assert all(not torch.equal(p, before[n]) for n, p in trainer.model.named_parameters() if p.requires_grad)
+
+
+def test_virtual_tokens_count_in_the_experts_balance_as_in_the_model_s_own(tiny_tokenizer, tmp_path):
+    import peft
+
+    config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    trainer = sft(
+        tmp_path, tiny_tokenizer, model=experts(tiny_tokenizer, "mixtral"), data=chats(2), peft_config=config,
+        gradient_checkpointing=False, per_device_train_batch_size=2, max_steps=1,
+    )  # fmt: skip
+    (batch,) = trainer.data_collator(list(trainer.train_dataset))
+    with torch.no_grad():
+        own = trainer.model(input_ids=batch.input_ids, attention_mask=batch.real.long(), output_router_logits=True)
+    trainer.train()
+    assert trainer.state.log_history[0]["aux_loss"] == pytest.approx(float(own.aux_loss), rel=1e-5)
+
+
+def test_a_deep_copy_of_a_model_that_was_trained_in_bfloat16_computes_with_its_own_weights(tiny_tokenizer, tmp_path):
+    """Where its user calls it, as an average of weights; one that ran the policy's layers would answer as the policy."""
+    trainer = sft(tmp_path, tiny_tokenizer, bf16=True, max_steps=1)
+    trainer.train()
+    ids = torch.tensor([[5, 6, 7, 8]])
+    with torch.no_grad():
+        twin, before = copy.deepcopy(trainer.model), trainer.model(input_ids=ids).logits
+        for parameter in twin.parameters():
+            parameter.zero_()
+        assert not twin(input_ids=ids).logits.any()
+        assert torch.equal(trainer.model(input_ids=ids).logits, before)
 
 
 def test_means_of_each_process_alone_are_not_there_and_that_is_told(tiny_tokenizer, tmp_path, caplog, monkeypatch):

@@ -76,6 +76,13 @@ def test_states_of_optimizers(name, bytes_a_weight):
     assert optimizer_bytes(name, [(100, 400), (50, 200)]) == bytes_a_weight * 150
 
 
+@pytest.mark.parametrize("name", ["galore_adamw", "galore_adamw_layerwise", "apollo_adamw"])
+def test_states_of_a_low_rank_optimizer_are_those_of_its_subspace(name):
+    """Of an m x n weight of rank r: m r + 2 n r (GaLore, arXiv:2403.03507, table 1). As Adam's, 7B was refused on 24 GB."""
+    assert optimizer_bytes(name, [(4096 * 4096, 2 * 4096 * 4096)]) == 2 * 3 * 128 * 4096
+    assert optimizer_bytes(name, [(4096, 8192)]) == 2 * 8192  # A vector has Adam's.
+
+
 def test_states_of_adamw_are_those_that_torch_makes():
     model = torch.nn.Linear(30, 20)
     optimizer = torch.optim.AdamW(model.parameters())

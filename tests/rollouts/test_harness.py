@@ -18,6 +18,7 @@ from posttrain import AsyncGRPOConfig, AsyncGRPOTrainer, GRPOConfig, GRPOTrainer
 from posttrain.data.forest import Layout, collate
 from posttrain.errors import ArgumentTypeError, ConfigError, DataError, RewardError, RolloutError
 from posttrain.loop.evaluation import _Evaluation
+from posttrain.loop.scoring import completion_metrics
 from posttrain.losses.reduce import Denominators, reduce
 from posttrain.models.forward import forward
 from posttrain.rollouts.batch import RolloutBatch
@@ -380,3 +381,16 @@ def test_the_harness_own_number_is_read_in_every_form():
 
     results = [1, True, "0.5", {"reward": 2}, Result(), None]
     assert harness_reward([[]] * 6, json.loads("[]") or results) == [1.0, 1.0, 0.5, 2.0, 3.0, None]
+
+
+@pytest.mark.parametrize(("reasons", "clipped", "masked"), [(("stop", "stop"), 0, 0), (("length", "length"), 1, 1)] + [
+    (reasons, 1, 0) for reasons in (("length", "stop"), ("stop", "length"))
+])  # fmt: skip
+def test_an_episode_is_cut_where_a_branch_was_and_masked_where_nothing_of_it_is_trained(reasons, clipped, masked):
+    first, other = (Rollout([5], [6, 7], [-1.0, -1.0], reason) for reason in reasons)
+    first.branches = (other,)
+    batch = RolloutBatch([{}], [first], ["c"])
+    found = completion_metrics(batch, masks_truncated=True)
+    trained = sum(sum(mask) for row in batch.rows([0], skip_truncated=True) for mask in row.loss_masks)
+    assert (float(found["completions/masked_ratio"].value), trained == 0) == (masked, bool(masked))
+    assert float(found["completions/clipped_ratio"].value) == clipped

@@ -51,6 +51,8 @@ class A2POConfig(OnlineConfig):
 
     def __post_init__(self) -> None:
         self.top_k = self.top_k or 0
+        # First: the parent's advice, a beta, would be refused too.
+        check_rules(self, [("sync_ref_model", not self.sync_ref_model, "must be False: values are of one reference")])
         super().__post_init__()
         rules = {
             "num_generations": (

@@ -224,8 +224,6 @@ class EntropyBonus:
         self.args = args
         self.active, self.steered = bool(args.entropy_coef or args.use_adaptive_entropy), args.use_adaptive_entropy
         self.coefficient, self.last = float(args.entropy_coef), math.inf
-        # Entropy of the tokens it acts on, their count, policy loss: (3,) sums over an optimiser step.
-        self._window = torch.zeros(3, dtype=torch.float64)
         self._ended_at, self._ever_applied = 0, False
 
     @property
@@ -240,28 +238,27 @@ class EntropyBonus:
         self.coefficient = min(max(self.coefficient + step, args.entropy_coef_min), args.entropy_coef_max)
         self._ever_applied = self._ever_applied or self.applied > 0
 
+    @staticmethod
     @torch.no_grad()
-    def add(self, terms: LossTerms, outputs: ModelOutputs, denominators: Denominators) -> None:
-        """Take in one forward pass of training."""
-        if not self.active:
-            return
+    def of_pass(terms: LossTerms, outputs: ModelOutputs, denominators: Denominators) -> Tensor:
+        """``(3,)`` entropy of the tokens it acts on, their count, policy loss of one forward pass of training."""
         assert outputs.entropy is not None
         mask = terms.extra[0].mask
         policy = reduce(replace(terms, extra=[]), denominators) / denominators.world_size
-        self._window += torch.stack([outputs.entropy[mask].sum(), mask.sum(), policy]).to(self._window)
+        return torch.stack([outputs.entropy[mask].sum(), mask.sum(), policy]).cpu().double()
 
-    def end_step(self, step: int, total: Callable[[list[float]], list[float]]) -> dict[str, Metric]:
+    def end_step(self, step: int, window: Tensor, total: Callable[[list[float]], list[float]]) -> dict[str, Metric]:
         """Steer, from the entropy over all micro-batches and ranks of an optimiser step, and say what to log.
 
         Args:
             step: Optimiser steps that were made; a second call with the same number does nothing.
+            window: ``(3,)`` sum over the passes of the step, see `of_pass`.
             total: Sums numbers over ranks.
         """
         if not self.active or step == self._ended_at:
             return {}
         self._ended_at = step
-        entropy, tokens, policy = total(self._window.tolist())
-        self._window.zero_()
+        entropy, tokens, policy = total(window.tolist())
         if self.steered:
             self.update(entropy / max(tokens, 1.0))
         if self.steered and step == STEPS_UNTIL_WARNING and not self._ever_applied:
@@ -320,6 +317,7 @@ class GRPO(Method[Config]):
         single = cfg.top_entropy_quantile < 1.0 or cfg.loss_type == "bnpo"
         self.traits = replace(self.traits, needs=grpo_needs(cfg), single_pass=single)
         self.bonus = EntropyBonus(cfg)
+        self.window = torch.zeros(3, dtype=torch.float64)
 
     def advantages(self, rewards: RewardTable, size: int) -> AdvantageStats:
         """A completion's reward against the mean of its group of ``size``, divided by a spread."""
@@ -332,11 +330,13 @@ class GRPO(Method[Config]):
 
     def observe(self, terms: LossTerms, outputs: ModelOutputs, denominators: Denominators) -> None:
         """What steering and the log need is added up over the optimiser step."""
-        self.bonus.add(terms, outputs, denominators)
+        if self.bonus.active:
+            self.window = self.window + self.bonus.of_pass(terms, outputs, denominators)
 
     def end_step(self, step: int) -> dict[str, Metric]:
         """Steer the coefficient of the entropy term."""
-        return self.bonus.end_step(step, self.collectives.total)
+        window, self.window = self.window, torch.zeros_like(self.window)
+        return self.bonus.end_step(step, window, self.collectives.total)
 
     def objective(self, outputs: ModelOutputs, batch: Batch) -> LossTerms:
         """See `grpo_objective`."""

@@ -59,7 +59,7 @@ class AsyncTrainer(OnlineTrainer):
         self.mismatch = MismatchGuard()
         self.trained_groups: int = 0
         self._new_groups: set[int] = set()
-        self._step_kl = torch.zeros(2, dtype=torch.float64)
+        self.method.window = torch.zeros(2, dtype=torch.float64)
         self._skipping = False
         self.add_callback(_StepCallback(self))
 
@@ -163,13 +163,14 @@ class AsyncTrainer(OnlineTrainer):
         terms = super().objective(outputs, batch)
         kl = terms.metrics["kl"]
         if self.model.training:
-            self._step_kl += torch.tensor([float(kl.value), float(kl.weight)], dtype=torch.float64)
+            told = torch.tensor([float(kl.value), float(kl.weight)], dtype=torch.float64)
+            self.method.window = self.method.window + told
         return terms
 
     def before_update(self) -> None:
         """Leave the update out when policy and sampler have been too far apart for too long."""
-        kl, tokens = parallel.all_reduce_sum(self._step_kl.tolist(), self.accelerator)
-        self._step_kl.zero_()
+        kl, tokens = parallel.all_reduce_sum(self.method.window.tolist(), self.accelerator)
+        self.method.window = torch.zeros_like(self.method.window)
         self._skipping = self.mismatch.add(kl / max(tokens, 1.0))
         if self._skipping:
             for parameter in self.model.parameters():
