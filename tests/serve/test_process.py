@@ -64,6 +64,19 @@ def test_sigterm_lets_requests_end_and_exits_with_0(tmp_path, tiny_model_dir):
 
 
 @pytest.mark.distributed
+def test_a_signal_while_the_model_is_loaded_ends_the_server():
+    code = "import time, posttrain.serve.host as host, posttrain.serve.server as server\n"
+    code += "host.make_host = lambda config: (print('loading', flush=True), time.sleep(60))\n"
+    running = Forked(["-c", code + "server.run_server(server.ServeConfig('m'))"], stdout=subprocess.PIPE)
+    try:
+        assert running.stdout.readline() == "loading\n"
+        running.terminate()
+        assert running.wait(10) == -signal.SIGTERM
+    finally:
+        running.kill()
+
+
+@pytest.mark.distributed
 def test_a_thousand_concurrent_requests_on_the_native_engine_and_none_is_lost(tmp_path, tiny_model_dir, tiny_tokenizer):
     """Each answer is compared with what the engine says in process; then weights are pushed, and it says the new ones'."""
     model = build_model(len(tiny_tokenizer))
