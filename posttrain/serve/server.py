@@ -14,7 +14,7 @@ DRAIN_S = 120
 
 
 def run_server(config: ServeConfig) -> int:
-    """Serve until SIGTERM or SIGINT, which let running requests end; a second one does not. Returns 0.
+    """Serve until SIGTERM or SIGINT, which let running requests end; a second SIGINT does not. Returns 0.
 
     Raises:
         MissingDependencyError: fastapi, uvicorn, pydantic or prometheus_client is not installed.
@@ -33,4 +33,7 @@ def run_server(config: ServeConfig) -> int:
         signal.signal(number, lambda *_: None)
     seconds = {"timeout_keep_alive": KEEP_ALIVE_S, "timeout_graceful_shutdown": DRAIN_S}
     uvicorn.run(create_app(host), host=config.host, port=config.port, access_log=False, backlog=4096, **seconds)
+    # The process ends when the engine's thread does: what the shutdown has not waited for is given up.
+    host.served.paused = True
+    host.served.engine.interrupt()
     return 0
