@@ -446,8 +446,8 @@ class CodeTestsReward:
         jobs = {k: (s, t) for k, s, t in zip(keys, sources, tests, strict=True) if s is not None and t}
         with ThreadPoolExecutor(self.workers) as pool:
             run = functools.partial(run_tests, limits=self.limits, sandbox=self.sandbox, stop=not self.partial)
-            futures = {key: pool.submit(run, *job) for key, job in jobs.items()}
-            done = {key: future.result() for key, future in futures.items()}
+            # The first failure ends the runs that have not begun.
+            done = dict(zip(jobs, pool.map(lambda job: run(*job), jobs.values()), strict=True))
         results = [done.get(key, [CaseResult(False, "no code block")]) for key in keys]
         if log_extra is not None:
             passed = [sum(r.passed for r in rs) for rs in results]

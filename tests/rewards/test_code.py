@@ -339,6 +339,22 @@ def test_equal_completions_are_judged_once(monkeypatch):
     assert len(calls) == 1
 
 
+def test_one_failure_of_the_sandbox_ends_the_runs_that_have_not_begun(monkeypatch):
+    """A service that hangs is given up after minutes: once, and not once for each completion."""
+    calls = []
+
+    def fails(source, *_, **__):
+        calls.append(source)
+        time.sleep(0.05)
+        raise RewardError("the sandbox service is down")
+
+    monkeypatch.setattr(code, "open_sandbox", lambda *a: None)
+    monkeypatch.setattr(code, "run_tests", fails)
+    with pytest.raises(RewardError, match="down"):
+        CodeTestsReward(workers=1)(completions=[f"```python\n{i}\n```" for i in range(20)], tests=[TESTS] * 20)
+    assert len(calls) < 5
+
+
 def test_the_last_python_block_counts_and_thoughts_do_not():
     assert code_block("```py\na\n```\n```\nb\n```") == "a"
     assert code_block("```\na\n```\n```\nb\n```") == "b"
