@@ -234,9 +234,9 @@ def _execute(
     return Outcome(status if status is None or status >= 0 else 128 - status, *texts)
 
 
-# A fence, what stands behind it, and the text up to the same fence. Nothing is repeated beside what matches it too: a model that
-# writes thousands of spaces would be read for minutes.
-BLOCK = re.compile(r"^[ \t]*(`{3,})([^\n`]*)\n(.*?)^[ \t]*\1[ \t]*$", re.M | re.S)
+# Its indent, in Markdown no part of the lines, a fence, what stands behind it, and the text up to the same fence. Nothing is
+# repeated beside what matches it too: a model that writes thousands of spaces would be read for minutes.
+BLOCK = re.compile(r"^([ \t]*)(`{3,})([^\n`]*)\n(.*?)^[ \t]*\2[ \t\r]*$", re.M | re.S)
 
 
 def code_block(text: str) -> str | None:
@@ -246,9 +246,9 @@ def code_block(text: str) -> str | None:
     'x = 1'
     """
     fences = BLOCK.findall(text.rpartition("</think>")[2])
-    marked = [body for _, language, body in fences if language.strip().lower() in ("python", "python3", "py")]
-    blocks = marked or [body for _, language, body in fences if not language.strip()]
-    return blocks[-1].removesuffix("\n") if blocks else None
+    marked = [fence for fence in fences if fence[2].strip().lower() in ("python", "python3", "py")]
+    blocks = marked or [fence for fence in fences if not fence[2].strip()]
+    return re.sub(rf"(?m)^[ \t]{{0,{len(blocks[-1][0])}}}", "", blocks[-1][3]).removesuffix("\n") if blocks else None
 
 
 def read_tests(value: object) -> list[dict[str, str]]:

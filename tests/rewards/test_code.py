@@ -355,6 +355,13 @@ def test_one_failure_of_the_sandbox_ends_the_runs_that_have_not_begun(monkeypatc
     assert len(calls) < 5
 
 
+def test_a_block_in_a_list_is_read_without_its_indent_and_lines_may_end_as_on_windows():
+    """CommonMark 4.5: what the opening fence is indented by is no part of the lines."""
+    text = "1. So:\n   ```python\n   def f(x):\n       return 2 * x\n\n  # less\n   ```\n"
+    assert code_block(text) == "def f(x):\n    return 2 * x\n\n# less"
+    assert code_block("```python\r\nx = 1\r\n```\r\nDone.") == "x = 1\r"
+
+
 def test_the_last_python_block_counts_and_thoughts_do_not():
     assert code_block("```py\na\n```\n```\nb\n```") == "a"
     assert code_block("```\na\n```\n```\nb\n```") == "b"
