@@ -179,20 +179,23 @@ def choices_of(job: Job, top: int) -> list[dict[str, Any]]:
             "finish_reason": rollout.finish_reason,
             "token_ids": rollout.token_ids,
             "prompt_token_ids": job.request.prompt_ids,
-            "logprobs": _logprobs(rollout, top, bool(job.request.sampling and job.request.sampling.truncation)),
+            "logprobs": _logprobs(rollout, top, job.request.sampling or Sampling(1)),
             "weight_version": job.version,
         }
         for rollout in job.rollouts.result()
     ]
 
 
-def _logprobs(rollout: Rollout, top: int, truncated: bool) -> dict[str, Any]:
+def _logprobs(rollout: Rollout, top: int, sampling: Sampling) -> dict[str, Any]:
     """Log-probs of the distribution that tokens were drawn from (vLLM's ``processed_logprobs``), tokens as ``token_id:ID``."""
-    drawn = rollout.processed_logp or rollout.logp
+    # vLLM tells those of greedy sampling at temperature 1, untruncated.
+    greedy = sampling.temperature == 0 and not reshapes(sampling)
+    drawn = (not greedy and rollout.processed_logp) or rollout.logp
     best = rollout.top_logps or [[]] * len(drawn)
     tops = []
     for at, token, own, raw in zip(best, rollout.token_ids, drawn, rollout.logp, strict=True):
-        likeliest: Iterable[tuple[int, float]] = _left(at[:top], own - raw) if truncated else at[:top]
+        left = sampling.truncation and not greedy
+        likeliest: Iterable[tuple[int, float]] = _left(at[:top], own - raw) if left else at[:top]
         tops.append({f"token_id:{i}": _finite(x) for i, x in likeliest} | {f"token_id:{token}": _finite(own)})
     return {"token_logprobs": [_finite(value) for value in drawn], "top_logprobs": tops}
 

@@ -146,6 +146,15 @@ def test_the_likeliest_tokens_under_truncation_are_those_that_are_left_with_thei
     assert choice["logprobs"]["token_logprobs"][0] == pytest.approx(float(left[choice["token_ids"][0]]), abs=1e-5)
 
 
+@pytest.mark.parametrize("cut", [{}, {"top_p": 0.5, "top_k": 3}])
+def test_log_probs_of_greedy_sampling_are_those_of_temperature_1_as_vllm_and_the_engine_tell_them(server, cut):
+    logps = server.complete([5, 6, 7], max_tokens=1, temperature=0, logprobs=3, **cut).json()["choices"][0]["logprobs"]
+    best = build_model(VOCAB)(torch.tensor([[5, 6, 7]])).logits[0, -1].detach().log_softmax(-1).topk(3)
+    told = {int(name.removeprefix("token_id:")): value for name, value in logps["top_logprobs"][0].items()}
+    assert told == pytest.approx(dict(zip(best.indices.tolist(), best.values.tolist(), strict=True)), abs=1e-5)
+    assert logps["token_logprobs"] == pytest.approx([float(best.values[0])], abs=1e-5)
+
+
 def test_what_the_server_is_and_its_counters(server):
     (card,) = server.get("/v1/models").json()["data"]
     assert (card["id"], card["max_model_len"]) == ("tiny", 64)
