@@ -7,7 +7,8 @@ import hmac
 import logging
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import prometheus_client
@@ -116,12 +117,14 @@ class Completions(Strict):
             stop_strings=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop),
             logit_bias=tuple(sorted(self.logit_bias.items())),
             guide=None if self.structured_outputs is None else structured_guide(self.structured_outputs),
-            top_logps=self.logprobs or 0,
         )
-        if self.logprobs and (self.repetition_penalty != 1 or (sampling.truncation and reshapes(sampling))):
+        never = sampling.left_out.never
+        sampling = replace(sampling, top_logps=self.logprobs + len(never) if self.logprobs else 0)
+        others = tuple(pair for pair in sampling.logit_bias if pair[0] not in never)
+        if self.logprobs and reshapes(replace(sampling, logit_bias=others)):
             raise BadRequest(
-                "logprobs above 0 with a repetition penalty, or with a guide, bias or min_tokens beside truncated sampling, is "
-                "not offered. Fix: logprobs=0, or vLLM's server."
+                "logprobs above 0 with a repetition penalty, a guide, min_tokens, or a bias that does not forbid is not "
+                "offered. Fix: logprobs=0, or vLLM's server."
             )
         prompts: Any = [self.prompt] if isinstance(self.prompt[0], int) else self.prompt
         if self.placed and (encoder is None or len(prompts) > 1):
@@ -191,26 +194,26 @@ def _logprobs(rollout: Rollout, top: int, sampling: Sampling) -> dict[str, Any]:
     # vLLM tells those of greedy sampling at temperature 1, untruncated.
     greedy = sampling.temperature == 0 and not reshapes(sampling)
     drawn = (not greedy and rollout.processed_logp) or rollout.logp
-    best = rollout.top_logps or [[]] * len(drawn)
+    best, never = rollout.top_logps or [[]] * len(drawn), sampling.left_out.never
     tops = []
     for at, token, own, raw in zip(best, rollout.token_ids, drawn, rollout.logp, strict=True):
-        left = sampling.truncation and not greedy
-        likeliest: Iterable[tuple[int, float]] = _left(at[:top], own - raw) if left else at[:top]
+        whole = greedy or (sampling.temperature > 0 and not sampling.truncation)
+        likeliest = _left([pair for pair in at if pair[0] not in never][:top], own - raw, whole)
         tops.append({f"token_id:{i}": _finite(x) for i, x in likeliest} | {f"token_id:{token}": _finite(own)})
     return {"token_logprobs": [_finite(value) for value in drawn], "top_logprobs": tops}
 
 
-def _left(at: Sequence[tuple[int, float]], gain: float) -> Iterator[tuple[int, float]]:
-    """The likeliest tokens that truncation left, with their log-probs after it.
+def _left(at: Sequence[tuple[int, float]], gain: float, whole: bool) -> Iterator[tuple[int, float]]:
+    """The likeliest tokens that may be drawn, with their log-probs among those.
 
     Args:
-        at: Ids and log-probs before it, the likeliest first.
-        gain: What truncation added to each log-prob: minus the logarithm of the mass it left.
+        at: Ids that are not forbidden and log-probs before anything was left out, the likeliest first.
+        gain: What leaving out added to each log-prob: minus the logarithm of the mass that is left.
+        whole: Whether all of them may be drawn; else the likeliest, up to that mass.
     """
     mass = 0.0
     for token, logp in at:
-        # What is left are the likeliest tokens, up to that mass.
-        if mass < math.exp(-gain) - MASS_ROUNDING:
+        if whole or mass < math.exp(-gain) - MASS_ROUNDING:
             yield token, logp + gain
         mass += math.exp(logp)
 

@@ -109,7 +109,8 @@ def test_log_probs_are_of_the_distribution_that_was_drawn_from(server):
         ({"prompt": [1], "n": 0}, "greater than or equal to 1"),
         ({"prompt": [1], "tempreature": 1}, "tempreature"),
         ({"prompt": [1], "logit_bias": {"9999": 1.0}}, "9999"),
-        ({"prompt": [1], "logprobs": 2, "top_p": 0.5, "logit_bias": {"5": 1.0}}, "truncated"),
+        ({"prompt": [1], "logprobs": 2, "logit_bias": {"5": 1.0}}, "bias"),
+        ({"prompt": [1], "logprobs": 2, "min_tokens": 3, "stop_token_ids": [5]}, "min_tokens"),
         ({"prompt": [1], "logprobs": 2, "repetition_penalty": 1.5}, "penalty"),
         ({"prompt": [1], "top_k": 9999}, "top_k=9999"),
         ({"prompt": [1], "structured_outputs": {"regx": "a"}}, "regex"),
@@ -144,6 +145,20 @@ def test_the_likeliest_tokens_under_truncation_are_those_that_are_left_with_thei
     told = {int(name.removeprefix("token_id:")): value for name, value in tops.items()}
     assert told == pytest.approx({i: float(left[i]) for i in kept}, abs=1e-5)
     assert choice["logprobs"]["token_logprobs"][0] == pytest.approx(float(left[choice["token_ids"][0]]), abs=1e-5)
+
+
+@pytest.mark.parametrize("cut", [{}, {"top_k": 6, "top_p": 0.6}])
+def test_the_likeliest_tokens_beside_forbidden_ones_are_those_that_may_be_drawn(server, cut):
+    logits = build_model(VOCAB)(torch.tensor([[5, 6, 7]])).logits[0, -1:].detach()
+    never = logits[0].topk(2).indices.tolist()
+    bias = {str(token): -1e9 for token in never}
+    choice = server.complete([5, 6, 7], max_tokens=1, logprobs=5, seed=3, logit_bias=bias, **cut).json()["choices"][0]
+    logits[0, never] = -math.inf
+    best = truncate(logits, Truncation(*cut.values())).log_softmax(-1)[0].topk(5)
+    wanted = {i: x for i, x in zip(best.indices.tolist(), best.values.tolist(), strict=True) if math.isfinite(x)}
+    told = {int(name.removeprefix("token_id:")): x for name, x in choice["logprobs"]["top_logprobs"][0].items()}
+    assert {i: told[i] for i in wanted} == pytest.approx(wanted, abs=1e-5)
+    assert not told.keys() - wanted.keys() - set(choice["token_ids"])
 
 
 @pytest.mark.parametrize("cut", [{}, {"top_p": 0.5, "top_k": 3}])
