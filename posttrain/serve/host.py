@@ -352,8 +352,10 @@ class Host:
         """Nothing is kept from one call to the next."""
         return {"success": True}
 
-    async def start_weight_update(self) -> dict[str, Any]:
+    async def start_weight_update(self, request: Request) -> dict[str, Any]:
         """Nothing is sampled until `finish_weight_update`."""
+        # A connection that ends with its answer (``Connection: close``) is reset where a body is unread, and the answer is lost.
+        await request.body()
         await self.do(self.served.begin_update)
         return {"message": "Weight update started"}
 

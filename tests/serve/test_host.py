@@ -1,5 +1,6 @@
 """The thin host over HTTP: vLLM's endpoints, every refusal with its reason, no sample from weights that are not whole."""
 
+import asyncio
 import concurrent.futures
 import math
 import time
@@ -20,7 +21,7 @@ from posttrain.rollouts.server.replies import API_KEY_VARIABLE, pictures_body
 from posttrain.rollouts.server.weight_sync import SharedFolder, checksum
 from posttrain.serve.config import ServeConfig
 from posttrain.serve.engine import ServedEngine
-from posttrain.serve.host import make_host
+from posttrain.serve.host import create_app, make_host
 from posttrain.types import Request, Sampling, Truncation
 from tests.conftest import build_model, scale_logits
 from tests.methods.test_vision_online import QUICK, prompts, short
@@ -309,6 +310,24 @@ def test_what_waits_for_a_client_that_left_is_not_written(fresh):
         fresh.post("/start_weight_update")
         assert fresh.post(end).status_code == 200 and not served.waiting
     assert [list(request.prompt_ids) for request in written] == [[7, 8]]
+
+
+def test_the_body_of_each_request_is_read_before_its_answer(fresh):
+    """RFC 9112, 9.6: a server that closes a connection with a body unread resets it, and its client may lose the answer."""
+    for path, body in (("/start_weight_update", b"{}"), ("/finish_weight_update", b"{}"), ("/update_weights", b"{}")):
+        told = []
+
+        async def receive(told=told, body=body):
+            told.append("read")
+            return {"type": "http.request", "body": body, "more_body": False}
+
+        async def send(message, told=told):
+            told.append(message["type"])
+
+        headers = [(b"content-type", b"application/json"), (b"content-length", b"2")]
+        scope = {"type": "http", "method": "POST", "path": path, "headers": headers, "query_string": b""}
+        asyncio.run(create_app(fresh.host)(scope, receive, send))
+        assert told[0] == "read"
 
 
 def test_requests_that_wait_end_where_an_update_fails(fresh):
