@@ -326,6 +326,7 @@ class Host:
                 gone.cancel()
             if not written.done():
                 written.cancel()
+                await asyncio.gather(written, return_exceptions=True)  # Or asyncio logs that nobody read its end.
                 return Response(status_code=499)
             await written
             choices = [choice for job in jobs for choice in choices_of(job, body.logprobs or 0)]

@@ -2,6 +2,7 @@
 
 import asyncio
 import concurrent.futures
+import gc
 import math
 import time
 
@@ -290,7 +291,7 @@ def test_a_pause_waits_for_what_runs_and_holds_what_comes_until_it_ends(fresh):
         assert fresh.post(f"/pause?mode={mode}").status_code == 400
 
 
-def test_what_waits_for_a_client_that_left_is_not_written(fresh):
+def test_what_waits_for_a_client_that_left_is_not_written(fresh, caplog):
     """A trainer that was ended and started anew would wait for all that the first one asked for."""
     served, written = fresh.host.served, []
     generate = served.engine.generate
@@ -310,6 +311,8 @@ def test_what_waits_for_a_client_that_left_is_not_written(fresh):
         fresh.post("/start_weight_update")
         assert fresh.post(end).status_code == 200 and not served.waiting
     assert [list(request.prompt_ids) for request in written] == [[7, 8]]
+    gc.collect()
+    assert "never retrieved" not in caplog.text
 
 
 def test_the_body_of_each_request_is_read_before_its_answer(fresh):
