@@ -42,6 +42,7 @@ sys.argv = ["completion.py"]
 exec(compile(program, "completion.py", "exec"), {"__name__": "__main__", "__builtins__": __builtins__})
 """
 PYTHON_FLAGS = ("-I", "-X", "utf8", "-c", LOADER)
+TRIAL = "print(input())"
 # Seconds for a container or a service to start.
 START_SECONDS = 60.0
 # How to make each work, where it cannot run Python.
@@ -135,9 +136,9 @@ def _in_container(command: str, program: str, stdin: str, limits: Limits) -> Out
     words[0] = _program(words[0], f"install {words[0]}")
     bound = ["timeout", "-s", "KILL", f"{2 * limits.timeout:g}", "python3", *PYTHON_FLAGS]
     outcome = _execute([*words, *bound], program, stdin, limits, 2 * limits.timeout + START_SECONDS, None)
-    # 125 to 127: the container engine, or `timeout` in it, could not start the program.
-    if outcome.status in (125, 126, 127):
-        raise RewardError(f"{command!r} failed (exit status {outcome.status}): {outcome.errors.strip()[-400:]}")
+    # 125 to 127: the container engine, or `timeout` in it, could not start the program; or the program itself left so.
+    if outcome.status in (125, 126, 127) and program != TRIAL:
+        open_sandbox.__wrapped__(f"container:{command}")
     return outcome
 
 
@@ -187,7 +188,7 @@ def open_sandbox(name: str) -> None:
         RewardError: It cannot run Python here.
     """
     check_sandbox(name)
-    outcome = run_program(name, "print(input())", "ready", Limits(timeout=START_SECONDS / 2))
+    outcome = run_program(name, TRIAL, "ready", Limits(timeout=START_SECONDS / 2))
     if outcome != Outcome(0, "ready\n", outcome.errors):
         raise RewardError(
             f"the sandbox {name!r} cannot run Python here: exit status {outcome.status}, stdout {outcome.output[-200:]!r}, "
@@ -233,9 +234,9 @@ def _execute(
     return Outcome(status if status is None or status >= 0 else 128 - status, *texts)
 
 
-# A fence, what stands behind it, and the text up to the same fence. Nothing is repeated beside what matches it too: a model that
-# writes thousands of spaces would be read for minutes.
-BLOCK = re.compile(r"^[ \t]*(`{3,})([^\n`]*)\n(.*?)^[ \t]*\1[ \t]*$", re.M | re.S)
+# Its indent, in Markdown no part of the lines, a fence, what stands behind it, and the text up to the same fence. Nothing is
+# repeated beside what matches it too: a model that writes thousands of spaces would be read for minutes.
+BLOCK = re.compile(r"^([ \t]*)(`{3,})([^\n`]*)\n(.*?)^[ \t]*\2[ \t\r]*$", re.M | re.S)
 
 
 def code_block(text: str) -> str | None:
@@ -245,9 +246,9 @@ def code_block(text: str) -> str | None:
     'x = 1'
     """
     fences = BLOCK.findall(text.rpartition("</think>")[2])
-    marked = [body for _, language, body in fences if language.strip().lower() in ("python", "python3", "py")]
-    blocks = marked or [body for _, language, body in fences if not language.strip()]
-    return blocks[-1].removesuffix("\n") if blocks else None
+    marked = [fence for fence in fences if fence[2].strip().lower() in ("python", "python3", "py")]
+    blocks = marked or [fence for fence in fences if not fence[2].strip()]
+    return re.sub(rf"(?m)^[ \t]{{0,{len(blocks[-1][0])}}}", "", blocks[-1][3]).removesuffix("\n") if blocks else None
 
 
 def read_tests(value: object) -> list[dict[str, str]]:
@@ -445,8 +446,8 @@ class CodeTestsReward:
         jobs = {k: (s, t) for k, s, t in zip(keys, sources, tests, strict=True) if s is not None and t}
         with ThreadPoolExecutor(self.workers) as pool:
             run = functools.partial(run_tests, limits=self.limits, sandbox=self.sandbox, stop=not self.partial)
-            futures = {key: pool.submit(run, *job) for key, job in jobs.items()}
-            done = {key: future.result() for key, future in futures.items()}
+            # The first failure ends the runs that have not begun.
+            done = dict(zip(jobs, pool.map(lambda job: run(*job), jobs.values()), strict=True))
         results = [done.get(key, [CaseResult(False, "no code block")]) for key in keys]
         if log_extra is not None:
             passed = [sum(r.passed for r in rs) for rs in results]

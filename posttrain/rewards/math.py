@@ -103,8 +103,8 @@ def answers_match(pred: Any, gold: Any) -> bool | None:
 UNPARSEABLE, SKIPPED, INCOMPLETE, TIMED_OUT = "[unparseable]", "[skipped]", "[incomplete reasoning]", "[timed out]"
 # For one formula.
 FORMULA_SECONDS = 5.0
-# Words are no formulas: read as one, "yes" is the product y e s and equals "sey".
-WORDS = re.compile(r"(?=.*[^\W\d_]{2})[^\W\d_]+(?:[\s'-]+[^\W\d_]+)*", re.S)
+# Words and dates are no formulas: read as one, "yes" is the product y e s and equals "sey", and 05/01/2021 is 10/02/2021.
+WORDS = re.compile(r"(?=.*[^\W\d_]{2})[^\W\d_]+(?:[\s'-]+[^\W\d_]+)*|\d{4}-\d\d-\d\d|\d\d?/\d\d?/\d{4}", re.S)
 # Batches without one readable answer before the expected form is explained.
 SILENT_BATCHES = 3
 _silent_batches = 0

@@ -7,7 +7,8 @@ import hmac
 import logging
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import prometheus_client
@@ -116,12 +117,14 @@ class Completions(Strict):
             stop_strings=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop),
             logit_bias=tuple(sorted(self.logit_bias.items())),
             guide=None if self.structured_outputs is None else structured_guide(self.structured_outputs),
-            top_logps=self.logprobs or 0,
         )
-        if self.logprobs and (self.repetition_penalty != 1 or (sampling.truncation and reshapes(sampling))):
+        never = sampling.left_out.never
+        sampling = replace(sampling, top_logps=self.logprobs + len(never) if self.logprobs else 0)
+        others = tuple(pair for pair in sampling.logit_bias if pair[0] not in never)
+        if self.logprobs and reshapes(replace(sampling, logit_bias=others)):
             raise BadRequest(
-                "logprobs above 0 with a repetition penalty, or with a guide, bias or min_tokens beside truncated sampling, is "
-                "not offered. Fix: logprobs=0, or vLLM's server."
+                "logprobs above 0 with a repetition penalty, a guide, min_tokens, or a bias that does not forbid is not "
+                "offered. Fix: logprobs=0, or vLLM's server."
             )
         prompts: Any = [self.prompt] if isinstance(self.prompt[0], int) else self.prompt
         if self.placed and (encoder is None or len(prompts) > 1):
@@ -179,35 +182,38 @@ def choices_of(job: Job, top: int) -> list[dict[str, Any]]:
             "finish_reason": rollout.finish_reason,
             "token_ids": rollout.token_ids,
             "prompt_token_ids": job.request.prompt_ids,
-            "logprobs": _logprobs(rollout, top, bool(job.request.sampling and job.request.sampling.truncation)),
+            "logprobs": _logprobs(rollout, top, job.request.sampling or Sampling(1)),
             "weight_version": job.version,
         }
         for rollout in job.rollouts.result()
     ]
 
 
-def _logprobs(rollout: Rollout, top: int, truncated: bool) -> dict[str, Any]:
+def _logprobs(rollout: Rollout, top: int, sampling: Sampling) -> dict[str, Any]:
     """Log-probs of the distribution that tokens were drawn from (vLLM's ``processed_logprobs``), tokens as ``token_id:ID``."""
-    drawn = rollout.processed_logp or rollout.logp
-    best = rollout.top_logps or [[]] * len(drawn)
+    # vLLM tells those of greedy sampling at temperature 1, untruncated.
+    greedy = sampling.temperature == 0 and not reshapes(sampling)
+    drawn = (not greedy and rollout.processed_logp) or rollout.logp
+    best, never = rollout.top_logps or [[]] * len(drawn), sampling.left_out.never
     tops = []
     for at, token, own, raw in zip(best, rollout.token_ids, drawn, rollout.logp, strict=True):
-        likeliest: Iterable[tuple[int, float]] = _left(at[:top], own - raw) if truncated else at[:top]
+        whole = greedy or (sampling.temperature > 0 and not sampling.truncation)
+        likeliest = _left([pair for pair in at if pair[0] not in never][:top], own - raw, whole)
         tops.append({f"token_id:{i}": _finite(x) for i, x in likeliest} | {f"token_id:{token}": _finite(own)})
     return {"token_logprobs": [_finite(value) for value in drawn], "top_logprobs": tops}
 
 
-def _left(at: Sequence[tuple[int, float]], gain: float) -> Iterator[tuple[int, float]]:
-    """The likeliest tokens that truncation left, with their log-probs after it.
+def _left(at: Sequence[tuple[int, float]], gain: float, whole: bool) -> Iterator[tuple[int, float]]:
+    """The likeliest tokens that may be drawn, with their log-probs among those.
 
     Args:
-        at: Ids and log-probs before it, the likeliest first.
-        gain: What truncation added to each log-prob: minus the logarithm of the mass it left.
+        at: Ids that are not forbidden and log-probs before anything was left out, the likeliest first.
+        gain: What leaving out added to each log-prob: minus the logarithm of the mass that is left.
+        whole: Whether all of them may be drawn; else the likeliest, up to that mass.
     """
     mass = 0.0
     for token, logp in at:
-        # What is left are the likeliest tokens, up to that mass.
-        if mass < math.exp(-gain) - MASS_ROUNDING:
+        if whole or mass < math.exp(-gain) - MASS_ROUNDING:
             yield token, logp + gain
         mass += math.exp(logp)
 
@@ -320,6 +326,7 @@ class Host:
                 gone.cancel()
             if not written.done():
                 written.cancel()
+                await asyncio.gather(written, return_exceptions=True)  # Or asyncio logs that nobody read its end.
                 return Response(status_code=499)
             await written
             choices = [choice for job in jobs for choice in choices_of(job, body.logprobs or 0)]
@@ -346,8 +353,10 @@ class Host:
         """Nothing is kept from one call to the next."""
         return {"success": True}
 
-    async def start_weight_update(self) -> dict[str, Any]:
+    async def start_weight_update(self, request: Request) -> dict[str, Any]:
         """Nothing is sampled until `finish_weight_update`."""
+        # A connection that ends with its answer (``Connection: close``) is reset where a body is unread, and the answer is lost.
+        await request.body()
         await self.do(self.served.begin_update)
         return {"message": "Weight update started"}
 

@@ -14,7 +14,7 @@ DRAIN_S = 120
 
 
 def run_server(config: ServeConfig) -> int:
-    """Serve until SIGTERM or SIGINT, which let running requests end; a second one does not. Returns 0.
+    """Serve until SIGTERM or SIGINT, which let running requests end; a second SIGINT does not. Returns 0.
 
     Raises:
         MissingDependencyError: fastapi, uvicorn, pydantic or prometheus_client is not installed.
@@ -27,10 +27,13 @@ def run_server(config: ServeConfig) -> int:
         require(package, "posttrain serve")
     from posttrain.serve.host import create_app, make_host
 
-    # uvicorn raises the signal that ended it once more, when the requests have ended.
+    host = make_host(config)
+    # uvicorn raises the signal that ended it once more, when the requests have ended. One that comes before ends the loading.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: None)
     seconds = {"timeout_keep_alive": KEEP_ALIVE_S, "timeout_graceful_shutdown": DRAIN_S}
-    app = create_app(make_host(config))
-    uvicorn.run(app, host=config.host, port=config.port, access_log=False, backlog=4096, **seconds)
+    uvicorn.run(create_app(host), host=config.host, port=config.port, access_log=False, backlog=4096, **seconds)
+    # The process ends when the engine's thread does: what the shutdown has not waited for is given up.
+    host.served.paused = True
+    host.served.engine.interrupt()
     return 0

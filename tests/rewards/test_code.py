@@ -226,6 +226,14 @@ def test_a_container_is_a_command_line(tmp_path):
     assert not one("import time; time.sleep(60)", limits=QUICK, sandbox=name).passed
     with raises(RewardError, "125"):
         one("pass", sandbox=f"container:{where} start")
+    for status in (
+        125,
+        126,
+        127,
+    ):  # What an engine says that could not start the program: here it is the program's own.
+        assert one(f"import sys; sys.exit({status})", sandbox=name) == CaseResult(
+            False, f"left with exit status {status} before the test was over"
+        )
     silent = script(tmp_path / "silent", 'exec 0</dev/null; shift; exec "$@"')
     with raises(RewardError):
         one("pass", sandbox=f"container:{silent} run")
@@ -329,6 +337,29 @@ def test_equal_completions_are_judged_once(monkeypatch):
     monkeypatch.setattr(code, "run_tests", lambda *a, **k: calls.append(a[0]) or [CaseResult(True)] * 2)
     assert CodeTestsReward()(completions=[DOUBLE] * 4, tests=[TESTS] * 4) == [1.0] * 4
     assert len(calls) == 1
+
+
+def test_one_failure_of_the_sandbox_ends_the_runs_that_have_not_begun(monkeypatch):
+    """A service that hangs is given up after minutes: once, and not once for each completion."""
+    calls = []
+
+    def fails(source, *_, **__):
+        calls.append(source)
+        time.sleep(0.05)
+        raise RewardError("the sandbox service is down")
+
+    monkeypatch.setattr(code, "open_sandbox", lambda *a: None)
+    monkeypatch.setattr(code, "run_tests", fails)
+    with pytest.raises(RewardError, match="down"):
+        CodeTestsReward(workers=1)(completions=[f"```python\n{i}\n```" for i in range(20)], tests=[TESTS] * 20)
+    assert len(calls) < 5
+
+
+def test_a_block_in_a_list_is_read_without_its_indent_and_lines_may_end_as_on_windows():
+    """CommonMark 4.5: what the opening fence is indented by is no part of the lines."""
+    text = "1. So:\n   ```python\n   def f(x):\n       return 2 * x\n\n  # less\n   ```\n"
+    assert code_block(text) == "def f(x):\n    return 2 * x\n\n# less"
+    assert code_block("```python\r\nx = 1\r\n```\r\nDone.") == "x = 1\r"
 
 
 def test_the_last_python_block_counts_and_thoughts_do_not():

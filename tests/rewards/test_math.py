@@ -89,6 +89,8 @@ def test_accuracy_table(completion, solution, reward):
         ("7 m/s", r"\boxed{7}", r"\boxed{m}"),
         ("€5", r"\boxed{5}", r"\boxed{6}"),
         ("72 apples", r"\boxed{72}", r"\boxed{apples}"),
+        ("2023-01-02", r"\boxed{2023-01-02}", r"\boxed{2023-02-01}"),
+        ("05/01/2021", r"\boxed{05/01/2021}", r"\boxed{10/02/2021}"),
         ("48/2 = 24 clips, so\n#### 72", r"\boxed{72}", r"\boxed{24}"),
     ],
 )

@@ -439,6 +439,16 @@ def test_a_server_that_hangs_is_noticed_by_the_push_in_seconds(made, stub, model
     assert time.monotonic() - begin < 5
 
 
+def test_a_server_that_is_too_busy_to_say_what_it_is_is_asked_again_and_not_taken_for_another(stub, monkeypatch):
+    facts = stub.on_collective_rpc
+    monkeypatch.setattr(connection, "QUICK_SECONDS", 0.2)
+    monkeypatch.setattr(stub, "on_collective_rpc", lambda asked: time.sleep(1.0))
+    with pytest.raises(ServerUnreachable, match="gave no answer"):
+        VLLMClient(stub.url)
+    monkeypatch.setattr(stub, "on_collective_rpc", facts)
+    assert "takes_no_weights" not in VLLMClient(stub.url).info()
+
+
 def test_scores_are_those_of_a_plain_forward_with_the_most_likely_tokens(made, stub, model):
     client = VLLMClient(stub.url)
     made.append(client)

@@ -1,6 +1,8 @@
 """The thin host over HTTP: vLLM's endpoints, every refusal with its reason, no sample from weights that are not whole."""
 
+import asyncio
 import concurrent.futures
+import gc
 import math
 import time
 
@@ -20,7 +22,7 @@ from posttrain.rollouts.server.replies import API_KEY_VARIABLE, pictures_body
 from posttrain.rollouts.server.weight_sync import SharedFolder, checksum
 from posttrain.serve.config import ServeConfig
 from posttrain.serve.engine import ServedEngine
-from posttrain.serve.host import make_host
+from posttrain.serve.host import create_app, make_host
 from posttrain.types import Request, Sampling, Truncation
 from tests.conftest import build_model, scale_logits
 from tests.methods.test_vision_online import QUICK, prompts, short
@@ -109,7 +111,8 @@ def test_log_probs_are_of_the_distribution_that_was_drawn_from(server):
         ({"prompt": [1], "n": 0}, "greater than or equal to 1"),
         ({"prompt": [1], "tempreature": 1}, "tempreature"),
         ({"prompt": [1], "logit_bias": {"9999": 1.0}}, "9999"),
-        ({"prompt": [1], "logprobs": 2, "top_p": 0.5, "logit_bias": {"5": 1.0}}, "truncated"),
+        ({"prompt": [1], "logprobs": 2, "logit_bias": {"5": 1.0}}, "bias"),
+        ({"prompt": [1], "logprobs": 2, "min_tokens": 3, "stop_token_ids": [5]}, "min_tokens"),
         ({"prompt": [1], "logprobs": 2, "repetition_penalty": 1.5}, "penalty"),
         ({"prompt": [1], "top_k": 9999}, "top_k=9999"),
         ({"prompt": [1], "structured_outputs": {"regx": "a"}}, "regex"),
@@ -144,6 +147,29 @@ def test_the_likeliest_tokens_under_truncation_are_those_that_are_left_with_thei
     told = {int(name.removeprefix("token_id:")): value for name, value in tops.items()}
     assert told == pytest.approx({i: float(left[i]) for i in kept}, abs=1e-5)
     assert choice["logprobs"]["token_logprobs"][0] == pytest.approx(float(left[choice["token_ids"][0]]), abs=1e-5)
+
+
+@pytest.mark.parametrize("cut", [{}, {"top_k": 6, "top_p": 0.6}])
+def test_the_likeliest_tokens_beside_forbidden_ones_are_those_that_may_be_drawn(server, cut):
+    logits = build_model(VOCAB)(torch.tensor([[5, 6, 7]])).logits[0, -1:].detach()
+    never = logits[0].topk(2).indices.tolist()
+    bias = {str(token): -1e9 for token in never}
+    choice = server.complete([5, 6, 7], max_tokens=1, logprobs=5, seed=3, logit_bias=bias, **cut).json()["choices"][0]
+    logits[0, never] = -math.inf
+    best = truncate(logits, Truncation(*cut.values())).log_softmax(-1)[0].topk(5)
+    wanted = {i: x for i, x in zip(best.indices.tolist(), best.values.tolist(), strict=True) if math.isfinite(x)}
+    told = {int(name.removeprefix("token_id:")): x for name, x in choice["logprobs"]["top_logprobs"][0].items()}
+    assert {i: told[i] for i in wanted} == pytest.approx(wanted, abs=1e-5)
+    assert not told.keys() - wanted.keys() - set(choice["token_ids"])
+
+
+@pytest.mark.parametrize("cut", [{}, {"top_p": 0.5, "top_k": 3}])
+def test_log_probs_of_greedy_sampling_are_those_of_temperature_1_as_vllm_and_the_engine_tell_them(server, cut):
+    logps = server.complete([5, 6, 7], max_tokens=1, temperature=0, logprobs=3, **cut).json()["choices"][0]["logprobs"]
+    best = build_model(VOCAB)(torch.tensor([[5, 6, 7]])).logits[0, -1].detach().log_softmax(-1).topk(3)
+    told = {int(name.removeprefix("token_id:")): value for name, value in logps["top_logprobs"][0].items()}
+    assert told == pytest.approx(dict(zip(best.indices.tolist(), best.values.tolist(), strict=True)), abs=1e-5)
+    assert logps["token_logprobs"] == pytest.approx([float(best.values[0])], abs=1e-5)
 
 
 def test_what_the_server_is_and_its_counters(server):
@@ -265,7 +291,7 @@ def test_a_pause_waits_for_what_runs_and_holds_what_comes_until_it_ends(fresh):
         assert fresh.post(f"/pause?mode={mode}").status_code == 400
 
 
-def test_what_waits_for_a_client_that_left_is_not_written(fresh):
+def test_what_waits_for_a_client_that_left_is_not_written(fresh, caplog):
     """A trainer that was ended and started anew would wait for all that the first one asked for."""
     served, written = fresh.host.served, []
     generate = served.engine.generate
@@ -285,6 +311,26 @@ def test_what_waits_for_a_client_that_left_is_not_written(fresh):
         fresh.post("/start_weight_update")
         assert fresh.post(end).status_code == 200 and not served.waiting
     assert [list(request.prompt_ids) for request in written] == [[7, 8]]
+    gc.collect()
+    assert "never retrieved" not in caplog.text
+
+
+def test_the_body_of_each_request_is_read_before_its_answer(fresh):
+    """RFC 9112, 9.6: a server that closes a connection with a body unread resets it, and its client may lose the answer."""
+    for path, body in (("/start_weight_update", b"{}"), ("/finish_weight_update", b"{}"), ("/update_weights", b"{}")):
+        told = []
+
+        async def receive(told=told, body=body):
+            told.append("read")
+            return {"type": "http.request", "body": body, "more_body": False}
+
+        async def send(message, told=told):
+            told.append(message["type"])
+
+        headers = [(b"content-type", b"application/json"), (b"content-length", b"2")]
+        scope = {"type": "http", "method": "POST", "path": path, "headers": headers, "query_string": b""}
+        asyncio.run(create_app(fresh.host)(scope, receive, send))
+        assert told[0] == "read"
 
 
 def test_requests_that_wait_end_where_an_update_fails(fresh):

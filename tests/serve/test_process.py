@@ -63,6 +63,36 @@ def test_sigterm_lets_requests_end_and_exits_with_0(tmp_path, tiny_model_dir):
         assert running.wait(30) == 0
 
 
+@pytest.mark.slow  # A process that imports everything, and ends as an interpreter does.
+@pytest.mark.distributed
+def test_a_second_ctrl_c_ends_the_server_though_its_engine_has_much_to_write(tmp_path, tiny_model_dir, monkeypatch):
+    started = lambda command, **options: subprocess.Popen([sys.executable, *command], cwd=ROOT, **options)  # noqa: E731
+    monkeypatch.setattr(f"{__name__}.Forked", started)
+    options = ["--model", tiny_model_dir, "--dtype", "float32"]
+    with process(tmp_path, *options) as (url, running, _), concurrent.futures.ThreadPoolExecutor(1) as pool:
+        body = {"prompt": [5], "max_tokens": 400, "ignore_eos": True, "n": 4096}
+        pool.submit(requests.post, url + "/v1/completions", json=body, timeout=60)
+        while "posttrain_running 4096" not in requests.get(url + "/metrics", timeout=10).text:
+            time.sleep(0.01)
+        for _ in range(2):
+            running.send_signal(signal.SIGINT)
+            time.sleep(0.5)
+        assert running.wait(20) == 0
+
+
+@pytest.mark.distributed
+def test_a_signal_while_the_model_is_loaded_ends_the_server():
+    code = "import time, posttrain.serve.host as host, posttrain.serve.server as server\n"
+    code += "host.make_host = lambda config: (print('loading', flush=True), time.sleep(60))\n"
+    running = Forked(["-c", code + "server.run_server(server.ServeConfig('m'))"], stdout=subprocess.PIPE)
+    try:
+        assert running.stdout.readline() == "loading\n"
+        running.terminate()
+        assert running.wait(10) == -signal.SIGTERM
+    finally:
+        running.kill()
+
+
 @pytest.mark.distributed
 def test_a_thousand_concurrent_requests_on_the_native_engine_and_none_is_lost(tmp_path, tiny_model_dir, tiny_tokenizer):
     """Each answer is compared with what the engine says in process; then weights are pushed, and it says the new ones'."""

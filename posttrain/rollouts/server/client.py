@@ -265,9 +265,11 @@ class VLLMClient:
         """By the worker extension; without it, by the server's own config, which developer mode shows."""
         try:
             body = {"method": "posttrain_facts", "kwargs": {}}
-            reply = self.call("POST", "/collective_rpc", body, timeout=QUICK_SECONDS)
+            reply = self.call("POST", "/collective_rpc", body, timeout=QUICK_SECONDS, retries=2)
             with reading(reply, self.base_url):
                 return dict(reply["results"][0])
+        except ServerUnreachable:
+            raise
         except RolloutServerError:
             pass
         try:
