@@ -272,7 +272,9 @@ def read_tests(value: object) -> list[dict[str, str]]:
     if isinstance(value, str):
         return [{"code": value}] if value.strip() else []
     if isinstance(value, Mapping):
-        return _programs(value)
+        # Arrow gives each row the keys of all, as None.
+        known = {name: part for name, part in value.items() if part is not None}
+        return _programs(known) if known else []
     if isinstance(value, Sequence):
         return [test for item in value for test in read_tests(item)]
     raise RewardError(f"tests must be code, or inputs with outputs, or a list of those; got {value!r:.200}.")

@@ -9,7 +9,7 @@ import random
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, cast
 
 from posttrain.errors import ArgumentTypeError, ConfigError, RewardError
 from posttrain.rewards.remote import post_json
@@ -272,18 +272,21 @@ class JudgeReward:
         """
         groups = self._groups(len(prompts))
         texts = [as_text(completion) for completion in completions]
-        asked = [as_text(prompts[group[0]]) for group in groups]
-        if isinstance(self.judge, BaseBinaryJudge):
+        binary, judge = isinstance(self.judge, BaseBinaryJudge), cast(Any, self.judge)
+        if binary:
+            asked = [as_text(prompt) for prompt in prompts]
             gold = None if gold_completions is None else [as_text(text) for text in gold_completions]
-            verdicts = self.judge.judge([as_text(prompt) for prompt in prompts], texts, gold)
+            verdicts = judge.judge(asked, texts, gold)
+        else:
+            asked = [as_text(prompts[group[0]]) for group in groups]
+            answers = [[texts[i] for i in group] for group in groups]
+            options = {"images": [_addresses(prompts[group[0]]) for group in groups]} if judge.vision else {}
+            verdicts = judge.judge(asked, answers, **options)
+        if len(verdicts) != len(asked):
+            raise RewardError(f"{self.__name__} gave {len(verdicts)} verdicts for {len(asked)} prompts.")
+        if binary:
             rewards = [self._binary([verdicts[i] for i in group]) for group in groups]
         else:
-            answers = [[texts[i] for i in group] for group in groups]
-            options = {"images": [_addresses(prompts[group[0]]) for group in groups]} if self.judge.vision else {}
-            judge: Any = self.judge
-            verdicts = judge.judge(asked, answers, **options)
-            if len(verdicts) != len(groups):
-                raise RewardError(f"{self.__name__} gave {len(verdicts)} verdicts for {len(groups)} prompts.")
             read = self._pair if isinstance(self.judge, BasePairwiseJudge) else self._ranking
             rewards = [read(verdict, len(group)) for verdict, group in zip(verdicts, groups, strict=True)]
         pairs = [

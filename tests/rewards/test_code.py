@@ -10,6 +10,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+from datasets import Dataset
 
 from posttrain.errors import ConfigError, MissingDependencyError, RewardError
 from posttrain.rewards import code
@@ -375,6 +376,15 @@ def test_a_completion_of_spaces_is_read_in_no_time():
     begin = time.process_time()
     assert code_block("```" + " " * 2000) is code_block(" " * 2000 + "```") is code_block("```py\n" * 200) is None
     assert time.process_time() - begin < 1
+
+
+def test_what_arrow_fills_in_is_no_part_of_a_test():
+    """A column of dicts has the keys of all rows; a missing one was the text None."""
+    tests = [{"input": "1", "output": "2"}, {"inputs": ["3"], "outputs": ["4"]}, {}]
+    filled = Dataset.from_list([{"tests": test} for test in tests])["tests"]
+    assert [read_tests(test) for test in filled] == [tests[:1], [{"input": "3", "output": "4"}], []]
+    with pytest.raises(RewardError, match="needs input and output"):
+        read_tests(Dataset.from_list([{"tests": {"input": "1", "output": None}}])["tests"][0])
 
 
 @pytest.mark.parametrize(

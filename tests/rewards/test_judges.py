@@ -310,6 +310,9 @@ def test_judges_of_the_wrong_kind_are_refused():
         JudgeReward(Pairwise(0))(prompts=list("ppqq"), completions=list("abcd"))
     with raises(RewardError, "2"):
         JudgeReward(Pairwise(0))(prompts=list("ppq"), completions=list("abc"))
+    for judge in (Says(1), Says(1, 0, 1)):
+        with raises(RewardError, str(len(judge.verdicts)), "2"):
+            JudgeReward(judge)(prompts=list("pp"), completions=list("ab"))
 
 
 def test_conversations_are_shown_in_a_neutral_layout():
