@@ -42,7 +42,6 @@ sys.argv = ["completion.py"]
 exec(compile(program, "completion.py", "exec"), {"__name__": "__main__", "__builtins__": __builtins__})
 """
 PYTHON_FLAGS = ("-I", "-X", "utf8", "-c", LOADER)
-TRIAL = "print(input())"
 # Seconds for a container or a service to start.
 START_SECONDS = 60.0
 # How to make each work, where it cannot run Python.
@@ -135,11 +134,7 @@ def _in_container(command: str, program: str, stdin: str, limits: Limits) -> Out
     words = shlex.split(command)
     words[0] = _program(words[0], f"install {words[0]}")
     bound = ["timeout", "-s", "KILL", f"{2 * limits.timeout:g}", "python3", *PYTHON_FLAGS]
-    outcome = _execute([*words, *bound], program, stdin, limits, 2 * limits.timeout + START_SECONDS, None)
-    # 125 to 127: the container engine, or `timeout` in it, could not start the program; or the program itself left so.
-    if outcome.status in (125, 126, 127) and program != TRIAL:
-        open_sandbox.__wrapped__(f"container:{command}")
-    return outcome
+    return _execute([*words, *bound], program, stdin, limits, 2 * limits.timeout + START_SECONDS, None)
 
 
 def _in_service(url: str, program: str, stdin: str, limits: Limits) -> Outcome:
@@ -188,7 +183,7 @@ def open_sandbox(name: str) -> None:
         RewardError: It cannot run Python here.
     """
     check_sandbox(name)
-    outcome = run_program(name, TRIAL, "ready", Limits(timeout=START_SECONDS / 2))
+    outcome = run_program(name, "print(input())", "ready", Limits(timeout=START_SECONDS / 2))
     if outcome != Outcome(0, "ready\n", outcome.errors):
         raise RewardError(
             f"the sandbox {name!r} cannot run Python here: exit status {outcome.status}, stdout {outcome.output[-200:]!r}, "
@@ -356,6 +351,9 @@ def _run_one(sandbox: str, source: str, test: Mapping[str, str], limits: Limits)
     word = secrets.token_hex(16)
     program = source if "code" not in test else TESTED.format(source=source, test=test["code"], word=word)
     outcome = run_program(sandbox, program, test.get("input", ""), limits)
+    # The container engine, or `timeout` in it, could not start the program; or the program itself left so.
+    if sandbox.startswith("container:") and outcome.status in (125, 126, 127):
+        open_sandbox.__wrapped__(sandbox)
     reason = _reason(outcome, limits)
     if reason:
         return CaseResult(False, reason)

@@ -227,11 +227,8 @@ def test_a_container_is_a_command_line(tmp_path):
     assert not one("import time; time.sleep(60)", limits=QUICK, sandbox=name).passed
     with raises(RewardError, "125"):
         one("pass", sandbox=f"container:{where} start")
-    for status in (
-        125,
-        126,
-        127,
-    ):  # What an engine says that could not start the program: here it is the program's own.
+    for status in (125, 126, 127):
+        # What an engine says that could not start the program: here it is the program's own.
         assert one(f"import sys; sys.exit({status})", sandbox=name) == CaseResult(
             False, f"left with exit status {status} before the test was over"
         )
