@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import statistics
+import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +31,14 @@ GAPS = {"float32": (0.02, 0.5), "float16": (0.05, 0.5), "bfloat16": (0.15, 1.0)}
 
 
 GAPS_QUANTISED, FAR_SHARE = (0.3, 2.0), 0.99
+
+
+# A comparison with the first one is conclusive once the trainer's log-probs moved this many times as far as the two sides
+# differed at first, and at least MOVED nats. It fails where the engine missed more than the share MISSED of the movement.
+CONCLUSIVE, MISSED, MOVED = 4.0, 0.5, 1e-4
+
+
+COST_SHARE = 0.01  # Most of a run's time that comparisons may take.
 
 
 SAME_MODE = (
@@ -212,35 +222,111 @@ def probe_sequences(vocabulary: int, context: int | None, window: int | None = N
     return sequences
 
 
+Logps = Sequence[Sequence[float]]  # One list per sequence.
+
+
+def mean_gap(left: Logps, right: Logps) -> float:
+    """Return the mean absolute difference of two sets of log-probs of the same tokens."""
+    return statistics.fmean(abs(a - b) for x, y in zip(left, right, strict=True) for a, b in zip(x, y, strict=True))
+
+
 def check_parity(
-    where: str, ours: Sequence[Sequence[float]], theirs: Sequence[Sequence[float]], *, dtype: Any, version: int,
-    computed: Any = "float32",
+    where: str, ours: Logps, theirs: Logps, *, dtype: Any, version: int, computed: Any = "float32",
+    first: tuple[Logps, Logps] | None = None,
 ) -> Finding | None:  # fmt: skip
-    """Log-probs of the same tokens on both sides.
+    """Compare the log-probs of the same tokens on both sides.
+
+    Two tests: the gap must be within the bounds of the dtypes; and what training has changed since the first comparison
+    must have changed on both sides. The second finds an update that is lost long before the first does.
 
     Args:
-        where: The server.
-        ours: One list of log-probs a sequence, by the trainer.
-        theirs: By the server.
-        dtype: Of the server's weights; None is held to the widest bound.
-        version: Of the weights.
-        computed: What the trainer's forward pass computes in; the narrower of both sides sets the bounds.
+        where: The server or worker.
+        ours: Log-probs computed by the trainer.
+        theirs: Log-probs computed by the engine.
+        dtype: Dtype of the engine's weights; None gets the widest bound.
+        version: Version of the weights.
+        computed: Dtype of the trainer's forward pass; the narrower of both sides sets the bounds.
+        first: ``(ours, theirs)`` of the first comparison; None: this is the first.
     """
     gaps = [abs(a - b) for mine, its in zip(ours, theirs, strict=True) for a, b in zip(mine, its, strict=True)]
     sides = [GAPS.get(str(side).removeprefix("torch."), GAPS_QUANTISED) for side in (dtype, computed)]
     limit, far_limit = max(sides)
     average = statistics.fmean(gaps)
     far = sorted(gaps)[min(int(FAR_SHARE * len(gaps)), len(gaps) - 1)]
-    if average <= limit and far <= far_limit:  # False for NaN.
+    what = ""
+    if not (average <= limit and far <= far_limit):  # Also true for NaN.
+        what = f"mean log-prob gap {average:.3g} over {len(gaps)} tokens (limit {limit}), "
+        what += f"99th percentile {far:.3g} (limit {far_limit})"
+    elif first is not None:
+        noise, moved = mean_gap(*first), mean_gap(ours, first[0])
+        change = [[a - b for a, b in zip(x, y, strict=True)] for x, y in zip(theirs, first[1], strict=True)]
+        followed = [[a + b for a, b in zip(x, y, strict=True)] for x, y in zip(first[0], change, strict=True)]
+        missed = mean_gap(ours, followed)
+        if moved > max(CONCLUSIVE * noise, MOVED) and missed > MISSED * moved:
+            what = f"training moved the trainer's log-probs by {moved:.3g} on average, and the engine's movement differs by "
+            what += f"{missed:.3g}"
+    if not what:
         return None
     return finding(
-        "PT-S004", "error",
-        f"the server's weights differ from the trainer's after version {version} was pushed: mean log-prob gap {average:.3g} "
-        f"over {len(gaps)} tokens (limit {limit}), 99th percentile {far:.3g} (limit {far_limit}).", where,
+        "PT-S004", "error", f"the engine's weights differ from the trainer's after version {version} was pushed: {what}.", where,
         "rollouts would come from another policy. Causes: weights that are read from disk again after sleeping, names that the "
         "engine ignores, an adapter that is not merged, another trainer that pushes to this server.",
         "restart the server with the model that is trained, and give every trainer its own.",
     )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """Token sequences with the log-probs of the trainer's current weights.
+
+    Attributes:
+        sequences: Token ids.
+        logps: One log-prob for each token after the first of a sequence.
+        computed: Dtype of the trainer's forward pass.
+    """
+
+    sequences: Sequence[Sequence[int]]
+    logps: Logps
+    computed: str
+
+
+class Parity:
+    """Comparisons of engines with the trainer over a run: when they are due, and the first one of each engine.
+
+    Args:
+        every: Pushes between two comparisons; None: as often as they take less than `COST_SHARE` of the time.
+    """
+
+    def __init__(self, every: int | None) -> None:
+        self.every, self.first = every, dict[str, tuple[Logps, Logps]]()
+        self.moved = False  # Whether one comparison was made after training had moved the log-probs.
+        self.ended: float | None = None
+        self._cost, self._pushes = 0.0, 0
+
+    def due(self) -> bool:
+        """Return whether to compare after this push; call it once per push."""
+        self._pushes += 1
+        if self.ended is None or not self.moved:
+            return True
+        if self.every is not None:
+            return 0 < self.every <= self._pushes
+        return time.monotonic() - self.ended >= self._cost / COST_SHARE
+
+    @contextmanager
+    def timed(self) -> Iterator[None]:
+        """Measure one comparison."""
+        began = time.monotonic()
+        yield
+        self.ended = time.monotonic()
+        self._cost, self._pushes = self.ended - began, 0
+
+    def compare(self, probe: Probe, where: str, theirs: Logps, *, dtype: Any, version: int) -> Finding | None:
+        """Compare an engine's log-probs with the probe's and with those of its first comparison; see `check_parity`."""
+        first = self.first.setdefault(where, (probe.logps, theirs))
+        self.moved = self.moved or mean_gap(probe.logps, first[0]) > 0
+        return check_parity(
+            where, probe.logps, theirs, dtype=dtype, version=version, computed=probe.computed, first=first
+        )
 
 
 def check_negative_control(where: str, before: Finding | None) -> Finding | None:

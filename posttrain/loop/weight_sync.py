@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from posttrain.checks.registry import codes_of
 from posttrain.checks.server import (
+    Parity,
+    Probe,
     check_info,
     check_negative_control,
-    check_parity,
     needs_of,
     probe_logprobs,
     probe_sequences,
@@ -23,7 +24,7 @@ from posttrain.loop.run import Run
 from posttrain.metrics import mean
 from posttrain.models import parallel
 from posttrain.models.architecture import context_length, sliding_window
-from posttrain.models.forward import sequence_logps
+from posttrain.models.forward import plain_logps
 from posttrain.models.heads import adapters_of, picture_encoder
 from posttrain.rollouts.adapters import AdapterWeights, adapter_obstacle
 from posttrain.rollouts.base import Capabilities, RolloutEngine
@@ -31,8 +32,8 @@ from posttrain.rollouts.engines import create_engine
 from posttrain.rollouts.server.engine import ServerEngine
 from posttrain.rollouts.server.pool import AWAY
 from posttrain.rollouts.server.replies import derived_seed
-from posttrain.rollouts.workers.shared_weights import Weights
-from posttrain.types import Request, Rollout, Row, Sampling
+from posttrain.rollouts.workers.shared_weights import Weights, check_mergeable
+from posttrain.types import Request, Rollout, Sampling
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -109,6 +110,7 @@ def server_options(args: PostTrainingConfig) -> dict[str, Any]:
 
 def vllm_engine(model: nn.Module, args: PostTrainingConfig, accelerator: Accelerator) -> Any:
     """The engine of ``use_vllm=True``: in process, or one that asks servers (a stand-in on ranks other than 0)."""
+    check_mergeable(model)
     if args.vllm_mode != "server":
         from posttrain.rollouts.vllm import VLLMEngine
 
@@ -159,10 +161,12 @@ class WeightSync:
 
     def __init__(self, engine: Any, run: Run) -> None:
         self.engine, self.run, self.args, self.accelerator = engine, run, run.args, run.accelerator
+        if self.needs_weight_sync:
+            check_mergeable(run.model)
         self.retries: int = run.args.vllm_sync_retries
         self._pushed_at: tuple[int, int] | None = None
         self._pushes = 0
-        self._checked_at = 0
+        self.parity = Parity(run.args.weight_parity_every)
         self._adapter_rank: int | None = None  # 0: adapters go merged; None: not settled yet.
 
     @property
@@ -256,14 +260,22 @@ class WeightSync:
         self._pushes += 0 if again else 1
         whole_update(self._push, self.retries + 1)
         self._pushed_at = here
-        every = self.args.weight_parity_every
-        if self._checked_at == 0 or again or (every and self._pushes - self._checked_at >= every):
+        if self.parity_due(again):
             try:
-                self._check_parity()
-                self._checked_at = self._pushes
-            except AWAY as error:  # Generation waits for it; then it is pushed to, and compared, anew.
+                with self.parity.timed():
+                    self._check_parity()
+            except AWAY as error:  # The next generation waits for the server, pushes again and compares again.
                 logger.warning("%s Its weights are compared after the next push.", error)
-                self._pushed_at, self._checked_at = None, 0
+                self._pushed_at, self.parity.ended = None, None
+
+    def parity_due(self, again: bool = False) -> bool:
+        """Return whether log-probs are compared after this push; the same answer on every rank.
+
+        Args:
+            again: The push repeats a version, for a server that lacked it.
+        """
+        due = self.args.preflight != "off" and (again or self.parity.due())
+        return parallel.all_reduce_sum([float(due)], self.accelerator)[0] > 0
 
     def _moved(self) -> int:
         """A number that changes when anybody writes into the weights; 0 where gathering shards writes into them anyway."""
@@ -323,7 +335,7 @@ class WeightSync:
         if self.args.preflight == "off" or not self.engine.capabilities.scores_sequences:
             return
         with self.run.checks.preflight.record_check("first_batch", ("PT-S004",)):
-            finding = self._parity_finding()
+            finding = self.parity_finding(self.engine, self._pushes)
             if finding is None or finding.severity != "error":
                 self.run.checks.report([finding])
                 return
@@ -331,11 +343,15 @@ class WeightSync:
         self.engine.mark_stale()
         self._pushes += 1
         self._push()
-        finding = self._parity_finding()
+        finding = self.parity_finding(self.engine, self._pushes)
+        self.refuse(finding, self._pushes)
+
+    def refuse(self, finding: Any, version: int) -> None:
+        """Record a finding and raise it; does nothing for None."""
         if finding is not None:
             self.run.checks.keep([finding])
             raise WeightSyncError(
-                f"{finding.code}: {finding.what} {finding.why} Do: {finding.fix}", phase="parity", version=self._pushes
+                f"{finding.code}: {finding.what} {finding.why} Do: {finding.fix}", phase="parity", version=version
             )
 
     def _negative_control(self) -> None:
@@ -345,29 +361,36 @@ class WeightSync:
             return
         with self.run.checks.preflight.record_check("first_batch", ("PT-S005",)):
             try:
-                before = self._parity_finding()
+                before = self.parity_finding(self.engine, self._pushes)
             except RolloutServerError:
                 return  # Its weights are not whole: nothing is equal to them.
             self.run.checks.report([check_negative_control(self.engine.name, before)])
 
-    def _parity_finding(self) -> Any:
-        """What the comparison says, on every process."""
+    def probe(self) -> Probe:
+        """Return the sequences of the comparison with the trainer's log-probs; every rank calls it."""
         model = self.run.model
         text = model.config.get_text_config()
         sequences = probe_sequences(text.vocab_size, self.context, sliding_window(text))
-        rows = [Row(ids[:1], [ids[1:]], [[1] * (len(ids) - 1)]) for ids in sequences]
-        with self.run.inference() as policy:
-            ours = [logp.float().cpu().tolist() for logp in sequence_logps(policy, rows)]
-
         mixed = {"bf16": "bfloat16", "fp16": "float16"}.get(str(self.accelerator.mixed_precision))
-        kinds = {"dtype": self.engine.capabilities.dtype, "computed": mixed or model.dtype}
+        with self.run.inference() as policy:
+            return Probe(sequences, plain_logps(policy, sequences), str(mixed or model.dtype))
+
+    def parity_finding(self, engine: Any, version: int) -> Any:
+        """Compare an engine's log-probs with the trainer's; returns the finding on every process, None if they agree.
+
+        Args:
+            engine: None on a process that has no engine.
+            version: Version of the weights that were pushed.
+        """
+        probe = self.probe()
 
         def compare() -> Any:
-            if not self.accelerator.is_main_process and self.engine.capabilities.main_process_only:
+            if engine is None or (not self.accelerator.is_main_process and engine.capabilities.main_process_only):
                 return None
+            scored = engine.score(probe.sequences, [1] * len(probe.sequences))
             findings = [
-                check_parity(where, ours, theirs, version=self._pushes, **kinds)
-                for where, theirs in self.engine.score(sequences, [1] * len(sequences)).items()
+                self.parity.compare(probe, where, theirs, dtype=engine.capabilities.dtype, version=version)
+                for where, theirs in scored.items()
             ]
             return next((f for f in findings if f is not None), None)
 

@@ -150,8 +150,11 @@ class VllmSyncFields:
         "engine takes it, else merged, which is told once.",
     )
     vllm_server_api_key: str | None = option(None, "Bearer token of the rollout servers.")
-    weight_parity_every: NonNegativeInt = option(
-        50, "Pushes between two comparisons of log-probs with the engine, beside that after the first; 0: only that."
+    weight_parity_every: NonNegativeInt | None = option(
+        None,
+        "Number of weight pushes between two comparisons of log-probs with the engine. None compares as often as it costs "
+        "less than 1 % of the run's time. The first push, and each until training has moved the weights, are always compared; "
+        "0 compares nothing after these.",
     )
     allow_biased_is: bool = option(
         False, "Allow the correction of engine log-probs with a penalty, a guide or a bias, which biases every ratio."

@@ -397,6 +397,13 @@ def sequence_logps(model: nn.Module, rows: Sequence[Row]) -> list[Tensor]:
     return result
 
 
+def plain_logps(model: nn.Module, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+    """Return the log-probs of every token after the first of each sequence, by `sequence_logps`."""
+    rows = [Row(list(ids[:1]), [list(ids[1:])], [[1] * (len(ids) - 1)]) for ids in sequences]
+    with torch.no_grad():
+        return [logp.float().cpu().tolist() for logp in sequence_logps(model, rows)]
+
+
 @torch.no_grad()
 def batch_logps(
     model: nn.Module,

@@ -175,7 +175,8 @@ def check_model_source(model: str | Module, *, generative: bool = True) -> None:
         raise ModelError(f"model={model!r} is not a folder. Give a folder with config.json and weights, or a hub id.")
     if not (folder / "config.json").is_file() and not (folder / "adapter_config.json").is_file():
         raise ModelError(f"the model folder {model!r} has no config.json. Found: {sorted(os.listdir(folder))[:10]}.")
-    if not (folder / "config.json").is_file():
+    weights = [*folder.glob("model*.safetensors"), *folder.glob("pytorch_model*.bin")]
+    if (folder / "adapter_config.json").is_file() and not weights:
         raise ModelError(
             f"the model folder {model!r} holds an adapter without its base model. Load both with "
             "peft.AutoPeftModelForCausalLM.from_pretrained(folder, is_trainable=True) and pass the model."
@@ -416,17 +417,42 @@ def wrap_with_peft(model: nn.Module, peft_config: PeftConfig | None, *, activati
     return model
 
 
-def _check_adapter(model: nn.Module, activation_checkpointing: bool) -> None:
+# peft methods whose training needs more than gradients of log-probs: what this library's steps and layouts leave out.
+NEEDS_MORE = {
+    "ADALORA": "a rank allocation after each optimizer step (update_and_allocate) and an orthogonality term in the loss",
+    "CPT": "a loss of its own, weighted by example, which peft computes inside the model's forward pass",
+    "LILY": "routing weights averaged over all tokens of a row, which packed sequences share",
+    "MULTITASK_PROMPT_TUNING": "task_ids in every forward pass",
+    "POLY": "task_ids in every forward pass",
+    "SHADOW": "a second hidden state that peft carries through the model's layers",
+    "XLORA": "a classifier that peft runs before each forward pass to scale the adapters",
+}
+# The same for options of methods that train otherwise.
+NEEDS_MORE_WITH = {
+    "alora_invocation_tokens": "the position of the invocation tokens in each row, and rows hold several sequences here",
+    "use_asa": "a mask update after each optimizer step",
+    "save_only_topk_weights": "weights that a checkpoint with save_only_topk_weights=True does not hold",
+}
+
+
+def _check_adapter(model: Any, activation_checkpointing: bool) -> None:
     """Refuse an adapter that would not train, silently or with an error from far inside."""
+    config = model.active_peft_config
+    kind = str(getattr(config.peft_type, "value", config.peft_type))
+    needs = {f"{kind} adapters need": NEEDS_MORE[kind]} if kind in NEEDS_MORE else {}
+    for name, need in NEEDS_MORE_WITH.items():
+        if value := getattr(config, name, None):
+            needs[f"{kind} adapters with {name}={value!r} need"] = need
+    for what, need in needs.items():
+        raise ConfigError(f"{what} {need}. Training would leave that out. Fix: use LoRA, or another peft method.")
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ModelError(
             "the model's adapter has no trainable parameter: it was loaded for inference. Load it with "
             "PeftModel.from_pretrained(model, folder, is_trainable=True)."
         )
-    kind = model.active_peft_config.peft_type
     if activation_checkpointing and kind in ("PREFIX_TUNING", "CARTRIDGE"):
         raise ConfigError(
-            f"{getattr(kind, 'value', kind)} keeps its prefix in the key-value cache, which recomputing activations drops. Set "
+            f"{kind} keeps its prefix in the key-value cache, which recomputing activations drops. Set "
             "gradient_checkpointing=False."
         )
 

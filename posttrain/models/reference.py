@@ -131,7 +131,7 @@ def _check_vocabulary(model: nn.Module, reference: object) -> None:
 
 
 def _check_frozen_base(model: nn.Module) -> None:
-    """With its adapter off the model is the reference only while everything that is trained belongs to the adapter."""
+    """Refuse a reference that shares base weights with the policy when training moves them."""
     biased = [
         name for name, config in model.peft_config.items() if getattr(config, "bias", "none") not in ("none", None)
     ]
@@ -144,8 +144,8 @@ def _check_frozen_base(model: nn.Module) -> None:
     if biased or own:
         what = f"bias={model.peft_config[biased[0]].bias!r} in its adapter" if biased else f"trained weights {own[:3]}"
         raise ModelError(
-            f"the reference would be this model with its adapter off, but {what} move with training. Pass ref_model, or train "
-            "adapter weights alone."
+            f"the reference would share the base weights of this model, but {what} move with training, so the reference would "
+            "move too. Pass a copy as ref_model (copy.deepcopy(model)), or train adapter weights alone."
         )
 
 
@@ -202,14 +202,12 @@ class Reference:
         if given is not None:
             _check_vocabulary(model, given)
             self.copy = given.requires_grad_(False).eval()
-        elif adapter is not None:
-            return
         elif self.policy is None:
             self.copy = create_reference_model(model)
-        elif fresh_adapter:
-            _check_frozen_base(model)
         else:
-            self._freeze_adapter(model)
+            _check_frozen_base(model)
+            if adapter is None and not fresh_adapter:
+                self._freeze_adapter(model)
 
     def _freeze_adapter(self, model: nn.Module) -> None:
         active = model.active_adapter

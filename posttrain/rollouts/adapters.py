@@ -15,7 +15,7 @@ from posttrain.errors import ConfigError, ModelError
 from posttrain.models.heads import adapters_of, unwrapped
 from posttrain.models.parallel import flattens_parameters, gathered, whole_tensor
 from posttrain.rollouts.server.weight_sync import write_tensors
-from posttrain.rollouts.workers.shared_weights import Weights, clean_name, plain_lora, renamed
+from posttrain.rollouts.workers.shared_weights import Weights, checkpoint_weights, clean_name, plain_lora, renamed
 
 TENSORS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 # Fields of peft's ``LoraConfig`` with which an adapter is more, or elsewhere, than ``scale B A`` with one rank and one scale.
@@ -45,12 +45,13 @@ def adapter_obstacle(model: nn.Module, layers: Sequence[str] = ()) -> str | None
     if kind != "LORA":
         return f"its adapter is {kind}"
     for name, neutral in MORE.items():
-        if (value := getattr(config, name, neutral)) not in (neutral, neutral or None):
+        value = getattr(config, name, neutral)
+        if value != neutral and (value or neutral):  # An empty collection is as good as None.
             return f"its adapter has {name}={value!r}"
     if config.init_lora_weights not in PLAIN_STARTS:
         return f"init_lora_weights={config.init_lora_weights!r} changed the base model"
-    if flattens_parameters(model) or renamed(bare):
-        return "its parameters are flattened, or have other names than in its checkpoint"
+    if flattens_parameters(model):
+        return "its parameters are flattened"
     return _odd_layer(bare, layers)
 
 
@@ -58,12 +59,16 @@ def _odd_layer(bare: Any, layers: Sequence[str]) -> str | None:
     """An adapted layer that engines do not adapt, or a base weight that is trained too."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
-    head = bare.get_base_model().get_output_embeddings()
-    for name, layer in bare.named_modules():
+    base = bare.get_base_model()
+    head, converted = base.get_output_embeddings(), renamed(base)
+    for name, layer in base.named_modules():
         if not isinstance(layer, BaseTunerLayer):
             continue
         if layer is head or not plain_lora(layer) or not isinstance(layer.get_base_layer(), nn.Linear):
             return f"{name} is no linear layer with a plain adapter"
+        weight = f"{clean_name(name)}.weight"
+        if converted and list(checkpoint_weights(base, {weight: layer.get_base_layer().weight})) != [weight]:
+            return f"{name} has another name in the model's checkpoint"
         if layers and name.rsplit(".", 1)[-1] not in layers:
             return f"{name} has an adapter, and the engine puts some on {', '.join(layers)} alone"
     trained = (n for n, p in bare.named_parameters() if p.requires_grad and ".lora_" not in n)

@@ -8,7 +8,16 @@ import torch
 
 from posttrain.checks import registry as core
 from posttrain.checks import server as checks
-from posttrain.checks.server import Needs, check_info, check_negative_control, check_parity, needs_of, probe_logprobs
+from posttrain.checks.server import (
+    Needs,
+    Parity,
+    Probe,
+    check_info,
+    check_negative_control,
+    check_parity,
+    needs_of,
+    probe_logprobs,
+)
 from tests.conftest import build_model
 
 SHAPE = {"architectures": ["LlamaForCausalLM"], "hidden_size": 32, "num_hidden_layers": 2, "num_key_value_heads": 2}
@@ -119,6 +128,40 @@ def test_parity_has_a_limit_for_each_dtype_and_one_for_the_worst_percent():
     assert said(float("nan"), "float32") is not None
     found = said(0.41, "bfloat16")
     assert "mean log-prob gap 0.41 over 252 tokens (limit 0.15)" in found.what and "version 12" in found.what
+
+
+def test_what_training_changed_must_have_changed_on_both_sides():
+    """A lost update is found while it is far below the limits of the dtypes."""
+    ours, noise = [[-1.0, -2.0, -3.0]], [[1e-5, -1e-5, 1e-5]]
+    theirs = [[a + b for a, b in zip(ours[0], noise[0], strict=True)]]
+    later = [[-1.002, -1.999, -3.001]]
+    arrived = [[a - b for a, b in zip(later[0], noise[0], strict=True)]]
+    kinds = {"dtype": "float32", "version": 2, "first": (ours, theirs)}
+    assert check_parity("x", later, arrived, **kinds) is None
+    lost = check_parity("x", later, theirs, **kinds)
+    assert lost.code == "PT-S004" and "0.00133" in lost.what
+    # A movement within the noise of the first comparison proves nothing.
+    assert check_parity("x", later, theirs, dtype="float32", version=2, first=(ours, [[-1.01, -2.01, -3.01]])) is None
+
+
+def test_comparisons_are_due_until_weights_moved_and_then_by_number_or_by_cost(monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr("posttrain.checks.server.time.monotonic", lambda: clock[0])
+
+    def compared(every, moves):
+        parity, result = Parity(every), []
+        for push, value in enumerate(moves):
+            clock[0] += 10.0
+            if parity.due():
+                with parity.timed():
+                    clock[0] += 0.25
+                    parity.compare(Probe([[1, 2]], [[value]], "float32"), "x", [[value]], dtype="float32", version=push)
+                result.append(push)
+        return result
+
+    assert compared(0, [1.0, 1.0, 1.1, 1.2, 1.3]) == [0, 1, 2]
+    assert compared(2, [1.0, 1.1, 1.2, 1.3, 1.4]) == [0, 1, 3]
+    assert compared(None, [1.0, 1.1, *[1.2] * 6]) == [0, 1, 4, 7]  # 25 s after each, the first time at 30 s.
 
 
 def test_a_push_that_changed_nothing_proves_nothing():

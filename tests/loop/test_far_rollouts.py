@@ -226,6 +226,22 @@ def test_weights_that_are_confirmed_and_not_loaded_stop_the_run_before_its_first
     trainer.engine.close()
 
 
+def test_an_adapter_that_is_lost_in_the_push_stops_the_run_at_the_first_update(
+    tmp_path, tiny_tokenizer, stub, monkeypatch
+):
+    import peft
+
+    monkeypatch.setattr(
+        "posttrain.rollouts.workers.shared_weights._plus_delta", lambda layer, base, name: getattr(base, name).detach()
+    )
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    trainer = served(tmp_path, tiny_tokenizer, stub, peft_config=config, max_steps=5, learning_rate=1e-3)
+    with raises(WeightSyncError, "PT-S004", "training moved the trainer's log-probs"):
+        trainer.train()
+    assert trainer.state.global_step == 1
+    trainer.engine.close()
+
+
 def test_parity_is_looked_at_again_every_so_many_pushes(tmp_path, tiny_tokenizer, stub):
     trainer = served(tmp_path, tiny_tokenizer, stub, max_steps=5, weight_parity_every=2)
     trainer.train()

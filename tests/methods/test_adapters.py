@@ -1,5 +1,7 @@
 """Adapters: what they save whole is used, what cannot train is refused."""
 
+import copy
+
 import peft
 import pytest
 import torch
@@ -42,6 +44,48 @@ def test_an_adapter_loaded_for_inference_is_refused(tiny_tokenizer, tmp_path):
     sft(tmp_path, tiny_tokenizer, model=going_on, max_steps=1).train()
     with raises(ModelError):
         sft(tmp_path, tiny_tokenizer, model=str(tmp_path / "adapter"))
+    base.config.save_pretrained(tmp_path / "adapter")
+    with raises(ModelError, "AutoPeftModelForCausalLM"):
+        sft(tmp_path, tiny_tokenizer, model=str(tmp_path / "adapter"))
+
+
+TARGETS = {"target_modules": ["q_proj"], "task_type": "CAUSAL_LM"}
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (peft.AdaLoraConfig(total_step=10, **TARGETS), "update_and_allocate"),
+        (peft.CPTConfig(task_type="CAUSAL_LM", num_virtual_tokens=2), "CPT"),
+        (peft.LilyConfig(**TARGETS), "LILY"),
+        (peft.LoraConfig(alora_invocation_tokens=[5], **TARGETS), "alora_invocation_tokens"),
+        (peft.VBLoRAConfig(save_only_topk_weights=True, num_vectors=8, vector_length=4, **TARGETS), "save_only_topk"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_peft_methods_that_need_more_than_gradients_are_refused(tiny_tokenizer, tmp_path, config, words):
+    with raises(ConfigError, words):
+        sft(tmp_path, tiny_tokenizer, peft_config=config)
+
+
+@pytest.mark.parametrize("branch", ["fresh", "trained", "named"])
+def test_a_reference_that_shares_trained_base_weights_is_refused(branch):
+    model = peft.get_peft_model(build_model(37), peft.LoraConfig(r=4, target_modules=["q_proj"]))
+    model.get_base_model().model.norm.weight.requires_grad_(True)
+    given = {"fresh": {"fresh_adapter": True}, "trained": {}, "named": {"adapter": "default"}}[branch]
+    with raises(ModelError, "model.norm.weight", "ref_model"):
+        Reference(model, **given)
+    other = copy.deepcopy(model)
+    assert Reference(model, given=other, **given).copy is other  # A copy does not move with the policy.
+
+
+def test_grpo_with_a_trained_adapter_and_a_trained_norm_refuses_to_share_its_base(tiny_tokenizer, tmp_path):
+    base = build_model(len(tiny_tokenizer))
+    model = peft.get_peft_model(base, peft.LoraConfig(r=4, **TARGETS))
+    base.model.norm.weight.requires_grad_(True)
+    with raises(ModelError, "model.norm.weight"):
+        grpo(tmp_path, tiny_tokenizer, model=model, beta=0.1)
+    grpo(tmp_path, tiny_tokenizer, model=model)  # Without a reference, nothing is shared.
 
 
 @pytest.mark.parametrize("name", [None, "two"])

@@ -10,6 +10,7 @@ import threading
 import time
 from collections import deque
 
+import peft
 import psutil
 import pytest
 import torch
@@ -18,6 +19,7 @@ from transformers import TrainerCallback
 from posttrain import HFEngine, NativeEngine, ScriptedEngine
 from posttrain.data.chat import tokenize_prompts, with_template
 from posttrain.data.templates import FAMILIES, training_template
+from posttrain.errors import WeightSyncError
 from posttrain.loop.scoring import reward_runner
 from posttrain.rewards.runner import RewardRunner
 from posttrain.rollouts.episodes.driver import EpisodeSetup
@@ -30,6 +32,7 @@ from tests.conftest import build_model
 from tests.forks import PIPE, Forked
 from tests.methods.async_helpers import At, Evidence, assert_exact, generator_of, steps, trainer
 from tests.methods.helpers import count_a, prompts, weights
+from tests.wordings import raises
 
 pytestmark = pytest.mark.usefixtures("forked_workers")  # Those of `ENDLESS` are spawned.
 
@@ -50,6 +53,17 @@ if __name__ == "__main__":
     run.train()
     print("ended after step", run.state.global_step, flush=True)
 """
+
+
+def test_an_adapter_that_workers_do_not_get_stops_the_run(tmp_path, tiny_tokenizer, monkeypatch):
+    monkeypatch.setattr(
+        "posttrain.rollouts.workers.shared_weights._plus_delta", lambda layer, base, name: getattr(base, name).detach()
+    )
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    run = trainer(tmp_path, tiny_tokenizer, max_steps=8, learning_rate=1e-3, peft_config=config)
+    with raises(WeightSyncError, "PT-S004", "training moved the trainer's log-probs"):
+        run.train()
+    assert 1 <= run.state.global_step <= 4
 
 
 @pytest.fixture

@@ -10,12 +10,14 @@ from safetensors.torch import load_file
 from posttrain.errors import ConfigError, ModelError, WeightSyncError
 from posttrain.models.forward import sequence_logps
 from posttrain.rollouts.adapters import AdapterWeights, adapter_obstacle, read_adapter
+from posttrain.rollouts.native.engine import NativeEngine
 from posttrain.rollouts.server.engine import ServerEngine
 from posttrain.rollouts.workers.shared_weights import Weights
+from posttrain.serve.engine import ServedEngine
 from posttrain.types import Request, Row, Sampling
 from tests.conftest import build_model
 from tests.methods.helpers import grpo
-from tests.rollouts.test_weights import adapted
+from tests.rollouts.test_weights import adapted, build_moe
 from tests.serve.support import VOCAB, serving
 from tests.wordings import raises
 
@@ -90,6 +92,21 @@ def test_a_model_without_an_adapter_and_one_whose_base_is_trained_go_whole():
     )
     model.get_base_model().model.norm.weight.requires_grad_(True)
     assert "model.norm.weight of the base model is trained too" in adapter_obstacle(model)
+
+
+def test_an_adapter_of_a_mixture_of_experts_goes_alone_where_its_layers_keep_their_names_in_the_checkpoint():
+    assert adapter_obstacle(adapted(build_moe(VOCAB), target_modules=["q_proj", "v_proj"])) is None
+    experts = adapted(build_moe(VOCAB), target_parameters=["mlp.experts.down_proj"], target_modules=["q_proj"])
+    assert "target_parameters" in adapter_obstacle(experts)
+
+
+def test_a_host_with_a_mixture_of_experts_samples_from_an_adapter_that_goes_alone():
+    with serving(lambda: ServedEngine(NativeEngine(build_moe(VOCAB), pad_token_id=0))) as server:
+        engine = ServerEngine(server.url, connection_timeout=10)
+        model = adapted(build_moe(VOCAB), target_modules=["q_proj", "v_proj"])
+        engine.load_weights(AdapterWeights(model, most=engine.capabilities.adapter_rank), 1)
+        assert gap(model, engine.generate(REQUESTS, Sampling(8, seed=0))) < 1e-5
+        engine.close()
 
 
 def test_a_host_samples_from_the_adapter_that_came_last_and_is_sent_nothing_else(engine, server):

@@ -1,27 +1,42 @@
 """What is sent to an engine that holds a copy: whole, under the checkpoint's names, merged without touching the base."""
 
+import copy
 import doctest
 import hashlib
 
 import peft
 import pytest
 import torch
+import transformers
 
 import posttrain.rollouts.workers.shared_weights
+from posttrain.errors import ModelError
 from posttrain.rollouts.workers import shared_weights as merged
-from posttrain.rollouts.workers.shared_weights import Weights, as_dtype, merged_weights
+from posttrain.rollouts.workers.shared_weights import Weights, as_dtype, check_mergeable, merged_weights
 from tests.conftest import build_model
+from tests.wordings import raises
 
 
 def adapted(model, seed=1, **settings):
-    """An adapter whose B is not zero."""
+    """A LoRA whose trained parameters, whatever their names, are all away from their start."""
     base = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj", "down_proj"], "task_type": "CAUSAL_LM"}
-    wrapped = peft.get_peft_model(model, peft.LoraConfig(**(base | settings)))
+    return moved(peft.get_peft_model(model, peft.LoraConfig(**(base | settings))), seed)
+
+
+def moved(model, seed=1):
     torch.manual_seed(seed)
-    for name, parameter in wrapped.named_parameters():
-        if "lora_B" in name or "magnitude" in name:
-            parameter.data.normal_(0, 0.1)
-    return wrapped.eval()
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data += 0.1 * torch.randn_like(parameter)
+    return model.eval()
+
+
+def build_moe(vocab_size, seed=0, **overrides):
+    torch.manual_seed(seed)
+    settings = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    settings |= {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+    config = transformers.Qwen3MoeConfig(vocab_size=vocab_size, initializer_range=0.2, **(settings | overrides))
+    return transformers.Qwen3MoeForCausalLM(config).eval()
 
 
 def fingerprint(model):
@@ -31,15 +46,15 @@ def fingerprint(model):
     }
 
 
-def same_as_trainer(trainer_model, sent, vocabulary=37, **config):
+def same_as_trainer(trainer_model, sent, vocabulary=37, build=build_model, **config):
     """A fresh model with the sent weights computes what the trainer's computes."""
-    copy = build_model(vocabulary, seed=5, **config)
-    left = copy.load_state_dict(sent, strict=False)
+    fresh = build(vocabulary, seed=5, **config)
+    left = fresh.load_state_dict(sent, strict=False)
     assert not left.unexpected_keys
-    assert set(left.missing_keys) <= set(copy.all_tied_weights_keys)
+    assert set(left.missing_keys) <= set(fresh.all_tied_weights_keys)
     ids = torch.randint(0, vocabulary, (2, 9), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
-        torch.testing.assert_close(copy(ids).logits, trainer_model(ids).logits, atol=2e-5, rtol=1e-4)
+        torch.testing.assert_close(fresh(ids).logits, trainer_model(ids).logits, atol=2e-5, rtol=1e-4)
 
 
 def test_examples_in_docstrings_run():
@@ -63,32 +78,83 @@ def test_names_lose_what_wrappers_put_into_them():
     assert Weights(outer).names == Weights(build_model(37)).names
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {},
-        {"use_rslora": True},
-        {"use_dora": True},
-        {"bias": "all"},
-        {"modules_to_save": ["lm_head", "embed_tokens"]},
-        {"target_modules": ["embed_tokens", "q_proj"]},
-        {"trainable_token_indices": [3, 4]},
-        {"fan_in_fan_out": False, "rank_pattern": {"q_proj": 2}},
-    ],
-    ids=lambda s: next(iter(s), "plain"),
-)
-def test_merged_adapters_compute_what_the_trainer_computes(settings):
-    untied = {"tie_word_embeddings": False} if {"modules_to_save", "trainable_token_indices"} & set(settings) else {}
-    untied |= {"tie_word_embeddings": False} if "embed_tokens" in settings.get("target_modules", ()) else {}
-    model = adapted(build_model(37, attention_bias=True, **untied), **settings)
-    for name, parameter in model.named_parameters():
-        if "modules_to_save" in name or "trainable_tokens_delta" in name or name.endswith("bias"):
-            parameter.data += 0.05
+TIED = {"modules_to_save": ["embed_tokens"], "ensure_weight_tying": True}
+MERGED = [
+    {},
+    {"use_rslora": True},
+    {"use_dora": True},
+    {"bias": "all"},
+    {"lora_bias": True, "target_modules": ["q_proj", "v_proj"]},
+    {"trainable_token_indices": [3, 4]},
+    {"fan_in_fan_out": False, "rank_pattern": {"q_proj": 2}},
+    {"target_modules": "all-linear"},
+    {"layer_replication": [(0, 2), (1, 2)]},
+    {"target_modules": ["embed_tokens", "q_proj"], "ensure_weight_tying": True},
+    TIED,
+    # These change one of two tied matrices.
+    {"modules_to_save": ["lm_head"]},
+    {"modules_to_save": ["embed_tokens"]},
+    {"modules_to_save": ["lm_head", "embed_tokens"]},
+    {"target_modules": ["embed_tokens", "q_proj"]},
+    {"target_modules": ["lm_head", "q_proj"]},
+    {"target_modules": ["embed_tokens", "lm_head"]},
+    {"trainable_token_indices": {"lm_head": [3]}},
+]
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("settings", MERGED, ids=lambda s: "-".join(s) or "plain")
+def test_merged_adapters_compute_what_the_trainer_computes(settings, tied):
+    config = {"tie_word_embeddings": tied, "attention_bias": True}
+    model = adapted(build_model(37, **config), **settings)
+    if tied and MERGED.index(settings) > MERGED.index(TIED):
+        with raises(ModelError, "lm_head.weight", "model.embed_tokens.weight"):
+            Weights(model)
+        with raises(ModelError, "lm_head.weight", "model.embed_tokens.weight"):
+            check_mergeable(model)
+        return
+    check_mergeable(model)
     weights = Weights(model)
     sent = dict(weights)
     assert list(sent) == weights.names
     assert not any("lora" in name or "base_layer" in name or "default" in name for name in sent)
-    same_as_trainer(model, sent, attention_bias=True, **untied)
+    layers = {"num_hidden_layers": 3} if "layer_replication" in settings else {}
+    same_as_trainer(model, sent, **config, **layers)
+
+
+EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"target_modules": "all-linear"}, {"target_parameters": EXPERTS}, {"target_parameters": EXPERTS[1:]}, {}],
+    ids=["all-linear", "experts", "one", "attention"],
+)
+def test_merged_adapters_of_expert_tensors_compute_what_the_trainer_computes(settings):
+    model = adapted(build_moe(37), **({"target_modules": ["q_proj"]} | settings))
+    check_mergeable(model)
+    same_as_trainer(model, dict(Weights(model)), build=build_moe)
+    peft_own = dict(copy.deepcopy(model).merge_and_unload().named_parameters())
+    for name, tensor in Weights(model):
+        torch.testing.assert_close(tensor, peft_own[name], atol=3e-6, rtol=0)
+
+
+@pytest.mark.parametrize(
+    "kind", [peft.IA3Config, peft.LoHaConfig, peft.VeraConfig, peft.OFTConfig, peft.RandLoraConfig]
+)
+def test_adapters_of_other_kinds_are_merged_by_peft(kind):
+    options = {"target_modules": ["q_proj", "down_proj"], "task_type": "CAUSAL_LM"}
+    options |= {"feedforward_modules": ["down_proj"]} if kind is peft.IA3Config else {}
+    options |= {"oft_block_size": 4} if kind is peft.OFTConfig else {}
+    model = moved(peft.get_peft_model(build_model(37), kind(**options)))
+    check_mergeable(model)
+    same_as_trainer(model, dict(Weights(model)))
+
+
+def test_adapters_that_peft_cannot_merge_are_refused():
+    model = adapted(build_model(37), lora_bias=True)  # Its layers have no bias to merge into.
+    with raises(ModelError, "lora_bias"):
+        check_mergeable(model)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -287,9 +287,11 @@ def test_shared_weights_arrive_as_they_were_and_old_versions_go(tmp_path, tiny_t
         with torch.no_grad():
             model.model.norm.weight.add_(1.0)
         transfer.send_weights(Weights(model))
-    weights, version = read_weights(tmp_path / "weights", 3)
+    transfer.probe = [[5, 6, 7]]
+    transfer.send_weights(Weights(model))
+    weights, version, probe = read_weights(tmp_path / "weights", 3)
     copy_into(other, weights)
-    assert version == 4
+    assert (version, probe) == (5, [[5, 6, 7]])
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
     assert len(list((tmp_path / "weights").glob("*.safetensors"))) == 2
     transfer.destroy()

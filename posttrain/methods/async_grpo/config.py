@@ -36,7 +36,6 @@ MEANINGLESS = {
     "vllm_gpu_memory_utilization": 0.3,
     "vllm_max_model_length": None,
     "vllm_tensor_parallel_size": 1,
-    "weight_parity_every": 50,
     "balance_ranks": True,
     "check_reward_determinism": False,
     "vllm_importance_sampling_correction": True,  # Its ratio is the loss's own; the mode says how.

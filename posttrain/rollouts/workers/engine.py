@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from posttrain.errors import ConfigError, RolloutError, RolloutInterrupted, check_choice
+from posttrain.models.forward import plain_logps
 from posttrain.models.vision import install_pictures
 from posttrain.rollouts.base import RolloutEngine, require_engine
 from posttrain.rollouts.engines import IN_WORKERS, create_engine
@@ -55,10 +56,12 @@ class WorkerEngine:
     Attributes:
         engine: Any rollout engine.
         version: Of the weights it has; 0 before the first.
+        scored: Log-probs of the probe sequences that came with the newest weights; None: none came.
     """
 
     def __init__(self, spec: EngineRecipe) -> None:
         self.spec, self.version, self.holders = spec, 0, None
+        self.scored: list[list[float]] | None = None
         # A copy of the policy; None where the engine keeps its own weights, or servers have them.
         self.model: Any = None
         if spec.factory is not None:
@@ -92,10 +95,15 @@ class WorkerEngine:
     def _load(self, wanted: int) -> int:
         if not self.spec.weights:
             return wanted  # The trainer pushed them to the servers before it said so.
-        weights, version = read_weights(self.spec.weights, wanted)
+        weights, version, probe = read_weights(self.spec.weights, wanted)
         if self.model is not None:
             copy_into(self.model, weights)
         self.engine.load_weights(weights.items() if self.model is None else (), version)
+        self.scored = None
+        if probe and self.model is not None:
+            self.scored = plain_logps(self.model, probe)
+        elif probe and self.engine.capabilities.scores_sequences:
+            (self.scored,) = self.engine.score(probe, [1] * len(probe)).values()
         return version
 
 

@@ -123,6 +123,8 @@ class WorkerPool:
         self.workers: list[WorkerProcess] = []
         self.under_way: dict[int, _UnderWay] = {}
         self.loaded: dict[int, int] = {}
+        # Log-probs of probe sequences by worker and version, for the trainer to compare with its own.
+        self.scored: deque[tuple[int, int, list[list[float]]]] = deque(maxlen=64)
         self.restarts = 0
         self.error: BaseException | None = None
         self.lock = threading.RLock()
@@ -240,6 +242,8 @@ class WorkerPool:
                     self.under_way[content["group_id"]].version = content["version"]
                 elif kind == "loaded":
                     self.loaded[worker.index] = content["version"]
+                    if content.get("scored") is not None:
+                        self.scored.append((worker.index, content["version"], content["scored"]))
                 elif kind == "spent":
                     self._spend(content["seconds"], content["tokens"])
                 elif kind == "result":

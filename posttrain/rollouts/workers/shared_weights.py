@@ -6,13 +6,14 @@ import copy
 import json
 import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
-from peft.tuners.lora import LoraLayer
+from peft.tuners.lora.layer import LoraLayer, ParamWrapper
+from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
 from posttrain.errors import ModelError, WeightSyncError
@@ -42,14 +43,16 @@ def clean_name(name: str) -> str:
 
 
 def merged_weights(model: nn.Module) -> Iterator[tuple[str, Getter]]:
-    """Names as in the base model's checkpoint, each with a function that computes its tensor: the weight itself, or
-    ``W + scale B A`` as a new tensor. Tied weights come once, under the name of their source.
+    """Yield each weight's name in the base model's checkpoint with a function that computes it.
+
+    The function returns the weight itself, or a new tensor with the active adapters merged (``W + scale B A`` for LoRA).
+    Tied weights come once, under the name of their source.
 
     Args:
         model: A transformers or peft model, wrapped or not.
 
     Raises:
-        ModelError: Its adapter is virtual tokens, which are no weights of the base model.
+        ModelError: The adapter cannot be expressed as weights of the base model.
     """
     bare = unwrapped(model)
     if learns_prompts(model):
@@ -58,30 +61,42 @@ def merged_weights(model: nn.Module) -> Iterator[tuple[str, Getter]]:
             "would sample from the base model without them. Fix: rollout_engine='hf', in the trainer's process; or LoRA."
         )
     base = causal_lm(bare)
-    tied = {clean_name(name) for name in getattr(base, "all_tied_weights_keys", None) or {}}
-    seen: set[int] = set()
-    for name, getter, identity in _walk(base, ""):
-        name = clean_name(name)
-        if name in tied or identity in seen:
-            continue
-        seen.add(identity)
-        yield name, getter
+    leaves = [(clean_name(name), getter, parts) for name, getter, parts in _walk(base, "")]
+    parts_of = {name: parts for name, _, parts in leaves}
+    sources = {clean_name(k): clean_name(v) for k, v in (getattr(base, "all_tied_weights_keys", None) or {}).items()}
+    for name, source in sources.items():
+        if parts_of.get(name) != parts_of.get(source, parts_of.get(name)):
+            raise ModelError(
+                f"{name} and {source} are tied in the base model, and the adapter changes only one of them, or each in its own "
+                "way. A checkpoint and a rollout engine have one tensor for both, so they would compute another policy. Fix: "
+                "set ensure_weight_tying=True in the peft config, leave embeddings and output layer out of the adapter, or "
+                "load a base model that was saved with tie_word_embeddings=False."
+            )
+    for name, getter, _ in leaves:
+        if name not in sources:
+            yield name, getter
 
 
-def _walk(module: nn.Module, prefix: str) -> Iterator[tuple[str, Getter, int]]:
-    """Depth first; an adapted layer is one leaf."""
+def _walk(module: nn.Module, prefix: str) -> Iterator[tuple[str, Getter, frozenset[int]]]:
+    """Yield name, getter and the identities of the tensors that determine the value; an adapted layer is one leaf."""
     special = _adapted(module, prefix)
     if special is not None:
         yield from special
         return
     for name, parameter in module.named_parameters(recurse=False):
-        yield prefix + name, _itself(parameter), id(parameter)
+        yield prefix + name, _itself(parameter), _identities([parameter])
     hidden = module._non_persistent_buffers_set
     for name, buffer in module.named_buffers(recurse=False):
         if name not in hidden:
-            yield prefix + name, _itself(buffer), id(buffer)
+            yield prefix + name, _itself(buffer), _identities([buffer])
     for name, child in module.named_children():
         yield from _walk(child, f"{prefix}{name}.")
+
+
+def _identities(tensors: Iterable[Tensor]) -> frozenset[int]:
+    """Return the addresses of the tensors' memory: tied adapters are transposed views of one memory."""
+    local = [getattr(tensor, "_local_tensor", tensor) for tensor in tensors]
+    return frozenset(tensor.data_ptr() or id(tensor) for tensor in local)
 
 
 def _itself(tensor: Tensor) -> Getter:
@@ -93,82 +108,125 @@ def _itself(tensor: Tensor) -> Getter:
     return read
 
 
-def _adapted(module: Any, prefix: str) -> Iterator[tuple[str, Getter, int]] | None:
-    """The parameters of a layer that peft replaced; None for every other module."""
-    from peft.tuners.tuners_utils import BaseTunerLayer
+def _adapted(module: Any, prefix: str) -> Iterator[tuple[str, Getter, frozenset[int]]] | None:
+    """Return the weights of a layer that peft replaced; None for every other module."""
     from peft.utils.other import ModulesToSaveWrapper, TrainableTokensWrapper
 
     if isinstance(module, TrainableTokensWrapper):
-        return _tokens(module.token_adapter, prefix)
+        return _layer(module.token_adapter, prefix)
     if isinstance(module, ModulesToSaveWrapper):
         names = [n for n in module.active_adapters if n in module.modules_to_save]
         return _walk(module.modules_to_save[names[0]] if names else module.original_module, prefix)
-    if isinstance(module, BaseTunerLayer):
-        return _tokens(module, prefix) if hasattr(module, "trainable_tokens_delta") else _layer(module, prefix)
-    return None
+    return _layer(module, prefix) if isinstance(module, BaseTunerLayer) else None
 
 
-def _tokens(layer: nn.Module, prefix: str) -> Iterator[tuple[str, Getter, int]]:
+def _layer(layer: Any, prefix: str) -> Iterator[tuple[str, Getter, frozenset[int]]]:
+    """Yield the weights below an adapted layer; each that an active adapter changes is merged when it is read."""
     base = layer.get_base_layer()
-
-    def merged() -> Tensor:
-        with gathered(layer.parameters()):
-            return whole_tensor(layer.get_merged_weights(layer.active_adapters).detach())
-
-    yield f"{prefix}weight", merged, id(base.weight)
-
-
-def _layer(layer: nn.Module, prefix: str) -> Iterator[tuple[str, Getter, int]]:
-    base = layer.get_base_layer()
-    while hasattr(base, "get_base_layer"):
-        base = base.get_base_layer()
     for name, parameter in base.named_parameters(recurse=False):
-        changed = name == "weight" or _changes_bias(layer)
-        yield prefix + name, _merged(layer, base, name) if changed else _itself(parameter), id(parameter)
+        tuner = _tuner_of(layer, name)
+        adapters = [] if tuner is None else _active_parameters(tuner)
+        if tuner is None or not adapters:
+            yield prefix + name, _itself(parameter), _identities([parameter])
+        else:
+            yield prefix + name, _merged(layer, tuner, base, name), _identities([parameter, *adapters])
 
 
-def _changes_bias(layer: nn.Module) -> bool:
-    return any(layer.lora_bias.values()) if isinstance(layer, LoraLayer) else True
+def _tuner_of(layer: Any, name: str) -> Any:
+    """Return the tuner layer that changes a weight of the base layer; wrappers of expert tensors change one each."""
+    while isinstance(layer, ParamWrapper):
+        if layer.parameter_name == name:
+            return layer
+        layer = layer.base_layer
+    if isinstance(layer, LoraLayer) and name != "weight":
+        return layer if any(layer.lora_bias.get(adapter) for adapter in layer.active_adapters) else None
+    return layer if isinstance(layer, BaseTunerLayer) else None
 
 
-def _merged(layer: nn.Module, base: Any, name: str) -> Getter:
+def _active_parameters(tuner: Any) -> list[Tensor]:
+    active = set() if tuner.disable_adapters else set(tuner.active_adapters)
+    names = ((set(name.split(".")), parameter) for name, parameter in tuner.named_parameters())
+    return [parameter for parts, parameter in names if "base_layer" not in parts and parts & active]
+
+
+def _merged(layer: Any, tuner: Any, base: Any, name: str) -> Getter:
     def compute() -> Tensor:
-        with gathered(layer.parameters()):
-            if plain_lora(layer) and name == "weight":
-                return whole_tensor(_plus_delta(layer, base))
+        with gathered(layer.parameters()), torch.no_grad():
+            if hasattr(tuner, "trainable_tokens_delta"):
+                return whole_tensor(tuner.get_merged_weights(tuner.active_adapters).detach())
+            if isinstance(tuner, ParamWrapper) or (plain_lora(tuner) and name == "weight"):
+                return whole_tensor(_plus_delta(tuner, base, name))
             twin = copy.deepcopy(layer)  # peft merges in place: into a copy that is thrown away.
-            twin.merge()
+            try:
+                twin.merge()
+            except (RuntimeError, ValueError, NotImplementedError) as error:
+                raise ModelError(
+                    f"a {type(tuner).__module__}.{type(tuner).__name__} adapter cannot be merged into the base layer's {name}, "
+                    f"which a rollout engine with a copy of the weights needs: {error} Fix: rollout_engine='hf', in the "
+                    "trainer's process; or LoRA without a bias of its own (lora_bias=False)."
+                ) from error
             return whole_tensor(getattr(twin.get_base_layer(), name).detach())
 
     return compute
 
 
+def check_mergeable(model: nn.Module) -> None:
+    """Refuse adapters that cannot be merged into the base weights, by merging one layer of each kind.
+
+    Args:
+        model: A transformers or peft model, before its parameters are sharded.
+
+    Raises:
+        ModelError: As `merged_weights`, or peft cannot merge a layer.
+    """
+    if not adapters_of(model):
+        return
+    for _ in merged_weights(model):
+        break  # The refusals that need no merge come before the first weight.
+    kinds = set()
+    for layer in causal_lm(model).modules():
+        if not isinstance(layer, BaseTunerLayer):
+            continue
+        base = layer.get_base_layer()
+        kind = (type(layer), type(base), getattr(base, "bias", None) is None)
+        if kind not in kinds:
+            kinds.add(kind)
+            for _, read, _ in _layer(layer, ""):
+                read()
+
+
 def plain_lora(layer: nn.Module) -> bool:
-    """Whether a layer's adapters are ``scale B A`` and nothing else (no DoRA, no trained bias)."""
-    if not isinstance(layer, LoraLayer) or not isinstance(layer.lora_A, nn.ModuleDict):
+    """Return whether a layer's active adapters are ``scale B A`` of two linear layers and nothing else (no DoRA, no bias)."""
+    if (
+        not isinstance(layer, LoraLayer)
+        or not isinstance(layer.lora_A, nn.ModuleDict)
+        or isinstance(layer, ParamWrapper)
+    ):
         return False
-    # DoRA and its kin are more than a product of two matrices; some packed layers do not tell theirs.
-    more = (layer.use_dora.get(n) or n in layer.lora_variant or layer.lora_bias.get(n) for n in layer.active_adapters)
+    # DoRA and its kin are more than a product of two matrices; some packed layers do not list theirs.
+    more = (
+        layer.use_dora.get(n) or n in layer.lora_variant or layer.lora_bias.get(n) or n in layer.lora_embedding_A
+        for n in layer.active_adapters
+    )  # fmt: skip
     return hasattr(layer, "get_delta_weight") and not any(more)
 
 
-def _plus_delta(layer: nn.Module, base: Any) -> Tensor:
-    """``W + sum of scale B A`` of the active adapters, added in float32 and rounded once."""
+def _plus_delta(layer: Any, base: Any, name: str) -> Tensor:
+    """Return ``W + sum of scale B A`` of the active adapters, added in float32 and rounded once."""
     from peft.utils.integrations import dequantize_module_weight
 
-    with torch.no_grad():
-        weight = dequantize_module_weight(base).detach()
-        total = weight.to(torch.float32, copy=True)
-        names = [] if layer.disable_adapters else [n for n in layer.active_adapters if n in layer.lora_A]
-        for name in names:
-            total += _delta(layer, name).to(total)
-        return total.to(weight.dtype)
+    weight = (dequantize_module_weight(base) if name == "weight" else getattr(base, name)).detach()
+    total = weight.to(torch.float32, copy=True)
+    for adapter in layer.active_adapters:
+        if adapter in layer.lora_A:
+            total += _delta(layer, adapter).to(total)
+    return total.to(weight.dtype)
 
 
-def _delta(layer: nn.Module, name: str) -> Tensor:
-    """``scale B A``; peft rounds it to the adapter's dtype, which a sum in float32 has no need of."""
+def _delta(layer: Any, name: str) -> Tensor:
+    """Return ``scale B A``; peft would round it to the adapter's dtype, which a sum in float32 does not need."""
     a, b = layer.lora_A[name], layer.lora_B[name]
-    if type(a) is not nn.Linear or type(b) is not nn.Linear:
+    if type(a) is not nn.Linear or type(b) is not nn.Linear or isinstance(layer, ParamWrapper):
         return layer.get_delta_weight(name)
     delta = layer.scaling[name] * (b.weight.detach().float() @ a.weight.detach().float())
     return delta.T if getattr(layer, "fan_in_fan_out", False) else delta
@@ -186,11 +244,15 @@ class SharedWeights:
 
     Args:
         folder: None makes one in shared memory, or where there is none in the folder for temporary files.
+
+    Attributes:
+        probe: Token sequences that workers score with the next version, for a comparison with the trainer; None: nothing.
     """
 
     def __init__(self, folder: str | Path | None = None) -> None:
         self.folder = Path(folder or "")
         self.version = 0
+        self.probe: Sequence[Sequence[int]] | None = None
         self._own: SharedFolder | None = None
 
     def init_weight_transfer(self) -> None:
@@ -224,7 +286,8 @@ class SharedWeights:
                 phase="bucket", version=version,
             ) from error  # fmt: skip
         draft = self.folder / "latest.draft"
-        draft.write_text(json.dumps({"version": version, "file": path.name, "xxh3": digest}), encoding="utf-8")
+        latest = {"version": version, "file": path.name, "xxh3": digest, "probe": self.probe}
+        draft.write_text(json.dumps(latest), encoding="utf-8")
         draft.replace(self.folder / "latest.json")
         self.version = version
         (self.folder / f"weights-{version - VERSIONS_KEPT}.safetensors").unlink(missing_ok=True)
@@ -249,8 +312,8 @@ def remove_weights(folder: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def read_weights(folder: str | Path, version: int, timeout: float = 60.0) -> tuple[dict[str, Tensor], int]:
-    """The newest weights, at least of ``version``, and which they are.
+def read_weights(folder: str | Path, version: int, timeout: float = 60.0) -> tuple[dict[str, Tensor], int, Any]:
+    """Return the newest weights of at least ``version``, their version, and the probe sequences to score (or None).
 
     Args:
         folder: Of a `SharedWeights`.
@@ -266,7 +329,7 @@ def read_weights(folder: str | Path, version: int, timeout: float = 60.0) -> tup
             latest = json.loads(Path(folder, "latest.json").read_text(encoding="utf-8"))
             newest = latest["version"]
             if newest >= version:
-                return file_tensors(Path(folder, latest["file"]), latest["xxh3"]), newest
+                return file_tensors(Path(folder, latest["file"]), latest["xxh3"]), newest, latest["probe"]
         except FileNotFoundError:  # None was written yet, or a newer one has replaced it meanwhile.
             pass
         except ModelError as error:
@@ -360,10 +423,14 @@ class Weights:
             if not self.checkpoint_names:
                 yield from pairs
                 return
-            from transformers.core_model_loading import revert_weight_conversion
+            yield from checkpoint_weights(causal_lm(bare), dict(pairs)).items()
 
-            base = causal_lm(bare)
-            yield from revert_weight_conversion(base, dict(pairs)).items()
+
+def checkpoint_weights(model: nn.Module, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return weights with the names and the layout of the model's checkpoint; see `renamed`."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    return revert_weight_conversion(model, weights)
 
 
 def renamed(model: nn.Module) -> bool:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from posttrain.checks.server import Probe
 from posttrain.errors import RolloutError
 from posttrain.loop.reward_watch import RewardWatch
 from posttrain.loop.scoring import (
@@ -45,7 +46,7 @@ from posttrain.rollouts.workers.engine import EngineRecipe
 from posttrain.rollouts.workers.ledger import DROP_REASONS, DropWatch, Ledger, balanced_shares
 from posttrain.rollouts.workers.processes import PoolSettings, WorkerPool
 from posttrain.rollouts.workers.samples import RolloutBuffer, RolloutSample, TaskSource, Trajectory, WeightTransfer
-from posttrain.rollouts.workers.shared_weights import SharedWeights
+from posttrain.rollouts.workers.shared_weights import SharedWeights, check_mergeable
 from posttrain.rollouts.workers.worker import ActiveClock
 from posttrain.trainers.async_grpo.worker import RolloutJob
 from posttrain.types import Sampling
@@ -61,6 +62,8 @@ BIG_MODEL = 50_000_000
 LONGEST_PROMPT = 2
 # Seconds that the queue may be empty before the workers' health is checked.
 LOOK_S = 5.0
+# Versions whose log-probs are kept until the workers' arrive.
+PROBES_KEPT = 8
 # Rollouts in a row that are too long for a row, after which none will ever fit.
 TOO_LONG_IN_A_ROW = 100
 
@@ -126,6 +129,7 @@ class RolloutService:
         self.args, self.given, self.sync, self.accelerator = args, given, sync, sync.accelerator
         self.tasks, self.ledger, self.sampling = tasks, ledger, sampling
         self.tokenizer, self.pad_token_id, self.reader = tokenizer, pad_token_id, reader
+        check_mergeable(sync.run.model)
         self.worker: Any = None
         self.transfer: Any = None
         self.told = WeightTransfer()
@@ -134,6 +138,7 @@ class RolloutService:
         self._serving = False
         # Step after which weights were pushed last.
         self._sent_at = -1
+        self._probes: dict[int, Probe] = {}
 
     @property
     def pool(self) -> WorkerPool | None:
@@ -194,11 +199,17 @@ class RolloutService:
             WeightSyncError: It did not arrive; on every rank.
         """
         began = time.perf_counter()
+        if isinstance(self.transfer, SharedWeights):
+            self._probe_workers(self.transfer)
         tensors = self.sync.outgoing(self.told.capabilities)  # Of the rank that sends.
         tries = self.args.vllm_sync_retries + 1 if self._engine_kind == "server" else 1
         whole_update(lambda: parallel.run_and_share(lambda: self._send(tensors, again), self.accelerator), tries)
         self.version += not again
         self._sent_at = self.sync.run.state.global_step
+        engine = self.told.engine
+        if self._engine_kind == "server" and self.told.capabilities.scores_sequences and self.sync.parity_due(again):
+            with self.sync.parity.timed():
+                self.sync.refuse(self.sync.parity_finding(engine, self.version), self.version)
         if self.worker is not None:
             if self.pool is not None:
                 self.pool.holders = self.told.holders
@@ -206,6 +217,29 @@ class RolloutService:
         self.sync.run.log(
             {"perf/weight_sync_s": mean(time.perf_counter() - began), "weight_sync_mb": mean(tensors.nbytes / 1e6)}
         )
+
+    def _probe_workers(self, transfer: SharedWeights) -> None:
+        """Let workers score the probe sequences with the next version, where a comparison is due."""
+        transfer.probe = None
+        if self.sync.parity_due():
+            with self.sync.parity.timed():
+                probe = self.sync.probe()
+            transfer.probe = probe.sequences
+            self._probes = dict(list(self._probes.items())[1 - PROBES_KEPT :]) | {transfer.version + 1: probe}
+
+    def compare_workers(self) -> None:
+        """Compare the log-probs that workers sent since the last call with the trainer's of the same version.
+
+        Raises:
+            WeightSyncError: A worker samples from other weights than the trainer's.
+        """
+        while self.pool is not None and self.pool.scored:
+            index, version, theirs = self.pool.scored.popleft()
+            probe = self._probes.get(version)
+            found = probe and self.sync.parity.compare(
+                probe, f"rollout worker {index}", theirs, dtype=probe.computed, version=version
+            )
+            self.sync.refuse(found, version)
 
     def _send(self, tensors: Iterable[tuple[str, Tensor]], again: bool) -> None:
         if not self._is_main:
@@ -342,6 +376,7 @@ class AsyncRollouts:
         main = self.accelerator.is_main_process
         while True:
             with parallel.failing_together(self.accelerator):
+                self.service.compare_workers()
                 dealt = self._deal(n) if main else None
             # Each process is sent its own share alone. None for all: servers are to be given their weights first.
             share = parallel.scatter_objects(dealt or [None] * self.accelerator.num_processes, self.accelerator)

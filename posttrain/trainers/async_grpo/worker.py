@@ -447,7 +447,8 @@ class RolloutWorkerLoop:
             began = time.perf_counter()
             version, holders = self.link.version, self.link.holders
             if self.handle.refresh(version, holders):
-                self.link.send("loaded", version=self.handle.version, seconds=time.perf_counter() - began)
+                seconds = time.perf_counter() - began
+                self.link.send("loaded", version=self.handle.version, seconds=seconds, scored=self.handle.scored)
 
     def _at_work(self, here: bool) -> bool:
         self.link.progress()
