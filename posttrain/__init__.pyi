@@ -261,6 +261,7 @@ from .rollouts.hubs.verifiers import verifiers_environment as verifiers_environm
 from .rollouts.episodes.loop import Episode as Episode, roll_out_with_tools as roll_out_with_tools
 from .rollouts.hf import HFEngine as HFEngine
 from .rollouts.native.engine import NativeEngine as NativeEngine
+from .rollouts.workers.shared_weights import save_merged as save_merged
 from .rollouts.paged import PagedEngine as PagedEngine
 from .rollouts.server.client import VLLMClient as VLLMClient
 from .rollouts.server.engine import ServerEngine as ServerEngine

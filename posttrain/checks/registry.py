@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import posttrain.checks
 from posttrain.errors import ConfigError, PreflightError, check_choice, did_you_mean
 from posttrain.types import Finding
+from posttrain.values import visible
 
 if TYPE_CHECKING:
     from posttrain.types import Row
@@ -155,7 +156,7 @@ def finding(code: str, severity: Severity, what: str, where: str, why: str, fix:
     """
     if code not in REGISTRY:
         raise ConfigError(f"code={code!r} is not registered{did_you_mean(code, REGISTRY)}: register it first.")
-    return Finding(code, severity, what, where, why, fix)
+    return Finding(code, severity, *map(visible, (what, where, why, fix)))  # They may quote rows.
 
 
 def probe(moment: Moment, *codes: str, part: str | None = None) -> Callable[[Callable], Callable]:

@@ -13,6 +13,7 @@ from typing import Any, TextIO
 
 from posttrain.cli import ranks
 from posttrain.cli.commands import TRAINING
+from posttrain.values import accept_any_character, visible
 
 OTHERS = {
     "init": "a config with comments to begin with: posttrain init grpo -o grpo.yaml",
@@ -149,6 +150,7 @@ def main(argv: list[str] | None = None) -> int:
         0 success; 1 a configuration or data error (one line on stderr); 2 wrong usage; 75 a rollout server was lost, so
         that the run may be started again; 78 a check refused the run; 130 interrupted.
     """
+    accept_any_character()
     tokens = list(sys.argv[1:] if argv is None else argv)
     traceback = os.environ.get("POSTTRAIN_TRACEBACK") == "1"
     if "--traceback" in tokens:
@@ -216,7 +218,7 @@ def _guarded(command: Callable[[list[str]], int], argv: list[str], traceback: bo
     except (PosttrainError, ValueError, OSError, ImportError) as error:
         if traceback:
             raise
-        sys.stderr.write("\n".join([f"error: {error}", *vars(error).get("__notes__", [])]) + "\n")
+        sys.stderr.write(visible("\n".join([f"error: {error}", *vars(error).get("__notes__", [])]) + "\n"))
         return error.exit_code if isinstance(error, PosttrainError) else 1
 
 

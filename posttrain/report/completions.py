@@ -32,6 +32,7 @@ from posttrain.report.record import RunRecordCallback
 from posttrain.rollouts.base import RolloutEngine
 from posttrain.rollouts.engines import create_engine
 from posttrain.types import Request, Sampling
+from posttrain.values import accept_any_character, visible
 
 if TYPE_CHECKING:
     from torch import nn
@@ -389,13 +390,14 @@ def print_prompt_completions_sample(
         numbers = [column[i] for column in rewards.values()]
         texts = [Text(_cell_text(prompts[i])), Text(_cell_text(completions[i]))]
         table.add_row(*texts, *(_number(x) for x in numbers), _number(advantages[i]))
+    accept_any_character()
     Console(file=sys.stdout).print(table)
 
 
 def _cell_text(value: object) -> str:
     if isinstance(value, list):
         value = "\n".join(f"{m.get('role', '')}: {m.get('content', '')}" for m in value)
-    return value if len(value) <= WIDE else value[: WIDE // 2] + " ... " + value[-WIDE // 2 :]
+    return visible(value if len(value) <= WIDE else value[: WIDE // 2] + " ... " + value[-WIDE // 2 :])
 
 
 def _number(value: float | None) -> str:

@@ -14,6 +14,7 @@ from rich.tree import Tree
 
 from posttrain.errors import DataError
 from posttrain.rollouts.episodes.session import Branch, CapturedCall, Recorded, Session, read_sessions
+from posttrain.values import visible
 
 # Characters of a message that are kept.
 LONGEST = 600
@@ -114,7 +115,10 @@ def as_tree(episode: Recorded, title: str) -> Tree:
         else f"result {cut(json.dumps(episode.result, default=str))}"
     )
     root = Tree(
-        Text(f"{title}: {end}; {episode_nodes['seen']:,} tokens seen, {episode_nodes['once']:,} computed", style="bold")
+        Text(
+            f"{title}: {visible(end)}; {episode_nodes['seen']:,} tokens seen, {episode_nodes['once']:,} computed",
+            style="bold",
+        )
     )
     for index, branch in enumerate(episode_nodes["branches"]):
         root.add(_branch_node(index, branch))
@@ -136,4 +140,4 @@ def _branch_node(index: int, branch: Mapping[str, Any]) -> Tree:
 
 def _lines(node: Tree, lines: Sequence[tuple[str, str]]) -> None:
     for text, style in lines:
-        node.add(Text(text, style=style))
+        node.add(Text(visible(text), style=style))

@@ -17,8 +17,9 @@ from rich.text import Text
 from posttrain.checks.rows import TokenSequence, quantiles, sequences_of
 from posttrain.errors import DataError
 from posttrain.pictures.picture import Picture
-from posttrain.report.templates import TEMPLATES, environment, visible
+from posttrain.report.templates import TEMPLATES, environment
 from posttrain.types import Finding, Row
+from posttrain.values import visible
 
 if TYPE_CHECKING:
     from posttrain.types import Tokenizer

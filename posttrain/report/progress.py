@@ -20,6 +20,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from transformers.utils import is_in_notebook as in_notebook
 
 from posttrain.report.templates import environment
+from posttrain.values import accept_any_character
 
 if TYPE_CHECKING:
     from transformers import TrainerControl, TrainerState, TrainingArguments
@@ -199,6 +200,7 @@ class RichProgressCallback(transformers.TrainerCallback):
 
     def __init__(self, headline: dict[str, str] | None = None, console: Console | None = None) -> None:
         self.headline = headline or MAIN
+        accept_any_character()
         self.console = console or Console(file=sys.stdout)
         self.progress: Progress | None = None
         # Whether Ctrl-C or SIGTERM ended the run; a trainer says so.

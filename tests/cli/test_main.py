@@ -1,6 +1,7 @@
 """The command itself: exit codes, help without heavy imports, and training from a config end to end."""
 
 import dataclasses
+import io
 import json
 import os
 import pty
@@ -19,6 +20,7 @@ from posttrain.cli.main import COMMANDS, main
 from posttrain.cli.options import starter
 from posttrain.cli.train import CONFIGS, _accelerate_shortcut, _launch_flags, parse
 from posttrain.errors import ConfigError
+from tests.conftest import build_model
 
 
 def test_no_command_and_help_print_help_and_succeed(capsys):
@@ -26,6 +28,34 @@ def test_no_command_and_help_print_help_and_succeed(capsys):
     lines = capsys.readouterr().out.split("training commands")[2].splitlines()
     assert all(len(line) <= 110 for line in lines)
     assert {line.split()[0] for line in lines if line.startswith("  ")} >= set(COMMANDS)
+
+
+def test_errors_write_terminal_escapes_of_files_as_text(tmp_path, capsys):
+    (tmp_path / "run.yaml").write_text('output_dir: x\n"\\e]52;c;Y2xpcGJvYXJk\\a": 1\n', encoding="utf-8")
+    assert main(["sft", "--config", str(tmp_path / "run.yaml")]) != 0
+    shown = capsys.readouterr().err
+    assert "]52" in shown and "\x1b" not in shown and "\x07" not in shown
+
+
+@pytest.mark.parametrize("command", ["inspect", "check"])
+def test_commands_need_no_encoding_of_their_own(command, tmp_path, tiny_tokenizer, monkeypatch):
+    tiny_tokenizer.save_pretrained(tmp_path / "model")
+    build_model(len(tiny_tokenizer)).save_pretrained(tmp_path / "model")
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"text": "Zürich 東京"}\n' * 2, encoding="utf-8")
+    raw = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding="cp1252"))
+    options = [
+        "--model_name_or_path",
+        str(tmp_path / "model"),
+        "--dataset_name",
+        str(rows),
+        "--output_dir",
+        str(tmp_path / "out"),
+    ]
+    assert main([command, "sft", *options]) == 0
+    sys.stdout.flush()
+    assert raw.getvalue()
 
 
 def test_an_unknown_command_is_wrong_usage(capsys):

@@ -1,5 +1,6 @@
 """What people see of completions: files, the terminal, trackers, the hub; training and evaluation apart."""
 
+import io
 import logging
 import sys
 import types
@@ -114,6 +115,24 @@ def test_the_printed_table_has_two_decimals_and_no_more_rows_than_asked(capsys):
     assert sum(f"p{i}" in capsys.readouterr().out for i in (1,)) <= 1
     print_prompt_completions_sample(*args, step=7, num_samples=0)
     assert capsys.readouterr().out == ""
+
+
+ATTACK = "\x1b]52;c;Y2xpcGJvYXJk\x07\x1b]0;title\x07\x1b[2J"  # Clipboard, title, clear.
+
+
+def test_the_printed_table_writes_terminal_escapes_as_text(capsys):
+    print_prompt_completions_sample([[{"role": "user", "content": ATTACK}]], [ATTACK], {"r": [1.0]}, [0.0], step=1)
+    shown = capsys.readouterr().out
+    assert "\x1b" not in shown and "\x07" not in shown and "\\x1b]52" in shown.replace("\n", "")
+
+
+@pytest.mark.parametrize("encoding", ["cp1252", "ascii"])
+def test_the_printed_table_needs_no_encoding_of_its_own(encoding, monkeypatch):
+    raw = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding=encoding))
+    print_prompt_completions_sample(["Zürich 東京"], ["ок"], {"r": [1.0]}, [0.0], step=1)
+    sys.stdout.flush()
+    assert b"rich ??" in raw.getvalue()
 
 
 def test_completions_go_to_the_hub_in_the_background_and_at_the_end(tiny_tokenizer, tmp_path, monkeypatch):

@@ -94,3 +94,13 @@ def test_recorded_sessions_are_shown_on_a_terminal(session, tmp_path, capsys):
     path.write_text("")
     with raises(DataError, "episodes.jsonl"):
         to_console(path)
+
+
+def test_episodes_on_the_terminal_write_terminal_escapes_as_text(session, tmp_path):
+    attack = "\x1b]52;c;Y2xpcGJvYXJk\x07\x1b[2J"
+    session.calls[0].messages[0]["content"] = attack
+    session.calls[1].answers[0]["content"] = attack
+    record_session(tmp_path / "episodes.jsonl", Recorded({}, session, error=attack))
+    shown = io.StringIO()
+    to_console(tmp_path / "episodes.jsonl", console=Console(file=shown, width=200))
+    assert "\x1b" not in shown.getvalue() and shown.getvalue().count("\\x1b]52") == 3

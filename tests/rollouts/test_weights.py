@@ -12,7 +12,7 @@ import transformers
 import posttrain.rollouts.workers.shared_weights
 from posttrain.errors import ModelError
 from posttrain.rollouts.workers import shared_weights as merged
-from posttrain.rollouts.workers.shared_weights import Weights, as_dtype, check_mergeable, merged_weights
+from posttrain.rollouts.workers.shared_weights import Weights, as_dtype, check_mergeable, merged_weights, save_merged
 from tests.conftest import build_model
 from tests.wordings import raises
 
@@ -193,3 +193,17 @@ def test_weights_are_those_of_the_moment_they_are_read():
 def test_a_dtype_is_known_by_either_of_its_names():
     assert as_dtype("float16") is as_dtype("torch.float16") is torch.float16
     assert as_dtype("auto") is as_dtype(None) is None
+
+
+@pytest.mark.parametrize("build", [build_model, build_moe])
+def test_a_merged_checkpoint_computes_what_the_adapted_model_computes(build, tmp_path):
+    model = adapted(build(37), target_modules="all-linear")
+    before = fingerprint(model)
+    save_merged(model, tmp_path)
+    assert fingerprint(model) == before
+    ids = torch.randint(0, 37, (2, 9), generator=torch.Generator().manual_seed(0))
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    torch.testing.assert_close(loaded(ids).logits, model(ids).logits, atol=2e-5, rtol=1e-4)
+    with raises(ModelError, "ensure_weight_tying=True"):
+        save_merged(adapted(build_model(37), target_modules=["embed_tokens"]), tmp_path / "tied")
+    assert not (tmp_path / "tied").exists()

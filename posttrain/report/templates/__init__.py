@@ -9,8 +9,9 @@ from typing import Any
 import jinja2
 from markupsafe import Markup
 
+from posttrain.values import visible
+
 TEMPLATES = Path(__file__).parent
-JOINER = "\u200d"  # Holds the parts of an emoji together; shown as a code it would take them apart.
 
 
 @cache
@@ -21,19 +22,3 @@ def environment() -> jinja2.Environment:
         return value if isinstance(value, Markup) else visible(str(value))
 
     return jinja2.Environment(loader=jinja2.FileSystemLoader(TEMPLATES), autoescape=True, finalize=escaped)
-
-
-def visible(text: str) -> str:
-    r"""Text with every character that would not show, or would act on a terminal, written as its code.
-
-    >>> visible("a\x1b[31m\u200bb")
-    'a\\x1b[31m\\u200bb'
-    """
-    return "".join(c if c.isprintable() or c in "\n\t" or c == JOINER else _code(c) for c in text)
-
-
-def _code(character: str) -> str:
-    number = ord(character)
-    if number < 0x100:
-        return f"\\x{number:02x}"
-    return f"\\u{number:04x}" if number < 0x10000 else f"\\U{number:08x}"

@@ -426,6 +426,22 @@ class Weights:
             yield from checkpoint_weights(causal_lm(bare), dict(pairs)).items()
 
 
+def save_merged(model: nn.Module, folder: str | Path) -> None:
+    """Save a transformers checkpoint of the base model with the active adapters merged; the model is left as it is.
+
+    Unlike peft's ``merge_and_unload``, it refuses an adapter that changes one of two tied matrices: such a merge computes
+    something else than the adapted model.
+
+    Args:
+        model: A peft model, or any transformers model.
+        folder: Folder to create.
+
+    Raises:
+        ModelError: The adapter cannot be expressed as weights of the base model.
+    """
+    causal_lm(model).save_pretrained(folder, state_dict=dict(Weights(model)))
+
+
 def checkpoint_weights(model: nn.Module, weights: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return weights with the names and the layout of the model's checkpoint; see `renamed`."""
     from transformers.core_model_loading import revert_weight_conversion
