@@ -16,9 +16,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from posttrain.checks.registry import Context, Severity, probe
-from posttrain.data.chat import common_prefix, encode, render, terminal_token_ids
-from posttrain.data.formats import ROLES
+from posttrain.checks.registry import Context, Severity, finding, probe
+from posttrain.data.chat import common_prefix, encode, inner_tokenizer, render, terminal_token_ids
+from posttrain.data.formats import ROLES, first_rows
 from posttrain.errors import PosttrainError
 from posttrain.models.architecture import text_of
 from posttrain.types import Finding, Row
@@ -455,11 +455,51 @@ def sampled_rows(context: Context) -> Iterable[Finding]:
     if not context.rows:
         return
     sample = context.sample or RowSample(context.rows, context.tokenizer, context.limit)
-    for finding in sample.findings:
-        if finding.code in context.parts.get("ignored_codes", frozenset()):
+    for one in sample.findings:
+        if one.code in context.parts.get("ignored_codes", frozenset()):
             continue
-        stops = finding.code == "PT-D005" or (finding.code == "PT-D001" and _beyond_model(context))
-        yield finding if stops or finding.severity != "error" else replace(finding, severity="warning")
+        stops = one.code == "PT-D005" or (one.code == "PT-D001" and _beyond_model(context))
+        yield one if stops or one.severity != "error" else replace(one, severity="warning")
+
+
+CONTROLS_READ = 1000  # Rows that are searched for control tokens.
+
+
+@probe("data", "PT-D016")
+def typed_control_tokens(context: Context) -> Iterable[Finding]:
+    """Find control tokens that messages of users, systems and tools contain as text: they are tokenized as control tokens."""
+    dataset, tokenizer = context.train_dataset, inner_tokenizer(context.tokenizer)
+    words = {
+        t.content for t in getattr(tokenizer, "added_tokens_decoder", {}).values() if t.special and len(t.content) > 1
+    }
+    names = [n for n in (*CONVERSATIONS, "prompt", *ANSWERS) if n in getattr(dataset, "column_names", None) or ()]
+    if not words or not names or not hasattr(dataset, "select"):  # A stream is read as it comes.
+        return
+    pattern = re.compile("|".join(map(re.escape, sorted(words, key=len, reverse=True))))
+    found: dict[int, str] = {}
+    for index, row in enumerate(first_rows(dataset, CONTROLS_READ, names)):
+        turns = [turn for name in names for turn in _messages(row.get(name))]
+        typed = (
+            pattern.search(text)
+            for turn in turns
+            if isinstance(text := turn.get("content"), str) and not _answers([turn])
+        )
+        if match := next(filter(None, typed), None):
+            found[index] = match.group()
+    if found:
+        shown = ", ".join(f"row {index} ({found[index]!r})" for index in list(found)[:3])
+        yield finding(
+            "PT-D016", "warning",
+            f"{count_of(len(found), min(len(dataset), CONTROLS_READ))} have control tokens in the text of a message that is not "
+            f"the assistant's: {shown}.",
+            "the training set",
+            "the tokenizer reads such text as control tokens, so its author can end a turn or begin one of another role.",
+            "remove these tokens from the text before the conversation is rendered, or leave these rows out.",
+        )  # fmt: skip
+
+
+def _messages(value: object) -> list[Mapping[str, Any]]:
+    return [turn for turn in value if isinstance(turn, Mapping)] if isinstance(value, list) else []
 
 
 def _beyond_model(context: Context) -> bool:

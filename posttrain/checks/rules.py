@@ -381,6 +381,12 @@ RULES: tuple[Rule, ...] = (
         "raise temperature, undo top_k, top_p or min_p, and check that the engine draws with a new seed for each completion.",
     ),
     Rule(
+        "PT-R032", ("completions/no_token_ratio",), 1,
+        _above(0.0, "{percent:.2g} % of the sampled ids have no token in the tokenizer.", newest=True),
+        "the model's embedding has more rows than the tokenizer has tokens; reward functions see nothing of such ids.",
+        "set mask_ids_without_token=True, which never samples them.",
+    ),
+    Rule(
         "PT-R012", ("grad_norm",), 20, _no_gradient,
         "a loss of 0 is normal here (the ratio is 1), a gradient of 0 is not: nothing is learned.",
         "look at frac_reward_zero_std and completions/masked_ratio, and at what is frozen.",

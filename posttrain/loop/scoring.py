@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,12 +34,15 @@ def completion_lengths(batch: RolloutBatch) -> list[int]:
     return [sum(map(sum, batch.trained(i, False))) for i in range(len(batch.rollouts))]
 
 
-def completion_metrics(batch: RolloutBatch, *, masks_truncated: bool) -> dict[str, Metric]:
+def completion_metrics(
+    batch: RolloutBatch, *, masks_truncated: bool, without_token: Collection[int] = ()
+) -> dict[str, Metric]:
     """Lengths of what the model wrote, how many completions were cut or repeat another.
 
     Args:
         batch: Completions of this rank, groups consecutive.
         masks_truncated: Whether truncated completions carry no loss.
+        without_token: Ids that the model can sample and the tokenizer has no token for.
     """
     lengths = torch.tensor(completion_lengths(batch), dtype=torch.float32)  # (n,)
     ended = torch.tensor([all(one.finish_reason == "stop" for one in (r, *r.branches)) for r in batch.rollouts])  # (n,)
@@ -56,6 +59,11 @@ def completion_metrics(batch: RolloutBatch, *, masks_truncated: bool) -> dict[st
     if any(rollout.tool_mask for rollout in batch.rollouts):
         tokens = sum(len(rollout.token_ids) for rollout in batch.sequences())
         metrics["tools/token_share"] = mean(1 - float(lengths.sum()) / tokens, weight=tokens)
+    if without_token:
+        ids = [token for rollout in batch.sequences() for token in rollout.token_ids]
+        metrics["completions/no_token_ratio"] = mean(
+            sum(token in without_token for token in ids) / max(len(ids), 1), weight=len(ids)
+        )
     if masks_truncated:
         masked = [not any(map(any, batch.trained(i, True))) for i in range(len(batch.rollouts))]
         metrics["completions/masked_ratio"] = mean(torch.tensor(masked).float())

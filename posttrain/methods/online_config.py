@@ -150,6 +150,10 @@ class VllmSyncFields:
         "engine takes it, else merged, which is told once.",
     )
     vllm_server_api_key: str | None = option(None, "Bearer token of the rollout servers.")
+    mask_ids_without_token: bool = option(
+        False,
+        "Never sample ids that the tokenizer has no token for. Some models have padded embeddings: more rows than tokens.",
+    )
     weight_parity_every: NonNegativeInt | None = option(
         None,
         "Number of weight pushes between two comparisons of log-probs with the engine. None compares as often as it costs "

@@ -744,3 +744,22 @@ def test_a_short_last_batch_of_an_evaluation_weighs_by_its_rows(tiny_tokenizer, 
     assert found["eval_frac_reward_zero_std"] == pytest.approx(2 / 7)  # Rows 5 and 6.
     spread = 6 * 0.5477226 + 6 * 0.5163978  # Of 0 1 0 1 0 1 and of 0 1 0 1 0 0; the last batch has no reward.
     assert found["eval_reward_std"] == pytest.approx(spread / 12, abs=1e-4)
+
+
+def test_ids_without_a_token_are_reported_and_can_be_masked(tiny_tokenizer, tmp_path, caplog):
+    """A model with padded embeddings, most of whose ids the tokenizer does not have."""
+
+    def logged(name, **settings):
+        caplog.clear()
+        model = build_model(4 * len(tiny_tokenizer))
+        run = grpo(tmp_path / name, tiny_tokenizer, model=model, engine="native", max_steps=1, **settings)
+        run.train()
+        assert {run.sampling("train").left_out, run.left_out} == {
+            run.left_out
+        }  # Log-probs leave out what sampling does.
+        row = next(row for row in run.state.log_history if "loss" in row)
+        return row["completions/no_token_ratio"], "PT-R032" in caplog.text
+
+    share, reported = logged("padded")
+    assert 0.5 < share < 0.9 and reported
+    assert logged("masked", mask_ids_without_token=True) == (0.0, False)

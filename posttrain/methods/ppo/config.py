@@ -36,6 +36,7 @@ class _OneCompletion:
     log_ref_kl = False
     stop_without_signal = None
     log_completions = False
+    mask_ids_without_token = False
     vllm_sync_retries = VllmSyncFields.vllm_sync_retries
     weight_parity_every = VllmSyncFields.weight_parity_every
     adapter_sync = VllmSyncFields.adapter_sync
