@@ -241,7 +241,7 @@ class LogCompletionsCallback(transformers.TrainerCallback):
             os.replace(path, next(p for n in numbers if not (p := path.with_stem(f"{path.stem}-{n}")).exists()))
             return
         # Not splitlines: a completion may hold other line ends.
-        rows = filter(None, map(read_line, path.read_text(encoding="utf-8").split("\n")))
+        rows = filter(None, map(read_line, path.read_text(encoding="utf-8", errors="replace").split("\n")))
         self.table = [row for row in rows if row["step"] <= state.global_step]
         with whole_file(path) as part:
             part.write_text("".join(map(_line, self.table)), encoding="utf-8")

@@ -191,7 +191,7 @@ class RunRecord:
         """Drop lines and completions of later steps, which a resumed run takes again."""
         for path in (self.metrics_path, self.folder / "findings.jsonl"):
             if path.is_file():
-                lines = path.read_text(encoding="utf-8").splitlines()
+                lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
                 rows = [(line, read_line(line) or {}) for line in lines]
                 # A run that goes on has not ended: the line of its end is dropped too.
                 kept = [line for line, row in rows if row.get("step", math.inf) <= step and SUMMARY not in row]
@@ -217,7 +217,7 @@ class RunRecord:
         if self._old_bytes:
             (aside / "metrics.jsonl").write_bytes(content[: self._old_bytes])
         if ours:
-            _write_atomically(self.metrics_path, ours.decode("utf-8"))
+            _write_atomically(self.metrics_path, ours.decode("utf-8", "replace"))
         for path in sorted(self._old_parts):
             (aside / "completions").mkdir(exist_ok=True)
             os.replace(path, aside / "completions" / path.name)

@@ -1,5 +1,6 @@
 """The page of a run: complete, alone, safe against what the record holds, and drawn in a real browser."""
 
+import copy
 import html.parser
 import json
 import math
@@ -106,6 +107,38 @@ def test_a_broken_record_is_shown_with_notes_and_never_fails(tmp_path):
     (tmp_path / "b").mkdir()
     (tmp_path / "b" / "metrics.jsonl").write_text("")
     assert "No metric was logged yet" in render([read_run(tmp_path / "b")])
+
+
+RECORD = {
+    "manifest.json": {"command": ["posttrain", "sft"], "config": {"beta": 0.1}, "versions": {"torch": "2.13"}},
+    "data.json": {
+        "facts": {"tokens": 3}, "lengths": [3, 4],
+        "sequences": [{"title": "row 0", "pieces": [["a", 1], ["b", 0]], "pictures": ["data:image/png;base64,"]}],
+    },
+}  # fmt: skip
+
+
+def mutations(value):
+    """Every copy of a JSON value in which one part has become something else."""
+    yield from (None, True, -1, 2.5, "x", [], {}, [None], {"a": [1]}, 10**30)
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, part in items:
+        for other in mutations(part):
+            changed = copy.copy(value)
+            changed[key] = other
+            yield changed
+
+
+def test_files_of_any_json_are_shown_with_notes_and_never_fail(tmp_path):
+    folder = grpo_record(tmp_path / "a", steps=2)
+    for name, whole in RECORD.items():
+        for changed in mutations(whole):
+            (folder / name).write_text(json.dumps(changed))
+            assert render([read_run(folder)])
+        (folder / name).write_text(json.dumps(whole))
+    assert not any("left out" in note for note in read_run(folder).notes)
+    (folder / "data.json").write_text(json.dumps(RECORD["data.json"] | {"lengths": ["x"]}))
+    assert any("data.json: lengths left out" in note for note in read_run(folder).notes)
 
 
 def test_a_run_that_went_on_after_its_end_has_not_ended_yet(tmp_path):

@@ -50,6 +50,20 @@ def test_a_loss_that_is_not_a_number_stays_visible_in_valid_json(tmp_path):
     assert math.isinf(float(line["grad_norm"]))
 
 
+@pytest.mark.parametrize("step", [0, 1])
+def test_bytes_that_are_no_text_end_no_run_that_begins_or_resumes(tmp_path, step):
+    first = RunRecord(tmp_path)
+    for number in (1, 2):
+        first.metrics(number, {"loss": 1.0})
+    with (tmp_path / "metrics.jsonl").open("ab") as file:
+        file.write(b'{"step": 1, "name": "\xff\xfe"}\n')
+    second = RunRecord(tmp_path)
+    second.begin(step)
+    second.metrics(step + 1, {"loss": 2.0})
+    lines = (tmp_path / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    assert json.loads(lines[-1])["loss"] == 2.0
+
+
 def test_a_resumed_run_repeats_no_step_and_drops_a_line_cut_off_by_a_crash(tmp_path):
     first = RunRecord(tmp_path)
     for step in range(1, 6):

@@ -256,7 +256,34 @@ def _json(path: Path, notes: list[str], *, optional: bool = False) -> dict[str, 
     if not isinstance(content, dict):
         notes.append(f"{path.name} is not a mapping.")
         return {}
-    return content
+    odd = [
+        name for name, shape in SHAPES.get(path.name, {}).items() if name in content and not _has(content[name], shape)
+    ]
+    if odd:
+        notes.append(f"{path.name}: {', '.join(odd)} left out, whose form is not that of a record.")
+    return {name: value for name, value in content.items() if name not in odd}
+
+
+# What the page reads of these files: a dict names keys, a list holds items of one kind, a tuple is a list of that length.
+SHAPES: dict[str, dict[str, Any]] = {
+    "manifest.json": {"command": [str], "config": {}},
+    "data.json": {
+        "facts": {}, "lengths": [int], "sequences": [{"title": str, "pieces": [(str, object)], "pictures": [str]}],
+    },
+}  # fmt: skip
+
+
+def _has(value: object, shape: Any) -> bool:
+    """Return whether a value of a JSON file has the form that the page expects; see `SHAPES`."""
+    if isinstance(shape, type):
+        return isinstance(value, shape) and (shape is object or not isinstance(value, bool))
+    if isinstance(shape, dict):
+        return isinstance(value, dict) and all(_has(value[name], shape[name]) for name in shape.keys() & value.keys())
+    if not isinstance(value, list):
+        return False
+    if isinstance(shape, tuple):
+        return len(value) == len(shape) and all(map(_has, value, shape))
+    return all(_has(item, shape[0]) for item in value)
 
 
 def _lines(path: Path, notes: list[str]) -> Iterator[dict[str, Any]]:
