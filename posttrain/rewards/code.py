@@ -291,9 +291,9 @@ def _execute(
     return Outcome(status if status is None or status >= 0 else 128 - status, *texts)
 
 
-# Its indent, in Markdown no part of the lines, a fence, what stands behind it, and the text up to the same fence. Nothing is
-# repeated beside what matches it too: a model that writes thousands of spaces would be read for minutes.
-BLOCK = re.compile(r"^([ \t]*)(`{3,})([^\n`]*)\n(.*?)^[ \t]*\2[ \t\r]*$", re.M | re.S)
+# Indent, backticks and language of a line that opens a block; a line that closes one has nothing behind its backticks.
+FENCE = re.compile(r"([ \t]*)(`{3,})([^`]*)")
+LANGUAGES = {"python": "python", "python3": "python", "py": "python", "": "none"}
 
 
 def code_block(text: str) -> str | None:
@@ -302,10 +302,28 @@ def code_block(text: str) -> str | None:
     >>> code_block("```python\nx = 1\n```\nIt prints:\n```\n1\n```")
     'x = 1'
     """
-    fences = BLOCK.findall(text.rpartition("</think>")[2])
-    marked = [fence for fence in fences if fence[2].strip().lower() in ("python", "python3", "py")]
-    blocks = marked or [fence for fence in fences if not fence[2].strip()]
-    return re.sub(rf"(?m)^[ \t]{{0,{len(blocks[-1][0])}}}", "", blocks[-1][3]).removesuffix("\n") if blocks else None
+    lines = text.rpartition("</think>")[2].split("\n")
+    fences = {at: match for at, line in enumerate(lines) if (match := FENCE.fullmatch(line))}
+    # The next line below each fence that has the same backticks and nothing else.
+    below: dict[int, int] = {}
+    ends: dict[int, int | None] = {}
+    for at in reversed(fences):
+        ticks = len(fences[at][2])
+        ends[at] = below.get(ticks)
+        if not fences[at][3].strip(" \t\r"):
+            below[ticks] = at
+    blocks: dict[str, tuple[str, list[str]]] = {}
+    after = 0
+    for at, fence in fences.items():
+        end = ends[at]
+        if at >= after and end is not None:
+            after = end + 1
+            blocks[LANGUAGES.get(fence[3].strip().lower(), "other")] = fence[1], lines[at + 1 : end]
+    if not (block := blocks.get("python") or blocks.get("none")):
+        return None
+    indent, code = block
+    # In Markdown the indent of the fence is no part of the lines.
+    return "\n".join(re.sub(rf"^[ \t]{{0,{len(indent)}}}", "", line) for line in code)
 
 
 def read_tests(value: object) -> list[dict[str, str]]:
