@@ -30,7 +30,7 @@ SWITCHES = {
 FILES = (".jsonl", ".json", ".csv", ".parquet")
 SECONDS_TO_ANSWER = 10.0
 # Models that `posttrain demo` made of other files, by the last part of their hub ids.
-MADE = Path.home() / ".cache" / "posttrain"
+MADE = Path(os.path.expanduser("~"), ".cache", "posttrain")
 ON = ("1", "on", "true", "yes")
 
 
@@ -140,7 +140,8 @@ def uploads(*, run_record: bool) -> Iterator[None]:
     from transformers import trainer
 
     # Older releases of transformers import the function by its name.
-    holder: Any = trainer.hf_api() if hasattr(trainer, "hf_api") else trainer
+    api: Any = vars(trainer).get("hf_api")
+    holder: Any = trainer if api is None else api()
     upload = holder.upload_folder
     left_out = NEVER_UPLOADED if run_record else (*NEVER_UPLOADED, *RUN_RECORD)
 

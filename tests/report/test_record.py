@@ -353,6 +353,13 @@ def test_a_run_that_raised_can_be_resumed_without_doubling_a_step(tmp_path, tiny
     assert [entry["step"] for entry in manifest["resumed"]] == [2]
 
 
+def test_a_folder_whose_name_is_no_text_is_refused_before_a_step(tmp_path):
+    """In a C locale the bytes of an umlaut become surrogates, and the model card of the first checkpoint failed."""
+    with raises(ConfigError, "LC_ALL=C.UTF-8"):
+        check_writable(str(tmp_path / os.fsdecode(b"l\xff")))
+    assert list(tmp_path.iterdir()) == []
+
+
 # What is uploaded ----------------------------------------------------------------------------------------------
 
 

@@ -464,8 +464,8 @@ class HarnessRunner:
             return None
         if cut and len(lines) == 1:
             raise RolloutError(
-                f"the last line of {command[0]!r} is longer than {OUTPUT_READ} bytes and cannot be read as the result. Fix: print "
-                "a shorter last line."
+                f"the last line of {command[0]!r} is longer than {OUTPUT_READ} bytes and cannot be read as the result. Fix: "
+                "print a shorter last line."
             )
         with contextlib.suppress(ValueError):
             return json.loads(lines[-1])
