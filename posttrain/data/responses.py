@@ -35,18 +35,20 @@ def _think(text: str, opened: bool) -> tuple[str, str]:
 
 def _between(text: str, begin: str, end: str) -> tuple[str, list[str]]:
     """The text outside all ``begin ... end`` blocks, and their bodies."""
-    outside, first, rest = text.partition(begin)
-    if first and outside.endswith("\n"):
-        outside = outside.rstrip("\n")  # Line breaks before a call belong to the format.
-    bodies = []
-    while first:
-        body, closed, rest = rest.partition(end)
-        if not closed:
+    start = text.find(begin)
+    if start < 0:
+        return text, []
+    # Line breaks before a call belong to the format.
+    outside, bodies = [text[:start].rstrip("\n")], []
+    while start >= 0:
+        stop = text.find(end, start + len(begin))
+        if stop < 0:
             raise ValueError(f"a call begins with {begin!r} and {end!r} never comes")
-        bodies.append(body)
-        after, first, rest = rest.partition(begin)
-        outside += after if after.strip() else ""
-    return outside, bodies
+        bodies.append(text[start + len(begin) : stop])
+        start = text.find(begin, stop + len(end))
+        after = text[stop + len(end) : start if start >= 0 else None]
+        outside += [after] if after.strip() else []
+    return "".join(outside), bodies
 
 
 def _wire_message(content: str, calls: list[dict[str, Any]], **reasoning: str) -> dict[str, Any]:
@@ -80,7 +82,8 @@ def _json_call(body: str) -> list[dict[str, Any]]:
 
 FUNCTION = re.compile(r"\s*<function=([^>\s]+)>(.*)</function>\s*", re.DOTALL)
 PARAMETER = re.compile(r"\s*<parameter=([^>]+)>\n?(.*?)\n?</parameter>\s*", re.DOTALL)
-PAIR = re.compile(r"\s*<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>\s*", re.DOTALL)
+# A key holds no "<": one that may hold its own closing tag takes quadratic time.
+PAIR = re.compile(r"\s*<arg_key>([^<]*)</arg_key>\s*<arg_value>(.*?)</arg_value>\s*", re.DOTALL)
 
 
 def _pairs(pattern: re.Pattern[str], body: str) -> dict[str, Any]:
@@ -159,11 +162,21 @@ class _JsonConstants(ast.NodeTransformer):
         return ast.Constant(CONSTANTS[node.id]) if node.id in CONSTANTS else node
 
 
+# A string literal, closed or not.
+LITERAL = re.compile(r"""'(?:[^'\\]|\\.?)*+(?:'|\Z)|"(?:[^"\\]|\\.?)*+(?:"|\Z)""", re.DOTALL)
+# Characters of Python code outside string literals: Python's parser takes microseconds for each.
+LONGEST_CODE = 16_384
+
+
 def _expression(text: str) -> ast.expr:
     """A Python expression; line breaks may stand unescaped in its strings, and constants may be JSON's."""
+    if len(text) > LONGEST_CODE and (size := len(LITERAL.sub("", text))) > LONGEST_CODE:
+        raise ValueError(f"a call has {size} characters outside string literals; up to {LONGEST_CODE} are parsed")
     try:
         tree = ast.parse(text, mode="eval")
     except SyntaxError:
+        if "\n" not in text:
+            raise
         tree = ast.parse(text.replace("\n", "\\n"), mode="eval")
     return tree.body
 
@@ -173,7 +186,7 @@ def _python_calls(body: str) -> list[dict[str, Any]]:
     calls, listed = [], _expression(body.strip())
     for node in listed.elts if isinstance(listed, ast.List) else [listed]:
         if not isinstance(node, ast.Call) or node.args or any(k.arg is None for k in node.keywords):
-            raise ValueError(f"a call must be NAME(KEY=VALUE, ..), and it is {ast.unparse(node)[:60]!r}")
+            raise ValueError(f"a call must be NAME(KEY=VALUE, ..), and {body.strip()[:60]!r} holds something else")
         calls.append(
             tool_call(
                 ast.unparse(node.func),

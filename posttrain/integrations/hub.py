@@ -1,14 +1,26 @@
-"""Models and datasets that are not found: which folder, cache and hub were tried, and the nearest name."""
+"""The hub: models and datasets that are not found there or elsewhere, and which files of a run are uploaded."""
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from posttrain.errors import DataError, ModelError, did_you_mean
 
+logger = logging.getLogger(__name__)
+
+# Files of an output_dir that hold rows of the data, prompts, completions, the command line or names of this machine; the last
+# star takes their drafts in.
+RUN_RECORD = (
+    "*.jsonl*", "*.parquet*", "*.html*", "data.json*", "data_report.json*", "manifest.json*", "preflight.json*", "record-*",
+    "rollout_failure.json*", "rollout_workers/*",
+)  # fmt: skip
+# transformers pickles the config with its hub token, and nothing reads that file again. The other is the folder's lock.
+NEVER_UPLOADED = ("training_args.bin", ".posttrain*")
 # The hub's own switch, and the library's that reads the name.
 SWITCHES = {
     "model": ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"),
@@ -18,7 +30,7 @@ SWITCHES = {
 FILES = (".jsonl", ".json", ".csv", ".parquet")
 SECONDS_TO_ANSWER = 10.0
 # Models that `posttrain demo` made of other files, by the last part of their hub ids.
-MADE = Path.home() / ".cache" / "posttrain"
+MADE = Path(os.path.expanduser("~"), ".cache", "posttrain")
 ON = ("1", "on", "true", "yes")
 
 
@@ -115,3 +127,36 @@ def explained(kind: str, name: str) -> Iterator[None]:
         if Path(name).expanduser().is_dir():
             raise
         raise (DataError if kind == "dataset" else ModelError)(not_found(kind, name, error)) from error
+
+
+@contextmanager
+def uploads(*, run_record: bool) -> Iterator[None]:
+    """Inside, `transformers.Trainer` uploads a folder without `NEVER_UPLOADED`, and without `RUN_RECORD` unless ``run_record``.
+
+    Args:
+        run_record: ``push_run_record`` of the config.
+    """
+    from huggingface_hub.utils import filter_repo_objects
+    from transformers import trainer
+
+    # Older releases of transformers import the function by its name.
+    api: Any = vars(trainer).get("hf_api")
+    holder: Any = trainer if api is None else api()
+    upload = holder.upload_folder
+    left_out = NEVER_UPLOADED if run_record else (*NEVER_UPLOADED, *RUN_RECORD)
+
+    def upload_folder(*, folder_path: str, ignore_patterns: list[str] | None = None, **options: Any) -> Any:
+        patterns, folder = [*(ignore_patterns or ()), *left_out], Path(folder_path)
+        names = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+        logger.info(
+            "uploaded to %s: %s. The run record is %s (push_run_record=%s).",
+            options.get("repo_id"), ", ".join(filter_repo_objects(names, ignore_patterns=patterns)),
+            "among them" if run_record else "left out", run_record,
+        )  # fmt: skip
+        return upload(folder_path=folder_path, ignore_patterns=patterns, **options)
+
+    holder.upload_folder = upload_folder
+    try:
+        yield
+    finally:
+        holder.upload_folder = upload

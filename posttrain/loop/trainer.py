@@ -27,6 +27,7 @@ from posttrain.data.forest import Layout
 from posttrain.data.formats import plain_rows
 from posttrain.data.samplers import Deal
 from posttrain.errors import ConfigError, did_you_mean, refuse_unknown_arguments
+from posttrain.integrations.hub import uploads
 from posttrain.loop import attributes, build, checkpoint, step
 from posttrain.loop.checks import Checks
 from posttrain.loop.data_report import DataReport, DataReportCallback, DatasetHead, prompt_rows, warnings_are_errors
@@ -550,6 +551,15 @@ class PostTrainer(transformers.Trainer):
             with parallel.saved_whole(self.accelerator, not _internal_call):
                 super().save_model(output_dir, _internal_call)
             self.vision.save(str(folder))
+
+    def push_to_hub(self, *args: Any, **kwargs: Any) -> Any:
+        """Same as `transformers.Trainer.push_to_hub`, but without the run record unless ``push_run_record`` is set."""
+        with uploads(run_record=self.args.push_run_record):
+            return super().push_to_hub(*args, **kwargs)
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        with uploads(run_record=self.args.push_run_record):
+            super()._push_from_checkpoint(checkpoint_folder)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         self.create_model_card()

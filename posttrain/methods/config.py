@@ -175,6 +175,11 @@ class PostTrainingConfig(transformers.TrainingArguments):
     max_hours: PositiveFloat | None = option(
         None, "Hours after which the run saves a checkpoint and ends, as a job's time limit asks; None: no limit."
     )
+    push_run_record: bool = option(
+        False,
+        "With push_to_hub, upload the run record too. It holds rows of the data, prompts and completions as text, and the "
+        "command line. False: upload the model, its tokenizer, the model card and TensorBoard's logs.",
+    )
     preflight: Literal["error", "warn", "off"] = option(
         "error", "Checks: error stops on what cannot be meant and warns of the rest; warn never stops; off: none."
     )

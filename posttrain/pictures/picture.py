@@ -25,6 +25,8 @@ logger = logging.getLogger(__name__)
 ALIASES = ("image", "image_url", "image_pil", "path", "url", "base64", "bytes")
 WIDE = ("F", "I")  # Modes of more than 8 bits: what a processor makes of them is black, white or noise.
 OF_PNG = ("1", "L", "LA", "P", "RGB", "RGBA")  # Modes that a PNG keeps.
+# Formats of files that are opened. For others PIL may start a program, such as Ghostscript for EPS.
+FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF", "JPEG2000")
 ORIENTATION = 274  # The EXIF tag.
 TURNED = (5, 6, 7, 8)  # Orientations that exchange width and height.
 THUMBNAIL = 64  # Pixels of its longer side.
@@ -185,7 +187,7 @@ def read_picture(
     except Exception as error:  # As above.
         raise DataError(
             f"{where}: this is no readable picture (PT-G003, {type(error).__name__}: {error}). Fix: leave this row out, or "
-            "write the file again."
+            f"write the file again as one of {', '.join(FORMATS)}."
         ) from error
     if mode in WIDE or mode.startswith("I;16"):
         raise DataError(
@@ -203,10 +205,13 @@ def read_picture(
 
 
 def open_source(source: Any) -> Any:
-    """A PIL image that has read no more than its header."""
-    if isinstance(source, bytes | str):
-        return require("PIL.Image", "reading images").open(io.BytesIO(source) if isinstance(source, bytes) else source)
-    return source
+    """A PIL image of one of `FORMATS` that has read no more than its header; a PIL image stays as it is."""
+    if not isinstance(source, bytes | str):
+        return source
+    pil = require("PIL.Image", "reading images")
+    pil.init()
+    known = [name for name in FORMATS if name in pil.OPEN]  # Older releases have no AVIF.
+    return pil.open(io.BytesIO(source) if isinstance(source, bytes) else source, formats=known)
 
 
 def _digest(source: Any) -> str:

@@ -7,6 +7,7 @@ import logging
 import os
 import secrets
 import socket
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -36,11 +37,20 @@ def check_writable(output_dir: str | None) -> None:
 
     Raises:
         ConfigError: It is a file, or the system refuses to write there (its reason is given), or a live process
-            trains into it.
+            trains into it, or its name is not text in the encoding of the locale.
     """
     if not output_dir:
         raise ConfigError("output_dir is empty. Give a folder for checkpoints and the run record.")
     folder = Path(output_dir).expanduser()
+    try:
+        os.fsencode(folder)
+        str(folder).encode("utf-8")  # Python keeps bytes that it cannot decode as surrogates.
+    except UnicodeEncodeError as error:
+        raise ConfigError(
+            f"output_dir={output_dir!r} is not text in the encoding of this locale ({sys.getfilesystemencoding()}), so the first "
+            "checkpoint could not be written. Fix: run with a UTF-8 locale (LC_ALL=C.UTF-8) or PYTHONUTF8=1, or choose a folder "
+            "whose name is valid there."
+        ) from error
     probe = folder / f".posttrain-write-test-{os.getpid()}"  # One a process: ranks check at the same time.
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import json
 import os
+import platform
 import re
 import secrets
 import shlex
 import shutil
 import signal
+import struct
 import subprocess
 import sys
 import tempfile
@@ -25,8 +28,8 @@ from posttrain.rewards.remote import post_json
 from posttrain.rewards.texts import completion_text
 
 EXAMPLES = (
-    "sandbox='bubblewrap', sandbox='container:docker run --rm -i --network none python:3.12-slim', or the URL of a "
-    "SandboxFusion service"
+    "sandbox='bubblewrap', sandbox='container:docker run --rm -i --network none --memory 2g --pids-limit 64 "
+    "python:3.12-slim', or the URL of a SandboxFusion service"
 )
 # Runs in the sandbox: reads the program from stdin, unbuffered, so that what follows is the program's own input.
 LOADER = """
@@ -46,10 +49,32 @@ PYTHON_FLAGS = ("-I", "-X", "utf8", "-c", LOADER)
 START_SECONDS = 60.0
 # How to make each work, where it cannot run Python.
 REPAIRS = {
-    "bubblewrap": "install bubblewrap 0.8 or later and allow user namespaces (in a container: run it with "
-    "`--security-opt seccomp=unconfined`, or privileged), or ",
+    "bubblewrap": "install bubblewrap 0.8 or later and allow user namespaces, or ",
     "container": "let the command start a container with `python3` and `timeout` and pass stdin on (-i), or ",
 }
+# Proves that code cannot change the machine's kernel settings: not by writing, nor by mounting with a capability.
+TRIAL = """
+import os, sys
+for path in ("/proc/sys/kernel/core_pattern", "/proc/sys/vm/overcommit_memory"):
+    try:
+        os.close(os.open(path, os.O_WRONLY))
+    except OSError:
+        continue
+    sys.exit(f"code in it can write {path}")
+with open("/proc/self/status") as status:
+    held = [line.split()[1] for line in status if line.startswith("CapEff:")]
+if int(held[0], 16):
+    sys.exit(f"code in it holds the capabilities {held[0]}")
+print(input())
+"""
+# Audit architecture and numbers of shmget, semget, msgget, memfd_create, memfd_secret and io_uring_setup, then of socket:
+# memory that counts for no process, and io_uring, which opens sockets past the filter.
+CALLS = {
+    "x86_64": (0xC000003E, (29, 64, 68, 319, 447, 425), 41),
+    "aarch64": (0xC00000B7, (194, 190, 186, 279, 447, 425), 198),
+}
+# Address families that a network namespace confines: unix, inet, inet6 and netlink. vsock (40) reaches the host.
+FAMILIES = (1, 2, 10, 16)
 # What Python needs to start; everything else of the machine's files stays outside.
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc/alternatives", "/etc/ld.so.cache")
 
@@ -60,7 +85,8 @@ class Limits:
 
     Args:
         timeout: Seconds of processor time of each process; all together may take twice as long by the clock.
-        memory_mb: MiB of address space of each process.
+        memory_mb: MiB of address space of each process. In bubblewrap on x86_64 and aarch64, calls that hold memory outside a
+            process (SysV shared memory, memfds) are refused as well. On other machines they are not.
         file_mb: MiB of each file and of what it prints; in bubblewrap its folder may hold four times as much.
         processes: Processes and threads at once. The kernel does not count those of root.
     """
@@ -120,13 +146,42 @@ def _in_bubblewrap(program: str, stdin: str, limits: Limits) -> Outcome:
     folder += ("--dir", "/tmp/work", "--chdir", "/tmp/work")
     visible = [part for path in (*SYSTEM, sys.base_prefix, sys.prefix) for part in ("--ro-bind-try", path, path)]
     names = {"HOME": "/tmp/work", "TMPDIR": "/tmp/work", "PATH": os.defpath, "OMP_NUM_THREADS": "1"}
-    environment = [part for name, value in names.items() for part in ("--setenv", name, value)]
+    variables = [part for name, value in names.items() for part in ("--setenv", name, value)]
     # In namespaces of its own the code could mount folders in memory without a size.
     command = [bwrap, "--unshare-all", "--unshare-user", "--disable-userns"]
-    command += ["--die-with-parent", "--new-session", "--clearenv", *environment]
-    command += ["--proc", "/proc", "--dev", "/dev", *folder, *visible, "--remount-ro", "/", "--", sys.executable]
-    # The environment of bwrap itself can be read inside as that of process 1.
-    return _execute([*command, *PYTHON_FLAGS], program, stdin, limits, 2 * limits.timeout, {"PATH": os.defpath})
+    command += ["--die-with-parent", "--new-session", "--clearenv", "--cap-drop", "ALL", *variables]
+    # A capability could make /proc/sys writable again, and without one root may still write what is its own.
+    command += ["--proc", "/proc", "--ro-bind", "/proc/sys", "/proc/sys", "--dev", "/dev", *folder, *visible]
+    command += ["--remount-ro", "/"]
+    with tempfile.TemporaryFile() as calls:
+        if call_filter := _call_filter(platform.machine()):
+            calls.write(call_filter)
+            calls.seek(0)
+            command += ["--seccomp", str(calls.fileno())]
+        command += ["--", sys.executable, *PYTHON_FLAGS]
+        # The environment of bwrap itself can be read inside as that of process 1.
+        environment = {"PATH": os.defpath}
+        return _execute(command, program, stdin, limits, 2 * limits.timeout, environment, (calls.fileno(),))
+
+
+def _call_filter(machine: str) -> bytes:
+    """A seccomp program that refuses `CALLS` and sockets outside `FAMILIES` with EPERM; empty for an unknown machine."""
+    if machine not in CALLS:
+        return b""
+    architecture, refused, socket = CALLS[machine]
+    load, equal, at_least, leave = 0x20, 0x15, 0x35, 0x06  # Operation codes of classic BPF.
+    # Operation, where to go on if it holds and if not (None: the next line), and its operand.
+    lines = [(load, None, None, 4), (equal, None, "refuse", architecture), (load, None, None, 0)]
+    lines += [(at_least, "refuse", None, 0x40000000)]  # The x32 interface of x86_64 has numbers of its own.
+    lines += [(equal, "refuse", None, number) for number in refused]
+    lines += [(equal, None, "allow", socket), (load, None, None, 16)]
+    lines += [(equal, "allow", None, family) for family in FAMILIES]
+    ends = {"refuse": len(lines), "allow": len(lines) + 1}
+    lines += [(leave, None, None, 0x00050000 | errno.EPERM), (leave, None, None, 0x7FFF0000)]
+    return b"".join(
+        struct.pack("=HBBI", code, *(0 if end is None else ends[end] - at - 1 for end in (yes, no)), operand)
+        for at, (code, yes, no, operand) in enumerate(lines)
+    )
 
 
 def _in_container(command: str, program: str, stdin: str, limits: Limits) -> Outcome:
@@ -175,18 +230,19 @@ def check_sandbox(name: str) -> None:
 
 @functools.lru_cache(maxsize=16)
 def open_sandbox(name: str) -> None:
-    """Let the sandbox of that name run a program of one line.
+    """Run a small program in the sandbox of that name; in bubblewrap it tries to change the machine's kernel settings.
 
     Raises:
         ConfigError: See `check_sandbox`.
         MissingDependencyError: Its program is not installed.
-        RewardError: It cannot run Python here.
+        RewardError: It cannot run Python here, or it does not confine the program.
     """
     check_sandbox(name)
-    outcome = run_program(name, "print(input())", "ready", Limits(timeout=START_SECONDS / 2))
+    trial = TRIAL if name == "bubblewrap" else "print(input())"
+    outcome = run_program(name, trial, "ready", Limits(timeout=START_SECONDS / 2))
     if outcome != Outcome(0, "ready\n", outcome.errors):
         raise RewardError(
-            f"the sandbox {name!r} cannot run Python here: exit status {outcome.status}, stdout {outcome.output[-200:]!r}, "
+            f"the sandbox {name!r} failed its trial program: exit status {outcome.status}, stdout {outcome.output[-200:]!r}, "
             f"stderr {outcome.errors.strip()[-400:]!r}. Fix: {REPAIRS.get(name.partition(':')[0], '')}choose another "
             f"sandbox ({EXAMPLES})."
         )
@@ -204,9 +260,15 @@ def _program(name: str, install: str) -> str:
 
 
 def _execute(
-    command: list[str], program: str, stdin: str, limits: Limits, seconds: float, environment: dict[str, str] | None
+    command: list[str],
+    program: str,
+    stdin: str,
+    limits: Limits,
+    seconds: float,
+    environment: dict[str, str] | None,
+    files: tuple[int, ...] = (),
 ) -> Outcome:
-    """Run a command that ends in `LOADER`; kill it after ``seconds``."""
+    """Run a command that ends in `LOADER` and inherits the descriptors ``files``; kill it after ``seconds``."""
     code = program.encode("utf-8", "replace")
     timeout, memory_mb, file_mb, processes = astuple(limits)
     most = file_mb << 20
@@ -218,7 +280,7 @@ def _execute(
             program_input = code + stdin.encode("utf-8", "replace")
             status = subprocess.run(
                 command, input=program_input, stdout=output, stderr=errors, env=environment, cwd="/", timeout=seconds,
-                start_new_session=True,
+                start_new_session=True, pass_fds=files,
             ).returncode  # fmt: skip
         except subprocess.TimeoutExpired:
             status = None
@@ -229,9 +291,9 @@ def _execute(
     return Outcome(status if status is None or status >= 0 else 128 - status, *texts)
 
 
-# Its indent, in Markdown no part of the lines, a fence, what stands behind it, and the text up to the same fence. Nothing is
-# repeated beside what matches it too: a model that writes thousands of spaces would be read for minutes.
-BLOCK = re.compile(r"^([ \t]*)(`{3,})([^\n`]*)\n(.*?)^[ \t]*\2[ \t\r]*$", re.M | re.S)
+# Indent, backticks and language of a line that opens a block; a line that closes one has nothing behind its backticks.
+FENCE = re.compile(r"([ \t]*)(`{3,})([^`]*)")
+LANGUAGES = {"python": "python", "python3": "python", "py": "python", "": "none"}
 
 
 def code_block(text: str) -> str | None:
@@ -240,10 +302,28 @@ def code_block(text: str) -> str | None:
     >>> code_block("```python\nx = 1\n```\nIt prints:\n```\n1\n```")
     'x = 1'
     """
-    fences = BLOCK.findall(text.rpartition("</think>")[2])
-    marked = [fence for fence in fences if fence[2].strip().lower() in ("python", "python3", "py")]
-    blocks = marked or [fence for fence in fences if not fence[2].strip()]
-    return re.sub(rf"(?m)^[ \t]{{0,{len(blocks[-1][0])}}}", "", blocks[-1][3]).removesuffix("\n") if blocks else None
+    lines = text.rpartition("</think>")[2].split("\n")
+    fences = {at: match for at, line in enumerate(lines) if (match := FENCE.fullmatch(line))}
+    # The next line below each fence that has the same backticks and nothing else.
+    below: dict[int, int] = {}
+    ends: dict[int, int | None] = {}
+    for at in reversed(fences):
+        ticks = len(fences[at][2])
+        ends[at] = below.get(ticks)
+        if not fences[at][3].strip(" \t\r"):
+            below[ticks] = at
+    blocks: dict[str, tuple[str, list[str]]] = {}
+    after = 0
+    for at, fence in fences.items():
+        end = ends[at]
+        if at >= after and end is not None:
+            after = end + 1
+            blocks[LANGUAGES.get(fence[3].strip().lower(), "other")] = fence[1], lines[at + 1 : end]
+    if not (block := blocks.get("python") or blocks.get("none")):
+        return None
+    indent, code = block
+    # In Markdown the indent of the fence is no part of the lines.
+    return "\n".join(re.sub(rf"^[ \t]{{0,{len(indent)}}}", "", line) for line in code)
 
 
 def read_tests(value: object) -> list[dict[str, str]]:
@@ -314,7 +394,8 @@ def run_tests(
     A container or a service shows what you configure it to show.
 
     **What it does not do**: faults of the kernel and the processor are open to code in bubblewrap and in containers. The kernel
-    does not limit the number of processes of root: do not run the trainer as root, or use a container with ``--pids-limit``.
+    does not limit the number of processes of root, and with it their memory: do not run the trainer as root, or use a container
+    with ``--pids-limit`` and ``--memory``. In bubblewrap the number of empty files is bounded by time alone (about 1 kB each).
     Code shares a process with a test written as code and can tamper with it; tests with inputs and outputs are compared
     outside.
 
@@ -323,7 +404,8 @@ def run_tests(
         tests: What `read_tests` gives.
         limits: See `Limits`.
         sandbox: ``bubblewrap`` (the program ``bwrap``); ``container:<command>`` with the command line that starts a container
-            (``container:docker run --rm -i --network none python:3.12-slim``); or the URL of a SandboxFusion service.
+            (``container:docker run --rm -i --network none --memory 2g --pids-limit 64 python:3.12-slim``); or the URL of a
+            SandboxFusion service.
         stop: Leave out the tests after the first failure.
 
     Returns:

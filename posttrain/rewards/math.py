@@ -28,6 +28,9 @@ WRAPPERS = [
     (re.compile(r'^"(.*)"$', re.S), r"\1"),
     (re.compile(r"^\(([A-Za-z])\)$"), r"\1"),  # A choice: (B) is B.
 ]
+BRACE = re.compile(r"[{}]")
+# Passes over an answer: one that is wrapped thousands of times would be read for minutes.
+LAYERS = 8
 LISTED = re.compile(r"[\s$]*(?:,|(?:,\s*)?(?:and|or))[\s$]*")  # Between two boxes: a list of answers.
 
 
@@ -57,18 +60,17 @@ def answer_box(text: str) -> str | None:
 def _closing(text: str, opening: int) -> int | None:
     """The position of the brace that closes the one at ``opening``."""
     depth = 0
-    for index in range(opening, len(text)):
-        depth += {"{": 1, "}": -1}.get(text[index], 0)
+    for brace in BRACE.finditer(text, opening):
+        depth += 1 if brace[0] == "{" else -1
         if depth == 0:
-            return index
+            return brace.start()
     return None
 
 
 def bare(answer: object) -> str:
-    """An answer without its box, dollar signs, formatting and final period."""
+    """An answer without its box, dollar signs, formatting and final period; up to `LAYERS` of them."""
     text = str(answer).strip()
-    before = None
-    while text != before:
+    for _ in range(LAYERS):
         before = text
         if text.startswith("\\boxed{") and _closing(text, 6) == len(text) - 1:
             text = text[7:-1].strip()
@@ -76,6 +78,8 @@ def bare(answer: object) -> str:
             text = pattern.sub(replacement, text).strip()
         if text.endswith(".") and not text.endswith(".."):
             text = text[:-1].rstrip()
+        if text == before:
+            break
     return text
 
 

@@ -16,6 +16,7 @@ from posttrain.rewards.texts import completion_text
 SPACING = 10_000_019  # reasoning-gym draws row i from seed + i: seeds 0 and 1 would share all rows but one.
 EXTRACT = ("auto", "tag", "last_number", "text")
 TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL | re.IGNORECASE)
+CLOSE = re.compile("</answer>", re.IGNORECASE)
 ANSWER_IS = re.compile(r"(?:answer|result)\s*(?:is|:|=)\s*:?\s*(.+)", re.IGNORECASE)
 NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 
@@ -37,7 +38,9 @@ def extract_answer(text: str, how: str = "auto") -> str | None:
     if how == "last_number":
         numbers = NUMBER.findall(text)
         return numbers[-1].replace(",", "") if numbers else None
-    tags = TAG.findall(text)
+    # Beyond the last closing tag, the search from each opening one would reach the end of the text.
+    end = max((match.end() for match in CLOSE.finditer(text)), default=0)
+    tags = TAG.findall(text, 0, end)
     if tags or how == "tag":
         return tags[-1].strip() if tags else None
     inside = boxed(text)

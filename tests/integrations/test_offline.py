@@ -1,12 +1,17 @@
 """Names that nothing answers to: one error of ours, with what was looked for, where, and what is there instead."""
 
+from pathlib import Path
+from unittest.mock import Mock
+
 import pytest
 
 from posttrain import DataError, ModelError, create_model_from_path
 from posttrain.cli.main import main
 from posttrain.data.mixture import load_rows
+from posttrain.integrations import hub
 from posttrain.integrations.hub import explained
 from posttrain.models.load import check_model_source, clone_chat_template, load_tokenizer
+from posttrain.rollouts.native import layers
 from tests.wordings import raises
 
 
@@ -73,8 +78,6 @@ def test_a_hub_that_does_not_answer_is_told_at_once_with_the_copy_that_is_there(
     import httpx2
     import huggingface_hub
 
-    from posttrain.integrations import hub
-
     asked = []
 
     class Session:
@@ -90,3 +93,15 @@ def test_a_hub_that_does_not_answer_is_told_at_once_with_the_copy_that_is_there(
         check_model_source("HuggingFaceTB/SmolLM2-135M")
     check_model_source("./SmolLM2-135M", generative=False)
     assert len(asked) == 1
+
+
+def test_a_user_without_a_home_can_import_and_compile(monkeypatch):
+    """`Path.home` raises for such a user, as in a container that runs under a bare number."""
+    for name in ("HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("pwd.getpwuid", Mock(side_effect=KeyError))
+    monkeypatch.setattr(Path, "mkdir", lambda *_, **__: None)
+    assert not layers.folder().is_absolute()
+    code = compile(Path(hub.__file__).read_text(encoding="utf-8"), hub.__file__, "exec")
+    exec(code, names := {"__name__": hub.__name__})
+    assert not names["MADE"].is_absolute()

@@ -27,6 +27,27 @@ def encoded(image, kind="PNG", **options):
     return buffer.getvalue()
 
 
+def test_no_program_is_started_for_a_file(tmp_path, monkeypatch):
+    """PIL gives EPS to Ghostscript when pixels are read."""
+    mark = tmp_path / "started"
+    (tmp_path / "gs").write_text(f"#!/bin/sh\ntouch {mark}\n")
+    (tmp_path / "gs").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setattr("PIL.EpsImagePlugin.gs_binary", None)
+    eps = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 8 8\n%%EndComments\nshowpage\n"
+    (tmp_path / "a.png").write_bytes(eps)
+    assert Image.open(io.BytesIO(eps)).format == "EPS"
+    for value in (eps, str(tmp_path / "a.png"), {"bytes": eps, "path": None}):
+        with pytest.raises(DataError, match=r"PT-G003.*JPEG, PNG"):
+            read_picture(value).load()
+    assert not mark.exists()
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM"])
+def test_files_of_common_formats_are_read(kind):
+    assert read_picture(encoded(noise(40, 30), kind)).load().size == (40, 30)
+
+
 def forms(folder):
     image = noise(40, 30)
     data, file = encoded(image), folder / "a picture.png"

@@ -7,15 +7,18 @@ import socket
 import sys
 import time
 import types
+from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
 import torch
+from huggingface_hub.utils import filter_repo_objects
 
 from posttrain.errors import ConfigError
 from posttrain.report.lock import LOCK, FolderLock, check_writable
 from posttrain.report.record import RunRecord, RunRecordCallback, hide_secrets
 from tests.forks import PIPE, Forked
+from tests.methods.every_trainer import every
 from tests.wordings import raises
 
 
@@ -362,3 +365,69 @@ def test_a_run_that_raised_can_be_resumed_without_doubling_a_step(tmp_path, tiny
     assert [line["step"] for line in lines(tmp_path)] == [1, 2, 3, 4, 4]
     manifest = json.loads((tmp_path / "manifest.json").read_text())
     assert [entry["step"] for entry in manifest["resumed"]] == [2]
+
+
+def test_a_folder_whose_name_is_no_text_is_refused_before_a_step(tmp_path):
+    """In a C locale the bytes of an umlaut become surrogates, and the model card of the first checkpoint failed."""
+    with raises(ConfigError, "LC_ALL=C.UTF-8"):
+        check_writable(str(tmp_path / os.fsdecode(b"l\xff")))
+    assert list(tmp_path.iterdir()) == []
+
+
+# What is uploaded ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_the_run_record_is_uploaded_on_request_alone(asked, tiny_tokenizer, tmp_path, monkeypatch, caplog):
+    """The folder of a run holds rows of the data and completions as text, and the hub token in a pickle."""
+    sent = {}
+
+    def upload_folder(*, repo_id, folder_path, ignore_patterns=None, **_):
+        names = [str(path.relative_to(folder_path)) for path in Path(folder_path).rglob("*") if path.is_file()]
+        sent.setdefault(repo_id, []).append(set(filter_repo_objects(names, ignore_patterns=ignore_patterns)))
+        return types.SimpleNamespace(done=lambda: True)
+
+    api = types.SimpleNamespace(
+        upload_folder=upload_folder, create_repo=lambda name, **_: types.SimpleNamespace(repo_id=name)
+    )
+    monkeypatch.setattr("transformers.trainer.hf_api", lambda: api)
+    tiny_tokenizer.pad_token = "<|endoftext|>"
+    settings = {
+        "log_completions": True,
+        "save_strategy": "steps",
+        "save_steps": 1,
+        "push_to_hub": True,
+        "hub_model_id": "me/model",
+    }
+    settings |= {"hub_strategy": "checkpoint", "push_run_record": asked, "hub_token": "hf_0123456789abcdef"}
+    with caplog.at_level("INFO", "posttrain.integrations.hub"):
+        trainer = every("grpo", tmp_path, tiny_tokenizer, **settings)
+        trainer.train()
+        for name in ("report.html", "suspect_pairs.jsonl", "record-1/manifest.json", "rollout_failure.json"):
+            Path(tmp_path, name).parent.mkdir(exist_ok=True)
+            Path(tmp_path, name).write_text("{}")
+        trainer.push_to_hub()
+    assert api.upload_folder is upload_folder
+    during, checkpoint, after = sent["me/model"]
+    model = {
+        "README.md",
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    }
+    model |= {"chat_template.jinja"}
+    record = {
+        "manifest.json",
+        "data.json",
+        "metrics.jsonl",
+        "completions.parquet",
+        "report.html",
+        "record-1/manifest.json",
+    }
+    assert {name for name in after if asked is False} == (set() if asked else model)
+    assert after >= model | (record if asked else set())
+    assert not any("training_args.bin" in names for names in sent["me/model"])
+    assert (during <= model or asked) and "model.safetensors" in checkpoint
+    assert "model.safetensors" in caplog.text and ("data.json" in caplog.text) is asked

@@ -2,6 +2,8 @@
 
 import json
 import os
+import platform
+import struct
 import subprocess
 import sys
 import threading
@@ -116,6 +118,63 @@ def test_memory_files_and_output_are_bounded():
     own_namespaces = "import ctypes\nprint(ctypes.CDLL(None).unshare(0x10020000))"  # CLONE_NEWUSER, CLONE_NEWNS
     assert one(own_namespaces, {"input": "", "output": "-1"}).passed
     assert not one("while True: print('x' * 10000)", {"input": "", "output": "x"}, limits=QUICK).passed
+
+
+@in_bubblewrap
+def test_kernel_settings_cannot_be_written_and_no_capability_is_held():
+    """As root, `/proc/sys` was writable: its files belong to root, also without capabilities."""
+    for name in ("kernel/core_pattern", "vm/overcommit_memory", "kernel/hostname"):
+        assert one(f"open('/proc/sys/{name}', 'r+')").reason.startswith(("OSError", "PermissionError"))
+    held = wrote("print([line for line in open('/proc/self/status') if line.startswith('CapEff')])")
+    assert held == "['CapEff:\\t0000000000000000\\n']\n"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may write kernel settings")
+def test_a_sandbox_in_which_kernel_settings_can_be_written_is_refused(monkeypatch, tmp_path):
+    script(tmp_path / "bwrap", 'while test "$1" != --; do shift; done; shift; exec "$@"')
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with raises(RewardError, "/proc/sys/kernel/core_pattern"):
+        open_sandbox("bubblewrap")
+
+
+@in_bubblewrap
+@pytest.mark.skipif(platform.machine() not in code.CALLS, reason="no filter of system calls for this machine")
+def test_memory_that_counts_for_no_process_and_sockets_of_the_host_are_refused():
+    source = (
+        "import ctypes, os, socket\n"
+        "def refused(call, *arguments):\n"
+        "    try: call(*arguments)\n"
+        "    except PermissionError: return True\n"
+        "libc = ctypes.CDLL(None, use_errno=True)\n"
+        "numbers = [f(0, *more, 0o1600) for f, *more in ((libc.shmget, 4096), (libc.msgget,), (libc.semget, 1))]\n"
+        "assert numbers == [-1] * 3 and ctypes.get_errno() == 1\n"
+        "assert refused(os.memfd_create, 'x') and refused(socket.socket, 40)\n"
+        "for family in (socket.AF_UNIX, socket.AF_INET, socket.AF_INET6): socket.socket(family).close()"
+    )
+    assert one(source) == CaseResult(True)
+
+
+@pytest.mark.parametrize("machine", sorted(code.CALLS))
+def test_the_filter_of_system_calls_decides_by_architecture_call_and_family(machine):
+    """Run as the kernel runs it, also for the machine that this one is not."""
+    lines = list(struct.iter_unpack("=HBBI", code._call_filter(machine)))
+    architecture, refused, socket = code.CALLS[machine]
+
+    def verdict(number, family=0, architecture=architecture):
+        data, at, value = {0: number, 4: architecture, 16: family}, 0, 0
+        while True:
+            operation, yes, no, operand = lines[at]
+            if operation == 0x06:
+                return operand
+            holds = {0x20: None, 0x15: value == operand, 0x35: value >= operand}[operation]
+            value = data[operand] if holds is None else value
+            at += 1 + (0 if holds is None else yes if holds else no)
+
+    allow, refuse = 0x7FFF0000, 0x00050001
+    assert {verdict(number) for number in refused} == {refuse}
+    assert {verdict(socket, family) for family in (1, 2, 10, 16)} == {verdict(0), verdict(500)} == {allow}
+    assert {verdict(socket, 40), verdict(0, architecture=0x40000003), verdict(0x40000000)} == {refuse}
+    assert code._call_filter("sparc") == b""
 
 
 @in_bubblewrap

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import logging
+import os
 import subprocess
 import sys
 import time
@@ -23,6 +24,7 @@ from posttrain.losses.reduce import Denominators, reduce
 from posttrain.models.forward import forward
 from posttrain.rollouts.batch import RolloutBatch
 from posttrain.rollouts.engines import create_engine
+from posttrain.rollouts.episodes import harness
 from posttrain.rollouts.episodes.calls import Policy
 from posttrain.rollouts.episodes.harness import HarnessOptions, HarnessRunner
 from posttrain.rollouts.episodes.proxy import engine_sample
@@ -254,6 +256,60 @@ def test_a_command_may_have_a_long_row_print_what_is_no_text_and_leave_a_server_
     assert generation.extra["harness_result"] == [10, 300_000] and time.monotonic() - begin < 20
 
 
+def commanded(policy_file, source, tmp_path, model, tokenizer, **options):
+    """Results and errors of two episodes whose command calls the policy and goes on with ``source``."""
+    policy_file.write_text(
+        "import json, os, subprocess, sys, urllib.request\n"
+        "body = json.dumps({'model': os.environ['OPENAI_MODEL'], 'messages': json.load(sys.stdin)['prompt']}).encode()\n"
+        "head = {'Authorization': 'Bearer ' + os.environ['OPENAI_API_KEY']}\n"
+        "urllib.request.urlopen(urllib.request.Request(os.environ['OPENAI_BASE_URL'] + '/chat/completions', body, head))\n"
+        + source
+    )
+    trainer = trainer_of(model, tokenizer, tmp_path, [sys.executable, str(policy_file)], **options)
+    extra = trainer.generate(ROWS[:2], "train").extra
+    return extra["harness_result"], extra["harness_error"]
+
+
+def test_a_command_gets_the_variables_of_the_list_alone(tiny_model, tiny_tokenizer, tmp_path, monkeypatch):
+    for name in ("HF_TOKEN", "WANDB_API_KEY", "MY_TOKEN", "LC_TIME"):
+        monkeypatch.setenv(name, "x")
+    ask = "print(json.dumps(sorted({'HF_TOKEN', 'WANDB_API_KEY', 'MY_TOKEN', 'LC_TIME', 'PATH'} & set(os.environ))))\n"
+    for more, names in ((None, []), (["MY_*"], ["MY_TOKEN"]), (["*"], ["HF_TOKEN", "MY_TOKEN", "WANDB_API_KEY"])):
+        results, errors = commanded(tmp_path / "agent.py", ask, tmp_path, tiny_model, tiny_tokenizer, harness_env=more)
+        assert errors == [None, None] and results[0] == sorted(["LC_TIME", "PATH", *names])
+
+
+def test_of_a_commands_output_the_end_is_read(tiny_model, tiny_tokenizer, tmp_path, monkeypatch):
+    monkeypatch.setattr(harness, "OUTPUT_READ", 1000)
+    monkeypatch.setattr(harness, "LARGEST_FILE", 1 << 20)
+    read = harness._last_output
+    sizes = []
+    monkeypatch.setattr(harness, "_last_output", lambda file: sizes.append(len(text := read(file))) or text)
+
+    def output(source):
+        return commanded(tmp_path / "agent.py", source, tmp_path, tiny_model, tiny_tokenizer)
+
+    assert output("print('x\\n' * 10_000)\nprint(7)\n") == ([7, 7], [None, None])
+    assert max(sizes) == 1000
+    assert "longer than 1000 bytes" in output("print('7' * 10_000)\n")[1][0]
+    assert "File too large" in output("print('7' * (1 << 21), flush=True)\n")[1][0]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_daemon_ends_with_its_command(tiny_model, tiny_tokenizer, tmp_path):
+    source = (
+        "one = subprocess.Popen(['sleep', '60'], start_new_session=True, stdout=subprocess.DEVNULL)\n"
+        "print(one.pid)\n"
+    )  # fmt: skip
+    results, errors = commanded(tmp_path / "agent.py", source, tmp_path, tiny_model, tiny_tokenizer)
+    assert errors == [None, None]
+    for pid in results:
+        with pytest.raises(ProcessLookupError):
+            for _ in range(100):  # Until the system has removed what was killed.
+                os.kill(pid, 0)
+                time.sleep(0.02)
+
+
 def test_a_harness_that_never_ends_is_ended_and_so_is_what_it_started(tiny_model, tiny_tokenizer, tmp_path):
     mark = tmp_path / "alive"
     shell = f"(sleep 2; touch {mark}) & sleep 60"
@@ -280,6 +336,7 @@ def test_an_engine_that_fails_ends_the_run_and_not_the_wait_for_harnesses(
 
 STUCK = """
 import contextlib, time
+from posttrain.rollouts.episodes import harness
 from posttrain.rollouts.episodes.calls import Policy
 from posttrain.rollouts.episodes.harness import Harness, HarnessOptions, HarnessRunner
 from posttrain.types import Sampling

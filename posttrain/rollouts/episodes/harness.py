@@ -11,10 +11,12 @@ import signal
 import subprocess
 import tempfile
 import threading
+import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Literal
 
@@ -38,6 +40,16 @@ Run = Callable[..., Any] | str | Sequence[str]
 LOOK_S = 0.05
 # Characters of a command's output that an error quotes.
 TAIL = 500
+# Bytes of a command's stdout and of its stderr that are read, from the end.
+OUTPUT_READ = 1 << 20
+# Bytes of each file that a command writes, its output included.
+LARGEST_FILE = 1 << 30
+# Environment variables that a command gets; tokens of the hub and of trackers are not among them.
+VARIABLES = (
+    "PATH", "HOME", "USER", "LOGNAME", "SHELL", "PWD", "TERM", "LANG", "LANGUAGE", "LC_*", "TZ", "TMPDIR", "TEMP", "TMP", "XDG_*",
+    "LD_LIBRARY_PATH", "PYTHON*", "VIRTUAL_ENV", "CONDA_PREFIX", "NODE_PATH", "JAVA_HOME", "OMP_NUM_THREADS",
+    "CUDA_VISIBLE_DEVICES", "*_proxy", "*_PROXY", "SSL_CERT_*", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE", "NODE_EXTRA_CA_CERTS",
+)  # fmt: skip
 # Characters of a row that an environment variable may have: Linux takes 128 KiB.
 LONGEST_VARIABLE = 100_000
 
@@ -62,6 +74,11 @@ class HarnessFields:
         None, "Calls of an episode; further ones are refused. None: no limit."
     )
     harness_max_tokens: PositiveInt | None = option(None, "Tokens sampled for an episode. None: no limit.")
+    harness_env: list[str] | None = option(
+        None,
+        "Further environment variables that a harness command gets, by name or pattern (['AWS_*']; ['*'] passes all). None: "
+        "those for paths, locale, proxies and certificates.",
+    )
     harness_record: str | None = option(None, "File that every episode is appended to, for posttrain.replayed.")
 
 
@@ -227,6 +244,7 @@ class HarnessOptions:
     call_timeout: float = 600.0
     max_calls: int | None = None
     max_tokens: int | None = None
+    env: list[str] | None = None
     record: str | None = None
 
     @classmethod
@@ -244,6 +262,7 @@ class HarnessOptions:
             call_timeout=args.harness_call_timeout,
             max_calls=args.harness_max_calls,
             max_tokens=args.harness_max_tokens,
+            env=args.harness_env,
             record=args.harness_record,
             overrides=args.harness_sampling == "override",
         )
@@ -333,8 +352,8 @@ class HarnessRunner:
         if self.proxy is not None:
             self.proxy.stop()
             self.proxy = None
-        for process in list(self._commands):
-            _kill(process)
+        for process, key in list(self._commands.items()):
+            _kill(process, key)
         if self.harness.close is not None:
             self.harness.close()
 
@@ -355,9 +374,9 @@ class HarnessRunner:
             proxy.end(episode.session)
         keys = {episode.session.key for episode in begun}
         with self._lock:
-            running = [process for process, key in self._commands.items() if key in keys]
-        for process in running:
-            _kill(process)
+            running = {process: key for process, key in self._commands.items() if key in keys}
+        for process, key in running.items():
+            _kill(process, key)
 
     def _start(self, proxy: CaptureProxy, waiting: deque[tuple[Future[HarnessEpisode], HarnessEpisode, int]]) -> None:
         """Run episodes, ``limit`` at once, on threads that do not keep the program from ending."""
@@ -410,17 +429,21 @@ class HarnessRunner:
     def _commanded(
         self, command: list[str], proxy: CaptureProxy, session: Session, row: dict[str, Any], seed: int
     ) -> Any:
-        """A command line, in a process group of its own that ends with it."""
+        """Run a command line; what it started ends with it."""
         task = json.dumps(row, default=str)
         named = {"OPENAI_BASE_URL": proxy.url, "OPENAI_API_KEY": session.key, "OPENAI_MODEL": self.options.model}
         named |= {"POSTTRAIN_SEED": str(seed)} | ({"POSTTRAIN_TASK": task} if len(task) < LONGEST_VARIABLE else {})
+        patterns = (*VARIABLES, *(self.options.env or ()))
+        passed = {name: value for name, value in os.environ.items() if any(fnmatchcase(name, p) for p in patterns)}
+        # `ulimit -f` counts 512 bytes.
+        bounded = ["/bin/sh", "-c", f'ulimit -f {LARGEST_FILE // 512} 2>/dev/null; exec "$@"', "sh", *command]
         with contextlib.ExitStack() as stack:
             # Files and no pipes: what it left running may hold them open, and it ends where the command does.
             stdin, out, err = (stack.enter_context(tempfile.TemporaryFile()) for _ in range(3))
             stdin.write(task.encode())
             stdin.seek(0)
             process = subprocess.Popen(
-                command, env=os.environ | named, start_new_session=True, stdin=stdin, stdout=out, stderr=err
+                bounded, env=passed | named, start_new_session=True, stdin=stdin, stdout=out, stderr=err
             )
             with self._lock:
                 self._commands[process] = session.key
@@ -429,31 +452,54 @@ class HarnessRunner:
             except subprocess.TimeoutExpired as error:
                 raise TooSlow from error
             finally:
-                _kill(process)
+                _kill(process, session.key)
                 with self._lock:
                     self._commands.pop(process, None)
-            said, complaint = (_read(file) for file in (out, err))
+            said, complaint = (_last_output(file) for file in (out, err))
+            cut = out.seek(0, os.SEEK_END) > OUTPUT_READ
         if process.returncode:
             raise RolloutError(f"{command[0]!r} ended with exit code {process.returncode}: {complaint.strip()[-TAIL:]}")
         lines = [line for line in said.split("\n") if line.strip()]
         if not lines:
             return None
+        if cut and len(lines) == 1:
+            raise RolloutError(
+                f"the last line of {command[0]!r} is longer than {OUTPUT_READ} bytes and cannot be read as the result. Fix: "
+                "print a shorter last line."
+            )
         with contextlib.suppress(ValueError):
             return json.loads(lines[-1])
         return lines[-1].rstrip("\r")
 
 
-def _read(file: IO[bytes]) -> str:
-    file.seek(0)
+def _last_output(file: IO[bytes]) -> str:
+    """The last `OUTPUT_READ` bytes as text."""
+    file.seek(max(0, file.seek(0, os.SEEK_END) - OUTPUT_READ))
     return file.read().decode(errors="replace")
 
 
-def _kill(process: subprocess.Popen) -> None:
-    """A command with what it started."""
+def _kill(process: subprocess.Popen, key: str) -> None:
+    """End a command with its process group, and on Linux every process that has the episode's key in its environment."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(5)
+    until = time.monotonic() + 5
+    # Again until none is found: one may have been started since.
+    while (left := _having(f"OPENAI_API_KEY={key}".encode())) and time.monotonic() < until:
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.01)
+
+
+def _having(variable: bytes) -> list[int]:
+    """Processes of this user that were started with an environment variable."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):
+            found += [int(path.parent.name)] if variable in path.read_bytes().split(b"\0") else []
+    return found
 
 
 def _refusals(session: Session) -> str:

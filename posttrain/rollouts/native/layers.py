@@ -102,7 +102,8 @@ def build(command: list[str], path: Path) -> None:
 
 def folder() -> Path:
     """Where libraries are kept, for this user alone."""
-    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "posttrain" / "compiled"
+    # Without a home this is a folder named "~", as in huggingface_hub; `Path.home` would raise.
+    base = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "posttrain", "compiled")
     base.mkdir(parents=True, exist_ok=True, mode=0o700)
     return base
 
