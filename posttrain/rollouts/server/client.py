@@ -26,7 +26,7 @@ from posttrain.errors import (
     ServerUnreachable,
     WeightSyncError,
 )
-from posttrain.integrations.network import CONNECTIONS, network_advice
+from posttrain.integrations.network import CONNECTIONS, host_and_port, network_advice
 from posttrain.rollouts.server.replies import (
     API_KEY_VARIABLE,
     GENERATE,
@@ -43,6 +43,7 @@ from posttrain.rollouts.server.replies import (
     reading,
     scores_of,
 )
+from posttrain.rollouts.server.tokens import LocalToken
 from posttrain.types import Request
 
 if TYPE_CHECKING:
@@ -91,7 +92,8 @@ class VLLMClient:
         connection_timeout: Seconds to wait for the server to be healthy; 0 asks once.
         request_timeout: Seconds a generation may take; None: 600, or 30 and 20 ms a requested token where that is more.
         sync_timeout: Seconds one call of a weight update may take.
-        api_key: Sent as bearer token; None: that of ``$POSTTRAIN_API_KEY``.
+        api_key: Sent as bearer token. ``None`` (default): that of ``$POSTTRAIN_API_KEY``; without one, the token that a server of
+            this user and machine wrote to its file.
         reader: Of pictures in prompts, as the trainer reads them; None: prompts are text.
         role: ``rollout`` or ``teacher``: what errors call the server, and which option of a config has its address.
 
@@ -117,7 +119,7 @@ class VLLMClient:
         role: str = "rollout",
     ) -> None:
         self.reader, self.role = reader, role
-        self.base_url = (base_url or f"http://{host}:{server_port}").rstrip("/")
+        self.base_url = (base_url or f"http://{host_and_port(host, server_port)}").rstrip("/")
         try:
             parts = urlsplit(self.base_url)
             valid = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
@@ -126,7 +128,7 @@ class VLLMClient:
         if not valid:
             raise ConfigError(f"base_url={base_url!r} is no address of a server. It looks like 'http://10.0.0.5:8000'.")
         # 0.0.0.0 is an address to listen on, not one to connect to.
-        self.base_url = self.base_url.replace("//0.0.0.0", "//127.0.0.1", 1)
+        self.base_url = self.base_url.replace("//0.0.0.0", "//127.0.0.1", 1).replace("//[::]", "//[::1]", 1)
         self.host = str(urlsplit(self.base_url).hostname)
         self.group_port, self.request_timeout, self.sync_timeout = group_port, request_timeout, sync_timeout
         self.communicator: Any = None  # `posttrain.rollouts.server.weight_sync.NcclSender`
@@ -135,6 +137,7 @@ class VLLMClient:
         api_key = api_key or os.environ.get(API_KEY_VARIABLE)
         self.session = httpx2.Client(
             headers={"Authorization": f"Bearer {api_key}"} if api_key else None,
+            auth=LocalToken(urlsplit(self.base_url).port or 80) if self.is_local and not api_key else None,
             limits=CONNECTIONS,
             trust_env=not self.is_local,  # A proxy of the environment knows no way back to this machine.
         )
@@ -162,7 +165,7 @@ class VLLMClient:
         Args:
             method: ``GET`` or ``POST``.
             path: Below the server's address.
-            body: Sent as JSON.
+            body: Sent as JSON; a ``POST`` without one sends an empty object.
             timeout: Seconds to be answered.
             retries: Further tries.
 
@@ -185,6 +188,7 @@ class VLLMClient:
         url, limit = self.base_url + path, httpx2.Timeout(timeout, connect=QUICK_SECONDS)
         # After an error vLLM closes the connection: the next request of an update, which is sent once, takes a new one.
         headers = {"Connection": "close"} if path in PHASES else None
+        body = {} if body is None and method == "POST" else body
         try:
             response = self.session.request(method, url, timeout=limit, headers=headers, json=body)
             # Health and others answer nothing but 200, or null; adapters a sentence.
