@@ -44,6 +44,8 @@ class Running:
     def close(self):
         self.server.should_exit = True
         self.thread.join(20)
+        # Its token's file goes with the newest one of the port.
+        write_token(int(self.url.rsplit(":", 1)[1])).unlink()
 
 
 def native(seed=0, **options):
