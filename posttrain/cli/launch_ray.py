@@ -25,6 +25,7 @@ from posttrain.cli.parser import PosttrainArgumentParser, load_config, split_con
 from posttrain.errors import ConfigError
 from posttrain.fields import NonNegativeFloat, NonNegativeInt, PositiveFloat, check_fields, option
 from posttrain.integrations import is_available, require
+from posttrain.integrations.network import host_and_port
 from posttrain.rollouts.server.replies import API_KEY_VARIABLE
 from posttrain.rollouts.vllm import vllm_command
 from posttrain.serve.config import ServeConfig
@@ -260,7 +261,7 @@ class _Placed:
             for index, (host, port) in enumerate(places[1:], start=1):
                 # On the trainer's own machine, weights go through shared memory.
                 host = "127.0.0.1" if host == places[0][0] else host
-                urls.append(f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}")
+                urls.append(f"http://{host_and_port(host, port)}")
                 words = [self.job.serving, *self.job.serve_arguments(host, port)]
                 task = self.start(index, _run_command, words, os.getcwd())
                 servers[task] = f"rollout server {index} ({urls[-1]})"

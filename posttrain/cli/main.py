@@ -13,6 +13,7 @@ from typing import Any, TextIO
 
 from posttrain.cli import ranks
 from posttrain.cli.commands import TRAINING
+from posttrain.redaction import hide_secrets
 from posttrain.values import accept_any_character, visible
 
 OTHERS = {
@@ -189,7 +190,11 @@ def main(argv: list[str] | None = None) -> int:
 
 
 class _Stderr(logging.StreamHandler):
-    """Writes to the stderr of the moment: a progress bar puts its own there, above which lines appear."""
+    """Write without secrets to the stderr of the moment: a progress bar puts its own there, above which lines appear."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the line of a record without secrets."""
+        return hide_secrets(super().format(record))
 
     @property
     def stream(self) -> TextIO:
@@ -218,7 +223,8 @@ def _guarded(command: Callable[[list[str]], int], argv: list[str], traceback: bo
     except (PosttrainError, ValueError, OSError, ImportError) as error:
         if traceback:
             raise
-        sys.stderr.write(visible("\n".join([f"error: {error}", *vars(error).get("__notes__", [])]) + "\n"))
+        lines = [f"error: {error}", *vars(error).get("__notes__", [])]
+        sys.stderr.write(visible("\n".join(map(hide_secrets, lines)) + "\n"))
         return error.exit_code if isinstance(error, PosttrainError) else 1
 
 

@@ -28,16 +28,41 @@ def usable_processors() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def port_is_free(port: int, host: str = "127.0.0.1") -> bool:
-    """Whether a server could listen on ``port`` of an address of this machine; a bind tells, and leaves nothing behind."""
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as sock:
+def listen(host: str, port: int) -> socket.socket:
+    """Bind a socket to an address of this machine; port 0 takes a free one.
+
+    Raises:
+        OSError: The port is in use, or the address is not of this machine.
+    """
+    bound = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    try:
         if os.name == "posix":  # As servers do: a connection that was closed a moment ago does not hold the port.
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            sock.bind((host, port))
-        except OSError:
-            return False
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind((host, port))
+    except OSError:
+        bound.close()
+        raise
+    return bound
+
+
+def port_is_free(port: int, host: str = "127.0.0.1") -> bool:
+    """Return whether a server could listen on ``port`` of an address of this machine; nothing is left behind."""
+    try:
+        listen(host, port).close()
+    except OSError:
+        return False
     return True
+
+
+def raise_file_limit() -> None:
+    """Raise the soft limit of open files to the hard one: each connection of a server is a file, and many systems allow 1024."""
+    try:
+        import resource  # Not on Windows, which has no such limit.
+    except ImportError:
+        return
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError, ValueError):  # macOS refuses its own hard limit where that is infinite.
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def gpu_memory(device: torch.device | str) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""Connections to servers, and what to do about a request that found none, by where on its way it failed."""
+"""Connections to servers, and what to do about a request that found none (`network_advice`); `host_and_port` of a URL."""
 
 from __future__ import annotations
 
@@ -11,6 +11,15 @@ import httpx2
 
 # uvicorn and vLLM close a connection after five idle seconds: what is sent on it in that moment is lost.
 CONNECTIONS = httpx2.Limits(max_connections=None, max_keepalive_connections=64, keepalive_expiry=2.0)
+
+
+def host_and_port(host: str, port: int) -> str:
+    """Return host and port as a URL has them.
+
+    >>> host_and_port("::1", 8000), host_and_port("localhost", 8000)
+    ('[::1]:8000', 'localhost:8000')
+    """
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def network_advice(error: BaseException, url: str) -> str:

@@ -20,6 +20,7 @@ from posttrain.checks.server import (
 )
 from posttrain.data.chat import inner_tokenizer
 from posttrain.errors import ConfigError, RolloutServerError, WeightSyncError
+from posttrain.integrations.network import host_and_port
 from posttrain.loop.run import Run
 from posttrain.metrics import mean
 from posttrain.models import parallel
@@ -117,7 +118,7 @@ def vllm_engine(model: nn.Module, args: PostTrainingConfig, accelerator: Acceler
         return VLLMEngine.for_training(model, args, accelerator)
     from posttrain.rollouts.server.engine import ServerEngine
 
-    urls = args.vllm_server_base_url or f"http://{args.vllm_server_host}:{args.vllm_server_port}"
+    urls = args.vllm_server_base_url or f"http://{host_and_port(args.vllm_server_host, args.vllm_server_port)}"
     encoder = picture_encoder(model)
 
     def connect() -> Any:

@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from transformers.utils import is_in_notebook as in_notebook
 
+from posttrain.redaction import hide_secrets
 from posttrain.report.templates import environment
 from posttrain.values import accept_any_character
 
@@ -92,7 +93,9 @@ def resume_command() -> str:
     flags.add_argument("--resume_from_checkpoint", "--resume-from-checkpoint")
     flags.add_argument("--resume", action="store_true")
     _, words = flags.parse_known_args(words)
-    return shell_command(*words, *(["--resume"] if words[0] == "demo" else ["--resume_from_checkpoint", "true"]))
+    return shell_command(
+        *hide_secrets(words), *(["--resume"] if words[0] == "demo" else ["--resume_from_checkpoint", "true"])
+    )
 
 
 # Metrics that say whether a run learned; more of one is better, unless it is a loss.

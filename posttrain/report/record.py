@@ -12,7 +12,6 @@ import logging
 import math
 import os
 import platform
-import re
 import subprocess
 import sys
 import time
@@ -23,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import transformers
 
 from posttrain.integrations.machine import usable_processors
+from posttrain.redaction import hide_secrets
 from posttrain.report.files import merge_parquet, read_json, read_line, read_rows, whole_file, write_rows
 from posttrain.report.lock import FolderLock
 from posttrain.types import Finding
@@ -38,25 +38,6 @@ logger = logging.getLogger(__name__)
 
 
 PACKAGES = ("posttrain", "torch", "transformers", "accelerate", "datasets", "peft", "tokenizers")
-# Names whose values are secrets; `eos_token` and the like are not. A hub token is recognised wherever it stands.
-SECRET_NAME = re.compile(
-    r"^(hub_token|push_to_hub_token|token|use_auth_token|auth_token|access_token)$|api_key|password|secret"
-)
-SECRET_VALUE = re.compile(r"hf_[A-Za-z0-9]{16,}")
-HIDDEN = "<hidden>"
-
-
-def hide_secrets(value: object) -> Any:
-    """A copy of nested mappings and lists without entries whose name says secret, and with hub tokens blanked.
-
-    >>> hide_secrets({"hub_token": "x", "eos_token": "</s>", "kwargs": {"token": "y", "revision": "main"}})
-    {'eos_token': '</s>', 'kwargs': {'revision': 'main'}}
-    """
-    if isinstance(value, Mapping):
-        return {k: hide_secrets(v) for k, v in value.items() if not SECRET_NAME.search(str(k).lower())}
-    if isinstance(value, list | tuple):
-        return [hide_secrets(item) for item in value]
-    return SECRET_VALUE.sub(HIDDEN, value) if isinstance(value, str) else value
 
 
 def describe_run() -> dict[str, Any]:
@@ -73,19 +54,8 @@ def describe_run() -> dict[str, Any]:
 
 
 def _command(arguments: list[str]) -> list[str]:
-    """The command line, the values of secret flags blanked."""
-    shown = [Path(arguments[0]).name] if arguments else []
-    secret = False
-    for argument in arguments[1:]:
-        flag, equals, _ = argument.partition("=")
-        named = flag.startswith("--") and SECRET_NAME.search(flag.lstrip("-").replace("-", "_").lower()) is not None
-        if secret and not argument.startswith("--"):
-            argument = HIDDEN
-        elif named and equals:
-            argument = f"{flag}={HIDDEN}"
-        shown.append(str(hide_secrets(argument)))
-        secret = named and not equals
-    return shown
+    """Return the command line without secrets."""
+    return [Path(arguments[0]).name, *hide_secrets(arguments[1:])] if arguments else []
 
 
 def _hardware() -> dict[str, Any]:

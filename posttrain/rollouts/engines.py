@@ -151,7 +151,7 @@ def create_engine(
         ConfigError: An unknown name; ``native`` on a model for which it is not exact.
     """
     check_choice("rollout_engine", name, ("auto", *IN_PROCESS))
-    if any(Path("/dev/shm").glob("posttrain-*")):
+    if any(Path("/dev/shm").glob("posttrain-[0-9]*-*")):
         # A run that was killed leaves its weights in shared memory; the next one that samples removes them.
         from posttrain.rollouts.server.weight_sync import remove_orphans
 

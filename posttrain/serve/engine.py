@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
@@ -35,11 +36,13 @@ class Job:
         request: With its own sampling.
         version: Of the weights that wrote its completions.
         rollouts: Its completions, or the error that ended it.
+        left: Whether its client has left.
     """
 
     request: Prompt
     version: str = ""
     rollouts: Future[list[Rollout]] = field(default_factory=Future)
+    left: bool = False
 
 
 class ServedEngine:
@@ -58,6 +61,7 @@ class ServedEngine:
         paused: Whether generation is held.
         waiting: Jobs that are in no call yet.
         running: Completions of the call under way.
+        called: Jobs of the call under way.
     """
 
     def __init__(self, engine: RolloutEngine) -> None:
@@ -68,6 +72,9 @@ class ServedEngine:
         self.paused = False
         self.waiting: deque[Job] = deque()
         self.running = 0
+        self.called: Sequence[Job] = ()
+        # Held while the call under way is interrupted, so that the next one is not.
+        self._calling = threading.Lock()
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="engine")
         self._known: dict[str, Tensor] = dict(self.model.named_buffers(remove_duplicate=False))
         self._known |= dict(self.model.named_parameters(remove_duplicate=False))
@@ -75,12 +82,26 @@ class ServedEngine:
         # By name, what an adapter was added to, as it was before.
         self._bases: dict[str, Tensor] = {}
 
-    # Generation. All methods but `submit` are called in the engine's thread.
+    # Generation. All methods but `submit` and `let_go` are called in the engine's thread.
 
     def submit(self, jobs: Iterable[Job]) -> None:
         """Queue jobs; they are begun with the others that wait, after the call under way."""
         self.waiting += jobs
         self.thread.submit(self.write_waiting)
+
+    def let_go(self, jobs: Iterable[Job]) -> bool:
+        """Note that the client of some jobs has left, and end the call under way if nobody waits for any of it.
+
+        Returns:
+            Whether the call was interrupted. An engine that has not begun it yet may miss that: ask again until it has ended.
+        """
+        for job in jobs:
+            job.left = True
+        with self._calling:
+            unread = bool(self.called) and all(job.left for job in self.called)
+            if unread:
+                self.engine.interrupt()
+        return unread
 
     def write_waiting(self) -> None:
         """Complete the jobs that wait, in as few calls of the engine as they allow."""
@@ -100,9 +121,12 @@ class ServedEngine:
         self.thread.submit(self.write_waiting)
 
     def _write(self, jobs: Sequence[Job]) -> None:
+        jobs = [job for job in jobs if not job.left]
         if not jobs:
             return
         self.running, version = sum(job.request.n for job in jobs), self.version
+        with self._calling:
+            self.called = jobs
         call = jobs[0].request.sampling
         if self.engine.capabilities.per_request_sampling:
             # Requests without a seed must not take that of the first one.
@@ -120,6 +144,8 @@ class ServedEngine:
             return
         finally:
             self.running = 0
+            with self._calling:
+                self.called = ()
         for job, rollouts in zip(jobs, written, strict=True):
             job.version = version
             job.rollouts.set_result(rollouts)
@@ -214,15 +240,17 @@ class ServedEngine:
 
     # Other
 
-    def score(self, prompts: Sequence[Sequence[int]], top: int) -> list[dict[str, Any]]:
-        """`score_choice` of each prompt, all by the same weights.
+    def score(
+        self, prompts: Sequence[Sequence[int]], top: int, left: threading.Event | None = None
+    ) -> list[dict[str, Any]]:
+        """Return `score_choice` of each prompt, all by the same weights; none after ``left`` was set.
 
         Raises:
             WeightSyncError: Some weights are of one version and some of another: an update is under way, or failed.
         """
         if self.state != "whole":
             raise WeightSyncError(NOT_WHOLE if self.state == "failed" else UPDATING, phase="generate")
-        return [score_choice(self.model, ids, top) for ids in prompts]
+        return [score_choice(self.model, ids, top) for ids in prompts if left is None or not left.is_set()]
 
     def facts(self) -> dict[str, Any]:
         """What a trainer compares with its own model, and how it may send weights."""

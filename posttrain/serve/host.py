@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import hmac
 import logging
 import math
-import os
-from collections.abc import Callable, Iterator, Sequence
+import threading
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -16,7 +16,9 @@ import torch
 from fastapi import Body, FastAPI, HTTPException, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
-from pydantic import BaseModel, ConfigDict, Field
+from fastapi.routing import APIRoute
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from starlette.exceptions import HTTPException as AnyHTTPException
 
 from posttrain.data.chat import terminal_token_ids
 from posttrain.errors import BadRequest, ConfigError, DataError, ModelError, RolloutError, WeightSyncError
@@ -29,7 +31,9 @@ from posttrain.rollouts.adapters import TENSORS, read_adapter
 from posttrain.rollouts.base import check_requests
 from posttrain.rollouts.engines import create_engine
 from posttrain.rollouts.sampling import reshapes, structured_guide
-from posttrain.rollouts.server.replies import API_KEY_VARIABLE, LOOPBACK
+from posttrain.rollouts.server.bodies import first_errors, read_json
+from posttrain.rollouts.server.guard import guard_for
+from posttrain.rollouts.server.replies import LOOPBACK, error_body
 from posttrain.rollouts.server.weight_sync import file_tensors, shared_path
 from posttrain.serve.config import ServeConfig
 from posttrain.serve.engine import NOT_WHOLE, Job, ServedEngine
@@ -39,19 +43,54 @@ from posttrain.types import Rollout, Sampling
 if TYPE_CHECKING:
     from torch import nn
 
-TokenIds = Annotated[list[Annotated[int, Field(ge=0, strict=True)]], Field(min_length=1)]
+# Lists end at their first error: a list of a million would be a hundred times as long as its input.
+TokenIds = Annotated[list[Annotated[int, Field(ge=0, strict=True)]], Field(min_length=1, fail_fast=True)]
 # What divides logits: a smaller number makes them infinite, which no engine can sample from.
 LEAST_DIVISOR, MOST_DIVISOR = 1e-5, 1e5
+MOST_BIAS = 1e9
 # Of a picture: encoded, and decoded (a small file may hold an image that fills the memory).
 MOST_BYTES, MOST_PIXELS = 32 * 2**20, 64 * 10**6
+# Seconds between two looks at a call whose clients have left.
+LET_GO_S = 0.05
 # By how much sums of float32 probabilities may miss the mass that they make.
 MASS_ROUNDING = 1e-5
+
+
+MOST_PICTURES = 1024
+# Of a guide: compiling takes the engine's thread, and a second for 20,000 characters, eleven for 100,000.
+MOST_GUIDE_CHARACTERS = 2**15
 
 
 class Strict(BaseModel):
     """Unknown fields are refused: an option that is left out in silence would change what is sampled."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_unknown(cls, value: Any) -> Any:
+        """Refuse unknown fields in one error: pydantic makes one for each of a million."""
+        if isinstance(value, dict) and (unknown := value.keys() - cls.model_fields.keys()):
+            named = ", ".join(repr(name)[:100] for name in sorted(unknown)[:3])
+            raise ValueError(f"{len(unknown)} unknown fields: {named}")
+        return value
+
+
+def _biases(value: Any) -> Any:
+    """Refuse the first entry that is no bias."""
+    for token, bias in value.items() if isinstance(value, dict) else ():
+        if not (str(token).isdecimal() and isinstance(bias, int | float) and abs(bias) <= MOST_BIAS):
+            raise ValueError(
+                f"{str(token)[:100]!r}: {str(bias)[:100]} is no token id with a bias of up to {MOST_BIAS:g}"
+            )
+    return value
+
+
+def _few(value: Any) -> Any:
+    """Refuse more images than a prompt holds."""
+    if isinstance(value, dict) and len(value) > MOST_PICTURES:
+        raise ValueError(f"{len(value)} images; at most {MOST_PICTURES} are read")
+    return value
 
 
 class PlacedPicture(Strict):
@@ -68,7 +107,7 @@ class Completions(Strict):
     """``/v1/completions``; with ``prompt_logprobs`` the prompts are scored and nothing is generated."""
 
     model: str | None = None
-    prompt: TokenIds | Annotated[list[TokenIds], Field(min_length=1)]
+    prompt: TokenIds | Annotated[list[TokenIds], Field(min_length=1, fail_fast=True)]
     n: Annotated[int, Field(ge=1, le=4096)] = 1
     max_tokens: Annotated[int, Field(ge=1)] = 16
     temperature: Literal[0] | Annotated[float, Field(ge=LEAST_DIVISOR)] = 1.0
@@ -79,17 +118,22 @@ class Completions(Strict):
     seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
     logprobs: Annotated[int, Field(ge=0)] | None = None
     prompt_logprobs: Annotated[int, Field(ge=0)] | None = None
-    stop: Annotated[str, Field(min_length=1)] | list[Annotated[str, Field(min_length=1)]] = []
-    stop_token_ids: list[Annotated[int, Field(ge=0)]] = []
+    stop: (
+        Annotated[str, Field(min_length=1)]
+        | Annotated[list[Annotated[str, Field(min_length=1)]], Field(fail_fast=True)]
+    ) = []
+    stop_token_ids: Annotated[list[Annotated[int, Field(ge=0)]], Field(fail_fast=True)] = []
     ignore_eos: bool = False
     min_tokens: Annotated[int, Field(ge=0)] = 0
-    logit_bias: dict[int, Annotated[float, Field(ge=-1e9, le=1e9)]] = {}
+    logit_bias: Annotated[dict[int, float], BeforeValidator(_biases)] = {}
     structured_outputs: dict[str, Any] | None = None
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False
     stream: Literal[False] = False
-    pictures: dict[str, Annotated[str, Field(max_length=MOST_BYTES * 4 // 3 + 4)]] = {}
-    placed: list[PlacedPicture] = []
+    pictures: Annotated[
+        dict[str, Annotated[str, Field(max_length=MOST_BYTES * 4 // 3 + 4)]], BeforeValidator(_few)
+    ] = {}
+    placed: Annotated[list[PlacedPicture], Field(fail_fast=True)] = []
 
     def requests(self, stops: Sequence[int], context: int | None, vocabulary: int, encoder: Any = None) -> list[Prompt]:
         """One request a prompt, each shown to fit the context and the vocabulary.
@@ -118,6 +162,11 @@ class Completions(Strict):
             logit_bias=tuple(sorted(self.logit_bias.items())),
             guide=None if self.structured_outputs is None else structured_guide(self.structured_outputs),
         )
+        if sampling.guide is not None and len(sampling.guide[1]) > MOST_GUIDE_CHARACTERS:
+            raise BadRequest(
+                f"structured_outputs has {len(sampling.guide[1])} characters, and {MOST_GUIDE_CHARACTERS} are compiled. Fix: a "
+                "shorter guide."
+            )
         never = sampling.left_out.never
         sampling = replace(sampling, top_logps=self.logprobs + len(never) if self.logprobs else 0)
         others = tuple(pair for pair in sampling.logit_bias if pair[0] not in never)
@@ -228,33 +277,9 @@ def _finite(value: float) -> float | None:
 logger = logging.getLogger(__name__)
 
 
-class TokenGuard:
-    """ASGI middleware: every path but ``/health`` needs ``Authorization: Bearer TOKEN``, compared in constant time.
-
-    vLLM's own token guards ``/v1`` alone, and not the endpoints that replace weights; `posttrain vllm-serve` adds this one.
-
-    Args:
-        app: The application.
-        api_key: The token; None: that of ``$POSTTRAIN_API_KEY``, without which nothing is guarded.
-    """
-
-    def __init__(self, app: Any, api_key: str | None = None) -> None:
-        key = api_key or os.environ.get(API_KEY_VARIABLE)
-        self.app, self.expected = app, None if not key else f"Bearer {key}".encode()
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        """One request."""
-        token = dict(scope.get("headers") or ()).get(b"authorization", b"")
-        guarded = scope["type"] == "http" and scope["path"].rstrip("/") != "/health" and self.expected is not None
-        if guarded and not hmac.compare_digest(token, self.expected or b""):
-            await _error(401, "send the server's token: 'Authorization: Bearer TOKEN'.")(scope, receive, send)
-            return
-        await self.app(scope, receive, send)
-
-
 def _error(status: int, message: str) -> JSONResponse:
     """An error as vLLM's server words it."""
-    return JSONResponse({"error": {"message": message, "code": status}}, status_code=status)
+    return JSONResponse(error_body(status, message), status_code=status)
 
 
 class Host:
@@ -276,6 +301,8 @@ class Host:
         self.completed = prometheus_client.Counter("posttrain_completions", "Completions", registry=self.registry)
         running = prometheus_client.Gauge("posttrain_running", "Completions being written", registry=self.registry)
         running.set_function(lambda: served.running)
+        # Bodies are read here, one after the other: the event loop answers everyone else meanwhile.
+        self.reading = ThreadPoolExecutor(1, thread_name_prefix="reading")
 
     async def do(self, function: Callable[..., Any], *args: Any) -> Any:
         """Run a function in the engine's thread, after the call under way."""
@@ -307,33 +334,51 @@ class Host:
 
     # Generation
 
-    async def completions(self, body: Completions, request: Request) -> Response:
-        """Completions of prompts; with ``prompt_logprobs`` their scores alone. What waits for a client that left is let go."""
-        encoder = picture_encoder(self.served.model)
-        requests = body.requests(self.stops, self.context, self.facts["vocab_size"], encoder)
+    async def completions(self, request: Request) -> Response:
+        """Complete prompts; with ``prompt_logprobs`` score them only. What a client that left waits for is ended.
+
+        The body is a `Completions`.
+        """
+        body, requests = await self.read(self._requests, await request.body())
         if self.served.state == "failed":
             raise WeightSyncError(NOT_WHOLE, phase="generate")
         if body.prompt_logprobs is not None:
-            choices = await self.do(self.served.score, [one.prompt_ids for one in requests], body.prompt_logprobs)
+            left = threading.Event()
+            prompts = [one.prompt_ids for one in requests]
+            scores = self.do(self.served.score, prompts, body.prompt_logprobs, left)
+            if (choices := await _unless_gone(request, scores)) is None:
+                left.set()
+                return Response(status_code=499)
         else:
             jobs = [Job(request) for request in requests]
             self.served.submit(jobs)
             written = asyncio.gather(*(asyncio.wrap_future(job.rollouts) for job in jobs))
-            gone = asyncio.ensure_future(_gone(request))
-            try:
-                await asyncio.wait({written, gone}, return_when=asyncio.FIRST_COMPLETED)
-            finally:
-                gone.cancel()
-            if not written.done():
-                written.cancel()
-                await asyncio.gather(written, return_exceptions=True)  # Or asyncio logs that nobody read its end.
+            if await _unless_gone(request, written) is None:
+                while self.served.let_go(jobs):
+                    await asyncio.sleep(LET_GO_S)
                 return Response(status_code=499)
-            await written
             choices = [choice for job in jobs for choice in choices_of(job, body.logprobs or 0)]
             self.completed.inc(len(choices))
         listed = [choice | {"index": index} for index, choice in enumerate(choices)]
         # Validation by FastAPI would cost more than sampling a short completion.
         return JSONResponse({"object": "text_completion", "model": self.config.model, "choices": listed})
+
+    async def read(self, function: Callable[[bytes], Any], raw: bytes) -> Any:
+        """Run a function on the bytes of a body in the thread that reads bodies."""
+        return await asyncio.wrap_future(self.reading.submit(function, raw))
+
+    def _requests(self, raw: bytes) -> tuple[Completions, list[Prompt]]:
+        """Return a body and its requests.
+
+        Raises:
+            BadRequest: The body is no `Completions`, or see `Completions.requests`.
+        """
+        try:
+            body = Completions.model_validate_json(raw)
+        except ValidationError as error:
+            raise BadRequest(first_errors(error.errors(include_url=False))) from error
+        encoder = picture_encoder(self.served.model)
+        return body, body.requests(self.stops, self.context, self.facts["vocab_size"], encoder)
 
     async def pause(self, mode: Literal["wait"] = "wait") -> dict[str, Any]:
         """Hold generation once the call under way has ended; requests that are not in it wait for `resume`."""
@@ -418,10 +463,23 @@ class Host:
         return {"success": True, "new_version": new_version}
 
 
-async def _gone(request: Request) -> None:
-    """Until the client has left."""
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
+async def _unless_gone(request: Request, awaitable: Awaitable[Any]) -> Any:
+    """Wait for a result, and cancel it when the client leaves, which returns ``None``."""
+
+    async def gone() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    wanted, left = asyncio.ensure_future(awaitable), asyncio.ensure_future(gone())
+    try:
+        await asyncio.wait({wanted, left}, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        left.cancel()
+    if not wanted.done():
+        wanted.cancel()
+        await asyncio.gather(wanted, return_exceptions=True)  # Or asyncio logs that nobody read its end.
+        return None
+    return await wanted
 
 
 def _same_machine(request: Request) -> None:
@@ -432,7 +490,35 @@ def _same_machine(request: Request) -> None:
 
 def create_app(host: Host) -> FastAPI:
     """The endpoints of a host, under the paths of vLLM's server."""
-    app = FastAPI(title="posttrain serve")
+
+    class Read(Request):
+        """A request whose JSON is read in the host's thread for bodies."""
+
+        async def json(self) -> Any:
+            """Parse the body.
+
+            Raises:
+                HTTPException: 400, see `read_json`. FastAPI hides the message of any other error.
+            """
+            try:
+                return await host.read(read_json, await self.body())
+            except BadRequest as error:
+                raise HTTPException(400, str(error)) from error
+
+    class Route(APIRoute):
+        """The route of such requests."""
+
+        def get_route_handler(self) -> Callable[[Request], Awaitable[Response]]:
+            """See `APIRoute.get_route_handler`."""
+            handler = super().get_route_handler()
+
+            async def answer(request: Request) -> Response:
+                return await handler(Read(request.scope, request.receive))
+
+            return answer
+
+    app = FastAPI(title="posttrain serve", docs_url=None, redoc_url=None, openapi_url=None)
+    app.router.route_class = Route
     for endpoint in (host.health, host.weight_info, host.metrics):
         app.get(f"/{endpoint.__name__}")(endpoint)
     app.get("/v1/models")(host.models)
@@ -445,7 +531,7 @@ def create_app(host: Host) -> FastAPI:
         app.post(f"/{endpoint.__name__}")(endpoint)
     for kind in (
         Exception,
-        HTTPException,
+        AnyHTTPException,
         ConfigError,
         BadRequest,
         ModelError,
@@ -453,15 +539,19 @@ def create_app(host: Host) -> FastAPI:
         RequestValidationError,
     ):
         app.add_exception_handler(kind, _answer)
-    app.add_middleware(TokenGuard, api_key=host.config.api_key)  # type: ignore[arg-type]
+    images = picture_encoder(host.served.model) is not None
+    guard: Any = guard_for(host.config.host)
+    app.add_middleware(guard, api_key=host.config.api_key, images=images)
     return app
 
 
 def _answer(_: Request, error: Exception) -> JSONResponse:
     """An error as a reply."""
-    if isinstance(error, HTTPException):
+    if isinstance(error, AnyHTTPException):
         return _error(error.status_code, error.detail)
-    if isinstance(error, ConfigError | BadRequest | ModelError | RequestValidationError):
+    if isinstance(error, RequestValidationError):
+        return _error(400, first_errors(error.errors()))
+    if isinstance(error, ConfigError | BadRequest | ModelError):
         return _error(400, str(error))
     return _error(409 if isinstance(error, WeightSyncError) else 500, f"{type(error).__name__}: {error}")
 

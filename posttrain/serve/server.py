@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 import signal
+import socket
 
+from posttrain.errors import ConfigError
 from posttrain.integrations import require
+from posttrain.integrations.machine import listen, raise_file_limit
+from posttrain.integrations.network import host_and_port
+from posttrain.rollouts.server.tokens import write_token
 from posttrain.serve.config import ServeConfig
 
-# Seconds. Clients keep connections between steps of training; closed ones would cost them a retry.
-KEEP_ALIVE_S = 120
+logger = logging.getLogger(__name__)
+
+
 # Seconds that a shutdown waits for running requests.
 DRAIN_S = 120
 
@@ -22,18 +29,46 @@ def run_server(config: ServeConfig) -> int:
 
     >>> run_server(ServeConfig("HuggingFaceTB/SmolLM2-135M-Instruct"))  # doctest: +SKIP
     """
-    uvicorn = require("uvicorn", "posttrain serve")
-    for package in ("fastapi", "prometheus_client", "pydantic"):
+    for package in ("uvicorn", "fastapi", "prometheus_client", "pydantic"):
         require(package, "posttrain serve")
+    import uvicorn
+
+    from posttrain.rollouts.server.listening import server_config
     from posttrain.serve.host import create_app, make_host
 
+    raise_file_limit()
     host = make_host(config)
     # uvicorn raises the signal that ended it once more, when the requests have ended. One that comes before ends the loading.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: None)
-    seconds = {"timeout_keep_alive": KEEP_ALIVE_S, "timeout_graceful_shutdown": DRAIN_S}
-    uvicorn.run(create_app(host), host=config.host, port=config.port, access_log=False, backlog=4096, **seconds)
+    listener, token = _listen(config), None
+    port = listener.getsockname()[1]
+    if config.api_key is None:
+        token = write_token(port)
+        config.api_key = token.read_text()
+    where = "" if token is None else f"; trainers of this user find its token in {token}"
+    logger.info("running on http://%s %s", host_and_port(config.host, port), where)
+    try:
+        options = {"timeout_graceful_shutdown": DRAIN_S, "backlog": 4096}
+        uvicorn.Server(server_config(create_app(host), **options)).run(sockets=[listener])
+    finally:
+        if token is not None:
+            token.unlink(missing_ok=True)
     # The process ends when the engine's thread does: what the shutdown has not waited for is given up.
     host.served.paused = True
     host.served.engine.interrupt()
     return 0
+
+
+def _listen(config: ServeConfig) -> socket.socket:
+    """Bind the address.
+
+    Raises:
+        ConfigError: The port is in use, or the host is not of this machine.
+    """
+    try:
+        return listen(config.host, config.port)
+    except OSError as error:
+        raise ConfigError(
+            f"--host {config.host} --port {config.port} cannot be listened on: {error}. Fix: --port 0 takes a free port."
+        ) from error

@@ -15,8 +15,9 @@ import torch
 from huggingface_hub.utils import filter_repo_objects
 
 from posttrain.errors import ConfigError
+from posttrain.redaction import hide_secrets
 from posttrain.report.lock import LOCK, FolderLock, check_writable
-from posttrain.report.record import RunRecord, RunRecordCallback, hide_secrets
+from posttrain.report.record import RunRecord, RunRecordCallback
 from tests.forks import PIPE, Forked
 from tests.methods.every_trainer import every
 from tests.wordings import raises
@@ -213,6 +214,35 @@ def test_the_manifest_says_what_ran_and_keeps_no_secret(tmp_path, monkeypatch):
     assert manifest["versions"]["torch"] == torch.__version__
     assert set(manifest["versions"]) >= {"posttrain", "transformers", "accelerate", "datasets", "peft"}
     assert manifest["hardware"]["cpus"] >= 1
+
+
+SECRET = "s3cr3tv4lue"
+KEYS = [f"{start}{'aB3' * 8}" for start in ("hf_", "sk-", "sk-proj-", "ghp_", "github_pat_", "glpat-", "xoxb-")]
+PLACES = [
+    f"http://me:{SECRET}@host:8000/v1", f"https://{SECRET}@github.com/a/b", f"http://host/v1?token={SECRET}&top_k=5",
+    f"http://host/?a=1&X-Amz-Signature={SECRET}", f"--hf_token {SECRET} --seed 3", f"--wandb-api-key={SECRET}",
+    json.dumps({"session_token": SECRET, "revision": "main"}), json.dumps([{"a": {"apikey": SECRET}}]),
+    f"got { {'credentials': SECRET, 'n': 1} }", f"HF_TOKEN={SECRET} python train.py", f"Authorization: Bearer {SECRET}",
+    ["--hf_token", SECRET], ["--model_init_kwargs", json.dumps({"token": SECRET})], [f"--api_key={SECRET}"],
+    *({name: SECRET} for name in ("session_token", "credentials", "apikey", "hfToken", "aws_secret_access_key", "client-secret")),
+    *([key] for key in KEYS), *(f"failed with {key}." for key in KEYS),
+]  # fmt: skip
+HARMLESS = [
+    {"eos_token": "</s>", "pad_token": "x", "max_tokens": 5, "top_p": 0.9, "key": "a", "author": "me"},
+    "--max_tokens 5 --eos_token </s>", "http://host:8000/v1?top_k=5", "task-that-is-long-enough-to-be-one", "5 tokens at 3/s",
+    "the mail me@example.org", ["--seed", "3"], '{"a": 1}',
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("place", PLACES, ids=range(len(PLACES)))
+def test_a_secret_is_hidden_wherever_it_stands(place):
+    shown = json.dumps(hide_secrets(place))
+    assert SECRET not in shown and not any(key in shown for key in KEYS)
+
+
+@pytest.mark.parametrize("place", HARMLESS, ids=range(len(HARMLESS)))
+def test_what_is_no_secret_is_kept(place):
+    assert hide_secrets(place) == place
 
 
 def test_secrets_are_hidden_wherever_they_are_nested():

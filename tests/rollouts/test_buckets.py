@@ -16,6 +16,7 @@ from posttrain.rollouts.server.weight_sync import (
     file_tensors,
     hold,
     remove_orphans,
+    shared_path,
     write_tensors,
 )
 
@@ -53,6 +54,26 @@ def test_a_bucket_is_a_safetensors_file_whose_bytes_are_those_of_its_checksum(tm
 def test_a_file_that_cannot_be_written_is_an_error_of_the_system(tmp_path):
     with pytest.raises(OSError):
         write_tensors([("a", torch.ones(1))], tmp_path / "no folder" / "file")
+
+
+def test_a_file_that_another_account_could_have_written_is_refused(tmp_path, monkeypatch):
+    """Also where there is no shared memory: both ends take the folder for temporary files then."""
+    monkeypatch.setattr(posttrain.rollouts.server.weight_sync, "SHARED_FOLDER", tmp_path / "none")
+    folder = SharedFolder()
+    try:
+        file = folder.path / "bucket-0.safetensors"
+        write_tensors([("a", torch.ones(1))], file)
+        assert shared_path(str(file)) == file
+        folder.path.chmod(0o777)
+        with pytest.raises(ConfigError, match="another account"):
+            shared_path(str(file))
+        folder.path.chmod(0o700)
+        monkeypatch.setattr(os, "geteuid", lambda: os.stat(file).st_uid + 1)
+        if os.stat(file).st_uid:  # Root's files are trusted.
+            with pytest.raises(ConfigError, match="another account"):
+                shared_path(str(file))
+    finally:
+        folder.close()
 
 
 @pytest.mark.parametrize(

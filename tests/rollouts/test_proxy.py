@@ -1,5 +1,6 @@
 """The address of the policy: calls in OpenAI's form, what happens to each, and bad input."""
 
+import concurrent.futures
 import contextlib
 import json
 import socket
@@ -31,6 +32,42 @@ TOOL = {
 
 
 LONG = {"max_new_tokens": 128}
+
+
+def test_what_no_call_may_set_or_no_tokenizer_reads_is_a_400_and_all_errors_have_one_form(tiny_model, tiny_tokenizer):
+    with serving(tiny_model, tiny_tokenizer) as proxy:
+        session = proxy.open()
+        for name in ("tokenizer", "prompt", "answered", "self", "padding", "sanitize_control_tokens"):
+            assert post(proxy, session, {"messages": ASK, "chat_template_kwargs": {name: 1}}).status_code == 400
+        for text in (b'"\\ud800"', b"[" * 5000 + b"]" * 5000):
+            body = b'{"model": "policy", "messages": [{"role": "user", "name": ' + text + b', "content": "a"}]}'
+            assert post(proxy, session, body).status_code == 400
+        refused = httpx2.get(f"{proxy.url}/chat/completions"), httpx2.get(f"{proxy.url}/nothing")
+        assert [(r.status_code, r.json()["error"]["code"]) for r in refused] == [
+            (405, "unknown_url"),
+            (404, "unknown_url"),
+        ]
+        assert settled(session).refused == 8
+
+
+def test_a_long_message_is_a_413_and_no_other_episode_waits_while_one_is_read(tiny_model, tiny_tokenizer):
+    with serving(tiny_model, tiny_tokenizer) as proxy:
+        long, other = proxy.open(), proxy.open()
+        asked = {"messages": [{"role": "user", "content": "a word " * 60_000}]}
+        assert post(proxy, long, {"messages": [{"role": "user", "content": "a" * 2**21}]}).status_code == 413
+        with concurrent.futures.ThreadPoolExecutor(1) as pool:
+            answer = pool.submit(post, proxy, long, asked)
+            waited = []
+            while not answer.done():
+                begun = time.monotonic()
+                httpx2.get(f"{proxy.url}/models", headers={"Authorization": f"Bearer {other.key}"}).raise_for_status()
+                waited.append(time.monotonic() - begun)
+            assert answer.result().status_code == 400 and max(waited) < 0.5
+
+
+def test_the_address_of_an_ipv6_host_is_a_url(tiny_tokenizer):
+    proxy = CaptureProxy(Policy(tiny_tokenizer, Sampling(4)), host="::1", port=8000)
+    assert proxy.url == "http://[::1]:8000/v1"
 
 
 def settled(session, seconds=5.0):

@@ -70,6 +70,15 @@ def generations(stub):
     return sum(path == "v1/completions" for _, path in stub.calls)
 
 
+def test_an_address_with_a_password_is_asked_with_it_and_no_error_or_log_has_it(caplog):
+    with pytest.raises(ServerUnreachable) as caught:
+        ServerEngine("http://me:s3cr3t@127.0.0.1:9", connection_timeout=0.0)
+    told, cause = "", caught.value
+    while cause is not None:
+        told, cause = told + str(cause) + str(getattr(cause, "url", "")), cause.__cause__
+    assert "127.0.0.1:9" in told and "s3cr3t" not in told + caplog.text
+
+
 def test_a_least_length_above_the_limit_of_a_turn_is_not_asked_for():
     """vLLM answers 400, or raises: "min_tokens must be less than or equal to max_tokens"."""
     asked = [sampling_body(Sampling(most, min_new_tokens=8)) for most in (16, 3)]

@@ -3,8 +3,10 @@
 import pytest
 
 from posttrain.errors import ConfigError, MissingDependencyError
+from posttrain.integrations.machine import listen
 from posttrain.rollouts import vllm
 from posttrain.rollouts.server.replies import API_KEY_VARIABLE
+from posttrain.rollouts.server.tokens import find_token, write_token
 from posttrain.rollouts.vllm import EXTENSION, vllm_command
 
 BASE = ["--model", "m"]
@@ -13,6 +15,11 @@ BASE = ["--model", "m"]
 @pytest.fixture(autouse=True)
 def _no_token(monkeypatch):
     monkeypatch.delenv(API_KEY_VARIABLE, raising=False)
+
+
+def listener_port():
+    with listen("127.0.0.1", 0) as bound:
+        return bound.getsockname()[1]
 
 
 def options(words):
@@ -24,7 +31,7 @@ def test_vllm_s_own_options_are_kept_and_those_of_training_are_added():
     assert found == {
         "--model": "m", "--max-model-len": "512", "--logprobs-mode": "processed_logprobs", "--max-logprobs": "-1",
         "--generation-config": "vllm", "--worker-extension-cls": EXTENSION, "--host": "127.0.0.1",
-        "--weight-transfer-config": '{"backend": "posttrain"}',
+        "--weight-transfer-config": '{"backend": "posttrain"}', "--middleware": "posttrain.rollouts.server.guard.LoopbackGuard",
     }  # fmt: skip
 
 
@@ -68,8 +75,16 @@ def test_trap_s27_what_cannot_work_is_refused_before_the_start(more, words):
 def test_trap_s52_with_a_token_every_path_is_guarded_and_other_addresses_are_open(monkeypatch):
     monkeypatch.setenv(API_KEY_VARIABLE, "secret")
     words = vllm_command([*BASE, "--host", "0.0.0.0"], cpu=False)
-    assert words[words.index("--middleware") + 1] == vllm.GUARD
+    assert words[words.index("--middleware") + 1] == "posttrain.rollouts.server.guard.Guard"
     assert "secret" not in words
+
+
+def test_without_a_token_one_is_made_that_trainers_of_the_same_user_find(monkeypatch):
+    monkeypatch.setenv(API_KEY_VARIABLE, "")  # Restored afterwards.
+    port = listener_port()
+    vllm._set_token([*BASE, "--port", str(port)])
+    assert vllm.os.environ[API_KEY_VARIABLE] == find_token(port)
+    write_token(port).unlink()
 
 
 def test_without_vllm_the_error_says_what_to_install(monkeypatch, capsys):

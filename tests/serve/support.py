@@ -9,6 +9,8 @@ import requests
 import uvicorn
 
 from posttrain.rollouts.native.engine import NativeEngine
+from posttrain.rollouts.server.listening import server_config
+from posttrain.rollouts.server.tokens import write_token
 from posttrain.serve.config import ServeConfig
 from posttrain.serve.engine import ServedEngine
 from posttrain.serve.host import Host, create_app
@@ -24,11 +26,13 @@ class Running:
         self.url, self.host, self.server, self.thread = url, host, server, thread
         self.session = requests.Session()
         self.session.trust_env = False
+        self.headers = {"Authorization": f"Bearer {host.config.api_key}"}
 
     def get(self, path, **kwargs):
-        return self.session.get(self.url + path, timeout=30, **kwargs)
+        return self.session.get(self.url + path, timeout=30, **{"headers": self.headers} | kwargs)
 
     def post(self, path, body=None, timeout=30, **kwargs):
+        kwargs["headers"] = self.headers | kwargs.get("headers", {})
         return requests.post(
             self.url + path, json={} if body is None else body, timeout=timeout, proxies={"http": None}, **kwargs
         )
@@ -40,6 +44,8 @@ class Running:
     def close(self):
         self.server.should_exit = True
         self.thread.join(20)
+        # Its token's file goes with the newest one of the port.
+        write_token(int(self.url.rsplit(":", 1)[1])).unlink()
 
 
 def native(seed=0, **options):
@@ -52,8 +58,9 @@ def running(make=native, context=64, **options):
     bound = socket.socket()
     bound.bind(("127.0.0.1", 0))
     port = bound.getsockname()[1]
+    options.setdefault("api_key", write_token(port).read_text())
     host = Host(make(), ServeConfig("tiny", port=port, **options), context=context)
-    server = uvicorn.Server(uvicorn.Config(create_app(host), log_level="warning", backlog=2048))
+    server = uvicorn.Server(server_config(create_app(host), log_level="warning", backlog=2048))
     thread = threading.Thread(target=server.run, args=([bound],), daemon=True)
     thread.start()
     deadline = time.monotonic() + 30

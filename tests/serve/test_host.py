@@ -6,6 +6,7 @@ import gc
 import math
 import time
 
+import httpx2
 import pytest
 import torch
 from requests.exceptions import ReadTimeout
@@ -21,7 +22,7 @@ from posttrain.rollouts.server.engine import ServerEngine
 from posttrain.rollouts.server.replies import API_KEY_VARIABLE, pictures_body
 from posttrain.rollouts.server.weight_sync import SharedFolder, checksum
 from posttrain.serve.config import ServeConfig
-from posttrain.serve.engine import ServedEngine
+from posttrain.serve.engine import Job, ServedEngine
 from posttrain.serve.host import create_app, make_host
 from posttrain.types import Request, Sampling, Truncation
 from tests.conftest import build_model, scale_logits
@@ -328,6 +329,7 @@ def test_the_body_of_each_request_is_read_before_its_answer(fresh):
             told.append(message["type"])
 
         headers = [(b"content-type", b"application/json"), (b"content-length", b"2")]
+        headers += [(b"authorization", fresh.headers["Authorization"].encode())] if path != "/update_weights" else []
         scope = {"type": "http", "method": "POST", "path": path, "headers": headers, "query_string": b""}
         asyncio.run(create_app(fresh.host)(scope, receive, send))
         assert told[0] == "read"
@@ -369,7 +371,8 @@ def test_trap_s52_the_token_is_asked_for_everywhere_but_in_health_and_off_loopba
     with serving(api_key="open sesame") as server:
         assert server.get("/health").status_code == 200
         for path in ("/metrics", "/v1/models", "/nothing", "/weight_info"):
-            assert server.get(path).status_code == 401
+            assert server.get(path, headers={}).status_code == 401
+        server.headers = {}
         assert server.post("/start_weight_update").status_code == 401
         assert server.complete([1]).status_code == 401
         wrong = {"Authorization": "Bearer open sesam"}
@@ -383,6 +386,94 @@ def test_trap_s52_the_token_is_asked_for_everywhere_but_in_health_and_off_loopba
 def test_options_that_cannot_work_are_refused(options):
     with pytest.raises(ConfigError, match=next(iter(options))):
         ServeConfig("m", **options)
+
+
+# What a stranger sends -------------------------------------------------------------------------------------------------
+
+
+def test_a_validation_error_is_short_and_nobody_waits_for_it(server):
+    for body in (
+        {"prompt": [-1] * 200_000},
+        {"prompt": [[-1]] * 50_000},
+        {"prompt": [1], "logit_bias": dict.fromkeys(map(str, range(50_000)), "x")},
+        {"prompt": [1], "stop_token_ids": [-1] * 50_000},
+        {"prompt": [1], "placed": [{}] * 50_000},
+        {"prompt": [1]} | dict.fromkeys(map(str, range(50_000))),
+    ):
+        answer = server.post("/v1/completions", body)
+        assert answer.status_code == 400 and len(answer.content) < 1100
+        assert ".py" not in answer.text and answer.elapsed.total_seconds() < 2
+
+
+def test_a_body_beyond_the_limit_is_a_413_with_and_without_its_length(server):
+    body = b'{"prompt": [1' + b",1" * (5 * 2**20) + b"]}"
+    kind = server.headers | {"Content-Type": "application/json"}
+    pieces = (body[at : at + 2**20] for at in range(0, len(body), 2**20))
+    with httpx2.Client(trust_env=False) as client:
+        for content in (body, pieces):
+            error(client.post(server.url + "/v1/completions", content=content, headers=kind), 413)
+
+
+@pytest.mark.parametrize(
+    "path, body",
+    [
+        ("/v1/unload_lora_adapter", b'{"lora_name": "\\ud800"}'),
+        ("/v1/load_lora_adapter", b'{"lora_name": "a", "lora_path": "\\ud800"}'),
+        ("/update_weight_version", b'{"new_version": "\\ud800"}'),
+        (
+            "/v1/completions",
+            b'{"prompt": [1], "structured_outputs": {"json": ' + b'{"a":' * 5000 + b"1" + b"}" * 5000 + b"}}",
+        ),
+        ("/update_weight_version", b"[" * 5000 + b"]" * 5000),
+    ],
+)
+def test_text_that_is_no_unicode_and_endless_nesting_are_a_400(server, path, body):
+    kind = server.headers | {"Content-Type": "application/json"}
+    error(server.session.post(server.url + path, data=body, headers=kind), 400)
+
+
+def test_a_guide_that_takes_seconds_to_compile_or_allows_nothing_is_a_400(tiny_tokenizer):
+    def make():
+        engine = NativeEngine(build_model(len(tiny_tokenizer)), pad_token_id=0)
+        engine.tokenizer = tiny_tokenizer
+        return ServedEngine(engine)
+
+    with serving(make) as server:
+        for guide, words in (({"choice": ["a" * 100_000]}, "characters"), ({"grammar": "root ::= root"}, "no token")):
+            assert words in error(server.complete([1], structured_outputs=guide, ignore_eos=False), 400)
+
+
+def test_errors_of_every_kind_have_one_form(server):
+    assert error(server.get("/nothing"), 404) and error(server.get("/v1/completions"), 405)
+    assert error(server.post("/pause?mode=abort"), 400) and error(server.get("/metrics", headers={}), 401)
+
+
+def test_the_call_of_a_client_that_left_ends_and_the_next_one_does_not_wait():
+    def make():
+        return ServedEngine(NativeEngine(build_model(VOCAB, max_position_embeddings=10**5), pad_token_id=0))
+
+    with serving(make, context=10**5) as server:
+        for long in ({"max_tokens": 50_000}, {"max_tokens": 50_000, "n": 2}):
+            with pytest.raises(ReadTimeout):
+                server.complete([5], timeout=0.3, **long)
+            begun = time.monotonic()
+            assert server.complete([7], max_tokens=2).json()["choices"][0]["finish_reason"] == "length"
+            assert time.monotonic() - begun < 5
+
+
+def test_a_call_that_another_client_waits_for_goes_on(fresh):
+    fresh.post("/pause")
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        kept = pool.submit(fresh.complete, [5, 6], max_tokens=50, seed=1)
+        while not fresh.host.served.waiting:
+            time.sleep(0.001)
+        left = Job(Request([5], 1, Sampling(50)))
+        fresh.host.served.submit([left])
+        fresh.post("/resume")
+        while not fresh.host.served.called and not kept.done():
+            time.sleep(0.001)
+        assert not fresh.host.served.let_go([left])
+        assert [c["finish_reason"] for c in kept.result().json()["choices"]] == ["length"]
 
 
 # Pictures ------------------------------------------------------------------------------------------------------------

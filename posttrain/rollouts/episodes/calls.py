@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import inspect
 import json
 import math
 import time
@@ -12,14 +13,16 @@ from dataclasses import dataclass, field, replace
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from transformers import PreTrainedTokenizerBase
 
-from posttrain.data.chat import encode, one_bos, open_end, render_prompt, tool_call
+from posttrain.data.chat import encode, one_bos, open_end, render, render_prompt, tool_call
 from posttrain.data.responses import add_response_schema, parse_response
 from posttrain.data.templates import supports_tool_calling
-from posttrain.errors import DataError, ModelError, RolloutError
+from posttrain.errors import BadRequest, DataError, ModelError, RolloutError
 from posttrain.rollouts.base import check_requests
 from posttrain.rollouts.episodes.session import CapturedCall, Session
 from posttrain.rollouts.episodes.tokens import PlainText
+from posttrain.rollouts.server.bodies import read_json
 from posttrain.types import Request, Rollout, Sampling
 
 # What OpenAI's own service takes, and what changes nothing that is sampled.
@@ -28,18 +31,14 @@ WITHOUT_EFFECT = ("user", "metadata", "store", "service_tier", "safety_identifie
 OF_THE_RUN: dict[str, str] = {name: name for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")}
 OFF = {"presence_penalty": 0, "frequency_penalty": 0}
 MOST_CHOICES = 128
-# Arguments of rendering that no call sets.
+# Of a body, where the context is unknown; of any context; and for each token of it.
+MOST_BYTES, LEAST_BYTES, BYTES_PER_TOKEN = 16 * 2**20, 2**20, 32
+# Arguments of rendering that no call sets; templates read documents.
 OUR_OWN = {
-    "messages",
-    "conversation",
-    "tools",
-    "tokenize",
-    "add_generation_prompt",
-    "continue_final_message",
-    "chat_template",
-    "return_dict",
-    "return_tensors",
-    "return_assistant_tokens_mask",
+    name
+    for function in (render_prompt, render, PreTrainedTokenizerBase.apply_chat_template)
+    for name, parameter in inspect.signature(function).parameters.items()
+    if parameter.kind is not parameter.VAR_KEYWORD and name != "documents"
 }
 # Keys of a message whose content would be left out.
 UNREAD = ("function_call", "audio")
@@ -126,9 +125,9 @@ def read_body(kind: type[_Body], raw: bytes) -> tuple[Any, str]:
         CallError: It is no JSON, or a parameter is unknown or out of range; names it.
     """
     try:
-        content = json.loads(raw)
-    except (ValueError, RecursionError) as error:
-        raise CallError(f"We could not parse the JSON body of your request: {error}.") from error
+        content = read_json(raw)
+    except BadRequest as error:
+        raise CallError(f"We could not parse the JSON body of your request: {error}") from error
     if not isinstance(content, dict):
         raise CallError(f"The body of a request must be a JSON object, and it is {type(content).__name__}.")
     digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
@@ -188,6 +187,11 @@ class Policy:
                 self.calls_tools = False
         # One instance, so that a text that it hides is hidden by the same word in every call.
         self.plain = PlainText(self.tokenizer) if hasattr(self.tokenizer, "all_special_tokens") else None
+
+    @property
+    def most_bytes(self) -> int:
+        """Bytes that the body of a call may have: what fills the context several times over, escaped text included."""
+        return MOST_BYTES if self.context is None else max(LEAST_BYTES, BYTES_PER_TOKEN * self.context)
 
     # Prompts -------------------------------------------------------------------------------------------------------------
 

@@ -7,21 +7,23 @@ import contextlib
 import json
 import logging
 import secrets
-import socket
 import threading
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
+from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from posttrain.errors import RolloutError
+from posttrain.integrations.machine import listen, raise_file_limit
+from posttrain.integrations.network import host_and_port
 from posttrain.rollouts.episodes.calls import (
     Answer,
     CallError,
@@ -31,6 +33,8 @@ from posttrain.rollouts.episodes.calls import (
     read_body,
 )
 from posttrain.rollouts.episodes.session import CapturedCall, Session
+from posttrain.rollouts.server.guard import bounded
+from posttrain.rollouts.server.listening import server_config
 from posttrain.types import Request as Prompt
 from posttrain.types import Rollout, Sampling
 
@@ -179,6 +183,10 @@ class CaptureProxy:
         self.sessions: dict[str, Session] = {}
         self.strays = 0
         self._sampling: dict[tuple[str, int], Future[list[Rollout]]] = {}
+        # JSON, template and tokenizer run here: the event loop answers all other episodes meanwhile.
+        self._reading = ThreadPoolExecutor(1, thread_name_prefix="capture-reading")
+        # A session's calls are read and begun one after the other, for a retry is recognized by what was begun.
+        self._locks: dict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._server: uvicorn.Server | None = None
         self._thread: threading.Thread | None = None
 
@@ -187,7 +195,7 @@ class CaptureProxy:
     @property
     def url(self) -> str:
         """What a client takes for ``base_url``."""
-        return f"http://{self.host}:{self.port}/v1"
+        return f"http://{host_and_port(self.host, self.port)}/v1"
 
     def start(self) -> CaptureProxy:
         """Listen, in a thread of this process.
@@ -195,21 +203,16 @@ class CaptureProxy:
         Raises:
             RolloutError: The address cannot be listened on.
         """
-        listener = socket.socket(socket.AF_INET6 if ":" in self.host else socket.AF_INET, socket.SOCK_STREAM)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        raise_file_limit()
         try:
-            listener.bind((self.host, self.port))
+            listener = listen(self.host, self.port)
         except OSError as error:
-            listener.close()
             raise RolloutError(
                 f"the address of the harness cannot be listened on: {self.host}:{self.port}: {error}. Fix: harness_port=0 takes "
                 "a free port."
             ) from error
         self.port = listener.getsockname()[1]
-        config = uvicorn.Config(
-            self.app(), access_log=False, log_level="warning", timeout_keep_alive=120, lifespan="off"
-        )
-        self._server = uvicorn.Server(config)
+        self._server = uvicorn.Server(server_config(self.app(), log_level="warning", lifespan="off"))
         self._thread = threading.Thread(
             target=self._server.run, kwargs={"sockets": [listener]}, daemon=True, name="capture-proxy"
         )
@@ -257,19 +260,20 @@ class CaptureProxy:
         """Close a session and forget it."""
         self.close(session)
         self.sessions.pop(session.key, None)
+        self._locks.pop(session.key, None)
 
     # The endpoints ---------------------------------------------------------------------------------------------------------
 
     def app(self) -> FastAPI:
         """The endpoints, under ``/v1`` and under ``/sessions/KEY/v1``."""
-        app = FastAPI(title="posttrain capture proxy")
+        app = FastAPI(title="posttrain capture proxy", docs_url=None, redoc_url=None, openapi_url=None)
         for prefix in ("/v1", "/sessions/{key}/v1"):
             app.get(f"{prefix}/models")(self._models)
             app.get(f"{prefix}/models/{{name}}")(self._model)
             app.post(f"{prefix}/chat/completions")(self._chat)
             app.post(f"{prefix}/completions")(self._complete)
         app.add_exception_handler(CallError, _refusal)  # type: ignore[arg-type]
-        app.add_exception_handler(404, _unknown_path)
+        app.add_exception_handler(HTTPException, _other_refusal)  # type: ignore[arg-type]
         app.add_exception_handler(Exception, _fault)
         return app
 
@@ -318,10 +322,12 @@ class CaptureProxy:
         session = self._session(request)
         session.counts.received += 1
         try:
-            body, digest = read_body(kind, await request.body())
-            before = self._retried(session, digest, request)
-            call = before if before is not None else self._begin(session, body, digest)
-        except CallError:
+            raw = await Request(request.scope, bounded(request.receive, self.policy.most_bytes)).body()
+            async with self._locks[session.key]:
+                body, digest = await self._read(read_body, kind, raw)
+                before = self._retried(session, digest, request)
+                call = before if before is not None else await self._begin(session, body, digest)
+        except (CallError, HTTPException):
             session.counts.refused += 1
             raise
         except ClientDisconnect:
@@ -338,10 +344,20 @@ class CaptureProxy:
         self.answered(session, call, again=before is not None)
         return JSONResponse(answer.whole())
 
-    def _begin(self, session: Session, body: Any, digest: str) -> CapturedCall:
-        """Render a call, check it, and queue it."""
+    async def _read(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Run a function in the thread that reads bodies."""
+        return await asyncio.wrap_future(self._reading.submit(function, *args))
+
+    async def _begin(self, session: Session, body: Any, digest: str) -> CapturedCall:
+        """Render a call, check it, and queue it.
+
+        Raises:
+            CallError: The call cannot be rendered or sampled, or the session ended meanwhile.
+        """
         render: Any = self.policy.chat if isinstance(body, ChatBody) else self.policy.completion
-        call = render(body, session)
+        call = await self._read(render, body, session)
+        if session.closed:
+            raise CallError("The episode of this key has ended.", status=401, code="invalid_api_key")
         call.body = digest
         request = self.policy.request(body, call, session)
         session.begin(call)
@@ -489,9 +505,14 @@ async def _refusal(_: Request, error: CallError) -> JSONResponse:
     return JSONResponse(error.content, status_code=error.status)
 
 
-async def _unknown_path(request: Request, _: Exception) -> JSONResponse:
-    message = f"Unknown request URL: {request.method} {request.url.path}. Fix: base_url ends with /v1."
-    return JSONResponse(CallError(message, status=404, code="unknown_url").content, status_code=404)
+async def _other_refusal(request: Request, error: HTTPException) -> JSONResponse:
+    """A path or method that is not there, or a body that is too large, in the form of all other errors."""
+    message, code = str(error.detail), None
+    if error.status_code in (404, 405):
+        message = f"Unknown request URL: {request.method} {request.url.path}. Fix: base_url ends with /v1."
+        code = "unknown_url"
+    refusal = CallError(message, status=error.status_code, code=code)
+    return JSONResponse(refusal.content, status_code=refusal.status, headers=error.headers)
 
 
 async def _fault(_: Request, error: Exception) -> JSONResponse:

@@ -71,10 +71,17 @@ class Guides:
         """A fresh position at the beginning of a guide.
 
         Raises:
-            ConfigError: An unknown kind, or a text that is no regex, schema or grammar.
+            ConfigError: An unknown kind, a text that is no regex, schema or grammar, or one that allows no token.
         """
         if guide not in self._compiled:
-            self._compiled[guide] = self._compile(*guide)
+            compiled = self._compile(*guide)
+            allowed = self.xgrammar.allocate_token_bitmask(1, self.vocabulary)
+            Guide(compiled, self.stop_ids).matcher.fill_next_token_bitmask(allowed, 0)
+            if not allowed.any():
+                raise ConfigError(
+                    f"Sampling.guide={guide!r:.200} allows no token at all. Fix: give it an end to its recursion."
+                )
+            self._compiled[guide] = compiled
         return Guide(self._compiled[guide], self.stop_ids)
 
     def _compile(self, kind: str, text: str) -> Any:

@@ -7,12 +7,13 @@ import functools
 import logging
 import math
 import os
+import re
 import secrets
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 
 import httpx2
 import tenacity
@@ -26,7 +27,8 @@ from posttrain.errors import (
     ServerUnreachable,
     WeightSyncError,
 )
-from posttrain.integrations.network import CONNECTIONS, network_advice
+from posttrain.integrations.network import CONNECTIONS, host_and_port, network_advice
+from posttrain.redaction import hide_secrets
 from posttrain.rollouts.server.replies import (
     API_KEY_VARIABLE,
     GENERATE,
@@ -43,6 +45,7 @@ from posttrain.rollouts.server.replies import (
     reading,
     scores_of,
 )
+from posttrain.rollouts.server.tokens import LocalToken
 from posttrain.types import Request
 
 if TYPE_CHECKING:
@@ -91,7 +94,8 @@ class VLLMClient:
         connection_timeout: Seconds to wait for the server to be healthy; 0 asks once.
         request_timeout: Seconds a generation may take; None: 600, or 30 and 20 ms a requested token where that is more.
         sync_timeout: Seconds one call of a weight update may take.
-        api_key: Sent as bearer token; None: that of ``$POSTTRAIN_API_KEY``.
+        api_key: Sent as bearer token. ``None`` (default): that of ``$POSTTRAIN_API_KEY``; without one, the token that a server of
+            this user and machine wrote to its file.
         reader: Of pictures in prompts, as the trainer reads them; None: prompts are text.
         role: ``rollout`` or ``teacher``: what errors call the server, and which option of a config has its address.
 
@@ -117,17 +121,22 @@ class VLLMClient:
         role: str = "rollout",
     ) -> None:
         self.reader, self.role = reader, role
-        self.base_url = (base_url or f"http://{host}:{server_port}").rstrip("/")
+        self.base_url = (base_url or f"http://{host_and_port(host, server_port)}").rstrip("/")
         try:
             parts = urlsplit(self.base_url)
             valid = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
         except ValueError:  # A port that is no number, a bracket that is not closed.
             valid = False
         if not valid:
-            raise ConfigError(f"base_url={base_url!r} is no address of a server. It looks like 'http://10.0.0.5:8000'.")
+            raise ConfigError(
+                f"base_url={hide_secrets(base_url)!r} is no address of a server. It looks like 'http://10.0.0.5:8000'."
+            )
         # 0.0.0.0 is an address to listen on, not one to connect to.
-        self.base_url = self.base_url.replace("//0.0.0.0", "//127.0.0.1", 1)
+        self.base_url = self.base_url.replace("//0.0.0.0", "//127.0.0.1", 1).replace("//[::]", "//[::1]", 1)
         self.host = str(urlsplit(self.base_url).hostname)
+        # Errors and logs name the address, and never who asks there.
+        user, _, password = urlsplit(self.base_url).netloc.rpartition("@")[0].partition(":")
+        self.base_url = re.sub(r"(?<=://)[^/]*@", "", self.base_url)
         self.group_port, self.request_timeout, self.sync_timeout = group_port, request_timeout, sync_timeout
         self.communicator: Any = None  # `posttrain.rollouts.server.weight_sync.NcclSender`
         self.facts: dict[str, Any] = {}
@@ -135,11 +144,18 @@ class VLLMClient:
         api_key = api_key or os.environ.get(API_KEY_VARIABLE)
         self.session = httpx2.Client(
             headers={"Authorization": f"Bearer {api_key}"} if api_key else None,
+            auth=self._auth(unquote(user), unquote(password), api_key),
             limits=CONNECTIONS,
             trust_env=not self.is_local,  # A proxy of the environment knows no way back to this machine.
         )
         self.check_server(connection_timeout)
         self.info()
+
+    def _auth(self, user: str, password: str, api_key: str | None) -> httpx2.Auth | None:
+        """Return who asks: the user of the address, or the token of a server of this machine's user."""
+        if user:
+            return httpx2.BasicAuth(user, password)
+        return LocalToken(urlsplit(self.base_url).port or 80) if self.is_local and not api_key else None
 
     @property
     def is_local(self) -> bool:
@@ -162,7 +178,7 @@ class VLLMClient:
         Args:
             method: ``GET`` or ``POST``.
             path: Below the server's address.
-            body: Sent as JSON.
+            body: Sent as JSON; a ``POST`` without one sends an empty object.
             timeout: Seconds to be answered.
             retries: Further tries.
 
@@ -185,6 +201,7 @@ class VLLMClient:
         url, limit = self.base_url + path, httpx2.Timeout(timeout, connect=QUICK_SECONDS)
         # After an error vLLM closes the connection: the next request of an update, which is sent once, takes a new one.
         headers = {"Connection": "close"} if path in PHASES else None
+        body = {} if body is None and method == "POST" else body
         try:
             response = self.session.request(method, url, timeout=limit, headers=headers, json=body)
             # Health and others answer nothing but 200, or null; adapters a sentence.

@@ -17,6 +17,7 @@ from filelock import FileLock, Timeout
 
 from posttrain.data.formats import warn_once
 from posttrain.errors import ConfigError, RolloutServerError, ServerBusy, ServerUnreachable
+from posttrain.redaction import hide_secrets
 from posttrain.rollouts.server.client import VLLMClient
 
 logger = logging.getLogger(__name__)
@@ -119,12 +120,12 @@ class ServerPool:
         for url, error in late.items():
             if not self.servers:
                 raise ServerUnreachable(
-                    f"no healthy rollout server at {', '.join(late)} within {timeout:g} s. The last answer: "
+                    f"no healthy rollout server at {', '.join(map(hide_secrets, late))} within {timeout:g} s. The last answer: "
                     f"{error.__cause__ or error} Fix: start one with 'posttrain serve --model MODEL', or correct "
                     "vllm_server_base_url.",
-                    url=url,
+                    url=hide_secrets(url),
                 ) from error
-            logger.warning("%s is not there and is left out until it is: %s", url, error)
+            logger.warning("%s is not there and is left out until it is: %s", hide_secrets(url), error)
 
     def _admit_new(self, urls: Sequence[str], left_out: type[RolloutServerError]) -> dict[str, RolloutServerError]:
         """Connect to the servers that are not known yet; the errors of those that are left out for it."""
@@ -143,7 +144,9 @@ class ServerPool:
                     late[url] = error
                     continue
                 self.servers[url] = server
-                logger.info("rollout server %s: %s, weights of version %s.", url, server.info["model"], server.holds)
+                logger.info(
+                    "rollout server %s: %s, weights of version %s.", server.url, server.info["model"], server.holds
+                )
         return late
 
     def _acquire_lease(self, server: Server) -> None:
@@ -189,14 +192,14 @@ class ServerPool:
         try:
             self._looked, wanted = time.monotonic(), self.urls()
             for url in [u for u in self.servers if u not in wanted]:
-                logger.warning("rollout server %s was taken off the list.", url)
+                logger.warning("rollout server %s was taken off the list.", hide_secrets(url))
                 self._let_go(url)
             # Whatever is the matter with a newcomer (a key, another trainer): the run has the servers that it began with.
             for url, error in self._admit_new(wanted, RolloutServerError).items():
                 if isinstance(error, ServerUnreachable):
-                    logger.debug("%s is still not there: %s", url, error)
+                    logger.debug("%s is still not there: %s", hide_secrets(url), error)
                 else:
-                    warn_once(logger, "%s is left out until it can be used: %s", url, str(error))
+                    warn_once(logger, "%s is left out until it can be used: %s", hide_secrets(url), str(error))
             for server in self.all:
                 if server.down is not None:
                     self.look_at(server)

@@ -45,6 +45,11 @@ def check_token(host: str, api_key: str | None) -> None:
         )
 
 
+def error_body(status: int, message: str) -> dict[str, Any]:
+    """Return the body of an error in the form of vLLM's server."""
+    return {"error": {"message": message, "code": status}}
+
+
 def derived_seed(seed: int | None, index: int) -> int | None:
     """The seed of request ``index`` in a call with ``seed``: the same whichever server answers it.
 

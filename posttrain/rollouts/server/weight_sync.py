@@ -102,23 +102,32 @@ def file_tensors(path: Path, announced: str) -> dict[str, Tensor]:
 
 
 def shared_path(path: str) -> Path:
-    """The file that a bucket or an adapter in shared memory may be in: ``/dev/shm/posttrain-*/*.safetensors``, or a folder below.
+    """Return the file of a bucket or an adapter: ``posttrain-*/*.safetensors`` below `shared_root`, or in a folder below.
 
     Raises:
-        ConfigError: Any other path, a link, or no file.
+        ConfigError: Any other path, a link, no file, or a file or folder of another account.
     """
-    file = Path(path)
-    known = any(file.match(f"{SHARED_FOLDER}/posttrain-*/{below}*.safetensors") for below in ("", "*/"))
-    if file.resolve() != file or not known or not file.is_file():
+    file, root = Path(path), shared_root()
+    known = any(file.match(f"{root}/posttrain-*/{below}*.safetensors") for below in ("", "*/"))
+    if not known or file.resolve() != file or not file.is_file():
         raise ConfigError(
-            f"path={path!r} is no regular file {SHARED_FOLDER}/posttrain-*/*.safetensors, the only files that are read."
+            f"path={path!r} is no regular file {root}/posttrain-*/*.safetensors, the only files that are read."
+        )
+    # Root may replace any file anyway, and no other account enters a folder that is closed to it.
+    folder = root / file.relative_to(root).parts[0]
+    owners = {file.stat().st_uid, folder.stat().st_uid} - {os.geteuid(), 0}
+    if owners or folder.stat().st_mode & 0o022:
+        raise ConfigError(
+            f"path={path!r}: another account could replace the weights. {folder} has the mode {folder.stat().st_mode & 0o777:o} "
+            f"and the owner {folder.stat().st_uid}, the file has the owner {file.stat().st_uid}, and the server runs as user "
+            f"{os.geteuid()}. Fix: run the server and the trainer as one user."
         )
     return file
 
 
 def shared_root() -> Path:
-    """Where weights for processes of this machine are written: shared memory, else the folder for temporary files."""
-    return SHARED_FOLDER if os.access(SHARED_FOLDER, os.W_OK) else Path(tempfile.gettempdir())
+    """Return where weights for processes of this machine are written: shared memory, else the folder for temporary files."""
+    return SHARED_FOLDER if os.access(SHARED_FOLDER, os.W_OK) else Path(tempfile.gettempdir()).resolve()
 
 
 def hold(folder: Path) -> int | None:

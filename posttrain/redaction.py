@@ -1,0 +1,90 @@
+"""Secrets in what is written: `hide_secrets`, the one function for manifests, logs and errors."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+HIDDEN = "<hidden>"
+# Names of secrets, whatever stands around these words; and names that end so, unless a tokenizer has such a token.
+_NAMED = re.compile(
+    r"api_?key|access_?key|private_?key|passw(or)?d|passphrase|secret|credential|authorization|cookie|signature"
+)
+_TOKEN = re.compile(r"(^|_)(token|auth)$")
+_OF_TOKENIZERS = re.compile(
+    r"(^|_)(bos|eos|pad|unk|sep|cls|mask|image|video|audio|vision|stop|start|end|special|placeholder|per|of|next|first|last)_token$"
+)
+_VALUES = re.compile(
+    r"hf_[A-Za-z0-9]{16,}|(?<![\w-])sk-[\w-]{16,}|gh[pousr]_[A-Za-z0-9]{16,}|github_pat_\w{16,}|glpat-[\w-]{16,}"
+    r"|xox[a-z]-[\w-]{10,}|(?<![A-Z0-9])AKIA[A-Z0-9]{16}|eyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]+|(?<=[Bb]earer )[\w.~+/=-]{6,}"
+)
+_USER = re.compile(r"(?<=://)[^/\s?#@\"']+@")
+# `?name=value`, `--name value`, `name=value` and `"name": "value"`, in this order.
+_PAIRS = (
+    re.compile(r"(?P<before>[?&;](?P<name>[\w.%-]+)=)(?P<value>[^&#\s\"'<>]+)"),
+    re.compile(r"(?P<before>--(?P<name>[\w.-]+)(?:=|\s+))(?P<value>(?!--)\S+)"),
+    re.compile(r"(?P<before>\b(?P<name>[A-Za-z][\w-]*)=)(?P<value>[^\s\"'<>,;)&]+)"),
+    re.compile(r"(?P<before>(?P<q>[\"']?)\b(?P<name>[A-Za-z][\w-]*)(?P=q)\s*[:=]\s*)(?P<value>\"[^\"]*\"|'[^']*')"),
+)
+
+
+def is_secret_name(name: str) -> bool:
+    """Return whether a value of this name is a secret.
+
+    >>> [is_secret_name(name) for name in ("hf_token", "sessionToken", "eos_token", "max_tokens", "apikey")]
+    [True, True, False, False, True]
+    """
+    name = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower().replace("-", "_").strip("_")
+    return bool(_NAMED.search(name) or (_TOKEN.search(name) and not _OF_TOKENIZERS.search(name)))
+
+
+def hide_secrets(value: object) -> Any:
+    """Return a copy of a value without secrets.
+
+    Entries of mappings are left out by their name. In texts the secret is replaced: after a flag or name, in URLs, in JSON,
+    and values that look like keys of known services. A list may be a command line.
+
+    >>> hide_secrets({"hub_token": "x", "eos_token": "</s>", "kwargs": {"token": "y", "revision": "main"}})
+    {'eos_token': '</s>', 'kwargs': {'revision': 'main'}}
+    >>> hide_secrets(["--hf_token", "x", "https://me:pass@host/?token=y"])
+    ['--hf_token', '<hidden>', 'https://<hidden>@host/?token=<hidden>']
+    """
+    if isinstance(value, Mapping):
+        return {name: hide_secrets(entry) for name, entry in value.items() if not is_secret_name(str(name))}
+    if isinstance(value, list | tuple):
+        return _hidden_list(value)
+    return _hidden_text(value) if isinstance(value, str) else value
+
+
+def _hidden_list(values: Sequence[Any]) -> list[Any]:
+    shown, secret = [], False
+    for value in values:
+        flag = isinstance(value, str) and value.startswith("--")
+        shown.append(HIDDEN if secret and isinstance(value, str) and not flag else hide_secrets(value))
+        secret = flag and "=" not in value and is_secret_name(value.lstrip("-"))
+    return shown
+
+
+def _hidden_text(text: str) -> str:
+    if text[:1] in ("{", "["):
+        try:
+            content = json.loads(text)
+        except (ValueError, RecursionError):
+            pass
+        else:
+            hidden = hide_secrets(content)
+            return text if hidden == content else json.dumps(hidden)
+    text = _VALUES.sub(HIDDEN, _USER.sub(f"{HIDDEN}@", text))
+    for pair in _PAIRS:
+        text = pair.sub(_hidden_pair, text)
+    return text
+
+
+def _hidden_pair(found: re.Match[str]) -> str:
+    value = found["value"]
+    if not is_secret_name(found["name"]) or value.strip("\"'") in ("", HIDDEN, "None"):
+        return found[0]
+    quote = value[0] if value[0] in "\"'" else ""
+    return f"{found['before']}{quote}{HIDDEN}{quote}"

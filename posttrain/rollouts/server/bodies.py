@@ -1,0 +1,44 @@
+"""Bodies of requests: `read_json` parses one, and `first_errors` says in few words what is wrong with it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pydantic_core import from_json
+
+from posttrain.errors import BadRequest
+
+# Of an error message: validation errors that it shows, and its characters.
+SHOWN, MOST_CHARACTERS = 3, 1000
+
+
+def read_json(raw: bytes) -> Any:
+    """Parse a body.
+
+    Raises:
+        BadRequest: The body is not valid JSON, nests too deeply, or holds a lone surrogate, which no tokenizer reads.
+    """
+    try:
+        return from_json(raw)
+    except ValueError as error:
+        raise BadRequest(f"the body is not valid JSON: {error}.") from error
+
+
+def first_errors(errors: Sequence[Mapping[str, Any]]) -> str:
+    """Return the first errors of a validation by pydantic, in up to 1,000 characters.
+
+    >>> first_errors([{"loc": ("n",), "msg": "Input should be greater than 0", "input": -1}])
+    'n: Input should be greater than 0 (-1)'
+    """
+    shown = [_line(error) for error in errors[:SHOWN]]
+    more = len(errors) - len(shown)
+    return "; ".join([*shown, *([f"and {more} more"] if more else [])])[:MOST_CHARACTERS]
+
+
+def _line(error: Mapping[str, Any]) -> str:
+    place = ".".join(str(part)[:100] for part in error["loc"])
+    value = error.get("input")
+    # Of a missing field the input is all of the body.
+    came = f" ({value!r:.60})" if isinstance(value, str | int | float) else ""
+    return f"{place + ': ' if place else ''}{error['msg'][:500]}{came}"

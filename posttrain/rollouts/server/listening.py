@@ -1,0 +1,56 @@
+"""How a server of this package listens: `server_config` for uvicorn, and `PromptH11`, its protocol with a limit for headers."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import h11
+import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+# Seconds that the headers of a request may take. Clients send them in one piece.
+HEADER_S = 20.0
+# Seconds. Clients keep connections between steps of training; closed ones would cost them a retry.
+KEEP_ALIVE_S = 120
+
+
+class PromptH11(H11Protocol):
+    """uvicorn's HTTP/1.1, which closes a connection whose headers do not come.
+
+    uvicorn limits the size of headers and the idle time after an answer, but not the time until the first request is complete. A
+    connection that sends nothing would stay open forever, before anything asks for a token.
+    """
+
+    _late: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: Any) -> None:
+        """Start to wait for the first request."""
+        super().connection_made(transport)
+        self._wait_for_headers()
+
+    def data_received(self, data: bytes) -> None:
+        """Wait for the rest of the headers, if they are not complete."""
+        super().data_received(data)
+        if self.conn.their_state is not h11.IDLE:
+            self._stop_waiting()
+        elif self.conn.trailing_data[0] and self._late is None:
+            self._wait_for_headers()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Stop to wait."""
+        self._stop_waiting()
+        super().connection_lost(exc)
+
+    def _wait_for_headers(self) -> None:
+        self._late = self.loop.call_later(HEADER_S, self.transport.abort)
+
+    def _stop_waiting(self) -> None:
+        if self._late is not None:
+            self._late.cancel()
+            self._late = None
+
+
+def server_config(app: Any, **options: Any) -> uvicorn.Config:
+    """Return uvicorn's config for an application of this package; ``options`` are uvicorn's."""
+    return uvicorn.Config(app, http=PromptH11, ws="none", access_log=False, timeout_keep_alive=KEEP_ALIVE_S, **options)

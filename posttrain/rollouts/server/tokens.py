@@ -1,0 +1,74 @@
+"""The token of a rollout server that was given none: `write_token` makes it, and `find_token` reads it for the same user.
+
+`token_pattern` is where the files are, and `LocalToken` sends what is found.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import stat
+import tempfile
+from collections.abc import Generator, Iterator
+from pathlib import Path
+
+import httpx2
+
+from posttrain.rollouts.server.weight_sync import shared_root
+
+
+def token_pattern(port: object) -> Path:
+    """Return the pattern of the files that hold tokens of servers on a port."""
+    return shared_root() / f"posttrain-token-{port}-*"
+
+
+def _own_tokens(port: int) -> Iterator[Path]:
+    """Yield the token files of this user. A file of another account, or one that others can read, is none."""
+    pattern = token_pattern(port)
+    for path in pattern.parent.glob(pattern.name):
+        with contextlib.suppress(OSError):
+            found = path.lstat()
+            if stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o077:
+                yield path
+
+
+def write_token(port: int) -> Path:
+    """Write a new token for the server on a port to a file that only this user can read (mode 0600).
+
+    The file is in shared memory, which ends with the machine, and has a name that no other account can occupy. Tokens of earlier
+    servers on this port are removed.
+    """
+    for path in list(_own_tokens(port)):
+        path.unlink(missing_ok=True)
+    pattern = token_pattern(port)
+    handle, name = tempfile.mkstemp(prefix=pattern.name[:-1], dir=pattern.parent)
+    with os.fdopen(handle, "w") as file:
+        file.write(secrets.token_urlsafe(32))
+    return Path(name)
+
+
+def find_token(port: int) -> str | None:
+    """Return the token of the server that this user started last on a port of this machine; ``None`` if there is no file."""
+    with contextlib.suppress(OSError):
+        newest = max(_own_tokens(port), key=lambda path: path.stat().st_mtime_ns, default=None)
+        return None if newest is None else newest.read_text() or None
+    return None
+
+
+class LocalToken(httpx2.Auth):
+    """Send the token of the server on a port of this machine. It is read for each request: a restarted server has another.
+
+    Args:
+        port: Of the server.
+    """
+
+    def __init__(self, port: int) -> None:
+        self.port = port
+
+    def auth_flow(self, request: httpx2.Request) -> Generator[httpx2.Request, httpx2.Response, None]:
+        """Add the header to one request, if there is a token."""
+        token = find_token(self.port)
+        if token is not None:
+            request.headers["Authorization"] = f"Bearer {token}"
+        yield request
