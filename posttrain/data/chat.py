@@ -38,6 +38,11 @@ def inner_tokenizer(processing_class: Tokenizer) -> Any:
     return getattr(processing_class, "tokenizer", None) or processing_class
 
 
+def ids_without_token(processing_class: Tokenizer, size: int) -> frozenset[int]:
+    """Return the ids below ``size`` that the tokenizer has no token for: rows of a padded embedding."""
+    return frozenset(range(size)) - frozenset(inner_tokenizer(processing_class).get_vocab().values())
+
+
 def is_processor(processing_class: Tokenizer) -> bool:
     """Whether this is a processor with an image processor, not a tokenizer."""
     return getattr(processing_class, "image_processor", None) is not None

@@ -5,14 +5,13 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Mapping, Sequence, Sized
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import datasets
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from posttrain.data.chat import inner_tokenizer, is_processor, terminal_token_ids
+from posttrain.data.chat import ids_without_token, is_processor, terminal_token_ids
 from posttrain.data.forest import collate
 from posttrain.data.formats import is_conversational
 from posttrain.data.samplers import PromptStream, RepeatSampler
@@ -61,7 +60,7 @@ from posttrain.rollouts.batch import (
 from posttrain.rollouts.episodes.driver import for_trainer
 from posttrain.rollouts.episodes.harness import take_harness
 from posttrain.rollouts.sampling import configured_sampling, generation_fields
-from posttrain.types import NEVER, WHOLE, Batch, LossTerms, ModelOutputs, Prompt, Rollout, Row, Sampling, Truncation
+from posttrain.types import WHOLE, Batch, LossTerms, ModelOutputs, Prompt, Rollout, Row, Sampling, Truncation
 
 if TYPE_CHECKING:
     from posttrain.rollouts.episodes.driver import EpisodeDriver
@@ -127,6 +126,13 @@ class OnlineTrainer(PostTrainer):
         if args is not None and type(self).get_train_dataloader is OnlineTrainer.get_train_dataloader:
             check_stream(args, train_dataset)
         super().__init__(model, args, train_dataset=train_dataset, **kwargs)
+        self.ids_without_token = ids_without_token(
+            self.processing_class, self.model.config.get_text_config().vocab_size
+        )
+        if self.args.mask_ids_without_token:
+            options = self.args.generation_kwargs or {}
+            never = sorted(self.ids_without_token.union(options.get("suppress_tokens") or ()))
+            self.args.generation_kwargs = options | {"suppress_tokens": never}
         self.window = RolloutWindow(self.args.num_iterations)
         own_stops = generation_fields(self.args.generation_kwargs or {}).get("stop_token_ids")
         known_stops = terminal_token_ids(self.processing_class, generation_config_of(self.model))
@@ -335,10 +341,7 @@ class OnlineTrainer(PostTrainer):
 
     def collate(self, rows: list[Row]) -> list[Batch]:
         """Rows as forward passes."""
-        if not rows:
-            return []
-        options = {"whole_rows": self.method.traits.whole_rows, "together": self.method.traits.single_pass}
-        return collate(rows, pad_token_id=self.pad_token_id, layout=self.layout, **options)
+        return self.run.collate(rows) if rows else []
 
     # Generation and scoring --------------------------------------------------------------------------------------
 
@@ -401,8 +404,7 @@ class OnlineTrainer(PostTrainer):
         seconds, cut = time.perf_counter() - begin, self.args.mask_truncated_completions
         written = sum(completion_lengths(generation))
         speed = {"rollouts/tokens_per_second": mean(written / max(seconds, 1e-9)), "rollouts/seconds": mean(seconds)}
-        metrics = completion_metrics(generation, masks_truncated=cut, without_token=self.ids_without_token)
-        self.log_metrics_now(metrics | speed | pictured, mode)
+        self.log_metrics_now(completion_metrics(generation, cut, self.ids_without_token) | speed | pictured, mode)
         if mode == "train":
             tokens = written + sum(len(r.prompt_ids) for r in rollouts)
             self.counters["num_tokens"] += parallel.all_reduce_sum([float(tokens)], self.accelerator)[0]
@@ -454,20 +456,7 @@ class OnlineTrainer(PostTrainer):
         """Sampling settings of the next call; the seed is a function of the run's seed, the rank and the call's number."""
         world, rank = self.accelerator.num_processes, self.accelerator.process_index
         seed = (self.args.seed * 1_000_003 + self._generation_number(mode) * world + rank) % 2**63
-        return self._sampling(self.stop_ids, seed)
-
-    def _sampling(self, stop_token_ids: tuple[int, ...], seed: int) -> Sampling:
-        settings = configured_sampling(self.args, stop_token_ids=stop_token_ids, seed=seed)
-        if self.args.mask_ids_without_token:
-            never = tuple((token, NEVER) for token in sorted(self.ids_without_token))
-            settings = replace(settings, logit_bias=settings.logit_bias + never)
-        return self.vision.sampling(settings, self.model)
-
-    @functools.cached_property
-    def ids_without_token(self) -> frozenset[int]:
-        """Ids below the size of the model's vocabulary that the tokenizer has no token for."""
-        tokens = inner_tokenizer(self.processing_class).get_vocab().values()
-        return frozenset(range(self.model.config.get_text_config().vocab_size)) - frozenset(tokens)
+        return self.vision.sampling(configured_sampling(self.args, stop_token_ids=self.stop_ids, seed=seed), self.model)
 
     def score(self, generation: RolloutBatch, mode: str) -> RewardTable:
         """Rewards of all ranks' rows."""
@@ -487,7 +476,7 @@ class OnlineTrainer(PostTrainer):
     @property
     def left_out(self) -> Truncation:
         """What no engine draws: top-k, top-p, min-p, suppressed ids, and those that stand for images."""
-        return self._sampling((), 0).left_out
+        return self.vision.sampling(configured_sampling(self.args, stop_token_ids=(), seed=0), self.model).left_out
 
     @property
     def engine_is_policy(self) -> bool:

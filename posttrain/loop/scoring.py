@@ -35,7 +35,7 @@ def completion_lengths(batch: RolloutBatch) -> list[int]:
 
 
 def completion_metrics(
-    batch: RolloutBatch, *, masks_truncated: bool, without_token: Collection[int] = ()
+    batch: RolloutBatch, masks_truncated: bool, without_token: Collection[int] = ()
 ) -> dict[str, Metric]:
     """Lengths of what the model wrote, how many completions were cut or repeat another.
 
@@ -60,14 +60,17 @@ def completion_metrics(
         tokens = sum(len(rollout.token_ids) for rollout in batch.sequences())
         metrics["tools/token_share"] = mean(1 - float(lengths.sum()) / tokens, weight=tokens)
     if without_token:
-        ids = [token for rollout in batch.sequences() for token in rollout.token_ids]
-        metrics["completions/no_token_ratio"] = mean(
-            sum(token in without_token for token in ids) / max(len(ids), 1), weight=len(ids)
-        )
+        metrics["completions/no_token_ratio"] = share_without_token(batch, without_token)
     if masks_truncated:
         masked = [not any(map(any, batch.trained(i, True))) for i in range(len(batch.rollouts))]
         metrics["completions/masked_ratio"] = mean(torch.tensor(masked).float())
     return metrics
+
+
+def share_without_token(batch: RolloutBatch, without_token: Collection[int]) -> Metric:
+    """Return the share of the sampled ids that are among ``without_token``."""
+    ids = [token for rollout in batch.sequences() for token in rollout.token_ids]
+    return mean(sum(token in without_token for token in ids) / max(len(ids), 1), weight=len(ids))
 
 
 def duplicates(batch: RolloutBatch) -> Metric:
