@@ -7,6 +7,7 @@ here are called by an adapter, and the loop calls the rest.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -44,6 +45,7 @@ UNCALLED: dict[str, dict[str, str]] = {
     | _rows({WORKERS: "generate_and_score generate roll_out sample tokenize score attach_logps advantages"}),
     "AsyncDistillationTrainer": _rows({TAKEN: "rows generate_and_score generate roll_out sample tokenize"}),
 }
+DESCRIPTORS = (property, functools.cached_property, classmethod)  # Which are not callable themselves.
 # Hooks that several turns, or a function that samples, go around.
 OF_ONE_TURN = ("sample", "tokenize")
 
@@ -81,7 +83,7 @@ def _defined(kind: type) -> Iterator[str]:
     for cls in kind.__mro__:
         if not is_ours(cls):
             for name, value in vars(cls).items():
-                if callable(value) or hasattr(value, "__get__"):
+                if callable(value) or isinstance(value, DESCRIPTORS):
                     yield name
 
 

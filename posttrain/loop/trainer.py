@@ -418,7 +418,7 @@ class PostTrainer(transformers.Trainer):
         """All micro-batches of one optimiser step, so that its denominators are known before the first forward."""
         began = time.perf_counter()
         drawn = list(itertools.islice(epoch_iterator, num_batches))
-        self.checkpoints.place.draw(epoch_iterator, len(drawn))
+        self.checkpoints.place.draw(epoch_iterator, len(drawn), num_batches)
         self._load_rng_state(self.checkpoints.place.checkpoint)  # Before rollouts are sampled and scored.
         if not drawn:  # A stream has come to its end; it begins again with the next epoch.
             return [], None
@@ -500,6 +500,7 @@ class PostTrainer(transformers.Trainer):
         return self.run.reduced_metrics(mode)
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        self.state.epoch = self.checkpoints.place.epoch(self.state.epoch)
         self.run.log(self.method.end_step(self.state.global_step))
         if self._window_start is not None:
             self.log_metrics_now({"step_time": mean(time.perf_counter() - self._window_start)})
