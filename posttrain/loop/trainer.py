@@ -327,7 +327,8 @@ class PostTrainer(transformers.Trainer):
         """The training rows that are looked at before training, read once; another ``train_dataset`` is read anew."""
         if self._head is None or self._head.prepared is not self.train_dataset:
             sources = (self._raw, self.train_dataset, self._rows_of, self.processing_class)
-            self._head = DatasetHead(*sources, self.args, fills_prompts=self.checks.fills_prompts)
+            about = {"fills_prompts": self.checks.fills_prompts, "id_columns": self.method.traits.id_columns}
+            self._head = DatasetHead(*sources, self.args, **about)
         return self._head
 
     def data_report(self) -> DataReport:
@@ -344,7 +345,8 @@ class PostTrainer(transformers.Trainer):
         try:
             return self.vision.placed(self.rows(examples), examples)
         except NotImplementedError:  # Completions come later: prompts alone.
-            return self.vision.prompt_rows(examples) or prompt_rows(examples, self.processing_class, self.args)
+            about = (self.processing_class, self.args, self.method.traits.id_columns)
+            return self.vision.prompt_rows(examples) or prompt_rows(examples, *about)
 
     def dry_step(self, batch_size: int | None = None) -> DryStep:
         """Forward and backward of the longest rows, see `posttrain.loop.dry_step.dry_step`."""

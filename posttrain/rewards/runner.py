@@ -385,8 +385,8 @@ class RewardRunner:
             kept.pop(name, None)
             self._warn(
                 f"column {name}",
-                "the dataset column %r is not passed to reward functions: the trainer gives them %r itself. Rename the column if a "
-                "function is to read it.",
+                "the dataset column %r is not passed to reward functions: the trainer gives them %r itself. Rename the column if "
+                "a function is to read it.",
                 name,
                 "completions" if name == "completion" else name,
             )

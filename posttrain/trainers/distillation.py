@@ -448,6 +448,8 @@ class DistillationTrainer(OnlineTrainer):
         columns = get_dataset_column_names(dataset) if hasattr(dataset, "column_names") else []
         if "prompt_ids" in columns:
             return dataset
+        if "completion_ids" in columns:  # Of another run: without the prompt's ids they are not of a prepared set.
+            dataset = dataset.remove_columns(["completion_ids"])
         answered = args.eval_mode != "student" and "completion" in columns
         if training:
             answered = args.lmbda < 1 and not args.seq_kd

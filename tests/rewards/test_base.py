@@ -602,7 +602,7 @@ def test_a_column_that_the_trainer_gives_itself_is_named_once_in_a_warning(caplo
         return [1.0]
 
     runner = RewardRunner(reward)
-    columns = dict.fromkeys((*hidden, "answer"), ["column"]) | {"prompt": ["p"]}
+    columns = {name: ["column"] for name in (*hidden, "answer")} | {"prompt": ["p"]}
     for _ in range(2):
         runner(prompts=["p"], completions=["c"], completion_ids=[[1]], columns=columns)
     ids, names = seen[0]

@@ -506,7 +506,13 @@ class Distillation(Method[Any]):
     """
 
     config_class = DistillationConfig
-    traits = replace(SAMPLES, splits_tokens=True, cuts_prompts=True, reads_images=True)
+    traits = replace(
+        SAMPLES,
+        splits_tokens=True,
+        cuts_prompts=True,
+        reads_images=True,
+        id_columns=("prompt_ids", "completion_ids"),
+    )
     takes_rewards: ClassVar[bool] = False
     privileged: ClassVar[bool] = False
 
