@@ -346,7 +346,9 @@ def prepare_sft_dataset(
     return kept, report
 
 
-def _tell_form(first: dict[str, Any], name: str, options: SupervisedOptions, formatting: Any) -> None:
+def _tell_form(
+    first: dict[str, Any], name: str, options: SupervisedOptions, formatting: Callable[[dict], str] | None
+) -> None:
     """Warn of rows that hold several forms of a text, of which `_plan` reads one."""
     forms = [("input_ids",), ("messages",), ("prompt", "completion"), (options.dataset_text_field,)]
     if is_conversational_from_value(first):
