@@ -42,8 +42,6 @@ EXPERIMENTAL = {
     "server_distillation": "ServerDistillation",
     "tpo": "TPO",
 }
-# Names that no release that was looked at has, and release pages tell of.
-FROM_PAGES = {"AsyncVLLMClient": "1.18.0, by its release page"}
 
 
 def value_of(default: Any) -> Any:
@@ -175,22 +173,18 @@ def spelled_alike(theirs: Any, ours: Any) -> bool:
 def tables(trl: dict[str, Any]) -> str:
     """The comparison as Markdown."""
     from posttrain.cli.check import DIFFERENT
-    from posttrain.compat.paths import INSTEAD
+    from posttrain.compat.trl_names import rows
 
     paths = import_paths(trl["modules"])
     total = sum(map(len, paths.values()))
-    known = {name for names in trl["modules"].values() for name in names}
-
-    def release(name: str) -> str:
-        return trl["version"] if name in known else FROM_PAGES.get(name, "an older one")
 
     lines = [
         f"Compared with TRL {trl['version']}: of {total} public names by their modules, {len(paths['resolved'])} resolve, "
         f"{total - len(paths['resolved']) - len(paths['lost'])} are refused by name, {len(paths['lost'])} are lost.",
         "",
-        "| TRL's name | in release | use instead |",
+        "| TRL's name | in releases | use instead |",
         "|---|---|---|",
-        *(f"| `{name}` | {release(name)} | {instead} |" for name, instead in sorted(INSTEAD.items())),
+        *(f"| `{row.name}` | {row.releases} | {row.replacement} |" for row in rows() if row.kind == "import"),
         "",
         f"| config field | default in TRL {trl['version']} | ours | why, and what restores TRL's |",
         "|---|---|---|---|",

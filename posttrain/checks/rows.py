@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from posttrain.checks.registry import Context, Severity, finding, probe
 from posttrain.data.chat import common_prefix, encode, inner_tokenizer, render, terminal_token_ids
-from posttrain.data.formats import ROLES, first_rows
+from posttrain.data.formats import ROLES, TOKENIZED, first_rows
 from posttrain.errors import PosttrainError
 from posttrain.models.architecture import text_of
 from posttrain.types import Finding, Row
@@ -514,20 +514,22 @@ ROW_CODES = ("PT-D030", "PT-D031", "PT-D032")
 CONVERSATIONS = ("messages", "conversations")
 WHOLE = (*CONVERSATIONS, "text")  # Each is a row by itself.
 ANSWERS = ("completion", "chosen", "rejected", "reference")
-TOKENISED = ("input_ids", "prompt_ids", "chosen_ids", "rejected_ids", "completion_ids")
 SAID = ("content", "value", "tool_calls", "reasoning_content", "thinking")  # What a turn may say, by its key.
 SPEAKERS = frozenset({"system", "user", "assistant", "tool", "developer", *ROLES})
 
 
-def columns_of(columns: Sequence[str], *, prompts_only: bool, unread: Collection[str] = ()) -> list[str]:
+def columns_of(
+    columns: Sequence[str], *, prompts_only: bool, unread: Collection[str] = (), ids: Collection[str] = TOKENIZED
+) -> list[str]:
     """The columns whose content decides whether a row can be trained; none where rows hold token ids.
 
     Args:
         columns: Of the dataset.
         prompts_only: Whether completions are sampled, so that other columns are the reward functions' business.
         unread: Columns of other tasks.
+        ids: Columns of token ids that the method reads in place of text.
     """
-    if set(columns) & set(TOKENISED):
+    if set(columns) & set(ids):
         return []
     wanted = ("prompt",) if prompts_only else (*CONVERSATIONS, "prompt", *ANSWERS, "text", "label")
     return [name for name in wanted if name in columns and name not in unread]

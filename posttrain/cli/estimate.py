@@ -163,7 +163,8 @@ def _longest_rows(subject: Subject) -> tuple[list[Any], Any]:
     if subject.data is None:
         raise DataError("the environment makes the prompts while it trains")
     dataset = undecoded(subject.data)
-    examples = datasets.Dataset.from_list(longest_examples(dataset, EXAMPLES), features=dataset.features)
+    longest = longest_examples(dataset, EXAMPLES, subject.method.traits.id_columns)
+    examples = datasets.Dataset.from_list(longest, features=dataset.features)
     drawn, _, _ = subject.drawn(examples, EXAMPLES)
     prepared, vision = subject.rows_of(drawn)
     return prepared.rows, vision

@@ -61,6 +61,9 @@ class PosttrainArgumentParser(HfArgumentParser):
             if action.dest == "report_to":
                 # Several trackers; transformers' parser would take the first one and leave the others over.
                 action.nargs, action.type = "+", str
+            if dict in (action.type, typing.get_origin(action.type)):
+                # transformers' parser would call dict() on the text.
+                action.type = _mapping
             if hint == int | str:
                 # transformers' parser would take the number alone.
                 action.type = _number_or_word
@@ -147,6 +150,17 @@ class _Shared(Namespace):
 def _number_or_word(text: str) -> int | str:
     """A value of a field that may be either; the dataclass refuses words it does not know."""
     return int(text) if text.lstrip("-").isdigit() else text
+
+
+def _mapping(text: str) -> dict[str, Any]:
+    """A mapping as JSON, as `to_tokens` writes those of a YAML file."""
+    value = json.loads(text)
+    if not isinstance(value, dict):
+        raise ValueError(f"{text!r} is not a mapping")
+    return value
+
+
+_mapping.__name__ = "JSON mapping"  # What argparse calls the type in its error.
 
 
 def split_config(tokens: Sequence[str]) -> tuple[list[str], str | None]:

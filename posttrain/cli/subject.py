@@ -171,9 +171,10 @@ class Subject:
 
         if vision.images:
             return Prepared(vision.prompt_rows(list(vision.checked_prompts(examples, "train_dataset"))))
-        if "input_ids" not in examples.column_names:
+        id_columns = self.method.traits.id_columns
+        if not ("input_ids" in id_columns and "input_ids" in examples.column_names):
             check_prompts(examples, "train_dataset", self.tokenizer)
-        return Prepared(prompt_rows(list(examples), self.tokenizer, self.config))
+        return Prepared(prompt_rows(list(examples), self.tokenizer, self.config, id_columns))
 
     def _answers(self, examples: Any, vision: Any) -> Prepared:
         """What the trainer's own `prepare` and `rows` make, without its model; packed rows come apart."""

@@ -1,150 +1,28 @@
 """Methods that a subclass overrides by TRL's and transformers' names: called, or refused with the hook to use.
 
-`adapt` is the one door: a trainer of a class of this package never comes here. Private methods of TRL's trainers are refused
-(`REFUSED`); of transformers' methods an adapter calls those whose arguments would differ, and the loop calls the rest.
+Only subclasses of users are checked. Methods that a trainer of TRL had in any release and ours does not call are refused (the
+table `trl_names`), as are hooks that a trainer of ours does not call (`UNCALLED`). Methods of transformers whose arguments differ
+here are called by an adapter, and the loop calls the rest.
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+from posttrain.compat import trl_names
 from posttrain.errors import ConfigError
-from posttrain.loop.build import PADDED_STEPS, user_override
+from posttrain.loop.build import PADDED_STEPS, is_ours, user_override
 
-# Accepted without a word: TRL sends figures of use with it, and nothing is sent here.
-SILENT = ("_send_telemetry",)
-
-LOSS = "objective(outputs, batch), which returns unreduced LossTerms"
-PREPARE = "prepare(dataset, name, *, training)"
 GENERATE = "generate_and_score(examples, mode)"
 ROLL_OUT = "roll_out(examples, mode)"
-EPISODES = f"{ROLL_OUT}, or pass rollout_func"
-SAMPLE = "sample(prompts, sampling)"
-TOKENIZE = "tokenize(examples)"
-SCORE = "score(generation, mode)"
-LOG = "log_metrics_now(metrics, mode)"
-ENGINE = "an engine of your own, passed as rollout_engine, whose load_weights does it"
-TRANSFER = "weight_transfer, an object with send_weights"
-FORWARD = "compute_loss_terms(model, batch)"
-PADDED = "compute_loss(model, inputs, return_outputs), which gets the same dict"
-TEACHER = "facts(generation, table, mode)"
 
 
 def _rows(methods: dict[str, str]) -> dict[str, str]:
-    """TRL's method to its hook, from hooks and the methods that each replaces, with blanks between."""
+    """Methods and the hook for each, from hooks and the methods that each replaces, separated by blanks."""
     return {name: hook for hook, names in methods.items() for name in names.split()}
-
-
-# By our class: TRL's method -> the hook that does its job. A subclass inherits the rows of its bases.
-GROUPED = _rows(
-    {
-        LOSS: "compute_liger_loss get_off_policy_mask get_gamma_weights get_high_entropy_mask",
-        LOG: "_log_metric",
-    }
-) | {
-    "_get_per_token_logps_and_entropies": f"{FORWARD} for the policy, logps(model, rows) for older weights",
-    "_log_completion_extra": "completion_rows(generation, table)",
-}
-SELF_DISTILLED = _rows(
-    {
-        LOSS: "_compute_self_distillation_loss _compute_server_distillation_loss",
-        FORWARD: "_compute_rollout_logps _compute_teacher_student_logits _forward_logits",
-        SAMPLE: "_generate_transformers _generate_vllm",
-        GENERATE: "_get_completion_ids_list _prepare_training_batch sample_rollouts",
-        TEACHER: "_get_teacher_context_for_self_distillation _get_teacher_token_logprobs_from_server _setup_teacher_model "
-        "_use_peft_ema_teacher_adapter",
-        LOG: "_dispatch_self_distillation_callback _log_self_distillation_metric _record_completion_metrics",
-    }
-)
-SERVED_LOSS = (
-    "_compute_server_forward_kl_loss _compute_server_sparse_top_1_divergence_loss _compute_sparse_top_1_divergence_loss "
-    "_get_reverse_kl_top_1_tokens"
-)
-REFUSED: dict[str, dict[str, str]] = {
-    "PostTrainer": _rows({PADDED: "_compute_loss", PREPARE: "_prepare_dataset _reject_skip_prepare_without_labels"})
-    | {
-        "_prepare_input": "_prepare_inputs(inputs), which gets the whole dict",
-        "_prepare_context_parallel_inputs": "_prepare_inputs(inputs); context parallelism is not offered",
-    },
-    "OnlineTrainer": _rows(
-        {
-            GENERATE: "_generate_and_score_completions",
-            ROLL_OUT: "_generate",
-            SAMPLE: "_generate_single_turn",
-            TOKENIZE: "_tokenize_prompts",
-            SCORE: "_calculate_rewards",
-            EPISODES: "_tool_call_loop _get_tool_suffix_ids",
-        }
-    ),
-    "PreferenceTrainer": _rows(
-        {
-            LOSS: "_compute_kl_logps get_batch_loss_metrics cpo_loss odds_ratio_loss",
-            FORWARD: "_shift_right concatenated_forward",
-            PREPARE: "build_tokenized_answer tokenize_row",
-            LOG: "store_metrics",
-        }
-    )
-    | {
-        "_precompute_ref_logps": "with_reference(batch), or give rows the columns of precompute_ref_log_probs",
-        "compute_ref_log_probs": "with_reference(batch)",
-        "concatenated_inputs": "rows(examples)",
-        "get_batch_logps": "sums(logp, batch)",
-        "generate_from_model": "LogCompletionsCallback",
-    },
-    "GRPOTrainer": GROUPED,
-    "RLOOTrainer": GROUPED,
-    "A2POTrainer": {"_estimate_optimal_values": "estimate_values(sets)", "_get_sequence_logps": LOSS},
-    "AsyncTrainer": _rows({TRANSFER: "_init_lora_sync _sync_weight _sync_weight_lora _sync_weight_merged"})
-    | {"_log_step_metrics": "postprocess_metrics(metrics)", "_streaming_iter": "micro_batch(inputs, index)"},
-    "OnlineDPOTrainer": _rows(
-        {
-            SCORE: "_calculate_rewards_from_functions",
-            FORWARD: "_forward",
-            SAMPLE: "_generate _generate_vllm _generate_vllm_colocate _generate_vllm_server",
-            ENGINE: "_fix_param_name_to_vllm _move_model_to_vllm _move_model_to_vllm_inner _sync_fsdp1_params_to_vllm "
-            "_sync_fsdp2_params_to_vllm",
-            TOKENIZE: "process_vision_row",
-        }
-    )
-    | {"_enable_gradient_checkpointing": "gradient_checkpointing_kwargs of the config"},
-    "DistillationTrainer": _rows({FORWARD: "_get_last_hidden_state"}),
-    "GOLDTrainer": _rows(
-        {
-            TEACHER: "_build_teacher_vlm_inputs _decode_completion_texts_from_labels _maybe_add_completion_byte_offsets",
-            PREPARE: "_ensure_original_text_fields _prepare_dataset_with_original_text",
-            TOKENIZE: "_extract_images_and_prompts",
-            GENERATE: "_fill_buffer _generate_on_policy_for_slices _materialize_vlm_slice _process_completions_to_buffer",
-            SAMPLE: "_generate_non_vllm_for_slices _generate_on_policy_vlm_raw _generate_on_policy_vlm_slice "
-            "generate_on_policy_outputs",
-            FORWARD: "_get_model_forward_kwargs",
-        }
-    ),
-    "ServerDistillationTrainer": _rows(
-        {
-            LOSS: f"{SERVED_LOSS} _reduce_divergence_loss",
-            GENERATE: "_compute_prompt_length",
-            TEACHER: "_get_teacher_token_logprobs_from_server",
-        }
-    ),
-    "IWOPDTrainer": _rows(
-        {
-            LOSS: f"_compute_iw_opd_loss _compute_local_sparse_top_1_divergence_loss {SERVED_LOSS}",
-            GENERATE: "_compute_prompt_length _fill_buffer _get_completion_lengths _store_completions_in_buffer",
-            SAMPLE: "_generate_student_completions _generate_with_model",
-            TEACHER: "_get_teacher_logits _get_teacher_token_logprobs_from_server _raise_if_local_teacher_tokenizer_mismatch",
-        }
-    ),
-    "SDFTTrainer": SELF_DISTILLED,
-    "SDPOTrainer": SELF_DISTILLED
-    | _rows(
-        {
-            LOSS: "_compute_policy_loss",
-            LOG: "_record_reward_diagnostics _warn_on_degenerate_diagnostics _warn_on_inactive_self_distillation",
-            TOKENIZE: "_tokenize_prompts_untruncated",
-        }
-    ),
-}
 
 
 # By our class: hooks of its bases that its own way goes around -> what it calls instead.
@@ -152,6 +30,12 @@ OF_PROMPTS = {"prepare": "prepare_datasets(train, evaluation)", "rows": GENERATE
 TAKEN = "taken(batch), which gets what the workers wrote, or objective(outputs, batch)"
 WORKERS = "reward_funcs, tools and rollout_func, which the workers call, or objective(outputs, batch)"
 UNCALLED: dict[str, dict[str, str]] = {
+    # Methods of transformers.Trainer that our loop does not call.
+    "PostTrainer": {
+        "_prepare_input": "_prepare_inputs(inputs), which gets the whole dict",
+        "_prepare_context_parallel_inputs": "_prepare_inputs(inputs); context parallelism is not offered",
+        "create_optimizer_and_scheduler": "create_optimizer() and create_scheduler(num_training_steps, optimizer)",
+    },
     "GRPOTrainer": OF_PROMPTS,
     "RLOOTrainer": OF_PROMPTS,
     "A2POTrainer": OF_PROMPTS,
@@ -161,13 +45,15 @@ UNCALLED: dict[str, dict[str, str]] = {
     | _rows({WORKERS: "generate_and_score generate roll_out sample tokenize score attach_logps advantages"}),
     "AsyncDistillationTrainer": _rows({TAKEN: "rows generate_and_score generate roll_out sample tokenize"}),
 }
+DESCRIPTORS = (property, functools.cached_property, classmethod)  # Which are not callable themselves.
 # Hooks that several turns, or a function that samples, go around.
 OF_ONE_TURN = ("sample", "tokenize")
 
 
 def hook_for(cls: type, name: str) -> str | None:
-    """What does the job of a method of TRL's that is never called in a trainer; None where it is called."""
-    return next((rows[name] for base in cls.__mro__ if name in (rows := REFUSED.get(base.__name__, {}))), None)
+    """Return what to use instead of a method of TRL's that is never called in a trainer; None if it is called."""
+    hooks, ours = trl_names.refused("method"), (base for base in cls.__mro__ if is_ours(base))
+    return next((hooks[key] for base in ours if (key := f"{base.__name__}.{name}") in hooks), None)
 
 
 def missing(cls: type, name: str) -> AttributeError:
@@ -178,13 +64,27 @@ def missing(cls: type, name: str) -> AttributeError:
 
 
 def table() -> str:
-    """Refused methods as Markdown, for the page on hooks: those of a trainer that one hook replaces in a line."""
+    """Return the refused methods as a Markdown table for the page on hooks, one line per trainer and hook."""
+    methods: dict[tuple[str, str], list[str]] = {}
+    for name, hook in trl_names.refused("method").items():
+        trainer, method = name.split(".")
+        methods.setdefault((trainer, hook), []).append(method)
+    for trainer, hooks in UNCALLED.items():
+        for method, hook in hooks.items():
+            methods.setdefault((trainer, hook), []).append(method)
     lines = ["| trainer | methods | use instead |", "|---|---|---|"]
-    for cls, rows in [*REFUSED.items(), *UNCALLED.items()]:
-        for hook in dict.fromkeys(rows.values()):
-            names = ", ".join(f"`{name}`" for name, other in rows.items() if other == hook)
-            lines.append(f"| `{cls}` | {names} | {hook} |")
+    for (trainer, hook), names in methods.items():
+        lines.append(f"| `{trainer}` | {', '.join(f'`{name}`' for name in names)} | {hook} |")
     return "\n".join(lines)
+
+
+def _defined(kind: type) -> Iterator[str]:
+    """Yield the names of methods and properties that the user's classes define."""
+    for cls in kind.__mro__:
+        if not is_ours(cls):
+            for name, value in vars(cls).items():
+                if callable(value) or isinstance(value, DESCRIPTORS):
+                    yield name
 
 
 def refuse(trainer: Any) -> None:
@@ -194,11 +94,13 @@ def refuse(trainer: Any) -> None:
         trainer: Of a user's class, before its model is loaded.
 
     Raises:
-        ConfigError: A method of `REFUSED` is overridden: names it, its class, and the hook; or a count that divides nothing.
+        ConfigError: A method of TRL's that is never called here, or one of `UNCALLED`, is overridden: names it, its class, and
+            the hook; or a count that divides nothing.
     """
-    rows, kind = {}, type(trainer)
+    kind = type(trainer)
+    rows = {name: hook for name in _defined(kind) if (hook := hook_for(kind, name))}
     for base in reversed(kind.__mro__):
-        rows |= REFUSED.get(base.__name__, {}) | UNCALLED.get(base.__name__, {})
+        rows |= UNCALLED.get(base.__name__, {})
     driver = trainer.driver
     if driver is not None and (driver.calls_tools or trainer.rollout_func is not None):
         rows |= dict.fromkeys(OF_ONE_TURN, f"{ROLL_OUT}: tools and rollout_func go around a single turn")

@@ -77,6 +77,12 @@ class PaddedOutputs:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.outputs, name)
 
+    def __getitem__(self, name: str | int) -> Any:
+        """As outputs of transformers: ``outputs["logits"]``, and ``outputs[0]`` is the loss."""
+        if name in ("loss", 0):
+            return self.loss
+        return self.logits if name in ("logits", 1) else self.__getattr__(str(name))
+
 
 def tell_cost(kind: type) -> None:
     """Log what a trainer's own loss or step costs.

@@ -12,6 +12,8 @@ import importlib.machinery
 from types import ModuleType
 from typing import Any
 
+from posttrain.compat import trl_names
+
 # Every module of TRL 1.16 whose names are public, those that the release page of 1.18 names, and those of older versions that
 # scripts still import. For a trainer ``X`` under ``trainer``, ``X_trainer`` and ``X_config`` are meant; under ``experimental``
 # also ``X`` itself.
@@ -51,53 +53,6 @@ MODULES = frozenset(
     ]
 )
 
-# Names of TRL without a twin here, and what does their job.
-INSTEAD = {
-    "AllTrueJudge": "posttrain.BaseBinaryJudge with a method that asks each of your judges",
-    "HfPairwiseJudge": "posttrain.OpenAIPairwiseJudge(model, base_url='https://router.huggingface.co/v1')",
-    "PairRMJudge": "posttrain.OpenAIPairwiseJudge, or a reward model in reward_funcs (llm-blender needs transformers 4)",
-    "add_fused_lm_head": "nothing: log-probs are computed a chunk at a time without it (posttrain.token_logprobs)",
-    "maybe_gather_lm_head_ctx": "nothing: sharded heads are gathered by posttrain.token_logprobs",
-    "FusedCausalLMOutput": "posttrain.ModelOutputs",
-    "DataCollatorForRollout": "posttrain.AsyncGRPOTrainer, which batches rollouts itself",
-    "AsyncRolloutWorker": "posttrain.AsyncGRPOTrainer, which starts its workers (num_rollout_workers)",
-    "AsyncVLLMClient": "posttrain.VLLMClient, whose calls wait; AsyncGRPOTrainer makes its own",
-    "VLLMGeneration": "posttrain.VLLMEngine",
-    "build_teacher_request_inputs": "posttrain.VLLMClient.score, which takes token ids and lengths of prompts",
-    "is_aiohttp_available": "importlib.util.find_spec('aiohttp')",
-    "ProfilingContext": "posttrain.profiling_context",
-    "prepare_deepspeed": "accelerator.prepare_model(model, evaluation_mode=True)",
-    "prepare_fsdp": "accelerator.prepare_model(model, evaluation_mode=True)",
-    "HarborSpec": "harness with a function or command of your own (docs/agents.md), or environment_factory",
-    "OpenRewardSpec": "harness with a function or command of your own (docs/agents.md), or environment_factory",
-    "DataCollatorForCompletionOnlyLM": "SFTConfig(completion_only_loss=True)",
-    "ConstantLengthDataset": "SFTConfig(packing=True)",
-    "PRMTrainer": "posttrain.RewardTrainer",
-    "PRMConfig": "posttrain.RewardConfig",
-    "GRPOWithReplayBufferTrainer": "posttrain.GRPOTrainer with dynamic_sampling, which replaces groups without signal",
-    "GRPOWithReplayBufferConfig": "posttrain.GRPOConfig(dynamic_sampling=3)",
-    "DataCollatorForChatML": "raw rows, which the trainers tokenise and collate",
-    "DPODataCollatorWithPadding": "posttrain.DataCollatorForPreference",
-    "encode_with_byte_offsets": "tokenizer(text, return_offsets_mapping=True)",
-    "pad_byte_offsets": "tokenizer(text, return_offsets_mapping=True)",
-    "add_bos_token_if_needed": "nothing: the trainers add it once",
-    "add_eos_token_if_needed": "nothing: the trainers add it once",
-    "AutoModelForCausalLMWithValueHead": "posttrain.PPOTrainer, which puts a value head on a plain model",
-    "AutoModelForSeq2SeqLMWithValueHead": "posttrain.PPOTrainer, which puts a value head on a plain model",
-    "PreTrainedModelWrapper": "posttrain.PPOTrainer, which puts a value head on a plain model",
-    "NashMDConfig": "posttrain.OnlineDPOConfig",
-    "NashMDTrainer": "posttrain.OnlineDPOTrainer",
-    "XPOConfig": "posttrain.OnlineDPOConfig",
-    "XPOTrainer": "posttrain.OnlineDPOTrainer",
-    "MergeConfig": "mergekit-yaml, on two checkpoints",
-    "MergeModelCallback": "mergekit-yaml, on two checkpoints",
-    "merge_models": "mergekit-yaml, on two checkpoints",
-    "upload_model_to_hf": "huggingface_hub.upload_folder",
-    "split_pixel_values_by_grid": "nothing: a row keeps its own pictures (posttrain.Row.pictures)",
-    "unsplit_pixel_values_by_grid": "nothing: a row keeps its own pictures (posttrain.Row.pictures)",
-    "DataCollatorForTriplePreference": "posttrain.TPOTrainer, which batches triples itself",
-}
-
 # Names that TRL has in two modules with two meanings.
 BY_MODULE = {"posttrain.trainer.reward_trainer.DataCollatorForPreference": "DataCollatorForReward"}
 
@@ -127,8 +82,8 @@ def refuse(module: str, name: str) -> None:
     Raises:
         ImportError: Names what does its job.
     """
-    if name in INSTEAD:
-        text = f"cannot import {name!r} from {module!r}: posttrain has no such name. Fix: use {INSTEAD[name]}."
+    if instead := trl_names.refused("import").get(name):
+        text = f"cannot import {name!r} from {module!r}: posttrain has no such name. Fix: use {instead}."
         raise ImportError(text, name=name)
 
 

@@ -26,6 +26,10 @@ MESSAGE_COLUMNS = ("prompt", "chosen", "rejected", "completion", "messages")  # 
 NESTED_COLUMNS = ("messages", "prompt", "completion", "chosen", "rejected", "tools", "chat_template_kwargs")
 LOOK = 64  # Rows that decide the format of a dataset; row 0 alone misleads on mixed data.
 PICTURE_COLUMNS = ("image", "images")
+# Columns of token ids, which are read in place of text.
+TOKENIZED = (
+    "input_ids", "prompt_ids", "chosen_ids", "rejected_ids", "reference_ids", "completion_ids", "KL_completion_ids",
+)  # fmt: skip
 PROMPT_COLUMNS = ("prompt", *PICTURE_COLUMNS)  # What a model is asked.
 PICTURE_BLOCKS = ("image", "image_url", "image_pil")  # Types of blocks of a message that show a picture.
 STREAMED = 8  # Rows of a stream that are read for pictures; of a dataset it is `LOOK`, spread over it.

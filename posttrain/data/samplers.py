@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import logging
-from collections.abc import Iterable, Iterator, Sized
+from collections.abc import Collection, Iterable, Iterator, Sized
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import IterableDataset, Sampler
 
 from posttrain.data.chat import encode
-from posttrain.data.formats import first_rows, is_conversational, known_columns
+from posttrain.data.formats import TOKENIZED, first_rows, is_conversational, known_columns
 from posttrain.errors import ConfigError, DataError, ModelError
 
 if TYPE_CHECKING:
@@ -218,16 +218,16 @@ LOOKED_AT = 20_000  # Rows whose lengths are read; of a longer set as many, spre
 STREAMED = 64
 
 
-def longest_examples(dataset: AnyDataset, count: int) -> list[dict[str, Any]]:
-    """By tokens where rows are tokenised, by characters where not; of a stream, of its first 64."""
+def longest_examples(dataset: AnyDataset, count: int, id_columns: Collection[str] = TOKENIZED) -> list[dict[str, Any]]:
+    """By tokens where rows are tokenised (``id_columns`` are read), by characters where not; of a stream, of its first 64."""
     if isinstance(dataset, datasets.IterableDataset) or not isinstance(dataset, Sized):
         drawn = list(itertools.islice(dataset, STREAMED))
-        ids = [{k: v for k, v in row.items() if k.endswith("ids")} or row for row in drawn]
+        ids = [{k: v for k, v in row.items() if k in id_columns} or row for row in drawn]
         best = sorted(range(len(drawn)), key=lambda i: weight(ids[i]), reverse=True)
         return [drawn[i] for i in best[:count]]
     total = len(dataset)
     places = range(0, total, max(1, -(-total // LOOKED_AT)))
-    names = [name for name in dataset.column_names if name.endswith("ids")] or None
+    names = [name for name in dataset.column_names if name in id_columns] or None
     part = dataset.select(places) if len(places) < total else dataset
     weights = [weight(row) for row in (part.select_columns(names) if names else part)]
     best = sorted(range(len(weights)), key=lambda i: weights[i], reverse=True)[:count]

@@ -319,6 +319,7 @@ def prepare_sft_dataset(
     if LENGTHS in first:
         return dataset, PreparationReport(name)
     _check_options(dataset, first, name, options, formatting_func)
+    _tell_form(first, name, options, formatting_func)
     if formatting_func is None and "input_ids" not in first:
         _check_rendering(dataset, tokenizer, options, name)
     streaming = isinstance(dataset, datasets.IterableDataset)
@@ -343,6 +344,21 @@ def prepare_sft_dataset(
         if options.packing == "wrapped":  # It cuts anywhere: a row may hold nothing but the middle of a prompt.
             kept = kept.filter(_trains_something, batched=True, input_columns=["labels"], **extra)
     return kept, report
+
+
+def _tell_form(
+    first: dict[str, Any], name: str, options: SupervisedOptions, formatting: Callable[[dict], str] | None
+) -> None:
+    """Warn of rows that hold several forms of a text, of which `_plan` reads one."""
+    forms = [("input_ids",), ("messages",), ("prompt", "completion"), (options.dataset_text_field,)]
+    if is_conversational_from_value(first):
+        forms.insert(1, ("conversations",))
+    used, *others = [form for form in forms if all(first.get(column) is not None for column in form)] or [()]
+    if others and (used == ("input_ids",) or formatting is None):
+        logger.warning(
+            "%s dataset: rows have %s and %s. Only %s is trained, the rest is not read. Fix: remove the other columns.",
+            name, " + ".join(used), ", ".join(" + ".join(form) for form in others), " + ".join(used),
+        )  # fmt: skip
 
 
 def _split(kept: Any, size: int, report: PreparationReport, extra: dict[str, Any]) -> Any:

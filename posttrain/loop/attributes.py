@@ -55,14 +55,6 @@ SET = SETTABLE | FIXED | set(PATHS)
 ELSEWHERE = SET | set(OF_RUN)
 OF_TRANSFORMERS = frozenset(transformers.TrainingArguments.__dataclass_fields__)
 
-# Public methods of TRL's trainers that ours lack; compat/ knows what does their job.
-PUBLIC_IN_TRL = frozenset({
-    "build_tokenized_answer", "compute_liger_loss", "compute_ref_log_probs", "concatenated_forward", "concatenated_inputs",
-    "cpo_loss", "generate_from_model", "generate_on_policy_outputs", "get_batch_logps", "get_batch_loss_metrics",
-    "get_gamma_weights", "get_high_entropy_mask", "get_off_policy_mask", "odds_ratio_loss", "process_vision_row",
-    "sample_rollouts", "store_metrics", "tokenize_row",
-})  # fmt: skip
-
 
 def paths_of(trainer: object, name: str) -> tuple[str, ...]:
     """Where an attribute by TRL's name stands for this trainer; empty: it has none of that name."""
@@ -122,6 +114,6 @@ def raise_absent(kind: type, name: str) -> NoReturn:
     Raises:
         AttributeError: Always.
     """
-    if name not in PUBLIC_IN_TRL and (name.startswith("__") or not name.startswith("_")):
+    if name.startswith("__"):
         raise AttributeError(f"{kind.__name__!r} object has no attribute {name!r}", name=name)
     raise importlib.import_module("posttrain.compat.overrides").missing(kind, name)

@@ -256,12 +256,17 @@ PADDED_STEPS = (
 )
 
 
+def is_ours(cls: type) -> bool:
+    """Return whether a class is of this package or a base from transformers, and not a user's."""
+    return cls.__module__.split(".")[0] in ("posttrain", "transformers", "builtins")
+
+
 def user_override(kind: type, name: str) -> type | None:
     """The class outside this package that defines ``name`` for a trainer; None where the package's own is in force."""
     # Adapters of compat/ stand around a user's class and take nothing away from it.
     classes = [cls for cls in kind.__mro__ if not cls.__module__.startswith("posttrain.compat.")]
     owner = next((cls for cls in classes if name in vars(cls)), None)
-    return None if owner is None or owner.__module__.split(".")[0] in ("posttrain", "transformers") else owner
+    return None if owner is None or is_ours(owner) else owner
 
 
 @contextmanager

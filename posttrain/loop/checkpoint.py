@@ -617,11 +617,12 @@ class Place:
 
     Attributes:
         checkpoint: Whose random states are still to be restored; None: nothing is.
-        stream: Passes over the rows that are done, and micro-batches drawn in the current one.
+        stream: Passes over the rows that are done, micro-batches drawn in the current one, and those of the last whole pass (0:
+            no pass has ended yet).
     """
 
     def __init__(self, checkpoint: str | None, accelerator: Accelerator) -> None:
-        self.checkpoint, self.stream = checkpoint, [0, 0]
+        self.checkpoint, self.stream = checkpoint, [0, 0, 0]
         self._saved: list[int] | None = saved_state(checkpoint, accelerator).get("stream")
         self._iterator: Any = None
 
@@ -629,15 +630,23 @@ class Place:
         """The pass and the micro-batches of it to skip (unless ``skips`` is False): ``start``, of a stream those saved."""
         if self._saved is None or not isinstance(dataset, IterableDataset):
             return start
-        self.stream = [self._saved[0], self._saved[1] if skips else 0]
+        passes, drawn, *length = self._saved
+        self.stream = [passes, drawn if skips else 0, *(length or [0])]
         return self.stream[0], self.stream[1]
 
-    def draw(self, iterator: Any, count: int) -> None:
-        """Count micro-batches; another iterator is another pass."""
+    def draw(self, iterator: Any, count: int, asked: int) -> None:
+        """Count micro-batches; another iterator is another pass, and fewer of them than were ``asked`` for end it."""
+        passes, drawn, length = self.stream
         if iterator is not self._iterator:
-            self.stream = self.stream if self._iterator is None else [self.stream[0] + 1, 0]
+            passes, drawn = (passes, drawn) if self._iterator is None else (passes + 1, 0)
             self._iterator = iterator
-        self.stream = [self.stream[0], self.stream[1] + count]
+        drawn += count
+        self.stream = [passes, drawn, drawn if count < asked else length]
+
+    def epoch(self, estimate: float | None) -> float | None:
+        """Return passes over the rows; ``estimate`` until a first pass has ended, which alone shows the length of a stream."""
+        passes, drawn, length = self.stream
+        return passes + min(drawn / length, 1.0) if length else estimate
 
     def restores_random(self) -> bool:
         """Whether random states are to be restored now: once."""

@@ -8,7 +8,7 @@ import logging
 import statistics
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import cached_property, partial
@@ -44,6 +44,7 @@ from posttrain.data.chat import tokenize_prompts
 from posttrain.data.forest import to_rows
 from posttrain.data.formats import (
     PROMPT_COLUMNS,
+    TOKENIZED,
     first_rows,
     get_dataset_column_names,
     maybe_convert_to_chatml,
@@ -166,6 +167,7 @@ class DatasetHead:
         tokenizer: Of the run.
         args: The trainer's config: ``max_length``, ``strict_data``.
         fills_prompts: Whether environments write the prompts, so that rows with an empty one are left out.
+        id_columns: Of the method's traits.
     """
 
     def __init__(
@@ -177,10 +179,11 @@ class DatasetHead:
         args: PostTrainingConfig,
         *,
         fills_prompts: bool = False,
+        id_columns: Collection[str] = TOKENIZED,
     ) -> None:
         self.raw, self.prepared, self.rows_of, self.tokenizer = raw, prepared, rows_of, tokenizer
         self.limit, self.strict = args.max_length, args.strict_data
-        self.fills_prompts = fills_prompts
+        self.fills_prompts, self.id_columns = fills_prompts, id_columns
         self.streams = isinstance(prepared, datasets.IterableDataset) or not isinstance(prepared, Sized)
 
     @cached_property
@@ -202,7 +205,7 @@ class DatasetHead:
     @cached_property
     def template_findings(self) -> list[Finding]:
         """What the chat template does to the first raw rows."""
-        return template_findings(self.raw, self.tokenizer)
+        return template_findings(self.raw, self.tokenizer, self.id_columns)
 
     def report(self, prepared_by: Any = None, ignored_codes: frozenset[str] = frozenset()) -> DataReport:
         """What the training set looks like to the model.
@@ -258,9 +261,11 @@ class DataReportCallback(transformers.TrainerCallback):
         (folder / "data_report.json").write_text(text + "\n", encoding="utf-8", errors="replace")
 
 
-def prompt_rows(examples: list[dict[str, Any]], tokenizer: Tokenizer, args: PostTrainingConfig) -> list[Row]:
-    """Rows of prompts alone, for methods whose completions come later."""
-    if examples and "input_ids" in examples[0]:
+def prompt_rows(
+    examples: list[dict[str, Any]], tokenizer: Tokenizer, args: PostTrainingConfig, id_columns: Collection[str] = ()
+) -> list[Row]:
+    """Return rows of prompts alone, for methods whose completions come later; see ``id_columns`` of `Traits`."""
+    if examples and "input_ids" in id_columns and "input_ids" in examples[0]:
         return [Row(list(example["input_ids"]), [], []) for example in examples]
     kwargs = args.chat_template_kwargs or {}
     ids = tokenize_prompts(examples, tokenizer, chat_template_kwargs=kwargs) if examples else []
@@ -279,12 +284,12 @@ def refuse_data(said: Sequence[str]) -> None:
     )
 
 
-def template_findings(raw: object, tokenizer: Tokenizer) -> list[Finding]:
-    """What the chat template does to the first rows of a conversational set; nothing for other sets."""
+def template_findings(raw: object, tokenizer: Tokenizer, id_columns: Collection[str] = TOKENIZED) -> list[Finding]:
+    """What the chat template does to the first rows of a conversational set; nothing for other sets and for token ids."""
     if not tokenizer.chat_template or raw is None:
         return []
     columns = get_dataset_column_names(raw)
-    if not set(CHAT) & set(columns) or "input_ids" in columns:
+    if not set(CHAT) & set(columns) or set(columns) & set(id_columns):
         return []
     rows = [strip_none(maybe_convert_to_chatml(row)) for row in first_rows(undecoded(raw), TEMPLATE_ROWS)]
     if not any(isinstance(row.get(name), list) for row in rows for name in CHAT):
@@ -409,7 +414,9 @@ def usable_rows(
     if args.preflight == "off" and not drop:
         return dataset, []
     samples, unread = method.traits.samples, JUDGED - {*method.branches, *method.keep}
-    columns = columns_of(get_dataset_column_names(dataset), prompts_only=samples, unread=unread)
+    columns = columns_of(
+        get_dataset_column_names(dataset), prompts_only=samples, unread=unread, ids=method.traits.id_columns
+    )
     if not columns:
         return dataset, []
     if isinstance(dataset, datasets.IterableDataset):

@@ -218,7 +218,7 @@ def longest_rows(run: Run, head: DatasetHead, batch_size: int) -> list[Row]:
     Given answers: the longest rows of the training set. Sampled ones: as many completions of the longest prompt as
     a micro-batch has, each of ``max_completion_length`` random tokens.
     """
-    rows = head.rows_of(longest_examples(head.prepared, batch_size))
+    rows = head.rows_of(longest_examples(head.prepared, batch_size, head.id_columns))
     if not any(row.completions for row in rows):
         prompt = max(rows, key=lambda row: len(row.prompt_ids), default=Row([0], [], []))
         longest = prompt.prompt_ids or [0]

@@ -328,7 +328,8 @@ class PostTrainer(transformers.Trainer):
         """The training rows that are looked at before training, read once; another ``train_dataset`` is read anew."""
         if self._head is None or self._head.prepared is not self.train_dataset:
             sources = (self._raw, self.train_dataset, self._rows_of, self.processing_class)
-            self._head = DatasetHead(*sources, self.args, fills_prompts=self.checks.fills_prompts)
+            about = {"fills_prompts": self.checks.fills_prompts, "id_columns": self.method.traits.id_columns}
+            self._head = DatasetHead(*sources, self.args, **about)
         return self._head
 
     def data_report(self) -> DataReport:
@@ -345,7 +346,8 @@ class PostTrainer(transformers.Trainer):
         try:
             return self.vision.placed(self.rows(examples), examples)
         except NotImplementedError:  # Completions come later: prompts alone.
-            return self.vision.prompt_rows(examples) or prompt_rows(examples, self.processing_class, self.args)
+            about = (self.processing_class, self.args, self.method.traits.id_columns)
+            return self.vision.prompt_rows(examples) or prompt_rows(examples, *about)
 
     def dry_step(self, batch_size: int | None = None) -> DryStep:
         """Forward and backward of the longest rows, see `posttrain.loop.dry_step.dry_step`."""
@@ -419,7 +421,7 @@ class PostTrainer(transformers.Trainer):
         """All micro-batches of one optimiser step, so that its denominators are known before the first forward."""
         began = time.perf_counter()
         drawn = list(itertools.islice(epoch_iterator, num_batches))
-        self.checkpoints.place.draw(epoch_iterator, len(drawn))
+        self.checkpoints.place.draw(epoch_iterator, len(drawn), num_batches)
         self._load_rng_state(self.checkpoints.place.checkpoint)  # Before rollouts are sampled and scored.
         if not drawn:  # A stream has come to its end; it begins again with the next epoch.
             return [], None
@@ -501,6 +503,7 @@ class PostTrainer(transformers.Trainer):
         return self.run.reduced_metrics(mode)
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        self.state.epoch = self.checkpoints.place.epoch(self.state.epoch)
         self.run.log(self.method.end_step(self.state.global_step))
         if self._window_start is not None:
             self.log_metrics_now({"step_time": mean(time.perf_counter() - self._window_start)})

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 from torch import Tensor
 
+from posttrain.data.formats import TOKENIZED
 from posttrain.losses.reduce import Denominators
 from posttrain.methods.config import PostTrainingConfig
 from posttrain.metrics import Metric
@@ -37,6 +38,7 @@ class Traits:
         beta_is_kl: ``cfg.beta`` above 0 charges a KL to a frozen reference.
         documents: Rows are whole documents: nothing in them is a prompt.
         reads_images: Rows may hold pictures.
+        id_columns: Columns of token ids that are read in place of text; by others' names a dataset may hold anything.
         takes_collator: `Method.rows` is given what a user's own ``data_collator`` makes.
         takes_loss_func: The loss is a sum over label tokens; a user's ``compute_loss_func`` may take its place.
         takes_episodes: Tools, environments and a rollout function are taken.
@@ -60,6 +62,7 @@ class Traits:
     beta_is_kl: bool = False
     documents: bool = False
     reads_images: bool = False
+    id_columns: tuple[str, ...] = TOKENIZED
     takes_collator: bool = False
     takes_loss_func: bool = False
     takes_episodes: bool = False
@@ -76,7 +79,12 @@ BATCH_CODES = ("PT-R019", "PT-R020", "PT-R027")
 WATCHED_CODES = (*BATCH_CODES, "PT-R022", "PT-R028")
 # Of methods that sample while they train.
 SAMPLES = Traits(
-    needs=frozenset({"logp", "entropy"}), samples=True, still_steps=True, log_area="R", other_moments=WATCHED_CODES
+    needs=frozenset({"logp", "entropy"}),
+    samples=True,
+    id_columns=(),
+    still_steps=True,
+    log_area="R",
+    other_moments=WATCHED_CODES,
 )
 
 

@@ -60,8 +60,9 @@ class RLOOConfig(PictureConfig, OnlineConfig):
         clip = self.reward_clip_range
         if clip is None:
             return
-        numbers = [x for x in clip if isinstance(x, int | float) and not isinstance(x, bool)]
-        if len(clip) != 2 or len(numbers) != 2 or not numbers[0] < numbers[1]:
+        given = clip if isinstance(clip, list | tuple) else ()
+        numbers = [x for x in given if isinstance(x, int | float) and not isinstance(x, bool)]
+        if len(given) != 2 or len(numbers) != 2 or not numbers[0] < numbers[1]:
             raise ConfigError(
                 f"reward_clip_range={clip!r} must be two numbers, the lowest reward and a higher one: (-5.0, 5.0)."
             )

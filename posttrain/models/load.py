@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import logging
 import os
 import re
@@ -13,9 +14,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+from tokenizers import AddedToken
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase, ProcessorMixin
 
-from posttrain.data.chat import terminal_token_ids
+from posttrain.data.chat import inner_tokenizer, terminal_token_ids
 from posttrain.errors import ArgumentTypeError, ConfigError, DataError, ModelError, check_choice
 from posttrain.fields import PositiveInt, Share, check_fields, option
 from posttrain.integrations import require
@@ -466,6 +468,22 @@ def changes_vocabulary(args: PostTrainingConfig) -> bool:
     return path is not None and not str(path).endswith(TEMPLATE_FILES)
 
 
+def check_saved_settings(tokenizer: Tokenizer) -> None:
+    """Refuse a tokenizer with a setting that ``save_pretrained`` cannot write as JSON, before a checkpoint fails.
+
+    Raises:
+        ConfigError: Names the setting.
+    """
+    for name, value in inner_tokenizer(tokenizer).init_kwargs.items():
+        try:
+            json.dumps(value, default=AddedToken.__getstate__)
+        except TypeError:
+            raise ConfigError(
+                f"the tokenizer has the setting {name}={value!r:.80}, which save_pretrained cannot write as JSON: the first "
+                f"checkpoint would fail. Fix: load the tokenizer without {name}."
+            ) from None
+
+
 def prepare_tokenizer(tokenizer: Tokenizer, args: PostTrainingConfig) -> None:
     """Apply ``chat_template_path`` (a file), ``eos_token`` and ``pad_token`` to the tokenizer, before any row is tokenised.
 
@@ -478,6 +496,7 @@ def prepare_tokenizer(tokenizer: Tokenizer, args: PostTrainingConfig) -> None:
             f"processing_class must be a tokenizer or a processor, and it is {type(tokenizer).__name__}. Load it with "
             "AutoTokenizer.from_pretrained, or leave it out: then the model's own is loaded."
         )
+    check_saved_settings(tokenizer)
     path = args.chat_template_path
     if path is not None and not changes_vocabulary(args):
         if not Path(path).is_file():

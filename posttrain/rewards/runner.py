@@ -378,15 +378,17 @@ class RewardRunner:
         kept = {name: values for name, values in (columns or {}).items() if name not in RESERVED}
         always = {"trainer_state": trainer_state, "prompt_suffixes": prompt_suffixes, "environments": environments}
         always = {k: v for k, v in always.items() if v is not None or k == "trainer_state"}
-        for name in [
-            name for name in TRAINERS_ARGUMENTS if name in kept and (name in always or name.startswith("log_"))
-        ]:
-            del kept[name]
+        given = [name for name in TRAINERS_ARGUMENTS if name in always or name.startswith("log_")]
+        for name in (*RESERVED[1:], *given):
+            if name not in (columns or {}):
+                continue
+            kept.pop(name, None)
             self._warn(
                 f"column {name}",
-                "the dataset column %r is not passed to reward functions: the argument of that name is the trainer's. Rename the "
-                "column if a function is to read it.",
+                "the dataset column %r is not passed to reward functions: the trainer gives them %r itself. Rename the column if "
+                "a function is to read it.",
                 name,
+                "completions" if name == "completion" else name,
             )
         call = RewardCall(prompts, completions, completion_ids, kept, always, strict)
         call.check_inputs()
@@ -603,7 +605,7 @@ class RewardRunner:
             prompts=[copy.deepcopy(row["prompt"]) for row in rows],
             completions=[[{"role": "assistant", "content": text}] if conversational else text for text in texts],
             completion_ids=[[0], [0, 1]],
-            columns={name: [row.get(name) for row in rows] for name in rows[0] if name not in RESERVED},
+            columns={name: [row.get(name) for row in rows] for name in rows[0] if name != "prompt"},
             prompt_suffixes=["", ""],
             trainer_state=transformers.TrainerState(),
             strict=True,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -18,7 +19,7 @@ from posttrain.data.chat import inner_tokenizer, is_processor, terminal_token_id
 from posttrain.data.forest import Layout
 from posttrain.data.formats import get_dataset_column_names
 from posttrain.errors import ConfigError, DataError
-from posttrain.loop.build import choose_layout, warn_of_unused
+from posttrain.loop.build import choose_layout, user_override, warn_of_unused
 from posttrain.loop.online import OnlineTrainer
 from posttrain.loop.pictures import Vision
 from posttrain.loop.prompts import PromptSource
@@ -194,6 +195,7 @@ class DistillationTrainer(OnlineTrainer):
         self.teacher_model: nn.Module | None = None
         self._make_teachers(teacher_model, teacher_processing_class, teacher_server)
         self._check_teacher_names()
+        self._check_own_divergence()
         if self.keeps_completions:
             self.args.balance_ranks = False  # What is known of a completion stays on its rank.
 
@@ -446,6 +448,8 @@ class DistillationTrainer(OnlineTrainer):
         columns = get_dataset_column_names(dataset) if hasattr(dataset, "column_names") else []
         if "prompt_ids" in columns:
             return dataset
+        if "completion_ids" in columns:  # Of another run: without the prompt's ids they are not of a prepared set.
+            dataset = dataset.remove_columns(["completion_ids"])
         answered = args.eval_mode != "student" and "completion" in columns
         if training:
             answered = args.lmbda < 1 and not args.seq_kd
@@ -643,12 +647,67 @@ class DistillationTrainer(OnlineTrainer):
 
     # The loss ----------------------------------------------------------------------------------------------------
 
+    @staticmethod
+    def generalized_jsd_loss(
+        student_logits: Tensor,
+        teacher_logits: Tensor,
+        labels: Tensor | None = None,
+        beta: float = 0.5,
+        temperature: float = 1.0,
+        reduction: str = "batchmean",
+        num_items_in_batch: Tensor | float | None = None,
+    ) -> Tensor:
+        """Compute the divergence from logits, with TRL's name and arguments. An override replaces the divergence of the loss.
+
+        The loss calls an override with the logits and labels of the trained tokens, and expects their mean. Without an override
+        the loss is computed in chunks and does not call this method.
+
+        Args:
+            student_logits: ``(B, T, V)``.
+            teacher_logits: Likewise.
+            labels: ``(B, T)``; positions with -100 are excluded. None: none are.
+            beta: See `posttrain.losses.distillation.divergence`.
+            temperature: Divides both logits.
+            reduction: ``batchmean`` (over positions with labels, else over B), ``sum``, ``mean`` (over all elements) or ``none``.
+            num_items_in_batch: Divides the sum, whatever ``reduction`` is; None: see ``reduction``.
+
+        Returns:
+            A scalar; with ``none`` one number per position and id.
+        """
+        log_q, log_p = ((logits / temperature).log_softmax(-1) for logits in (student_logits, teacher_logits))
+        if labels is not None:
+            log_q, log_p = log_q[labels != -100], log_p[labels != -100]
+        log_m = log_p if beta == 1 else log_q
+        if 0 < beta < 1:
+            log_m = torch.logaddexp(log_q + math.log1p(-beta), log_p + math.log(beta))
+        kl = functools.partial(torch.nn.functional.kl_div, log_m, reduction="none", log_target=True)
+        jsd = kl(log_p) if beta == 0 else kl(log_q) if beta == 1 else beta * kl(log_p) + (1 - beta) * kl(log_q)
+        if num_items_in_batch is not None:
+            return jsd.sum() / num_items_in_batch
+        if reduction == "batchmean":
+            return jsd.sum() / max(len(jsd), 1)
+        return jsd.sum() if reduction == "sum" else jsd.mean() if reduction == "mean" else jsd
+
+    def _check_own_divergence(self) -> None:
+        """Refuse an override of `generalized_jsd_loss` where logits of both models do not meet."""
+        owner, axes = user_override(type(self), "generalized_jsd_loss"), self.axes
+        self._own_divergence = None if owner is None else self.generalized_jsd_loss
+        exact = (axes.support, axes.estimator, axes.prefix) == ("full", "exact", None)
+        if owner is not None and not (exact and self.shares_tokens):
+            raise ConfigError(
+                f"{owner.__name__} overrides generalized_jsd_loss, which is called with the logits of both models over one "
+                f"vocabulary. This loss (support {axes.support!r}, estimator {axes.estimator!r}) does not compare them. Fix: use "
+                "a teacher model in this process with loss_top_k=0 and without use_uld_loss, or override "
+                "objective(outputs, batch)."
+            )
+
     def comparison(self, batch: Batch) -> Any:
         """What the student's head compares itself with; None where there is no teacher."""
         if self.axes.support == "none":
             return None
         options: dict[str, Any] = {"columns": self.columns, "policy_temperature": self.temperature}
-        options["without"] = self.never_written(self.vision, self.columns or logit_width(self.model))
+        options |= {"without": self.never_written(self.vision, self.columns or logit_width(self.model))}
+        options |= {"own": self._own_divergence}
         if self.method.privileged and "key" in batch.columns:
             return Comparison(self.axes, self.teacher.of_prompts(batch, self._fact), **options)
         names = self.teacher_names

@@ -1,10 +1,11 @@
 """Flags and YAML: the same converter, clear words for every mistake."""
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
+import yaml
 
 from posttrain import SFTConfig
 from posttrain.cli.commands import TRAINING
@@ -168,6 +169,26 @@ def test_env_is_set_and_must_be_a_mapping(parse, monkeypatch):
 
 def test_a_nested_mapping_reaches_a_dict_field(parse):
     assert parse("extra: {a: 1}")[0].extra == '{"a": 1}'
+
+
+def test_a_mapping_reaches_fields_of_every_kind_of_mapping(tmp_path, capsys):
+    @dataclass
+    class Recipe:
+        dataset_mixture: dict = field(default_factory=dict)
+        weights: dict[str, float] | None = None
+        parts: list[dict[str, Any]] = field(default_factory=list)
+
+    mixture = {"datasets": [{"id": "a", "weight": 0.5}], "seed": 1}
+    whole = {"dataset_mixture": mixture, "weights": {"a": 0.5}, "parts": [{"id": "a"}, {}]}
+    path = tmp_path / "recipe.yaml"
+    path.write_text(yaml.safe_dump(whole), encoding="utf-8")
+    (recipe,) = TrlParser(Recipe).parse_args_and_config(["--config", str(path)])
+    assert asdict(recipe) == whole
+    (recipe,) = TrlParser(Recipe).parse_args_and_config(["--weights", '{"b": 1}'])
+    assert recipe.weights == {"b": 1}
+    with pytest.raises(SystemExit):
+        TrlParser(Recipe).parse_args_and_config(["--weights", "[1]"])
+    assert "--weights: invalid JSON mapping value: '[1]'" in capsys.readouterr().err
 
 
 def test_a_field_called_config_is_refused():

@@ -1,6 +1,9 @@
 """What a subclass overrides by TRL's names is called, or refused before the model loads with the hook that does the job."""
 
 import json
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -8,9 +11,8 @@ import transformers
 
 import posttrain as pt
 from posttrain import ConfigError
-from posttrain.compat.overrides import REFUSED as REFUSED_ROWS
-from posttrain.compat.overrides import SILENT, UNCALLED, hook_for, table
-from posttrain.loop.attributes import PUBLIC_IN_TRL
+from posttrain.compat import trl_names
+from posttrain.compat.overrides import UNCALLED, hook_for, table
 from posttrain.methods.async_grpo import AsyncGRPOConfig
 from tests.conftest import build_model
 from tests.methods import async_helpers
@@ -22,6 +24,7 @@ ROOT = Path(__file__).parents[2]
 TRL = json.loads((ROOT / "tests" / "snapshots" / "trl_surface.json").read_text(encoding="utf-8"))["trainers"]
 KINDS = {"SFT": "sft", "DPO": "dpo", "KTO": "kto", "Reward": "reward", "RLOO": "rloo", "GRPO": "grpo", "CPO": "cpo"}
 KINDS |= {"ORPO": "orpo", "TPO": "tpo", "OnlineDPO": "online_dpo", "A2PO": "a2po", "GMPO": "grpo", "AsyncGRPO": None}
+SILENT = {row.name.split(".")[1] for row in trl_names.rows() if row.action == "ignore"}
 OF_TRANSFORMERS = {name for name in dir(transformers.Trainer) if not name.startswith("__")}
 REFUSED = [
     (name, method)
@@ -102,7 +105,7 @@ def test_a_trainer_that_overrides_none_of_these_names_stays_the_class_it_is(kind
 @pytest.mark.parametrize("name", sorted(TRL))
 def test_no_private_method_of_trl_s_is_adapted(name):
     trainer = getattr(pt, f"{name}Trainer")
-    private = {m for m in TRL[name]["methods"] if m.startswith("_")} - OF_TRANSFORMERS - set(SILENT)
+    private = {m for m in TRL[name]["methods"] if m.startswith("_")} - OF_TRANSFORMERS - SILENT
     assert {m for m in private if hook_for(trainer, m) is None} == set()
 
 
@@ -141,8 +144,10 @@ UNCALLED_ROWS = [(cls, name, hook) for cls, rows in UNCALLED.items() for name, h
 
 @pytest.mark.parametrize(("name", "method", "hook"), UNCALLED_ROWS)
 def test_a_hook_that_a_trainer_goes_around_is_refused(name, method, hook, tokenizer, tmp_path):
-    mine = recording(getattr(pt, name), [method], [])
-    kind = {"PPOTrainer": "ppo", "AsyncGRPOTrainer": None}.get(name, KINDS.get(name.removesuffix("Trainer")))
+    mine = recording(pt.SFTTrainer if name == "PostTrainer" else getattr(pt, name), [method], [])
+    kind = {"PPOTrainer": "ppo", "AsyncGRPOTrainer": None, "PostTrainer": "sft"}.get(
+        name, KINDS.get(name.removesuffix("Trainer"))
+    )
     with pytest.raises(ConfigError) as refusal:
         if name == "AsyncDistillationTrainer":
             args = pt.AsyncDistillationConfig(str(tmp_path), use_cpu=True, report_to="none")
@@ -168,8 +173,60 @@ def test_hooks_that_a_rollout_function_goes_around_are_refused(method, tokenizer
         )
 
 
-def test_every_public_method_that_is_refused_is_known_to_the_trainers():
-    assert {name for rows in REFUSED_ROWS.values() for name in rows if not name.startswith("_")} == PUBLIC_IN_TRL
+# What the issue on subclasses names, and what a generation of scripts overrides.
+OF_SCRIPTS = [
+    "BCOTrainer.get_batch_logps", "DPOTrainer.compute_reference_log_probs", "DPOTrainer.dpo_loss", "DPOTrainer.null_ref_context",
+    "DPOTrainer.process_row", "GKDTrainer.generate_on_policy_outputs", "GRPOTrainer._get_per_token_logps",
+    "GRPOTrainer._move_model_to_vllm", "KTOTrainer.forward", "KTOTrainer.kto_loss", "RewardTrainer.visualize_samples",
+    "RLOOTrainer.generate_completions", "SFTTrainer._prepare_non_packed_dataloader",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OF_SCRIPTS)
+def test_a_method_of_an_older_trl_is_refused_with_its_hook_before_the_model_loads(name, tmp_path):
+    trainer, method = name.split(".")
+    hook = trl_names.refused("method")[name]
+    config = getattr(pt, trainer.replace("Trainer", "Config"))
+    given = {"args": config(str(tmp_path), use_cpu=True, report_to="none"), "train_dataset": prompts()}
+    given |= {"reward_funcs": len} if trainer in ("GRPOTrainer", "RLOOTrainer") else {}
+    for value in (lambda self: None, property(lambda self: None), staticmethod(lambda: None)):
+        mine = type("Mine", (getattr(pt, trainer),), {method: value, "__module__": __name__})
+        with pytest.raises(ConfigError) as refusal:
+            mine("a folder that is not there", **given)
+        assert all(word in str(refusal.value) for word in (method, "Mine", hook))
+
+
+def test_a_helper_by_a_name_of_another_trainer_and_a_plain_attribute_stay_the_users(tokenizer, tmp_path):
+    def step(self):
+        return 1
+
+    # PPOTrainer.step and KTOTrainer.forward were TRL's, of SFTTrainer they never were; an attribute is no method.
+    mine = {"step": step, "forward": step, "_prepare_non_packed_dataloader": None, "__module__": __name__}
+    assert type(every("sft", tmp_path, tokenizer, cls=type("Mine", (pt.SFTTrainer,), mine))).step is step
+
+
+def test_the_table_of_trl_s_names_agrees_with_the_trainers():
+    rows = trl_names.rows()
+    assert len({(row.kind, row.name) for row in rows}) == len(rows)
+    assert {row.action for row in rows} == {"call", "ignore", "refuse"}
+    for row in rows:
+        assert row.action == "call" or row.replacement, row
+        if row.kind != "method":
+            continue
+        trainer, method = row.name.split(".")
+        assert hasattr(getattr(pt, trainer), method) == (row.action == "call"), row
+        if hook := re.match(r"(\w+)\(", row.replacement):
+            assert hasattr(getattr(pt, trainer), hook[1]), row
+
+
+def test_the_table_has_every_method_of_trl_s_newest_trainers():
+    names = {row.name for row in trl_names.rows() if row.kind == "method"}
+    assert {f"{name}Trainer.{method}" for name in TRL for method in TRL[name]["methods"]} <= names
+
+
+def test_the_table_is_read_only_when_a_name_is_looked_for():
+    script = "import posttrain, sys; assert 'posttrain.compat.trl_names' not in sys.modules"
+    assert subprocess.run([sys.executable, "-c", script]).returncode == 0
 
 
 def test_the_page_on_hooks_has_the_table():

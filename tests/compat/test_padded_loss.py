@@ -111,6 +111,8 @@ def test_outputs_of_super_have_the_padded_logits(tokenizer, tmp_path):
     class Mine(pt.SFTTrainer):
         def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
             loss, outputs = super().compute_loss(model, inputs, return_outputs=True)
+            assert outputs["logits"] is outputs.logits is outputs[1] and outputs["loss"] is outputs[0] is loss
+            assert outputs["logp"] is outputs.logp
             shapes.append((tuple(outputs.logits.shape[:2]), tuple(inputs["input_ids"].shape)))
             by_hand = cross_entropy(outputs.logits[:, :-1].flatten(0, 1), inputs["labels"][:, 1:].flatten())
             assert float(by_hand) == pytest.approx(float(loss), rel=1e-4)

@@ -11,8 +11,11 @@ import pytest
 import torch
 
 import posttrain
-from posttrain.compat.paths import INSTEAD, MODULES
+from posttrain.compat.paths import MODULES
+from posttrain.compat.trl_names import refused
 from tests.wordings import raises
+
+INSTEAD = refused("import")
 
 # Imports that scripts on top of TRL write; the package's name is the only thing changed.
 WRITTEN = """

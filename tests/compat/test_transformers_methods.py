@@ -6,11 +6,11 @@ import pytest
 import transformers
 
 from posttrain import ConfigError
-from posttrain.compat.overrides import REFUSED
+from posttrain.compat.overrides import UNCALLED
 from tests.methods.every_trainer import EVERY, data, every
 from tests.wordings import raises
 
-REFUSED_NAMES = {name for rows in REFUSED.values() for name in rows}
+REFUSED_NAMES = set(UNCALLED["PostTrainer"])
 BY_USERS = "users call it, transformers' loop does not"
 IRRELEVANT = {
     "_defer_fsdp_gradient_reduction": "of models that transformers shards as they are loaded",
@@ -21,7 +21,6 @@ IRRELEVANT = {
     "_tune_save_checkpoint": "of Ray Tune",
     "_update_auto_batch_size": "with auto_find_batch_size=True",
     "call_model_init": "of hyperparameter_search",
-    "create_optimizer_and_scheduler": "transformers calls its two parts",
     "end": BY_USERS,
     "get_learning_rates": BY_USERS,
     "get_num_trainable_parameters": BY_USERS,

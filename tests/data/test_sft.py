@@ -191,3 +191,20 @@ def test_a_prompt_whose_answer_stands_beside_it_may_end_with_any_role(tiny_token
     whole = tiny_tokenizer.apply_chat_template([asked, answer], return_dict=True)["input_ids"]
     head = tiny_tokenizer.apply_chat_template([asked], add_generation_prompt=True, return_dict=True)["input_ids"]
     assert row["input_ids"] == whole and [label == -100 for label in row["labels"]].count(True) == len(head)
+
+
+def test_of_rows_with_several_forms_a_warning_names_the_one_that_is_trained(tiny_tokenizer, caplog):
+    turns = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+    row = {"input_ids": [5, 6, 7], "messages": turns, "prompt": "p", "completion": "c", "text": "t"}
+    for form, trained in {"input_ids": [5, 6, 7], "messages": None, "prompt": None, "text": None}.items():
+        caplog.clear()
+        (prepared,), _ = prepare([row], tiny_tokenizer)
+        alone = {name: row[name] for name in ((form, "completion") if form == "prompt" else (form,))}
+        assert prepared == prepare([alone], tiny_tokenizer)[0][0]
+        assert trained is None or prepared["input_ids"] == trained
+        warned = [record.getMessage() for record in caplog.records if "is not read" in record.message]
+        others = [name for name in row if name != form and name not in alone]
+        assert len(warned) == bool(others) and all(name in warned[0] for name in (form, *others) if others)
+        row = {name: value for name, value in row.items() if name not in alone}
+    (prepared,), _ = prepare([{"text": "t", "input_ids": None}], tiny_tokenizer)  # What is None is no form.
+    assert prepared["input_ids"] and "input_ids and" not in caplog.text

@@ -11,7 +11,9 @@ import pytest
 from posttrain import DataError, DPOConfig, DPOTrainer, KTOConfig, SFTConfig, SFTTrainer
 from posttrain.checks.rows import check_rows
 from posttrain.data.formats import plain_rows
+from posttrain.data.samplers import longest_examples
 from posttrain.types import Row
+from tests.methods.every_trainer import data, every
 from tests.wordings import raises
 
 
@@ -119,3 +121,32 @@ def test_plain_rows_have_no_format_and_the_columns_that_it_showed():
     assert plain_rows(every)[0] == rows[0]
     changed = rows.with_transform(lambda batch: batch)
     assert plain_rows(changed) is changed and plain_rows(None) is None and plain_rows(rows) is rows
+
+
+LEFTOVER = {
+    "ids": [1, 2, 3] * 30,
+    "beyond": [10**6],
+    "none": None,
+    "text": "abc",
+    "nested": [[1], [2]],
+    "half": [1, None],
+}
+
+
+@pytest.mark.parametrize("kind", ["grpo", "rloo", "online_dpo"])
+@pytest.mark.parametrize("left", sorted(LEFTOVER))
+def test_id_columns_that_training_does_not_read_are_not_checked_and_not_counted(kind, left, tiny_tokenizer, tmp_path):
+    tiny_tokenizer.pad_token = "<|endoftext|>"
+    plain = data(kind, 8)
+    columns = dict.fromkeys(("input_ids", "prompt_ids", "chosen_ids"), [LEFTOVER[left]] * len(plain))
+    rows = datasets.Dataset.from_dict({**plain.to_dict(), **columns})
+    settings = {"dry_step": True, "preflight": "error"}
+    runs = [
+        every(kind, tmp_path / str(i), tiny_tokenizer, train=one, **settings) for i, one in enumerate((plain, rows))
+    ]
+    reports = [run.data_report().to_dict() for run in runs]
+    assert reports[0] == reports[1]
+    found = [{code for code, result in run.preflight.results.items() if result.findings} for run in runs]
+    assert found[0] == found[1]
+    longest = [longest_examples(run.train_dataset, 2, run.method.traits.id_columns) for run in runs]
+    assert [row["prompt"] for row in longest[0]] == [row["prompt"] for row in longest[1]]

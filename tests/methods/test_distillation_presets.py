@@ -2,6 +2,7 @@
 
 import dataclasses
 import inspect
+import math
 
 import datasets
 import pytest
@@ -10,6 +11,7 @@ import torch
 import posttrain as pt
 from posttrain import ScriptedEngine
 from posttrain.errors import ConfigError, DataError
+from posttrain.losses.distillation import divergence
 from posttrain.models import parallel
 from posttrain.rewards.runner import RewardTable
 from posttrain.rollouts.batch import RolloutBatch
@@ -568,3 +570,92 @@ def test_constructors_take_the_peers_positions(tmp_path, tiny_tokenizer):
     assert names[:6] == ["self", "model", "reward_funcs", "args", "train_dataset", "eval_dataset"]
     with raises(TypeError):
         pt.SDFTTrainer(*[None] * 9)
+
+
+def jsd_of_trl(student_logits, teacher_logits, labels=None, beta=0.5, temperature=1.0, reduction="batchmean"):
+    """TRL 0.11's function, which scripts copy and change."""
+    q, p = (student_logits / temperature).log_softmax(-1), (teacher_logits / temperature).log_softmax(-1)
+    m = torch.logsumexp(torch.stack([q + math.log(1 - beta), p + math.log(beta)]), 0)
+    kl = lambda one: (one.exp() * (one - m)).sum(-1)  # noqa: E731
+    return (beta * kl(p) + (1 - beta) * kl(q))[labels != -100].mean()
+
+
+@pytest.mark.parametrize("name", ["GKD", "GOLD", "Distillation"])
+def test_an_overridden_divergence_is_the_loss(name, tmp_path, tiny_tokenizer):
+    def loss(factor, folder, overridden):
+        calls = []
+
+        class Mine(getattr(pt, name + "Trainer")):
+            if overridden == "static":
+
+                @staticmethod
+                def generalized_jsd_loss(*args, **kwargs):
+                    calls.append(kwargs["student_logits"].shape[1])
+                    return factor * jsd_of_trl(*args, **kwargs)
+            elif overridden == "super":
+
+                def generalized_jsd_loss(self, student_logits, teacher_logits, labels=None, **kwargs):
+                    calls.append(labels.shape[1])
+                    return factor * super().generalized_jsd_loss(student_logits, teacher_logits, labels, **kwargs)
+
+        settings = {"data": answers(), "max_steps": 2, "per_device_train_batch_size": 4, "logits_chunk_size": 7}
+        config = getattr(pt, name + "Config")
+        trainer = make(
+            folder, tiny_tokenizer, cls=Mine, config=config, lmbda=0.0, beta=0.3, temperature=1.5, **settings
+        )
+        trainer.train()
+        rows = [row for row in trainer.state.log_history if "loss" in row]
+        assert bool(calls) == bool(overridden) and max(calls, default=1) <= 7
+        return torch.tensor([[row["loss"], row["grad_norm"]] for row in rows])
+
+    plain = loss(1, tmp_path / "plain", None)
+    for kind in ("static", "super"):
+        torch.testing.assert_close(loss(1, tmp_path / kind, kind), plain, rtol=1e-4, atol=1e-5)
+    tripled = loss(3, tmp_path / "tripled", "static")
+    torch.testing.assert_close(tripled[0], 3 * plain[0], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("settings", [{"loss_top_k": 5}, {"use_uld_loss": True}])
+def test_an_overridden_divergence_that_no_loss_would_call_is_refused(settings, tmp_path, tiny_tokenizer):
+    class Mine(pt.GOLDTrainer):
+        @staticmethod
+        def generalized_jsd_loss(student_logits, teacher_logits, labels=None, beta=0.5):
+            return student_logits.sum()
+
+    tokenizers = {"teacher_processing_class": tiny_tokenizer} if "use_uld_loss" in settings else {}
+    with raises(ConfigError, "Mine", "generalized_jsd_loss", "objective"):
+        make(
+            tmp_path,
+            tiny_tokenizer,
+            cls=Mine,
+            config=pt.GOLDConfig,
+            data=answers(),
+            lmbda=0.0,
+            **tokenizers,
+            **settings,
+        )
+
+
+def test_an_overridden_divergence_must_return_a_scalar(tmp_path, tiny_tokenizer):
+    class Mine(pt.GKDTrainer):
+        def generalized_jsd_loss(self, student_logits, teacher_logits, labels=None, beta=0.5):
+            return student_logits
+
+    trainer = make(tmp_path, tiny_tokenizer, cls=Mine, config=pt.GKDConfig, data=answers(), lmbda=0.0, max_steps=1)
+    with raises(ConfigError, "generalized_jsd_loss", "scalar"):
+        trainer.train()
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
+def test_the_divergence_by_trl_s_name_reduces_as_trl_s(beta):
+    q, p = torch.randn(2, 2, 4, 5, generator=torch.Generator().manual_seed(0)).double()
+    labels = torch.tensor([[1, 2, -100, 3], [-100, -100, 4, 0]])
+    each = pt.GKDTrainer.generalized_jsd_loss(q, p, labels, beta=beta, reduction="none")
+    exact = divergence(q.log_softmax(-1), p.log_softmax(-1), beta=beta)[labels != -100]
+    torch.testing.assert_close(each.sum(-1), exact)
+    sums = {"sum": 1, "batchmean": 5, "mean": 25}
+    for reduction, count in sums.items():
+        value = pt.GKDTrainer.generalized_jsd_loss(q, p, labels, beta=beta, reduction=reduction)
+        torch.testing.assert_close(value, exact.sum() / count)
+    value = pt.GKDTrainer.generalized_jsd_loss(q, p, labels, beta=beta, num_items_in_batch=10)
+    torch.testing.assert_close(value, exact.sum() / 10)

@@ -3,11 +3,13 @@
 import datasets
 import pytest
 import torch
+import transformers
+from tokenizers import AddedToken
 
 import posttrain
-from posttrain import ConfigError, ModelError, create_model_from_path
+from posttrain import ConfigError, ModelError, SFTConfig, create_model_from_path
 from posttrain.methods.config import PostTrainingConfig
-from posttrain.models.load import load_classifier
+from posttrain.models.load import load_classifier, prepare_tokenizer
 from posttrain.rewards.model import ModelReward
 from tests.conftest import build_model
 from tests.methods.helpers import SHORT
@@ -82,3 +84,16 @@ def test_weights_that_transformers_shards_as_it_loads_them_are_refused_and_sizes
         )
     alone = posttrain.SFTConfig(str(tmp_path), **settings, model_init_kwargs={"distributed_config": configuration()})
     posttrain.SFTTrainer(tiny_model_dir, alone, train_dataset=data, processing_class=tiny_tokenizer).train()
+
+
+def test_a_tokenizer_that_no_checkpoint_could_save_is_refused(tiny_tokenizer, tmp_path):
+    args = SFTConfig(str(tmp_path), report_to="none", use_cpu=True)
+    tiny_tokenizer.save_pretrained(tmp_path)
+    fine = transformers.AutoTokenizer.from_pretrained(tmp_path, additional_special_tokens=[AddedToken("<x>")])
+    prepare_tokenizer(fine, args)
+    fine.save_pretrained(tmp_path / "fine")
+    wrong = transformers.AutoTokenizer.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    with pytest.raises(TypeError):
+        wrong.save_pretrained(tmp_path / "wrong")
+    with raises(ConfigError, "dtype=torch.bfloat16", "save_pretrained"):
+        prepare_tokenizer(wrong, args)

@@ -629,6 +629,17 @@ def test_a_resumed_online_run_draws_the_random_numbers_of_the_uninterrupted_one(
         assert rewards[0] == rewards[1], step
 
 
+def test_the_epoch_of_a_stream_counts_its_passes_once_their_length_is_known(tiny_tokenizer, tmp_path):
+    settings = {"max_steps": 10, "per_device_train_batch_size": 2, "use_cpu": True, "save_strategy": "epoch"}
+    trainer = sft(tmp_path, tiny_tokenizer, data=chats(8).to_iterable_dataset(), logging_steps=1, **settings)
+    trainer.train()
+    # In the first pass the length is unknown, and the share of max_steps stands for it.
+    epochs = [line["epoch"] for line in trainer.state.log_history if "loss" in line]
+    assert epochs == pytest.approx([0.1, 0.2, 0.3, 0.4, 1.25, 1.5, 1.75, 2.0, 2.25, 2.5])
+    saved = [json.loads((tmp_path / f"checkpoint-{step}" / "trainer_state.json").read_text()) for step in (4, 8, 10)]
+    assert [state["epoch"] for state in saved] == [1.0, 2.0, 2.5]
+
+
 @pytest.mark.parametrize("shuffled", [False, True])
 def test_a_stream_resumed_in_a_later_pass_trains_the_rows_of_the_uninterrupted_run(tiny_tokenizer, tmp_path, shuffled):
     def run(checkpoint=None):

@@ -591,3 +591,22 @@ def test_an_evaluation_that_nobody_scores_ends_no_run_and_one_that_somebody_does
         runner.finish(runner(**batch("a", "a")), groups=groups, training=False)
     with pytest.raises(RewardError, match="no completion got a reward in 10 batches in a row: maybe"):
         scored(runner, **batch("b", "b"))
+
+
+def test_a_column_that_the_trainer_gives_itself_is_named_once_in_a_warning(caplog):
+    hidden = ("completion", "completion_ids", "trainer_state", "log_metric", "log_extra")
+    seen = []
+
+    def reward(completions, completion_ids, **arguments):
+        seen.append((completion_ids, set(arguments)))
+        return [1.0]
+
+    runner = RewardRunner(reward)
+    columns = {name: ["column"] for name in (*hidden, "answer")} | {"prompt": ["p"]}
+    for _ in range(2):
+        runner(prompts=["p"], completions=["c"], completion_ids=[[1]], columns=columns)
+    ids, names = seen[0]
+    assert ids == [[1]] and names == {"prompts", "answer", "trainer_state", "log_metric", "log_extra"}
+    warned = [record.getMessage() for record in caplog.records if "is not passed to reward functions" in record.message]
+    assert [name for name in hidden if sum(f"{name!r} is not passed" in text for text in warned) == 1] == list(hidden)
+    assert len(warned) == len(hidden) and "gives them 'completions' itself" in warned[0]

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from posttrain.errors import ModelError
+from posttrain.errors import ConfigError, ModelError
 from posttrain.losses.distillation import (
     divergence,
     hybrid_divergence,
@@ -58,13 +58,17 @@ class HiddenTeacher:
     bias: Tensor | None = None
     rule: LogitRule = field(default_factory=LogitRule)
 
-    def logp(self, part: slice, columns: int | None, temperature: float, without: Tensor | None = None) -> Tensor:
-        """``(n, V)`` log-probs over the first ``columns`` ids ``without`` some."""
+    def logits(self, part: slice, columns: int | None, without: Tensor | None = None) -> Tensor:
+        """``(n, V)`` logits of the first ``columns`` ids ``without`` some."""
         x = self.hidden[part].float()
         if self.weight is not None:
             rule = {"logit_scale": self.rule.scale, "softcap": self.rule.softcap}
             x = raw_logits(self.hidden[part], self.weight, self.bias, **rule)
-        x = kept(x, columns, without)
+        return kept(x, columns, without)
+
+    def logp(self, part: slice, columns: int | None, temperature: float, without: Tensor | None = None) -> Tensor:
+        """``(n, V)`` log-probs over the first ``columns`` ids ``without`` some."""
+        x = self.logits(part, columns, without)
         return (x if temperature == 1 else x / temperature).log_softmax(-1)
 
 
@@ -150,6 +154,7 @@ class Comparison:
         columns: Ids that all models have a token for; those beyond are padding. None: all.
         policy_temperature: Divides the logits of the log-probs that are not part of the divergence.
         without: Ids that have no probability on any side: placeholders and markers of images, which nobody writes.
+        own: A user's `DistillationTrainer.generalized_jsd_loss`, which replaces the divergence.
     """
 
     axes: Axes
@@ -157,6 +162,7 @@ class Comparison:
     columns: int | None
     policy_temperature: float
     without: Tensor | None = None
+    own: Callable[..., Tensor] | None = None
 
     def __post_init__(self) -> None:
         several = isinstance(self.teacher, dict)
@@ -196,7 +202,13 @@ class Comparison:
                 continue
             here = _Beside(axes, share.teacher, theirs, log_q[at], targets[at])
             here.ask(self.columns, self.without)
-            apart, mass_held = here.divergence()
+            if self.own is None:
+                apart, mass_held = here.divergence()
+            else:
+                with torch.no_grad():
+                    logits = share.teacher.logits(theirs, self.columns, self.without)
+                apart = own_divergence(self.own, x[at], logits, here.targets[:, 0], axes)
+                mass_held = torch.ones_like(apart)
             value[at] += share.weight * apart
             if again:
                 continue
@@ -211,6 +223,34 @@ class Comparison:
         entropy = -torch.linalg.vecdot(log_q.exp(), log_q.clamp_min(-1e4))
         gap, mass, agree, *alone = columns
         return torch.stack([value, logp, gap, entropy, mass, agree, *alone], 1)
+
+
+def own_divergence(own: Callable[..., Tensor], student: Tensor, teacher: Tensor, labels: Tensor, axes: Axes) -> Tensor:
+    """Call a user's ``generalized_jsd_loss`` as TRL does, and give each token its mean.
+
+    Args:
+        own: Returns the mean over the tokens.
+        student: ``(n, V)`` logits.
+        teacher: Likewise.
+        labels: ``(n,)`` token ids.
+        axes: ``beta`` and the temperature.
+
+    Returns:
+        ``(n,)``, all equal. Their sum is that of the tokens, so that the loss does not depend on the size of chunks.
+
+    Raises:
+        ConfigError: The function returns another shape than a scalar.
+    """
+    lowest = torch.finfo(student.dtype).min  # -inf on both sides would be NaN in a KL.
+    options = {} if axes.student_temperature == 1 else {"temperature": axes.student_temperature}
+    logits = {"student_logits": student.clamp_min(lowest)[None], "teacher_logits": teacher.clamp_min(lowest)[None]}
+    loss = own(**logits, labels=labels[None], beta=axes.beta, **options)
+    if loss.dim():
+        raise ConfigError(
+            f"generalized_jsd_loss returned a tensor of shape {tuple(loss.shape)}, and must return a scalar. Fix: return the "
+            "mean over the tokens whose label is not -100."
+        )
+    return loss.expand(len(labels))
 
 
 @dataclass
@@ -466,7 +506,13 @@ class Distillation(Method[Any]):
     """
 
     config_class = DistillationConfig
-    traits = replace(SAMPLES, splits_tokens=True, cuts_prompts=True, reads_images=True)
+    traits = replace(
+        SAMPLES,
+        splits_tokens=True,
+        cuts_prompts=True,
+        reads_images=True,
+        id_columns=("prompt_ids", "completion_ids"),
+    )
     takes_rewards: ClassVar[bool] = False
     privileged: ClassVar[bool] = False
 

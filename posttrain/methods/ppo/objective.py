@@ -177,7 +177,9 @@ class PPO(Method[PPOConfig]):
     """
 
     config_class = PPOConfig
-    traits = replace(SAMPLES, needs=frozenset({"logp", "values", "entropy"}), compares_reference=True)
+    traits = replace(
+        SAMPLES, needs=frozenset({"logp", "values", "entropy"}), compares_reference=True, id_columns=("input_ids",)
+    )
 
     @property
     def temperature(self) -> float:
