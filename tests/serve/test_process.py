@@ -50,7 +50,7 @@ def process(tmp_path, *options):
                 running.wait(10)
 
 
-def client(url):
+def with_token(url):
     """A session with the token that the server wrote for its user."""
     session = requests.Session()
     session.headers["Authorization"] = f"Bearer {find_token(int(url.rsplit(':')[-1]))}"
@@ -63,8 +63,8 @@ def test_sigterm_lets_requests_end_and_exits_with_0(tmp_path, tiny_model_dir):
     options = ["--model", tiny_model_dir, "--dtype", "float32"]
     with process(tmp_path, *options) as (url, running, _), concurrent.futures.ThreadPoolExecutor(1) as pool:
         body = {"prompt": [5], "max_tokens": 400, "ignore_eos": True, "n": 64}
-        slow = pool.submit(client(url).post, url + "/v1/completions", json=body, timeout=60)
-        while "posttrain_running 64" not in client(url).get(url + "/metrics", timeout=10).text:
+        slow = pool.submit(with_token(url).post, url + "/v1/completions", json=body, timeout=60)
+        while "posttrain_running 64" not in with_token(url).get(url + "/metrics", timeout=10).text:
             time.sleep(0.01)
         running.send_signal(signal.SIGTERM)
         assert [len(c["token_ids"]) for c in slow.result().json()["choices"]] == [400] * 64
@@ -79,8 +79,8 @@ def test_a_second_ctrl_c_ends_the_server_though_its_engine_has_much_to_write(tmp
     options = ["--model", tiny_model_dir, "--dtype", "float32"]
     with process(tmp_path, *options) as (url, running, _), concurrent.futures.ThreadPoolExecutor(1) as pool:
         body = {"prompt": [5], "max_tokens": 400, "ignore_eos": True, "n": 4096}
-        pool.submit(client(url).post, url + "/v1/completions", json=body, timeout=60)
-        while "posttrain_running 4096" not in client(url).get(url + "/metrics", timeout=10).text:
+        pool.submit(with_token(url).post, url + "/v1/completions", json=body, timeout=60)
+        while "posttrain_running 4096" not in with_token(url).get(url + "/metrics", timeout=10).text:
             time.sleep(0.01)
         for _ in range(2):
             running.send_signal(signal.SIGINT)
@@ -110,7 +110,7 @@ def test_a_thousand_concurrent_requests_on_the_native_engine_and_none_is_lost(tm
     wanted = NativeEngine(model, pad_token_id=0).generate([Request(p, 1, sampling) for p in prompts], sampling)
     options = ["--model", tiny_model_dir, "--max_num_seqs", "128", "--dtype", "float32"]
     with process(tmp_path, *options) as (url, _, _):
-        session = client(url)
+        session = with_token(url)
         session.mount("http://", requests.adapters.HTTPAdapter(pool_maxsize=256))
 
         def ask(prompt):
