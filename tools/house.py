@@ -1,51 +1,40 @@
 #!/usr/bin/env python3
-"""Measure the house: how much text a step runs through, and what ties its rooms together. From the project's root:
+"""Measure the package as a whole: its size, and what ties its parts together. From the project's root:
 
     python tools/house.py                          # figures beside goals; exits 1 while one is missed
     python tools/house.py --static                 # without importing the package
-    python tools/house.py --json                   # the last line as JSON, for tests/snapshots/house.json
+    python tools/house.py --json                   # the last line as JSON
     python tools/house.py --where any_parameters   # where a counted thing stands
-    python tools/house.py --where step_grpo        # the functions of a step, by file, with code lines
 
-Text is counted in lines of code (no blank lines, comments, docstrings) of the functions that run, wherever they stand:
-moving a function to another file changes nothing here. `step_*` is what runs from the end of the first optimiser step of a
-tiny run to the end of the second, `make_*` what runs until training begins. `mutual_*` are pairs of files that call each other within that step.
+Lines of code are lines without blank lines, comments and docstrings: explaining costs nothing. `flow.py` measures the road of a step.
 """
 
 import argparse
 import ast
-import contextlib
 import functools
 import io
 import json
-import multiprocessing
 import os
 import pathlib
 import sys
-import tempfile
 import tokenize
 from collections import defaultdict
-from concurrent.futures import ProcessPoolExecutor
 
 GOALS = {  # figure: (most, what it is)
-    "step_sft": (900, "lines of code that one optimiser step of SFT runs through (TRL: 496)"),
-    "step_dpo": (1100, "the same, DPO"),
-    "step_grpo": (2600, "the same, GRPO with the native engine (TRL, generate: 1848)"),
-    "make_sft": (2000, "lines of code that run until SFT's training begins (TRL: 938)"),
-    "make_grpo": (3000, "the same, GRPO (TRL: 1039)"),
-    "mutual_sft": (1, "pairs of files that call each other in that step"),
-    "mutual_grpo": (3, "the same, GRPO"),
     "deepest": (4, "own classes in the MRO of any public trainer"),
     "switches": (20, "class attributes that steer the trainers' base classes"),
     "hidden_signatures": (0, "public trainers whose written __init__ takes **kwargs"),
     "takes_trainer": (10, "functions outside trainers and callbacks that take a trainer"),
     "any_parameters": (400, "parameters annotated with a bare Any"),
     "getattrs": (300, "getattr() and hasattr() calls"),
-    "in_circles": (4, "modules in a circle of imports, lazy ones counted"),
-    "class_swaps": (1, "assignments to __class__"),
+    "in_circles": (0, "modules in a circle of imports, lazy ones counted"),
+    "class_swaps": (0, "assignments to __class__"),
     "rooms_without_tests": (0, "folders of the package without a folder of tests"),
     "type_ignores": (40, "'type: ignore' comments"),
-    "lines": (56_000, "lines of Python in the package"),
+    "methods_post": (45, "methods that the package's classes define for SFTTrainer, transformers' overrides counted"),
+    "methods_online": (60, "the same for GRPOTrainer"),
+    "core": (30_000, "lines of code outside extensions/"),
+    "code": (43_500, "lines of code in the package"),
 }
 AT_LEAST = {"docstring_share": (0.15, "share of docstring lines: size is not saved on explanations")}
 BASES = ("PostTrainer", "OnlineTrainer", "PreferenceTrainer", "DistillationTrainer")
@@ -133,10 +122,12 @@ def static(root):
         modules[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
     documented = 0
     for name, path in modules.items():
-        text, nodes, _, docs = read(str(path.absolute()))
+        text, nodes, code, docs = read(str(path.absolute()))
         hidden = only_for_types(nodes)
         figures["lines"] += text.count("\n")
         documented += len(docs)
+        figures["code"] += len(code)
+        figures["core"] += 0 if "extensions" in path.relative_to(root).parts else len(code)
         for number, line in enumerate(text.splitlines(), 1):
             if "type: ignore" in line:
                 WHERE["type_ignores"].append(f"{path}:{number}")
@@ -247,90 +238,6 @@ def tiny():
     return LlamaForCausalLM(config), tokenizer
 
 
-def imported():
-    """What runs while modules are imported is not the way of the data."""
-    import datasets  # noqa: F401
-    import torch
-
-    torch.set_num_threads(1)
-    import posttrain
-
-    for name in ("SFTConfig", "SFTTrainer", "DPOConfig", "DPOTrainer", "GRPOConfig", "GRPOTrainer"):
-        getattr(posttrain, name)
-
-
-def trace(kind):
-    """Functions of the package that run while a trainer is made, and in the second step; and who calls whom there."""
-    import logging
-    import threading
-
-    import datasets
-    import transformers
-
-    import posttrain
-
-    logging.disable(logging.CRITICAL)
-    home = os.path.dirname(posttrain.__file__) + os.sep
-    made, stepped, calls, phase = set(), set(), set(), ["make"]
-
-    def look(frame, event, _):  # As a trace function that returns None it is told of calls alone.
-        code = frame.f_code
-        if not code.co_filename.startswith(home) or code.co_name == "<module>":
-            return
-        if phase[0] == "make":
-            made.add((code.co_filename, code.co_firstlineno))
-        elif phase[0] == "step":
-            stepped.add((code.co_filename, code.co_firstlineno))
-            back = frame.f_back
-            while back is not None and not back.f_code.co_filename.startswith(home):
-                back = back.f_back
-            if back is not None and back.f_code.co_filename != code.co_filename:
-                calls.add((back.f_code.co_filename, code.co_filename))
-
-    class Phase(transformers.TrainerCallback):
-        def on_train_begin(self, args, state, control, **kwargs):
-            phase[0] = "warm"
-
-        def on_step_end(self, args, state, control, **kwargs):
-            phase[0] = "step" if state.global_step == 1 else "done"  # From the end of one step to the end of the next.
-
-    model, tokenizer = tiny()
-    ask = lambda i: [{"role": "user", "content": f"What is {i}?"}]
-    say = lambda text: [{"role": "assistant", "content": text}]
-    common = {
-        "max_steps": 3, "per_device_train_batch_size": 4, "report_to": "none", "bf16": False, "save_strategy": "no",
-        "disable_tqdm": True, "logging_steps": 1, "gradient_checkpointing": False, "use_cpu": True,
-    }  # fmt: skip
-    with tempfile.TemporaryDirectory() as out:
-        threading.settrace(look)
-        sys.settrace(look)
-        table = datasets.Dataset.from_list
-        if kind == "sft":
-            rows = [{"messages": ask(i) + say(f"It is {i}.")} for i in range(16)]
-            trainer = posttrain.SFTTrainer(
-                model, args=posttrain.SFTConfig(out, **common), train_dataset=table(rows), processing_class=tokenizer
-            )
-        elif kind == "dpo":
-            rows = [
-                {"prompt": ask(i), "chosen": say(f"It is {i}."), "rejected": say(f"No, {i + 1}!")} for i in range(16)
-            ]
-            trainer = posttrain.DPOTrainer(
-                model, None, posttrain.DPOConfig(out, **common), train_dataset=table(rows), processing_class=tokenizer
-            )
-        else:
-            rows = [{"prompt": ask(i), "answer": str(i)} for i in range(16)]
-            args = posttrain.GRPOConfig(
-                out, **common, num_generations=4, max_completion_length=8, rollout_engine="native"
-            )
-            reward = lambda completions, **_: [float(len(c[0]["content"]) % 3) for c in completions]
-            trainer = posttrain.GRPOTrainer(model, reward, args, train_dataset=table(rows), processing_class=tokenizer)
-        trainer.add_callback(Phase())
-        trainer.train()
-        sys.settrace(None)
-        threading.settrace(None)
-    return made, stepped, calls, home
-
-
 def text_of(functions):
     """Lines of code of these functions, by ``file:function``; a function inside one that ran counts once."""
     by_file, out = defaultdict(set), {}
@@ -358,26 +265,23 @@ def deepest(package):
     return max(own(getattr(posttrain, n)) for n in names if isinstance(getattr(posttrain, n), type))
 
 
-def quiet_trace(kind):
-    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
-        return trace(kind)
+def methods(trainer, package):
+    """Names of the methods that classes of the package define for a trainer; properties and nested classes are not counted."""
+    own = [one for one in trainer.__mro__ if one.__module__.split(".")[0] == package]
+    kinds = (staticmethod, classmethod)
+    return sorted(
+        {name for one in own for name, value in vars(one).items() if callable(value) or isinstance(value, kinds)}
+    )
 
 
-def traces():
-    """Each run in a fork of this process, side by side: the imports, most of the time, are made once and are no run's own."""
-    imported()
-    forks = ProcessPoolExecutor(max_workers=3, mp_context=multiprocessing.get_context("fork"))
-    return {kind: forks.submit(quiet_trace, kind) for kind in ("grpo", "dpo", "sft")}
+def of_trainers(package):
+    """Figures that need the package to be imported."""
+    import posttrain
 
-
-def figures_of(kind, made, stepped, calls, home):
-    """Figures of one trainer's run; what they count is left in `WHERE`."""
-    make, step = text_of(made), text_of(stepped)
-    mutual = sorted({tuple(sorted(pair)) for pair in calls if pair[::-1] in calls})
-    short = lambda rows: [f"{n:5d} {key.replace(home, '')}" for key, n in sorted(rows.items())]
-    WHERE[f"make_{kind}"], WHERE[f"step_{kind}"] = short(make), short(step)
-    WHERE[f"mutual_{kind}"] = [" <-> ".join(p.replace(home, "") for p in pair) for pair in mutual]
-    return {f"make_{kind}": sum(make.values()), f"step_{kind}": sum(step.values()), f"mutual_{kind}": len(mutual)}
+    WHERE["methods_post"], WHERE["methods_online"] = (
+        methods(t, package) for t in (posttrain.SFTTrainer, posttrain.GRPOTrainer)
+    )
+    return {"deepest": deepest(package)} | {name: len(WHERE[name]) for name in ("methods_post", "methods_online")}
 
 
 def main():
@@ -390,16 +294,8 @@ def main():
     sys.path.insert(0, os.getcwd())
     os.environ.update({"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"})
     sys.dont_write_bytecode = True
-    runs = {} if args.static else traces()
     figures = static(pathlib.Path(args.package))
-    for kind, run in runs.items():
-        try:
-            figures |= figures_of(kind, *run.result())
-        except Exception as error:
-            print(f"{kind}: failed\n{error!r}\n{error.__cause__}")
-            return 2
-    if runs:
-        figures["deepest"] = deepest(args.package)
+    figures |= {} if args.static else of_trainers(args.package)
     if args.where:
         print("\n".join(str(row) for row in WHERE.get(args.where, ["nothing is listed for this figure"])))
         return 0

@@ -363,6 +363,7 @@ class PostTrainer(transformers.Trainer):
         """
         if not any(isinstance(callback, MemoryProfile) for callback in self.callback_handler.callbacks):
             self.add_callback(MemoryProfile(self.run))
+        self.run.hooks = self._hooks()  # A user may have put methods of their own on this trainer.
         fit_memory(self.run, self.head, self.optimizer)
         self._train_batch_size = self.args.train_batch_size
         configured = self.args.resume_from_checkpoint
@@ -427,7 +428,6 @@ class PostTrainer(transformers.Trainer):
             return [], None
         self._window_start = began
         micro_batches = [self.micro_batch(inputs, index) for index, inputs in enumerate(drawn)]
-        self.run.hooks = self._hooks()  # A user may have put methods of his own on the trainer.
         self.denominators, seen = step.count(self.run, micro_batches)
         self.count_tokens_seen(seen)
         self.before_step(micro_batches)
