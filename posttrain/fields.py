@@ -108,6 +108,8 @@ def _is_a(value: object, kind: Any) -> bool:
         return value in parts
     if get_origin(kind) in (Union, UnionType):
         return any(_is_a(value, part) for part in parts)
+    if get_origin(kind) in (list, tuple, set):
+        return not isinstance(value, int | float)  # A string may stand for a list of one.
     if kind is bool:
         return isinstance(value, int) and value in (0, 1)
     if isinstance(value, bool) or (kind is float and isinstance(value, float) and not math.isfinite(value)):
@@ -127,4 +129,6 @@ def _words(kind: Any, value: object) -> str:
     parts = get_args(kind)
     if get_origin(kind) is Annotated:
         return str(parts[1]) if _is_a(value, parts[0]) else f"{_WORDS[parts[0]]}, {parts[1]}"
+    if get_origin(kind) in (list, tuple, set):
+        return "a list"
     return ", or ".join(_words(part, value) for part in parts) if parts else _WORDS.get(kind, str(kind))

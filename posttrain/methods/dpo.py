@@ -60,8 +60,9 @@ class DPOConfig(PictureConfig, ComparedConfig):
     pad_token: str | None = option(None, "Deprecated: set pad_token on the tokenizer.")
 
     def __post_init__(self) -> None:
-        self.loss_type = [self.loss_type] if isinstance(self.loss_type, str) else list(self.loss_type)
+        self.loss_type = [self.loss_type] if isinstance(self.loss_type, str) else self.loss_type
         super().__post_init__()
+        self.loss_type = list(self.loss_type)
         warn_keep_end(self.truncation_mode)
         if not self.loss_type:
             raise ConfigError("loss_type is empty: there is nothing to learn from. Name a loss, such as 'sigmoid'.")
