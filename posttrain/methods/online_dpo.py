@@ -47,7 +47,7 @@ class OnlineDPOConfig(PictureConfig, OnlineConfig):
     missing_eos_penalty: PositiveFloat | None = option(
         None, "Taken from the reward of a completion that did not end, > 0."
     )
-    beta: list[float] = field(  # type: ignore[assignment]
+    beta: float | list[float] = field(  # type: ignore[assignment]
         default_factory=lambda: [0.1], metadata={"help": "Strength of the tie to the reference; several: by epoch."}
     )
     loss_type: Literal["sigmoid", "ipo"] = option("sigmoid", "Loss of a pair.")

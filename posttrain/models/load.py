@@ -410,6 +410,8 @@ def wrap_with_peft(model: nn.Module, peft_config: PeftConfig | None, *, activati
                 "further, or call model.merge_and_unload() first to start a new one."
             )
         model = peft.get_peft_model(model, peft_config)
+    if isinstance(model, peft.PeftMixedModel):
+        raise ConfigError("a peft.PeftMixedModel cannot be trained here. Fix: give one adapter to peft.get_peft_model.")
     if isinstance(model, peft.PeftModel):
         _check_adapter(model, activation_checkpointing)
     if isinstance(model, peft.PeftModel) and activation_checkpointing:
@@ -422,6 +424,7 @@ def wrap_with_peft(model: nn.Module, peft_config: PeftConfig | None, *, activati
 # peft methods whose training needs more than gradients of log-probs: what this library's steps and layouts leave out.
 NEEDS_MORE = {
     "ADALORA": "a rank allocation after each optimizer step (update_and_allocate) and an orthogonality term in the loss",
+    "ADAPTION_PROMPT": "prompts that peft inserts inside the attention layers, where rows hold several sequences here",
     "CPT": "a loss of its own, weighted by example, which peft computes inside the model's forward pass",
     "LILY": "routing weights averaged over all tokens of a row, which packed sequences share",
     "MULTITASK_PROMPT_TUNING": "task_ids in every forward pass",
@@ -447,6 +450,10 @@ def _check_adapter(model: Any, activation_checkpointing: bool) -> None:
             needs[f"{kind} adapters with {name}={value!r} need"] = need
     for what, need in needs.items():
         raise ConfigError(f"{what} {need}. Training would leave that out. Fix: use LoRA, or another peft method.")
+    if any(getattr(module, "merged", False) is True for module in model.modules()):
+        raise ModelError(
+            "the model's adapter is merged into the base weights, where it cannot be trained. Fix: model.unmerge_adapter()."
+        )
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ModelError(
             "the model's adapter has no trainable parameter: it was loaded for inference. Load it with "

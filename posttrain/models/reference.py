@@ -31,6 +31,15 @@ REF_ADAPTER = "ref"
 LAYERS = ("transformer.h.{layer}", "model.decoder.layers.{layer}", "gpt_neox.layers.{layer}", "model.layers.{layer}")
 
 
+# Initializations of LoRA that leave the base weights as they are; others (PiSSA, OLoRA, ...) move parts of them into the adapter.
+PLAIN_STARTS = (True, False, "gaussian", "orthogonal", "eva")
+
+
+def moves_base(config: Any) -> bool:
+    """Return whether making an adapter with this peft config changes the base weights."""
+    return getattr(config, "init_lora_weights", True) not in PLAIN_STARTS
+
+
 def _is_peft(model: nn.Module) -> bool:
     return hasattr(model, "peft_config") and hasattr(model, "disable_adapter")
 
@@ -177,8 +186,9 @@ def _first_parameters(model: nn.Module, count: int, pattern: str | None) -> list
 class Reference:
     """Log-probs under the frozen start of training, by the cheapest way that is exact.
 
-    A new adapter: the base model, adapters off; no second model in memory. A model that came with a trained adapter: a
-    frozen copy of that adapter. Otherwise a frozen copy of the **given** weights, which are not always the hub's.
+    A new adapter: the base model, adapters off; no second model in memory. A model that came with a trained adapter, or an
+    adapter that took parts of the base weights when it was made (PiSSA, OLoRA): a frozen copy of that adapter. Otherwise a
+    frozen copy of the **given** weights, which are not always the hub's.
 
     Args:
         model: The policy.
@@ -206,13 +216,21 @@ class Reference:
             self.copy = create_reference_model(model)
         else:
             _check_frozen_base(model)
-            if adapter is None and not fresh_adapter:
+            starts_at_base = fresh_adapter and not any(
+                moves_base(config) for config in self.policy.peft_config.values()
+            )
+            if adapter is None and not starts_at_base:
                 self._freeze_adapter(model)
 
     def _freeze_adapter(self, model: nn.Module) -> None:
         active = model.active_adapter
         learns = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
-        model.add_adapter(REF_ADAPTER, copy.deepcopy(model.peft_config[active]))
+        config = copy.deepcopy(model.peft_config[active])
+        # To make this one must not change the base weights, nor repeat layers again.
+        for name, neutral in (("init_lora_weights", True), ("layer_replication", None)):
+            if hasattr(config, name):
+                setattr(config, name, neutral)
+        model.add_adapter(REF_ADAPTER, config)
         model.set_adapter(active)
         parameters = dict(model.named_parameters())
         with torch.no_grad():

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from posttrain.errors import ConfigError, ModelError
 from posttrain.models.heads import adapters_of, unwrapped
 from posttrain.models.parallel import flattens_parameters, gathered, whole_tensor
+from posttrain.models.reference import moves_base
 from posttrain.rollouts.server.weight_sync import write_tensors
 from posttrain.rollouts.workers.shared_weights import Weights, checkpoint_weights, clean_name, plain_lora, renamed
 
@@ -23,8 +24,6 @@ MORE = {
     "bias": "none", "use_dora": False, "lora_bias": False, "use_qalora": False, "rank_pattern": {}, "alpha_pattern": {},
     "modules_to_save": None, "trainable_token_indices": None, "target_parameters": None, "layer_replication": None,
 }  # fmt: skip
-# Ways to begin that leave the base model as it is; others move weights from it into the adapter.
-PLAIN_STARTS = (True, False, "gaussian", "orthogonal", "eva")
 
 
 def adapter_obstacle(model: nn.Module, layers: Sequence[str] = ()) -> str | None:
@@ -48,7 +47,7 @@ def adapter_obstacle(model: nn.Module, layers: Sequence[str] = ()) -> str | None
         value = getattr(config, name, neutral)
         if value != neutral and (value or neutral):  # An empty collection is as good as None.
             return f"its adapter has {name}={value!r}"
-    if config.init_lora_weights not in PLAIN_STARTS:
+    if moves_base(config):
         return f"init_lora_weights={config.init_lora_weights!r} changed the base model"
     if flattens_parameters(model):
         return "its parameters are flattened"

@@ -58,6 +58,7 @@ TARGETS = {"target_modules": ["q_proj"], "task_type": "CAUSAL_LM"}
         (peft.AdaLoraConfig(total_step=10, **TARGETS), "update_and_allocate"),
         (peft.CPTConfig(task_type="CAUSAL_LM", num_virtual_tokens=2), "CPT"),
         (peft.LilyConfig(**TARGETS), "LILY"),
+        (peft.AdaptionPromptConfig(task_type="CAUSAL_LM", adapter_len=2, adapter_layers=1), "ADAPTION_PROMPT"),
         (peft.LoraConfig(alora_invocation_tokens=[5], **TARGETS), "alora_invocation_tokens"),
         (peft.VBLoRAConfig(save_only_topk_weights=True, num_vectors=8, vector_length=4, **TARGETS), "save_only_topk"),
     ],
@@ -77,6 +78,39 @@ def test_a_reference_that_shares_trained_base_weights_is_refused(branch):
         Reference(model, **given)
     other = copy.deepcopy(model)
     assert Reference(model, given=other, **given).copy is other  # A copy does not move with the policy.
+
+
+def test_an_adapter_that_is_merged_is_refused_and_so_is_a_mixed_model(tiny_tokenizer, tmp_path):
+    model = peft.get_peft_model(build_model(len(tiny_tokenizer)), peft.LoraConfig(r=4, **TARGETS))
+    model.merge_adapter()
+    with raises(ModelError, "unmerge_adapter"):
+        sft(tmp_path, tiny_tokenizer, model=model)
+    mixed = peft.PeftMixedModel(build_model(len(tiny_tokenizer)), peft.LoraConfig(r=4, **TARGETS))
+    with raises(ConfigError, "PeftMixedModel"):
+        sft(tmp_path, tiny_tokenizer, model=mixed)
+
+
+STARTS = [{}, {"init_lora_weights": "pissa"}, {"init_lora_weights": "olora"}, {"layer_replication": [(0, 2), (1, 2)]}]
+
+
+@pytest.mark.parametrize("start", STARTS, ids=lambda s: next(iter(s.values()), "default"))
+@pytest.mark.parametrize("fresh", [True, False])
+def test_the_reference_is_where_training_began_whatever_the_start_of_the_adapter(start, fresh):
+    """PiSSA and OLoRA move parts of the base weights into the adapter as it is made."""
+    ids = torch.tensor([[5, 6, 7, 8, 9]])
+    model = peft.get_peft_model(build_model(37), peft.LoraConfig(r=4, **TARGETS, **start)).eval()
+    if not fresh:
+        for parameter in (p for p in model.parameters() if p.requires_grad):
+            parameter.data += 0.1 * torch.randn_like(parameter)
+    with torch.no_grad():
+        begun = model(ids).logits
+        reference = Reference(model, fresh_adapter=fresh)
+        torch.testing.assert_close(model(ids).logits, begun, atol=1e-5, rtol=0)  # To make it moved nothing.
+        for parameter in (p for p in model.parameters() if p.requires_grad):
+            parameter.data += 0.1 * torch.randn_like(parameter)
+        assert (model(ids).logits - begun).abs().max() > 0.1
+        with reference.active(model) as other:
+            torch.testing.assert_close(other(ids).logits, begun, atol=1e-5, rtol=0)
 
 
 def test_grpo_with_a_trained_adapter_and_a_trained_norm_refuses_to_share_its_base(tiny_tokenizer, tmp_path):

@@ -195,6 +195,40 @@ def test_a_dtype_is_known_by_either_of_its_names():
     assert as_dtype("auto") is as_dtype(None) is None
 
 
+def test_adapters_that_are_off_or_merged_in_place_are_not_added():
+    model = adapted(build_model(37), modules_to_save=["norm"])
+    ids = torch.tensor([[5, 6, 7, 8]])
+    with torch.no_grad():
+        adapted_logits = model(ids).logits
+        with model.disable_adapter():
+            same_as_trainer(model, dict(Weights(model)))
+            off = {name: tensor.clone() for name, tensor in Weights(model)}
+        assert all(torch.equal(off[name], tensor) for name, tensor in Weights(model, adapters=False))
+        plain = adapted(build_model(37))
+        expected = plain(ids).logits
+        plain.merge_adapter()
+        torch.testing.assert_close(plain(ids).logits, expected, atol=2e-5, rtol=1e-4)
+        same_as_trainer(plain, dict(Weights(plain)))
+    assert (adapted_logits - expected).abs().max() > 0
+
+
+def test_a_merged_checkpoint_of_repeated_layers_and_one_that_transformers_would_not_write(tmp_path):
+    model = adapted(build_model(37), layer_replication=[(0, 2), (1, 2)])
+    save_merged(model, tmp_path / "repeated")
+    ids = torch.tensor([[5, 6, 7, 8]])
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "repeated").eval()
+    torch.testing.assert_close(loaded(ids).logits, model(ids).logits, atol=2e-5, rtol=1e-4)
+    native = build_model(37)
+    native.add_adapter(peft.LoraConfig(r=4, target_modules=["q_proj"]))
+    with raises(ModelError, "get_peft_model"):
+        save_merged(native, tmp_path / "native")
+    inserted = peft.get_peft_model(
+        build_model(37), peft.AdaptionPromptConfig(task_type="CAUSAL_LM", adapter_len=2, adapter_layers=1)
+    )
+    with raises(ModelError, "ADAPTION_PROMPT"):
+        save_merged(inserted, tmp_path / "inserted")
+
+
 @pytest.mark.parametrize("build", [build_model, build_moe])
 def test_a_merged_checkpoint_computes_what_the_adapted_model_computes(build, tmp_path):
     model = adapted(build(37), target_modules="all-linear")

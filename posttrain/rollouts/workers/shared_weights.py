@@ -24,6 +24,8 @@ from posttrain.rollouts.server.weight_sync import SharedFolder, file_tensors, wr
 
 # What parallelism, compilation and checkpointing put into names.
 WRAPPERS = ("module.", "_checkpoint_wrapped_module.", "_orig_mod.", "_fsdp_wrapped_module.")
+# peft methods that add layers of their own, which no base weight can stand for.
+UNMERGEABLE = {"ADAPTION_PROMPT", "POLY", "SHADOW", "XLORA"}
 Getter = Callable[[], Tensor]
 
 
@@ -55,10 +57,11 @@ def merged_weights(model: nn.Module) -> Iterator[tuple[str, Getter]]:
         ModelError: The adapter cannot be expressed as weights of the base model.
     """
     bare = unwrapped(model)
-    if learns_prompts(model):
+    kinds = {str(getattr(config.peft_type, "value", config.peft_type)) for config in adapters_of(bare).values()}
+    if learns_prompts(model) or kinds & UNMERGEABLE:
         raise ModelError(
-            f"the virtual tokens of {bare.active_peft_config.peft_type} cannot be added to weights, so another engine or process "
-            "would sample from the base model without them. Fix: rollout_engine='hf', in the trainer's process; or LoRA."
+            f"the virtual tokens or layers of {', '.join(sorted(kinds))} cannot be added to weights, so another engine or "
+            "process would sample from the base model without them. Fix: rollout_engine='hf', in the trainer's process; or LoRA."
         )
     base = causal_lm(bare)
     leaves = [(clean_name(name), getter, parts) for name, getter, parts in _walk(base, "")]
@@ -115,7 +118,8 @@ def _adapted(module: Any, prefix: str) -> Iterator[tuple[str, Getter, frozenset[
     if isinstance(module, TrainableTokensWrapper):
         return _layer(module.token_adapter, prefix)
     if isinstance(module, ModulesToSaveWrapper):
-        names = [n for n in module.active_adapters if n in module.modules_to_save]
+        active = [] if module.disable_adapters else module.active_adapters
+        names = [n for n in active if n in module.modules_to_save]
         return _walk(module.modules_to_save[names[0]] if names else module.original_module, prefix)
     return _layer(module, prefix) if isinstance(module, BaseTunerLayer) else None
 
@@ -144,7 +148,7 @@ def _tuner_of(layer: Any, name: str) -> Any:
 
 
 def _active_parameters(tuner: Any) -> list[Tensor]:
-    active = set() if tuner.disable_adapters else set(tuner.active_adapters)
+    active = set() if tuner.disable_adapters or tuner.merged else set(tuner.active_adapters)
     names = ((set(name.split(".")), parameter) for name, parameter in tuner.named_parameters())
     return [parameter for parts, parameter in names if "base_layer" not in parts and parts & active]
 
@@ -439,7 +443,18 @@ def save_merged(model: nn.Module, folder: str | Path) -> None:
     Raises:
         ModelError: The adapter cannot be expressed as weights of the base model.
     """
-    causal_lm(model).save_pretrained(folder, state_dict=dict(Weights(model)))
+    base = causal_lm(model)
+    if getattr(base, "_hf_peft_config_loaded", False):
+        raise ModelError(
+            "transformers saves the adapter alone of a model with add_adapter. Fix: use peft.get_peft_model or "
+            "peft.PeftModel.from_pretrained instead."
+        )
+    seen: set[int] = set()
+    weights = {}
+    for name, tensor in Weights(model):  # Layers that layer_replication repeats share tensors, which no file may.
+        weights[name] = tensor.clone() if tensor.data_ptr() in seen else tensor
+        seen.add(tensor.data_ptr())
+    base.save_pretrained(folder, state_dict=weights)
 
 
 def checkpoint_weights(model: nn.Module, weights: dict[str, Tensor]) -> dict[str, Tensor]:
