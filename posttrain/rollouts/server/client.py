@@ -134,7 +134,7 @@ class VLLMClient:
         # 0.0.0.0 is an address to listen on, not one to connect to.
         self.base_url = self.base_url.replace("//0.0.0.0", "//127.0.0.1", 1).replace("//[::]", "//[::1]", 1)
         self.host = str(urlsplit(self.base_url).hostname)
-        # Errors and logs name the address, and never who asks there.
+        # Errors and logs show the address without user and password.
         user, _, password = urlsplit(self.base_url).netloc.rpartition("@")[0].partition(":")
         self.base_url = re.sub(r"(?<=://)[^/]*@", "", self.base_url)
         self.group_port, self.request_timeout, self.sync_timeout = group_port, request_timeout, sync_timeout
@@ -152,7 +152,7 @@ class VLLMClient:
         self.info()
 
     def _auth(self, user: str, password: str, api_key: str | None) -> httpx2.Auth | None:
-        """Return who asks: the user of the address, or the token of a server of this machine's user."""
+        """Return the credentials of requests: user and password of the address, or the token of a server of this machine's user."""
         if user:
             return httpx2.BasicAuth(user, password)
         return LocalToken(urlsplit(self.base_url).port or 80) if self.is_local and not api_key else None
