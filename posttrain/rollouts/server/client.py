@@ -152,7 +152,7 @@ class VLLMClient:
         self.info()
 
     def _auth(self, user: str, password: str, api_key: str | None) -> httpx2.Auth | None:
-        """Return the credentials of requests: user and password of the address, or the token of a server of this machine's user."""
+        """Return credentials: user and password of the address, or the token of a server of this machine's user."""
         if user:
             return httpx2.BasicAuth(user, password)
         return LocalToken(urlsplit(self.base_url).port or 80) if self.is_local and not api_key else None
