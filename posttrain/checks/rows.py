@@ -472,7 +472,7 @@ def typed_control_tokens(context: Context) -> Iterable[Finding]:
     words = {
         t.content for t in getattr(tokenizer, "added_tokens_decoder", {}).values() if t.special and len(t.content) > 1
     }
-    names = [n for n in (*CONVERSATIONS, "prompt", *ANSWERS) if n in getattr(dataset, "column_names", None) or ()]
+    names = [n for n in (*CONVERSATIONS, "prompt", *ANSWERS) if n in (getattr(dataset, "column_names", None) or ())]
     if not words or not names or not hasattr(dataset, "select"):  # A stream is read as it comes.
         return
     pattern = re.compile("|".join(map(re.escape, sorted(words, key=len, reverse=True))))

@@ -47,7 +47,7 @@ class OnlineDPOConfig(PictureConfig, OnlineConfig):
     missing_eos_penalty: PositiveFloat | None = option(
         None, "Taken from the reward of a completion that did not end, > 0."
     )
-    beta: float | list[float] = field(  # type: ignore[assignment]
+    beta: list[float] = field(  # type: ignore[assignment]
         default_factory=lambda: [0.1], metadata={"help": "Strength of the tie to the reference; several: by epoch."}
     )
     loss_type: Literal["sigmoid", "ipo"] = option("sigmoid", "Loss of a pair.")
@@ -57,6 +57,13 @@ class OnlineDPOConfig(PictureConfig, OnlineConfig):
         False, "Reward functions see the end-of-sequence token of plain text that has ended."
     )
     vllm_gpu_memory_utilization: PositiveShare = option(0.55, "Share of GPU memory, colocate.")
+
+    def check_fields(self) -> None:
+        """Check every field; one number for ``beta`` stands for a list of one."""
+        beta = self.beta
+        self.beta = [beta] if isinstance(beta, int | float) else beta
+        super().check_fields()
+        self.beta = beta
 
     def __post_init__(self) -> None:
         if self.max_completion_length not in (None, self.max_new_tokens):

@@ -286,7 +286,7 @@ def test_fields_of_tools_exist_only_where_tools_are():
     from posttrain.methods.online_config import EpisodeFields
 
     own = {f.name for f in fields(EpisodeFields)}
-    assert len(own) == 16  # Five of tools and environments, the others of a harness.
+    assert len(own) == 17  # Five of tools and environments, the others of a harness.
     for config in (GRPOConfig, GMPOConfig):
         assert own <= {f.name for f in fields(config)}
     for config in (RLOOConfig, A2POConfig, OnlineDPOConfig):

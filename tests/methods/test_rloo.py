@@ -483,7 +483,7 @@ def test_defaults_are_the_peer_s_and_grpo_s_own_options_do_not_exist(tmp_path):
         ({"reward_clip_range": (1.0, 1.0)}, "the lowest reward and a higher one"),
         ({"reward_clip_range": (1.0, -1.0)}, "reward_clip_range"),
         ({"reward_clip_range": (1.0,)}, "two numbers"),
-        ({"reward_clip_range": 10}, "reward_clip_range=10 must be two numbers"),
+        ({"reward_clip_range": 10}, "reward_clip_range=10 must be a list"),
         ({"reward_clip_range": (0.0, None)}, "two numbers"),
         ({"use_liger_kernel": True}, "RLOO has no such option"),
         ({"vllm_importance_sampling_mode": "token_mask"}, "whole sequences"),
