@@ -46,10 +46,10 @@ def _sft(folder, tokenizer, **settings):
     return sft(folder, tokenizer, eval_dataset=chats(5), **(COMMON | settings))
 
 
-def _reward(folder, tokenizer):
+def _reward(folder, tokenizer, **settings):
     from tests.methods.test_reward import pairs, reward
 
-    return reward(folder, tokenizer, eval_dataset=pairs(3), **COMMON, per_device_train_batch_size=4)
+    return reward(folder, tokenizer, eval_dataset=pairs(3), **(COMMON | {"per_device_train_batch_size": 4} | settings))
 
 
 def _dpo(folder, tokenizer, **settings):
@@ -59,20 +59,22 @@ def _dpo(folder, tokenizer, **settings):
 
 
 def _unpaired(kind):
-    def build(folder, tokenizer):
+    def build(folder, tokenizer, **settings):
         from tests.methods.test_judged import answers, make
 
-        return make(kind, folder, tokenizer, eval_dataset=answers(4), **COMMON, gradient_accumulation_steps=1)
+        own = {"eval_dataset": answers(4), "gradient_accumulation_steps": 1}
+        return make(kind, folder, tokenizer, **(COMMON | own | settings))
 
     return build
 
 
 def _reference_free(kind):
-    def build(folder, tokenizer):
+    def build(folder, tokenizer, **settings):
         from tests.methods.test_reference_free import make, pairs, triples
 
         rows = (triples() if kind == "tpo" else pairs()).select(range(3))
-        return make(kind, folder, tokenizer, eval_dataset=rows, **COMMON, per_device_train_batch_size=4)
+        own = {"eval_dataset": rows, "per_device_train_batch_size": 4}
+        return make(kind, folder, tokenizer, **(COMMON | own | settings))
 
     return build
 
@@ -81,47 +83,47 @@ def _grpo(folder, tokenizer, **settings):
     from tests.methods.helpers import grpo, prompts
 
     own = {"gradient_accumulation_steps": 2, "num_iterations": 2, "beta": 0.05, "eval_dataset": prompts(4)}
-    own["use_bias_correction_kl"] = False  # Pinned with the KL as it was before TRL's default.
-    return grpo(folder, tokenizer, engine="native", **(COMMON | own | settings))
+    own |= {"engine": "native", "use_bias_correction_kl": False}  # Pinned with the KL as it was before TRL's default.
+    return grpo(folder, tokenizer, **(COMMON | own | settings))
 
 
-def _gmpo(folder, tokenizer):
+def _gmpo(folder, tokenizer, **settings):
     from posttrain import GMPOConfig, GMPOTrainer
     from tests.methods.helpers import GROUPS, count_a, prompts
 
-    args = GMPOConfig(str(folder), **(GROUPS | COMMON | {"num_iterations": 2}))
+    args = GMPOConfig(str(folder), **(GROUPS | COMMON | {"num_iterations": 2} | settings))
     data = {"train_dataset": prompts(), "eval_dataset": prompts(4)}
     return GMPOTrainer(build_model(len(tokenizer)), count_a, args, processing_class=tokenizer, **data)
 
 
-def _rloo(folder, tokenizer):
+def _rloo(folder, tokenizer, **settings):
     from tests.methods.helpers import prompts
     from tests.methods.test_rloo import rloo
 
-    return rloo(folder, tokenizer, engine="native", eval_dataset=prompts(4), **COMMON)
+    return rloo(folder, tokenizer, **(COMMON | {"engine": "native", "eval_dataset": prompts(4)} | settings))
 
 
-def _ppo(folder, tokenizer):
+def _ppo(folder, tokenizer, **settings):
     from tests.methods.helpers import prompts
     from tests.methods.test_ppo import ppo
 
     tokenizer.pad_token = "<|endoftext|>"
-    return ppo(folder, tokenizer, engine="native", eval_dataset=prompts(4), **COMMON)
+    return ppo(folder, tokenizer, **(COMMON | {"engine": "native", "eval_dataset": prompts(4)} | settings))
 
 
-def _online_dpo(folder, tokenizer):
+def _online_dpo(folder, tokenizer, **settings):
     from tests.methods.helpers import prompts
     from tests.methods.test_online_dpo import make
 
-    return make(folder, tokenizer, eval_dataset=prompts(4), **COMMON)
+    return make(folder, tokenizer, **(COMMON | {"eval_dataset": prompts(4)} | settings))
 
 
-def _a2po(folder, tokenizer):
+def _a2po(folder, tokenizer, **settings):
     from tests.methods.helpers import count_a
     from tests.methods.test_a2po import build
 
     own = {"eval_strategy": "no", "filter_all_incorrect": False}
-    return build(folder, tokenizer, rewards=count_a, engine="native", **(COMMON | own))
+    return build(folder, tokenizer, rewards=count_a, engine="native", **(COMMON | own | settings))
 
 
 def _gkd(folder, tokenizer, **settings):
@@ -129,35 +131,45 @@ def _gkd(folder, tokenizer, **settings):
     from tests.methods.test_distillation import BASE, answers
 
     own = {"lmbda": 0.0, "gradient_accumulation_steps": 2, "learning_rate": 0.2, "per_device_eval_batch_size": 4}
-    args = GKDConfig(str(folder), **(BASE | COMMON | own | settings))
     data = {"train_dataset": answers(16), "eval_dataset": answers(5), "processing_class": tokenizer}
+    data["peft_config"] = settings.pop("peft_config", None)
+    args = GKDConfig(str(folder), **(BASE | COMMON | own | settings))
     return GKDTrainer(build_model(len(tokenizer)), build_model(len(tokenizer), seed=1), args, **data)
 
 
-def _async_grpo(folder, tokenizer):
+def _async_grpo(folder, tokenizer, **settings):
     from tests.methods.async_helpers import sample, trainer
 
     def make(number, version):
         written = [(number * 7 + k) % 250 + 3 for k in range(1 + number % 5)]
         return sample(number // 2, version, written=written, advantage=(-1.0) ** number * (1 + number % 3))
 
-    return trainer(folder, tokenizer, make, **(COMMON | {"eval_strategy": "no"}))
+    return trainer(folder, tokenizer, make, **(COMMON | {"eval_strategy": "no"} | settings))
+
+
+def _with(build, adapter=False, **own):
+    """The same trainer with other settings, of which a caller may change some again."""
+
+    def case(folder, tokenizer, **settings):
+        return build(folder, tokenizer, **(({"peft_config": lora()} if adapter else {}) | own | settings))
+
+    return case
 
 
 CASES = {
     "sft": _sft,
-    "sft_lora": lambda folder, tokenizer: _sft(folder, tokenizer, peft_config=lora(), learning_rate=0.5),
-    "sft_packed": lambda folder, tokenizer: _sft(folder, tokenizer, packing=True, max_length=64),
+    "sft_lora": _with(_sft, adapter=True, learning_rate=0.5),
+    "sft_packed": _with(_sft, packing=True, max_length=64),
     "reward": _reward,
     "dpo": _dpo,
-    "dpo_lora": lambda folder, tokenizer: _dpo(folder, tokenizer, peft_config=lora(), loss_type=["sigmoid", "sft"]),
+    "dpo_lora": _with(_dpo, adapter=True, loss_type=["sigmoid", "sft"]),
     "kto": _unpaired("kto"),
     "bco": _unpaired("bco"),
     "cpo": _reference_free("cpo"),
     "orpo": _reference_free("orpo"),
     "tpo": _reference_free("tpo"),
     "grpo": _grpo,
-    "grpo_lora": lambda folder, tokenizer: _grpo(folder, tokenizer, peft_config=lora(), learning_rate=0.2),
+    "grpo_lora": _with(_grpo, adapter=True, learning_rate=0.2),
     "gmpo": _gmpo,
     "rloo": _rloo,
     "ppo": _ppo,
@@ -165,14 +177,14 @@ CASES = {
     "a2po": _a2po,
     "async_grpo": _async_grpo,
     "gkd": _gkd,
-    "gkd_on_policy": lambda folder, tokenizer: _gkd(folder, tokenizer, lmbda=1.0, num_generations=2, beta=1.0),
+    "gkd_on_policy": _with(_gkd, lmbda=1.0, num_generations=2, beta=1.0),
 }
 TWO_RANKS = ("sft", "grpo", "gkd")
 
 
-def build(name, folder):
-    """The trainer of one case."""
-    return CASES[name](folder, build_tokenizer())
+def build(name, folder, **settings):
+    """The trainer of one case, with other settings where some are given."""
+    return CASES[name](folder, build_tokenizer(), **settings)
 
 
 def curve(rows):

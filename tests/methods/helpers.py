@@ -23,6 +23,11 @@ def count_a(completions, **_):
     return [len(c[0]["content"]) % 5 + c[0]["content"].count("a") for c in completions]
 
 
+def every_second(answer, **_):
+    """A reward without spread in the whole group of every second prompt."""
+    return [float(number % 2 and index % 2) for index, number in enumerate(answer)]
+
+
 def scripted(stop=2):
     """Completions that depend on the prompt and the index alone, of uneven lengths, most of them ended."""
 
