@@ -322,11 +322,16 @@ class Parity:
 
     def compare(self, probe: Probe, where: str, theirs: Logps, *, dtype: Any, version: int) -> Finding | None:
         """Compare an engine's log-probs with the probe's and with those of its first comparison; see `check_parity`."""
-        first = self.first.setdefault(where, (probe.logps, theirs))
-        self.moved = self.moved or mean_gap(probe.logps, first[0]) > 0
-        return check_parity(
+        first = self.first.get(where)
+        self.moved = self.moved or (first is not None and mean_gap(probe.logps, first[0]) > 0)
+        found = check_parity(
             where, probe.logps, theirs, dtype=dtype, version=version, computed=probe.computed, first=first
         )
+        if (
+            found is None
+        ):  # An engine that differs, as before the first push of a resumed run, is no start to measure from.
+            self.first.setdefault(where, (probe.logps, theirs))
+        return found
 
 
 def check_negative_control(where: str, before: Finding | None) -> Finding | None:

@@ -144,6 +144,14 @@ def test_what_training_changed_must_have_changed_on_both_sides():
     assert check_parity("x", later, theirs, dtype="float32", version=2, first=(ours, [[-1.01, -2.01, -3.01]])) is None
 
 
+def test_an_engine_that_differs_is_no_start_to_measure_movements_from():
+    """Before the first push of a resumed run an engine has other weights: a later loss must be found all the same."""
+    parity, kinds = Parity(None), {"dtype": "float32", "version": 1}
+    assert parity.compare(Probe([[1, 2]], [[-1.0]], "float32"), "x", [[-3.0]], **kinds) is not None
+    assert parity.compare(Probe([[1, 2]], [[-1.0]], "float32"), "x", [[-1.0]], **kinds) is None
+    assert parity.compare(Probe([[1, 2]], [[-1.01]], "float32"), "x", [[-1.0]], **kinds) is not None
+
+
 def test_comparisons_are_due_until_weights_moved_and_then_by_number_or_by_cost(monkeypatch):
     clock = [0.0]
     monkeypatch.setattr("posttrain.checks.server.time.monotonic", lambda: clock[0])
