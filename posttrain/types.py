@@ -96,6 +96,10 @@ class Row:
     prompt_mask: list[int] | None = None
     pictures: list[list[Any]] = field(default_factory=list)
 
+    def with_columns(self, **columns: list[float]) -> Row:
+        """A copy with further `sequence_columns`."""
+        return replace(self, sequence_columns=self.sequence_columns | columns)
+
     def picture_spans(self, index: int, ids: Sequence[int]) -> list[tuple[Any, int, int]]:
         """Pictures of the prompt and of completion ``index``, and where the placeholders of each begin and end in ``ids``.
 
@@ -342,9 +346,9 @@ class Batch:
     @property
     def num_loss_tokens(self) -> int:
         """N, the tokens that carry loss."""
-        if self._counted is None or self._counted[1] != self.loss_mask._version:
-            self._counted = int(self.loss_mask.sum()), self.loss_mask._version
-        return self._counted[0]
+        if self._counted is not None and self._counted[1] == self.loss_mask._version:
+            return self._counted[0]
+        return int(self.loss_mask.sum())
 
     def path(self, sequence: int) -> list[range]:
         """Columns of a sequence's tokens from its first on, prompt included."""
@@ -387,7 +391,7 @@ class ModelOutputs:
     compared: dict[str, Any] = field(default_factory=dict)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, frozen=True)
 class LossTerms:
     """An unreduced loss: what an objective returns and ``losses.reduce`` divides.
 

@@ -42,7 +42,7 @@ UNCALLED: dict[str, dict[str, str]] = {
     "OnlineDPOTrainer": OF_PROMPTS,
     "PPOTrainer": OF_PROMPTS | {"advantages": "estimate(generation, table, mode)"},
     "AsyncGRPOTrainer": OF_PROMPTS
-    | _rows({WORKERS: "generate_and_score generate roll_out sample tokenize score attach_logps advantages"}),
+    | _rows({WORKERS: "generate_and_score generate roll_out sample tokenize score measured_logps advantages"}),
     "AsyncDistillationTrainer": _rows({TAKEN: "rows generate_and_score generate roll_out sample tokenize"}),
 }
 DESCRIPTORS = (property, functools.cached_property, classmethod)  # Which are not callable themselves.

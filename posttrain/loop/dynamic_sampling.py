@@ -80,18 +80,18 @@ class DynamicSampler:
         self.accelerator, self.rewards = accelerator, rewards
         self.generate, self.score, self.flat = generate, score, flat
 
-    def replace(self, batch: RolloutBatch, table: RewardTable) -> dict[str, Metric]:
+    def replace(self, batch: RolloutBatch, table: RewardTable) -> tuple[RolloutBatch, RewardTable, dict[str, Metric]]:
         """Sample fresh prompts, as many a round as there are groups to replace, and put those that vary in their places.
 
         Every rank makes the same plan from the gathered rewards, generates equally many whole groups, and calls every
         collective equally often.
 
         Args:
-            batch: Of this rank; changed in place.
-            table: Rewards of all ranks; changed in place.
+            batch: Of this rank.
+            table: Rewards of all ranks.
 
         Returns:
-            What is logged of it.
+            Both with the fresh groups, and what is logged of it.
         """
         places = self.flat(table).nonzero().flatten().tolist()
         flat, drawn, tokens, rounds, accepted = len(places), 0, 0, 0, 0
@@ -103,10 +103,11 @@ class DynamicSampler:
             drawn += len(judged.values) // size
             tokens += sum(len(rollout.token_ids) for rollout in fresh.rollouts)
             accepted += len(usable)
-            self._put(batch, table, fresh, judged, list(zip(places, usable, strict=False)))
+            batch, table = self._put(batch, table, fresh, judged, list(zip(places, usable, strict=False)))
             places = places[len(usable) :]
         if accepted and table.raw is not None:  # Anew for all: what a transform divides by may be other rewards.
-            table.values[:] = self.rewards.transformed(table.raw, torch.arange(len(table.raw)) // size)
+            values = self.rewards.transformed(table.raw, torch.arange(len(table.raw)) // size)
+            table = dataclasses.replace(table, values=values)
         groups = len(table.values) // size
         metrics = {
             "dynamic_sampling/groups_without_variance": mean(flat / groups),
@@ -117,7 +118,7 @@ class DynamicSampler:
         }
         if drawn:
             metrics["dynamic_sampling/accepted"] = mean(accepted / drawn, weight=drawn)
-        return metrics
+        return batch, table, metrics
 
     def _sample_groups(self, count: int) -> tuple[RolloutBatch, RewardTable]:
         """At least ``count`` fresh groups over all ranks, whole ones and equally many on each."""
@@ -134,47 +135,53 @@ class DynamicSampler:
         fresh: RolloutBatch,
         judged: RewardTable,
         pairs: list[tuple[int, int]],
-    ) -> None:
-        """Write group ``b`` of the fresh ones over group ``a``, for every pair ``(a, b)``, on whichever ranks they are."""
+    ) -> tuple[RolloutBatch, RewardTable]:
+        """Group ``b`` of the fresh ones in the place of group ``a``, for every pair ``(a, b)``, on whichever ranks they are."""
         if self.accelerator.num_processes > 1 and batch.environments is not None:
             raise ConfigError("dynamic_sampling cannot hand environments to another process. Set dynamic_sampling=0.")
         size = self.group_size
         moves = {b * size + k: a * size + k for a, b in pairs for k in range(size)}
         mine = range(judged.start, judged.start + len(fresh.rollouts))
         parcels = [(row, _take(fresh, judged, row - judged.start)) for row in moves if row in mine]
-        for row, parcel in parallel.all_gather_objects(parcels, self.accelerator):
-            place = moves[row]
-            table.values[place] = judged.values[row]
-            if table.raw is not None and judged.raw is not None:
-                table.raw[place] = judged.raw[row]
-            if table.start <= place < table.start + len(batch.rollouts):
-                _give(batch, table, place - table.start, parcel)
+        own = range(table.start, table.start + len(batch.rollouts))
+        given = {
+            moves[row] - table.start: parcel
+            for row, parcel in parallel.all_gather_objects(parcels, self.accelerator)
+            if moves[row] in own
+        }
+        places, rows = list(moves.values()), list(moves)
+        values, raw = table.values.clone(), table.raw
+        values[places] = judged.values[rows]
+        if raw is not None and judged.raw is not None:
+            raw = raw.index_copy(0, torch.tensor(places, dtype=torch.long), judged.raw[rows])
+        lists = _lists(batch, table)
+        names = dict.fromkeys([*lists, *(name for parcel in given.values() for name in parcel)])
+        merged = {
+            name: [
+                given[i].get(name) if i in given else lists[name][i] if name in lists else None
+                for i in range(len(batch.rollouts))
+            ]
+            for name in names
+        }
+        where = {home: {name: column for (h, name), column in merged.items() if h == home} for home, _ in merged}
+        left_out = {i for i, out in enumerate(merged["left_out", ""]) if out}
+        batch = dataclasses.replace(batch, **where[""], extra=where.get("extra", {}), left_out=left_out)
+        extra_columns = where.get("table", {})
+        return batch, dataclasses.replace(table, values=values, raw=raw, extra_columns=extra_columns)
 
 
 def _lists(generation: RolloutBatch, table: RewardTable) -> dict[tuple[str, str], list[Any]]:
-    """Every list with one entry a completion of this rank, by where it belongs."""
+    """What has one entry a completion of this rank, by where it belongs."""
     lists: dict[tuple[str, str], list[Any]] = {
         ("", field.name): value
         for field in dataclasses.fields(generation)
         if isinstance(value := getattr(generation, field.name), list)
     }
+    lists["left_out", ""] = [i in generation.left_out for i in range(len(generation.rollouts))]
     lists |= {("extra", name): values for name, values in generation.extra.items()}
     return lists | {("table", name): values for name, values in table.extra_columns.items()}
 
 
 def _take(generation: RolloutBatch, table: RewardTable, index: int) -> dict[tuple[str, str], Any]:
-    parcel = {key: values[index] for key, values in _lists(generation, table).items()}
-    return parcel | {("", "left_out"): index in generation.left_out}
-
-
-def _give(generation: RolloutBatch, table: RewardTable, index: int, parcel: dict[tuple[str, str], Any]) -> None:
-    """A column that one side lacks is None on the other's rows."""
-    (generation.left_out.add if parcel.pop(("", "left_out")) else generation.left_out.discard)(index)
-    lists = _lists(generation, table)
-    for (where, name), value in parcel.items():
-        if (where, name) not in lists:
-            home = generation.extra if where == "extra" else table.extra_columns
-            lists[where, name] = home.setdefault(name, [None] * len(generation.rollouts))
-        lists[where, name][index] = value
-    for key in lists.keys() - parcel.keys():
-        lists[key][index] = None
+    """One completion of this rank: its entry of every list."""
+    return {key: values[index] for key, values in _lists(generation, table).items()}

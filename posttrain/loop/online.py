@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import time
 from collections.abc import Callable, Mapping, Sequence, Sized
@@ -53,7 +54,7 @@ from posttrain.rollouts.batch import (
     RolloutBatch,
     RolloutWindow,
     balance_rows,
-    completions_for_rewards,
+    decoded,
     sampled_logps,
     shared_requests,
 )
@@ -74,7 +75,7 @@ class OnlineTrainer(PostTrainer):
     """Adds generation, scoring and the buffer of scored rollouts to the training loop.
 
     One generation goes through four methods, each of which a subclass may replace: `roll_out` (prompts to completions),
-    `score` (completions to rewards of all ranks), `attach_logps` (log-probs under older or frozen weights) and
+    `score` (completions to rewards of all ranks), `measured_logps` (log-probs under older or frozen weights) and
     `advantages` (rewards to what each completion is worth). Then its rows wait in the buffer for the objective.
 
     What it owns: `prompt_source` (which prompts, in which order), `weight_sync` (the engine, and the weights it holds),
@@ -350,9 +351,10 @@ class OnlineTrainer(PostTrainer):
         generation = self.generated(examples, mode)
         table = self.score(generation, mode)
         if mode == "train" and self.args.dynamic_sampling:
-            self.log_metrics_now(self.dynamic_sampler.replace(generation, table))
+            generation, table, metrics = self.dynamic_sampler.replace(generation, table)
+            self.log_metrics_now(metrics)
         self.weight_sync.rest()
-        self.attach_logps(generation, mode)
+        generation = dataclasses.replace(generation, token_columns=self.measured_logps(generation, mode))
         advantages = self.advantages(generation, table, mode)
         mine = advantages[table.start : table.start + len(generation.rollouts)]
         generation.columns["advantages"] = mine.tolist()
@@ -364,7 +366,7 @@ class OnlineTrainer(PostTrainer):
         """``(n,)`` advantages of the rows of all ranks; the heart of a subclass.
 
         Args:
-            generation: This rank's completions, with what `attach_logps` gave them.
+            generation: This rank's completions, with what `measured_logps` gave them.
             table: Rewards of all ranks' completions, groups of `group_size` consecutive; this rank's begin at ``start``.
             mode: ``train`` or ``eval``.
         """
@@ -430,7 +432,7 @@ class OnlineTrainer(PostTrainer):
             return self.episodes.run_tools(examples, self.sampling(mode), mode)
         rollouts = self.sample(self.tokenize(examples), self.sampling(mode))
         chat = is_conversational(examples[0])
-        return rollouts, completions_for_rewards(self.processing_class, rollouts, conversational=chat)
+        return decoded(self.processing_class, rollouts, conversational=chat)
 
     @property
     def prompt_limit(self) -> int | None:
@@ -448,9 +450,10 @@ class OnlineTrainer(PostTrainer):
         requests = shared_requests(prompts)
         self.prompt_source.check_lengths(requests, self.context, sampling.max_new_tokens)
         rollouts = self.weight_sync.ask([(requests, sampling)])[0]
-        for rollout, prompt in zip(rollouts, prompts, strict=True):
-            rollout.pictures = Prompt.pictures_of(prompt)
-        return rollouts
+        pictures = map(Prompt.pictures_of, prompts)
+        return [
+            dataclasses.replace(r, pictures=shown) if shown else r for r, shown in zip(rollouts, pictures, strict=True)
+        ]
 
     def sampling(self, mode: str) -> Sampling:
         """Sampling settings of the next call; the seed is a function of the run's seed, the rank and the call's number."""
@@ -494,7 +497,8 @@ class OnlineTrainer(PostTrainer):
             moved = model.training and self.window.born != self.state.global_step
             trained = None if moved and batch.old_logp is not None else outputs.logp
         if sampled is not None and trained is not None:
-            terms.metrics |= engine_gap(trained, sampled, batch.loss_mask)
+            gap = engine_gap(trained, sampled, batch.loss_mask)
+            terms = dataclasses.replace(terms, metrics=terms.metrics | gap)
         return terms, outputs
 
     @property
@@ -513,31 +517,32 @@ class OnlineTrainer(PostTrainer):
         window = (args.steps_per_generation or 1) * args.num_iterations
         return mode == "train" and args.gradient_accumulation_steps % window != 0
 
-    def attach_logps(self, generation: RolloutBatch, mode: str) -> None:
+    def measured_logps(self, generation: RolloutBatch, mode: str) -> dict[str, list[list[float]]]:
         """Old log-probs where the buffer outlives its weights, those of a foreign engine, of the reference for a KL."""
         sampled = self.logps_of_sampler(generation)
         complete = [len(x) == len(r.token_ids) for x, r in zip(sampled, generation.sequences(), strict=True)]
         # The same on every rank: the passes below are collectives.
         known = all(parallel.all_gather_objects(complete, self.accelerator))
+        columns: dict[str, list[list[float]]] = {}
         if known and not self.engine_is_policy:
-            generation.token_columns["rollout_logp"] = sampled
+            columns["rollout_logp"] = sampled
         elif known and self.engine.capabilities.has_logprobs and self.temperature == self.args.temperature:
-            generation.token_columns["engine_logp"] = sampled
+            columns["engine_logp"] = sampled
         if self.needs_old_logp(mode) and known and self.old_logp_is_engines:
-            generation.token_columns["old_logp"] = sampled
+            columns["old_logp"] = sampled
         elif self.needs_old_logp(mode):
             with self.inference() as policy:
                 if self.truncation:
-                    logps, generation.token_columns["log_mass"] = self._logps(policy, generation.every_row())
+                    columns["old_logp"], columns["log_mass"] = self._logps(policy, generation.every_row())
                 else:
-                    logps = self.logps(policy, generation.every_row())
-            generation.token_columns["old_logp"] = logps
+                    columns["old_logp"] = self.logps(policy, generation.every_row())
         if self.reference is not None:
             with self.inference() as policy, self.reference.active(policy) as reference:
-                generation.token_columns["ref_logp"] = self.logps(reference, generation.every_row())
+                columns["ref_logp"] = self.logps(reference, generation.every_row())
         else:
             given = not (self.method.traits.beta_is_kl and self.args.beta)
             check_rules(self.args, [("beta", given, "needs a reference, made with the trainer: set it in the config")])
+        return columns
 
     def logps_of_sampler(self, generation: RolloutBatch) -> list[list[float]]:
         """What the engine said of its tokens: of the policy itself before truncation, of another engine after it.

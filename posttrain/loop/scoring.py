@@ -226,10 +226,11 @@ def score_rollouts(
         environments=batch.environments,
     )
     # An episode that failed is not judged by what it said: left out it has no reward, else the one that was set.
-    for i, error in enumerate(batch.extra.get("harness_error", ())):
-        if error is not None:
-            table.values[i] = math.nan if batch.failure_reward is None else batch.failure_reward
-    return table
+    failed = torch.tensor([error is not None for error in batch.extra.get("harness_error", ())])  # (n,)
+    if not failed.any():
+        return table
+    given = math.nan if batch.failure_reward is None else batch.failure_reward
+    return dataclasses.replace(table, values=table.values.masked_fill(failed[:, None], given))
 
 
 def by_column(rows: list[dict[str, Any]], names: Sequence[str]) -> dict[str, Any]:

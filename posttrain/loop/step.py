@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from posttrain.loop.evaluation import full_logits, predicted_metrics
 from posttrain.losses.reduce import Denominators, reduce
 from posttrain.models import parallel
-from posttrain.models.forward import add_router_term, forward
+from posttrain.models.forward import forward, with_router_term
 from posttrain.types import WHOLE, Batch, LossTerms, ModelOutputs, Truncation
 
 if TYPE_CHECKING:
@@ -62,10 +63,12 @@ def compute_terms(
         compare=run.hooks.comparison(batch),
     )
     terms = run.hooks.objective(outputs, batch)
-    terms.share = batch.shares
+    if batch.shares is not None:
+        terms = replace(terms, share=batch.shares)
     if model.training:
         run.method.observe(terms, outputs, run.denominators)
-    add_router_term(terms, outputs, run.router_coefficient)
+    if run.router_coefficient and outputs.aux_loss is not None:
+        terms = with_router_term(terms, outputs.aux_loss, run.router_coefficient)
     return terms, outputs
 
 
@@ -83,7 +86,7 @@ def expected_gradient(run: Run, batch: Batch) -> Tensor | None:
         logp = (grid if batch.ref_logp is None else batch.ref_logp).clone().requires_grad_()
         numbers = dict.fromkeys(run.method.traits.needs - {"logp"}, grid)
         terms = run.method.objective(ModelOutputs(logp=logp, **numbers), batch)
-        terms.share = batch.shares
+        terms = replace(terms, share=batch.shares)
         return torch.autograd.grad(reduce(terms, run.denominators), logp)[0]
 
 

@@ -130,10 +130,8 @@ class BCO(AnswerMethod[BCOConfig]):
 
     def rows(self, examples: list[dict[str, Any]]) -> list[Row]:
         """One completion a row, with its label and weight."""
-        rows = super().rows(examples)
-        for row, example in zip(rows, examples, strict=True):
-            row.sequence_columns["density_weight"] = [float(example.get("density_weight") or 1.0)]
-        return rows
+        weights = [float(example.get("density_weight") or 1.0) for example in examples]
+        return [row.with_columns(density_weight=[w]) for row, w in zip(super().rows(examples), weights, strict=True)]
 
     def move(self, rewards: list[Tensor]) -> dict[str, Metric]:
         """Update delta with the rewards of an optimiser step, over all ranks; what to log."""

@@ -154,9 +154,7 @@ def dpo_objective(out: ModelOutputs, batch: Batch, reference: Tensor, cfg: DPOCo
             metrics[f"loss/{name}"] = mean(terms, mask)
     if weight is not None:
         metrics["weights/mean"] = mean(weight)
-    combined = row_terms(batch, total, branches=2, metrics=metrics)
-    combined.extra += extra
-    return combined
+    return replace(row_terms(batch, total, branches=2, metrics=metrics), extra=extra)
 
 
 def desensitize(logp: Tensor, batch: Batch, length: Tensor, alpha: float | None) -> Tensor:

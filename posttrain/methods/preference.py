@@ -305,10 +305,10 @@ class AnswerMethod(Method[Answers]):
         """See `answer_rows`; the label of a judged answer is a column."""
         columns = {"ref_logps": self.reference_columns} if self.traits.compares_reference else {}
         rows = answer_rows(examples, self.branches, columns)
-        if self.judged:
-            for index, (row, example) in enumerate(zip(rows, examples, strict=True)):
-                row.sequence_columns["label"] = [float(as_label(example["label"], index))]
-        return rows
+        if not self.judged:
+            return rows
+        labels = [as_label(example["label"], index) for index, example in enumerate(examples)]
+        return [row.with_columns(label=[float(label)]) for row, label in zip(rows, labels, strict=True)]
 
     def counts(self, batches: Sequence[Batch]) -> dict[str, float]:
         """Tokens of the likelihood term over the step."""

@@ -482,9 +482,8 @@ def router_coefficient(model: nn.Module, args: PostTrainingConfig) -> float:
     return float(coefficient or 0.0)
 
 
-def add_router_term(terms: LossTerms, outputs: ModelOutputs, coefficient: float) -> None:
-    """Add the load-balancing term of a mixture of experts to a loss, averaged over passes; nothing without a router."""
-    if coefficient and outputs.aux_loss is not None:
-        term = coefficient * outputs.aux_loss[None]
-        terms.extra.append(LossTerms(term, torch.ones_like(term, dtype=torch.bool), "local_token"))
-        terms.metrics["aux_loss"] = mean(outputs.aux_loss)
+def with_router_term(terms: LossTerms, aux_loss: Tensor, coefficient: float) -> LossTerms:
+    """Return the loss with the load-balancing term of a mixture of experts, averaged over passes."""
+    term = coefficient * aux_loss[None]
+    balance = LossTerms(term, torch.ones_like(term, dtype=torch.bool), "local_token")
+    return replace(terms, extra=[*terms.extra, balance], metrics=terms.metrics | {"aux_loss": mean(aux_loss)})

@@ -9,6 +9,7 @@ import random
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any, cast
 
 from posttrain.errors import ArgumentTypeError, ConfigError, RewardError
@@ -350,6 +351,5 @@ class PairRewards(RewardRunner):
 
         table = super().__call__(prompts=moved(prompts), **{name: moved(value) for name, value in rows.items()})
         back = sorted(range(count), key=order.__getitem__)
-        table.values = table.values[back]
-        table.extra_columns = {name: [column[i] for i in back] for name, column in table.extra_columns.items()}
-        return table
+        extra = {name: [column[i] for i in back] for name, column in table.extra_columns.items()}
+        return replace(table, values=table.values[back], extra_columns=extra)

@@ -11,7 +11,7 @@ import logging
 import math
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -229,7 +229,7 @@ def describe_shares(names: Sequence[str], values: Tensor, weights: Tensor) -> st
 # All functions of a run -------------------------------------------------------------------------------------------------
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, frozen=True)
 class RewardTable:
     """Rewards of one batch of completions.
 
@@ -479,24 +479,23 @@ class RewardRunner:
             training: Show the share of each function after generations 1, 10 and 100.
         """
         numbers = torch.as_tensor(list(groups))
-        self.judge(table, numbers, prompts=prompts, columns=columns, training=training)
+        metrics = table.metrics | self.judge(table, numbers, prompts=prompts, columns=columns, training=training)
         if training:
             for transform, column in zip(self.transforms, table.values.unbind(1), strict=True):
                 if isinstance(transform, RunningScale):
                     transform.add(column)
-        table.raw, table.values = table.values, self.transformed(table.values, numbers)
-        for name, transform, raw in zip(table.names, self.transforms, table.raw.unbind(1), strict=True):
+        values = self.transformed(table.values, numbers)
+        for name, transform, raw in zip(table.names, self.transforms, table.values.unbind(1), strict=True):
             if transform is not None:
-                table.metrics[f"rewards/{name}/raw_mean"] = mean(raw.nan_to_num(0.0), ~raw.isnan())
-        if len(table.names) == 1:
-            return table
-        for name, share in zip(table.names, variance_shares(table.values, table.weights).tolist(), strict=True):
-            table.metrics[f"rewards/{name}/variance_share"] = mean(share, weight=len(table.values))
-        self._reports += training
-        if training and self._reports in GENERATIONS_REPORTED:
-            shown = describe_shares(table.names, table.values, table.weights)
-            logger.info("share of the rewards' variance at generation %d: %s", self._reports, shown)
-        return table
+                metrics[f"rewards/{name}/raw_mean"] = mean(raw.nan_to_num(0.0), ~raw.isnan())
+        if len(table.names) > 1:
+            for name, share in zip(table.names, variance_shares(values, table.weights).tolist(), strict=True):
+                metrics[f"rewards/{name}/variance_share"] = mean(share, weight=len(values))
+            self._reports += training
+            if training and self._reports in GENERATIONS_REPORTED:
+                shown = describe_shares(table.names, values, table.weights)
+                logger.info("share of the rewards' variance at generation %d: %s", self._reports, shown)
+        return replace(table, values=values, raw=table.values, metrics=metrics)
 
     def judge(
         self,
@@ -506,21 +505,25 @@ class RewardRunner:
         prompts: Sequence[Any] = (),
         columns: Mapping[str, Any] | None = None,
         training: bool = True,
-    ) -> None:
+    ) -> dict[str, Metric]:
         """Warn of rows that no function scored, loudly where there is little else, and of groups scored in part.
 
         Args:
-            table: Gets the metric ``groups/unscorable`` where there are such rows.
+            table: Rewards of all processes.
             groups: ``(n,)`` group number of each row.
             prompts: For the warning; may be this process's only.
             columns: For the warning; may be this process's only.
             training: Whether these are trained on: batches of an evaluation are not among those in a row.
+
+        Returns:
+            ``groups/unscorable``, where there are such rows.
         """
+        metrics: dict[str, Metric] = {}
         unscored = table.values.isnan().all(-1)  # (n,)
         if unscored.any():
             rows = unscored.nonzero().flatten().tolist()
             # A mean, as every process has the same number: a sum would multiply it.
-            table.metrics["groups/unscorable"] = mean(float(len(rows)))
+            metrics["groups/unscorable"] = mean(float(len(rows)))
             row = {name: values[rows[0]] for name, values in (columns or {}).items() if rows[0] < len(values)}
             self._warn(
                 "none",
@@ -540,6 +543,7 @@ class RewardRunner:
                     "totals are not comparable. Return 0.0 instead of None, or None for the whole group.",
                     name, len(have & lack),
                 )  # fmt: skip
+        return metrics
 
     def transformed(self, values: Tensor, groups: Tensor) -> Tensor:
         """``(n, K)`` rewards after each function's transform, a tensor of its own; ``groups (n,)`` numbers the rows' groups."""

@@ -29,23 +29,24 @@ if TYPE_CHECKING:
 SUFFIX_TOKENS = 32
 
 
-def completions_for_rewards(tokenizer: Tokenizer, rollouts: Sequence[Rollout], *, conversational: bool) -> list[Any]:
-    """Decode rollouts, and give what reward functions see of each.
+def decoded(
+    tokenizer: Tokenizer, rollouts: Sequence[Rollout], *, conversational: bool
+) -> tuple[list[Rollout], list[Any]]:
+    """Decode completions.
 
     Args:
         tokenizer: Its response template, if it has one, says how messages are read.
-        rollouts: ``text`` is filled in.
+        rollouts: One a completion.
         conversational: Whether prompts are messages.
 
     Returns:
-        The text of each, or a list with one message.
+        The rollouts with their ``text``, and what reward functions see of each: the text, or a list with one message.
     """
     texts = tokenizer.batch_decode([rollout.token_ids for rollout in rollouts], skip_special_tokens=True)
-    for rollout, text in zip(rollouts, texts, strict=True):
-        rollout.text = text
+    with_text = [dataclasses.replace(rollout, text=text) for rollout, text in zip(rollouts, texts, strict=True)]
     if not conversational:
-        return texts
-    return [[parse_response(tokenizer, rollout.token_ids, prefix=rollout.prompt_ids)] for rollout in rollouts]
+        return with_text, texts
+    return with_text, [[parse_response(tokenizer, r.token_ids, prefix=r.prompt_ids)] for r in rollouts]
 
 
 def prompt_suffixes(tokenizer: Tokenizer, rollouts: Sequence[Rollout]) -> list[str]:

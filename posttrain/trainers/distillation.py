@@ -56,7 +56,7 @@ from posttrain.models.reference import Reference
 from posttrain.models.vision import install_pictures
 from posttrain.rewards.runner import RewardTable
 from posttrain.rollouts.base import RolloutEngine
-from posttrain.rollouts.batch import RolloutBatch, completions_for_rewards
+from posttrain.rollouts.batch import RolloutBatch, decoded
 from posttrain.rollouts.server.client import VLLMClient
 from posttrain.trainers.arguments import (
     Adapter,
@@ -537,7 +537,7 @@ class DistillationTrainer(OnlineTrainer):
             not_sampled = iter([as_rollout(row, self.processing_class) for row in self.rows(others)])
         rollouts = [next(mine) if by_student else next(not_sampled) for by_student in sampled]
         chat = not isinstance(examples[0]["prompt"], str)
-        return rollouts, completions_for_rewards(self.processing_class, rollouts, conversational=chat)
+        return decoded(self.processing_class, rollouts, conversational=chat)
 
     def student_rollouts(self, examples: list[dict[str, Any]], mode: str) -> tuple[list[Rollout], list[Any]]:
         """Samples of the student."""
@@ -552,9 +552,8 @@ class DistillationTrainer(OnlineTrainer):
     def _teacher_rollouts(self, examples: list[dict[str, Any]], mode: str) -> list[Rollout]:
         requests = [Request(prompt, pictures=Prompt.pictures_of(prompt)) for prompt in self.tokenize(examples)]
         rollouts = self._teacher_engine.generate(requests, self.sampling(mode))
-        for rollout, request in zip(rollouts, requests, strict=True):
-            rollout.logp, rollout.pictures = [], request.pictures  # Log-probs of the teacher, and not of a student.
-        return rollouts
+        # Log-probs would be the teacher's, and not a student's.
+        return [replace(r, logp=[], pictures=request.pictures) for r, request in zip(rollouts, requests, strict=True)]
 
     # One generation ----------------------------------------------------------------------------------------------
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import datasets
@@ -33,7 +34,7 @@ from posttrain.metrics import mean
 from posttrain.models import parallel
 from posttrain.rewards.runner import RewardTable
 from posttrain.rollouts.base import RolloutEngine
-from posttrain.rollouts.batch import RolloutBatch, completions_for_rewards
+from posttrain.rollouts.batch import RolloutBatch, decoded
 from posttrain.trainers.arguments import (
     Adapter,
     Callbacks,
@@ -265,10 +266,8 @@ class MiniLLMTrainer(DistillationTrainer):
             returns = discounted_returns(-gap, batch.loss_mask, batch.sequence, **credit)
         single = super().objective(outputs, batch)
         policy = self.policy_terms(outputs, batch, returns)
-        if args.single_step_decomposition:
-            policy.extra.append(single)
-        policy.metrics = single.metrics | policy.metrics
-        return policy
+        extra = [*policy.extra, single] if args.single_step_decomposition else policy.extra
+        return replace(policy, extra=extra, metrics=single.metrics | policy.metrics)
 
 
 class SDFTTrainer(DistillationTrainer):
@@ -353,10 +352,10 @@ class SDFTTrainer(DistillationTrainer):
         if not self.args.generate_from_teacher:
             return super().student_rollouts(examples, mode)
         rollouts = self.sample([self._hinted(example) for example in examples], self.sampling(mode))
-        for rollout, ids in zip(rollouts, self.tokenize(examples), strict=True):
-            rollout.prompt_ids, rollout.logp = ids, []
+        prompts = self.tokenize(examples)
+        rollouts = [replace(r, prompt_ids=ids, logp=[]) for r, ids in zip(rollouts, prompts, strict=True)]
         chat = is_conversational(examples[0])
-        return rollouts, completions_for_rewards(self.processing_class, rollouts, conversational=chat)
+        return decoded(self.processing_class, rollouts, conversational=chat)
 
     def needs_old_logp(self, mode: str) -> bool:
         """Not of samples from the teacher's prompt: how the student moved says nothing of how likely they were drawn."""
@@ -490,9 +489,8 @@ class SDPOTrainer(DistillationTrainer):
         loss = super().objective(outputs, batch)
         if self.axes.policy:
             policy = self.policy_terms(outputs, batch)
-            policy.terms = self.axes.policy * policy.terms
-            loss.extra.append(policy)
-            loss.metrics = policy.metrics | loss.metrics
+            weighted = replace(policy, terms=self.axes.policy * policy.terms)
+            loss = replace(loss, extra=[*loss.extra, weighted], metrics=policy.metrics | loss.metrics)
         return loss
 
 

@@ -228,18 +228,19 @@ class OnlineDPOTrainer(OnlineTrainer):
         start = sum(counts[: self.accelerator.process_index])
         return RewardTable(torch.empty(sum(counts), 0), [], torch.empty(0), start=start)
 
-    def attach_logps(self, generation: RolloutBatch, mode: str) -> None:
+    def measured_logps(self, generation: RolloutBatch, mode: str) -> dict[str, list[list[float]]]:
         """The reference's log-probs of every completion."""
         rows = range(len(generation.rollouts))
         assert self.reference is not None
         with self.inference() as policy, self.reference.active(policy) as reference:
-            generation.token_columns["ref_logp"] = self.logps(reference, generation.rows(rows, skip_truncated=False))
+            columns = {"ref_logp": self.logps(reference, generation.rows(rows, skip_truncated=False))}
         if not self.engine.capabilities.has_logprobs:
-            return
+            return columns
         # The loss has no use for the sampler's temperature, so one completion a rollout batch has a pass of its own.
         with self.inference() as policy:
             own = self.logps(policy, generation.rows(rows[:1], skip_truncated=False), self.args.temperature)
         self.log_metrics_now(sampler_gap(generation.rollouts[:1], own), mode)
+        return columns
 
     def advantages(self, generation: RolloutBatch, table: RewardTable, mode: str) -> Tensor:
         """``(n,)`` how much a completion is preferred to its partner, 1, -1 or 0; in evaluation 0."""

@@ -343,15 +343,18 @@ class PPOTrainer(OnlineTrainer):
 
     def generate_and_score(self, examples: list[dict[str, Any]], mode: str) -> RolloutBatch:
         """Sample a response for each example, score it, and estimate the advantage of each token."""
-        generation = self.generated(examples, mode)
-        for example, rollout in zip(generation.examples, generation.rollouts, strict=True):
-            example["prompt_ids"] = rollout.prompt_ids
+        generation = self._with_prompts(self.generated(examples, mode))
         table = self.score(generation, mode)
-        self.attach_logps(generation, mode)
+        generation = dataclasses.replace(generation, token_columns=self.measured_logps(generation, mode))
         self.estimate(generation, table, mode)
         shares = parallel.gather_objects(self.completion_rows(generation, table), self.accelerator)
         self.record.add_completions([row for share in shares for row in share], evaluation=mode == "eval")
         return generation
+
+    def _with_prompts(self, generation: RolloutBatch) -> RolloutBatch:
+        """Reward models read the ids of prompts."""
+        prompts = [rollout.prompt_ids for rollout in generation.rollouts]
+        return dataclasses.replace(generation, extra=generation.extra | {"prompt_ids": prompts})
 
     def tokenize(self, examples: list[dict[str, Any]]) -> list[list[int]]:
         """As the parent's; rows with ``input_ids`` are prompts already."""
@@ -364,7 +367,7 @@ class PPOTrainer(OnlineTrainer):
         temperature = TABLE_TEMPERATURE if mode == "table" else self.temperature
         return dataclasses.replace(super().sampling(mode), temperature=temperature, stop_token_ids=self.stops)
 
-    def attach_logps(self, generation: RolloutBatch, mode: str) -> None:
+    def measured_logps(self, generation: RolloutBatch, mode: str) -> dict[str, list[list[float]]]:
         """Log-probs and values under the policy in one pass, then log-probs under the reference."""
         rows = plain_rows(generation, self.args.response_length, self.pad_token_id)
         with self.inference() as policy:
@@ -374,7 +377,7 @@ class PPOTrainer(OnlineTrainer):
         if self.engine.capabilities.has_logprobs:
             self.log_metrics_now(sampler_gap(generation.rollouts, measured["logp"]), mode)
         names = {"logp": "old_logp", "values": "old_values"}
-        generation.token_columns |= {names.get(name, name): column for name, column in measured.items()}
+        return {names.get(name, name): column for name, column in measured.items()}
 
     @torch.no_grad()
     def measure(self, model: nn.Module, rows: Sequence[Row], needs: frozenset[str]) -> dict[str, list[list[float]]]:
@@ -519,9 +522,7 @@ class PPOTrainer(OnlineTrainer):
         datasets = self.eval_dataset
         loader = self.get_eval_dataloader(next(iter(datasets)) if isinstance(datasets, dict) else None)
         for inputs in loader:
-            generation = self._answers(inputs)
-            for example, rollout in zip(generation.examples, generation.rollouts, strict=True):
-                example["prompt_ids"] = rollout.prompt_ids
+            generation = self._with_prompts(self._answers(inputs))
             rows += self.completion_rows(generation, self.score(generation, "table"))
             if sampling:
                 break

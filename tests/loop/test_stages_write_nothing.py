@@ -50,36 +50,8 @@ def runs():
 
 # Functions that still write: ``(file:function, type.attribute): reason``. A line is deleted with its write; none is added.
 KNOWN_WRITERS = {
-    ("loop/dynamic_sampling.py:DynamicSampler._put", "RewardTable.raw"): "fresh groups are written over flat ones",
-    ("loop/dynamic_sampling.py:DynamicSampler._put", "RewardTable.values"): "fresh groups are written over flat ones",
-    ("loop/dynamic_sampling.py:DynamicSampler.replace", "RewardTable.values"): "rewards are transformed again",
-    ("loop/dynamic_sampling.py:_give", "RolloutBatch.completions"): "fresh groups are written over flat ones",
-    ("loop/dynamic_sampling.py:_give", "RolloutBatch.examples"): "fresh groups are written over flat ones",
-    ("loop/dynamic_sampling.py:_give", "RolloutBatch.rollouts"): "fresh groups are written over flat ones",
-    ("loop/online.py:OnlineTrainer.attach_logps", "RolloutBatch.token_columns"): "log-probs are added to the batch",
-    (
-        "loop/online.py:OnlineTrainer.compute_loss_terms",
-        "LossTerms.metrics",
-    ): "the engine's gap is logged with the loss",
     ("loop/online.py:OnlineTrainer.generate_and_score", "RolloutBatch.columns"): "advantages are added to the batch",
-    ("loop/step.py:compute_terms", "LossTerms.share"): "the objective does not set it",
-    ("methods/bco.py:BCO.rows", "Row.sequence_columns"): "weights are added to the parent's rows",
-    (
-        "methods/distillation/objective.py:distillation_objective",
-        "LossTerms.metrics",
-    ): "metrics are read from the terms",
     ("methods/ppo/objective.py:attach", "RolloutBatch.token_columns"): "advantages and returns are added to the batch",
-    ("methods/ppo/objective.py:training_rows", "Row.token_columns"): "columns of the generation are added to its rows",
-    ("methods/preference.py:AnswerMethod.rows", "Row.sequence_columns"): "labels are added to the rows",
-    ("models/forward.py:add_router_term", "LossTerms.extra"): "the router's term is added to the objective's",
-    ("models/forward.py:add_router_term", "LossTerms.metrics"): "the router's term is logged",
-    ("rewards/judges.py:PairRewards.__call__", "RewardTable.values"): "wins are put in the place of scores",
-    ("rewards/runner.py:RewardRunner.finish", "RewardTable.raw"): "rewards are kept before they are transformed",
-    ("rewards/runner.py:RewardRunner.finish", "RewardTable.values"): "rewards are gathered and transformed",
-    (
-        "rollouts/batch.py:completions_for_rewards",
-        "Rollout.text",
-    ): "texts are put into the rollouts that they are decoded from",
     (
         "trainers/distillation.py:DistillationTrainer.advantages",
         "RolloutBatch.columns",
@@ -88,17 +60,9 @@ KNOWN_WRITERS = {
         "trainers/distillation.py:DistillationTrainer.keep",
         "RolloutBatch.columns",
     ): "the row's teacher and key are added to the batch",
-    ("trainers/grpo.py:GRPOTrainer.advantages", "RolloutBatch.left_out"): "groups of one reward are masked",
+    ("loop/online.py:OnlineTrainer.generate_and_score", "RolloutBatch.left_out"): "groups of one reward are masked",
     ("trainers/online_dpo.py:OnlineDPOTrainer.advantages", "RolloutBatch.columns"): "scores are added to the batch",
-    ("trainers/online_dpo.py:OnlineDPOTrainer.attach_logps", "RolloutBatch.token_columns"): "log-probs are added",
-    ("trainers/ppo.py:PPOTrainer.attach_logps", "RolloutBatch.token_columns"): "log-probs are added to the batch",
-    ("trainers/ppo.py:PPOTrainer.estimate", "RolloutBatch.columns"): "scores are added to the batch",
-    (
-        "trainers/ppo.py:PPOTrainer.generate_and_score",
-        "RolloutBatch.examples",
-    ): "prompt ids are added to the dataset's rows",
-    ("trainers/ppo.py:PPOTrainer.generate_completions", "RolloutBatch.examples"): "prompt ids are added to the rows",
-    ("types.py:Batch.num_loss_tokens", "Batch._counted"): "the count of trained tokens is kept for the next caller",
+    ("trainers/ppo.py:PPOTrainer.generate_and_score", "RolloutBatch.columns"): "scores are added to the batch",
 }
 
 

@@ -246,8 +246,8 @@ def test_online_with_virtual_tokens_trains_against_the_bare_model(tiny_tokenizer
         own = dict(model.named_parameters())
         for name, parameter in trainer.model.named_parameters():
             parameter.copy_(own[name])
-    seen, attach = [], trainer.attach_logps
-    trainer.attach_logps = lambda generation, mode: (
+    seen, attach = [], trainer.measured_logps
+    trainer.measured_logps = lambda generation, mode: (
         attach(generation, mode) or seen.append((generation, snapshot(trainer)))
     )
     trainer.train()

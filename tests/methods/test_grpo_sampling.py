@@ -318,7 +318,10 @@ def test_fresh_groups_and_those_they_join_are_divided_by_one_spread(tiny_tokeniz
         scale_rewards="none", per_device_train_batch_size=16, max_steps=1,
     )  # fmt: skip
     tables, replace = [], trainer.dynamic_sampler.replace
-    trainer.dynamic_sampler.replace = lambda batch, table: (tables.append(table), replace(batch, table))[1]
+    trainer.dynamic_sampler.replace = lambda batch, table: (
+        replaced := replace(batch, table),
+        tables.append(replaced[1]),
+    )[0]
     trainer.train()
     ((table,), (scale,)) = tables, trainer.rewards.transforms
     assert scale.count > len(table.raw)

@@ -149,13 +149,14 @@ def test_5_5_b_r49_metrics_exclude_padding(tokenizer, tmp_path):
     trainer = ppo(tmp_path, tokenizer, max_steps=2, num_ppo_epochs=2)
     pieces = spied(trainer)
     old = []
-    original = trainer.attach_logps
+    original = trainer.measured_logps
 
-    def attach(generation, mode):
-        original(generation, mode)
-        old.append((generation.token_columns["old_logp"], [len(r.token_ids) for r in generation.rollouts]))
+    def measured(generation, mode):
+        logps = original(generation, mode)
+        old.append((logps["old_logp"], [len(r.token_ids) for r in generation.rollouts]))
+        return logps
 
-    trainer.attach_logps = attach
+    trainer.measured_logps = measured
     seen = []
     objective = trainer.objective
     trainer.objective = lambda out, batch: (seen.append((out, batch)), objective(out, batch))[1]

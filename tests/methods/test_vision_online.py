@@ -92,7 +92,7 @@ def test_sampled_and_trained_log_probs_are_those_of_each_row_alone(kind, name, e
         per_device_train_batch_size=4, num_generations=2,
     )  # fmt: skip
     seen = []
-    original = trainer.attach_logps
+    original = trainer.measured_logps
 
     def attach(generation, mode):
         original(generation, mode)
@@ -104,11 +104,11 @@ def test_sampled_and_trained_log_probs_are_those_of_each_row_alone(kind, name, e
                 seen.append(max(float((t - torch.tensor(f)).abs().max()) for t, f in zip(truth, found, strict=True)))
         seen.append(gaps(trainer, generation))
 
-    trainer.attach_logps = attach
+    trainer.measured_logps = attach
     # The reference is the policy: nothing has moved.
     trainer.generate_and_score([dict(trainer.train_dataset[i]) for i in range(4) for _ in range(2)], "train")
     assert len(seen) >= 2 and max(seen) < 1e-4
-    trainer.attach_logps = original
+    trainer.measured_logps = original
     trainer.train()
     assert all(row["images/seconds"] > 0 for row in trainer.state.log_history if "images/encoded" in row)
 
@@ -408,7 +408,7 @@ def online_dpo(tmp_path, name="llava", **options):
 def test_online_dpo_compares_completions_of_mixed_prompts_under_their_own_pictures(name, tmp_path):
     trainer = online_dpo(tmp_path, name, per_device_train_batch_size=4)
     seen = []
-    original = trainer.attach_logps
+    original = trainer.measured_logps
 
     def attach(generation, mode):
         original(generation, mode)
@@ -416,7 +416,7 @@ def test_online_dpo_compares_completions_of_mixed_prompts_under_their_own_pictur
         found = generation.token_columns["ref_logp"]
         seen.append(max(float((t - torch.tensor(f)).abs().max()) for t, f in zip(truth, found, strict=True)))
 
-    trainer.attach_logps = attach
+    trainer.measured_logps = attach
     trainer.train()
     assert seen and max(seen) < 1e-4
 

@@ -6,6 +6,7 @@ import math
 import re
 import threading
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -218,7 +219,7 @@ def test_r16_a_group_scored_in_part_by_a_function_is_warned_with_its_name(caplog
 def test_rows_of_all_processes_can_be_judged_after_gathering():
     runner = RewardRunner(none_if("b"))
     table = runner(**batch("b", "b"))
-    table.values = torch.cat([table.values, torch.ones(2, 1)])
+    table = replace(table, values=torch.cat([table.values, torch.ones(2, 1)]))
     assert runner.finish(table, groups=[0, 0, 1, 1]).values.isnan().sum() == 2
 
 

@@ -122,13 +122,13 @@ def test_what_a_tool_shows_is_read_like_any_picture_and_not_trained(name, engine
     trainer = trainer_of(tmp_path, name, rollout_engine=engine, beta=0.1)
     token = picture_encoder(trainer.model).processor.token_id
     seen = []
-    attach = trainer.attach_logps
+    attach = trainer.measured_logps
 
     def attached(generation, mode):
         attach(generation, mode)
         seen.append(generation)
 
-    trainer.attach_logps = attached
+    trainer.measured_logps = attached
     examples = [dict(trainer.train_dataset[i]) for i in range(4) for _ in range(2)]
     trainer.generate_and_score(examples, "train")
     (generation,) = seen
@@ -141,7 +141,7 @@ def test_what_a_tool_shows_is_read_like_any_picture_and_not_trained(name, engine
         truth = plain_logps(trainer, rollout)
         for said in (logp, torch.tensor(reference), torch.tensor(rollout.logp)):
             assert float((said - truth)[own].abs().max()) < 1e-4
-    trainer.attach_logps = attach
+    trainer.measured_logps = attach
     trainer.train()
 
 

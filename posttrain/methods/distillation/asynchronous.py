@@ -95,5 +95,4 @@ class AsyncDistillation(Distillation):
         terms, mask = super().objective(outputs, batch), batch.loss_mask
         known = outputs.logp is not None and batch.rollout_logp is not None and not self.cfg.truncation
         gap = k3(batch.rollout_logp, outputs.logp.detach()) if known else torch.zeros_like(terms.terms)
-        terms.metrics["kl"] = mean(gap, mask & known)
-        return terms
+        return replace(terms, metrics=terms.metrics | {"kl": mean(gap, mask & known)})

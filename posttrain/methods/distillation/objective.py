@@ -406,8 +406,7 @@ def distillation_objective(out: ModelOutputs, batch: Batch, axes: Axes) -> LossT
         metrics["distill/cross_entropy"] = mean(-out.logp, mask)
     if out.entropy is not None:
         metrics["entropy"] = mean(out.entropy, mask)
-    loss.metrics = metrics
-    return loss
+    return replace(loss, metrics=metrics)
 
 
 def _check_finite(values: Tensor, mask: Tensor, axes: Axes) -> None:

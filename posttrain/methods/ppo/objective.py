@@ -153,12 +153,15 @@ def _grid(lists: list[list[float]], width: int) -> Tensor:
 
 def training_rows(generation: RolloutBatch, length: int, pad_token_id: int) -> list[Row]:
     """`plain_rows` with the columns of `ppo_objective`, of a generation that `attach` completed."""
-    rows = plain_rows(generation, length, pad_token_id)
-    columns = ("old_logp", "old_values", "advantages", "returns", "states")
-    for i, row in enumerate(rows):
-        row.loss_masks = [[int(kept) for kept in generation.token_columns["trained"][i]]]
-        row.token_columns = {name: [generation.token_columns[name][i]] for name in columns}
-    return rows
+    names, columns = ("old_logp", "old_values", "advantages", "returns", "states"), generation.token_columns
+    return [
+        replace(
+            row,
+            loss_masks=[[int(kept) for kept in columns["trained"][i]]],
+            token_columns={name: [columns[name][i]] for name in names},
+        )
+        for i, row in enumerate(plain_rows(generation, length, pad_token_id))
+    ]
 
 
 def attach(generation: RolloutBatch, episodes: Episodes) -> None:

@@ -381,7 +381,6 @@ class Policy:
 
     def take(self, call: CapturedCall, rollouts: Sequence[Rollout]) -> None:
         """Note what was sampled for a call."""
-        call.completions = list(rollouts)
         tools = call.tools or None
         call.answers = [
             parse_response(self.tokenizer, r.token_ids, prefix=call.prompt_ids, tools=tools) for r in rollouts
@@ -389,8 +388,8 @@ class Policy:
         written = [self._written(call.prompt_ids, r.token_ids) for r in rollouts]
         begin = call.text or self.decode(call.prompt_ids)
         call.ends = [begin + text for text in written]
-        for rollout, answer in zip(call.completions, call.answers, strict=True):
-            rollout.text = answer["content"]
+        pairs = zip(rollouts, call.answers, strict=True)
+        call.completions = [replace(rollout, text=answer["content"]) for rollout, answer in pairs]
 
     def _written(self, prompt: Sequence[int], ids: Sequence[int]) -> str:
         """Text of a completion as it stands behind its prompt: some tokenizers drop the first space of what stands alone."""

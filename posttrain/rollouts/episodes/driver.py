@@ -12,7 +12,7 @@ from posttrain.data.formats import is_conversational
 from posttrain.errors import ArgumentTypeError, ConfigError, ModelError, RolloutError
 from posttrain.pictures.processors import PictureProcessor
 from posttrain.rollouts.base import RolloutEngine
-from posttrain.rollouts.batch import completions_for_rewards
+from posttrain.rollouts.batch import decoded
 from posttrain.rollouts.episodes.environments import EnvironmentPool
 from posttrain.rollouts.episodes.harness import Harness, HarnessOptions, HarnessRollouts, HarnessRunner, as_rollouts
 from posttrain.rollouts.episodes.loop import MAX_ITERATIONS, Episode, Generate, ToolLoop
@@ -291,11 +291,7 @@ class EpisodeDriver:
         prompts = [row["prompt"] for row in rows]
         limits = {"stop_ids": stop_ids, "vocabulary": vocabulary, "most": most}
         rollouts, extra = custom_rollouts(function, prompts, **limits)
-        return (
-            rollouts,
-            completions_for_rewards(self.tokenizer, rollouts, conversational=is_conversational(rows[0])),
-            extra,
-        )
+        return *decoded(self.tokenizer, rollouts, conversational=is_conversational(rows[0])), extra
 
 
 REQUIRED = ("prompt_ids", "completion_ids", "logprobs")

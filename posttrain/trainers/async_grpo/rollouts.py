@@ -37,7 +37,7 @@ from posttrain.rewards.runner import RewardRunner, RewardTable
 from posttrain.rollouts.batch import (
     RolloutBatch,
     by_context,
-    completions_for_rewards,
+    decoded,
     rollout_batch,
     trajectory_batch,
 )
@@ -576,8 +576,8 @@ class AsyncRollouts:
         metrics |= completion_metrics(batch, masks_truncated=self.args.mask_truncated_completions)
         metrics["perf/rollout_wait_s"] = mean(waited)
         self.sync.run.log(metrics | self._reward_metrics(batch, table, first))
-        completions_for_rewards(self.tokenizer, batch.rollouts, conversational=False)
-        self.add_completions(completion_rows(batch, table, self.tokenizer, self.sync.run.state.global_step))
+        shown = replace(batch, rollouts=decoded(self.tokenizer, batch.rollouts, conversational=False)[0])
+        self.add_completions(completion_rows(shown, table, self.tokenizer, self.sync.run.state.global_step))
         if self.watch is not None:
             self._watch_rewards(self.watch, first, table)
 
@@ -635,8 +635,7 @@ class AsyncRollouts:
         if known:
             judged = replace(table, values=table.values[known])
             groups = torch.tensor([first[i].group_id for i in known])
-            self.rewards.judge(judged, groups, prompts=[first[i].prompt for i in known])
-            self.sync.run.log(judged.metrics)
+            self.sync.run.log(self.rewards.judge(judged, groups, prompts=[first[i].prompt for i in known]))
         watch.clipped(int(sum(s.metrics.get("advantages/clipped_share", 0.0) for s in first)), len(first))
         totals = torch.tensor([s.metrics.get("reward", math.nan) for s in first])
         watch.batch(table, totals, torch.tensor([s.advantage for s in first]))

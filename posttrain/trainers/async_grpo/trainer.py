@@ -146,6 +146,6 @@ class AsyncGRPOTrainer(AsyncTrainer):
         self.reward_watch.log(generation, table, stats.totals, stats.advantages, mode)
         return stats.advantages
 
-    def attach_logps(self, generation: RolloutBatch, mode: str) -> None:
+    def measured_logps(self, generation: RolloutBatch, mode: str) -> dict[str, list[list[float]]]:
         """Those of the engine, which is the policy itself in evaluation."""
-        generation.token_columns["rollout_logp"] = self.logps_of_sampler(generation)
+        return {"rollout_logp": self.logps_of_sampler(generation)}

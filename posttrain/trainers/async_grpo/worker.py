@@ -26,7 +26,7 @@ from posttrain.pictures.picture import without_pictures
 from posttrain.pictures.processors import PictureProcessor
 from posttrain.pictures.rows import opened, picture_prompt
 from posttrain.rewards.runner import RewardRunner, RewardTable
-from posttrain.rollouts.batch import RolloutBatch, completions_for_rewards, sampled_logps, shared_requests
+from posttrain.rollouts.batch import RolloutBatch, decoded, sampled_logps, shared_requests
 from posttrain.rollouts.episodes.driver import EpisodeDriver, EpisodeSetup
 from posttrain.rollouts.episodes.loop import Batches, Episode
 from posttrain.rollouts.workers.engine import (
@@ -177,7 +177,7 @@ class GroupGenerator:
     def single_turn(self, task: GroupTask, version: int, rollouts: list[Rollout]) -> RolloutGroup:
         """Completions of one prompt, decoded."""
         chat = is_conversational({"prompt": task.row["prompt"]})
-        completions = completions_for_rewards(self.tokenizer, rollouts, conversational=chat)
+        rollouts, completions = decoded(self.tokenizer, rollouts, conversational=chat)
         (row,) = [task.row] if self.reader is None else opened([task.row])
         return RolloutGroup(task, version, RolloutBatch([row] * len(rollouts), rollouts, completions))
 
@@ -278,7 +278,7 @@ class GroupGenerator:
         prompts = [episode.prompt_ids for episode in episodes]
         room = replace(sampling, max_new_tokens=min(map(self._room, prompts)))
         rollouts = self.generator.finish(shared_requests(prompts), room)
-        return list(zip(rollouts, completions_for_rewards(self.tokenizer, rollouts, conversational=True), strict=True))
+        return list(zip(*decoded(self.tokenizer, rollouts, conversational=True), strict=True))
 
     def _generate(self, batches: Batches) -> list[list[Rollout]]:
         return [self.generator.finish(shared_requests(prompts), sampling) for prompts, sampling in batches]
@@ -321,7 +321,8 @@ def score_group(
     """
     batch, step = group.batch, SimpleNamespace(global_step=group.version)
     table = score_rollouts(rewards, batch, tokenizer, step)
-    table.values = rewards.transformed(table.values, torch.zeros(len(batch.rollouts), dtype=torch.long))
+    groups = torch.zeros(len(batch.rollouts), dtype=torch.long)
+    table = replace(table, values=rewards.transformed(table.values, groups))
     stats = group_advantages(table.values, table.weights, len(batch.rollouts), scale_rewards=scale_rewards)
     exact, most = stats.advantages, math.inf if scale_rewards == "none" else MOST_ADVANTAGE
     shared, trajectories = _group_metrics(table), []
