@@ -29,7 +29,7 @@ hidden state predicts it. There are no shifted labels.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -49,8 +49,12 @@ if TYPE_CHECKING:
     Tokenizer: TypeAlias = PreTrainedTokenizerBase | ProcessorMixin
     AnyDataset: TypeAlias = datasets.Dataset | datasets.IterableDataset
     EvalSets: TypeAlias = AnyDataset | Mapping[str, AnyDataset]
+    # Log-probs of sampled tokens by name, a list for each sequence.
+    LogProbs: TypeAlias = Mapping[str, list[list[float]]]
 
 __all__ = [
+    "ALONE",
+    "Advantages",
     "Batch",
     "Finding",
     "FinishReason",
@@ -58,6 +62,7 @@ __all__ = [
     "LossTerms",
     "ModelOutputs",
     "Prompt",
+    "Ranks",
     "Reduction",
     "Request",
     "Rollout",
@@ -575,6 +580,60 @@ class Rollout:
     shown: Sequence[Any] = ()
     branches: Sequence[Rollout] = ()
     credit: float = 1.0
+
+
+@dataclass(slots=True, frozen=True)
+class Ranks:
+    """The processes of a run, for what is computed over all of them. Each function is a collective: all ranks call it.
+
+    Attributes:
+        rank: Of this process.
+        size: Number of processes.
+        sum: Sums a list of numbers over all processes.
+        gather: Concatenates the lists of all processes, in their order.
+        join: Concatenates values ``(n,)`` of all processes, whose counts may differ.
+    """
+
+    rank: int = 0
+    size: int = 1
+    sum: Callable[[list[float]], list[float]] = list
+    gather: Callable[[list[Any]], list[Any]] = list
+    join: Callable[[Tensor], Tensor] = lambda values: values
+
+
+ALONE = Ranks()  # One process, and the group of a worker.
+
+
+@dataclass(slots=True, frozen=True)
+class Advantages:
+    """What each completion is worth: what `Method.advantages` returns.
+
+    Attributes:
+        values: ``(n,)`` of the completions of all ranks; or ``(n, T)`` of this rank's tokens, which are trained by
+            ``token_columns`` then.
+        totals: ``(n,)`` weighted rewards of all ranks before any penalty, NaN where no function applied.
+        start: Index in ``values`` of this rank's first completion.
+        columns: One number for each completion of this rank, by name; the objective finds them in `Batch.columns`.
+        token_columns: One list for each sequence of this rank, by name: what the objective reads of the log-probs, and more.
+        left_out: Completions of this rank that carry no loss.
+        keep: One mask for each completion of this rank, 1 on tokens that carry loss; None: as they were sampled.
+        unbounded: ``values`` before they were bounded by `posttrain.losses.advantages.MOST_ADVANTAGE`; None: they were not.
+        group_std: ``(n / G,)`` spread of each group of all ranks; None where there are no groups.
+        zero_std_share: Share of groups without spread; None where there are no groups.
+        metrics: What to log.
+    """
+
+    values: Tensor
+    totals: Tensor
+    start: int = 0
+    columns: Mapping[str, list[float]] = field(default_factory=dict)
+    token_columns: Mapping[str, list[list[float]]] = field(default_factory=dict)
+    left_out: frozenset[int] = frozenset()
+    keep: list[list[int]] | None = None
+    unbounded: Tensor | None = None
+    group_std: Tensor | None = None
+    zero_std_share: float | None = None
+    metrics: dict[str, Metric] = field(default_factory=dict)
 
 
 @dataclass(slots=True, frozen=True)

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import datasets
@@ -18,7 +19,7 @@ from posttrain.data.forest import Layout
 from posttrain.data.samplers import with_lengths
 from posttrain.errors import ArgumentTypeError, ConfigError, DataError, ModelError
 from posttrain.loop.checks import Checks, log_codes
-from posttrain.methods.base import Collectives, Traits
+from posttrain.methods.base import Traits
 from posttrain.methods.config import PostTrainingConfig
 from posttrain.models import parallel
 from posttrain.models.attention import padded_layout
@@ -30,6 +31,7 @@ from posttrain.models.probe import probe_head, probe_layout
 from posttrain.models.reference import disable_dropout_in_model
 from posttrain.models.token_split import alone
 from posttrain.report.lock import check_writable
+from posttrain.types import ALONE, Ranks
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -315,14 +317,16 @@ def measured(dataset: AnyDataset, args: PostTrainingConfig) -> Any:
 PADDING = -1e9
 
 
-def collectives(accelerator: Accelerator) -> Collectives:
-    """What a method may ask of the processes of a run."""
+def ranks_of(accelerator: Accelerator) -> Ranks:
+    """The processes of a run."""
 
-    def gather(values: Tensor) -> Tensor:
+    def join(values: Tensor) -> Tensor:
         padded = accelerator.pad_across_processes(values, dim=0, pad_index=PADDING)
         whole = accelerator.gather(padded)
         return whole[whole != PADDING]
 
     if accelerator.num_processes == 1:
-        return Collectives()
-    return Collectives(lambda numbers: parallel.all_reduce_sum(numbers, accelerator), gather, shared=True)
+        return ALONE
+    total = partial(parallel.all_reduce_sum, accelerator=accelerator)
+    gather = partial(parallel.all_gather_objects, accelerator=accelerator)
+    return Ranks(accelerator.process_index, accelerator.num_processes, total, gather, join)

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from posttrain.data.samplers import PromptStream
 from posttrain.errors import ConfigError
-from posttrain.losses.advantages import group_spread
 from posttrain.metrics import Metric, mean, total
 from posttrain.models import parallel
 from posttrain.rewards.runner import RewardRunner, RewardTable
@@ -19,33 +18,6 @@ from posttrain.rollouts.batch import RolloutBatch
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
-
-    from posttrain.methods.config import PostTrainingConfig
-
-# A group with a standard deviation up to this has no signal.
-FLAT_SPREAD = 1e-8
-
-
-def flat_groups(
-    values: Tensor, weights: Tensor, size: int, *, least: float = 0.0, each_function: bool = False
-) -> Tensor:
-    """Which groups give no completion an advantage, ``(n / G,)`` bool: too little variance, or fewer than two scored.
-
-    Args:
-        values: ``(n, K)`` rewards, groups consecutive, NaN where a function did not apply.
-        weights: ``(K,)``.
-        size: G.
-        least: Standard deviation that counts as signal.
-        each_function: Where functions are normalised before they are added, one that varies and has a weight is enough.
-    """
-    how = "normalize_then_sum" if each_function else "sum_then_normalize"
-    return ~(group_spread(values, weights, size, aggregation=how) > max(FLAT_SPREAD, least))
-
-
-def groups_without_signal(args: PostTrainingConfig, table: RewardTable, size: int) -> Tensor:
-    """`flat_groups` of all ranks' rewards as the config of a trainer counts signal, ``(n / G,)`` bool."""
-    each = args.multi_objective_aggregation == "normalize_then_sum"
-    return flat_groups(table.values, table.weights, size, least=args.min_group_std, each_function=each)
 
 
 class DynamicSampler:

@@ -19,7 +19,7 @@ from posttrain.data.samplers import PromptStream, RepeatSampler
 from posttrain.errors import RolloutError, RolloutServerError, check_rules
 from posttrain.loop import step
 from posttrain.loop.build import as_config
-from posttrain.loop.dynamic_sampling import DynamicSampler, flat_groups
+from posttrain.loop.dynamic_sampling import DynamicSampler
 from posttrain.loop.episodes import EpisodeRunner, make_driver
 from posttrain.loop.prompts import (
     PromptSource,
@@ -28,7 +28,7 @@ from posttrain.loop.prompts import (
     empty_prompts,
     without_workers,
 )
-from posttrain.loop.reward_watch import RewardWatch
+from posttrain.loop.reward_watch import NoiseWatch, RewardWatch
 from posttrain.loop.scoring import (
     Scorer,
     completion_lengths,
@@ -39,6 +39,7 @@ from posttrain.loop.scoring import (
 )
 from posttrain.loop.trainer import PostTrainer
 from posttrain.loop.weight_sync import WeightSync, training_engine, vllm_engine
+from posttrain.losses.advantages import flat_groups
 from posttrain.losses.policy import engine_gap
 from posttrain.methods.online_config import OnlineConfig, resolve_auto
 from posttrain.metrics import MetricBuffer, mean
@@ -61,11 +62,22 @@ from posttrain.rollouts.batch import (
 from posttrain.rollouts.episodes.driver import for_trainer
 from posttrain.rollouts.episodes.harness import take_harness
 from posttrain.rollouts.sampling import configured_sampling, generation_fields
-from posttrain.types import WHOLE, Batch, LossTerms, ModelOutputs, Prompt, Rollout, Row, Sampling, Truncation
+from posttrain.types import (
+    WHOLE,
+    Advantages,
+    Batch,
+    LossTerms,
+    ModelOutputs,
+    Prompt,
+    Rollout,
+    Row,
+    Sampling,
+    Truncation,
+)
 
 if TYPE_CHECKING:
     from posttrain.rollouts.episodes.driver import EpisodeDriver
-    from posttrain.types import AnyDataset, EvalSets
+    from posttrain.types import AnyDataset, EvalSets, LogProbs
 
 
 EVAL_STRIDE = 32_452_843  # Between the numbers of two batches of an evaluation; those of training are smaller.
@@ -355,22 +367,29 @@ class OnlineTrainer(PostTrainer):
             self.log_metrics_now(metrics)
         self.weight_sync.rest()
         generation = dataclasses.replace(generation, token_columns=self.measured_logps(generation, mode))
-        advantages = self.advantages(generation, table, mode)
-        mine = advantages[table.start : table.start + len(generation.rollouts)]
-        generation.columns["advantages"] = mine.tolist()
+        found = self.advantages(generation, table, generation.token_columns)
+        self.log_metrics_now(found.metrics, mode)
+        if self.scores_rewards:
+            self.reward_watch.log(generation, table, found, mode)
+        generation = generation.worth(found)
         shares = parallel.gather_objects(self.completion_rows(generation, table), self.accelerator)
         self.record.add_completions([row for share in shares for row in share], evaluation=mode == "eval")
         return generation
 
-    def advantages(self, generation: RolloutBatch, table: RewardTable, mode: str) -> Tensor:
-        """``(n,)`` advantages of the rows of all ranks; the heart of a subclass.
+    def advantages(self, rollouts: RolloutBatch, rewards: RewardTable, logps: LogProbs) -> Advantages:
+        """What each completion is worth, see `Method.advantages`; the heart of a subclass.
 
         Args:
-            generation: This rank's completions, with what `measured_logps` gave them.
-            table: Rewards of all ranks' completions, groups of `group_size` consecutive; this rank's begin at ``start``.
-            mode: ``train`` or ``eval``.
+            rollouts: This rank's completions; ``mode`` and ``group_size`` say what they are for.
+            rewards: Of all ranks' completions; this rank's begin at ``rewards.start``.
+            logps: What `measured_logps` returned.
         """
-        raise NotImplementedError(f"{type(self).__name__} must define advantages(generation, table, mode).")
+        return self.method.advantages(rollouts, rewards, logps, self.method.ranks)
+
+    @property
+    def scores_rewards(self) -> bool:
+        """Whether completions have rewards that are to be looked at."""
+        return True
 
     def generated(self, examples: list[dict[str, Any]], mode: str) -> RolloutBatch:
         """See `generate`. To generate is a collective: a rank without examples samples too, and leaves it behind."""
@@ -379,7 +398,7 @@ class OnlineTrainer(PostTrainer):
         metrics, self.buffers[mode] = self.buffers[mode], MetricBuffer()
         self.generate([dict(self.spare_example)], mode)
         self.buffers[mode] = metrics
-        return RolloutBatch([], [], [], born=self.state.global_step)
+        return RolloutBatch([], [], [], born=self.state.global_step, mode=mode, group_size=self.group_size(mode))
 
     @functools.cached_property
     def spare_example(self) -> dict[str, Any]:
@@ -402,6 +421,8 @@ class OnlineTrainer(PostTrainer):
             extra=self.episodes.extra,
             left_out=masked,
             failure_reward=None if self.harness is None else self.harness.options.failure,
+            mode=mode,
+            group_size=size,
         )  # fmt: skip
         seconds, cut = time.perf_counter() - begin, self.args.mask_truncated_completions
         written = sum(completion_lengths(generation))
@@ -583,11 +604,13 @@ class OnlineTrainer(PostTrainer):
         """As every trainer's; reward models are placed and tried."""
         super().check_start()
         check_top_k(self.args.top_k or 0, causal_lm(self.model).config.get_text_config().vocab_size)
+        scale = str(getattr(self.args, "scale_rewards", "none"))
         self.reward_watch = RewardWatch(
             self.rewards,
             self.run,
-            scaled=str(getattr(self.args, "scale_rewards", "none")) != "none",
+            scaled=scale != "none",
             stop_after=self.args.stop_without_signal,
+            noise=NoiseWatch(self.args.min_group_std) if scale == "group" else None,
         )
         self.scorer = Scorer(self.rewards, self.processing_class, self.accelerator)
         self.reward_watch.start(self.args.device, self.args.max_completion_length)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
+from collections import deque
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -20,9 +22,45 @@ from posttrain.models import parallel
 from posttrain.rewards.format import SoftOverlongPunishment
 from posttrain.rewards.runner import RewardRunner, RewardTable
 from posttrain.rollouts.batch import RolloutBatch
+from posttrain.types import Advantages
 
 if TYPE_CHECKING:
     import torch
+
+
+logger = logging.getLogger(__name__)
+
+# Groups this narrow against all rewards are noise; more than this share of them is reported.
+NARROW_SPREAD, NARROW_SHARE = 1e-3, 0.2
+# Groups before anything is said of their share, and the latest that it is a share of.
+GROUPS_NEEDED, GROUPS_REMEMBERED = 5, 64
+
+
+class NoiseWatch:
+    """Warns once of groups that are narrow against all rewards so far: their noise is blown up to full-size updates.
+
+    Args:
+        least: Groups that spread less have no advantage (``min_group_std``).
+    """
+
+    def __init__(self, least: float) -> None:
+        self.least, self._told, self._totals = least, False, RunningReward()
+        self._seen: deque[float] = deque(maxlen=GROUPS_REMEMBERED)
+
+    def look(self, totals: Tensor, group_std: Tensor) -> None:
+        """Take in ``(n,)`` rewards and the ``(n / G,)`` spreads of their groups; a generation may hold a single group."""
+        self._totals.add(totals.tolist())
+        self._seen.extend(group_std[~group_std.isnan()].tolist())
+        known, whole = len(self._seen), self._totals.std
+        narrow = sum(std > 0 and self.least <= std < NARROW_SPREAD * whole for std in self._seen)
+        if self._told or known < GROUPS_NEEDED or narrow <= NARROW_SHARE * known:
+            return
+        self._told = True
+        logger.warning(
+            "%d of the last %d groups spread less than a thousandth of the rewards' std so far (%.3g), and scale_rewards='group' "
+            "blows that up to full-size updates. If it is noise, set min_group_std, or scale_rewards='batch'.",
+            narrow, known, whole,
+        )  # fmt: skip
 
 
 class RewardWatch:
@@ -33,6 +71,7 @@ class RewardWatch:
         run: Whose metrics and findings these are.
         scaled: Whether rewards are divided by their standard deviation.
         stop_after: Rollout batches without a signal, in a row, that end the run; None: it goes on.
+        noise: Looks at groups that are divided by their own spread; None: none are.
     """
 
     def __init__(
@@ -42,7 +81,9 @@ class RewardWatch:
         *,
         scaled: bool,
         stop_after: int | None = None,
+        noise: NoiseWatch | None = None,
     ) -> None:
+        self.noise = noise
         self.rewards, self.run, self.checks = rewards, run, run.checks
         self.stop_after, self.scaled = stop_after, scaled
         # Statistics of each reward function since the run began.
@@ -63,47 +104,33 @@ class RewardWatch:
                 with self.checks.preflight.record_check("config", ("PT-R021",)):
                     self.checks.report([reward_checks.check_overlong(function.limit, function.cache, longest)])
 
-    def bounded(self, advantages: Tensor, mode: str) -> Tensor:
-        """Standardised advantages stop at 10, so that no completion is worth a step of its own.
-
-        Args:
-            advantages: ``(n,)`` of all ranks, divided by a standard deviation.
-            mode: ``train`` or ``eval``.
-        """
-        sizes = advantages.abs()
-        far = sizes > MOST_ADVANTAGE
-        self.run.log({"advantages/clipped_share": mean(far.float())}, mode)
-        if mode == "train":
-            self.clipped(int(far.sum()), far.numel(), float(sizes.max()) if far.any() else None)
-        return advantages.clamp(-MOST_ADVANTAGE, MOST_ADVANTAGE)
-
-    def log(
-        self,
-        batch: RolloutBatch,
-        table: RewardTable,
-        totals: Tensor,
-        advantages: Tensor,
-        mode: str,
-        zero_std_share: float | None = None,
-    ) -> None:
+    def log(self, batch: RolloutBatch, table: RewardTable, found: Advantages, mode: str) -> None:
         """Log the rewards of all ranks' completions; in training, look at them too.
 
         Args:
             batch: This rank's completions, with the loss masks that rewards saw.
             table: ``values (n, K)``.
-            totals: ``(n,)`` weighted rewards before any penalty, NaN where no function applied.
-            advantages: ``(n,)``.
+            found: What the method made of them.
             mode: ``train`` or ``eval``.
-            zero_std_share: Share of groups without a spread of rewards; None where there are no groups.
         """
+        if found.unbounded is not None:
+            self._log_bound(found.unbounded.abs(), mode)
         lengths = parallel.all_gather_objects(completion_lengths(batch), self.run.accelerator)
-        metrics = reward_metrics(table, totals, advantages, lengths)
-        if zero_std_share is not None:
-            metrics["reward_std"] = reward_spread(totals)
-            metrics["frac_reward_zero_std"] = mean(zero_std_share, weight=len(totals))
+        metrics = reward_metrics(table, found.totals, found.values, lengths)
+        if found.zero_std_share is not None:
+            metrics["reward_std"] = reward_spread(found.totals)
+            metrics["frac_reward_zero_std"] = mean(found.zero_std_share, weight=len(found.totals))
         self.run.log(metrics, mode)
         if mode == "train":
-            self.batch(table, totals, advantages)
+            self.batch(table, found.totals, found.values)
+            if found.group_std is not None and self.noise is not None:
+                self.noise.look(found.totals, found.group_std)
+
+    def _log_bound(self, sizes: Tensor, mode: str) -> None:
+        far = sizes > MOST_ADVANTAGE
+        self.run.log({"advantages/clipped_share": mean(far.float())}, mode)
+        if mode == "train":
+            self.clipped(int(far.sum()), far.numel(), float(sizes.max()) if far.any() else None)
 
     def clipped(self, far: int, total: int, largest: float | None = None) -> None:
         """Report that ``far`` of ``total`` advantages were clipped; ``largest`` is their greatest size, where it is known."""

@@ -177,7 +177,7 @@ class PostTrainer(transformers.Trainer):
         self.router_coefficient = router_coefficient(model, args)
         trainer_kwargs |= {"train_dataset": train_dataset, "eval_dataset": eval_dataset}
         super().__init__(model, args, self.collator(), processing_class=self.processing_class, **trainer_kwargs)
-        self.method.collectives = build.collectives(self.accelerator)
+        self.method.ranks = build.ranks_of(self.accelerator)
         self._begin()
 
     def _begin(self) -> None:

@@ -12,7 +12,9 @@ from posttrain.errors import ConfigError, DataError, did_you_mean
 __all__ = [
     "MOST_ADVANTAGE",
     "AdvantageStats",
+    "bounded",
     "centred",
+    "flat_groups",
     "group_advantages",
     "group_spread",
     "leave_one_out_advantages",
@@ -25,6 +27,8 @@ EPSILON = 1e-4  # Keeps a group without spread finite.
 POPULATION_EPSILON = 1e-8  # Of the population std, as TRL's asynchronous GRPO has it.
 # Rewards that differ by less, relative to their size, are equal: sums of the same numbers round apart by as much in float32.
 EQUAL_SPREAD = 4 * torch.finfo(torch.float32).eps
+# A group with a standard deviation up to this has no signal.
+FLAT_SPREAD = 1e-8
 # A standardised advantage beyond it is one outlier of a large group: |A| <= (G - 1) / sqrt(G), so G > 100.
 MOST_ADVANTAGE = 10.0
 
@@ -83,6 +87,27 @@ def _groups(values: Tensor, group_size: int) -> Tensor:
     if values.shape[0] % group_size:
         raise DataError(f"{values.shape[0]} completions do not divide into groups of {group_size}.")
     return values.reshape(-1, group_size, *values.shape[1:])
+
+
+def bounded(advantages: Tensor) -> Tensor:
+    """Standardised advantages stop at `MOST_ADVANTAGE`, so that no completion is worth a step of its own."""
+    return advantages.clamp(-MOST_ADVANTAGE, MOST_ADVANTAGE)
+
+
+def flat_groups(
+    values: Tensor, weights: Tensor, size: int, *, least: float = 0.0, each_function: bool = False
+) -> Tensor:
+    """Which groups give no completion an advantage, ``(n / G,)`` bool: too little variance, or fewer than two scored.
+
+    Args:
+        values: ``(n, K)`` rewards, groups consecutive, NaN where a function did not apply.
+        weights: ``(K,)``.
+        size: G.
+        least: Standard deviation that counts as signal.
+        each_function: Where functions are normalised before they are added, one that varies and has a weight is enough.
+    """
+    how = "normalize_then_sum" if each_function else "sum_then_normalize"
+    return ~(group_spread(values, weights, size, aggregation=how) > max(FLAT_SPREAD, least))
 
 
 def group_spread(

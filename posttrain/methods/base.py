@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
@@ -13,10 +13,13 @@ from posttrain.data.formats import TOKENIZED
 from posttrain.losses.reduce import Denominators
 from posttrain.methods.config import PostTrainingConfig
 from posttrain.metrics import Metric
-from posttrain.types import Batch, LossTerms, ModelOutputs, Row
+from posttrain.types import ALONE, Advantages, Batch, LossTerms, ModelOutputs, Ranks, Row
 
 if TYPE_CHECKING:
     from posttrain.models.memory_estimate import Part
+    from posttrain.rewards.runner import RewardTable
+    from posttrain.rollouts.batch import RolloutBatch
+    from posttrain.types import LogProbs
 
 Config = TypeVar("Config", bound=PostTrainingConfig)
 
@@ -99,21 +102,6 @@ def sampler_logp(outputs: ModelOutputs, batch: Batch) -> Tensor | None:
     return batch.rollout_logp if batch.rollout_logp is None or mass is None else batch.rollout_logp + mass
 
 
-@dataclass(frozen=True)
-class Collectives:
-    """What a method may ask of the other processes; one process alone answers itself.
-
-    Attributes:
-        total: Sums a list of numbers over all processes.
-        gather: Values ``(n,)`` of all processes, whose counts may differ, in one tensor. All must call it equally often.
-        shared: Whether there are other processes.
-    """
-
-    total: Callable[[list[float]], list[float]] = list
-    gather: Callable[[Tensor], Tensor] = lambda values: values
-    shared: bool = False
-
-
 class Method(ABC, Generic[Config]):
     """An algorithm: rows of the dataset, and the loss terms of what the model makes of them.
 
@@ -142,7 +130,7 @@ class Method(ABC, Generic[Config]):
 
     def __init__(self, cfg: Config) -> None:
         self.cfg = cfg
-        self.collectives = Collectives()
+        self.ranks = ALONE
 
     def rows(self, examples: list[dict[str, Any]]) -> list[Row]:
         """Prepared examples of the dataset as rows; methods that sample have none before they have completions."""
@@ -151,6 +139,17 @@ class Method(ABC, Generic[Config]):
     @abstractmethod
     def objective(self, outputs: ModelOutputs, batch: Batch) -> LossTerms:
         """Unreduced loss terms and metrics of one batch."""
+
+    def advantages(self, rollouts: RolloutBatch, rewards: RewardTable, logps: LogProbs, ranks: Ranks) -> Advantages:
+        """What each completion is worth, for methods that sample; trainers and asynchronous workers call it.
+
+        Args:
+            rollouts: This rank's completions, groups of ``rollouts.group_size`` consecutive.
+            rewards: Of all ranks' completions; this rank's begin at ``rewards.start``.
+            logps: One list for each of ``rollouts.sequences()``, by name: ``old_logp``, ``ref_logp``, ``rollout_logp`` ...
+            ranks: All processes of a run; `ALONE` in a worker.
+        """
+        raise NotImplementedError(f"{type(self).__name__} must define advantages(rollouts, rewards, logps, ranks).")
 
     def knows_gradient(self, batch: Batch) -> bool:
         """Whether the gradient of the loss with respect to the log-probs depends on the batch alone, and not on the log-probs.

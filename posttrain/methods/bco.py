@@ -136,9 +136,7 @@ class BCO(AnswerMethod[BCOConfig]):
     def move(self, rewards: list[Tensor]) -> dict[str, Metric]:
         """Update delta with the rewards of an optimiser step, over all ranks; what to log."""
         values = torch.cat(rewards).detach().double().cpu() if rewards else torch.zeros(0, dtype=torch.float64)
-        total, squares, count = self.collectives.total(
-            [float(values.sum()), float((values**2).sum()), float(len(values))]
-        )
+        total, squares, count = self.ranks.sum([float(values.sum()), float((values**2).sum()), float(len(values))])
         if count:
             average = total / count
             self.moments = update_moments(self.moments, average, max(squares / count - average**2, 0.0), count)

@@ -6,20 +6,26 @@ import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
 
-from posttrain.errors import ConfigError
+from posttrain.errors import ConfigError, RewardError
 from posttrain.fields import NonNegativeInt, PositiveFloat, PositiveInt, PositiveShare, option
+from posttrain.losses.advantages import weighted_total
 from posttrain.losses.preference import sigmoid, squared_gap
 from posttrain.losses.reduce import sequence_sum
 from posttrain.methods.base import SAMPLES, Method
 from posttrain.methods.config import PictureConfig
 from posttrain.methods.online_config import OnlineConfig
 from posttrain.metrics import Metric, mean
-from posttrain.types import Batch, LossTerms, ModelOutputs
+from posttrain.types import Advantages, Batch, LossTerms, ModelOutputs, Ranks
+
+if TYPE_CHECKING:
+    from posttrain.rewards.runner import RewardTable
+    from posttrain.rollouts.batch import RolloutBatch
+    from posttrain.types import LogProbs
 
 logger = logging.getLogger(__name__)
 
@@ -174,6 +180,44 @@ def pair_terms(
     return terms, metrics
 
 
+def score_metrics(scores: Tensor, known: Tensor, ended: Tensor, *, pairs: bool) -> dict[str, Metric]:
+    """``objective/scores`` and how many completions ended; of all ranks' rows.
+
+    Args:
+        scores: ``(n,)``, penalties taken, NaN where no function applied.
+        known: ``(n,)`` bool, rows that count.
+        ended: ``(n,)`` bool.
+        pairs: Whether neighbors are pairs.
+    """
+    metrics = {"objective/scores": mean(scores, known), "val/contain_eos_token": mean(ended.float())}
+    if pairs:
+        metrics["objective/scores_margin"] = mean((scores[::2] - scores[1::2]).abs(), known[::2])
+    return metrics
+
+
+def equal_pairs(rollouts: RolloutBatch, ranks: Ranks) -> Tensor:
+    """``(P,)`` which pairs of all ranks are one completion twice: no verdict can tell them apart."""
+    one = rollouts.rollouts
+    same = [a.token_ids == b.token_ids for a, b in zip(one[::2], one[1::2], strict=True)]
+    return torch.tensor(ranks.gather(same), dtype=torch.bool)
+
+
+def preferred(pairs: Tensor, known: Tensor, equal: Tensor, names: Sequence[str]) -> tuple[Tensor, dict[str, Metric]]:
+    """``(2 P,)`` 1, -1 or 0 for each completion of ``(P, 2)`` scores, and what to log.
+
+    Raises:
+        RewardError: No pair has a score on both sides.
+    """
+    if not bool(known.any()):
+        raise RewardError(
+            f"none of the {len(pairs)} pairs of this generation has a reward for both completions: {', '.join(names)} returned "
+            "None. Nothing can be preferred. Return a number wherever a function applies."
+        )
+    gap = torch.where(known & ~equal, pairs[:, 0] - pairs[:, 1], 0.0)
+    metrics = {"ties": mean((gap == 0).float(), known), "groups/unscorable": mean((~known).float())}
+    return torch.stack([gap.sign(), -gap.sign()], 1).flatten(), metrics
+
+
 class OnlineDPO(Method[OnlineDPOConfig]):
     """The better of two completions of a prompt over the other, relative to a reference.
 
@@ -205,6 +249,22 @@ class OnlineDPO(Method[OnlineDPOConfig]):
     def temperature(self) -> float:
         """1: the loss compares models, not samplers; there is no importance ratio in it."""
         return 1.0
+
+    def advantages(self, rollouts: RolloutBatch, rewards: RewardTable, logps: LogProbs, ranks: Ranks) -> Advantages:
+        """How much a completion is preferred to its partner, 1, -1 or 0; in evaluation 0."""
+        training, totals = rollouts.mode == "train", weighted_total(rewards.values, rewards.weights)
+        reasons = ranks.gather([rollout.finish_reason for rollout in rollouts.rollouts])
+        ended = torch.tensor([reason == "stop" for reason in reasons])
+        scores = totals - (self.cfg.missing_eos_penalty or 0.0) * (~ended).float()
+        pairs = scores.view(-1, 2) if training else scores
+        known = ~pairs.isnan().any(1).repeat_interleave(2) if training else ~scores.isnan()
+        values, metrics = torch.zeros_like(scores), score_metrics(scores, known, ended, pairs=training)
+        if training:
+            values, of_pairs = preferred(pairs, known[::2], equal_pairs(rollouts, ranks), rewards.names)
+            metrics |= of_pairs
+        mine = slice(rewards.start, rewards.start + len(rollouts.rollouts))
+        columns = {"compared": known[mine].float().tolist(), "scores": scores[mine].nan_to_num(0.0).tolist()}
+        return Advantages(values, totals, rewards.start, columns=columns, token_columns=logps, metrics=metrics)
 
     def objective(self, outputs: ModelOutputs, batch: Batch) -> LossTerms:
         """See `pair_terms`; in evaluation only what is logged of the policy."""

@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
 
 from posttrain.errors import ConfigError
 from posttrain.fields import NonNegativeFloat, PositiveInt, option
-from posttrain.losses.advantages import leave_one_out_advantages
-from posttrain.losses.policy import clip_metrics, clipped, engine_gap, rollout_correction, sequence_weight
+from posttrain.losses.advantages import bounded, group_advantages, leave_one_out_advantages, standardized
+from posttrain.losses.policy import clip_metrics, clipped, engine_gap, k1, rollout_correction, sequence_weight
 from posttrain.losses.reduce import sequence_sum
 from posttrain.methods.base import SAMPLES, Method, sampler_logp
 from posttrain.methods.config import PictureConfig
 from posttrain.methods.online_config import OnlineConfig, reject_reshaped_sampling
 from posttrain.metrics import maximum, mean
-from posttrain.types import Batch, LossTerms, ModelOutputs
+from posttrain.types import Advantages, Batch, LossTerms, ModelOutputs, Ranks
+
+if TYPE_CHECKING:
+    from posttrain.rewards.runner import RewardTable
+    from posttrain.rollouts.batch import RolloutBatch
+    from posttrain.types import LogProbs
 
 logger = logging.getLogger(__name__)
 
@@ -113,6 +118,15 @@ def rloo_objective(out: ModelOutputs, batch: Batch, cfg: RLOOConfig) -> LossTerm
     return LossTerms(terms, whole, "sequence", num_sequences=batch.num_sequences, metrics=metrics)
 
 
+def charged_kl(rollouts: RolloutBatch, logps: LogProbs, *, skip_truncated: bool) -> list[Tensor]:
+    """k1 of each loss token of each completion of this rank: ``old_logp - ref_logp``."""
+    kept = [rollouts.loss_mask(i, skip_truncated) for i in range(len(rollouts.rollouts))]
+    return [
+        k1(torch.tensor(old), torch.tensor(ref))[torch.tensor(mask, dtype=torch.bool)]
+        for old, ref, mask in zip(logps["old_logp"], logps["ref_logp"], kept, strict=True)
+    ]
+
+
 class RLOO(Method[RLOOConfig]):
     """REINFORCE with the mean of a prompt's other completions as the baseline; the KL is part of the reward.
 
@@ -122,9 +136,28 @@ class RLOO(Method[RLOOConfig]):
     config_class = RLOOConfig
     traits = replace(SAMPLES, follows_truncation=True, splits_tokens=True, beta_is_kl=True, reads_images=True)
 
-    def advantages(self, totals: Tensor, size: int) -> Tensor:
-        """``(n,)`` rewards, with the KL charged, against the mean of the others of their group of ``size``."""
-        return leave_one_out_advantages(totals, size)
+    def advantages(self, rollouts: RolloutBatch, rewards: RewardTable, logps: LogProbs, ranks: Ranks) -> Advantages:
+        """``clip(R) - beta KL`` against the mean of the others of the group; what is logged as reward is R itself."""
+        cfg, metrics = self.cfg, {}
+        stats = group_advantages(rewards.values, rewards.weights, rollouts.group_size, scale_rewards="none")
+        charged = stats.totals if cfg.reward_clip_range is None else stats.totals.clamp(*cfg.reward_clip_range)
+        if "ref_logp" in logps:
+            kl = charged_kl(rollouts, logps, skip_truncated=cfg.mask_truncated_completions)
+            metrics["kl"] = mean(torch.cat([torch.empty(0), *kl]))
+            charged = charged - cfg.beta * torch.tensor(ranks.gather([float(one.sum()) for one in kl]))
+        values, unbounded = leave_one_out_advantages(charged, rollouts.group_size), None
+        if cfg.normalize_advantages:
+            unbounded = standardized(values, ~charged.isnan())
+            values = bounded(unbounded)
+        return Advantages(
+            values,
+            stats.totals,
+            rewards.start,
+            token_columns=logps,
+            unbounded=unbounded,
+            zero_std_share=stats.zero_std_share,
+            metrics=metrics,
+        )
 
     def objective(self, outputs: ModelOutputs, batch: Batch) -> LossTerms:
         """See `rloo_objective`."""

@@ -17,7 +17,7 @@ from posttrain.losses.policy import engine_gap
 from posttrain.metrics import Metric, mean
 from posttrain.models import parallel
 from posttrain.pictures.picture import Placed
-from posttrain.types import Prompt, Request, Rollout, Row, Truncation
+from posttrain.types import Advantages, Prompt, Request, Rollout, Row, Truncation
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -92,6 +92,8 @@ class RolloutBatch:
         extra: Further columns for the reward functions, one value a completion.
         left_out: Completions that carry no loss, whatever their tokens.
         failure_reward: Of episodes of a harness that failed (``extra["harness_error"]``); None: they have none.
+        mode: ``train`` or ``eval``.
+        group_size: Completions of one prompt.
     """
 
     examples: list[dict[str, Any]]
@@ -104,6 +106,24 @@ class RolloutBatch:
     extra: dict[str, list[Any]] = dataclasses.field(default_factory=dict)
     left_out: set[int] = dataclasses.field(default_factory=set)
     failure_reward: float | None = None
+    mode: str = "train"
+    group_size: int = 1
+
+    def worth(self, found: Advantages) -> RolloutBatch:
+        """A copy with advantages and what else the objective reads, as columns."""
+        columns, rollouts = dict(found.columns), self.rollouts
+        if found.values.dim() == 1:
+            columns["advantages"] = found.values[found.start : found.start + len(rollouts)].tolist()
+        if found.keep is not None:
+            pairs = zip(rollouts, found.keep, strict=True)
+            rollouts = [dataclasses.replace(rollout, tool_mask=mask) for rollout, mask in pairs]
+        return dataclasses.replace(
+            self,
+            rollouts=rollouts,
+            columns=columns,
+            token_columns=dict(found.token_columns),
+            left_out=self.left_out | found.left_out,
+        )
 
     def loss_mask(self, index: int, skip_truncated: bool) -> list[int]:
         """1 on tokens the model wrote; all 0 on one left out, and on a truncated one when those are masked."""

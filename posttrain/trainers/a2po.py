@@ -15,7 +15,6 @@ from typing import Any
 
 import datasets
 import torch
-from torch import Tensor
 from tqdm.auto import tqdm
 
 from posttrain.data.formats import plain_rows
@@ -26,11 +25,9 @@ from posttrain.loop.prompts import named_sets
 from posttrain.loop.scoring import score_rollouts
 from posttrain.losses.advantages import weighted_total
 from posttrain.methods.experimental.a2po import A2PO, A2POConfig
-from posttrain.metrics import mean
 from posttrain.models import parallel
 from posttrain.models.reference import Reference, disable_dropout_in_model, fingerprint, hash_module, hash_tensors
 from posttrain.report.files import read_line
-from posttrain.rewards.runner import RewardTable
 from posttrain.rollouts.base import RolloutEngine
 from posttrain.rollouts.batch import RolloutBatch
 from posttrain.trainers.arguments import (
@@ -351,20 +348,11 @@ class A2POTrainer(OnlineTrainer):
         """The question's end stays."""
         return self.args.max_prompt_length
 
-    def advantages(self, generation: RolloutBatch, table: RewardTable, mode: str) -> Tensor:
-        """``r - V*``; a completion without a reward (or a prompt without a value) is left out."""
+    def measured_logps(self, generation: RolloutBatch, mode: str) -> dict[str, list[list[float]]]:
+        """As every online trainer's, with the value of each completion's prompt."""
         assert self.cache is not None
-        mine = [self.cache.value(example, self.args.beta1) for example in generation.examples]
-        values = torch.tensor(parallel.all_gather_objects(mine, self.accelerator))
-        totals = weighted_total(table.values, table.weights)
-        advantages = totals - values
-        unknown = advantages.isnan()
-        advantages = advantages.masked_fill(unknown, 0.0)
-        self.reward_watch.log(generation, table, totals, advantages, mode)
-        local = unknown[table.start : table.start + len(generation.rollouts)]
-        generation.left_out |= set(local.nonzero().flatten().tolist())
-        self.log_metrics_now({"v_star": mean(values, ~values.isnan())}, mode)
-        return advantages
+        values = [[self.cache.value(example, self.args.beta1)] for example in generation.examples]
+        return super().measured_logps(generation, mode) | {"v_star": values}
 
     def needs_old_logp(self, mode: str) -> bool:
         """Never: the regression has no importance ratio."""

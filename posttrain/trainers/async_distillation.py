@@ -7,11 +7,12 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, ClassVar
 
+import torch
+
 from posttrain.errors import ConfigError
 from posttrain.methods.distillation.asynchronous import AsyncDistillation, AsyncDistillationConfig
 from posttrain.methods.distillation.teacher import asked_servers
 from posttrain.metrics import Metric, mean
-from posttrain.rewards.runner import RewardTable
 from posttrain.rollouts.base import RolloutEngine
 from posttrain.rollouts.batch import RolloutBatch
 from posttrain.rollouts.workers.samples import RolloutSample, Trajectory
@@ -29,7 +30,8 @@ from posttrain.trainers.arguments import (
 )
 from posttrain.trainers.async_grpo.loop import AsyncTrainer
 from posttrain.trainers.async_grpo.rollouts import AsyncRollouts
-from posttrain.trainers.distillation import DistillationTrainer, no_rewards
+from posttrain.trainers.distillation import DistillationTrainer
+from posttrain.types import Advantages
 
 ASKED_AT_ONCE = 16  # Rollouts whose teachers are asked at the same time.
 
@@ -159,9 +161,9 @@ class AsyncDistillationTrainer(AsyncTrainer, DistillationTrainer):
 
     def taken(self, batch: RolloutBatch) -> RolloutBatch:
         """With the number of each completion's teacher, and what its servers said kept."""
-        self.keep(batch, no_rewards(batch), "train")
-        return batch
+        values = torch.tensor(batch.columns["advantages"])
+        return batch.worth(self.keep(batch, Advantages(values, values, token_columns=batch.token_columns)))
 
-    def facts(self, generation: RolloutBatch, table: RewardTable, mode: str) -> list[Any]:
+    def facts(self, rollouts: RolloutBatch, found: Advantages) -> tuple[list[Any], Advantages]:
         """In training what came with the rollouts."""
-        return generation.extra["scores"] if "scores" in generation.extra else super().facts(generation, table, mode)
+        return (rollouts.extra["scores"], found) if "scores" in rollouts.extra else super().facts(rollouts, found)

@@ -48,7 +48,7 @@ from posttrain.methods.distillation.teacher import (
     shares_of_batch,
     teacher_id,
 )
-from posttrain.methods.grpo.objective import grpo_objective, scored_groups
+from posttrain.methods.grpo.objective import grpo_objective
 from posttrain.models import parallel
 from posttrain.models.architecture import config_of, generation_config_of, get_config_model_id
 from posttrain.models.heads import adapters_of, causal_lm, has_tower, install_token_head, picture_encoder
@@ -71,12 +71,12 @@ from posttrain.trainers.arguments import (
     Tokenizer,
     TrainSet,
 )
-from posttrain.types import Batch, Finding, LossTerms, ModelOutputs, Prompt, Request, Rollout, Row
+from posttrain.types import Advantages, Batch, Finding, LossTerms, ModelOutputs, Prompt, Request, Rollout, Row
 
 if TYPE_CHECKING:
     from transformers import ProcessorMixin
 
-    from posttrain.types import AnyDataset
+    from posttrain.types import AnyDataset, LogProbs
 
 logger = logging.getLogger(__name__)
 
@@ -563,36 +563,40 @@ class DistillationTrainer(OnlineTrainer):
             return super().score(generation, mode)
         return no_rewards(generation)
 
-    def advantages(self, generation: RolloutBatch, table: RewardTable, mode: str) -> Tensor:
-        """As GRPO's, 0 without rewards; and what the teacher needs to know of each completion is kept."""
-        self.totals = advantages = torch.zeros(len(generation.rollouts))
-        if self.can_dry_run:
-            stats = scored_groups(table, self.group_size(mode), self.args)
-            self.reward_watch.log(generation, table, stats.totals, stats.advantages, mode, stats.zero_std_share)
-            self.totals, advantages = stats.totals, stats.advantages
-        if len(self._sampled) == len(generation.rollouts):
-            generation.columns["on_policy"] = [float(by_student) for by_student in self._sampled]
-        self.keep(generation, table, mode)
-        return advantages
+    @property
+    def scores_rewards(self) -> bool:
+        """Whether there are reward functions."""
+        return self.can_dry_run
+
+    def advantages(self, rollouts: RolloutBatch, rewards: RewardTable, logps: LogProbs) -> Advantages:
+        """As every online trainer's; and what the teacher needs to know of each completion is kept."""
+        found = super().advantages(rollouts, rewards, logps)
+        if len(self._sampled) == len(rollouts.rollouts):
+            found = replace(found, columns={"on_policy": [float(by_student) for by_student in self._sampled]})
+        return self.keep(rollouts, found)
 
     @property
     def keeps_completions(self) -> bool:
         """Whether the teacher needs more of a completion than its tokens."""
         return self.method.privileged or bool(self.servers or self.score_files)
 
-    def keep(self, generation: RolloutBatch, table: RewardTable, mode: str) -> None:
+    def keep(self, rollouts: RolloutBatch, found: Advantages) -> Advantages:
         """Number the completions, on each rank others, above 0 in training and below in evaluation; keep the `facts` of each.
 
         Where rows name their teacher each has its number too.
+
+        Returns:
+            ``found`` with these columns.
         """
         if self.chosen_by_row:
-            chosen = [self.teacher_number(example.get("teacher_id")) for example in generation.examples]
-            generation.columns["teacher"] = chosen
-        sign, count = 1 if mode == "train" else -1, len(generation.rollouts)
+            chosen = [self.teacher_number(example.get("teacher_id")) for example in rollouts.examples]
+            found = replace(found, columns={**found.columns, "teacher": chosen})
+        sign, count = 1 if rollouts.mode == "train" else -1, len(rollouts.rollouts)
         keys = [sign * (self.accelerator.process_index * count + i + 1) for i in range(count)]
         if self.keeps_completions:
-            self.kept[mode] = dict(zip(keys, self.facts(generation, table, mode), strict=True))
-        generation.columns["key"] = [float(key) for key in keys]
+            facts, found = self.facts(rollouts, found)
+            self.kept[rollouts.mode] = dict(zip(keys, facts, strict=True))
+        return replace(found, columns={**found.columns, "key": [float(key) for key in keys]})
 
     def _listed(self, rows: list[dict[str, Any]], evaluation: bool) -> None:
         """Completions of all ranks, in the main process, before they are written: with a column for the worst tokens."""
@@ -613,11 +617,15 @@ class DistillationTrainer(OnlineTrainer):
         self._worst = []
         super()._maybe_log_save_evaluate(*args, **kwargs)
 
-    def facts(self, generation: RolloutBatch, table: RewardTable, mode: str) -> list[Any]:
-        """What the teacher needs to know of each completion, as JSON: a row of scores, a server's scores, its own prompt."""
+    def facts(self, rollouts: RolloutBatch, found: Advantages) -> tuple[list[Any], Advantages]:
+        """What the teacher needs to know of each completion, as JSON: a row of scores, a server's scores, its own prompt.
+
+        Returns:
+            One a completion; and ``found``, with what the loss must know of them.
+        """
         if not self.servers:
-            return [int(example["score_row"]) for example in generation.examples]
-        return asked_servers(self.servers, generation.rollouts, generation.columns.get("teacher"))
+            return [int(example["score_row"]) for example in rollouts.examples], found
+        return asked_servers(self.servers, rollouts.rollouts, found.columns.get("teacher")), found
 
     def _fact(self, key: int) -> Any:
         mode = "train" if key > 0 else "eval"

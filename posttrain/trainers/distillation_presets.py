@@ -32,7 +32,6 @@ from posttrain.methods.distillation.presets import (
 )
 from posttrain.metrics import mean
 from posttrain.models import parallel
-from posttrain.rewards.runner import RewardTable
 from posttrain.rollouts.base import RolloutEngine
 from posttrain.rollouts.batch import RolloutBatch, decoded
 from posttrain.trainers.arguments import (
@@ -49,7 +48,7 @@ from posttrain.trainers.arguments import (
     TrainSet,
 )
 from posttrain.trainers.distillation import DistillationTrainer
-from posttrain.types import Batch, LossTerms, ModelOutputs, Rollout
+from posttrain.types import Advantages, Batch, LossTerms, ModelOutputs, Rollout
 
 if TYPE_CHECKING:
     from posttrain.types import AnyDataset
@@ -361,12 +360,12 @@ class SDFTTrainer(DistillationTrainer):
         """Not of samples from the teacher's prompt: how the student moved says nothing of how likely they were drawn."""
         return not self.args.generate_from_teacher and super().needs_old_logp(mode)
 
-    def facts(self, generation: RolloutBatch, table: RewardTable, mode: str) -> list[Any]:
+    def facts(self, rollouts: RolloutBatch, found: Advantages) -> tuple[list[Any], Advantages]:
         """The teacher's prompt of each completion, whose lengths were counted: its first tokens may carry no loss."""
-        skip = self.args.num_loss_tokens_to_skip
-        for rollout in generation.rollouts if skip else ():
-            rollout.tool_mask = [int(i >= skip) for i in range(len(rollout.token_ids))]
-        return [self._hinted(example) for example in generation.examples]
+        if skip := self.args.num_loss_tokens_to_skip:
+            keep = [[int(i >= skip) for i in range(len(rollout.token_ids))] for rollout in rollouts.rollouts]
+            found = replace(found, keep=keep)
+        return [self._hinted(example) for example in rollouts.examples], found
 
 
 class SDPOTrainer(DistillationTrainer):
@@ -443,23 +442,23 @@ class SDPOTrainer(DistillationTrainer):
             _require_context(dataset, name)
         return super().prepare(dataset, name, training=training)
 
-    def facts(self, generation: RolloutBatch, table: RewardTable, mode: str) -> list[Any]:
+    def facts(self, rollouts: RolloutBatch, found: Advantages) -> tuple[list[Any], Advantages]:
         """The teacher's prompt of each completion, and which have one of their own (column ``active``)."""
-        size, rewards = self.group_size(mode), self.totals.tolist()
+        size, rewards = rollouts.group_size, found.totals.tolist()
         # Of all ranks: a group may lie on several.
-        texts = parallel.all_gather_objects([rollout.text or "" for rollout in generation.rollouts], self.accelerator)
-        draw = torch.Generator().manual_seed(self.args.seed + self._generation_number(mode))
+        texts = parallel.all_gather_objects([rollout.text or "" for rollout in rollouts.rollouts], self.accelerator)
+        draw = torch.Generator().manual_seed(self.args.seed + self._generation_number(rollouts.mode))
         prompts, active = [], []
         for own, (example, rollout) in enumerate(
-            zip(generation.examples, generation.rollouts, strict=True), start=table.start
+            zip(rollouts.examples, rollouts.rollouts, strict=True), start=found.start
         ):
             group = range(own // size * size, min(own // size * size + size, len(rewards)))
             hint = self._hint(example, [texts[j] for j in self._successes(rewards, own, group)], draw)
             active.append(float(any(hint.values())))
             prompts.append(self._shown(example, hint) if active[-1] else rollout.prompt_ids)
-        generation.columns["active"] = active
-        self.log_metrics_now({"self_distillation/reprompt_sample_fraction": mean(torch.tensor(active))}, mode)
-        return prompts
+        share = mean(torch.tensor(active))
+        self.log_metrics_now({"self_distillation/reprompt_sample_fraction": share}, rollouts.mode)
+        return prompts, replace(found, columns={**found.columns, "active": active})
 
     def _successes(self, rewards: list[float], own: int, group: range) -> list[int]:
         args = self.args
@@ -560,13 +559,11 @@ class SSDTrainer(DistillationTrainer):
             environment_factory=environment_factory,
         )
 
-    def keep(self, generation: RolloutBatch, table: RewardTable, mode: str) -> None:
+    def keep(self, rollouts: RolloutBatch, found: Advantages) -> Advantages:
         """As the parent's; completions that say nothing are left out."""
-        super().keep(generation, table, mode)
-        texts = [(rollout.text or "").strip() for rollout in generation.rollouts]
+        texts, left_out = [(rollout.text or "").strip() for rollout in rollouts.rollouts], rollouts.left_out
         if self.args.filter_empty:
-            generation.left_out = {
-                i for i, text in enumerate(texts) if not text or ("\n" not in text and len(text) < SHORT)
-            }
-        kept = [float(i not in generation.left_out) for i in range(len(texts))]
-        self.log_metrics_now({"ssd/active_sample_ratio": mean(torch.tensor(kept))}, mode)
+            left_out = {i for i, text in enumerate(texts) if not text or ("\n" not in text and len(text) < SHORT)}
+        kept = [float(i not in left_out) for i in range(len(texts))]
+        self.log_metrics_now({"ssd/active_sample_ratio": mean(torch.tensor(kept))}, rollouts.mode)
+        return replace(super().keep(rollouts, found), left_out=frozenset(left_out))

@@ -21,7 +21,6 @@ from posttrain.methods.distillation.presets import OF_BUFFER, GKDConfig
 from posttrain.methods.distillation.teacher import own_tokenizer, teacher_id
 from posttrain.metrics import mean
 from posttrain.models import load
-from posttrain.rewards.runner import RewardTable
 from posttrain.rollouts.base import RolloutEngine
 from posttrain.rollouts.batch import RolloutBatch
 from posttrain.trainers.arguments import (
@@ -38,7 +37,7 @@ from posttrain.trainers.arguments import (
     TrainSet,
 )
 from posttrain.trainers.distillation import DistillationTrainer
-from posttrain.types import Batch, Rollout, Row
+from posttrain.types import Advantages, Batch, Rollout, Row
 
 PROBE = "The quick brown fox."
 # What a text is put behind, to be encoded without what a tokenizer writes at its beginning.
@@ -259,14 +258,14 @@ class GOLDTrainer(DistillationTrainer):
         self._weights = (share, 1 - share) if matched is None else (matched, unmatched)
         return None
 
-    def facts(self, generation: RolloutBatch, table: RewardTable, mode: str) -> list[Any]:
+    def facts(self, rollouts: RolloutBatch, found: Advantages) -> tuple[list[Any], Advantages]:
         """The teacher's ids of prompt and completion; the column ``aligned`` has its token of each group, counted from 1."""
         if not self.args.use_uld_loss:
-            return super().facts(generation, table, mode)
+            return super().facts(rollouts, found)
         facts, columns = [], []
         stops = set(terminal_token_ids(self.processing_class)) | set(self.stop_ids)
         groups_made = 0
-        for example, rollout in zip(generation.examples, generation.rollouts, strict=True):
+        for example, rollout in zip(rollouts.examples, rollouts.rollouts, strict=True):
             # What a template writes behind the stop token follows another text in the teacher's.
             written = takewhile(lambda token: token not in stops, rollout.token_ids)
             spelled = [self._mine.get(token, b"") for token in written]
@@ -288,10 +287,9 @@ class GOLDTrainer(DistillationTrainer):
                 "align/dropped_bytes_fraction": mean(1 - used / max(len(text), 1), weight=len(text)),
                 "align/one_to_one_fraction": mean(single / max(len(places), 1), weight=len(places)),
             }
-            self.log_metrics_now(shares, mode)
-        generation.token_columns["aligned"] = columns
-        self.log_metrics_now({"align/group_count": mean(float(groups_made))}, mode)
-        return facts
+            self.log_metrics_now(shares, rollouts.mode)
+        self.log_metrics_now({"align/group_count": mean(float(groups_made))}, rollouts.mode)
+        return facts, replace(found, token_columns={**found.token_columns, "aligned": columns})
 
     def _prompt(self, example: dict[str, Any], rollout: Rollout) -> list[int]:
         """Messages in the teacher's own template; of a plain text what the student's prompt ids spell, where it may be cut."""

@@ -3,28 +3,22 @@
 from __future__ import annotations
 
 import logging
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor, nn
 
-from posttrain.checks.rewards import RunningReward
 from posttrain.errors import ConfigError
-from posttrain.loop.dynamic_sampling import groups_without_signal
 from posttrain.loop.online import OnlineTrainer
 from posttrain.loop.scoring import by_column
 from posttrain.loop.sync_reference import SyncRefModelCallback
-from posttrain.losses.advantages import AdvantageStats
 from posttrain.methods.grpo.config import GRPOConfig, check_correction
-from posttrain.methods.grpo.objective import GRPO
-from posttrain.metrics import mean
+from posttrain.methods.grpo.objective import GRPO, groups_without_signal
 from posttrain.models.architecture import config_of, text_of
 from posttrain.models.heads import cast_head_to_fp32, causal_lm
 from posttrain.report.completions import CompletionsHubCallback
 from posttrain.rewards.runner import RewardTable
 from posttrain.rollouts.base import RolloutEngine
-from posttrain.rollouts.batch import RolloutBatch
 from posttrain.trainers.arguments import (
     Adapter,
     Callbacks,
@@ -45,11 +39,6 @@ if TYPE_CHECKING:
     from posttrain.methods.config import PostTrainingConfig
 
 logger = logging.getLogger(__name__)
-
-# Groups this narrow against all rewards are noise; more than this share of them is reported.
-NARROW_SPREAD, NARROW_SHARE = 1e-3, 0.2
-# Groups before anything is said of their share, and the latest that it is a share of.
-GROUPS_NEEDED, GROUPS_REMEMBERED = 5, 64
 
 
 def _active_dropout(model: nn.Module) -> str:
@@ -134,8 +123,6 @@ class GRPOTrainer(OnlineTrainer):
             preprocess_logits_for_metrics=preprocess_logits_for_metrics,
         )
         args = self.args
-        self._warned_of_noise, self._totals = False, RunningReward()
-        self._stds_seen: deque[float] = deque(maxlen=GROUPS_REMEMBERED)
         if not self.engine_is_policy:
             check_correction(args)
         if args.sync_ref_model:
@@ -154,45 +141,9 @@ class GRPOTrainer(OnlineTrainer):
             cast_head_to_fp32(causal_lm(model))
         return model
 
-    def advantages(self, generation: RolloutBatch, table: RewardTable, mode: str) -> Tensor:
-        """A completion's reward against its group's mean, divided by a spread."""
-        args, size = self.args, self.prompt_source.group_size(mode)
-        stats = self.method.advantages(table, size)
-        divided = args.scale_rewards != "none" or args.multi_objective_aggregation != "sum_then_normalize"
-        advantages = self.reward_watch.bounded(stats.advantages, mode) if divided else stats.advantages
-        self.reward_watch.log(generation, table, stats.totals, advantages, mode, stats.zero_std_share)
-        if mode == "train":
-            self._warn_of_noise(stats)
-        if args.mask_zero_variance_groups and size > 1:
-            flat = self.without_signal(table, mode)  # Also where nothing was scored.
-            mine = flat.repeat_interleave(size)[table.start : table.start + len(generation.rollouts)]
-            generation.left_out |= set(mine.nonzero().flatten().tolist())
-            self.run.log({"groups/masked": mean(flat.float())}, mode)
-        return advantages
-
     def without_signal(self, table: RewardTable, mode: str) -> Tensor:
         """As the config counts signal, see `groups_without_signal`."""
         return groups_without_signal(self.args, table, self.group_size(mode))
-
-    def _warn_of_noise(self, stats: AdvantageStats) -> None:
-        """Warn of groups that are narrow against all rewards so far: a generation may hold a single group."""
-        self._totals.add(stats.totals.tolist())
-        self._stds_seen.extend(stats.group_std[~stats.group_std.isnan()].tolist())
-        known, whole = len(self._stds_seen), self._totals.std
-        narrow = sum(std > 0 and self.args.min_group_std <= std < NARROW_SPREAD * whole for std in self._stds_seen)
-        if (
-            self._warned_of_noise
-            or self.args.scale_rewards != "group"
-            or known < GROUPS_NEEDED
-            or narrow <= NARROW_SHARE * known
-        ):
-            return
-        self._warned_of_noise = True
-        logger.warning(
-            "%d of the last %d groups spread less than a thousandth of the rewards' std so far (%.3g), and scale_rewards='group' "
-            "blows that up to full-size updates. If it is noise, set min_group_std, or scale_rewards='batch'.",
-            narrow, known, whole,
-        )  # fmt: skip
 
     # The entropy bonus -------------------------------------------------------------------------------------------
 

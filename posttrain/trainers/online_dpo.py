@@ -7,14 +7,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from posttrain.errors import ConfigError, RewardError
+from posttrain.errors import ConfigError
 from posttrain.loop.build import as_config
 from posttrain.loop.online import OnlineTrainer
-from posttrain.losses.advantages import weighted_total
 from posttrain.methods.online_dpo import TIES_MOST, OnlineDPO, OnlineDPOConfig
-from posttrain.metrics import mean
 from posttrain.models import parallel
 from posttrain.models.architecture import config_of, get_config_model_id
 from posttrain.models.reference import Reference, check_reference, tell_own_checkpoint
@@ -241,55 +239,6 @@ class OnlineDPOTrainer(OnlineTrainer):
             own = self.logps(policy, generation.rows(rows[:1], skip_truncated=False), self.args.temperature)
         self.log_metrics_now(sampler_gap(generation.rollouts[:1], own), mode)
         return columns
-
-    def advantages(self, generation: RolloutBatch, table: RewardTable, mode: str) -> Tensor:
-        """``(n,)`` how much a completion is preferred to its partner, 1, -1 or 0; in evaluation 0."""
-        totals = weighted_total(table.values, table.weights)
-        reasons = [rollout.finish_reason for rollout in generation.rollouts]
-        ended = torch.tensor([r == "stop" for r in parallel.all_gather_objects(reasons, self.accelerator)])
-        scores = totals - (self.args.missing_eos_penalty or 0.0) * (~ended).float()
-        pairs = scores if mode == "eval" else scores.view(-1, 2)
-        known = ~scores.isnan() if mode == "eval" else ~pairs.isnan().any(1).repeat_interleave(2)
-        preferences = torch.zeros_like(scores)
-        if mode == "train":
-            preferences = self._prefer(pairs, known[::2], self._equal(generation))
-        self.log_scores(scores, known, ended, mode)
-        self.reward_watch.log(generation, table, totals, preferences, mode)
-        mine = slice(table.start, table.start + len(generation.rollouts))
-        generation.columns["compared"] = known[mine].float().tolist()
-        generation.columns["scores"] = scores[mine].nan_to_num(0.0).tolist()
-        return preferences
-
-    def _equal(self, generation: RolloutBatch) -> Tensor:
-        """``(P,)`` which pairs of all ranks are one completion twice: no verdict can tell them apart."""
-        rollouts = generation.rollouts
-        same = [a.token_ids == b.token_ids for a, b in zip(rollouts[::2], rollouts[1::2], strict=True)]
-        return torch.tensor(parallel.all_gather_objects(same, self.accelerator), dtype=torch.bool)
-
-    def _prefer(self, pairs: Tensor, known: Tensor, equal: Tensor) -> Tensor:
-        if not bool(known.any()):
-            raise RewardError(
-                f"none of the {len(pairs)} pairs of this generation has a reward for both completions: "
-                f"{', '.join(self.rewards.names)} returned None. Nothing can be preferred. Return a number wherever a function "
-                "applies."
-            )
-        gap = torch.where(known & ~equal, pairs[:, 0] - pairs[:, 1], 0.0)
-        self.log_metrics_now({"ties": mean((gap == 0).float(), known), "groups/unscorable": mean((~known).float())})
-        return torch.stack([gap.sign(), -gap.sign()], 1).flatten()
-
-    def log_scores(self, scores: Tensor, known: Tensor, ended: Tensor, mode: str) -> None:
-        """``objective/scores`` and how many completions ended; of all ranks' rows.
-
-        Args:
-            scores: ``(n,)``, penalties taken, NaN where no function applied.
-            known: ``(n,)`` bool, rows that count.
-            ended: ``(n,)`` bool.
-            mode: ``train`` (pairs) or ``eval``.
-        """
-        metrics = {"objective/scores": mean(scores, known), "val/contain_eos_token": mean(ended.float())}
-        if mode == "train":
-            metrics["objective/scores_margin"] = mean((scores[::2] - scores[1::2]).abs(), known[::2])
-        self.log_metrics_now(metrics, mode)
 
     # Logs --------------------------------------------------------------------------------------------------------
 

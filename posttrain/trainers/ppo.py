@@ -23,15 +23,10 @@ from posttrain.errors import CheckpointError, ConfigError, DataError, did_you_me
 from posttrain.loop.build import as_config
 from posttrain.loop.online import OnlineTrainer
 from posttrain.loop.prompts import PromptSource
-from posttrain.losses.advantages import weighted_total
-from posttrain.losses.ppo import Moments, merge_moments
 from posttrain.methods.ppo.config import PPOConfig
 from posttrain.methods.ppo.objective import (
     PPO,
-    attach,
-    episodes,
     plain_rows,
-    scores_of,
     training_rows,
 )
 from posttrain.metrics import MetricBuffer, mean
@@ -67,10 +62,10 @@ from posttrain.trainers.arguments import (
     Tokenizer,
     TrainSet,
 )
-from posttrain.types import Batch, Row, Sampling
+from posttrain.types import Advantages, Batch, Row, Sampling
 
 if TYPE_CHECKING:
-    from posttrain.types import AnyDataset
+    from posttrain.types import AnyDataset, LogProbs
 
 logger = logging.getLogger(__name__)
 
@@ -341,15 +336,11 @@ class PPOTrainer(OnlineTrainer):
         """A rollout batch, ready to be dealt to mini-batches."""
         return training_rows(generation, self.args.response_length, self.pad_token_id)
 
-    def generate_and_score(self, examples: list[dict[str, Any]], mode: str) -> RolloutBatch:
-        """Sample a response for each example, score it, and estimate the advantage of each token."""
-        generation = self._with_prompts(self.generated(examples, mode))
-        table = self.score(generation, mode)
-        generation = dataclasses.replace(generation, token_columns=self.measured_logps(generation, mode))
-        self.estimate(generation, table, mode)
-        shares = parallel.gather_objects(self.completion_rows(generation, table), self.accelerator)
-        self.record.add_completions([row for share in shares for row in share], evaluation=mode == "eval")
-        return generation
+    def generate(self, examples: list[dict[str, Any]], mode: str) -> RolloutBatch:
+        """As every online trainer's; which responses ended is told by the tokens that end one."""
+        generation = self._with_prompts(super().generate(examples, mode))
+        ended = [float(not self.end_ids.isdisjoint(rollout.token_ids)) for rollout in generation.rollouts]
+        return dataclasses.replace(generation, columns={"ended": ended})
 
     def _with_prompts(self, generation: RolloutBatch) -> RolloutBatch:
         """Reward models read the ids of prompts."""
@@ -398,34 +389,17 @@ class PPOTrainer(OnlineTrainer):
                     result[name][places[origin]] = piece.tolist()
         return result
 
-    def estimate(self, generation: RolloutBatch, table: RewardTable, mode: str) -> None:
-        """Advantages and returns of this rank's responses, and what is said about the rollout batch."""
-        args, count = self.args, len(generation.rollouts)
-        totals = weighted_total(table.values, table.weights)
-        scores = scores_of(
-            generation, totals[table.start : table.start + count], self.end_ids, args.missing_eos_penalty
-        )
-        estimates = episodes(generation, scores, args, self._merged)
-        attach(generation, estimates)
-        generation.columns["scores"] = scores.tolist()
-        self.reward_watch.log(generation, table, totals, estimates.advantages, mode)
-        eos = sum(rollout.token_ids.count(self.processing_class.eos_token_id) for rollout in generation.rollouts)
-        kl, responses, eos, rows = parallel.all_reduce_sum(
-            [
-                float(estimates.metrics["objective/kl"].value),
-                float(estimates.metrics["objective/kl"].weight),
-                eos,
-                count,
-            ],
-            self.accelerator,
-        )
-        self.log_metrics_now({**estimates.metrics, "val/num_eos_tokens": mean(eos)}, mode)
-        if mode == "train":
+    def advantages(self, rollouts: RolloutBatch, rewards: RewardTable, logps: LogProbs) -> Advantages:
+        """As every online trainer's; the divergence is watched, and responses are counted."""
+        found = super().advantages(rollouts, rewards, logps)
+        divergence, eos_id = found.metrics["objective/kl"], self.processing_class.eos_token_id
+        eos = sum(rollout.token_ids.count(eos_id) for rollout in rollouts.rollouts)
+        local = [float(divergence.value), float(divergence.weight), eos, len(rollouts.rollouts)]
+        kl, responses, eos, rows = parallel.all_reduce_sum(local, self.accelerator)
+        if rollouts.mode == "train":
             self.counters["episode"] += rows
             self._watch_kl(kl / max(responses, 1.0))
-
-    def _merged(self, part: Moments) -> Moments:
-        return merge_moments(parallel.all_gather_objects([part], self.accelerator))
+        return dataclasses.replace(found, metrics={**found.metrics, "val/num_eos_tokens": mean(eos)})
 
     def _watch_kl(self, kl: float) -> None:
         self._low_kl = self._low_kl + 1 if kl < KL_LOW else 0

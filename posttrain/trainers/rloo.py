@@ -7,20 +7,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import ClassVar
 
-import torch
-from torch import Tensor
-
 from posttrain.loop.online import OnlineTrainer
 from posttrain.loop.scoring import by_column
 from posttrain.loop.sync_reference import SyncRefModelCallback
-from posttrain.losses.advantages import group_advantages, standardized
-from posttrain.losses.policy import k1
 from posttrain.methods.rloo import CLIPPED_MOST, CLIPPED_STEPS, RLOO, RLOOConfig
-from posttrain.metrics import mean
-from posttrain.models import parallel
-from posttrain.rewards.runner import RewardTable
 from posttrain.rollouts.base import RolloutEngine
-from posttrain.rollouts.batch import RolloutBatch
 from posttrain.trainers.arguments import (
     Adapter,
     Callbacks,
@@ -128,30 +119,6 @@ class RLOOTrainer(OnlineTrainer):
     def needs_old_logp(self, mode: str) -> bool:
         """Always: the KL of the reward is measured with them."""
         return True
-
-    def advantages(self, generation: RolloutBatch, table: RewardTable, mode: str) -> Tensor:
-        """``(clip(R) - beta KL)`` against the mean of the others; what is logged as reward is R itself."""
-        args, size = self.args, self.group_size(mode)
-        stats = group_advantages(table.values, table.weights, size, scale_rewards="none")
-        totals = stats.totals if args.reward_clip_range is None else stats.totals.clamp(*args.reward_clip_range)
-        if self.reference is not None:
-            totals = totals - args.beta * self._charged_kl(generation, mode)
-        advantages = self.method.advantages(totals, size)
-        if args.normalize_advantages:
-            advantages = self.reward_watch.bounded(standardized(advantages, ~totals.isnan()), mode)
-        self.reward_watch.log(generation, table, stats.totals, advantages, mode, stats.zero_std_share)
-        return advantages
-
-    def _charged_kl(self, generation: RolloutBatch, mode: str) -> Tensor:
-        """``(n,)`` summed k1 over the loss tokens of all ranks' completions: ``sum_t m (old_logp - ref_logp)``."""
-        kept = [generation.loss_mask(i, self.args.mask_truncated_completions) for i in range(len(generation.rollouts))]
-        old, ref = generation.token_columns["old_logp"], generation.token_columns["ref_logp"]
-        tokens = [
-            k1(torch.tensor(o), torch.tensor(r))[torch.tensor(m, dtype=torch.bool)]
-            for o, r, m in zip(old, ref, kept, strict=True)
-        ]
-        self.log_metrics_now({"kl": mean(torch.cat([torch.empty(0), *tokens]))}, mode)
-        return torch.tensor(parallel.all_gather_objects([float(t.sum()) for t in tokens], self.accelerator))
 
     def objective(self, outputs: ModelOutputs, batch: Batch) -> LossTerms:
         """See `rloo_objective`."""

@@ -196,8 +196,9 @@ def test_changed_columns_of_a_generation_are_those_that_train(tiny_tokenizer, tm
             return generation
 
     class Ours(GRPOTrainer):
-        def advantages(self, generation, table, mode):
-            return -2.0 * super().advantages(generation, table, mode)
+        def advantages(self, rollouts, rewards, logps):
+            found = super().advantages(rollouts, rewards, logps)
+            return replace(found, values=-2.0 * found.values)
 
     settings = {"max_steps": 2, "steps_per_generation": 2, "beta": 0.1}  # With old and reference log-probs.
     mine, ours = (online(cls, tmp_path / cls.__name__, tiny_tokenizer, **settings) for cls in (Mine, Ours))
@@ -230,9 +231,9 @@ def test_attributes_have_their_old_names(tiny_tokenizer, tmp_path):
 
 def test_weights_of_rewards_can_be_set_while_training(tiny_tokenizer, tmp_path):
     class Mine(GRPOTrainer):
-        def advantages(self, generation, table, mode):
+        def advantages(self, rollouts, rewards, logps):
             self.reward_weights = [10.0]
-            return super().advantages(generation, table, mode)
+            return super().advantages(rollouts, rewards, logps)
 
     trainer = online(Mine, tmp_path, tiny_tokenizer)
     trainer.train()

@@ -48,22 +48,8 @@ def runs():
     }
 
 
-# Functions that still write: ``(file:function, type.attribute): reason``. A line is deleted with its write; none is added.
-KNOWN_WRITERS = {
-    ("loop/online.py:OnlineTrainer.generate_and_score", "RolloutBatch.columns"): "advantages are added to the batch",
-    ("methods/ppo/objective.py:attach", "RolloutBatch.token_columns"): "advantages and returns are added to the batch",
-    (
-        "trainers/distillation.py:DistillationTrainer.advantages",
-        "RolloutBatch.columns",
-    ): "the origin of each answer is added to the batch",
-    (
-        "trainers/distillation.py:DistillationTrainer.keep",
-        "RolloutBatch.columns",
-    ): "the row's teacher and key are added to the batch",
-    ("loop/online.py:OnlineTrainer.generate_and_score", "RolloutBatch.left_out"): "groups of one reward are masked",
-    ("trainers/online_dpo.py:OnlineDPOTrainer.advantages", "RolloutBatch.columns"): "scores are added to the batch",
-    ("trainers/ppo.py:PPOTrainer.generate_and_score", "RolloutBatch.columns"): "scores are added to the batch",
-}
+# Functions that still write: ``(file:function, type.attribute): reason``. None is added.
+KNOWN_WRITERS: dict[tuple[str, str], str] = {}
 
 
 # Watching -------------------------------------------------------------------------------------------------------------

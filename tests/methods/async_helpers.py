@@ -2,10 +2,12 @@
 
 import itertools
 import queue
+from types import SimpleNamespace
 
 from transformers import TrainerCallback
 
 from posttrain.methods.async_grpo import AsyncGRPOConfig
+from posttrain.methods.async_grpo.objective import AsyncGRPO
 from posttrain.rollouts.batch import RolloutBatch
 from posttrain.rollouts.episodes.driver import EpisodeDriver, EpisodeSetup
 from posttrain.rollouts.workers.engine import ResumableGenerator
@@ -176,3 +178,8 @@ def assert_exact(run):
         dropped = [v for k, v in row.items() if k.startswith("async/dropped_")]
         assert sum(dropped) == row["async/dropped"]
     assert run.account()["async/in_flight"] == 0
+
+
+def within_groups(scale="population"):
+    """The method that says what completions of a group are worth."""
+    return AsyncGRPO(SimpleNamespace(scale_rewards=scale))

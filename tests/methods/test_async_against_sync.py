@@ -10,7 +10,7 @@ import torch
 from posttrain import AsyncGRPOConfig, GRPOConfig
 from posttrain.rewards.runner import RewardRunner
 from posttrain.trainers.async_grpo.worker import score_group
-from tests.methods.async_helpers import group_of, steps, trainer
+from tests.methods.async_helpers import group_of, steps, trainer, within_groups
 from tests.methods.helpers import count_a, grpo, weights
 
 # One step is 4 prompts x 4 completions; temperature and decay so that neither can be forgotten.
@@ -48,7 +48,7 @@ def recorded(run):
 
 def replayed(groups, tokenizer, scale):
     """A source of the same completions, scored as workers do, of the newest weights."""
-    rewards, how = RewardRunner(count_a), {"scale_rewards": scale, "mask_truncated": False}
+    rewards, how = RewardRunner(count_a), {"method": within_groups(scale), "mask_truncated": False}
     conversations = itertools.chain.from_iterable(score_group(group, rewards, tokenizer, **how) for group in groups)
 
     def make(number, version):

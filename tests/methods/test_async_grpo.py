@@ -23,7 +23,7 @@ from posttrain.trainers.async_grpo.trainer import AsyncGRPOTrainer
 from posttrain.trainers.async_grpo.worker import score_group
 from posttrain.types import WHOLE, Rollout, Truncation
 from tests.conftest import build_model
-from tests.methods.async_helpers import StubTransfer, assert_exact, group_of, sample, steps, trainer
+from tests.methods.async_helpers import StubTransfer, assert_exact, group_of, sample, steps, trainer, within_groups
 from tests.methods.helpers import count_a, grpo, prompts, weights
 from tests.wordings import raises
 
@@ -321,7 +321,10 @@ def finished(answers, reasons=None, masks=None, prompt="p", **options):
 
 
 def scorer(tokenizer, scale="population", mask_truncated=False, truncation=WHOLE, **options):
-    rewards, how = RewardRunner(score_answer, **options), {"scale_rewards": scale, "mask_truncated": mask_truncated}
+    rewards, how = (
+        RewardRunner(score_answer, **options),
+        {"method": within_groups(scale), "mask_truncated": mask_truncated},
+    )
     how["truncation"] = truncation
     return lambda group: score_group(group, rewards, tokenizer, **how)
 
@@ -587,6 +590,6 @@ def test_the_share_of_tools_words_is_told(tiny_tokenizer):
     row = {"prompt": "p", "answer": 1}
     runner = RewardRunner(lambda completions, **_: [1.0] * len(completions))
     group = group_of([row], [rollout], ["x"])
-    found = score_group(group, runner, tiny_tokenizer, scale_rewards="group", mask_truncated=False)
+    found = score_group(group, runner, tiny_tokenizer, method=within_groups("group"), mask_truncated=False)
     share = completion_metrics(trajectory_batch(found), masks_truncated=False)["tools/token_share"]
     assert share.value / share.weight == 0.75

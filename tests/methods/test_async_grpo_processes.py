@@ -30,7 +30,7 @@ from posttrain.trainers.async_grpo.worker import RolloutJob, RolloutWorkerLoop, 
 from posttrain.types import Sampling
 from tests.conftest import build_model
 from tests.forks import PIPE, Forked
-from tests.methods.async_helpers import At, Evidence, assert_exact, generator_of, steps, trainer
+from tests.methods.async_helpers import At, Evidence, assert_exact, generator_of, steps, trainer, within_groups
 from tests.methods.helpers import count_a, prompts, weights
 from tests.wordings import raises
 
@@ -198,7 +198,7 @@ def test_each_rollout_has_an_environment_of_its_own_and_one_that_breaks_harms_no
     rewards = reward_runner(RewardRunner, {"reward_funcs": None}, pool)
 
     def score(group):
-        return score_group(group, rewards, tiny_tokenizer, scale_rewards="population", mask_truncated=False)
+        return score_group(group, rewards, tiny_tokenizer, method=within_groups(), mask_truncated=False)
 
     chat = [{"role": "user", "content": "Count."}]
     tasks = [GroupTask(i, {"prompt": chat, "level": level}, 2, seed=i) for i, level in enumerate((3, 13, 5))]

@@ -12,7 +12,7 @@ from posttrain import ConfigError
 from posttrain.data.forest import Layout, collate
 from posttrain.data.samplers import PromptStream
 from posttrain.errors import CheckpointError
-from posttrain.loop.dynamic_sampling import flat_groups
+from posttrain.losses.advantages import flat_groups
 from posttrain.models import parallel
 from posttrain.rollouts.batch import RolloutBatch, RolloutWindow, balance_rows, deal, part
 from posttrain.types import Rollout, Row

@@ -325,8 +325,8 @@ def test_o5_p40_the_penalty_looks_at_completions_alone(tiny_tokenizer, tmp_path)
         rollout.finish_reason = "stop" if i % 3 else "length"
         assert tiny_tokenizer.eos_token_id in rollout.prompt_ids
     table = trainer.score(generation, "train")
-    trainer.advantages(generation, table, "train")
-    assert generation.columns["scores"] == [-5.0 if i % 3 == 0 else 0.0 for i in range(8)]
+    found = trainer.advantages(generation, table, {})
+    assert found.columns["scores"] == [-5.0 if i % 3 == 0 else 0.0 for i in range(8)]
 
 
 def reward_model(tokenizer, seed=3):

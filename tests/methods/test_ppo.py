@@ -29,7 +29,14 @@ from tests.ranks import assert_same_step, leave, part, run_ranks, step_taken
 from tests.wordings import raises
 
 # Read only in methods that PPO replaces, or of rollouts by a `rollout_func` or with images, which it does not take.
-UNREAD = {"truncation", "chat_template_path", "balance_ranks", "log_multimodal", "vllm_importance_sampling_correction"}
+UNREAD = {
+    "truncation",
+    "min_group_std",
+    "chat_template_path",
+    "balance_ranks",
+    "log_multimodal",
+    "vllm_importance_sampling_correction",
+}
 FREE = ("seconds", "per_second", "runtime", "step_time", "epoch", "eps", "flos")
 
 
@@ -431,13 +438,14 @@ def test_a_rollout_batch_equals_a_scalar_loop(tokenizer, tmp_path, k3):
         learning_rate=0.0,
     )
     seen = []
-    original = trainer.estimate
+    original = trainer.advantages
 
-    def estimate(generation, table, mode):
-        original(generation, table, mode)
-        seen.append((generation, table.values[:, 0].tolist()))
+    def advantages(rollouts, rewards, logps):
+        found = original(rollouts, rewards, logps)
+        seen.append((rollouts.worth(found), rewards.values[:, 0].tolist()))
+        return found
 
-    trainer.estimate = estimate
+    trainer.advantages = advantages
     trainer.train()
     ((generation, scores),) = seen
     columns, raw, kept = generation.token_columns, [], []

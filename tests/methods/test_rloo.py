@@ -1,24 +1,21 @@
 """RLOO: its numbers by hand, the properties every objective has, and small runs."""
 
+import dataclasses
 import logging
 import math
-import types
 
 import pytest
 import torch
 
 from posttrain import ConfigError, DataError
-from posttrain.checks.registry import Preflight
 from posttrain.data.forest import Layout, collate
-from posttrain.loop.reward_watch import RewardWatch
-from posttrain.loop.run import Run
 from posttrain.losses.advantages import leave_one_out_advantages, standardized
 from posttrain.losses.reduce import Denominators, reduce
 from posttrain.methods.rloo import RLOO, RLOOConfig, rloo_objective
 from posttrain.rewards.runner import RewardTable
 from posttrain.rollouts.batch import RolloutBatch
 from posttrain.trainers.rloo import RLOOTrainer
-from posttrain.types import Batch, ModelOutputs, Rollout
+from posttrain.types import ALONE, Batch, ModelOutputs, Rollout
 from tests.conftest import build_model
 from tests.loop.test_two_ranks import FREE, run
 from tests.losses.properties import (
@@ -159,30 +156,15 @@ def test_a_token_that_the_engine_gave_no_log_prob_takes_nothing_off_its_sequence
     assert (float(ratio.value), float(ratio.weight)) == (pytest.approx(math.exp(0.2)), 1.0)
 
 
-class Stub(RLOOTrainer):
-    """Advantages without a model."""
-
-    def __init__(self, args, group):
-        self.args, self.run, self.size = args, Run(args, RLOO(args), "RLOOTrainer"), group
-        self.reference = object() if args.beta else None
-        self.accelerator = type("A", (), {"num_processes": 1})()
-        self.rewards = type("R", (), {"disagreements": {}})()
-        self.checks = types.SimpleNamespace(preflight=Preflight("off"), report=list)
-        self.reward_watch = RewardWatch(self.rewards, self.run, scaled=False)
-
-    def group_size(self, mode):
-        return self.size
-
-    @property
-    def metrics(self):
-        return self.buffers["train"]._items
+def generation(count):
+    rollouts = [Rollout([1], [5] * 2, [], "stop") for _ in range(count)]
+    return RolloutBatch([{} for _ in range(count)], rollouts, [""] * count, group_size=count)
 
 
-def generation(old, ref):
-    rollouts = [Rollout([1], [5] * len(o), [], "stop") for o in old]
-    made = RolloutBatch([{} for _ in old], rollouts, ["" for _ in old])
-    made.token_columns = {"old_logp": old, "ref_logp": ref}
-    return made
+def worth(rewards, old, ref, **settings):
+    """Advantages of one group with a KL of weight 0.1."""
+    method = RLOO(config(beta=0.1, **settings))
+    return method.advantages(generation(len(old)), table(rewards), {"old_logp": old, "ref_logp": ref}, ALONE)
 
 
 def table(rewards):
@@ -195,22 +177,19 @@ def test_the_reward_is_clipped_before_the_kl_is_charged():
 
     1 - .3 = .7 against 0: advantages .7 and -.7. Charged first, 10 - .3 would be clipped to 1: 1 and -1.
     """
-    stub = Stub(config(beta=0.1, reward_clip_range=(-1.0, 1.0)), 2)
-    found = stub.advantages(generation([[-1.0, -1.0], [-2.0]], [[-3.0, -2.0], [-2.0]]), table([10.0, 0.0]), "train")
-    assert found.tolist() == pytest.approx([0.7, -0.7])
-    reward = stub.metrics["reward"]
-    assert float(reward.value) / float(reward.weight) == 5.0  # Without clip and KL.
-    kl = stub.metrics["kl"]
-    assert (float(kl.value), float(kl.weight)) == (3.0, 3)  # A mean over tokens: 1.
+    old, ref = [[-1.0, -1.0], [-2.0, 0.0]], [[-3.0, -2.0], [-2.0, 0.0]]
+    found = worth([10.0, 0.0], old, ref, reward_clip_range=(-1.0, 1.0))
+    assert found.values.tolist() == pytest.approx([0.7, -0.7])
+    assert found.totals.tolist() == [10.0, 0.0]  # Without clip and KL.
+    kl = found.metrics["kl"]
+    assert (float(kl.value), float(kl.weight)) == (3.0, 4)  # A mean over tokens.
 
 
 def test_a_group_without_spread_is_counted_before_the_kl():
     """Equal rewards, unequal KL: the peer's figure would be 0."""
-    stub = Stub(config(beta=0.1), 2)
-    found = stub.advantages(generation([[-1.0], [-1.0]], [[-2.0], [-3.0]]), table([1.0, 1.0]), "train")
-    share = stub.metrics["frac_reward_zero_std"]
-    assert float(share.value) / float(share.weight) == 1.0
-    assert found.tolist() == pytest.approx([0.1, -0.1])
+    found = worth([1.0, 1.0], [[-1.0, 0.0], [-1.0, 0.0]], [[-2.0, 0.0], [-3.0, 0.0]])
+    assert found.zero_std_share == 1.0
+    assert found.values.tolist() == pytest.approx([0.1, -0.1])
 
 
 # Properties ---------------------------------------------------------------------------------------------------------
@@ -265,8 +244,7 @@ def test_the_on_policy_gradient_is_the_plain_policy_gradient_of_whole_sequences(
         summed = torch.zeros(batch.num_sequences, dtype=torch.float64)
         kept = batch.loss_mask
         summed = summed.index_add(0, batch.sequence[kept], out.logp[kept])
-        terms.terms = -batch.advantages * summed
-        return terms
+        return dataclasses.replace(terms, terms=-batch.advantages * summed)
 
     batches = layouts(toy_rows(old=False))["tree"]
     _, ours = step_gradient(CASES[0], batches)
@@ -371,11 +349,10 @@ def test_truncated_completions_train_nothing_and_stay_in_the_baselines(tiny_toke
     seen = {}
     original = half.advantages
 
-    def spy(generation, rewards, mode):
-        found = original(generation, rewards, mode)
-        seen.update(
-            advantages=found, totals=rewards.values[:, 0], reasons=[r.finish_reason for r in generation.rollouts]
-        )
+    def spy(rollouts, rewards, logps):
+        found = original(rollouts, rewards, logps)
+        reasons = [rollout.finish_reason for rollout in rollouts.rollouts]
+        seen.update(advantages=found.values, totals=rewards.values[:, 0], reasons=reasons)
         return found
 
     half.advantages = spy

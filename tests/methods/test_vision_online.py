@@ -465,13 +465,13 @@ def asynchronous(tmp_path, make=None, name="llava", **options):
 def test_asynchronous_updates_on_equal_rollouts_are_synchronous_grpo_s(tmp_path):
     from posttrain.rewards.runner import RewardRunner
     from posttrain.trainers.async_grpo.worker import score_group
-    from tests.methods.async_helpers import steps
+    from tests.methods.async_helpers import steps, within_groups
     from tests.methods.test_async_against_sync import recorded
 
     sync = trainer_of("grpo", tmp_path / "a", **SAME)
     groups = recorded(sync)
     sync.train()
-    how = {"scale_rewards": "group", "mask_truncated": False, "truncation": sync.left_out}
+    how = {"method": within_groups("group"), "mask_truncated": False, "truncation": sync.left_out}
     scored = [one for group in groups for one in score_group(group, RewardRunner(short), sync.processing_class, **how)]
     # What goes through a queue is bytes and text; no decoded picture is among it.
     assert "PngImageFile" not in repr(scored[0].samples[0].prompt)

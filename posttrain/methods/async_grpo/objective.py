@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
-from posttrain.losses.advantages import AdvantageStats, group_advantages
+from posttrain.losses.advantages import group_advantages
 from posttrain.losses.policy import (
     clip_metrics,
     clipped,
@@ -16,9 +17,14 @@ from posttrain.losses.policy import (
 from posttrain.losses.reduce import spread
 from posttrain.methods.async_grpo.config import AsyncGRPOConfig
 from posttrain.methods.base import SAMPLES, Method, sampler_logp
+from posttrain.methods.grpo.objective import within_groups
 from posttrain.metrics import Metric, maximum, mean
-from posttrain.rewards.runner import RewardTable
-from posttrain.types import Batch, LossTerms, ModelOutputs
+from posttrain.types import Advantages, Batch, LossTerms, ModelOutputs, Ranks
+
+if TYPE_CHECKING:
+    from posttrain.rewards.runner import RewardTable
+    from posttrain.rollouts.batch import RolloutBatch
+    from posttrain.types import LogProbs
 
 
 def async_grpo_objective(out: ModelOutputs, batch: Batch, cfg: AsyncGRPOConfig) -> LossTerms:
@@ -85,9 +91,11 @@ class AsyncGRPO(Method[AsyncGRPOConfig]):
     config_class = AsyncGRPOConfig
     traits = replace(SAMPLES, workers_sample=True, follows_truncation=True, reads_images=True, takes_episodes=True)
 
-    def advantages(self, rewards: RewardTable, size: int) -> AdvantageStats:
-        """A completion's reward against the mean of its group of ``size``, divided by a spread; workers call the same."""
-        return group_advantages(rewards.values, rewards.weights, size, scale_rewards=self.cfg.scale_rewards)
+    def advantages(self, rollouts: RolloutBatch, rewards: RewardTable, logps: LogProbs, ranks: Ranks) -> Advantages:
+        """A completion's reward against the mean of its group, divided by a spread."""
+        how = self.cfg.scale_rewards
+        stats = group_advantages(rewards.values, rewards.weights, rollouts.group_size, scale_rewards=how)
+        return within_groups(stats, rewards.start, bound=how != "none", token_columns=logps)
 
     def objective(self, outputs: ModelOutputs, batch: Batch) -> LossTerms:
         """See `async_grpo_objective`."""

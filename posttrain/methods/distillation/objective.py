@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -26,11 +26,17 @@ from posttrain.losses.distillation import (
 from posttrain.losses.reduce import sequence_lengths, spread
 from posttrain.methods.base import SAMPLES, Method
 from posttrain.methods.distillation.config import Axes, DistillationConfig
+from posttrain.methods.grpo.objective import scored_groups
 from posttrain.metrics import Metric, maximum, mean, minimum
 from posttrain.models.heads import Float32Linear, LogitRule, TokenHead, is_one_matrix
 from posttrain.models.logprob import chunked_rows, raw_logits
 from posttrain.models.memory_estimate import Part, named_dtype
-from posttrain.types import Batch, LossTerms, ModelOutputs
+from posttrain.types import Advantages, Batch, LossTerms, ModelOutputs, Ranks
+
+if TYPE_CHECKING:
+    from posttrain.rewards.runner import RewardTable
+    from posttrain.rollouts.batch import RolloutBatch
+    from posttrain.types import LogProbs
 
 MAX_LOG_RATIO = 20.0
 COLUMNS = ("divergence", "logp", "gap", "entropy", "mass", "agree")
@@ -525,6 +531,15 @@ class Distillation(Method[Any]):
     def temperature(self) -> float:
         """Of log-probs: the sampling's where there is a GRPO term, else the loss's."""
         return float(self.cfg.temperature) if self.takes_rewards else self.axes.student_temperature
+
+    def advantages(self, rollouts: RolloutBatch, rewards: RewardTable, logps: LogProbs, ranks: Ranks) -> Advantages:
+        """As GRPO's; 0 without rewards."""
+        if not rewards.names:
+            values = torch.zeros(len(rollouts.rollouts))
+            return Advantages(values, values, rewards.start, token_columns=logps)
+        stats = scored_groups(rewards, rollouts.group_size, self.cfg)
+        more = {"zero_std_share": stats.zero_std_share, "token_columns": logps}
+        return Advantages(stats.advantages, stats.totals, rewards.start, **more)
 
     def objective(self, outputs: ModelOutputs, batch: Batch) -> LossTerms:
         """See `distillation_objective`."""

@@ -5,18 +5,25 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
+import torch
 from torch import Tensor
 
 from posttrain.errors import check_rules
 from posttrain.fields import NonNegativeInt, PositiveFloat, PositiveInt, option
+from posttrain.losses.advantages import weighted_total
 from posttrain.losses.reduce import sequence_sum
 from posttrain.methods.base import SAMPLES, Method
 from posttrain.methods.online_config import OnlineConfig
 from posttrain.metrics import mean
 from posttrain.rewards.runner import transform_names
-from posttrain.types import Batch, LossTerms, ModelOutputs
+from posttrain.types import Advantages, Batch, LossTerms, ModelOutputs, Ranks
+
+if TYPE_CHECKING:
+    from posttrain.rewards.runner import RewardTable
+    from posttrain.rollouts.batch import RolloutBatch
+    from posttrain.types import LogProbs
 
 logger = logging.getLogger(__name__)
 
@@ -103,6 +110,21 @@ class A2PO(Method[A2POConfig]):
     def temperature(self) -> float:
         """1: the loss compares models, not samplers; there is no importance ratio in it."""
         return 1.0
+
+    def advantages(self, rollouts: RolloutBatch, rewards: RewardTable, logps: LogProbs, ranks: Ranks) -> Advantages:
+        """``r - V*``; a completion without a reward (or a prompt without a value) is left out."""
+        values = torch.tensor(ranks.gather([value for (value,) in logps["v_star"]]))
+        totals = weighted_total(rewards.values, rewards.weights)
+        unknown = (totals - values).isnan()
+        mine = unknown[rewards.start : rewards.start + len(rollouts.rollouts)]
+        return Advantages(
+            (totals - values).masked_fill(unknown, 0.0),
+            totals,
+            rewards.start,
+            token_columns={name: column for name, column in logps.items() if name != "v_star"},
+            left_out=frozenset(mine.nonzero().flatten().tolist()),
+            metrics={"v_star": mean(values, ~values.isnan())},
+        )
 
     def objective(self, outputs: ModelOutputs, batch: Batch) -> LossTerms:
         """See `a2po_objective`."""

@@ -8,12 +8,12 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from posttrain.losses.advantages import AdvantageStats, group_advantages
+from posttrain.losses.advantages import AdvantageStats, bounded, flat_groups, group_advantages
 from posttrain.losses.policy import (
     LOSS_TYPES,
     cispo,
@@ -36,7 +36,12 @@ from posttrain.methods.base import SAMPLES, Method, sampler_logp
 from posttrain.methods.grpo.config import GRPOConfig
 from posttrain.metrics import Metric, maximum, mean, minimum
 from posttrain.rewards.runner import RewardTable
-from posttrain.types import Batch, LossTerms, ModelOutputs
+from posttrain.types import Advantages, Batch, LossTerms, ModelOutputs, Ranks
+
+if TYPE_CHECKING:
+    from posttrain.methods.config import PostTrainingConfig
+    from posttrain.rollouts.batch import RolloutBatch
+    from posttrain.types import LogProbs
 
 logger = logging.getLogger(__name__)
 
@@ -297,6 +302,19 @@ def scored_groups(table: RewardTable, size: int, args: GRPOConfig) -> AdvantageS
     )
 
 
+def groups_without_signal(args: PostTrainingConfig, table: RewardTable, size: int) -> Tensor:
+    """`flat_groups` of all ranks' rewards as the config of a trainer counts signal, ``(n / G,)`` bool."""
+    each = args.multi_objective_aggregation == "normalize_then_sum"
+    return flat_groups(table.values, table.weights, size, least=args.min_group_std, each_function=each)
+
+
+def within_groups(stats: AdvantageStats, start: int, *, bound: bool, **more: Any) -> Advantages:
+    """Advantages within groups, where they were divided bounded to ±10; `Advantages` has the rest of the arguments."""
+    values = bounded(stats.advantages) if bound else stats.advantages
+    unbounded = stats.advantages if bound else None
+    return Advantages(values, stats.totals, start, unbounded=unbounded, group_std=stats.group_std, **more)
+
+
 class GRPO(Method[Config]):
     """Group-relative policy optimisation: no value model; a completion's baseline is its group's mean.
 
@@ -319,9 +337,23 @@ class GRPO(Method[Config]):
         self.bonus = EntropyBonus(cfg)
         self.window = torch.zeros(3, dtype=torch.float64)
 
-    def advantages(self, rewards: RewardTable, size: int) -> AdvantageStats:
-        """A completion's reward against the mean of its group of ``size``, divided by a spread."""
-        return scored_groups(rewards, size, self.cfg)
+    def advantages(self, rollouts: RolloutBatch, rewards: RewardTable, logps: LogProbs, ranks: Ranks) -> Advantages:
+        """A completion's reward against its group's mean, divided by a spread; groups without a spread may be left out."""
+        cfg, size, metrics, left_out = self.cfg, rollouts.group_size, {}, frozenset()
+        stats = scored_groups(rewards, size, cfg)
+        if cfg.mask_zero_variance_groups and size > 1:
+            flat = groups_without_signal(cfg, rewards, size)  # Also where nothing was scored.
+            mine = flat.repeat_interleave(size)[rewards.start : rewards.start + len(rollouts.rollouts)]
+            left_out, metrics = frozenset(mine.nonzero().flatten().tolist()), {"groups/masked": mean(flat.float())}
+        return within_groups(
+            stats,
+            rewards.start,
+            bound=cfg.scale_rewards != "none" or cfg.multi_objective_aggregation != "sum_then_normalize",
+            zero_std_share=stats.zero_std_share,
+            token_columns=logps,
+            left_out=left_out,
+            metrics=metrics,
+        )
 
     def knows_gradient(self, batch: Batch) -> bool:
         """On the policy's own samples every ratio is 1 and a term's gradient is its advantage, if nothing else is charged."""
@@ -336,11 +368,10 @@ class GRPO(Method[Config]):
     def end_step(self, step: int) -> dict[str, Metric]:
         """Steer the coefficient of the entropy term."""
         window, self.window = self.window, torch.zeros_like(self.window)
-        return self.bonus.end_step(step, window, self.collectives.total)
+        return self.bonus.end_step(step, window, self.ranks.sum)
 
     def objective(self, outputs: ModelOutputs, batch: Batch) -> LossTerms:
         """See `grpo_objective`."""
         # In evaluation passes are not equally many.
-        shared = self.collectives.shared and torch.is_grad_enabled()
-        gather = self.collectives.gather if shared else None
+        gather = self.ranks.join if self.ranks.size > 1 and torch.is_grad_enabled() else None
         return grpo_objective(outputs, batch, self.cfg, entropy_coef=self.bonus.applied, gather=gather)

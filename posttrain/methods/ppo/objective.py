@@ -4,17 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from posttrain.losses.advantages import weighted_total
 from posttrain.losses.policy import clipped
-from posttrain.losses.ppo import Moments, clipped_value_loss, gae, moments, response_masks, token_rewards, whiten
+from posttrain.losses.ppo import (
+    Moments,
+    clipped_value_loss,
+    gae,
+    merge_moments,
+    moments,
+    response_masks,
+    token_rewards,
+    whiten,
+)
 from posttrain.methods.base import SAMPLES, Method
 from posttrain.methods.ppo.config import PPOConfig
 from posttrain.metrics import Metric, mean
 from posttrain.rollouts.batch import RolloutBatch
-from posttrain.types import Batch, LossTerms, ModelOutputs, Row
+from posttrain.types import Advantages, Batch, LossTerms, ModelOutputs, Ranks, Row
+
+if TYPE_CHECKING:
+    from posttrain.rewards.runner import RewardTable
+    from posttrain.types import LogProbs
 
 STATES = "states"  # Count of states with a value, which is not that of trained tokens.
 
@@ -96,28 +111,21 @@ def plain_rows(generation: RolloutBatch, length: int, pad_token_id: int) -> list
     return rows
 
 
-def scores_of(generation: RolloutBatch, totals: Tensor, ends: set[int], penalty: float | None) -> Tensor:
-    """``(S,)`` float64 rewards of this rank's responses, less the penalty where none of the end tokens occurs."""
-    if penalty is None:
-        return totals.double()
-    missing = torch.tensor([ends.isdisjoint(rollout.token_ids) for rollout in generation.rollouts])
-    return totals.double() - penalty * missing
-
-
 def episodes(
-    generation: RolloutBatch, scores: Tensor, cfg: PPOConfig, merged: Callable[[Moments], Moments]
+    rollouts: RolloutBatch, logps: LogProbs, scores: Tensor, cfg: PPOConfig, merged: Callable[[Moments], Moments]
 ) -> Episodes:
     """Charge the divergence, credit the score, estimate advantages, whiten over all ranks.
 
     Args:
-        generation: With ``old_logp``, ``ref_logp`` and ``old_values`` a token, as of `plain_rows`.
+        rollouts: This rank's responses.
+        logps: ``old_logp``, ``ref_logp`` and ``old_values`` a token, as of `plain_rows`.
         scores: ``(S,)``, NaN where no reward function said anything: such a response trains nothing.
         cfg: ``response_length``, ``kl_coef``, ``kl_estimator``, ``gamma``, ``lam``, ``whiten_rewards``.
         merged: Moments of this rank's numbers to those of all ranks'.
     """
     width, scored = cfg.response_length, ~scores.isnan()
-    grids = {name: _grid(generation.token_columns[name], width) for name in ("old_logp", "ref_logp", "old_values")}
-    lengths = torch.tensor([len(rollout.token_ids) for rollout in generation.rollouts])
+    grids = {name: _grid(logps[name], width) for name in ("old_logp", "ref_logp", "old_values")}
+    lengths = torch.tensor([len(rollout.token_ids) for rollout in rollouts.rollouts])
     tokens, states = (mask & scored[:, None] for mask in response_masks(lengths, width))
     logp, values = grids["old_logp"] * tokens, grids["old_values"] * states
     rewards, kl = token_rewards(
@@ -152,7 +160,7 @@ def _grid(lists: list[list[float]], width: int) -> Tensor:
 
 
 def training_rows(generation: RolloutBatch, length: int, pad_token_id: int) -> list[Row]:
-    """`plain_rows` with the columns of `ppo_objective`, of a generation that `attach` completed."""
+    """`plain_rows` with the columns of `ppo_objective`, of a generation with its advantages."""
     names, columns = ("old_logp", "old_values", "advantages", "returns", "states"), generation.token_columns
     return [
         replace(
@@ -164,13 +172,11 @@ def training_rows(generation: RolloutBatch, length: int, pad_token_id: int) -> l
     ]
 
 
-def attach(generation: RolloutBatch, episodes: Episodes) -> None:
-    """Put `Episodes` on the generation, one list a response, as long as the row of `plain_rows`."""
-    sizes = [len(numbers) for numbers in generation.token_columns["old_values"]]
-    grids = {"advantages": episodes.advantages, "returns": episodes.returns}
-    grids |= {"states": episodes.states.double(), "trained": episodes.tokens.double()}
-    for name, grid in grids.items():
-        generation.token_columns[name] = [row[:size].tolist() for row, size in zip(grid, sizes, strict=True)]
+def token_lists(found: Episodes, sizes: Sequence[int]) -> dict[str, list[list[float]]]:
+    """`Episodes` as one list a response, as long as the row of `plain_rows`."""
+    grids = {"advantages": found.advantages, "returns": found.returns}
+    grids |= {"states": found.states.double(), "trained": found.tokens.double()}
+    return {name: [row[:size].tolist() for row, size in zip(grid, sizes, strict=True)] for name, grid in grids.items()}
 
 
 class PPO(Method[PPOConfig]):
@@ -188,6 +194,29 @@ class PPO(Method[PPOConfig]):
     def temperature(self) -> float:
         """A hair above the option's, in sampling and in every log-prob alike."""
         return self.cfg.temperature + 1e-7
+
+    def advantages(self, rollouts: RolloutBatch, rewards: RewardTable, logps: LogProbs, ranks: Ranks) -> Advantages:
+        """GAE over the rewards with the divergence charged, whitened over all ranks; returns, for the value function.
+
+        ``rollouts.columns["ended"]`` says which responses hold a token that ends one.
+        """
+        cfg, mine = self.cfg, slice(rewards.start, rewards.start + len(rollouts.rollouts))
+        totals = weighted_total(rewards.values, rewards.weights)
+        scores = totals[mine].double()
+        if cfg.missing_eos_penalty is not None:
+            scores = scores - cfg.missing_eos_penalty * (
+                1.0 - torch.tensor(rollouts.columns["ended"], dtype=torch.float64)
+            )
+        found = episodes(rollouts, logps, scores, cfg, lambda part: merge_moments(ranks.gather([part])))
+        lists = token_lists(found, [len(numbers) for numbers in logps["old_values"]])
+        return Advantages(
+            found.advantages,
+            totals,
+            rewards.start,
+            columns={"scores": scores.tolist()},
+            token_columns={**logps, **lists},
+            metrics=found.metrics,
+        )
 
     def objective(self, outputs: ModelOutputs, batch: Batch) -> LossTerms:
         """See `ppo_objective`."""

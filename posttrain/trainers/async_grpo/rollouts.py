@@ -315,7 +315,7 @@ class RolloutService:
             if given.get("unscored")
             else reward_options(given["reward_funcs"], args, given["reward_processing_classes"])
             | {"score_twice": False},
-            scale_rewards=args.scale_rewards,
+            method=type(self.sync.run.method)(args),
             mask_truncated=args.mask_truncated_completions,
             threads=shared,
             segment_s=args.worker_segment_s,

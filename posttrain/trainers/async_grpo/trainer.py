@@ -5,13 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
-import torch
-
 from posttrain.errors import ConfigError
 from posttrain.methods.async_grpo.config import AsyncGRPOConfig
 from posttrain.methods.async_grpo.objective import AsyncGRPO
 from posttrain.methods.online_config import reject_reshaped_sampling
-from posttrain.rewards.runner import RewardTable
 from posttrain.rollouts.base import RolloutEngine
 from posttrain.rollouts.batch import RolloutBatch
 from posttrain.rollouts.episodes.harness import take_harness
@@ -139,12 +136,6 @@ class AsyncGRPOTrainer(AsyncTrainer):
     def truncation(self) -> Truncation:
         """Of the workers, and of the engine that evaluates: all log-probs are of what was drawn from."""
         return self.left_out
-
-    def advantages(self, generation: RolloutBatch, table: RewardTable, mode: str) -> torch.Tensor:
-        """Of completions generated in this process, which is evaluation only."""
-        stats = self.method.advantages(table, self.group_size(mode))
-        self.reward_watch.log(generation, table, stats.totals, stats.advantages, mode)
-        return stats.advantages
 
     def measured_logps(self, generation: RolloutBatch, mode: str) -> dict[str, list[list[float]]]:
         """Those of the engine, which is the policy itself in evaluation."""

@@ -21,7 +21,8 @@ from posttrain.data.chat import tokenize_prompts
 from posttrain.data.formats import is_conversational, is_messages
 from posttrain.errors import RolloutError
 from posttrain.loop.scoring import reward_runner, score_rollouts
-from posttrain.losses.advantages import MOST_ADVANTAGE, group_advantages
+from posttrain.losses.advantages import MOST_ADVANTAGE
+from posttrain.methods.base import Method
 from posttrain.pictures.picture import without_pictures
 from posttrain.pictures.processors import PictureProcessor
 from posttrain.pictures.rows import opened, picture_prompt
@@ -40,7 +41,7 @@ from posttrain.rollouts.workers.processes import GroupResult
 from posttrain.rollouts.workers.samples import GroupTask, RolloutSample, Trajectory
 from posttrain.rollouts.workers.shared_weights import remove_weights
 from posttrain.rollouts.workers.worker import Link
-from posttrain.types import WHOLE, Prompt, Request, Rollout, Sampling, Truncation
+from posttrain.types import ALONE, WHOLE, Prompt, Request, Rollout, Sampling, Truncation
 
 if TYPE_CHECKING:
     from posttrain.types import Tokenizer
@@ -64,7 +65,7 @@ class RolloutJob:
         context: Most tokens the model can read.
         episodes: Tools and environments.
         rewards: Keywords of `RewardRunner`; None: nothing is scored.
-        scale_rewards: See `score_group`.
+        method: Says what completions are worth.
         mask_truncated: See `score_group`.
         threads: Of torch; None: all.
         segment_s: Seconds after which a call to the engine is interrupted, so that what is finished is handed over.
@@ -78,7 +79,7 @@ class RolloutJob:
     context: int | None
     episodes: EpisodeSetup
     rewards: dict[str, Any] | None
-    scale_rewards: str = "population"
+    method: Method[Any] | None = None
     mask_truncated: bool = False
     threads: int | None = None
     segment_s: float = 30.0
@@ -301,7 +302,7 @@ def score_group(
     rewards: RewardRunner,
     tokenizer: Tokenizer,
     *,
-    scale_rewards: str,
+    method: Method[Any],
     mask_truncated: bool,
     truncation: Truncation = WHOLE,
 ) -> list[Trajectory]:
@@ -311,7 +312,7 @@ def score_group(
         group: Completions of one prompt.
         rewards: The functions.
         tokenizer: Decodes the ends of prompts, for format rewards.
-        scale_rewards: ``population``, ``group`` or ``none``.
+        method: Whose ``advantages`` are those of the trainer.
         mask_truncated: Leave out completions that were cut.
         truncation: What sampling left out of the vocabulary; log-probs are of what is left.
 
@@ -319,12 +320,12 @@ def score_group(
         RewardError: A function raised or returned what is no reward.
         RolloutError: A trained token has no log-prob.
     """
-    batch, step = group.batch, SimpleNamespace(global_step=group.version)
+    batch, step = replace(group.batch, group_size=len(group.batch.rollouts)), SimpleNamespace(global_step=group.version)
     table = score_rollouts(rewards, batch, tokenizer, step)
     groups = torch.zeros(len(batch.rollouts), dtype=torch.long)
     table = replace(table, values=rewards.transformed(table.values, groups))
-    stats = group_advantages(table.values, table.weights, len(batch.rollouts), scale_rewards=scale_rewards)
-    exact, most = stats.advantages, math.inf if scale_rewards == "none" else MOST_ADVANTAGE
+    found = method.advantages(batch, table, {}, ALONE)
+    far = torch.zeros(len(found.values)) if found.unbounded is None else found.unbounded.abs() > MOST_ADVANTAGE
     shared, trajectories = _group_metrics(table), []
     for i, rollout in enumerate(batch.rollouts):
         masks = batch.trained(i, mask_truncated)
@@ -333,11 +334,11 @@ def score_group(
         metrics = {
             **shared,
             **(group.metrics[i] if group.metrics else {}),
-            "reward": float(stats.totals[i]),
+            "reward": float(found.totals[i]),
             **{f"rewards/{n}": v for n, v in zip(table.names, table.values[i].tolist(), strict=True)},
-            "advantages/clipped_share": float(exact[i].abs() > most),
+            "advantages/clipped_share": float(far[i]),
         }
-        advantage, sequences = float(exact[i].clamp(-most, most)), (rollout, *rollout.branches)
+        advantage, sequences = float(found.values[i]), (rollout, *rollout.branches)
         kept = [sequence for sequence, mask in zip(sequences, masks, strict=True) if any(mask)]
         samples = [_sample(group, i, advantage * sequence.credit, metrics, sequence, truncation) for sequence in kept]
         for sample in samples:
@@ -594,7 +595,7 @@ class RolloutWorkerLoop:
                 if self.rewards is None:
                     trajectories = unscored_group(group, **options)
                 else:
-                    options |= {"scale_rewards": self.job.scale_rewards}
+                    options |= {"method": self.job.method}
                     with self._judging:  # Calls to servers end on many threads.
                         trajectories = score_group(group, self.rewards, self.job.tokenizer, **options)
             except Exception as error:
