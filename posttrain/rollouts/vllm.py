@@ -518,8 +518,8 @@ def vllm_command(argv: Sequence[str], *, cpu: bool, pictures: bool = False) -> l
     parsed, _ = known.parse_known_args(list(argv))
     if parsed.config:
         raise ConfigError(
-            f"--config {parsed.config}: options in a file are not checked, and the token would be for the port of the command line. "
-            "Fix: give them as options of the command."
+            f"--config {parsed.config}: options in a file are not checked, and the token would be for the port of the command "
+            "line. Fix: give them as options of the command."
         )
     if not parsed.model:
         raise ConfigError("--model is missing: which model shall be served?")
