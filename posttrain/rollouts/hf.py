@@ -101,7 +101,7 @@ class _Interrupted(StoppingCriteria):
     def __init__(self, interrupted: threading.Event) -> None:
         self.interrupted = interrupted
 
-    def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
+    def __call__(self, input_ids: Tensor, scores: object, **_: object) -> Tensor:
         return torch.full((len(input_ids),), self.interrupted.is_set(), device=input_ids.device)
 
 
