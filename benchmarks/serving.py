@@ -32,6 +32,8 @@ from posttrain.models.load import create_model_from_path, load_tokenizer
 from posttrain.rollouts.native.engine import NativeEngine
 from posttrain.rollouts.native.layers import processors
 from posttrain.rollouts.server.client import VLLMClient
+from posttrain.rollouts.server.replies import API_KEY_VARIABLE
+from posttrain.rollouts.server.tokens import find_token
 from posttrain.rollouts.server.weight_sync import Pusher
 from posttrain.types import Request, Sampling
 
@@ -55,8 +57,12 @@ def in_process(model: Any, prompts: list[list[int]], new: int) -> list[list[int]
 def ask(url: str, prompts: list[list[int]], new: int) -> list[list[int]]:
     """One request; the plainest client there is, because it shares the processors with the server."""
     body = {"prompt": prompts, "max_tokens": new, "seed": SEED, "ignore_eos": True, "logprobs": 0}
-    connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=600)
-    connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+    address = urlsplit(url)
+    headers = {"Content-Type": "application/json"}
+    if token := os.environ.get(API_KEY_VARIABLE) or find_token(address.port or 80):
+        headers["Authorization"] = f"Bearer {token}"
+    connection = http.client.HTTPConnection(address.netloc, timeout=600)
+    connection.request("POST", "/v1/completions", json.dumps(body), headers)
     reply = connection.getresponse()
     content = reply.read()
     connection.close()

@@ -12,6 +12,8 @@ import traceback
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from posttrain.redaction import hide_secrets
+
 if TYPE_CHECKING:
     from posttrain.types import Finding, Rollout
 
@@ -41,13 +43,16 @@ __all__ = [
 
 
 class PosttrainError(Exception):
-    """Base of everything this package raises on purpose.
+    """Base of everything this package raises on purpose. Its message holds no secret.
 
     Attributes:
         exit_code: What the ``posttrain`` command returns for it.
     """
 
     exit_code: ClassVar[int] = 1
+
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        super().__init__(*map(hide_secrets, args), **kwargs)
 
 
 class ConfigError(PosttrainError, ValueError):
@@ -117,7 +122,11 @@ class RolloutServerError(RolloutError):
 
 
 def _restored(kind: type[RolloutServerError], args: tuple, state: dict[str, Any]) -> RolloutServerError:
-    error = kind.__new__(kind, *args)
+    base: Any = (
+        kind.__base__
+    )  # `ServerUnreachable` has the memory layout of `OSError`, and `__new__` of another base is refused.
+    error = base.__new__(kind)
+    error.args = args
     error.__dict__.update(state)
     return error
 

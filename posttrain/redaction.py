@@ -18,15 +18,18 @@ _OF_TOKENIZERS = re.compile(
 )
 _VALUES = re.compile(
     r"hf_[A-Za-z0-9]{16,}|(?<![\w-])sk-[\w-]{16,}|gh[pousr]_[A-Za-z0-9]{16,}|github_pat_\w{16,}|glpat-[\w-]{16,}"
-    r"|xox[a-z]-[\w-]{10,}|(?<![A-Z0-9])AKIA[A-Z0-9]{16}|eyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]+|(?<=[Bb]earer )[\w.~+/=-]{6,}"
+    r"|xox[a-z]-[\w-]{10,}|(?<![A-Z0-9])AKIA[A-Z0-9]{16}|(?<![\w-])eyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]+|(?<=[Bb]earer )[\w.~+/=-]{6,}"
 )
 _USER = re.compile(r"(?<=://)[^/\s?#@\"']+@")
-# `?name=value`, `--name value`, `name=value` and `"name": "value"`, in this order.
+# `?name=value`, `--name value`, `name=value` and `"name": "value"`, in this order. A name is tried from its first character
+# only, so the time is linear in the length of the text.
 _PAIRS = (
     re.compile(r"(?P<before>[?&;](?P<name>[\w.%-]+)=)(?P<value>[^&#\s\"'<>]+)"),
-    re.compile(r"(?P<before>--(?P<name>[\w.-]+)(?:=|\s+))(?P<value>(?!--)\S+)"),
-    re.compile(r"(?P<before>\b(?P<name>[A-Za-z][\w-]*)=)(?P<value>[^\s\"'<>,;)&]+)"),
-    re.compile(r"(?P<before>(?P<q>[\"']?)\b(?P<name>[A-Za-z][\w-]*)(?P=q)\s*[:=]\s*)(?P<value>\"[^\"]*\"|'[^']*')"),
+    re.compile(r"(?P<before>(?<![\w.-])--(?P<name>[\w.-]+)(?:=|\s+))(?P<value>(?!--)\S+)"),
+    re.compile(r"(?P<before>(?<![\w-])(?P<name>[A-Za-z][\w-]*)=)(?P<value>[^\s\"'<>,;)&]+)"),
+    re.compile(
+        r"(?P<before>(?P<q>[\"']?)(?<![\w-])(?P<name>[A-Za-z][\w-]*)(?P=q)\s*[:=]\s*)(?P<value>\"[^\"]*\"|'[^']*')"
+    ),
 )
 
 
@@ -84,7 +87,7 @@ def _hidden_text(text: str) -> str:
 
 def _hidden_pair(found: re.Match[str]) -> str:
     value = found["value"]
-    if not is_secret_name(found["name"]) or value.strip("\"'") in ("", HIDDEN, "None"):
+    if not is_secret_name(found["name"]) or value.strip("\"'") in ("", HIDDEN, "None", "True", "False"):
         return found[0]
     quote = value[0] if value[0] in "\"'" else ""
     return f"{found['before']}{quote}{HIDDEN}{quote}"

@@ -34,6 +34,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from posttrain.errors import ConfigError, DataError
+from posttrain.redaction import hide_secrets
 
 if TYPE_CHECKING:
     from typing import TypeAlias
@@ -638,7 +639,7 @@ class Advantages:
 
 @dataclass(slots=True, frozen=True)
 class Finding:
-    """One thing a check saw: a stable code, how bad it is, and what, where, why and how to fix it."""
+    """One thing a check saw: a stable code, how bad it is, and what, where, why and how to fix it, without secrets."""
 
     code: str
     severity: Literal["info", "warning", "error"]
@@ -646,3 +647,7 @@ class Finding:
     where: str
     why: str
     fix: str
+
+    def __post_init__(self) -> None:
+        for name, text in asdict(self).items():
+            object.__setattr__(self, name, hide_secrets(text))

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import posttrain.checks
 from posttrain.errors import ConfigError, PreflightError, check_choice, did_you_mean
+from posttrain.redaction import hide_secrets
 from posttrain.types import Finding
 from posttrain.values import visible
 
@@ -491,7 +492,7 @@ class Preflight:
             except PreflightError:
                 raise
             except Exception as error:  # A check must never be what breaks a run.
-                said = f"{type(error).__name__}: {error}"
+                said = hide_secrets(f"{type(error).__name__}: {error}")
                 for code in probe.codes:
                     self.results[code].failed = said
                 logger.warning("the checks %s could not be made: %s", ", ".join(probe.codes), said)

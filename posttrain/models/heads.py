@@ -192,6 +192,11 @@ def adapters_of(model: object) -> dict[str, PeftConfig]:
     return getattr(unwrapped(model), "peft_config", {})
 
 
+def adapter_kind(config: PeftConfig) -> str:
+    """Return the name of a config's peft method: ``LORA``, say."""
+    return str(config.peft_type).rsplit(".", 1)[-1]
+
+
 def learns_prompts(model: nn.Module) -> bool:
     """Whether a peft wrapper, switched on, puts virtual tokens before every row, and takes 2-D masks only."""
     bare = unwrapped(model)

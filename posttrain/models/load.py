@@ -23,7 +23,7 @@ from posttrain.fields import PositiveInt, Share, check_fields, option
 from posttrain.integrations import require
 from posttrain.integrations.hub import explained, not_found, refuse_unreachable
 from posttrain.models.architecture import config_of, generation_config_of, get_config_model_id, text_of
-from posttrain.models.heads import causal_lm
+from posttrain.models.heads import adapter_kind, causal_lm
 from posttrain.models.parallel import bf16_is_faster
 from posttrain.models.quantised import prepare_adapter
 
@@ -421,16 +421,19 @@ def wrap_with_peft(model: nn.Module, peft_config: PeftConfig | None, *, activati
     return model
 
 
-# peft methods whose training needs more than gradients of log-probs: what this library's steps and layouts leave out.
-NEEDS_MORE = {
-    "ADALORA": "a rank allocation after each optimizer step (update_and_allocate) and an orthogonality term in the loss",
+# peft methods whose training needs more than gradients of log-probs: what this library's steps and layouts leave out. First those
+# that add layers of their own, which no base weight can stand for.
+ADDS_LAYERS = {
     "ADAPTION_PROMPT": "prompts that peft inserts inside the attention layers, where rows hold several sequences here",
-    "CPT": "a loss of its own, weighted by example, which peft computes inside the model's forward pass",
-    "LILY": "routing weights averaged over all tokens of a row, which packed sequences share",
-    "MULTITASK_PROMPT_TUNING": "task_ids in every forward pass",
     "POLY": "task_ids in every forward pass",
     "SHADOW": "a second hidden state that peft carries through the model's layers",
     "XLORA": "a classifier that peft runs before each forward pass to scale the adapters",
+}
+NEEDS_MORE = ADDS_LAYERS | {
+    "ADALORA": "a rank allocation after each optimizer step (update_and_allocate) and an orthogonality term in the loss",
+    "CPT": "a loss of its own, weighted by example, which peft computes inside the model's forward pass",
+    "LILY": "routing weights averaged over all tokens of a row, which packed sequences share",
+    "MULTITASK_PROMPT_TUNING": "task_ids in every forward pass",
 }
 # The same for options of methods that train otherwise.
 NEEDS_MORE_WITH = {
@@ -443,7 +446,7 @@ NEEDS_MORE_WITH = {
 def _check_adapter(model: Any, activation_checkpointing: bool) -> None:
     """Refuse an adapter that would not train, silently or with an error from far inside."""
     config = model.active_peft_config
-    kind = str(getattr(config.peft_type, "value", config.peft_type))
+    kind = adapter_kind(config)
     needs = {f"{kind} adapters need": NEEDS_MORE[kind]} if kind in NEEDS_MORE else {}
     for name, need in NEEDS_MORE_WITH.items():
         if value := getattr(config, name, None):

@@ -15,6 +15,7 @@ from posttrain.errors import check_choice
 from posttrain.integrations import require
 from posttrain.models.architecture import get_config_model_id
 from posttrain.models.heads import causal_lm
+from posttrain.redaction import hide_secrets
 from posttrain.report.files import whole_file
 from posttrain.report.templates import TEMPLATES
 
@@ -148,7 +149,7 @@ def create_model_card(
         chat=bool(template_text(tokenizer)),
     )
     with whole_file(folder / "README.md") as part:
-        part.write_text(str(card), encoding="utf-8")
+        part.write_text(hide_secrets(str(card)), encoding="utf-8")
 
 
 # What a trainer knows --------------------------------------------------------------------------------------------

@@ -85,7 +85,10 @@ def shell_command(*words: str) -> str:
 
 
 def resume_command() -> str:
-    """What goes on with this process's run: its command with ``--resume_from_checkpoint true``, or a line of Python."""
+    """Return the command that resumes this process's run: its own with ``--resume_from_checkpoint true``, or a line of Python.
+
+    Secrets are hidden. A shell comment names the flags whose values must be filled in.
+    """
     program, *words = sys.argv
     if Path(program).name not in ("posttrain", "main.py", "__main__.py") or not words:
         return "trainer.train(resume_from_checkpoint=True)"
@@ -93,9 +96,12 @@ def resume_command() -> str:
     flags.add_argument("--resume_from_checkpoint", "--resume-from-checkpoint")
     flags.add_argument("--resume", action="store_true")
     _, words = flags.parse_known_args(words)
-    return shell_command(
-        *hide_secrets(words), *(["--resume"] if words[0] == "demo" else ["--resume_from_checkpoint", "true"])
-    )
+    shown, flag, hidden = hide_secrets(words), "", []
+    for given, word in zip(words, shown, strict=True):
+        flag = word.partition("=")[0] if word.startswith("--") else flag
+        hidden += [flag] if given != word else []
+    command = shell_command(*shown, *(["--resume"] if words[0] == "demo" else ["--resume_from_checkpoint", "true"]))
+    return f"{command}  # Fill in {', '.join(hidden)}: secrets are hidden here." if hidden else command
 
 
 # Metrics that say whether a run learned; more of one is better, unless it is a loss.

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from posttrain.errors import ConfigError, ModelError
-from posttrain.models.heads import adapters_of, unwrapped
+from posttrain.models.heads import adapter_kind, adapters_of, unwrapped
 from posttrain.models.parallel import flattens_parameters, gathered, whole_tensor
 from posttrain.models.reference import moves_base
 from posttrain.rollouts.server.weight_sync import write_tensors
@@ -40,7 +40,7 @@ def adapter_obstacle(model: nn.Module, layers: Sequence[str] = ()) -> str | None
     if len(active := list(bare.active_adapters)) != 1:
         return f"{len(active)} adapters are active"
     config = configs[active[0]]
-    kind = str(config.peft_type).rsplit(".", 1)[-1]
+    kind = adapter_kind(config)
     if kind != "LORA":
         return f"its adapter is {kind}"
     for name, neutral in MORE.items():

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from posttrain.errors import ConfigError, RolloutError
 from posttrain.models.attention import rope_limits
-from posttrain.models.heads import learns_prompts, picture_encoder, unwrapped
+from posttrain.models.heads import adapter_kind, learns_prompts, picture_encoder, unwrapped
 from posttrain.types import Request, Rollout, Sampling
 
 logger = logging.getLogger(__name__)
@@ -259,7 +259,7 @@ def refuse_virtual_tokens(model: nn.Module, engine: str) -> None:
         ConfigError: It does.
     """
     if learns_prompts(model):
-        kind = str(unwrapped(model).active_peft_config.peft_type).rsplit(".", 1)[-1]  # type: ignore[union-attr]
+        kind = adapter_kind(unwrapped(model).active_peft_config)  # type: ignore[union-attr]
         raise ConfigError(
             f"{engine} runs the layers below the adapter, and would sample without the virtual tokens of {kind}. Fix: "
             "rollout_engine='hf', which samples through the adapter"

@@ -17,6 +17,7 @@ from posttrain.models.architecture import generation_config_of
 from posttrain.models.heads import causal_lm
 from posttrain.models.load import resolve_pad_token
 from posttrain.rollouts.base import RolloutEngine
+from posttrain.rollouts.server.weight_sync import remove_orphans
 from posttrain.types import Request, Sampling
 
 if TYPE_CHECKING:
@@ -151,11 +152,7 @@ def create_engine(
         ConfigError: An unknown name; ``native`` on a model for which it is not exact.
     """
     check_choice("rollout_engine", name, ("auto", *IN_PROCESS))
-    if any(Path("/dev/shm").glob("posttrain-[0-9]*-*")):
-        # A run that was killed leaves its weights in shared memory; the next one that samples removes them.
-        from posttrain.rollouts.server.weight_sync import remove_orphans
-
-        remove_orphans()
+    remove_orphans()  # A run that was killed leaves its weights in shared memory; the next one that samples removes them.
     if name == "auto":
         name = choose_engine(model, UNCONFIGURED)
     make = ENGINES[name].make

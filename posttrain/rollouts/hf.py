@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -94,6 +95,16 @@ class _Strings(StoppingCriteria):
         return torch.tensor(ended, device=input_ids.device)
 
 
+class _Interrupted(StoppingCriteria):
+    """All rows, once a call is interrupted."""
+
+    def __init__(self, interrupted: threading.Event) -> None:
+        self.interrupted = interrupted
+
+    def __call__(self, input_ids: Tensor, scores: object, **_: object) -> Tensor:
+        return torch.full((len(input_ids),), self.interrupted.is_set(), device=input_ids.device)
+
+
 def pinned_config(sampling: Sampling, **further: Any) -> GenerationConfig:
     """Every field that changes the distribution is set, so that the checkpoint's own settings do not leak in."""
     drawn: dict[str, Any] = {}
@@ -139,6 +150,7 @@ class HFEngine(RolloutEngine):
         self.tokenizer = tokenizer
         self.pad_token_id = pad_token_id
         self.cache_implementation = cache_implementation
+        self.interrupted = threading.Event()
         self._warned = False
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Rollout]:
@@ -157,6 +169,7 @@ class HFEngine(RolloutEngine):
             raise ConfigError(
                 "Sampling.stop_strings are text. Fix: give the engine its tokenizer (HFEngine(tokenizer=...))."
             )
+        self.interrupted.clear()
         rollouts: dict[int, list[Rollout]] = {}
         with evaluating(self.model), without_own_settings(self.model), _seeded(sampling.seed, _device(self.model)):
             for together in self._calls(requests, sampling):
@@ -222,7 +235,10 @@ class HFEngine(RolloutEngine):
             ),
             logits_processor=LogitsProcessorList([shape]),
             stopping_criteria=StoppingCriteriaList(
-                [_Strings(sampling, self.tokenizer, width)] if sampling.stop_strings else []
+                [
+                    _Interrupted(self.interrupted),
+                    *([_Strings(sampling, self.tokenizer, width)] if sampling.stop_strings else []),
+                ]
             ),
         )
         shape.settle(out)
@@ -244,7 +260,12 @@ class HFEngine(RolloutEngine):
         size = end or len(tokens)
         logp, *processed = [column[:size] for column in logps]
         drawn = processed[0] if processed else None
-        return Rollout(prompt, tokens[:size], logp, "stop" if end else "length", self.version, processed_logp=drawn)
+        reason: Any = "stop" if end else "length" if size == sampling.max_new_tokens else "abort"
+        return Rollout(prompt, tokens[:size], logp, reason, self.version, processed_logp=drawn)
+
+    def interrupt(self) -> None:
+        """See `RolloutEngine.interrupt`: the running call ends with its current step."""
+        self.interrupted.set()
 
     def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
         """The model is the trainer's own: only the version changes."""

@@ -511,11 +511,16 @@ def vllm_command(argv: Sequence[str], *, cpu: bool, pictures: bool = False) -> l
     ['--model', 'm', '--max-model-len', '512']
     """
     known = argparse.ArgumentParser(prog="posttrain vllm-serve", add_help=False, allow_abbrev=False)
-    for name in ("model", "host", *CHECKED, "weight-transfer-config"):
+    for name in ("model", "host", "config", *CHECKED, "weight-transfer-config"):
         known.add_argument(f"--{name}", f"--{name.replace('-', '_')}" if "-" in name else f"--{name}")
     known.add_argument("--lora-target-modules", "--lora_target_modules", nargs="+")
     known.add_argument("--enable-chunked-prefill", "--enable_chunked_prefill", action="store_true")
     parsed, _ = known.parse_known_args(list(argv))
+    if parsed.config:
+        raise ConfigError(
+            f"--config {parsed.config}: options in a file are not checked, and the token would be for the port of the command "
+            "line. Fix: give them as options of the command."
+        )
     if not parsed.model:
         raise ConfigError("--model is missing: which model shall be served?")
     _refuse(parsed, cpu)

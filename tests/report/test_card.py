@@ -91,6 +91,13 @@ def test_folders_of_this_machine_stay_out_of_the_card(tmp_path, tiny_tokenizer, 
         assert "was trained on `/data/private rows.jsonl` with XYZ" in found.text  # The caller's own words.
 
 
+def test_secrets_in_names_and_addresses_stay_out_of_the_card(tmp_path, tiny_tokenizer, monkeypatch):
+    page = "https://wandb.ai/runs/1?apiKey=s3cr3t"  # Of an anonymous run.
+    fake(monkeypatch, "wandb", run=types.SimpleNamespace(url=page))
+    found = card(build(tmp_path, tiny_tokenizer), dataset_name="https://me:s3cr3t@host/rows.json")
+    assert "s3cr3t" not in str(found) and "https://wandb.ai/runs/1?apiKey=<hidden>" in found.text
+
+
 def test_tags_say_where_and_with_what_it_ran(tmp_path, tiny_tokenizer, monkeypatch):
     monkeypatch.setenv("JOB_ID", "17")
     run = build(tmp_path, tiny_tokenizer)

@@ -127,5 +127,17 @@ def test_the_command_that_goes_on_says_once_from_where(monkeypatch):
     for given in ("--resume_from_checkpoint auto", "--resume_from_checkpoint=runs/checkpoint-2", ""):
         monkeypatch.setattr("sys.argv", ["/bin/posttrain", "sft", *given.split(), "--num_processes", "2"])
         assert resume_command().endswith("sft --num_processes 2 --resume_from_checkpoint true")
+    arguments = [
+        "--hub_token",
+        "abc",
+        "--api-key=abc",
+        "--reward_funcs",
+        "a",
+        "http://me:abc@host",
+        "--model_init_kwargs",
+    ]
+    monkeypatch.setattr("sys.argv", ["/bin/posttrain", "sft", *arguments, '{"token": "abc"}', "--seed", "1"])
+    assert "abc" not in resume_command()
+    assert "# Fill in --hub_token, --api-key, --reward_funcs, --model_init_kwargs:" in resume_command()
     monkeypatch.setattr("sys.argv", ["/bin/posttrain", "demo", "--resume"])
     assert resume_command().endswith("posttrain demo --resume")

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import pickle
 import socket
 import sys
 import time
@@ -14,10 +15,12 @@ import pytest
 import torch
 from huggingface_hub.utils import filter_repo_objects
 
-from posttrain.errors import ConfigError
+from posttrain.checks import registry
+from posttrain.errors import ConfigError, ServerUnreachable
 from posttrain.redaction import hide_secrets
 from posttrain.report.lock import LOCK, FolderLock, check_writable
 from posttrain.report.record import RunRecord, RunRecordCallback
+from posttrain.types import Finding
 from tests.forks import PIPE, Forked
 from tests.methods.every_trainer import every
 from tests.wordings import raises
@@ -230,7 +233,7 @@ PLACES = [
 HARMLESS = [
     {"eos_token": "</s>", "pad_token": "x", "max_tokens": 5, "top_p": 0.9, "key": "a", "author": "me"},
     "--max_tokens 5 --eos_token </s>", "http://host:8000/v1?top_k=5", "task-that-is-long-enough-to-be-one", "5 tokens at 3/s",
-    "the mail me@example.org", ["--seed", "3"], '{"a": 1}',
+    "the mail me@example.org", "set mask_ids_without_token=True", ["--seed", "3"], '{"a": 1}',
 ]  # fmt: skip
 
 
@@ -243,6 +246,34 @@ def test_a_secret_is_hidden_wherever_it_stands(place):
 @pytest.mark.parametrize("place", HARMLESS, ids=range(len(HARMLESS)))
 def test_what_is_no_secret_is_kept(place):
     assert hide_secrets(place) == place
+
+
+@pytest.mark.parametrize("part", ["a-", "--a", "--a.", "eyJ", "eyJa-", "-", "://a@", "?a", "token: '", "a "])
+def test_secrets_are_looked_for_in_linear_time(part):
+    began = time.process_time()
+    hide_secrets(part * (100_000 // len(part)))
+    assert time.process_time() - began < 0.5
+
+
+def test_errors_findings_and_failed_checks_hold_no_secret_whoever_catches_them(monkeypatch, caplog):
+    address = f"http://me:{SECRET}@host/?token={SECRET}"
+    for error in (
+        ConfigError(f"at {address}"),
+        ServerUnreachable(f"at {address}", url="u", log_tail=f"api_key={SECRET}"),
+    ):
+        assert SECRET not in str(error) and "<hidden>" in str(error)
+        assert str(pickle.loads(pickle.dumps(error))) == str(error)  # Ranks send theirs to each other.
+    found = Finding("PT-T002", "warning", f"at {address}", address, f"api_key={SECRET}", "fix")
+    assert SECRET not in repr(found) and found.fix == "fix"
+
+    def broken(_):
+        raise OSError(f"no answer from {address}")
+
+    monkeypatch.setattr(registry, "PROBES", {"x": registry.Probe("x", "config", ("PT-T002",), broken)})
+    preflight = registry.Preflight()
+    preflight.run("config", registry.Context("sft", None))
+    text = json.dumps(preflight.to_dict())
+    assert SECRET not in text + caplog.text and "no answer from http://<hidden>@host" in text
 
 
 def test_secrets_are_hidden_wherever_they_are_nested():

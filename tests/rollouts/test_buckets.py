@@ -9,6 +9,7 @@ from safetensors.torch import load_file, save
 
 import posttrain.rollouts.server.weight_sync
 from posttrain.errors import ConfigError, ModelError
+from posttrain.rollouts.engines import create_engine
 from posttrain.rollouts.server.weight_sync import (
     SharedFolder,
     buckets,
@@ -19,6 +20,7 @@ from posttrain.rollouts.server.weight_sync import (
     shared_path,
     write_tensors,
 )
+from tests.conftest import build_model
 
 
 def test_examples_in_docstrings_run():
@@ -105,7 +107,8 @@ def test_a_folder_is_held_and_goes_with_its_last_reference(monkeypatch, tmp_path
     (tmp_path / "posttrain-4194999-orphan").mkdir()
     folder = SharedFolder()
     path = folder.path
-    remove_orphans(tmp_path)
+    (tmp_path / "posttrain-4194999-orphan").mkdir()
+    create_engine("hf", build_model(50), pad_token_id=0)
     assert list(tmp_path.iterdir()) == [path]
     del folder
     assert not path.exists()

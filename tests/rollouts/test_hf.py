@@ -1,5 +1,7 @@
 """transformers' generate as an engine: nothing of the checkpoint's own settings is left in what it samples."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
@@ -180,3 +182,25 @@ def test_stop_strings_without_a_tokenizer_and_ids_outside_the_vocabulary_are_ref
         engine.generate([Request([5])], Sampling(4, stop_strings=("x",)))
     with pytest.raises(RolloutError, match="logit_bias"):
         engine.generate([Request([5])], Sampling(4, logit_bias=((VOCAB, 1.0),)))
+
+
+def test_an_interrupt_from_another_thread_ends_the_call_with_its_current_step():
+    model = build_model(VOCAB)
+    engine = HFEngine(model, pad_token_id=0)
+    steps = []
+
+    def hook(*_):
+        steps.append(1)
+        if len(steps) == 4:
+            engine.interrupt()
+
+    handle = model.model.register_forward_pre_hook(hook)
+    sampling = Sampling(50, temperature=0.8, top_k=5)
+    own = replace(sampling, max_new_tokens=20)
+    rollouts = engine.generate([Request([5, 6], 2), Request([7], sampling=own)], sampling)
+    handle.remove()
+    assert [(r.finish_reason, len(r.token_ids), len(r.logp)) for r in rollouts] == [("abort", 4, 4)] * 2 + [
+        ("abort", 1, 1)
+    ]
+    assert all(len(r.processed_logp) == len(r.token_ids) for r in rollouts)
+    assert engine.generate([Request([5, 6])], Sampling(3))[0].finish_reason == "length"

@@ -8,6 +8,7 @@ from posttrain.rollouts import vllm
 from posttrain.rollouts.server.replies import API_KEY_VARIABLE
 from posttrain.rollouts.server.tokens import find_token, write_token
 from posttrain.rollouts.vllm import EXTENSION, vllm_command
+from tests.wordings import raises
 
 BASE = ["--model", "m"]
 
@@ -70,6 +71,12 @@ def test_trap_s27_what_cannot_work_is_refused_before_the_start(more, words):
         vllm_command([*BASE, *more], cpu=True)
     with pytest.raises(ConfigError, match="--model is missing"):
         vllm_command(more, cpu=True)
+
+
+def test_options_in_a_file_are_refused_because_nothing_here_reads_them():
+    for words in (["--config", "vllm.yaml"], ["--config=vllm.yaml"]):
+        with raises(ConfigError, "--config vllm.yaml"):
+            vllm_command(words, cpu=False)
 
 
 def test_trap_s52_with_a_token_every_path_is_guarded_and_other_addresses_are_open(monkeypatch):

@@ -17,6 +17,7 @@ from posttrain.errors import ConfigError
 from posttrain.losses.truncation import truncate
 from posttrain.models.vision import install_pictures
 from posttrain.pictures.picture import read_picture
+from posttrain.rollouts.hf import HFEngine
 from posttrain.rollouts.native.engine import NativeEngine
 from posttrain.rollouts.server.engine import ServerEngine
 from posttrain.rollouts.server.replies import API_KEY_VARIABLE, pictures_body
@@ -448,9 +449,10 @@ def test_errors_of_every_kind_have_one_form(server):
     assert error(server.post("/pause?mode=abort"), 400) and error(server.get("/metrics", headers={}), 401)
 
 
-def test_the_call_of_a_client_that_left_ends_and_the_next_one_does_not_wait():
+@pytest.mark.parametrize("engine", [NativeEngine, HFEngine])
+def test_the_call_of_a_client_that_left_ends_and_the_next_one_does_not_wait(engine):
     def make():
-        return ServedEngine(NativeEngine(build_model(VOCAB, max_position_embeddings=10**5), pad_token_id=0))
+        return ServedEngine(engine(build_model(VOCAB, max_position_embeddings=10**5), pad_token_id=0))
 
     with serving(make, context=10**5) as server:
         for long in ({"max_tokens": 50_000}, {"max_tokens": 50_000, "n": 2}):

@@ -28,7 +28,6 @@ from posttrain.errors import (
     WeightSyncError,
 )
 from posttrain.integrations.network import CONNECTIONS, host_and_port, network_advice
-from posttrain.redaction import hide_secrets
 from posttrain.rollouts.server.replies import (
     API_KEY_VARIABLE,
     GENERATE,
@@ -128,9 +127,7 @@ class VLLMClient:
         except ValueError:  # A port that is no number, a bracket that is not closed.
             valid = False
         if not valid:
-            raise ConfigError(
-                f"base_url={hide_secrets(base_url)!r} is no address of a server. It looks like 'http://10.0.0.5:8000'."
-            )
+            raise ConfigError(f"base_url={base_url!r} is no address of a server. It looks like 'http://10.0.0.5:8000'.")
         # 0.0.0.0 is an address to listen on, not one to connect to.
         self.base_url = self.base_url.replace("//0.0.0.0", "//127.0.0.1", 1).replace("//[::]", "//[::1]", 1)
         self.host = str(urlsplit(self.base_url).hostname)

@@ -120,7 +120,7 @@ class ServerPool:
         for url, error in late.items():
             if not self.servers:
                 raise ServerUnreachable(
-                    f"no healthy rollout server at {', '.join(map(hide_secrets, late))} within {timeout:g} s. The last answer: "
+                    f"no healthy rollout server at {', '.join(late)} within {timeout:g} s. The last answer: "
                     f"{error.__cause__ or error} Fix: start one with 'posttrain serve --model MODEL', or correct "
                     "vllm_server_base_url.",
                     url=hide_secrets(url),

@@ -17,15 +17,14 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
 from posttrain.errors import ModelError, WeightSyncError
-from posttrain.models.heads import adapters_of, causal_lm, learns_prompts, unwrapped
+from posttrain.models.heads import adapter_kind, adapters_of, causal_lm, learns_prompts, unwrapped
+from posttrain.models.load import ADDS_LAYERS
 from posttrain.models.parallel import flattens_parameters, gathered, is_partitioned, summoned, whole_tensor
 from posttrain.models.reference import use_adapter
 from posttrain.rollouts.server.weight_sync import SharedFolder, file_tensors, write_tensors
 
 # What parallelism, compilation and checkpointing put into names.
 WRAPPERS = ("module.", "_checkpoint_wrapped_module.", "_orig_mod.", "_fsdp_wrapped_module.")
-# peft methods that add layers of their own, which no base weight can stand for.
-UNMERGEABLE = {"ADAPTION_PROMPT", "POLY", "SHADOW", "XLORA"}
 Getter = Callable[[], Tensor]
 
 
@@ -57,8 +56,8 @@ def merged_weights(model: nn.Module) -> Iterator[tuple[str, Getter]]:
         ModelError: The adapter cannot be expressed as weights of the base model.
     """
     bare = unwrapped(model)
-    kinds = {str(getattr(config.peft_type, "value", config.peft_type)) for config in adapters_of(bare).values()}
-    if learns_prompts(model) or kinds & UNMERGEABLE:
+    kinds = set(map(adapter_kind, adapters_of(bare).values()))
+    if learns_prompts(model) or kinds & ADDS_LAYERS.keys():
         raise ModelError(
             f"the virtual tokens or layers of {', '.join(sorted(kinds))} cannot be added to weights, so another engine or "
             "process would sample from the base model without them. Fix: rollout_engine='hf', in the trainer's process; or LoRA."
