@@ -122,9 +122,8 @@ class RolloutServerError(RolloutError):
 
 
 def _restored(kind: type[RolloutServerError], args: tuple, state: dict[str, Any]) -> RolloutServerError:
-    base: Any = (
-        kind.__base__
-    )  # `ServerUnreachable` has the memory layout of `OSError`, and `__new__` of another base is refused.
+    # `ServerUnreachable` has the memory layout of `OSError`, and `__new__` of another base is refused.
+    base: Any = kind.__base__
     error = base.__new__(kind)
     error.args = args
     error.__dict__.update(state)

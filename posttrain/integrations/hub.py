@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,14 @@ RUN_RECORD = (
 )  # fmt: skip
 # transformers pickles the config with its hub token, and nothing reads that file again. The other is the folder's lock.
 NEVER_UPLOADED = ("training_args.bin", ".posttrain*")
+# Files of a checkpoint that are copied into the output_dir when it is uploaded while training.
+MODEL_FILES = (
+    "config.json",
+    "generation_config.json",
+    "model*.safetensors",
+    "model.safetensors.index.json",
+    "adapter_*",
+)
 # The hub's own switch, and the library's that reads the name.
 SWITCHES = {
     "model": ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"),
@@ -129,34 +137,26 @@ def explained(kind: str, name: str) -> Iterator[None]:
         raise (DataError if kind == "dataset" else ModelError)(not_found(kind, name, error)) from error
 
 
-@contextmanager
-def uploads(*, run_record: bool) -> Iterator[None]:
-    """Inside, `transformers.Trainer` uploads a folder without `NEVER_UPLOADED`, and without `RUN_RECORD` unless ``run_record``.
+def upload(folder: str, *, run_record: bool, ignore_patterns: Sequence[str] = (), **options: Any) -> Any:
+    """Upload a folder without `NEVER_UPLOADED`, and without `RUN_RECORD` unless ``run_record``; log the names of its files.
 
     Args:
+        folder: Its path.
         run_record: ``push_run_record`` of the config.
+        ignore_patterns: Of further files to leave out.
+        options: Of `huggingface_hub.upload_folder`.
+
+    Returns:
+        What `huggingface_hub.upload_folder` returns.
     """
+    import huggingface_hub
     from huggingface_hub.utils import filter_repo_objects
-    from transformers import trainer
 
-    # Older releases of transformers import the function by its name.
-    api: Any = vars(trainer).get("hf_api")
-    holder: Any = trainer if api is None else api()
-    upload = holder.upload_folder
-    left_out = NEVER_UPLOADED if run_record else (*NEVER_UPLOADED, *RUN_RECORD)
-
-    def upload_folder(*, folder_path: str, ignore_patterns: list[str] | None = None, **options: Any) -> Any:
-        patterns, folder = [*(ignore_patterns or ()), *left_out], Path(folder_path)
-        names = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
-        logger.info(
-            "uploaded to %s: %s. The run record is %s (push_run_record=%s).",
-            options.get("repo_id"), ", ".join(filter_repo_objects(names, ignore_patterns=patterns)),
-            "among them" if run_record else "left out", run_record,
-        )  # fmt: skip
-        return upload(folder_path=folder_path, ignore_patterns=patterns, **options)
-
-    holder.upload_folder = upload_folder
-    try:
-        yield
-    finally:
-        holder.upload_folder = upload
+    patterns = [*ignore_patterns, *NEVER_UPLOADED, *(() if run_record else RUN_RECORD)]
+    names = sorted(str(path.relative_to(folder)) for path in Path(folder).rglob("*") if path.is_file())
+    logger.info(
+        "uploaded to %s: %s. The run record is %s (push_run_record=%s).",
+        options.get("repo_id"), ", ".join(filter_repo_objects(names, ignore_patterns=patterns)),
+        "among them" if run_record else "left out", run_record,
+    )  # fmt: skip
+    return huggingface_hub.upload_folder(folder_path=folder, ignore_patterns=patterns, **options)

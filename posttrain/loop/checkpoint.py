@@ -515,7 +515,7 @@ class Checkpointer:
             lock.release()
             raise
 
-    def save(self, write: Callable[[Path], None], folder: Path, state: TrainerState) -> Path:
+    def save(self, write: Callable[[Path], None], folder: Path, state: TrainerState) -> None:
         """Let ``write`` fill a checkpoint and put it in its place, still unmarked.
 
         Args:
@@ -535,7 +535,6 @@ class Checkpointer:
         with parallel.failing_together(self.accelerator):
             self._publish(part, final, state)
         self._unmarked = final
-        return final
 
     def _write(self, write: Callable[[Path], None], part: Path, state: Any) -> None:
         with self._whole_or_nothing(part, state):
@@ -548,14 +547,19 @@ class Checkpointer:
             with self._whole_or_nothing(part, state):
                 publish(part, final, self.run)
 
-    def complete(self, state: Any) -> None:
-        """Mark the checkpoint that was written last, callbacks included, then remove those it makes superfluous."""
+    def complete(self, state: Any) -> Path | None:
+        """Mark the checkpoint that was written last, callbacks included, then remove those it makes superfluous.
+
+        Returns:
+            Its folder; None where no checkpoint was written since the last call.
+        """
         final, self._unmarked = self._unmarked, None
         if final is None:
-            return
+            return None
         self.accelerator.wait_for_everyone()
         with parallel.failing_together(self.accelerator):
             self._mark(final, state)
+        return final
 
     def _mark(self, final: Path, state: Any) -> None:
         if not self.args.should_save:

@@ -7,8 +7,9 @@ import inspect
 import itertools
 import logging
 import math
+import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -21,13 +22,14 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import TrainerState
 from transformers.trainer_utils import EvalLoopOutput, set_seed
+from transformers.utils import PushInProgress
 
 from posttrain.checks.registry import Preflight
 from posttrain.data.forest import Layout
 from posttrain.data.formats import plain_rows
 from posttrain.data.samplers import Deal
 from posttrain.errors import ConfigError, did_you_mean, refuse_unknown_arguments
-from posttrain.integrations.hub import uploads
+from posttrain.integrations.hub import MODEL_FILES, upload
 from posttrain.loop import attributes, build, checkpoint, step
 from posttrain.loop.checks import Checks
 from posttrain.loop.data_report import DataReport, DataReportCallback, DatasetHead, prompt_rows, warnings_are_errors
@@ -517,7 +519,7 @@ class PostTrainer(transformers.Trainer):
             super()._maybe_log_save_evaluate(*args, **kwargs)
         finally:
             self._in_loop = False
-        self.checkpoints.complete(self.state)
+        self._complete_checkpoint()
 
     def _evaluate(self, *args: Any, **kwargs: Any) -> Any:
         try:
@@ -555,23 +557,72 @@ class PostTrainer(transformers.Trainer):
                 super().save_model(output_dir, _internal_call)
             self.vision.save(str(folder))
 
-    def push_to_hub(self, *args: Any, **kwargs: Any) -> Any:
+    def push_to_hub(
+        self,
+        commit_message: str | None = "End of training",
+        blocking: bool = True,
+        token: str | None = None,
+        revision: str | None = None,
+        private: bool | None = None,
+        *,
+        tags: str | Iterable[str] | None = None,
+        **kwargs: Any,
+    ) -> Any:
         """Same as `transformers.Trainer.push_to_hub`, but without the run record unless ``push_run_record`` is set."""
-        with uploads(run_record=self.args.push_run_record):
-            return super().push_to_hub(*args, **kwargs)
+        self.callback_handler.on_push_begin(self.args, self.state, self.control)
+        token = self.args.hub_token if token is None else token
+        if self.hub_model_id is None:
+            self.init_hf_repo(token=token, **({} if private is None else {"private": private}))
+        self.save_model(_internal_call=True)
+        if not self.is_world_process_zero():
+            return None
+        tags = [tags] if isinstance(tags, str) else list(tags or ())
+        self.create_model_card(tags=[*tags, *(getattr(self.model, "model_tags", None) or ())], **kwargs)
+        self._finish_current_push()
+        revision = self.args.hub_revision if revision is None else revision
+        return self._upload(commit_message, token=token, revision=revision, run_as_future=not blocking)
+
+    def _upload(self, message: str | None, folder: str | None = None, **options: Any) -> Any:
+        """Upload ``folder``, or ``output_dir`` without its checkpoints."""
+        args, ignored = self.args, ["_*", "checkpoint-*"] if folder is None else []
+        options = {"token": args.hub_token, "revision": args.hub_revision, "run_as_future": True} | options
+        options |= {"repo_id": self.hub_model_id, "commit_message": message, "ignore_patterns": ignored}
+        return upload(folder or str(args.output_dir), run_record=args.push_run_record, **options)
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        with uploads(run_record=self.args.push_run_record):
-            super()._push_from_checkpoint(checkpoint_folder)
+        strategy, running = self.args.hub_strategy, self.push_in_progress
+        busy = running is not None and not running.is_done()
+        if not self.is_world_process_zero() or strategy == "end" or (busy and not self.args.hub_always_push):
+            return
+        self.callback_handler.on_push_begin(self.args, self.state, self.control)
+        for path in (path for pattern in MODEL_FILES for path in Path(checkpoint_folder).glob(pattern)):
+            shutil.copy(path, self.args.output_dir)
+        if self.processing_class is not None:
+            self.processing_class.save_pretrained(self.args.output_dir)
+        steps = self.args.save_strategy == "steps"
+        at = f"step {self.state.global_step}" if steps else f"epoch {int(self.state.epoch or 0)}"
+        message = f"Training in progress, {at}"
+        jobs = [self._upload(message)]
+        if strategy in ("checkpoint", "all_checkpoints"):
+            place = "last-checkpoint" if strategy == "checkpoint" else Path(checkpoint_folder).name
+            jobs.append(self._upload(f"{message}, checkpoint", checkpoint_folder, path_in_repo=place))
+        if busy:
+            running.jobs += jobs
+        else:
+            self.push_in_progress = PushInProgress(jobs)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         self.create_model_card()
         if trial is None and self.hp_search_backend is None:
             self.store_flos()
-        final = self.checkpoints.save(self._write_checkpoint, Path(self._get_output_dir(trial=trial)), self.state)
+        self.checkpoints.save(self._write_checkpoint, Path(self._get_output_dir(trial=trial)), self.state)
         if not self._in_loop:
-            self.checkpoints.complete(self.state)
-        if self.args.push_to_hub:
+            self._complete_checkpoint()
+
+    def _complete_checkpoint(self) -> None:
+        """Mark the checkpoint that was written last as whole, then push it."""
+        final = self.checkpoints.complete(self.state)
+        if final is not None and self.args.push_to_hub:
             self._push_from_checkpoint(str(final))
 
     def _write_checkpoint(self, part: Path) -> None:

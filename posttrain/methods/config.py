@@ -26,6 +26,7 @@ from posttrain.fields import (
 )
 from posttrain.models.load import check_distributed, with_dtype
 from posttrain.models.parallel import bf16_is_faster
+from posttrain.redaction import hide_secrets
 
 logger = logging.getLogger(__name__)
 
@@ -207,6 +208,10 @@ class PostTrainingConfig(transformers.TrainingArguments):
         names_given = [*(name for name, _ in zip(names, args, strict=False)), *kwargs]
         config._given = tuple(name for name in names_given if name != "output_dir")
         return config
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields without secrets: trackers and the run record get them."""
+        return hide_secrets(super().to_dict())
 
     def check_fields(self) -> None:
         """Refuse a value that is not of its field's type, or out of its range; see `posttrain.fields.check_fields`."""

@@ -15,6 +15,7 @@ import pytest
 import torch
 from huggingface_hub.utils import filter_repo_objects
 
+from posttrain import GRPOConfig
 from posttrain.checks import registry
 from posttrain.errors import ConfigError, ServerUnreachable
 from posttrain.redaction import hide_secrets
@@ -276,6 +277,13 @@ def test_errors_findings_and_failed_checks_hold_no_secret_whoever_catches_them(m
     assert SECRET not in text + caplog.text and "no answer from http://<hidden>@host" in text
 
 
+def test_trackers_get_the_settings_of_a_run_without_secrets(tmp_path):
+    settings = {"hub_token": SECRET, "vllm_server_api_key": SECRET, "model_init_kwargs": {"token": SECRET}}
+    config = GRPOConfig(str(tmp_path), vllm_server_base_url=f"http://me:{SECRET}@host:8000", **settings)
+    assert config.vllm_server_api_key == SECRET
+    assert SECRET not in json.dumps(config.to_dict(), default=str) + config.to_json_string()
+
+
 def test_secrets_are_hidden_wherever_they_are_nested():
     assert hide_secrets([{"a": {"api_key": 1, "b": ["x", {"password": 2}]}}]) == [{"a": {"b": ["x", {}]}}]
 
@@ -448,10 +456,9 @@ def test_the_run_record_is_uploaded_on_request_alone(asked, tiny_tokenizer, tmp_
         sent.setdefault(repo_id, []).append(set(filter_repo_objects(names, ignore_patterns=ignore_patterns)))
         return types.SimpleNamespace(done=lambda: True)
 
-    api = types.SimpleNamespace(
-        upload_folder=upload_folder, create_repo=lambda name, **_: types.SimpleNamespace(repo_id=name)
-    )
+    api = types.SimpleNamespace(create_repo=lambda name, **_: types.SimpleNamespace(repo_id=name))
     monkeypatch.setattr("transformers.trainer.hf_api", lambda: api)
+    monkeypatch.setattr("huggingface_hub.upload_folder", upload_folder)
     tiny_tokenizer.pad_token = "<|endoftext|>"
     settings = {
         "log_completions": True,
@@ -468,7 +475,7 @@ def test_the_run_record_is_uploaded_on_request_alone(asked, tiny_tokenizer, tmp_
             Path(tmp_path, name).parent.mkdir(exist_ok=True)
             Path(tmp_path, name).write_text("{}")
         trainer.push_to_hub()
-    assert api.upload_folder is upload_folder
+    assert "COMPLETE" in sent["me/model"][1] and "COMPLETE.part" not in sent["me/model"][1]
     during, checkpoint, after = sent["me/model"]
     model = {
         "README.md",
