@@ -34,13 +34,14 @@ UNCALLED: dict[str, dict[str, str]] = {
     "PostTrainer": {
         "_prepare_input": "_prepare_inputs(inputs), which gets the whole dict",
         "_prepare_context_parallel_inputs": "_prepare_inputs(inputs); context parallelism is not offered",
+        "compute_loss_terms": "objective(outputs, batch), or compute_loss(model, inputs)",
         "create_optimizer_and_scheduler": "create_optimizer() and create_scheduler(num_training_steps, optimizer)",
     },
     "GRPOTrainer": OF_PROMPTS,
     "RLOOTrainer": OF_PROMPTS,
     "A2POTrainer": OF_PROMPTS,
     "OnlineDPOTrainer": OF_PROMPTS,
-    "PPOTrainer": OF_PROMPTS | {"advantages": "estimate(generation, table, mode)"},
+    "PPOTrainer": OF_PROMPTS,
     "AsyncGRPOTrainer": OF_PROMPTS
     | _rows({WORKERS: "generate_and_score generate roll_out sample tokenize score measured_logps advantages"}),
     "AsyncDistillationTrainer": _rows({TAKEN: "rows generate_and_score generate roll_out sample tokenize"}),

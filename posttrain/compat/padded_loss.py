@@ -310,9 +310,9 @@ class BeforeUser(Trainer):
         loss = (result[0] if isinstance(result, tuple) else result) / passes
         return (loss, *result[1:]) if isinstance(result, tuple) else loss
 
-    def compute_loss_terms(self, model: nn.Module, batch: Any) -> Any:
+    def as_batch(self, inputs: Any) -> Batch:
         """Also of the dict, for a subclass that calls the method of one of our classes by its name."""
-        return super().compute_loss_terms(model, to_batch(batch))
+        return to_batch(inputs)
 
     @property
     def _passes_of_mean(self) -> float:

@@ -161,9 +161,11 @@ class _Evaluation:
         """The loss of one pass as sums by reduction; the user's own loss may add counts."""
         if self.hooks.own_loss:
             return _own_loss(self.context, self.model, batch, counts)
-        terms, _ = self.hooks.compute_loss_terms(self.model, batch)
-        self.context.log(terms.metrics, "eval")
-        return _loss_sums(terms)
+        found = self.hooks.loss_of(self.context, self.model, batch, Denominators(1, 1, 1))
+        for metrics in found.metrics:
+            self.context.log(metrics, "eval")
+        assert found.terms is not None
+        return _loss_sums(found.terms)
 
     def _add(self, batch: Batch, seen: _Seen) -> None:
         """Add up the loss of one pass."""
@@ -263,11 +265,13 @@ def _own_loss(run: Run, model: nn.Module, batch: Batch, counts: dict[str, float]
     run.reduced_by = None
     run.denominators = Denominators(counts["token"], counts["sequence"], 1, 1, run.hooks.named_counts([batch]))
     try:
-        loss = float(run.hooks.compute_loss(model, batch))
+        found = run.hooks.loss_of(run, model, batch, run.denominators)
     finally:
         run.denominators = before
+    for metrics in found.metrics:
+        run.log(metrics, "eval")
     counts[OWN] = counts[_divisor(run.reduced_by or "sequence", counts)]
-    return {OWN: loss * counts[OWN]}
+    return {OWN: float(found.value) * counts[OWN]}
 
 
 def evaluation_loader(

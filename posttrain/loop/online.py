@@ -17,7 +17,6 @@ from posttrain.data.forest import collate
 from posttrain.data.formats import is_conversational
 from posttrain.data.samplers import PromptStream, RepeatSampler
 from posttrain.errors import RolloutError, RolloutServerError, check_rules
-from posttrain.loop import step
 from posttrain.loop.build import as_config
 from posttrain.loop.dynamic_sampling import DynamicSampler
 from posttrain.loop.episodes import EpisodeRunner, make_driver
@@ -42,7 +41,7 @@ from posttrain.loop.weight_sync import WeightSync, training_engine, vllm_engine
 from posttrain.losses.advantages import flat_groups
 from posttrain.losses.policy import engine_gap
 from posttrain.methods.online_config import OnlineConfig, resolve_auto
-from posttrain.metrics import MetricBuffer, mean
+from posttrain.metrics import Metric, MetricBuffer, mean
 from posttrain.models import parallel
 from posttrain.models.architecture import generation_config_of
 from posttrain.models.forward import batch_logps
@@ -408,6 +407,7 @@ class OnlineTrainer(PostTrainer):
     def generate(self, examples: list[dict[str, Any]], mode: str) -> RolloutBatch:
         """One completion per example, decoded and counted; environments are reset first."""
         begin = time.perf_counter()
+        self.run.truncation = self.truncation
         number, size = self._generation_number(mode), self.group_size(mode)
         examples = self.episodes.begin(examples, number=number, group_size=size)
         rollouts, completions = self.roll_out(examples, mode)
@@ -510,17 +510,15 @@ class OnlineTrainer(PostTrainer):
         """
         return self.rollout_func is None and self.engine.capabilities.shares_weights
 
-    def compute_loss_terms(self, model: nn.Module, batch: Batch) -> tuple[LossTerms, ModelOutputs]:
-        """Run forward and objective; log the log-prob gap to the engine (only rounding error for the in-process engine)."""
-        terms, outputs = step.compute_terms(self.run, model, batch, self.truncation)
+    def observe_pass(self, batch: Batch, terms: LossTerms, outputs: ModelOutputs) -> dict[str, Metric]:
+        """Return the gap of log-probs to the engine's (only rounding error for the engine in process)."""
         sampled, trained = batch.columns.get("engine_logp"), batch.old_logp
+        if sampled is None:
+            return {}
         if trained is None or self.old_logp_is_engines:
-            moved = model.training and self.window.born != self.state.global_step
+            moved = self.model.training and self.window.born != self.state.global_step
             trained = None if moved and batch.old_logp is not None else outputs.logp
-        if sampled is not None and trained is not None:
-            gap = engine_gap(trained, sampled, batch.loss_mask)
-            terms = dataclasses.replace(terms, metrics=terms.metrics | gap)
-        return terms, outputs
+        return {} if trained is None else engine_gap(trained, sampled, batch.loss_mask)
 
     @property
     def old_logp_is_engines(self) -> bool:

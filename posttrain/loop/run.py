@@ -21,10 +21,12 @@ from posttrain.methods.config import PostTrainingConfig
 from posttrain.metrics import Metric, MetricBuffer
 from posttrain.models import parallel
 from posttrain.models.reference import Reference
-from posttrain.types import Batch, LossTerms, ModelOutputs, Row
+from posttrain.types import WHOLE, Batch, LossTerms, ModelOutputs, Row, Truncation
 
 if TYPE_CHECKING:
-    import torch
+    from torch import Tensor
+
+    from posttrain.loop.step import Loss
 
 
 @dataclass(frozen=True)
@@ -35,8 +37,8 @@ class Hooks:
         objective: Outputs and batch to unreduced terms.
         named_counts: Further counts of an optimiser step.
         comparison: What the output layer does instead of log-probs, see `TokenHead.compare`; None: nothing.
-        compute_loss_terms: Model and batch to terms and outputs.
-        compute_loss: Model and batch to the scalar of one pass.
+        loss_of: Run, model, batch and counts to the loss of one pass.
+        observe: Batch, terms and outputs of a pass to further metrics; None: nothing looks at passes.
         eval_batches: What the evaluation loader yields, to batches.
         postprocess_metrics: The metrics of a window with those that follow from others.
         predictions: Model and batches to one (logits, labels) a row.
@@ -46,12 +48,12 @@ class Hooks:
     objective: Callable[[ModelOutputs, Batch], LossTerms]
     named_counts: Callable[[Sequence[Batch]], dict[str, float]]
     comparison: Callable[[Batch], Any]
-    compute_loss_terms: Callable[[nn.Module, Batch], tuple[LossTerms, ModelOutputs]]
-    compute_loss: Callable[[nn.Module, Batch], torch.Tensor]
+    loss_of: Callable[[Run, nn.Module, Batch, Denominators], Loss]
     eval_batches: Callable[[Any], list[Batch]]
     postprocess_metrics: Callable[[dict[str, float]], dict[str, float]]
     predictions: Callable[[nn.Module, list[Batch]], list[tuple[Any, Any]]]
     own_loss: bool = False
+    observe: Callable[[Batch, LossTerms, ModelOutputs], dict[str, Metric]] | None = None
 
 
 @dataclass
@@ -80,6 +82,9 @@ class Run:
         hooks: What a subclass replaces.
         loss_function: The user's ``compute_loss_func``.
         reduced_by: The reduction of the loss that was computed last.
+        truncation: What the sampler leaves out, of which the objective wants the mass that is left.
+        sums: Statistics of the method over the passes of the present optimizer step.
+        most_tokens: Tokens of a pass, padding included, once memory has run out.
     """
 
     args: PostTrainingConfig
@@ -103,6 +108,9 @@ class Run:
     hooks: Hooks = field(init=False)
     loss_function: Callable[..., Any] | None = None
     reduced_by: str | None = None
+    truncation: Truncation = WHOLE
+    sums: Tensor | None = None
+    most_tokens: int | None = None
 
     def log(self, metrics: Mapping[str, Metric], mode: str = "train") -> None:
         """Add metrics to the window of the log."""

@@ -1,9 +1,9 @@
-"""One optimiser step: count what it holds; then, pass by pass, forward, objective and reduce."""
+"""One optimizer step as functions: count what it holds, then compute the loss and the gradient pass by pass."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,19 +11,49 @@ from torch import Tensor, nn
 
 from posttrain.loop.evaluation import full_logits, predicted_metrics
 from posttrain.losses.reduce import Denominators, reduce
-from posttrain.models import parallel
-from posttrain.models.forward import forward, with_router_term
-from posttrain.types import WHOLE, Batch, LossTerms, ModelOutputs, Truncation
+from posttrain.metrics import Metric
+from posttrain.models import memory, parallel, token_split
+from posttrain.models.forward import forward, help_with, with_router_term
+from posttrain.types import Batch, LossTerms, ModelOutputs
 
 if TYPE_CHECKING:
     from posttrain.loop.run import Run
 
 
-def count(run: Run, micro_batches: Sequence[Sequence[Batch]]) -> tuple[Denominators, float]:
-    """Tokens and sequences of the whole optimiser step, over micro-batches and ranks; the checks of a step look at them.
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """What one forward pass found, or several of them.
+
+    Attributes:
+        value: The scalar to call backward on; of several passes their detached sum.
+        metrics: What to log, one dict for each call of an objective.
+        sums: Statistics of the method over the optimizer step, see `Method.step_sums`.
+        terms: Of one pass; None where a user's function computed the loss.
+        outputs: What the model returned in one pass.
+    """
+
+    value: Tensor
+    metrics: tuple[dict[str, Metric], ...] = ()
+    sums: Tensor | None = None
+    terms: LossTerms | None = None
+    outputs: Any = None
+
+
+def add_sums(one: Tensor | None, other: Tensor | None) -> Tensor | None:
+    """Add `Loss.sums`, of which some may be missing."""
+    return other if one is None else one if other is None else one + other
+
+
+def count(run: Run, micro_batches: Sequence[Sequence[Batch]], overlong: float) -> tuple[Denominators, float, float]:
+    """Count tokens and sequences of the whole optimizer step, over micro-batches and ranks.
+
+    Args:
+        run: Of the trainer.
+        micro_batches: Of this rank.
+        overlong: A flag that is summed over ranks together with the counts.
 
     Returns:
-        What terms are divided by, and the tokens of all sequences, trained or not.
+        What terms are divided by, the tokens of all sequences (trained or not), and the sum of the flags.
     """
     batches = [batch for micro in micro_batches for batch in micro]
     named = run.hooks.named_counts(batches)
@@ -32,51 +62,51 @@ def count(run: Run, micro_batches: Sequence[Sequence[Batch]]) -> tuple[Denominat
         sum(batch.num_episodes for batch in batches),
         sum(batch.num_sequence_tokens for batch in batches),
         len(batches),
-        run.checks.has_overlong_sequence(batches),
+        overlong,
         *named.values(),
     ]
     tokens, sequences, seen, passes, overlong, *rest = parallel.all_reduce_sum(local, run.accelerator)
-    run.log(run.checks.step(batches, tokens, sequences, overlong, run.state))
     totals = dict(zip(named, rest, strict=True))
-    return Denominators(tokens, sequences, passes, run.accelerator.num_processes, totals), seen
+    return Denominators(tokens, sequences, passes, run.accelerator.num_processes, totals), seen, overlong
 
 
-def compute_terms(
-    run: Run, model: nn.Module, batch: Batch, truncation: Truncation = WHOLE
-) -> tuple[LossTerms, ModelOutputs]:
-    """Forward and objective; a mixture of experts adds its load-balancing term, averaged over passes.
+def loss_of(run: Run, model: nn.Module, batch: Batch, counts: Denominators) -> Loss:
+    """Compute the loss of one pass: forward, objective, reduce.
+
+    A mixture of experts adds its load-balancing term, averaged over passes.
 
     Args:
         run: Of the trainer.
         model: As the run wraps it.
         batch: One forward pass.
-        truncation: What the sampler leaves out, of which the objective wants the mass that is left.
+        counts: Of the whole optimizer step, so that the losses of its passes add up.
     """
+    hooks, method = run.hooks, run.method
     outputs = forward(
         model,
         batch,
-        run.method.traits.needs | ({"aux"} if run.router_coefficient else set()),
-        temperature=run.method.temperature,
-        truncation=truncation,
+        method.traits.needs | ({"aux"} if run.router_coefficient else set()),
+        temperature=method.temperature,
+        truncation=run.truncation,
         chunk_size=run.args.logits_chunk_size,
-        expected_grad=expected_gradient(run, batch) if model.training else None,
-        compare=run.hooks.comparison(batch),
+        expected_grad=expected_gradient(run, batch, counts) if model.training else None,
+        compare=hooks.comparison(batch),
     )
-    terms = run.hooks.objective(outputs, batch)
+    terms = hooks.objective(outputs, batch)
     if batch.shares is not None:
         terms = replace(terms, share=batch.shares)
-    if model.training:
-        run.method.observe(terms, outputs, run.denominators)
+    sums = method.step_sums(terms, outputs, counts) if model.training else None
     if run.router_coefficient and outputs.aux_loss is not None:
         terms = with_router_term(terms, outputs.aux_loss, run.router_coefficient)
-    return terms, outputs
+    metrics = terms.metrics if hooks.observe is None else terms.metrics | hooks.observe(batch, terms, outputs)
+    return Loss(reduce(terms, counts), (metrics,), sums, terms, outputs)
 
 
-def expected_gradient(run: Run, batch: Batch) -> Tensor | None:
-    """``(B, T)``: the gradient of the loss with respect to the log-probs, where the method knows it before the pass.
+def expected_gradient(run: Run, batch: Batch, counts: Denominators) -> Tensor | None:
+    """Return the gradient of the loss with respect to the log-probs ``(B, T)``, where the method knows it before the pass.
 
-    It is taken of the objective itself, at the reference's log-probs or 0. A subclass's objective may do more than compute: it is
-    called once. For the output layer's use on a CPU, see `posttrain.models.logprob.token_logprobs`.
+    It is that of the objective itself, at the reference's log-probs or 0. A subclass's objective may have side effects, so it is
+    called once only. For the output layer's use on a CPU, see `posttrain.models.logprob.token_logprobs`.
     """
     own = run.hooks.objective != run.method.objective
     if own or batch.input_ids.device.type != "cpu" or not run.method.knows_gradient(batch):
@@ -86,41 +116,51 @@ def expected_gradient(run: Run, batch: Batch) -> Tensor | None:
         logp = (grid if batch.ref_logp is None else batch.ref_logp).clone().requires_grad_()
         numbers = dict.fromkeys(run.method.traits.needs - {"logp"}, grid)
         terms = run.method.objective(ModelOutputs(logp=logp, **numbers), batch)
-        terms = replace(terms, share=batch.shares)
-        return torch.autograd.grad(reduce(terms, run.denominators), logp)[0]
+        return torch.autograd.grad(reduce(replace(terms, share=batch.shares), counts), logp)[0]
 
 
 def no_comparison(batch: Batch) -> None:
-    """What the output layer compares log-probs with, where a method compares nothing."""
+    """Compare log-probs with nothing in the output layer."""
 
 
-def loss_of_pass(run: Run, model: nn.Module, batch: Batch) -> Tensor:
-    """`compute_loss` alone, as the loop calls it where no subclass has one of its own."""
-    return compute_loss(run, model, batch)[0]
-
-
-def function_loss(run: Run, model: nn.Module, batch: Batch, count: Any) -> tuple[Tensor, Any]:
-    """The user's ``compute_loss_func(outputs, labels, num_items_in_batch)`` on full logits, and the model's outputs."""
+def function_loss(run: Run, model: nn.Module, batch: Batch, counts: Denominators) -> Loss:
+    """Compute the user's ``compute_loss_func(outputs, labels, num_items_in_batch)`` on full logits."""
     assert run.loss_function is not None
     output, labels = full_logits(model, batch)
-    run.log(predicted_metrics(output.logits, labels), "train" if model.training else "eval")
-    run.reduced_by = "token"
-    tokens = run.denominators.over(count, allowed=True).tokens
-    return run.loss_function(output, labels, num_items_in_batch=tokens) * run.denominators.world_size, output
+    value = run.loss_function(output, labels, num_items_in_batch=counts.tokens) * counts.world_size
+    return Loss(value, (predicted_metrics(output.logits, labels),), outputs=output)
 
 
-def compute_loss(run: Run, model: nn.Module, batch: Batch, count: Any = None) -> tuple[Tensor, Any]:
-    """Batch to scalar: the sum of a pass's terms over counts of the whole optimiser step, so that passes add up.
+def forward_backward(run: Run, model: nn.Module, batches: Sequence[Batch], counts: Denominators) -> Loss:
+    """Compute the gradient of several passes; it is added to the parameters', and nothing else changes.
 
     Args:
         run: Of the trainer.
-        model: As the run wraps it.
-        batch: One forward pass.
-        count: Given by the user in place of the step's label tokens, see `Denominators.over`.
+        model: As the run wraps it, in training mode.
+        batches: One forward pass each.
+        counts: Of the whole optimizer step. Several calls with the same counts add up to its gradient.
+
+    Returns:
+        The summed loss without a graph, what to log, and the method's statistics.
     """
-    if run.loss_function is not None:
-        return function_loss(run, model, batch, count)
-    terms, outputs = run.hooks.compute_loss_terms(model, batch)
-    run.log(terms.metrics, "train" if model.training else "eval")
-    run.reduced_by = terms.count or terms.reduction
-    return reduce(terms, run.denominators.over(count, allowed=run.method.traits.takes_loss_func)), outputs
+    accelerator, device, split = run.accelerator, run.args.device, token_split.active()
+    value, metrics, sums = torch.zeros((), device=device), [], None
+    offloading = memory.get_act_offloading_ctx_manager(model, enabled=run.args.activation_offloading)
+    passes = parallel.equal_passes(len(batches), accelerator)
+    with memory.gradients_first(model, passes=passes * (1 if split is None else split.size)):
+        for index in range(passes):
+            # A rank that has no batch left runs its last one without weight, where a pass is a collective.
+            batch, weight = batches[min(index, len(batches) - 1)], 1.0 if index < len(batches) else 0.0
+            for helped, last in token_split.turns(index == passes - 1):
+                with offloading, parallel.no_sync(model, last=last):
+                    if helped is not None:  # Columns of a pass of another process of the group.
+                        parallel.backward(accelerator, help_with(model, helped, device))
+                        continue
+                    found = run.hooks.loss_of(run, model, batch.to(device), counts)
+                    loss = found.value * weight
+                    parallel.backward(accelerator, loss)
+                    value = value + loss.detach()
+                    if weight:
+                        metrics += found.metrics
+                        sums = add_sums(sums, found.sums)
+    return Loss(value, tuple(metrics), sums)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import itertools
 import logging
@@ -16,6 +17,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import numpy as np
+import torch
 import transformers
 from accelerate import Accelerator
 from torch import Tensor, nn
@@ -36,7 +38,7 @@ from posttrain.loop.data_report import DataReport, DataReportCallback, DatasetHe
 from posttrain.loop.dry_step import DryStep, dry_step, fit_memory
 from posttrain.loop.evaluation import count_rounds, evaluate, evaluation_loader, predicted_rows
 from posttrain.loop.memory_profile import MemoryProfile
-from posttrain.loop.passes import PassRunner
+from posttrain.loop.passes import divided, run_again
 from posttrain.loop.pictures import Vision
 from posttrain.loop.run import Hooks, Run
 from posttrain.loop.token_split import begin_split, refuse_predict, without_accelerate
@@ -53,10 +55,9 @@ from posttrain.models.vision import load_renamed
 from posttrain.report.card import create_model_card
 from posttrain.report.progress import in_notebook, use_rich_progress
 from posttrain.report.record import RunRecordCallback
-from posttrain.types import Batch, LossTerms, ModelOutputs, Row
+from posttrain.types import WHOLE, Batch, LossTerms, ModelOutputs, Row, Truncation
 
 if TYPE_CHECKING:
-    import torch
     from peft import PeftConfig
 
     from posttrain.types import AnyDataset, EvalSets, Tokenizer
@@ -99,6 +100,7 @@ class PostTrainer(transformers.Trainer):
     driver: Any = None
     no_rows: Any = ()  # What an evaluation batch without rows is collated to.
     _in_loop, _eval_rounds = False, 0
+    _losses: list[step.Loss] = []  # noqa: RUF012 - replaced before it grows, but where a user calls compute_loss alone
     _window_start: float | None = None
     _head: DatasetHead | None = None
 
@@ -193,7 +195,7 @@ class PostTrainer(transformers.Trainer):
         self._set_signature_columns_if_needed()
         self.checks.knows(model=self.model)
         self.check_start()
-        args, self.passes, self.run.hooks = self.args, PassRunner(self.run), self._hooks()
+        args, self.run.hooks = self.args, self._hooks()
         self.record, self.interrupt = RunRecordCallback(args, self.processing_class), checkpoint.GracefulInterrupt()
         size = lambda: checkpoint.checkpoint_bytes(self.model, args)  # noqa: E731
         self.checkpoints = checkpoint.Checkpointer(args, self.accelerator, self.record.lock, size)
@@ -238,6 +240,11 @@ class PostTrainer(transformers.Trainer):
     def prepare(self, dataset: AnyDataset, name: str, *, training: bool = False) -> Any:
         """One raw dataset as the collator needs it."""
         return dataset
+
+    @property
+    def truncation(self) -> Truncation:
+        """What another sampler leaves out, for methods that compare its log-probs with their own."""
+        return WHOLE
 
     @property
     def temperature(self) -> float:
@@ -365,6 +372,7 @@ class PostTrainer(transformers.Trainer):
         """
         if not any(isinstance(callback, MemoryProfile) for callback in self.callback_handler.callbacks):
             self.add_callback(MemoryProfile(self.run))
+        self.run.truncation = self.truncation
         self.run.hooks = self._hooks()  # A user may have put methods of their own on this trainer.
         fit_memory(self.run, self.head, self.optimizer)
         self._train_batch_size = self.args.train_batch_size
@@ -408,8 +416,8 @@ class PostTrainer(transformers.Trainer):
             objective=own("objective", run.method.objective),
             named_counts=own("named_counts", run.method.counts),
             comparison=own("comparison", step.no_comparison),
-            compute_loss_terms=own("compute_loss_terms", partial(step.compute_terms, run)),
-            compute_loss=own("compute_loss", partial(step.loss_of_pass, run)),
+            loss_of=self._users_loss if self.own_loss else step.loss_of,
+            observe=own("observe_pass", None),
             eval_batches=self.eval_batches,
             postprocess_metrics=own("postprocess_metrics", run.method.derived_metrics),
             predictions=self.predictions,
@@ -430,8 +438,13 @@ class PostTrainer(transformers.Trainer):
             return [], None
         self._window_start = began
         micro_batches = [self.micro_batch(inputs, index) for index, inputs in enumerate(drawn)]
-        self.denominators, seen = step.count(self.run, micro_batches)
+        batches = list(itertools.chain.from_iterable(micro_batches))
+        overlong = self.checks.has_overlong_sequence(batches)
+        self.denominators, seen, overlong = step.count(self.run, micro_batches, overlong)
+        counts = self.denominators
+        self.run.log(self.checks.step(batches, counts.tokens, counts.sequences, overlong, self.state))
         self.count_tokens_seen(seen)
+        self._passes, self.run.sums = [], None
         self.before_step(micro_batches)
         # A step of fewer micro-batches ends with the last one all the same, and leaves no gradient to the next step.
         return [[]] * (num_batches - len(drawn)) + micro_batches, None
@@ -454,7 +467,24 @@ class PostTrainer(transformers.Trainer):
     def training_step(self, model: nn.Module, inputs: list[Batch], num_items_in_batch: Any = None) -> Tensor:
         """Forward and backward over the batches of one micro-batch; returns their summed loss."""
         model.train()
-        return self.passes.train(model, inputs)
+        run, problem = self.run, None
+        self._passes.append(inputs)
+        if len(passes := divided(run, inputs, run.most_tokens)) > len(inputs):
+            self.before_divided()
+        try:
+            found = step.forward_backward(run, model, passes, run.denominators)
+        except torch.OutOfMemoryError as error:
+            problem = error.with_traceback(None)  # The frames of the traceback hold the activations.
+        if problem is not None:
+            self.before_divided()
+            found = run_again(run, model, self._passes, run.denominators, problem)
+        for metrics in found.metrics:
+            run.log(metrics)
+        run.sums = step.add_sums(run.sums, found.sums)
+        return found.value
+
+    def before_divided(self) -> None:
+        """What a method does before the passes of a step are divided."""
 
     def _clip_grad_norm(self, model: nn.Module) -> Any:
         """Clip; a gradient that is not finite does not reach the weights, and three in a row end the run."""
@@ -479,12 +509,30 @@ class PostTrainer(transformers.Trainer):
         Returns:
             The sum of the pass's terms over counts of the whole optimiser step, so that losses of passes add up.
         """
-        loss, outputs = step.compute_loss(self.run, model, inputs, num_items_in_batch)
-        return (loss, outputs) if return_outputs else loss
+        run = self.run
+        allowed = run.loss_function is not None or run.method.traits.takes_loss_func
+        counts = run.denominators.over(num_items_in_batch, allowed=allowed)
+        found = (step.loss_of if run.loss_function is None else step.function_loss)(
+            run, model, self.as_batch(inputs), counts
+        )
+        run.reduced_by = "token" if found.terms is None else found.terms.count or found.terms.reduction
+        self._losses.append(found)
+        return (found.value, found.outputs) if return_outputs else found.value
 
-    def compute_loss_terms(self, model: nn.Module, batch: Batch) -> tuple[LossTerms, ModelOutputs]:
-        """Forward and objective; a mixture of experts adds its load-balancing term, averaged over passes."""
-        return step.compute_terms(self.run, model, batch)
+    def as_batch(self, inputs: Any) -> Batch:
+        """What ``compute_loss`` is given, as a batch."""
+        return inputs
+
+    def _users_loss(self, run: Run, model: nn.Module, batch: Batch, counts: Denominators) -> step.Loss:
+        """What the user's ``compute_loss`` or ``compute_loss_func`` says of a pass, with the metrics of ours that it calls."""
+        self._losses = []
+        value = self.compute_loss(model, batch)
+        sums = functools.reduce(step.add_sums, (found.sums for found in self._losses), None)
+        return step.Loss(value, tuple(one for found in self._losses for one in found.metrics), sums)
+
+    def observe_pass(self, batch: Batch, terms: LossTerms, outputs: ModelOutputs) -> dict[str, Metric]:
+        """Further metrics of a pass."""
+        return {}
 
     def comparison(self, batch: Batch) -> Any:
         """What the output layer does instead of log-probs, see `TokenHead.compare`; None: nothing."""
@@ -506,7 +554,7 @@ class PostTrainer(transformers.Trainer):
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
         self.state.epoch = self.checkpoints.place.epoch(self.state.epoch)
-        self.run.log(self.method.end_step(self.state.global_step))
+        self.run.log(self.method.end_step(self.state.global_step, self.run.sums))
         if self._window_start is not None:
             self.log_metrics_now({"step_time": mean(time.perf_counter() - self._window_start)})
             self._window_start = None
@@ -776,7 +824,7 @@ class PostTrainer(transformers.Trainer):
         ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:  # fmt: skip
         """Loss over the whole set, divided by its own counts: it does not depend on the evaluation batch size."""
-        self.run.hooks = self._hooks()
+        self.run.hooks, self.run.truncation = self._hooks(), self.truncation
         self.callback_handler.eval_dataloader, self._eval_rounds = dataloader, 0
 
         def after_batch() -> None:

@@ -113,15 +113,12 @@ class Method(ABC, Generic[Config]):
     Attributes:
         branches: Columns of given answers, in the order of a row's sequences.
         keep: Further columns that the loss reads.
-        window: Sums over the training passes of an optimiser step. A pass that is taken back (memory ran out) puts every
-            attribute back: set them anew, and change none in place.
     """
 
     config_class: ClassVar[type[PostTrainingConfig]] = PostTrainingConfig
     traits: Traits = Traits()
     branches: tuple[str, ...] = ()
     keep: ClassVar[tuple[str, ...]] = ()
-    window: Tensor
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -169,11 +166,17 @@ class Method(ABC, Generic[Config]):
         """What logits are divided by before any log-prob is taken of them."""
         return float(self.cfg.temperature)
 
-    def observe(self, terms: LossTerms, outputs: ModelOutputs, denominators: Denominators) -> None:
-        """Take in one forward pass of training; for what is steered from step to step."""
+    def step_sums(self, terms: LossTerms, outputs: ModelOutputs, counts: Denominators) -> Tensor | None:
+        """Return statistics of one training pass, which are added up over the passes of an optimizer step; None for none."""
+        return None
 
-    def end_step(self, step: int) -> dict[str, Metric]:
-        """After ``step`` optimiser steps: steer, and say what to log; a second call with the same number does nothing."""
+    def end_step(self, step: int, sums: Tensor | None) -> dict[str, Metric]:
+        """Steer, and return what to log, after ``step`` optimizer steps; a second call with the same number does nothing.
+
+        Args:
+            step: Optimizer steps that were made.
+            sums: Of `step_sums`, over the passes of this rank.
+        """
         return {}
 
     def derived_metrics(self, metrics: dict[str, float]) -> dict[str, float]:

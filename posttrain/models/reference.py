@@ -154,7 +154,7 @@ def _check_frozen_base(model: nn.Module) -> None:
         what = f"bias={model.peft_config[biased[0]].bias!r} in its adapter" if biased else f"trained weights {own[:3]}"
         raise ModelError(
             f"the reference would share the base weights of this model, but {what} move with training, so the reference would "
-            "move too. Pass a copy as ref_model (copy.deepcopy(model)), or train adapter weights alone."
+            "move too. Load the model a second time and pass it as ref_model, or train adapter weights alone."
         )
 
 

@@ -28,7 +28,7 @@ from posttrain.trainers.arguments import (
     TrainSet,
 )
 from posttrain.trainers.preference import PreferenceTrainer
-from posttrain.types import Batch, LossTerms, ModelOutputs
+from posttrain.types import Batch
 
 if TYPE_CHECKING:
     from posttrain.types import AnyDataset
@@ -120,7 +120,8 @@ class BCOTrainer(PreferenceTrainer):
         super().before_step(micro_batches)
         self._batches = [batch for micro in micro_batches for batch in micro]
         passes = self.denominators.passes
-        self.method.moves_in_pass = passes == self.accelerator.num_processes and len(micro_batches) == 1
+        self._moments = self.method.moments
+        self._in_pass = self.method.moves_in_pass = passes == self.accelerator.num_processes and len(micro_batches) == 1
         if not self.method.moves_in_pass:
             self._move()
 
@@ -130,11 +131,11 @@ class BCOTrainer(PreferenceTrainer):
         self.method.moves_in_pass = False
         self.log_metrics_now(self.method.move([values for values, counts in rewards if counts]))
 
-    def compute_loss_terms(self, model: nn.Module, batch: Batch) -> tuple[LossTerms, ModelOutputs]:
-        """As the parent's; before the first part of a pass that memory had no room for, delta is moved by passes of its own."""
-        if self.method.moves_in_pass and batch.num_sequences < self._batches[0].num_sequences:
+    def before_divided(self) -> None:
+        """Move delta by passes of its own: the pass that should have moved it had no room in memory."""
+        if self._in_pass:
+            self.method.moments, self._in_pass = self._moments, False
             self._move()
-        return super().compute_loss_terms(model, batch)
 
     def _rewards(self, batch: Batch) -> Tensor:
         batch = batch.to(self.args.device)

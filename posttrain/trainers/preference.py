@@ -32,7 +32,7 @@ from posttrain.loop.precompute import KeptSums, precomputed_logps, row_names
 from posttrain.loop.sync_reference import SyncRefModelCallback
 from posttrain.loop.trainer import PostTrainer
 from posttrain.methods.preference import CHECKED_ROWS, AnswerMethod, check_labels
-from posttrain.metrics import mean
+from posttrain.metrics import Metric, mean
 from posttrain.models import parallel
 from posttrain.models.forward import forward
 from posttrain.models.reference import Reference, check_reference, tell_own_checkpoint
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 # Overridden, they may read the reference's log-prob of each token, or give another.
-SEE_REFERENCE = (*PADDED_STEPS, "objective", "compute_loss_terms", "named_counts", "comparison", "before_step")
+SEE_REFERENCE = (*PADDED_STEPS, "objective", "named_counts", "comparison", "before_step")
 SEE_REFERENCE += ("eval_batches", "with_reference")
 SUMS = {"sums", "reference_logp"}  # Of a method, the same.
 
@@ -169,15 +169,14 @@ class PreferenceTrainer(PostTrainer):
         super().check_data()
         self.pairs.agreement(self._raw, self.accelerator)
 
-    def compute_loss_terms(self, model: nn.Module, batch: Batch) -> tuple[LossTerms, ModelOutputs]:
-        """As every trainer's; policy and reference are compared before the first update."""
-        terms, outputs = super().compute_loss_terms(model, batch)
-        if self.method.traits.compares_reference and model.training and self.state.global_step == 0:
+    def observe_pass(self, batch: Batch, terms: LossTerms, outputs: ModelOutputs) -> dict[str, Metric]:
+        """Compare policy and reference before the first update."""
+        if self.method.traits.compares_reference and self.model.training and self.state.global_step == 0:
             half = self.accelerator.mixed_precision != "no" or next(self.model.parameters()).dtype != torch.float32
             loss = float(terms.terms.detach().mean()) if self.method.starts_at_ln_2() else None
             ratio = lambda: self.method.sums(outputs.logp, batch) - self.method.reference_logp(batch)  # noqa: E731
             self.pairs.first_pass(batch, ratio, half=half, loss=loss)
-        return terms, outputs
+        return {}
 
     # Rows --------------------------------------------------------------------------------------------------------
 
@@ -247,6 +246,8 @@ class PreferenceTrainer(PostTrainer):
 
     def before_step(self, micro_batches: list[list[Batch]]) -> None:
         """The reference's log-probs, of batches that have been counted."""
+        if self.state.global_step:
+            self.run.hooks = replace(self.run.hooks, observe=None)  # The first pass was looked at.
         # A stream may never come to its rows again.
         kept = self._known(self._kept, isinstance(self.train_dataset, Sized) and self.state.num_train_epochs > 1)
         for batches in micro_batches:

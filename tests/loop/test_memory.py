@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from posttrain.loop.passes import divided
 from posttrain.models import parallel
 from tests.methods.helpers import chats, grpo, losses, sft, weights
 from tests.methods.test_grpo_options import logs
@@ -125,9 +126,9 @@ def test_a_pass_is_whole_where_its_gradients_are_not_at_the_parameters(tiny_toke
     """DeepSpeed on one GPU would have stepped after each half of the last pass, and counted what a broken one left behind."""
     trainer = sft(tmp_path, tiny_tokenizer)
     (batch,) = trainer.data_collator([trainer.train_dataset[i] for i in range(4)])
-    assert len(trainer.passes._halves(batch)) == 2
+    assert len(divided(trainer.run, [batch], batch.input_ids.numel() // 2)) == 2
     trainer.run.accelerator = SimpleNamespace(num_processes=1, distributed_type=f"DistributedType.{kind}")
-    assert trainer.passes._halves(batch) == [batch]
+    assert divided(trainer.run, [batch], 1) == [batch]
 
 
 def test_supervised_training_is_divided_too(tiny_tokenizer, tmp_path):

@@ -20,6 +20,7 @@ from posttrain.data.forest import Layout, collate
 from posttrain.errors import ArgumentTypeError, ConfigError, DataError, RewardError, RolloutError
 from posttrain.loop.evaluation import _Evaluation
 from posttrain.loop.scoring import completion_metrics
+from posttrain.loop.step import Loss
 from posttrain.losses.reduce import Denominators, reduce
 from posttrain.models.forward import forward
 from posttrain.rollouts.batch import RolloutBatch
@@ -94,7 +95,10 @@ def test_an_evaluation_counts_the_branches_of_an_episode_as_one_sequence_too(bat
     values = torch.rand(laid.input_ids.shape, generator=torch.Generator().manual_seed(0))
     terms = LossTerms(values, laid.loss_mask, reduction, laid.sequence, laid.num_sequences, 5.0, share=laid.shares)
     hooks = SimpleNamespace(
-        own_loss=False, eval_batches=list, named_counts=lambda _: {}, compute_loss_terms=lambda *_: (terms, None)
+        own_loss=False,
+        eval_batches=list,
+        named_counts=lambda _: {},
+        loss_of=lambda *_: Loss(terms.terms.sum(), terms=terms),
     )
     args = SimpleNamespace(device="cpu", batch_eval_metrics=False)
     run = SimpleNamespace(args=args, accelerator=Accelerator(cpu=True), hooks=hooks, log=print, spare_batch=None)

@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import torch
+from torch import Tensor
+
 from posttrain.losses.advantages import group_advantages
 from posttrain.losses.policy import (
     clip_metrics,
@@ -14,7 +17,7 @@ from posttrain.losses.policy import (
     rollout_correction,
     sequence_weight,
 )
-from posttrain.losses.reduce import spread
+from posttrain.losses.reduce import Denominators, spread
 from posttrain.methods.async_grpo.config import AsyncGRPOConfig
 from posttrain.methods.base import SAMPLES, Method, sampler_logp
 from posttrain.methods.grpo.objective import within_groups
@@ -96,6 +99,11 @@ class AsyncGRPO(Method[AsyncGRPOConfig]):
         how = self.cfg.scale_rewards
         stats = group_advantages(rewards.values, rewards.weights, rollouts.group_size, scale_rewards=how)
         return within_groups(stats, rewards.start, bound=how != "none", token_columns=logps)
+
+    def step_sums(self, terms: LossTerms, outputs: ModelOutputs, counts: Denominators) -> Tensor | None:
+        """Return the sum and the count of ``kl``, the mismatch of policy and sampler."""
+        kl = terms.metrics["kl"]
+        return torch.tensor([float(kl.value), float(kl.weight)], dtype=torch.float64)
 
     def objective(self, outputs: ModelOutputs, batch: Batch) -> LossTerms:
         """See `async_grpo_objective`."""

@@ -6,10 +6,12 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 
 from posttrain.errors import ConfigError
 from posttrain.fields import PositiveFloat, PositiveInt, option
 from posttrain.losses.policy import k3
+from posttrain.losses.reduce import Denominators
 from posttrain.methods.async_grpo.config import MEANINGLESS, AsyncGRPOConfig
 from posttrain.methods.distillation.config import OF_REWARDS, Axes, DistillationFields, preset
 from posttrain.methods.distillation.objective import Distillation
@@ -89,6 +91,11 @@ class AsyncDistillation(Distillation):
     def temperature(self) -> float:
         """Of log-probs: the sampling's, which the samplers' are compared with."""
         return float(self.cfg.temperature)
+
+    def step_sums(self, terms: LossTerms, outputs: ModelOutputs, counts: Denominators) -> Tensor | None:
+        """Return the sum and the count of ``kl``, the mismatch of policy and sampler."""
+        kl = terms.metrics["kl"]
+        return torch.tensor([float(kl.value), float(kl.weight)], dtype=torch.float64)
 
     def objective(self, outputs: ModelOutputs, batch: Batch) -> LossTerms:
         """See `distillation_objective`; ``kl`` is the k3 estimate of how far the student is from what sampled, as in GRPO."""

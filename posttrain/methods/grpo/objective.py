@@ -335,7 +335,6 @@ class GRPO(Method[Config]):
         single = cfg.top_entropy_quantile < 1.0 or cfg.loss_type == "bnpo"
         self.traits = replace(self.traits, needs=grpo_needs(cfg), single_pass=single)
         self.bonus = EntropyBonus(cfg)
-        self.window = torch.zeros(3, dtype=torch.float64)
 
     def advantages(self, rollouts: RolloutBatch, rewards: RewardTable, logps: LogProbs, ranks: Ranks) -> Advantages:
         """A completion's reward against its group's mean, divided by a spread; groups without a spread may be left out."""
@@ -360,14 +359,13 @@ class GRPO(Method[Config]):
         others = self.cfg.beta or self.bonus.active or self.cfg.top_entropy_quantile < 1.0
         return batch.old_logp is None and batch.rollout_logp is None and not others
 
-    def observe(self, terms: LossTerms, outputs: ModelOutputs, denominators: Denominators) -> None:
-        """What steering and the log need is added up over the optimiser step."""
-        if self.bonus.active:
-            self.window = self.window + self.bonus.of_pass(terms, outputs, denominators)
+    def step_sums(self, terms: LossTerms, outputs: ModelOutputs, counts: Denominators) -> Tensor | None:
+        """Return what steering and the log need of a pass."""
+        return self.bonus.of_pass(terms, outputs, counts) if self.bonus.active else None
 
-    def end_step(self, step: int) -> dict[str, Metric]:
+    def end_step(self, step: int, sums: Tensor | None) -> dict[str, Metric]:
         """Steer the coefficient of the entropy term."""
-        window, self.window = self.window, torch.zeros_like(self.window)
+        window = torch.zeros(3, dtype=torch.float64) if sums is None else sums
         return self.bonus.end_step(step, window, self.ranks.sum)
 
     def objective(self, outputs: ModelOutputs, batch: Batch) -> LossTerms:

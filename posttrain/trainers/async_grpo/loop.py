@@ -9,7 +9,6 @@ import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import TrainerCallback
 
@@ -23,7 +22,7 @@ from posttrain.rollouts.workers.ledger import Ledger, MismatchGuard
 from posttrain.rollouts.workers.samples import TaskSource
 from posttrain.rollouts.workers.worker import check_picklable
 from posttrain.trainers.async_grpo.rollouts import AsyncRollouts, RolloutService
-from posttrain.types import Batch, LossTerms, ModelOutputs
+from posttrain.types import Batch
 
 if TYPE_CHECKING:
     from transformers import TrainerControl, TrainerState, TrainingArguments
@@ -59,7 +58,6 @@ class AsyncTrainer(OnlineTrainer):
         self.mismatch = MismatchGuard()
         self.trained_groups: int = 0
         self._new_groups: set[int] = set()
-        self.method.window = torch.zeros(2, dtype=torch.float64)
         self._skipping = False
         self.add_callback(_StepCallback(self))
 
@@ -158,19 +156,10 @@ class AsyncTrainer(OnlineTrainer):
         """What this process has of a step, with whatever its objective needs besides."""
         return batch
 
-    def objective(self, outputs: ModelOutputs, batch: Batch) -> LossTerms:
-        """As the method's; its metric ``kl``, the mismatch of policy and sampler, is added up for the guard."""
-        terms = super().objective(outputs, batch)
-        kl = terms.metrics["kl"]
-        if self.model.training:
-            told = torch.tensor([float(kl.value), float(kl.weight)], dtype=torch.float64)
-            self.method.window = self.method.window + told
-        return terms
-
     def before_update(self) -> None:
         """Leave the update out when policy and sampler have been too far apart for too long."""
-        kl, tokens = parallel.all_reduce_sum(self.method.window.tolist(), self.accelerator)
-        self.method.window = torch.zeros_like(self.method.window)
+        local = [0.0, 0.0] if self.run.sums is None else self.run.sums.tolist()
+        kl, tokens = parallel.all_reduce_sum(local, self.accelerator)
         self._skipping = self.mismatch.add(kl / max(tokens, 1.0))
         if self._skipping:
             for parameter in self.model.parameters():
