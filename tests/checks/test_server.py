@@ -144,6 +144,34 @@ def test_what_training_changed_must_have_changed_on_both_sides():
     assert check_parity("x", later, theirs, dtype="float32", version=2, first=(ours, [[-1.01, -2.01, -3.01]])) is None
 
 
+def test_rounding_that_a_new_adapter_does_not_have_yet_is_no_loss_in_bfloat16():
+    """Both sides are equal while the adapter is zero. After one step they differ by the rounding of merged weights."""
+    random = torch.Generator().manual_seed(0)
+
+    def rounded(move):
+        return [[x + move * (i % 3 - 1) for i, x in enumerate(torch.randn(64, generator=random).mul(0.01).tolist())]]
+
+    def compared(moves, arrives, dtype="bfloat16", start=0.0):
+        parity, kinds = Parity(1), {"dtype": dtype, "version": 1}
+        assert parity.compare(Probe([], [[0.0] * 64], dtype), "x", [[0.0] * 64], **kinds) is None
+        assert not start or parity.compare(Probe([], [[start] * 64], dtype), "x", [[0.0] * 64], **kinds) is None
+        return [parity.compare(Probe([], rounded(m), dtype), "x", rounded(arrives(m)), **kinds) is None for m in moves]
+
+    assert all(compared([0.0, 0.001, 0.01, 0.02, 0.1, 0.2], lambda move: move))
+    assert all(compared([1e-3, 1e-2], lambda move: move, start=1e-4))  # The first steps hardly round otherwise.
+    assert compared([0.001, 0.01, 0.1], lambda move: 0.0) == [True, True, False]
+    assert compared([0.001, 0.01, 0.2], lambda move: 0.5 * move) == [True, True, False]
+    assert compared([0.001], lambda move: 0.0, "float32") == [False]  # float32 does not round like this.
+
+
+def test_a_small_part_of_an_update_that_is_lost_is_found():
+    """A permuted matrix or one old layer is a fifth of the movement."""
+    ours, later = [[-1.0, -2.0, -3.0]], [[-1.002, -1.999, -3.001]]
+    kinds = {"dtype": "float32", "version": 2, "first": (ours, ours)}
+    assert check_parity("x", later, [[-1.00199, -1.999, -3.001]], **kinds) is None
+    assert check_parity("x", later, [[-1.0012, -1.999, -3.001]], **kinds) is not None
+
+
 def test_an_engine_that_differs_is_no_start_to_measure_movements_from():
     """Before the first push of a resumed run an engine has other weights: a later loss must be found all the same."""
     parity, kinds = Parity(None), {"dtype": "float32", "version": 1}

@@ -45,7 +45,8 @@ def test_a_bucket_is_a_safetensors_file_whose_bytes_are_those_of_its_checksum(tm
     bucket = [
         ("a", torch.randn(3, 4)), ("empty", torch.zeros(0, 2)), ("scalar", torch.tensor(2.5)), ("b", torch.randn(4, 3).T),
     ]  # fmt: skip
-    for pairs in (bucket, bucket[:2], [("h", torch.randn(5).bfloat16())]):
+    shared = torch.randn(2, 2)  # As the repeated layers of layer_replication.
+    for pairs in (bucket, bucket[:2], [("h", torch.randn(5).bfloat16())], [("c", shared), ("d", shared)]):
         digest = write_tensors(pairs, tmp_path / "file")
         assert digest == checksum((tmp_path / "file").read_bytes())
         for found in (load_file(tmp_path / "file"), file_tensors(tmp_path / "file", digest)):

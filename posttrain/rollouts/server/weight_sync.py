@@ -72,8 +72,14 @@ def write_tensors(tensors: Iterable[tuple[str, Tensor]], path: Path) -> str:
     Raises:
         OSError: It cannot be written: no room is left in shared memory (a container's is often 64 MB), say.
     """
+    whole, seen = {}, set[int]()
+    for name, tensor in tensors:
+        tensor = tensor.detach().cpu().contiguous()
+        memory = tensor.untyped_storage().data_ptr()
+        whole[name] = tensor.clone() if memory in seen else tensor  # Layers of layer_replication share their weights.
+        seen.add(memory)
     try:
-        save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors}, path)
+        save_file(whole, path)
     except SafetensorError as error:
         raise OSError(str(error)) from error
     return _file_checksum(path)
