@@ -329,7 +329,7 @@ class OnlineTrainer(PostTrainer):
             generation = self.generate_and_score(inputs, "train")
             self.window.fill(self._slices(generation, self.args.steps_per_generation or 1), self.state.global_step)
         rows = self.window.take()
-        self.log_metrics_now({"staleness/mean_updates": mean(float(self.state.global_step - self.window.born))})
+        self.run.log({"staleness/mean_updates": mean(float(self.state.global_step - self.window.born))})
         return self.collate(rows)
 
     def _slices(self, generation: RolloutBatch, count: int) -> list[list[Row]]:
@@ -340,14 +340,14 @@ class OnlineTrainer(PostTrainer):
             return slices
         slices, metrics = balance_rows(slices, self.accelerator)
         for of_slice in metrics:
-            self.log_metrics_now(of_slice)
+            self.run.log(of_slice)
         return slices
 
     def eval_batches(self, inputs: list[dict[str, Any]]) -> list[Batch]:
         """Generate, score and collate one evaluation batch."""
         generation = self.generate_and_score(inputs, "eval")
         score = functools.partial(self.scorer.score, state=self.state, group_size=self.eval_group, training=False)
-        self.log_metrics_now(self.vision.control(inputs, self.eval_group, self.roll_out, score), "eval")
+        self.run.log(self.vision.control(inputs, self.eval_group, self.roll_out, score), "eval")
         whole, skip = range(len(generation.rollouts)), self.args.mask_truncated_completions
         return self.collate(generation.rows(whole, skip_truncated=skip))
 
@@ -363,11 +363,11 @@ class OnlineTrainer(PostTrainer):
         table = self.score(generation, mode)
         if mode == "train" and self.args.dynamic_sampling:
             generation, table, metrics = self.dynamic_sampler.replace(generation, table)
-            self.log_metrics_now(metrics)
+            self.run.log(metrics)
         self.weight_sync.rest()
         generation = dataclasses.replace(generation, token_columns=self.measured_logps(generation, mode))
         found = self.advantages(generation, table, generation.token_columns)
-        self.log_metrics_now(found.metrics, mode)
+        self.run.log(found.metrics, mode)
         if self.scores_rewards:
             self.reward_watch.log(generation, table, found, mode)
         generation = generation.worth(found)
@@ -427,7 +427,7 @@ class OnlineTrainer(PostTrainer):
         seconds, cut = time.perf_counter() - begin, self.args.mask_truncated_completions
         written = sum(completion_lengths(generation))
         speed = {"rollouts/tokens_per_second": mean(written / max(seconds, 1e-9)), "rollouts/seconds": mean(seconds)}
-        self.log_metrics_now(completion_metrics(generation, cut, self.ids_without_token) | speed | pictured, mode)
+        self.run.log(completion_metrics(generation, cut, self.ids_without_token) | speed | pictured, mode)
         if mode == "train":
             tokens = written + sum(len(r.prompt_ids) for r in rollouts)
             self.counters["num_tokens"] += parallel.all_reduce_sum([float(tokens)], self.accelerator)[0]
@@ -486,7 +486,7 @@ class OnlineTrainer(PostTrainer):
         """Rewards of all ranks' rows."""
         training, size = mode == "train", self.group_size(mode)
         table = self.scorer.score(generation, self.state, group_size=size, training=training)
-        self.log_metrics_now(table.metrics, mode)
+        self.run.log(table.metrics, mode)
         return table
 
     # Log-probs ---------------------------------------------------------------------------------------------------
@@ -545,18 +545,18 @@ class OnlineTrainer(PostTrainer):
         columns: dict[str, list[list[float]]] = {}
         if known and not self.engine_is_policy:
             columns["rollout_logp"] = sampled
-        elif known and self.engine.capabilities.has_logprobs and self.temperature == self.args.temperature:
+        elif known and self.engine.capabilities.has_logprobs and self.method.temperature == self.args.temperature:
             columns["engine_logp"] = sampled
         if self.needs_old_logp(mode) and known and self.old_logp_is_engines:
             columns["old_logp"] = sampled
         elif self.needs_old_logp(mode):
-            with self.inference() as policy:
+            with self.run.inference() as policy:
                 if self.truncation:
                     columns["old_logp"], columns["log_mass"] = self._logps(policy, generation.every_row())
                 else:
                     columns["old_logp"] = self.logps(policy, generation.every_row())
         if self.reference is not None:
-            with self.inference() as policy, self.reference.active(policy) as reference:
+            with self.run.inference() as policy, self.reference.active(policy) as reference:
                 columns["ref_logp"] = self.logps(reference, generation.every_row())
         else:
             given = not (self.method.traits.beta_is_kl and self.args.beta)
@@ -590,9 +590,9 @@ class OnlineTrainer(PostTrainer):
     ) -> tuple[list[list[float]], list[list[float]]]:
         """Log-probs, and the logs of the mass that truncation leaves; no masses where nothing is left out."""
         batches = collate(rows, pad_token_id=self.pad_token_id, layout=self.layout) if rows else []
-        passes = parallel.in_step(batches, self.accelerator, self.spare_batch)
+        passes = parallel.in_step(batches, self.accelerator, self.run.spare_batch)
         placed = ((batch.to(self.args.device), counts) for batch, counts in passes)
-        temperature = self.temperature if temperature is None else temperature
+        temperature = self.method.temperature if temperature is None else temperature
         settings = {"temperature": temperature, "truncation": self.truncation}
         return batch_logps(model, placed, **settings, chunk_size=self.args.logits_chunk_size)
 
@@ -619,9 +619,6 @@ class OnlineTrainer(PostTrainer):
             for kind in ("mean", "min", "max"):
                 metrics.setdefault(f"completions/{kind}_terminated_length", 0.0)
         return super().postprocess_metrics(metrics)
-
-    def count_tokens_seen(self, tokens: float) -> None:
-        """Counted at generation instead, each prompt once per completion."""
 
     def completion_rows(self, generation: RolloutBatch, table: RewardTable) -> list[dict[str, Any]]:
         """One row a completion of this rank: prompt, completion, each reward, extra columns, advantage."""

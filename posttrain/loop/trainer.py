@@ -443,7 +443,10 @@ class PostTrainer(transformers.Trainer):
         self.denominators, seen, overlong = step.count(self.run, micro_batches, overlong)
         counts = self.denominators
         self.run.log(self.checks.step(batches, counts.tokens, counts.sequences, overlong, self.state))
-        self.count_tokens_seen(seen)
+        if (
+            not self.method.traits.samples
+        ):  # Else they are counted as they are sampled, each prompt once per completion.
+            self.counters["num_tokens"] += seen
         self._passes, self.run.sums = [], None
         self.before_step(micro_batches)
         # A step of fewer micro-batches ends with the last one all the same, and leaves no gradient to the next step.
@@ -459,10 +462,6 @@ class PostTrainer(transformers.Trainer):
     def named_counts(self, batches: Sequence[Batch]) -> dict[str, float]:
         """Other counts of the optimiser step that the objective divides by; the same names on every rank."""
         return self.method.counts(batches)
-
-    def count_tokens_seen(self, tokens: float) -> None:
-        """Add the real tokens of an optimiser step, over all ranks, to the running total."""
-        self.counters["num_tokens"] += tokens
 
     def training_step(self, model: nn.Module, inputs: list[Batch], num_items_in_batch: Any = None) -> Tensor:
         """Forward and backward over the batches of one micro-batch; returns their summed loss."""
@@ -556,7 +555,7 @@ class PostTrainer(transformers.Trainer):
         self.state.epoch = self.checkpoints.place.epoch(self.state.epoch)
         self.run.log(self.method.end_step(self.state.global_step, self.run.sums))
         if self._window_start is not None:
-            self.log_metrics_now({"step_time": mean(time.perf_counter() - self._window_start)})
+            self.run.log({"step_time": mean(time.perf_counter() - self._window_start)})
             self._window_start = None
         self._in_loop = True
         try:
@@ -836,10 +835,6 @@ class PostTrainer(transformers.Trainer):
         output, self._eval_rounds = evaluate(self.run, dataloader, metric_key_prefix, self.compute_metrics, **options)
         return output
 
-    def spare_batch(self) -> Batch:
-        """One token after another: what a rank without rows runs where a forward pass is a collective."""
-        return self.run.spare_batch()
-
     @property
     def own_loss(self) -> bool:
         """Whether the user's code says what the loss is: a subclass's ``compute_loss``, or ``compute_loss_func``."""
@@ -857,7 +852,3 @@ class PostTrainer(transformers.Trainer):
     def _track_num_input_tokens(self, inputs: list[Batch]) -> None:
         if self.args.include_num_input_tokens_seen != "no":
             self.state.num_input_tokens_seen = int(self.counters["num_tokens"])
-
-    def inference(self, model: nn.Module | None = None) -> contextlib.AbstractContextManager[nn.Module]:
-        """The model in eval mode, without gradients, under the run's precision; training mode is restored."""
-        return self.run.inference(model)

@@ -132,7 +132,7 @@ def dpo_objective(out: ModelOutputs, batch: Batch, reference: Tensor, cfg: DPOCo
     """
     assert out.logp is not None
     plain, length = sequence_logp(out.logp, batch)
-    logp = desensitize(out.logp, batch, length, cfg.ld_alpha)
+    logp = plain if cfg.ld_alpha is None else desensitize(out.logp, batch, length, cfg.ld_alpha)
     pairs = [batch.grouped(x, 2).unbind(1) for x in (logp, reference, length, plain)]
     (policy_c, policy_r), (ref_c, ref_r), (length_c, length_r), (plain_c, _) = pairs
     link = {"divergence": cfg.f_divergence_type, "alpha": cfg.f_alpha_divergence_coef}
@@ -157,10 +157,8 @@ def dpo_objective(out: ModelOutputs, batch: Batch, reference: Tensor, cfg: DPOCo
     return replace(row_terms(batch, total, branches=2, metrics=metrics), extra=extra)
 
 
-def desensitize(logp: Tensor, batch: Batch, length: Tensor, alpha: float | None) -> Tensor:
-    """Summed log-probs ``(S,)``, tokens beyond the pair's shorter answer weighted by ``alpha``."""
-    if alpha is None:
-        return sequence_logp(logp, batch)[0]
+def desensitize(logp: Tensor, batch: Batch, length: Tensor, alpha: float) -> Tensor:
+    """Sum log-probs, ``(S,)``, with tokens beyond the pair's shorter answer weighted by ``alpha``."""
     shorter = batch.spread_rows(batch.grouped(length, 2).amin(1), 2)
     return desensitized_sum(logp.float(), batch.loss_mask, batch.sequence, shorter, alpha=alpha)
 
@@ -203,7 +201,9 @@ class DPO(AnswerMethod[DPOConfig]):
 
     def sums(self, logp: Tensor, batch: Batch) -> Tensor:
         """Summed log-probs, desensitised where ``ld_alpha`` says so."""
-        return desensitize(logp, batch, sequence_logp(logp, batch)[1], self.cfg.ld_alpha)
+        total, length = sequence_logp(logp, batch)
+        alpha = self.cfg.ld_alpha
+        return total if alpha is None else desensitize(logp, batch, length, alpha)
 
     def reference_key(self) -> dict[str, Any]:
         """Settings that move the reference's sums."""

@@ -315,7 +315,7 @@ class A2POTrainer(OnlineTrainer):
         An engine object that was given, and has none, samples from the policy, which is the reference at first.
         """
         engine, far = self.engine, self.engine.capabilities.needs_weight_sync
-        with self.inference() as policy, self.reference.active(policy):
+        with self.run.inference() as policy, self.reference.active(policy):
             copy = self.reference.copy
             if far or (self._own_engine and copy is not None):
                 model = copy if copy is not None else self.accelerator.unwrap_model(self.model)

@@ -126,10 +126,10 @@ class BCOTrainer(PreferenceTrainer):
             self._move()
 
     def _move(self) -> None:
-        ran = parallel.in_step(self._batches, self.accelerator, self.spare_batch)
+        ran = parallel.in_step(self._batches, self.accelerator, self.run.spare_batch)
         rewards = [(self._rewards(batch), counts) for batch, counts in ran]
         self.method.moves_in_pass = False
-        self.log_metrics_now(self.method.move([values for values, counts in rewards if counts]))
+        self.run.log(self.method.move([values for values, counts in rewards if counts]))
 
     def before_divided(self) -> None:
         """Move delta by passes of its own: the pass that should have moved it had no room in memory."""
@@ -139,7 +139,7 @@ class BCOTrainer(PreferenceTrainer):
 
     def _rewards(self, batch: Batch) -> Tensor:
         batch = batch.to(self.args.device)
-        with self.inference() as policy:
+        with self.run.inference() as policy:
             logp = forward(policy, batch, chunk_size=self.args.logits_chunk_size).logp
         assert logp is not None
         return self.args.beta * (sequence_logp(logp, batch)[0] - self.method.reference_logp(batch))

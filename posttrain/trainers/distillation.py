@@ -322,7 +322,7 @@ class DistillationTrainer(OnlineTrainer):
 
         @contextmanager
         def running() -> Iterator[nn.Module]:
-            with self.inference() as policy:
+            with self.run.inference() as policy:
                 if own is None:
                     yield policy
                 else:
@@ -712,7 +712,7 @@ class DistillationTrainer(OnlineTrainer):
         """What the student's head compares itself with; None where there is no teacher."""
         if self.axes.support == "none":
             return None
-        options: dict[str, Any] = {"columns": self.columns, "policy_temperature": self.temperature}
+        options: dict[str, Any] = {"columns": self.columns, "policy_temperature": self.method.temperature}
         options |= {"without": self.never_written(self.vision, self.columns or logit_width(self.model))}
         options |= {"own": self._own_divergence}
         if self.method.privileged and "key" in batch.columns:

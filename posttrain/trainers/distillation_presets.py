@@ -457,7 +457,7 @@ class SDPOTrainer(DistillationTrainer):
             active.append(float(any(hint.values())))
             prompts.append(self._shown(example, hint) if active[-1] else rollout.prompt_ids)
         share = mean(torch.tensor(active))
-        self.log_metrics_now({"self_distillation/reprompt_sample_fraction": share}, rollouts.mode)
+        self.run.log({"self_distillation/reprompt_sample_fraction": share}, rollouts.mode)
         return prompts, replace(found, columns={**found.columns, "active": active})
 
     def _successes(self, rewards: list[float], own: int, group: range) -> list[int]:
@@ -565,5 +565,5 @@ class SSDTrainer(DistillationTrainer):
         if self.args.filter_empty:
             left_out = {i for i, text in enumerate(texts) if not text or ("\n" not in text and len(text) < SHORT)}
         kept = [float(i not in left_out) for i in range(len(texts))]
-        self.log_metrics_now({"ssd/active_sample_ratio": mean(torch.tensor(kept))}, rollouts.mode)
+        self.run.log({"ssd/active_sample_ratio": mean(torch.tensor(kept))}, rollouts.mode)
         return replace(super().keep(rollouts, found), left_out=frozenset(left_out))

@@ -253,7 +253,7 @@ class GOLDTrainer(DistillationTrainer):
             )
         self._pairs = torch.tensor(pairs, device=self.args.device).reshape(-1, 2).T
         share = len(pairs) / self._widths[1]
-        self.log_metrics_now({"align/vocab_overlap": mean(share)})
+        self.run.log({"align/vocab_overlap": mean(share)})
         matched, unmatched = self.args.uld_hybrid_matched_weight, self.args.uld_hybrid_unmatched_weight
         self._weights = (share, 1 - share) if matched is None else (matched, unmatched)
         return None
@@ -287,8 +287,8 @@ class GOLDTrainer(DistillationTrainer):
                 "align/dropped_bytes_fraction": mean(1 - used / max(len(text), 1), weight=len(text)),
                 "align/one_to_one_fraction": mean(single / max(len(places), 1), weight=len(places)),
             }
-            self.log_metrics_now(shares, rollouts.mode)
-        self.log_metrics_now({"align/group_count": mean(float(groups_made))}, rollouts.mode)
+            self.run.log(shares, rollouts.mode)
+        self.run.log({"align/group_count": mean(float(groups_made))}, rollouts.mode)
         return facts, replace(found, token_columns={**found.token_columns, "aligned": columns})
 
     def _prompt(self, example: dict[str, Any], rollout: Rollout) -> list[int]:

@@ -163,7 +163,7 @@ class KTOTrainer(PreferenceTrainer):
             metrics["kl/valid_fraction"] = mean(
                 sum(b.num_sequences for b in mismatched) / max(judged, 1), weight=judged
             )
-        self.log_metrics_now(metrics, mode)
+        self.run.log(metrics, mode)
 
     def micro_batch(self, inputs: Any, index: int) -> list[Batch]:
         """Judged batches with the reference's log-probs; the mismatched ones are kept for the baseline."""
@@ -182,9 +182,9 @@ class KTOTrainer(PreferenceTrainer):
     def _baseline(self, mismatched: list[Batch]) -> Tensor:
         """z0 over all ranks, of batches with the reference's log-probs; ranks may hold different numbers of them."""
         totals = torch.zeros(2, dtype=torch.float64)
-        for source, counts in parallel.in_step(mismatched, self.accelerator, self.spare_batch):
+        for source, counts in parallel.in_step(mismatched, self.accelerator, self.run.spare_batch):
             batch = source.to(self.args.device)
-            with self.inference() as policy:
+            with self.run.inference() as policy:
                 logp = forward(policy, batch, chunk_size=self.args.logits_chunk_size).logp
             if counts:
                 assert logp is not None

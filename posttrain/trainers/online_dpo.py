@@ -230,14 +230,14 @@ class OnlineDPOTrainer(OnlineTrainer):
         """The reference's log-probs of every completion."""
         rows = range(len(generation.rollouts))
         assert self.reference is not None
-        with self.inference() as policy, self.reference.active(policy) as reference:
+        with self.run.inference() as policy, self.reference.active(policy) as reference:
             columns = {"ref_logp": self.logps(reference, generation.rows(rows, skip_truncated=False))}
         if not self.engine.capabilities.has_logprobs:
             return columns
         # The loss has no use for the sampler's temperature, so one completion a rollout batch has a pass of its own.
-        with self.inference() as policy:
+        with self.run.inference() as policy:
             own = self.logps(policy, generation.rows(rows[:1], skip_truncated=False), self.args.temperature)
-        self.log_metrics_now(sampler_gap(generation.rollouts[:1], own), mode)
+        self.run.log(sampler_gap(generation.rollouts[:1], own), mode)
         return columns
 
     # Logs --------------------------------------------------------------------------------------------------------

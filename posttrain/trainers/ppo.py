@@ -315,7 +315,7 @@ class PPOTrainer(OnlineTrainer):
             generation = self.generate_and_score(self.prompt_source.readable(inputs), "train")
             window.fill([self._training_rows(generation)], self.state.global_step)
         place, rows = window.step, window.take()
-        self.log_metrics_now({"staleness/mean_updates": mean(float(self.state.global_step - window.born))})
+        self.run.log({"staleness/mean_updates": mean(float(self.state.global_step - window.born))})
         return self.collate(share_prompts(self._piece(rows, *divmod(place, pieces)))[0])
 
     def _piece(self, rows: list[Row], epoch: int, number: int) -> list[Row]:
@@ -355,18 +355,18 @@ class PPOTrainer(OnlineTrainer):
 
     def sampling(self, mode: str) -> Sampling:
         """At the temperature of the log-probs, until a stop token where one is set."""
-        temperature = TABLE_TEMPERATURE if mode == "table" else self.temperature
+        temperature = TABLE_TEMPERATURE if mode == "table" else self.method.temperature
         return dataclasses.replace(super().sampling(mode), temperature=temperature, stop_token_ids=self.stops)
 
     def measured_logps(self, generation: RolloutBatch, mode: str) -> dict[str, list[list[float]]]:
         """Log-probs and values under the policy in one pass, then log-probs under the reference."""
         rows = plain_rows(generation, self.args.response_length, self.pad_token_id)
-        with self.inference() as policy:
+        with self.run.inference() as policy:
             measured = self.measure(policy, rows, frozenset({"logp", "values"}))
-        with self.inference() as policy, self.reference.active(policy) as reference:
+        with self.run.inference() as policy, self.reference.active(policy) as reference:
             measured["ref_logp"] = self.measure(reference, rows, frozenset({"logp"}))["logp"]
         if self.engine.capabilities.has_logprobs:
-            self.log_metrics_now(sampler_gap(generation.rollouts, measured["logp"]), mode)
+            self.run.log(sampler_gap(generation.rollouts, measured["logp"]), mode)
         names = {"logp": "old_logp", "values": "old_values"}
         return {names.get(name, name): column for name, column in measured.items()}
 
@@ -380,8 +380,12 @@ class PPOTrainer(OnlineTrainer):
             part, places = share_prompts(rows[start : start + size])
             here = [start + place for place in places]
             batches += [(b, here) for b in collate(part, pad_token_id=self.pad_token_id, layout=self.layout)]
-        for (batch, places), counts in parallel.in_step(batches, self.accelerator, lambda: (self.spare_batch(), [])):
-            outputs = forward(model, batch.to(self.args.device), needs, temperature=self.temperature, chunk_size=chunk)
+        for (batch, places), counts in parallel.in_step(
+            batches, self.accelerator, lambda: (self.run.spare_batch(), [])
+        ):
+            outputs = forward(
+                model, batch.to(self.args.device), needs, temperature=self.method.temperature, chunk_size=chunk
+            )
             for name in needs if counts else ():
                 # On the host, where the batch is: one copy, not one a response.
                 pieces = split_by_sequence(getattr(outputs, name).cpu(), batch.to("cpu"))

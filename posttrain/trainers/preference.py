@@ -270,7 +270,7 @@ class PreferenceTrainer(PostTrainer):
         names = [[] if kept is None else row_names(batch) for batch in inputs]
         found = [None if kept is None else kept.known(*about) for about in zip(inputs, names, strict=True)]
         new = [batch for batch, known in zip(inputs, found, strict=True) if known is None]
-        ran = parallel.in_step(new, self.accelerator, self.spare_batch)
+        ran = parallel.in_step(new, self.accelerator, self.run.spare_batch)
         computed = [one for one, counts in [(self.with_reference(one), counts) for one, counts in ran] if counts]
         if kept is not None and inputs:
             unknown = [its for its, known in zip(names, found, strict=True) if known is None]
@@ -278,7 +278,7 @@ class PreferenceTrainer(PostTrainer):
                 kept.add(batch, its)
             rows = sum(batch.num_sequences for batch in inputs)
             share = sum(batch.num_sequences for batch in found if batch is not None) / rows
-            self.log_metrics_now({"reference/kept": mean(share, weight=rows)}, mode)
+            self.run.log({"reference/kept": mean(share, weight=rows)}, mode)
         rest = iter(computed)
         return [next(rest) if known is None else known for known in found]
 
@@ -297,7 +297,7 @@ class PreferenceTrainer(PostTrainer):
         return self.data_collator(examples)
 
     def with_reference(self, batch: Batch) -> Batch:
-        """Add ``ref_logp``, from the reference in eval mode and under the training precision."""
+        """Add ``ref_logp`` and its sums, from the reference in eval mode and under the training precision."""
         if not self.method.traits.compares_reference or "ref_logps" in batch.columns:
             return batch
         if self.reference is None and (not self._own_reference or self.state.global_step):
@@ -305,6 +305,7 @@ class PreferenceTrainer(PostTrainer):
         batch = batch.to(self.args.device)
         # Before the first update a policy without another reference is its own.
         active = contextlib.nullcontext if self.reference is None else self.reference.active
-        with self.inference() as policy, active(policy) as reference:
+        with self.run.inference() as policy, active(policy) as reference:
             logp = forward(reference, batch, chunk_size=self.args.logits_chunk_size).logp
-        return replace(batch, ref_logp=logp)
+        assert logp is not None
+        return replace(batch, ref_logp=logp, columns=batch.columns | {"ref_logps": self.method.sums(logp, batch)})
