@@ -633,6 +633,7 @@ class OnlineTrainer(PostTrainer):
 
         Environments are closed however it ends; later evaluations make new ones.
         """
+        self.run.truncation = self.truncation  # A resumed run may begin with rows that wait.
         try:
             return super().train(*args, **kwargs)
         except RolloutServerError as error:

@@ -55,7 +55,7 @@ from posttrain.models.vision import load_renamed
 from posttrain.report.card import create_model_card
 from posttrain.report.progress import in_notebook, use_rich_progress
 from posttrain.report.record import RunRecordCallback
-from posttrain.types import WHOLE, Batch, LossTerms, ModelOutputs, Row, Truncation
+from posttrain.types import Batch, LossTerms, ModelOutputs, Row
 
 if TYPE_CHECKING:
     from peft import PeftConfig
@@ -100,7 +100,7 @@ class PostTrainer(transformers.Trainer):
     driver: Any = None
     no_rows: Any = ()  # What an evaluation batch without rows is collated to.
     _in_loop, _eval_rounds = False, 0
-    _losses: list[step.Loss] = []  # noqa: RUF012 - replaced before it grows, but where a user calls compute_loss alone
+    _losses: list[step.Loss] | None = None  # Of ours, while the user's function computes the loss of a pass.
     _window_start: float | None = None
     _head: DatasetHead | None = None
 
@@ -241,16 +241,6 @@ class PostTrainer(transformers.Trainer):
         """One raw dataset as the collator needs it."""
         return dataset
 
-    @property
-    def truncation(self) -> Truncation:
-        """What another sampler leaves out, for methods that compare its log-probs with their own."""
-        return WHOLE
-
-    @property
-    def temperature(self) -> float:
-        """What the logits are divided by before any log-prob."""
-        return self.method.temperature
-
     # Construction ------------------------------------------------------------------------------------------------
 
     @property
@@ -372,7 +362,6 @@ class PostTrainer(transformers.Trainer):
         """
         if not any(isinstance(callback, MemoryProfile) for callback in self.callback_handler.callbacks):
             self.add_callback(MemoryProfile(self.run))
-        self.run.truncation = self.truncation
         self.run.hooks = self._hooks()  # A user may have put methods of their own on this trainer.
         fit_memory(self.run, self.head, self.optimizer)
         self._train_batch_size = self.args.train_batch_size
@@ -477,9 +466,7 @@ class PostTrainer(transformers.Trainer):
         if problem is not None:
             self.before_divided()
             found = run_again(run, model, self._passes, run.denominators, problem)
-        for metrics in found.metrics:
-            run.log(metrics)
-        run.sums = step.add_sums(run.sums, found.sums)
+        self._commit(found, "train")
         return found.value
 
     def before_divided(self) -> None:
@@ -515,7 +502,10 @@ class PostTrainer(transformers.Trainer):
             run, model, self.as_batch(inputs), counts
         )
         run.reduced_by = "token" if found.terms is None else found.terms.count or found.terms.reduction
-        self._losses.append(found)
+        if self._losses is None:
+            self._commit(found, "train" if model.training else "eval")
+        else:
+            self._losses.append(found)
         return (found.value, found.outputs) if return_outputs else found.value
 
     def as_batch(self, inputs: Any) -> Batch:
@@ -524,10 +514,15 @@ class PostTrainer(transformers.Trainer):
 
     def _users_loss(self, run: Run, model: nn.Module, batch: Batch, counts: Denominators) -> step.Loss:
         """What the user's ``compute_loss`` or ``compute_loss_func`` says of a pass, with the metrics of ours that it calls."""
-        self._losses = []
-        value = self.compute_loss(model, batch)
-        sums = functools.reduce(step.add_sums, (found.sums for found in self._losses), None)
-        return step.Loss(value, tuple(one for found in self._losses for one in found.metrics), sums)
+        with build.with_attributes(self, {"_losses": []}):
+            value, losses = self.compute_loss(model, batch), self._losses or ()
+        sums = functools.reduce(step.add_sums, (found.sums for found in losses), None)
+        return step.Loss(value, tuple(metrics for found in losses for metrics in found.metrics), sums)
+
+    def _commit(self, found: step.Loss, mode: str) -> None:
+        for metrics in found.metrics:
+            self.run.log(metrics, mode)
+        self.run.sums = step.add_sums(self.run.sums, found.sums)
 
     def observe_pass(self, batch: Batch, terms: LossTerms, outputs: ModelOutputs) -> dict[str, Metric]:
         """Further metrics of a pass."""
@@ -823,7 +818,7 @@ class PostTrainer(transformers.Trainer):
         ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:  # fmt: skip
         """Loss over the whole set, divided by its own counts: it does not depend on the evaluation batch size."""
-        self.run.hooks, self.run.truncation = self._hooks(), self.truncation
+        self.run.hooks = self._hooks()
         self.callback_handler.eval_dataloader, self._eval_rounds = dataloader, 0
 
         def after_batch() -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from posttrain.errors import ConfigError, DataError, did_you_mean
+from posttrain.types import Advantages
 
 __all__ = [
     "MOST_ADVANTAGE",
@@ -20,6 +22,7 @@ __all__ = [
     "leave_one_out_advantages",
     "standardized",
     "weighted_total",
+    "within_groups",
 ]
 
 AGGREGATIONS = ("sum_then_normalize", "normalize_then_sum")
@@ -92,6 +95,13 @@ def _groups(values: Tensor, group_size: int) -> Tensor:
 def bounded(advantages: Tensor) -> Tensor:
     """Standardised advantages stop at `MOST_ADVANTAGE`, so that no completion is worth a step of its own."""
     return advantages.clamp(-MOST_ADVANTAGE, MOST_ADVANTAGE)
+
+
+def within_groups(stats: AdvantageStats, start: int, *, bound: bool, **more: Any) -> Advantages:
+    """Advantages within groups, where they were divided bounded to ±10; `Advantages` has the rest of the arguments."""
+    values = bounded(stats.advantages) if bound else stats.advantages
+    unbounded = stats.advantages if bound else None
+    return Advantages(values, stats.totals, start, unbounded=unbounded, group_std=stats.group_std, **more)
 
 
 def flat_groups(

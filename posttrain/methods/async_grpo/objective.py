@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from posttrain.losses.advantages import group_advantages
+from posttrain.losses.advantages import group_advantages, within_groups
 from posttrain.losses.policy import (
     clip_metrics,
     clipped,
@@ -20,7 +20,6 @@ from posttrain.losses.policy import (
 from posttrain.losses.reduce import Denominators, spread
 from posttrain.methods.async_grpo.config import AsyncGRPOConfig
 from posttrain.methods.base import SAMPLES, Method, sampler_logp
-from posttrain.methods.grpo.objective import within_groups
 from posttrain.metrics import Metric, maximum, mean
 from posttrain.types import Advantages, Batch, LossTerms, ModelOutputs, Ranks
 

@@ -8,12 +8,12 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor
 
-from posttrain.losses.advantages import AdvantageStats, bounded, flat_groups, group_advantages
+from posttrain.losses.advantages import AdvantageStats, flat_groups, group_advantages, within_groups
 from posttrain.losses.policy import (
     LOSS_TYPES,
     cispo,
@@ -306,13 +306,6 @@ def groups_without_signal(args: PostTrainingConfig, table: RewardTable, size: in
     """`flat_groups` of all ranks' rewards as the config of a trainer counts signal, ``(n / G,)`` bool."""
     each = args.multi_objective_aggregation == "normalize_then_sum"
     return flat_groups(table.values, table.weights, size, least=args.min_group_std, each_function=each)
-
-
-def within_groups(stats: AdvantageStats, start: int, *, bound: bool, **more: Any) -> Advantages:
-    """Advantages within groups, where they were divided bounded to ±10; `Advantages` has the rest of the arguments."""
-    values = bounded(stats.advantages) if bound else stats.advantages
-    unbounded = stats.advantages if bound else None
-    return Advantages(values, stats.totals, start, unbounded=unbounded, group_std=stats.group_std, **more)
 
 
 class GRPO(Method[Config]):
