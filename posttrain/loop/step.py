@@ -44,6 +44,13 @@ def add_sums(one: Tensor | None, other: Tensor | None) -> Tensor | None:
     return other if one is None else one if other is None else one + other
 
 
+def commit(run: Run, found: Loss, mode: str = "train") -> None:
+    """Log the metrics of passes that succeeded, and add up the sums of the optimizer step."""
+    for metrics in found.metrics:
+        run.log(metrics, mode)
+    run.sums = add_sums(run.sums, found.sums)
+
+
 def count(run: Run, micro_batches: Sequence[Sequence[Batch]], overlong: float) -> tuple[Denominators, float, float]:
     """Count tokens and sequences of the whole optimizer step, over micro-batches and ranks.
 

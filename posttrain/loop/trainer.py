@@ -466,7 +466,7 @@ class PostTrainer(transformers.Trainer):
         if problem is not None:
             self.before_divided()
             found = run_again(run, model, self._passes, run.denominators, problem)
-        self._commit(found, "train")
+        step.commit(run, found)
         return found.value
 
     def before_divided(self) -> None:
@@ -503,7 +503,7 @@ class PostTrainer(transformers.Trainer):
         )
         run.reduced_by = "token" if found.terms is None else found.terms.count or found.terms.reduction
         if self._losses is None:
-            self._commit(found, "train" if model.training else "eval")
+            step.commit(run, found, "train" if model.training else "eval")
         else:
             self._losses.append(found)
         return (found.value, found.outputs) if return_outputs else found.value
@@ -518,11 +518,6 @@ class PostTrainer(transformers.Trainer):
             value, losses = self.compute_loss(model, batch), self._losses or ()
         sums = functools.reduce(step.add_sums, (found.sums for found in losses), None)
         return step.Loss(value, tuple(metrics for found in losses for metrics in found.metrics), sums)
-
-    def _commit(self, found: step.Loss, mode: str) -> None:
-        for metrics in found.metrics:
-            self.run.log(metrics, mode)
-        self.run.sums = step.add_sums(self.run.sums, found.sums)
 
     def observe_pass(self, batch: Batch, terms: LossTerms, outputs: ModelOutputs) -> dict[str, Metric]:
         """Further metrics of a pass."""

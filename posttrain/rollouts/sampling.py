@@ -1,228 +1,26 @@
-"""From logits to tokens: temperature, rules, truncation, and a draw that needs no sort and no log-softmax over V."""
+"""Sampling settings: fields of ``generation_kwargs``, structured outputs, and `Sampling` of a config."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
-
-from posttrain.errors import ConfigError, RolloutError
-from posttrain.losses.truncation import truncate
+from posttrain.errors import ConfigError
+from posttrain.rollouts.native.draws import has_rules
 from posttrain.types import NEVER, Sampling
 
 if TYPE_CHECKING:
     from posttrain.methods.config import PostTrainingConfig
-    from posttrain.types import Tokenizer
-
-BLOCK = 256
 
 
-def penalize_repetition(logits: Tensor, history: list[list[int]], penalty: float) -> Tensor:
-    """Divide positive and multiply negative logits of tokens that occurred before, prompt included.
-
-    Reference: CTRL, arXiv:1909.05858, section 4.1.
-    """
-    for row, tokens in enumerate(history):
-        seen = torch.tensor(sorted(set(tokens)), device=logits.device)
-        scores = logits[row, seen]
-        logits[row, seen] = torch.where(scores > 0, scores / penalty, scores * penalty)
-    return logits
-
-
-def has_rules(sampling: Sampling) -> bool:
-    """Whether `apply_rules` changes anything."""
-    return bool(sampling.min_new_tokens or sampling.logit_bias or sampling.no_repeat_ngram)
+GUIDES = ("regex", "json", "grammar", "choice")
 
 
 def reshapes(sampling: Sampling) -> bool:
     """Whether tokens are drawn from another distribution than temperature and truncation make."""
     return sampling.repetition_penalty != 1.0 or sampling.guide is not None or has_rules(sampling)
-
-
-def apply_rules(x: Tensor, sampling: Sampling, written: Sequence[int], history: list[list[int]] | None) -> Tensor:
-    """Logits with the bias added, and what may not follow at minus infinity; a copy.
-
-    Args:
-        x: ``(n, V)`` logits, divided by the temperature.
-        sampling: The same of all rows.
-        written: n counts of completion tokens so far.
-        history: n lists of tokens so far, prompt included; needed for repeated n-grams alone.
-    """
-    x = x.clone()
-    if sampling.logit_bias:
-        ids, added = zip(*sampling.logit_bias, strict=True)
-        scale = sampling.temperature or 1.0
-        x[:, torch.tensor(ids, device=x.device)] += torch.tensor(added, device=x.device) / scale
-    if sampling.min_new_tokens:
-        stops = list(sampling.stop_token_ids)
-        x = _forbid(x, [stops if count < sampling.min_new_tokens else [] for count in written])
-    if sampling.no_repeat_ngram:
-        x = _forbid(x, [banned_continuations(tokens, sampling.no_repeat_ngram) for tokens in history or []])
-    return x
-
-
-def ends_with_string(tokens: Sequence[int], sampling: Sampling, tokenizer: Tokenizer) -> bool:
-    """Whether the last of a completion's tokens completed a stop string."""
-    if not sampling.stop_strings:
-        return False
-    # A token may be one byte of a character, which has up to 4: enough of them are decoded to hold the longest string.
-    text = tokenizer.decode(tokens[-4 * max(map(len, sampling.stop_strings)) - 8 :])
-    return any(string in text for string in sampling.stop_strings)
-
-
-def banned_continuations(tokens: list[int], size: int) -> list[int]:
-    """Tokens that would complete an n-gram of ``size`` that is already there.
-
-    >>> banned_continuations([1, 2, 3, 1, 2], 3)
-    [3]
-    """
-    if len(tokens) < size:
-        return []
-    head = tokens[len(tokens) - size + 1 :] if size > 1 else []
-    spans = range(len(tokens) - size + 1)
-    return sorted({tokens[i + size - 1] for i in spans if tokens[i : i + size - 1] == head})
-
-
-def _forbid(logits: Tensor, rows: list[list[int]]) -> Tensor:
-    """Set the listed tokens of each row to minus infinity, in place."""
-    for row, tokens in enumerate(rows):
-        if tokens:
-            logits[row, torch.tensor(tokens, device=logits.device)] = -torch.inf
-    return logits
-
-
-def draw(weights: Tensor, uniform: Tensor) -> Tensor:
-    """One index a row with probability proportional to ``weights``, by inverting the cumulative sum in two levels.
-
-    Args:
-        weights: ``(n, V)`` non-negative, not normalised.
-        uniform: ``(n,)`` float64 in [0, 1).
-
-    Two levels (blocks, then one block) touch the vocabulary once and keep float32 sums short, so rounding does not move
-    probability between tokens.
-    """
-    n, size = weights.shape
-    if size % BLOCK:
-        weights = torch.nn.functional.pad(weights, (0, BLOCK - size % BLOCK))
-    blocks = weights.view(n, -1, BLOCK)
-    mass = blocks.sum(-1).double().cumsum(-1)
-    target = uniform[:, None] * mass[:, -1:]
-    block = torch.searchsorted(mass, target, right=True).clamp_max(mass.shape[1] - 1)
-    before = torch.where(block > 0, mass.gather(1, (block - 1).clamp_min(0)), 0.0)
-    chosen = blocks.gather(1, block[:, :, None].expand(-1, 1, BLOCK)).squeeze(1).double()
-    inner = torch.searchsorted(chosen.cumsum(-1), target - before, right=True).clamp_max(BLOCK - 1)
-    # Rounding may point just past the last positive weight of the block: step back onto it.
-    last = (BLOCK - 1) - (chosen.flip(-1) > 0).int().argmax(-1, keepdim=True)
-    # A row of NaN points anywhere; it is told of once its number is read.
-    return (block * BLOCK + torch.minimum(inner, last)).squeeze(1).clamp_max(size - 1)
-
-
-@dataclass(slots=True)
-class Drawn:
-    """One token a row.
-
-    Attributes:
-        tokens: ``(n,)`` int64.
-        logp: ``(n,)`` float32 under the tempered distribution, before anything cut or changed it.
-        processed_logp: ``(n,)`` float32 under the distribution the token was drawn from; None where it is the same.
-        top: ``(n, k)`` ids and log-probs of the most likely tokens before anything changed them, when asked for.
-    """
-
-    tokens: Tensor
-    logp: Tensor
-    processed_logp: Tensor | None = None
-    top: tuple[Tensor, Tensor] | None = None
-
-    def rows(self) -> list[list[float]]:
-        """Of each row its token, its log-prob, and what else there is of it, in one copy to the host.
-
-        Raises:
-            RolloutError: A row holds NaN, or nothing is left to draw from.
-        """
-        columns = [x[:, None] for x in (self.tokens, self.logp, self.processed_logp) if x is not None]
-        rows = torch.cat([x.double() for x in (*columns, *(self.top or ()))], 1).tolist()
-        if sick := [i for i, row in enumerate(rows) if math.isnan(row[1])]:
-            raise RolloutError(f"the model gave NaN logits for rows {sick}.")
-        if self.processed_logp is not None and (dead := [i for i, row in enumerate(rows) if math.isnan(row[2])]):
-            raise RolloutError(f"no token is allowed in rows {dead}: guide, bias and bans leave none.")
-        return rows
-
-
-def draw_tokens(
-    logits: Tensor,
-    sampling: Sampling,
-    uniform: Tensor,
-    history: list[list[int]] | None = None,
-    change: Callable[[Tensor], Tensor] | None = None,
-) -> Drawn:
-    """One token a row, and its log-prob under the tempered distribution before any truncation.
-
-    Args:
-        logits: ``(n, V)``, overwritten.
-        sampling: Temperature 0 is greedy, with the log-prob at temperature 1.
-        uniform: ``(n,)`` float64 in [0, 1).
-        history: Tokens so far, prompt included; needed for the repetition penalty alone.
-        change: Takes tempered logits and returns those to draw from, before truncation; may set some to minus infinity.
-
-    Nothing waits for the device: `Drawn.rows` says of which row nothing could be drawn.
-    """
-    x = logits.float()
-    greedy = sampling.temperature == 0
-    if not greedy and sampling.temperature != 1.0:
-        x = x / sampling.temperature
-    best = x.amax(-1, keepdim=True)
-    top = _most_likely(x, best, sampling.top_logps) if sampling.top_logps else None
-    if greedy or change is not None or sampling.repetition_penalty != 1.0 or sampling.truncation:
-        drawn = _shaped(x, best, sampling, uniform, history, change)
-        drawn.top = top
-        return drawn
-    weights = x.sub_(best).exp_()  # In place: at this size a fresh tensor costs more than the arithmetic.
-    token = draw(weights, uniform)
-    logp = (weights.gather(1, token[:, None]).log() - weights.sum(-1, keepdim=True).log()).squeeze(1)
-    return Drawn(token, logp, top=top)
-
-
-def _most_likely(x: Tensor, best: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    log_z = best + (x - best).exp_().sum(-1, keepdim=True).log()
-    values, ids = x.topk(min(count, x.shape[-1]), dim=-1)
-    return ids, values - log_z
-
-
-def _shaped(
-    x: Tensor,
-    best: Tensor,
-    sampling: Sampling,
-    uniform: Tensor,
-    history: list[list[int]] | None,
-    change: Callable[[Tensor], Tensor] | None,
-) -> Drawn:
-    """Greedy, penalised, changed or truncated: the draw is from other logits than the raw log-prob is of."""
-    greedy = sampling.temperature == 0
-    log_z = best.squeeze(-1) + (x - best).exp_().sum(-1).log()
-    y = x
-    if sampling.repetition_penalty != 1.0:
-        scale = 1.0 if greedy else sampling.temperature
-        y = penalize_repetition(y * scale, history or [], sampling.repetition_penalty) / scale
-    if change is not None:
-        y = change(y)
-    if greedy:
-        token = y.argmax(-1)
-        # NaN where no token is allowed, as below.
-        processed = torch.zeros_like(log_z).masked_fill_(y.amax(-1).isneginf(), torch.nan)
-    else:
-        y = truncate(y, sampling.truncation)
-        weights = (y - y.amax(-1, keepdim=True)).exp_()
-        token = draw(weights, uniform)
-        processed = (weights.gather(1, token[:, None]).log() - weights.sum(-1, keepdim=True).log()).squeeze(1)
-    return Drawn(token, x.gather(1, token[:, None]).squeeze(1) - log_z, processed)
-
-
-GUIDES = ("regex", "json", "grammar", "choice")
 
 
 def structured_guide(options: object) -> tuple[str, str]:

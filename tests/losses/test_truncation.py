@@ -13,7 +13,7 @@ from posttrain.methods.base import sampler_logp
 from posttrain.methods.grpo import grpo_objective
 from posttrain.methods.rloo import rloo_objective
 from posttrain.models.logprob import token_logprobs
-from posttrain.rollouts.sampling import apply_rules, draw_tokens
+from posttrain.rollouts.native.draws import apply_rules, draw_tokens
 from posttrain.types import WHOLE, ModelOutputs, Sampling, Truncation
 
 VOCABULARY, HIDDEN, TEMPERATURE = 12, 5, 0.8

@@ -7,8 +7,8 @@ import torch
 
 from posttrain.errors import RolloutError
 from posttrain.models.forward import sequence_logps
+from posttrain.rollouts.native.draws import draw
 from posttrain.rollouts.native.engine import NativeEngine
-from posttrain.rollouts.sampling import draw
 from posttrain.types import Request, Row, Sampling
 from tests.conftest import build_model
 from tests.models.test_forward import FAMILIES, family

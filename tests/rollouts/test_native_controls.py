@@ -10,9 +10,9 @@ import torch
 from posttrain.errors import ConfigError, RolloutError
 from posttrain.losses.truncation import truncate
 from posttrain.rollouts.engines import create_engine
+from posttrain.rollouts.native.draws import banned_continuations, ends_with_string
 from posttrain.rollouts.native.engine import NativeEngine
 from posttrain.rollouts.native.sampler import Chooser, uniforms
-from posttrain.rollouts.sampling import banned_continuations, ends_with_string
 from posttrain.types import Request, Sampling, Truncation
 from tests.conftest import build_model
 from tests.wordings import raises

@@ -13,7 +13,7 @@ from torch import Tensor
 from posttrain.errors import ConfigError, RolloutError, check_choice
 from posttrain.integrations import require
 from posttrain.rollouts.native.attention import Block
-from posttrain.rollouts.sampling import Drawn, apply_rules, draw_tokens, ends_with_string, has_rules
+from posttrain.rollouts.native.draws import Drawn, apply_rules, draw_tokens, ends_with_string, has_rules
 from posttrain.types import Request, Sampling
 
 if TYPE_CHECKING:
