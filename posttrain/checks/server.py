@@ -211,9 +211,10 @@ def probe_logprobs(client: Any, needs: Needs) -> Iterator[Finding]:
 def probe_sequences(vocabulary: int, context: int | None, window: int | None = None) -> list[list[int]]:
     """The token ids of the parity probe, the same in every run: 4 sequences of at most 64 tokens.
 
-    The last one reaches 64 tokens beyond a sliding window of at most `LONGEST`, as far as the context goes.
+    The last one reaches 64 tokens beyond a sliding window of at most `LONGEST`, as far as the context goes. One token of the
+    context stays free, because vLLM generates a token where it scores a prompt.
     """
-    generator = torch.Generator().manual_seed(0)
+    generator, context = torch.Generator().manual_seed(0), context and context - 1
     length = min(LENGTH, context or LENGTH)
     sequences = torch.randint(0, vocabulary, (SEQUENCES, length), generator=generator).tolist()
     beyond = 0 if window is None or window > LONGEST else window + LENGTH - length
