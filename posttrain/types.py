@@ -583,6 +583,11 @@ class Rollout:
     credit: float = 1.0
 
 
+def _unchanged(values: Tensor) -> Tensor:
+    """Return the argument; a lambda could not be sent to a worker process."""
+    return values
+
+
 @dataclass(slots=True, frozen=True)
 class Ranks:
     """The processes of a run, for what is computed over all of them. Each function is a collective: all ranks call it.
@@ -599,7 +604,7 @@ class Ranks:
     size: int = 1
     sum: Callable[[list[float]], list[float]] = list
     gather: Callable[[list[Any]], list[Any]] = list
-    join: Callable[[Tensor], Tensor] = lambda values: values
+    join: Callable[[Tensor], Tensor] = _unchanged
 
 
 ALONE = Ranks()  # One process, and the group of a worker.

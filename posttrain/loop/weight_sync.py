@@ -14,9 +14,11 @@ from posttrain.checks.server import (
     Probe,
     check_info,
     check_negative_control,
+    mean_gap,
     needs_of,
     probe_logprobs,
     probe_sequences,
+    rounded_otherwise,
 )
 from posttrain.data.chat import inner_tokenizer
 from posttrain.errors import ConfigError, RolloutServerError, WeightSyncError
@@ -374,7 +376,10 @@ class WeightSync:
         sequences = probe_sequences(text.vocab_size, self.context, sliding_window(text))
         mixed = {"bf16": "bfloat16", "fp16": "float16"}.get(str(self.accelerator.mixed_precision))
         with self.run.inference() as policy:
-            return Probe(sequences, plain_logps(policy, sequences), str(mixed or model.dtype))
+            logps = plain_logps(policy, sequences)
+            with rounded_otherwise(policy):
+                noise = mean_gap(logps, plain_logps(policy, sequences))
+        return Probe(sequences, logps, str(mixed or model.dtype), noise)
 
     def parity_finding(self, engine: Any, version: int) -> Any:
         """Compare an engine's log-probs with the trainer's; returns the finding on every process, None if they agree.
