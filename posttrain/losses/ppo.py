@@ -62,7 +62,7 @@ def token_rewards(
         kl_estimator: ``k1`` or ``k3``, see `posttrain.losses.policy`.
 
     Returns:
-        Rewards and divergences, ``(S, T)`` each, 0 after a response.
+        Rewards, 0 after a response's last state, and divergences, 0 after its last token; ``(S, T)`` each.
 
     Reference: Learning to summarize from human feedback, arXiv:2009.01325, section 3.4.
     """
@@ -76,7 +76,7 @@ def gae(rewards: Tensor, values: Tensor, *, gamma: float, lam: float) -> tuple[T
     """Compute ``d_t = r_t + gamma V_{t+1} - V_t`` and ``A_t = d_t + gamma lam A_{t+1}``, with V and A 0 beyond the end.
 
     Args:
-        rewards: ``(S, T)``, 0 after a response.
+        rewards: ``(S, T)``, 0 after a response's last state.
         values: ``(S, T)``, 0 after its last state.
         gamma: Discount per token, in [0, 1].
         lam: GAE lambda. 1 gives the Monte-Carlo return, 0 the one-step error.

@@ -119,7 +119,7 @@ def bco(
 
 
 def density_weight(probability: Tensor, *, low: float, high: float) -> Tensor:
-    """Compute ``clamp(p / (1 - p + 1e-8), low, high)``, ``(S,)``, where p is the probability that a prompt has a good completion.
+    """Compute ``clamp(p / (1 - p + 1e-8), low, high)``, ``(S,)``, where p is the probability that a prompt's completion is good.
 
     Reference: Binary classifier optimization, arXiv:2404.04656, underlying distribution matching.
     """
