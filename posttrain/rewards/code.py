@@ -193,7 +193,7 @@ def _in_container(command: str, program: str, stdin: str, limits: Limits) -> Out
 
 
 def _in_service(url: str, program: str, stdin: str, limits: Limits) -> Outcome:
-    """Call the endpoint ``/run_code`` of SandboxFusion, https://github.com/bytedance/SandboxFusion. The service limits files."""
+    """Call the endpoint ``/run_code`` of SandboxFusion, https://github.com/bytedance/SandboxFusion; its settings limit files."""
     url = f"{url.rstrip('/').removesuffix('/run_code')}/run_code"
     request = {"code": program, "language": "python", "stdin": stdin, "memory_limit_MB": limits.memory_mb}
     request["run_timeout"] = 2 * limits.timeout
