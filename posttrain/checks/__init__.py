@@ -1,1 +1,1 @@
-"""Checks: plain data in, findings out."""
+"""Checks: functions that take plain data and return findings."""

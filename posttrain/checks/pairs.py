@@ -1,4 +1,4 @@
-"""Preference pairs before training: flipped labels, contradictions, and differences that are not about quality."""
+"""Checks of preference pairs: flipped labels, contradictions, and differences that are unrelated to quality."""
 
 from __future__ import annotations
 
@@ -31,21 +31,21 @@ JUDGED_CODES = ("PT-D026",)
 PAIR_TEXT_CODES = ("PT-D033", "PT-D034", "PT-D035")
 AGREEMENT_CODES = ("PT-D036",)
 
-# Pairs below which a share says nothing.
+# Minimum number of pairs for a share to be meaningful.
 PAIRS_NEEDED = 20
-# Shares of the pairs: one side is longer, one side alone ends, one side alone was cut, the reference prefers rejected.
+# Thresholds as shares of the pairs: one side longer, only one side ends, only one side truncated, reference prefers rejected.
 SHARE_LONGER, SHARE_ENDING, CUT_ONE_SIDE, SHARE_FLIPPED = 0.85, 0.8, 0.05, 0.9
 
 
-# Tokenised rows ------------------------------------------------------------------------------------------------------
+# Tokenized rows ------------------------------------------------------------------------------------------------------
 
 
 def check_pairs(rows: Sequence[Row], *, limit: int | None = None, stops: Sequence[int] = ()) -> list[Finding]:
-    """Differences between chosen and rejected that are not about quality: lengths, cut answers, missing ends.
+    """Find differences between chosen and rejected that are unrelated to quality: length, truncation, missing end tokens.
 
     Args:
-        rows: Tokenised rows; those of two completions are looked at, chosen first.
-        limit: ``max_length``: a longer side was cut.
+        rows: Tokenized rows. Only rows with two completions are checked, chosen first.
+        limit: ``max_length``, at which answers were truncated.
         stops: Token ids that end an answer.
     """
     pairs = [row for row in rows if len(row.completions) == 2]
@@ -63,18 +63,18 @@ def _length_bias(rows: Sequence[Row]) -> Iterator[Finding]:
             "warning",
             f"the {side} answer is the longer one in {share:.0%} of the pairs",
             f"{len(sizes)} pairs of different lengths",
-            "summed log-ratios reward a difference in length, so length is the cheapest thing to learn",
-            "balance lengths, or use loss_type='sigmoid_norm' or ld_alpha below 1, and watch the logged lengths of both sides",
+            "summed log-ratios depend on length, so the model can learn the difference in length instead of quality.",
+            "balance the lengths, or use loss_type='sigmoid_norm' or ld_alpha below 1, and watch the logged lengths.",
         )
 
 
 def _one_sided_ends(rows: Sequence[Row], limit: int | None, stops: frozenset[int]) -> Iterator[Finding]:
     if not stops:
         return
-    # Templates may put a line break or two behind the end-of-turn token.
+    # Templates may add one or two line breaks after the end-of-turn token.
     ended = [[not stops.isdisjoint(answer[-3:]) for answer in row.completions] for row in rows]
     odd = [index for index, (a, b) in enumerate(ended) if a != b]
-    # The answer without an end reaches the limit: it was cut.
+    # The answer without an end token reaches the limit, so it was truncated.
     cut = [
         i for i in odd if limit and len(rows[i].prompt_ids) + len(rows[i].completions[ended[i].index(False)]) >= limit
     ]
@@ -82,10 +82,10 @@ def _one_sided_ends(rows: Sequence[Row], limit: int | None, stops: frozenset[int
         yield finding(
             "PT-D023",
             "warning",
-            f"max_length={limit} cuts one answer of a pair and not the other, in {count_of(len(cut), len(rows))}",
+            f"max_length={limit} truncates only one answer of the pair, in {count_of(len(cut), len(rows))}",
             where(cut),
-            "the cut answer has lost its end and its eos, so the pair teaches how to stop, not what is better",
-            "raise max_length, or leave these pairs out",
+            "the truncated answer has lost its end and its eos, so the pair teaches when to stop, not which answer is better.",
+            "raise max_length, or remove these pairs.",
         )
     if len(rows) >= PAIRS_NEEDED and len(odd) >= SHARE_ENDING * len(rows):
         yield finding(
@@ -93,13 +93,13 @@ def _one_sided_ends(rows: Sequence[Row], limit: int | None, stops: frozenset[int
             "warning",
             f"only the {'chosen' if ended[odd[0]][0] else 'rejected'} answers end with an end-of-turn token",
             where(odd),
-            "the last token alone tells the two sides apart, and the model learns to stop or never to stop",
-            "end both answers alike (give messages, or strings without a template)",
+            "the last token alone separates the two sides, so the model learns to stop, or never to stop.",
+            "end both answers the same way (pass messages, or strings without a template).",
         )
 
 
 def check_judged(rows: Sequence[Row]) -> Finding | None:
-    """Rows of one completion with a ``label``: the same answer judged both ways.
+    """Find answers that are labeled both good and bad, in rows with one completion and a ``label``.
 
     >>> rows = [Row([1], [[2]], [[1]], {"label": [label]}) for label in (1.0, 0.0)]
     >>> finding = check_judged(rows)
@@ -116,10 +116,10 @@ def check_judged(rows: Sequence[Row]) -> Finding | None:
     return finding(
         "PT-D026",
         "error" if len(against) == len(rows) else "warning",
-        f"the same answer to the same prompt is labelled good and bad in {count_of(len(against), len(rows))}",
+        f"the same answer to the same prompt is labeled good and bad in {count_of(len(against), len(rows))}",
         where(against),
-        "the two cancel each other and teach nothing; of pairs that were taken apart, chosen and rejected are equal",
-        "remove these rows; if all are of this kind, look at how answers and labels were made",
+        "the two labels cancel each other. In rows that come from pairs, chosen and rejected are equal.",
+        "remove these rows; if all rows are affected, check how answers and labels were made.",
     )
 
 
@@ -127,22 +127,22 @@ def check_judged(rows: Sequence[Row]) -> Finding | None:
 
 # chosen_score, score_chosen, ...
 SCORES = ("score", "rating", "reward", "score_overall")
-# Difference of two texts that count as equal, of the longer one; and share of such pairs that every real set has.
+# Maximum difference of nearly equal texts, as a share of the longer one; and the share of such pairs in any real dataset.
 NEAR_DIFFERENCE, NEAR_SHARE = 0.02, 0.001
 
 
 @dataclass
 class PairScan:
-    """What all pairs of a set say together.
+    """Result of a scan over all pairs of a dataset.
 
     Attributes:
-        total: Pairs.
-        suspects: Reason by number of the row; the first that was found.
-        swapped: Rows of pairs that also appear the other way round.
-        contradicted: Rows whose scores say that rejected is better.
-        near: Rows whose answers hardly differ.
-        repeated: Pairs that appear more than once, either way round.
-        scored: Pairs with scores.
+        total: Number of pairs.
+        suspects: Reason by row number; the first reason that was found.
+        swapped: Rows of pairs that also appear with chosen and rejected swapped.
+        contradicted: Rows whose scores rate the rejected answer higher.
+        near: Rows whose answers are nearly equal.
+        repeated: Number of repeated pairs, swapped or not.
+        scored: Number of pairs with scores.
     """
 
     total: int = 0
@@ -154,9 +154,9 @@ class PairScan:
     scored: int = 0
 
     def flip_rate(self) -> tuple[float, float] | None:
-        """Least and largest estimate of the share of flipped labels; None where nothing speaks of it.
+        """Return the lowest and highest estimate of the share of flipped labels; None without evidence of flips.
 
-        Two judgements of one pair, each flipped with probability p, disagree with probability 2 p (1 - p).
+        Two judgments of one pair, each flipped with probability p, disagree with probability 2 p (1 - p).
         """
         estimates = []
         if self.scored and self.contradicted:
@@ -167,12 +167,12 @@ class PairScan:
         return (min(estimates), max(estimates)) if estimates else None
 
     def findings(self) -> list[Finding]:
-        """What to tell."""
+        """Return the findings of the scan."""
         rate = self.flip_rate()
         smoothing = f"label_smoothing={rate[1]:.2f}" if rate else "label_smoothing near the share of flips"
         estimate = f" Estimated flip rate {_span(*rate)}." if rate else ""
         robust = (
-            f", or use a loss that expects flips: loss_type='robust' (or 'sigmoid') with {smoothing}. bad_rows='drop' leaves out "
+            f", or use a loss that expects flips: loss_type='robust' (or 'sigmoid') with {smoothing}. bad_rows='drop' drops "
             "pairs that appear both ways round."
         )
         near = self.near if len(self.near) > NEAR_SHARE * self.total else []
@@ -182,13 +182,13 @@ class PairScan:
                 "warning",
                 f"{count_of(len(rows), self.total)} {what}",
                 where(rows),
-                "what such pairs prefer is noise: they pull against the others, and a margin measured on them means nothing.",
-                f"look at them in suspect_pairs.jsonl; remove them{advice}",
+                "the preference in such pairs is noise: they conflict with other pairs, and margins on them mean nothing.",
+                f"look at them in suspect_pairs.jsonl, and remove them{advice}",
             )
             for code, rows, what, advice in (
                 ("PT-D035", self.swapped, f"appear with chosen and rejected swapped.{estimate}", robust),
                 ("PT-D034", self.contradicted, f"contradict their own scores.{estimate}", robust),
-                ("PT-D033", near, f"differ by {NEAR_DIFFERENCE:.0%} of their text at most.", "."),
+                ("PT-D033", near, f"differ by at most {NEAR_DIFFERENCE:.0%} of their text.", "."),
             )
             if rows
         ]
@@ -199,7 +199,7 @@ def _span(low: float, high: float) -> str:
 
 
 def score_columns(columns: Iterable[str]) -> tuple[str, str] | None:
-    """The columns that score chosen and rejected, under the usual names; None where there are none.
+    """Return the columns with the scores of chosen and rejected, under common names; None if there are none.
 
     >>> score_columns(["chosen", "rejected", "score_chosen", "score_rejected"])
     ('score_chosen', 'score_rejected')
@@ -214,11 +214,11 @@ def score_columns(columns: Iterable[str]) -> tuple[str, str] | None:
 
 
 def scan_pairs(rows: Iterable[Mapping[str, Any]], scores: tuple[str, str] | None = None) -> PairScan:
-    """Look at every pair: the same pair both ways round, scores that say the opposite, answers that hardly differ.
+    """Scan all pairs for swapped duplicates, scores that contradict the labels, and nearly equal answers.
 
     Args:
-        rows: With ``chosen`` and ``rejected``, and ``prompt`` where there is one.
-        scores: Columns of numbers, of chosen and rejected.
+        rows: Rows with ``chosen`` and ``rejected``, and optionally ``prompt``.
+        scores: Names of the columns with the scores of chosen and rejected.
 
     >>> scan_pairs([{"chosen": "a", "rejected": "b"}, {"chosen": "b", "rejected": "a"}]).swapped
     [0, 1]
@@ -232,7 +232,7 @@ def scan_pairs(rows: Iterable[Mapping[str, Any]], scores: tuple[str, str] | None
             _compare_scores(scan, index, row.get(scores[0]), row.get(scores[1]))
         if chosen == rejected:
             continue
-        # One question about another picture is another prompt.
+        # The same question about another image is another prompt.
         asked = (
             str([row.get(name) for name in PROMPT_COLUMNS]) if has_pictures([row]) else answers_of(row.get("prompt"))
         )
@@ -246,9 +246,9 @@ def scan_pairs(rows: Iterable[Mapping[str, Any]], scores: tuple[str, str] | None
             scan.swapped += [index for index, _ in places]
     scan.swapped.sort()
     for reason, indices in (
-        ("the pair appears both ways round", scan.swapped),
-        ("its scores say the opposite", scan.contradicted),
-        ("its answers hardly differ", scan.near),
+        ("the pair also appears with both sides swapped", scan.swapped),
+        ("its scores contradict the label", scan.contradicted),
+        ("its answers are nearly equal", scan.near),
     ):
         for index in indices:
             scan.suspects.setdefault(index, reason)
@@ -266,7 +266,7 @@ def _compare_scores(scan: PairScan, index: int, chosen: Any, rejected: Any) -> N
 
 
 def nearly_equal(first: str, second: str, share: float = NEAR_DIFFERENCE) -> bool:
-    """Whether two texts, white space and case aside, differ in one place by at most this share of the longer one.
+    """Return whether two texts differ in one place by at most a share of the longer one, ignoring white space and case.
 
     >>> nearly_equal("The answer to the question about the number of planets in our system is 8", "the  answer" +
     ...     " to the question about the number of planets in our system is 9")
@@ -279,22 +279,22 @@ def nearly_equal(first: str, second: str, share: float = NEAR_DIFFERENCE) -> boo
     return max(len(a), len(b)) - start - end <= most
 
 
-# Policy, reference and judge before and while training ---------------------------------------------------------------
+# Policy, reference and judge, before and during training ---------------------------------------------------------------
 
-# Log-probs that were computed beforehand, in other batches, differ from the policy's by rounding: at most 0.063 nats a token
-# (short answers) and 0.0085 in the first loss, on a 135M model in bfloat16. Twice and four times that are allowed; a reference
-# of other weights is further away a token, one of another precision in the loss (0.055 was seen).
-TOLERANCE = {"float32": 1e-3, "half": 0.15}  # Nats a token between policy and reference.
+# Precomputed log-probs come from other batches and differ from the policy's by rounding: at most 0.063 nats per token (short
+# answers) and 0.0085 in the first loss, on a 135M model in bfloat16. The tolerances are twice and four times these values. A
+# reference with other weights differs more per token; one with another precision differs in the loss (by 0.055 in a test).
+TOLERANCE = {"float32": 1e-3, "half": 0.15}  # Nats per token between policy and reference.
 LOSS_OFF = {"float32": 0.02, "half": 0.04}  # Difference of the first sigmoid loss from ln 2.
 
 
 def reference_mismatch(gap: float, *, half: bool, loss: float | None = None, given: bool = False) -> Finding | None:
-    """Before the first update the policy is its own reference: its log-ratio must be 0, and a sigmoid loss ln 2.
+    """Check that policy and reference are equal before the first update: log-ratio 0, and sigmoid loss ln 2.
 
     Args:
-        gap: Largest absolute log-ratio of a sequence, a token, in nats.
+        gap: Largest absolute log-ratio of a sequence, per token, in nats.
         half: Whether the run computes in half precision.
-        loss: The first loss, when it is the plain sigmoid's. Long answers can move it although ``gap`` is small.
+        loss: The first loss, if it is the plain sigmoid loss. Long answers can move it even if ``gap`` is small.
         given: Whether the user chose the reference, so that it may differ.
     """
     precision = "half" if half else "float32"
@@ -306,17 +306,17 @@ def reference_mismatch(gap: float, *, half: bool, loss: float | None = None, giv
     return finding(
         "PT-P001",
         "info" if given else "warning",
-        f"policy and reference differ by {gap:.2g} nats a token before the first update{seen}",
+        f"policy and reference differ by {gap:.2g} nats per token before the first update{seen}",
         "the first training batch",
-        "the reference has other weights, another dtype or active dropout, or its precomputed log-probs are stale",
-        "nothing where another ref_model is meant; to start from the model's own weights, leave it out"
+        "the reference has other weights, another dtype or active dropout, or its precomputed log-probs are stale.",
+        "nothing, if you intend another ref_model; to start from the model's own weights, remove ref_model."
         if given
-        else "set disable_dropout=True, recompute the precomputed columns, or pass the model you mean as ref_model",
+        else "set disable_dropout=True, recompute the precomputed columns, or pass the intended model as ref_model.",
     )
 
 
 def reference_prefers_rejected(chosen: Sequence[float], rejected: Sequence[float]) -> Finding | None:
-    """Summed log-probs of the reference: where it finds the rejected answer likelier nearly always, labels may be flipped."""
+    """Check the reference's summed log-probs: if it prefers nearly all rejected answers, labels may be flipped."""
     if len(chosen) < PAIRS_NEEDED:
         return None
     share = sum(r > c for c, r in zip(chosen, rejected, strict=True)) / len(chosen)
@@ -325,23 +325,23 @@ def reference_prefers_rejected(chosen: Sequence[float], rejected: Sequence[float
     return finding(
         "PT-P002",
         "warning",
-        f"the reference finds the rejected answer likelier in {share:.0%} of the pairs",
+        f"the reference gives the rejected answer a higher likelihood in {share:.0%} of the pairs",
         f"{len(chosen)} pairs",
-        "the columns may be swapped, or the chosen answers are much longer",
-        "look at some pairs with posttrain inspect; rename the columns if they are swapped",
+        "the columns may be swapped, or the chosen answers are much longer.",
+        "look at some pairs with posttrain inspect, and rename the columns if they are swapped.",
     )
 
 
-# Two careful people agree on which answer is better in 63 % (arXiv:2204.05862, section 2.2) to 73 % of the pairs
-# (arXiv:2203.02155, section 3.4); a judge that agrees less often with labels than this does not see in them what people do.
+# Two careful people agree on the better answer in 63 % (arXiv:2204.05862, section 2.2) to 73 % of the pairs (arXiv:2203.02155,
+# section 3.4). A judge that agrees less often with the labels does not judge by the same criteria as people.
 AGREES, INVERTED = 0.55, 0.45
 
 
 def check_agreement(scores: Mapping[int, tuple[float, float]], model: str) -> Finding | None:
-    """How often a reward model prefers the chosen answer; a tie is half an agreement.
+    """Compute how often a reward model prefers the chosen answer. A tie counts as half an agreement.
 
     Args:
-        scores: Of the chosen and the rejected answer, by number of the pair.
+        scores: Scores of the chosen and the rejected answer, by number of the pair.
         model: Name of the reward model.
 
     >>> finding = check_agreement({0: (1.0, 0.0), 1: (2.0, 0.5)}, "judge")
@@ -352,43 +352,41 @@ def check_agreement(scores: Mapping[int, tuple[float, float]], model: str) -> Fi
         return None
     agree = sum((good > bad) + (good == bad) / 2 for good, bad in scores.values())
     share = agree / len(scores)
-    # Two standard errors of a judge that tosses a coin.
+    # Two standard errors of a random judge.
     noise = 2 * math.sqrt(0.25 / len(scores))
     why = "it agrees with the labels."
     if share < min(INVERTED, 0.5 - noise):
-        why = "labels may be inverted: it prefers the rejected answers."
+        why = "labels may be inverted, because it prefers the rejected answers."
     elif share < AGREES:
-        why = (
-            "people agree with each other more often: the labels are noisy, or this reward model judges something else."
-        )
+        why = "people agree with each other more often. The labels are noisy, or this reward model uses other criteria."
     return finding(
         "PT-D036",
         "info" if share >= AGREES else "warning",
         f"{model} prefers the chosen answer in {agree:g} of {len(scores)} pairs ({100 * share:.0f} %).",
         "the pairs",
         why,
-        f"look at the pairs where it disagrees, in suspect_pairs.jsonl; swap the columns if {model} is right.",
+        f"look at the pairs where it disagrees, in suspect_pairs.jsonl, and swap the columns if {model} is right.",
     )
 
 
-# The watch over a run's pairs ----------------------------------------------------------------------------------------
+# Checks of a run's pairs ----------------------------------------------------------------------------------------
 
-# Pairs that a reward model is shown, and characters of a text in suspect_pairs.jsonl.
+# Maximum number of pairs for the reward model, and of characters of a text in suspect_pairs.jsonl.
 PAIRS_JUDGED, EXCERPT = 512, 200
-# Number, prompt, chosen, rejected.
+# Row number, prompt, chosen, rejected.
 Pair = tuple[int, Any, Any, Any]
 
 
 class PairWatch:
-    """Asks whether chosen answers are really better: by a reward model, and whether policy and reference begin alike.
+    """Check of a run's pairs: the opinion of a reward model, and equality of policy and reference at the start.
 
     Args:
         args: `AnswerConfig`.
-        checks: Of the run; findings are reported through it.
-        tokenizer: Of the policy.
+        checks: Checks of the run; findings are reported through them.
+        tokenizer: Tokenizer of the policy.
         branches: Columns of the answers.
         compared: Whether the loss compares policy and reference.
-        given: Whether the reference was given, rather than made of the policy.
+        given: Whether the user passed the reference; otherwise it is a copy of the policy.
     """
 
     def __init__(
@@ -408,7 +406,7 @@ class PairWatch:
     # A reward model's opinion ------------------------------------------------------------------------------------
 
     def agreement(self, raw: object, accelerator: Accelerator) -> None:
-        """Show up to 512 pairs to the reward model that ``pair_reward_model`` names; every rank must call it."""
+        """Score up to 512 pairs with the reward model in ``pair_reward_model``. Every rank must call this."""
         if self.args.pair_reward_model is None or not self.checks.preflight.active:
             return
         pairs = list(itertools.islice(self._text_pairs(raw), PAIRS_JUDGED))
@@ -424,13 +422,13 @@ class PairWatch:
             note_suspects(self.args.output_dir, reason, [row for row in rows if row["row"] in against])
 
     def _text_pairs(self, raw: object) -> Iterator[Pair]:
-        """Pairs as they were given, spread over the set; of a stream its first ones."""
+        """Iterate over raw pairs, evenly spaced over the dataset, or the first ones of a stream."""
         from posttrain.data.preference import maybe_extract_prompt
 
         if not {"chosen", "rejected"} <= set(raw.column_names or ()):
             raise ConfigError(
-                f"pair_reward_model={self.args.pair_reward_model!r} judges columns 'chosen' and 'rejected', and the training "
-                f"set has {raw.column_names}. Leave it out, or give pairs."
+                f"pair_reward_model={self.args.pair_reward_model!r} needs the columns 'chosen' and 'rejected', but the training "
+                f"set has {raw.column_names}. Fix: remove pair_reward_model, or pass pairs."
             )
         rows: Iterable[tuple[int, Any]] = enumerate(raw)
         if isinstance(raw, Sized):
@@ -442,7 +440,7 @@ class PairWatch:
                 yield number, parted["prompt"], parted["chosen"], parted["rejected"]
 
     def _scores(self, pairs: Sequence[Pair], accelerator: Accelerator) -> list[tuple[int, tuple[float, float]]]:
-        """Scores of one pair in so many, as there are processes."""
+        """Score this process's share of the pairs."""
         from posttrain.rewards.model import ModelReward
 
         mine = pairs[accelerator.process_index :: accelerator.num_processes]
@@ -460,13 +458,13 @@ class PairWatch:
 
     @torch.no_grad()
     def first_pass(self, batch: Batch, log_ratio: Callable[[], Tensor], *, half: bool, loss: float | None) -> None:
-        """Before the first update policy and reference must agree; later calls do nothing.
+        """Check that policy and reference agree before the first update. Later calls do nothing.
 
         Args:
-            batch: The pass.
-            log_ratio: Gives ``(S,)`` log-ratios of policy to reference, summed as the loss sums them.
+            batch: The first micro-batch.
+            log_ratio: Function that returns ``(S,)`` log-ratios of policy to reference, summed as in the loss.
             half: Whether the policy computes in half precision.
-            loss: The mean loss where it must be ln 2 before the first update; else None.
+            loss: The mean loss if it must be ln 2 before the first update; else None.
         """
         if self._begun:
             return

@@ -1,4 +1,4 @@
-"""What the rewards of one generation tell: their range, their spread inside groups, and whether there is a signal."""
+"""Checks of the rewards of a generation: their range, their standard deviation within groups, and whether there is a signal."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from posttrain.data.formats import known_columns
 from posttrain.types import Finding
 
 FLAT_GENERATIONS = 20
-OUTLIER_RATIO, LARGE_REWARD = 50.0, 100.0  # Times the median; and in size, where nothing divides by a spread.
+OUTLIER_RATIO, LARGE_REWARD = 50.0, 100.0  # Multiple of the median; limit of the size if advantages are not scaled.
 HISTOGRAM_BINS = 8
 
 
 def check_reward_values(rewards: Mapping[str, Sequence[float]], *, scaled: bool) -> Iterator[Finding]:
-    """Outliers, and sizes that make a step large where advantages are not divided by a spread.
+    """Find outliers, and rewards so large that they scale up a step whose advantages are not divided by a std.
 
     Args:
         rewards: Values of each function over a generation; NaN where it did not apply.
-        scaled: Whether advantages are divided by a spread.
+        scaled: Whether advantages are divided by a standard deviation.
     """
     for name, column in rewards.items():
         sizes = sorted(abs(value) for value in column if not math.isnan(value) and value != 0)
@@ -36,31 +36,31 @@ def check_reward_values(rewards: Mapping[str, Sequence[float]], *, scaled: bool)
                 "warning",
                 f"{name} is {largest:g} for one completion and about {middle:g} for the others.",
                 f"rewards/{name}",
-                "inside a group an outlier takes all the credit: the others become indistinguishable.",
-                "set reward_transform to 'log1p', 'rank' or 'clip:a:b' for it.",
+                "within a group, an outlier makes the advantages of all other completions nearly equal.",
+                "set reward_transform to 'log1p', 'rank' or 'clip:a:b' for this function.",
             )
         elif not scaled and largest > LARGE_REWARD:
             yield finding(
                 "PT-R020",
                 "warning",
-                f"{name} reaches {largest:g}, and advantages are not divided by a spread.",
+                f"{name} reaches {largest:g}, and advantages are not divided by a standard deviation.",
                 f"rewards/{name}",
                 "the size of a step grows with the size of the reward.",
-                "divide the reward, set reward_transform ('running', 'log1p', 'tanh:s'), or scale_rewards='group'.",
+                "divide the reward, set reward_transform ('running', 'log1p', 'tanh:s'), or set scale_rewards='group'.",
             )
 
 
 def check_clipped(far: int, total: int, most: float, largest: float | None = None) -> Finding | None:
-    """Advantages that were divided by a spread and are cut because they are far beyond it.
+    """Return a finding about standardized advantages that were clipped because they are very large, or None.
 
     Args:
-        far: How many of a generation were cut.
-        total: Of all.
-        most: Where they are cut.
-        largest: Size of the largest before the cut, where it is known.
+        far: Number of clipped advantages of a generation.
+        total: Number of all advantages.
+        most: Limit at which they are clipped.
+        largest: Largest absolute value before clipping, if known.
 
     >>> check_clipped(1, 128, 10.0, 11.2).what
-    '1 of 128 advantages were beyond 10 standard deviations (up to 11.2) and are cut there.'
+    '1 of 128 advantages were beyond 10 standard deviations (up to 11.2) and were clipped.'
     """
     if not far:
         return None
@@ -68,37 +68,37 @@ def check_clipped(far: int, total: int, most: float, largest: float | None = Non
     return finding(
         "PT-R028",
         "warning",
-        f"{far} of {total} advantages were beyond {most:g} standard deviations{reach} and are cut there.",
+        f"{far} of {total} advantages were beyond {most:g} standard deviations{reach} and were clipped.",
         "advantages/clipped_share",
-        "a reward has rare values far from all others: in a group of over 100, one completion alone would make the step.",
-        "set reward_transform to 'rank' or 'clip:a:b' for it, or sample smaller groups.",
+        "rare rewards are far from all others: in a group of over 100, one completion alone would determine the step.",
+        "set reward_transform to 'rank' or 'clip:a:b' for the reward function, or sample smaller groups.",
     )
 
 
 def check_overlong(limit: int, ramp: int, longest: int) -> Finding | None:
-    """A punishment of length that no completion is long enough for.
+    """Return a finding about a length penalty that no completion is long enough to reach, or None.
 
     Args:
-        limit: Tokens at which it is whole.
-        ramp: Tokens before that over which it grows.
-        longest: Most tokens of a completion.
+        limit: Number of tokens at which the penalty is -1.
+        ramp: Number of tokens before the limit over which it grows.
+        longest: Maximum number of tokens of a completion.
     """
     if limit <= longest:
         return None
-    reach = "none of it" if longest <= limit - ramp else "only part of it"
+    reach = "no completion gets a penalty" if longest <= limit - ramp else "completions get only part of the penalty"
     return finding(
         "PT-R021",
         "warning",
-        f"soft_overlong_punishment_reward is whole at {limit} tokens, and completions end at max_completion_length={longest}: "
-        f"{reach} is ever felt.",
+        f"soft_overlong_punishment_reward reaches -1 at {limit} tokens, but completions end at max_completion_length={longest}: "
+        f"{reach}.",
         "reward_funcs",
-        "completions that are cut are hardly punished.",
-        f"make it get_soft_overlong_punishment({longest}, {min(ramp, longest // 5)}), or raise max_completion_length.",
+        "truncated completions are hardly penalized.",
+        f"use get_soft_overlong_punishment({longest}, {min(ramp, longest // 5)}), or raise max_completion_length.",
     )
 
 
 def histogram(values: Sequence[float]) -> str:
-    """Counts of values, or of ranges where there are many different ones.
+    """Format the counts of values, or of ranges if there are many different values.
 
     >>> histogram([0.0, 0.0, 1.0])
     '0: 2, 1: 1'
@@ -115,12 +115,12 @@ def histogram(values: Sequence[float]) -> str:
 
 
 def check_no_signal(flat: int, rewards: Sequence[float], *, limit: int = FLAT_GENERATIONS) -> Finding | None:
-    """Generations in a row in which no completion was better or worse than its group.
+    """Return a finding about consecutive generations in which all advantages were 0, or None.
 
     Args:
-        flat: How many there were.
+        flat: Number of such generations.
         rewards: Total rewards of their completions.
-        limit: How many are too many; one, where no completion got any reward.
+        limit: Number of generations from which on it is a finding; 1 if no completion got any reward.
     """
     unscored = bool(rewards) and all(math.isnan(reward) for reward in rewards)
     if flat < (1 if unscored else limit):
@@ -128,16 +128,16 @@ def check_no_signal(flat: int, rewards: Sequence[float], *, limit: int = FLAT_GE
     return finding(
         "PT-R022",
         "warning",
-        f"all advantages of {flat} generations in a row were 0. Rewards of these completions: {histogram(rewards)}.",
+        f"all advantages of {flat} consecutive generations were 0. Rewards of these completions: {histogram(rewards)}.",
         "rewards",
-        "no learning signal: every completion was worth as much as the others of its group.",
-        "take prompts that the model solves sometimes, give partial credit, raise temperature, or check what the reward reads; "
-        "stop_without_signal=N ends such a run.",
+        "there is no learning signal: all completions of a group had the same reward.",
+        "use prompts that the model solves sometimes, give partial credit, raise temperature, or check the reward function's "
+        "inputs. stop_without_signal=N ends such a run.",
     )
 
 
-SPREAD_RATIO = 20.0  # Of two spreads.
-# What every reward function can have beside the dataset's columns.
+SPREAD_RATIO = 20.0  # Ratio of two standard deviations.
+# Arguments that every reward function can have besides the dataset's columns.
 SUPPLIED = frozenset(
     [
         "prompts",
@@ -155,12 +155,12 @@ SUPPLIED = frozenset(
 
 @dataclass
 class RunningReward:
-    """Range, mean and spread of one function's rewards since the run began (Welford's sums).
+    """Range, mean and standard deviation of one function's rewards since the run began (Welford's algorithm).
 
     Attributes:
-        count, missing: Rewards, and rows without one.
-        mean, squares: Of the rewards; sum of squared distances to the mean.
-        low, high: The extremes.
+        count, missing: Number of rewards, and of rows without one.
+        mean, squares: Mean of the rewards, and sum of squared deviations from it.
+        low, high: Minimum and maximum.
 
     >>> running = RunningReward()
     >>> running.add([1.0, 3.0, float("nan")])
@@ -176,7 +176,7 @@ class RunningReward:
     high: float = -math.inf
 
     def add(self, values: Sequence[float]) -> None:
-        """Count the rewards of a generation; NaN stands for none."""
+        """Update the statistics with the rewards of a generation. NaN counts as missing."""
         for value in values:
             if math.isnan(value):
                 self.missing += 1
@@ -193,7 +193,7 @@ class RunningReward:
         return math.sqrt(self.squares / self.count) if self.count else 0.0
 
     def to_dict(self) -> dict[str, float]:
-        """For JSON."""
+        """Return the statistics in a JSON-serializable form."""
         if not self.count:
             return {"count": 0, "missing": self.missing}
         numbers = {"mean": self.mean, "std": self.std, "min": self.low, "max": self.high}
@@ -201,11 +201,11 @@ class RunningReward:
 
 
 def check_reward_ranges(rewards: Mapping[str, RunningReward], weights: Mapping[str, float]) -> Finding | None:
-    """One function whose weighted rewards spread more than twenty times as far as every other's.
+    """Find one function whose weighted rewards have over twenty times the standard deviation of every other function's.
 
     Args:
-        rewards: By name of the function.
-        weights: By name of the function.
+        rewards: Statistics by name of the function.
+        weights: Weights by name of the function.
     """
     spreads = {
         name: abs(weights.get(name, 1.0)) * running.std for name, running in rewards.items() if running.count > 1
@@ -222,17 +222,17 @@ def check_reward_ranges(rewards: Mapping[str, RunningReward], weights: Mapping[s
         "PT-R027",
         "warning",
         f"`{top}` ranges {rewards[top].low:,.6g} to {rewards[top].high:,.6g} (others {low:,.6g} to {high:,.6g}): "
-        f"{100 * share:.4g} % of the weighted sum's variance is this function.",
+        f"this function has {100 * share:.4g} % of the weighted sum's variance.",
         f"rewards/{top}",
-        "rewards are summed: the one with the larger numbers decides every advantage, and the others count for nothing.",
+        "rewards are summed, so the function with the larger numbers determines every advantage, and the others have no effect.",
         f"set reward_transform='{'log1p' if rewards[top].low >= 0 and large > 100 else 'zscore'}' (or 'rank') for it, or "
-        f"reward_weights: {1 / scale:.2g} would bring it level.",
+        f"set its reward_weights entry to {1 / scale:.2g}, which makes the standard deviations equal.",
     )
 
 
 @probe("data", "PT-R029", part="rewards")
 def columns_of_rewards(context: Context) -> Iterable[Finding]:
-    """Columns that reward functions require and the set lacks, for ``posttrain check``: trainers try the functions themselves."""
+    """Find columns that reward functions require and the set lacks, in ``posttrain check``. Trainers call the functions."""
     rewards: Any = context.parts.get("rewards")
     columns = known_columns(context.train_dataset)
     if "run" not in context.parts and columns:
@@ -240,11 +240,11 @@ def columns_of_rewards(context: Context) -> Iterable[Finding]:
 
 
 def check_reward_columns(functions: Mapping[str, Callable], columns: Sequence[str]) -> Iterator[Finding]:
-    """Reward functions that would fail at the first generation.
+    """Find reward functions that would fail at the first generation because of a missing column.
 
     Args:
-        functions: By name.
-        columns: Of the training set.
+        functions: Reward functions by name.
+        columns: Columns of the training set.
     """
     for name, function in functions.items():
         with contextlib.suppress(TypeError, ValueError):
@@ -256,17 +256,17 @@ def check_reward_columns(functions: Mapping[str, Callable], columns: Sequence[st
                         "error",
                         f"reward function `{name}` needs column `{column}`; the dataset has {sorted(columns)}.",
                         "reward_funcs",
-                        "it would fail after the first generation, when data and model are loaded and time was spent.",
-                        f"add or rename a column to `{column}` (dataset.rename_column), or give the parameter a default.",
+                        "the function would fail after the first generation, when data and model are already loaded.",
+                        f"add a column `{column}` or rename one to it (dataset.rename_column), or give the parameter a default.",
                     )
 
 
-# Share of the rows whose reference may be unreadable; rows that are read.
+# Maximum share of rows whose reference is unreadable, and maximum number of rows that are read.
 UNREADABLE_SHARE, ROWS_READ = 0.05, 100_000
 
 
 def reference_column(function: Callable) -> str | None:
-    """The column that a reward of this package compares answers with; None of any other.
+    """Return the column that a reward of this package compares answers with; None for any other function.
 
     >>> from posttrain.rewards import accuracy_reward
     >>> reference_column(accuracy_reward)
@@ -282,12 +282,12 @@ def reference_column(function: Callable) -> str | None:
 
 
 def check_references(name: str, column: str, golds: Sequence[Any]) -> Finding | None:
-    """Rows whose reference scores no answer: over 5 % is a warning, all of them an error.
+    """Find rows whose reference cannot be parsed: over 5 % is a warning, all of them an error.
 
     Args:
-        name: Of the reward function.
-        column: Where references stand.
-        golds: Their values.
+        name: Name of the reward function.
+        column: Column of the references.
+        golds: Values of the column.
     """
     from posttrain.rewards.math import bare
 
@@ -298,19 +298,19 @@ def check_references(name: str, column: str, golds: Sequence[Any]) -> Finding | 
     return finding(
         "PT-R030",
         "error" if len(unread) == len(golds) else "warning",
-        f"{len(unread)} of {len(golds)} references in `{column}` cannot be read by {name} ({shown}).",
+        f"{len(unread)} of {len(golds)} references in `{column}` cannot be parsed by {name} ({shown}).",
         f"column {column!r}",
-        "such a row gets None from it: no completion of it is right or wrong, and it teaches nothing.",
-        f"drop these rows, mend the column, or give {name} the column that holds the answers.",
+        "the function returns None for such rows, so their completions get no reward and the model learns nothing from them.",
+        f"drop these rows, repair the column, or pass {name} the column that contains the answers.",
     )
 
 
 @probe("data", "PT-R030", part="rewards")
 def references_of_rewards(context: Context) -> Iterable[Finding | None]:
-    """The reference column of each reward function that says which one it reads."""
+    """Check the reference column of each reward function whose column is known."""
     rewards: Any = context.parts.get("rewards")
     dataset: Any = context.train_dataset
-    if rewards is None or not hasattr(dataset, "select"):  # A stream is read as it comes.
+    if rewards is None or not hasattr(dataset, "select"):  # A stream cannot be read ahead.
         return
     for name, function in zip(rewards.names, rewards.functions, strict=True):
         column = reference_column(function)

@@ -1,7 +1,7 @@
-"""What tokenised rows give away about the data: a code, the rows concerned, why it matters, how to fix it.
+"""Checks of tokenized rows. Each finding has a code, the affected rows, the consequence and the fix.
 
-A *sequence* is a prompt with one completion (or a prompt alone, where completions are sampled later). Findings count rows;
-their indices are those of the list that was given.
+A *sequence* is a prompt with one completion (or a prompt alone, if completions are sampled later). Findings count rows. Their
+indices are those of the list that was passed.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from posttrain.types import Finding, Row
 if TYPE_CHECKING:
     from posttrain.types import Tokenizer
 
-ROWS_NAMED = 8  # Row indices a finding names before it says "and n more".
+ROWS_NAMED = 8  # Maximum number of row indices in a finding; the rest is "and n more".
 
 
 @dataclass(frozen=True)
 class TokenSequence:
-    """One prompt with one completion.
+    """Prompt with one completion.
 
     Attributes:
         row: Index of its row.
-        completion: Which one of the row's; None for a prompt whose completion is sampled later.
-        ids: Prompt and completion.
-        trained: One bool a token; false on a first token, which nothing predicts.
-        start: Where the completion starts; ``len(ids)`` when there is none.
+        completion: Index of the completion in its row; None for a prompt whose completion is sampled later.
+        ids: Token ids of prompt and completion.
+        trained: One bool per token. The first token is never trained, because nothing predicts it.
+        start: Start of the completion; ``len(ids)`` if there is none.
     """
 
     row: int
@@ -50,13 +50,13 @@ class TokenSequence:
 
 @dataclass(frozen=True)
 class RowSample:
-    """Rows, and what the checks need to know of their tokenizer, each computed once.
+    """Rows with cached properties of their tokenizer and the findings about them.
 
     Attributes:
         rows: The rows; never changed.
-        tokenizer: Decodes and encodes.
-        limit: Tokens at which rows were cut, or None.
-        numbers: Row numbers for messages; None: indices.
+        tokenizer: Tokenizer of the rows.
+        limit: Maximum number of tokens to which rows were truncated, or None.
+        numbers: Row numbers for messages; None uses indices.
         examples: Index of one row of each finding, by code; filled while checks run.
     """
 
@@ -69,27 +69,27 @@ class RowSample:
 
     @cached_property
     def sequences(self) -> list[TokenSequence]:
-        """Every sequence of every row, in order."""
+        """All sequences of all rows, in order."""
         return sequences_of(self.rows)
 
     @cached_property
     def ends(self) -> frozenset[int]:
-        """Tokens after which a turn or text is over."""
+        """Token ids that end a turn or a text."""
         try:
             return frozenset(terminal_token_ids(self.tokenizer))
-        except PosttrainError:  # A template that refuses the probe says nothing about the end of a turn.
+        except PosttrainError:  # A template that rejects the probe does not show how a turn ends.
             eos = self.tokenizer.eos_token_id
             return frozenset() if eos is None else frozenset({int(eos)})
 
     @cached_property
     def special(self) -> frozenset[int]:
-        """Ids of special tokens, those of added vocabulary included."""
+        """Ids of special tokens, including those of the added vocabulary."""
         added = self.tokenizer.added_tokens_decoder
         return frozenset(self.tokenizer.all_special_ids) | {i for i, token in added.items() if token.special}
 
     @cached_property
     def bos_opens_turns(self) -> bool:
-        """Whether the chat template begins every turn with the bos token, as ChatML's ``<|im_start|>`` often is."""
+        """Whether the chat template begins every turn with the bos token, as ChatML does if bos is ``<|im_start|>``."""
         messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
         try:
             ids = self.encode(render(self.tokenizer, messages))
@@ -98,27 +98,27 @@ class RowSample:
         return ids.count(self.tokenizer.bos_token_id) > 1
 
     def decode(self, ids: list[int]) -> str:
-        """Text of ids; ids outside the vocabulary are left out."""
+        """Decode ids to text, skipping ids outside the vocabulary."""
         size = len(self.tokenizer)
         return self.tokenizer.decode([i for i in ids if 0 <= i < size], skip_special_tokens=False)
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a text without special tokens added."""
+        """Encode a text without adding special tokens."""
         return encode(self.tokenizer, [text], special=False)[0]
 
     def blank(self, token: int) -> bool:
-        """Whether a token is white space only."""
+        """Return whether a token is only white space."""
         if token not in self._blank:
             self._blank[token] = token not in self.special and not self.decode([token]).strip()
         return self._blank[token]
 
     def cut(self, sequence: TokenSequence) -> bool:
-        """Whether a sequence reaches the limit."""
+        """Return whether a sequence reaches the limit."""
         return self.limit is not None and len(sequence.ids) >= self.limit
 
     @cached_property
     def findings(self) -> list[Finding]:
-        """What `RULES` find, at most one a code, the worst first."""
+        """Findings of `RULES`, at most one per code, most severe first."""
         findings = [finding for rule in RULES if (finding := self._finding(rule)) is not None]
         return sorted(findings, key=lambda finding: ("error", "warning", "info").index(finding.severity))
 
@@ -143,7 +143,7 @@ class RowSample:
 
 
 def sequences_of(rows: Sequence[Row]) -> list[TokenSequence]:
-    """Every sequence of every row, in order; a trained prompt counts as context."""
+    """Return all sequences of all rows, in order. The prompt counts as untrained context."""
     sequences = []
     for index, row in enumerate(rows):
         prompt = list(row.prompt_ids)
@@ -157,7 +157,7 @@ def sequences_of(rows: Sequence[Row]) -> list[TokenSequence]:
 
 
 def quantiles(sizes: Iterable[int]) -> dict[str, float]:
-    """The least, the middle, the mean, what 95 in 100 do not exceed, and the most; empty of nothing.
+    """Return minimum, median, mean, 95th percentile and maximum; an empty dict for no values.
 
     >>> quantiles([3, 1, 2])
     {'min': 1, 'median': 2, 'mean': 2.0, 'p95': 3, 'max': 3}
@@ -170,25 +170,25 @@ def quantiles(sizes: Iterable[int]) -> dict[str, float]:
 
 
 def count_of(part: int, total: int) -> str:
-    """``"3 of 40 rows (7.5 %)"``, ``"1,204 of 52,310 rows (2.3 %)"``."""
+    """Format a count, e.g. ``"3 of 40 rows (7.5 %)"`` or ``"1,204 of 52,310 rows (2.3 %)"``."""
     share = f"{100 * part / total:.3g} %"
     return f"{part:,} of {total:,} row{'s' if total != 1 else ''} ({share})"
 
 
 def where(rows: Sequence[int]) -> str:
-    """``"rows 3, 5"``, and how many more where they are many."""
+    """Format row indices, e.g. ``"rows 3, 5"``, followed by the number of further rows if there are many."""
     named = ", ".join(map(str, rows[:ROWS_NAMED]))
     more = f" and {len(rows) - ROWS_NAMED} more" if len(rows) > ROWS_NAMED else ""
     return f"row{'s' if len(rows) > 1 else ''} {named}{more}"
 
 
-# Duplicates and identical pairs up to one row in a hundred are noise of a real data set.
+# Duplicates and identical pairs are common in real datasets up to this share of the rows.
 SHARE_OF_NOISE = 0.01
-# Tokens on either side of a boundary that are tokenised again: no merge reaches further than a word.
+# Tokens on either side of a boundary that are tokenized again. No merge reaches further than a word.
 BOUNDARY_TOKENS = 8
 DAMAGED = re.compile("[\ufffd\ud800-\udfff]")
 
-# Rows that are concerned, and how bad that is.
+# Affected rows, and the severity.
 Seen = tuple[Iterable[int], Severity]
 
 
@@ -198,7 +198,7 @@ def _outside(sample: RowSample) -> Seen:
 
 
 def _bos_double(sample: RowSample) -> Seen:
-    """Two bos tokens side by side, or a second one further on where the template does not open turns with it."""
+    """Find two adjacent bos tokens, or a second bos further on if the template does not open turns with it."""
     bos = sample.tokenizer.bos_token_id
     several = [s for s in sample.sequences if bos is not None and s.ids.count(bos) > 1]
     once = bool(several) and not sample.bos_opens_turns and bos != sample.tokenizer.eos_token_id
@@ -206,7 +206,7 @@ def _bos_double(sample: RowSample) -> Seen:
 
 
 def _eos_double(sample: RowSample) -> Seen:
-    """Two eos tokens with nothing but white space between them; a first token that is bos and eos in one ends nothing."""
+    """Find two eos tokens with only white space between them. A first token that is both bos and eos ends nothing."""
     eos, bos = sample.tokenizer.eos_token_id, sample.tokenizer.bos_token_id
 
     def twice(ids: list[int]) -> bool:
@@ -217,7 +217,7 @@ def _eos_double(sample: RowSample) -> Seen:
 
 
 def _eos_untrained(sample: RowSample) -> Seen:
-    """The last trained token, white space aside, ends no turn; rows cut at the limit are not counted."""
+    """Find rows whose last trained token (ignoring white space) ends no turn. Truncated rows are not counted."""
     asked = [s for s in sample.sequences if any(s.trained) and not sample.cut(s)]
 
     def last(s: TokenSequence) -> int | None:
@@ -235,7 +235,7 @@ def _untrained(sample: RowSample) -> Seen:
 
 
 def _empty(sample: RowSample) -> Seen:
-    """A completion without tokens, or whose trained tokens are all special or white space."""
+    """Find completions without tokens, or whose trained tokens are all special or white space."""
 
     def wordless(s: TokenSequence) -> bool:
         trained = list(itertools.compress(s.ids, s.trained))
@@ -247,7 +247,7 @@ def _empty(sample: RowSample) -> Seen:
 
 
 def _pair_identical(sample: RowSample) -> Seen:
-    """Preference pairs with equal answers; groups that were sampled (they have advantages) may repeat themselves."""
+    """Find preference pairs with equal answers. Sampled groups (which have advantages) may contain equal completions."""
     pairs = [
         (i, row.completions)
         for i, row in enumerate(sample.rows)
@@ -258,7 +258,7 @@ def _pair_identical(sample: RowSample) -> Seen:
 
 
 def _space_would_merge(sample: RowSample, sequence: TokenSequence) -> bool:
-    """Whether a prompt ends in a space that the tokenizer would join to the word that follows."""
+    """Return whether a prompt ends in a space that the tokenizer would merge with the next word."""
     boundary = sequence.trained.index(True) if any(sequence.trained) else sequence.start
     if boundary == 0 or sequence.ids[boundary - 1] in sample.special:
         return False
@@ -275,13 +275,13 @@ def _space_would_merge(sample: RowSample, sequence: TokenSequence) -> bool:
 
 
 def _damaged(sample: RowSample) -> Seen:
-    """Replacement characters or lone surrogates; a character that the limit cut in half is not counted."""
+    """Find replacement characters or lone surrogates. A character that truncation split is not counted."""
     texts = ((s, sample.decode(s.ids)) for s in sample.sequences)
     return (s.row for s, t in texts if DAMAGED.search(t.strip("\ufffd") if sample.cut(s) else t)), "warning"
 
 
 def _unknown(sample: RowSample) -> Seen:
-    """The unknown token, where it has no other use."""
+    """Find the unknown token, unless it is also bos, eos or pad."""
     tokenizer = sample.tokenizer
     unk = tokenizer.unk_token_id
     if unk is None or unk in (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id):
@@ -290,7 +290,7 @@ def _unknown(sample: RowSample) -> Seen:
 
 
 def _duplicate(sample: RowSample) -> Seen:
-    """Rows that equal an earlier one, token by token and mask by mask."""
+    """Find rows that equal an earlier row, token by token and mask by mask."""
     seen: set[Any] = set()
     bad = []
     for index, row in enumerate(sample.rows):
@@ -304,14 +304,14 @@ def _duplicate(sample: RowSample) -> Seen:
 
 @dataclass(frozen=True)
 class RowRule:
-    """One thing that can be wrong with rows.
+    """Rule that finds one kind of problem in rows.
 
     Attributes:
-        code: Of the register of checks, which has its name and title.
-        look: Finds the rows and the severity.
-        what: Follows the count of rows; ``{bos}``, ``{limit}`` and others are filled in.
-        why: What comes of it.
-        fix: What to do.
+        code: Code in the registry of checks, which has its name and title.
+        look: Function that returns the affected rows and the severity.
+        what: Text after the count of rows; ``{bos}``, ``{limit}`` and others are filled in.
+        why: The consequence.
+        fix: What the user should do.
     """
 
     code: str
@@ -323,79 +323,77 @@ class RowRule:
 
 RULES: tuple[RowRule, ...] = (
     RowRule(
-        "PT-D001", _outside, "hold token ids outside the vocabulary of {size}.",
-        "the rows were tokenised with another tokenizer, or labels took the place of ids; a model fails on them, or trains "
-        "embeddings that stand for nothing.",
-        "tokenise the rows with this model's tokenizer.",
+        "PT-D001", _outside, "have token ids outside the vocabulary of {size}.",
+        "the rows were tokenized with another tokenizer, or contain labels instead of ids. The model fails on them, or trains "
+        "embeddings that belong to no token.",
+        "tokenize the rows with this model's tokenizer.",
     ),
     RowRule(
-        "PT-D002", _bos_double, "begin twice: {bos} stands more than once.",
-        "text that already holds the token was tokenised with special tokens on, or prompt and completion each got one. A model "
-        "has never seen two, and answers differently after them.",
-        "give messages and let the chat template write special tokens, or strip the token from the text; tokenise completions "
+        "PT-D002", _bos_double, "contain {bos} more than once.",
+        "text that already contains the token was tokenized with special tokens, or prompt and completion each got one. The "
+        "model has never seen two of them, and answers differently after them.",
+        "pass messages and let the chat template add special tokens, or remove the token from the text; tokenize completions "
         "with add_special_tokens=False.",
     ),
     RowRule(
-        "PT-D003", _eos_double, "end twice: {eos} follows itself with only white space between.",
-        "the text already ended with the token when another was appended, or rows were padded with it beforehand. The model "
-        "learns to say it twice, and trained padding weighs on the loss.",
-        "leave the token out of the text (it is appended once for you), strip trailing newlines after it, and give rows without "
+        "PT-D003", _eos_double, "contain {eos} twice with only white space between.",
+        "the text already ended with the token when another one was appended, or rows were padded with it beforehand. The model "
+        "learns to generate it twice, and padding counts in the loss.",
+        "remove the token from the text (it is appended automatically), remove newlines after it, and pass rows without "
         "padding.",
     ),
     RowRule(
-        "PT-D004", _eos_untrained, "train no token that ends them (tokens that do: {ends}).",
-        "the loss looks healthy, but the model is not taught to stop: at generation it runs to the length limit.",
-        "let the loss mask include the end of each turn (inside {% generation %} for assistant_only_loss), or set eos_token to "
-        "what the template ends a turn with.",
+        "PT-D004", _eos_untrained, "train no end token (end tokens: {ends}).",
+        "the loss looks normal, but the model does not learn to stop, so completions run to the length limit.",
+        "include the end of each turn in the loss mask (inside {% generation %} for assistant_only_loss), or set eos_token to "
+        "the token with which the template ends a turn.",
     ),
     RowRule(
         "PT-D005", _untrained, "train no token at all.",
-        "they cost time and teach nothing; a batch of them has loss 0 or no loss at all. Usually the answer was cut off, or the "
-        "mask marks none.",
+        "they cost time without a gradient; a batch of them has loss 0 or no loss at all. Usually the answer was truncated, or "
+        "the mask is empty.",
         "raise max_length, shorten prompts, or check completion_mask, assistant_masks and labels.",
     ),
     RowRule(
         "PT-D006", _empty, "have an empty completion: no words are trained.",
-        "the model is taught to say nothing. Empty answers, or a boundary between prompt and completion in the wrong place, are "
-        "the usual reasons.",
-        "drop rows with empty answers; if the answers are there, check where the prompt ends.",
+        "the model learns to answer nothing. Usual causes are empty answers, or a wrong boundary between prompt and completion.",
+        "remove rows with empty answers; if the answers are there, check where the prompt ends.",
     ),
     RowRule(
-        "PT-D013", _pair_identical, "have a chosen and a rejected answer of the same tokens.",
-        "such a pair prefers nothing: its loss is a constant and its gradient zero. Answers may differ as text and still be "
-        "equal after truncation.",
-        "remove pairs with equal answers; where they part only behind the limit, raise max_length.",
+        "PT-D013", _pair_identical, "have chosen and rejected answers with the same tokens.",
+        "such a pair has a constant loss and no gradient. Answers that differ as text may be equal after truncation.",
+        "remove pairs with equal answers; if they differ only beyond the limit, raise max_length.",
     ),
     RowRule(
         "PT-D008",
         lambda sample: ((s.row for s in sample.sequences if _space_would_merge(sample, s)), "warning"),
-        "have a prompt that ends in a space of its own, which the tokenizer joins to the next word elsewhere.",
-        "words are known to the model with their space in front; after a lone space it has to begin in a way it has hardly "
+        "have a prompt that ends in a separate space token, although the tokenizer merges spaces with the next word.",
+        "the model knows words with the space in front. After a separate space it has to continue with tokens it has rarely "
         "seen, and answers get worse.",
         "end prompts without a space and begin completions with it: 'The sky is' and ' blue'.",
     ),
     RowRule(
         "PT-D009", _damaged, "decode to text with replacement characters (U+FFFD) or lone surrogates.",
-        "the file was read in a wrong encoding, or a character was cut in the middle; the model learns the damage.",
-        "read the source as UTF-8 (or what it is) again, and cut text between characters, never between bytes.",
+        "the file was read with a wrong encoding, or a character was split; the model learns the damaged text.",
+        "read the source again with its encoding (usually UTF-8), and split text between characters, never between bytes.",
     ),
     RowRule(
-        "PT-D010", _unknown, "hold {unk}: characters that the tokenizer does not know.",
-        "what they said is lost to the model, and it learns to answer with the unknown token.",
-        "normalise or remove those characters, or add them to the tokenizer and train the embeddings.",
+        "PT-D010", _unknown, "contain {unk}: characters that the tokenizer cannot encode.",
+        "the model does not see these characters, and it learns to answer with the unknown token.",
+        "normalize or remove these characters, or add them to the tokenizer and train the embeddings.",
     ),
     RowRule(
         "PT-D011",
         lambda sample: ((s.row for s in sample.sequences if sample.cut(s)), "warning"),
         "reach the limit of {limit} tokens.",
-        "what lay beyond it was cut (a row of exactly that length is whole): its end, with the token that ends the answer, or "
-        "under truncation_mode='keep_end' its beginning, with the prompt.",
+        "text beyond the limit was truncated (a row of exactly that length may be complete). The end is lost, with the token "
+        "that ends the answer; under truncation_mode='keep_end' the beginning is lost, with the prompt.",
         "raise max_length, split long rows, or drop them.",
     ),
     RowRule(
         "PT-D007", _duplicate, "repeat an earlier row exactly.",
-        "repeats are trained several times an epoch and are memorised; one in a held-out split makes its score a lie.",
-        "remove repeats before training, e.g. dataset.to_pandas().drop_duplicates(), unless the weight is meant.",
+        "repeated rows are trained several times per epoch and memorized. A repeated row in a held-out split inflates its score.",
+        "remove repeats before training, e.g. with dataset.to_pandas().drop_duplicates(), unless they are intended as weights.",
     ),
 )  # fmt: skip
 
@@ -408,50 +406,51 @@ def check_rows(
     numbers: Sequence[int] | None = None,
     examples: dict[str, int] | None = None,
 ) -> list[Finding]:
-    """Every finding about ``rows``, the worst first; see `RowSample`."""
+    """Return all findings about ``rows``, most severe first; see `RowSample`."""
     return RowSample(rows, tokenizer, limit, numbers, {} if examples is None else examples).findings
 
 
 def dropped_rows(before: int, after: int, *, reasons: str = "", missing: Sequence[int] = ()) -> Finding | None:
-    """Rows that preparation left out, if any.
+    """Return a finding about rows that preparation dropped, or None if there are none.
 
     Args:
-        before: Rows given.
-        after: Rows left.
-        reasons: Why, with counts, where that is known.
-        missing: Numbers of the rows that were left out, where they are known.
+        before: Number of rows before preparation.
+        after: Number of rows after preparation.
+        reasons: Reasons with counts, if known.
+        missing: Numbers of the dropped rows, if known.
     """
     if after >= before:
         return None
     return Finding(
         "PT-D014",
         "warning",
-        f"{count_of(before - after, before)} were left out when the rows were prepared{f': {reasons}' if reasons else ''}.",
+        f"{count_of(before - after, before)} were dropped during preparation{f': {reasons}' if reasons else ''}.",
         where(missing) if missing else "the sampled rows",
-        "nothing is left in them to learn from once they are cut and masked (or, of a pair, compared); training leaves them out "
+        "truncation and masking left no trained token in them (or made the answers of a pair equal). Training drops them "
         "too.",
         "raise max_length, or check completion_only_loss, assistant_only_loss, the masks, and empty or equal answers.",
     )
 
 
 def diverged_prompts(diverged: int, total: int) -> Finding | None:
-    """Prompts that tokenise differently once their completion follows, if any; from what preparation counted."""
+    """Return a finding about prompts that tokenize differently with their completion, from the counts of preparation."""
     if not diverged:
         return None
     return Finding(
         "PT-D015",
         "warning",
-        f"{count_of(diverged, total)} have a prompt whose end tokenises differently once the completion follows.",
+        f"{count_of(diverged, total)} have a prompt whose end tokenizes differently when the completion follows.",
         "the sampled rows",
-        "training joins the two over the boundary (a space at the prompt's end, a template that renders both otherwise), while "
-        "at generation the prompt stands alone: the model starts from tokens it was not trained after.",
-        "move the space to the start of the completion; for chat rows, see what the template does to the last turn.",
+        "in training, tokens merge across the boundary (a space at the end of the prompt, or a template that renders them "
+        "differently). At generation the prompt stands alone, so the model starts from tokens that never preceded a completion "
+        "in training.",
+        "move the space to the start of the completion; for chat rows, check how the template renders the last turn.",
     )
 
 
 @probe("data", *(f"PT-D{number:03}" for number in (*range(1, 12), 13)))
 def sampled_rows(context: Context) -> Iterable[Finding]:
-    """What a sample of the training set gives away; an error only where every row is untrained or has unknown ids."""
+    """Check a sample of the training set. Only rows that are all untrained or have unknown ids are an error."""
     if not context.rows:
         return
     sample = context.sample or RowSample(context.rows, context.tokenizer, context.limit)
@@ -462,18 +461,18 @@ def sampled_rows(context: Context) -> Iterable[Finding]:
         yield one if stops or one.severity != "error" else replace(one, severity="warning")
 
 
-CONTROLS_READ = 1000  # Rows that are searched for control tokens.
+CONTROLS_READ = 1000  # Number of rows that are searched for control tokens.
 
 
 @probe("data", "PT-D016")
 def typed_control_tokens(context: Context) -> Iterable[Finding]:
-    """Find control tokens that messages of users, systems and tools contain as text: they are tokenized as control tokens."""
+    """Find control tokens in the text of messages from users, systems and tools, where they act as control tokens."""
     dataset, tokenizer = context.train_dataset, inner_tokenizer(context.tokenizer)
     words = {
         t.content for t in getattr(tokenizer, "added_tokens_decoder", {}).values() if t.special and len(t.content) > 1
     }
     names = [n for n in (*CONVERSATIONS, "prompt", *ANSWERS) if n in (getattr(dataset, "column_names", None) or ())]
-    if not words or not names or not hasattr(dataset, "select"):  # A stream is read as it comes.
+    if not words or not names or not hasattr(dataset, "select"):  # A stream is not searched.
         return
     pattern = re.compile("|".join(map(re.escape, sorted(words, key=len, reverse=True))))
     found: dict[int, str] = {}
@@ -493,8 +492,8 @@ def typed_control_tokens(context: Context) -> Iterable[Finding]:
             f"{count_of(len(found), min(len(dataset), CONTROLS_READ))} have control tokens in the text of a message that is not "
             f"the assistant's: {shown}.",
             "the training set",
-            "the tokenizer reads such text as control tokens, so its author can end a turn or begin one of another role.",
-            "remove these tokens from the text before the conversation is rendered, or leave these rows out.",
+            "the tokenizer encodes such text as control tokens, so its author can end a turn or begin one of another role.",
+            "remove these tokens from the text before the conversation is rendered, or remove these rows.",
         )  # fmt: skip
 
 
@@ -503,7 +502,7 @@ def _messages(value: object) -> list[Mapping[str, Any]]:
 
 
 def _beyond_model(context: Context) -> bool:
-    """Whether an id has no embedding: a tokenizer may know fewer tokens than the model has rows."""
+    """Return whether an id has no embedding. A tokenizer may have fewer tokens than the model has embeddings."""
     text = text_of(context.model_config)
     size = None if text is None else text.vocab_size
     ids = (token for row in context.rows for part in (row.prompt_ids, *row.completions) for token in part)
@@ -512,22 +511,22 @@ def _beyond_model(context: Context) -> bool:
 
 ROW_CODES = ("PT-D030", "PT-D031", "PT-D032")
 CONVERSATIONS = ("messages", "conversations")
-WHOLE = (*CONVERSATIONS, "text")  # Each is a row by itself.
+WHOLE = (*CONVERSATIONS, "text")  # Columns that contain a complete row.
 ANSWERS = ("completion", "chosen", "rejected", "reference")
-SAID = ("content", "value", "tool_calls", "reasoning_content", "thinking")  # What a turn may say, by its key.
+SAID = ("content", "value", "tool_calls", "reasoning_content", "thinking")  # Keys of a turn that may have content.
 SPEAKERS = frozenset({"system", "user", "assistant", "tool", "developer", *ROLES})
 
 
 def columns_of(
     columns: Sequence[str], *, prompts_only: bool, unread: Collection[str] = (), ids: Collection[str] = TOKENIZED
 ) -> list[str]:
-    """The columns whose content decides whether a row can be trained; none where rows hold token ids.
+    """Return the columns that decide whether a row can be trained; none if rows contain token ids.
 
     Args:
-        columns: Of the dataset.
-        prompts_only: Whether completions are sampled, so that other columns are the reward functions' business.
+        columns: Columns of the dataset.
+        prompts_only: Whether completions are sampled. Then only reward functions read the other columns.
         unread: Columns of other tasks.
-        ids: Columns of token ids that the method reads in place of text.
+        ids: Columns of token ids that the method reads instead of text.
     """
     if set(columns) & set(ids):
         return []
@@ -536,7 +535,7 @@ def columns_of(
 
 
 def fault(row: Mapping[str, Any], columns: Sequence[str]) -> str:
-    """Why a row cannot be trained: nothing in a column that is needed, or a message without a role; "" where it can.
+    """Return why a row cannot be trained (an empty required column, a message without a role); "" if it can.
 
     >>> fault({"messages": []}, ["messages"]), fault({"messages": [{"role": "user", "content": "hi"}]}, ["messages"])
     ('empty `messages`', '')
@@ -550,7 +549,7 @@ def fault(row: Mapping[str, Any], columns: Sequence[str]) -> str:
         if value is None and (
             (name == "prompt" and pair) or whole or (name in WHOLE and row.get("prompt") is not None)
         ):
-            continue  # A prompt that both answers begin with is taken from them; a row needs one form, not all.
+            continue  # A common prompt is extracted from both answers; and a row needs only one of the formats.
         if value is None:
             return f"no `{name}`"
         if isinstance(value, list):
@@ -562,12 +561,12 @@ def fault(row: Mapping[str, Any], columns: Sequence[str]) -> str:
 
 
 def is_open(row: Mapping[str, Any], filled: bool) -> bool:
-    """Whether a row's prompt is empty for an environment to fill; ``filled`` says that there is one."""
+    """Return whether a row's prompt is empty for an environment to fill. ``filled``: there is such an environment."""
     return filled and row.get("prompt") == [{"role": "user", "content": ""}]
 
 
 def doubt(row: Mapping[str, Any], columns: Sequence[str]) -> str:
-    """What makes a row unlikely to be meant: nothing an assistant says, an odd turn, a blank answer, two equal answers.
+    """Return why a row is probably a mistake (no assistant turn, an odd turn, a blank answer, two equal answers); "" if not.
 
     >>> doubt({"messages": [{"role": "user", "content": "hi"}]}, ["messages"])
     'no assistant turn in `messages`'
@@ -589,7 +588,7 @@ def doubt(row: Mapping[str, Any], columns: Sequence[str]) -> str:
 
 
 def _odd_turn(turn: Mapping[str, Any]) -> str:
-    """A role that no template knows, or a turn in which nothing is said; an empty system message is common, and harmless."""
+    """Find a role that no template knows, or an empty turn. An empty system message is common and harmless."""
     role = turn.get("role") or turn.get("from")
     if role not in SPEAKERS:
         return f"the role {role!r}"
@@ -599,7 +598,7 @@ def _odd_turn(turn: Mapping[str, Any]) -> str:
 
 
 def _answers(turns: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether the assistant says or calls something."""
+    """Return whether the assistant has content or calls a tool in any turn."""
     return any(
         ROLES.get(role := turn.get("role") or turn.get("from"), role) == "assistant"
         and any(_filled(turn.get(name)) for name in SAID)
@@ -612,34 +611,34 @@ def _filled(value: object) -> bool:
 
 
 def answers_of(value: object) -> str:
-    """Text of an answer or prompt: messages one after the other with their roles, text as it is."""
+    """Return an answer or prompt as text. Messages are joined with their roles."""
     if isinstance(value, list):
         return "\n".join(f"{t.get('role') or t.get('from')}: {t.get('content') or t.get('value') or ''}" for t in value)
     return "" if value is None else str(value)
 
 
-# Rows that are written down for the user -----------------------------------------------------------------------------
+# Rows that are written to files for the user -----------------------------------------------------------------------------
 
 SUSPECTS = "suspect_pairs.jsonl"
 
 
 def write_lines(folder: str | None, name: str, lines: Iterable[Mapping[str, Any]]) -> None:
-    """Write a file of JSON lines into the run's folder."""
+    """Write a JSON Lines file into the run's folder."""
     path = Path(folder or ".").expanduser() / name
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines), encoding="utf-8")
 
 
 def note_suspects(folder: str | None, reason: str, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Put pairs into ``suspect_pairs.jsonl``, in place of what stands there for the same reason.
+    """Write pairs to ``suspect_pairs.jsonl``, replacing earlier entries with the same reason.
 
     Args:
-        folder: Of the run.
-        reason: Why they are suspected.
-        rows: Number and texts.
+        folder: Folder of the run.
+        reason: Why the pairs are suspect.
+        rows: Row numbers and texts.
     """
     path = Path(folder or ".").expanduser() / SUSPECTS
-    # Not splitlines: a text may hold other line ends.
+    # Not splitlines: a text may contain other line separators.
     there = list(filter(None, path.read_text(encoding="utf-8").split("\n"))) if path.is_file() else []
     kept = [line for line in map(json.loads, there) if line["reason"] != reason]
     if there or rows:

@@ -1,8 +1,8 @@
-"""What the log of a run says: one table of rules, read while training and on the page of a run.
+"""Rules that find problems in the log of a run. They are applied during training and on the page of a run.
 
-A rule has a code, the metrics that it reads, a window in optimiser steps, a predicate and its texts. `check_log` applies
-the rules to the newest row of a log; `review` applies the same rules to every row of a whole log. A row of the log that
-speaks of ten steps counts as ten. Thresholds are starting values; those without a source were set here.
+A rule has a code, the metrics that it reads, a window in optimizer steps, a predicate and the texts of its finding. `check_log`
+applies the rules to the newest row of a log; `review` applies the same rules to every row of a whole log. A row of the log that
+covers ten steps counts as ten. Thresholds are starting values; those without a source were chosen here.
 """
 
 from __future__ import annotations
@@ -16,42 +16,42 @@ from dataclasses import dataclass, field
 from posttrain.checks.registry import REGISTRY, Severity
 from posttrain.types import Finding
 
-FLAT_SHARE = 0.8  # Of the groups, without spread.
-KL_LARGE, KL_GROWTH = 0.5, 5.0  # Nats a token, and times what it was at first.
-ENTROPY_LEFT = 0.1  # Of what the run began with.
-CUT_SHARE = 0.5  # Of the completions, at the length limit.
-CUT_AT_FIRST = 0.9  # The same in the first generation.
-LENGTH_GROWTH = 1.5  # Of the mean length, while the reward moves by less than a tenth of its spread.
-MASKED_SHARE, MASKED_MOST = 0.2, 0.9  # Tokens without weight.
-REWARD_SHARE = 0.3  # Of the step time.
-DRIFT_STEPS = 50  # Optimiser steps.
-# Policy mismatch in nats a token: where a rise counts, by how much, and where the size alone does.
+FLAT_SHARE = 0.8  # Share of the groups with equal rewards.
+KL_LARGE, KL_GROWTH = 0.5, 5.0  # KL in nats per token, and its growth relative to the start.
+ENTROPY_LEFT = 0.1  # Share of the initial entropy.
+CUT_SHARE = 0.5  # Share of the completions that reach the length limit.
+CUT_AT_FIRST = 0.9  # The same share in the first generation.
+LENGTH_GROWTH = 1.5  # Growth of the mean length, while the reward changes by less than a tenth of its std.
+MASKED_SHARE, MASKED_MOST = 0.2, 0.9  # Share of the tokens with weight 0: warning, and advice to stop.
+REWARD_SHARE = 0.3  # Share of the step time.
+DRIFT_STEPS = 50  # Optimizer steps.
+# Policy mismatch in nats per token: minimum for a rise to count, minimum growth, and limit without a rise.
 DRIFT, DRIFT_GROWTH, DRIFT_ALONE = 0.1, 1.5, 0.5
-UNPAIRED = 0.5  # Of the bytes of a step's answers.
-DISCARDED = 0.3  # Of the rollouts.
-SINKING = 5  # Logs in a row in which both rewards fall.
+UNPAIRED = 0.5  # Share of the bytes of a step's answers.
+DISCARDED = 0.3  # Share of the rollouts.
+SINKING = 5  # Consecutive logs in which both rewards fall.
 SATURATED = 10.0  # Margin.
-EVALUATIONS, BACKWARDS = 3, 0.45  # Evaluations in a row, and the accuracy below which labels look inverted.
-SPIKE = 10.0  # Times the median before it.
-ROWS_NEEDED = 6  # Rows below which a whole log says nothing.
-MOST_ROWS = 5000  # Rows of a whole log that are looked at.
+EVALUATIONS, BACKWARDS = 3, 0.45  # Consecutive evaluations, and the accuracy below which labels may be inverted.
+SPIKE = 10.0  # Multiple of the median before it.
+ROWS_NEEDED = 6  # Minimum number of rows for a verdict on a whole log.
+MOST_ROWS = 5000  # Maximum number of rows of a whole log that are checked.
 
 
 History = Sequence[Mapping[str, float]]
 
 
 def training_rows(history: History) -> list[Mapping[str, float]]:
-    """The rows that training logged, without those of evaluations and the summary at the end."""
+    """Return the rows that training logged, without rows of evaluations and the final summary."""
     return list(rows_backwards(history))[::-1]
 
 
 def rows_backwards(history: History) -> Iterator[Mapping[str, float]]:
-    """The same, the newest first: a rule is asked at every row, and looks at a few."""
+    """Iterate over the training rows, newest first. A rule runs at every row, but reads only a few."""
     return (row for row in reversed(history) if "loss" in row and "step" in row)
 
 
 def window(history: History, name: str, steps: int) -> list[float] | None:
-    """Values of the latest rows that together speak of at least ``steps`` optimiser steps; None where there are fewer.
+    """Return the values of the latest rows that together cover at least ``steps`` optimizer steps; None if there are fewer.
 
     >>> rows = [{"loss": 0.0, "step": 5, "kl": 1.0}, {"loss": 0.0, "step": 10, "kl": 2.0}]
     >>> window(rows, "kl", 5), window(rows, "kl", 10), window(rows, "kl", 11)
@@ -72,13 +72,13 @@ def window(history: History, name: str, steps: int) -> list[float] | None:
 
 
 def ends(values: Sequence[float]) -> tuple[float, float]:
-    """Means of the first and the last fifth."""
+    """Return the means of the first and the last fifth of the values."""
     fifth = max(1, len(values) // 5)
     return statistics.fmean(values[:fifth]), statistics.fmean(values[-fifth:])
 
 
 def columns(history: History, ending: str) -> list[str]:
-    """Names of the reward functions that the newest row has ``rewards/<name>/<ending>`` of."""
+    """Return the names of the reward functions for which the newest row has ``rewards/<name>/<ending>``."""
     keys = [
         key for key in next(rows_backwards(history), {}) if key.startswith("rewards/") and key.endswith(f"/{ending}")
     ]
@@ -87,13 +87,13 @@ def columns(history: History, ending: str) -> list[str]:
 
 @dataclass(frozen=True)
 class View:
-    """A log up to one row, as a rule sees it.
+    """Log up to one row, as seen by a rule.
 
     Attributes:
         history: Rows with ``step``, oldest first.
         name: The metric that the rule reads.
-        steps: Optimiser steps of the window.
-        generations_per_step: Less than 1 where a generation serves several optimiser steps.
+        steps: Window in optimizer steps.
+        generations_per_step: Less than 1 if a generation serves several optimizer steps.
     """
 
     history: History
@@ -102,23 +102,23 @@ class View:
     generations_per_step: float = 1.0
 
     def values(self, name: str | None = None) -> list[float] | None:
-        """Values of a metric in the window; None where the log is shorter, or a row has no value."""
+        """Return the values of a metric in the window; None if the log is shorter, or a row has no value."""
         return window(self.history, name or self.name, self.steps)
 
     def last(self, name: str, count: int) -> list[float]:
-        """Values of a metric in the newest rows of training that have it, at most so many, the newest last."""
+        """Return up to ``count`` values of a metric, from the newest training rows that have it, newest last."""
         rows = (row for row in reversed(self.history) if name in row and ("loss" in row or name.startswith("eval_")))
         return [float(row[name]) for row in itertools.islice(rows, count)][::-1]
 
     def mean(self, name: str | None = None) -> float:
-        """Mean of a metric in the window; 0 where it has none."""
+        """Return the mean of a metric in the window; 0 if it has no values there."""
         values = self.values(name)
         return statistics.fmean(values) if values else 0.0
 
 
 @dataclass(frozen=True)
 class Sign:
-    """What a predicate saw: a sentence with its numbers; ``where`` and ``fix`` only where they are not the rule's."""
+    """Result of a predicate: a sentence with numbers. ``where`` and ``fix`` override those of the rule if not empty."""
 
     what: str
     where: str = ""
@@ -127,18 +127,18 @@ class Sign:
 
 @dataclass(frozen=True)
 class Rule:
-    """One way in which a run goes wrong.
+    """Rule that finds one kind of problem.
 
     Attributes:
-        code: Of the register of checks, which has its name and title.
-        metrics: Those of them that a log has are read, each alone. Empty: the rule finds its metrics itself.
-        steps: The window, in optimiser steps.
-        holds: The predicate: yields what it sees in a `View`.
-        why: What comes of it.
-        fix: What to do.
+        code: Code in the registry of checks, which has its name and title.
+        metrics: Metrics that the rule reads, each separately, if the log has them. Empty: the rule finds its metrics itself.
+        steps: Window in optimizer steps.
+        holds: Predicate that yields a `Sign` for each problem in a `View`.
+        why: The consequence.
+        fix: What the user should do.
         severity: ``error`` stops a run, ``warning`` and ``info`` are logged.
-        live: Whether it is applied while a run trains; if not, another check does that, or only a whole curve shows it.
-        title: For the page; empty: that of the register.
+        live: Whether it is applied during training. If not, another check finds the problem, or only a whole curve shows it.
+        title: Title on the page of a run; empty uses the registry's.
     """
 
     code: str
@@ -152,7 +152,7 @@ class Rule:
     title: str = ""
 
     def names_in(self, row: Mapping[str, float]) -> list[str]:
-        """Its metrics that a row has; of a metric of evaluations also those of each set that has a name."""
+        """Return the rule's metrics that a row has. Evaluation metrics include those of each named evaluation set."""
         named = tuple(name.removeprefix("eval") for name in self.metrics if name.startswith("eval_"))
         of_sets = [
             name for name in row if name not in self.metrics and name.startswith("eval_") and name.endswith(named)
@@ -160,9 +160,9 @@ class Rule:
         return [*(name for name in self.metrics if name in row), *of_sets]
 
     def findings(self, history: History, steps: int, generations_per_step: float = 1.0) -> Iterator[Finding]:
-        """What the rule finds at the newest row of a log."""
+        """Return the rule's findings at the newest row of a log."""
         newest = next((row for row in reversed(history) if "loss" in row), {})
-        # Only the line of an evaluation is read for the metrics of evaluations.
+        # Evaluation metrics are read only from the row of an evaluation.
         newest = dict(newest) | {
             name: value for name, value in (history[-1] if history else {}).items() if "eval_" in name
         }
@@ -173,7 +173,7 @@ class Rule:
 
 
 def _above(most: float, what: str, *, newest: bool = False) -> Callable[[View], Iterator[Sign]]:
-    """The mean over the window, or the newest value; ``{value}``, ``{percent}`` and ``{steps}`` are filled in."""
+    """Return a predicate for the mean over the window, or the newest value. Fill in ``{value}``, ``{percent}``, ``{steps}``."""
 
     def holds(view: View) -> Iterator[Sign]:
         values = view.values() or [0.0]
@@ -192,7 +192,7 @@ def _length_grows(view: View) -> Iterator[Sign]:
     scale = statistics.fmean(spread) if spread else abs(before)
     if last > LENGTH_GROWTH * max(first, 1.0) and after - before < 0.1 * scale:
         yield Sign(
-            f"the mean length grew from {first:.0f} to {last:.0f} tokens in {view.steps} steps, and the reward went from "
+            f"the mean length grew from {first:.0f} to {last:.0f} tokens in {view.steps} steps, while the reward went from "
             f"{before:.3g} to {after:.3g}."
         )
 
@@ -203,7 +203,7 @@ def _kl_grows(view: View) -> Iterator[Sign]:
         return
     first, last = ends(values)
     if last > KL_LARGE and last > KL_GROWTH * first:
-        yield Sign(f"the KL to the reference grew from {first:.3g} to {last:.3g} nats a token in {view.steps} steps.")
+        yield Sign(f"the KL to the reference grew from {first:.3g} to {last:.3g} nats per token in {view.steps} steps.")
 
 
 def _certain(view: View) -> Iterator[Sign]:
@@ -216,7 +216,7 @@ def _certain(view: View) -> Iterator[Sign]:
         return
     first, last = statistics.fmean(early[: len(recent)]), statistics.fmean(recent)
     if last < ENTROPY_LEFT * first:
-        yield Sign(f"the entropy fell from {first:.3g} to {last:.3g} nats a token.")
+        yield Sign(f"the entropy fell from {first:.3g} to {last:.3g} nats per token.")
 
 
 def _cut(view: View) -> Iterator[Sign]:
@@ -226,7 +226,7 @@ def _cut(view: View) -> Iterator[Sign]:
         share = early[0].get(view.name, 0.0) if len(early) == 1 else 0.0
         if share <= CUT_AT_FIRST:
             return
-    yield Sign(f"{100 * share:.0f} % of the completions were cut at the length limit.")
+    yield Sign(f"{100 * share:.0f} % of the completions were truncated at the length limit.")
 
 
 def _masked(view: View) -> Iterator[Sign]:
@@ -261,7 +261,7 @@ def _slow_reward(view: View) -> Iterator[Sign]:
         spent = view.mean(f"rewards/{name}/seconds")
         share = spent * view.generations_per_step / max(view.mean("step_time"), 1e-9)
         if share > REWARD_SHARE:
-            what = f"{100 * share:.0f} % of the step time is {name} ({spent:.2g} s a generation)."
+            what = f"{name} takes {100 * share:.0f} % of the step time ({spent:.2g} s per generation)."
             yield Sign(what, f"rewards/{name}/seconds")
 
 
@@ -284,7 +284,7 @@ def _sinking(view: View) -> Iterator[Sign]:
 def _saturated(view: View) -> Iterator[Sign]:
     margins = view.last(view.name, 3)
     if len(margins) == 3 and min(margins) >= SATURATED:
-        yield Sign(f"rewards/margins is {margins[-1]:.3g}, where a sigmoid has no gradient left.")
+        yield Sign(f"rewards/margins is {margins[-1]:.3g}, where the gradient of a sigmoid is almost 0.")
 
 
 def _backwards(view: View) -> Iterator[Sign]:
@@ -297,7 +297,7 @@ def _still(view: View) -> Iterator[Sign]:
     rows = list(itertools.islice((row for row in rows_backwards(view.history) if view.name in row), 3))
     moved = any(row["rewards/chosen"] or row["rewards/rejected"] for row in rows)
     if len(rows) == 3 and not moved and all(row.get("learning_rate", 1.0) > 0 for row in rows):
-        yield Sign("rewards/chosen and rewards/rejected are exactly 0 after 3 logs.")
+        yield Sign("rewards/chosen and rewards/rejected are still exactly 0 after 3 logs.")
 
 
 def _inverted(view: View) -> Iterator[Sign]:
@@ -311,12 +311,12 @@ def _spikes(view: View) -> Iterator[Sign]:
     norms = view.values()
     usual = statistics.median(norms[:-1]) if norms is not None and len(norms) > 1 else 0.0
     if norms is not None and usual > 0 and norms[-1] > SPIKE * usual:
-        yield Sign(f"the gradient norm was {norms[-1]:.3g}, {norms[-1] / usual:.0f} times the median before.")
+        yield Sign(f"the gradient norm was {norms[-1]:.3g}, {norms[-1] / usual:.0f} times the median before it.")
 
 
 def _mismatch(view: View) -> Iterator[Sign]:
     newest = next(rows_backwards(view.history))
-    # Without a sampler's log-probs, and where rollouts have no age, "kl" is the distance to the reference.
+    # Without the sampler's log-probs and without a staleness metric, "kl" is the KL to the reference.
     if view.name == "kl" and ("sampling/kl" in newest or "sample/staleness_mean" not in newest):
         return
     recent, trend = view.values(), window(view.history, view.name, DRIFT_STEPS)
@@ -327,14 +327,14 @@ def _mismatch(view: View) -> Iterator[Sign]:
     rising = last > DRIFT and last > DRIFT_GROWTH * first
     if now > DRIFT_ALONE or rising:
         trail = f", rising for {DRIFT_STEPS} steps (from {first:.2g})" if rising else f" over {view.steps} steps"
-        yield Sign(f"policy mismatch KL {now:.2g} nats a token{trail}.")
+        yield Sign(f"the policy mismatch KL is {now:.2g} nats per token{trail}.")
 
 
 def _discarded(view: View) -> Iterator[Sign]:
     dropped, produced = view.values(), view.values("async/produced")
     if dropped is None or produced is None or len(dropped) < 2:
         return
-    # Both count from the start of the run.
+    # Both metrics count from the start of the run.
     old, new = dropped[-1] - dropped[0], produced[-1] - produced[0]
     if new > 0 and old > DISCARDED * new:
         yield Sign(
@@ -349,163 +349,163 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "PT-R002", ("frac_reward_zero_std",), 10,
         _above(FLAT_SHARE, "{percent:.0f} % of the groups of the last {steps} steps have equal rewards."),
-        "completions of a group are compared with each other: equal rewards have advantage 0 and move nothing, but they fill "
-        "the denominator (and a KL penalty still pulls).",
-        "raise temperature or num_generations, take prompts the model solves sometimes (harder ones where the reward is at its "
-        "best), or give partial credit.",
+        "completions of a group are compared with each other. Equal rewards have advantage 0 and no gradient, but they still "
+        "count in the denominator (and a KL penalty still applies).",
+        "raise temperature or num_generations, use prompts that the model solves sometimes (harder ones if the reward is at its "
+        "maximum), or give partial credit.",
     ),
     Rule(
         "PT-R003", ("completions/mean_length",), 100, _length_grows,
-        "a loss that divides by each completion's length punishes long wrong answers less, and rewards can be earned by length.",
-        "use loss_type='dapo' or 'dr_grpo', look at rewards/length_corr, or add get_soft_overlong_punishment.",
+        "a loss that divides by each completion's length penalizes long wrong answers less, and rewards may depend on length.",
+        "use loss_type='dapo' or 'dr_grpo', check rewards/length_corr, or add get_soft_overlong_punishment.",
     ),
     Rule(
         "PT-R004", ("kl",), 50, _kl_grows,
-        "the policy leaves the text it knows; rewards measured there are often wrong.",
-        "raise beta, lower learning_rate, or go back to an earlier checkpoint.",
+        "the policy moves far from the text of its reference, and rewards are often wrong for such text.",
+        "raise beta, lower learning_rate, or resume from an earlier checkpoint.",
     ),
     Rule(
         "PT-R007", ("entropy", "policy/entropy_avg", "objective/entropy"), 10, _certain,
-        "completions of a group become equal: there is nothing left to compare, and no way back.",
-        "raise epsilon_high or entropy_coef, use_adaptive_entropy=True, a higher temperature, or an earlier checkpoint.",
+        "completions of a group become equal, so there is nothing left to compare. The policy does not recover from this.",
+        "raise epsilon_high, entropy_coef or temperature, set use_adaptive_entropy=True, or resume from an earlier checkpoint.",
     ),
     Rule(
         "PT-R008", ("completions/clipped_ratio",), 10, _cut,
-        "the model is not shown how to end, and an answer that never comes earns no reward.",
-        "raise max_completion_length, ask for shorter answers, or check that the model's end token is among the stop tokens.",
+        "the model never sees an end-of-text token in these completions, and an answer that is not reached earns no reward.",
+        "raise max_completion_length, ask for shorter answers, or check that the model's eos token is among the stop tokens.",
     ),
     Rule(
         "PT-R009", ("completions/duplicate_ratio",), 1,
         _above(0.8, "{percent:.0f} % of the completions repeat another one of their group.", newest=True),
-        "copies have equal rewards and no advantage, and cost as much as others.",
-        "raise temperature, undo top_k, top_p or min_p, and check that the engine draws with a new seed for each completion.",
+        "identical completions have equal rewards and no advantage, but cost as much as different ones.",
+        "raise temperature, remove top_k, top_p or min_p, and check that the engine samples each completion with a new seed.",
     ),
     Rule(
         "PT-R032", ("completions/no_token_ratio",), 1,
         _above(0.0, "{percent:.2g} % of the sampled ids have no token in the tokenizer.", newest=True),
-        "the model's embedding has more rows than the tokenizer has tokens; reward functions see nothing of such ids.",
-        "set mask_ids_without_token=True, which never samples them.",
+        "the model's embedding has more rows than the tokenizer has tokens, and reward functions do not see such ids.",
+        "set mask_ids_without_token=True, so that they are never sampled.",
     ),
     Rule(
         "PT-R012", ("grad_norm",), 20, _no_gradient,
-        "a loss of 0 is normal here (the ratio is 1), a gradient of 0 is not: nothing is learned.",
-        "look at frac_reward_zero_std and completions/masked_ratio, and at what is frozen.",
+        "a loss of 0 is normal here (the ratio is 1), but a gradient of 0 is not: the policy does not learn.",
+        "check frac_reward_zero_std, completions/masked_ratio, and which parameters are frozen.",
     ),
     Rule(
         "PT-R005", ("ratio/max",), 1,
         _above(10.0, "a token is {value:.3g} times as likely as when it was sampled.", newest=True),
-        "with a negative advantage nothing bounds such a token: one of them can undo the step.",
-        "set delta (2 to 4), lower learning_rate, num_iterations or steps_per_generation.",
+        "with a negative advantage such a token's loss is unbounded, so a single token can dominate the step.",
+        "set delta (2 to 4), or lower learning_rate, num_iterations or steps_per_generation.",
     ),
     Rule(
         "PT-R006", ("clip_ratio/region_mean", "cispo_clip_ratio", "policy/clipfrac_avg"), 10,
         _above(0.3, "{percent:.0f} % of the tokens of the last {steps} steps were clipped."),
-        "clipped tokens have no gradient: the policy moves further in a window than the clip allows.",
+        "clipped tokens have no gradient. The policy moves further per generation than the clip range allows.",
         "lower learning_rate or num_iterations, generate more often (steps_per_generation), or widen epsilon.",
     ),
     Rule(
         "PT-R010", ("sampling/frac_masked",), 10, _masked,
-        "the bound is on the product over a whole completion: a gap of 0.012 a token is beyond 3 after 100 tokens, so long "
-        "completions are left out by their length alone.",
+        "the bound applies to the product over a whole completion. A gap of 0.012 per token exceeds a bound of 3 after 100 "
+        "tokens, so long completions are masked only because of their length.",
         MASKED_FIX,
     ),
     Rule(
         "PT-R011", ("sampling/nan_logprobs",), 1,
-        _above(0.001, "the engine gave no log-prob for {percent:.2g} % of the tokens.", newest=True),
-        "these tokens are trained by nobody, and the others with weights that may be wrong.",
-        "look at what the engine or rollout_func returns in logprobs, or turn off vllm_importance_sampling_correction.",
+        _above(0.001, "the engine returned no log-prob for {percent:.2g} % of the tokens.", newest=True),
+        "these tokens are not trained, and the weights of the other tokens may be wrong.",
+        "check the logprobs that the engine or rollout_func returns, or set vllm_importance_sampling_correction=False.",
         severity="error",
     ),
     Rule(
         "PT-R014", (), 10, _never_applies,
-        "it takes part in nothing, silently: usually a value it looks for never occurs in a column.",
-        "compare the column's values with those in the function, or leave the function out.",
+        "the function has no effect. The usual cause is a value that never occurs in its column.",
+        "compare the column's values with those in the function, or remove the function.",
     ),
     Rule(
         "PT-R016", (), 1, _nan_rewards,
-        "they are treated as None (does not apply); a division by zero is rarely meant so.",
-        "return None on purpose, or a number.",
+        "NaN is treated as None (does not apply), but it usually comes from an unintended division by zero.",
+        "return a number, or None if the function does not apply.",
     ),
     Rule(
         "PT-R017", (), 10, _slow_reward,
-        "the model waits meanwhile.",
-        "make it `async def` where it waits for something, or mark it with posttrain.rewards.parallel.",
+        "generation and training wait for it.",
+        "make it `async def` if it waits for something, or mark it with posttrain.rewards.parallel.",
     ),
     Rule(
         "PT-R031", ("align/dropped_bytes_fraction",), 1,
-        _above(UNPAIRED, "{percent:.0f} % of the text has no group of tokens in common with the teacher's.", newest=True),
-        "the loss is the mean over what is left: with no group it is 0, and nothing is learned.",
-        "look at how both tokenizers spell an answer; a teacher whose tokenizer keeps the text as it is, or more rows a step.",
+        _above(UNPAIRED, "{percent:.0f} % of the text has no token group in common with the teacher's tokens.", newest=True),
+        "the loss is the mean over the rest. Without any common group it is 0, and the student does not learn.",
+        "compare how both tokenizers split an answer; use a teacher whose tokenizer keeps the text as is, or more rows per step.",
     ),
     Rule(
         "PT-B002", ("loss", "grad_norm"), 1, _not_finite,
-        "a gap in the curve is NaN or infinity: one skipped step is harmless, several in a row end a run.",
-        "lower learning_rate, try bf16 instead of fp16, look at the rows of these steps.",
+        "a gap in the curve is NaN or infinity. One skipped step is harmless, but several consecutive ones end a run.",
+        "lower learning_rate, use bf16 instead of fp16, and check the rows of these steps.",
         live=False, title="loss or gradient is not a number",
     ),
     Rule(
         "PT-P003", ("rewards/chosen",), 1, _sinking,
-        "the margin grows while the chosen answers become less likely too: the model unlearns both, and its samples get worse at "
-        "a rising accuracy.",
-        "raise the weight of a likelihood term ('sft' in DPO's loss_type, cpo_alpha, tpo_alpha), try apo_zero, a larger beta or "
-        "a lower learning rate.",
+        "the margin grows while the chosen answers become less likely too. The model unlearns both, and its samples get worse "
+        "while the accuracy rises.",
+        "raise the weight of a likelihood term ('sft' in DPO's loss_type, cpo_alpha, tpo_alpha), or try apo_zero, a larger beta "
+        "or a lower learning rate.",
     ),
     Rule(
         "PT-P004", ("rewards/margins",), 1, _saturated,
-        "every further step only moves pairs that are already apart, or noise.",
-        "stop here, or lower the learning rate or the number of epochs; a larger beta makes the margin reach this sooner.",
+        "further steps only move pairs that are already separated, or fit noise.",
+        "stop here, or lower the learning rate or the number of epochs; with a larger beta the margin reaches this value sooner.",
     ),
     Rule(
         "PT-P005", ("rewards/accuracies",), 1, _backwards,
-        "the policy moves towards the rejected answers: labels are flipped, or the batches contradict each other.",
-        "look at chosen and rejected of some rows with posttrain inspect; lower the learning rate.",
+        "the policy moves towards the rejected answers: labels are flipped, or batches contradict each other.",
+        "look at chosen and rejected of some rows with posttrain inspect, or lower the learning rate.",
     ),
     Rule(
         "PT-P006", ("rewards/margins",), 1, _still,
-        "policy and reference share their weights, or nothing that is trained changes the output.",
-        "check that ref_model is another object, that some parameter requires a gradient, and beta > 0.",
+        "policy and reference share their weights, or the trained parameters do not affect the output.",
+        "check that ref_model is another object, that some parameter requires a gradient, and that beta > 0.",
     ),
     Rule(
         "PT-P007", ("eval_rewards/accuracies",), 1, _inverted,
-        "labels may be inverted: on pairs it never saw, the policy prefers the answer that was rejected.",
+        "labels may be inverted: the policy prefers the rejected answer on held-out pairs.",
         "look at chosen and rejected of some rows with posttrain inspect; swap the columns if they are swapped.",
     ),
     Rule(
         "PT-T005", ("grad_norm",), 25, _spikes,
-        "single steps with ten times the usual gradient norm: clipping bounds them, and they still point somewhere else.",
-        "look at the rows of these steps (very long, broken or mislabelled ones); a longer warm-up; a lower max_grad_norm.",
+        "single steps have ten times the usual gradient norm. Clipping bounds their size, but not their direction.",
+        "check the rows of these steps (very long, broken or mislabeled ones), or use a longer warmup or a lower max_grad_norm.",
         live=False,
     ),
     Rule(
         "PT-R024", ("sampling/kl", "kl"), 10, _mismatch,
-        "mean(rho - 1 - log rho) of policy to sampler: what is trained was written by another policy, and importance weights "
-        "throw more and more of it away.",
-        "lower learning_rate, max_staleness, num_iterations or steps_per_generation; push weights more often; check that the "
-        "engine really samples from the weights that were pushed, at this temperature.",
+        "this is mean(rho - 1 - log rho) between policy and sampler. The training data was written by a different policy, and "
+        "importance weights mask more and more of it.",
+        "lower learning_rate, max_staleness, num_iterations or steps_per_generation, or push weights more often. Check that the "
+        "engine samples from the pushed weights, at the same temperature.",
     ),
     Rule(
         "PT-R025", ("async/stale_dropped",), 10, _discarded,
-        "generation outpaces training: that part of its time is spent on nothing.",
-        "lower max_inflight_tasks, raise max_staleness, or raise weight_sync_steps so that versions pass more slowly.",
+        "generation is faster than training, and the time for discarded rollouts is wasted.",
+        "lower max_inflight_tasks, raise max_staleness, or raise weight_sync_steps so that versions change less often.",
     ),
     Rule(
         "PT-R026", ("async/at_staleness_bound",), 10,
         _above(
             0.8, "{percent:.0f} % of the rollouts of the last {steps} steps are as old as max_staleness_hard allows."
         ),
-        "every step trains on what old weights wrote: more bias for no more speed, and the next delay discards them.",
+        "every step trains on the output of old weights. This adds bias without speed, and the next delay discards the rollouts.",
         "lower max_inflight_tasks, set staleness_policy='pace', or give generation more devices.",
     ),
 )  # fmt: skip
 
 
 def check_log(history: History, area: str = "R", *, generations_per_step: float = 1.0) -> Iterator[Finding]:
-    """All findings of a log whose newest row has just been written.
+    """Return all findings at the newest row of a log.
 
     Args:
         history: Rows with ``step``, oldest first.
         area: Letter of the codes: ``R`` for rollouts, ``P`` for preferences.
-        generations_per_step: Generations of one optimiser step (less than 1 where a generation serves several).
+        generations_per_step: Generations per optimizer step (less than 1 if a generation serves several steps).
     """
     for rule in RULES:
         if rule.live and rule.code[3] == area:
@@ -514,12 +514,12 @@ def check_log(history: History, area: str = "R", *, generations_per_step: float 
 
 @dataclass(frozen=True)
 class Verdict:
-    """One rule and a whole log.
+    """Result of one rule on a whole log.
 
     Attributes:
         rule: The rule.
-        status: ``seen``, ``clear``, or ``unknown`` where the log has too little to tell.
-        evidence: What was seen the last time; "" unless seen.
+        status: ``seen``, ``clear``, or ``unknown`` if the log is too short.
+        evidence: Text of the last finding; "" unless seen.
         spans: Steps ``(first, last)`` of the rows at which the rule holds, oldest first.
     """
 
@@ -530,12 +530,12 @@ class Verdict:
 
     @property
     def title(self) -> str:
-        """What is wrong when the rule holds."""
+        """Title of the problem."""
         return self.rule.title or REGISTRY[self.rule.code].title
 
 
 def review(history: History) -> list[Verdict]:
-    """Apply every rule with named metrics to every row of a log; rules that hold somewhere come first.
+    """Apply every rule with named metrics to every row of a log. Return rules that hold somewhere first.
 
     A window is at most a quarter of the log, so that short runs are judged too.
 

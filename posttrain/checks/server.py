@@ -1,4 +1,4 @@
-"""Is a rollout server what training assumes: its model, its flags, its log-probs, before and after a push of weights?"""
+"""Checks of a rollout server: its model, its flags, and its log-probs before and after a weight push."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 
     from posttrain.methods.config import PostTrainingConfig
 
-SEQUENCES, LENGTH, LONGEST = 4, 64, 2048  # Of the parity probe, in tokens.
+SEQUENCES, LENGTH, LONGEST = 4, 64, 2048  # Number of sequences of the parity probe, and lengths in tokens.
 
 
-# Nats a token, mean and 99th percentile. Measured on 4 x 63 random tokens with SmolLM2-135M: float32 on both sides below 1e-3;
-# bfloat16 against float32 0.054 and 0.31, bfloat16 on both sides 0.085 and 0.48 (likely tokens lie ten times closer).
+# Maximum gap in nats per token: mean and 99th percentile. Measured on 4 x 63 random tokens with SmolLM2-135M: float32 on both
+# sides below 1e-3; bfloat16 vs. float32 0.054 and 0.31; bfloat16 on both sides 0.085 and 0.48 (likely tokens: ten times closer).
 GAPS = {"float32": (0.02, 0.5), "float16": (0.05, 0.5), "bfloat16": (0.15, 1.0)}
 
 
@@ -38,12 +38,10 @@ GAPS_QUANTISED, FAR_SHARE = (0.3, 2.0), 0.99
 CONCLUSIVE, MISSED, MOVED = 3.0, 0.1, 1e-4
 
 
-COST_SHARE = 0.01  # Most of a run's time that comparisons may take.
+COST_SHARE = 0.01  # Maximum share of a run's time for comparisons.
 
 
-SAME_MODE = (
-    1e-3  # Log-probs at two temperatures that differ by less are of one distribution: the temperature is not in them.
-)
+SAME_MODE = 1e-3  # If log-probs at two temperatures differ by less, they do not include the temperature.
 
 
 PROBE_TOP = 5
@@ -51,13 +49,13 @@ PROBE_TOP = 5
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """What a run needs of a server; None or 0 where it does not matter.
+    """Requirements of a run on its server; None or 0 if a property does not matter.
 
     Attributes:
-        shape: Architecture, hidden size, layers and key-value heads of the policy, by the names that servers use.
-        completion: Most tokens of a completion.
-        at_once: Completions of one generation.
-        truncated: Whether sampling leaves tokens out or penalises them.
+        shape: Architecture, hidden size, layers and key-value heads of the policy, with the servers' names for them.
+        completion: Maximum number of tokens per completion.
+        at_once: Number of completions per generation.
+        truncated: Whether sampling truncates the distribution or applies a repetition penalty.
         devices: UUIDs of the trainer's accelerators.
     """
 
@@ -73,7 +71,7 @@ class Needs:
 
 
 def needs_of(model: nn.Module, args: PostTrainingConfig) -> Needs:
-    """What a trainer with this model and these arguments needs."""
+    """Return the requirements of a trainer with this model and these arguments."""
     from posttrain.rollouts.server.replies import shape_of
 
     base = causal_lm(model)
@@ -97,7 +95,7 @@ def needs_of(model: nn.Module, args: PostTrainingConfig) -> Needs:
 
 
 def check_info(url: str, info: Mapping[str, Any], needs: Needs) -> Iterator[Finding]:
-    """What a server says of itself against what the run needs."""
+    """Compare the properties that a server reports with the requirements of the run."""
     yield from _model(url, info, needs)
     yield from _flags(url, info, needs)
     yield from _seeds(url, info, needs)
@@ -113,22 +111,22 @@ def _model(url: str, info: Mapping[str, Any], needs: Needs) -> Iterator[Finding]
         theirs = ", ".join(f"{name}={pair[0]}" for name, pair in differing.items())
         ours = ", ".join(f"{name}={pair[1]}" for name, pair in differing.items())
         yield finding(
-            "PT-S001", "error", f"the server serves {info.get('model')} with {theirs}, and the trainer has {ours}.", url,
-            "weights of one cannot be loaded into the other, and completions would come from another policy.",
-            f"start the server with the model that is trained: posttrain serve --model {needs.model or 'MODEL'}.",
+            "PT-S001", "error", f"the server serves {info.get('model')} with {theirs}, but the trainer has {ours}.", url,
+            "weights of one model cannot be loaded into the other, and completions would come from another policy.",
+            f"start the server with the trained model: posttrain serve --model {needs.model or 'MODEL'}.",
         )  # fmt: skip
     vocabulary = info.get("vocab_size")
     if vocabulary is not None and vocabulary < needs.vocabulary:
         yield finding(
             "PT-S002", "error", f"the server's vocabulary has {vocabulary} tokens, the trainer's {needs.vocabulary}.", url,
             "prompts with tokens that were added for training cannot be sent, and the embeddings do not fit.",
-            "save the trained model with its new tokens and serve that.",
+            "save the trained model with its new tokens and serve that model.",
         )  # fmt: skip
     revision = info.get("revision")
     if revision and needs.revision and revision != needs.revision:
         yield finding(
             "PT-S003", "warning", f"the server loaded revision {revision}, the trainer {needs.revision}.", url,
-            "their tokenizers and configs may differ; the weights are pushed in any case.",
+            "their tokenizers and configs may differ. The weights are pushed in any case.",
             f"start the server with --revision {needs.revision}.",
         )  # fmt: skip
 
@@ -138,55 +136,55 @@ def _flags(url: str, info: Mapping[str, Any], needs: Needs) -> Iterator[Finding]
     if length is not None and length <= needs.completion:
         yield finding(
             "PT-S010", "error",
-            f"max_model_len={length} of the server holds no prompt beside max_completion_length={needs.completion}.", url,
-            "every request would be refused, or every completion cut.",
+            f"max_model_len={length} leaves no room for a prompt with max_completion_length={needs.completion}.", url,
+            "every request would be refused, or every completion truncated.",
             f"restart it: {_restart(info, needs)} --max{dash}model{dash}len {needs.completion + 512}.",
         )  # fmt: skip
     if info.get("takes_no_weights"):
         yield finding(
-            "PT-S012", "error", f"the server takes no weights: {info['takes_no_weights']}.", url,
-            "it would sample from the weights it started with for the whole run.", f"restart it: {_restart(info, needs)}.",
+            "PT-S012", "error", f"the server cannot receive weights: {info['takes_no_weights']}.", url,
+            "it would sample from its initial weights for the whole run.", f"restart it: {_restart(info, needs)}.",
         )  # fmt: skip
     shared = sorted(set(info.get("device_uuids") or ()) & set(needs.devices))
     if shared:
         yield finding(
             "PT-S013", "error", f"server and trainer both use accelerator {', '.join(shared)}.", url,
-            "they cannot form a group to send weights, and share its memory.",
-            "give each its own with CUDA_VISIBLE_DEVICES, or set vllm_mode='colocate'.",
+            "they share its memory, and cannot form a group to send weights.",
+            "give each its own accelerator with CUDA_VISIBLE_DEVICES, or set vllm_mode='colocate'.",
         )  # fmt: skip
     slots = info.get("max_num_seqs")
     if slots and needs.at_once > 4 * slots:
         yield finding(
-            "PT-S014", "info", f"the server writes {slots} completions at once, and a generation has {needs.at_once}.", url,
-            "most of them wait for most of the time.", "raise --max_num_seqs, or add servers.",
+            "PT-S014", "info", f"the server runs {slots} completions at once, but a generation has {needs.at_once}.", url,
+            "most completions wait in the queue for most of the time.", "raise --max_num_seqs, or add servers.",
         )  # fmt: skip
     quantised = info.get("quantization") or info.get("quantisation")
     if quantised:
         yield finding(
             "PT-S015", "warning", f"the server runs {quantised} weights.", url,
-            "rollouts come from a rounded policy; the correction for it costs effective samples.",
-            "serve full weights, or watch sampling/sampling_logp_difference.",
+            "rollouts come from a rounded policy, and correcting for that reduces the effective sample size.",
+            "serve full-precision weights, or watch sampling/sampling_logp_difference.",
         )  # fmt: skip
 
 
 def _seeds(url: str, info: Mapping[str, Any], needs: Needs) -> Iterator[Finding]:
     if info.get("device") == "cpu" and info.get("chunked_prefill"):
         yield finding(
-            "PT-S017", "error", "the server is a vLLM on a CPU that reads long prompts, or many at once, in pieces.", url,
-            "every request of a run has a seed, and this build cannot take one back after a piece: its engine would end with "
-            "'CPU Generator does not use offset'.",
+            "PT-S017", "error", "the server is vLLM on a CPU with chunked prefill (long prompts are read in chunks).", url,
+            "every request of a run has a seed, and this build cannot rewind a seeded generator after a chunk: its engine would "
+            "stop with 'CPU Generator does not use offset'.",
             f"restart it: {_restart(info, needs)} (or vllm serve with --no-enable-chunked-prefill).",
         )  # fmt: skip
 
 
 def _restart(info: Mapping[str, Any], needs: Needs) -> str:
-    """The command that starts this kind of server."""
+    """Return the command that starts this kind of server."""
     command = "posttrain vllm-serve" if info.get("engine") == "vllm" else "posttrain serve"
     return f"{command} --model {needs.model or 'MODEL'}"
 
 
 def probe_logprobs(client: Any, needs: Needs) -> Iterator[Finding]:
-    """One prompt at two temperatures: whether log-probs are of the distribution that is sampled from (two tiny requests)."""
+    """Check, with two tiny requests at two temperatures, whether log-probs are those of the sampled distribution."""
     from posttrain.rollouts.server.replies import ranked, sampling_body
 
     prompt = [min(7, needs.vocabulary - 1)]
@@ -194,7 +192,7 @@ def probe_logprobs(client: Any, needs: Needs) -> Iterator[Finding]:
     try:
         choices = [client.complete([prompt], seeds=[0], **sampling_body(setting))[0] for setting in settings]
     except WeightSyncError:
-        return  # Its weights are not whole: it samples nothing before the first push.
+        return  # Its weights are incomplete: it samples nothing before the first push.
     pairs = [{i: v for i, v in ranked(choice)[0] if math.isfinite(v)} for choice in choices]
     common = pairs[0].keys() & pairs[1].keys()
     if not common or max(abs(pairs[0][i] - pairs[1][i]) for i in common) >= SAME_MODE:
@@ -202,17 +200,17 @@ def probe_logprobs(client: Any, needs: Needs) -> Iterator[Finding]:
     url = str(client.base_url)
     yield finding(
         "PT-S011", "error" if needs.temperature != 1.0 else "warning",
-        f"the server's log-probs are the same at temperatures 0.5 and 1.0, and this run samples at {needs.temperature}.", url,
-        "importance ratios compare log-probs of two distributions unless it samples at 1.0 from the whole distribution.",
+        f"the server's log-probs are the same at temperatures 0.5 and 1.0, but this run samples at {needs.temperature}.", url,
+        "importance ratios are wrong unless the run samples at temperature 1.0 from the whole distribution.",
         f"restart it: posttrain vllm-serve --model {needs.model} (or vllm serve with --logprobs-mode processed_logprobs).",
     )  # fmt: skip
 
 
 def probe_sequences(vocabulary: int, context: int | None, window: int | None = None) -> list[list[int]]:
-    """The token ids of the parity probe, the same in every run: 4 sequences of at most 64 tokens.
+    """Return the token ids of the parity probe, the same in every run: 4 sequences of up to 64 tokens.
 
-    The last one reaches 64 tokens beyond a sliding window of at most `LONGEST`, as far as the context goes. One token of the
-    context stays free, because vLLM generates a token where it scores a prompt.
+    The last sequence extends 64 tokens beyond a sliding window of up to `LONGEST` tokens, as far as the context allows. One token
+    of the context stays free, because vLLM generates a token where it scores a prompt.
     """
     generator, context = torch.Generator().manual_seed(0), context and context - 1
     length = min(LENGTH, context or LENGTH)
@@ -260,17 +258,17 @@ def check_parity(
 ) -> Finding | None:  # fmt: skip
     """Compare the log-probs of the same tokens on both sides.
 
-    Two tests: the gap must be within the bounds of the dtypes; and what training has changed since the first comparison
-    must have changed on both sides. The second finds an update that is lost long before the first does.
+    There are two tests. The gap must be within the bounds of the dtypes. And the change since the first comparison must be the
+    same on both sides; this test finds a lost update much earlier.
 
     Args:
         where: The server or worker.
         ours: Log-probs computed by the trainer.
         theirs: Log-probs computed by the engine.
-        dtype: Dtype of the engine's weights; None gets the widest bound.
+        dtype: Dtype of the engine's weights; None uses the widest bound.
         version: Version of the weights.
-        computed: Dtype of the trainer's forward pass; the narrower of both sides sets the bounds.
-        first: ``(ours, theirs)`` of the first comparison; None: this is the first.
+        computed: Dtype of the trainer's forward pass. The narrower dtype of both sides sets the bounds.
+        first: ``(ours, theirs)`` of the first comparison; None if this is the first.
         noise: Mean gap by rounding, where it is known to be larger than that of the first comparison.
     """
     gaps = [abs(a - b) for mine, its in zip(ours, theirs, strict=True) for a, b in zip(mine, its, strict=True)]
@@ -293,20 +291,20 @@ def check_parity(
     if not what:
         return None
     return finding(
-        "PT-S004", "error", f"the engine's weights differ from the trainer's after version {version} was pushed: {what}.", where,
-        "rollouts would come from another policy. Causes: weights that are read from disk again after sleeping, names that the "
-        "engine ignores, an adapter that is not merged, another trainer that pushes to this server.",
-        "restart the server with the model that is trained, and give every trainer its own.",
+        "PT-S004", "error", f"the engine's weights differ from the trainer's after the push of version {version}: {what}.", where,
+        "rollouts would come from another policy. Possible causes: weights that are reloaded from disk after sleep mode, weight "
+        "names that the engine ignores, an adapter that is not merged, another trainer that pushes to the same server.",
+        "restart the server with the trained model, and use one server per trainer.",
     )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """Token sequences with the log-probs of the trainer's current weights.
+    """Token sequences with their log-probs under the trainer's current weights.
 
     Attributes:
         sequences: Token ids.
-        logps: One log-prob for each token after the first of a sequence.
+        logps: One log-prob for each token of a sequence except the first.
         computed: Dtype of the trainer's forward pass.
         noise: Mean gap between these log-probs and those with other rounding errors, see `rounded_otherwise`.
     """
@@ -318,15 +316,15 @@ class Probe:
 
 
 class Parity:
-    """Comparisons of engines with the trainer over a run: when they are due, and the first one of each engine.
+    """Schedule of the comparisons between trainer and engines, with the first comparison of each engine.
 
     Args:
-        every: Pushes between two comparisons; None: as often as they take less than `COST_SHARE` of the time.
+        every: Pushes between two comparisons; None compares as often as `COST_SHARE` of the time allows.
     """
 
     def __init__(self, every: int | None) -> None:
         self.every, self.first = every, dict[str, tuple[Logps, Logps]]()
-        self.moved = False  # Whether one comparison was made after training had moved the log-probs.
+        self.moved = False  # Whether a comparison was made after training had changed the log-probs.
         self.ended: float | None = None
         self._cost, self._pushes = 0.0, 0
 
@@ -362,11 +360,11 @@ class Parity:
 
 
 def check_negative_control(where: str, before: Finding | None) -> Finding | None:
-    """A resumed run's server should not have its weights before they are pushed: otherwise a push proves nothing."""
+    """Check that a resumed run's server does not have the weights before the push; otherwise the push proves nothing."""
     if before is not None:
         return None
     return finding(
-        "PT-S005", "warning", "the server's log-probs equalled the trainer's before the weights of this resumed run were pushed.",
-        where, "either it has them already, or training has hardly moved them: that a push arrives cannot be seen from here.",
-        "look at reward and sampling/sampling_logp_difference over the next steps.",
+        "PT-S005", "warning", "the server's log-probs equaled the trainer's before the weights of this resumed run were pushed.",
+        where, "the server already has them, or training has hardly changed them, so the check does not prove that pushes work.",
+        "watch the reward and sampling/sampling_logp_difference over the next steps.",
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""What a run assumes of its tokenizers: ids that the model has rows for, and, of two of them, ids that mean the same."""
+"""Checks of tokenizers: every id has an embedding, and ids of two models stand for the same tokens."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ IDS_SHOWN = 5
 BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")  # A byte of a SentencePiece vocabulary.
 SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id")
 
-# Writing that tokenizers are known to treat differently; version 1.
+# Texts that tokenizers are known to treat differently; version 1.
 PROBE_TEXTS = (
     "", "The quick brown fox jumps over the lazy dog.", " leading", "trailing ", "two  spaces", "   ", "a\tb", "line\r\nend",
     "three\n\n\nnewlines", "7", "1234567", "3.14159", "-0.5e-10", "1,000,000", "2/3 = 66.7 %", "$42.00", "2024-02-29T23:59:60Z",
@@ -56,21 +56,21 @@ CONVERSATIONS: tuple[tuple[str, ...], ...] = (
 
 @dataclass(frozen=True)
 class TokenizerMatch:
-    """What `compare_tokenizers` found; ``first`` and ``second`` are the two tokenizers in their order.
+    """Result of `compare_tokenizers`. Pairs are in the order of the two tokenizers.
 
     Attributes:
-        verdict: ``identical``, ``identical-padded`` (only the models' widths differ), ``superset`` (one has ids more),
-            ``cross-tokenizer`` (another vocabulary, over the same bytes) or ``incompatible``.
-        sizes: Tokens of each.
-        widths: Logits of each model; None where unknown.
-        different: Ids that stand for different bytes, those that only one has included.
-        common: Tokens of the same bytes in both, under whatever id.
+        verdict: ``identical``, ``identical-padded`` (only the models' widths differ), ``superset`` (one has additional ids),
+            ``cross-tokenizer`` (different vocabularies over the same bytes) or ``incompatible``.
+        sizes: Number of tokens of each.
+        widths: Number of logits of each model; None if unknown.
+        different: Number of ids that stand for different bytes, including ids that only one tokenizer has.
+        common: Number of tokens with the same bytes in both, under any id.
         examples: Id, bytes in the first, bytes in the second (None: absent), of the first few differences.
-        special: By name, ids of bos, eos, pad and unk that differ.
-        stops: Ids at which each generates no further, where they differ; else empty.
-        texts: Probe texts that are written with different ids.
-        templates: Conversations that the chat templates render differently; None where one has none.
-        bytes: How each spells text: ``bytes``, ``byte-fallback``, ``pieces`` or ``unknown``.
+        special: Ids of bos, eos, pad and unk that differ, by name.
+        stops: Ids at which each model stops generating, if they differ; else empty.
+        texts: Probe texts that are encoded to different ids.
+        templates: Number of conversations that the chat templates render differently; None if one has no template.
+        bytes: How each represents text: ``bytes``, ``byte-fallback``, ``pieces`` or ``unknown``.
     """
 
     verdict: Verdict
@@ -87,12 +87,12 @@ class TokenizerMatch:
 
     @property
     def columns(self) -> int:
-        """V*: logits that both models have a token for; the others are padding and are cut off before any softmax."""
+        """Number V* of logits with a token in both models. The other logits are padding and are sliced off before any softmax."""
         return min(*self.sizes, *(width for width in self.widths if width is not None))
 
 
 def _byte_table() -> dict[str, int]:
-    """The character that byte-level tokenizers write for each byte, turned around."""
+    """Return the inverse of the character table with which byte-level tokenizers represent bytes."""
     kept = [*range(33, 127), *range(161, 173), *range(174, 256)]
     table, extra = {chr(code): code for code in kept}, 256
     for code in sorted(set(range(256)) - set(kept)):
@@ -101,9 +101,9 @@ def _byte_table() -> dict[str, int]:
 
 
 def token_bytes(tokenizer: Tokenizer) -> dict[int, bytes]:
-    """What each id spells, as bytes; of added tokens their literal text.
+    """Return the bytes that each id represents; for added tokens, their literal text.
 
-    ``Ġ`` of byte-level tokenizers and ``▁`` of SentencePiece ones are both a space, and ``<0x0A>`` is a byte.
+    Both ``Ġ`` of byte-level tokenizers and ``▁`` of SentencePiece are a space, and ``<0x0A>`` is a byte.
     """
     spelling, table = _spelling(tokenizer), _byte_table()
     added = {i: str(token) for i, token in tokenizer.added_tokens_decoder.items()}
@@ -121,7 +121,7 @@ def token_bytes(tokenizer: Tokenizer) -> dict[int, bytes]:
 
 
 def probe_texts(first: Any, second: Any, extra: Iterable[str] = ()) -> list[str]:
-    """At least 200 texts: the fixed ones, joined to each other, and the literal text of each side's special tokens."""
+    """Return at least 200 texts: the fixed ones, combinations of them, and the literal text of both sides' special tokens."""
     fixed = [text for text in PROBE_TEXTS if text]
     joined = [f"{a} {b}" for a, b in zip(fixed, fixed[7:] + fixed[:7], strict=True)]
     tight = [f"{a}{b}" for a, b in zip(fixed, fixed[13:] + fixed[:13], strict=True)]
@@ -131,7 +131,7 @@ def probe_texts(first: Any, second: Any, extra: Iterable[str] = ()) -> list[str]
 
 
 def probe_conversations() -> list[list[dict[str, str]]]:
-    """Eight conversations: with and without a system prompt, ending with either side, of one to three turns."""
+    """Return eight conversations of one to three turns, with and without a system prompt, ending with either role."""
     return [
         [{"role": role, "content": f"{role} says {number}: What is 6 × 7?"} for number, role in enumerate(roles)]
         for roles in CONVERSATIONS
@@ -146,14 +146,14 @@ def compare_tokenizers(
     stops: tuple[Iterable[int], Iterable[int]] | None = None,
     extra: Sequence[str] = (),
 ) -> TokenizerMatch:
-    """Compare two tokenizers by the bytes of their ids, their special tokens, and what they do to some two hundred texts.
+    """Compare two tokenizers by the bytes of their ids, their special tokens, and their ids for some two hundred texts.
 
     Args:
-        first: The one whose ids are trained (the student's, the policy's).
-        second: The other one (the teacher's).
-        widths: Logits of both models (``config.get_text_config().vocab_size``).
+        first: The tokenizer whose ids are trained (the student's, the policy's).
+        second: The other tokenizer (the teacher's).
+        widths: Number of logits of both models (``config.get_text_config().vocab_size``).
         stops: Ids at which each model stops generating.
-        extra: Texts of the user's own data.
+        extra: Texts from the user's own data.
     """
     one, two = token_bytes(first), token_bytes(second)
     odd = sorted(i for i in one.keys() | two.keys() if one.get(i) != two.get(i))
@@ -185,7 +185,7 @@ def _verdict(
 ) -> Verdict:
     small, large = sorted(maps, key=len)
     added = [large[i].decode(errors="replace") for i in large.keys() - small.keys()]
-    # Texts that only a token of the larger vocabulary makes different do not tell them apart.
+    # Texts that differ only because of an added token of the larger vocabulary do not count as a difference.
     same_texts = all(any(token in text for token in added) for text in written)
     if all(large.get(i) == spelled for i, spelled in small.items()) and same_texts:
         if added:
@@ -208,18 +208,18 @@ def _rendered(tokenizer: Tokenizer, messages: list[dict[str, str]]) -> str:
     prompt = messages[-1]["role"] == "user"
     try:
         return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt)
-    except Exception as error:  # A template may refuse a role; both then should.
+    except Exception as error:  # A template may reject a role; then both should.
         return f"refused: {type(error).__name__}"
 
 
 def _pipeline(tokenizer: Tokenizer) -> dict[str, Any]:
-    """A fast tokenizer's parts, as it saves them; empty for a slow one."""
+    """Return a fast tokenizer's serialized components; empty for a slow tokenizer."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     return {} if backend is None else json.loads(backend.to_str())
 
 
 def _spelling(tokenizer: Tokenizer) -> str:
-    """Whether tokens are bytes of the text, characters with bytes as a fallback, or pieces that may lose some of it."""
+    """Classify tokens: bytes of the text, characters with bytes as a fallback, or pieces that may lose some of the text."""
     parts = _pipeline(tokenizer)
     text = json.dumps([parts.get("pre_tokenizer"), parts.get("decoder")])
     if '"ByteLevel"' in text:
@@ -243,16 +243,16 @@ def check_tokenizers(
     names: tuple[str, str] = ("student", "teacher"),
     extra: Sequence[str] = (),
 ) -> list[Finding]:
-    """Whether losses over token ids may compare two models.
+    """Check whether losses over token ids may compare two models.
 
     Args:
         student: Tokenizer whose ids are trained.
         teacher: Tokenizer of the model that it is compared with.
-        widths: Logits of both models.
+        widths: Number of logits of both models.
         stops: Ids at which each model stops generating.
-        on_policy: Whether the student generates, so that different stops are an error.
-        names: What to call them.
-        extra: Texts of the user's data, tried too.
+        on_policy: Whether the student generates. Then different stop tokens are an error.
+        names: Names of the two models in messages.
+        extra: Further probe texts, from the user's data.
     """
     match = compare_tokenizers(student, teacher, widths=widths, stops=stops, extra=extra)
     return check_match(match, on_policy=on_policy, names=names)
@@ -261,12 +261,12 @@ def check_tokenizers(
 def check_match(
     match: TokenizerMatch, *, on_policy: bool, names: tuple[str, str] = ("student", "teacher")
 ) -> list[Finding]:
-    """Findings about a comparison that was made.
+    """Return the findings about a comparison of two tokenizers.
 
     Args:
         match: See `compare_tokenizers`.
         on_policy: Whether the first model generates.
-        names: What to call the two.
+        names: Names of the two models in messages.
     """
     if match.verdict in ("cross-tokenizer", "incompatible"):
         return [_different(match, names)]
@@ -277,7 +277,7 @@ def check_match(
 def _different(match: TokenizerMatch, names: tuple[str, str]) -> Finding:
     shown = ", ".join(f"{i} is {_spelled(a)} vs {_spelled(b)}" for i, a, b in match.examples) or "none of them"
     probes = (
-        f" {len(match.texts)} of the probe texts are written with other ids, {match.texts[0][:30]!r} first."
+        f" {len(match.texts)} of the probe texts have different ids, the first is {match.texts[0][:30]!r}."
         if match.texts
         else ""
     )
@@ -287,13 +287,13 @@ def _different(match: TokenizerMatch, names: tuple[str, str]) -> Finding:
     return finding(
         "PT-K001",
         "error",
-        f"{names[1]} and {names[0]} disagree on {match.different} token ids (first: {shown}); of {match.sizes[0]} and "
+        f"{names[1]} and {names[0]} disagree on {match.different} token ids (first: {shown}). Of {match.sizes[0]} and "
         f"{match.sizes[1]} tokens, {match.common} are common.{probes}",
         f"the tokenizers of {names[0]} and {names[1]}",
-        "a loss over token ids would compare unrelated tokens, and go down all the same.",
-        f"{ROUTE}, or models of one family."
+        "a loss over token ids would compare unrelated tokens, although its value may fall.",
+        f"{ROUTE}, or models of the same family."
         if not lossy
-        else f"take models of one family: texts cannot be aligned by bytes, as {' and '.join(lossy)} tokens do not spell them.",
+        else f"use models of the same family. Texts cannot be aligned by bytes: {' and '.join(lossy)} tokens may lose text.",
     )
 
 
@@ -303,10 +303,10 @@ def _superset(match: TokenizerMatch, names: tuple[str, str]) -> Finding | None:
     return finding(
         "PT-K001",
         "warning",
-        f"{names[0]} has {match.sizes[0]} tokens and {names[1]} {match.sizes[1]}; the common ones have the same ids.",
+        f"{names[0]} has {match.sizes[0]} tokens and {names[1]} {match.sizes[1]}. The common tokens have the same ids.",
         f"the tokenizers of {names[0]} and {names[1]}",
-        "what one model says of tokens that the other does not have cannot be compared; it is left out.",
-        f"compare the first {match.columns} logits alone, and make sure that data and templates use no other tokens.",
+        "probabilities of tokens that only one model has cannot be compared, so they are excluded.",
+        f"compare only the first {match.columns} logits, and make sure that data and templates use no other tokens.",
     )
 
 
@@ -325,9 +325,9 @@ def _special(match: TokenizerMatch, names: tuple[str, str], *, on_policy: bool) 
         else "info",
         f"special tokens of {names[0]} and {names[1]} differ: {'; '.join(part for part in (ids, stops) if part)}.",
         f"the tokenizers of {names[0]} and {names[1]}",
-        f"{names[1]} would be asked what follows the end of a text that it takes for the middle of one."
+        f"{names[1]} would continue after the end of a text, because it does not treat that token as an end."
         if ends
-        else "padding is masked by its place, so that the loss is not touched.",
+        else "padding is masked by position, so the loss is not affected.",
         "give both the same eos_token and generation_config.eos_token_id, or map one to the other.",
     )
 
@@ -340,8 +340,8 @@ def _template(match: TokenizerMatch, names: tuple[str, str]) -> Finding | None:
         "warning",
         f"the chat templates of {names[0]} and {names[1]} render {match.templates} of 8 conversations differently.",
         f"the chat templates of {names[0]} and {names[1]}",
-        f"{names[1]} is shown the {names[0]}'s template, which it was not trained with: what it says there may be worse.",
-        f"use one template for both, the one that {names[1]} was trained with, before training begins.",
+        f"{names[1]} gets the {names[0]}'s template, with which it was not trained, so its predictions may be worse.",
+        f"before training, switch both to one template, preferably the one with which {names[1]} was trained.",
     )
 
 
@@ -354,16 +354,16 @@ def _id(value: int | None) -> str:
 
 
 def require_same_tokens(match: TokenizerMatch, *, mode: str, method: str, on_policy: bool = True) -> None:
-    """Let two models be compared id by id, or refuse.
+    """Raise if two models cannot be compared id by id; log other findings.
 
     Args:
-        match: See `compare_tokenizers`; padded rows of a model are no difference.
+        match: See `compare_tokenizers`. Padding rows of a model's embedding do not count as a difference.
         mode: ``error`` or ``warn``.
-        method: Whose loss it is.
+        method: Name of the method whose loss compares the models.
         on_policy: Whether the first model generates, so that both must stop at a common token.
 
     Raises:
-        ConfigError: Ids mean different tokens, and ``mode`` is ``error``.
+        ConfigError: Ids stand for different tokens, and ``mode`` is ``error``.
     """
     findings = check_match(match, on_policy=on_policy)
     for item in findings:
@@ -372,11 +372,11 @@ def require_same_tokens(match: TokenizerMatch, *, mode: str, method: str, on_pol
         logger.warning("%s: %s %s", item.code, item.what, item.why)
 
 
-# Special tokens of a model that is saved --------------------------------------------------------------------------------
+# Special tokens of a saved model --------------------------------------------------------------------------------
 
 
 def special_token_findings(model: nn.Module, tokenizer: Tokenizer) -> list[Finding]:
-    """What the configs that are saved say of padding and stopping."""
+    """Check padding and stop tokens of the configs that are saved."""
     generation = generation_config_of(causal_lm(model))
     if generation is None:
         return []
@@ -398,38 +398,36 @@ def check_special_tokens(
     generation_eos: int | Collection[int] | None = None,
     turn_end: int | None = None,
 ) -> list[Finding]:
-    """Pad, eos and what the generation config says of them: a model must stop where training ended, and only there.
+    """Check pad and eos against the generation config: generation must stop where trained texts end, and only there.
 
     Args:
-        pad: Of the tokenizer.
-        eos: Of the tokenizer.
-        generation_pad: Of the model's generation config.
-        generation_eos: Likewise: one id, several, or None.
-        turn_end: The token that the chat template ends a turn with.
+        pad: Pad token id of the tokenizer.
+        eos: Eos token id of the tokenizer.
+        generation_pad: Pad token id of the model's generation config.
+        generation_eos: Eos token ids of the same config: one id, several, or None.
+        turn_end: The token with which the chat template ends a turn.
     """
     stops = {generation_eos} if isinstance(generation_eos, int) else set(generation_eos or ())
     findings = []
     if generation_pad is not None and generation_pad in stops:
-        what = f"the generation config pads with token {generation_pad}, which is also one that ends a text ({sorted(stops)})."
+        what = f"the generation config pads with token {generation_pad}, which also ends a text ({sorted(stops)})."
         why = (
-            "programs that tell padding by its id take the end of a text for padding: they cut it off, or never see it and "
-            "generate on. Training here is not affected: masks are positional."
+            "programs that detect padding by token id will treat the end of a text as padding: they remove it, or do not stop at "
+            "it. Training here is not affected, because masks are positional."
         )
-        fix = "set tokenizer.pad_token to a token that nothing else uses before the model is saved."
-        # Models are published so: nothing that this run changed.
+        fix = "set tokenizer.pad_token to a token with no other use before the model is saved."
+        # Many models are published like this; this run did not change it.
         findings.append(Finding("PT-K101", "info", what, "generation_config", why, fix))
     if pad is None:
-        why = "batches of different lengths cannot be made by programs that load this model."
-        fix = "set tokenizer.pad_token to a token that nothing else uses."
+        why = "programs that load this model cannot batch texts of different lengths."
+        fix = "set tokenizer.pad_token to a token with no other use."
         findings.append(Finding("PT-K102", "warning", "the tokenizer has no pad token.", "the tokenizer", why, fix))
     ends = {name: token for name, token in (("eos", eos), ("end of turn", turn_end)) if token is not None}
     missing = {name: token for name, token in ends.items() if stops and token not in stops}
     if missing:
         named = ", ".join(f"{name} {token}" for name, token in missing.items())
-        what = f"training ends texts with {named}, and the generation config stops at {sorted(stops)} only."
-        why = (
-            "the model learns to end with a token at which generation does not stop, so it runs on to the length limit."
-        )
+        what = f"training ends texts with {named}, but the generation config stops only at {sorted(stops)}."
+        why = "the model learns to end with a token at which generation does not stop, so it continues to the length limit."
         fix = f"set model.generation_config.eos_token_id = {sorted(stops | set(missing.values()))}."
         findings.append(Finding("PT-K103", "warning", what, "generation_config.eos_token_id", why, fix))
     return findings

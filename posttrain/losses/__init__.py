@@ -1,1 +1,1 @@
-"""The maths, as pure functions of tensors."""
+"""Loss functions of tensors, without side effects."""

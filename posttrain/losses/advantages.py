@@ -1,4 +1,4 @@
-"""Rewards to advantages: how much better a completion is than its baseline."""
+"""Compute advantages from rewards: the difference between a completion's reward and a baseline."""
 
 from __future__ import annotations
 
@@ -26,25 +26,25 @@ __all__ = [
 ]
 
 AGGREGATIONS = ("sum_then_normalize", "normalize_then_sum")
-EPSILON = 1e-4  # Keeps a group without spread finite.
-POPULATION_EPSILON = 1e-8  # Of the population std, as TRL's asynchronous GRPO has it.
-# Rewards that differ by less, relative to their size, are equal: sums of the same numbers round apart by as much in float32.
+EPSILON = 1e-4  # Keeps the quotient finite for a group whose rewards are all equal.
+POPULATION_EPSILON = 1e-8  # Added to the population std, as in TRL's asynchronous GRPO.
+# Rewards whose relative difference is at most this are equal: float32 sums of the same numbers differ by this much in rounding.
 EQUAL_SPREAD = 4 * torch.finfo(torch.float32).eps
-# A group with a standard deviation up to this has no signal.
+# A group whose standard deviation is at most this has no signal.
 FLAT_SPREAD = 1e-8
-# A standardised advantage beyond it is one outlier of a large group: |A| <= (G - 1) / sqrt(G), so G > 100.
+# A standardized advantage beyond this is one outlier of a large group: |A| <= (G - 1) / sqrt(G), so G > 100.
 MOST_ADVANTAGE = 10.0
 
 
 @dataclass(slots=True)
 class AdvantageStats:
-    """Advantages of n completions, and the numbers behind them.
+    """Advantages of n completions, with the statistics they were computed from.
 
     Attributes:
         advantages: ``(n,)``; 0 where no reward function applied.
-        totals: ``(n,)`` weighted rewards, NaN where no reward function applied.
-        group_std: ``(n / G,)`` spread of each group, see `group_spread`.
-        zero_std_share: Share of groups without spread.
+        totals: ``(n,)`` weighted sums of rewards; NaN where no reward function applied.
+        group_std: ``(n / G,)`` standard deviation of each group, see `group_spread`.
+        zero_std_share: Share of groups whose standard deviation is 0 or undefined.
     """
 
     advantages: Tensor
@@ -54,7 +54,7 @@ class AdvantageStats:
 
 
 def weighted_total(rewards: Tensor, weights: Tensor) -> Tensor:
-    """``sum_k w_k r_k`` over the functions that applied; NaN where none did.
+    """Return ``sum_k w_k r_k`` over the functions that applied; NaN where no function applied.
 
     Args:
         rewards: ``(n, K)``, NaN where a function did not apply.
@@ -65,7 +65,7 @@ def weighted_total(rewards: Tensor, weights: Tensor) -> Tensor:
 
 
 def _alike(values: Tensor, dim: int) -> Tensor:
-    """Whether the non-NaN entries along a dimension, which is kept, are all one number."""
+    """Return whether all non-NaN entries along ``dim`` are equal. ``dim`` is kept with size 1."""
     missing = values.isnan()
     high = values.masked_fill(missing, -torch.inf).amax(dim, keepdim=True)
     low = values.masked_fill(missing, torch.inf).amin(dim, keepdim=True)
@@ -73,13 +73,13 @@ def _alike(values: Tensor, dim: int) -> Tensor:
 
 
 def centred(values: Tensor, dim: int = -1) -> Tensor:
-    """``values - mean`` over the non-NaN entries: exactly 0 where all are equal, though their mean rounds to another number."""
+    """Return ``values - mean`` over the non-NaN entries: exactly 0 where all are equal, even if their mean is rounded."""
     gaps = values - values.nanmean(dim, keepdim=True)
     return torch.where(_alike(values, dim) & ~values.isnan(), 0.0, gaps)
 
 
 def _std(values: Tensor, dim: int = -1) -> Tensor:
-    """Bessel-corrected standard deviation of the non-NaN entries; NaN with fewer than two."""
+    """Return the Bessel-corrected standard deviation of the non-NaN entries; NaN with fewer than two."""
     count = (~values.isnan()).sum(dim, keepdim=True)
     squares = centred(values, dim).square().nansum(dim, keepdim=True)
     variance = torch.where(count > 1, squares / (count - 1).clamp_min(1), torch.nan)
@@ -93,7 +93,7 @@ def _groups(values: Tensor, group_size: int) -> Tensor:
 
 
 def bounded(advantages: Tensor) -> Tensor:
-    """Standardised advantages stop at `MOST_ADVANTAGE`, so that no completion is worth a step of its own."""
+    """Clamp standardized advantages to ``±MOST_ADVANTAGE``, so that one completion cannot dominate a step."""
     return advantages.clamp(-MOST_ADVANTAGE, MOST_ADVANTAGE)
 
 
@@ -107,14 +107,15 @@ def within_groups(stats: AdvantageStats, start: int, *, bound: bool, **more: Any
 def flat_groups(
     values: Tensor, weights: Tensor, size: int, *, least: float = 0.0, each_function: bool = False
 ) -> Tensor:
-    """Which groups give no completion an advantage, ``(n / G,)`` bool: too little variance, or fewer than two scored.
+    """Return which groups give no completion an advantage, ``(n / G,)`` bool: too little variance, or fewer than two scores.
 
     Args:
         values: ``(n, K)`` rewards, groups consecutive, NaN where a function did not apply.
         weights: ``(K,)``.
         size: G.
-        least: Standard deviation that counts as signal.
-        each_function: Where functions are normalised before they are added, one that varies and has a weight is enough.
+        least: A standard deviation above this counts as signal.
+        each_function: Whether functions are normalized before they are summed. Then one function that varies and has a nonzero
+            weight is enough.
     """
     how = "normalize_then_sum" if each_function else "sum_then_normalize"
     return ~(group_spread(values, weights, size, aggregation=how) > max(FLAT_SPREAD, least))
@@ -123,10 +124,10 @@ def flat_groups(
 def group_spread(
     rewards: Tensor, weights: Tensor, group_size: int, *, aggregation: str = "sum_then_normalize"
 ) -> Tensor:
-    """``(n / G,)`` Bessel-corrected standard deviation within each group, NaN with fewer than two scored rows.
+    """Return the Bessel-corrected standard deviation of each group, ``(n / G,)``; NaN with fewer than two scored rows.
 
-    It is that of the weighted sum; with ``normalize_then_sum`` that of the function which varies most, of those with a weight:
-    two that cancel in their sum still teach.
+    This is the standard deviation of the weighted sum. With ``normalize_then_sum`` it is the largest one among the functions with
+    a nonzero weight, because two functions that cancel in the sum still give a signal.
 
     >>> opposed = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
     >>> [group_spread(opposed, torch.ones(2), 2, aggregation=how).item() for how in AGGREGATIONS]
@@ -147,10 +148,10 @@ def group_advantages(
     aggregation: str = "sum_then_normalize",
     min_group_std: float = 0.0,
 ) -> AdvantageStats:
-    """``A = (R - mean_g) / (std + 1e-4)``, with the std of the group, of the batch, or none; the population std has 1e-8.
+    """Compute ``A = (R - mean_g) / (std + 1e-4)``, where std is that of the group, of the batch, or left out.
 
-    ``normalize_then_sum`` (GDPO) normalises each function within its group, sums with weights, and normalises over the
-    batch. A row that no function scored gets 0 and is left out of every mean and std.
+    The population std has 1e-8 instead of 1e-4. ``normalize_then_sum`` (GDPO) normalizes each function within its group, sums
+    with weights, and normalizes over the batch. A row that no function scored gets 0 and is excluded from every mean and std.
 
     Args:
         rewards: ``(n, K)`` over all ranks, groups consecutive, NaN where a function did not apply.
@@ -158,7 +159,7 @@ def group_advantages(
         group_size: G.
         scale_rewards: ``group``, ``batch``, ``population`` (the group's std without Bessel's correction) or ``none``.
         aggregation: ``sum_then_normalize`` or ``normalize_then_sum``.
-        min_group_std: A group that spreads less (`group_spread`) gets advantage 0: noise is not a signal.
+        min_group_std: A group whose standard deviation (`group_spread`) is smaller gets advantage 0, because it is noise.
 
     Reference: DeepSeekMath, arXiv:2402.03300, section 4.1.2; Dr. GRPO (none), 2503.20783; GDPO, 2601.05242.
 
@@ -188,7 +189,7 @@ def group_advantages(
 
 
 def _scale(std: Tensor, grouped: Tensor, scale_rewards: str) -> Tensor | float:
-    """What ``grouped (n / G, G)`` totals are divided by once they are flat; ``std (n / G,)`` of each group."""
+    """Return the divisor of the flattened ``grouped (n / G, G)`` totals, given ``std (n / G,)`` of each group."""
     if scale_rewards == "none":
         return 1.0
     if scale_rewards == "batch":
@@ -203,14 +204,14 @@ def _scale(std: Tensor, grouped: Tensor, scale_rewards: str) -> Tensor | float:
 
 
 def _normalize_then_sum(rewards: Tensor, weights: Tensor, totals: Tensor) -> Tensor:
-    """Each function in its own group first, so that two rewards cannot cancel before they are compared."""
+    """Normalize each function within its group before the sum, so that two rewards cannot cancel each other."""
     z = centred(rewards, 1) / (_std(rewards, 1).unsqueeze(1) + EPSILON)
     summed = (z.nan_to_num(0.0) * weights).sum(-1).flatten().masked_fill(totals.isnan(), torch.nan)
     return centred(summed) / (_std(summed) + EPSILON)
 
 
 def leave_one_out_advantages(totals: Tensor, group_size: int) -> Tensor:
-    """``A_i = R_i - mean of the others of its group``, ``(n,)``; 0 where nothing else was scored.
+    """Compute ``A_i = R_i - mean of the rest of the group``, ``(n,)``; 0 where no other completion was scored.
 
     Reference: RLOO, arXiv:2402.14740, equation 8.
 
@@ -225,7 +226,7 @@ def leave_one_out_advantages(totals: Tensor, group_size: int) -> Tensor:
 
 
 def standardized(advantages: Tensor, scored: Tensor) -> Tensor:
-    """``(A - mean) / (std + 1e-4)`` over the scored rows, ``(n,)``; 0 elsewhere, and everywhere with fewer than two of them.
+    """Return ``(A - mean) / (std + 1e-4)`` over the scored rows, ``(n,)``; 0 elsewhere, or if fewer than two rows are scored.
 
     Args:
         advantages: ``(n,)`` over all ranks.

@@ -1,6 +1,6 @@
-"""How far a student's next-token distribution q is from a teacher's p: whole vocabularies, sparse supports, sampled tokens.
+"""Divergences of a student's next-token distribution q from a teacher's p: full vocabularies, sparse supports, sampled tokens.
 
-All functions take log-probs in float32 or wider. ``0 log 0 = 0``: an id that neither side allows adds nothing, and no gradient.
+All functions take log-probs in float32 or wider. ``0 log 0 = 0``: an id with probability 0 on both sides adds 0, and no gradient.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ __all__ = [
     "with_tail",
 ]
 
-FLOOR = -1e4  # Stands for log 0: its exponential is 0, and 0 times it is 0, where 0 times -inf is NaN.
-FULL = -1e-7  # Log of the most mass a support may hold, so that the tail has a logarithm (-16.1).
+FLOOR = -1e4  # Replaces log 0: exp(FLOOR) is 0, and 0 * FLOOR is 0, whereas 0 * -inf is NaN.
+FULL = -1e-7  # Log of the maximum mass of a support, so that the tail's log-prob is finite (-16.1).
 
 
 def divergence(log_q: Tensor, log_p: Tensor, *, beta: float) -> Tensor:
-    """Generalised Jensen-Shannon divergence with the mixture ``M = beta p + (1 - beta) q``.
+    """Compute the generalized Jensen-Shannon divergence with the mixture ``M = beta p + (1 - beta) q``.
 
     ``beta = 0``: ``KL(p || q)``. ``beta = 1``: ``KL(q || p)``. Between: ``beta KL(p || M) + (1 - beta) KL(q || M)``, which tends
-    to 0 at both ends, not to the KL.
+    to 0 as beta approaches 0 or 1, not to the KL.
 
     Args:
-        log_q: ``(..., V)`` of the student.
-        log_p: ``(..., V)`` of the teacher.
+        log_q: ``(..., V)`` log-probs of the student.
+        log_p: ``(..., V)`` log-probs of the teacher.
         beta: In [0, 1]; compared with 0 and 1 exactly.
 
     Returns:
-        ``(...)`` nats; +inf where a KL is (one side has mass at an id that the other excludes).
+        ``(...)`` nats; +inf where the KL is infinite (one side has mass at an id with probability 0 on the other).
 
     Reference: GKD, arXiv:2306.13649.
 
@@ -58,7 +58,7 @@ def divergence(log_q: Tensor, log_p: Tensor, *, beta: float) -> Tensor:
 
 
 class _Divergence(torch.autograd.Function):
-    """With a gradient of its own: autograd would keep eight tensors of the vocabulary's width, and this keeps three."""
+    """Divergence with a custom backward that saves three tensors of vocabulary size. Autograd would save eight."""
 
     @staticmethod
     def forward(ctx: Any, log_q: Tensor, log_p: Tensor, beta: float) -> Tensor:
@@ -79,14 +79,14 @@ class _Divergence(torch.autograd.Function):
         grad = grad[..., None]
         return (
             _slope(log_q, log_p, log_m, ctx.beta).mul_(grad) if of_q else None,
-            # The divergence is the same with both sides exchanged and 1 - beta.
+            # The divergence is symmetric: exchanging p and q and using 1 - beta gives the same value.
             _slope(log_p, log_q, log_m, 1 - ctx.beta).mul_(grad) if of_p else None,
             None,
         )
 
 
 def _slope(log_q: Tensor, log_p: Tensor, log_m: Tensor, beta: float) -> Tensor:
-    """Derivative of the divergence by ``log_q``: ``(1 - beta) q (log q - log M)`` where ``beta`` is between 0 and 1."""
+    """Return the derivative of the divergence with respect to ``log_q``: ``(1 - beta) q (log q - log M)`` if 0 < beta < 1."""
     if beta == 0:
         return log_p.exp().neg_()
     log_q, other = _finite(log_q), _finite(log_p) if beta == 1 else log_m
@@ -102,7 +102,7 @@ def _finite(logp: Tensor) -> Tensor:
 
 
 def _kl(log_a: Tensor, log_b: Tensor) -> Tensor:
-    """``sum_v a (log a - log b)``, ``(...)``."""
+    """Compute ``sum_v a (log a - log b)``, ``(...)``."""
     a, b = _finite(log_a), _finite(log_b)
     value = torch.linalg.vecdot(a.exp(), a - b)
     if b is log_b:
@@ -115,26 +115,29 @@ def _kl(log_a: Tensor, log_b: Tensor) -> Tensor:
 
 
 def with_tail(logp: Tensor) -> Tensor:
-    """``(..., k)`` log-probs and one category more, the mass outside, ``(..., k + 1)``.
+    """Append the log of the mass outside ``(..., k)`` log-probs as an extra category, ``(..., k + 1)``.
 
-    The captured log-mass is read as at most -1e-7, so that a support that holds everything has a tail of 1e-7.
+    The captured log-mass is clamped to at most -1e-7, so that a support with all the mass has a tail of 1e-7.
     """
     captured = logp.logsumexp(-1, keepdim=True).clamp_max(FULL)
     return torch.cat([logp, torch.log(-torch.expm1(captured))], -1)
 
 
 def normalized(logp: Tensor) -> Tensor:
-    """``(..., k)`` log-probs divided by the mass they hold."""
+    """Normalize ``(..., k)`` log-probs so that their probabilities sum to 1."""
     return logp - logp.logsumexp(-1, keepdim=True)
 
 
 def support_mass(logp: Tensor) -> Tensor:
-    """Mass that a support holds, ``(...)``."""
+    """Return the total probability of a support, ``(...)``."""
     return logp.logsumexp(-1).exp()
 
 
 def union_support(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
-    """Ids of two supports, ``(..., k)`` and ``(..., m)``, as one, ``(..., k + m)``; and which of them came before already."""
+    """Concatenate two supports, ``(..., k)`` and ``(..., m)``, to ``(..., k + m)``, with a mask of repeated ids.
+
+    The mask is true where an id of ``second`` is also in ``first``.
+    """
     ids = torch.cat([first, second], -1)
     again = (second[..., :, None] == first[..., None, :]).any(-1)
     return ids, torch.cat([torch.zeros_like(first, dtype=torch.bool), again], -1)
@@ -144,17 +147,19 @@ def union_support(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def score_surrogate(logp: Tensor, teacher_logp: Tensor) -> Tensor:
-    """``stopgrad(log q(y) - log p(y)) log q(y)``: its gradient is that of KL(q || p) where y was drawn from q; its value is not.
+    """Return ``stopgrad(log q(y) - log p(y)) log q(y)``, whose expected gradient is that of KL(q || p) if y is sampled from q.
+
+    Its value is not the KL.
 
     Args:
-        logp: Of the sampled tokens under the student, any shape.
-        teacher_logp: Likewise under the teacher.
+        logp: Log-probs of the sampled tokens under the student, any shape.
+        teacher_logp: Their log-probs under the teacher.
     """
     return (logp - teacher_logp).detach() * logp
 
 
 def _by_sequence(values: Tensor, mask: Tensor, sequence: Tensor) -> tuple[Tensor, Tensor]:
-    """``(B, T)`` values of masked tokens as one row a sequence, ``(S, L)``; and which entries are real."""
+    """Regroup the masked tokens of ``(B, T)`` values as one row per sequence, ``(S, L)``, with a mask of the real entries."""
     lengths = torch.bincount(sequence[mask])
     lengths = lengths[lengths > 0].tolist()
     rows = pad_sequence(list(values[mask].split(lengths)), batch_first=True)
@@ -165,11 +170,11 @@ def _by_sequence(values: Tensor, mask: Tensor, sequence: Tensor) -> tuple[Tensor
 def discounted_returns(
     rewards: Tensor, mask: Tensor, sequence: Tensor, *, gamma: float, length_normalization: bool
 ) -> Tensor:
-    """``A_t = r_t + gamma A_{t+1}`` within each sequence, ``(B, T)``, detached.
+    """Compute ``A_t = r_t + gamma A_{t+1}`` within each sequence, ``(B, T)``, detached.
 
     Args:
         rewards: ``(B, T)``.
-        mask: ``(B, T)`` bool, tokens that count; the others get 0.
+        mask: ``(B, T)`` bool, tokens that count; all other tokens get 0.
         sequence: ``(B, T)`` int64.
         gamma: Discount in [0, 1].
         length_normalization: Divide by ``sum_{i >= t} gamma^(i - t)``.
@@ -186,14 +191,14 @@ def discounted_returns(
 
 
 def prefix_weights(advantages: Tensor, mask: Tensor, sequence: Tensor, *, gamma: float, epsilon: float) -> Tensor:
-    """``1 + gamma (1 - sum_{i < t} |a_i| / sum_i |a_i|)``, ``(B, T)``: early tokens weigh more, from ``1 + gamma`` to 1.
+    """Compute weights ``1 + gamma (1 - sum_{i < t} |a_i| / sum_i |a_i|)``, ``(B, T)``, that fall from ``1 + gamma`` to 1.
 
     Args:
-        advantages: ``(B, T)`` how much more likely the teacher finds each sampled token, in nats.
+        advantages: ``(B, T)`` log-prob of each sampled token under the teacher minus that under the student, in nats.
         mask: ``(B, T)`` bool.
         sequence: ``(B, T)`` int64.
         gamma: At least 0.
-        epsilon: Least denominator, above 0.
+        epsilon: Minimum of the denominator, above 0.
 
     Reference: IW-OPD, arXiv:2606.22600.
     """
@@ -209,9 +214,9 @@ def prefix_weights(advantages: Tensor, mask: Tensor, sequence: Tensor, *, gamma:
 
 
 def sorted_l1(q: Tensor, p: Tensor) -> Tensor:
-    """``sum_i |sort(q)_i - sort(p)_i|`` of ``(..., V)`` and ``(..., W)`` probabilities, the shorter filled with 0; ``(...)``.
+    """Compute ``sum_i |sort(q)_i - sort(p)_i|`` of ``(..., V)`` and ``(..., W)`` probabilities, ``(...)``.
 
-    It is blind to which token has which probability.
+    The shorter one is padded with 0. The loss ignores which token has which probability.
 
     Reference: Universal Logit Distillation, arXiv:2402.12030.
     """
@@ -223,19 +228,19 @@ def sorted_l1(q: Tensor, p: Tensor) -> Tensor:
 def hybrid_divergence(
     log_q: Tensor, log_p: Tensor, matched: tuple[Tensor, Tensor], *, beta: float
 ) -> tuple[Tensor, Tensor]:
-    """The divergence over tokens that both vocabularies have, and `sorted_l1` over the others; both ``(...)``.
+    """Compute the divergence over tokens that both vocabularies share, and `sorted_l1` over all other tokens; both ``(...)``.
 
-    Over matched tokens both sides have one category more, the rest of their mass, and so are distributions.
+    For the divergence each side gets one extra category with its remaining mass, so that both sides are distributions.
 
     Args:
-        log_q: ``(..., V)`` of the student.
-        log_p: ``(..., W)`` of the teacher.
-        matched: ``(M,)`` ids of the same bytes, in the student's and in the teacher's vocabulary.
+        log_q: ``(..., V)`` log-probs of the student.
+        log_p: ``(..., W)`` log-probs of the teacher.
+        matched: Two ``(M,)`` tensors: ids of the same bytes in the student's and in the teacher's vocabulary.
         beta: See `divergence`.
     """
     mine, theirs = matched
     both = divergence(with_tail(log_q[..., mine]), with_tail(log_p[..., theirs]), beta=beta)
     rest_q, rest_p = (
         log.exp().index_fill(-1, ids, 0.0) for log, ids in ((log_q, mine), (log_p, theirs))
-    )  # A matched id counts as an empty category here.
+    )  # Matched ids have mass 0 here.
     return both, sorted_l1(rest_q, rest_p)

@@ -1,8 +1,8 @@
-"""From log-probs of tokens to what a preference loss reads: sums, means, weights, and scores under an f-divergence.
+"""Values that preference losses read: sums and means of log-probs, weights, and scores under an f-divergence.
 
-With ``L = log pi(y) - log rho(y)`` and a divergence's generator f, the score is ``f'(exp L)``, with the f for which it is 0 at
-L = 0: reverse KL, plain DPO, scores by L itself. The reward is beta times it up to a number of the prompt, which cancels in a
-difference of scores alone: a loss that reads one side reads L.
+Let ``L = log pi(y) - log rho(y)``. For a divergence with generator f, the score is ``f'(exp L)``, where f is chosen so that the
+score is 0 at L = 0. For the reverse KL (plain DPO) the score is L itself. The reward is beta times the score plus a per-prompt
+constant. The constant cancels only in a difference of scores, so a loss that reads one completion alone reads L.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ __all__ = [
 ]
 
 MAX_LOG_P = -1e-6  # log(1 - p) of a mean log-prob closer to 0 than this has no useful float32 gradient.
-MAX_EXPONENT = 80.0  # exp(80) is 5.5e34: room for a factor of 6000 before float32 overflows.
+MAX_EXPONENT = 80.0  # exp(80) is 5.5e34, which leaves a factor of 6000 before float32 overflows.
 MAX_EXPONENT_HALF = 11.0  # exp(11) is 59874, below the 65504 of float16.
-NEAR_ONE = 1e-6  # An alpha this close to 1 is the reverse KL: the formula would divide by almost nothing.
+NEAR_ONE = 1e-6  # An alpha this close to 1 is the reverse KL, because the formula would divide by almost 0.
 
 
 def _wide(x: Tensor) -> Tensor:
-    """Float32 unless it is float64 already."""
+    """Cast to float32 unless the dtype is float64."""
     return x if x.dtype == torch.float64 else x.float()
 
 
@@ -49,12 +49,12 @@ def _bounded_expm1(exponent: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def reverse_kl(log_ratio: Tensor) -> Tensor:
-    """``L``: plain DPO, any shape."""
+    """Return the log-ratio ``L`` (plain DPO), any shape."""
     return log_ratio
 
 
 def forward_kl(log_ratio: Tensor) -> Tensor:
-    """``1 - exp(-L)``, any shape; the exponent stops at 80 (11 in float16), and beyond it the gradient is 0.
+    """Compute ``1 - exp(-L)``, any shape. The exponent is clamped at 80 (11 in float16); beyond that the gradient is 0.
 
     Reference: Beyond reverse KL (f-DPO), arXiv:2309.16240, table 1.
     """
@@ -62,7 +62,7 @@ def forward_kl(log_ratio: Tensor) -> Tensor:
 
 
 def js_divergence(log_ratio: Tensor) -> Tensor:
-    """``log 2 + log sigmoid(L)``, any shape.
+    """Compute ``log 2 + log sigmoid(L)``, any shape.
 
     Reference: Beyond reverse KL (f-DPO), arXiv:2309.16240, table 1.
     """
@@ -70,7 +70,7 @@ def js_divergence(log_ratio: Tensor) -> Tensor:
 
 
 def alpha_divergence(log_ratio: Tensor, *, alpha: float) -> Tensor:
-    """``(exp((alpha - 1) L) - 1) / (alpha - 1)``, computed in float32 and cast back; ``L`` itself at alpha = 1.
+    """Compute ``(exp((alpha - 1) L) - 1) / (alpha - 1)`` in float32 and cast back; return ``L`` itself at alpha = 1.
 
     Args:
         log_ratio: Any shape and floating dtype.
@@ -86,7 +86,7 @@ def alpha_divergence(log_ratio: Tensor, *, alpha: float) -> Tensor:
         return log_ratio
     dtype = log_ratio.dtype
     score = _bounded_expm1(power * _wide(log_ratio), dtype) / power
-    # The division can still leave the range of a narrow dtype: exp(11) / 0.5 is more than float16 holds.
+    # The quotient can exceed the range of a narrow dtype: exp(11) / 0.5 overflows float16.
     return score.clamp(torch.finfo(dtype).min, torch.finfo(dtype).max).to(dtype)
 
 
@@ -99,12 +99,12 @@ DIVERGENCES: dict[str, Callable[..., Tensor]] = {
 
 
 def link(log_ratio: Tensor, *, divergence: str = "reverse_kl", alpha: float = 0.5) -> Tensor:
-    """The score of a log-ratio under the divergence of that name.
+    """Return the score of a log-ratio under the named divergence.
 
     Args:
         log_ratio: Any shape and floating dtype, in nats.
         divergence: A key of `DIVERGENCES`.
-        alpha: Read by ``alpha_divergence`` only.
+        alpha: Coefficient of ``alpha_divergence``; other divergences ignore it.
 
     Returns:
         Scores in the log-ratio's shape and dtype.
@@ -125,19 +125,19 @@ def link(log_ratio: Tensor, *, divergence: str = "reverse_kl", alpha: float = 0.
 
 
 def mean_logp(logp: Tensor, length: Tensor) -> Tensor:
-    """``log pi / max(n, 1)``: summed log-probs or scores a token; an empty completion gives 0, not NaN. ``(P,)``."""
+    """Return ``log pi / max(n, 1)``, ``(P,)``: the mean log-prob or score per token. An empty completion gives 0, not NaN."""
     return logp / length.clamp_min(1).to(logp)
 
 
 def desensitized_sum(logp: Tensor, mask: Tensor, sequence: Tensor, limits: Tensor, *, alpha: float) -> Tensor:
-    """``sum_{k <= limit} l_k + alpha sum_{k > limit} l_k``: tokens past the shorter completion of the pair count less.
+    """Compute ``sum_{k <= limit} l_k + alpha sum_{k > limit} l_k``: tokens beyond the shorter completion's length count less.
 
     Args:
         logp: ``(B, T)`` log-probs, of the policy or of the reference.
         mask: ``(B, T)`` bool, tokens that count.
-        sequence: ``(B, T)`` int64, sequence of each token, -1 outside.
+        sequence: ``(B, T)`` int64, sequence index of each token, -1 outside.
         limits: ``(S,)`` tokens of the shorter completion of each sequence's pair.
-        alpha: 1 is the plain sum; 0 ignores the excess.
+        alpha: Weight of the tokens beyond the limit. 1 gives the plain sum; 0 ignores these tokens.
 
     Returns:
         ``(S,)``.
@@ -146,7 +146,7 @@ def desensitized_sum(logp: Tensor, mask: Tensor, sequence: Tensor, limits: Tenso
     """
     kept = mask & (sequence >= 0)
     owner = sequence[kept]
-    order = owner.argsort(stable=True)  # A sequence's tokens stay in reading order.
+    order = owner.argsort(stable=True)  # Stable: the tokens of a sequence keep their order.
     counts = torch.bincount(owner, minlength=len(limits))
     starts = counts.cumsum(0) - counts
     rank = torch.empty_like(owner)
@@ -156,12 +156,14 @@ def desensitized_sum(logp: Tensor, mask: Tensor, sequence: Tensor, limits: Tenso
 
 
 def collision_logp(logits: Tensor) -> Tensor:
-    """``log sum_v p_v^2 = lse(2 z) - 2 lse(z)`` of ``(..., V)`` logits, ``(...)``: how sure the model is of any token."""
+    """Return ``log sum_v p_v^2 = lse(2 z) - 2 lse(z)`` of ``(..., V)`` logits, ``(...)``: high if one token is near certain."""
     return (2 * logits).logsumexp(-1) - 2 * logits.logsumexp(-1)
 
 
 def wpo_weight(logp: Tensor, collision: Tensor, length: Tensor) -> Tensor:
-    """``exp((sum_t l_t - sum_t log sum_v p_v^2) / n)``, ``(S,)``, no gradient, not capped; a pair weighs the product.
+    """Compute ``exp((sum_t l_t - sum_t log sum_v p_v^2) / n)``, ``(S,)``, without gradient and not capped.
+
+    The weight of a pair is the product of its two weights.
 
     Args:
         logp: ``(S,)`` plain sums.
@@ -174,9 +176,9 @@ def wpo_weight(logp: Tensor, collision: Tensor, length: Tensor) -> Tensor:
 
 
 def alpha_reward(logp: Tensor, *, alpha: float) -> Tensor:
-    """``(1 - exp(-alpha l)) / alpha``, ``(P,)``, and ``l`` at alpha = 0: AlphaPO's reward of a log-prob l.
+    """Return AlphaPO's reward of a log-prob l: ``(1 - exp(-alpha l)) / alpha``, ``(P,)``, or ``l`` at alpha = 0.
 
-    The probability itself is never formed: it would underflow where its power does not.
+    The probability is not computed, because it would underflow where its power does not.
 
     Reference: AlphaPO, arXiv:2501.03884.
     """
@@ -184,10 +186,10 @@ def alpha_reward(logp: Tensor, *, alpha: float) -> Tensor:
 
 
 def log1mexp(x: Tensor) -> Tensor:
-    """``log(1 - e^x)`` for x < 0, any shape; x is read as at most -1e-6, and beyond that the gradient is 0.
+    """Compute ``log(1 - e^x)`` for x < 0, any shape. x is clamped to at most -1e-6; beyond that the gradient is 0.
 
-    The branch for small probabilities never sees an x near 0: its slope there is infinite in half precision, and 0 times that,
-    its share where it is not taken, is NaN. The other branch is safe wherever x is.
+    The branch for small probabilities gets no x near 0. There its slope is infinite in half precision, and the branch that is not
+    selected would contribute 0 times infinity, which is NaN. The other branch is safe for every x.
 
     Reference: Mächler 2012, "Accurately computing log(1 - exp(-|a|))", equation 7.
     """
@@ -209,18 +211,18 @@ def pair_values(
     alpha: float = 0.5,
     plain_chosen_logp: Tensor | None = None,
 ) -> dict[str, Tensor]:
-    """Everything a row of `posttrain.losses.preference.DPO_LOSSES` may read, by name, each ``(P,)``.
+    """Return every tensor that a row of `posttrain.losses.preference.DPO_LOSSES` may read, by name, each ``(P,)``.
 
     Args:
-        chosen_logp: ``(P,)`` sums of the policy, desensitised if they are to be.
-        rejected_logp: ``(P,)`` likewise.
-        ref_chosen_logp: ``(P,)`` sums of the reference, likewise.
-        ref_rejected_logp: ``(P,)`` likewise.
+        chosen_logp: ``(P,)`` log-prob sums under the policy, already desensitized if `desensitized_sum` is used.
+        rejected_logp: ``(P,)`` likewise for the rejected completion.
+        ref_chosen_logp: ``(P,)`` log-prob sums under the reference, likewise.
+        ref_rejected_logp: ``(P,)`` likewise for the rejected completion.
         chosen_length: ``(P,)`` tokens.
         rejected_length: ``(P,)`` tokens.
         divergence: A key of `DIVERGENCES`.
         alpha: Coefficient of ``alpha_divergence``.
-        plain_chosen_logp: ``(P,)`` plain sums for ``sft``, where ``chosen_logp`` is desensitised.
+        plain_chosen_logp: ``(P,)`` plain sums for ``sft``, if ``chosen_logp`` is desensitized.
 
     >>> one = torch.ones(1)
     >>> pair_values(2 * one, one, one, one, one, one)["chosen_score"]

@@ -1,4 +1,4 @@
-"""Losses of supervised fine-tuning, from the log-probs of the trained tokens alone."""
+"""Losses of supervised fine-tuning, computed from the log-probs of the trained tokens."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ __all__ = ["dft", "dft_loss", "nll", "uniform_nll"]
 
 
 def nll(logp: Tensor) -> Tensor:
-    """``-log p``, ``(B, T)``."""
+    """Return ``-log p``, ``(B, T)``."""
     return -logp
 
 
 def dft(logp: Tensor) -> Tensor:
-    """``-sg(p) log p``, ``(B, T)``: the gradient of an unlikely token no longer outweighs all others.
+    """Compute ``-sg(p) log p``, ``(B, T)``: the gradient of an unlikely token does not outweigh all others.
 
     Reference: On the generalization of SFT (DFT), arXiv:2508.05629, equation 8.
     """
@@ -24,13 +24,13 @@ def dft(logp: Tensor) -> Tensor:
 
 
 def dft_loss(outputs: Any, labels: Tensor, num_items_in_batch: Tensor | float | None = None) -> Tensor:
-    """`dft` of a model's full logits, as a ``compute_loss_func``: ``-sum_t m_t sg(p_t) log p_t / N``.
+    """Compute `dft` from a model's full logits, as a ``compute_loss_func``: ``-sum_t m_t sg(p_t) log p_t / N``.
 
     Args:
-        outputs: With ``logits (B, T, V)``; those at t are for the label at t + 1.
-        labels: ``(B, T)``, the token or -100 where nothing is trained.
-        num_items_in_batch: N, the trained tokens of the optimiser step; None takes those of ``labels``. At least 1 is
-            divided by, so that a batch without a trained token has loss 0.
+        outputs: Model output with ``logits (B, T, V)``. The logits at t predict the label at t + 1.
+        labels: ``(B, T)``, the token, or -100 for a token that is not trained.
+        num_items_in_batch: N, the trained tokens of the optimizer step; None counts those of ``labels``. The divisor is at
+            least 1, so that a batch without a trained token has loss 0.
 
     Returns:
         Scalar.
@@ -49,7 +49,7 @@ def dft_loss(outputs: Any, labels: Tensor, num_items_in_batch: Tensor | float | 
 
 
 def uniform_nll(logits: Tensor) -> Tensor:
-    """``-1/V sum_v log p_v`` of each row of ``(N, V)`` logits: what label smoothing mixes into the loss, ``(N,)``.
+    """Compute ``-1/V sum_v log p_v`` of each row of ``(N, V)`` logits, ``(N,)``. Label smoothing adds it to the loss.
 
     Reference: Rethinking the Inception architecture, arXiv:1512.00567, section 7.
     """

@@ -1,4 +1,4 @@
-"""The policy's side of an RL loss: importance ratios, surrogates, the KL penalty."""
+"""Policy losses of reinforcement learning: importance ratios, surrogates, and the KL penalty."""
 
 from __future__ import annotations
 
@@ -45,14 +45,15 @@ LEVELS = ("token", "sequence", "sequence_token")
 def importance_log_ratio(
     logp: Tensor, old_logp: Tensor | None, mask: Tensor, sequence: Tensor, num_sequences: int, *, level: str
 ) -> Tensor:
-    """Log of the ratio between the current policy and the one that sampled, ``(B, T)``.
+    """Compute the log of the ratio between the current policy and the policy that sampled, ``(B, T)``.
 
-    ``token``: ``logp - old_logp``. ``sequence``: its mean over the sequence, the geometric mean of the ratios, on every
-    token. ``sequence_token``: that value, with each token's own gradient.
+    ``token``: ``logp - old_logp``. ``sequence``: the mean of that over the sequence, i.e. the geometric mean of the ratios, on
+    every token. ``sequence_token``: the same value, with each token's own gradient.
 
     Args:
         logp: ``(B, T)`` log-probs under the current policy.
-        old_logp: ``(B, T)`` at sampling time; None while the policy has not moved: the value is 0, the gradient is intact.
+        old_logp: ``(B, T)`` log-probs at sampling time. None if the policy has not changed since: the value is 0, and the
+            gradient is that of ``logp``.
         mask: ``(B, T)`` bool, loss tokens.
         sequence: ``(B, T)`` sequence index.
         num_sequences: S.
@@ -98,11 +99,11 @@ def rollout_correction(
     clip_max: float | None,
     clip_min: float | None = None,
 ) -> Tensor:
-    """Weight that makes tokens sampled by an engine count as if the trainer had sampled them, ``(B, T)``, no gradient.
+    """Compute importance weights that correct for sampling from an engine instead of the trainer, ``(B, T)``, no gradient.
 
-    ``r = exp(d)`` with ``d = logp - rollout_logp`` on loss tokens, per token, summed over the sequence (``sequence_*``) or
-    averaged over it (``geometric``); then clamped to the bounds (``*_truncate``) or zeroed outside them. A token that the
-    engine gave no log-prob (NaN) gets weight 0, and counts as no gap in its sequence.
+    ``r = exp(d)`` with ``d = logp - rollout_logp`` on loss tokens. d is taken per token, summed over the sequence
+    (``sequence_*``), or averaged over it (``geometric``). Then r is clamped to the bounds (``*_truncate``) or zeroed outside
+    them. A token without a log-prob from the engine (NaN) gets weight 0 and adds 0 to the gap of its sequence.
 
     Reference: Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL training" (TIS, MIS).
     """
@@ -122,11 +123,11 @@ def rollout_correction(
 def sequence_weight(
     weight: Tensor, rollout_logp: Tensor, mask: Tensor, sequence: Tensor, num_sequences: int
 ) -> tuple[Tensor, Tensor]:
-    """A correction with one weight a sequence as that weight, ``(S,)``, and which sequences have one, ``(S,)`` bool.
+    """Reduce a sequence-level correction to one weight per sequence, ``(S,)``, with a mask of the valid ones, ``(S,)`` bool.
 
     Args:
-        weight: ``(B, T)`` of `rollout_correction`.
-        rollout_logp: ``(B, T)``; tokens without one (NaN) have weight 0, which is not their sequence's.
+        weight: ``(B, T)`` from `rollout_correction`.
+        rollout_logp: ``(B, T)``. Tokens with NaN have weight 0, which is not the weight of their sequence.
         mask: ``(B, T)`` bool, loss tokens.
         sequence: ``(B, T)`` sequence index.
         num_sequences: S.
@@ -137,11 +138,11 @@ def sequence_weight(
 
 
 def engine_gap(logp: Tensor, sampled_logp: Tensor, mask: Tensor) -> dict[str, Metric]:
-    """How far what an engine said of its tokens is from what the trainer says of them, under the same weights.
+    """Measure the difference between the engine's and the trainer's log-probs of the same tokens under the same weights.
 
     Args:
         logp: Log-probs of the trainer, any shape, nats.
-        sampled_logp: Those of the engine; NaN where it gave none.
+        sampled_logp: Log-probs of the engine; NaN where it returned none.
         mask: Loss tokens.
 
     Returns:
@@ -168,9 +169,9 @@ def off_policy_mask(
     *,
     threshold: float,
 ) -> Tensor:
-    """Keep a sequence iff its advantage is not negative or the policy has not moved away from it, ``(S,)`` bool.
+    """Keep a sequence if its advantage is not negative or the policy has not moved away from it, ``(S,)`` bool.
 
-    ``A_i >= 0  or  mean_t(sampled_logp - logp) <= threshold``. Tokens without a sampled log-prob (NaN) are no evidence.
+    The condition is ``A_i >= 0  or  mean_t(sampled_logp - logp) <= threshold``. A token without a sampled log-prob (NaN) adds 0.
 
     Reference: DeepSeek-V3.2, arXiv:2512.02556, section 3.1.
     """
@@ -187,8 +188,8 @@ def entropy_mask(
     Args:
         entropy: ``(B, T)`` nats.
         mask: ``(B, T)`` bool.
-        quantile: Share of the tokens to keep; 0 keeps the maximum only.
-        gather: Concatenates a 1-D tensor over ranks, so that the threshold is one for all of them.
+        quantile: Share of the tokens to keep; 0 keeps only the maximum.
+        gather: Function that concatenates a 1-D tensor over ranks, so that all ranks use the same threshold.
 
     Reference: Beyond the 80/20 rule, arXiv:2506.01939.
     """
@@ -208,14 +209,14 @@ def entropy_mask(
 def clipped(
     log_ratio: Tensor, advantages: Tensor, *, epsilon: float, epsilon_high: float, delta: float | None = None
 ) -> Tensor:
-    """``-min(r A, clip(r, 1 - eps, 1 + eps_high) A)``, with the unclipped ratio capped at ``delta`` when given.
+    """Compute ``-min(r A, clip(r, 1 - eps, 1 + eps_high) A)``. If ``delta`` is given, the unclipped ratio is capped at it.
 
     Args:
         log_ratio: ``(B, T)`` log importance ratio.
         advantages: ``(B, T)``.
         epsilon: Lower clip.
         epsilon_high: Upper clip.
-        delta: Cap for the otherwise unbounded case of a negative advantage and a large ratio.
+        delta: Cap for a large ratio with a negative advantage, which is otherwise unbounded.
 
     Reference: PPO, arXiv:1707.06347, equation 7; two-sided clipping, INTELLECT-2, arXiv:2505.07291, section 3.4.
     """
@@ -226,7 +227,7 @@ def clipped(
 
 
 def cispo(log_ratio: Tensor, advantages: Tensor, logp: Tensor, *, epsilon_high: float) -> Tensor:
-    """``-sg(min(r, eps_high)) A log p``: every token keeps a gradient, its weight is capped.
+    """Compute ``-sg(min(r, eps_high)) A log p``: every token keeps a gradient, and its weight is capped.
 
     Reference: MiniMax-M1, arXiv:2506.13585, equation 4.
     """
@@ -234,7 +235,7 @@ def cispo(log_ratio: Tensor, advantages: Tensor, logp: Tensor, *, epsilon_high: 
 
 
 def sapo(log_ratio: Tensor, advantages: Tensor, *, temperature_pos: float, temperature_neg: float) -> Tensor:
-    """``-A (4 / tau) sigmoid(tau (r - 1))``: a soft gate instead of a clip; tau depends on the sign of A.
+    """Compute ``-A (4 / tau) sigmoid(tau (r - 1))``: a soft gate instead of a clip. tau depends on the sign of A.
 
     Reference: SAPO, arXiv:2511.20347, equation 6.
     """
@@ -252,7 +253,7 @@ def geometric_ratio(
     epsilon: float,
     epsilon_high: float,
 ) -> Tensor:
-    """``c_i = exp(mean_t d'_t)`` with ``d' = min(d, eps_high)`` where A > 0 and ``max(d, -eps)`` elsewhere, ``(S,)``.
+    """Compute ``c_i = exp(mean_t d'_t)``, ``(S,)``, where ``d'`` is ``min(d, eps_high)`` if A > 0 and else ``max(d, -eps)``.
 
     Args:
         log_ratio: ``(B, T)`` token log-ratios d.
@@ -271,7 +272,7 @@ def geometric_ratio(
 
 
 def _by_sign(good: Tensor, yes: float, no: float, like: Tensor) -> Tensor:
-    """One of two constants, in the precision of ``like``: torch.where of two numbers would be float32."""
+    """Select one of two constants in the dtype of ``like``; torch.where of two Python floats would return float32."""
     return torch.where(good, like.new_tensor(yes), like.new_tensor(no))
 
 
@@ -286,9 +287,9 @@ def vespo_weight(
     neg: tuple[float, float],
     rollout_weight: Tensor | None = None,
 ) -> Tensor:
-    """``phi = exp(lam + k log w - lam w)`` with the sequence ratio ``w``, ``(S,)``, no gradient.
+    """Compute ``phi = exp(lam + k log w - lam w)`` with the sequence ratio ``w``, ``(S,)``, no gradient.
 
-    A token whose rollout weight is 0 contributes ``log 1e-8`` and so silences its whole sequence: intended.
+    A token with rollout weight 0 contributes ``log 1e-8``, which suppresses its whole sequence. This is intended.
 
     Args:
         log_ratio: ``(B, T)`` token log-ratios.
@@ -298,7 +299,7 @@ def vespo_weight(
         num_sequences: S.
         pos: ``(k, lam)`` where A >= 0.
         neg: ``(k, lam)`` where A < 0.
-        rollout_weight: ``(B, T)`` correction for the engine's own probabilities.
+        rollout_weight: ``(B, T)`` correction for the engine's log-probs, see `rollout_correction`.
 
     Reference: VESPO, arXiv:2602.10693.
     """
@@ -313,18 +314,18 @@ def vespo_weight(
 
 
 def vespo(phi: Tensor, advantages: Tensor, logp: Tensor) -> Tensor:
-    """``-sg(phi) A log p``, ``(B, T)``."""
+    """Compute ``-sg(phi) A log p``, ``(B, T)``."""
     return -phi.detach() * advantages * logp
 
 
 @dataclass(frozen=True, slots=True)
 class LossType:
-    """One row of the table.
+    """Surrogate, reduction and ratio level of a loss type.
 
     Attributes:
         surrogate: ``clipped``, ``cispo``, ``sapo``, ``vespo`` or ``geometric``.
-        reduction: How tokens become one number; see `posttrain.losses.reduce`.
-        level: The ratio level it fixes; None leaves it to the config.
+        reduction: How token terms are reduced to one number; see `posttrain.losses.reduce`.
+        level: Ratio level that the loss type requires; None uses the config's level.
     """
 
     surrogate: str
@@ -339,10 +340,10 @@ LOSS_TYPES: dict[str, LossType] = {
     "dapo": LossType("clipped", "token"),
     "cispo": LossType("cispo", "token"),
     "sapo": LossType("sapo", "sequence_token"),
-    # A sequence's term times its length, averaged over sequences: the sum of its tokens' equal terms.
+    # Per sequence, the term times the length, averaged over sequences: equal to the sum of its tokens' equal terms.
     "luspo": LossType("clipped", "constant", "sequence"),
     "vespo": LossType("vespo", "token", "token"),
-    # One ratio a completion: all its tokens have its term, whose mean over the sequence is the term itself.
+    # One ratio per completion: all its tokens have the same term, so the mean over the sequence is that term.
     "gmpo": LossType("geometric", "sequence_token", "token"),
 }
 
@@ -360,9 +361,9 @@ def clip_metrics(
     surrogate: str = "clipped",
     level: str = "token",
 ) -> dict[str, Metric]:
-    """Share of ratios whose gradient the clip removed: ``clip_ratio/{low,high,region}_mean``, ``low_min``, ``high_max``.
+    """Compute the share of ratios whose gradient is clipped: ``clip_ratio/{low,high,region}_mean``, ``low_min``, ``high_max``.
 
-    A ratio of a whole sequence counts once, however long the sequence is. Methods without a clip have no such share.
+    A sequence-level ratio counts once, regardless of the sequence's length. Surrogates without a clip return no metrics.
     """
     ratio = log_ratio.detach().exp()
     lengths = sequence_sum(mask.float(), mask, sequence, num_sequences)
@@ -390,21 +391,21 @@ def clip_metrics(
     }
 
 
-CLAMP = 20.0  # exp(20) is 5e8: beyond it one token would decide the whole loss.
+CLAMP = 20.0  # exp(20) is 5e8: beyond this one token would dominate the loss.
 
 
 def k1(logp: Tensor, ref_logp: Tensor) -> Tensor:
-    """``logp - ref_logp``: unbiased, can be negative."""
+    """Compute ``logp - ref_logp``: unbiased, can be negative."""
     return logp - ref_logp
 
 
 def k2(logp: Tensor, ref_logp: Tensor) -> Tensor:
-    """``(logp - ref_logp)^2 / 2``: biased, never negative."""
+    """Compute ``(logp - ref_logp)^2 / 2``: biased, never negative."""
     return (logp - ref_logp).square() / 2
 
 
 def k3(logp: Tensor, ref_logp: Tensor) -> Tensor:
-    """``exp(d) - d - 1`` with ``d = ref_logp - logp``: unbiased, never negative, 0 where the two agree.
+    """Compute ``exp(d) - d - 1`` with ``d = ref_logp - logp``: unbiased, never negative, 0 where the log-probs are equal.
 
     Reference: Schulman 2020, "Approximating KL divergence"; GRPO, arXiv:2402.03300, equation 4.
     """

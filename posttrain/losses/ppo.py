@@ -1,7 +1,7 @@
-"""PPO's arithmetic: what each token earned, how much better than expected that is, and the clipped value loss.
+"""PPO: token rewards, generalized advantage estimation, whitening, and the clipped value loss.
 
-A response of L tokens, at most T, has states ``0..L-1`` (before each of its tokens) and, where ``L < T``, one state more:
-the one after its last token. The score arrives in the last state.
+A response of L tokens, at most T, has states ``0..L-1``, one before each token. If ``L < T``, it has one more state after its
+last token. The score is the reward of the last state.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ WHITEN_EPS = 1e-8  # Keeps the division finite when all values are equal.
 
 
 def response_masks(lengths: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """Which entries of a ``(S, T)`` grid are tokens of a response, and which are states with a value.
+    """Return which entries of an ``(S, T)`` grid are tokens of a response, and which are states with a value.
 
     ``tokens[i, t] = t < L_i`` and ``states[i, t] = t < min(L_i + 1, T)``.
 
     Args:
         lengths: ``(S,)`` int, tokens of each response.
-        width: T, the most tokens a response may have.
+        width: T, the maximum number of tokens of a response.
 
     Returns:
         Two ``(S, T)`` bool masks.
@@ -51,18 +51,18 @@ def response_masks(lengths: Tensor, width: int) -> tuple[Tensor, Tensor]:
 def token_rewards(
     logp: Tensor, ref_logp: Tensor, scores: Tensor, lengths: Tensor, *, kl_coef: float, kl_estimator: str = "k1"
 ) -> tuple[Tensor, Tensor]:
-    """``r_t = -kl_coef * kl_t``, plus the score in the last state.
+    """Compute ``r_t = -kl_coef * kl_t``, plus the score in the last state.
 
     Args:
-        logp: ``(S, T)`` log-probs of the sampled tokens when they were sampled, nats; T is the most a response may have.
-        ref_logp: ``(S, T)`` under the reference.
-        scores: ``(S,)`` what each response is worth.
-        lengths: ``(S,)`` int, tokens of each response; what stands behind them is not read.
+        logp: ``(S, T)`` log-probs of the sampled tokens at sampling time, in nats. T is the maximum length of a response.
+        ref_logp: ``(S, T)`` log-probs under the reference.
+        scores: ``(S,)`` score of each response.
+        lengths: ``(S,)`` int, tokens of each response. Entries after the last token are not read.
         kl_coef: Weight of the penalty.
         kl_estimator: ``k1`` or ``k3``, see `posttrain.losses.policy`.
 
     Returns:
-        Rewards and divergences, ``(S, T)`` each, 0 behind a response.
+        Rewards, 0 after a response's last state, and divergences, 0 after its last token; ``(S, T)`` each.
 
     Reference: Learning to summarize from human feedback, arXiv:2009.01325, section 3.4.
     """
@@ -73,13 +73,13 @@ def token_rewards(
 
 
 def gae(rewards: Tensor, values: Tensor, *, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
-    """``d_t = r_t + gamma V_{t+1} - V_t`` and ``A_t = d_t + gamma lam A_{t+1}``; both are 0 beyond the end.
+    """Compute ``d_t = r_t + gamma V_{t+1} - V_t`` and ``A_t = d_t + gamma lam A_{t+1}``, with V and A 0 beyond the end.
 
     Args:
-        rewards: ``(S, T)``, 0 behind a response.
-        values: ``(S, T)``, 0 behind its last state.
-        gamma: Discount a token, in [0, 1].
-        lam: 1 is the Monte-Carlo return, 0 the one-step error.
+        rewards: ``(S, T)``, 0 after a response's last state.
+        values: ``(S, T)``, 0 after its last state.
+        gamma: Discount per token, in [0, 1].
+        lam: GAE lambda. 1 gives the Monte-Carlo return, 0 the one-step error.
 
     Returns:
         Advantages and returns ``A + V``, ``(S, T)`` each.
@@ -101,7 +101,7 @@ def gae(rewards: Tensor, values: Tensor, *, gamma: float, lam: float) -> tuple[T
 
 @dataclass(frozen=True, slots=True)
 class Moments:
-    """Count, mean and sum of squared deviations of some numbers; those of several ranks merge exactly."""
+    """Count, mean and sum of squared deviations of a set of numbers. Moments of several ranks merge exactly."""
 
     count: float
     mean: float
@@ -109,12 +109,12 @@ class Moments:
 
     @property
     def variance(self) -> float:
-        """Bessel-corrected; 0 for fewer than two numbers."""
+        """Bessel-corrected variance; 0 for fewer than two numbers."""
         return self.deviations / (self.count - 1) if self.count > 1 else 0.0
 
 
 def moments(values: Tensor, mask: Tensor) -> Moments:
-    """`Moments` of what the mask keeps; all 0 for an empty mask."""
+    """Return the `Moments` of the masked-in values; all 0 for an empty mask."""
     kept = values[mask.bool()].double()
     if not kept.numel():
         return Moments(0.0, 0.0, 0.0)
@@ -123,7 +123,7 @@ def moments(values: Tensor, mask: Tensor) -> Moments:
 
 
 def merge_moments(parts: Iterable[Moments]) -> Moments:
-    """`Moments` of all numbers together, however they were dealt to ``parts``.
+    """Return the `Moments` of all numbers together. The result does not depend on how they are split into ``parts``.
 
     Reference: Chan, Golub and LeVeque 1983, "Algorithms for computing the sample variance", equation 2.1.
     """
@@ -136,24 +136,22 @@ def merge_moments(parts: Iterable[Moments]) -> Moments:
 
 
 def whiten(values: Tensor, mask: Tensor, statistics: Moments, *, shift_mean: bool = True) -> Tensor:
-    """``(v - mean) / sqrt(var + 1e-8)`` where the mask is true, 0 elsewhere; ``shift_mean=False`` adds the mean back.
+    """Return ``(v - mean) / sqrt(var + 1e-8)`` where the mask is true, 0 elsewhere; ``shift_mean=False`` adds the mean back.
 
     Args:
         values: Any shape.
         mask: Same shape, bool.
-        statistics: Of all values that belong together, those of other ranks included.
-        shift_mean: Whether the mean goes too, or only the scale.
+        statistics: Moments of all values that are whitened together, including those of other ranks.
+        shift_mean: Whether to subtract the mean, or only to scale.
 
     Returns:
-        Same shape; fewer than two values have no spread and stay what they are.
+        Same shape. Fewer than two values have no variance and are returned unchanged.
 
     Raises:
-        DataError: ``statistics`` counts no value at all.
+        DataError: ``statistics.count`` is 0.
     """
     if not statistics.count:
-        raise DataError(
-            f"whitening: the mask of shape {tuple(mask.shape)} keeps no value, so there is no mean to take."
-        )
+        raise DataError(f"whitening: the mask of shape {tuple(mask.shape)} selects no value, so the mean is undefined.")
     if statistics.count < 2:
         return values * mask
     scaled = (values - statistics.mean) * (statistics.variance + WHITEN_EPS) ** -0.5
@@ -161,13 +159,13 @@ def whiten(values: Tensor, mask: Tensor, statistics: Moments, *, shift_mean: boo
 
 
 def clipped_value_loss(values: Tensor, old_values: Tensor, returns: Tensor, *, cliprange: float) -> Tensor:
-    """``max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2) / 2``.
+    """Compute ``max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2) / 2``.
 
     Args:
-        values: ``(B, T)`` what the value function says now.
-        old_values: ``(B, T)`` what it said when the response was sampled.
-        returns: ``(B, T)`` what it should have said.
-        cliprange: c, how far a value may move in one update before it stops being pulled.
+        values: ``(B, T)`` current values.
+        old_values: ``(B, T)`` values when the response was sampled.
+        returns: ``(B, T)`` returns R, the targets.
+        cliprange: c, the distance from the old value beyond which the gradient stops.
 
     Reference: Implementation matters in deep policy gradients, arXiv:2005.12729, section 3, item 1.
     """

@@ -1,11 +1,11 @@
 """Losses of preference pairs: the DPO family, and the reference-free CPO, SimPO, AlphaPO, TPO and ORPO.
 
-Every function takes ``(P,)`` tensors, one number a pair, float32 or float64, and returns ``(P,)`` unreduced terms. A name
-that says ``logp`` is a sum over the completion's tokens in nats, ``ratio`` is such a sum minus the reference's, ``score`` is a
-ratio after its f-divergence link (`posttrain.losses.divergence`), and ``length`` counts completion tokens. Below, ``+`` and
-``-`` mark the chosen and the rejected completion, L is the ratio, ``d = s+ - s-``, and lsig is the log-sigmoid.
+Every function takes ``(P,)`` tensors in float32 or float64, one number per pair, and returns ``(P,)`` unreduced terms. Argument
+names: ``logp`` is a sum of log-probs over the completion's tokens in nats; ``ratio`` is that sum minus the reference's; ``score``
+is a ratio after its f-divergence link (`posttrain.losses.divergence`); ``length`` counts completion tokens. In the formulas,
+``+`` and ``-`` mark the chosen and the rejected completion, L is the ratio, ``d = s+ - s-``, and lsig is the log-sigmoid.
 
-The tables at the end say which tensors and which scalars a loss type reads.
+The tables at the end list the tensors and scalars that each loss type reads.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ __all__ = [
 ]
 
 
-MAX_SQUARED = 1e18  # Its square is the last that float32 holds with room to sum; exponential links go far beyond it.
+MAX_SQUARED = 1e18  # Its square, 1e36, leaves room to sum in float32. Exponential links can exceed it.
 
 
 def _square(x: Tensor) -> Tensor:
@@ -60,12 +60,12 @@ def _square(x: Tensor) -> Tensor:
 
 
 def sigmoid(chosen: Tensor, rejected: Tensor, *, beta: float) -> Tensor:
-    """``-lsig(beta d)``: the chosen completion gains likelihood over the rejected one, relative to the reference.
+    """Compute ``-lsig(beta d)``: the chosen completion gains likelihood over the rejected one, relative to the reference.
 
     Args:
         chosen: ``(P,)`` scores s+.
         rejected: ``(P,)`` scores s-.
-        beta: Strength of the tie to the reference.
+        beta: Strength of the regularization towards the reference.
 
     Returns:
         ``(P,)``.
@@ -79,7 +79,7 @@ def sigmoid(chosen: Tensor, rejected: Tensor, *, beta: float) -> Tensor:
 
 
 def hinge(chosen: Tensor, rejected: Tensor, *, beta: float) -> Tensor:
-    """``max(0, 1 - beta d)``, ``(P,)``: no gradient once the gap has reached ``1 / beta``.
+    """Compute ``max(0, 1 - beta d)``, ``(P,)``: the gradient is 0 once the gap has reached ``1 / beta``.
 
     Reference: Statistical rejection sampling (RSO), arXiv:2309.06657; SLiC-HF, arXiv:2305.10425.
     """
@@ -87,7 +87,7 @@ def hinge(chosen: Tensor, rejected: Tensor, *, beta: float) -> Tensor:
 
 
 def squared_gap(chosen: Tensor, rejected: Tensor, *, beta: float) -> Tensor:
-    """``(d - 1 / (2 beta))^2``, ``(P,)``: pulls the gap to a target instead of to infinity.
+    """Compute ``(d - 1 / (2 beta))^2``, ``(P,)``: the gap has a finite target.
 
     Reference: A general theoretical paradigm (IPO), arXiv:2310.12036, equation 17.
     """
@@ -95,14 +95,14 @@ def squared_gap(chosen: Tensor, rejected: Tensor, *, beta: float) -> Tensor:
 
 
 def ipo(chosen: Tensor, rejected: Tensor, chosen_length: Tensor, rejected_length: Tensor, *, beta: float) -> Tensor:
-    """``(s+/N+ - s-/N- - 1 / (2 beta))^2``, ``(P,)``: `squared_gap` of scores a token.
+    """Compute ``(s+/N+ - s-/N- - 1 / (2 beta))^2``, ``(P,)``: `squared_gap` of scores per token.
 
     Args:
         chosen: ``(P,)`` scores s+.
         rejected: ``(P,)`` scores s-.
-        chosen_length: ``(P,)`` tokens N+, read as at least 1.
+        chosen_length: ``(P,)`` tokens N+, clamped to at least 1.
         rejected_length: ``(P,)`` tokens N-, likewise.
-        beta: Inverse of twice the target gap **a token**; the larger, the closer to the reference.
+        beta: Inverse of twice the target gap **per token**. A larger beta keeps the policy closer to the reference.
 
     Reference: A general theoretical paradigm (IPO), arXiv:2310.12036, equation 17.
     """
@@ -110,16 +110,16 @@ def ipo(chosen: Tensor, rejected: Tensor, chosen_length: Tensor, rejected_length
 
 
 def exo_pair(chosen: Tensor, rejected: Tensor, *, beta: float, label_smoothing: float) -> Tensor:
-    """``sig(beta d) [lsig(beta d) - log(1-eps)] + sig(-beta d) [lsig(-beta d) - log eps]``: a reverse KL to the label.
+    """Compute ``sig(beta d) [lsig(beta d) - log(1-eps)] + sig(-beta d) [lsig(-beta d) - log eps]``, a reverse KL to the label.
 
     Args:
         chosen: ``(P,)`` scores s+.
         rejected: ``(P,)`` scores s-.
-        beta: Strength of the tie to the reference.
-        label_smoothing: eps in (0, 1): the chance that the label is wrong.
+        beta: Strength of the regularization towards the reference.
+        label_smoothing: eps in (0, 1), the probability that the label is wrong.
 
     Returns:
-        ``(P,)``, 0 where ``sig(beta d) = 1 - eps`` and never negative.
+        ``(P,)``, never negative, 0 where ``sig(beta d) = 1 - eps``.
 
     Raises:
         ConfigError: ``label_smoothing`` outside (0, 1).
@@ -128,7 +128,8 @@ def exo_pair(chosen: Tensor, rejected: Tensor, *, beta: float, label_smoothing: 
     """
     if not 0.0 < label_smoothing < 1.0:
         raise ConfigError(
-            f"label_smoothing={label_smoothing} with exo_pair: its logarithm needs a value above 0 and below 1, e.g. 1e-3."
+            f"label_smoothing={label_smoothing} with exo_pair: the loss takes its logarithm. "
+            "Fix: use a value above 0 and below 1, e.g. 1e-3."
         )
     x = beta * (chosen - rejected)
     right = torch.sigmoid(x) * (F.logsigmoid(x) - math.log1p(-label_smoothing))
@@ -136,7 +137,7 @@ def exo_pair(chosen: Tensor, rejected: Tensor, *, beta: float, label_smoothing: 
 
 
 def nca_pair(chosen_ratio: Tensor, rejected_ratio: Tensor, *, beta: float) -> Tensor:
-    """``-lsig(beta L+) - lsig(-beta L+) / 2 - lsig(-beta L-) / 2``, ``(P,)``: the chosen side alone may not sink.
+    """Compute ``-lsig(beta L+) - lsig(-beta L+) / 2 - lsig(-beta L-) / 2``, ``(P,)``: the chosen likelihood cannot just fall.
 
     Reference: Noise contrastive alignment (NCA), arXiv:2402.05369.
     """
@@ -145,12 +146,12 @@ def nca_pair(chosen_ratio: Tensor, rejected_ratio: Tensor, *, beta: float) -> Te
 
 
 def robust(chosen: Tensor, rejected: Tensor, *, beta: float, label_smoothing: float) -> Tensor:
-    """``[-(1 - eps) lsig(beta d) + eps lsig(-beta d)] / (1 - 2 eps)``: unbiased when a share eps of labels is flipped.
+    """Compute ``[-(1 - eps) lsig(beta d) + eps lsig(-beta d)] / (1 - 2 eps)``: unbiased if a share eps of labels is flipped.
 
     Args:
         chosen: ``(P,)`` scores s+.
         rejected: ``(P,)`` scores s-.
-        beta: Strength of the tie to the reference.
+        beta: Strength of the regularization towards the reference.
         label_smoothing: eps in [0, 0.5).
 
     Returns:
@@ -163,15 +164,15 @@ def robust(chosen: Tensor, rejected: Tensor, *, beta: float, label_smoothing: fl
     """
     if not 0.0 <= label_smoothing < 0.5:
         raise ConfigError(
-            f"label_smoothing={label_smoothing} with robust: labels flipped half of the time or more say nothing (0.5 divides "
-            "by zero). Use a value from 0 to below 0.5."
+            f"label_smoothing={label_smoothing} with robust: if half of the labels or more are flipped, they carry no signal "
+            "(0.5 divides by zero). Fix: use a value from 0 to below 0.5."
         )
     x = beta * (chosen - rejected)
     return (-(1 - label_smoothing) * F.logsigmoid(x) + label_smoothing * F.logsigmoid(-x)) / (1 - 2 * label_smoothing)
 
 
 def bco_pair(chosen_ratio: Tensor, rejected_ratio: Tensor, *, beta: float) -> Tensor:
-    """``-lsig(beta L+) - lsig(-beta L-)``, ``(P,)``: each side against 0, without a running shift.
+    """Compute ``-lsig(beta L+) - lsig(-beta L-)``, ``(P,)``: each side is compared with 0, without a running shift.
 
     Reference: Binary classifier optimization, arXiv:2404.04656.
     """
@@ -179,7 +180,7 @@ def bco_pair(chosen_ratio: Tensor, rejected_ratio: Tensor, *, beta: float) -> Te
 
 
 def sppo_hard(chosen_ratio: Tensor, rejected_ratio: Tensor, *, beta: float) -> Tensor:
-    """``(L+ - 1 / (2 beta))^2 + (L- + 1 / (2 beta))^2``, ``(P,)``: each side has its own target.
+    """Compute ``(L+ - 1 / (2 beta))^2 + (L- + 1 / (2 beta))^2``, ``(P,)``: each side has its own target.
 
     Reference: Self-play preference optimization (SPPO), arXiv:2405.00675, with hard labels.
     """
@@ -188,7 +189,7 @@ def sppo_hard(chosen_ratio: Tensor, rejected_ratio: Tensor, *, beta: float) -> T
 
 
 def smoothed_sigmoid(chosen: Tensor, rejected: Tensor, *, beta: float, label_smoothing: float) -> Tensor:
-    """``-(1 - eps) lsig(beta d) - eps lsig(-beta d)``, ``(P,)``: the cross-entropy with a label that may be wrong.
+    """Compute ``-(1 - eps) lsig(beta d) - eps lsig(-beta d)``, ``(P,)``: cross-entropy with a label that may be wrong.
 
     Reference: Mitchell 2023, "A note on DPO with noisy preferences"; as CPO without a reference, arXiv:2401.08417.
     """
@@ -205,7 +206,7 @@ def aot(
     beta: float,
     label_smoothing: float,
 ) -> Tensor:
-    """`smoothed_sigmoid` of sorted policy gaps against sorted reference gaps: one distribution dominates the other.
+    """Compute `smoothed_sigmoid` of sorted policy gaps against sorted reference gaps, for stochastic dominance.
 
     ``u = sort(log pi+ - log pi-)`` and ``v = sort(log rho+ - log rho-)``, matched by rank.
 
@@ -214,11 +215,11 @@ def aot(
         rejected_logp: ``(P,)``.
         ref_chosen_logp: ``(P,)``.
         ref_rejected_logp: ``(P,)``.
-        beta: Strength of the tie to the reference.
+        beta: Strength of the regularization towards the reference.
         label_smoothing: eps in [0, 1].
 
     Returns:
-        ``(P,)`` in sorted order: a term belongs to a rank, not to a pair.
+        ``(P,)`` in sorted order: each term belongs to a rank, not to a pair.
 
     Reference: Distributional preference alignment (AOT), arXiv:2406.05882.
     """
@@ -227,7 +228,7 @@ def aot(
 
 
 def aot_unpaired(chosen_ratio: Tensor, rejected_ratio: Tensor, *, beta: float, label_smoothing: float) -> Tensor:
-    """`smoothed_sigmoid` of sorted chosen against sorted rejected log-ratios, ``(P,)`` in sorted order.
+    """Compute `smoothed_sigmoid` of sorted chosen against sorted rejected log-ratios, ``(P,)`` in sorted order.
 
     Reference: Distributional preference alignment (AOT), arXiv:2406.05882.
     """
@@ -236,7 +237,7 @@ def aot_unpaired(chosen_ratio: Tensor, rejected_ratio: Tensor, *, beta: float, l
 
 
 def apo_zero(chosen_ratio: Tensor, rejected_ratio: Tensor, *, beta: float) -> Tensor:
-    """``[1 - sig(beta L+)] + sig(beta L-)``, ``(P,)``: raises the chosen and lowers the rejected likelihood.
+    """Compute ``[1 - sig(beta L+)] + sig(beta L-)``, ``(P,)``: raises the chosen and lowers the rejected likelihood.
 
     Reference: Anchored preference optimization, arXiv:2408.06266.
     """
@@ -244,7 +245,7 @@ def apo_zero(chosen_ratio: Tensor, rejected_ratio: Tensor, *, beta: float) -> Te
 
 
 def apo_down(chosen_ratio: Tensor, rejected_ratio: Tensor, *, beta: float) -> Tensor:
-    """``sig(beta L+) + [1 - sig(beta (L+ - L-))]``, ``(P,)``: lowers both likelihoods, the rejected one more.
+    """Compute ``sig(beta L+) + [1 - sig(beta (L+ - L-))]``, ``(P,)``: lowers both likelihoods, the rejected one more.
 
     Reference: Anchored preference optimization, arXiv:2408.06266.
     """
@@ -252,10 +253,10 @@ def apo_down(chosen_ratio: Tensor, rejected_ratio: Tensor, *, beta: float) -> Te
 
 
 def discopop(chosen: Tensor, rejected: Tensor, *, beta: float, discopop_tau: float) -> Tensor:
-    """``(1 - g)(-lsig(a)) + g exp(-a)`` with ``a = beta d`` and ``g = sig(a / tau)``, ``(P,)``.
+    """Compute ``(1 - g)(-lsig(a)) + g exp(-a)`` with ``a = beta d`` and ``g = sig(a / tau)``, ``(P,)``.
 
-    The second part is ``exp(-a + lsig(a / tau))``, which has no 0 times infinity at a very negative a. Not convex: for tau
-    below 0.102 the slope at a = 0 is positive, so the first steps shrink the gap.
+    The second term is computed as ``exp(-a + lsig(a / tau))`` to avoid 0 times infinity at a very negative a. The loss is not
+    convex: for tau below 0.102 the slope at a = 0 is positive, so the first steps shrink the gap.
 
     Reference: Discovering preference optimization algorithms (DiscoPOP), arXiv:2406.08414.
     """
@@ -267,7 +268,7 @@ def discopop(chosen: Tensor, rejected: Tensor, *, beta: float, discopop_tau: flo
 def sigmoid_norm(
     chosen: Tensor, rejected: Tensor, chosen_length: Tensor, rejected_length: Tensor, *, beta: float
 ) -> Tensor:
-    """``-lsig(beta (s+/N+ - s-/N-))``, ``(P,)``: `sigmoid` of scores a token, so that length earns nothing.
+    """Compute ``-lsig(beta (s+/N+ - s-/N-))``, ``(P,)``: `sigmoid` of scores per token, so that length is not rewarded.
 
     Reference: Tülu 3, arXiv:2411.15124.
     """
@@ -275,25 +276,25 @@ def sigmoid_norm(
 
 
 def mean_nll(logp: Tensor, length: Tensor, *, mean_length: float | None = None) -> Tensor:
-    """``-P log pi / sum n``: terms whose mean over the rows is the mean over all their **tokens**.
+    """Compute ``-P log pi / sum n``: terms whose mean over the rows is the mean over all their **tokens**.
 
     Args:
-        logp: ``(P,)`` plain sums, without length desensitisation.
-        length: ``(P,)`` tokens each sum is over.
-        mean_length: Mean tokens a row of the whole optimiser step; None takes the mean of these rows.
+        logp: ``(P,)`` plain sums, without length desensitization.
+        length: ``(P,)`` number of tokens in each sum.
+        mean_length: Mean number of tokens per row over the whole optimizer step; None takes the mean of these rows.
 
     Returns:
-        ``(P,)``; 0 for rows without a token, also when no row has one.
+        ``(P,)``; 0 for rows without a token, even if no row has one.
     """
     per_row = length.to(logp).sum().clamp_min(1) / length.numel() if mean_length is None else mean_length
     return -logp / per_row
 
 
 def simpo(chosen: Tensor, rejected: Tensor, *, beta: float, gamma: float, label_smoothing: float) -> Tensor:
-    """`smoothed_sigmoid` of ``u - gamma / beta``: the gap a token has to reach a margin.
+    """Compute `smoothed_sigmoid` of ``u - gamma / beta``: the gap per token must reach a margin.
 
     Args:
-        chosen: ``(P,)`` mean log-prob a token, or its `alpha_reward`.
+        chosen: ``(P,)`` mean log-prob per token, or its `alpha_reward`.
         rejected: ``(P,)`` likewise.
         beta: Scale of the reward.
         gamma: Margin of the scaled reward.
@@ -305,13 +306,13 @@ def simpo(chosen: Tensor, rejected: Tensor, *, beta: float, gamma: float, label_
 
 
 def log_odds_ratio(chosen: Tensor, rejected: Tensor) -> Tensor:
-    """``(a - b) - [log(1 - e^a) - log(1 - e^b)]``, ``(P,)``, of mean log-probs a and b a token, at least in float32."""
+    """Compute ``(a - b) - [log(1 - e^a) - log(1 - e^b)]``, ``(P,)``, of mean log-probs a and b per token, in float32 or wider."""
     a, b = (x if x.dtype == torch.float64 else x.float() for x in (chosen, rejected))
     return a - b - (log1mexp(a) - log1mexp(b))
 
 
 def orpo(chosen: Tensor, rejected: Tensor, *, beta: float) -> Tensor:
-    """``-beta lsig(o)``, ``(P,)``, with o the `log_odds_ratio`: what ORPO adds to the likelihood loss.
+    """Compute ``-beta lsig(o)``, ``(P,)``, with o the `log_odds_ratio`. ORPO adds it to the likelihood loss.
 
     Reference: ORPO, arXiv:2403.07691, equation 6.
     """
@@ -320,17 +321,17 @@ def orpo(chosen: Tensor, rejected: Tensor, *, beta: float) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Formula:
-    """One row of a table: a function, and what it reads; calling the row picks that out of everything there is.
+    """Loss function of a table, with the names of its inputs. Calling it selects these inputs from a larger mapping.
 
     Attributes:
         function: The loss.
-        tensors: Keys of its tensors, in the order the function takes them; DPO's are those of
+        tensors: Keys of its tensors, in the order of the function's arguments. DPO's keys are those of
             `posttrain.losses.divergence.pair_values`.
-        scalars: Names of its scalars; one that is missing here is not used by this loss.
-        per_token: Scores or log-probs are divided by lengths, so beta is one or two orders larger than for sums.
-        kind: ``pair`` terms belong to a pair, ``sorted`` terms to a rank (no weight a pair can multiply them), and
+        scalars: Names of its scalars. The loss does not use scalars that are not listed.
+        per_token: Whether scores or log-probs are divided by lengths. Then beta is one or two orders of magnitude larger.
+        kind: ``pair`` terms belong to a pair, ``sorted`` terms to a rank (no per-pair weight can multiply them), and
             ``likelihood`` terms to the chosen completion alone.
-        of_margin: It is known to be a smooth function of the margin between the two scores alone.
+        of_margin: Whether the loss is known to be a smooth function of the margin between the two scores alone.
     """
 
     function: Callable[..., Tensor]
@@ -341,7 +342,7 @@ class Formula:
     of_margin: bool = False
 
     def __call__(self, values: Mapping[str, Tensor], **scalars: float) -> Tensor:
-        """The terms; tensors and scalars that this loss does not read are ignored."""
+        """Return the terms. Tensors and scalars that this loss does not use are ignored."""
         return self.function(*[values[n] for n in self.tensors], **{n: scalars[n] for n in self.scalars})
 
     @property
@@ -373,7 +374,7 @@ DPO_LOSSES: dict[str, Formula] = {
     "sigmoid_norm": Formula(sigmoid_norm, _SCORES_AND_LENGTHS, per_token=True, of_margin=True),
 }
 
-# Their "scores" are rewards of the policy alone: sums of log-probs, or means a token where ``per_token``.
+# Here "scores" are rewards of the policy alone: sums of log-probs, or means per token where ``per_token``.
 _SIMPO = Formula(simpo, scalars=("beta", "gamma", "label_smoothing"), per_token=True)
 _REFERENCE_FREE = {
     "sigmoid": Formula(smoothed_sigmoid, scalars=_SMOOTHED),
@@ -385,12 +386,12 @@ TPO_LOSSES: dict[str, Formula] = {**_REFERENCE_FREE, "tpo-l": _SIMPO}
 
 
 def bradley_terry(chosen: Tensor, rejected: Tensor, margin: Tensor | None = None) -> Tensor:
-    """``-log sigmoid(r+ - r- - m)``: the chosen answer scores higher, by at least the margin.
+    """Compute ``-log sigmoid(r+ - r- - m)``: the chosen answer should score higher by at least the margin.
 
     Args:
         chosen: ``(P,)`` scores r+.
         rejected: ``(P,)`` scores r-.
-        margin: ``(P,)`` m, 0 without.
+        margin: ``(P,)`` m; None is 0.
 
     Returns:
         ``(P,)``.
@@ -402,7 +403,7 @@ def bradley_terry(chosen: Tensor, rejected: Tensor, margin: Tensor | None = None
 
 
 def centering(chosen: Tensor, rejected: Tensor) -> Tensor:
-    """``(r+ + r-)^2``, ``(P,)``: keeps the scores' mean near 0, which differences alone leave free.
+    """Compute ``(r+ + r-)^2``, ``(P,)``: keeps the mean score near 0, which differences alone do not determine.
 
     Reference: Helping or herding, arXiv:2312.09244, equation 2.
     """

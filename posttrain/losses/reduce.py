@@ -1,7 +1,7 @@
-"""From unreduced terms to one number: the only mean over tokens in the package.
+"""Reduce unreduced loss terms to one scalar. This is the only mean over tokens in the package.
 
-Denominators are counts of the **whole optimiser step**, over all micro-batches and ranks. Splitting a batch differently
-therefore never changes the gradient. ``local_token`` (the loss type ``bnpo``) is local by definition and the one exception.
+Denominators count the **whole optimizer step**, over all micro-batches and ranks, so splitting a batch differently does not
+change the gradient. The exception is ``local_token`` (the loss type ``bnpo``), which is local by definition.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Denominators:
-    """What an optimiser step holds, counted before its first forward pass.
+    """Counts of an optimizer step, taken before its first forward pass.
 
     Attributes:
         tokens: Tokens that carry loss, over all micro-batches and ranks.
-        sequences: Sequences, likewise; the branches of an episode are one (`posttrain.types.Batch.shares`).
-        passes: Forward passes, likewise (only ``local_token`` divides by it).
-        world_size: Ranks; the loss is multiplied by it because data parallelism averages gradients.
-        named: Other counts that an objective divides by (tokens of the chosen answers), likewise.
+        sequences: Sequences, likewise. The branches of an episode count as one (`posttrain.types.Batch.shares`).
+        passes: Forward passes, likewise. Only ``local_token`` divides by this count.
+        world_size: Number of ranks. The loss is multiplied by it because data parallelism averages gradients.
+        named: Other counts that an objective divides by, likewise, for example the tokens of the chosen answers.
     """
 
     tokens: float
@@ -49,20 +49,20 @@ class Denominators:
     named: Mapping[str, float] = field(default_factory=dict)
 
     def over(self, num_items_in_batch: Any, *, allowed: bool) -> Denominators:
-        """These counts with other tokens: those that a subclass says the sum over label tokens is divided by.
+        """Replace the token count by a subclass's divisor of the sum over label tokens.
 
         Args:
-            num_items_in_batch: A number or a tensor of one; None: as they are.
-            allowed: Whether the loss is such a sum.
+            num_items_in_batch: The divisor, a number or a tensor with one element; None keeps the counts unchanged.
+            allowed: Whether the loss is a sum over label tokens.
 
         Raises:
-            ConfigError: It is none, or the count is not above 0.
+            ConfigError: The loss is not such a sum, or the count is not above 0.
         """
         count = self.tokens if num_items_in_batch is None else float(num_items_in_batch)
         if num_items_in_batch is not None and not allowed:
             raise ConfigError(
-                f"num_items_in_batch={count:g} is given to a loss that is no sum over label tokens, which it could divide. Fix: "
-                "pass None, and scale what super().compute_loss(...) returns."
+                f"num_items_in_batch={count:g} was passed to a loss that is not a sum over label tokens, so it has nothing to "
+                "divide. Fix: pass None, and scale the result of super().compute_loss(...) instead."
             )
         if count == self.tokens:
             return self
@@ -73,24 +73,24 @@ class Denominators:
 
 def sequence_sum(values: Tensor, mask: Tensor, sequence: Tensor, num_sequences: int) -> Tensor:
     """Sum ``(B, T)`` values over the masked tokens of each sequence, ``(S,)``."""
-    # One place more takes what is left out: picking the others by a mask would make the host wait for their number.
+    # Masked-out tokens are summed into index S and dropped: boolean indexing would synchronize with the device.
     place = torch.where(mask & (sequence >= 0), sequence, num_sequences)
     return values.new_zeros(num_sequences + 1).index_add(0, place.flatten(), values.flatten())[:num_sequences]
 
 
 def sequence_lengths(mask: Tensor, sequence: Tensor, num_sequences: int) -> Tensor:
-    """Masked tokens of each sequence, at least 1, ``(S,)`` float32."""
+    """Count the masked tokens of each sequence, at least 1, ``(S,)`` float32."""
     return sequence_sum(mask.float(), mask, sequence, num_sequences).clamp_min(1.0)
 
 
 def sequence_mean(values: Tensor, mask: Tensor, sequence: Tensor, num_sequences: int) -> Tensor:
-    """Mean of ``(B, T)`` values over the masked tokens of each sequence, ``(S,)``; 0 where none is masked in."""
+    """Average ``(B, T)`` values over the masked tokens of each sequence, ``(S,)``; 0 for a sequence without masked tokens."""
     sums = sequence_sum(values, mask, sequence, num_sequences)
     return sums / sequence_lengths(mask, sequence, num_sequences).to(sums)
 
 
 def spread(values: Tensor, sequence: Tensor) -> Tensor:
-    """Give every token its sequence's value: ``(S,)`` to ``(B, T)``, 0 outside sequences. ``(B, T)`` passes unchanged."""
+    """Expand ``(S,)`` values to every token of their sequence, ``(B, T)``, 0 outside sequences; return ``(B, T)`` unchanged."""
     if values.shape == sequence.shape:
         return values
     return values[sequence.clamp_min(0)] * (sequence >= 0).to(values.dtype)
@@ -101,13 +101,13 @@ def _masked_sum(terms: LossTerms) -> Tensor:
 
 
 def _token(terms: LossTerms, counts: Denominators) -> Tensor:
-    """``sum l*m / N``: every token of the step weighs the same (DAPO)."""
+    """Compute ``sum l*m / N``: every token of the step has the same weight (DAPO)."""
     tokens = counts.tokens if terms.count is None else counts.named.get(terms.count, 1.0)
     return _masked_sum(terms) / (tokens or 1.0)
 
 
 def _sequence_token(terms: LossTerms, counts: Denominators) -> Tensor:
-    """``mean_i sum_t l*m / |o_i|``: every sequence weighs the same (GRPO)."""
+    """Compute ``mean_i sum_t l*m / |o_i|``: every sequence has the same weight (GRPO)."""
     assert terms.sequence is not None
     means = sequence_mean(terms.terms, terms.mask, terms.sequence, terms.num_sequences)
     means = means if terms.share is None else means * terms.share
@@ -115,19 +115,19 @@ def _sequence_token(terms: LossTerms, counts: Denominators) -> Tensor:
 
 
 def _sequence(terms: LossTerms, counts: Denominators) -> Tensor:
-    """``mean_i l_i`` of per-sequence terms."""
+    """Compute ``mean_i l_i`` of per-sequence terms."""
     total = _masked_sum(terms if terms.share is None else replace(terms, terms=terms.terms * terms.share))
     return total / (counts.sequences or 1.0)
 
 
 def _constant(terms: LossTerms, counts: Denominators) -> Tensor:
-    """``sum l*m / (S * L)`` with a fixed length L: no length bias (Dr. GRPO)."""
+    """Compute ``sum l*m / (S * L)`` with a constant length L: no length bias (Dr. GRPO)."""
     assert terms.constant is not None
     return _masked_sum(terms) / ((counts.sequences or 1.0) * terms.constant)
 
 
 def _local_token(terms: LossTerms, counts: Denominators) -> Tensor:
-    """``sum l*m / sum m`` of this pass alone, averaged over passes (BNPO)."""
+    """Compute ``sum l*m / sum m`` of this micro-batch, averaged over micro-batches (BNPO)."""
     return _masked_sum(terms) / terms.mask.sum().clamp_min(1) / (counts.passes or 1.0)
 
 
@@ -143,24 +143,24 @@ REDUCTIONS: dict[str, Callable[[LossTerms, Denominators], Tensor]] = {
 def row_terms(
     batch: Batch, values: Tensor, *, branches: int = 1, metrics: dict[str, Metric] | None = None
 ) -> LossTerms:
-    """One term a collated row, ``(S / branches,)``, whose mean is that over the rows of the whole optimiser step.
+    """Return one loss term per collated row, ``(S / branches,)``, reduced to a mean over the rows of the whole optimizer step.
 
-    Every completion of a row carries the row's term, so that the mean over sequences is the mean over rows.
+    Every completion of a row has the row's term, so that the mean over sequences is the mean over rows.
 
     Args:
-        batch: Collated with ``whole_rows=True`` where ``branches`` is above 1.
+        batch: Collated with ``whole_rows=True`` if ``branches`` is above 1.
         values: Terms in the order of the rows; for ``branches=1`` in the order of the batch's sequences.
-        branches: Completions of a row.
-        metrics: What to log.
+        branches: Number of completions per row.
+        metrics: Metrics to log.
     """
     terms = values if branches == 1 else batch.spread_rows(values, branches)
     return LossTerms(terms, torch.ones_like(terms, dtype=torch.bool), "sequence", metrics=metrics or {})
 
 
 def reduce(terms: LossTerms, denominators: Denominators) -> Tensor:
-    """The scalar to call backward on: this pass's share of the step's loss, times ``world_size``.
+    """Return the scalar to call backward on: this forward pass's share of the step's loss, times ``world_size``.
 
-    A pass without any token gives 0 that still depends on its terms, so that collectives in backward do not hang.
+    A pass without any loss token returns 0 that still depends on its terms, so that collectives in backward do not hang.
 
     Raises:
         ConfigError: ``terms.reduction`` is not in `REDUCTIONS`.

@@ -1,21 +1,22 @@
-r"""Ratios to a sampler that draws from a part of the vocabulary: top-k, top-p, min-p.
+r"""Ratios to a sampler that samples from a truncated vocabulary: top-k, top-p, min-p.
 
-A token is drawn from the kept part K, renormalised::
+A token is sampled from the kept set K, renormalized::
 
     mu(v) = pi_s(v) / pi_s(K)   for v in K,   0 elsewhere;    pi = softmax(logits / temperature),   pi(K) = sum_{u in K} pi(u)
 
-and engines say ``log mu`` of their tokens. Beside ``log pi`` of the trainer every ratio would be off by the mass of K (0.95 with
-``top_p=0.95``). The trainer finds K of its own logits by the same rule, and the ratio is that of the two renormalised policies::
+Engines return ``log mu`` of their tokens. Compared with the trainer's ``log pi``, every ratio would be off by the mass of K (0.95
+with ``top_p=0.95``). The trainer therefore finds K from its own logits by the same rule, and the ratio compares the two
+renormalized policies::
 
-    r(v) = pi(v) / (pi(K) mu(v)),    E_mu[r] = 1 with the weights that sampled, and where K is the same with other ones
+    r(v) = pi(v) / (pi(K) mu(v)),    E_mu[r] = 1 with the weights that sampled, and with other weights if they have the same K
 
-The mass is no part of the gradient, which is that of ``log pi``: with advantages A and the weights that sampled, its expectation
-is the gradient of ``sum_{v in K} pi(v) A(v) / pi_s(K)``, the policy's own probabilities of what was kept. With ``log mu`` in its
-place nothing that is trained sees the probability outside of K: on the demo's task the policy was lost so (docs/grpo.md).
+The gradient does not include the mass; it is the gradient of ``log pi``. With advantages A and the weights that sampled, its
+expectation is the gradient of ``sum_{v in K} pi(v) A(v) / pi_s(K)``, which has the policy's own probabilities of K. If ``log mu``
+were trained instead, no gradient would reach the probability outside of K, and the policy of the demo collapses (docs/grpo.md).
 
-A token that rounding, or weights that have moved, put outside of the trainer's K is counted with it. K is what is left by min-p
-and top-k, and of that, renormalised, the nucleus of top-p: the order of vLLM. All three keep the likeliest tokens, so that a
-threshold says what is in K. Ids that are never drawn (placeholders of images, ``suppress_tokens``) are out before all three.
+A sampled token that is outside of the trainer's K, because of rounding or updated weights, is added to K. K is computed in vLLM's
+order: min-p and top-k first, then the nucleus of top-p on the renormalized rest. All three keep the likeliest tokens, so a
+threshold defines K. Ids that are never sampled (image placeholders, ``suppress_tokens``) are excluded before all three.
 
 Reference: nucleus sampling, arXiv:1904.09751; min-p, arXiv:2407.01082.
 """
@@ -29,15 +30,15 @@ from torch import Tensor
 
 from posttrain.types import Truncation
 
-CANDIDATES = (256, 4096)  # Most likely tokens that are sorted in search of a nucleus, before all are.
+CANDIDATES = (256, 4096)  # Number of top logits to sort when searching for a nucleus, before all logits are sorted.
 
 
 def kept_from(logits: Tensor, truncation: Truncation) -> Tensor:
-    """The least logit that is drawn, ``(n, 1)``.
+    """Return the smallest logit that survives top-k, top-p and min-p, ``(n, 1)``.
 
     Args:
         logits: ``(n, V)``, divided by the temperature.
-        truncation: What is left out.
+        truncation: The top-k, top-p and min-p to apply.
 
     >>> logits = torch.tensor([[0.5, 0.3, 0.15, 0.05]]).log()
     >>> kept_from(logits, Truncation(top_p=0.75)).exp()
@@ -55,14 +56,14 @@ def kept_from(logits: Tensor, truncation: Truncation) -> Tensor:
 
 
 def truncate(logits: Tensor, truncation: Truncation) -> Tensor:
-    """Logits with those that are never drawn, or outside of min-p, top-k and top-p, at minus infinity."""
+    """Set logits to minus infinity that are outside of min-p, top-k and top-p, or whose ids are never sampled."""
     if truncation.never:
         logits = logits.index_fill(-1, torch.tensor(truncation.never, device=logits.device), -torch.inf)
     return logits.masked_fill(logits < kept_from(logits, truncation), -torch.inf)
 
 
 def kept_log_mass(logits: Tensor, truncation: Truncation, targets: Tensor) -> Tensor:
-    """``log pi(K)``, ``(n,)``, where K holds the target ``(n, 1)``, which was drawn.
+    """Compute ``log pi(K)``, ``(n,)``. The sampled target ``(n, 1)`` is always added to K.
 
     >>> logits = torch.tensor([[0.5, 0.3, 0.15, 0.05]]).log()
     >>> kept_log_mass(logits, Truncation(top_k=2), torch.tensor([[0]])).exp()
@@ -76,7 +77,7 @@ def kept_log_mass(logits: Tensor, truncation: Truncation, targets: Tensor) -> Te
 
 
 def _nucleus_from(logits: Tensor, top_p: float) -> Tensor:
-    """The smallest logit inside the nucleus, ``(n, 1)``; rows whose nucleus is wider look at more candidates, others not."""
+    """Return the smallest logit inside the nucleus, ``(n, 1)``. The search widens only for rows with a larger nucleus."""
     log_z = logits.logsumexp(-1, keepdim=True)
     floor = torch.empty_like(log_z)
     rows = torch.arange(len(logits), device=logits.device)
@@ -84,7 +85,7 @@ def _nucleus_from(logits: Tensor, top_p: float) -> Tensor:
         ordered = logits[rows].topk(size, dim=-1).values
         share = (ordered - log_z[rows]).exp()
         mass = share.cumsum(-1)
-        # A token belongs to the nucleus while the mass before it is below top_p; the first one always does.
+        # A token belongs to the nucleus if the mass before it is below top_p; the first token always belongs.
         inside = ((mass - share) < top_p).sum(-1, keepdim=True).clamp_min(1)
         floor[rows] = ordered.gather(1, inside - 1)
         rows = rows[mass[:, -1] < top_p]

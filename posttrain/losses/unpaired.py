@@ -1,6 +1,6 @@
-"""Losses of single completions labelled good or bad: KTO with its KL baseline, APO, and BCO with its running shift.
+"""Losses of single completions labeled good or bad: KTO with its KL baseline, APO, and BCO with its running shift.
 
-Every function takes ``(S,)`` tensors, one number a completion; L is the log-ratio ``log pi(y) - log rho(y)`` of sums over tokens.
+Every function takes ``(S,)`` tensors, one number per completion. L is the log-ratio ``log pi(y) - log rho(y)`` of token sums.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ __all__ = [
 
 
 def kl_totals(log_ratio: Tensor, valid: Tensor | None = None) -> Tensor:
-    """Sum and count of the partners' log-ratios, ``(2,)``: what ranks add up before `kl_baseline` divides.
+    """Return the sum and count of the partners' log-ratios, ``(2,)``. Ranks add these up before `kl_baseline` divides.
 
     Args:
         log_ratio: ``(S,)`` L of each prompt with another prompt's completion.
-        valid: ``(S,)`` bool, rows that have a true partner; None takes all.
+        valid: ``(S,)`` bool, rows with a valid partner; None uses all.
 
     Returns:
         ``(2,)`` in the dtype of ``log_ratio``, no gradient.
@@ -44,7 +44,7 @@ def kl_totals(log_ratio: Tensor, valid: Tensor | None = None) -> Tensor:
 
 
 def kl_baseline(totals: Tensor) -> Tensor:
-    """``z0 = max(0, sum L / count)`` of `kl_totals` over all ranks, a scalar without gradient; 0 without any partner.
+    """Compute ``z0 = max(0, sum L / count)`` from `kl_totals` over all ranks, a scalar without gradient; 0 if count is 0.
 
     Reference: KTO, arXiv:2402.01306, section 4.
     """
@@ -60,13 +60,13 @@ def kto(
     desirable_weight: float,
     undesirable_weight: float,
 ) -> Tensor:
-    """``w_D [1 - sig(beta (L - z0))]`` for a good completion, ``w_U [1 - sig(beta (z0 - L))]`` for a bad one.
+    """Compute ``w_D [1 - sig(beta (L - z0))]`` for a good completion and ``w_U [1 - sig(beta (z0 - L))]`` for a bad one.
 
     Args:
         log_ratio: ``(S,)`` L.
         desirable: ``(S,)`` bool.
         baseline: Scalar z0 of `kl_baseline`; gets no gradient.
-        beta: Strength of the tie to the reference.
+        beta: Strength of the regularization towards the reference.
         desirable_weight: w_D.
         undesirable_weight: w_U.
 
@@ -86,7 +86,7 @@ def kto(
 def apo_zero_unpaired(
     log_ratio: Tensor, desirable: Tensor, *, beta: float, desirable_weight: float, undesirable_weight: float
 ) -> Tensor:
-    """``w_D [1 - sig(beta L)]`` or ``w_U sig(beta L)``, ``(S,)``: `kto` against 0 instead of a baseline.
+    """Compute ``w_D [1 - sig(beta L)]`` (good) or ``w_U sig(beta L)`` (bad), ``(S,)``: `kto` with a baseline of 0.
 
     Reference: Anchored preference optimization, arXiv:2408.06266.
     """
@@ -97,14 +97,14 @@ def apo_zero_unpaired(
 def bco(
     log_ratio: Tensor, desirable: Tensor, shift: Tensor | float, weight: Tensor | None = None, *, beta: float
 ) -> Tensor:
-    """``-lsig(beta L - delta)`` for a good completion, ``-w lsig(-(beta L - delta))`` for a bad one.
+    """Compute ``-lsig(beta L - delta)`` for a good completion and ``-w lsig(-(beta L - delta))`` for a bad one.
 
     Args:
         log_ratio: ``(S,)`` L.
         desirable: ``(S,)`` bool.
         shift: delta, the running mean of the rewards ``beta L``; gets no gradient.
-        weight: ``(S,)`` of the bad completions, see `density_weight`; 1 without. Not read where ``desirable``.
-        beta: Strength of the tie to the reference.
+        weight: ``(S,)`` weights w of the bad completions, see `density_weight`; None is 1. Ignored where ``desirable``.
+        beta: Strength of the regularization towards the reference.
 
     Returns:
         ``(S,)``.
@@ -113,13 +113,13 @@ def bco(
     """
     x = beta * log_ratio - (shift.detach() if isinstance(shift, Tensor) else shift)
     bad = -F.logsigmoid(-x)
-    if weight is not None:  # Replaced before the product: its gradient would carry a good row's NaN weight.
+    if weight is not None:  # Replace before the product: a NaN weight of a good row would make the gradient NaN.
         bad = torch.where(desirable, 1.0, weight.detach()) * bad
     return torch.where(desirable, -F.logsigmoid(x), bad)
 
 
 def density_weight(probability: Tensor, *, low: float, high: float) -> Tensor:
-    """``clamp(p / (1 - p + 1e-8), low, high)``, ``(S,)``, with p how likely a prompt is one of a good completion.
+    """Compute ``clamp(p / (1 - p + 1e-8), low, high)``, ``(S,)``, where p is the probability that a prompt's completion is good.
 
     Reference: Binary classifier optimization, arXiv:2404.04656, underlying distribution matching.
     """
@@ -128,13 +128,13 @@ def density_weight(probability: Tensor, *, low: float, high: float) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Moments:
-    """Mean and variance of all rewards so far; the first batch replaces the start values.
+    """Mean and variance of all rewards so far. The first batch replaces the initial values.
 
     Attributes:
         mean: BCO's shift delta.
         var: Population variance.
-        std: Sample deviation.
-        count: Rewards seen.
+        std: Sample standard deviation.
+        count: Number of rewards.
     """
 
     mean: float = 0.0
@@ -144,15 +144,15 @@ class Moments:
 
 
 def update_moments(moments: Moments, mean: float, var: float, count: float) -> Moments:
-    """Moments of everything before and a new batch together.
+    """Merge the moments of all previous rewards with those of a new batch.
 
     ``D = mean_b - mean``; ``mean += D n_b / N``; ``var = (var_b n_b + var n + D^2 n n_b / N) / N``; ``N = n + n_b``.
 
     Args:
-        moments: So far.
-        mean: Of the batch's rewards over all ranks and both labels.
-        var: Their population variance.
-        count: Their number n_b; 0 changes nothing.
+        moments: Moments so far.
+        mean: Mean of the batch's rewards over all ranks and both labels.
+        var: Population variance of the same rewards.
+        count: Number n_b of these rewards; 0 changes nothing.
 
     >>> update_moments(Moments(), 0.5, 0.25, 2.0).mean
     0.5

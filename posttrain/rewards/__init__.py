@@ -1,6 +1,6 @@
-"""The calling contract of reward functions, and the functions that ship.
+"""Reward functions of the package, and the contract by which reward functions are called.
 
-Names are imported when they are asked for.
+Names are imported lazily, on first access.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _PUBLIC = {
 }
 _MODULES = {name: module for module, names in _PUBLIC.items() for name in names}
 
-# TRL's `rewards.accuracy_rewards` and its like: see `posttrain.compat.paths`.
+# Makes TRL's `rewards.accuracy_rewards` and similar modules importable: see `posttrain.compat.paths`.
 __path__.append(posttrain.__path__[-1])
 
 __all__ = sorted(["REWARDS", *_MODULES])
@@ -49,7 +49,7 @@ def __getattr__(name: str) -> Any:
 
 
 def _rewards() -> dict[str, Callable]:
-    """What the command line can name; a name that begins with `get_` is that factory's reward with the constants given here."""
+    """Return the rewards that the command line can name. A ``get_`` name is that factory's reward with the constants below."""
     from posttrain.rewards import code, format, math
 
     return {

@@ -1,4 +1,4 @@
-"""One call of the reward functions: the arguments each gets, and the checks on its result."""
+"""Call the reward functions: the arguments of each function, the checks of its result, and concurrent execution."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 RESERVED = ("prompt", "completion", "completion_ids")
-# Arguments that the trainer gives, besides prompts, completions and dataset columns.
+# Arguments that the trainer passes, besides prompts, completions and dataset columns.
 TRAINERS_ARGUMENTS = ("trainer_state", "prompt_suffixes", "environments", "log_extra", "log_metric")
 TABLE_COLUMNS = ("step", "prompt", "completion", "advantage")
 LARGEST_REWARD = torch.finfo(torch.float32).max
-# Seconds after its limit in which an asynchronous function must have ended, or it blocks the event loop.
+# Seconds after the timeout in which an asynchronous function must have ended. Otherwise it blocks the event loop.
 GRACE_SECONDS = 5.0
 
 F = TypeVar("F", bound=Callable)
 
 
 def parallel(function: F) -> F:
-    """Mark a plain function that waits (for a judge, a sandbox): it runs on a thread, at the same time as asynchronous ones.
+    """Mark a synchronous function that waits (for a judge, a sandbox), so that it runs on a thread, concurrently with others.
 
     >>> @parallel
     ... def judged(completions, **kwargs):
@@ -54,7 +54,7 @@ def parallel(function: F) -> F:
 
 
 def reward_name(function: Any) -> str:
-    """``__name__``, through partials; the last part of a model's id; the class name of an instance."""
+    """Return ``__name__`` (through partials), the last part of a model's id, or the class name of an instance."""
     function = _bare(function)
     if isinstance(function, torch.nn.Module):
         function = get_config_model_id(config_of(function)) or type(function).__name__
@@ -70,7 +70,7 @@ def _bare(function: Any) -> Any:
 
 
 def unique(names: list[str]) -> list[str]:
-    """Equal names get ``_1``, ``_2``: their metrics must not merge."""
+    """Append ``_1``, ``_2``, ... to repeated names, so that their metrics are not merged."""
     result: list[str] = []
     for name in names:
         count, candidate = 0, name
@@ -82,35 +82,37 @@ def unique(names: list[str]) -> list[str]:
 
 
 def one_each(name: str, values: object, count: int) -> list[Any]:
-    """A list with one entry a function; None stands for a list of None."""
+    """Return a list with one entry per function; None gives a list of None."""
     entries = (
         [None] * count if values is None else list(values) if isinstance(values, list | tuple | Tensor) else [values]
     )
     if len(entries) != count:
-        raise ConfigError(f"{name} has {len(entries)} entries for {count} reward functions. Fix: give one each.")
+        raise ConfigError(
+            f"{name} has {len(entries)} entries for {count} reward functions. Fix: pass one entry per function."
+        )
     return entries
 
 
 def as_callable(function: Any, tokenizer: Tokenizer, options: dict[str, Any]) -> Callable:
-    """The function itself, or a model wrapped as one."""
+    """Return the function itself, or a model wrapped as a reward function."""
     if isinstance(function, str | torch.nn.Module):
         from posttrain.rewards.model import ModelReward
 
         return ModelReward(function, tokenizer, **options)
     if isinstance(function, type):
         raise ConfigError(
-            f"reward_funcs holds the class {function.__name__!r}: calling it makes an instance, and no rewards. Fix: give an "
-            f"instance of it, {function.__name__}(...), or a function."
+            f"reward_funcs contains the class {function.__name__!r}: calling it creates an instance, not rewards. Fix: pass "
+            f"an instance, {function.__name__}(...), or a function."
         )
     if not callable(function):
         raise ConfigError(
-            f"reward_funcs holds {function!r} ({type(function).__name__}), which is neither callable nor a model."
+            f"reward_funcs contains {function!r} ({type(function).__name__}), which is neither callable nor a model."
         )
     return function
 
 
 def head(value: object, limit: int = 120) -> str:
-    """The beginning of a prompt, for a message."""
+    """Return the beginning of a prompt, for a message."""
     text = str(value)
     return repr(text if len(text) <= limit else text[:limit] + "...")
 
@@ -120,7 +122,7 @@ def head(value: object, limit: int = 120) -> str:
 
 @dataclass
 class RewardCall:
-    """One scoring of one batch.
+    """Inputs and logged values of one call of the reward functions on one batch.
 
     Attributes:
         prompts: n strings or lists of messages.
@@ -128,10 +130,10 @@ class RewardCall:
         completion_ids: n lists of token ids, unpadded.
         columns: Dataset columns, n values each.
         always: Arguments that every function gets besides the rows (``trainer_state``, ``environments``).
-        strict: NaN is an error too.
+        strict: Whether NaN is an error too.
         extra: Columns logged with ``log_extra``, by function and column.
         logged: Values logged with ``log_metric``, by key.
-        metrics: Seconds and counts of the runner itself.
+        metrics: Durations and counts measured by the runner.
     """
 
     prompts: list[Any]
@@ -145,32 +147,34 @@ class RewardCall:
     metrics: dict[str, Metric] = field(default_factory=dict)
 
     def check_inputs(self) -> None:
-        """Refuse columns that do not hold one value a row, or that have the name of an argument of every function."""
+        """Raise if a column does not have one value per row, or has the name of an argument that every function gets."""
         n = len(self.prompts)
         rows = {"completions": self.completions, "completion_ids": self.completion_ids, **self.columns}
         for name, values in rows.items():
             if len(values) != n:
-                raise RewardError(f"{name!r} has {len(values)} values for {n} prompts; there must be one a row.")
+                raise RewardError(
+                    f"{name!r} has {len(values)} values for {n} prompts. There must be one value per row."
+                )
             if name in self.columns and name in ("prompts", "completions"):
                 raise RewardError(
-                    f"the dataset column {name!r} has the name of an argument that every reward function gets. Fix: "
+                    f"the dataset column {name!r} has the same name as an argument that every reward function gets. Fix: "
                     "rename the column."
                 )
 
     def run(self, name: str, function: Callable, timeout: float | None = None) -> Any:
-        """Call one function; its result may be an awaitable."""
+        """Call one function. The result may be an awaitable."""
         call = functools.partial(function, **self._accepted(name, function, self._arguments(name)))
         try:
             return call() if timeout is None else _on_thread(call).result(timeout)
         except (MissingDependencyError, KeyboardInterrupt):
-            # A missing dependency names already what to install.
+            # The message of a missing dependency already says what to install.
             raise
-        # CancelledError, GeneratorExit and SystemExit are no Exception, and end this call alone.
+        # CancelledError, GeneratorExit and SystemExit are not subclasses of Exception; they must end only this call.
         except BaseException as error:
             raise self.failure(name, error, timeout) from error
 
     def _arguments(self, name: str) -> dict[str, Any]:
-        """Fresh containers for one function: the next function does not see its edits."""
+        """Copy the arguments for one function, so that its edits do not reach the next function."""
 
         def log_extra(column: str, values: Sequence[Any]) -> None:
             if len(values) != len(self.prompts):
@@ -190,13 +194,15 @@ class RewardCall:
         }
 
     def _accepted(self, name: str, function: Callable, arguments: dict[str, Any]) -> dict[str, Any]:
-        """The arguments that ``function`` names (all of them when it has ``**kwargs``)."""
+        """Return the arguments that ``function`` names (all of them if it has ``**kwargs``)."""
         try:
             parameters = inspect.signature(function).parameters.values()
         except (TypeError, ValueError):
             return arguments
         if any(p.kind is p.POSITIONAL_ONLY for p in parameters):
-            raise RewardError(f"reward function {name!r} has positional-only parameters; it is called with keywords.")
+            raise RewardError(
+                f"reward function {name!r} has positional-only parameters, but it is called with keywords. Fix: remove the '/'."
+            )
         named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
         for parameter in named:
             if parameter.default is parameter.empty and parameter.name not in arguments:
@@ -210,51 +216,51 @@ class RewardCall:
         return {p.name: arguments[p.name] for p in named if p.name in arguments}
 
     def failure(self, name: str, error: BaseException, timeout: float | None = None) -> RewardError:
-        """The error that names the function, and why it failed."""
+        """Return an error that names the function and the reason of the failure."""
         first = f"(first prompt: {head(self.prompts[0]) if self.prompts else 'none'})"
         if timeout is not None and isinstance(error, TimeoutError) and not str(error):
             return RewardError(
                 f"reward function {name!r} did not answer within reward_timeout={timeout} s for {len(self.prompts)} "
-                f"completions {first}. Fix: limit its own waits, or raise reward_timeout."
+                f"completions {first}. Fix: limit the waits inside the function, or raise reward_timeout."
             )
         if isinstance(error, RewardError):
             return RewardError(f"reward function {name!r}: {str(error).rstrip('.')} {first}.")
         place = raised_at(error, besides=__file__)
         place = f" at {place}" if place else ""
-        # httpx, requests, aiohttp and openai share no class of errors, but words.
+        # httpx, requests, aiohttp and openai have no common error class, but their class names share words.
         network = isinstance(error, ConnectionError) or any(word in type(error).__name__ for word in NETWORK)
         fix = (
-            "its server did not answer: look at the address and the network, and try again inside the function (tenacity); what "
-            "was trained is in the checkpoints"
+            "its server did not answer. Check the address and the network, and retry inside the function (e.g. with tenacity). "
+            "The training state is saved in the checkpoints"
             if network
-            else "return a number, or None for 'does not apply', whatever the model writes"
+            else "return a number, or None for 'does not apply', for every completion the model may write"
         )
         return RewardError(
             f"reward function {name!r} raised {type(error).__name__}{place}: {error} {first}. Fix: {fix}."
         )
 
     def check(self, name: str, result: Any) -> list[float]:
-        """As many numbers as rows, NaN for None.
+        """Convert a result to one number per row, with NaN for None.
 
         Raises:
-            RewardError: Not a sequence of n real finite numbers or Nones.
+            RewardError: The result is not a sequence of n real finite numbers or Nones.
         """
         n = len(self.prompts)
         if hasattr(result, "tolist"):
             shape = tuple(getattr(result, "shape", ()))
             if len(shape) > 1:
                 raise RewardError(
-                    f"reward function {name!r} returned shape {shape}; it must return one number a row: ({n},)."
+                    f"reward function {name!r} returned shape {shape}. It must return one number per row, shape ({n},)."
                 )
             result = result.tolist()
         if not isinstance(result, Sequence) or isinstance(result, str | bytes):
             raise RewardError(
-                f"reward function {name!r} returned {result!r} ({type(result).__name__}); it must return a list of {n} "
-                "numbers, one a completion."
+                f"reward function {name!r} returned {result!r} ({type(result).__name__}). It must return a list of {n} "
+                "numbers, one per completion."
             )
         if len(result) != n:
             raise RewardError(
-                f"reward function {name!r} returned {len(result)} rewards for {n} completions; it must return one each."
+                f"reward function {name!r} returned {len(result)} rewards for {n} completions. It must return one per completion."
             )
         numbers = [self._number(name, row, value) for row, value in enumerate(result)]
         odd = sum(value is not None and math.isnan(number) for value, number in zip(result, numbers, strict=True))
@@ -268,19 +274,19 @@ class RewardCall:
             return math.nan
         if not is_number(value):
             raise RewardError(
-                f"reward function {name!r} returned {value!r} ({type(value).__name__}) for row {row}; it must return a "
+                f"reward function {name!r} returned {value!r} ({type(value).__name__}) for row {row}. It must return a "
                 f"number or None. Prompt: {head(self.prompts[row])}"
             )
         number = float(value)
         if abs(number) > LARGEST_REWARD or (self.strict and math.isnan(number)):
             raise RewardError(
-                f"reward function {name!r} returned {number} for row {row}; it must return a finite number, or None "
+                f"reward function {name!r} returned {number} for row {row}. It must return a finite number, or None "
                 f"for 'does not apply'. Prompt: {head(self.prompts[row])}"
             )
         return number
 
     def extra_columns(self, names: Sequence[str]) -> dict[str, list[Any]]:
-        """Logged columns in the order of the functions; a name that is taken gets the function's name in front."""
+        """Return the logged columns in the order of the functions. A name that is taken is prefixed with the function's name."""
         merged: dict[str, list[Any]] = {}
         for name in names:
             for column, values in self.extra.get(name, {}).items():
@@ -289,16 +295,16 @@ class RewardCall:
         return merged
 
     def all_metrics(self) -> dict[str, Metric]:
-        """The runner's metrics, and the mean over calls of those that functions logged."""
+        """Return the runner's metrics and, for each metric that functions logged, its mean over the calls."""
         finite = {key: [value for value in values if math.isfinite(value)] for key, values in self.logged.items()}
         return self.metrics | {key: mean(sum(values) / len(values)) for key, values in finite.items() if values}
 
 
 def _copy(value: object) -> Any:
-    """Lists and dicts as new ones of their own kind, all the way down; what they hold else, such as pictures, as it is."""
+    """Copy lists and dicts recursively, keeping their types. Other values, such as images, are not copied."""
     if not isinstance(value, list | Mapping):
         return value
-    copied: Any = copy.copy(value)  # A message that was parsed keeps what was written (`ParsedMessage.raw`).
+    copied: Any = copy.copy(value)  # copy.copy keeps the attributes of a parsed message (`ParsedMessage.raw`).
     if isinstance(value, list | dict):
         for key in range(len(value)) if isinstance(value, list) else value:
             copied[key] = _copy(value[key])
@@ -306,7 +312,7 @@ def _copy(value: object) -> Any:
 
 
 def columns_read(function: Callable) -> str:
-    """Dataset columns that a function names; "any" where it takes all of them."""
+    """Return the dataset columns that a function names, or "any" if it takes all of them."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
@@ -323,19 +329,19 @@ def columns_read(function: Callable) -> str:
 # How long a call takes ----------------------------------------------------------------------------------------------------
 
 SECONDS_UNTIL_TOLD = 60.0
-NETWORK = ("Connect", "Timeout", "Network", "Protocol")  # In the names of errors.
+NETWORK = ("Connect", "Timeout", "Network", "Protocol")  # Words in the names of network errors.
 
 
 @contextlib.contextmanager
 def told_of(names: Sequence[str], rows: int) -> Iterator[None]:
-    """Say of functions that run for a minute, two, four, ... that they still do."""
+    """Warn while functions are still running: after 1 minute, then after 2, 4, 8, ... minutes."""
     done = threading.Event()
 
     def tell() -> None:
         wait = total = SECONDS_UNTIL_TOLD
         while not done.wait(wait):
             logger.warning(
-                "%s has been scoring %d completions for %g s. reward_timeout=SECONDS would end such a call.",
+                "%s has been scoring %d completions for %g s. Set reward_timeout=SECONDS to end such calls.",
                 " and ".join(names), rows, total,
             )  # fmt: skip
             wait, total = total, 2 * total
@@ -351,14 +357,14 @@ def told_of(names: Sequence[str], rows: int) -> Iterator[None]:
 
 
 def _on_thread(work: Callable[[], Any]) -> concurrent.futures.Future:
-    """Run ``work`` on a new daemon thread: a hanging thread of a pool would keep the process from ending."""
+    """Run ``work`` on a new daemon thread. A hanging thread of a pool would keep the process from exiting."""
     future: concurrent.futures.Future = concurrent.futures.Future()
     future.set_running_or_notify_cancel()
 
     def run() -> None:
         try:
             future.set_result(work())
-        # Carried over to the waiting thread.
+        # Re-raised in the waiting thread.
         except BaseException as error:
             future.set_exception(error)
 
@@ -367,21 +373,21 @@ def _on_thread(work: Callable[[], Any]) -> concurrent.futures.Future:
 
 
 def is_concurrent(function: Any) -> bool:
-    """Whether a function is asynchronous (or its ``__call__`` is), or marked to run on a thread."""
+    """Return whether a function is asynchronous (or its ``__call__`` is), or marked to run on a thread."""
     bare = _bare(function)
     asynchronous = any(inspect.iscoroutinefunction(f) for f in (bare, type(bare).__call__))
     return asynchronous or getattr(bare, "runs_in_thread", False)
 
 
 async def awaited(call: RewardCall, name: str, function: Callable) -> Any:
-    """The result of one concurrent function."""
+    """Return the result of one concurrent function."""
     if getattr(_bare(function), "runs_in_thread", False):
         return await asyncio.wrap_future(_on_thread(lambda: call.run(name, function)))
     return await without_exit(call, name, call.run(name, function))
 
 
 async def without_exit(call: RewardCall, name: str, awaitable: Awaitable) -> Any:
-    """What is awaited; ``sys.exit`` in it would end the event loop's thread, and be waited for without end."""
+    """Await ``awaitable`` and convert SystemExit to an error. It would end the event loop's thread and hang the caller."""
     try:
         return await awaitable
     except SystemExit as error:
@@ -391,15 +397,17 @@ async def without_exit(call: RewardCall, name: str, awaitable: Awaitable) -> Any
 def run_concurrently(
     tasks: Mapping[str, Callable[[], Awaitable]], timeout: float | None
 ) -> dict[str, tuple[Any, float]]:
-    """Result (or exception) and seconds of each task, all at once on one event loop, which lasts so that clients keep
-    their connections. A task that blocks the loop is left behind with it, and later calls get another loop.
+    """Run all tasks concurrently on one event loop; return the result (or exception) and the duration in seconds of each.
+
+    The loop persists between calls, so that clients keep their connections. A task that blocks the loop is abandoned together
+    with it, and later calls get a new loop.
 
     Args:
-        tasks: By name, functions that make what is awaited.
-        timeout: Seconds each may take; None waits for ever.
+        tasks: Functions that create the awaitables, by name.
+        timeout: Maximum seconds per task; None waits without limit.
 
     Raises:
-        RewardError: A task blocks the loop; names the tasks that had not ended.
+        RewardError: A task blocks the loop. The error names the tasks that had not ended.
     """
     outcomes: dict[str, tuple[Any, float]] = {}
 
@@ -422,13 +430,13 @@ def run_concurrently(
         left = " or ".join(repr(name) for name in tasks if name not in outcomes)
         raise RewardError(
             f"reward function {left} did not answer within reward_timeout={timeout} s and blocks the event loop of all "
-            "asynchronous reward functions: it waits without `await`. Fix: await an asynchronous client, or make it a plain "
-            "function marked with posttrain.rewards.parallel."
+            "asynchronous reward functions, because it waits without `await`. Fix: await an asynchronous client, or make it a "
+            "synchronous function marked with posttrain.rewards.parallel."
         ) from None
     return outcomes
 
 
-# By process: a forked child has no thread to run its parent's loop.
+# Keyed by process id: a forked child has no thread that runs its parent's loop.
 _LOOPS: dict[int, asyncio.AbstractEventLoop] = {}
 
 

@@ -1,4 +1,4 @@
-"""A reward for code that passes its tests, each run in a sandbox."""
+"""Reward for code that passes its tests. Each test runs in a sandbox."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ EXAMPLES = (
     "sandbox='bubblewrap', sandbox='container:docker run --rm -i --network none --memory 2g --pids-limit 64 "
     "python:3.12-slim', or the URL of a SandboxFusion service"
 )
-# Runs in the sandbox: reads the program from stdin, unbuffered, so that what follows is the program's own input.
+# Runs in the sandbox. It reads the program from stdin without buffering, so that the rest of stdin is the program's own input.
 LOADER = """
 import os, resource, sys
 size, cpu, memory, file, processes = map(int, sys.argv[1:])
@@ -47,12 +47,12 @@ exec(compile(program, "completion.py", "exec"), {"__name__": "__main__", "__buil
 PYTHON_FLAGS = ("-I", "-X", "utf8", "-c", LOADER)
 # Seconds for a container or a service to start.
 START_SECONDS = 60.0
-# How to make each work, where it cannot run Python.
+# Start of the fix in the error about a sandbox that cannot run Python, by kind of sandbox.
 REPAIRS = {
     "bubblewrap": "install bubblewrap 0.8 or later and allow user namespaces, or ",
     "container": "let the command start a container with `python3` and `timeout` and pass stdin on (-i), or ",
 }
-# Proves that code cannot change the machine's kernel settings: not by writing, nor by mounting with a capability.
+# Checks that code in the sandbox cannot change the kernel settings, neither by writing nor by mounting with a capability.
 TRIAL = """
 import os, sys
 for path in ("/proc/sys/kernel/core_pattern", "/proc/sys/vm/overcommit_memory"):
@@ -67,28 +67,28 @@ if int(held[0], 16):
     sys.exit(f"code in it holds the capabilities {held[0]}")
 print(input())
 """
-# Audit architecture and numbers of shmget, semget, msgget, memfd_create, memfd_secret and io_uring_setup, then of socket:
-# memory that counts for no process, and io_uring, which opens sockets past the filter.
+# Audit architecture, numbers of shmget, semget, msgget, memfd_create, memfd_secret and io_uring_setup, and number of socket.
+# The refused calls allocate memory that counts for no process; io_uring opens sockets that bypass the filter.
 CALLS = {
     "x86_64": (0xC000003E, (29, 64, 68, 319, 447, 425), 41),
     "aarch64": (0xC00000B7, (194, 190, 186, 279, 447, 425), 198),
 }
-# Address families that a network namespace confines: unix, inet, inet6 and netlink. vsock (40) reaches the host.
+# Address families that a network namespace confines: unix, inet, inet6 and netlink. vsock (40) would reach the host.
 FAMILIES = (1, 2, 10, 16)
-# What Python needs to start; everything else of the machine's files stays outside.
+# Files that Python needs to start. No other file of the machine is visible.
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc/alternatives", "/etc/ld.so.cache")
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What one test of a completion may use.
+    """Resource limits of one test of a completion.
 
     Args:
-        timeout: Seconds of processor time of each process; all together may take twice as long by the clock.
+        timeout: Processor seconds of each process. All processes together may take twice as many wall-clock seconds.
         memory_mb: MiB of address space of each process. In bubblewrap on x86_64 and aarch64, calls that hold memory outside a
             process (SysV shared memory, memfds) are refused as well. On other machines they are not.
-        file_mb: MiB of each file and of what it prints; in bubblewrap its folder may hold four times as much.
-        processes: Processes and threads at once. The kernel does not count those of root.
+        file_mb: MiB of each file and of the printed output. In bubblewrap the folder may hold four times as much.
+        processes: Maximum number of concurrent processes and threads. The kernel does not apply it to root.
     """
 
     timeout: float = 5.0
@@ -99,17 +99,17 @@ class Limits:
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
             if value <= 0:
-                raise ConfigError(f"{name}={value} must be above 0: the code could not run at all.")
+                raise ConfigError(f"{name}={value} must be above 0, otherwise the code cannot run.")
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a program ended.
+    """Result of a program's execution.
 
     Attributes:
-        status: Exit status, 128 and the signal's number where a signal ended it; None where the time was up.
-        output: What it wrote to stdout.
-        errors: What it wrote to stderr.
+        status: Exit status, or 128 plus the signal's number if a signal ended the program; None if it timed out.
+        output: Text written to stdout.
+        errors: Text written to stderr.
     """
 
     status: int | None
@@ -118,12 +118,12 @@ class Outcome:
 
 
 def run_program(sandbox: str, program: str, stdin: str, limits: Limits) -> Outcome:
-    """Run one Python program from its beginning, in an empty folder, where it can do little harm.
+    """Run one Python program in an empty folder of a sandbox.
 
     Args:
         sandbox: See `run_tests`.
         program: Python code.
-        stdin: What it reads from its standard input.
+        stdin: Standard input of the program.
         limits: See `Limits`.
 
     Raises:
@@ -138,19 +138,19 @@ def run_program(sandbox: str, program: str, stdin: str, limits: Limits) -> Outco
 
 
 def _in_bubblewrap(program: str, stdin: str, limits: Limits) -> Outcome:
-    """New namespaces, no network, a folder in memory, the system and Python read-only; needs ``bwrap`` 0.8 or later."""
+    """Run with new namespaces, no network, an in-memory folder, and a read-only system and Python. Needs ``bwrap`` 0.8+."""
     bwrap = _program("bwrap", "apt-get install bubblewrap, or dnf install bubblewrap")
     room = str(limits.file_mb << 22)
-    # Without a size the folders in memory could take all of the machine's.
+    # Without a size limit, the in-memory folders could use all of the machine's memory.
     folder = ("--size", room, "--tmpfs", "/dev/shm", "--remount-ro", "/dev", "--size", room, "--tmpfs", "/tmp")
     folder += ("--dir", "/tmp/work", "--chdir", "/tmp/work")
     visible = [part for path in (*SYSTEM, sys.base_prefix, sys.prefix) for part in ("--ro-bind-try", path, path)]
     names = {"HOME": "/tmp/work", "TMPDIR": "/tmp/work", "PATH": os.defpath, "OMP_NUM_THREADS": "1"}
     variables = [part for name, value in names.items() for part in ("--setenv", name, value)]
-    # In namespaces of its own the code could mount folders in memory without a size.
+    # With namespaces of its own, the code could mount in-memory folders without a size limit.
     command = [bwrap, "--unshare-all", "--unshare-user", "--disable-userns"]
     command += ["--die-with-parent", "--new-session", "--clearenv", "--cap-drop", "ALL", *variables]
-    # A capability could make /proc/sys writable again, and without one root may still write what is its own.
+    # A capability could make /proc/sys writable again. Root can write its own files even without a capability.
     command += ["--proc", "/proc", "--ro-bind", "/proc/sys", "/proc/sys", "--dev", "/dev", *folder, *visible]
     command += ["--remount-ro", "/"]
     with tempfile.TemporaryFile() as calls:
@@ -159,20 +159,20 @@ def _in_bubblewrap(program: str, stdin: str, limits: Limits) -> Outcome:
             calls.seek(0)
             command += ["--seccomp", str(calls.fileno())]
         command += ["--", sys.executable, *PYTHON_FLAGS]
-        # The environment of bwrap itself can be read inside as that of process 1.
+        # Code in the sandbox can read the environment of bwrap itself, as that of process 1.
         environment = {"PATH": os.defpath}
         return _execute(command, program, stdin, limits, 2 * limits.timeout, environment, (calls.fileno(),))
 
 
 def _call_filter(machine: str) -> bytes:
-    """A seccomp program that refuses `CALLS` and sockets outside `FAMILIES` with EPERM; empty for an unknown machine."""
+    """Build a seccomp program that refuses `CALLS` and sockets outside `FAMILIES` with EPERM; empty for an unknown machine."""
     if machine not in CALLS:
         return b""
     architecture, refused, socket = CALLS[machine]
     load, equal, at_least, leave = 0x20, 0x15, 0x35, 0x06  # Operation codes of classic BPF.
-    # Operation, where to go on if it holds and if not (None: the next line), and its operand.
+    # Operation, jump targets if it holds and if not (None: the next line), and operand.
     lines = [(load, None, None, 4), (equal, None, "refuse", architecture), (load, None, None, 0)]
-    lines += [(at_least, "refuse", None, 0x40000000)]  # The x32 interface of x86_64 has numbers of its own.
+    lines += [(at_least, "refuse", None, 0x40000000)]  # The x32 interface of x86_64 has its own call numbers.
     lines += [(equal, "refuse", None, number) for number in refused]
     lines += [(equal, None, "allow", socket), (load, None, None, 16)]
     lines += [(equal, "allow", None, family) for family in FAMILIES]
@@ -185,7 +185,7 @@ def _call_filter(machine: str) -> bytes:
 
 
 def _in_container(command: str, program: str, stdin: str, limits: Limits) -> Outcome:
-    """The container ends itself when the time is up, as killing its client would not end it."""
+    """Run in a container. ``timeout`` inside the container ends it, because killing its client would not."""
     words = shlex.split(command)
     words[0] = _program(words[0], f"install {words[0]}")
     bound = ["timeout", "-s", "KILL", f"{2 * limits.timeout:g}", "python3", *PYTHON_FLAGS]
@@ -193,7 +193,7 @@ def _in_container(command: str, program: str, stdin: str, limits: Limits) -> Out
 
 
 def _in_service(url: str, program: str, stdin: str, limits: Limits) -> Outcome:
-    """The endpoint ``/run_code`` of SandboxFusion, https://github.com/bytedance/SandboxFusion; its settings limit files."""
+    """Call the endpoint ``/run_code`` of SandboxFusion, https://github.com/bytedance/SandboxFusion; its settings limit files."""
     url = f"{url.rstrip('/').removesuffix('/run_code')}/run_code"
     request = {"code": program, "language": "python", "stdin": stdin, "memory_limit_MB": limits.memory_mb}
     request["run_timeout"] = 2 * limits.timeout
@@ -207,35 +207,35 @@ def _in_service(url: str, program: str, stdin: str, limits: Limits) -> Outcome:
         status = None if late else int(result["return_code"])
     except (ValueError, KeyError, TypeError) as error:
         raise RewardError(
-            f"the sandbox service at {url} answered {response.text[:200]!r}, which is no result of SandboxFusion's "
-            "run_code. Fix: give the URL of such a service."
+            f"the sandbox service at {url} answered {response.text[:200]!r}, which is not a result of SandboxFusion's "
+            "run_code. Fix: set the sandbox to the URL of a SandboxFusion service."
         ) from error
     return Outcome(status if status is None or status >= 0 else 128 - status, result["stdout"], result["stderr"])
 
 
 def check_sandbox(name: str) -> None:
-    """Refuse a name that is neither ``bubblewrap`` nor ``container:<command>`` nor a URL.
+    """Raise if a sandbox is neither ``bubblewrap`` nor ``container:<command>`` nor a URL.
 
     Raises:
-        ConfigError: Another name.
+        ConfigError: The name is none of these.
     """
     kind, _, rest = name.partition(":")
     if name == "bubblewrap" or (kind == "container" and rest.strip()):
         return
     if kind not in ("http", "https") or not rest.startswith("//"):
         raise ConfigError(
-            f"sandbox={name!r} is no sandbox{did_you_mean(kind, ('bubblewrap', 'container'))}. Fix: give {EXAMPLES}."
+            f"sandbox={name!r} is not a sandbox{did_you_mean(kind, ('bubblewrap', 'container'))}. Fix: use {EXAMPLES}."
         )
 
 
 @functools.lru_cache(maxsize=16)
 def open_sandbox(name: str) -> None:
-    """Run a small program in the sandbox of that name; in bubblewrap it tries to change the machine's kernel settings.
+    """Run a trial program in a sandbox. In bubblewrap it tries to change the machine's kernel settings.
 
     Raises:
         ConfigError: See `check_sandbox`.
-        MissingDependencyError: Its program is not installed.
-        RewardError: It cannot run Python here, or it does not confine the program.
+        MissingDependencyError: The sandbox's program is not installed.
+        RewardError: The sandbox cannot run Python here, or does not confine the program.
     """
     check_sandbox(name)
     trial = TRIAL if name == "bubblewrap" else "print(input())"
@@ -252,7 +252,7 @@ def _program(name: str, install: str) -> str:
     program = shutil.which(name)
     if program is None:
         raise MissingDependencyError(
-            f"running code that a model wrote needs a sandbox, and the program {name!r} is not installed. Fix: {install}; or "
+            f"running code that a model wrote needs a sandbox, but the program {name!r} is not installed. Fix: {install}; or "
             f"choose another sandbox ({EXAMPLES}).",
             name=name,
         )
@@ -268,12 +268,12 @@ def _execute(
     environment: dict[str, str] | None,
     files: tuple[int, ...] = (),
 ) -> Outcome:
-    """Run a command that ends in `LOADER` and inherits the descriptors ``files``; kill it after ``seconds``."""
+    """Run a command that ends in `LOADER` and inherits the descriptors ``files``. Kill it after ``seconds``."""
     code = program.encode("utf-8", "replace")
     timeout, memory_mb, file_mb, processes = astuple(limits)
     most = file_mb << 20
     bounds = map(str, (len(code), max(1, round(timeout + 0.5)), memory_mb << 20, most, processes))
-    # `ulimit -f` counts 512 bytes: it bounds what a container's client writes.
+    # `ulimit -f` counts blocks of 512 bytes. It bounds the output of a container's client.
     command = ["/bin/sh", "-c", f'ulimit -f {most // 512} && exec "$@"', "sh", *command, *bounds]
     with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
         try:
@@ -291,20 +291,20 @@ def _execute(
     return Outcome(status if status is None or status >= 0 else 128 - status, *texts)
 
 
-# Indent, backticks and language of a line that opens a block; a line that closes one has nothing behind its backticks.
+# Indent, backticks and language of a line that opens a block. A closing line has nothing after its backticks.
 FENCE = re.compile(r"([ \t]*)(`{3,})([^`]*)")
 LANGUAGES = {"python": "python", "python3": "python", "py": "python", "": "none"}
 
 
 def code_block(text: str) -> str | None:
-    r"""The last closed block marked as Python, or else the last without a language; what was thought does not count.
+    r"""Return the last closed block marked as Python, or else the last one without a language. Ignore text before ``</think>``.
 
     >>> code_block("```python\nx = 1\n```\nIt prints:\n```\n1\n```")
     'x = 1'
     """
     lines = text.rpartition("</think>")[2].split("\n")
     fences = {at: match for at, line in enumerate(lines) if (match := FENCE.fullmatch(line))}
-    # The next line below each fence that has the same backticks and nothing else.
+    # For each fence, the next line below with the same number of backticks and no other text.
     below: dict[int, int] = {}
     ends: dict[int, int | None] = {}
     for at in reversed(fences):
@@ -322,19 +322,19 @@ def code_block(text: str) -> str | None:
     if not (block := blocks.get("python") or blocks.get("none")):
         return None
     indent, code = block
-    # In Markdown the indent of the fence is no part of the lines.
+    # In Markdown the indent of the fence is not part of the code.
     return "\n".join(re.sub(rf"^[ \t]{{0,{len(indent)}}}", "", line) for line in code)
 
 
 def read_tests(value: object) -> list[dict[str, str]]:
-    """A row's tests in one form: ``{"code": ...}``, or ``{"input": ..., "output": ...}`` for a program.
+    """Convert a row's tests to one form: ``{"code": ...}``, or ``{"input": ..., "output": ...}`` for a program.
 
     Args:
-        value: Python code; a dict with ``input`` and ``output`` (or lists ``inputs`` and ``outputs``); a list of those;
-            or one of them written as JSON. None and empty values are no tests.
+        value: Python code; a dict with ``input`` and ``output`` (or lists ``inputs`` and ``outputs``); a list of these;
+            or one of these as JSON. None and empty values mean no tests.
 
     Raises:
-        RewardError: Something else.
+        RewardError: The value has another form.
 
     >>> read_tests(["assert f(1) == 2"]), read_tests('{"inputs": ["1"], "outputs": ["2"]}')
     ([{'code': 'assert f(1) == 2'}], [{'input': '1', 'output': '2'}])
@@ -347,23 +347,23 @@ def read_tests(value: object) -> list[dict[str, str]]:
     if isinstance(value, str):
         return [{"code": value}] if value.strip() else []
     if isinstance(value, Mapping):
-        # Arrow gives each row the keys of all, as None.
+        # Arrow adds the keys of all rows to each row, with None as the value.
         known = {name: part for name, part in value.items() if part is not None}
         return _programs(known) if known else []
     if isinstance(value, Sequence):
         return [test for item in value for test in read_tests(item)]
-    raise RewardError(f"tests must be code, or inputs with outputs, or a list of those; got {value!r:.200}.")
+    raise RewardError(f"tests must be code, or inputs with outputs, or a list of these; got {value!r:.200}.")
 
 
 def _programs(value: Mapping[str, Any]) -> list[dict[str, str]]:
     inputs, wanted = ([value[n]] if n in value else value.get(f"{n}s") for n in ("input", "output"))
     if not (isinstance(inputs, list | tuple) and isinstance(wanted, list | tuple)) or value.get("fn_name"):
         raise RewardError(
-            "a test given as a dict needs input and output, or inputs and outputs, of a program; it has the keys "
-            f"{sorted(value)}. Tests of a function are written as code: 'assert f(1) == 2'."
+            "a test given as a dict needs 'input' and 'output', or 'inputs' and 'outputs', of a program; it has the keys "
+            f"{sorted(value)}. Fix: write the test of a function as code, e.g. 'assert f(1) == 2'."
         )
     if len(inputs) != len(wanted):
-        raise RewardError(f"a test has {len(inputs)} inputs and {len(wanted)} outputs; there must be one each.")
+        raise RewardError(f"a test has {len(inputs)} inputs and {len(wanted)} outputs. Fix: give one output per input.")
     return [{"input": _lines(i), "output": _lines(o)} for i, o in zip(inputs, wanted, strict=True)]
 
 
@@ -373,7 +373,7 @@ def _lines(value: object) -> str:
 
 @dataclass(frozen=True, slots=True)
 class CaseResult:
-    """Whether a test passed, and otherwise why not."""
+    """Result of one test: whether it passed, and the reason if not."""
 
     passed: bool
     reason: str = ""
@@ -387,32 +387,32 @@ def run_tests(
     sandbox: str = "bubblewrap",
     stop: bool = False,
 ) -> list[CaseResult]:
-    """Run code against tests, each from the beginning in a sandbox.
+    """Run code against tests. Each test starts the code again in a sandbox.
 
-    `Limits` bound time, memory, files and processes, in bubblewrap and in containers. In bubblewrap the code sees the system's
-    programs and this Python (read-only), an empty folder in memory, no environment variables, no other process and no network.
-    A container or a service shows what you configure it to show.
+    `Limits` bound time, memory, files and processes in bubblewrap and in containers. In bubblewrap the code sees the system's
+    programs and this Python (read-only) and an empty in-memory folder. It sees no environment variables, no other process and no
+    network. In a container or a service it sees what you configure.
 
-    **What it does not do**: faults of the kernel and the processor are open to code in bubblewrap and in containers. The kernel
-    does not limit the number of processes of root, and with it their memory: do not run the trainer as root, or use a container
-    with ``--pids-limit`` and ``--memory``. In bubblewrap the number of empty files is bounded by time alone (about 1 kB each).
-    Code shares a process with a test written as code and can tamper with it; tests with inputs and outputs are compared
-    outside.
+    **Limits of the protection**: bubblewrap and containers do not protect from bugs of the kernel and the processor. The kernel
+    does not limit the number of root's processes, and thus not their total memory. Do not run the trainer as root, or use a
+    container with ``--pids-limit`` and ``--memory``. In bubblewrap only time bounds the number of empty files (about 1 kB each).
+    Code shares a process with a test written as code and can tamper with it; tests with inputs and outputs are compared outside
+    of the sandbox.
 
     Args:
-        source: Python code, run anew for each test.
-        tests: What `read_tests` gives.
+        source: Python code, run again for each test.
+        tests: Tests in the form that `read_tests` returns.
         limits: See `Limits`.
         sandbox: ``bubblewrap`` (the program ``bwrap``); ``container:<command>`` with the command line that starts a container
             (``container:docker run --rm -i --network none --memory 2g --pids-limit 64 python:3.12-slim``); or the URL of a
             SandboxFusion service.
-        stop: Leave out the tests after the first failure.
+        stop: Skip the tests after the first failure.
 
     Returns:
-        One for each test that was run. Code that ends its process early has not passed.
+        One result for each test that was run. Code that ends its process early has not passed.
 
     Raises:
-        ConfigError: An unknown sandbox.
+        ConfigError: The sandbox is unknown.
         MissingDependencyError: The sandbox is not installed.
         RewardError: The sandbox cannot run Python here.
 
@@ -433,7 +433,7 @@ def _run_one(sandbox: str, source: str, test: Mapping[str, str], limits: Limits)
     word = secrets.token_hex(16)
     program = source if "code" not in test else TESTED.format(source=source, test=test["code"], word=word)
     outcome = run_program(sandbox, program, test.get("input", ""), limits)
-    # The container engine, or `timeout` in it, could not start the program; or the program itself left so.
+    # Either the container engine or `timeout` could not start the program, or the program exited with this status itself.
     if sandbox.startswith("container:") and outcome.status in (125, 126, 127):
         open_sandbox.__wrapped__(sandbox)
     reason = _reason(outcome, limits)
@@ -448,7 +448,7 @@ def _run_one(sandbox: str, source: str, test: Mapping[str, str], limits: Limits)
     return CaseResult(True) if written == wanted else CaseResult(False, f"wrote {outcome.output[:100]!r}")
 
 
-# The secret word comes last: code that leaves early, with status 0, does not print it.
+# The secret word is printed last, so code that exits early with status 0 does not print it.
 TESTED = """
 scope = {{"__name__": "__main__"}}
 exec(compile({source!r}, "<completion>", "exec"), scope)
@@ -459,9 +459,9 @@ print({word!r})
 
 
 def _reason(outcome: Outcome, limits: Limits) -> str:
-    """Why a program did not run to its end; empty where it did."""
+    """Return why a program did not run to its end; empty if it did."""
     if outcome.status is None:
-        return f"timed out: not done after {2 * limits.timeout:g} s"
+        return f"timed out after {2 * limits.timeout:g} s"
     if outcome.status == 0:
         return ""
     if outcome.status > 128:
@@ -469,29 +469,30 @@ def _reason(outcome: Outcome, limits: Limits) -> str:
         name = signal.Signals(number).name if number in set(signal.Signals) else str(number)
         return f"killed by {name} (a limit of the sandbox, or a crash)"
     lines = outcome.errors.strip().splitlines()
-    return lines[-1][-300:] if lines else f"left with exit status {outcome.status} before the test was over"
+    return lines[-1][-300:] if lines else f"exited with status {outcome.status} before the test was over"
 
 
 class CodeTestsReward:
-    r"""1 where a completion's Python block passes all tests of its row, else 0; with ``partial`` the share it passes.
+    r"""Code tests reward: 1 if a completion's Python block passes all tests of its row, else 0.
 
-    Against the tests ``["assert f(2) == 4", "assert f(3) == 6"]``: ``def f(x): return 2 * x`` 1 (partial 1),
-    ``def f(x): return 4`` 0 (partial 0.5), an endless loop 0 (0), no code block 0 (0). A row without tests gives None.
-    See `run_tests` for the sandboxes, and for what they do not protect from.
+    With ``partial`` the reward is the share of tests passed. For example, with the tests
+    ``["assert f(2) == 4", "assert f(3) == 6"]``, ``def f(x): return 2 * x`` gets 1 (partial 1), ``def f(x): return 4`` gets 0
+    (partial 0.5), an endless loop 0 (0), and no code block 0 (0). A row without tests gets None.
+    See `run_tests` for the sandboxes and the limits of their protection.
 
     Args:
-        column: The dataset column with the tests; see `read_tests`.
-        partial: The share of tests passed instead of all or nothing.
-        limits: What each test may use; see `Limits`.
-        workers: Sandboxes at once; None is one a processor of this process's share of the machine.
+        column: Dataset column with the tests; see `read_tests`.
+        partial: Return the share of tests passed instead of 0 or 1.
+        limits: Resource limits of each test; see `Limits`.
+        workers: Number of concurrent sandboxes. None is one per processor of this process's share of the machine.
         sandbox: ``bubblewrap``, ``container:<command>`` or a URL; see `run_tests`.
 
     Raises:
-        ConfigError: An unknown sandbox, or ``workers`` below 1.
+        ConfigError: The sandbox is unknown, or ``workers`` is below 1.
     """
 
     __name__ = "code_tests_reward"
-    runs_in_thread = True  # It waits for its processes; other rewards go on meanwhile.
+    runs_in_thread = True  # It waits for its processes, so other rewards can run meanwhile.
 
     def __init__(
         self,
@@ -504,7 +505,7 @@ class CodeTestsReward:
     ) -> None:
         check_sandbox(sandbox)
         if workers is not None and workers < 1:
-            raise ConfigError(f"workers={workers} must be at least 1, or None for one a processor.")
+            raise ConfigError(f"workers={workers} must be at least 1, or None for one per processor.")
         self.column, self.partial, self.limits, self.sandbox = column, partial, limits or Limits(), sandbox
         # Processors of this process's share of the machine.
         usable = usable_processors()
@@ -513,22 +514,24 @@ class CodeTestsReward:
     def __call__(
         self, completions: Sequence[Any], log_extra: Callable[[str, list], None] | None = None, **columns: Any
     ) -> list[float | None]:
-        """One number (or None) a completion; logs how many tests each passed, and what the first failure was.
+        """Return one number (or None) per completion. Log how many tests each passed, and the first failure.
 
         Raises:
             MissingDependencyError: The sandbox is not installed.
-            RewardError: Tests in an unknown form, a missing column, or a sandbox that cannot run here.
+            RewardError: Tests have an unknown form, a column is missing, or the sandbox cannot run here.
         """
         if self.column not in columns:
-            raise RewardError(f"code_tests_reward needs the column {self.column!r}; it got {sorted(columns)}.")
+            raise RewardError(
+                f"code_tests_reward needs the column {self.column!r}, but the columns are {sorted(columns)}."
+            )
         tests = [self._read(row, value) for row, value in enumerate(columns[self.column])]
-        open_sandbox(self.sandbox)  # Also where no completion has code: the trial call finds it missing.
+        open_sandbox(self.sandbox)  # Even if no completion has code, so that the trial call finds a missing sandbox.
         sources = [code_block(completion_text(completion)) for completion in completions]
         keys = [json.dumps((s, t)) for s, t in zip(sources, tests, strict=True)]
         jobs = {k: (s, t) for k, s, t in zip(keys, sources, tests, strict=True) if s is not None and t}
         with ThreadPoolExecutor(self.workers) as pool:
             run = functools.partial(run_tests, limits=self.limits, sandbox=self.sandbox, stop=not self.partial)
-            # The first failure ends the runs that have not begun.
+            # The first exception cancels the runs that have not begun.
             done = dict(zip(jobs, pool.map(lambda job: run(*job), jobs.values()), strict=True))
         results = [done.get(key, [CaseResult(False, "no code block")]) for key in keys]
         if log_extra is not None:
@@ -549,7 +552,7 @@ class CodeTestsReward:
 
 
 def get_code_tests_reward(column: str = "tests", **options: Any) -> CodeTestsReward:
-    r"""See `CodeTestsReward`.
+    r"""Return a `CodeTestsReward`.
 
     >>> reward = get_code_tests_reward(partial=True)
     >>> texts = ["```python\ndef f(x): return 2 * x\n```", "```python\ndef f(x): return 4\n```", "I cannot."]

@@ -1,4 +1,4 @@
-"""Rewards for the shape of a completion."""
+"""Rewards for the format and length of a completion."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from posttrain.rewards.texts import CLOSE, OPEN, text_with_reasoning
 def think_format_reward(
     completions: Sequence[Any], prompt_suffixes: Sequence[str] | None = None, **_: Any
 ) -> list[float]:
-    """1 where the text begins with ``<think>``, closes it later, and opens no second one; else 0.
+    """Return 1 where the text begins with ``<think>``, closes it later, and does not open a second one; else 0.
 
     Args:
         completions: Strings or lists of messages.
-        prompt_suffixes: The end of each rendered prompt. Where it leaves a ``<think>`` open (templates of reasoning
-            models do), the completion continues it and is judged with it.
+        prompt_suffixes: The end of each rendered prompt. If it leaves a ``<think>`` open, as templates of reasoning models do,
+            the suffix and the completion are judged together.
 
     >>> think_format_reward(["<think>why</think>42", "42", " <think>a</think>"])
     [1.0, 0.0, 0.0]
@@ -32,18 +32,18 @@ def think_format_reward(
 
 
 def _opened(suffix: str) -> str:
-    """The opening tag and what follows it, where a prompt leaves it open."""
+    """Return the opening tag and the text after it if the prompt leaves the tag open, else an empty string."""
     start = suffix.rfind(OPEN)
     return suffix[start:] if start >= 0 and CLOSE not in suffix[start:] else ""
 
 
 class SoftOverlongPunishment:
-    """0 up to ``max_completion_len - soft_punish_cache`` tokens, then down to -1 at the limit, and -1 beyond.
+    """Length penalty: 0 up to ``max_completion_len - soft_punish_cache`` tokens, falling to -1 at the limit, then -1.
 
     Args:
-        max_completion_len: Tokens at which the punishment is whole; keep it at or below the trainer's
-            ``max_completion_length``, beyond which no completion comes.
-        soft_punish_cache: Tokens of the ramp; 0 is a step.
+        max_completion_len: Number of tokens at which the penalty is -1. Keep it at or below the trainer's
+            ``max_completion_length``, because no completion is longer than that.
+        soft_punish_cache: Number of tokens over which the penalty falls; 0 makes it a step.
 
     Reference: DAPO, arXiv:2503.14476, equation 13.
     """
@@ -58,7 +58,7 @@ class SoftOverlongPunishment:
         self.limit, self.cache = max_completion_len, soft_punish_cache
 
     def __call__(self, completion_ids: Sequence[Sequence[int]], **_: Any) -> list[float]:
-        """One number a completion, from its length in tokens."""
+        """Return one penalty per completion, computed from its number of tokens."""
         return [self._punish(len(ids)) for ids in completion_ids]
 
     def _punish(self, length: int) -> float:
@@ -69,7 +69,7 @@ class SoftOverlongPunishment:
 
 
 def get_soft_overlong_punishment(max_completion_len: int, soft_punish_cache: int) -> SoftOverlongPunishment:
-    """See `SoftOverlongPunishment`.
+    """Return a `SoftOverlongPunishment`.
 
     >>> get_soft_overlong_punishment(100, 20)(completion_ids=[[0] * n for n in (80, 90, 100, 101)])
     [0.0, -0.5, -1.0, -1.0]
@@ -78,12 +78,12 @@ def get_soft_overlong_punishment(max_completion_len: int, soft_punish_cache: int
 
 
 class CosineScaledReward:
-    """Right answers earn more when short, wrong ones lose less when long.
+    """Length-scaled accuracy: short correct answers get more, and long wrong answers lose less.
 
-    ``lo + (hi - lo) / 2 * (1 + cos(pi p))`` with ``p = min(tokens / max_len, 1)``; (lo, hi) are
-    (min_value_correct, max_value_correct) for a right answer and (max_value_wrong, min_value_wrong) for a wrong one.
-    None where `accuracy_reward` cannot judge. With the defaults and ``max_len=100``, lengths 0, 25, 50, 75, 100, 200 earn
-    1, 0.92678, 0.75, 0.57322, 0.5, 0.5 when right, and the negatives when wrong.
+    ``lo + (hi - lo) / 2 * (1 + cos(pi p))`` with ``p = min(tokens / max_len, 1)``. (lo, hi) are
+    (min_value_correct, max_value_correct) for a correct answer and (max_value_wrong, min_value_wrong) for a wrong one.
+    The reward is None where `accuracy_reward` returns None. With the defaults and ``max_len=100``, the lengths 0, 25, 50, 75,
+    100, 200 give 1, 0.92678, 0.75, 0.57322, 0.5, 0.5 if the answer is correct, and the negatives if it is wrong.
 
     Reference: Demystifying long chain-of-thought reasoning, arXiv:2502.03373, section 4.
     """
@@ -99,7 +99,7 @@ class CosineScaledReward:
         max_value_correct: float = 1.0,
     ) -> None:
         if max_len <= 0:
-            raise ConfigError(f"max_len={max_len} must be above 0 tokens: lengths are divided by it.")
+            raise ConfigError(f"max_len={max_len} must be above 0 tokens, because lengths are divided by it.")
         self.max_len = max_len
         self.wrong = (max_value_wrong, min_value_wrong)
         self.correct = (min_value_correct, max_value_correct)
@@ -107,7 +107,7 @@ class CosineScaledReward:
     def __call__(
         self, completions: Sequence[Any], completion_ids: Sequence[Sequence[int]], solution: Sequence[Any], **_: Any
     ) -> list[float | None]:
-        """One number (or None) a completion."""
+        """Return one number (or None) per completion."""
         from posttrain.rewards.math import accuracy_reward
 
         right = accuracy_reward(completions, solution)
@@ -128,16 +128,16 @@ def get_cosine_scaled_reward(
     min_value_correct: float = 0.5,
     max_value_correct: float = 1.0,
 ) -> CosineScaledReward:
-    """See `CosineScaledReward`."""
+    """Return a `CosineScaledReward`."""
     return CosineScaledReward(max_len, min_value_wrong, max_value_wrong, min_value_correct, max_value_correct)
 
 
 class RepetitionPenalty:
-    """``(1 - distinct / all) * max_penalty`` over token n-grams; 0 for texts shorter than one n-gram.
+    """Repetition penalty ``(1 - distinct / all) * max_penalty`` over token n-grams; 0 for texts shorter than one n-gram.
 
     Args:
-        ngram_size: Tokens of an n-gram, at least 1.
-        max_penalty: What endless repetition tends to; 0 or below.
+        ngram_size: Tokens per n-gram, at least 1.
+        max_penalty: Limit of the penalty for endless repetition; 0 or below.
 
     Reference: Demystifying long chain-of-thought reasoning, arXiv:2502.03373, appendix.
     """
@@ -148,11 +148,11 @@ class RepetitionPenalty:
         if ngram_size < 1:
             raise ConfigError(f"ngram_size={ngram_size} must be at least 1.")
         if max_penalty > 0:
-            raise ConfigError(f"max_penalty={max_penalty} must not be positive: it is a penalty.")
+            raise ConfigError(f"max_penalty={max_penalty} must not be positive, because it is a penalty.")
         self.size, self.penalty = ngram_size, max_penalty
 
     def __call__(self, completion_ids: Sequence[Sequence[int]], **_: Any) -> list[float]:
-        """One number a completion."""
+        """Return one penalty per completion."""
         rewards = []
         for ids in completion_ids:
             grams = [tuple(ids[i : i + self.size]) for i in range(len(ids) - self.size + 1)]
@@ -162,7 +162,7 @@ class RepetitionPenalty:
 
 
 def get_repetition_penalty_reward(ngram_size: int = 3, max_penalty: float = -1.0) -> RepetitionPenalty:
-    """See `RepetitionPenalty`.
+    """Return a `RepetitionPenalty`.
 
     >>> get_repetition_penalty_reward(2)(completion_ids=[[5, 5, 5, 5, 5], [1]])
     [-0.75, 0.0]

@@ -1,4 +1,4 @@
-"""Judges compare, rank or check completions; `JudgeReward` makes a reward function of one."""
+"""Judges that compare, rank or check completions; `JudgeReward` turns a judge into a reward function."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ Reply with one character, 0 or 1: the number of the better answer."""
 
 
 def as_text(value: object) -> str:
-    """A text as it is; messages in a neutral layout; a single message as its content."""
+    """Return a string unchanged, the content of a single message, or several messages with their roles."""
     if isinstance(value, str):
         return value
     if len(value) == 1:
@@ -45,7 +45,7 @@ def as_text(value: object) -> str:
 
 
 def _said(message: Mapping[str, Any]) -> str:
-    """The content of a message; ``[image]`` stands for one."""
+    """Return the content of a message as text, with ``[image]`` in place of an image."""
     content = message.get("content") or ""
     return (
         str(content) if not isinstance(content, list) else "".join(b.get("text") or f"[{b['type']}]" for b in content)
@@ -53,7 +53,7 @@ def _said(message: Mapping[str, Any]) -> str:
 
 
 def _addresses(prompt: Any) -> list[str]:
-    """The images of a prompt as ``data:`` addresses of PNG files, in reading order."""
+    """Return the images of a prompt as ``data:`` URLs of PNG files, in reading order."""
     from posttrain.pictures.picture import conversation_pictures, read_picture
 
     images = [] if isinstance(prompt, str) else conversation_pictures(prompt)[1]
@@ -62,44 +62,43 @@ def _addresses(prompt: Any) -> list[str]:
 
 
 class BaseJudge(ABC):
-    """An object with a method ``judge``; the base of all judges.
+    """Base class of all judges: an object with a method ``judge``.
 
     Attributes:
-        vision: Whether ``judge`` takes ``images``, for each prompt a list of ``data:`` addresses. Rows with images are given to
-            no other judge.
+        vision: Whether ``judge`` takes ``images``, a list of ``data:`` URLs per prompt. Other judges get no rows with images.
     """
 
     vision: bool = False
 
     @abstractmethod
     def judge(self, prompts: list[str], completions: list, shuffle_order: bool = True) -> list:
-        """Verdicts, one a prompt.
+        """Return one verdict per prompt.
 
         Args:
             prompts: n texts.
             completions: n texts, or n lists of texts; see the subclasses.
-            shuffle_order: Show the completions of a prompt in random order, against a bias for the first.
+            shuffle_order: Show the completions of a prompt in random order, to avoid a bias for the first one.
         """
 
 
 class BaseRankJudge(BaseJudge):
-    """Ranks the completions of a prompt."""
+    """Judge that ranks the completions of a prompt."""
 
     @abstractmethod
     def judge(self, prompts: list[str], completions: list[list[str]], shuffle_order: bool = True) -> list[list[int]]:
-        """For each prompt the indices of its completions, best first."""
+        """Return for each prompt the indices of its completions, best first."""
 
 
 class BasePairwiseJudge(BaseJudge):
-    """Compares two completions of a prompt."""
+    """Judge that compares two completions of a prompt."""
 
     @abstractmethod
     def judge(self, prompts: list[str], completions: list[list[str]], shuffle_order: bool = True) -> list[int]:
-        """For each prompt the index of the better completion, 0 or 1; -1 where there is no verdict."""
+        """Return for each prompt the index of the better completion, 0 or 1; -1 if there is no verdict."""
 
 
 class BaseBinaryJudge(BaseJudge):
-    """Checks one completion a prompt against a criterion."""
+    """Judge that checks one completion per prompt against a criterion."""
 
     @abstractmethod
     def judge(
@@ -109,25 +108,25 @@ class BaseBinaryJudge(BaseJudge):
         gold_completions: list[str] | None = None,
         shuffle_order: bool = True,
     ) -> list[int]:
-        """For each completion 1 where it satisfies, 0 where it does not, -1 where the judge failed."""
+        """Return for each completion 1 if it satisfies the criterion, 0 if it does not, -1 if the judge failed."""
 
 
 class OpenAIPairwiseJudge(BasePairwiseJudge):
-    """Asks a chat server with OpenAI's protocol (vLLM, llama.cpp, SGLang, a hosted one) for one character, "0" or "1".
+    """Pairwise judge behind a chat server with OpenAI's protocol (vLLM, llama.cpp, SGLang, hosted). It answers "0" or "1".
 
     Args:
-        model: The name the server knows the model by.
-        system_prompt: A text with ``{prompt}``, ``{response0}`` and ``{response1}``; None is our own.
-        max_requests: Pairs after which no more are asked about (all are then without verdict); None never stops.
-        base_url: With its version; None is ``OPENAI_BASE_URL``, or OpenAI's own.
-        api_key: None is ``OPENAI_API_KEY``.
-        options: Further fields of each request; None removes one (``{"max_tokens": None, "max_completion_tokens": 1}``).
-        seed: Of the order in which pairs are shown.
-        concurrency: Requests at a time.
-        timeout: Seconds one answer may take.
+        model: Name of the model on the server.
+        system_prompt: Template with ``{prompt}``, ``{response0}`` and ``{response1}``; None uses the built-in template.
+        max_requests: Number of pairs after which the judge stops: later pairs get no verdict. None never stops.
+        base_url: URL with the API version; None uses ``OPENAI_BASE_URL``, or OpenAI's own.
+        api_key: API key; None uses ``OPENAI_API_KEY``.
+        options: Extra fields of each request; None removes a field (``{"max_tokens": None, "max_completion_tokens": 1}``).
+        seed: Seed of the order in which pairs are shown.
+        concurrency: Number of concurrent requests.
+        timeout: Seconds to wait for one answer.
         retries: Attempts after the first.
-        backoff: Seconds before the first retry; doubled each time, and drawn from its upper half.
-        vision: Whether the model reads images; they are sent before the text, and ``[image]`` stands for them there.
+        backoff: Seconds before the first retry. The time doubles with each retry, and is sampled from its upper half.
+        vision: Whether the model reads images. They are sent before the text, where ``[image]`` stands for each.
 
     >>> judge = OpenAIPairwiseJudge("my-judge", base_url="http://localhost:8000/v1")
     >>> judge.judge(["2 + 2?"], [["4", "5"]])  # doctest: +SKIP
@@ -178,15 +177,15 @@ class OpenAIPairwiseJudge(BasePairwiseJudge):
         Args:
             prompts: n texts.
             completions: n pairs.
-            shuffle_order: Show about half of the pairs the other way round; verdicts are turned back.
-            images: Addresses of each prompt's images; for a judge with ``vision``.
+            shuffle_order: Swap about half of the pairs at random; the verdicts are swapped back.
+            images: ``data:`` URLs of each prompt's images, for a judge with ``vision``.
 
         Raises:
-            RewardError: The server is down or refuses.
+            RewardError: The server is down or refuses the request.
         """
         if self.max_requests is not None and self.num_requests >= self.max_requests:
             self._warn(
-                "budget", "the judge has been asked max_requests=%d times: from here on no pair has a verdict.",
+                "budget", "the judge has reached max_requests=%d: no further pair gets a verdict.",
                 self.max_requests,
             )  # fmt: skip
             return [NO_VERDICT] * len(prompts)
@@ -201,7 +200,7 @@ class OpenAIPairwiseJudge(BasePairwiseJudge):
         if images is not None:
             shown_as = [[{"type": "image_url", "image_url": {"url": url}} for url in urls] for urls in images]
             asked = [[*blocks, {"type": "text", "text": text}] for blocks, text in zip(shown_as, texts, strict=True)]
-        # The first failure ends the requests that have not begun.
+        # The first exception cancels the requests that have not begun.
         with ThreadPoolExecutor(max(1, min(self.concurrency, len(asked))), "judge") as pool:
             verdicts = [self._verdict(answer) for answer in pool.map(self._ask, asked)]
         return [v if v == NO_VERDICT or not turn else 1 - v for v, turn in zip(verdicts, turned, strict=True)]
@@ -215,15 +214,15 @@ class OpenAIPairwiseJudge(BasePairwiseJudge):
             return str(response.json()["choices"][0]["message"].get("content") or "")
         except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
             raise RewardError(
-                f"the judge at {self.url} answered {response.content[:200]!r}, which is no chat completion. Fix: let base_url be "
-                "that of an OpenAI-compatible server, with its version (.../v1)."
+                f"the judge at {self.url} answered {response.content[:200]!r}, which is not a chat completion. Fix: set base_url "
+                "to an OpenAI-compatible server, with its version (.../v1)."
             ) from error
 
     def _verdict(self, answer: str) -> int:
         answer = answer.rpartition("</think>")[2].strip(" \t\r\n.\"'`*")
         if answer in ("0", "1"):
             return int(answer)
-        self._warn("verdict", "the judge answered %r instead of 0 or 1; such pairs are ties.", answer[:80])
+        self._warn("verdict", "the judge answered %r instead of 0 or 1; such pairs count as ties.", answer[:80])
         return NO_VERDICT
 
     def _warn(self, key: str, message: str, *values: Any) -> None:
@@ -233,15 +232,15 @@ class OpenAIPairwiseJudge(BasePairwiseJudge):
 
 
 class JudgeReward:
-    """A judge as a reward function: the better completion of a prompt gets 1, the worse 0, a tie or no verdict 0.5 each.
+    """Reward function of a judge: the better completion of a prompt gets 1, the worse 0, a tie or no verdict 0.5 each.
 
-    A rank judge spreads a group evenly from 1 (best) to 0; a binary judge gives 1 or 0, and 0.5 to a whole group in which it
-    failed anywhere.
+    A rank judge spaces the rewards of a group evenly from 1 (best) to 0. A binary judge gives 1 or 0; if it failed for any
+    completion of a group, the whole group gets 0.5.
 
     Args:
         judge: `BasePairwiseJudge` (groups of two), `BaseRankJudge` or `BaseBinaryJudge`.
-        group_size: Completions of a prompt, next to each other.
-        halves: For groups of two: all first completions come before all second ones.
+        group_size: Number of completions per prompt, in consecutive rows.
+        halves: For groups of two: whether all first completions come before all second ones.
 
     >>> class Longer(BasePairwiseJudge):
     ...     def judge(self, prompts, completions, shuffle_order=True):
@@ -250,7 +249,7 @@ class JudgeReward:
     [0.0, 1.0]
     """
 
-    # It waits for a server; other functions go on meanwhile.
+    # It waits for a server, so other functions can run meanwhile.
     runs_in_thread = True
 
     def __init__(self, judge: BaseJudge, *, group_size: int = 2, halves: bool = False) -> None:
@@ -259,17 +258,19 @@ class JudgeReward:
                 f"judge must be a BasePairwiseJudge, BaseRankJudge or BaseBinaryJudge, not {type(judge).__name__}."
             )
         if isinstance(judge, BasePairwiseJudge) and group_size != 2:
-            raise ConfigError(f"{type(judge).__name__} compares two completions, and group_size={group_size}.")
+            raise ConfigError(
+                f"{type(judge).__name__} compares two completions, but group_size={group_size}. Fix: use 2."
+            )
         self.judge, self.group_size, self.halves = judge, group_size, halves
         self.__name__ = type(judge).__name__
 
     def __call__(
         self, prompts: list[Any], completions: list[Any], gold_completions: list[Any] | None = None, **_: Any
     ) -> list[float]:
-        """One number a completion, in [0, 1].
+        """Return one number per completion, in [0, 1].
 
         Raises:
-            RewardError: The judge gave something that is no verdict, or not one a prompt.
+            RewardError: The judge returned an invalid verdict, or not one per prompt.
         """
         groups = self._groups(len(prompts))
         texts = [as_text(completion) for completion in completions]
@@ -284,7 +285,7 @@ class JudgeReward:
             options = {"images": [_addresses(prompts[group[0]]) for group in groups]} if judge.vision else {}
             verdicts = judge.judge(asked, answers, **options)
         if len(verdicts) != len(asked):
-            raise RewardError(f"{self.__name__} gave {len(verdicts)} verdicts for {len(asked)} prompts.")
+            raise RewardError(f"{self.__name__} returned {len(verdicts)} verdicts for {len(asked)} prompts.")
         if binary:
             rewards = [self._binary([verdicts[i] for i in group]) for group in groups]
         else:
@@ -296,9 +297,11 @@ class JudgeReward:
         return [reward for _, reward in sorted(pairs)]
 
     def _groups(self, count: int) -> list[list[int]]:
-        size = min(self.group_size, count)  # A trial call may bring fewer.
+        size = min(self.group_size, count)  # A trial call may have fewer rows.
         if size == 0 or count % size:
-            raise RewardError(f"{self.__name__} got {count} completions, which are no groups of {self.group_size}.")
+            raise RewardError(
+                f"{self.__name__} got {count} completions, which do not divide into groups of {self.group_size}."
+            )
         if self.halves and size == 2:
             return [[i, i + count // 2] for i in range(count // 2)]
         return [list(range(start, start + size)) for start in range(0, count, size)]
@@ -311,34 +314,34 @@ class JudgeReward:
             return [0.5]
         if verdict not in (NO_VERDICT, 0, 1):
             raise RewardError(
-                f"{self.__name__} returned {verdict!r}; a pairwise judge returns 0, 1 or -1 (no verdict)."
+                f"{self.__name__} returned {verdict!r}. A pairwise judge must return 0, 1 or -1 (no verdict)."
             )
         return {NO_VERDICT: [0.5, 0.5], 0: [1.0, 0.0], 1: [0.0, 1.0]}[int(verdict)]
 
     def _ranking(self, order: Sequence[int], size: int) -> list[float]:
         if sorted(order) != list(range(size)):
             raise RewardError(
-                f"{self.__name__} ranked {size} completions as {list(order)!r}: each index must occur once."
+                f"{self.__name__} ranked {size} completions as {list(order)!r}. Each index must occur once."
             )
         return [1.0 - list(order).index(i) / max(size - 1, 1) for i in range(size)]
 
 
 class PairRewards(RewardRunner):
-    """Shows reward functions all first completions and then all second ones, columns repeated; rows come back as they were.
+    """Runner that passes all first completions, then all second ones, to reward functions, and restores the order of rows.
 
     Attributes:
-        pairs: Whether rows are pairs, next to each other; otherwise they are shown as they stand.
+        pairs: Whether rows are consecutive pairs; otherwise the order of rows is not changed.
     """
 
     pairs = True
 
     def rows_again(self, count: int) -> list[int]:
-        """Both completions of the first two prompts: a judge compares them with each other."""
+        """Return both completions of the first two prompts, because a judge compares them with each other."""
         half = count // 2
         return [0, 1, half, half + 1] if self.pairs and half > 1 else super().rows_again(count)
 
     def __call__(self, *, prompts: list[Any], **rows: Any) -> RewardTable:
-        """As `RewardRunner`, whose rows ``0, 1, 2, 3`` become ``0, 2, 1, 3`` on the way."""
+        """Call `RewardRunner` with the rows reordered, e.g. ``0, 1, 2, 3`` as ``0, 2, 1, 3``."""
         count = len(prompts)
         if not self.pairs or count % 2:
             return super().__call__(prompts=prompts, **rows)

@@ -1,4 +1,4 @@
-"""Rewards for a right answer to a mathematical question."""
+"""Rewards for a correct answer to a mathematical question."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ WRAPPERS = [
     (re.compile(r"^\\\[(.*)\\\]$", re.S), r"\1"),
     (re.compile(r"^\*\*(.*)\*\*$", re.S), r"\1"),
     (re.compile(r'^"(.*)"$', re.S), r"\1"),
-    (re.compile(r"^\(([A-Za-z])\)$"), r"\1"),  # A choice: (B) is B.
+    (re.compile(r"^\(([A-Za-z])\)$"), r"\1"),  # A choice: (B) becomes B.
 ]
 BRACE = re.compile(r"[{}]")
-# Passes over an answer: one that is wrapped thousands of times would be read for minutes.
+# Maximum passes over an answer. Without a limit, an answer with thousands of wrappers would take minutes.
 LAYERS = 8
-LISTED = re.compile(r"[\s$]*(?:,|(?:,\s*)?(?:and|or))[\s$]*")  # Between two boxes: a list of answers.
+LISTED = re.compile(r"[\s$]*(?:,|(?:,\s*)?(?:and|or))[\s$]*")  # Separators between the boxes of a list of answers.
 
 
 def boxed(text: str) -> str | None:
-    r"""The content of the last ``\boxed{...}``, braces balanced; None without one.
+    r"""Return the content of the last ``\boxed{...}``, with balanced braces; None without a box.
 
     >>> boxed(r"so \boxed{\frac{1}{2}}.")
     '\\frac{1}{2}'
@@ -46,7 +46,7 @@ def boxed(text: str) -> str | None:
 
 
 def answer_box(text: str) -> str | None:
-    r"""The content of the last box; None where it only continues a list of boxes.
+    r"""Return the content of the last box, or None if that box continues a list of boxes.
 
     >>> answer_box(r"first \boxed{1}, so in the end \boxed{2}"), answer_box(r"\boxed{1} or \boxed{2}")
     ('2', None)
@@ -58,7 +58,7 @@ def answer_box(text: str) -> str | None:
 
 
 def _closing(text: str, opening: int) -> int | None:
-    """The position of the brace that closes the one at ``opening``."""
+    """Return the position of the brace that closes the one at ``opening``."""
     depth = 0
     for brace in BRACE.finditer(text, opening):
         depth += 1 if brace[0] == "{" else -1
@@ -68,7 +68,7 @@ def _closing(text: str, opening: int) -> int | None:
 
 
 def bare(answer: object) -> str:
-    """An answer without its box, dollar signs, formatting and final period; up to `LAYERS` of them."""
+    """Remove an answer's box, dollar signs, formatting and final period, in up to `LAYERS` passes."""
     text = str(answer).strip()
     for _ in range(LAYERS):
         before = text
@@ -84,14 +84,14 @@ def bare(answer: object) -> str:
 
 
 def answers_match(pred: Any, gold: Any) -> bool | None:
-    r"""Whether an answer equals the reference: words as text without case, everything else by math-verify.
+    r"""Return whether an answer equals the reference. Words are compared as text without case, all else by math-verify.
 
     Args:
         pred: The answer; None or empty matches nothing.
         gold: The reference.
 
     Returns:
-        None when the reference says nothing (empty, or nothing can be read in it): it can score no answer.
+        None if the reference is empty or cannot be parsed, because no answer can be scored against it.
 
     Raises:
         MissingDependencyError: math-verify is not installed.
@@ -105,18 +105,18 @@ def answers_match(pred: Any, gold: Any) -> bool | None:
 
 
 UNPARSEABLE, SKIPPED, INCOMPLETE, TIMED_OUT = "[unparseable]", "[skipped]", "[incomplete reasoning]", "[timed out]"
-# For one formula.
+# Timeout for one formula, in seconds.
 FORMULA_SECONDS = 5.0
-# Words and dates are no formulas: read as one, "yes" is the product y e s and equals "sey", and 05/01/2021 is 10/02/2021.
+# Words and dates are not formulas. Parsed as one, "yes" is the product y e s and equals "sey", and 05/01/2021 is 10/02/2021.
 WORDS = re.compile(r"(?=.*[^\W\d_]{2})[^\W\d_]+(?:[\s'-]+[^\W\d_]+)*|\d{4}-\d\d-\d\d|\d\d?/\d\d?/\d{4}", re.S)
-# Batches without one readable answer before the expected form is explained.
+# Number of batches without a parseable answer after which a warning explains the expected form.
 SILENT_BATCHES = 3
 _silent_batches = 0
 _warned: set[str] = set()
 
 
 class Verdict(NamedTuple):
-    """The reward of one completion (None: the reference cannot be read), and how reference and answer were parsed."""
+    """Reward of one completion (None: the reference cannot be parsed), and how reference and answer were parsed."""
 
     reward: float | None
     gold: str
@@ -131,18 +131,18 @@ def accuracy_reward(
     lenient: bool = False,
     **_: Any,
 ) -> list[float | None]:
-    r"""1 where the boxed (or otherwise announced) answer equals the reference mathematically, else 0.
+    r"""Return 1 where the boxed (or otherwise announced) answer is mathematically equal to the reference, else 0.
 
     Args:
-        completions: n strings or lists of messages; the last assistant message with content is judged.
+        completions: n strings or lists of messages. The last assistant message with content is judged.
         solution: n references: a formula, a number, or a text that ends in one.
-        log_extra: Receives ``solution``, ``gold_parsed`` and ``answer_parsed``.
-        lenient: Take an answer that is not announced ("The answer is 42." or "42").
+        log_extra: Function that logs the columns ``solution``, ``gold_parsed`` and ``answer_parsed``.
+        lenient: Whether to accept an answer that is not announced ("The answer is 42." or "42").
 
     Returns:
-        1.0, 0.0, or None where the reference cannot be read. Against ``42``: ``\boxed{42.0}`` and ``The final answer is
-        $42$`` 1, ``The answer is 42.`` 0 (1 when lenient), ``\boxed{41} or \boxed{42}`` 0 (a set). Against ``0.5``:
-        ``\boxed{50\%}`` and ``\boxed{1/2}`` 1. Against ``yes``: ``\boxed{Yes}`` 1, ``\boxed{no}`` 0.
+        1.0, 0.0, or None where the reference cannot be parsed. For the reference ``42``: ``\boxed{42.0}`` and ``The final
+        answer is $42$`` get 1, ``The answer is 42.`` gets 0 (1 if lenient), ``\boxed{41} or \boxed{42}`` gets 0 (a set). For
+        ``0.5``: ``\boxed{50\%}`` and ``\boxed{1/2}`` get 1. For ``yes``: ``\boxed{Yes}`` gets 1, ``\boxed{no}`` gets 0.
 
     Raises:
         MissingDependencyError: math-verify is not installed.
@@ -163,17 +163,17 @@ def reasoning_accuracy_reward(
     log_extra: Callable[[str, list], None] | None = None,
     **_: Any,
 ) -> list[float | None]:
-    r"""`accuracy_reward` of the text after the reasoning; 0 where the reasoning never ends.
+    r"""Apply `accuracy_reward` to the text after the reasoning; 0 where the reasoning does not end.
 
     Args:
         completions: n strings or lists of messages.
         solution: n references.
-        reasoning_delimiters: Texts that end the reasoning, by default ``["</think>"]``; the last occurrence counts.
-        log_extra: As in `accuracy_reward`.
+        reasoning_delimiters: Texts that end the reasoning, by default ``["</think>"]``. The last occurrence counts.
+        log_extra: Same as in `accuracy_reward`.
 
     Returns:
-        1.0, 0.0, or None where the reference cannot be read and the reasoning did end. Against ``42``:
-        ``why</think>\boxed{42}`` 1, ``<think>\boxed{42}</think>so`` 0, ``\boxed{42}`` 0 (no delimiter).
+        1.0, 0.0, or None where the reasoning ended but the reference cannot be parsed. For the reference ``42``:
+        ``why</think>\boxed{42}`` gets 1, ``<think>\boxed{42}</think>so`` gets 0, ``\boxed{42}`` gets 0 (no delimiter).
 
     Raises:
         MissingDependencyError: math-verify is not installed.
@@ -183,7 +183,7 @@ def reasoning_accuracy_reward(
     """
     texts = [text_with_reasoning(completion) for completion in completions]
     delimiters = ["</think>"] if reasoning_delimiters is None else reasoning_delimiters
-    # Where the answer begins; -1 without a delimiter.
+    # Start of the answer; -1 without a delimiter.
     starts = [max((t.rfind(d) + len(d) for d in delimiters if d in t), default=-1) for t in texts]
     answers = [text[max(start, 0) :] for text, start in zip(texts, starts, strict=True)]
     verdicts = _judge(answers, solution, False, "reasoning_accuracy_reward")
@@ -197,7 +197,9 @@ def _judge(texts: Sequence[str], solution: Sequence[Any], lenient: bool, name: s
         if not is_available(package):
             require(package, name)
     if len(texts) != len(solution):
-        raise RewardError(f"{len(texts)} completions and {len(solution)} solutions; there must be one each.")
+        raise RewardError(
+            f"{len(texts)} completions, but {len(solution)} solutions. There must be one solution per completion."
+        )
     golds = ["" if gold is None else str(gold).strip() for gold in solution]
     formulas = list(dict.fromkeys(gold for gold in golds if gold and not WORDS.fullmatch(bare(gold))))
     # A reference that takes too long to parse is compared as text.
@@ -211,14 +213,14 @@ def _judge(texts: Sequence[str], solution: Sequence[Any], lenient: bool, name: s
             verdicts.append(_judge_words(text, gold, lenient))
             continue
         answer, equal = (TIMED_OUT, False) if compared[i] == TIMED_OUT else compared[i] or ("", False)
-        # The very text of the reference is right, also where the strict reading of answers refuses it (\frac13).
+        # An answer identical to the reference is correct, even if the strict parser of answers rejects it (\frac13).
         same = (answer_box(text) or "").strip() == gold
         verdicts.append(Verdict(float(equal or same), parsed[gold], answer or UNPARSEABLE))
     return verdicts
 
 
 def _judge_words(text: str, gold: str, lenient: bool) -> Verdict:
-    """For a reference that is a word, not a formula; or that says nothing."""
+    """Judge an answer whose reference is a word instead of a formula, or is empty."""
     wanted = _plain(gold)
     if not wanted:
         return Verdict(None, UNPARSEABLE, SKIPPED)
@@ -232,7 +234,7 @@ def _plain(text: str) -> str:
 
 
 def in_time(function: Callable, calls: Sequence[tuple]) -> list[Any]:
-    """``function(*call)`` for each call, in a process; `TIMED_OUT` where it was killed, None where it raised."""
+    """Return ``function(*call)`` for each call, run in a process; `TIMED_OUT` if it was killed, None if it raised."""
     expired = require("pebble", "math-verify").ProcessExpired
     results: list[Any] = []
     pool = _pool()
@@ -243,37 +245,37 @@ def in_time(function: Callable, calls: Sequence[tuple]) -> list[Any]:
             results.append(TIMED_OUT)
         except BrokenProcessPool as error:
             raise RewardError(
-                f"the processes that compare formulas ended ({error}). Fix: free memory, or try `{sys.executable} -c 'import "
-                "math_verify'`."
+                f"the processes that compare formulas ended ({error}). Fix: free memory, or find the cause with "
+                f"`{sys.executable} -c 'import math_verify'`."
             ) from error
         except Exception:
             results.append(None)
     return results
 
 
-# By process, pebble's: a forked child cannot use its parent's.
+# Process pools of pebble, keyed by process id: a forked child cannot use its parent's pool.
 _pools: dict[int, Any] = {}
 _starting = threading.Lock()
 
 
 def _pool() -> Any:
-    """Processes that can be killed, started at the first call and again after a fork or a crash.
+    """Return a pool of processes that can be killed, started at the first call and again after a fork or a crash.
 
-    A thread would not do: nothing can stop one. A signal works on the main thread only, and not inside native code. A killed
-    process is always gone. Processes are spawned, since a fork would copy the locks of threads and the GPU's context.
+    Threads cannot be stopped. A signal works only on the main thread, and not inside native code. A process can always be
+    killed. Processes are spawned, because a fork would copy the locks of threads and the GPU's context.
     """
     with _starting:
         pool = _pools.get(os.getpid())
         if pool is None or not pool.active:
             workers = max(1, min(4, (os.cpu_count() or 1) // 2))
-            # The clock of a first call begins after `start_process`.
+            # The timeout of a process's first call starts after `start_process`.
             options = {"initializer": math_verify.start_process, "context": math_verify.WithoutMain()}
             pool = _pools[os.getpid()] = require("pebble", "math-verify").ProcessPool(workers, **options)
         return pool
 
 
 def _explain_silence(texts: Sequence[str], verdicts: Sequence[Verdict]) -> None:
-    """Warn after three batches in which no answer could be read: the model does not write the expected form."""
+    """Warn after three batches in which no answer could be parsed, because the model does not write the expected form."""
     global _silent_batches
     judged = [text for text, verdict in zip(texts, verdicts, strict=True) if verdict.answer != SKIPPED]
     silent = judged and all(verdict.answer in (UNPARSEABLE, SKIPPED) for verdict in verdicts)
@@ -281,8 +283,8 @@ def _explain_silence(texts: Sequence[str], verdicts: Sequence[Verdict]) -> None:
     if _silent_batches == SILENT_BATCHES:
         hint = " Its reasoning is in <think>: use reasoning_accuracy_reward." if "<think>" in judged[0] else ""
         logger.warning(
-            "accuracy_reward found no answer in any completion of %d batches. It reads \\boxed{42} or 'The final "
-            "answer is $42$'; the model writes: %r.%s Fix: ask for that form in the prompt, or pass lenient=True.",
+            "accuracy_reward found no answer in any completion of %d batches. It accepts \\boxed{42} or 'The final "
+            "answer is $42$', but the model writes: %r.%s Fix: ask for that form in the prompt, or pass lenient=True.",
             SILENT_BATCHES, judged[0][-200:], hint,
         )  # fmt: skip
 
@@ -290,16 +292,16 @@ def _explain_silence(texts: Sequence[str], verdicts: Sequence[Verdict]) -> None:
 def _logged(
     verdicts: Sequence[Verdict], solution: Sequence[Any], log_extra: Callable[[str, list], None] | None
 ) -> list[float | None]:
-    """The rewards. Warns once of comparisons that took too long, and once of references that cannot be read."""
+    """Return the rewards. Warn once about comparisons that timed out, and once about references that cannot be parsed."""
     late, unread = (sum(verdict.answer == mark for verdict in verdicts) for mark in (TIMED_OUT, SKIPPED))
     if late:
         _warn_once(
-            "%d of %d answers of this batch were not compared within %g s and count as wrong (answer_parsed is %r): either "
-            "formulas that explode, or a machine too busy to compare them.", late, len(verdicts), FORMULA_SECONDS, TIMED_OUT,
+            "%d of %d answers of this batch were not compared within %g s and count as wrong (answer_parsed is %r): either the "
+            "formulas are too large, or the machine is too busy.", late, len(verdicts), FORMULA_SECONDS, TIMED_OUT,
         )  # fmt: skip
     if unread > 0.05 * len(verdicts):
         _warn_once(
-            "%d of %d references of this batch cannot be read; their rows are not scored.", unread, len(verdicts)
+            "%d of %d references of this batch cannot be parsed; their rows are not scored.", unread, len(verdicts)
         )
     if log_extra is not None:
         log_extra("solution", list(solution))

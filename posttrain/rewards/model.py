@@ -1,4 +1,4 @@
-"""A sequence-classification model as a reward function."""
+"""Reward functions that score completions with a sequence-classification model."""
 
 from __future__ import annotations
 
@@ -23,31 +23,32 @@ logger = logging.getLogger(__name__)
 
 
 PROBES = ("Yes.", "No.", "The answer is 42, because 6 times 7 is 42.", "zxq zxq zxq zxq zxq")
-# Different texts of a batch that may share one score by chance (or by rounding); more do not.
+# Maximum number of different texts that may share one score by chance or by rounding.
 TEXTS_BY_CHANCE = 3
 TOKENIZER = (
-    "its texts cut to nothing; pass its own tokenizer in reward_processing_classes and check the folder's weights."
+    "its texts may have been truncated to nothing. Fix: pass its own tokenizer in reward_processing_classes, and check the "
+    "weights in its folder."
 )
 
 
 class _RewardModel:
-    """A frozen classifier: its name, its context, its scores of ids, and whether it tells texts apart."""
+    """Frozen classifier that scores token ids, with its name, its context length and a check for constant scores."""
 
     def __init__(self, model: nn.Module, pad_token_id: int, batch_size: int) -> None:
         self.model = model.eval().requires_grad_(False)
-        # Written to padding, never read.
+        # Padding is filled with this id, but never read.
         self.pad_token_id, self.batch_size = pad_token_id, batch_size
         self.__name__ = str(model.config._name_or_path or type(model).__name__).rstrip("/").split("/")[-1]
         self.limit: int | None = context_length(model.config.get_text_config())
         self._cuts, self._alike_checked = 0, False
 
     def _fitting(self, ids: list[int]) -> list[int]:
-        """As many of the last tokens as the model reads, with a warning at the 1st, 101st, ... cut."""
+        """Truncate ids from the left to the model's context. Warn at the 1st, 101st, ... truncation."""
         if self.limit is not None and len(ids) > self.limit:
             self._cuts += 1
             if self._cuts % 100 == 1:
                 logger.warning(
-                    "the reward model %s reads %d tokens: longer texts lose their beginning (%d so far).",
+                    "the reward model %s reads at most %d tokens: longer texts lose their beginning (%d so far).",
                     self.__name__, self.limit, self._cuts,
                 )  # fmt: skip
             ids = ids[-self.limit :]
@@ -55,7 +56,7 @@ class _RewardModel:
 
     @torch.inference_mode()
     def _scores_of(self, rows: list[list[int]]) -> list[float]:
-        """One score a row, read at its last token (found by position, not by comparing ids with pad)."""
+        """Return one score per row, at its last token. The token is found by position, not by comparing ids with pad."""
         parts = (rows[start : start + self.batch_size] for start in range(0, len(rows), self.batch_size))
         return [score for part in parts for score in self._forward(part)]
 
@@ -64,43 +65,44 @@ class _RewardModel:
         ids = torch.tensor([row + [self.pad_token_id] * (width - len(row)) for row in rows], device=device)
         mask = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in rows], device=device)
         head = getattr(self.model, "score", None)
-        if head is None:  # An encoder pools as it was trained to.
+        if head is None:  # An encoder uses the pooling it was trained with.
             return self.model(input_ids=ids, attention_mask=mask).logits.float()[:, 0].tolist()
         hidden = self.model.base_model(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state
         last = hidden[torch.arange(len(rows), device=device), mask.sum(1) - 1]
         return head(last).float()[:, 0].tolist()
 
     def _refuse_alike(self, scores: list[float], texts: Iterable[str], fix: str) -> None:
-        """Refuse the first batch of several different texts (and the probes) where all have one score.
+        """Raise if the first batch with several different texts (or the probes) gets the same score for all of them.
 
         Raises:
-            RewardError: ``fix`` is the end of its message: what else may be wrong, and what to do.
+            RewardError: All scores are equal. ``fix`` ends the message: another possible cause, and the fix.
         """
         different = len(set(texts))
         if different > TEXTS_BY_CHANCE and len(set(scores)) == 1:
             raise RewardError(
-                f"the reward model {self.__name__} gives {scores[0]:g} to {different} different texts: nothing can be learned "
-                f"from it. Its head may be newly initialised, its tokenizer another model's, or {fix}"
+                f"the reward model {self.__name__} gives the score {scores[0]:g} to {different} different texts, so nothing can "
+                f"be learned from it. Its head may be newly initialized, its tokenizer may be another model's, or {fix}"
             )
         self._alike_checked = self._alike_checked or different > TEXTS_BY_CHANCE
 
 
 class ModelReward(_RewardModel):
-    """Scores prompt and completion with a reward model, in sub-batches, cut from the left at the model's context.
+    """Reward function of a reward model. It scores prompt and completion in sub-batches.
 
-    Plain text is prompt and completion in a row, without added special tokens; a conversation is rendered with the
-    reward model's own template. The score is the classifier's output at the last real token.
+    Plain text is prompt plus completion, without added special tokens. A conversation is rendered with the reward model's own
+    template. Texts are truncated from the left to the model's context. The score is the classifier's output at the last token
+    that is not padding.
 
     Args:
         model: Folder, hub id or model with ``num_labels=1``.
-        tokenizer: The reward model's own; None loads it.
-        batch_size: Rows of one forward pass.
-        trust_remote_code: Run code that comes with the model or its tokenizer (strings only).
-        model_init_kwargs: Keywords of ``from_pretrained`` (strings only).
-        chat_template_kwargs: Passed to the template of conversations, as to the policy's.
+        tokenizer: The reward model's tokenizer; None loads it.
+        batch_size: Rows per forward pass.
+        trust_remote_code: Run code that comes with the model or its tokenizer (only if ``model`` is a string).
+        model_init_kwargs: Keyword arguments of ``from_pretrained`` (only if ``model`` is a string).
+        chat_template_kwargs: Keyword arguments of the chat template, the same as for the policy's.
 
     Raises:
-        ModelError: A folder that cannot be loaded, or a model with another number of labels.
+        ModelError: The folder cannot be loaded, or the model does not have exactly one label.
     """
 
     def __init__(
@@ -115,15 +117,15 @@ class ModelReward(_RewardModel):
     ) -> None:
         from transformers import AutoTokenizer
 
-        init = dict(model_init_kwargs or {})  # A copy: the caller's dict makes a second trainer too.
+        init = dict(model_init_kwargs or {})  # A copy: the caller may use the dict for a second trainer.
         init.setdefault("trust_remote_code", trust_remote_code)
         if isinstance(model, str):
             model = _load(model, init)
         labels = label_count(model)
         if labels != 1:
             raise ModelError(
-                f"a reward model needs num_labels=1, and {type(model).__name__} has {labels}. A module of another kind "
-                "goes into a function f(prompts, completions, **columns) that calls it."
+                f"a reward model needs num_labels=1, but {type(model).__name__} has {labels}. Fix: wrap a module of another kind "
+                "in a function f(prompts, completions, **columns) that calls it."
             )
         self.tokenizer = tokenizer or AutoTokenizer.from_pretrained(
             model.config._name_or_path,
@@ -138,16 +140,16 @@ class ModelReward(_RewardModel):
         self._calls_tools: bool | None = None
 
     def to(self, device: torch.device | str) -> ModelReward:
-        """Place the model, unless it is spread over devices already; returns itself."""
+        """Move the model to ``device``, unless it is already spread over devices. Return self."""
         if not getattr(self.model, "hf_device_map", None):
             self.model.to(device)
         return self
 
     def probe(self) -> list[float]:
-        """Scores of four short answers to one question; logged, so that a wrong template or head shows at the start.
+        """Score and log four short answers to one question, so that a wrong template or head is visible at the start.
 
         Raises:
-            RewardError: The model gives all of them one score.
+            RewardError: The model gives all of them the same score.
         """
         question = "What is 6 times 7?"
         prompts: list[Any] = [question] * len(PROBES)
@@ -163,10 +165,10 @@ class ModelReward(_RewardModel):
         return scores
 
     def __call__(self, prompts: list[Any], completions: list[Any], **_: Any) -> list[float]:
-        """One score a row.
+        """Return one score per row.
 
         Raises:
-            RewardError: The first batch of several different texts got one score for all of them.
+            RewardError: The first batch with several different texts got the same score for all of them.
         """
         scores = self._scores(prompts, completions)
         if not self._alike_checked:
@@ -187,15 +189,15 @@ class ModelReward(_RewardModel):
         return self._fitting(ids)
 
     def _check_tools(self, completion: list[dict[str, Any]]) -> None:
-        """A template without words for tools leaves calls and results out: the score would be of another text."""
+        """Raise if the template drops tool calls and results, because the score would be that of another text."""
         if not any(message.get("tool_calls") or message.get("role") == "tool" for message in completion):
             return
         if self._calls_tools is None:
             self._calls_tools = supports_tool_calling(self.tokenizer)
         if not self._calls_tools:
             raise RewardError(
-                f"the completion calls tools, and the chat template of the reward model {self.__name__} cannot show tool "
-                "calls and their results. Use a reward model whose template can, or a reward function that reads messages."
+                f"the completion calls tools, but the chat template of the reward model {self.__name__} does not render tool "
+                "calls and their results. Fix: use a reward model whose template does, or a reward function that reads messages."
             )
 
 
@@ -207,10 +209,10 @@ def _load(model_id: str, init: dict[str, Any]) -> Any:
 
 
 class WholeTextReward(ModelReward):
-    """A reward model that reads plain text with the special tokens its tokenizer adds, as it was trained to.
+    """Reward model that reads plain text with the special tokens that its tokenizer adds.
 
-    A text that already begins with the bos token does not get a second one. Conversations are rendered by the template, as
-    `ModelReward` does.
+    A text that already begins with the bos token does not get a second one. Conversations are rendered with the template, as in
+    `ModelReward`.
     """
 
     def _ids(self, prompt: Any, completion: Any) -> list[int]:
@@ -221,26 +223,26 @@ class WholeTextReward(ModelReward):
 
 
 class TokenReward(_RewardModel):
-    """Scores prompt and response ids at the response's last token, found by position; of an empty one, at the prompt's.
+    """Reward function that scores prompt and response ids at the response's last token; at the prompt's if it is empty.
 
     Args:
         model: A sequence classifier with one label and the policy's vocabulary.
-        pad_token_id: Written to padding, never read.
-        batch_size: Responses that are evaluated together.
+        pad_token_id: Id written to padding, never read.
+        batch_size: Responses per forward pass.
     """
 
     def __init__(self, model: nn.Module, *, pad_token_id: int = 0, batch_size: int = 64) -> None:
         super().__init__(model, pad_token_id, batch_size)
 
     def __call__(self, prompt_ids: list[list[int]], completion_ids: list[list[int]], **_: Any) -> list[float]:
-        """One score a response; what the model cannot read is cut from the left.
+        """Return one score per response. Ids beyond the model's context are truncated from the left.
 
         Raises:
-            RewardError: The first batch of several different responses got one score for all of them.
+            RewardError: The first batch with several different responses got the same score for all of them.
         """
         rows = [[*prompt, *ids] for prompt, ids in zip(prompt_ids, completion_ids, strict=True)]
         scores = self._scores_of([self._fitting(row) for row in rows])
         if not self._alike_checked:
-            fix = "its weights another folder's: check that the classifier's head was trained and saved with it."
+            fix = "its weights may be another folder's. Fix: check that the classifier's head was trained and saved with it."
             self._refuse_alike(scores, map(str, zip(prompt_ids, completion_ids, strict=True)), fix)
         return scores

@@ -1,4 +1,4 @@
-"""Any task of reasoning-gym, or a mixture of them, as a dataset and a reward in one line."""
+"""Dataset and reward function of any reasoning-gym task, or of a mixture of tasks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from posttrain.integrations import require
 from posttrain.rewards.math import boxed
 from posttrain.rewards.texts import completion_text
 
-SPACING = 10_000_019  # reasoning-gym draws row i from seed + i: seeds 0 and 1 would share all rows but one.
+SPACING = 10_000_019  # reasoning-gym samples row i with seed + i, so seeds 0 and 1 would share all rows but one.
 EXTRACT = ("auto", "tag", "last_number", "text")
 TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL | re.IGNORECASE)
 CLOSE = re.compile("</answer>", re.IGNORECASE)
@@ -22,12 +22,12 @@ NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 
 
 def extract_answer(text: str, how: str = "auto") -> str | None:
-    r"""What a completion gives as its answer, or None when it gives none.
+    r"""Extract the answer from a completion; None if there is none.
 
     Args:
         text: The completion.
-        how: ``tag`` takes the last ``<answer>...</answer>``; ``last_number`` the last number; ``text`` everything; ``auto``
-            the tag, else the last ``\boxed{...}``, else what follows "answer is" on the last line, else the last line.
+        how: ``tag`` uses the last ``<answer>...</answer>``; ``last_number`` the last number; ``text`` the whole text; ``auto``
+            the tag, else the last ``\boxed{...}``, else the text after "answer is" on the last line, else the last line.
 
     >>> extract_answer("So <answer> 12 </answer>."), extract_answer("The answer is 12."), extract_answer("a\n\n7")
     ('12', '12', '7')
@@ -38,7 +38,7 @@ def extract_answer(text: str, how: str = "auto") -> str | None:
     if how == "last_number":
         numbers = NUMBER.findall(text)
         return numbers[-1].replace(",", "") if numbers else None
-    # Beyond the last closing tag, the search from each opening one would reach the end of the text.
+    # Without this limit, the search from each opening tag after the last closing tag would run to the end of the text.
     end = max((match.end() for match in CLOSE.finditer(text)), default=0)
     tags = TAG.findall(text, 0, end)
     if tags or how == "tag":
@@ -54,11 +54,11 @@ def extract_answer(text: str, how: str = "auto") -> str | None:
 
 
 class ReasoningGymReward:
-    """Scores completions with the scorer of the task they answer, 0.0 to 1.0.
+    """Reward function of a reasoning-gym task. It scores a completion with the task's scorer, from 0.0 to 1.0.
 
     Args:
         task: A dataset of reasoning-gym.
-        name: In metrics and tables.
+        name: Name in metrics and tables.
         extract: See `extract_answer`; or a function from the completion's text to the answer (or None).
     """
 
@@ -72,7 +72,7 @@ class ReasoningGymReward:
     def __call__(
         self, completions: list[Any], task_index: list[int], answer: list[Any], log_extra: Any = None, **_: Any
     ) -> list[float]:
-        """One score a completion; without an answer in it, 0.0."""
+        """Return one score per completion; 0.0 if no answer is found."""
         texts = [completion_text(completion) for completion in completions]
         how = self.extract
         answers = [how(t) if callable(how) else extract_answer(t, how) for t in texts]
@@ -81,7 +81,7 @@ class ReasoningGymReward:
         return [self._score(f, index, gold) for f, index, gold in zip(answers, task_index, answer, strict=True)]
 
     def entry(self, index: int) -> dict[str, Any]:
-        """Question, answer and metadata of a row, made once."""
+        """Return the question, answer and metadata of a row, cached after the first call."""
         if index not in self._entries:
             self._entries[index] = self.task[index]
         return self._entries[index]
@@ -90,15 +90,15 @@ class ReasoningGymReward:
         entry = self.entry(index)
         if str(entry["answer"]) != str(gold):
             raise RewardError(
-                f"{self.__name__}: row task_index={index} has the answer {gold!r}, and this reward's task gives "
-                f"{entry['answer']!r} there: the dataset is of another call of reasoning_gym_task (other seed, size or "
-                "settings). Use the reward that came with it."
+                f"{self.__name__}: row task_index={index} has the answer {gold!r}, but this reward's task has "
+                f"{entry['answer']!r} there. The dataset comes from another call of reasoning_gym_task (other seed, size or "
+                "settings). Fix: use the reward that the same call returned."
             )
         if reply is None:
             return 0.0
         try:
             return float(self.task.score_answer(answer=reply, entry=entry))
-        except Exception:  # Scorers parse what a model wrote and raise on what they cannot read.
+        except Exception:  # Scorers parse model output and raise on text they cannot parse.
             return 0.0
 
 
@@ -111,26 +111,26 @@ def reasoning_gym_task(
     extract: str | Callable[[str], str | None] = "auto",
     **config: Any,
 ) -> tuple[datasets.Dataset, ReasoningGymReward]:
-    """A reasoning-gym task as prompts and the reward that scores their answers.
+    """Create a dataset of a reasoning-gym task's prompts, and the reward function that scores the answers.
 
-    Different seeds share no rows, so ``seed=1`` is a held-out set of ``seed=0``. (reasoning-gym itself draws row i from
-    ``seed + i``, where neighbouring seeds give nearly the same rows.)
+    Different seeds share no rows, so ``seed=1`` is a held-out set for ``seed=0``. (In reasoning-gym itself row i depends on
+    ``seed + i``, so neighboring seeds give nearly the same rows.)
 
     Args:
-        task: A task's name; or a mixture, ``{name: weight}`` or ``{name: {"weight": 2.0, **settings}}``, of which each row
-            is drawn from one.
-        size: Rows.
-        seed: Of the rows.
-        system_prompt: A first message, for example to say how answers are to be given (``<answer>...</answer>``).
-        extract: How the answer is found in a completion, see `extract_answer`; or a function.
-        config: Settings of the task, as reasoning-gym names them.
+        task: Name of a task, or a mixture ``{name: weight}`` or ``{name: {"weight": 2.0, **settings}}``. Each row of a mixture
+            is sampled from one of the tasks.
+        size: Number of rows.
+        seed: Seed of the rows.
+        system_prompt: System message, for example with the format of answers (``<answer>...</answer>``).
+        extract: How to find the answer in a completion, see `extract_answer`; or a function.
+        config: Settings of the task, with reasoning-gym's names.
 
     Returns:
-        A dataset with ``prompt`` (messages), ``answer``, ``task`` and ``task_index``; and its reward function.
+        A dataset with ``prompt`` (messages), ``answer``, ``task`` and ``task_index``, and its reward function.
 
     Raises:
         MissingDependencyError: reasoning-gym is not installed.
-        ConfigError: An unknown task, or settings it does not take.
+        ConfigError: The task is unknown, or does not accept the settings.
 
     Example:
         ``dataset, reward = reasoning_gym_task("chain_sum", size=1000, seed=0, min_terms=2, max_terms=3)``
@@ -158,17 +158,17 @@ def _make(gym: Any, task: Any, *, size: int, seed: int, config: dict[str, Any]) 
     for name in names:
         if name not in known:
             raise ConfigError(
-                f"{name!r} is no task of reasoning-gym{did_you_mean(name, known)}. It has {len(known)}: see "
-                "reasoning_gym.factory.DATASETS."
+                f"{name!r} is not a task of reasoning-gym{did_you_mean(name, known)}. Fix: choose one of its {len(known)} tasks "
+                "in reasoning_gym.factory.DATASETS."
             )
     if not names:
-        raise ConfigError("the mixture of tasks is empty. Give at least one name and weight.")
+        raise ConfigError("the mixture of tasks is empty. Fix: give at least one name and weight.")
     try:
         if isinstance(task, str):
             return gym.create_dataset(task, size=size, seed=seed, **config)
         if config:
             raise ConfigError(
-                f"settings {sorted(config)} of a mixture belong to its tasks: {{name: {{setting: value}}}}."
+                f"settings {sorted(config)} of a mixture belong to its tasks. Fix: pass {{name: {{setting: value}}}}."
             )
         spec = require("reasoning_gym.composite", "a mixture of tasks").DatasetSpec
         parts = []
@@ -181,4 +181,4 @@ def _make(gym: Any, task: Any, *, size: int, seed: int, config: dict[str, Any]) 
     except (TypeError, AssertionError, ValueError) as error:
         if isinstance(error, ConfigError):
             raise
-        raise ConfigError(f"reasoning-gym refuses these settings of {', '.join(names)}: {error}.") from error
+        raise ConfigError(f"reasoning-gym rejects these settings of {', '.join(names)}: {error}.") from error

@@ -1,4 +1,4 @@
-"""JSON posted to a judge or a sandbox service, with retries while the server is busy or starting."""
+"""Post JSON to a judge or a sandbox service, with retries while the server is busy or starting."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from posttrain.integrations.network import CONNECTIONS, network_advice
 
 logger = logging.getLogger(__name__)
 
-# Busy, starting or overloaded; any other refusal is final.
+# Status codes of a busy, starting or overloaded server. Any other error status is final.
 RETRIED = (408, 409, 425, 429, 500, 502, 503, 504)
-BUSY = "ask for less at a time (concurrency), raise retries, or have the server's limit of requests raised."
-BROKEN = "see the server's log; where it is still starting, raise retries."
-# Seconds, whatever pause a server asks for.
+BUSY = "send fewer requests at a time (concurrency), raise retries, or raise the server's request limit."
+BROKEN = "check the server's log. If the server is still starting, raise retries."
+# Maximum pause in seconds, even if the server asks for a longer one.
 LONGEST_WAIT = 60.0
 
 
 class _Busy(Exception):
-    """A failure worth another attempt; ``after`` is the pause in seconds that the server asked for, ``fix`` what mends it."""
+    """Retryable failure. ``after`` is the pause in seconds that the server asked for, ``fix`` the advice for the user."""
 
     def __init__(self, what: str, fix: str, after: float | None = None) -> None:
         super().__init__(what)
@@ -34,7 +34,7 @@ class _Busy(Exception):
 
 @functools.lru_cache(maxsize=1)
 def _client(pid: int) -> httpx2.Client:
-    """One client with its kept connections per process; a forked child must not use its parent's."""
+    """Return this process's HTTP client with its open connections. A forked child must not use its parent's client."""
     return httpx2.Client(limits=CONNECTIONS)
 
 
@@ -48,19 +48,19 @@ def post_json(
     backoff: float = 0.5,
     api_key: str | None = None,
 ) -> httpx2.Response:
-    """The answer to one POST request; its status is below 300.
+    """Send one POST request and return the response. Its status is below 300.
 
     Args:
-        url: Where to post.
-        body: Sent as JSON.
-        who: Names the server in errors: ``"judge"``.
-        timeout: Seconds one answer may take.
+        url: URL of the request.
+        body: Body, sent as JSON.
+        who: Name of the server in errors, e.g. ``"judge"``.
+        timeout: Seconds to wait for one answer.
         retries: Attempts after the first.
-        backoff: Seconds before the first retry; doubled each time, and drawn from its upper half.
-        api_key: Sent as a bearer token; None sends none.
+        backoff: Seconds before the first retry. The time doubles with each retry, and is sampled from its upper half.
+        api_key: Sent as a bearer token; None sends no token.
 
     Raises:
-        RewardError: The server is down or refuses; names the URL and the number of attempts.
+        RewardError: The server is down or refuses the request. The error names the URL and the number of attempts.
     """
     growing = tenacity.wait_exponential(backoff / 2, max=LONGEST_WAIT / 2)
 
@@ -101,7 +101,7 @@ def _post(url: str, body: dict[str, Any], headers: dict[str, str], who: str, tim
     what = f"HTTP {response.status_code} {response.reason_phrase}: {response.text.strip()[:200]}"
     if response.status_code in RETRIED:
         after = response.headers.get("Retry-After", "")
-        # A date instead of seconds is not read.
+        # A date in Retry-After is ignored; only seconds are used.
         fix = BUSY if response.status_code == 429 else BROKEN
         raise _Busy(what, fix, float(after) if after.replace(".", "", 1).isdigit() else None)
     fix = "check the API key" if response.status_code in (401, 403) else "check the URL and the model's name"

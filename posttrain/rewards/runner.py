@@ -1,4 +1,4 @@
-"""The reward functions of a run: called on each batch, transformed, and judged whether they can train anything."""
+"""Run the reward functions of a training run: call them, transform their rewards, and check that the rewards are usable."""
 
 from __future__ import annotations
 
@@ -39,27 +39,27 @@ from posttrain.rewards.call import (
 
 logger = logging.getLogger(__name__)
 
-# Rollout batches after which the shares of the variance are shown.
+# Generations after which each function's share of the variance is logged.
 GENERATIONS_REPORTED = (1, 10, 100)
-# Correlation below which two rewards take back from each other what they give.
+# Correlation below which two rewards mostly cancel each other.
 OPPOSED_CORRELATION = -0.5
-# Share of unscored rows, and batches in a row, after which a run has no usable reward.
+# Share of unscored rows, and number of consecutive batches with it, after which the run has no usable reward.
 UNSCORED_SHARE, UNSCORED_BATCHES = 0.5, 5
-# Rows that are scored a second time.
+# Number of rows that are scored a second time.
 ROWS_SCORED_TWICE = 4
 
 
 # Transforms of one reward column ------------------------------------------------------------------------------------------
 
 Transform = Callable[[Tensor, Tensor], Tensor]
-# Name -> how it is written with its numbers.
+# Name -> syntax with its numbers.
 TRANSFORMS = {
     spec.partition(":")[0]: spec for spec in ("none", "clip:a:b", "log1p", "rank", "tanh:s", "zscore", "running")
 }
 
 
 def transform_names(specs: Sequence[str | None] | str | None) -> set[str]:
-    """The names in what a config's ``reward_transform`` holds: one for all functions, or one each.
+    """Return the names in a config's ``reward_transform``, which is one spec for all functions or one per function.
 
     >>> sorted(transform_names(["clip:0:1", None])), sorted(transform_names("rank"))
     (['clip', 'none'], ['rank'])
@@ -68,14 +68,14 @@ def transform_names(specs: Sequence[str | None] | str | None) -> set[str]:
 
 
 def parse_transform(spec: str | None) -> Transform | None:
-    """The function behind a name; it takes ``(n,)`` rewards (NaN: not scored) and ``(n,)`` group numbers.
+    """Return the function of a transform spec. It takes ``(n,)`` rewards (NaN: not scored) and ``(n,)`` group numbers.
 
-    ``clip:a:b`` bounds to [a, b]; ``log1p`` is ``sign(r) log(1 + |r|)``; ``tanh:s`` is ``tanh(r / s)``; ``rank`` is the
+    ``clip:a:b`` clamps to [a, b]; ``log1p`` is ``sign(r) log(1 + |r|)``; ``tanh:s`` is ``tanh(r / s)``; ``rank`` is the
     share of the group's other rewards that are smaller (ties count half), in [0, 1]; ``zscore`` is
     ``(r - mean) / (std + 1e-4)`` over all rows; ``running`` is `RunningScale`. NaN stays NaN.
 
     Raises:
-        ConfigError: An unknown name, or numbers that are missing or make no sense.
+        ConfigError: The name is unknown, or numbers are missing or out of range.
 
     >>> parse_transform("clip:0:1")(torch.tensor([-3.0, 0.5, 9.0]), torch.zeros(3)).tolist()
     [0.0, 0.5, 1.0]
@@ -84,7 +84,7 @@ def parse_transform(spec: str | None) -> Transform | None:
     if name not in TRANSFORMS:
         known = ", ".join(TRANSFORMS.values())
         raise ConfigError(
-            f"reward_transform={spec!r} is not known{did_you_mean(name, TRANSFORMS)}. Fix: choose one of {known}."
+            f"reward_transform={spec!r} is unknown{did_you_mean(name, TRANSFORMS)}. Fix: choose one of {known}."
         )
     try:
         numbers = [float(text) for text in arguments]
@@ -93,7 +93,7 @@ def parse_transform(spec: str | None) -> Transform | None:
     wanted = TRANSFORMS[name].count(":")
     if len(arguments) != wanted or not all(map(math.isfinite, numbers)):
         raise ConfigError(
-            f"reward_transform={spec!r} must be written as {TRANSFORMS[name]!r} with {wanted} finite numbers."
+            f"reward_transform={spec!r} must have the form {TRANSFORMS[name]!r} with {wanted} finite numbers."
         )
     if numbers != sorted(set(numbers)) or (name == "tanh" and numbers[0] <= 0):
         raise ConfigError(f"reward_transform={spec!r} is out of range: clip needs a < b, tanh needs s > 0.")
@@ -126,13 +126,14 @@ def _zscore(rewards: Tensor, groups: Tensor) -> Tensor:
 
 
 class RunningScale:
-    """``r / std`` with the standard deviation of all rewards since the run began: steps have one size, whatever r is measured in.
+    """Reward scaling ``r / std``, where std is the standard deviation of all rewards since the run began.
 
-    The mean stays (a baseline or a value takes it), so that the sign of a reward keeps its meaning. `add` takes the rewards of a
-    training generation in, before they are divided; evaluation only divides. While no two rewards differ they stay as they are.
+    It makes the size of updates independent of the rewards' unit. The mean is not subtracted (a baseline or a value function
+    does that), so the sign of a reward keeps its meaning. `add` updates the statistics with the rewards of a training generation
+    before they are divided. Evaluation only divides. Rewards are not scaled as long as all of them are equal.
 
     Attributes:
-        count, mean, squares: Of the rewards; sum of squared distances to the mean (Welford's sums).
+        count, mean, squares: Count and mean of the rewards; sum of squared deviations from the mean (Welford's algorithm).
 
     Reference: Implementation matters in deep policy gradients, arXiv:2005.12729, section 3, reward scaling.
 
@@ -146,7 +147,7 @@ class RunningScale:
         self.count, self.mean, self.squares = 0, 0.0, 0.0
 
     def add(self, rewards: Tensor) -> None:
-        """Count ``(n,)`` rewards; NaN stands for none."""
+        """Update the statistics with ``(n,)`` rewards; NaN is ignored."""
         scored = rewards[~rewards.isnan()].double()
         if not len(scored):
             return
@@ -156,17 +157,17 @@ class RunningScale:
         self.count = count
 
     def __call__(self, rewards: Tensor, groups: Tensor) -> Tensor:
-        """``(n,)`` rewards over the standard deviation so far."""
+        """Divide ``(n,)`` rewards by the current standard deviation."""
         std = math.sqrt(self.squares / self.count) if self.count else 0.0
-        # Rewards that differ by rounding alone are not divided by it.
+        # If rewards differ only by rounding, the standard deviation is not used.
         return rewards / std if std > 1e-6 * abs(self.mean) else rewards
 
     def state(self) -> list[float]:
-        """For JSON."""
+        """Return the statistics in a JSON-serializable form."""
         return [self.count, self.mean, self.squares]
 
     def load(self, state: Sequence[float]) -> None:
-        """Undo `state`."""
+        """Restore the statistics from `state`."""
         self.count, self.mean, self.squares = int(state[0]), *map(float, state[1:])
 
 
@@ -174,7 +175,7 @@ class RunningScale:
 
 
 def variance_shares(values: Tensor, weights: Tensor) -> Tensor:
-    """``w_k^2 var(r_k) / sum_j w_j^2 var(r_j)``, ``(K,)``; all 0 where nothing varies.
+    """Compute ``w_k^2 var(r_k) / sum_j w_j^2 var(r_j)``, ``(K,)``; all 0 if no function has nonzero variance.
 
     Args:
         values: ``(n, K)`` rewards, NaN where a function did not apply.
@@ -192,7 +193,7 @@ def variance_shares(values: Tensor, weights: Tensor) -> Tensor:
 
 
 def correlation(one: Tensor, other: Tensor) -> float | None:
-    """Pearson's correlation over the rows where both are known; None where there are fewer than two or one is constant.
+    """Return Pearson's correlation over the rows where both are known; None with fewer than two rows or a constant input.
 
     Args:
         one: ``(n,)``, NaN where unknown.
@@ -211,7 +212,7 @@ def correlation(one: Tensor, other: Tensor) -> float | None:
 
 
 def describe_shares(names: Sequence[str], values: Tensor, weights: Tensor) -> str:
-    """One line for people: the share of each function, and pairs that work against each other."""
+    """Format each function's share of the variance, and pairs of functions that cancel each other, as one line."""
     shares = variance_shares(values, weights)
     text = ", ".join(f"{name} {100 * float(share):.1f} %" for name, share in zip(names, shares, strict=True))
     against = []
@@ -221,7 +222,7 @@ def describe_shares(names: Sequence[str], values: Tensor, weights: Tensor) -> st
             against.append(f"{names[i]} and {names[j]} (correlation {related:.2f})")
     if against:
         text += (
-            f"; {', '.join(against)} cancel in their sum: multi_objective_aggregation='normalize_then_sum' keeps both"
+            f"; {', '.join(against)} cancel in their sum. multi_objective_aggregation='normalize_then_sum' keeps both"
         )
     return text
 
@@ -234,11 +235,11 @@ class RewardTable:
     """Rewards of one batch of completions.
 
     Attributes:
-        values: ``(n, K)`` float32, NaN where a function returned None; transformed where a transform is set.
+        values: ``(n, K)`` float32, NaN where a function returned None; transformed if a transform is set.
         names: K unique names.
         weights: ``(K,)`` float32.
-        extra_columns: What functions logged with ``log_extra``, one value a row.
-        metrics: Seconds per function, what they logged with ``log_metric``, counts of odd values.
+        extra_columns: Columns that functions logged with ``log_extra``, one value per row.
+        metrics: Seconds per function, values logged with ``log_metric``, counts of NaN.
         seconds: Wall-clock seconds of each function, by name.
         raw: ``(n, K)`` ``values`` before any transform.
         start: Index in ``values`` of this process's first row.
@@ -255,25 +256,26 @@ class RewardTable:
 
 
 class RewardRunner:
-    """Calls reward functions the way users expect, and turns every mistake into a `RewardError`.
+    """Runner that calls reward functions and turns their mistakes into a `RewardError`.
 
     A function is called as ``f(prompts=..., completions=..., completion_ids=..., **columns, trainer_state=...,
-    log_extra=..., log_metric=...)`` and returns one number a row, or None for "does not apply". One without
-    ``**kwargs`` gets only what it names. Plain functions run in order on the calling thread; asynchronous ones, and
-    those marked `parallel`, run concurrently after them.
+    log_extra=..., log_metric=...)`` and returns one number per row, or None for "does not apply". A function without
+    ``**kwargs`` gets only the arguments it names. Synchronous functions run in order on the calling thread. Asynchronous
+    functions and functions marked `parallel` run concurrently afterwards.
 
     Args:
         reward_funcs: A callable, a sequence-classification model (or its id), or a list of them. The list is copied.
-        reward_weights: One a function; None is ones.
-        processing_classes: Tokenizers of reward models, one (or None) a function.
-        transforms: One a function (of this module), applied before the weights; None is none.
-        timeout: Seconds a function may take for one batch; None waits for ever. A plain function then runs on a thread.
-        model_options: Keywords for `posttrain.rewards.model.ModelReward`.
-        of_environments: Further functions, with weight 1: the rewards that environments give themselves.
-        score_twice: Score 4 rows of the first batch a second time and warn where they differ.
+        reward_weights: One weight per function; None is all ones.
+        processing_classes: Tokenizers of reward models, one (or None) per function.
+        transforms: One transform (see `parse_transform`) per function, applied before the weights; None is no transform.
+        timeout: Seconds a function may take for one batch; None waits without limit. With a timeout, a synchronous function runs
+            on a thread.
+        model_options: Keyword arguments of `posttrain.rewards.model.ModelReward`.
+        of_environments: Additional functions with weight 1: the rewards that environments compute themselves.
+        score_twice: Score 4 rows of the first batch a second time and warn if the rewards differ.
 
     Raises:
-        ConfigError: No function at all, or lists of different lengths.
+        ConfigError: There is no function, or the lists have different lengths.
 
     >>> def length(completions, **kwargs):
     ...     return [len(text) for text in completions]
@@ -302,7 +304,7 @@ class RewardRunner:
                 "get_reward."
             )
         if timeout is not None and timeout <= 0:
-            raise ConfigError(f"reward_timeout={timeout} must be above 0 seconds, or None to wait for ever.")
+            raise ConfigError(f"reward_timeout={timeout} must be above 0 seconds, or None to wait without limit.")
         count, none = len(functions), [None] * len(of_environments)
         transforms = [transforms] * count if isinstance(transforms, str) else transforms
         tokenizers = [*one_each("reward_processing_classes", processing_classes, count), *none]
@@ -322,7 +324,7 @@ class RewardRunner:
 
     @property
     def weights(self) -> Tensor:
-        """``(K,)`` float32; may be set while training."""
+        """Weights ``(K,)`` float32. They may be set during training."""
         return self._weights
 
     @weights.setter
@@ -330,15 +332,16 @@ class RewardRunner:
         weights = torch.as_tensor(weights, dtype=torch.float32)
         if weights.shape != self._weights.shape:
             raise ConfigError(
-                f"reward_weights has shape {tuple(weights.shape)} for {len(self.names)} reward functions. Fix: give one each."
+                f"reward_weights has shape {tuple(weights.shape)} for {len(self.names)} reward functions. Fix: pass one weight "
+                "per function."
             )
         self._weights = weights
 
     def start(self, device: torch.device | str) -> None:
-        """Place reward models on the trainer's device, log their scores of four texts, and weights where there are several.
+        """Move reward models to the trainer's device and log their scores of four texts. Log weights of several functions.
 
         Raises:
-            RewardError: A reward model gives four different texts one score.
+            RewardError: A reward model gives four different texts the same score.
         """
         for function in self.functions:
             if hasattr(function, "probe"):
@@ -360,20 +363,20 @@ class RewardRunner:
         environments: list[Any] | None = None,
         strict: bool = False,
     ) -> RewardTable:
-        """Score n completions of this process; `finish` transforms and judges the rewards of all processes.
+        """Score n completions of this process. `finish` transforms and checks the rewards of all processes.
 
         Args:
             prompts: n strings, or lists of messages.
             completions: n strings, or lists of messages.
-            completion_ids: Token ids, unpadded, eos included.
-            columns: Dataset columns, one value a row.
-            trainer_state: Passed through.
-            prompt_suffixes: The text each completion continues (the end of the rendered prompt), for format rewards.
-            environments: Passed through when given.
-            strict: NaN is an error too (a dry run); otherwise it counts as None and is reported.
+            completion_ids: Token ids, unpadded, with eos.
+            columns: Dataset columns, one value per row.
+            trainer_state: Passed to the functions.
+            prompt_suffixes: End of the rendered prompt that each completion continues, for format rewards.
+            environments: Passed to the functions if not None.
+            strict: Whether NaN is an error (as in a dry run). Otherwise NaN counts as None and is reported.
 
         Raises:
-            RewardError: Names the function and, where there is one, the row.
+            RewardError: A function failed. The error names the function and, if there is one, the row.
         """
         kept = {name: values for name, values in (columns or {}).items() if name not in RESERVED}
         always = {"trainer_state": trainer_state, "prompt_suffixes": prompt_suffixes, "environments": environments}
@@ -385,8 +388,8 @@ class RewardRunner:
             kept.pop(name, None)
             self._warn(
                 f"column {name}",
-                "the dataset column %r is not passed to reward functions: the trainer gives them %r itself. Rename the column if "
-                "a function is to read it.",
+                "the dataset column %r is not passed to reward functions, because the trainer passes its own %r. Fix: rename the "
+                "column if a function needs it.",
                 name,
                 "completions" if name == "completion" else name,
             )
@@ -405,11 +408,11 @@ class RewardRunner:
         )
 
     def rows_again(self, count: int) -> list[int]:
-        """Which of ``count`` rows are scored a second time."""
+        """Return which of ``count`` rows are scored a second time."""
         return list(range(min(ROWS_SCORED_TWICE, count)))
 
     def _score_again(self, call: RewardCall, values: list[list[float]]) -> None:
-        """Score a few rows a second time and warn of functions that give another reward."""
+        """Score a few rows a second time, and warn about functions that return another reward."""
         rows = self.rows_again(len(call.prompts))
 
         def some(column: Any) -> Any:
@@ -426,17 +429,17 @@ class RewardRunner:
             )
             return
         for name, before, after in zip(self.names, values, second, strict=True):
-            # NaN (not scored) differs from itself; its text does not.
+            # Compare as text, because NaN (not scored) is not equal to itself.
             pairs = [(a, b) for a, b in zip(some(before), after, strict=True) if str(a) != str(b)]
             if pairs:
                 logger.warning(
-                    "%s gave %g and then %g for the same completion (%d of %d rows differ): it is random, depends on time "
-                    "or on the other rows of a batch, or keeps a state. Such rewards add noise to every advantage.",
+                    "%s returned %g and then %g for the same completion (%d of %d rows differ): it is random, depends on the "
+                    "time or on the other rows of a batch, or has state. Such rewards add noise to every advantage.",
                     name, *pairs[0], len(pairs), len(after),
                 )  # fmt: skip
 
     def _run(self, call: RewardCall) -> tuple[list[Any], dict[str, float]]:
-        """Results of all functions in their order, and the seconds of each."""
+        """Return the results of all functions in their order, and the seconds of each."""
         results: dict[str, Any] = {}
         seconds: dict[str, float] = {}
         later: dict[str, Callable[[], Awaitable]] = {}
@@ -469,14 +472,14 @@ class RewardRunner:
         columns: Mapping[str, Any] | None = None,
         training: bool = True,
     ) -> RewardTable:
-        """Transform the rewards of all processes' rows and judge whether they can train anything.
+        """Transform the rewards of all processes' rows, and check that they are usable for training.
 
         Args:
-            table: Its ``values`` hold the rows of all processes.
-            groups: ``(n,)`` which group a row belongs to.
-            prompts: For the warning; may be this process's only.
-            columns: For the warning; may be this process's only.
-            training: Show the share of each function after generations 1, 10 and 100.
+            table: Table whose ``values`` contain the rows of all processes.
+            groups: ``(n,)`` group number of each row.
+            prompts: Prompts for the warning; may be only this process's.
+            columns: Columns for the warning; may be only this process's.
+            training: Whether this is a training generation. Shares of the variance are logged after generations 1, 10 and 100.
         """
         numbers = torch.as_tensor(list(groups))
         metrics = table.metrics | self.judge(table, numbers, prompts=prompts, columns=columns, training=training)
@@ -506,23 +509,23 @@ class RewardRunner:
         columns: Mapping[str, Any] | None = None,
         training: bool = True,
     ) -> dict[str, Metric]:
-        """Warn of rows that no function scored, loudly where there is little else, and of groups scored in part.
+        """Warn about rows that no function scored, especially if there are many, and about partly scored groups.
 
         Args:
             table: Rewards of all processes.
             groups: ``(n,)`` group number of each row.
-            prompts: For the warning; may be this process's only.
-            columns: For the warning; may be this process's only.
-            training: Whether these are trained on: batches of an evaluation are not among those in a row.
+            prompts: Prompts for the warning; may be only this process's.
+            columns: Columns for the warning; may be only this process's.
+            training: Whether the batch is for training. Evaluation batches do not count as consecutive unscored batches.
 
         Returns:
-            ``groups/unscorable``, where there are such rows.
+            ``groups/unscorable``, if there are such rows.
         """
         metrics: dict[str, Metric] = {}
         unscored = table.values.isnan().all(-1)  # (n,)
         if unscored.any():
             rows = unscored.nonzero().flatten().tolist()
-            # A mean, as every process has the same number: a sum would multiply it.
+            # Every process has the same number, so the mean over processes is right; a sum would multiply it.
             metrics["groups/unscorable"] = mean(float(len(rows)))
             row = {name: values[rows[0]] for name, values in (columns or {}).items() if rows[0] < len(values)}
             self._warn(
@@ -534,43 +537,43 @@ class RewardRunner:
         if training:
             self._count_unscored(unscored, sorted(columns or {}))
         for name, column in zip(table.names, table.values.unbind(1), strict=True):
-            # Totals inside a group are not comparable when a function scored only some of its rows.
+            # Totals within a group are not comparable if a function scored only some of its rows.
             have, lack = (set(groups[rows].tolist()) for rows in (~column.isnan(), column.isnan() & ~unscored))
             if have & lack:
                 self._warn(
                     f"partial {name}",
                     "%s returned None for some completions of a prompt and a number for others, in %d groups: their "
-                    "totals are not comparable. Return 0.0 instead of None, or None for the whole group.",
+                    "totals are not comparable. Fix: return 0.0 instead of None, or None for the whole group.",
                     name, len(have & lack),
                 )  # fmt: skip
         return metrics
 
     def transformed(self, values: Tensor, groups: Tensor) -> Tensor:
-        """``(n, K)`` rewards after each function's transform, a tensor of its own; ``groups (n,)`` numbers the rows' groups."""
+        """Apply each function's transform to ``(n, K)`` rewards and return a new tensor; ``groups (n,)`` are group numbers."""
         columns = zip(values.unbind(1), self.transforms, strict=True)
         return torch.stack([raw if transform is None else transform(raw, groups) for raw, transform in columns], 1)
 
     def transforms_state(self) -> list[list[float] | None]:
-        """What a resumed run must know of each transform; for JSON."""
+        """Return the state of each transform for a checkpoint, in a JSON-serializable form."""
         return [transform.state() if isinstance(transform, RunningScale) else None for transform in self.transforms]
 
     def load_transforms(self, state: Sequence[Sequence[float] | None]) -> None:
-        """Undo `transforms_state`."""
+        """Restore the transforms from `transforms_state`."""
         for transform, saved in zip(self.transforms, state, strict=False):
             if isinstance(transform, RunningScale) and saved is not None:
                 transform.load(saved)
 
     def _count_unscored(self, unscored: Tensor, columns: list[str]) -> None:
-        """Warn of batches that hardly anything scored, and end a run that nothing scores any more."""
+        """Warn about batches that are mostly unscored, and end a run whose rewards have stopped."""
         self._unscored_batches = self._unscored_batches + 1 if bool(unscored.all()) else 0
         self._ever_scored = self._ever_scored or not bool(unscored.all())
         if (
             self._ever_scored and self._unscored_batches >= 2 * UNSCORED_BATCHES
-        ):  # The same on every process: rows are those of all.
+        ):  # Every process gets the same result, because the rows are those of all processes.
             raise RewardError(
-                f"no completion got a reward in {self._unscored_batches} batches in a row: {', '.join(self.names)} returned None "
-                "or NaN for each, so nothing is learned any more. Fix: look at what the function divides by and at the last "
-                "completions (posttrain report), and go on from the checkpoint before."
+                f"no completion got a reward in {self._unscored_batches} consecutive batches: {', '.join(self.names)} returned "
+                "None or NaN for every row, so the policy no longer learns. Fix: check the divisions in the function and the "
+                "last completions (posttrain report), then resume from the checkpoint before."
             )
         share = float(unscored.float().mean()) if unscored.numel() else 0.0
         self._mostly_unscored = self._mostly_unscored + 1 if share > UNSCORED_SHARE else 0
@@ -578,31 +581,31 @@ class RewardRunner:
         if self._tables == 1 and share == 1.0:
             which = "every row of the first batch"
         elif self._mostly_unscored >= UNSCORED_BATCHES:
-            which = f"{share:.0%} of the rows, in {self._mostly_unscored} batches in a row"
+            which = f"{share:.0%} of the rows, in {self._mostly_unscored} consecutive batches"
         else:
             return
         self._warn(
             "unscored",
-            "NO USABLE REWARD: all reward functions (%s) returned None for %s. Nothing can be learned from that. They got the "
-            "columns %s; usually a value they look for never occurs in one (a task called 'code' in the data and 'coding' in "
-            "the function, a reference answer that does not parse). stop_without_signal=N ends such a run.",
+            "NO USABLE REWARD: all reward functions (%s) returned None for %s, so nothing can be learned. They got the columns "
+            "%s. The usual cause is a value that never occurs in the data (a task called 'code' in the data and 'coding' in the "
+            "function, or a reference answer that cannot be parsed). stop_without_signal=N ends such a run.",
             ", ".join(self.names), which, columns,
         )  # fmt: skip
 
     def _warn(self, key: str, message: str, *values: Any) -> None:
-        """Log the first warning of this key, and then every hundredth."""
+        """Log the first warning of a key, and then every hundredth."""
         count = self._warnings[key] = self._warnings.get(key, 0) + 1
         if count % 100 == 1:
             logger.warning(message, *values)
 
     def dry_run(self, examples: list[dict[str, Any]], *, conversational: bool) -> None:
-        """Call every function once on made-up completions, before anything expensive is loaded.
+        """Call every function once on made-up completions, before expensive components are loaded.
 
         Raises:
-            RewardError: A function raised, or returned the wrong count, a string, an infinite number or NaN.
+            RewardError: A function raised, or returned the wrong number of values, a string, an infinite number or NaN.
         """
         rows = [row for row in examples if row.get("prompt")] or examples
-        # Two, so that a single number returned for the whole batch shows.
+        # Use two rows, so that a function that returns one number for the whole batch fails.
         rows = (rows * 2)[:2]
         texts = ["0", "The answer is 1."]
         self(

@@ -1,4 +1,4 @@
-"""What a reward function reads of a completion: a text, or the last message's content."""
+"""Extract the text of a completion that a reward function judges: the string itself, or the content of a message."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from posttrain.data.responses import ParsedMessage
 
 
 def completion_text(completion: Any) -> str:
-    """The text to judge: a string, or the last assistant message that says something.
+    """Return the text to judge: a string unchanged, or the content of the last assistant message that has any.
 
     >>> completion_text([{"role": "assistant", "content": "42"}, {"role": "tool", "content": "ok"}])
     '42'
@@ -22,7 +22,7 @@ def completion_text(completion: Any) -> str:
 
 
 def text_with_reasoning(completion: Any) -> str:
-    """As `completion_text`, with the reasoning that the tokenizer's response format puts into a field of its own.
+    """Return `completion_text` together with the reasoning that the tokenizer's response format stores in its own field.
 
     >>> text_with_reasoning([{"role": "assistant", "reasoning_content": "why", "content": "42"}])
     '<think>why</think>42'
@@ -40,13 +40,13 @@ OPEN, CLOSE = "<think>", "</think>"
 
 
 def _answer(messages: Sequence[Any]) -> Any:
-    """The last assistant message that says something, else the last one; empty where the assistant has none."""
+    """Return the last assistant message with content, else the last assistant message, else an empty dict."""
     turns = [message for message in messages if message.get("role", "assistant") == "assistant"]
     return next((turn for turn in reversed(turns) if _content(turn).strip()), turns[-1] if turns else {})
 
 
 def _content(message: Any) -> str:
-    """A message's text, also when it comes in parts."""
+    """Return a message's text, joining the parts of a multi-part content."""
     content = message.get("content") or ""
     if isinstance(content, str):
         return content

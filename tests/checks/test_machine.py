@@ -17,7 +17,7 @@ GIB = 2**30
 def test_a_disk_with_room_for_less_than_one_checkpoint_is_an_error_and_for_less_than_two_a_warning():
     found = machine.check_disk_space(GIB, 3 * GIB, folder="runs/a")
     assert (found.code, found.severity) == ("PT-L002", "error")
-    assert "1.0 GiB are free in 'runs/a', and a checkpoint needs about 3.0 GiB" in found.what
+    assert "1.0 GiB are free in 'runs/a', but a checkpoint needs about 3.0 GiB" in found.what
     assert "save_total_limit=2" in found.fix and "save_only_model=True" in found.fix
     assert machine.check_disk_space(4 * GIB, 3 * GIB, folder="runs/a").severity == "warning"
     assert "save_total_limit" not in machine.check_disk_space(4 * GIB, 3 * GIB, folder="runs/a", limit=2).fix

@@ -26,7 +26,7 @@ def test_pairs_that_appear_both_ways_round_are_found_with_their_rows():
         "4 of 53 rows (7.55 %) appear with chosen and rejected swapped"
     )
     assert "suspect_pairs.jsonl" in found.fix and "label_smoothing" in found.fix
-    assert set(scan.suspects.values()) == {"the pair appears both ways round"}
+    assert set(scan.suspects.values()) == {"the pair also appears with both sides swapped"}
     assert scan_pairs([pair(i) for i in range(50)]).findings() == []
 
 

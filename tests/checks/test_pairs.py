@@ -83,5 +83,5 @@ def test_a_reference_that_differs_before_the_first_update_is_told_with_the_loss(
     assert reference_mismatch(1e-5, half=False) is None
     assert reference_mismatch(1e-2, half=True) is None
     finding = reference_mismatch(0.05, half=False, loss=0.619)
-    assert "0.05 nats a token" in finding.what
+    assert "0.05 nats per token" in finding.what
     assert "0.6190 instead of ln 2 = 0.6931" in finding.what

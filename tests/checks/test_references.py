@@ -29,7 +29,7 @@ def test_more_than_a_twentieth_is_told_and_all_of_them_are_an_error():
     found = check_references("accuracy_reward", "solution", ["A", None, " ", *golds])
     assert (found.code, found.severity) == ("PT-R030", "warning")
     assert found.what.startswith(
-        "3 of 23 references in `solution` cannot be read by accuracy_reward (row 1: None, row 2: ' '"
+        "3 of 23 references in `solution` cannot be parsed by accuracy_reward (row 1: None, row 2: ' '"
     )
     assert check_references("accuracy_reward", "solution", ["", None]).severity == "error"
 
@@ -39,6 +39,6 @@ def test_the_column_of_a_training_set_is_read_once_a_reward():
     rows = datasets.Dataset.from_list([{"prompt": str(i), "solution": "" if i % 2 else "1"} for i in range(10)])
     context = Context(trainer="grpo", args=None, train_dataset=rows, parts={"rewards": rewards})
     (found,) = references_of_rewards(context)
-    assert "5 of 10 references in `solution` cannot be read by a " in found.what
+    assert "5 of 10 references in `solution` cannot be parsed by a " in found.what
     context.train_dataset = rows.to_iterable_dataset()
     assert list(references_of_rewards(context)) == []

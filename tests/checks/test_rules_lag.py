@@ -26,7 +26,7 @@ def test_a_mismatch_that_rises_is_told_with_its_value():
     rows = log(60, **{"sampling/kl": lambda i: 0.003 * i})
     (found,) = check_log(rows)
     assert found.code == "PT-R024" and found.what == (
-        "policy mismatch KL 0.17 nats a token, rising for 50 steps (from 0.046)."
+        "the policy mismatch KL is 0.17 nats per token, rising for 50 steps (from 0.046)."
     )
     assert "learning_rate" in found.fix
     assert codes(log(60, **{"sampling/kl": lambda i: 0.02})) == []
@@ -96,7 +96,7 @@ def test_a_healthy_asynchronous_run_hears_nothing_of_lag(run):
 def test_an_engine_whose_log_probs_are_not_the_policys_is_told_while_it_trains(run):
     """Every token was sampled with e^-9 as the engine says; the policy says otherwise."""
     found = run(lambda number, version: alternate(number, version, logp=-9.0))["PT-R024"]
-    assert found["step"] == 10 and "nats a token over 10 steps" in found["what"] and "temperature" in found["fix"]
+    assert found["step"] == 10 and "nats per token over 10 steps" in found["what"] and "temperature" in found["fix"]
 
 
 def test_rollouts_that_arrive_too_old_are_told_by_their_share(run):

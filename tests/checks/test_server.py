@@ -49,7 +49,7 @@ def test_a_server_that_fits_is_not_mentioned():
 @pytest.mark.parametrize(
     ("lie", "changed", "code", "severity", "values"),
     [
-        ({"hidden_size": 64}, {}, "PT-S001", "error", "hidden_size=64, and the trainer has hidden_size=32"),
+        ({"hidden_size": 64}, {}, "PT-S001", "error", "hidden_size=64, but the trainer has hidden_size=32"),
         ({"architectures": ["Qwen2ForCausalLM"]}, {}, "PT-S001", "error", "Qwen2ForCausalLM"),
         ({"num_key_value_heads": 4}, {}, "PT-S001", "error", "num_key_value_heads=4"),
         ({"vocab_size": 36}, {}, "PT-S002", "error", "36 tokens, the trainer's 37"),
@@ -57,9 +57,9 @@ def test_a_server_that_fits_is_not_mentioned():
         ({"max_model_len": 128}, {}, "PT-S010", "error", "max_model_len=128 .* max_completion_length=128"),
         ({"takes_no_weights": "it runs without x"}, {}, "PT-S012", "error", "without x"),
         ({"device_uuids": ["GPU-1"]}, {"devices": ("GPU-1", "GPU-2")}, "PT-S013", "error", "GPU-1"),
-        ({"max_num_seqs": 8}, {"at_once": 64}, "PT-S014", "info", "8 completions at once, and a generation has 64"),
+        ({"max_num_seqs": 8}, {"at_once": 64}, "PT-S014", "info", "8 completions at once, but a generation has 64"),
         ({"quantization": "fp8"}, {}, "PT-S015", "warning", "fp8"),
-        ({"device": "cpu", "chunked_prefill": True}, {}, "PT-S017", "error", "in pieces"),
+        ({"device": "cpu", "chunked_prefill": True}, {}, "PT-S017", "error", "chunked prefill"),
     ],
 )
 def test_each_difference_is_found_with_both_values_and_what_to_do(lie, changed, code, severity, values):

@@ -99,7 +99,7 @@ def test_a_vocabulary_that_cannot_be_aligned_by_bytes_has_no_way_out_but_another
     match = compare_tokenizers(tiny_tokenizer, word_level())
     assert match.verdict == "incompatible"
     (finding,) = checks.check_tokenizers(tiny_tokenizer, word_level())
-    assert "models of one family" in finding.fix and "use_uld_loss" not in finding.fix
+    assert "models of the same family" in finding.fix and "use_uld_loss" not in finding.fix
 
 
 def test_one_more_token_makes_a_superset_that_is_compared_on_the_common_ones(tiny_tokenizer):

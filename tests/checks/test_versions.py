@@ -168,12 +168,12 @@ def test_the_check_imports_none_of_the_packages_it_asks_about():
 def test_a_vllm_built_for_another_torch_is_an_error_and_bitsandbytes_beside_it_a_warning(monkeypatch):
     (finding,) = versions.check_binaries(torch="2.13.0+cu128", vllm_torch="2.9.1")
     assert (finding.code, finding.severity) == ("PT-V005", "error")
-    assert "built for torch 2.9.1, and torch 2.13.0+cu128" in finding.what
+    assert "built for torch 2.9.1, but torch 2.13.0+cu128" in finding.what
     assert versions.check_binaries(torch="2.9.1+cu128", vllm_torch="2.9.1") == []
     (finding,) = versions.check_binaries(torch="2.9.1", vllm_torch="2.9.1", bitsandbytes=True)
     assert finding.severity == "warning" and "vllm_mode='server'" in finding.fix
     (finding,) = versions.check_binaries(torch="2.9.1+cu128", vllm_torch="2.9.1", vllm="0.25.1+cu130")
-    assert finding.severity == "error" and "for CUDA 13, and torch 2.9.1+cu128 for CUDA 12" in finding.what
+    assert finding.severity == "error" and "for CUDA 13, but torch 2.9.1+cu128 for CUDA 12" in finding.what
     for vllm in ("0.25.1+cu129", "0.25.1", None):
         assert versions.check_binaries(torch="2.9.1+cu128", vllm_torch="2.9.1", vllm=vllm) == []
     lines = ["requests", "torch==2.9.1; platform_machine == 'x'", "torchvision==0.1"]

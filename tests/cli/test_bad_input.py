@@ -155,7 +155,7 @@ CODE = {
     ),
     "a class in the place of a reward": (
         "class f:\n    def __call__(self, completions, **_):\n        return [0.0] * len(completions)\n",
-        "reward_funcs holds the class 'f': calling it makes an instance",
+        "reward_funcs contains the class 'f': calling it creates an instance",
     ),
 }  # fmt: skip
 

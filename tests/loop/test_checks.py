@@ -37,7 +37,7 @@ def test_t42_the_smallest_update_is_what_a_stored_weight_can_show(dtype):
 def test_t42_sixteen_bit_weights_that_a_small_learning_rate_cannot_move_are_told():
     bad = check_precision({"bfloat16": 134_000_000, "float32": 5}, learning_rate=2e-5)
     assert (bad.code, bad.severity) == ("PT-C001", "warning")
-    assert "134000000 trained parameters are stored in bfloat16, and learning_rate=2e-05" in bad.what
+    assert "134000000 trained parameters are stored in bfloat16, with learning_rate=2e-05" in bad.what
     assert check_precision({"bfloat16": 134_000_000}, learning_rate=1e-4) is None
     assert check_precision({"float32": 134_000_000}, learning_rate=2e-5) is None
 

@@ -103,7 +103,7 @@ def test_c_a_policy_that_left_its_sampler_behind_is_told(tiny_tokenizer, tmp_pat
     for step in range(1, 61):
         trainer.state.log_history.append({"step": step, "loss": 0.0, "sampling/kl": 0.004 * step})
         trainer.checks.report_from_main(lambda: trainer.checks.log_findings(trainer.state.log_history))
-    assert "PT-R024: policy mismatch KL" in caplog.text and "learning_rate" in caplog.text
+    assert "PT-R024: the policy mismatch KL" in caplog.text and "learning_rate" in caplog.text
 
 
 def test_f_swapped_pairs_are_told_listed_and_dropped_where_that_is_asked(tiny_tokenizer, tmp_path, caplog):
@@ -178,7 +178,7 @@ def test_a_silenced_finding_stops_nothing_and_is_kept_with_its_reason(tiny_token
         ({"preflight": "warning"}, "preflight='warning' is not known \\(did you mean 'warn'"),
         ({"bad_rows": "skip"}, "bad_rows='skip' is not known"),
         ({"bad_rows_max": 5}, "bad_rows_max=5 must be at least 0 and at most 1"),
-        ({"silence_findings": {"PT-Q001": "x"}}, "'PT-Q001' is neither code nor name"),
+        ({"silence_findings": {"PT-Q001": "x"}}, "'PT-Q001' is neither the code nor the name"),
         ({"silence_findings": "loud"}, "silence_findings='loud' must be a mapping"),
         (
             {"silence_findings": ["data-pair-identical"]},

@@ -464,7 +464,7 @@ def test_a_bema_callback_moves_the_reference_of_the_trainer(tiny_tokenizer, tmp_
 def test_p4_a_reference_that_prefers_the_rejected_answers_is_told(tiny_tokenizer, tmp_path, caplog):
     rows = [{"prompt": f"{i} ", "chosen": "a number is a number", "rejected": "a"} for i in range(24)]
     dpo(tmp_path, tiny_tokenizer, data=datasets.Dataset.from_list(rows), precompute_ref_log_probs=True)
-    assert "PT-P002: the reference finds the rejected answer likelier in 100%" in caplog.text
+    assert "PT-P002: the reference gives the rejected answer a higher likelihood in 100%" in caplog.text
 
 
 def test_p35_the_default_rate_with_an_adapter_is_told(tiny_tokenizer, tmp_path, caplog):

@@ -75,7 +75,7 @@ def test_an_answer_judged_both_ways_is_told_with_its_rows(tiny_tokenizer, tmp_pa
     data = [{"prompt": f"{i} ", "completion": "a number", "label": i % 2 == 0} for i in range(6)]
     make("kto", tiny_tokenizer, tmp_path, [*data, data[1] | {"label": True}])
     assert (
-        "PT-D026: the same answer to the same prompt is labelled good and bad in 2 of 7 rows (28.6 %) (rows 1, 6)"
+        "PT-D026: the same answer to the same prompt is labeled good and bad in 2 of 7 rows (28.6 %) (rows 1, 6)"
         in (caplog.text)
     )
 

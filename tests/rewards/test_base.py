@@ -59,8 +59,8 @@ def test_none_means_not_applicable_and_bool_tensor_and_numpy_are_numbers():
     ("returned", "message"),
     [
         ([1.0], "returned 1 rewards for 2 completions"),
-        (0.5, "returned 0.5 .float.; it must return a list of 2 numbers"),
-        ("no", "it must return a list of 2 numbers"),
+        (0.5, "returned 0.5 .float.. It must return a list of 2 numbers"),
+        ("no", "It must return a list of 2 numbers"),
         ([1.0, "high"], "returned 'high' .str. for row 1"),
         ([float("inf"), 0], "returned inf for row 0"),
         (None, "returned None"),
@@ -185,7 +185,7 @@ def test_r16_mostly_unscored_batches_are_told_at_the_fifth_in_a_row(caplog):
         scored(runner, **batch("b", "b", "a"))
     assert "NO USABLE REWARD" not in caplog.text
     scored(runner, **batch("b", "b", "a"))
-    assert "67% of the rows, in 5 batches in a row" in caplog.text
+    assert "67% of the rows, in 5 consecutive batches" in caplog.text
 
 
 def test_a_dry_run_does_not_count_as_the_first_batch(caplog):
@@ -501,12 +501,12 @@ def test_a_missing_package_keeps_its_own_message():
 @pytest.mark.parametrize(
     ("returned", "message"),
     [
-        (np.ones((2, 1)), r"returned shape \(2, 1\); it must return one number a row: \(2,\)"),
+        (np.ones((2, 1)), r"returned shape \(2, 1\). It must return one number per row, shape \(2,\)"),
         (torch.tensor(1.0), "returned 1.0"),
         ({0: 1, 1: 2}, "returned {0: 1, 1: 2} .dict."),
         ([1 + 2j, 0], r"returned \(1\+2j\) .complex. for row 0"),
         ([[1.0], [2.0]], "returned .1.0. .list. for row 0"),
-        ([0.0, 1e300], "returned 1e.300 for row 1; it must return a finite number"),
+        ([0.0, 1e300], "returned 1e.300 for row 1. It must return a finite number"),
     ],
 )
 def test_r17_nothing_is_broadcast_flattened_or_rounded_to_infinity(returned, message):
@@ -590,7 +590,7 @@ def test_an_evaluation_that_nobody_scores_ends_no_run_and_one_that_somebody_does
     for _ in range(9):
         scored(runner, **batch("b", "b"))
         runner.finish(runner(**batch("a", "a")), groups=groups, training=False)
-    with pytest.raises(RewardError, match="no completion got a reward in 10 batches in a row: maybe"):
+    with pytest.raises(RewardError, match="no completion got a reward in 10 consecutive batches: maybe"):
         scored(runner, **batch("b", "b"))
 
 
@@ -610,4 +610,4 @@ def test_a_column_that_the_trainer_gives_itself_is_named_once_in_a_warning(caplo
     assert ids == [[1]] and names == {"prompts", "answer", "trainer_state", "log_metric", "log_extra"}
     warned = [record.getMessage() for record in caplog.records if "is not passed to reward functions" in record.message]
     assert [name for name in hidden if sum(f"{name!r} is not passed" in text for text in warned) == 1] == list(hidden)
-    assert len(warned) == len(hidden) and "gives them 'completions' itself" in warned[0]
+    assert len(warned) == len(hidden) and "passes its own 'completions'" in warned[0]

@@ -289,7 +289,7 @@ def test_a_container_is_a_command_line(tmp_path):
     for status in (125, 126, 127):
         # What an engine says that could not start the program: here it is the program's own.
         assert one(f"import sys; sys.exit({status})", sandbox=name) == CaseResult(
-            False, f"left with exit status {status} before the test was over"
+            False, f"exited with status {status} before the test was over"
         )
     silent = script(tmp_path / "silent", 'exec 0</dev/null; shift; exec "$@"')
     with raises(RewardError):
@@ -439,13 +439,17 @@ def test_what_arrow_fills_in_is_no_part_of_a_test():
     tests = [{"input": "1", "output": "2"}, {"inputs": ["3"], "outputs": ["4"]}, {}]
     filled = Dataset.from_list([{"tests": test} for test in tests])["tests"]
     assert [read_tests(test) for test in filled] == [tests[:1], [{"input": "3", "output": "4"}], []]
-    with pytest.raises(RewardError, match="needs input and output"):
+    with pytest.raises(RewardError, match="needs 'input' and 'output'"):
         read_tests(Dataset.from_list([{"tests": {"input": "1", "output": None}}])["tests"][0])
 
 
 @pytest.mark.parametrize(
     ("value", "message"),
-    [({"input": "1"}, "needs input and output"), ({"inputs": ["1"], "outputs": []}, "1 inputs and 0"), (7, "got 7")],
+    [
+        ({"input": "1"}, "needs 'input' and 'output'"),
+        ({"inputs": ["1"], "outputs": []}, "1 inputs and 0"),
+        (7, "got 7"),
+    ],
 )
 def test_tests_in_an_unknown_form_are_an_error_that_names_the_row(value, message):
     with pytest.raises(RewardError, match=f"row 1: .*{message}"):

@@ -108,10 +108,10 @@ def test_r22_a_reference_that_says_nothing_scores_nothing_and_is_told_once(caplo
     assert logged["gold_parsed"] == ["[unparseable]", "[unparseable]", "1"]
     assert logged["answer_parsed"] == ["[skipped]", "[skipped]", "1"]
     assert logged["solution"] == [None, " ", "1"]
-    assert caplog.text.count("2 of 3 references of this batch cannot be read") == 1
+    assert caplog.text.count("2 of 3 references of this batch cannot be parsed") == 1
     math_rewards._warned.clear()
     assert reasoning_accuracy_reward(["</think>1", "no end"], [None, None]) == [None, 0.0]
-    assert "1 of 2 references of this batch cannot be read" in caplog.text
+    assert "1 of 2 references of this batch cannot be parsed" in caplog.text
 
 
 @needs_math

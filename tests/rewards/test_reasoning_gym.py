@@ -123,10 +123,10 @@ def test_mistakes_are_named():
     for call, message in [
         (
             lambda: reasoning_gym_task("chain_som"),
-            r"'chain_som' is no task of reasoning-gym \(did you mean 'chain_sum'",
+            r"'chain_som' is not a task of reasoning-gym \(did you mean 'chain_sum'",
         ),
-        (lambda: reasoning_gym_task("chain_sum", legs=3), "refuses these settings of chain_sum: .*legs"),
-        (lambda: reasoning_gym_task("chain_sum", min_terms=0), "refuses these settings"),
+        (lambda: reasoning_gym_task("chain_sum", legs=3), "rejects these settings of chain_sum: .*legs"),
+        (lambda: reasoning_gym_task("chain_sum", min_terms=0), "rejects these settings"),
         (lambda: reasoning_gym_task({"chain_sum": 1.0}, min_terms=2), "belong to its tasks"),
         (lambda: reasoning_gym_task({}), "is empty"),
         (lambda: reasoning_gym_task("chain_sum", size=0), "size=0"),

@@ -79,11 +79,11 @@ def test_none_is_no_transform():
     ("spec", "message"),
     [
         ("clipp:0:1", "did you mean 'clip'"),
-        ("clip:1", "must be written as 'clip:a:b'"),
+        ("clip:1", "must have the form 'clip:a:b'"),
         ("clip:a:b", "with 2 finite numbers"),
         ("clip:2:1", "needs a < b"),
         ("tanh:0", "needs s > 0"),
-        ("rank:3", "must be written as 'rank'"),
+        ("rank:3", "must have the form 'rank'"),
         ("tanh:inf", "with 1 finite numbers"),
     ],
 )
