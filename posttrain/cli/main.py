@@ -175,8 +175,8 @@ def main(argv: list[str] | None = None) -> int:
     space = resource.getrlimit(resource.RLIMIT_AS)[0]
     if 0 <= space < ADDRESSES:
         sys.stderr.write(
-            f"error: this process is limited to {space / 2**30:.2f} GiB of address space, but torch and other libraries need "
-            f"{ADDRESSES / 2**30:.0f} GiB before a model is loaded, and loading them would hang. Fix: run `ulimit -v unlimited`.\n"
+            f"error: this process may use {space / 2**30:.2f} GiB of address space, but torch and other libraries need "
+            f"{ADDRESSES / 2**30:.0f} GiB before any model is loaded. Loading them would hang. Fix: `ulimit -v unlimited`.\n"
         )
         return 1
     ranks.keep_stderr()

@@ -1,4 +1,4 @@
-"""`posttrain sft`, `posttrain grpo`, ...: build a trainer from a config and train, in this process or with `accelerate launch`."""
+"""`posttrain sft`, `posttrain grpo`, ...: build a trainer from a config and train, here or under `accelerate launch`."""
 
 from __future__ import annotations
 
@@ -220,7 +220,7 @@ def parse(name: str, argv: Sequence[str]) -> tuple[list[Any], list[str]]:
 def run(name: str, argv: list[str]) -> int:
     """Run a training command with ``argv``.
 
-    By default, training runs in this process. Flags of ``accelerate launch`` (or ``--accelerate_config``) start several processes;
+    Training runs in this process by default. Flags of ``accelerate launch`` (or ``--accelerate_config``) start several processes.
     ``--launcher ray`` starts servers and trainer on a cluster.
     """
     if launch_ray.is_wanted(argv):
@@ -447,7 +447,7 @@ def _launch(name: str, argv: list[str], launch: list[str]) -> int:
 
 
 def _started_all(launch: list[str]) -> list[str]:
-    """Add ``--multi_gpu`` if needed: without GPUs and without it, accelerate starts one process regardless of ``--num_processes``."""
+    """Add ``--multi_gpu`` if needed. Without GPUs and this flag, accelerate ignores ``--num_processes`` and starts one process."""
     from accelerate.commands.config.config_args import default_config_file
     from accelerate.commands.launch import launch_command_parser
 
