@@ -338,7 +338,7 @@ def show(checkup: Checkup) -> None:
     for finding in sorted(checkup.findings, key=lambda f: ("info", "warning", "error").index(f.severity)):
         name = f" {REGISTRY[finding.code].name}" if finding.code in REGISTRY else ""
         console.print(Text.assemble("\n", (f"{finding.severity} {finding.code}{name}", STYLES[finding.severity])))
-        console.print(Text(f"{finding.what} ({finding.where})\n{finding.why}\nDo: {finding.fix}"), soft_wrap=False)
+        console.print(Text(f"{finding.what} ({finding.where})\n{finding.why}\nFix: {finding.fix}"), soft_wrap=False)
     failed = sum(bool(stage.error) for stage in checkup.stages)
     counts = {level: sum(f.severity == level for f in checkup.findings) for level in ("error", "warning")}
     said = f"{counts['error'] + failed} errors, {counts['warning']} warnings"

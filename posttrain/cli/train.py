@@ -447,7 +447,7 @@ def _launch(name: str, argv: list[str], launch: list[str]) -> int:
 
 
 def _started_all(launch: list[str]) -> list[str]:
-    """Add ``--multi_gpu`` if needed. Without GPUs and this flag, accelerate ignores ``--num_processes`` and starts one process."""
+    """Add ``--multi_gpu`` if needed. Without GPUs or this flag, accelerate ignores ``--num_processes`` and starts one process."""
     from accelerate.commands.config.config_args import default_config_file
     from accelerate.commands.launch import launch_command_parser
 
