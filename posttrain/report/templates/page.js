@@ -36,7 +36,7 @@
     return best;
   }
 
-  // Curves of a panel: with several runs, colors distinguish runs and dashes metrics; otherwise the reverse.
+  // Curves of a panel. Colors distinguish runs if there are several, else metrics; dashes then metrics, else evaluation.
   function curves(panel) {
     const metrics = [...new Set(panel.traces.map((trace) => trace.metric))], several = page.runs.length > 1;
     return panel.traces.filter((trace) => !view.hidden.has(trace.run)).map((trace) => {
