@@ -404,7 +404,7 @@ def facts(summary: Summary) -> dict[str, str]:
         "tokens": f"{summary.tokens:,}{each}",
         "length": ", ".join(f"{name} {value:,.4g}" for name, value in lengths.items()),
         "padding": f"{summary.padding_share:.1%} of a shuffled batch of {summary.batch_size} rows, if it were padded",
-        "duplicates": f"{summary.duplicates:,} rows",
+        "duplicates": f"{summary.duplicates:,} of the rows",
     }
     if summary.images:
         lines["images"] = summary.images

@@ -137,8 +137,8 @@ def test_wrong_usage_is_short(capsys):
 
 
 CODE = {
-    "an import that ends with sys.exit": ("import sys\nsys.exit(0)\n", "fails while it is imported: SystemExit(0) ({file}:2)"),
-    "an import that fails": ("\n\n1 / 0\n", "fails while it is imported: ZeroDivisionError('division by zero') ({file}:3)"),
+    "an import that ends with sys.exit": ("import sys\nsys.exit(0)\n", "raised an error during import: SystemExit(0) ({file}:2)"),
+    "an import that fails": ("\n\n1 / 0\n", "raised an error during import: ZeroDivisionError('division by zero') ({file}:3)"),
     "sys.exit in a reward": (
         "import sys\ndef f(completions, **_):\n    sys.exit()\n", "reward function 'f' raised SystemExit at {file}:3",
     ),
@@ -201,7 +201,7 @@ WORDS = {
         "argument --num_processes/--num-processes: invalid int value: 'two'",
     ),
     "an option of the launcher without its value": (["--num_processes"], "--num-processes: invalid int value: ''"),
-    "no process": (["--num_processes", "0"], "num_processes=0: a run has at least 1 process"),
+    "no process": (["--num_processes", "0"], "num_processes=0: a run needs at least 1 process"),
 }
 
 

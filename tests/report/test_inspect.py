@@ -316,7 +316,7 @@ def test_bars_are_proportional_to_their_counts(tiny_tokenizer):
 def test_a_very_long_row_does_not_make_a_very_long_page(tiny_tokenizer):
     parsed = Page(to_html(summarise([row_of(5000)], tiny_tokenizer)))
     assert len(parsed.pieces) == FILE_TOKENS
-    assert "3,000 tokens left out" in parsed.text
+    assert "3,000 tokens omitted" in parsed.text
 
 
 def test_the_page_can_be_written_whatever_the_rows_hold(tiny_tokenizer, tmp_path, monkeypatch):

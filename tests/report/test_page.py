@@ -96,10 +96,10 @@ def test_a_broken_record_is_shown_with_notes_and_never_fails(tmp_path):
     run = read_run(break_record(grpo_record(tmp_path / "a")))
     assert run.series["loss"].steps[-1] == 41
     counted = {note.split(":")[0]: note for note in run.notes if "broken line" in note}
-    assert "3 broken lines left out, the last of them cut short" in counted["metrics.jsonl"], (
+    assert "3 broken lines ignored, including a truncated last line" in counted["metrics.jsonl"], (
         "a list, garbage, half a line"
     )
-    assert counted["findings.jsonl"].endswith("2 broken lines left out."), "null and 7 are no findings"
+    assert counted["findings.jsonl"].endswith("2 broken lines ignored."), "null and 7 are no findings"
     assert any("manifest.json cannot be read" in note for note in run.notes)
     assert any("completions_00001.parquet cannot be read" in note for note in run.notes)
     page = render([run])
