@@ -117,7 +117,7 @@ def test_what_was_learned_is_judged_by_the_reward_where_there_is_one():
     assert "all groups had equal rewards" in learned([{"reward": 0.0, "frac_reward_zero_std": 1.0}])[0]
     lost = [line | {"step": n, "rewards/a/applicable": 1.0} for n, line in enumerate(steps)]
     lost += [{"loss": 0.0, "step": 20 + n, "rewards/a/applicable": 0.0} for n in range(4)]
-    assert "since step 20 no reward" in learned(lost)[0] and learned(lost[:20]) == ["reward 0.5 -> 18.5"]
+    assert "no reward applied since step 20" in learned(lost)[0] and learned(lost[:20]) == ["reward 0.5 -> 18.5"]
     assert learned([{"loss": 1.0}, {"loss": float("nan")}])[0].endswith("not a number anymore")
     noise = [{"loss": 1e-7}, {"loss": 3e-7}]
     assert learned(noise) == ["loss 1e-07 -> 3e-07"] and learned([{"loss": 2.0}, {"loss": 2.0001}]) == ["loss 2 -> 2"]
