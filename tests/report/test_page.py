@@ -106,7 +106,7 @@ def test_a_broken_record_is_shown_with_notes_and_never_fails(tmp_path):
     assert "broken line" in page
     (tmp_path / "b").mkdir()
     (tmp_path / "b" / "metrics.jsonl").write_text("")
-    assert "No metric was logged yet" in render([read_run(tmp_path / "b")])
+    assert "No metrics were logged yet" in render([read_run(tmp_path / "b")])
 
 
 RECORD = {
