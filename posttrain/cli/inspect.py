@@ -1,9 +1,9 @@
-"""`posttrain inspect sft --config x.yaml`: the rows a training command would train on, before it costs anything.
+"""`posttrain inspect sft --config x.yaml`: show the rows that a training command would train on.
 
 `posttrain inspect sessions FILE` shows the recorded episodes of a harness.
 
-Data and tokenizer come from the same file and flags as the training command; no weight is read and nothing is written but
-the file that ``--html`` names.
+Data and tokenizer come from the same file and flags as in the training command. No weights are read, and only the files named
+by ``--html`` and ``--pictures`` are written.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 EXAMPLES = 1000
-CAPTION, CAPTION_WIDTH = 16, 240  # Pixels of a line of text over a picture.
+CAPTION, CAPTION_WIDTH = 16, 240  # Height and minimum width in pixels of a caption above an image.
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -31,27 +31,31 @@ def _parser() -> argparse.ArgumentParser:
         prog="posttrain inspect",
         usage="posttrain inspect COMMAND --config FILE.yaml [--rows N] [--examples N] [--html FILE] [--pictures FILE] "
         "[options of COMMAND]",
-        description="Show what the model will really see: rows as text with the trained tokens coloured, lengths, padding, "
-        "special tokens, and everything the checks find. Loads the tokenizer and no weights.",
+        description="Show what the model will read: rows as text with the trained tokens colored, lengths, padding, "
+        "special tokens, and all findings of the checks. Loads the tokenizer, but no weights.",
         allow_abbrev=False,
     )
     parser.add_argument("command", metavar="COMMAND", help="a training command: " + ", ".join(sorted(ROWS)))
     parser.add_argument("--rows", type=int, default=8, metavar="N", help="rows to show as text (8)")
     parser.add_argument(
-        "--examples", type=int, default=EXAMPLES, metavar="N", help=f"examples to analyse, at most ({EXAMPLES})"
+        "--examples",
+        type=int,
+        default=EXAMPLES,
+        metavar="N",
+        help=f"maximum number of examples to analyze ({EXAMPLES})",
     )
-    parser.add_argument("--html", metavar="FILE", help="write one self-contained HTML file as well")
+    parser.add_argument("--html", metavar="FILE", help="also write one self-contained HTML file")
     parser.add_argument(
-        "--pictures", metavar="FILE", help="draw the images of the shown rows as the model sees them (PNG, JPEG)"
+        "--pictures", metavar="FILE", help="write the images of the shown rows as the model receives them (PNG, JPEG)"
     )
     return parser
 
 
 def run(argv: list[str]) -> int:
-    """Inspect as ``argv`` says.
+    """Run `posttrain inspect` with ``argv``.
 
     Returns:
-        0, whatever was found: this command shows, it does not judge.
+        0, regardless of findings.
     """
     if argv[:1] == ["sessions"]:
         return _sessions(argv[1:])
@@ -75,11 +79,11 @@ def run(argv: list[str]) -> int:
 
 
 def _sessions(argv: list[str]) -> int:
-    """The episodes of a replay file, as trees."""
+    """Show the episodes of a replay file as trees."""
     parser = argparse.ArgumentParser(
         prog="posttrain inspect sessions", description="Show recorded episodes of a harness."
     )
-    parser.add_argument("file", help="what harness_record named")
+    parser.add_argument("file", help="file written by harness_record")
     parser.add_argument("--rows", type=int, default=8, metavar="N", help="episodes to show (8)")
     options = parser.parse_args(argv)
     if options.rows < 1:
@@ -92,16 +96,17 @@ def _sessions(argv: list[str]) -> int:
 
 
 def inspect_rows(subject: Subject, *, show: int = 8, examples: int = EXAMPLES, pictures: str | None = None) -> Summary:
-    """The summary of what a command would train on.
+    """Summarize the rows that a command would train on.
 
     Args:
         subject: The command and its arguments.
-        show: Rows to show as text.
-        examples: How many to analyse, at most; drawn with the run's seed.
-        pictures: File for the images of the shown rows as the model sees them; None: none.
+        show: Number of rows to show as text.
+        examples: Maximum number of examples to analyze, sampled with the run's seed.
+        pictures: File for the images of the shown rows as the model receives them; None: no file.
 
     Raises:
-        ConfigError: No model or no data is named. DataError: Data that cannot be tokenised, or none.
+        ConfigError: No model or no data is named.
+        DataError: There is no data, or it cannot be tokenized.
     """
     from posttrain.checks.rows import check_rows, dropped_rows
     from posttrain.report.inspect import summarise
@@ -129,7 +134,7 @@ def inspect_rows(subject: Subject, *, show: int = 8, examples: int = EXAMPLES, p
         numbers=numbers,
         examples=telling,
         batch_size=config.per_device_train_batch_size,
-        title=f"{subject.name}: {part} examples of split {subject.split!r}, tokenised as {subject.source}",
+        title=f"{subject.name}: {part} examples of split {subject.split!r}, tokenized as {subject.source}",
     )
     if pictures:
         contact_sheet(summary, vision and vision.reader).save(pictures)
@@ -137,14 +142,14 @@ def inspect_rows(subject: Subject, *, show: int = 8, examples: int = EXAMPLES, p
 
 
 def contact_sheet(summary: Summary, processor: ProcessorMixin) -> Any:
-    """One image of PIL with the shown rows' pictures as the model sees them, each under its row and label.
+    """Draw the images of the shown rows as the model receives them, each below its row and label, on one PIL image.
 
     Args:
-        summary: With pictures.
+        summary: Summary with images.
         processor: A `posttrain.pictures.processors.PictureProcessor`.
 
     Raises:
-        DataError: No row that is shown has a picture.
+        DataError: No shown row has an image.
     """
     from PIL import Image, ImageDraw
 
@@ -154,7 +159,7 @@ def contact_sheet(summary: Summary, processor: ProcessorMixin) -> Any:
         for number, one in enumerate(shown.pictures, 1)
     }
     if not drawn:
-        raise DataError("none of the shown rows has an image. Fix: leave out --pictures, or show more rows (--rows).")
+        raise DataError("none of the shown rows has an image. Fix: remove --pictures, or show more rows (--rows).")
     width = max(CAPTION_WIDTH, *(image.width for image in drawn.values()))
     sheet = Image.new("RGB", (width, sum(image.height + CAPTION for image in drawn.values())), "white")
     at, pen = 0, ImageDraw.Draw(sheet)
@@ -166,7 +171,7 @@ def contact_sheet(summary: Summary, processor: ProcessorMixin) -> Any:
 
 
 def seen_by_model(processor: ProcessorMixin, picture: Any) -> Any:
-    """What the model sees of a picture, as an image of PIL: prepared, then its normalisation undone; tiles side by side."""
+    """Return an image as the model receives it: prepared, with normalization reverted, tiles side by side."""
     import torch
     from PIL import Image
 
@@ -183,7 +188,7 @@ def seen_by_model(processor: ProcessorMixin, picture: Any) -> Any:
 
 
 def _unpatched(patches: Any, grid: Sequence[int], images: Any) -> Any:
-    """Pixels ``(3, H, W)`` of patches ``(h w, 3 * frames * size^2)``, which come in squares of ``merge_size``."""
+    """Reassemble pixels ``(3, H, W)`` from patches ``(h w, 3 * frames * size^2)``, which come in squares of ``merge_size``."""
     (_, h, w), merge, size = grid, images.merge_size, images.patch_size
     parts = patches.view(h // merge, w // merge, merge, merge, 3, images.temporal_patch_size, size, size)[
         :, :, :, :, :, 0

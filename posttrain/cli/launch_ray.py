@@ -1,7 +1,7 @@
-"""`posttrain grpo --launcher ray`: rollout servers and trainer as Ray tasks in one placement group.
+"""`posttrain grpo --launcher ray`: run rollout servers and trainer as Ray tasks in one placement group.
 
-Ray reserves the machines, sets the visible GPUs, shows what the commands print and ends them with this process. A command
-is a task that runs `posttrain` in a child process and returns its exit code.
+Ray reserves machines, sets visible GPUs, forwards the output of commands, and ends them with this process. A task runs
+`posttrain` in a child process and returns its exit code.
 """
 
 from __future__ import annotations
@@ -30,37 +30,41 @@ from posttrain.rollouts.server.replies import API_KEY_VARIABLE
 from posttrain.rollouts.vllm import vllm_command
 from posttrain.serve.config import ServeConfig
 
-# Beginnings of the environment variables that go along; Ray passes on no others.
+# Prefixes of environment variables that are passed to tasks; Ray passes no others.
 PASSED_ON = ("HF_", "TRANSFORMERS_", "TOKENIZERS_", "WANDB_", "TRACKIO_", "POSTTRAIN_", "NCCL_", "PYTORCH_")
 # Set in the trainer that this launcher starts, so that the same options do not start another launcher.
 STARTED = "POSTTRAIN_STARTED_BY_RAY"
-# 128 and SIGINT, SIGTERM, as a shell reports them.
+# 128 plus SIGINT and SIGTERM, as in shells.
 INTERRUPTED, TERMINATED = 130, 143
 # EX_TEMPFAIL of sysexits.h: the same run may be started again.
 LOST = 75
-# Seconds that the trainer has to save after Ctrl-C, and a server to end.
+# Seconds that the trainer has to save after Ctrl-C, and that a server has to end.
 SAVE_SECONDS = 15.0
-# linux/prctl.h: the signal that a child gets when its parent dies.
+# linux/prctl.h: set the signal that a child gets when its parent dies.
 PR_SET_PDEATHSIG = 1
 
 
 @dataclass
 class RayArguments:
-    """Options of ``--launcher ray``, on the command line or in the config file with those of the training."""
+    """Options of ``--launcher ray``, on the command line or in the config file together with the training options."""
 
     launcher: Literal["ray"] = option("ray", "ray: start servers and trainer on a Ray cluster.")
-    ray_address: str = option("auto", "auto: $RAY_ADDRESS, or this machine; host:port; local: one for this run.")
-    ray_placement: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = option(
-        "PACK", "Placement over machines: on few, on many, on one, each command on its own."
+    ray_address: str = option(
+        "auto", "auto: $RAY_ADDRESS, or this machine; host:port; local: a cluster for this run only."
     )
-    ray_timeout: PositiveFloat = option(900.0, "Seconds to wait for machines that are in use.")
-    rollout_servers: NonNegativeInt = option(1, "Rollout servers; 0: the trainer generates itself.")
-    rollout_server_args: str = option("", "More options of the servers, in one text: '--max_num_seqs 128'.")
-    rollout_server_cpus: NonNegativeFloat = option(1.0, "Cores of each server.")
-    rollout_server_gpus: NonNegativeFloat | None = option(None, "GPUs of each server; None: 1, none without GPUs.")
-    trainer_cpus: NonNegativeFloat = option(1.0, "Cores of the trainer, all its processes together.")
+    ray_placement: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = option(
+        "PACK", "Placement strategy: few machines, many machines, one machine, or one machine per command."
+    )
+    ray_timeout: PositiveFloat = option(900.0, "Seconds to wait for resources that are in use.")
+    rollout_servers: NonNegativeInt = option(1, "Number of rollout servers. 0: the trainer generates.")
+    rollout_server_args: str = option("", "Further options of the servers as one string: '--max_num_seqs 128'.")
+    rollout_server_cpus: NonNegativeFloat = option(1.0, "CPU cores of each server.")
+    rollout_server_gpus: NonNegativeFloat | None = option(
+        None, "GPUs of each server. None: 1, or 0 if there are no GPUs."
+    )
+    trainer_cpus: NonNegativeFloat = option(1.0, "CPU cores of the trainer, for all its processes together.")
     trainer_gpus: NonNegativeFloat | None = option(
-        None, "GPUs of the trainer; None: --num_processes, or 1; none without GPUs."
+        None, "GPUs of the trainer. None: --num_processes, or 1; 0 if there are no GPUs."
     )
 
     def __post_init__(self) -> None:
@@ -69,7 +73,7 @@ class RayArguments:
 
 @dataclass
 class _Trained:
-    """The options of the training that the launcher reads too."""
+    """Training options that the launcher also reads."""
 
     model_name_or_path: str | None = None
     model_revision: str | None = None
@@ -81,50 +85,50 @@ class _Trained:
 
 
 def is_wanted(argv: Sequence[str]) -> bool:
-    """Whether the command line or its config file names a launcher, and this is not the trainer that it started."""
+    """Return whether the command line or config file names a launcher, and this is not the trainer that it started."""
     rest, path = split_config(argv)
     named = any(token.split("=")[0] == "--launcher" for token in rest)
     return STARTED not in os.environ and (named or (path is not None and "launcher" in load_config(path)))
 
 
 def other_options(tokens: Sequence[str]) -> list[str]:
-    """The tokens that are no options of the launcher, in their order."""
+    """Return the tokens that are not options of the launcher, in order."""
     return PosttrainArgumentParser(RayArguments).parse_args_and_config(tokens, return_remaining_strings=True)[1]
 
 
 class RayRun:
-    """A training command with its servers: what each takes, and with which arguments it starts.
+    """Training command with its servers: their resources and arguments.
 
     Args:
-        name: Of the training command.
-        argv: Its arguments, with those of `RayArguments`.
+        name: Name of the training command.
+        argv: Its arguments, including those of `RayArguments`.
         served: Whether rollout servers can generate for it.
 
     Raises:
-        ConfigError: A command or options that cannot be run this way.
+        ConfigError: The command or its options cannot be run this way.
     """
 
     def __init__(self, name: str, argv: Sequence[str], served: bool) -> None:
         self.name, self.argv = name, list(argv)
         parser = PosttrainArgumentParser((RayArguments, _Trained), prog=f"posttrain {name} --launcher ray")
         self.options, self.trained, _ = parser.parse_args_and_config(self.argv, return_remaining_strings=True)
-        # vLLM's own server where vLLM is installed.
+        # Use vLLM's own server if vLLM is installed.
         self.serving = "vllm-serve" if is_available("vllm") else "serve"
         if not self.options.rollout_servers:
             return
         if not served:
             raise ConfigError(
-                f"posttrain {name} does not generate with rollout servers. Fix: --rollout_servers 0 places the trainer alone."
+                f"posttrain {name} does not generate with rollout servers. Fix: pass --rollout_servers 0 (trainer only)."
             )
         for field in ("vllm_server_base_url", "vllm_mode", "worker_engine"):
             if (value := getattr(self.trained, field)) is not None:
                 raise ConfigError(
-                    f"{field}={value!r} and --launcher ray both say where rollouts come from. Fix: "
-                    "leave it out, or use --rollout_servers 0 to keep your own servers."
+                    f"{field}={value!r} and --launcher ray both define where rollouts are generated. Fix: "
+                    "remove it, or pass --rollout_servers 0 to use your own servers."
                 )
         if not self.trained.model_name_or_path:
-            raise ConfigError("--model_name_or_path is missing: which model shall be served and trained?")
-        # Wrong arguments of servers are refused here, before anything is placed.
+            raise ConfigError("--model_name_or_path is missing. Fix: name the model to serve and train.")
+        # Reject wrong server arguments before anything is placed.
         if self.serving == "vllm-serve":
             vllm_command(self.serve_arguments(), cpu=False)
         else:
@@ -132,7 +136,7 @@ class RayRun:
             parser.parse_args_and_config(self.serve_arguments())
 
     def serve_arguments(self, host: str = "127.0.0.1", port: int = 8000) -> list[str]:
-        """Of the command that serves, for this training."""
+        """Return the arguments of the server command for this training."""
         trained = self.trained
         options = {"model": trained.model_name_or_path, "host": host, "port": port, "revision": trained.model_revision}
         words = [word for name, value in options.items() if value is not None for word in (f"--{name}", str(value))]
@@ -140,7 +144,7 @@ class RayRun:
         return [*words, *shlex.split(self.options.rollout_server_args)]
 
     def trainer_arguments(self, urls: Sequence[str]) -> list[str]:
-        """Of the training command, with the servers' addresses."""
+        """Return the arguments of the training command, with the servers' addresses."""
         further: list[str] = []
         if urls and self.name == "async-grpo":
             further = ["--worker_engine", "server", "--vllm_server_base_url", *urls]
@@ -149,7 +153,7 @@ class RayRun:
         return [self.name, *self.argv, *further]
 
     def bundles(self, with_gpus: bool) -> list[dict[str, float]]:
-        """Resources of the trainer, then of each server, for Ray's placement group."""
+        """Return the resources of the trainer, then of each server, for Ray's placement group."""
         options = self.options
         trainer = (options.trainer_cpus, options.trainer_gpus, self.trained.num_processes)
         server = (options.rollout_server_cpus, options.rollout_server_gpus, 1)
@@ -160,28 +164,28 @@ class RayRun:
 
 
 def _address() -> tuple[str, int]:
-    """Of this machine, with a port that nobody listens on."""
+    """Return the address of this machine and a free port."""
     with socket.socket() as probe:
         probe.bind(("", 0))
         return str(require("ray", "--launcher ray").util.get_node_ip_address()), int(probe.getsockname()[1])
 
 
 def _run_command(arguments: Sequence[str], folder: str) -> int:
-    """Run ``posttrain ARGUMENTS`` until it ends or the task is cancelled, which interrupts it as Ctrl-C does."""
-    # Ray blocks Ctrl-C in its workers, and children would inherit that.
+    """Run ``posttrain ARGUMENTS`` until it ends. Cancelling the task interrupts it like Ctrl-C."""
+    # Ray blocks SIGINT in its workers, and children would inherit the mask.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     signal.signal(signal.SIGINT, signal.default_int_handler)
     command = [sys.executable, "-m", "posttrain.cli.main", *arguments]
     process = subprocess.Popen(command, cwd=folder, preexec_fn=_end_with_parent, start_new_session=True)
     try:
         while process.poll() is None:
-            # Ray's cancellation interrupts Python, not a system call that blocks.
+            # Ray's cancellation interrupts Python code, but not a blocking system call.
             time.sleep(0.2)
     except KeyboardInterrupt:
         process.send_signal(signal.SIGINT)
         process.wait(SAVE_SECONDS)
     finally:
-        # With the processes that it started itself.
+        # Also kill the processes that the command started.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
     return process.returncode if process.returncode >= 0 else 128 - process.returncode
@@ -193,99 +197,99 @@ def _end_with_parent() -> None:
 
 
 def run(name: str, argv: list[str], served: bool) -> int:
-    """Place servers and trainer, wait for the trainer, and end all of it; arguments as for `RayRun`.
+    """Place servers and trainer, wait for the trainer, and end all tasks. Arguments are those of `RayRun`.
 
     Returns:
-        The trainer's exit code, or that of a server where none is left; 75 where its machine was lost; 130 after Ctrl-C,
-        143 after SIGTERM.
+        The trainer's exit code, or that of the last server if none is left; 75 if its machine was lost; 130 after Ctrl-C, 143
+        after SIGTERM.
 
     Raises:
         MissingDependencyError: Ray is not installed.
-        ConfigError: No cluster, too little in it, or options that cannot work.
+        ConfigError: There is no cluster, it has too few resources, or options cannot work.
     """
     job = RayRun(name, argv, served)
     ray: Any = require("ray", "--launcher ray")
     address = job.options.ray_address
-    # Equal lines of several servers are all meant.
+    # Do not merge equal log lines of several servers.
     os.environ.setdefault("RAY_DEDUP_LOGS", "0")
     try:
         ray.init(address=address, **({"include_dashboard": False} if address == "local" else {}))
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise ConfigError(
-            f"no Ray cluster can be used at ray_address={address!r}: {str(error).strip().splitlines()[0]} Fix: start one with "
-            "'ray start --head', or use --ray_address local for one of this run."
+            f"no Ray cluster is available at ray_address={address!r}: {str(error).strip().splitlines()[0]} Fix: start one with "
+            "'ray start --head', or pass --ray_address local for a cluster of this run only."
         ) from error
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(TERMINATED))
     try:
         return _Placed(ray, job).run()
     finally:
-        # Ray forwards the last lines of the commands a moment after they end.
+        # Ray forwards the last output lines shortly after the commands end.
         time.sleep(1.0)
         ray.shutdown()
 
 
 class _Placed:
-    """The tasks of a run in their placement group."""
+    """Tasks of a run in their placement group."""
 
     def __init__(self, ray: Any, job: RayRun) -> None:
         self.ray, self.job = ray, job
         env = {key: value for key, value in os.environ.items() if key.startswith(PASSED_ON) and key != ranks.EXIT_CODES}
-        # The token keeps other users of the cluster from replacing the servers' weights.
+        # The token prevents other users of the cluster from replacing the servers' weights.
         env |= {API_KEY_VARIABLE: os.environ.get(API_KEY_VARIABLE) or secrets.token_urlsafe(32), STARTED: "1"}
         self.options = {"max_retries": 0, "runtime_env": {"env_vars": env}}
         self.bundles = job.bundles(ray.cluster_resources().get("GPU", 0) > 0)
         self.group = ray.util.placement_group(self.bundles, strategy=job.options.ray_placement)
-        # A cluster that scales by itself adds machines meanwhile.
+        # Meanwhile, an autoscaling cluster adds machines.
         if not self.group.wait(job.options.ray_timeout):
             cpus, gpus = (sum(bundle[kind] for bundle in self.bundles) for kind in ("CPU", "GPU"))
             free = ray.available_resources()
             raise ConfigError(
                 f"--launcher ray needs {cpus:g} CPUs and {gpus:g} GPUs for the trainer and {len(self.bundles) - 1} servers "
-                f"(ray_placement={job.options.ray_placement!r}), and the Ray cluster has {free.get('CPU', 0):g} CPUs and "
-                f"{free.get('GPU', 0):g} GPUs free after {job.options.ray_timeout:g} s. Fix: lower those, or add machines."
+                f"(ray_placement={job.options.ray_placement!r}), but the Ray cluster has {free.get('CPU', 0):g} CPUs and "
+                f"{free.get('GPU', 0):g} GPUs free after {job.options.ray_timeout:g} s. Fix: request fewer, or add machines."
             )
 
     def start(self, index: int, function: Any, *arguments: Any) -> Any:
-        """A task with the resources of one bundle: 0 is the trainer's, the others are the servers'."""
+        """Start a task with the resources of one bundle: 0 is the trainer's, the others are the servers'."""
         place = self.ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(self.group, index)
         takes = {"num_cpus": self.bundles[index]["CPU"], "num_gpus": self.bundles[index]["GPU"]}
         return self.ray.remote(scheduling_strategy=place, **takes, **self.options)(function).remote(*arguments)
 
     def run(self) -> int:
-        """Start everything, wait for the trainer, end everything."""
+        """Start all tasks, wait for the trainer, and end all tasks."""
         servers: dict[Any, str] = {}
         trainer: Any = None
         try:
             places = self.ray.get([self.start(index, _address) for index in range(len(self.bundles))])
             urls = []
             for index, (host, port) in enumerate(places[1:], start=1):
-                # On the trainer's own machine, weights go through shared memory.
+                # On the trainer's own machine, weights are transferred through shared memory.
                 host = "127.0.0.1" if host == places[0][0] else host
                 urls.append(f"http://{host_and_port(host, port)}")
                 words = [self.job.serving, *self.job.serve_arguments(host, port)]
                 task = self.start(index, _run_command, words, os.getcwd())
                 servers[task] = f"rollout server {index} ({urls[-1]})"
                 print(f"posttrain: {servers[task]}", file=sys.stderr)
-            # It waits for the servers itself, for vllm_server_timeout.
+            # The trainer itself waits for the servers, up to vllm_server_timeout.
             trainer = self.start(0, _run_command, self.job.trainer_arguments(urls), os.getcwd())
             return self.follow(trainer, servers)
         except KeyboardInterrupt:
-            print("posttrain: interrupted; the trainer ends its step and saves", file=sys.stderr)
+            print("posttrain: interrupted; the trainer finishes its step and saves", file=sys.stderr)
             return INTERRUPTED
         finally:
-            # The trainer first: it may still need its servers to save.
+            # The trainer first, because saving may still need the servers.
             self.end([trainer] if trainer is not None else [])
             self.end(list(servers))
 
     def end(self, tasks: list[Any]) -> None:
-        """Interrupt the tasks that still run, and wait for them."""
+        """Interrupt tasks that still run, and wait for them."""
         for task in tasks:
             self.ray.cancel(task)
         if tasks:
             self.ray.wait(tasks, num_returns=len(tasks), timeout=SAVE_SECONDS)
 
     def follow(self, main: Any, servers: dict[Any, str]) -> int:
-        """Wait for the trainer, or for the last of its servers, without which it cannot go on."""
+        """Wait for the trainer, or for the last server to end, because the trainer cannot continue without servers."""
         waiting = [main, *servers]
         while True:
             (ended,), waiting = self.ray.wait(waiting)

@@ -1,4 +1,4 @@
-"""The `posttrain` command."""
+"""Entry point of the `posttrain` command."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from posttrain.redaction import hide_secrets
 from posttrain.values import accept_any_character, visible
 
 OTHERS = {
-    "init": "a config with comments to begin with: posttrain init grpo -o grpo.yaml",
-    "check": "what can be known of a training command without training; exit status 78: refused",
-    "estimate": "memory by component, the largest batch that fits; exit status 78: it does not fit",
-    "inspect": "the rows a training command would train on: text, masks, lengths, findings",
-    "report": "one HTML file of what runs recorded: curves, findings, completions, comparison",
-    "recipes": "settings of papers, to list and to copy",
+    "init": "write a commented config to start from: posttrain init grpo -o grpo.yaml",
+    "check": "check a training command without training; exit status 78: refused",
+    "estimate": "estimate memory by component and the largest batch; exit status 78: it does not fit",
+    "inspect": "show the rows that a training command would train on: text, masks, lengths, findings",
+    "report": "write one HTML file about recorded runs: curves, findings, completions, comparison",
+    "recipes": "list and copy settings from papers",
     "demo": "teach a small language model to add, on this machine, in a few minutes",
-    "serve": "a rollout server for machines without vLLM, whose weights a trainer replaces",
-    "vllm-serve": "vLLM's own server, started with what training needs of it",
-    "teacher-scores": "a teacher's scores of a dataset, once, for training without the teacher",
-    "completion": 'for the Tab key of bash or zsh: eval "$(posttrain completion bash)"',
-    "env": "what a bug report needs",
+    "serve": "start a rollout server for machines without vLLM; a trainer updates its weights",
+    "vllm-serve": "start vLLM's own server with the options that training needs",
+    "teacher-scores": "compute a teacher's scores of a dataset once, to train without the teacher",
+    "completion": 'print Tab completion for bash or zsh: eval "$(posttrain completion bash)"',
+    "env": "print what a bug report needs",
 }
 HELP = f"""usage: posttrain COMMAND [options]
 
 Post-training of transformer language models.
 
-training commands (all take --config FILE.yaml; COMMAND --help shows the usual options, --help all every one):
+training commands (all take --config FILE.yaml; COMMAND --help shows common options, COMMAND --help all shows every option):
 {chr(10).join(f"  {name:19}  {command.text}" for name, command in TRAINING.items())}
 
 other commands:
@@ -48,7 +48,7 @@ options:
 
 
 def _lazy(path: str, *first: Any) -> Callable[[list[str]], int]:
-    """A command whose module is imported when it runs: ``module:function``, called with ``first`` and the arguments."""
+    """Return a command that imports ``module:function`` when it runs, and calls it with ``first`` and the arguments."""
 
     def command(argv: list[str]) -> int:
         module, _, name = path.partition(":")
@@ -58,7 +58,7 @@ def _lazy(path: str, *first: Any) -> Callable[[list[str]], int]:
 
 
 def _train(name: str, argv: list[str]) -> int:
-    """A training command; its short help needs nothing that it imports."""
+    """Run a training command. Its short help imports none of its modules."""
     if argv and argv[-1] in ("-h", "--help"):
         from posttrain.cli.options import help_text
 
@@ -73,14 +73,14 @@ def _env(argv: list[str]) -> int:
         sys.stdout.write("usage: posttrain env\n\nShow versions, hardware and settings, ready to paste.\n")
         return 0
     if argv:
-        sys.stderr.write(f"posttrain env: it takes no arguments, and was given {' '.join(argv)}.\n")
+        sys.stderr.write(f"posttrain env: takes no arguments, but got {' '.join(argv)}.\n")
         return 2
     sys.stdout.write(environment() + "\n")
     return 0
 
 
-ADDRESSES = 2 * 2**30  # Below it OpenBLAS asks for memory again and again, and never says so.
-# Packages that a bug report names beside those of a run's manifest.
+ADDRESSES = 2 * 2**30  # With less address space, OpenBLAS retries memory allocation forever without an error.
+# Packages that a bug report lists in addition to those of a run's manifest.
 OPTIONAL = (
     "bitsandbytes", "deepspeed", "liger-kernel", "vllm", "flash-attn", "kernels", "math-verify", "fastapi", "uvicorn",
     "tensorboard", "wandb", "trackio",
@@ -88,7 +88,7 @@ OPTIONAL = (
 
 
 def environment() -> str:
-    """What a run's manifest says of this machine, optional packages, and whether all fit together; one key a line."""
+    """Return one line per fact: this machine as in a run's manifest, optional packages, and version compatibility."""
     from posttrain.checks.machine import installed_version, verdict
     from posttrain.report.page.run import flat
     from posttrain.report.record import describe_run
@@ -97,12 +97,12 @@ def environment() -> str:
     facts["versions"] |= {name: installed_version(name) for name in OPTIONAL}
     lines = [f"- {name}: {'none' if value is None else value}" for name, value in flat(facts).items()]
     misfits = verdict()
-    said = "".join(f"\n  - {line}" for line in misfits) if misfits else " all installed packages fit"
+    said = "".join(f"\n  - {line}" for line in misfits) if misfits else " all installed packages are compatible"
     return "\n".join([*lines, f"- compatibility:{said}"])
 
 
 def _serve(argv: list[str]) -> int:
-    """Returns 0 after a shutdown that was asked for."""
+    """Run a rollout server; return 0 after a requested shutdown."""
     from posttrain.cli.parser import PosttrainArgumentParser
     from posttrain.serve.config import ServeConfig
     from posttrain.serve.server import run_server
@@ -113,7 +113,7 @@ def _serve(argv: list[str]) -> int:
 
 
 def _vllm_serve(argv: list[str]) -> int:
-    """Becomes vLLM's server, unless this vLLM is none that a trainer can push weights to."""
+    """Replace this process by vLLM's server, after checking that a trainer can push weights to this vLLM version."""
     from posttrain.checks.machine import check_versions
     from posttrain.checks.registry import describe
     from posttrain.errors import MissingDependencyError
@@ -148,8 +148,8 @@ def main(argv: list[str] | None = None) -> int:
     """Run a command.
 
     Returns:
-        0 success; 1 a configuration or data error (one line on stderr); 2 wrong usage; 75 a rollout server was lost, so
-        that the run may be started again; 78 a check refused the run; 130 interrupted.
+        0 success; 1 a configuration or data error (one line on stderr); 2 wrong usage; 75 a rollout server was lost and the run
+        may be started again; 78 a check refused the run; 130 interrupted.
     """
     accept_any_character()
     tokens = list(sys.argv[1:] if argv is None else argv)
@@ -175,8 +175,8 @@ def main(argv: list[str] | None = None) -> int:
     space = resource.getrlimit(resource.RLIMIT_AS)[0]
     if 0 <= space < ADDRESSES:
         sys.stderr.write(
-            f"error: this process may use {space / 2**30:.2f} GiB of addresses, and torch and the libraries beside it take "
-            f"{ADDRESSES / 2**30:.0f} GiB before any model: loading them would hang. Fix: `ulimit -v unlimited`.\n"
+            f"error: this process may use {space / 2**30:.2f} GiB of address space, but torch and other libraries need "
+            f"{ADDRESSES / 2**30:.0f} GiB before any model is loaded. Loading them would hang. Fix: `ulimit -v unlimited`.\n"
         )
         return 1
     ranks.keep_stderr()
@@ -190,10 +190,10 @@ def main(argv: list[str] | None = None) -> int:
 
 
 class _Stderr(logging.StreamHandler):
-    """Write without secrets to the stderr of the moment: a progress bar puts its own there, above which lines appear."""
+    """Handler that writes to the current `sys.stderr` without secrets. Progress bars replace stderr to print lines above them."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return the line of a record without secrets."""
+        """Format a record and remove secrets."""
         return hide_secrets(super().format(record))
 
     @property
@@ -217,7 +217,7 @@ def _guarded(command: Callable[[list[str]], int], argv: list[str], traceback: bo
     except KeyboardInterrupt:
         sys.stderr.write("interrupted\n")
         return 130
-    except BrokenPipeError:  # `| head`: nobody reads on.
+    except BrokenPipeError:  # The reader has closed the pipe, for example `| head`.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except (PosttrainError, ValueError, OSError, ImportError) as error:

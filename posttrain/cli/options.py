@@ -1,4 +1,4 @@
-"""Options of training commands read from the sources, without importing torch: short help, completion, configs to begin with."""
+"""Options of training commands, read from source files without importing torch: short help, completion, starter configs."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ from typing import NamedTuple
 from posttrain.cli.commands import TRAINING
 from posttrain.errors import ConfigError, did_you_mean
 
-WRITTEN = {"PLANNED": "8"}  # Defaults that have a name.
+WRITTEN = {"PLANNED": "8"}  # Values of defaults that are named constants.
 RUN, FAMILY = "the run", "of its family"
 ROOT = Path(__file__).parents[1]
 SOURCES = ("methods/**/*.py", "trainers/gold.py", "cli/train.py", "models/load.py")
-# Of transformers.TrainingArguments, whose source imports torch: what most runs set.
+# Common options of transformers.TrainingArguments, whose source would import torch.
 COMMON = {
-    "output_dir": "The run's folder: checkpoints, metrics, the model.",
-    "max_steps": "Optimiser steps; otherwise num_train_epochs.",
-    "num_train_epochs": "Passes over the rows.",
+    "output_dir": "Folder of the run: checkpoints, metrics, the model.",
+    "max_steps": "Number of optimizer steps. Overrides num_train_epochs.",
+    "num_train_epochs": "Number of passes over the rows.",
     "max_hours": "Hours after which the run saves and ends.",
     "learning_rate": "Peak learning rate.",
-    "per_device_train_batch_size": "Rows of a micro-batch on each device, or auto.",
-    "gradient_accumulation_steps": "Micro-batches of a step.",
-    "logging_steps": "Steps between two lines.",
+    "per_device_train_batch_size": "Rows per micro-batch on each device, or auto.",
+    "gradient_accumulation_steps": "Micro-batches per optimizer step.",
+    "logging_steps": "Steps between two log lines.",
     "save_steps": "Steps between two checkpoints.",
-    "resume_from_checkpoint": "A checkpoint, true (the last one) or auto (where there is one).",
-    "report_to": "none, tensorboard, wandb, trackio; several in a row.",
-    "preflight": "What findings do before training: error, warn, off.",
-    "seed": "Of everything.",
+    "resume_from_checkpoint": "Checkpoint path, true (latest checkpoint) or auto (latest if there is one).",
+    "report_to": "Trackers: none, tensorboard, wandb, trackio; several are allowed.",
+    "preflight": "Effect of findings before training: error, warn, off.",
+    "seed": "Seed of all random numbers.",
 }
-# Of a method's family: what is set in most runs, beside the method's own.
+# Common options that a method inherits from its family; listed with the method's own.
 OFTEN = (
     "num_generations", "max_completion_length", "temperature", "beta", "epsilon", "max_length", "rollout_engine",
     "reward_weights", "dynamic_sampling", "log_completions", "teacher_model_name_or_path", "lmbda", "max_new_tokens",
@@ -44,7 +44,7 @@ OFTEN = (
 
 
 class Option(NamedTuple):
-    """A field of a config: its default as it is written, and what it is for."""
+    """Field of a config: its default as source text, and its description."""
 
     default: str
     text: str = ""
@@ -58,9 +58,9 @@ def _classes() -> dict[str, ast.ClassDef]:
 
 
 def _declared(node: ast.ClassDef) -> dict[str, Option]:
-    """Fields that a class declares itself."""
+    """Return the fields that a class itself declares."""
     options = {}
-    # Presets of distillation give defaults, some with texts, in a decorator.
+    # Distillation presets set defaults, some with descriptions, in a decorator.
     keywords = [
         k
         for call in node.decorator_list
@@ -78,7 +78,7 @@ def _declared(node: ast.ClassDef) -> dict[str, Option]:
             continue
         value, text = line.value, ""
         if isinstance(value, ast.Call) and any(k.arg == "init" for k in value.keywords):
-            continue  # What the config works out by itself.
+            continue  # The config computes this field.
         if isinstance(value, ast.Call):
             texts = [
                 *value.args[1:],
@@ -94,7 +94,7 @@ def _declared(node: ast.ClassDef) -> dict[str, Option]:
 
 
 def _lineage(name: str) -> list[ast.ClassDef]:
-    """A config's class and those it inherits from here, the nearest first."""
+    """Return a config's class and its bases in this package, nearest first."""
     node = _classes().get(name)
     if node is None:
         return []
@@ -103,12 +103,12 @@ def _lineage(name: str) -> list[ast.ClassDef]:
 
 
 def groups(command: str) -> dict[str, dict[str, Option]]:
-    """Options of a training command under headings, the method's own first; each stands once."""
+    """Return the options of a training command by heading. Each option is listed once."""
     chosen = TRAINING[command]
     lineage = _lineage(f"{chosen.method}Config")
     shared = [node for node in lineage if node.name == "PostTrainingConfig"]
     inherited = [node for node in lineage[1:] if node not in shared]
-    parts = {  # Whoever declares a field nearest to the method has it, with its default.
+    parts = {  # A field belongs to the class nearest to the method that declares it, with that class's default.
         chosen.method: lineage[:1],
         FAMILY: inherited,
         RUN: shared,
@@ -134,7 +134,7 @@ def groups(command: str) -> dict[str, dict[str, Option]]:
 
 
 def help_text(command: str) -> str:
-    """The short help: what most runs set and the method's own options with their texts, the others by name."""
+    """Format the short help: common options and the method's own with descriptions, inherited options by name."""
     width = min(shutil.get_terminal_size().columns, 120)
     about = TRAINING[command].text
     lines = [
@@ -151,10 +151,12 @@ def help_text(command: str) -> str:
             default = f" ({option.default})" if option.default not in ("", "None") else ""
             text, head = option.text.split(". ")[0].rstrip(".") + default, f"  --{name:32}"
             lines += textwrap.wrap(text, width, initial_indent=head, subsequent_indent=" " * 36) or [head.rstrip()]
-    return "\n".join([*lines, "", f"Those of transformers.TrainingArguments too: posttrain {command} --help all", ""])
+    return "\n".join(
+        [*lines, "", f"All options, with those of transformers.TrainingArguments: posttrain {command} --help all", ""]
+    )
 
 
-COMPLETION = """# posttrain: `eval "$(posttrain completion {shell})"` in the shell's start file.
+COMPLETION = """# posttrain: add `eval "$(posttrain completion {shell})"` to the shell's startup file.
 {before}_posttrain() {{
   local word="${{COMP_WORDS[COMP_CWORD]}}" words=""
   if [ "$COMP_CWORD" -eq 1 ]; then words="{commands}"; else case "${{COMP_WORDS[1]}}" in
@@ -164,14 +166,14 @@ COMPLETION = """# posttrain: `eval "$(posttrain completion {shell})"` in the she
 }}
 complete {filenames}-F _posttrain posttrain
 """
-# A start file that has not begun zsh's own completion yet has no `compdef`, which bash's stands on.
+# bash's completion needs zsh's `compdef`, which is undefined if the startup file has not initialized completion yet.
 ZSH = """(( $+functions[compdef] )) || { autoload -U compinit && compinit }
 autoload -U +X bashcompinit && bashcompinit
 """
 
 
 def completion(commands: list[str], argv: list[str]) -> int:
-    """`posttrain completion bash|zsh`: a script that completes commands, options and files."""
+    """Print a script that completes commands, options and files: posttrain completion bash|zsh."""
     parser = argparse.ArgumentParser(prog="posttrain completion", description=completion.__doc__)
     parser.add_argument("shell", choices=("bash", "zsh"))
     shell = parser.parse_args(argv).shell
@@ -179,7 +181,7 @@ def completion(commands: list[str], argv: list[str]) -> int:
     for command in TRAINING:
         flags = " ".join(f"--{name}" for options in groups(command).values() for name in options)
         cases.append(f'    {command}) words="--config --help {flags}";;')
-    # With them zsh leaves no space behind an option.
+    # With -o filenames, zsh would add no space after an option.
     before, filenames = (ZSH, "") if shell == "zsh" else ("", "-o filenames ")
     text = COMPLETION.format(
         shell=shell, before=before, filenames=filenames, commands=" ".join(commands), cases="\n".join(cases)
@@ -189,7 +191,7 @@ def completion(commands: list[str], argv: list[str]) -> int:
 
 
 def _configs() -> Path:
-    """Where the example configs are: beside this file in a wheel, else in a clone."""
+    """Return the folder of example configs: next to this file in a wheel, else in a clone."""
     copy = Path(__file__).with_name("examples") / "configs"
     return copy if copy.is_dir() else ROOT.parent / "examples" / "configs"
 
@@ -199,29 +201,29 @@ def _write(text: str, output: str | None) -> int:
         sys.stdout.write(text)
         return 0
     if Path(output).exists():
-        raise ConfigError(f"{output} is there already. Fix: another name after -o, or remove it.")
+        raise ConfigError(f"{output} already exists. Fix: pass another name with -o, or remove the file.")
     Path(output).parent.mkdir(parents=True, exist_ok=True)
     Path(output).write_text(text, encoding="utf-8")
     sys.stdout.write(f"{output}\n")
     return 0
 
 
-# Of the commands without an example: where the teacher is, or what the rows need in its place.
+# For commands without an example: the line that selects the teacher, or a comment if there is none.
 TEACHERS = {
     "server-distillation": "teacher_model_server_url: http://localhost:8001",
     "async-distillation": "teacher_server_urls: http://localhost:8001",
-    "sdft": "# The teacher is the student itself, which sees each row's privileged_context.",
-    "sdpo": "# The teacher is a moving average of the student, which sees a successful answer.",
-    "ssd": "# There is no teacher: the student imitates its own samples.",
+    "sdft": "# The teacher is the student itself with each row's privileged_context in the prompt.",
+    "sdpo": "# The teacher is a moving average of the student with a successful answer in the prompt.",
+    "ssd": "# There is no teacher. The student imitates its own samples.",
 }
 
 
-# What rows hold for them beside prompts; of the others the student writes the answers.
+# Columns of their rows in addition to prompts. For other commands, the student generates the answers.
 BESIDE_PROMPTS = {"gkd": ("completion",), "gold": ("completion",), "sdft": ("privileged_context",)}
 
 
 def starter(command: str) -> str:
-    """A config of a command that runs once model and data are named: what is set, then each of its own options as a comment."""
+    """Write a config that runs once model and data are set: active settings, then the command's other options as comments."""
     example = _configs() / f"{command}.yaml"
     if example.is_file():
         begun = example.read_text(encoding="utf-8").partition("\n")[2]
@@ -231,7 +233,7 @@ def starter(command: str) -> str:
         begun = (
             "model_name_or_path: HuggingFaceTB/SmolLM2-135M-Instruct\n"
             f"{TEACHERS.get(command, 'teacher_model_name_or_path: HuggingFaceTB/SmolLM2-360M-Instruct')}\n{rewards}"
-            f"dataset_name: rows.jsonl              # one {{{columns}}} a line\n"
+            f"dataset_name: rows.jsonl              # one {{{columns}}} per line\n"
             f"output_dir: runs/{command}\nmax_steps: 200\nlogging_steps: 1\nreport_to: none\n"
         )
     known = {line.partition(":")[0] for line in begun.splitlines()}
@@ -241,7 +243,7 @@ def starter(command: str) -> str:
         begun,
     ]
     for heading, options in groups(command).items():
-        lines.append(f"# --- {heading}; each stands with its default")
+        lines.append(f"# --- {heading}; each option is shown with its default")
         for name, option in options.items():
             if name not in known and option.text and option.default:
                 lines += [
@@ -252,26 +254,26 @@ def starter(command: str) -> str:
 
 
 def _in_yaml(default: str) -> str:
-    """A default as YAML reads it, line breaks of a text included; what is no literal as it is written."""
+    """Format a default as YAML, including line breaks of strings. Non-literals are returned unchanged."""
     with contextlib.suppress(ValueError, SyntaxError):
         return json.dumps(ast.literal_eval(default), ensure_ascii=False)
     return default
 
 
 def init(argv: list[str]) -> int:
-    """`posttrain init METHOD`: a config with comments, to begin with."""
+    """Write a commented config to start from: posttrain init METHOD."""
     parser = argparse.ArgumentParser(prog="posttrain init", description=init.__doc__)
     parser.add_argument("method", choices=sorted(TRAINING), metavar="METHOD", help=", ".join(TRAINING))
-    parser.add_argument("-o", "--output", metavar="FILE", help="write there; without it the config is printed")
+    parser.add_argument("-o", "--output", metavar="FILE", help="output file; default: print the config")
     args = parser.parse_args(argv)
     return _write(starter(args.method), args.output)
 
 
 def recipes(argv: list[str]) -> int:
-    """`posttrain recipes [NAME]`: settings of papers, listed, or one of them printed."""
+    """List settings from papers, or print one of them: posttrain recipes [NAME]."""
     parser = argparse.ArgumentParser(prog="posttrain recipes", description=recipes.__doc__)
-    parser.add_argument("name", nargs="?", metavar="NAME", help="which; without it all are listed")
-    parser.add_argument("-o", "--output", metavar="FILE", help="write there; without it the recipe is printed")
+    parser.add_argument("name", nargs="?", metavar="NAME", help="recipe to print; default: list all recipes")
+    parser.add_argument("-o", "--output", metavar="FILE", help="output file; default: print the recipe")
     args = parser.parse_args(argv)
     files = {file.stem: file for file in sorted((_configs() / "papers").glob("*.yaml"))}
     if args.name is None:
@@ -281,6 +283,6 @@ def recipes(argv: list[str]) -> int:
         return 0
     if args.name not in files:
         raise ConfigError(
-            f"there is no recipe {args.name!r}{did_you_mean(args.name, files)}. Known: {', '.join(files)}."
+            f"there is no recipe {args.name!r}{did_you_mean(args.name, files)}. Known recipes: {', '.join(files)}."
         )
     return _write(files[args.name].read_text(encoding="utf-8"), args.output)

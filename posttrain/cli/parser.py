@@ -1,4 +1,4 @@
-"""Dataclasses to flags, and YAML to the same flags: one converter for both."""
+"""Parser that turns dataclasses into flags and YAML files into the same flags, with one converter for both."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ NEGATIVE = re.compile(r"-(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?$")
 
 
 class PosttrainArgumentParser(HfArgumentParser):
-    """`transformers.HfArgumentParser` that also reads a YAML file; every boolean field has a ``--no_`` flag.
+    """`transformers.HfArgumentParser` that also reads a YAML file. Every boolean field has a ``--no_`` flag.
 
-    Precedence: command line, then file, then the dataclass's default. A value of the file goes through the converter of
-    its flag, so ``dtype: bf16`` is refused as ``--dtype bf16`` is, and ``reward_funcs: accuracy_reward`` is a list of one.
+    Precedence: command line, then file, then the dataclass's default. Values of the file go through the converter of their flag:
+    ``dtype: bf16`` is rejected like ``--dtype bf16``, and ``reward_funcs: accuracy_reward`` is a list of one.
 
     Args:
-        dataclass_types: One dataclass or several; their instances are returned in this order.
-        options: Of `argparse.ArgumentParser`, such as ``prog``.
+        dataclass_types: One or several dataclasses. Their instances are returned in this order.
+        options: Arguments of `argparse.ArgumentParser`, such as ``prog``.
 
     >>> @dataclasses.dataclass
     ... class Args:
@@ -48,24 +48,24 @@ class PosttrainArgumentParser(HfArgumentParser):
             if any(item.name == "config" for item in dataclasses.fields(kind)):
                 raise ConfigError(f"{kind.__name__} has a field called 'config'. That name is reserved for --config.")
         super().__init__(types, **({"allow_abbrev": False} | options))
-        # A value such as -1e-05 is no option.
+        # Treat values such as -1e-05 as numbers, not as options.
         self._negative_number_matcher = NEGATIVE
-        # All options would fill screens.
+        # A usage line with all options would fill several screens.
         self.usage = options.get("usage", f"{self.prog} [--config FILE.yaml] [--option value ...]")
         hints = dict(item for kind in types for item in typing.get_type_hints(kind).items())
         for action in list(self._actions):
             if action.help:
-                # An inherited percent sign would break --help.
+                # argparse interprets a percent sign in an inherited help text as a format.
                 action.help = action.help.replace("%", "%%").replace("%%%%", "%%")
             hint = hints.get(action.dest)
             if action.dest == "report_to":
-                # Several trackers; transformers' parser would take the first one and leave the others over.
+                # Allow several trackers; transformers' parser would take only the first one.
                 action.nargs, action.type = "+", str
             if dict in (action.type, typing.get_origin(action.type)):
                 # transformers' parser would call dict() on the text.
                 action.type = _mapping
             if hint == int | str:
-                # transformers' parser would take the number alone.
+                # transformers' parser would accept only numbers.
                 action.type = _number_or_word
             if hint in (bool, bool | None) and f"--no_{action.dest}" not in self._option_string_actions:
                 flags = dict.fromkeys((f"--no_{action.dest}", f"--no-{action.dest.replace('_', '-')}"))
@@ -79,13 +79,13 @@ class PosttrainArgumentParser(HfArgumentParser):
         fail_with_unknown_args: bool = True,
         separate_remaining_strings: bool = False,
     ) -> tuple[Any, ...]:
-        """Instances of the dataclasses; with ``return_remaining_strings``, also the strings that no field took.
+        """Return instances of the dataclasses; with ``return_remaining_strings``, also the unrecognized strings.
 
-        With ``separate_remaining_strings`` too, those of the config file and those of the command line are two lists.
+        With ``separate_remaining_strings`` as well, the strings of the config file and of the command line are two lists.
 
         Raises:
-            ConfigError: A file that is missing or not a mapping, unknown keys, or values that a dataclass refuses.
-            SystemExit: 2, as argparse does, for flags that cannot be converted.
+            ConfigError: The file is missing or not a mapping, a key is unknown, or a dataclass rejects a value.
+            SystemExit: 2, as in argparse, for values that cannot be converted.
         """
         tokens, path = split_config(sys.argv[1:] if args is None else args)
         config = load_config(path) if path is not None else {}
@@ -94,11 +94,11 @@ class PosttrainArgumentParser(HfArgumentParser):
         others = {key: value for key, value in config.items() if key not in self.fields}
         if others and not return_remaining_strings and fail_with_unknown_args:
             raise ConfigError(f"{path}: unknown key{'s' if len(others) > 1 else ''} {self._suggest(others)}.")
-        # What no token says: nothing, and a list of nothing.
+        # Values that no token can express: None and the empty list.
         unsaid = {key: value for key, value in known.items() if value is None or value == []}
         self.set_defaults(**unsaid)
         given = [to_tokens(key, value) for key, value in known.items() if key not in unsaid]
-        # Joined, or a value that begins with a dash would be taken for an option.
+        # Joined with "=", because argparse would read a value that begins with a dash as an option.
         from_file = [token for words in given for token in (["=".join(words)] if len(words) == 2 else words)]
         *instances, rest = self.parse_args_into_dataclasses(
             args=from_file + tokens, return_remaining_strings=True, look_for_args_file=False
@@ -111,11 +111,11 @@ class PosttrainArgumentParser(HfArgumentParser):
         return tuple(instances)
 
     def parse_known_args(self, args: PostTrainingConfig | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
-        """As argparse; an option that two classes share is the first one's, and the other keeps its default."""
+        """Parse like argparse. An option that two classes share sets the first one's field; the second keeps its default."""
         return super().parse_known_args(args, _Shared() if namespace is None else namespace)
 
     def set_defaults_with_config(self, **values: Any) -> list[str]:
-        """Make these the defaults of their fields; returns the others as command-line tokens."""
+        """Set the defaults of fields; return the other values as command-line tokens."""
         self.set_defaults(**{key: value for key, value in values.items() if key in self.fields})
         for action in self._actions:
             action.required = action.required and action.dest not in values
@@ -123,9 +123,9 @@ class PosttrainArgumentParser(HfArgumentParser):
         return [token for key, value in others for token in to_tokens(key, value)]
 
     def _meant(self, key: str, value: object, path: str | None) -> object:
-        """A value of the file; YAML reads no and off as false, which stand for the word where that is a choice."""
+        """Return the intended value of a file entry. YAML reads no and off as false, which becomes "no" if that is a choice."""
         if isinstance(value, list) and None in value:
-            raise ConfigError(f"{path}: {key}={value!r} has an empty item. Fix: leave it out.")
+            raise ConfigError(f"{path}: {key}={value!r} has an empty item. Fix: remove the item.")
         choices = next((action.choices for action in self._actions if action.dest == key), None) or ()
         return "no" if value is False and "no" in choices else value
 
@@ -141,54 +141,54 @@ TrlParser = PosttrainArgumentParser
 
 
 class _Shared(Namespace):
-    """Names can be taken out twice: `transformers` takes out those of each class in turn."""
+    """Namespace that allows deleting a name twice, because `transformers` deletes the names of each class in turn."""
 
     def __delattr__(self, name: str) -> None:
         vars(self).pop(name, None)
 
 
 def _number_or_word(text: str) -> int | str:
-    """A value of a field that may be either; the dataclass refuses words it does not know."""
+    """Convert a field that may be a number or a word. The dataclass rejects unknown words."""
     return int(text) if text.lstrip("-").isdigit() else text
 
 
 def _mapping(text: str) -> dict[str, Any]:
-    """A mapping as JSON, as `to_tokens` writes those of a YAML file."""
+    """Parse a mapping from JSON, the form in which `to_tokens` writes mappings of a YAML file."""
     value = json.loads(text)
     if not isinstance(value, dict):
         raise ValueError(f"{text!r} is not a mapping")
     return value
 
 
-_mapping.__name__ = "JSON mapping"  # What argparse calls the type in its error.
+_mapping.__name__ = "JSON mapping"  # Name of the type in argparse's error.
 
 
 def split_config(tokens: Sequence[str]) -> tuple[list[str], str | None]:
-    """All tokens but ``--config path`` or ``--config=path``, and the path; the last one wins."""
+    """Return all tokens except ``--config path`` or ``--config=path``, and the path. The last one takes precedence."""
     parser = ArgumentParser(add_help=False, allow_abbrev=False, argument_default=SUPPRESS)
     parser.add_argument("--config", nargs="?")
     parsed, rest = parser.parse_known_args(list(tokens))
     if "config" in parsed and parsed.config is None:
-        raise ConfigError("--config needs the path of a YAML file after it.")
+        raise ConfigError("--config needs the path of a YAML file.")
     return rest, getattr(parsed, "config", None)
 
 
 def load_config(path: str) -> dict[str, Any]:
-    """A YAML file as a flat mapping of field names; an empty file is an empty mapping."""
+    """Read a YAML file as a flat mapping of field names; an empty file is an empty mapping."""
     import yaml
 
     file = Path(path)
     if not file.is_file():
-        raise ConfigError(f"--config {path}: there is no such file.")
+        raise ConfigError(f"--config {path}: the file does not exist.")
     try:
         text = file.read_text(encoding="utf-8")
         content, node = yaml.safe_load(text), yaml.compose(text, yaml.SafeLoader)
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"--config {path}: it is not valid YAML: {error}") from error
     names = [key.value for key, _ in node.value] if isinstance(node, yaml.MappingNode) else []
-    # YAML takes the last of them, in silence.
+    # YAML silently uses the last of duplicate keys.
     if twice := [name for number, name in enumerate(names) if name in names[:number]]:
-        raise ConfigError(f"--config {path}: {twice[0]!r} is given twice. Fix: leave one of them.")
+        raise ConfigError(f"--config {path}: {twice[0]!r} is set twice. Fix: remove one of them.")
     if content is None:
         return {}
     if not isinstance(content, dict):
@@ -208,7 +208,7 @@ def _apply_env(env: Any) -> None:
 
 
 def to_tokens(key: str, value: object, flags: bool = False) -> list[str]:
-    """One config entry as command-line tokens; with ``flags``, true is a bare flag and false is left out."""
+    """Convert a config entry to command-line tokens. With ``flags``, true is a bare flag and false is omitted."""
     name = f"--{key}"
     if isinstance(value, bool) and flags:
         return [name] if value else []

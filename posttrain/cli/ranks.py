@@ -1,4 +1,4 @@
-"""Processes that a launcher starts: what each leaves behind when it fails, so that the command can say which one, and why."""
+"""Exit codes and stderr of launched processes, so that the command can report which one failed first and why."""
 
 from __future__ import annotations
 
@@ -10,13 +10,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
-EXIT_CODES = "POSTTRAIN_EXIT_CODES"  # A folder in which a process that fails leaves its code: launchers make 1 of it.
-LINES = 30  # Of stderr that are shown.
-CRASH = "Fatal Python error"  # As `faulthandler` writes it.
+EXIT_CODES = (
+    "POSTTRAIN_EXIT_CODES"  # Folder in which a failing process stores its exit code: launchers always return 1.
+)
+LINES = 30  # Number of stderr lines to show.
+CRASH = "Fatal Python error"  # Text that `faulthandler` writes.
 
 
 class _Both:
-    """A stderr that is kept in a file too; for everything but writing it is the one it stands for."""
+    """Stderr that also writes to a file. All other attributes are those of the wrapped stream."""
 
     def __init__(self, shown: TextIO, file: TextIO) -> None:
         self._shown, self._file = shown, file
@@ -34,26 +36,26 @@ class _Both:
 
 
 def keep_stderr() -> None:
-    """In a process that `posttrain` launched: keep a copy of what it writes to stderr, the trace of a crash included."""
+    """Copy stderr to a file, including the trace of a crash, if `posttrain` launched this process."""
     folder = os.environ.get(EXIT_CODES)
     if folder is None or isinstance(sys.stderr, _Both):
         return
     path = Path(folder, f"{os.environ.get('RANK', '0')}.stderr")
-    path.with_suffix(".code").unlink(missing_ok=True)  # Of this rank before the launcher started it again.
+    path.with_suffix(".code").unlink(missing_ok=True)  # Left by this rank before the launcher restarted it.
     file = path.open("a", buffering=1, encoding="utf-8", errors="replace")
     faulthandler.enable(file)
     sys.stderr = _Both(sys.stderr, file)  # type: ignore[assignment]
 
 
 def leave_code(code: int) -> None:
-    """In a process that `posttrain` launched: say with which code it fails."""
+    """Store the exit code of a failure, if `posttrain` launched this process."""
     folder = os.environ.get(EXIT_CODES)
     if code and folder is not None:
         Path(folder, f"{os.environ.get('RANK', '0')}.code").write_text(str(code), encoding="utf-8")
 
 
 def launch() -> None:
-    """``accelerate launch``; leaves a word for each process that a signal ended, which could leave none itself."""
+    """Run ``accelerate launch``, and store the signal of each process that was killed and could not store a code itself."""
     from accelerate.commands.launch import main
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -61,25 +63,25 @@ def launch() -> None:
     try:
         main()
     except SignalException as told:
-        # The processes have saved and said so; a traceback would stand below their words.
+        # The processes have saved and reported this; do not print a traceback after their messages.
         sys.exit(128 + int(told.sigval))
     except ChildFailedError as error:
         for rank, failure in error.failures.items():
             if (
                 failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM
-            ):  # That one is the launcher's, to the others.
+            ):  # The launcher sends SIGTERM to the remaining processes.
                 Path(os.environ[EXIT_CODES], f"{rank}.signal").write_text(str(-failure.exitcode), encoding="utf-8")
         raise
 
 
 @dataclass(frozen=True)
 class Failure:
-    """The process that failed first.
+    """First process that failed.
 
     Attributes:
-        rank: Its number.
-        code: Its exit code; 128 and the signal's number where one ended it.
-        tail: The last lines of its stderr.
+        rank: Rank of the process.
+        code: Exit code; 128 plus the signal number if a signal ended it.
+        tail: Last lines of its stderr.
     """
 
     rank: int
@@ -93,19 +95,19 @@ class Failure:
 
 def _signal_name(code: int) -> str:
     if code == 128 + signal.SIGKILL:
-        return " (SIGKILL: someone killed it, often the kernel for want of memory)"
+        return " (SIGKILL: killed by a user or, if memory ran out, by the kernel)"
     known = code - 128 in set(signal.Signals)
     return f" ({signal.Signals(code - 128).name})" if known else ""
 
 
 def first_failure(folder: Path, code: int) -> Failure | None:
-    """Which of the launched processes failed first; None where none left a word.
+    """Return the launched process that failed first; None if no process left a record.
 
     Args:
-        folder: In which they left their codes and their stderr.
-        code: Of the launcher, for a process that crashed before it could leave its own.
+        folder: Folder in which processes stored their codes and stderr.
+        code: Exit code of the launcher, for a process that crashed before it could store its own.
     """
-    # One that was killed comes first: the others fail when it no longer answers.
+    # A killed process comes first, because the others fail when it no longer responds.
     for path in sorted(folder.glob("*.signal")):
         return Failure(int(path.stem), 128 + int(path.read_text(encoding="utf-8")), _tail(path.with_suffix(".stderr")))
     codes = sorted(folder.glob("*.code"), key=lambda path: path.stat().st_mtime_ns)
@@ -121,7 +123,7 @@ def first_failure(folder: Path, code: int) -> Failure | None:
 
 def _tail(path: Path) -> str:
     text = path.read_bytes().decode("utf-8", "replace") if path.is_file() else ""
-    lines = [line.rpartition("\r")[2] for line in text.split("\n")]  # Of a progress bar its last state.
+    lines = [line.rpartition("\r")[2] for line in text.split("\n")]  # Only the last state of a progress bar.
     return "\n".join([line for line in lines if line.strip()][-LINES:])
 
 

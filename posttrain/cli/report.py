@@ -1,4 +1,4 @@
-"""`posttrain report`: what runs recorded, as one HTML file."""
+"""`posttrain report`: write one HTML file about recorded runs."""
 
 from __future__ import annotations
 
@@ -11,21 +11,23 @@ from posttrain.report.page.run import read_runs
 
 
 def run(argv: list[str]) -> int:
-    """`posttrain report RUN [RUN...]`: write one HTML file with all that runs recorded; prints its path.
+    """Write one HTML file about the recorded runs in ``argv``, and print its path.
 
     Returns:
         0.
 
     Raises:
-        DataError: A folder that holds no record.
+        DataError: A folder contains no run record.
     """
     parser = argparse.ArgumentParser(
         prog="posttrain report",
-        description="Make one HTML file of what runs recorded: curves, findings, completions, data, manifest, comparison. "
-        "It needs no network and works while a run is training.",
+        description="Write one HTML file about recorded runs: curves, findings, completions, data, manifest, comparison. "
+        "Needs no network and works while a run is training.",
         allow_abbrev=False,
     )
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="output_dir of a run; several are laid over each other")
+    parser.add_argument(
+        "runs", nargs="+", metavar="RUN", help="output_dir of a run; several runs share the same charts"
+    )
     parser.add_argument("--out", metavar="FILE", help="file to write (default: report.html in the first folder)")
     arguments = parser.parse_args(argv)
     runs = read_runs(arguments.runs)

@@ -1,4 +1,4 @@
-"""A training command that is looked at and not run: what ``check``, ``inspect`` and ``estimate`` read of it, each part once."""
+"""Components of a training command that ``check``, ``inspect`` and ``estimate`` examine without training. Each is loaded once."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from posttrain.types import Finding, Row
 if TYPE_CHECKING:
     from posttrain.types import AnyDataset
 
-# Commands whose rows are shown.
+# Commands whose rows can be shown.
 ROWS = (
     "sft", "reward", "dpo", "cpo", "orpo", "tpo", "kto", "bco",
     "grpo", "async-grpo", "gmpo", "a2po", "rloo", "online-dpo",
@@ -26,14 +26,14 @@ ROWS = (
 
 
 class Prepared(NamedTuple):
-    """Rows as a training command makes them of examples.
+    """Rows that a training command makes from examples.
 
     Attributes:
-        rows: In the order of the examples.
-        findings: What their preparation itself found.
-        cut: How many were cut; None: unknown, a row of the limit's length counts.
-        numbers: Row numbers in the dataset; None: those of the examples, or not known.
-        reasons: Why rows were left out.
+        rows: Rows in the order of the examples.
+        findings: Findings of the preparation.
+        cut: Number of truncated rows. None: unknown; a row as long as the limit counts as truncated.
+        numbers: Row numbers in the dataset. None: same as the examples', or unknown.
+        reasons: Why rows were dropped.
     """
 
     rows: list[Row]
@@ -44,19 +44,19 @@ class Prepared(NamedTuple):
 
 
 class Subject:
-    """A training command with its arguments; no weight of a model is read.
+    """Training command with its arguments, loaded without model weights.
 
     Args:
-        name: A training command.
-        tokens: Its arguments; which accelerator would train changes nothing here.
+        name: Name of the training command.
+        tokens: Arguments of the command. The accelerator has no effect here.
 
     Attributes:
-        parsed: What its parser returned: data, config, model and mixture arguments.
-        kind: The trainer's class.
-        method: Its algorithm, with the config.
+        parsed: Result of the command's parser: data, config, model and mixture arguments.
+        kind: Trainer class.
+        method: Method of the trainer, with the config.
 
     Raises:
-        ConfigError: No such command, or arguments that it refuses.
+        ConfigError: The command does not exist, or its arguments are invalid.
     """
 
     def __init__(self, name: str, tokens: Sequence[str]) -> None:
@@ -66,7 +66,7 @@ class Subject:
         self.script_args, self.config, self.model_args, self.mixture = self.parsed
         init = self.model_args.model_init_kwargs(self.config.trust_remote_code)
         if self.model_args.load_in_4bit or self.model_args.load_in_8bit:
-            # Not as an object, which only bitsandbytes itself can make.
+            # A dict, because only an installed bitsandbytes can create the config object.
             init["quantization_config"] = {
                 "load_in_4bit": self.model_args.load_in_4bit,
                 "load_in_8bit": self.model_args.load_in_8bit,
@@ -77,15 +77,16 @@ class Subject:
 
     @cached_property
     def method(self) -> Any:
-        """The algorithm, with its config."""
+        """Method of the trainer, with its config."""
         return self.kind.METHOD(self.config)
 
     @cached_property
     def source(self) -> str:
-        """Where the model is.
+        """Path or Hub id of the model.
 
         Raises:
-            ConfigError: None is named. ModelError: It is not there, or of another kind.
+            ConfigError: No model is named.
+            ModelError: The model does not exist or has the wrong type.
         """
         from posttrain.models.load import check_model_source
 
@@ -95,18 +96,18 @@ class Subject:
 
     @cached_property
     def model_config(self) -> Any:
-        """The model's configuration."""
+        """Config of the model."""
         return model_config(self.source, self.config.trust_remote_code, self.model_args.model_revision)
 
     @cached_property
     def tokenizer(self) -> Any:
-        """The tokenizer as training has it when it reads its rows."""
+        """Tokenizer as the trainer prepares it before reading rows."""
         from posttrain.models.load import changes_vocabulary, load_tokenizer, prepare_tokenizer, resolve_pad_token
 
         config, trust = self.config, self.config.trust_remote_code
         tokenizer = load_tokenizer(self.source, trust_remote_code=trust, revision=self.model_args.model_revision)
         if changes_vocabulary(config):
-            # Template, added tokens and eos of another one; the embeddings that training adds change no row.
+            # Template, added tokens and eos of another tokenizer. Embeddings that training adds do not affect rows.
             other, known = load_tokenizer(config.chat_template_path, trust_remote_code=trust), tokenizer.get_vocab()
             tokenizer.chat_template = other.chat_template
             tokenizer.add_tokens([t for t in other.added_tokens_decoder.values() if t.content not in known])
@@ -117,27 +118,27 @@ class Subject:
 
     @property
     def split(self) -> str:
-        """The split that is trained on."""
+        """Split to train on."""
         return train._train_split(self.script_args, self.mixture)
 
     @cached_property
     def data(self) -> Any:
-        """The training set; None where the environment makes the prompts while it trains."""
+        """Training set; None if the environment produces prompts during training."""
         with no_progress_bars():
             return train._datasets(self.script_args, self.mixture, self.config).get(self.split)
 
     def drawn(self, dataset: AnyDataset, count: int) -> tuple[Any, int | None, list[int]]:
-        """Up to ``count`` examples in the order of a dataset, in memory, how many there are (None of a stream), their places.
+        """Sample up to ``count`` examples; return them in dataset order, the total (None for a stream), and their indices.
 
         Raises:
-            DataError: There is none.
+            DataError: There are no examples.
         """
         import datasets
 
         from posttrain.data.formats import ROW, undecoded
 
         if dataset is None:
-            raise DataError("there is no dataset to inspect: the environment makes the prompts while it trains.")
+            raise DataError("there is no dataset to inspect, because the environment produces prompts during training.")
         dataset, total = undecoded(dataset), None
         if isinstance(dataset, datasets.IterableDataset):
             examples = list(itertools.islice(dataset, count))
@@ -147,13 +148,13 @@ class Subject:
             places = sorted(random.Random(self.config.seed).sample(range(total), min(count, total)))
             examples = list(dataset.select(places))
         if not examples:
-            raise DataError("the dataset is empty: there is nothing to inspect.")
-        # A dataset of its own in memory: preparing it leaves no cache file behind.
+            raise DataError("the dataset is empty, so there is nothing to inspect.")
+        # An in-memory dataset, so that preparing it writes no cache file.
         drawn: Any = datasets.Dataset.from_list(examples, features=dataset.features)
         return drawn.add_column(ROW, places), total, places
 
     def rows_of(self, examples: Any) -> tuple[Prepared, Any]:
-        """Rows as the trainer makes them, and what it reads images with; None where rows are text."""
+        """Return rows as the trainer makes them, and the image reader (None if rows are text)."""
         from posttrain.loop.pictures import Vision
 
         takes = self.method.traits.reads_images
@@ -165,7 +166,7 @@ class Subject:
         return prepared, vision if vision.images else None
 
     def _prompts(self, examples: Any, vision: Any) -> Prepared:
-        """Prompts alone, as the engine will see them."""
+        """Return prompts as the generation engine receives them."""
         from posttrain.data.samplers import check_prompts
         from posttrain.loop.data_report import prompt_rows
 
@@ -177,7 +178,7 @@ class Subject:
         return Prepared(prompt_rows(list(examples), self.tokenizer, self.config, id_columns))
 
     def _answers(self, examples: Any, vision: Any) -> Prepared:
-        """What the trainer's own `prepare` and `rows` make, without its model; packed rows come apart."""
+        """Run the trainer's `prepare` and row conversion without its model. Packed rows are split into documents."""
         from posttrain.checks.pairs import check_pairs
         from posttrain.checks.rows import diverged_prompts
         from posttrain.data.chat import terminal_token_ids
@@ -186,7 +187,7 @@ class Subject:
 
         config = copy.copy(self.config)
         packs = config.packing
-        if packs and config.packing_strategy == "bfd":  # It keeps documents whole: they are looked at one by one.
+        if packs and config.packing_strategy == "bfd":  # It keeps documents whole, so each is checked by itself.
             packs = False
         elif packs and ROW in examples.column_names:
             examples = examples.remove_columns(ROW)
@@ -206,7 +207,7 @@ class Subject:
         if isinstance(self.method, AnswerMethod) and self.method.branches == ("chosen", "rejected"):
             findings += check_pairs(rows, limit=config.max_length, stops=terminal_token_ids(self.tokenizer))
         numbers = list(prepared[ROW]) if ROW in prepared.column_names else None
-        # Packing that splits rows cuts none; what no report counts is told by the rows' lengths.
+        # Packing that splits rows truncates none. Without a report, row lengths indicate truncation.
         cut = None if packs or not trainer.reports else report.truncated
         return Prepared(
             rows, [finding for finding in findings if finding is not None], cut, numbers, listed(report.dropped)
@@ -214,10 +215,10 @@ class Subject:
 
 
 def model_config(source: str, trust_remote_code: bool, revision: str = "main") -> Any:
-    """A model's configuration, without its weights.
+    """Load a model's config without its weights.
 
     Raises:
-        ModelError: It is not there, or cannot be read.
+        ModelError: The config does not exist or cannot be read.
     """
     import transformers
 
@@ -231,7 +232,7 @@ def model_config(source: str, trust_remote_code: bool, revision: str = "main") -
 
 @contextlib.contextmanager
 def no_progress_bars() -> Iterator[None]:
-    """Reading and preparing a thousand rows takes a second; bars would only hide what is shown."""
+    """Disable progress bars of ``datasets``, which would clutter the output of commands that take a second."""
     import datasets
 
     if datasets.are_progress_bars_disabled():

@@ -1,4 +1,4 @@
-"""`posttrain teacher-scores`: a teacher's scores of a dataset, computed once."""
+"""`posttrain teacher-scores`: compute a teacher's scores of a dataset once."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from posttrain.fields import option, read_mapping
 
 @dataclass
 class TeacherScoresArguments:
-    """Which teacher scores which answers, and how they are cut."""
+    """Arguments that select teacher, student tokenizer, dataset and truncation."""
 
-    teacher_model_name_or_path: str = field(metadata={"help": "The teacher."})
-    model_name_or_path: str = field(metadata={"help": "The student; only its tokenizer is loaded."})
+    teacher_model_name_or_path: str = field(metadata={"help": "Teacher model."})
+    model_name_or_path: str = field(metadata={"help": "Student model. Only its tokenizer is loaded."})
     dataset_name: str = field(metadata={"help": "Hub id, folder or file, with prompt and completion, or messages."})
-    output: str = field(metadata={"help": "Path of the file, which a config reads as teacher_scores."})
-    dataset_config: str | None = option(None, "Configuration of a hub dataset.")
+    output: str = field(metadata={"help": "Path of the output file. Set teacher_scores to it in a config."})
+    dataset_config: str | None = option(None, "Configuration of a Hub dataset.")
     dataset_train_split: str = option("train", "Split to score.")
-    top_k: int = option(64, "Ids per position; the mass outside is kept as one number.")
-    max_length: int | None = option(1024, "As in the config that reads the file; GKD has 1024.")
-    max_prompt_length: int | None = option(None, "As in the config that reads the file.")
-    chat_template_kwargs: str | None = option(None, "As there, as JSON.")
-    batch_size: int = option(16, "Rows that the teacher reads at a time.")
-    tokenizer_check: Literal["error", "warn", "off"] = option("error", "What happens where the tokenizers differ.")
+    top_k: int = option(64, "Number of ids per position. The remaining probability mass is stored as one number.")
+    max_length: int | None = option(1024, "Same value as in the config that reads the file; GKD's default is 1024.")
+    max_prompt_length: int | None = option(None, "Same value as in the config that reads the file.")
+    chat_template_kwargs: str | None = option(None, "Same value as in the config that reads the file, as JSON.")
+    batch_size: int = option(16, "Number of rows per forward pass of the teacher.")
+    tokenizer_check: Literal["error", "warn", "off"] = option("error", "Action if the tokenizers differ.")
     trust_remote_code: bool = option(False, "Allow code from the models' repositories.")
 
 
 def run(argv: list[str]) -> int:
-    """Write the file and say what it holds."""
+    """Compute the scores, write the file, and print a summary."""
     from posttrain.cli.parser import PosttrainArgumentParser
     from posttrain.data.mixture import load_rows
     from posttrain.methods.distillation.teacher import score_dataset
@@ -48,5 +48,5 @@ def run(argv: list[str]) -> int:
         max_length=args.max_length, max_prompt_length=args.max_prompt_length, batch_size=args.batch_size,
         tokenizer_check=args.tokenizer_check,
     )  # fmt: skip
-    sys.stdout.write(f"{args.output}: scores of {rows} answers, {args.top_k} ids a token\n")
+    sys.stdout.write(f"{args.output}: scores of {rows} answers, {args.top_k} ids per token\n")
     return 0

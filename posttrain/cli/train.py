@@ -1,4 +1,4 @@
-"""`posttrain sft`, `posttrain grpo`: config to trainer to trained model, in process or under `accelerate launch`."""
+"""`posttrain sft`, `posttrain grpo`, ...: build a trainer from a config and train, here or under `accelerate launch`."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ from posttrain.fields import option
 
 
 def named_object(path: str, option: str) -> Any:
-    """``module.name``, ``module:name`` or ``folder/file.py:name``; modules are found from the working directory.
+    """Import ``module.name``, ``module:name`` or ``folder/file.py:name``. Modules are found from the working directory.
 
     Args:
-        path: What was given.
-        option: Where, for messages.
+        path: Path of the object.
+        option: Name of the option, for messages.
 
     Raises:
-        ConfigError: There is no such file, module or name, or importing it fails.
+        ConfigError: The file, module or name does not exist, or importing it fails.
     """
     file, colon, name = path.rpartition(":")
     if colon and file.endswith(".py"):
         return _from_file(Path(file), name, option)
     module, _, name = path.replace(":", ".").rpartition(".")
     if path.endswith(".py") or not module:
-        raise ConfigError(f"{option}: {path!r} names no object. Give module.name, or file.py:name.")
+        raise ConfigError(f"{option}: {path!r} does not name an object. Fix: pass module.name, or file.py:name.")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
@@ -45,26 +45,28 @@ def named_object(path: str, option: str) -> Any:
     except (ImportError, AttributeError) as error:
         raise ConfigError(f"{option}: {path!r} cannot be imported from {os.getcwd()}: {error}") from error
     except (Exception, SystemExit) as error:
-        raise ConfigError(f"{option}: {module!r} fails while it is imported: {error!r} ({raised_at(error)})") from error
+        raise ConfigError(
+            f"{option}: {module!r} raised an error during import: {error!r} ({raised_at(error)})"
+        ) from error
     return _member(imported, name, module, option)
 
 
 def _from_file(file: Path, name: str, option: str) -> Any:
     if not file.is_file():
-        raise ConfigError(f"{option}: there is no file {str(file)!r} (from {os.getcwd()}).")
+        raise ConfigError(f"{option}: the file {str(file)!r} does not exist (from {os.getcwd()}).")
     spec = importlib.util.spec_from_file_location(file.stem, file)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules.setdefault(file.stem, module)  # Worker processes look the function up by its module's name.
+    sys.modules.setdefault(file.stem, module)  # Worker processes find the function by its module name.
     sys.path.insert(0, str(file.resolve().parent))
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
         sys.path.remove(str(file.resolve().parent))
-        if sys.modules.get(file.stem) is module:  # Half of it.
+        if sys.modules.get(file.stem) is module:  # It is only partially initialized.
             del sys.modules[file.stem]
         raise ConfigError(
-            f"{option}: {str(file)!r} fails while it is imported: {error!r} ({raised_at(error)})"
+            f"{option}: {str(file)!r} raised an error during import: {error!r} ({raised_at(error)})"
         ) from error
     return _member(module, name, str(file), option)
 
@@ -79,16 +81,18 @@ def _member(module: Any, name: str, where: str, option: str) -> Any:
 
 
 def resume_from(config: Any) -> Any:
-    """What `Trainer.train` is to resume from, of what the option says: true, false, auto or a path."""
+    """Convert the option ``resume_from_checkpoint`` (true, false, auto or a path) to the argument of `Trainer.train`."""
     asked = config.resume_from_checkpoint
     word = str(asked).lower()
     if word in ("auto", "false"):
-        config.resume_from_checkpoint = None  # Callbacks read it; where there is one, the trainer writes its path here.
+        config.resume_from_checkpoint = (
+            None  # Callbacks read this. The trainer sets it to the path of a found checkpoint.
+        )
     return {"true": True, "false": None, "auto": "auto"}.get(word, asked)
 
 
 def reward_functions(script_args: Any) -> list[Any]:
-    """The reward model first, then the named functions."""
+    """Return the reward model, if there is one, followed by the named functions."""
     from posttrain.rewards import REWARDS
 
     functions: list[Any] = [script_args.reward_model_name_or_path] if script_args.reward_model_name_or_path else []
@@ -99,14 +103,14 @@ def reward_functions(script_args: Any) -> list[Any]:
             functions.append(_callable(named_object(name, "reward_funcs"), name, "reward_funcs"))
         else:
             raise ConfigError(
-                f"reward_funcs: {name!r} is not known{did_you_mean(name, REWARDS)}. Give one of {sorted(REWARDS)}, a dotted "
+                f"reward_funcs: {name!r} is not known{did_you_mean(name, REWARDS)}. Fix: use one of {sorted(REWARDS)}, a dotted "
                 "path module.function, or file.py:function."
             )
     return functions
 
 
 def ppo_parts(script_args: Any, config: Any) -> dict[str, Any]:
-    """Rewards and value model; without any reward ``reward_model_path`` is both."""
+    """Return rewards and value model. Without rewards, ``reward_model_path`` is used for both."""
     rewards, value = reward_functions(script_args), script_args.value_model_name_or_path
     if rewards:
         return {"reward_model": rewards, "value_model": value}
@@ -114,7 +118,7 @@ def ppo_parts(script_args: Any, config: Any) -> dict[str, Any]:
 
 
 def episode_parts(script_args: Any) -> dict[str, Any]:
-    """Tools, an environment's factory and a rollout function, where they are named."""
+    """Import the tools, environment factory and rollout function that are named."""
     parts: dict[str, Any] = {}
     if script_args.tools:
         parts["tools"] = [_callable(named_object(name, "tools"), name, "tools") for name in script_args.tools]
@@ -127,96 +131,97 @@ def episode_parts(script_args: Any) -> dict[str, Any]:
 
 def _callable(value: Any, name: str, option: str) -> Callable:
     if not callable(value):
-        raise ConfigError(f"{option}: {name!r} is a {type(value).__name__}, and a function or class is wanted.")
+        raise ConfigError(f"{option}: {name!r} is a {type(value).__name__}, but must be a function or class.")
     return value
 
 
-# 128 + SIGINT, as a shell reports it.
+# 128 + SIGINT, as in shells.
 INTERRUPTED = 130
 # Seconds that processes have to save after Ctrl-C.
 SAVE_SECONDS = 15.0
 CONFIGS = Path(__file__).parent / "accelerate_configs"
-# Modules whose information at the start is shown on the terminal.
+# Loggers whose INFO messages are shown on the terminal.
 LOGGERS_SHOWN = ("posttrain.loop.prompts", "posttrain.rewards.runner")
 
 
 @dataclass
 class ScriptArguments:
-    """Which data to train on."""
+    """Arguments that select the dataset."""
 
     dataset_name: str | None = option(None, "Hub id, folder, or .jsonl, .json, .csv, .parquet file.")
-    dataset_config: str | None = option(None, "Configuration of a hub dataset.")
+    dataset_config: str | None = option(None, "Configuration of a Hub dataset.")
     dataset_train_split: str = option("train", "Split to train on.")
     dataset_test_split: str = option("test", "Split to evaluate on.")
     dataset_streaming: bool = option(False, "Stream the dataset.")
-    ignore_bias_buffers: bool = option(False, "Leave bool buffers out of DDP's broadcasts.")
+    ignore_bias_buffers: bool = option(False, "Exclude bool buffers from DDP's broadcasts.")
 
 
 @dataclass
 class GRPOScriptArguments(ScriptArguments):
-    """Which data, and how completions are rewarded."""
+    """Arguments that select the dataset and the rewards."""
 
-    reward_model_name_or_path: str | None = option(None, "A sequence-classification model.")
-    reward_funcs: list[str] | None = option(None, "Names, dotted paths module.function, or file.py:function.")
+    reward_model_name_or_path: str | None = option(None, "Sequence-classification model used as reward.")
+    reward_funcs: list[str] | None = option(None, "Reward names, dotted paths module.function, or file.py:function.")
 
 
 @dataclass
 class EpisodeScriptArguments(GRPOScriptArguments):
-    """Which data, how completions are rewarded, and what the model may do in them."""
+    """Arguments that select the dataset, the rewards, and tools or environments for rollouts."""
 
-    tools: list[str] | None = option(None, "Functions the model may call: module.function, or file.py:function.")
+    tools: list[str] | None = option(None, "Functions that the model may call: module.function, or file.py:function.")
     environment_factory: str | None = option(
-        None, "A class, or a function that makes an environment; it may do without a dataset."
+        None, "Class or function that makes an environment. With it, a dataset is optional."
     )
-    rollout_func: str | None = option(None, "A function (prompts, trainer) that generates instead of the engine.")
+    rollout_func: str | None = option(None, "Function (prompts, trainer) that generates instead of the engine.")
 
 
 @dataclass
 class JudgedScriptArguments(GRPOScriptArguments):
-    """Which data, and what says which of two completions is better."""
+    """Arguments that select the dataset, and the rewards or judge that rank two completions."""
 
-    judge_url: str | None = option(None, "A judge's OpenAI-compatible server instead of rewards: http://host:8000/v1")
-    judge_model: str = option("judge", "The name that server knows the judge by.")
+    judge_url: str | None = option(None, "OpenAI-compatible server of a judge, instead of rewards: http://host:8000/v1")
+    judge_model: str = option("judge", "Model name of the judge on that server.")
 
 
 @dataclass
 class PPOScriptArguments(GRPOScriptArguments):
-    """Which data, what responses are worth, and what learns to foretell it."""
+    """Arguments that select the dataset, the rewards, and the value model."""
 
     value_model_name_or_path: str | None = option(
-        None, "A sequence-classification model; None: a value head on the policy's own trunk."
+        None,
+        "Sequence-classification model used as value model. None: a value head on the policy's transformer layers.",
     )
 
 
 def parser_for(name: str) -> Any:
-    """The parser of one training command."""
+    """Return the parser of a training command."""
     from posttrain.cli.parser import PosttrainArgumentParser
     from posttrain.data.mixture import DatasetMixtureConfig
     from posttrain.models.load import ModelConfig
 
     command = TRAINING[name]
     types = (globals()[command.script_args], command.config, ModelConfig, DatasetMixtureConfig)
-    # The dtype that asynchronous trainers have too: `ModelConfig` comes later, and its own is for the other commands.
+    # Asynchronous trainers also have a dtype field. The one of `ModelConfig`, which comes later, is for other commands.
     shared = {"conflict_handler": "resolve"} if name.startswith("async-") else {}
     return PosttrainArgumentParser(types, prog=f"posttrain {name}", **shared)
 
 
 def parse(name: str, argv: Sequence[str]) -> tuple[list[Any], list[str]]:
-    """What a training command's parser returns, and flags for accelerate.
+    """Return the result of a training command's parser, and flags for accelerate.
 
     Raises:
-        ConfigError: Unknown options.
+        ConfigError: An option is unknown.
     """
     *parsed, rest = parser_for(name).parse_args_and_config(list(argv), return_remaining_strings=True)
-    rest, launch = _accelerate_shortcut(rest)  # The file's before the command line's: the last one wins.
+    rest, launch = _accelerate_shortcut(rest)  # Tokens of the file precede the command line, which takes precedence.
     return parsed, launch + _launch_flags(rest, name)
 
 
 def run(name: str, argv: list[str]) -> int:
-    """Train as ``argv`` says.
+    """Run a training command with ``argv``.
 
-    One process trains in this one. Flags of ``accelerate launch`` (or ``--accelerate_config``) start several,
-    ``--launcher ray`` servers and trainer on a cluster.
+    Training runs in this process by default. Flags of ``accelerate launch`` (or ``--accelerate_config``) start several processes.
+    ``--launcher ray`` starts servers and trainer on a cluster.
     """
     if launch_ray.is_wanted(argv):
         return launch_ray.run(name, argv, TRAINING[name].asks_servers)
@@ -226,13 +231,13 @@ def run(name: str, argv: list[str]) -> int:
     for shown in LOGGERS_SHOWN:
         logging.getLogger(shown).setLevel(logging.INFO)
     for library in ("transformers", "huggingface_hub", "datasets", "accelerate"):
-        # Handlers of their own would write each line twice, and into a progress bar.
+        # Their own handlers would write each line twice, and into a progress bar.
         logging.getLogger(library).handlers, logging.getLogger(library).propagate = [], True
     return INTERRUPTED if train(name, *parsed) else 0
 
 
 def train(name: str, script_args: Any, config: Any, model_args: Any, mixture: Any) -> bool:
-    """Load data, build the trainer, train, save, push; True where Ctrl-C ended it early."""
+    """Load data, build the trainer, train, save and push; return True if Ctrl-C ended training early."""
     import torch
     import transformers
 
@@ -249,8 +254,8 @@ def train(name: str, script_args: Any, config: Any, model_args: Any, mixture: An
     evaluate = strategy != "no"
     if evaluate and script_args.dataset_test_split not in data:
         raise ConfigError(
-            f"eval_strategy={strategy!r} needs a split {script_args.dataset_test_split!r}, and the data has "
-            f"{sorted(data)}. Set dataset_test_split or test_split_size, or eval_strategy to 'no'."
+            f"eval_strategy={strategy!r} needs a split {script_args.dataset_test_split!r}, but the data has "
+            f"{sorted(data)}. Fix: set dataset_test_split or test_split_size, or set eval_strategy to 'no'."
         )
     extra = _parts(script_args, config)
     trainer = TRAINING[name].trainer(
@@ -266,26 +271,28 @@ def train(name: str, script_args: Any, config: Any, model_args: Any, mixture: An
         names = [name for name, buffer in trainer.model.named_buffers() if buffer.dtype == torch.bool]
         trainer.model._ddp_params_and_buffers_to_ignore = names
     use_rich_progress(trainer)
-    transformers.utils.logging.disable_progress_bar()  # One for each checkpoint that is written.
+    transformers.utils.logging.disable_progress_bar()  # It would show one bar per written checkpoint.
     try:
         trainer.train(resume_from_checkpoint=resume)
-    except SystemExit as stop:  # It would end this program as if all had been done.
+    except SystemExit as stop:  # Otherwise this program would end as if training had finished.
         raise PosttrainError(
             f"sys.exit({stop.code!r}) at {raised_at(stop)} ended the run at step {trainer.state.global_step}. Fix: raise an "
-            "error that says what is wrong, or return."
+            "error that describes the problem, or return."
         ) from stop
     except Exception as error:
-        # Of an error that came while it trained: the checkpoint's own errors say what to do.
+        # Only for errors during training; errors of the checkpoint itself already contain a fix.
         if (
             not isinstance(error, CheckpointError)
             and (last := last_complete_checkpoint(config.output_dir))
             and trainer.state.global_step
         ):
-            error.add_note(f"The last checkpoint: {last}\nGo on:  {resume_command()}\nThe traceback: --traceback")
+            error.add_note(
+                f"Last checkpoint: {last}\nTo continue:  {resume_command()}\nTo see the traceback: --traceback"
+            )
         raise
     interrupted = trainer.interrupt.requested
     if interrupted and trainer.state.global_step < trainer.state.max_steps:
-        return True  # What is half-trained is in its checkpoint, and is no result.
+        return True  # The partially trained model is in its checkpoint and is not saved as a result.
     trainer.save_model(config.output_dir)
     if config.push_to_hub and not interrupted:
         trainer.push_to_hub(dataset_name=script_args.dataset_name)
@@ -293,14 +300,14 @@ def train(name: str, script_args: Any, config: Any, model_args: Any, mixture: An
 
 
 def model_source(model_args: Any, config: Any) -> str:
-    """Which model is trained.
+    """Return the path or Hub id of the model to train.
 
     Raises:
-        ConfigError: None is named.
+        ConfigError: No model is named.
     """
     source = model_args.model_name_or_path or config.sft_model_path
     if not source:
-        raise ConfigError("--model_name_or_path is missing: which model shall be trained?")
+        raise ConfigError("--model_name_or_path is missing. Fix: name the model to train.")
     return source
 
 
@@ -309,7 +316,7 @@ def _train_split(script_args: Any, mixture: Any) -> str:
 
 
 def _parts(script_args: Any, config: Any) -> dict[str, Any]:
-    """What the trainer takes besides model, config and data."""
+    """Return the trainer's arguments besides model, config and data."""
     if isinstance(script_args, PPOScriptArguments):
         return ppo_parts(script_args, config)
     if not isinstance(script_args, GRPOScriptArguments):
@@ -326,24 +333,24 @@ def _parts(script_args: Any, config: Any) -> dict[str, Any]:
 
 
 def _datasets(script_args: Any, mixture: Any, config: Any) -> Any:
-    """Splits by name."""
+    """Load the splits by name."""
     from posttrain.data.mixture import get_dataset, load_rows
 
     if mixture.datasets:
         return get_dataset(mixture, seed=config.seed)
     if not script_args.dataset_name:
         if isinstance(script_args, EpisodeScriptArguments) and script_args.environment_factory:
-            return {}  # The environment says what is to be done.
-        raise ConfigError("neither --dataset_name nor datasets is given: what shall the model be trained on?")
+            return {}  # The environment provides the prompts.
+        raise ConfigError("neither --dataset_name nor datasets is set. Fix: name the data to train on.")
     data = load_rows(script_args.dataset_name, name=script_args.dataset_config, streaming=script_args.dataset_streaming)
     data = data if isinstance(data, dict) else {"train": data}
     if script_args.dataset_train_split not in data:
-        raise ConfigError(f"dataset_train_split={script_args.dataset_train_split!r} is not among {sorted(data)}.")
+        raise ConfigError(f"dataset_train_split={script_args.dataset_train_split!r} is not one of {sorted(data)}.")
     return data
 
 
 def _accelerate_shortcut(argv: list[str]) -> tuple[list[str], list[str]]:
-    """``--accelerate_config name`` to ``--config_file path`` of ``accelerate launch``."""
+    """Convert ``--accelerate_config name`` to ``--config_file path`` of ``accelerate launch``."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--accelerate_config", "--accelerate-config")
     parsed, rest = parser.parse_known_args(argv)
@@ -364,14 +371,14 @@ def _accelerate_shortcut(argv: list[str]) -> tuple[list[str], list[str]]:
 
 
 def _launch_flags(rest: list[str], name: str) -> list[str]:
-    """What no field took must be flags of ``accelerate launch``; anything else is a typo."""
+    """Check that the remaining tokens are flags of ``accelerate launch``; raise for anything else."""
     if not rest:
         return []
     from accelerate.commands.launch import launch_command_parser
 
     parser = launch_command_parser()
     known = {option for action in parser._actions for option in action.option_strings}
-    if "--launcher" in rest:  # Commands that only look at another meet its options too.
+    if "--launcher" in rest:  # Commands that only examine a training command also receive its launcher options.
         rest = launch_ray.other_options(rest)
     fields = parser_for(name).fields
     for token in rest:
@@ -379,48 +386,48 @@ def _launch_flags(rest: list[str], name: str) -> list[str]:
         if flag.startswith("--") and flag not in known:
             bare = flag.lstrip("-").replace("-", "_")
             raise ConfigError(
-                f"unknown argument {flag!r}{did_you_mean(bare, fields)}: no field of {name} and no option of accelerate launch."
+                f"unknown argument {flag!r}{did_you_mean(bare, fields)}: not a field of {name} or an option of accelerate launch."
             )
-    # What launch takes for the script that it shall start is a word that nothing asked for.
+    # A word that the launch parser takes for the script to start is an unknown argument.
     vars(parser)["error"] = _refuse_launch_flag
     parsed, _ = parser.parse_known_args([*rest, ""])
     if parsed.training_script_args:
         raise ConfigError(
             f"unknown argument {parsed.training_script!r}: it follows no option{did_you_mean(parsed.training_script, fields)}. "
-            "Fix: leave it out, or quote a value that has spaces."
+            "Fix: remove it, or quote a value that contains spaces."
         )
     if parsed.num_processes is not None and parsed.num_processes < 1:
-        raise ConfigError(f"num_processes={parsed.num_processes}: a run has at least 1 process.")
+        raise ConfigError(f"num_processes={parsed.num_processes}: a run needs at least 1 process.")
     return list(rest)
 
 
 def _refuse_launch_flag(message: str) -> NoReturn:
-    """Instead of the screens of options that accelerate shows."""
-    raise ConfigError(f"of accelerate launch: {message}.")
+    """Raise an error instead of printing accelerate's long list of options."""
+    raise ConfigError(f"accelerate launch: {message}.")
 
 
 def _launch(name: str, argv: list[str], launch: list[str]) -> int:
-    """Run this same command in every process that accelerate starts; returns the code of the first one that failed.
+    """Run this command in every process that accelerate starts; return the exit code of the first one that failed.
 
-    The processes get all options, and leave those of the launcher alone.
+    The processes get all options, and ignore those of the launcher.
     """
     import torch
 
     again = {}
     if any(token.startswith(("--max_restarts", "--max-restarts")) for token in launch):
-        # Processes that are started again must not meet at the addresses that those before them left in a store.
+        # Restarted processes must not connect to addresses that their predecessors left in a store.
         again = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
         launch = ["--rdzv_backend", "c10d", *launch]
     launch = _started_all(launch)
     if not torch.accelerator.is_available():
-        # Unless it is told, each process would be a run of its own, of one process.
+        # Without this flag, each process would be a separate run of one process.
         argv = [*argv, "--use_cpu", "true"]
     command = [sys.executable, "-m", "posttrain.cli.ranks", *launch, "-m", "posttrain.cli.main", name, *argv]
     with tempfile.TemporaryDirectory() as folder:
         process = subprocess.Popen(command, env=os.environ | again | {ranks.EXIT_CODES: folder})
         told: list[int] = []
 
-        def terminated(number: int, _: Any) -> None:  # A scheduler tells this process alone.
+        def terminated(number: int, _: Any) -> None:  # A scheduler signals only this process.
             told.append(number)
             raise KeyboardInterrupt
 
@@ -440,7 +447,7 @@ def _launch(name: str, argv: list[str], launch: list[str]) -> int:
 
 
 def _started_all(launch: list[str]) -> list[str]:
-    """With the flag without which accelerate starts one process, whatever ``--num_processes`` says, where it sees no GPUs."""
+    """Add ``--multi_gpu`` if needed. Without GPUs or this flag, accelerate ignores ``--num_processes`` and starts one process."""
     from accelerate.commands.config.config_args import default_config_file
     from accelerate.commands.launch import launch_command_parser
 
@@ -448,8 +455,8 @@ def _started_all(launch: list[str]) -> list[str]:
     several = (parsed.num_processes or 1) > 1
     if several and parsed.cpu:
         raise ConfigError(
-            f"accelerate launch starts one process under --cpu, and num_processes={parsed.num_processes} was asked for. Fix: "
-            "--use_cpu true in its place."
+            f"accelerate launch starts one process with --cpu, but num_processes={parsed.num_processes} is set. Fix: replace "
+            "--cpu by --use_cpu true."
         )
     said = parsed.config_file or parsed.multi_gpu or parsed.use_deepspeed or parsed.use_fsdp or parsed.tpu
     said = said or parsed.use_megatron_lm or Path(default_config_file).is_file()
@@ -457,7 +464,7 @@ def _started_all(launch: list[str]) -> list[str]:
 
 
 def launched(launch: list[str]) -> tuple[int, int]:
-    """Processes that these flags of accelerate's start, and the stage of ZeRO that divides as much as they do (0: none)."""
+    """Return the number of processes that accelerate flags start, and the equivalent ZeRO stage (0: no sharding)."""
     from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 
     told = _validate_launch_command(launch_command_parser().parse_args([*launch, "script"]))[0]
@@ -467,7 +474,7 @@ def launched(launch: list[str]) -> tuple[int, int]:
 
 
 def _end(process: subprocess.Popen, *, tell: bool) -> None:
-    """Let processes finish their step and save; ``tell`` them, unless the terminal that interrupted this one did."""
+    """Let processes finish their step and save. ``tell``: interrupt them, unless the terminal has already done so."""
     if tell:
         process.send_signal(signal.SIGINT)
     try:

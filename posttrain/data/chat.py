@@ -1,4 +1,4 @@
-"""Chat templates: rendering, the boundary between prompt and completion, assistant masks, tokens that end a turn."""
+"""Chat templates: rendering, prompt and completion boundaries, assistant masks, and end-of-turn tokens."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 
 def template_text(processing_class: Tokenizer) -> str | None:
-    """The chat template as one text: of named variants, ``default``."""
+    """Return the chat template as text. If the tokenizer has several named templates, return ``default``."""
     return _default(getattr(processing_class, "chat_template", None))
 
 
@@ -34,34 +34,34 @@ def _default(template: str | dict[str, str] | None) -> str | None:
 
 
 def inner_tokenizer(processing_class: Tokenizer) -> Any:
-    """The tokenizer of a processor, or the tokenizer itself."""
+    """Return the tokenizer of a processor, or the tokenizer itself."""
     return getattr(processing_class, "tokenizer", None) or processing_class
 
 
 def ids_without_token(processing_class: Tokenizer, size: int) -> frozenset[int]:
-    """Return the ids below ``size`` that the tokenizer has no token for: rows of a padded embedding."""
+    """Return the ids below ``size`` that have no token in the tokenizer: rows of a padded embedding."""
     return frozenset(range(size)) - frozenset(inner_tokenizer(processing_class).get_vocab().values())
 
 
 def is_processor(processing_class: Tokenizer) -> bool:
-    """Whether this is a processor with an image processor, not a tokenizer."""
+    """Return True for a processor with an image processor, False for a tokenizer."""
     return getattr(processing_class, "image_processor", None) is not None
 
 
 def with_template(processing_class: Tokenizer, template: str | None) -> Any:
-    """A shallow copy of the (inner) tokenizer that carries ``template``."""
+    """Return a shallow copy of the (inner) tokenizer with chat template ``template``."""
     shadow = copy.copy(inner_tokenizer(processing_class))
     shadow.chat_template = template
     return shadow
 
 
 def tool_call(name: Any, arguments: Any) -> dict[str, Any]:
-    """A call as messages hold it."""
+    """Return a tool call in the form that messages use."""
     return {"type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 def json_arguments(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Messages with the arguments of their tool calls as JSON text, as templates that concatenate them need it."""
+    """Return messages with tool call arguments encoded as JSON text, for templates that concatenate them as strings."""
     converted = []
     for message in messages:
         calls = [
@@ -72,50 +72,52 @@ def json_arguments(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return converted
 
 
-# What messages call the model's reasoning; a template reads one of them, and silently leaves the others out.
+# Message keys for the model's reasoning. A template reads one of them and silently ignores the others.
 REASONING = ("reasoning_content", "thinking", "reasoning")
 
 
 def check_unicode(text: str, where: str) -> None:
-    """Refuse text with lone surrogates, which no tokenizer reads.
+    """Reject text with lone surrogates, which no tokenizer can encode.
 
     Raises:
-        DataError: It cannot be written as UTF-8; names the place and shows what stands around it.
+        DataError: The text cannot be encoded as UTF-8. The error names ``where`` and shows the surrounding text.
     """
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
         shown = text[max(0, error.start - 30) : error.end + 10]
         raise DataError(
-            f"{where}: text that is not valid Unicode (character {error.start}: {error.reason}): {shown!r}. Read its source as "
-            "UTF-8 again, or mend it with text.encode('utf-8', 'replace').decode()."
+            f"{where}: text that is not valid Unicode (character {error.start}: {error.reason}): {shown!r}. Fix: read its source "
+            "as UTF-8 again, or repair it with text.encode('utf-8', 'replace').decode()."
         ) from error
 
 
 def check_messages(messages: Any) -> None:
-    """Refuse what many templates would render as nothing, or as the word None.
+    """Reject messages that many templates would render as nothing, or as the word None.
 
     Raises:
-        DataError: A message that is no mapping with a role, or that says nothing: no content, tool call or reasoning.
+        DataError: A message is not a mapping with a role, or has no content, tool call or reasoning.
     """
     for number, message in enumerate(messages):
-        plain = type(message) is dict  # As nearly all are; asking whether it is a Mapping takes longer than the rest.
+        plain = (
+            type(message) is dict
+        )  # True for nearly all messages; isinstance with Mapping is slower than the other checks.
         if not (plain or isinstance(message, Mapping)) or not isinstance(message.get("role"), str):
             keys = sorted(message) if isinstance(message, Mapping) else type(message).__name__
-            raise DataError(f"message {number} must be a mapping with a role and content, and it is {keys}.")
+            raise DataError(f"message {number} must be a mapping with a role and content, but it is {keys}.")
         said = message.get("content") is not None or message.get("tool_calls")
         if not said and not any(message.get(name) for name in REASONING):
             raise DataError(
-                f"message {number} (role {message['role']!r}) has no content; its keys are {sorted(message)}. Give it a "
-                "'content', or leave the message out."
+                f"message {number} (role {message['role']!r}) has no content; its keys are {sorted(message)}. Fix: add "
+                "'content', or remove the message."
             )
 
 
 def fit_messages(tokenizer: Tokenizer, messages: list[dict[str, Any]], template: Any = None) -> list[dict[str, Any]]:
-    """Messages as the chat template reads them; the given ones are not changed.
+    """Convert messages to the form that the chat template reads. The input is not changed.
 
-    Reasoning goes under the name that the template reads, and tool arguments stored as JSON text are decoded where the
-    template would encode the text once more.
+    Reasoning is moved to the key that the template reads. Tool arguments stored as JSON text are decoded if the template would
+    encode the text a second time.
     """
     if not any(m.get(name) for m in messages for name in ("tool_calls", *REASONING) if name in m):
         return messages
@@ -131,12 +133,14 @@ def _under_read_name(message: dict[str, Any], reads: list[str]) -> dict[str, Any
     spelled = [name for name in REASONING if message.get(name)]
     if not spelled or not reads or set(spelled) & set(reads):
         return message
-    warn_once(logger, "messages hold %r, which the chat template does not read: taken as %r.", spelled[0], reads[0])
+    warn_once(
+        logger, "messages contain %r, which the chat template does not read; it is renamed to %r.", spelled[0], reads[0]
+    )
     return {**{k: v for k, v in message.items() if k != spelled[0]}, reads[0]: message[spelled[0]]}
 
 
 def _arguments(call: Any) -> Any:
-    """What a call's JSON text decodes to, if that is an object; else None."""
+    """Decode the JSON arguments of a call; return None if they are not an object."""
     function = call.get("function", call) if isinstance(call, dict) else {}
     if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
         return None
@@ -167,14 +171,14 @@ def _decoded(message: dict[str, Any]) -> dict[str, Any]:
 
 @lru_cache(maxsize=64)
 def _escapes_twice(tokenizer: Tokenizer, template: str) -> bool:
-    """Whether a template takes arguments as an object, and encodes text again (or refuses it)."""
+    """Test whether a template takes arguments as an object and encodes JSON text a second time (or rejects it)."""
 
     def rendered(arguments: Any) -> str | None:
         calls = [tool_call("zq_find", arguments)]
         messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "", "tool_calls": calls}]
         try:
             return tokenizer.apply_chat_template(messages, chat_template=template, tokenize=False)
-        except Exception:  # Whatever a template raises says that it does not take this form.
+        except Exception:  # Any exception means that the template does not accept this form.
             return None
 
     as_object, as_text = rendered({"zq_key": "zq"}), rendered('{"zq_key": "zq"}')
@@ -182,12 +186,12 @@ def _escapes_twice(tokenizer: Tokenizer, template: str) -> bool:
     twice = fits and (as_text is None or '\\"zq_key\\"' in as_text)
     if twice:
         logger.warning(
-            "tool arguments are stored as JSON text, which the chat template would encode once more: they are decoded first."
+            "tool arguments are stored as JSON text, which the chat template would encode again; they are decoded first."
         )
     return twice
 
 
-PROBE = "7f3a probe 9c1e"  # Content that no template writes by itself.
+PROBE = "7f3a probe 9c1e"  # Content that no template produces by itself.
 
 
 def render(
@@ -199,15 +203,15 @@ def render(
     tools: Any = None,
     **template_kwargs: Any,
 ) -> str:
-    """One conversation as the text the model sees.
+    """Render a conversation as the text that the model reads.
 
     Raises:
-        ModelError: The tokenizer has no chat template, or one that is no Jinja.
-        DataError: Messages without content, text that is no valid Unicode, or messages that the template refused.
+        ModelError: The tokenizer has no chat template, or its template is not valid Jinja.
+        DataError: A message has no content, the text is not valid Unicode, or the template rejected the messages.
     """
     if not tokenizer.chat_template:
         raise ModelError(
-            "the rows are conversational, but the tokenizer has no chat template. Set tokenizer.chat_template, use an "
+            "the rows are conversational, but the tokenizer has no chat template. Fix: set tokenizer.chat_template, use an "
             "instruction-tuned checkpoint, or give the rows as strings."
         )
     text = _template(
@@ -224,15 +228,15 @@ def render(
 
 
 def _template(tokenizer: Tokenizer, messages: list[dict[str, Any]], *, tools: Any, **options: Any) -> Any:
-    """The tokenizer's `apply_chat_template` on checked and fitted messages, with errors that say what to do."""
+    """Run the tokenizer's `apply_chat_template` on checked and fitted messages; raise errors that state a fix."""
     check_messages(messages)
     fitted = fit_messages(tokenizer, messages, options.get("chat_template"))
     try:
         return tokenizer.apply_chat_template(fitted, tools=tools or None, **options)
     except TemplateSyntaxError as error:
         raise ModelError(
-            f"the chat template is not valid Jinja (line {error.lineno}: {error.message}). Mend it, or set another one "
-            "(chat_template_path)."
+            f"the chat template is not valid Jinja (line {error.lineno}: {error.message}). Fix: correct it, or set another "
+            "template (chat_template_path)."
         ) from error
     except Exception as error:
         for message in messages:
@@ -240,7 +244,7 @@ def _template(tokenizer: Tokenizer, messages: list[dict[str, Any]], *, tools: An
         reason, shown = str(error).rstrip("."), repr(messages)
         shown = shown if len(shown) <= 200 else shown[:200] + "..."
         raise DataError(
-            f"the chat template refused the messages {shown}: {reason}. Check their roles and order, or use another "
+            f"the chat template rejected the messages {shown}: {reason}. Fix: check their roles and order, or use another "
             "template (chat_template_path)."
         ) from error
 
@@ -253,24 +257,24 @@ def render_prompt(
     answered: bool = False,
     **template_kwargs: Any,
 ) -> str:
-    """A prompt as the model must see it before it speaks: with the generation prompt, or going on with its own words.
+    """Render a prompt with the generation prompt, or with an unfinished assistant message as the last turn.
 
     Args:
-        tokenizer: With a chat template.
+        tokenizer: Tokenizer with a chat template.
         prompt: Messages.
         tools: Schemas or functions.
-        answered: Whether the answer is there already, whoever spoke last.
-        template_kwargs: For the template.
+        answered: The row contains an answer, so the prompt may end with a message of any role.
+        template_kwargs: Passed to the template.
 
     Raises:
-        DataError: The prompt is empty, or ends with a turn that nobody answers.
+        DataError: The prompt is empty, or ends with a message that is neither to be answered nor continued.
     """
     if not prompt:
-        raise DataError("the row has an empty prompt; it needs at least one message.")
+        raise DataError("the row has an empty prompt. It needs at least one message.")
     last = prompt[-1].get("role")
     if not answered and last not in ("user", "tool", "assistant"):
         raise DataError(
-            f"the prompt ends with a message of role {last!r}; it must end with 'user' or 'tool' (to be answered) or "
+            f"the prompt ends with a message of role {last!r}. It must end with 'user' or 'tool' (to be answered) or "
             "'assistant' (to be continued)."
         )
     mode = {"continue_final_message": True} if last == "assistant" else {"add_generation_prompt": True}
@@ -297,28 +301,27 @@ def apply_chat_template(
 ) -> dict[str, Any]:
     """Render a conversational row as text: ``messages`` becomes ``text``, other columns keep their names.
 
-    A prompt and its answers are cut at the longest common prefix of their renderings, so ``prompt + answer`` is always what
-    the whole conversation renders to.
+    A prompt and its answers are split at the longest common prefix of their renderings. ``prompt + answer`` is therefore always
+    equal to the rendering of the whole conversation.
 
     Args:
-        example: One of ``messages``; ``prompt``; ``prompt`` with ``completion`` (and ``label``); ``prompt`` with ``chosen`` and
-            ``rejected``; these two alone. Other columns are dropped.
+        example: Row with ``messages``; ``prompt``; ``prompt`` with ``completion`` (and ``label``); ``prompt`` with ``chosen``
+            and ``rejected``; or ``chosen`` and ``rejected`` alone. Other columns are dropped.
         processing_class: Tokenizer with a chat template.
-        tools: Schemas or functions; an empty list is none.
-        merge_prefill: Join a prompt that ends with the assistant's words with the answer that goes on; otherwise they are
-            two turns.
-        template_kwargs: For the template.
+        tools: Schemas or functions. An empty list is the same as None.
+        merge_prefill: Join a prompt that ends with an assistant message and the answer into one turn. False keeps two turns.
+        template_kwargs: Passed to the template.
 
     Raises:
-        KeyError: Another set of columns.
-        DataError: An empty prompt, or one that nobody answers.
+        KeyError: The row has a different set of columns.
+        DataError: The prompt is empty, or ends with a message that is neither to be answered nor continued.
     """
     row = {k: example[k] for k in ("prompt", "chosen", "rejected", "completion", "messages", "label") if k in example}
     if set(row) not in KEY_SETS:
-        raise KeyError(f"columns {sorted(row)} fit no conversational type; see the documentation of dataset formats.")
+        raise KeyError(f"columns {sorted(row)} match no conversational type; see the documentation of dataset formats.")
     twice = sorted(set(template_kwargs) & set(example.get("chat_template_kwargs") or {}))
     if twice:
-        raise TypeError(f"{twice} are given both as arguments and in the row's chat_template_kwargs.")
+        raise TypeError(f"{twice} are passed both as arguments and in the row's chat_template_kwargs.")
     kwargs = {"tools": tools or None, **template_kwargs, **(example.get("chat_template_kwargs") or {})}
     label = {"label": row["label"]} if "label" in row else {}
     if "messages" in row:
@@ -337,7 +340,7 @@ def _appended(prompt: list[dict[str, Any]], answer: list[dict[str, Any]]) -> lis
     if prompt[-1].get("role") == "assistant":
         warn_once(
             logger,
-            "a prompt ends with the assistant's words and its answer is another turn: the model will see two assistant turns. "
+            "a prompt ends with an assistant message and its answer is a separate turn, so the model reads two assistant turns. "
             "Pass merge_prefill=True to join them.",
         )
     return prompt + answer
@@ -347,7 +350,9 @@ def _merged(prompt: list[dict[str, Any]], answer: list[dict[str, Any]]) -> list[
     if prompt[-1].get("role") != "assistant":
         return prompt + answer
     if not isinstance(prompt[-1].get("content"), str) or not isinstance(answer[0].get("content"), str):
-        raise ConfigError("merge_prefill=True joins text; the prompt's last message or the answer's first has none.")
+        raise ConfigError(
+            "merge_prefill=True joins text, but the prompt's last or the answer's first message has none."
+        )
     joined = {**answer[0], "content": prompt[-1]["content"] + answer[0]["content"]}
     return [*prompt[:-1], joined, *answer[1:]]
 
@@ -355,12 +360,12 @@ def _merged(prompt: list[dict[str, Any]], answer: list[dict[str, Any]]) -> list[
 def maybe_apply_chat_template(
     example: dict[str, Any], processing_class: Tokenizer, tools: Any = None, **kwargs: Any
 ) -> dict:
-    """`apply_chat_template` of a conversational row; any other row comes back as it is."""
+    """Apply `apply_chat_template` to a conversational row; return other rows unchanged."""
     return apply_chat_template(example, processing_class, tools, **kwargs) if is_conversational(example) else example
 
 
 def common_prefix(a: Sequence[Any], b: Sequence[Any]) -> int:
-    """Length of the longest common prefix of two id lists, or two texts."""
+    """Return the length of the longest common prefix of two id lists or two texts."""
     for index, (x, y) in enumerate(zip(a, b, strict=False)):
         if x != y:
             return index
@@ -368,12 +373,12 @@ def common_prefix(a: Sequence[Any], b: Sequence[Any]) -> int:
 
 
 def has_generation_markers(template: str | dict | None) -> bool:
-    """Whether a template marks what the assistant says with ``{% generation %}``."""
+    """Return whether a template marks assistant text with ``{% generation %}``."""
     return re.search(r"\{%[-+]?\s*generation\s*[-+]?%\}", _default(template) or "") is not None
 
 
 def turn_end(tokenizer: Tokenizer, rendered: Callable[..., str] | None = None) -> str:
-    """What the template writes right after an assistant's words: the end-of-turn token, or ``""``."""
+    """Return the end-of-turn token that the template writes after an assistant message, or ``""``."""
     return _turn_end(tokenizer, str(tokenizer.chat_template or ""), rendered)
 
 
@@ -391,10 +396,10 @@ def _turn_end(tokenizer: Tokenizer, template: str, rendered: Callable[..., str] 
 
 
 def terminal_token_ids(tokenizer: Tokenizer, generation_config: Any = None) -> tuple[int, ...]:
-    """Every token after which the model has finished: the tokenizer's eos, the generation config's, the template's.
+    """Return all tokens that end generation: the eos tokens of tokenizer, generation config and chat template.
 
-    One of them alone is not enough: Gemma ends a turn with ``<end_of_turn>``, Phi with ``<|end|>``, and a trainer that
-    waits for the tokenizer's eos counts nearly every completion as truncated.
+    The tokenizer's eos alone is not enough: Gemma ends a turn with ``<end_of_turn>`` and Phi with ``<|end|>``. A trainer that
+    checks only the tokenizer's eos counts nearly every completion as truncated.
     """
     ids = set()
     if tokenizer.eos_token_id is not None:
@@ -410,11 +415,11 @@ def terminal_token_ids(tokenizer: Tokenizer, generation_config: Any = None) -> t
 def assistant_mask(
     tokenizer: Tokenizer, messages: list[dict], tools: Any = None, *, rendered: Callable | None = None, **kwargs: Any
 ) -> tuple[list[int], list[int]]:
-    """Token ids of a conversation, and 1 on what the assistant says, its end of turn included.
+    """Return the token ids of a conversation, and a mask that is 1 on assistant tokens, including end-of-turn tokens.
 
-    Generation markers decide where the template has them. Where it has none, each assistant turn is found by rendering
-    the conversation up to it: with the generation prompt it starts, with the turn it ends; ``rendered`` does it where it is
-    given, as `render` would.
+    If the template has generation markers, they define the mask. Otherwise each assistant turn is located by rendering the
+    conversation twice: before the turn, with the generation prompt, and through the end of the turn. ``rendered`` replaces
+    `render` if given.
     """
     if has_generation_markers(kwargs.get("chat_template") or tokenizer.chat_template):
         out = _template(
@@ -441,16 +446,16 @@ def assistant_mask(
 def assistant_spans(
     rendered: Callable[..., str], messages: list[dict[str, Any]], end: str, **kwargs: Any
 ) -> tuple[str, list[tuple[int, int]]]:
-    """The rendered text, and the characters of each assistant turn from its first word to its end-of-turn token.
+    """Return the rendered text, and the character span of each assistant turn including its end-of-turn token.
 
     Args:
-        rendered: Makes text of messages, as `render` does.
+        rendered: Function that renders messages as text, such as `render`.
         messages: A conversation.
-        end: What `turn_end` gives.
-        kwargs: For ``rendered``.
+        end: Return value of `turn_end`.
+        kwargs: Passed to ``rendered``.
 
     Raises:
-        ModelError: The template renders earlier turns differently once later ones follow.
+        ModelError: The template renders earlier turns differently once later turns follow.
     """
     text, spans = rendered(messages, **kwargs), []
     for index, message in enumerate(messages):
@@ -458,18 +463,18 @@ def assistant_spans(
             continue
         before = rendered(messages[:index], add_generation_prompt=True, **kwargs)
         through = text if index == len(messages) - 1 else rendered(messages[: index + 1], **kwargs)
-        # A turn may end otherwise: behind a tool call, say, some templates write the result at once.
+        # A turn may end differently: after a tool call, for example, some templates write the tool result immediately.
         stop = through.rfind(end, len(before)) + len(end) if end in through[len(before) :] else len(through)
         if not (text.startswith(before) and text.startswith(through[:stop])):
             raise ModelError(
-                "the chat template renders earlier turns differently once later ones follow, so what the assistant "
-                "said cannot be found. Use a template with {% generation %} markers (chat_template_path)."
+                "the chat template renders earlier turns differently once later turns follow, so the assistant's tokens "
+                "cannot be located. Fix: use a template with {% generation %} markers (chat_template_path)."
             )
         spans.append((len(before), stop))
     return text, spans
 
 
-RENDERED = ("prompt", "tools", "chat_template_kwargs")  # Columns that decide what a prompt renders to.
+RENDERED = ("prompt", "tools", "chat_template_kwargs")  # Columns that determine the rendering of a prompt.
 
 
 def encode(
@@ -479,16 +484,16 @@ def encode(
     special: bool,
     where: Callable[[int], str] = "text {} of the batch".format,
 ) -> list[list[int]]:
-    """Token ids of a batch of texts, with or without the tokenizer's own special tokens.
+    """Tokenize a batch of texts, with or without the tokenizer's own special tokens.
 
     Args:
-        tokenizer: Encodes; a text longer than its ``model_max_length`` is no reason to warn: rows are cut later.
-        texts: What to encode.
+        tokenizer: Tokenizer. Texts longer than its ``model_max_length`` cause no warning, because rows are truncated later.
+        texts: Texts to encode.
         special: Whether the tokenizer adds its special tokens.
-        where: Names a text by its place in ``texts``, for messages.
+        where: Returns the name of a text, given its index in ``texts``, for error messages.
 
     Raises:
-        DataError: A text is no valid Unicode.
+        DataError: A text is not valid Unicode.
     """
     if not texts:
         return []
@@ -503,23 +508,23 @@ def encode(
     except Exception as error:
         for index, text in enumerate(texts):
             if not isinstance(text, str):
-                raise DataError(f"{where(index)}: it must be text, and it is {type(text).__name__}.") from error
+                raise DataError(f"{where(index)}: it must be text, not {type(text).__name__}.") from error
             check_unicode(text, where(index))
-        raise DataError(f"the tokenizer could not read a batch of {len(texts)} texts: {error}") from error
+        raise DataError(f"the tokenizer failed on a batch of {len(texts)} texts: {error}") from error
 
 
 def encode_rows(
     tokenizer: Tokenizer, rows: Sequence[tuple[bool, Sequence[str]]], indices: Sequence[int]
 ) -> list[list[list[int]]]:
-    """Token ids of the texts of each row, in two calls: plain texts with the tokenizer's special tokens, rendered ones without.
+    """Tokenize the texts of rows in two calls: plain texts with the tokenizer's special tokens, rendered texts without.
 
     Args:
         tokenizer: See `encode`.
-        rows: Whether a row is plain text, and its texts.
-        indices: Numbers of the rows, for messages.
+        rows: For each row, whether it is plain text, and its texts.
+        indices: Row numbers for error messages.
 
     Raises:
-        DataError: A text is no valid Unicode.
+        DataError: A text is not valid Unicode.
     """
     ids_of_rows: list[list[list[int]]] = [[] for _ in rows]
     for special in (True, False):
@@ -532,12 +537,12 @@ def encode_rows(
 
 
 def one_bos(ids: list[int], bos: int | None) -> list[int]:
-    """A text that already begins with the bos token, tokenised with special tokens on, has two: keep one."""
+    """Remove a duplicate bos token. A text that contains the token gets a second one from the tokenizer."""
     return ids[1:] if bos is not None and len(ids) > 1 and ids[0] == ids[1] == bos else ids
 
 
 def open_end(ids: list[int], text: str, tokenizer: Tokenizer) -> list[int]:
-    """A prompt without the eos that some tokenizers end every text with: behind it, nothing is left to say."""
+    """Remove the eos token that some tokenizers append to every text, because a prompt must be continued."""
     eos = tokenizer.eos_token_id
     if eos is None or len(ids) < 2 or ids[-1] != eos or text.rstrip().endswith(tokenizer.eos_token):
         return ids
@@ -545,10 +550,10 @@ def open_end(ids: list[int], text: str, tokenizer: Tokenizer) -> list[int]:
 
 
 def parse_tools(value: object) -> Any:
-    """A ``tools`` column: schemas, or one JSON string of them; an empty list is none.
+    """Parse a ``tools`` column: schemas, or a JSON string of them. An empty list is the same as None.
 
     Raises:
-        DataError: A string that is no JSON.
+        DataError: The string is not valid JSON.
     """
     if not isinstance(value, str):
         return value or None
@@ -559,28 +564,28 @@ def parse_tools(value: object) -> Any:
 
 
 def template_arguments(row: dict[str, Any]) -> dict[str, Any]:
-    """What a row itself says about its rendering: its tools and ``chat_template_kwargs``."""
+    """Return the template arguments that a row contains: its tools and ``chat_template_kwargs``."""
     kwargs = row.get("chat_template_kwargs") or {}
     if not isinstance(kwargs, dict):
         raise DataError(
-            f"column 'chat_template_kwargs' must be a mapping for the chat template, and it is {type(kwargs).__name__}: "
+            f"column 'chat_template_kwargs' must be a mapping for the chat template, not {type(kwargs).__name__}: "
             f"{str(kwargs)[:80]!r}"
         )
     return {"tools": parse_tools(row.get("tools")), **kwargs}
 
 
 def prompt_text(tokenizer: Tokenizer, row: dict[str, Any], kwargs: dict[str, Any], *, answered: bool = False) -> str:
-    """A conversational row's prompt as the model must see it before it answers; the row's arguments win over ``kwargs``."""
+    """Render a conversational row's prompt for generation. The row's template arguments take precedence over ``kwargs``."""
     return render_prompt(tokenizer, row["prompt"], answered=answered, **(kwargs | template_arguments(row)))
 
 
 def tokenize_prompts(
     rows: Sequence[dict[str, Any]], tokenizer: Tokenizer, *, chat_template_kwargs: dict[str, Any] | None = None
 ) -> list[list[int]]:
-    """Prompts of a batch as the engine must see them; equal neighbours are tokenised once.
+    """Tokenize a batch of prompts for the generation engine. Equal neighbors are tokenized once.
 
-    Conversational prompts end with the generation prompt (or go on with the assistant's unfinished message) and get their
-    special tokens from the template alone; plain ones get the tokenizer's own.
+    Conversational prompts end with the generation prompt (or with an unfinished assistant message). Their special tokens come
+    from the template alone; plain prompts get the tokenizer's own special tokens.
     """
     chat = is_conversational({"prompt": rows[0]["prompt"]})
     alike = [list(group) for _, group in groupby(rows, key=lambda row: [row.get(name) for name in RENDERED])]
@@ -593,16 +598,16 @@ def tokenize_prompts(
 
 
 def cut_prompt(ids: list[int], most: int | None) -> list[int]:
-    """The last ``most`` tokens.
+    """Return the last ``most`` tokens of a prompt.
 
     Raises:
-        DataError: The prompt has images and more tokens: a cut could go through an image.
+        DataError: The prompt is longer and has images; truncation could split an image.
     """
     if most is None or len(ids) <= most:
         return ids
     if Prompt.pictures_of(ids):
         raise DataError(
-            f"a prompt with images has {len(ids)} tokens, and max_length and max_prompt_length leave it {most}: a cut would go "
-            "through an image. Fix: larger limits, or smaller images."
+            f"a prompt with images has {len(ids)} tokens, but max_length and max_prompt_length allow {most}, and truncation "
+            "could split an image. Fix: set larger limits, or use smaller images."
         )
     return ids[-most:]

@@ -1,4 +1,4 @@
-"""From rows to token forests: share each prompt, fill rows to a token budget, pad nothing that need not be padded."""
+"""Collate rows into batches of packed prefix trees: each prompt is computed once, and little is padded."""
 
 from __future__ import annotations
 
@@ -22,25 +22,26 @@ FIELDS = ("advantages", "old_logp", "ref_logp", "rollout_logp")  # Columns that 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How rows are laid out for one model and attention backend.
+    """Layout of rows in a batch, for one model and attention backend.
 
     Attributes:
-        kind: ``tree`` shares what sequences begin with and packs several tries into a row; ``padded`` gives every sequence its
-            own padded row with its own copy of the prompt, for models whose attention cannot be told who sees whom.
-        dense_mask: Attention of a ``tree`` takes a mask instead of segments (see `posttrain.models.tree_attention`): its time
-            and memory grow with the square of a row.
-        row_tokens: Tries are packed into a row while they fit this many tokens, and rows that begin alike join one trie up to
-            it. Short with a dense mask.
-        pass_tokens: With a dense mask, rows of about one width are stacked into one forward pass up to this many tokens, because
-            every pass has a fixed cost (gradients are added up, weights are read); at most 5 % of a pass may be padding.
-        max_tree_tokens: A group whose trie would be longer is split, its prompt repeated. With segments it is split from
-            ``row_tokens`` on where that repeats few tokens (`posttrain.data.trie.REPEATED_MOST`).
-        joins_rows: Rows that begin alike are computed as one trie. Not where a prompt is more to the model than its tokens in
-            order: read both ways, or attended through pictures of the whole row.
-        pad_to_multiple_of: Rounds T up.
-        rope_switch: Sequences longer than this are computed with other rotary frequencies (longrope), which a pass takes for all
-            of its sequences: longer and shorter ones never share a pass. None: there is no such length.
-        rope_end: Longer sequences are refused: what a pass computes of them depends on the passes before it (``dynamic``).
+        kind: ``tree`` computes common prefixes once and packs several prefix trees into a batch row. ``padded`` gives every
+            sequence its own padded row with a copy of the prompt, for models whose attention cannot separate sequences.
+        dense_mask: The attention of a ``tree`` takes a dense mask instead of segments (see `posttrain.models.tree_attention`).
+            Its time and memory grow with the square of the row length.
+        row_tokens: Maximum number of tokens of a packed batch row, and of a tree that joins several rows with a common prefix.
+            Should be small with a dense mask.
+        pass_tokens: Maximum number of tokens of a forward pass with a dense mask. Batch rows of similar width are stacked,
+            because every pass has a fixed cost (reading weights, accumulating gradients). At most 5 % of a pass is padding.
+        max_tree_tokens: Maximum number of tokens of a tree. A longer group is split and its prompt repeated. With segments,
+            groups longer than ``row_tokens`` are also split if that repeats few tokens (`posttrain.data.trie.REPEATED_MOST`).
+        joins_rows: Compute rows with a common prefix as one tree. Must be False for models that read prompts bidirectionally
+            or attend across all images of a row.
+        pad_to_multiple_of: Round T up to a multiple of this number.
+        rope_switch: Sequence length above which the model uses different rotary frequencies (longrope). A pass uses the same
+            frequencies for all of its sequences, so longer and shorter sequences never share a pass. None: no such length.
+        rope_end: Maximum sequence length. Longer sequences raise an error, because with ``dynamic`` rotary embeddings their
+            log-probs depend on earlier passes.
     """
 
     kind: Literal["tree", "padded"] = "tree"
@@ -55,11 +56,13 @@ class Layout:
 
 
 def share_prompts(rows: Sequence[Row]) -> tuple[list[Row], list[int]]:
-    """Rows with equal prompts as one row, whose prompt is then computed once.
+    """Merge rows with equal prompts into one row, so that the prompt is computed once.
+
+    Rows with ``model_kwargs`` are not merged.
 
     Returns:
-        The rows, in the order in which their prompts come first; and for each of their completions, in order, its index in
-        the flat list of those that were given. Rows with ``model_kwargs`` stay alone.
+        The merged rows, ordered by the first occurrence of their prompts; and for each completion of the merged rows, its
+        index in the flat list of input completions.
 
     >>> rows, places = share_prompts([Row([1], [[2]], [[1]]), Row([3], [[4]], [[1]]), Row([1], [[5]], [[1]])])
     >>> [row.completions for row in rows], places
@@ -100,21 +103,21 @@ def collate(
     whole_rows: bool = False,
     together: bool = False,
 ) -> list[Batch]:
-    """Lay rows out as batches, each one forward pass.
+    """Collate rows into batches. Each batch is one forward pass.
 
     Args:
-        rows: Examples; the flat list of their completions, in order, is what ``Batch.origin`` indexes.
-        pad_token_id: Written to padding; never read back (padding is known by position).
+        rows: Examples. ``Batch.origin`` indexes the flat list of their completions, in order.
+        pad_token_id: Id written at padding positions. It is never read back, because padding is identified by position.
         layout: See `Layout`.
         whole_rows: Keep all completions of a row in one batch, for losses that compare them.
         together: Keep all rows in one batch, for losses that sort them.
 
     Returns:
-        Batches that hold every completion exactly once. ``num_sequences`` over all of them is the number of completions.
+        Batches that hold every completion exactly once. The sum of their ``num_sequences`` is the number of completions.
 
     Raises:
-        DataError: No rows, a row without completions, a mask, column or id list of the wrong length, or sequences that the
-            loss compares and the rotary frequencies keep apart; see `Layout`.
+        DataError: There are no rows; a row has no completions; a mask, column or id list has the wrong length; or the loss
+            compares sequences that need different rotary frequencies (see `Layout`).
     """
     if not rows:
         raise DataError("collate got an empty list of rows; a batch needs at least one.")
@@ -134,7 +137,7 @@ def collate(
 
 
 def _batches(trees: list[Tree], *, pad_token_id: int, layout: Layout, whole_rows: bool, together: bool) -> list[Batch]:
-    """Batches of trees that may share a pass; see `collate`."""
+    """Return batches of trees that may share a pass; see `collate`."""
     if together:
         packed = [[tree] for tree in trees] if layout.kind == "padded" else _best_fit(trees, layout.row_tokens)
         return [_lay_out(packed, pad_token_id, layout)]
@@ -145,7 +148,7 @@ def _batches(trees: list[Tree], *, pad_token_id: int, layout: Layout, whole_rows
     split = [unit for unit in _units(trees) if len(unit) > 1] if whole_rows else []  # Too long for one tree.
     apart = {id(tree) for unit in split for tree in unit}
     whole = [tree for tree in trees if id(tree) not in apart]
-    # Where one tree is longer than a row anyway, the others fill rows of its length, up to twice the budget.
+    # If one tree exceeds the row budget, other rows are filled to its length, up to twice the budget.
     longest = max((tree.size for tree in whole), default=0)
     packed = _best_fit(whole, max(layout.row_tokens, min(longest, 2 * layout.row_tokens)))
     batches = [_lay_out(stack, pad_token_id, layout) for stack in _stacks(packed, layout.pass_tokens)]
@@ -153,9 +156,9 @@ def _batches(trees: list[Tree], *, pad_token_id: int, layout: Layout, whole_rows
 
 
 def split_by_sequence(values: Tensor, batch: Batch) -> list[Tensor]:
-    """Cut a per-token ``(B, T)`` tensor into one 1-D tensor a sequence, in the order of ``batch.origin``.
+    """Split a per-token ``(B, T)`` tensor into one 1-D tensor per sequence, in the order of ``batch.origin``.
 
-    Only completion tokens are returned; a sequence's tensor is as long as its completion.
+    Only completion tokens are returned: each tensor is as long as its completion.
     """
     inside = batch.sequence >= 0
     lengths = torch.bincount(batch.sequence[inside], minlength=batch.num_sequences)
@@ -171,10 +174,10 @@ def _check(row: Row, index: int, rope_end: int | None) -> None:
             raise DataError(f"row {index}, completion {i}: {len(ids)} token ids but a loss mask of length {len(mask)}.")
         if rope_end is not None and len(row.prompt_ids) + len(ids) > rope_end:
             raise DataError(
-                f"row {index}, completion {i} has {len(row.prompt_ids) + len(ids)} tokens with its prompt, and "
-                f"rope_type='dynamic' computes up to {rope_end} (max_position_embeddings) alike in all passes. Beyond that, "
-                f"log-probs depend on what else the process has computed. Fix: at most {rope_end} tokens (max_length, "
-                "max_completion_length), or rope_type='linear' or 'yarn' with the same factor."
+                f"row {index}, completion {i} has {len(row.prompt_ids) + len(ids)} tokens including its prompt. With "
+                f"rope_type='dynamic', sequences longer than max_position_embeddings={rope_end} get log-probs that depend on "
+                f"earlier passes of the process. Fix: limit sequences to {rope_end} tokens (max_length, "
+                "max_completion_length), or use rope_type='linear' or 'yarn' with the same factor."
             )
     for name, column in row.sequence_columns.items():
         if len(column) != count:
@@ -186,7 +189,7 @@ def _check(row: Row, index: int, rope_end: int | None) -> None:
 
 
 def _members(rows: Sequence[Row]) -> list[Member]:
-    """All completions, in order."""
+    """Return all completions, in order."""
     members: list[Member] = []
     for number, row in enumerate(rows):
         members += [Member(row, number, index, len(members) + index) for index in range(len(row.completions))]
@@ -198,7 +201,7 @@ def _length(member: Member) -> int:
 
 
 def _by_rope(members: list[Member], switch: int | None) -> list[list[Member]]:
-    """Sequences up to ``switch`` tokens, and longer ones."""
+    """Split sequences into those of up to ``switch`` tokens and longer ones."""
     if switch is None:
         return [members]
     parts = [[member for member in members if (_length(member) > switch) is beyond] for beyond in (False, True)]
@@ -206,21 +209,21 @@ def _by_rope(members: list[Member], switch: int | None) -> list[list[Member]]:
 
 
 def _refuse_mixed(parts: list[list[Member]], layout: Layout, together: bool) -> None:
-    """Raise where sequences that the loss compares lie on both sides of ``rope_switch``."""
+    """Raise if the loss compares sequences on both sides of ``rope_switch``."""
     short, long = ({member.number: member for member in part} for part in parts)
     shared = [number for number in short if number in long] or ([next(iter(short))] if together else [])
     if shared:
         a, b = short[shared[0]], long.get(shared[0], next(iter(long.values())))
         raise DataError(
-            f"the loss compares sequences of {_length(a)} and {_length(b)} tokens (prompt {a.row.prompt_ids[:8]}...), and the "
-            f"model's rotary frequencies change for a whole pass beyond {layout.rope_switch} tokens (rope_type='longrope'): in "
-            f"one pass the shorter one would get the frequencies of the longer. Fix: max_length={layout.rope_switch}, or leave "
-            "out such rows."
+            f"the loss compares sequences of {_length(a)} and {_length(b)} tokens (prompt {a.row.prompt_ids[:8]}...). With "
+            f"rope_type='longrope', a pass with a sequence longer than {layout.rope_switch} tokens uses different rotary "
+            f"frequencies for all of its sequences, also for shorter ones. Fix: set max_length={layout.rope_switch}, or remove "
+            "such rows."
         )
 
 
 def _grow(members: list[Member], layout: Layout, *, splits: bool) -> list[Tree]:
-    """Tries of sequences that may share a pass."""
+    """Build prefix trees of sequences that may share a pass."""
     if layout.kind == "padded":
         return trie.alone(members)
     joined = layout.row_tokens if layout.joins_rows else 0
@@ -230,7 +233,7 @@ def _grow(members: list[Member], layout: Layout, *, splits: bool) -> list[Tree]:
 
 
 def _best_fit(trees: list[Tree], budget: int) -> list[list[Tree]]:
-    """Best-fit decreasing: the longest tree first, each into the fullest row that still has room."""
+    """Pack trees into rows by best-fit decreasing: longest tree first, into the fullest row that has room for it."""
     bins: list[list[Tree]] = []
     space: list[int] = []
     for tree in sorted(trees, key=lambda t: -t.size):
@@ -246,7 +249,7 @@ def _best_fit(trees: list[Tree], budget: int) -> list[list[Tree]]:
 
 
 def _stacks(rows: list[list[Tree]], budget: int) -> Iterator[list[list[Tree]]]:
-    """Rows that go through the model together: of similar width, so that hardly anything is padding."""
+    """Yield groups of packed rows of similar width, which go through the model in one pass with little padding."""
     stack: list[list[Tree]] = []
     real = width = 0
     for row in sorted(rows, key=lambda row: -sum(tree.size for tree in row)):
@@ -262,7 +265,7 @@ def _stacks(rows: list[list[Tree]], budget: int) -> Iterator[list[list[Tree]]]:
 
 
 def _units(trees: list[Tree]) -> list[list[Tree]]:
-    """Trees of one row together: a row that makes several is alone in them."""
+    """Group trees by example row. A row that was split into several trees shares none of them with other rows."""
     units: dict[int, list[Tree]] = {}
     for tree in trees:
         units.setdefault(tree.members[0].number, []).append(tree)
@@ -270,7 +273,7 @@ def _units(trees: list[Tree]) -> list[list[Tree]]:
 
 
 def _by_length(units: list[list[Tree]], budget: int) -> list[list[list[Tree]]]:
-    """Similar lengths together, so that padding stays small; rows times width stays within the budget."""
+    """Group units of similar length, so that padding stays small and rows times width stays within the budget."""
 
     def width(unit: list[Tree]) -> int:
         return max(tree.size for tree in unit)
@@ -285,7 +288,7 @@ def _by_length(units: list[list[Tree]], budget: int) -> list[list[list[Tree]]]:
 
 
 class _Canvas:
-    """Column-wise lists of one batch while it is being written."""
+    """Column-wise lists of a batch under construction."""
 
     def __init__(self, token_names: Sequence[str]) -> None:
         names = ("input_ids", "position_ids", "seen_until", "predictor", "loss_mask", "sequence", *token_names)
@@ -310,17 +313,17 @@ class _Canvas:
         return len(self.tokens["input_ids"][-1])
 
     def tree(self, tree: Tree) -> None:
-        """Write a trie, depth first; a node and its only child are one segment."""
+        """Write a prefix tree in depth-first order. A node and its only child form one segment."""
         self._segment([tree.root], -1, 0, -1)
 
     def _segment(self, run: list[Node], parent: int, position: int, last: int) -> None:
-        """Write nodes that follow one another, and what hangs under them.
+        """Write a run of consecutive nodes and the subtrees below it.
 
         Args:
-            run: The first of them.
-            parent: Index of the segment before it.
-            position: Of its first token.
-            last: Column of the token before it; -1 where there is none.
+            run: First node of the run.
+            parent: Index of the parent segment.
+            position: Position of the run's first token.
+            last: Column of the token before the run; -1 if there is none.
         """
         while len(run[-1].children) == 1:
             run.append(run[-1].children[0])
@@ -355,7 +358,7 @@ class _Canvas:
         else:
             mask, sequence = list(row.loss_masks[member.index][part]), self._number(member, node.start, segment)
         if count and last < 0:
-            # Nothing precedes the first token of a sequence without a prompt.
+            # The first token of a sequence without a prompt has no predecessor to predict it.
             predictor[0], mask[0] = start, 0
         self._write(
             input_ids=node.ids,
@@ -372,11 +375,11 @@ class _Canvas:
             )
 
     def _number(self, member: Member, start: int, segment: int) -> int:
-        """Index of a sequence, which ends in this segment as far as is known."""
+        """Return the index of a sequence and record ``segment`` as its last segment so far."""
         row = member.row
         leaf = Leaf(segment, len(row.prompt_ids), _length(member), member.number)
         if start:
-            # A completion that a prompt runs through: its tokens stand side by side.
+            # Another row's prompt split this completion. Its nodes are written consecutively.
             self.leaves[-1] = leaf
             return len(self.leaves) - 1
         self.leaves.append(leaf)
@@ -434,10 +437,10 @@ def _to_batch(canvas: _Canvas, pad_token_id: int, layout: Layout, model_kwargs: 
 
 
 def _model_kwargs(groups: list[list[Tree]]) -> dict[str, Any]:
-    """Opaque model inputs of the batch: tensors are concatenated in row order, anything else must agree."""
+    """Merge additional model inputs of the batch: tensors are concatenated in row order, other values must agree."""
     merged: dict[str, Any] = {}
     for tree in (tree for trees in groups for tree in trees):
-        # A row with inputs of its own is alone in its trees.
+        # A row with model_kwargs shares no tree with other rows.
         for name, value in tree.members[0].row.model_kwargs.items():
             if name in merged and isinstance(value, Tensor):
                 merged[name] = torch.cat([merged[name], value])
@@ -447,19 +450,19 @@ def _model_kwargs(groups: list[list[Tree]]) -> dict[str, Any]:
 
 
 def to_rows(batch: Batch) -> list[Row]:
-    """The rows that `collate` laid out, as far as the batch holds them, in the order in which it got them.
+    """Reconstruct the rows that `collate` laid out, in their original order, with the data that the batch holds.
 
-    A prompt that was repeated for several passes comes back as often.
+    A prompt that was repeated for several passes is returned once per pass.
     """
     numbers: dict[int, list[int]] = {}
-    # Completions in their order, which says of a pair which is which; in the trie those without tokens come last.
+    # Original order identifies the completions of a pair. The tree moves completions without tokens to the end.
     for index in sorted(range(batch.num_sequences), key=batch.origin.__getitem__):
         numbers.setdefault(batch.leaves[index].row, []).append(index)
     return _rows(batch, list(numbers.values()))
 
 
 def sequences(batch: Batch) -> list[Row]:
-    """Every sequence as a row of its own: in the order of a batch's loss positions."""
+    """Return every sequence as its own row, in the order of the batch's loss positions."""
     return _rows(batch, [[index] for index in range(batch.num_sequences)])
 
 
@@ -469,7 +472,7 @@ def _rows(batch: Batch, groups: Sequence[Sequence[int]]) -> list[Row]:
     per_token = {name for name, value in named.items() if value.shape == batch.input_ids.shape}
     ids, mask, owner = batch.input_ids.tolist(), batch.loss_mask.tolist(), batch.sequence.tolist()
     placed = {(b, column): picture for b, column, picture in batch.pictures}
-    told: set[tuple[int, int]] = set()  # Trained tokens of prompts that a row before has.
+    told: set[tuple[int, int]] = set()  # Trained prompt tokens that an earlier row already contains.
     rows = []
     for group in groups:
         leaf = batch.leaves[group[0]]
@@ -483,7 +486,7 @@ def _rows(batch: Batch, groups: Sequence[Sequence[int]]) -> list[Row]:
             told.update((b, column) for column, kept in zip(prompt, trained, strict=True) if kept)
         parts = [prompt, *(path[leaf.prompt :] for path in paths)]
         for index, own in zip(group, parts[1:], strict=True):
-            # Trees of one row may stand in several rows of a batch.
+            # Trees of one example row may be in different rows of the batch.
             at = batch.segments[batch.leaves[index].segment].row if own else b
             row.completions.append([ids[at][column] for column in own])
             row.loss_masks.append([int(mask[at][column]) for column in own])
@@ -504,19 +507,19 @@ def _rows(batch: Batch, groups: Sequence[Sequence[int]]) -> list[Row]:
 
 
 def halves(batch: Batch, *, pad_token_id: int, layout: Layout, whole_rows: bool = False) -> list[Batch]:
-    """The batch as smaller ones that hold the same completions; itself alone where it cannot be divided.
+    """Split a batch into smaller batches with the same completions; return it alone if it cannot be split.
 
-    Trees are dealt to two parts of about equal size. A single tree is divided between its completions, and its prompt
-    repeated, unless the loss compares them (``whole_rows``) or the prompt itself is trained.
+    Trees are distributed to two parts of about equal size. A single tree is split between its completions, and its prompt
+    is repeated, unless the loss compares them (``whole_rows``) or the prompt itself is trained.
 
     Args:
-        batch: On any device; the parts are on the host.
-        pad_token_id: As in `collate`.
-        layout: As in `collate`.
+        batch: Batch on any device. The parts are on the CPU.
+        pad_token_id: Same as in `collate`.
+        layout: Same as in `collate`.
         whole_rows: Keep the completions of a tree together.
     """
     if batch.model_kwargs or (whole_rows and layout.kind == "padded"):
-        return [batch]  # Images cannot be told apart any more; nor can the rows of a padded batch.
+        return [batch]  # Concatenated images cannot be separated again; nor can the rows of a padded batch.
     rows = to_rows(batch.to("cpu"))
     if len(rows) > 1:
         parts = _dealt(rows)
@@ -534,7 +537,7 @@ def halves(batch: Batch, *, pad_token_id: int, layout: Layout, whole_rows: bool 
 
 
 def _dealt(rows: list[Row]) -> list[list[Row]]:
-    """Two lists of about equal size, the longest rows first, each to the smaller list."""
+    """Distribute rows to two lists of about equal size, longest rows first, each to the smaller list."""
     parts: list[list[Row]] = [[], []]
     sizes = [0, 0]
     for row in sorted(rows, key=_size, reverse=True):
@@ -560,14 +563,14 @@ def _part(row: Row, chosen: slice) -> Row:
 
 
 def unbatched(batch: Any) -> list[dict[str, Any]]:
-    """Rows with ``input_ids`` (and ``labels``) of a padded or concatenated batch; padding is told by position.
+    """Return rows with ``input_ids`` (and ``labels``) of a padded or concatenated batch. Padding is identified by position.
 
     Args:
-        batch: ``input_ids (B, L)``, and ``attention_mask (B, L)`` or ``position_ids (1, T)`` that begin at 0 in every document;
-            ``labels`` likewise where there are any.
+        batch: ``input_ids (B, L)`` with ``attention_mask (B, L)``, or with ``position_ids (1, T)`` that begin at 0 in every
+            document. ``labels`` and ``completion_mask`` of the same shape are optional.
 
     Raises:
-        DataError: It is no such batch; without mask and positions, padding could not be told from text.
+        DataError: The batch lacks ``input_ids``, or has neither mask nor positions to identify padding.
 
     >>> unbatched({"input_ids": torch.tensor([[1, 2], [3, 9]]), "attention_mask": torch.tensor([[1, 1], [1, 0]])})
     [{'input_ids': [1, 2]}, {'input_ids': [3]}]
@@ -576,8 +579,8 @@ def unbatched(batch: Any) -> list[dict[str, Any]]:
     if "input_ids" not in names or not (_has(batch, "attention_mask") or _has(batch, "position_ids")):
         keys = sorted(batch) if isinstance(batch, Mapping) else type(batch).__name__
         raise DataError(
-            f"data_collator gave {keys}; it must give input_ids with an attention_mask (or position_ids that begin at 0 in "
-            "every document), and labels where not everything is trained."
+            f"data_collator returned {keys}. Fix: return input_ids with an attention_mask (or with position_ids that begin at 0 "
+            "in every document), and labels if some tokens are not trained."
         )
     if _has(batch, "attention_mask"):
         real = batch["attention_mask"].bool()
@@ -591,25 +594,28 @@ def unbatched(batch: Any) -> list[dict[str, Any]]:
 
 
 def unbatched_answers(batch: Any, examples: Sequence[dict[str, Any]], branches: Sequence[str]) -> list[dict[str, Any]]:
-    """Examples with what a collator made of them: all rows with the first answer, then all with the second one, and so on.
+    """Merge a collator's batch into its examples. The batch lists all first answers, then all second answers, and so on.
 
     Args:
-        batch: As `unbatched` reads it; with ``completion_mask (B, L)`` prompts are told from answers. Columns with one number
-            an example, ``(len(examples),)``, take the place of the example's.
-        examples: What the collator got.
+        batch: Batch as in `unbatched`. ``completion_mask (B, L)`` separates prompts from answers. Columns with one number per
+            example, ``(len(examples),)``, replace the example's values.
+        examples: Examples that the collator received.
         branches: Names of the answers, in order.
 
     Raises:
-        DataError: It is no such batch, answers of an example have different prompts, or prompts are not told from answers.
+        DataError: The batch has the wrong number of rows, answers of an example have different prompts, or nothing separates
+            prompts from answers.
     """
     rows, count = unbatched(batch), len(examples)
     if len(rows) != len(branches) * count:
         raise DataError(
-            f"data_collator gave {len(rows)} rows for {count} examples with {len(branches)} answers each "
-            f"({', '.join(branches)}). Fix: give all rows with the first answer, then as many with the next."
+            f"data_collator returned {len(rows)} rows for {count} examples with {len(branches)} answers each "
+            f"({', '.join(branches)}). Fix: return all rows with the first answer, then all rows with the next one."
         )
     if "completion_mask" not in rows[0] and "prompt_ids" in examples[0]:
-        raise DataError("data_collator gave no completion_mask to tell prompts from answers. Fix: 1 on answers.")
+        raise DataError(
+            "data_collator returned no completion_mask. Fix: return one that is 0 on prompts and 1 on answers."
+        )
     columns = {name: value.tolist() for name, value in batch.items() if getattr(value, "shape", None) == (count,)}
     answers = [{**example, **{name: c[i] for name, c in columns.items()}} for i, example in enumerate(examples)]
     for index, row in enumerate(rows):
@@ -618,8 +624,8 @@ def unbatched_answers(batch: Any, examples: Sequence[dict[str, Any]], branches: 
         start = 0 if mask is None else (*mask, 1).index(1)
         if branch and mask is not None and answers[at]["prompt_ids"] != ids[:start]:
             raise DataError(
-                f"data_collator gave example {at} of a batch another prompt with its {branches[branch]} answer than with the "
-                "first one; a prompt is computed once for all of them. Fix: cut or change prompts in train_dataset."
+                f"data_collator returned different prompts for the {branches[branch]} answer and the first answer of example "
+                f"{at} of a batch, but a prompt is computed once for all answers. Fix: change prompts in train_dataset."
             )
         answers[at][f"{branches[branch]}_ids"] = ids[start:]
         if mask is not None:

@@ -1,4 +1,4 @@
-"""Dataset formats: the only place that knows column names; and the one pass that makes ids of rows and says what it left out."""
+"""Dataset formats: column names and row types, and the shared map that tokenizes rows and reports which rows it dropped."""
 
 from __future__ import annotations
 
@@ -22,18 +22,26 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-MESSAGE_COLUMNS = ("prompt", "chosen", "rejected", "completion", "messages")  # In this order: never a set's.
+MESSAGE_COLUMNS = (
+    "prompt",
+    "chosen",
+    "rejected",
+    "completion",
+    "messages",
+)  # A tuple, because the order must be fixed.
 NESTED_COLUMNS = ("messages", "prompt", "completion", "chosen", "rejected", "tools", "chat_template_kwargs")
-LOOK = 64  # Rows that decide the format of a dataset; row 0 alone misleads on mixed data.
+LOOK = 64  # Number of rows that determine the format of a dataset. Row 0 alone misleads on mixed data.
 PICTURE_COLUMNS = ("image", "images")
-# Columns of token ids, which are read in place of text.
+# Columns of token ids, which take precedence over text columns.
 TOKENIZED = (
     "input_ids", "prompt_ids", "chosen_ids", "rejected_ids", "reference_ids", "completion_ids", "KL_completion_ids",
 )  # fmt: skip
-PROMPT_COLUMNS = ("prompt", *PICTURE_COLUMNS)  # What a model is asked.
-PICTURE_BLOCKS = ("image", "image_url", "image_pil")  # Types of blocks of a message that show a picture.
-STREAMED = 8  # Rows of a stream that are read for pictures; of a dataset it is `LOOK`, spread over it.
-# ShareGPT's speakers, as chat templates call them.
+PROMPT_COLUMNS = ("prompt", *PICTURE_COLUMNS)  # Columns of the model's input.
+PICTURE_BLOCKS = ("image", "image_url", "image_pil")  # Types of content blocks that contain an image.
+STREAMED = (
+    8  # Number of rows of a stream that are checked for images. For a dataset, `LOOK` rows spread over it are checked.
+)
+# Chat template roles of ShareGPT's speakers.
 ROLES = {
     "human": "user",
     "gpt": "assistant",
@@ -44,7 +52,7 @@ ROLES = {
     "observation": "tool",
 }
 
-# From the most special to the most general: the first whose columns are all there is the type.
+# Most specific type first: the first type whose columns all exist applies.
 TYPES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("tokenized-reward", ("chosen_ids", "rejected_ids")),
     ("tokenized", ("input_ids",)),
@@ -63,15 +71,15 @@ TYPES: tuple[tuple[str, tuple[str, ...]], ...] = (
 
 
 def is_messages(value: object) -> bool:
-    """Whether a value is a list of messages: dicts with a role."""
+    """Return whether a value is a list of messages: dicts with a role."""
     return isinstance(value, list) and bool(value) and isinstance(value[0], dict) and "role" in value[0]
 
 
 def is_conversational(example: Mapping[str, Any]) -> bool:
-    """Whether a row is conversational: its text columns hold lists of messages.
+    """Return whether a row is conversational: its text columns hold lists of messages.
 
     Raises:
-        DataError: Some of its columns are conversational and others are text.
+        DataError: Some columns are conversational and others are text.
 
     >>> is_conversational({"prompt": [{"role": "user", "content": "2+2?"}]})
     True
@@ -81,14 +89,14 @@ def is_conversational(example: Mapping[str, Any]) -> bool:
     kinds = {name: is_messages(example[name]) for name in MESSAGE_COLUMNS if example.get(name)}
     if len(set(kinds.values())) > 1:
         raise DataError(
-            f"columns {[name for name, chat in kinds.items() if chat]} hold messages and columns "
-            f"{[name for name, chat in kinds.items() if not chat]} hold text. Give all of a row's columns one form."
+            f"columns {[name for name, chat in kinds.items() if chat]} hold messages, but columns "
+            f"{[name for name, chat in kinds.items() if not chat]} hold text. Fix: use one form for all of a row's columns."
         )
     return any(kinds.values())
 
 
 def is_conversational_from_value(example: Mapping[str, Any]) -> bool:
-    """Whether a row has the ``from``/``value`` layout: a ``conversations`` list of such dicts.
+    """Return whether a row has the ``from``/``value`` layout: a ``conversations`` list of dicts with these keys.
 
     >>> is_conversational_from_value({"conversations": [{"from": "human", "value": "2+2?"}]})
     True
@@ -101,16 +109,18 @@ def maybe_convert_to_chatml(example: Mapping[str, Any]) -> dict[str, Any]:
     """Rename ``from``/``value`` to ``role``/``content``, speakers to roles, and ``conversations`` to ``messages``.
 
     Returns:
-        A new row; the given one is not changed, and one without that layout comes back equal.
+        A new row; the input is not changed. A row without this layout is returned as an equal copy.
 
     Raises:
-        DataError: Both ``conversations`` and ``messages`` are there.
+        DataError: The row has both ``conversations`` and ``messages``.
 
     >>> maybe_convert_to_chatml({"conversations": [{"from": "human", "value": "2+2?"}]})
     {'messages': [{'role': 'user', 'content': '2+2?'}]}
     """
     if "conversations" in example and "messages" in example:
-        raise DataError("the row has both 'conversations' and 'messages'; remove the one that should not be trained.")
+        raise DataError(
+            "the row has both 'conversations' and 'messages'. Fix: remove the one that should not be trained."
+        )
     converted: dict[str, Any] = {}
     for name, value in example.items():
         if name in (*MESSAGE_COLUMNS, "conversations") and isinstance(value, list):
@@ -123,7 +133,7 @@ _told: set[tuple[Any, ...]] = set()
 
 
 def warn_once(log: logging.Logger, message: str, *values: Any) -> None:
-    """Warn of this, with these values, once a process."""
+    """Log a warning once per process for each combination of message and values."""
     if (message, *values) not in _told:
         _told.add((message, *values))
         log.warning(message, *values)
@@ -133,13 +143,13 @@ def _turn(turn: Mapping[str, Any]) -> dict[str, Any]:
     renamed = {{"from": "role", "value": "content"}.get(key, key): value for key, value in turn.items()}
     role = renamed.get("role")
     if "from" in turn and role in ROLES:
-        warn_once(logger, "messages from %r are taken as role %r.", role, ROLES[role])
+        warn_once(logger, "messages from %r are read as role %r.", role, ROLES[role])
         renamed["role"] = ROLES[role]
     return renamed
 
 
 def remove_none_values(value: object) -> Any:
-    """Drop mapping entries that are None, at any depth; None items of lists stay.
+    """Remove mapping entries that are None, at any depth. None items of lists are kept.
 
     Raises:
         ArgumentTypeError: The value is neither a list nor a mapping.
@@ -153,7 +163,7 @@ def remove_none_values(value: object) -> Any:
 
 
 def _without_none(value: object) -> Any:
-    kind = type(value)  # Most values are text: asking whether each is a Mapping costs more than all the rest.
+    kind = type(value)  # Most values are text, and isinstance with Mapping is slower than all other checks.
     if kind is str:
         return value
     if kind is list or isinstance(value, list):
@@ -166,7 +176,7 @@ def _without_none(value: object) -> Any:
 
 
 def strip_none(row: Mapping[str, Any]) -> dict[str, Any]:
-    """A row without the ``None`` that Arrow writes into messages, tools and template arguments when rows differ in their keys."""
+    """Remove the ``None`` entries that Arrow adds to messages, tools and template arguments if rows have different keys."""
     return {
         name: _without_none(value) if name in NESTED_COLUMNS and isinstance(value, list | dict) else value
         for name, value in row.items()
@@ -174,9 +184,9 @@ def strip_none(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def has_nested_none(row: Mapping[str, Any]) -> bool:
-    """Whether a ``None`` lies where a template would print it: in tool schemas, tool calls or content blocks.
+    """Return whether a template could print a ``None`` in tool schemas, tool calls or content blocks.
 
-    A message's own fields do not count: ``content: None`` beside a tool call is how messages are written.
+    A message's own fields are ignored, because ``content: None`` next to a tool call is valid.
     """
     if isinstance(row.get("tools"), list) and _holds_none(row["tools"]):
         return True
@@ -198,22 +208,22 @@ def _holds_none(value: object) -> bool:
     return isinstance(value, list) and any(_holds_none(item) for item in value)
 
 
-AT_ONCE = 64  # Rows that are read at once; they may hold images.
+AT_ONCE = 64  # Number of rows per read. Rows may hold images.
 
 
 def read_columns(
     dataset: AnyDataset, columns: Sequence[str], rows: slice | Sequence[int] = slice(None), kind: str | None = None
 ) -> Any:
-    """Some columns of some rows of a ``Dataset``, whatever format it was given: lists by name, or a table (``"arrow"``).
+    """Read columns of some rows of a ``Dataset`` regardless of its format: lists by name, or a table (``"arrow"``).
 
-    As ``with_format(kind, columns)[rows]``, which copies the set and hashes it anew before it reads.
+    Same as ``with_format(kind, columns)[rows]``, which also copies the dataset and computes a new fingerprint first.
     """
     how = {"format_type": kind, "format_columns": list(columns), "output_all_columns": False, "format_kwargs": {}}
     return dataset._getitem(rows, **how)
 
 
 def rows_at(dataset: AnyDataset, rows: Sequence[int], columns: Sequence[str] | None = None) -> list[dict[str, Any]]:
-    """Rows by their numbers, of a ``Dataset`` in one read; of ``columns`` alone where they are given."""
+    """Return rows by number, with one read for a ``Dataset``. If ``columns`` is given, only these columns are read."""
     import datasets
 
     if columns is None and not (isinstance(dataset, datasets.Dataset) and dataset.format["type"] is None):
@@ -223,7 +233,7 @@ def rows_at(dataset: AnyDataset, rows: Sequence[int], columns: Sequence[str] | N
 
 
 def first_rows(dataset: AnyDataset, count: int, columns: Sequence[str] | None = None) -> Iterator[dict[str, Any]]:
-    """Up to ``count`` rows from the first on, of a ``Dataset`` many at a read and of ``columns`` alone where they are given."""
+    """Yield up to ``count`` first rows, in batched reads for a ``Dataset``. If ``columns`` is given, only these are read."""
     import datasets
 
     if not isinstance(dataset, datasets.Dataset):
@@ -235,17 +245,17 @@ def first_rows(dataset: AnyDataset, count: int, columns: Sequence[str] | None = 
 
 
 def get_dataset_column_names(dataset: AnyDataset) -> list[str]:
-    """Column names; for a stream that declares none, those of its first row."""
+    """Return the column names. If a stream declares none, its first row is read."""
     return list(dataset.column_names or next(iter(dataset), {}))
 
 
 def known_columns(dataset: object) -> list[str]:
-    """Names of columns as far as a dataset tells them without a row being read; none of what is no dataset of ``datasets``."""
+    """Return the column names that a dataset declares, without reading a row. Other objects have none."""
     return list(getattr(dataset, "column_names", None) or ())
 
 
 class DatasetDescription(TypedDict):
-    """What `describe_dataset` says: type (as the documentation names them), format, columns, and whether there are images."""
+    """Return type of `describe_dataset`: type (as in the documentation), format, columns, and whether there are images."""
 
     type: str
     format: str
@@ -254,10 +264,11 @@ class DatasetDescription(TypedDict):
 
 
 def describe_dataset(dataset: AnyDataset) -> DatasetDescription:
-    """Decide what kind of rows a dataset holds, from its columns and up to 64 of its rows.
+    """Determine the type of a dataset from its columns and up to 64 of its rows.
 
     Raises:
-        DataError: The set is empty, no type fits its columns, or a row's form differs from the others', with its number.
+        DataError: The dataset is empty, no type matches its columns, or a row's form differs from the others'. The error names
+            the row.
 
     >>> import datasets
     >>> rows = datasets.Dataset.from_dict({"prompt": ["2+2="], "completion": [" 4"]})
@@ -271,8 +282,8 @@ def describe_dataset(dataset: AnyDataset) -> DatasetDescription:
     kind = next((name for name, needed in TYPES if set(needed) <= set(columns)), None)
     if kind is None:
         raise DataError(
-            f"columns {sorted(columns)} fit no dataset type. Language modelling needs 'text' or 'messages'; others 'prompt' with "
-            "'completion', with 'chosen' and 'rejected', or alone. Rename the columns with dataset.rename_column."
+            f"columns {sorted(columns)} match no dataset type. Language modeling needs 'text' or 'messages'. Other types need "
+            "'prompt' with 'completion', with 'chosen' and 'rejected', or alone. Fix: rename columns with dataset.rename_column."
         )
     chat = _one_form(head)
     vision = "image" in columns or "images" in columns
@@ -280,13 +291,13 @@ def describe_dataset(dataset: AnyDataset) -> DatasetDescription:
 
 
 def _one_form(head: Iterable[Mapping[str, Any]]) -> bool:
-    """Whether the rows are conversational; all of them must agree."""
+    """Return whether the rows are conversational. Raise if rows differ."""
     first: bool | None = None
     for index, row in enumerate(head):
         try:
             chat = is_conversational_from_value(row) or is_conversational(row)
         except DataError as error:
-            if isinstance(row.get("prompt"), str):  # A string prompt beside conversations that repeat it: mended later.
+            if isinstance(row.get("prompt"), str):  # The conversations repeat this text prompt. It is removed later.
                 chat = True
             else:
                 raise DataError(f"row {index}: {error}") from error
@@ -295,19 +306,21 @@ def _one_form(head: Iterable[Mapping[str, Any]]) -> bool:
         if empty and not chat:
             raise DataError(
                 f"row {index}, column {empty[0]!r}: it is {row[empty[0]]!r}. Every row needs at least one message (or some "
-                f"text) there: dataset.filter(lambda row: row[{empty[0]!r}])."
+                f"text). Fix: drop such rows with dataset.filter(lambda row: row[{empty[0]!r}])."
             )
         if first is None:
             first = chat
         elif chat != first:
             words = {True: "conversational", False: "plain text"}
-            raise DataError(f"row {index} is {words[chat]} and row 0 is {words[first]}. Give all rows the same form.")
+            raise DataError(
+                f"row {index} is {words[chat]}, but row 0 is {words[first]}. Fix: use one form for all rows."
+            )
     return bool(first)
 
 
 @contextmanager
 def naming(where: str, hint: str = "") -> Iterator[None]:
-    """Put the place in front of what a `DataError` says that is raised inside, and a hint behind it."""
+    """Prefix a `DataError` raised inside with ``where``, and append ``hint``."""
     try:
         yield
     except DataError as error:
@@ -315,41 +328,41 @@ def naming(where: str, hint: str = "") -> Iterator[None]:
 
 
 def given_rows(batch: Mapping[str, list], indices: Sequence[int]) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Rows of a batch of columns with their numbers; columns that are None in a row are no columns of it."""
+    """Yield the rows of a batch of columns with their numbers. A row omits columns that are None."""
     for position, index in enumerate(indices):
         columns = {name: column[position] for name, column in batch.items() if name != ROW}
         yield index, {name: value for name, value in columns.items() if value is not None}
 
 
-ROW = "_row"  # A column of row numbers, kept through preparation so that what is found can be found again.
+ROW = "_row"  # Column of row numbers, kept through preparation so that findings can name rows.
 
 
-FIRST_BATCH = 32  # Rows of a stream that are prepared at once while the first one to train is looked for.
-PEEKED = 1000  # Rows of a stream of which at least one must be trainable.
+FIRST_BATCH = 32  # Batch size while the first trainable row of a stream is searched.
+PEEKED = 1000  # At least one of this many first rows of a stream must be trainable.
 
 
 def first_row(dataset: AnyDataset, name: str, *, images: bool = False) -> dict[str, Any]:
-    """The first row of a set that can be prepared.
+    """Check that a dataset can be prepared, and return its first row.
 
     Args:
         dataset: ``Dataset`` or ``IterableDataset``.
-        name: Of the set, for messages.
-        images: Whether columns of images are fine, because something makes text of the rows.
+        name: Name of the dataset in messages.
+        images: Allow image columns, because another function turns rows into text.
 
     Raises:
-        ArgumentTypeError: It is no dataset.
-        DataError: It is empty, has a transform attached, or has images, which are not trained on.
+        ArgumentTypeError: The object is not a dataset.
+        DataError: The dataset is empty, has a transform attached, or has images, which are not trained.
     """
     import datasets
 
     if not isinstance(dataset, datasets.Dataset | datasets.IterableDataset):
-        hint = " Make one of a list of rows with datasets.Dataset.from_list(rows)." if isinstance(dataset, list) else ""
+        hint = " Fix: convert the list with datasets.Dataset.from_list(rows)." if isinstance(dataset, list) else ""
         raise ArgumentTypeError(f"the {name} dataset must be a datasets.Dataset, not {type(dataset).__name__}.{hint}")
     format_of = getattr(dataset, "format", None)
     if isinstance(format_of, dict) and format_of.get("type") == "custom":
         raise DataError(
-            f"the {name} dataset has a transform attached (with_transform), which tokenising would freeze. Apply it with "
-            "map, or give rows that hold token ids already (SFT: input_ids and labels with "
+            f"the {name} dataset has a transform attached (with_transform), which tokenization would apply only once. Fix: apply "
+            "it with map, or give rows with token ids (SFT: input_ids and labels with "
             'dataset_kwargs={"skip_prepare_dataset": True}).'
         )
     first = next(iter(dataset), None)
@@ -361,26 +374,26 @@ def first_row(dataset: AnyDataset, name: str, *, images: bool = False) -> dict[s
 
 
 def undecoded(dataset: AnyDataset) -> Any:
-    """A dataset (or several by name, or None) with its columns of images as paths or encoded bytes; a view, nothing is read."""
+    """Return a view of a dataset (or of several by name, or None) with image columns as paths or encoded bytes."""
     import datasets
 
     if isinstance(dataset, dict):
         return {name: undecoded(subset) for name, subset in dataset.items()}
     plain = datasets.Image(decode=False)
     kinds: dict[str, Any] = {}
-    # Of the info, for a set copies its features each time that they are asked for.
+    # Read features from the info, because a dataset copies its features on every access.
     info = dataset.info if isinstance(dataset, datasets.Dataset | datasets.IterableDataset) else datasets.DatasetInfo()
     for name, kind in (info.features or {}).items():
         inner = getattr(kind, "feature", None)
         if isinstance(kind, datasets.Image) and kind.decode:
             kinds[name] = plain
         elif isinstance(inner, datasets.Image) and inner.decode:
-            kinds[name] = replace(kind, feature=plain)  # A list of its own length and kind.
+            kinds[name] = replace(kind, feature=plain)  # Keep the length and kind of the list.
     if not kinds or not isinstance(dataset, datasets.Dataset):
         for name, kind in kinds.items():
             dataset = dataset.cast_column(name, kind)
         return dataset
-    # The rows are what they were. `cast_column` would write those of a list anew, and of a large set into a file.
+    # The data is unchanged. `cast_column` would rewrite rows of lists, and those of a large dataset into a file.
     info = dataset.info.copy()
     info.features = datasets.Features(dataset.features | kinds)
     told = datasets.fingerprint.Hasher.hash((dataset._fingerprint, "undecoded"))
@@ -388,10 +401,10 @@ def undecoded(dataset: AnyDataset) -> Any:
 
 
 def united(first: Any, *others: Any) -> Any:
-    """The type of columns that holds all of these, messages with the keys of each; None where there is none.
+    """Return a column type that covers all given types, messages with the keys of each; None if there is none.
 
-    For the features of a mapped set: left to itself ``map`` takes a new column's from its first 1,000 rows, where a key that only
-    later messages have holds nothing yet.
+    This defines the features of a mapped dataset. By default ``map`` infers a new column's type from its first 1,000 rows, where
+    keys that occur only in later messages are missing.
     """
     for other in others:
         if isinstance(first, dict) and isinstance(other, dict):
@@ -411,7 +424,7 @@ def united(first: Any, *others: Any) -> Any:
 
 
 def features_with(dataset: datasets.Dataset, drop: Sequence[str] = (), **columns: Any) -> datasets.Features | None:
-    """Features of a set that is mapped to have these columns, by type, and not those of ``drop``; None where one has no type."""
+    """Return the dataset's features with ``columns`` added and ``drop`` removed; None if a column has no type."""
     from datasets import Features
 
     kept = {name: kind for name, kind in dataset.features.items() if name not in drop}
@@ -419,10 +432,10 @@ def features_with(dataset: datasets.Dataset, drop: Sequence[str] = (), **columns
 
 
 def pictures_of(example: Mapping[str, Any]) -> list[Any]:
-    """What the columns ``image`` and ``images`` of a row hold, as a list; None means no picture, in the list too.
+    """Return the images in the columns ``image`` and ``images`` of a row as a list. None stands for no image, also inside a list.
 
     Raises:
-        DataError: Both columns hold pictures.
+        DataError: Both columns hold images.
     """
     one, several = example.get("image"), example.get("images")
     if one is not None and several is not None:
@@ -431,7 +444,7 @@ def pictures_of(example: Mapping[str, Any]) -> list[Any]:
 
 
 def has_pictures(rows: Iterable[Mapping[str, Any]]) -> bool:
-    """Whether any row has a picture, in its columns or inside its messages."""
+    """Return whether any row has an image, in its columns or inside its messages."""
     for row in rows:
         conversations = [row[name] for name in MESSAGE_COLUMNS if isinstance(row.get(name), list)]
         if pictures_of(row) or any(map(picture_blocks, conversations)):
@@ -440,7 +453,7 @@ def has_pictures(rows: Iterable[Mapping[str, Any]]) -> bool:
 
 
 def picture_blocks(messages: Any) -> list[dict[str, Any]]:
-    """Blocks of a conversation that show a picture; none of what is no list of messages."""
+    """Return the image blocks of a conversation. Values other than lists of messages have none."""
     if not isinstance(messages, list):
         return []
     contents = [message.get("content") for message in messages if isinstance(message, dict)]
@@ -449,7 +462,7 @@ def picture_blocks(messages: Any) -> list[dict[str, Any]]:
 
 
 def shows_pictures(dataset: AnyDataset) -> bool:
-    """Whether rows have pictures, in columns or inside messages; a stream is told by its first rows."""
+    """Return whether rows have images, in columns or inside messages. For a stream, the first rows are checked."""
     import datasets
 
     if isinstance(dataset, Mapping):
@@ -461,58 +474,56 @@ def shows_pictures(dataset: AnyDataset) -> bool:
     if not isinstance(dataset, datasets.Dataset):
         return False
     kinds = {name: str(kind) for name, kind in dataset.info.features.items() if name in MESSAGE_COLUMNS}
-    # A block says its ``type``: where no column has such a key, no row has a picture.
+    # Content blocks have a ``type`` key. If no column has this key, no row contains an image.
     names = [name for name, kind in kinds.items() if "'type'" in kind or "Json" in kind]
     if not names:
         return False
-    # Blocks have a key of their own for an image where any of the column holds one: then every row is looked at.
+    # If any block of a column holds an image, all blocks have a key for images. Then every row is checked.
     keyed = any(kind in kinds[name] for name in names for kind in PICTURE_BLOCKS)
     step = 1 if keyed else max(1, len(dataset) // LOOK)
     return has_pictures(undecoded(dataset.with_format(None).select_columns(names)).select(range(0, len(dataset), step)))
 
 
 def refuse_images(dataset: AnyDataset, name: str) -> None:
-    """Columns of images are a mistake where only text is read.
+    """Reject images where only text is read.
 
     Raises:
-        DataError: Names the columns, and how to leave them out.
+        DataError: The dataset has images. The error names the columns and how to remove them.
     """
     pictures = [column for column in get_dataset_column_names(dataset) if column in (*PICTURE_COLUMNS, "pixel_values")]
     if pictures or shows_pictures(dataset):
         raise DataError(
-            f"the {name} rows have images ({f'columns {pictures}' if pictures else 'inside their messages'}), and this trainer "
-            "reads text alone: it would train on answers to pictures that the model never saw. Remove them if the text stands "
-            f"by itself{f': dataset.remove_columns({pictures})' if pictures else ''}."
+            f"the {name} rows have images ({f'columns {pictures}' if pictures else 'inside their messages'}), but this trainer "
+            "reads only text and would train on answers about images that the model never received. Fix: remove the images if "
+            f"the text is sufficient without them{f': dataset.remove_columns({pictures})' if pictures else ''}."
         )
 
 
 def check_ids(ids: Any, column: str, vocabulary: int) -> list[int]:
-    """Token ids that were given, as a list.
+    """Validate token ids from a dataset and return them as a list.
 
     Raises:
-        DataError: They are no list of whole numbers, or not of this vocabulary.
+        DataError: The value is not a list of integers, or an id is outside the vocabulary.
     """
     if not isinstance(ids, Sequence) or isinstance(ids, str) or not set(map(type, ids)) <= {int}:
         odd = next((i for i in ids if type(i) is not int), ids) if isinstance(ids, list) else ids
-        raise DataError(
-            f"column {column!r} must be a list of token ids (whole numbers), and it holds {str(odd)[:40]!r}."
-        )
+        raise DataError(f"column {column!r} must be a list of token ids (integers), but it contains {str(odd)[:40]!r}.")
     if ids and not 0 <= min(ids) <= max(ids) < vocabulary:
         odd = min(ids) if min(ids) < 0 else max(ids)
         raise DataError(
-            f"column {column!r} holds the id {odd}, and the tokenizer has ids from 0 to {vocabulary - 1}. Tokenise the rows "
-            "with this model's tokenizer."
+            f"column {column!r} contains the id {odd}, but the tokenizer has ids from 0 to {vocabulary - 1}. Fix: tokenize the "
+            "rows with this model's tokenizer."
         )
     return list(ids)
 
 
 def _check_stream(reasons: Iterable[str], name: str, hint: str) -> None:
-    """Refuse a stream whose first rows are all left out: it would train nothing and report success.
+    """Reject a stream whose first rows are all dropped, because it would train nothing and report success.
 
     Args:
-        reasons: Of each row, why it is left out; "" for one that is kept. Read up to the first of these.
-        name: Of the set, for messages.
-        hint: What to look at.
+        reasons: For each row, why it is dropped; "" if it is kept. Read up to the first kept row.
+        name: Name of the dataset in messages.
+        hint: What the user should check.
 
     Raises:
         DataError: None of the first rows is kept.
@@ -522,11 +533,11 @@ def _check_stream(reasons: Iterable[str], name: str, hint: str) -> None:
         if not reason:
             return
         counts[reason] += 1
-    raise DataError(f"no row of the {name} dataset is left: of its first {counts.total()}, {listed(counts)}. {hint}")
+    raise DataError(f"no row of the {name} dataset is left. Of its first {counts.total()}: {listed(counts)}. {hint}")
 
 
 def listed(reasons: Mapping[str, int]) -> str:
-    """Reasons with their counts, the most frequent first.
+    """Format reasons with their counts, most frequent first.
 
     >>> listed({"empty": 1, "too long": 2})
     '2 too long, 1 empty'
@@ -536,21 +547,21 @@ def listed(reasons: Mapping[str, int]) -> str:
 
 @dataclass
 class PreparationReport:
-    """What preparing a dataset did to it.
+    """Counts of what preparation did to a dataset.
 
     Attributes:
-        name: Which set.
-        rows_in, rows_out: Before and after (before packing).
-        dropped: Rows left out, by reason.
-        truncated: Rows that were cut at ``max_length``.
-        cut_tokens: Trained tokens lost by that.
-        diverged: Rows whose prompt tokenises differently once the completion follows.
-        inner: Rows with an answer that holds turns of others than the assistant.
-        no_end: Rows that do not train a token that ends a sequence.
-        double_bos: Texts that began with the bos token already.
-        nested_none: Rows with a ``None`` in tool schemas, tool calls or content blocks.
-        untrained_pieces: With ``bfd_split``: pieces of long rows that train nothing, and are left out.
-        trained_tokens, tokens: What is left: tokens that carry loss, and all tokens.
+        name: Name of the dataset.
+        rows_in, rows_out: Number of rows before and after preparation (before packing).
+        dropped: Number of dropped rows, by reason.
+        truncated: Number of rows truncated to ``max_length``.
+        cut_tokens: Number of trained tokens lost by truncation.
+        diverged: Number of rows whose prompt tokenizes differently when the completion follows.
+        inner: Number of rows with an answer that contains turns of other roles than the assistant.
+        no_end: Number of rows that do not train a token that ends a sequence.
+        double_bos: Number of texts that already began with the bos token.
+        nested_none: Number of rows with a ``None`` in tool schemas, tool calls or content blocks.
+        untrained_pieces: With ``bfd_split``, number of dropped pieces of long rows without trained tokens.
+        trained_tokens, tokens: Number of tokens with loss, and of all tokens, in the remaining rows.
     """
 
     name: str
@@ -569,7 +580,11 @@ class PreparationReport:
     tokens: int = 0
 
 
-OF_KEPT = ("_no_end", "_trained_tokens", "_tokens")  # Counted over the rows that are left, the others over all.
+OF_KEPT = (
+    "_no_end",
+    "_trained_tokens",
+    "_tokens",
+)  # Counted over the remaining rows; the other counters over all rows.
 
 
 def tokenized(
@@ -585,27 +600,27 @@ def tokenized(
     hint: str,
     features: Any = None,
 ) -> tuple[Any, dict[str, Any], Any, PreparationReport]:
-    """Map a dataset batch by batch to ids, and leave out the rows that the function gives a reason for.
+    """Tokenize a dataset batch by batch, and drop the rows for which the function returns a reason.
 
     Args:
         dataset: ``Dataset`` or ``IterableDataset``.
-        name: Of the set, for messages.
-        function: ``f(batch, indices, **arguments)`` gives columns of ids, ``_reason`` (why a row is left out, or ``""``), the
+        name: Name of the dataset in messages.
+        function: ``f(batch, indices, **arguments)`` returns columns of ids, ``_reason`` (why a row is dropped, or ``""``), the
             counters and the notes.
-        arguments: Of the function; part of the cache's fingerprint.
-        drop: Columns of the dataset that are not kept.
-        counters: Columns of whole numbers; those named like a field of the report are summed into it.
+        arguments: Arguments of the function; part of the cache fingerprint.
+        drop: Columns of the dataset that are removed.
+        counters: Integer columns. Those named like a field of the report are summed into it.
         notes: Further columns for messages.
-        num_proc: Processes.
-        hint: What to look at where no row is left.
-        features: Types of all columns of a ``Dataset``; None: those of the first rows.
+        num_proc: Number of processes.
+        hint: What the user should check if no row is left.
+        features: Types of all columns of a ``Dataset``; None: inferred from the first rows.
 
     Returns:
-        All rows with reasons and notes; counters by name, ``(rows,)``; the rows that are left; and the report. Only those of
-        map-style datasets are counted.
+        All rows with reasons and notes; counters by name, ``(rows,)``; the remaining rows; and the report. Only map-style
+        datasets are counted.
 
     Raises:
-        DataError: No row is left (of a stream, none of its first rows).
+        DataError: No row is left (for a stream, none of its first rows).
     """
     import datasets
     import pyarrow.compute as pc
@@ -634,7 +649,7 @@ def tokenized(
             kept = mapped.select(pc.indices_nonzero(is_kept).to_pylist())
         if not report.rows_out:
             raise DataError(
-                f"no row of the {name} dataset is left: of {report.rows_in}, {listed(report.dropped)}. {hint}"
+                f"no row of the {name} dataset is left. Of {report.rows_in}: {listed(report.dropped)}. {hint}"
             )
         if counters:
             numbers = table["_counts"].combine_chunks().flatten().to_numpy().reshape(-1, len(counters))
@@ -652,20 +667,20 @@ def tokenized(
 def _with_counts(
     batch: dict[str, list], indices: list[int], function: Callable, counters: Sequence[str], **arguments: Any
 ) -> dict[str, list]:
-    """What a function gives, with its counters in one column: each column costs Arrow and its schema anew."""
+    """Call a function and merge its counters into one column, because each column has a fixed cost in Arrow."""
     columns = function(batch, indices, **arguments)
     return columns | {"_counts": list(zip(*(columns.pop(name) for name in counters), strict=True))}
 
 
 def _fingerprint(dataset: AnyDataset, *about: object) -> str | None:
-    """Names what a map gives by what it depends on, in one hash; ``map`` would make one of each of its own arguments too."""
+    """Hash everything that a map depends on, once. ``map`` would hash each of its own arguments as well."""
     from datasets.fingerprint import Hasher
 
     from posttrain import __version__
 
     try:
         return Hasher.hash((dataset._fingerprint, __version__, *about))
-    except Exception:  # What cannot be pickled has no lasting name; `map` gives it a random one, and says so.
+    except Exception:  # Unpicklable objects have no stable hash. `map` then uses a random fingerprint and warns.
         return None
 
 
@@ -674,14 +689,14 @@ def _is_kept(reasons: list[str]) -> list[bool]:
 
 
 def one_eos(ids: list[int], tokenizer: Tokenizer) -> list[int]:
-    """Exactly one eos at the end of a plain text, also where a line end follows it."""
+    """Return the ids of a plain text with exactly one eos at the end, even if a line break follows the eos in the text."""
     eos = tokenizer.eos_token_id
     if eos is None:
-        raise DataError("the tokenizer has no eos token, so a plain text cannot be ended. Set eos_token.")
+        raise DataError("the tokenizer has no eos token, so plain text cannot be terminated. Fix: set eos_token.")
     if ids == [eos]:
         return ids
     kept = len(ids)
-    while kept > 1:  # The text may end with eos and white space, and the tokenizer may have added an eos of its own.
+    while kept > 1:  # The text may end with eos and whitespace, and the tokenizer may have appended another eos.
         blank = ids[kept - 2] == eos and not tokenizer.decode(ids[kept - 1 : kept]).strip()
         if ids[kept - 1] != eos and not blank:
             break
@@ -690,7 +705,7 @@ def one_eos(ids: list[int], tokenizer: Tokenizer) -> list[int]:
 
 
 def shown_prompt(tokenizer: Tokenizer, ids: Sequence[int], placed: Sequence[Any]) -> str:
-    """Decoded ids with ``[image 1: 640×480, 391 tokens, 12ab]`` where the placeholders of a picture are."""
+    """Decode ids and show the placeholders of each image as ``[image 1: 640×480, 391 tokens, 12ab]``."""
     pieces = shown_pieces(tokenizer, ids, [0] * len(ids), Row(list(ids), [], [], pictures=[list(placed)]))
     return "".join(text for text, _ in pieces)
 
@@ -703,15 +718,15 @@ def shown_pieces(
     index: int = 0,
     pieces_of: Callable[[list[int], list[Any]], list[tuple[str, bool]]] | None = None,
 ) -> list[tuple[str, bool]]:
-    """Text of a sequence in pieces, and whether each is trained; a picture is one piece, its label.
+    """Decode a sequence into pieces of text, each with whether it is trained. An image is one piece: its label.
 
     Args:
-        tokenizer: Decodes.
-        ids: Of a prompt and one completion.
-        flags: Whether each is trained.
-        row: Where they are from, with its pictures.
-        index: Which of its completions.
-        pieces_of: Ids and flags between pictures to pieces; None: runs of equal flags.
+        tokenizer: Decodes the ids.
+        ids: Token ids of a prompt and one completion.
+        flags: Whether each token is trained.
+        row: Row of the sequence, with its images.
+        index: Index of the completion.
+        pieces_of: Converts ids and flags between images to pieces. None: runs of equal flags.
     """
     pieces_of = pieces_of or partial(_runs, tokenizer)
     pieces: list[tuple[str, bool]] = []
@@ -729,9 +744,9 @@ def _runs(tokenizer: Tokenizer, ids: list[int], flags: list[Any]) -> list[tuple[
 
 
 def plain_rows(dataset: AnyDataset) -> Any:
-    """A dataset (or several by name, or None) whose rows are Python's lists and numbers, whatever ``with_format`` asked for.
+    """Return a dataset (or several by name, or None) whose rows are Python lists and numbers, regardless of ``with_format``.
 
-    Columns that the format left out stay out. A transform (``with_transform``) stays too; `first_row` refuses it.
+    Columns that the format excludes stay excluded. A transform (``with_transform``) is kept; `first_row` rejects it.
     """
     import datasets
 

@@ -1,4 +1,4 @@
-"""Loading datasets by name, and mixing several with seeded fractions and splits."""
+"""Load datasets by name, and mix several datasets with fractions and test splits."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ from posttrain.integrations.hub import not_found
 logger = logging.getLogger(__name__)
 
 
-LOADERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}  # File ending -> loader's name.
+LOADERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}  # File extension to loader name.
 
 
 def check_json(file: Path) -> None:
-    """Look for the line of a JSON file that the loader could not read; a .json file may also be one array of objects.
+    """Find the line of a JSON file that the loader could not read. A .json file may also be one array of objects.
 
     Raises:
-        DataError: A line that is no UTF-8, no JSON, or no object.
+        DataError: A line is not valid UTF-8, not valid JSON, or not an object.
     """
     if file.suffix == ".json":
         with contextlib.suppress(ValueError):
@@ -48,7 +48,7 @@ def check_json(file: Path) -> None:
 
 
 def _lines(files: list[str]) -> Iterator[dict[str, Any]]:
-    """The rows of files with a JSON object a line; a broken line is refused by its number."""
+    """Yield the rows of JSON Lines files; an invalid line raises an error with its number."""
     for file in files:
         with Path(file).open("rb") as lines:
             for number, line in enumerate(lines, start=1):
@@ -59,31 +59,31 @@ def _lines(files: list[str]) -> Iterator[dict[str, Any]]:
 def _row(line: bytes, where: str) -> dict[str, Any]:
     shown = line.strip()[:80].decode("utf-8", "replace")
     try:
-        row = json.loads(line.decode("utf-8-sig"))  # A file of some editors begins with a byte-order mark.
+        row = json.loads(line.decode("utf-8-sig"))  # Some editors write a byte-order mark at the start of a file.
     except UnicodeDecodeError as error:
         raise DataError(
-            f"{where}: it is not valid UTF-8 (byte {error.start}: {error.reason}): {shown!r}. Save the file as UTF-8."
+            f"{where}: it is not valid UTF-8 (byte {error.start}: {error.reason}): {shown!r}. Fix: save the file as UTF-8."
         ) from error
     except ValueError as error:
         raise DataError(f"{where}: it is not valid JSON ({error}): {shown!r}") from error
     if not isinstance(row, dict):
-        raise DataError(f"{where}: a row must be a JSON object, and it is a {type(row).__name__}: {shown!r}")
-    if b"\\u" in line:  # An escape may be one half of a surrogate pair.
+        raise DataError(f"{where}: a row must be a JSON object, not {type(row).__name__}: {shown!r}")
+    if b"\\u" in line:  # The escape may be one half of a surrogate pair.
         check_unicode(json.dumps(row, ensure_ascii=False), where)
     return row
 
 
 class TextDates:
-    """`pyarrow.json` as the loader of JSON files uses it, but a text that looks like a date stays the text that was written.
+    """Replacement for `pyarrow.json` in the JSON loader of ``datasets`` that keeps text that looks like a date.
 
-    An answer "2024-01-01" would arrive as a time, and never equal what a model writes.
+    Otherwise an answer "2024-01-01" becomes a timestamp, which never equals a model's text.
     """
 
     ReadOptions = pyarrow.json.ReadOptions
 
     @staticmethod
     def read_json(source: IO[bytes], read_options: pyarrow.json.ReadOptions | None = None) -> pa.Table:
-        """As `pyarrow.json.read_json`; where it took texts for times, they are read again."""
+        """Read JSON like `pyarrow.json.read_json`; if it parsed text as timestamps, read again with text columns."""
         table = pyarrow.json.read_json(source, read_options=read_options)
         schema = _texts(table.schema)
         if schema.equals(table.schema):
@@ -98,7 +98,7 @@ def _texts(schema: pa.Schema) -> pa.Schema:
 
 
 def _dateless(kind: pa.DataType) -> pa.DataType:
-    """A type with text in the place of times, however deep."""
+    """Replace timestamps in a type by text, at any depth."""
     if pa.types.is_timestamp(kind):
         return pa.string()
     if pa.types.is_list(kind):
@@ -110,7 +110,7 @@ def _dateless(kind: pa.DataType) -> pa.DataType:
 
 @contextlib.contextmanager
 def _dates_as_text(*, streaming: bool) -> Iterator[None]:
-    """Read JSON so, of the hub and of folders too: the loader has no option for it. For a stream it stays: that is read later."""
+    """Keep dates as text while JSON is read. A patch, because the loader has no option; streams are read later, so it stays."""
     before = json_loader.paj, json_loader.pandas_read_json
     json_loader.paj, json_loader.pandas_read_json = TextDates, partial(json_loader.pandas_read_json, dtype=False)
     try:
@@ -121,7 +121,7 @@ def _dates_as_text(*, streaming: bool) -> Iterator[None]:
 
 
 def _without_times(loaded: datasets.Dataset | datasets.DatasetDict) -> datasets.Features | None:
-    """Columns of JSON rows with text for times, where another program left such rows in the cache of `datasets`; else None."""
+    """Return features with text for timestamps if another program cached JSON rows with timestamps; else None."""
     part = next(iter(loaded.values())) if isinstance(loaded, dict) else loaded
     if part.info.builder_name != "json" or "timestamp" not in str(part.features):
         return None
@@ -129,14 +129,14 @@ def _without_times(loaded: datasets.Dataset | datasets.DatasetDict) -> datasets.
 
 
 def _parquet_conflict(files: list[Path]) -> str | None:
-    """The first column whose kind of value, or presence, differs between parquet files; widths of numbers may differ."""
+    """Describe the first column whose type or presence differs between parquet files. Widths of numbers may differ."""
     import pyarrow.parquet as pq
 
     if len(files) < 2:
         return None
     try:
         schemas = {file: pq.read_schema(file) for file in files}
-    except Exception:  # A broken file is the loader's to tell.
+    except Exception:  # The loader reports broken files.
         return None
     first = schemas[files[0]]
     for file, schema in schemas.items():
@@ -145,7 +145,7 @@ def _parquet_conflict(files: list[Path]) -> str | None:
             if _kind(one) != _kind(two) and "null" not in (one, two):
                 top = os.path.commonpath([files[0].parent, file.parent])
                 where = f"{one} in {files[0].relative_to(top)} and {two} in {file.relative_to(top)}"
-                return f"column {name!r} is {where}. Give it one type in all files."
+                return f"column {name!r} is {where}. Fix: use one type in all files."
     return None
 
 
@@ -154,44 +154,44 @@ def _kind(type_name: str) -> str:
     return re.sub(r"\b(u?int\d+)\b", "int", re.sub(r"\b(halffloat|float|double)\b", "float", plain))
 
 
-# Columns of a CSV file that are no text: a verdict, a margin.
+# Columns of a CSV file that stay numbers.
 NUMBERS = ("label", "margin")
 SAMPLES = ("head", "random")
-# What loaders raise for a name that nothing answers to, on the hub or in its cache.
+# Exceptions of loaders for a name that exists neither on the Hub nor in the cache.
 NOT_FOUND = (OSError, HFValidationError, DatasetNotFoundError)
 
 
 @dataclass
 class DatasetConfig:
-    """One member of a mixture; a bare string on the command line is a path."""
+    """Member of a dataset mixture. A plain string on the command line is its path."""
 
-    path: str = field(metadata={"help": "Hub id, folder (saved by datasets, or of files), or one data file."})
-    name: str | None = option(None, "Configuration of a hub dataset.")
-    data_dir: str | None = option(None, "Folder inside a hub dataset.")
+    path: str = field(metadata={"help": "Hub id, folder (saved by datasets, or of data files), or one data file."})
+    name: str | None = option(None, "Configuration of a Hub dataset.")
+    data_dir: str | None = option(None, "Folder inside a Hub dataset.")
     data_files: str | list[str] | dict[str, Any] | None = option(
-        None, "Files of a folder or hub dataset: a path, a list, or a mapping of splits to paths."
+        None, "Files of a folder or Hub dataset: a path, a list, or a mapping from splits to paths."
     )
-    split: str = option("train", "Split to load; slices like 'train[:10%]' work.")
-    columns: list[str] | None = option(None, "Columns to keep; none given keeps all.")
+    split: str = option("train", "Split to load. Slices such as 'train[:10%]' are allowed.")
+    columns: list[str] | None = option(None, "Columns to keep. None keeps all columns.")
     fraction: float | None = option(
-        None, "Weight in the mixture, 0 or more (weights are normalised). All members have one, or none has."
+        None, "Weight in the mixture, 0 or more. Weights are normalized. Set it for all members or for none."
     )
 
 
 @dataclass
 class DatasetMixtureConfig:
-    """Several datasets as one, in the order given."""
+    """Mixture of several datasets, concatenated in the given order."""
 
     datasets: list[DatasetConfig] = field(
         default_factory=list,
         metadata={"help": "Members: paths, or mappings with path and optionally name, split, columns, fraction."},
     )
-    streaming: bool = option(False, "Read while training; no fractions and no test split then.")
+    streaming: bool = option(False, "Read rows while training. Excludes fractions and a test split.")
     test_split_size: float | None = option(
-        None, "Share of rows held out as split 'test', between 0 and 1; the split is seeded."
+        None, "Share of rows for the seeded split 'test', between 0 and 1. None: no test split."
     )
     sample: Literal["head", "random"] = option(
-        "head", "Which rows a fraction takes: the first ('head') or a seeded choice ('random')."
+        "head", "Rows that a fraction selects: the first rows ('head') or a seeded random sample ('random')."
     )
 
     def __post_init__(self) -> None:
@@ -205,14 +205,14 @@ class DatasetMixtureConfig:
 
 
 def _member(item: object) -> DatasetConfig:
-    """A member from a path, a mapping, or a mapping in JSON (how a config file reaches the command line)."""
+    """Parse a member from a path, a mapping, or JSON text of a mapping (as config files pass it to the command line)."""
     text = item.path if isinstance(item, DatasetConfig) else item
     if isinstance(text, str) and text.lstrip().startswith("{"):
         try:
             item = json.loads(text)
         except ValueError as error:
             raise ConfigError(
-                f"a member of datasets looks like a JSON object and is not one ({error}): {text!r}."
+                f"a member of datasets looks like a JSON object but is not valid ({error}): {text!r}."
             ) from error
     if isinstance(item, DatasetConfig):
         return item
@@ -226,7 +226,7 @@ def _member(item: object) -> DatasetConfig:
     for key in item:
         if key not in known:
             raise ConfigError(
-                f"a member of datasets has the unknown key {key!r}{did_you_mean(key, known)}; known are {known}."
+                f"a member of datasets has the unknown key {key!r}{did_you_mean(key, known)}; known keys are {known}."
             )
     if "path" not in item:
         raise ConfigError(f"a member of datasets has no 'path': {dict(item)!r}.")
@@ -242,25 +242,26 @@ def load_rows(
     data_files: Any = None,
     streaming: bool = False,
 ) -> Any:
-    """Load a dataset from the hub, a folder (saved, or of files), or one .jsonl, .json, .csv or .parquet file.
+    """Load a dataset from the Hub, a folder (saved, or of data files), or one .jsonl, .json, .csv or .parquet file.
 
-    ``HF_HUB_OFFLINE`` and ``HF_DATASETS_OFFLINE`` are respected: then only local data and the cache are looked at.
+    With ``HF_HUB_OFFLINE`` or ``HF_DATASETS_OFFLINE``, only local data and the cache are used.
 
     Args:
-        path_or_id: Where the rows are.
-        name: Configuration of a hub dataset.
-        split: One split, slices like ``train[:100]`` included; None loads all. One file is the split ``train``.
-        data_dir: As for ``datasets.load_dataset``; not for a single file or a saved folder.
-        data_files: Likewise.
-        streaming: Read lazily. A broken line then shows when it is reached.
+        path_or_id: Path or Hub id.
+        name: Configuration of a Hub dataset.
+        split: Split to load, including slices such as ``train[:100]``; None loads all splits. A single file is ``train``.
+        data_dir: Same as in ``datasets.load_dataset``; not for a single file or a saved folder.
+        data_files: Same as in ``datasets.load_dataset``; not for a single file or a saved folder.
+        streaming: Read lazily. An invalid line then raises an error when it is reached.
 
     Returns:
-        A ``Dataset``, or a ``DatasetDict`` with ``split=None``; their iterable twins with ``streaming``. A folder that
-        holds one saved ``Dataset`` gives that.
+        A ``Dataset``, or a ``DatasetDict`` with ``split=None``; their iterable equivalents with ``streaming``. A folder with one
+        saved ``Dataset`` returns that dataset.
 
     Raises:
-        ConfigError: Options that the kind of source has no use for.
-        DataError: Nothing is there, the split is unknown, or a file cannot be read (file and line, or column, named).
+        ConfigError: An option does not apply to this kind of source.
+        DataError: The source does not exist, the split is unknown, or a file cannot be read. The error names the file and the
+            line or column.
     """
     file = Path(path_or_id).expanduser()
     saved = file.is_dir() and any((file / mark).is_file() for mark in ("dataset_info.json", "dataset_dict.json"))
@@ -268,13 +269,15 @@ def load_rows(
     unused = {key: value for key, value in options.items() if value is not None}
     if unused and (saved or file.is_file()):
         kind = "a saved folder" if saved else "one file"
-        raise ConfigError(f"dataset {path_or_id!r} is {kind}, which has no use for {unused}. Leave that out.")
+        raise ConfigError(
+            f"dataset {path_or_id!r} is {kind}, to which {unused} does not apply. Fix: remove this option."
+        )
     if saved:
         return _load_saved(file, split, streaming)
     if (file.is_absolute() or file.suffix in LOADERS or path_or_id.startswith(".")) and not file.exists():
         beside = [item.name for item in file.parent.iterdir()] if file.parent.is_dir() else []
         near = did_you_mean(file.name, beside)
-        raise DataError(f"dataset {path_or_id!r} does not exist{near}. Looked at {file.absolute()}.")
+        raise DataError(f"dataset {path_or_id!r} does not exist{near}. Searched path: {file.absolute()}.")
     if file.is_dir() and (conflict := _parquet_conflict(sorted(file.rglob("*.parquet")))):
         raise DataError(f"dataset {path_or_id!r} could not be loaded: {conflict}")
     source = str(file) if file.is_dir() else path_or_id
@@ -287,7 +290,7 @@ def load_rows(
             options["converters"] = _text_columns([file])
         if (
             streaming and file.suffix == ".jsonl" and split in (None, "train")
-        ):  # A broken line is named when it is reached.
+        ):  # An invalid line raises an error with its number when it is reached.
             stream = datasets.IterableDataset.from_generator(_lines, gen_kwargs={"files": [str(file)]})
             return stream if split else datasets.IterableDatasetDict({"train": stream})
     try:
@@ -296,14 +299,14 @@ def load_rows(
             if not streaming and (features := _without_times(loaded)) is not None:
                 loaded = datasets.load_dataset(source, split=split, features=features, **options)
         for part in () if streaming or not file.exists() else loaded.values() if split is None else (loaded,):
-            part.data.validate(full=True)  # Bytes that are no UTF-8 would show when a row is read.
+            part.data.validate(full=True)  # Otherwise invalid UTF-8 would raise only when the row is read.
         return loaded
     except Exception as error:
         raise DataError(_failure(path_or_id, file, split, error)) from error
 
 
 def _text_columns(files: list[Path]) -> dict[str, type]:
-    """Converters of CSV files: an answer of digits would arrive as a number, and `answer == "7"` never hold."""
+    """Return converters that keep CSV columns as text. A numeric answer would otherwise never equal ``"7"``."""
     names: set[str] = set()
     for file in files:
         with file.open(encoding="utf-8-sig", errors="replace", newline="") as lines:
@@ -312,20 +315,20 @@ def _text_columns(files: list[Path]) -> dict[str, type]:
 
 
 def _failure(path_or_id: str, file: Path, split: str | None, error: Exception) -> str:
-    """What is known about a failed load: the broken line, which is raised, or the loader's own words."""
+    """Explain a failed load: raise the error of an invalid line, or return the loader's message."""
     if not file.exists() and isinstance(error, NOT_FOUND):
         return not_found("dataset", path_or_id, error)
     for part in sorted(file.rglob("*")) if file.is_dir() else [file]:
         if part.suffix in (".jsonl", ".json") and part.is_file():
             check_json(part)
     cause = str(error.__cause__ or error).strip().rstrip(".")
-    hint = " One file has one split, 'train', and every column one type." if file.exists() else ""
+    hint = " One file has one split, 'train', and each column has one type." if file.exists() else ""
     return f"dataset {path_or_id!r} could not be loaded{f' (split {split!r})' if split else ''}: {cause}.{hint}"
 
 
 def _loader_of(file: Path) -> str:
     if file.suffix not in LOADERS:
-        raise DataError(f"dataset file {str(file)!r} ends in {file.suffix!r}; known are {', '.join(LOADERS)}.")
+        raise DataError(f"dataset file {str(file)!r} ends in {file.suffix!r}; supported are {', '.join(LOADERS)}.")
     if file.stat().st_size == 0:
         raise DataError(f"dataset file {str(file)!r} is empty.")
     return LOADERS[file.suffix]
@@ -343,7 +346,7 @@ def _load_saved(folder: Path, split: str | None, streaming: bool) -> Any:
 
 
 def _pick(loaded: Any, spec: str, folder: Path) -> Any:
-    """The rows of a split, slices and sums included, of saved data; one saved ``Dataset`` counts as ``train``."""
+    """Return the rows of a split of saved data, including slices and sums. A single saved ``Dataset`` is split ``train``."""
     splits = loaded if isinstance(loaded, dict) else {"train": loaded, str(loaded.split or "train"): loaded}
     try:
         parts = datasets.ReadInstruction.from_spec(spec).to_absolute({key: len(value) for key, value in splits.items()})
@@ -360,31 +363,31 @@ def _pick(loaded: Any, spec: str, folder: Path) -> Any:
 
 
 def get_dataset(mixture_config: DatasetMixtureConfig, seed: int = 42) -> Any:
-    r"""Load and concatenate the members; with ``test_split_size``, split by ``seed``, the same on every rank.
+    r"""Load and concatenate the members. With ``test_split_size``, split with ``seed``, identically on every rank.
 
-    With fractions ``f``: ``w_i = f_i / \sum f`` and ``N = \min_{w_i > 0} len_i / w_i``; member i gives ``round(w_i N)``
+    With fractions ``f``: ``w_i = f_i / \sum f`` and ``N = \min_{w_i > 0} len_i / w_i``; member i contributes ``round(w_i N)``
     rows.
 
     Args:
         mixture_config: Members and how to mix them.
-        seed: Of the test split and of ``sample="random"``; trainers pass ``args.seed``.
+        seed: Seed of the test split and of ``sample="random"``. Trainers pass ``args.seed``.
 
     Returns:
-        A ``DatasetDict`` (an ``IterableDatasetDict`` when streaming) with ``train`` and, when asked for, ``test``.
+        A ``DatasetDict`` (an ``IterableDatasetDict`` when streaming) with ``train`` and, if requested, ``test``.
 
     Raises:
-        ConfigError: No member; fractions on some members only, negative, all zero, or with streaming; a test split with
-            streaming.
-        DataError: A member that cannot be loaded, members whose columns differ, or a test split that leaves no rows.
+        ConfigError: There are no members; fractions are set on some members only, negative, all zero, or used with streaming;
+            or a test split is used with streaming.
+        DataError: A member cannot be loaded, columns of members differ, or a test split leaves no rows.
     """
     members, streaming = mixture_config.datasets, mixture_config.streaming
     if not members:
-        raise ConfigError("datasets is empty: a mixture needs at least one member.")
+        raise ConfigError("datasets is empty. A mixture needs at least one member.")
     weights = _weights(mixture_config)
     if streaming and mixture_config.test_split_size is not None:
         raise ConfigError(
-            f"test_split_size={mixture_config.test_split_size} needs the number of rows, which streaming=True does not "
-            "know. Turn one off."
+            f"test_split_size={mixture_config.test_split_size} needs the number of rows, which is unknown with streaming=True. "
+            "Fix: remove one of them."
         )
     parts = [_load_member(member, streaming) for member in members]
     if weights is not None:
@@ -411,15 +414,13 @@ def _weights(mixture: DatasetMixtureConfig) -> list[float] | None:
     if not fractions:
         return None
     if len(fractions) < len(fractions_given):
-        raise ConfigError(f"fraction is set on some datasets only: {fractions_given}. Set it on all, or on none.")
+        raise ConfigError(f"fraction is set on some datasets only: {fractions_given}. Fix: set it on all, or on none.")
     if mixture.streaming:
         raise ConfigError(
-            "fraction needs the lengths of the datasets, which streaming=True does not know. Turn one off."
+            "fraction needs the lengths of the datasets, which are unknown with streaming=True. Fix: remove one of them."
         )
     if any(f < 0 or not math.isfinite(f) for f in fractions) or sum(fractions) == 0:
-        raise ConfigError(
-            f"fractions {fractions} must be finite and must not be negative, and at least one must be above 0."
-        )
+        raise ConfigError(f"fractions {fractions} must be finite and not negative, and at least one must be above 0.")
     return [f / sum(fractions) for f in fractions]
 
 
@@ -440,8 +441,8 @@ def _take(part: Any, count: int, path: str, sample: str, seed: int) -> Any:
         part = part.shuffle(seed=seed)
     elif 0 < count < len(part):
         logger.warning(
-            "dataset %s: its fraction takes the first %d of %d rows, which is biased if the rows are in an order; "
-            "sample='random' takes a seeded choice.",
+            "dataset %s: its fraction takes the first %d of %d rows, which is biased if the rows are ordered; "
+            "sample='random' takes a seeded random sample.",
             path, count, len(part),
         )  # fmt: skip
     return part.select(range(count))
@@ -456,7 +457,7 @@ def _check_columns(parts: list[Any], members: list[DatasetConfig]) -> None:
             if one != two and "Value('null')" not in (one, two):
                 differing = sorted({*first.features} ^ {*columns}) or [name]
                 raise DataError(
-                    f"dataset {path!r} cannot follow {first_path!r}: they differ in {differing}; column {name!r} is "
-                    f"{one} in {first_path!r} and {two} in {path!r}. Choose common columns with "
+                    f"dataset {path!r} cannot be joined with {first_path!r}: they differ in {differing}; column {name!r} is "
+                    f"{one} in {first_path!r} and {two} in {path!r}. Fix: choose common columns with "
                     "columns=[...], or cast one of them."
                 )

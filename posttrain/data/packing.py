@@ -1,4 +1,4 @@
-"""Packing: short documents share a row, so that a batch holds tokens instead of padding."""
+"""Packing: several documents share a row, so that batches contain less padding."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ logger = logging.getLogger(__name__)
 
 
 def best_fit_decreasing(lengths: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Place documents into as few bins as the best-fit-decreasing rule gives.
+    """Place documents into bins by the best-fit-decreasing rule.
 
-    Longest first, ties in order; each goes into the open bin with the least room that is enough; among equals, the one
-    that came to have that room first; if none is open, into a new one.
+    Documents are placed longest first; ties keep their order. Each goes into the open bin with the least sufficient room; among
+    equal bins, into the one that first had that room. If no open bin has enough room, a new one is opened.
 
-    Documents of one length are placed together: a bin with room r takes ``r // length`` of them in a row, since after
-    each it is still the tightest. So a step handles a whole queue of bins, and costs a bisection over distinct rooms.
+    Documents of one length are placed together: a bin with room r takes ``r // length`` of them in succession, because it
+    remains the tightest fit. One step therefore handles a whole queue of bins and costs a bisection over distinct rooms.
 
     Args:
         lengths: ``(n,)`` integers in ``1..size``.
-        size: Tokens of a bin.
+        size: Number of tokens per bin.
 
     Returns:
-        ``order (n,)``, indices of the documents bin by bin, in order of insertion, bins in order of creation; and
-        ``counts (bins,)``, documents of each bin.
+        ``order (n,)``, document indices bin by bin in order of insertion, bins in order of creation; and ``counts (bins,)``,
+        the number of documents in each bin.
 
     >>> order, counts = best_fit_decreasing(np.array([3, 3, 2, 2, 1, 1]), 5)
     >>> order.tolist(), counts.tolist()
@@ -55,13 +55,13 @@ def best_fit_decreasing(lengths: np.ndarray, size: int) -> tuple[np.ndarray, np.
 
 
 class _Bins:
-    """Open bins by the room they have left; ``placed`` is the bin of each document, in order of placement."""
+    """Open bins, keyed by remaining room. ``placed`` lists the bin of each document in order of placement."""
 
     def __init__(self, size: int) -> None:
         self.size, self.created = size, 0
         self.placed: list[int] = []
         self.queues: dict[int, deque[int]] = {}
-        self.rooms: list[int] = []  # Ascending, those with a queue that is not empty.
+        self.rooms: list[int] = []  # Rooms with a non-empty queue, ascending.
 
     def place(self, length: int, count: int) -> None:
         while count:
@@ -100,7 +100,7 @@ class _Bins:
 
 
 def split_lengths(lengths: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Pieces of at most ``size``: the document each is of, the items before it in its document, and its length."""
+    """Split documents into pieces of at most ``size``; return each piece's document index, offset in the document, and length."""
     number = -(-lengths // size)
     source = np.repeat(np.arange(len(lengths)), number)
     rank = np.arange(len(source)) - np.repeat(np.cumsum(number) - number, number)
@@ -109,7 +109,7 @@ def split_lengths(lengths: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarra
 
 
 def shuffle_bins(order: np.ndarray, counts: np.ndarray, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """The same bins in a random order: indices bin by bin, and the count of each."""
+    """Shuffle bins; return document indices bin by bin, and the count of each bin."""
     permutation = rng.permutation(len(counts))
     starts = (np.cumsum(counts) - counts)[permutation]
     counts = counts[permutation]
@@ -119,7 +119,7 @@ def shuffle_bins(order: np.ndarray, counts: np.ndarray, rng: np.random.Generator
 
 @dataclass(frozen=True, slots=True)
 class Lists:
-    """A list column as flat values with the start and length of each row; slices keep their offsets."""
+    """List column as flat values with the start and length of each row. Slices keep their offsets."""
 
     values: pa.Array
     starts: np.ndarray
@@ -127,9 +127,9 @@ class Lists:
 
 
 def list_column(column: pa.ChunkedArray, name: str, rows: list[int] | None) -> Lists:
-    """A column of a table, its slice respected; ``rows`` are the numbers of its rows, for messages."""
+    """Convert a table column to `Lists`, respecting its slice. ``rows`` are row numbers for error messages."""
     array = column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
-    if isinstance(array, pa.ChunkedArray):  # What an empty column combines to in some versions.
+    if isinstance(array, pa.ChunkedArray):  # Some versions return this for an empty column.
         array = pa.concat_arrays(array.chunks) if array.num_chunks else pa.array([], type=column.type)
     if array.null_count:
         first = int(np.flatnonzero(np.asarray(array.is_null()))[0])
@@ -150,7 +150,7 @@ def gather(values: pa.Array, starts: np.ndarray, lengths: np.ndarray) -> pa.Arra
 
 
 def as_rows(values: pa.Array, lengths: np.ndarray) -> pa.Array:
-    """Flat values as a list column with rows of these lengths."""
+    """Build a list column with rows of the given lengths from flat values."""
     offsets = np.concatenate([[0], np.cumsum(lengths)])
     if offsets[-1] < 2**31:
         return pa.ListArray.from_arrays(pa.array(offsets, type=pa.int32()), values)
@@ -158,7 +158,7 @@ def as_rows(values: pa.Array, lengths: np.ndarray) -> pa.Array:
 
 
 def list_columns(table: pa.Table, rows: list[int] | None) -> dict[str, Lists]:
-    """The columns of a window, checked: lists only, of one length in each row."""
+    """Return the columns of a window, after checking that they are lists with equal lengths in each row."""
     columns: dict[str, Lists] = {}
     for name in table.column_names:
         check_list(name, table.schema.field(name).type)
@@ -170,22 +170,22 @@ def list_columns(table: pa.Table, rows: list[int] | None) -> dict[str, Lists]:
             at = int(differing[0])
             raise DataError(
                 f"row {rows[at] if rows else at}: column {first_name!r} has {first.lengths[at]} items and column {name!r} "
-                f"has {other.lengths[at]}. Packed columns must have one length in each row; drop the other columns."
+                f"has {other.lengths[at]}. Packed columns must have equal lengths in each row. Fix: drop the other columns."
             )
     return columns
 
 
 def check_list(name: str, kind: pa.DataType) -> None:
-    """Refuse a column that does not hold lists, by its type."""
+    """Reject a column whose type is not a list."""
     if not (pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)):
         raise ArgumentTypeError(
-            f"column {name!r} holds {kind}, and packing works on lists only. Tokenise first, and keep only list columns "
+            f"column {name!r} has type {kind}, but packing needs lists. Fix: tokenize first, and keep only list columns "
             "(input_ids, labels, masks) with select_columns."
         )
 
 
 def segment_sum(values: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> int:
-    """Sum of ``values[start : start + length]`` over the segments, modulo 2^64."""
+    """Return the sum of ``values[start : start + length]`` over the segments, modulo 2^64."""
     if not lengths.any():
         return 0
     low, high = int(starts[0]), int((starts + lengths).max())
@@ -197,14 +197,14 @@ def segment_sum(values: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> 
 STRATEGIES = ("bfd", "bfd_split", "wrapped")
 LENGTHS = "seq_lengths"
 IGNORED = -100
-LOW_FILL = 0.9  # A fill factor below this is worth a warning.
-WINDOW_ROWS, WINDOW_TOKENS = 10_000, 2**25  # A window holds this many rows, unless they have more tokens than that.
-PEEK = 1000  # Rows whose lengths are looked at to choose the window.
+LOW_FILL = 0.9  # Warn if the fill factor is below this.
+WINDOW_ROWS, WINDOW_TOKENS = 10_000, 2**25  # Number of rows per window, reduced if they exceed this number of tokens.
+PEEK = 1000  # Number of rows whose lengths determine the window size.
 
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """How to pack; it travels to worker processes and into the cache's fingerprint."""
+    """Packing options. They are sent to worker processes and enter the cache fingerprint."""
 
     size: int
     strategy: str
@@ -227,7 +227,7 @@ def _best_fit(columns: dict[str, Lists], plan: _Plan, first_row: int) -> dict[st
         source = np.flatnonzero(lengths)
         skip, pieces = np.zeros(len(source), dtype=np.int64), np.minimum(lengths[source], plan.size)
     order, counts = best_fit_decreasing(pieces, plan.size)
-    if plan.shuffle:  # Otherwise long documents come first, and training sees lengths in order.
+    if plan.shuffle:  # Without shuffling, training would see documents in order of decreasing length.
         order, counts = shuffle_bins(order, counts, np.random.default_rng((plan.seed, first_row)))
     sizes = pieces[order]
     row_lengths = np.add.reduceat(sizes, np.cumsum(counts) - counts) if len(counts) else np.zeros(0, dtype=np.int64)
@@ -239,7 +239,7 @@ def _best_fit(columns: dict[str, Lists], plan: _Plan, first_row: int) -> dict[st
 
 
 def _wrap(columns: dict[str, Lists], plan: _Plan, first_row: int) -> dict[str, pa.Array]:
-    """One stream of items, cut every ``size``; `seq_lengths` are the pieces of documents between cuts."""
+    """Split one stream of items every ``size``; ``seq_lengths`` are the lengths of document pieces between splits."""
     lengths = next(iter(columns.values())).lengths
     total = int(lengths.sum())
     row_lengths = np.diff(np.append(np.arange(0, total, plan.size), total)) if total else np.zeros(0, dtype=np.int64)
@@ -268,22 +268,22 @@ def pack_dataset(
     """Pack documents into rows of at most ``seq_length`` items, window by window.
 
     Args:
-        dataset: ``Dataset``, ``DatasetDict`` or an iterable twin; every column a list, of one length in each row.
-        seq_length: Items of a row, at least 1.
-        strategy: ``bfd`` cuts longer documents to ``seq_length`` and keeps the others whole; ``bfd_split`` splits longer
-            ones into unrelated pieces; ``wrapped`` concatenates everything and cuts every ``seq_length`` items.
-        map_kwargs: For ``dataset.map`` (``num_proc``, ``batch_size`` to set the window, ...).
-        cross_document: With ``wrapped``, leave out ``seq_lengths``, so that documents of a row attend to each other.
+        dataset: ``Dataset``, ``DatasetDict`` or an iterable equivalent. All columns must be lists of equal length in each row.
+        seq_length: Maximum number of items per row, at least 1.
+        strategy: ``bfd`` truncates longer documents to ``seq_length`` and keeps the others whole. ``bfd_split`` splits longer
+            documents into unrelated pieces. ``wrapped`` concatenates everything and splits every ``seq_length`` items.
+        map_kwargs: Passed to ``dataset.map`` (``num_proc``, ``batch_size`` to set the window, ...).
+        cross_document: With ``wrapped``, omit ``seq_lengths``, so that documents of a row attend to each other.
         preserve_order: Keep the order of placement, long documents first, instead of shuffling the rows of a window.
-        seed: Of that shuffling.
+        seed: Seed of the shuffle.
 
     Returns:
         The same kind of dataset in the same format, with a column ``seq_lengths``: the lengths of a row's documents.
 
     Raises:
-        ConfigError: ``seq_length`` below 1, or an unknown strategy.
-        ArgumentTypeError: A column that is not a list.
-        DataError: Rows whose columns differ in length, or a dataset that is packed already.
+        ConfigError: ``seq_length`` is below 1, or the strategy is unknown.
+        ArgumentTypeError: A column is not a list.
+        DataError: Columns of a row differ in length, or the dataset is already packed.
 
     >>> rows = datasets.Dataset.from_dict({"input_ids": [[1, 2, 3], [4, 5], [6]]})
     >>> pack_dataset(rows, 4, preserve_order=True).to_list()
@@ -298,19 +298,19 @@ def pack_dataset(
 
 
 def truncate_dataset(dataset: AnyDataset, max_length: int, map_kwargs: dict[str, Any] | None = None) -> Any:
-    """Cut every list column to its first ``max_length`` items; other columns are untouched.
+    """Truncate every list column to its first ``max_length`` items; other columns are unchanged.
 
     Args:
-        dataset: ``Dataset``, ``DatasetDict`` or an iterable twin.
-        max_length: Items to keep, at least 1.
-        map_kwargs: For ``dataset.map``.
+        dataset: ``Dataset``, ``DatasetDict`` or an iterable equivalent.
+        max_length: Number of items to keep, at least 1.
+        map_kwargs: Passed to ``dataset.map``.
 
     Returns:
         The same kind of dataset in the same format.
 
     Raises:
-        ConfigError: ``max_length`` below 1.
-        DataError: A packed dataset, whose ``seq_lengths`` would no longer be true.
+        ConfigError: ``max_length`` is below 1.
+        DataError: The dataset is packed; its ``seq_lengths`` would become wrong.
     """
     _check_size("max_length", max_length)
     if isinstance(dataset, dict):
@@ -331,15 +331,15 @@ def _truncate_window(table: pa.Table, rows: list[int] | None = None, *, size: in
 
 
 def split_trained(dataset: AnyDataset, size: int, map_kwargs: dict[str, Any] | None = None) -> Any:
-    """Split documents as ``bfd_split`` does, and leave out the pieces whose labels train nothing.
+    """Split documents as ``bfd_split`` does, and drop pieces without trained labels.
 
-    A piece sees nothing of the document it is from, so one that holds only ignored labels (a long prompt's beginning) would
-    cost time and teach nothing. The first token of a piece is never trained: nothing predicts it.
+    A piece does not attend to the rest of its document. A piece with only ignored labels (such as the start of a long prompt)
+    would cost time without training anything. The first token of a piece is never trained, because no token predicts it.
 
     Args:
-        dataset: ``Dataset`` or ``IterableDataset`` of list columns, ``labels`` among them.
-        size: Most items of a piece.
-        map_kwargs: For ``dataset.map``.
+        dataset: ``Dataset`` or ``IterableDataset`` of list columns, including ``labels``.
+        size: Maximum number of items of a piece.
+        map_kwargs: Passed to ``dataset.map``.
     """
     return _map(dataset, partial(_trained_pieces, size=size), None, map_kwargs or {}, "Splitting")
 
@@ -365,7 +365,9 @@ def _check_size(field: str, value: object) -> None:
 
 def _refuse_packed(dataset: AnyDataset, advice: str) -> None:
     if LENGTHS in (dataset.column_names or ()):
-        raise DataError(f"the dataset is already packed: it has a column {LENGTHS!r}. Use it as it is, or {advice}.")
+        raise DataError(
+            f"the dataset is already packed: it has a column {LENGTHS!r}. Fix: use it as it is, or {advice}."
+        )
 
 
 def _pack(dataset: AnyDataset, plan: _Plan, map_kwargs: dict[str, Any], name: str | None) -> Any:
@@ -381,7 +383,7 @@ def _pack(dataset: AnyDataset, plan: _Plan, map_kwargs: dict[str, Any], name: st
 
 
 def _window(dataset: AnyDataset, size: int) -> int:
-    """Rows packed together: enough that little room is left over, few enough for memory."""
+    """Return the number of rows packed together: enough to fill rows well, few enough for memory."""
     if isinstance(dataset, datasets.Dataset):
         count = len(dataset)
         peek = dataset.with_format("arrow").select(np.linspace(0, count - 1, min(PEEK, count)).astype(int))
@@ -402,7 +404,7 @@ def _map(
     map_kwargs: dict[str, Any],
     desc: str | None,
 ) -> Any:
-    """Run an Arrow function over windows of a dataset, and give the result the features and format the dataset had."""
+    """Run an Arrow function over windows of a dataset, and restore the dataset's features and format."""
     stream = isinstance(dataset, datasets.IterableDataset)
     features = None if dataset.features is None else _packed_features(dataset.features, added)
     options = {"batched": True, "with_indices": True, "features": features} | map_kwargs
@@ -414,7 +416,7 @@ def _map(
         options = {"desc": desc} | options
     mapped = dataset.with_format("arrow").map(function, **options)
     if stream:
-        before = dataset._formatting  # A stream has no public reader of its format.
+        before = dataset._formatting  # An IterableDataset has no public attribute for its format.
         return mapped.with_format(before.format_type if before else None)
     before = dataset.format
     columns = before["columns"] + ([added] if added else [])
@@ -436,29 +438,29 @@ def _packed_features(features: datasets.Features, added: str | None) -> datasets
 
 
 def _report(dataset: datasets.Dataset, packed: datasets.Dataset, plan: _Plan, name: str | None) -> None:
-    """Prove that no item was lost or doubled, and log how full the rows are."""
+    """Verify that no item was lost or duplicated, and log how full the rows are."""
     if not len(packed):
-        logger.warning("packing%s: no row is left, every document is empty.", f" {name}" if name else "")
+        logger.warning("packing%s: no row is left, because every document is empty.", f" {name}" if name else "")
         return
     cut = plan.size if plan.strategy == "bfd" else None
     total, wanted, before = _tally(dataset, cut)
     packed_items, _, after = _tally(packed, None)
     if (wanted, before) != (packed_items, after):
         raise DataError(
-            f"packing lost or doubled items: {wanted} went in and {packed_items} came out (checksums {before} and {after}). "
-            "This is a defect of packing, or of a cache file; pass load_from_cache_file=False in map_kwargs and report it."
+            f"packing lost or duplicated items: {wanted} went in and {packed_items} came out (checksums {before} and {after}). "
+            "This is a bug in packing or a bad cache file. Fix: pass load_from_cache_file=False in map_kwargs, and report it."
         )
     fill, lost = packed_items / (len(packed) * plan.size), total - wanted
     logger.log(
         logging.WARNING if fill < LOW_FILL and len(packed) > 1 else logging.INFO,
-        "packed%s with %s: %d documents into %d rows of %d, %.2f %% full; %d of %d items cut off (%.2f %%).",
+        "packed%s with %s: %d documents into %d rows of %d, %.2f %% full; %d of %d items truncated (%.2f %%).",
         f" {name}" if name else "", plan.strategy, len(dataset), len(packed), plan.size, 100 * fill, lost, total,
         100 * lost / max(1, total),
     )  # fmt: skip
 
 
 def _tally(dataset: datasets.Dataset, cut: int | None) -> tuple[int, int, int]:
-    """Items of the first column: all, those within the cut, and the wrapped-around sum of the latter (if integers)."""
+    """Count the items of the first column, and those within ``cut``; return both and a checksum of the latter (if integers)."""
     total = within = checksum = 0
     column = dataset.column_names[0]
     for table in dataset.select_columns([column]).with_format("arrow").iter(WINDOW_ROWS):

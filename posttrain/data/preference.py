@@ -1,4 +1,4 @@
-"""Rows of preference optimisation: a prompt and the answers that share it, as token ids, with everything lost counted."""
+"""Tokenize preference rows: a prompt and the answers that share it. Truncated and dropped rows are counted."""
 
 from __future__ import annotations
 
@@ -48,25 +48,24 @@ logger = logging.getLogger(__name__)
 
 
 SIDES = ("chosen", "rejected")
-UNUSABLE = "whose prompt tokenises differently with its answers"
+UNUSABLE = "whose prompt tokenizes differently with its answers"
 FULL = "whose prompt fills max_length"
 EQUAL = "with equal answers"
 EMPTY = "with an empty answer"
-MOST_UNUSABLE = 0.01  # A larger share of such rows is refused.
+MOST_UNUSABLE = 0.01  # Maximum share of such rows; a larger share raises an error.
 COUNTERS = ("_truncated", "_diverged", "_inner")
 HINT = "Look at the rows with posttrain inspect."
 
 
 @dataclass(frozen=True)
 class AnswerOptions:
-    """How rows become ids; hashable by value, so that the dataset's fingerprint is stable from run to run.
+    """Options for tokenizing answers. Hashable by value, so that the dataset's fingerprint is stable between runs.
 
     Attributes:
-        branches: Columns of the answers: ``("chosen", "rejected")``, with ``"reference"``, or ``("completion",)``.
-        max_length: Tokens of prompt and answer; None never cuts.
+        branches: Answer columns: ``("chosen", "rejected")``, optionally with ``"reference"``, or ``("completion",)``.
+        max_length: Maximum number of tokens of prompt and answer. None: never truncate.
         truncation_mode: ``keep_start`` or ``keep_end``.
-        mask_inner_turns: Leave turns within an answer that are not the assistant's, and what the template writes around
-            them, without loss.
+        mask_inner_turns: Exclude turns within an answer that are not the assistant's, and their template tokens, from the loss.
     """
 
     branches: tuple[str, ...] = ("chosen", "rejected")
@@ -78,7 +77,7 @@ class AnswerOptions:
 def _answer_batch(
     batch: dict[str, list], indices: list[int], tokenizer: Tokenizer, options: AnswerOptions
 ) -> dict[str, list]:
-    """Ids of prompts and answers, tokenised in two calls: plain texts with special tokens, rendered ones without."""
+    """Tokenize prompts and answers in two calls: plain texts with special tokens, rendered texts without."""
     rows, texts = [], []
     for index, example in given_rows(batch, indices):
         with naming(f"row {index}"):
@@ -93,22 +92,23 @@ def _answer_batch(
 
 
 def _texts(row: dict[str, Any], tokenizer: Tokenizer, branches: Sequence[str]) -> tuple[bool, list[str]]:
-    """Whether a row (whose prompt stands apart) is plain text, and its prompt, alone and with each answer."""
+    """Return whether a row is plain text, and the texts of its prompt alone and of its prompt with each answer."""
     prompt: Any = row.get("prompt")
     answers: list[Any] = [row.get(branch) for branch in branches]
     for branch, answer in zip(branches, answers, strict=True):
         if answer is None:
-            raise DataError(f"column {branch!r} is missing; its columns are {sorted(row)}.")
+            raise DataError(f"column {branch!r} is missing. The row has columns {sorted(row)}. Fix: add it.")
     if prompt is None:
         raise DataError(
-            f"column 'prompt' is missing, and there is no pair to take it from; its columns are {sorted(row)}."
+            "column 'prompt' is missing, and there is no chosen and rejected pair to extract it from. The row has columns "
+            f"{sorted(row)}. Fix: add a 'prompt' column."
         )
     if not is_messages(prompt):
         columns = zip(("prompt", *branches), (prompt, *answers), strict=True)
         kinds = {name: "text" if isinstance(value, str) else type(value).__name__ for name, value in columns}
         if set(kinds.values()) != {"text"}:
             shown = ", ".join(f"{name!r} is {kind}" for name, kind in kinds.items())
-            raise DataError(f"{shown}. Give all of a row's columns one form: text, or lists of messages.")
+            raise DataError(f"{shown}. Fix: give all of a row's columns as text, or all as lists of messages.")
         return True, [prompt, *(prompt + answer for answer in answers)]
     for branch, answer in zip(branches, answers, strict=True):
         _check_messages(branch, answer)
@@ -118,7 +118,7 @@ def _texts(row: dict[str, Any], tokenizer: Tokenizer, branches: Sequence[str]) -
 
 
 def _parted(row: dict[str, Any], branches: Sequence[str]) -> dict[str, Any]:
-    """The row with its prompt apart; a further answer must begin with the prompt that was taken off the pair."""
+    """Split the prompt off the answers. Further answers must begin with the prompt that chosen and rejected share."""
     parted = dict(maybe_extract_prompt(row))
     if parted.get("chosen") == row.get("chosen"):
         return parted
@@ -129,8 +129,8 @@ def _parted(row: dict[str, Any], branches: Sequence[str]) -> dict[str, Any]:
             continue
         if whole[: len(prompt)] != prompt:
             raise DataError(
-                f"column {branch!r} does not begin with the prompt that chosen and rejected share: {str(prompt)[:80]!r}. Give a "
-                "'prompt' column and bare answers."
+                f"column {branch!r} does not begin with the prompt that chosen and rejected share: {str(prompt)[:80]!r}. Fix: "
+                "add a 'prompt' column, and give answers without it."
             )
         parted[branch] = whole[len(prompt) :]
     return parted
@@ -139,19 +139,19 @@ def _parted(row: dict[str, Any], branches: Sequence[str]) -> dict[str, Any]:
 def _check_messages(branch: str, answer: object) -> None:
     if not is_messages(answer):
         raise DataError(
-            f"column 'prompt' holds messages and column {branch!r} is {str(answer)[:60]!r}. Give both one form."
+            f"column 'prompt' contains messages, but column {branch!r} is {str(answer)[:60]!r}. Fix: use the same form for both."
         )
     if answer[-1].get("role") != "assistant":
         raise DataError(
-            f"column {branch!r} ends with a message of role {answer[-1].get('role')!r}; an answer's last message must be the "
-            "assistant's."
+            f"column {branch!r} ends with a message of role {answer[-1].get('role')!r}. The last message of an answer must "
+            "have role 'assistant'."
         )
 
 
 def _answers(
     row: dict[str, Any], plain: bool, texts: list[list[int]], tokenizer: Tokenizer, options: AnswerOptions
 ) -> dict[str, Any]:
-    """Prompt and answers cut apart where the tokens of all of them part, then to length, with what is wrong with them."""
+    """Split tokens at the end of the longest prefix common to the prompt and all answers, truncate, and record problems."""
     bos, (prompt, *wholes) = tokenizer.bos_token_id, texts
     if plain:
         prompt, wholes = one_bos(prompt, bos), [one_eos(one_bos(ids, bos), tokenizer) for ids in wholes]
@@ -184,11 +184,13 @@ def _answers(
 
 
 def _truncate(prompt: list[int], answers: list[list[int]], limit: int, mode: str) -> tuple[list[int], list[list[int]]]:
-    """``keep_start`` cuts the ends of answers; ``keep_end`` the beginning of the prompt that they share, then theirs."""
+    """Truncate to ``limit`` tokens: ``keep_start`` keeps the start of answers, ``keep_end`` the end of prompt and answers."""
     if mode == "keep_start":
         return prompt, [answer[: limit - len(prompt)] for answer in answers]
     excess = len(prompt) + max(map(len, answers)) - limit
-    kept = prompt[excess:] if excess < len(prompt) else prompt[-1:]  # One token must be left to predict the first from.
+    kept = (
+        prompt[excess:] if excess < len(prompt) else prompt[-1:]
+    )  # Keep one token, which predicts the first answer token.
     return kept, [answer[-(limit - len(kept)) :] for answer in answers]
 
 
@@ -201,13 +203,13 @@ def prepare_answers(
     num_proc: int | None = None,
     keep: tuple[str, ...] = (),
 ) -> tuple[Any, PreparationReport]:
-    """Tokenise prompts and answers: ``prompt_ids`` and one ``<branch>_ids`` an answer; other columns stay if in ``keep``.
+    """Tokenize prompts and answers into ``prompt_ids`` and one ``<branch>_ids`` per answer. Columns in ``keep`` are kept.
 
     Returns:
         The dataset, and a report (counted for map-style datasets).
 
     Raises:
-        DataError: A row that cannot be read, more than 1 % whose prompt cannot be told from its answers, or none left.
+        DataError: A row cannot be read, prompt and answers cannot be separated in more than 1 % of the rows, or no row remains.
     """
     first_row(dataset, name)
     columns = get_dataset_column_names(dataset)
@@ -218,7 +220,7 @@ def prepare_answers(
     missing = [branch for branch in options.branches if branch not in columns]
     if missing:
         raise DataError(
-            f"the {name} rows need {list(options.branches)}: {missing} are not in {sorted({*columns} - {ROW})}."
+            f"the {name} rows need {list(options.branches)}, but columns {sorted({*columns} - {ROW})} lack {missing}."
         )
     drop = [column for column in columns if column not in keep]
     about: dict[str, Any] = {"drop": drop, "counters": COUNTERS, "num_proc": num_proc, "hint": HINT}
@@ -233,19 +235,19 @@ def _tell(report: PreparationReport, options: AnswerOptions) -> None:
         raise DataError(f"{name} dataset: {count} of {n} rows {UNUSABLE}, more than {MOST_UNUSABLE:.0%}. {HINT}")
     if report.diverged:
         logger.warning(
-            "%s dataset: in %d of %d rows the end of the prompt tokenises differently with its answers; the boundary is where "
-            "the tokens part.",
+            "%s dataset: in %d of %d rows the end of the prompt tokenizes differently with its answers. The prompt ends at the "
+            "first token that differs.",
             name, report.diverged, n,
         )  # fmt: skip
     if report.inner and not options.mask_inner_turns:
         logger.warning(
-            "%s dataset: in %d of %d rows an answer holds turns of the user or of tools, which are trained on as if the model "
-            "had said them. mask_inner_turns=True leaves them without loss.",
+            "%s dataset: in %d of %d rows an answer contains user or tool turns, which are trained like the model's own text. "
+            "Set mask_inner_turns=True to exclude them from the loss.",
             name, report.inner, n,
         )  # fmt: skip
     if report.truncated > 0.1 * n:
         logger.warning(
-            "%s dataset: %d of %d rows have an answer cut at max_length=%s.",
+            "%s dataset: %d of %d rows have an answer that was truncated to max_length=%s.",
             name,
             report.truncated,
             n,
@@ -256,22 +258,22 @@ def _tell(report: PreparationReport, options: AnswerOptions) -> None:
 def answer_rows(
     examples: Iterable[Mapping[str, Any]], branches: Sequence[str], columns: Mapping[str, Sequence[str]] | None = None
 ) -> list[Row]:
-    """Tokenised examples as rows: the shared prompt and one completion a branch.
+    """Convert tokenized examples to rows: the shared prompt and one completion per branch.
 
     Args:
-        examples: With ``prompt_ids`` and ``<branch>_ids``.
+        examples: Examples with ``prompt_ids`` and ``<branch>_ids``.
         branches: Names of the answers, in order.
-        columns: Name of a sequence column to the example's columns that hold it, one a branch.
+        columns: Maps the name of a sequence column to the example columns that hold its values, one per branch.
 
     Raises:
-        DataError: A row whose answer has no token.
+        DataError: An answer has no tokens.
     """
     rows = []
     for index, example in enumerate(examples):
         answers = [list(example[f"{branch}_ids"]) for branch in branches]
         for branch, answer in zip(branches, answers, strict=True):
             if not answer:
-                raise DataError(f"row {index} of a batch: {branch}_ids is empty; an answer needs at least one token.")
+                raise DataError(f"row {index} of a batch: {branch}_ids is empty. An answer needs at least one token.")
         masks = [example.get(f"{branch}_mask") for branch in branches]
         masks = [list(mask or [1] * len(answer)) for mask, answer in zip(masks, answers, strict=True)]
         row = Row(list(example["prompt_ids"]), answers, masks)
@@ -282,32 +284,32 @@ def answer_rows(
     return rows
 
 
-# Scripts written without spaces: a split between two of their letters is a split between words, as far as anybody can tell.
+# Scripts written without spaces. Every position between two of their letters counts as a word boundary.
 UNSPACED = ("CJK", "HIRAGANA", "KATAKANA", "THAI", "LAO", "KHMER", "MYANMAR", "TIBETAN")
 
 
 def extract_prompt(example: Mapping[str, Any]) -> dict[str, Any]:
-    """Split off what ``chosen`` and ``rejected`` share at their beginning.
+    """Split the common prefix of ``chosen`` and ``rejected`` off as the prompt.
 
-    Lists share whole messages. Strings share characters, back to a word boundary, and spaces at the boundary belong to
-    the answers: tokenisers merge over them.
+    Lists share whole messages. Strings share characters up to a word boundary. Spaces at the boundary belong to the answers,
+    because tokenizers merge spaces with the next word.
 
     Returns:
         ``prompt``, ``chosen`` and ``rejected``.
 
     Raises:
-        DataError: The two are equal, one is empty, or two conversations share no message.
+        DataError: The answers are equal, one is empty, or two conversations share no message.
 
     >>> extract_prompt({"chosen": "The sky is blue.", "rejected": "The sky is black."})
     {'prompt': 'The sky is', 'chosen': ' blue.', 'rejected': ' black.'}
     """
     chosen, rejected = example["chosen"], example["rejected"]
     if not chosen or not rejected:
-        raise DataError(f"{'chosen' if not chosen else 'rejected'} is empty: a pair needs two answers.")
-    # Arrow gives a message the keys of all others of its column: of two that say the same one may have a None more.
+        raise DataError(f"{'chosen' if not chosen else 'rejected'} is empty. A pair needs two answers.")
+    # Arrow gives every message of a column the same keys, so equal messages may differ by a key that is None.
     bare = strip_none({"chosen": chosen, "rejected": rejected})
     if bare["chosen"] == bare["rejected"]:
-        raise DataError("chosen and rejected are equal: there is no preference in this row.")
+        raise DataError("chosen and rejected are equal, so this row expresses no preference.")
     cut = _shared_messages(**bare) if isinstance(chosen, list) else _shared_text(chosen, rejected)
     return {"prompt": chosen[:cut], "chosen": chosen[cut:], "rejected": rejected[cut:]}
 
@@ -318,13 +320,13 @@ def _shared(a: Sequence[Any], b: Sequence[Any]) -> int:
 
 def _shared_messages(chosen: list[Any], rejected: list[Any]) -> int:
     cut = _shared(chosen, rejected)
-    if cut == min(len(chosen), len(rejected)):  # One is the beginning of the other: neither answer may be empty.
+    if cut == min(len(chosen), len(rejected)):  # One is a prefix of the other, but neither answer may be empty.
         cut -= 1
         while cut > 0 and chosen[cut - 1].get("role") == "assistant":
             cut -= 1
     if cut <= 0:
         raise DataError(
-            "chosen and rejected differ in their first message, so they share no prompt. Give a 'prompt' column."
+            "chosen and rejected differ in their first message, so they share no prompt. Fix: add a 'prompt' column."
         )
     return cut
 
@@ -347,23 +349,25 @@ def _shared_text(chosen: str, rejected: str) -> int:
 
 
 def maybe_extract_prompt(example: Mapping[str, Any]) -> Mapping[str, Any]:
-    """`extract_prompt` where the row needs it; a prompt that both answers repeat is taken off them.
+    """Apply `extract_prompt` if the row needs it, and remove a prompt that both answers repeat.
 
-    A row that is no preference, or whose prompt has the form of its answers and is not repeated, comes back unchanged.
+    Rows without preference pairs, and rows whose prompt has the form of its answers and is not repeated, are returned unchanged.
     """
     if "chosen" not in example or "rejected" not in example:
         return example
     prompt, chosen, rejected = example.get("prompt"), example["chosen"], example["rejected"]
     if prompt is None:
         return {**example, **extract_prompt(example)}
-    if is_messages(chosen) and not is_messages(prompt):  # A text prompt beside conversations that begin with it.
+    if is_messages(chosen) and not is_messages(
+        prompt
+    ):  # The prompt is text, but the conversations contain it as messages.
         return {**example, **extract_prompt(example)}
     bare = strip_none({"prompt": prompt, "chosen": chosen, "rejected": rejected})  # See `extract_prompt`.
     said = bare["prompt"]
     if isinstance(said, list) and said and bare["chosen"][: len(said)] == said == bare["rejected"][: len(said)]:
         warn_once(
             logger,
-            "chosen and rejected repeat the messages of their prompt: they are taken off, or it would stand twice.",
+            "chosen and rejected repeat the messages of their prompt. The repeated messages are removed from both.",
         )
         return {**example, "chosen": chosen[len(prompt) :], "rejected": rejected[len(prompt) :]}
     return example
@@ -372,16 +376,16 @@ def maybe_extract_prompt(example: Mapping[str, Any]) -> Mapping[str, Any]:
 def unpair_preference_dataset(dataset: AnyDataset, *, interleave: bool = True, **map_kwargs: Any) -> Any:
     """Turn pairs into single answers with a ``label``: True for chosen, False for rejected.
 
-    Only right where every chosen answer is good and every rejected one bad by itself.
+    This is only correct if every chosen answer is good and every rejected answer is bad by itself.
 
     Args:
-        dataset: ``Dataset``, ``DatasetDict`` or an iterable twin with columns ``chosen`` and ``rejected``.
-        interleave: Put each pair's two answers side by side; False gives all chosen and then all rejected of each batch,
-            so that batches in order hold one label only.
-        map_kwargs: For ``dataset.map``.
+        dataset: ``Dataset``, ``DatasetDict`` or an iterable equivalent, with columns ``chosen`` and ``rejected``.
+        interleave: Place the two answers of each pair next to each other. False places all chosen answers of each map batch
+            before all rejected answers, so that training batches in order contain one label only.
+        map_kwargs: Passed to ``dataset.map``.
 
     Raises:
-        DataError: A column ``completion`` or ``label`` is there already and would be overwritten.
+        DataError: A column ``completion`` or ``label`` exists and would be overwritten.
     """
     if isinstance(dataset, dict):
         return type(dataset)(
@@ -414,7 +418,7 @@ def _unpair(batch: dict[str, list], *, interleave: bool) -> dict[str, list]:
 
 
 def maybe_unpair_preference_dataset(dataset: AnyDataset, num_proc: int | None = None, desc: str | None = None) -> Any:
-    """`unpair_preference_dataset` where there are ``chosen`` and ``rejected``; anything else comes back as it is."""
+    """Apply `unpair_preference_dataset` if the dataset has ``chosen`` and ``rejected``; return other datasets unchanged."""
     first = next(iter(dataset.values())) if isinstance(dataset, dict) else dataset
     if not {"chosen", "rejected"} <= set(get_dataset_column_names(first)):
         return dataset
@@ -422,26 +426,26 @@ def maybe_unpair_preference_dataset(dataset: AnyDataset, num_proc: int | None = 
 
 
 def extract_and_unpair(dataset: AnyDataset, num_proc: int | None = None) -> Any:
-    """Pairs with or without a prompt column, or whose answers repeat it, as single judged answers; others as they are."""
+    """Turn pairs into single labeled answers, with or without a prompt column. Return other datasets unchanged."""
     if isinstance(dataset, dict) or not {"chosen", "rejected"} <= set(get_dataset_column_names(dataset)):
         return dataset
-    dataset = undecoded(dataset)  # An image that is read to be written again is another one: JPEG loses some each time.
+    dataset = undecoded(dataset)  # Decoding and encoding an image again changes it: JPEG is lossy.
     if isinstance(dataset, datasets.IterableDataset):
         return unpair_preference_dataset(dataset.map(maybe_extract_prompt))
     kinds = dataset.features
-    # Beside conversations a prompt of text becomes the messages that they share.
+    # With conversations, a text prompt is replaced by the messages that the answers share.
     prompt = united(kinds["chosen"], *([kinds["prompt"]] if hasattr(kinds.get("prompt"), "feature") else []))
     apart = dataset.map(maybe_extract_prompt, num_proc=num_proc, features=features_with(dataset, prompt=prompt))
     return unpair_preference_dataset(apart, num_proc=num_proc)
 
 
-PAIR_HINT = "Raise max_length, or look for answers that are equal as tokens: posttrain inspect shows the rows."
+PAIR_HINT = "Raise max_length, or look for answers with equal tokens: posttrain inspect shows the rows."
 
 
 def _pair_batch(
     batch: dict[str, list], indices: list[int], tokenizer: Tokenizer, max_length: int | None
 ) -> dict[str, list]:
-    """Ids of both answers with their prompt, and why a pair is left out."""
+    """Tokenize both answers with their prompt, and return the reason for each dropped pair."""
     names = [f"{side}_ids" for side in SIDES]
     pairs = [list(pair) for pair in zip(*(batch[name] for name in names), strict=True)] if names[0] in batch else None
     if pairs is None:
@@ -457,15 +461,15 @@ def _pair_batch(
         with naming(f"row {index}"):
             for name, ids in zip(names, pair, strict=True):
                 check_ids(ids, name, len(tokenizer))
-            # One that is no number would make the loss none either.
+            # A non-finite margin would make the loss non-finite.
             if isinstance(margin, bool) or not isinstance(margin, int | float) or not math.isfinite(margin):
-                raise DataError(f"column 'margin' must be a finite number in every row, and it is {margin!r}.")
+                raise DataError(f"column 'margin' must be a finite number in every row, not {margin!r}.")
     columns = {name: [pair[side] for pair in pairs] for side, name in enumerate(names)}
     return {**columns, "_reason": [_left_out(*pair, max_length) for pair in pairs]}
 
 
 def _left_out(chosen: list[int], rejected: list[int], limit: int | None) -> str:
-    """Why a pair is left out; "" for one that is kept."""
+    """Return why a pair is dropped; "" if it is kept."""
     if not chosen or not rejected:
         return "with an answer without tokens"
     if chosen == rejected:
@@ -474,7 +478,7 @@ def _left_out(chosen: list[int], rejected: list[int], limit: int | None) -> str:
 
 
 def _sides(row: dict[str, Any], tokenizer: Tokenizer) -> tuple[bool, list[str]]:
-    """Whether a pair is plain text, and its answers, each behind the prompt where there is one."""
+    """Return whether a pair is plain text, and its answers, each after the prompt if there is one."""
     if is_messages(row.get("prompt")) and all(is_messages(row.get(side)) for side in SIDES):
         row = dict(maybe_extract_prompt(row))
     prompt = row.get("prompt")
@@ -482,16 +486,16 @@ def _sides(row: dict[str, Any], tokenizer: Tokenizer) -> tuple[bool, list[str]]:
     for side in SIDES:
         answer = row.get(side)
         if not answer:
-            raise DataError(f"column {side!r} is empty or missing; its columns are {sorted(row)}.")
+            raise DataError(f"column {side!r} is empty or missing. The row has columns {sorted(row)}.")
         for name, value in ((side, answer), ("prompt", prompt)):
             if not (value is None or isinstance(value, str) or is_messages(value) or value == []):
                 raise DataError(
-                    f"column {name!r} must be a string or a list of messages, and it is {type(value).__name__}: "
+                    f"column {name!r} must be a string or a list of messages, not {type(value).__name__}: "
                     f"{str(value)[:60]!r}."
                 )
         if prompt is not None and isinstance(prompt, str) != isinstance(answer, str):
             raise DataError(
-                f"column 'prompt' and column {side!r} must both be strings or both be lists of messages, and they are "
+                f"column 'prompt' and column {side!r} must both be strings or both be lists of messages, but they are "
                 f"{type(prompt).__name__} and {type(answer).__name__}."
             )
         texts.append(answer if prompt is None else prompt + answer)
@@ -508,29 +512,29 @@ def prepare_reward_dataset(
     name: str = "train",
     num_proc: int | None = None,
 ) -> Any:
-    """Tokenise preference rows whole: ``chosen_ids``, ``rejected_ids``, and ``margin`` where there is one.
+    """Tokenize both sides of preference rows with their prompt: ``chosen_ids``, ``rejected_ids``, and ``margin`` if present.
 
-    Pairs that are too long on either side, or equal on both, are left out and counted.
+    Pairs with a side that is too long, and pairs with equal sides, are dropped and counted.
 
     Raises:
-        DataError: A row that cannot be tokenised, or none left.
+        DataError: A row cannot be tokenized, or no row remains.
     """
     first_row(dataset, name)
     columns = get_dataset_column_names(dataset)
     for side in SIDES:
         if f"{side}_input_ids" in columns and f"{side}_ids" not in columns:
-            logger.warning("column '%s_input_ids' is read as '%s_ids', its present name.", side, side)
+            logger.warning("column '%s_input_ids' is read as '%s_ids', its current name.", side, side)
             dataset = dataset.rename_column(f"{side}_input_ids", f"{side}_ids")
     columns = get_dataset_column_names(dataset)
     if not {"chosen_ids", "rejected_ids"} <= set(columns) and not set(SIDES) <= set(columns):
-        raise DataError(f"the {name} rows need 'chosen' and 'rejected', and have columns {sorted({*columns} - {ROW})}.")
+        raise DataError(f"the {name} rows need 'chosen' and 'rejected', but have columns {sorted({*columns} - {ROW})}.")
     arguments = {"tokenizer": tokenizer, "max_length": max_length}
     drop = [column for column in columns if column not in ("margin", ROW)]
     return tokenized(dataset, name, _pair_batch, arguments, drop=drop, num_proc=num_proc, hint=PAIR_HINT)[2]
 
 
 def pair_rows(examples: Iterable[dict[str, Any]]) -> list[Row]:
-    """Each pair as one row: the tokens both answers begin with, and the rest of either; ``margin`` is a column."""
+    """Convert each pair to one row: the common token prefix as prompt, and the rest of each side. ``margin`` is a column."""
     rows = []
     for example in examples:
         chosen, rejected = example["chosen_ids"], example["rejected_ids"]

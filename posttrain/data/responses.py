@@ -1,4 +1,4 @@
-"""From token ids to a message, with the wire format of the tokenizer's chat template."""
+"""Parse generated token ids into messages, using the wire format of the tokenizer's chat template."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ Parser = Callable[[str, bool], dict[str, Any]]
 
 
 class Bare(str):
-    """An argument the format writes without quotes: text or JSON, only the tool's schema can tell."""
+    """Argument that the format writes without quotes. Only the tool's schema determines whether it is text or JSON."""
 
 
 def _think(text: str, opened: bool) -> tuple[str, str]:
-    """Reasoning and the rest. The opening tag may be the prompt's, and a block that is cut off is all reasoning."""
+    """Split text into reasoning and the rest. The prompt may contain the opening tag; an unclosed block is all reasoning."""
     head, tag, rest = text.partition("<think>")
     if tag and not head.strip():
         opened, text = True, rest
@@ -34,7 +34,7 @@ def _think(text: str, opened: bool) -> tuple[str, str]:
 
 
 def _between(text: str, begin: str, end: str) -> tuple[str, list[str]]:
-    """The text outside all ``begin ... end`` blocks, and their bodies."""
+    """Return the text outside all ``begin ... end`` blocks, and the bodies of the blocks."""
     start = text.find(begin)
     if start < 0:
         return text, []
@@ -43,7 +43,7 @@ def _between(text: str, begin: str, end: str) -> tuple[str, list[str]]:
     while start >= 0:
         stop = text.find(end, start + len(begin))
         if stop < 0:
-            raise ValueError(f"a call begins with {begin!r} and {end!r} never comes")
+            raise ValueError(f"a call begins with {begin!r} and is not closed with {end!r}")
         bodies.append(text[start + len(begin) : stop])
         start = text.find(begin, stop + len(end))
         after = text[stop + len(end) : start if start >= 0 else None]
@@ -59,12 +59,12 @@ def _wire_message(content: str, calls: list[dict[str, Any]], **reasoning: str) -
 def _json_object(text: str) -> dict[str, Any]:
     value = json.loads(text)
     if not isinstance(value, dict):
-        raise ValueError(f"a call must be a JSON object, and it is {text.strip()[:60]!r}")
+        raise ValueError(f"a call must be a JSON object, not {text.strip()[:60]!r}")
     return value
 
 
 def _framed(begin: str, end: str, read: Callable[[str], list[dict[str, Any]]], thought: str) -> Parser:
-    """``<think>..</think>``, text, then calls between marks, which ``read`` makes of what stands there."""
+    """Build a parser of ``<think>..</think>``, text, and calls between markers. ``read`` parses the body of a call."""
 
     def parse(text: str, opened: bool) -> dict[str, Any]:
         reasoning, text = _think(text, opened)
@@ -75,54 +75,52 @@ def _framed(begin: str, end: str, read: Callable[[str], list[dict[str, Any]]], t
 
 
 def _json_call(body: str) -> list[dict[str, Any]]:
-    """``{"name": .., "arguments": {..}}``."""
+    """Parse ``{"name": .., "arguments": {..}}``."""
     call = _json_object(body)
     return [tool_call(call.get("name"), call.get("arguments"))]
 
 
 FUNCTION = re.compile(r"\s*<function=([^>\s]+)>(.*)</function>\s*", re.DOTALL)
 PARAMETER = re.compile(r"\s*<parameter=([^>]+)>\n?(.*?)\n?</parameter>\s*", re.DOTALL)
-# A key holds no "<": one that may hold its own closing tag takes quadratic time.
+# A key contains no "<": a pattern that allows its own closing tag in the key takes quadratic time.
 PAIR = re.compile(r"\s*<arg_key>([^<]*)</arg_key>\s*<arg_value>(.*?)</arg_value>\s*", re.DOTALL)
 
 
 def _pairs(pattern: re.Pattern[str], body: str) -> dict[str, Any]:
-    """Key and value pairs that cover a body to its end."""
+    """Parse key and value pairs; they must cover the whole body."""
     arguments: dict[str, Any] = {}
     at = 0
     while match := pattern.match(body, at):
         arguments[match[1].strip()] = Bare(match[2])
         at = match.end()
     if body[at:].strip():
-        raise ValueError(
-            f"the arguments of a call end in {body[at:].strip()[:60]!r}, which is no pair of key and value"
-        )
+        raise ValueError(f"the arguments of a call end in {body[at:].strip()[:60]!r}, which is not a key-value pair")
     return arguments
 
 
 def _xml_call(body: str) -> list[dict[str, Any]]:
-    """``<function=NAME>`` with ``<parameter=KEY>`` value ``</parameter>`` inside."""
+    """Parse ``<function=NAME>`` that contains ``<parameter=KEY>`` value ``</parameter>``."""
     match = FUNCTION.fullmatch(body)
     if match is None:
-        raise ValueError(f"a call must be <function=NAME>..</function>, and it is {body.strip()[:60]!r}")
+        raise ValueError(f"a call must be <function=NAME>..</function>, not {body.strip()[:60]!r}")
     return [tool_call(match[1], _pairs(PARAMETER, match[2]))]
 
 
 def _paired_call(body: str) -> list[dict[str, Any]]:
-    """``NAME`` with ``<arg_key>``/``<arg_value>`` pairs."""
+    """Parse ``NAME`` with ``<arg_key>``/``<arg_value>`` pairs."""
     name, _, pairs = body.strip().partition("<arg_key>")
     return [tool_call(name.strip(), _pairs(PAIR, "<arg_key>" + pairs if pairs else ""))]
 
 
 def glm(text: str, opened: bool) -> dict[str, Any]:
-    """The frame of Qwen around `_paired_call`; what ends a turn is the mark that opens the next."""
+    """Parse Qwen's frame around `_paired_call`. A turn ends with the marker that opens the next turn."""
     text = re.sub(r"<\|(user|observation)\|>\s*$", "", text)
     message = _framed("<tool_call>", "</tool_call>", _paired_call, "reasoning_content")(text, opened)
     return message | {"content": message["content"].strip()}
 
 
 def llama_json(text: str, opened: bool) -> dict[str, Any]:
-    """A bare JSON object ``{"name": .., "parameters": {..}}``, or plain text."""
+    """Parse a bare JSON object ``{"name": .., "parameters": {..}}``, or plain text."""
     bare = text.strip().removeprefix("<|python_tag|>")
     if not bare.startswith('{"name"'):
         return _wire_message(text, [])
@@ -138,7 +136,7 @@ HARMONY = re.compile(
 
 
 def harmony(text: str, opened: bool) -> dict[str, Any]:
-    """Channels: ``analysis`` is reasoning, ``final`` the answer, ``to=functions.NAME`` a call in JSON."""
+    """Parse channels: ``analysis`` is reasoning, ``final`` is the answer, ``to=functions.NAME`` is a call in JSON."""
     at = 0
     parts: dict[str, list[str]] = {"analysis": [], "final": []}
     calls = []
@@ -162,16 +160,16 @@ class _JsonConstants(ast.NodeTransformer):
         return ast.Constant(CONSTANTS[node.id]) if node.id in CONSTANTS else node
 
 
-# A string literal, closed or not.
+# A string literal, terminated or not.
 LITERAL = re.compile(r"""'(?:[^'\\]|\\.?)*+(?:'|\Z)|"(?:[^"\\]|\\.?)*+(?:"|\Z)""", re.DOTALL)
-# Characters of Python code outside string literals: Python's parser takes microseconds for each.
+# Maximum number of characters of Python code outside string literals, because Python's parser takes microseconds for each.
 LONGEST_CODE = 16_384
 
 
 def _expression(text: str) -> ast.expr:
-    """A Python expression; line breaks may stand unescaped in its strings, and constants may be JSON's."""
+    """Parse a Python expression. Its strings may contain unescaped line breaks, and JSON constants are allowed."""
     if len(text) > LONGEST_CODE and (size := len(LITERAL.sub("", text))) > LONGEST_CODE:
-        raise ValueError(f"a call has {size} characters outside string literals; up to {LONGEST_CODE} are parsed")
+        raise ValueError(f"a call has {size} characters outside string literals; the maximum is {LONGEST_CODE}")
     try:
         tree = ast.parse(text, mode="eval")
     except SyntaxError:
@@ -182,11 +180,11 @@ def _expression(text: str) -> ast.expr:
 
 
 def _python_calls(body: str) -> list[dict[str, Any]]:
-    """``[f(a='x', n=3), g()]``."""
+    """Parse ``[f(a='x', n=3), g()]``."""
     calls, listed = [], _expression(body.strip())
     for node in listed.elts if isinstance(listed, ast.List) else [listed]:
         if not isinstance(node, ast.Call) or node.args or any(k.arg is None for k in node.keywords):
-            raise ValueError(f"a call must be NAME(KEY=VALUE, ..), and {body.strip()[:60]!r} holds something else")
+            raise ValueError(f"a call must be NAME(KEY=VALUE, ..), but {body.strip()[:60]!r} contains something else")
         calls.append(
             tool_call(
                 ast.unparse(node.func),
@@ -202,7 +200,7 @@ DEEPSEEK = re.compile(
 
 
 def _fenced_calls(body: str) -> list[dict[str, Any]]:
-    """Calls one after the other, each a name and JSON in a code fence."""
+    """Parse consecutive calls, each a name and JSON in a code fence."""
     calls, at = [], 0
     while match := DEEPSEEK.match(body, at):
         calls.append(tool_call(match[1], _json_object(match[2])))
@@ -227,7 +225,7 @@ WORDS = {"true": True, "false": False, "none": None, "null": None}
 
 
 def parameter_schemas(tools: Sequence[dict[str, Any] | Callable[..., Any]] | None) -> dict[str, dict[str, Any]]:
-    """Parameter schemas by tool name; functions are read as transformers reads them."""
+    """Return parameter schemas by tool name. transformers' ``get_json_schema`` reads functions."""
     schemas = {}
     for tool in tools or ():
         if callable(tool):
@@ -248,7 +246,7 @@ def _types(schema: dict[str, Any]) -> set[str]:
 
 
 def _read(text: str) -> Any:
-    """JSON, a Python constant, or the text itself."""
+    """Parse text as JSON or a Python constant; return other text unchanged."""
     if text.strip().lower() in WORDS:
         return WORDS[text.strip().lower()]
     try:
@@ -267,12 +265,12 @@ def _typed(value: object, schema: dict[str, Any] | None) -> Any:
             return str(value)
         return read
     if kinds == {"string"} and isinstance(value, int | float) and not isinstance(value, bool):
-        return json.dumps(value)  # An unquoted postcode is still a string.
+        return json.dumps(value)  # An unquoted zip code is still a string.
     return value
 
 
 def typed_arguments(name: str, arguments: dict[str, Any], schemas: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Arguments with the types their schema asks for; without one, bare text is read as JSON where it is JSON.
+    """Convert arguments to the types of their schema. Without a schema, bare text is parsed as JSON if possible.
 
     >>> typed_arguments("f", {"zip": Bare("75001")}, {"f": {"zip": {"type": "string"}}})
     {'zip': '75001'}
@@ -282,7 +280,7 @@ def typed_arguments(name: str, arguments: dict[str, Any], schemas: dict[str, dic
 
 
 ATTRIBUTE = "posttrain_response_format"
-# What a text that breaks off anywhere can make a parser raise.
+# Exceptions that a parser may raise on text that is truncated at an arbitrary position.
 UNREADABLE = (ValueError, TypeError, AttributeError, LookupError, SyntaxError, RecursionError, MemoryError)
 
 ASK = {"role": "user", "content": "zq ask"}
@@ -290,7 +288,7 @@ CALL = tool_call("zq_find", {"zq_a": "zq thing", "zq_n": 3})
 
 
 def _written(tokenizer: Tokenizer, message: dict[str, Any]) -> tuple[str, str]:
-    """What the model writes for a message, and the prompt it goes on from, both as the template renders them."""
+    """Render a message as the model writes it, and the prompt before it, with the chat template. Return the prompt first."""
 
     def rendered(said: dict[str, Any]) -> tuple[str, str]:
         head = tokenizer.apply_chat_template([ASK], tokenize=False, add_generation_prompt=True)
@@ -300,13 +298,13 @@ def _written(tokenizer: Tokenizer, message: dict[str, Any]) -> tuple[str, str]:
         head, text = rendered(message)
     except TypeError:
         head, text = rendered(json_arguments([message])[0])
-    if not text.startswith(head):  # The prompt opens a think block that this message does not have.
+    if not text.startswith(head):  # The prompt opens a think block that this message does not contain.
         head = head.rpartition("<think>")[0]
     return head, text[len(head) :]
 
 
 def _reads_back(tokenizer: Tokenizer, parser: Parser) -> bool:
-    """Whether a parser returns text, one call, and its arguments as they went into the template."""
+    """Check that a parser recovers plain text and a tool call with its arguments from the rendered template."""
     for message in ({"content": "zq say"}, {"content": "", "tool_calls": [CALL]}):
         head, text = _written(tokenizer, {"role": "assistant", **message})
         try:
@@ -319,25 +317,25 @@ def _reads_back(tokenizer: Tokenizer, parser: Parser) -> bool:
 
 
 class ParsedMessage(dict):
-    """A message as a dict, and ``raw``: what the model wrote, with its marks, as a reward of the format judges it."""
+    """Message as a dict. ``raw`` is the generated text with its markers, for rewards that check the format."""
 
     raw: str = ""
 
 
 def add_response_schema(processing_class: Tokenizer) -> Any:
-    """Find the wire format of a tokenizer's chat template and note it, so that `parse_response` can use it.
+    """Detect the wire format of a tokenizer's chat template and store it on the tokenizer for `parse_response`.
 
-    The format is found by behaviour: a tool call is rendered with the template, and the parser that reads it back is the
-    one. A tokenizer that ships a ``response_template`` of its own keeps it.
+    The format is detected by behavior: the template renders a tool call, and the first parser that recovers it is chosen.
+    A tokenizer with its own ``response_template`` is not changed.
 
     Args:
-        processing_class: Tokenizer or processor; of a processor, its tokenizer is marked.
+        processing_class: Tokenizer or processor. For a processor, the format is stored on its tokenizer.
 
     Returns:
-        The same object.
+        ``processing_class``.
 
     Raises:
-        ModelError: No parser reads the template's tool calls back.
+        ModelError: No parser recovers the template's tool calls.
     """
     tokenizer = inner_tokenizer(processing_class)
     if getattr(tokenizer, "response_template", None) is not None:
@@ -348,12 +346,12 @@ def add_response_schema(processing_class: Tokenizer) -> Any:
             if _reads_back(shadow, parser):
                 setattr(tokenizer, ATTRIBUTE, name)
                 return processing_class
-        what = "and none of the parsers reads back the tool calls it renders"
+        what = "and no parser recovers the tool calls that it renders"
     else:
-        what = "and it renders no tool calls, so there is nothing to parse"
+        what = "and it renders no tool calls that could be parsed"
     raise ModelError(
-        f"the chat template belongs to no known response format, {what}. Known formats: {', '.join(FORMATS)}. Use a "
-        "template of one of them (chat_template_path), or set tokenizer.response_template."
+        f"the chat template matches no known response format, {what}. Known formats: {', '.join(FORMATS)}. Fix: use a "
+        "template with one of these formats (chat_template_path), or set tokenizer.response_template."
     )
 
 
@@ -364,7 +362,7 @@ def _text(tokenizer: Tokenizer, ids: Any) -> str:
 
 
 def _without_end(tokenizer: Tokenizer, text: str) -> str:
-    """Strip one end-of-turn token, and what the template writes after it."""
+    """Strip one end-of-turn token and the whitespace after it."""
     for end in (tokenizer.eos_token, turn_end(tokenizer)):
         if end and text.rstrip().endswith(end):
             return text.rstrip()[: -len(end)]
@@ -372,18 +370,18 @@ def _without_end(tokenizer: Tokenizer, text: str) -> str:
 
 
 def _checked(calls: Any, schemas: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
-    """Tool calls in one shape, flat ``{"name", "arguments"}`` allowed."""
+    """Validate tool calls and return them in one shape. Flat ``{"name", "arguments"}`` calls are accepted."""
     if not isinstance(calls, list):
-        raise ValueError(f"tool_calls must be a list, and they are a {type(calls).__name__}")
+        raise ValueError(f"tool_calls must be a list, not {type(calls).__name__}")
     checked = []
     for call in calls:
         function = call.get("function", call) if isinstance(call, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:
-            raise ValueError(f"a tool call must be a dict with a name, and it is {str(call)[:80]}")
+            raise ValueError(f"a tool call must be a dict with a name, not {str(call)[:80]}")
         arguments = function.get("arguments")
         arguments = {} if arguments is None else arguments
         if not isinstance(arguments, dict):
-            raise ValueError(f"arguments must be a JSON object, and they are {str(arguments)[:80]}")
+            raise ValueError(f"arguments must be a JSON object, not {str(arguments)[:80]}")
         typed = typed_arguments(function["name"], arguments, schemas)
         checked.append({"type": "function", "function": {"name": function["name"], "arguments": typed}})
     return checked
@@ -409,20 +407,20 @@ def parse_response(
     prefix: Sequence[int] | str | None = None,
     tools: Sequence[dict[str, Any] | Callable[..., Any]] | None = None,
 ) -> dict[str, Any]:
-    """One answer as a message: ``role``, ``content``, and where present reasoning and ``tool_calls``.
+    """Parse a completion into a message with ``role``, ``content`` and, if present, reasoning and ``tool_calls``.
 
-    Never raises on what a model may write: an answer that cannot be read (a call that breaks off) becomes plain content
-    with the special tokens left out, and ``parse_error`` says why. A tokenizer without a response format (see
-    `add_response_schema`) gives plain content and no ``parse_error``.
+    No model output raises an error. An unreadable completion (such as an incomplete call) becomes plain content without special
+    tokens, and ``parse_error`` contains the reason. A tokenizer without a response format (see `add_response_schema`) gives
+    plain content and no ``parse_error``.
 
     Args:
         tokenizer: Tokenizer or processor.
-        ids: Completion tokens, end of turn included or not.
-        prefix: Prompt tokens; needed where the generation prompt already opens a think block.
-        tools: Schemas or functions; arguments that the format writes as bare text get the types they ask for.
+        ids: Completion tokens, with or without the end-of-turn token.
+        prefix: Prompt tokens. Required if the generation prompt opens a think block.
+        tools: Schemas or functions. Arguments that the format writes as bare text are converted to the types in the schema.
 
     Returns:
-        The message, a `ParsedMessage` where there is a format; every call is
+        The message; a `ParsedMessage` if there is a format. Every call is
         ``{"type": "function", "function": {"name": str, "arguments": dict}}``.
     """
     tokenizer = inner_tokenizer(tokenizer)
@@ -444,10 +442,10 @@ def parse_response(
 
 
 def _own_parser(tokenizer: Tokenizer, text: str, prefix: str, tools: Any) -> dict[str, Any]:
-    """The response template that the checkpoint ships, through transformers."""
+    """Parse with the checkpoint's response template, through transformers."""
     read = tokenizer.parse_response(text, prefix=prefix, tools=list(tools) if tools else None)
     if not isinstance(read, dict):
-        raise ValueError(f"the tokenizer's response template gave {type(read).__name__} instead of a message")
+        raise ValueError(f"the tokenizer's response template returned {type(read).__name__} instead of a message")
     message = _message(read, parameter_schemas(tools))
     if isinstance(message["content"], str) and tokenizer.eos_token:
         message["content"] = message["content"].removesuffix(tokenizer.eos_token)

@@ -1,4 +1,4 @@
-"""Which rows come when, and on which process: prompts in online training, and evaluation sets."""
+"""Samplers: the order of prompts in online training, and each rank's share of an evaluation set."""
 
 from __future__ import annotations
 
@@ -23,32 +23,32 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-LARGE_TAIL = 0.05  # A dropped share of the rows above this is worth a warning.
+LARGE_TAIL = 0.05  # Warn if a larger share of the rows is dropped.
 
 
 def _check_counts(**counts: int) -> None:
     for name, value in counts.items():
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ConfigError(f"{name}={value!r} must be an integer of at least 1, or nothing would ever be emitted.")
+            raise ConfigError(f"{name}={value!r} must be an integer of at least 1; otherwise no index is yielded.")
 
 
 class RepeatSampler(Sampler[int]):
-    """Cuts a permutation into chunks and emits each ``repeat_count`` times, every index ``mini_repeat_count`` times.
+    """Split a permutation into chunks; yield each ``repeat_count`` times, and every index ``mini_repeat_count`` times.
 
-    The incomplete last chunk is dropped. Pass e yields the e-th permutation of one seeded stream, so a resumed run goes
-    on with the order that an uninterrupted one would have had.
+    The incomplete last chunk is dropped. Epoch e uses the e-th permutation of one seeded stream, so a resumed run continues with
+    the same order as an uninterrupted run.
 
     Args:
-        data_source: Anything with a length n.
-        mini_repeat_count: How often an index stands in a row (the group size).
-        batch_size: Indices of a chunk (the prompts of one generation).
-        repeat_count: How often a chunk is emitted.
-        shuffle: False keeps 0..n-1.
-        seed: None is a fixed default, not chance: two samplers without a seed agree.
+        data_source: Object with a length n.
+        mini_repeat_count: Number of consecutive repetitions of an index (the group size).
+        batch_size: Number of indices per chunk (the prompts of one generation batch).
+        repeat_count: Number of repetitions of a chunk.
+        shuffle: False keeps the order 0..n-1.
+        seed: Seed of the permutations. None is a fixed default seed, so two samplers without a seed agree.
 
     Raises:
-        ConfigError: A count below 1.
-        DataError: Fewer rows than one chunk, which would train nothing.
+        ConfigError: A count is below 1.
+        DataError: The dataset has fewer rows than one chunk, so nothing would be trained.
 
     >>> list(RepeatSampler(range(5), mini_repeat_count=3, batch_size=2, repeat_count=1, shuffle=False))
     [0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3]
@@ -68,7 +68,7 @@ class RepeatSampler(Sampler[int]):
         self.mini_repeat_count, self.batch_size, self.repeat_count = mini_repeat_count, batch_size, repeat_count
         self.shuffle, self.seed = shuffle, seed
         self._epoch = 0
-        self._drawn = 0  # Permutations taken from the stream so far; `_state` is the generator right after them.
+        self._drawn = 0  # Number of permutations sampled so far. `_state` is the generator's state after the last one.
         self._state: torch.Tensor | None = None
         self._check_size()
 
@@ -76,27 +76,27 @@ class RepeatSampler(Sampler[int]):
         n, chunk, group = self.num_samples, self.batch_size, self.mini_repeat_count
         if n < chunk:
             raise DataError(
-                f"the dataset has {n} rows, fewer than the {chunk} of one chunk: nothing would be sampled. One "
-                f"generation batch of {chunk * group} rows holds {chunk} prompts, {group} times each, so at least "
-                f"{chunk} prompts are needed. Add prompts, lower generation_batch_size (or steps_per_generation), "
+                f"the dataset has {n} rows, fewer than the {chunk} of one chunk, so nothing would be sampled. One "
+                f"generation batch of {chunk * group} rows holds {chunk} prompts, {group} times each. Fix: give at least "
+                f"{chunk} prompts, lower generation_batch_size (or steps_per_generation), "
                 "or raise num_generations."
             )
         dropped = n % chunk
         if dropped:
             level = logging.WARNING if dropped > LARGE_TAIL * n else logging.INFO
             logger.log(
-                level, "%d of %d rows (%.1f %%) do not fill a last chunk of %d and are skipped in each pass.",
+                level, "%d of %d rows (%.1f %%) do not fill a last chunk of %d and are skipped in each epoch.",
                 dropped, n, 100 * dropped / n, chunk,
             )  # fmt: skip
 
     def set_epoch(self, epoch: int) -> None:
-        """The next pass is number ``epoch``, counted from 0."""
+        """Set the epoch of the next iteration, counted from 0."""
         if epoch < 0:
             raise ConfigError(f"epoch={epoch} must be 0 or more.")
         self._epoch = epoch
 
     def _permutation(self, epoch: int) -> list[int]:
-        """The ``epoch``-th permutation of the stream; going forward draws only what is new."""
+        """Return the ``epoch``-th permutation of the stream. Later epochs continue from the stored generator state."""
         if not self.shuffle:
             return list(range(self.num_samples))
         generator = torch.Generator()
@@ -142,22 +142,22 @@ def _repeat_chunk(
 def repeat_iterable_dataset(
     dataset: AnyDataset, mini_repeat_count: int, batch_size: int = 1, repeat_count: int = 1
 ) -> Any:
-    """The order of an unshuffled `RepeatSampler` over a stream; the incomplete last chunk is dropped, columns are kept.
+    """Yield a stream in the order of an unshuffled `RepeatSampler`. The incomplete last chunk is dropped; columns are kept.
 
-    Repeated records are deep copies, so changing one leaves the others alone. ``set_epoch`` reaches a shuffle upstream.
-    Needs ``dispatch_batches=False`` and no loader workers, which would interleave groups.
+    Repeated records are deep copies, so changing one does not change the others. ``set_epoch`` reaches an upstream shuffle.
+    Requires ``dispatch_batches=False`` and no data loader workers, which would interleave groups.
 
     Args:
         dataset: An ``IterableDataset``.
-        mini_repeat_count: How often a record stands in a row (the group size).
-        batch_size: Records of a chunk.
-        repeat_count: How often a chunk is emitted.
+        mini_repeat_count: Number of consecutive repetitions of a record (the group size).
+        batch_size: Number of records per chunk.
+        repeat_count: Number of repetitions of a chunk.
 
     Returns:
         A lazy ``IterableDataset``.
 
     Raises:
-        ConfigError: A count below 1.
+        ConfigError: A count is below 1.
     """
     settings = {"mini_repeat_count": mini_repeat_count, "batch_size": batch_size, "repeat_count": repeat_count}
     _check_counts(**settings)
@@ -166,17 +166,17 @@ def repeat_iterable_dataset(
 
 @dataclass(frozen=True)
 class Deal:
-    """How a process takes its part of an evaluation set: of every ``size * world`` rows ``size`` consecutive ones.
+    """Rows of an evaluation set that one rank evaluates: ``size`` consecutive rows of every ``size * world`` rows.
 
-    The rows of the last round are split evenly, group by group. So no row comes twice, and all processes have equally many
-    batches, of which some may be empty.
+    The rows of the last round are split evenly, group by group. No row is duplicated, and all ranks have the same number of
+    batches, some of which may be empty.
 
     Attributes:
-        size: Rows of a batch.
-        world: Processes.
-        rank: This one.
-        group: Consecutive rows that are compared with each other.
-        drop_last: Leave a last round out that is not full.
+        size: Number of rows per batch.
+        world: Number of ranks.
+        rank: Index of this rank.
+        group: Number of consecutive rows that are compared with each other.
+        drop_last: Drop an incomplete last round.
 
     >>> [list(Deal(2, 2, rank).parts("abcde")) for rank in (0, 1)]
     [[['a', 'b'], ['e']], [['c', 'd'], []]]
@@ -189,7 +189,7 @@ class Deal:
     drop_last: bool = False
 
     def parts(self, items: Iterable[Any]) -> Iterator[list[Any]]:
-        """The batches of ``rank``."""
+        """Yield the batches of ``rank``."""
         iterator, whole = iter(items), self.size * self.world
         while len(rows := list(itertools.islice(iterator, whole))) == whole:
             yield rows[self.rank * self.size : (self.rank + 1) * self.size]
@@ -200,11 +200,11 @@ class Deal:
 
 
 class DealtStream(IterableDataset):
-    """A stream as the batches of one process, lists of rows; every process reads all of it.
+    """Stream of one rank's batches (lists of rows). Every rank reads the whole stream.
 
     Args:
-        stream: Anything that yields rows, the same ones on every process.
-        deal: Which of them are this process's.
+        stream: Iterable of rows, identical on every rank.
+        deal: Selects the rows of this rank.
     """
 
     def __init__(self, stream: Any, deal: Deal) -> None:
@@ -214,12 +214,12 @@ class DealtStream(IterableDataset):
         return self.deal.parts(self.stream)
 
 
-LOOKED_AT = 20_000  # Rows whose lengths are read; of a longer set as many, spread over it.
+LOOKED_AT = 20_000  # Maximum number of rows whose lengths are read, spread evenly over the dataset.
 STREAMED = 64
 
 
 def longest_examples(dataset: AnyDataset, count: int, id_columns: Collection[str] = TOKENIZED) -> list[dict[str, Any]]:
-    """By tokens where rows are tokenised (``id_columns`` are read), by characters where not; of a stream, of its first 64."""
+    """Return the longest rows: by tokens if tokenized (``id_columns``), else by characters. Only 64 rows of a stream are read."""
     if isinstance(dataset, datasets.IterableDataset) or not isinstance(dataset, Sized):
         drawn = list(itertools.islice(dataset, STREAMED))
         ids = [{k: v for k, v in row.items() if k in id_columns} or row for row in drawn]
@@ -235,7 +235,7 @@ def longest_examples(dataset: AnyDataset, count: int, id_columns: Collection[str
 
 
 def weight(example: Any) -> int:
-    """Tokens or characters in a value, whatever holds them.
+    """Count the tokens or characters in a nested value.
 
     >>> weight({"input_ids": [1, 2, 3]}), weight({"messages": [{"role": "user", "content": "Hello"}]})
     (3, 9)
@@ -250,11 +250,11 @@ def weight(example: Any) -> int:
 
 
 def check_prompts(dataset: AnyDataset, name: str, tokenizer: Tokenizer) -> list[dict[str, Any]]:
-    """Refuse a dataset without usable prompts; returns its first rows.
+    """Check that a dataset has usable prompts, and return its first rows.
 
     Raises:
-        DataError: No rows, no ``prompt`` column, a prompt without any token, or strings mixed with message lists.
-        ModelError: Conversational prompts and a tokenizer without a chat template.
+        DataError: There are no rows, no ``prompt`` column, a prompt without tokens, or strings mixed with message lists.
+        ModelError: Prompts are conversational and the tokenizer has no chat template.
     """
     head = list(itertools.islice(dataset, 2))
     if not head:
@@ -269,7 +269,7 @@ def check_prompts(dataset: AnyDataset, name: str, tokenizer: Tokenizer) -> list[
         _check_prompt(row["prompt"], index, name, chat, tokenizer)
     if chat and not tokenizer.chat_template:
         raise ModelError(
-            f"{name} is conversational (prompts are lists of messages), but the tokenizer has no chat template. Set "
+            f"{name} is conversational (prompts are lists of messages), but the tokenizer has no chat template. Fix: set "
             "tokenizer.chat_template, use an instruction-tuned checkpoint, or give prompts as strings."
         )
     return head
@@ -278,20 +278,20 @@ def check_prompts(dataset: AnyDataset, name: str, tokenizer: Tokenizer) -> list[
 def _check_prompt(prompt: Any, index: int, name: str, chat: bool, tokenizer: Tokenizer) -> None:
     if isinstance(prompt, list) != chat:
         raise DataError(
-            f"{name} row {index}: the prompt is a {type(prompt).__name__} and in row 0 it is a "
-            f"{'list of messages' if chat else 'str'}. Give all rows the same kind."
+            f"{name} row {index}: the prompt is a {type(prompt).__name__}, but in row 0 it is a "
+            f"{'list of messages' if chat else 'str'}. Fix: use the same kind in all rows."
         )
     if not prompt and (chat or not encode(tokenizer, [prompt], special=True)[0]):
         what = "an empty list of messages" if chat else "empty"
         raise DataError(
             f"{name} row {index}, column 'prompt': it is {what}"
-            f"{'' if chat else ', and the tokenizer begins no text with a token'}. "
-            f"Give it at least one {'message' if chat else 'character'}."
+            f"{'' if chat else ', and the tokenizer adds no bos token'}. "
+            f"Fix: give it at least one {'message' if chat else 'character'}."
         )
 
 
 def with_lengths(dataset: AnyDataset, name: str) -> Any:
-    """For samplers that want rows of like length: with a column ``name`` of lengths, where no ``input_ids`` tells them."""
+    """Add a column ``name`` of lengths for length-grouped samplers, unless the dataset has it or ``input_ids``."""
     known = known_columns(dataset)
     if {name, "input_ids"} & set(known):
         return dataset
@@ -300,16 +300,16 @@ def with_lengths(dataset: AnyDataset, name: str) -> Any:
     return dataset.add_column(name, lengths) if lengths else dataset
 
 
-Origin = tuple[int, int]  # Pass over the data, and place in that pass.
+Origin = tuple[int, int]  # Epoch, and position in that epoch.
 
 
 class PromptStream:
-    """Endless prompts of a dataset in an order of their own, the same on every rank, that a checkpoint can continue.
+    """Endless stream of prompts with its own order, which is the same on every rank and resumable from a checkpoint.
 
     Args:
-        dataset: Map-style, or a stream.
-        seed: Of the order; every pass over the data has another one.
-        shuffle: Whether the order is a random one.
+        dataset: Map-style dataset or stream.
+        seed: Seed of the order. Every epoch has a different order.
+        shuffle: Whether to shuffle.
 
     >>> stream = PromptStream(datasets.Dataset.from_list([{"prompt": c} for c in "abc"]), seed=0)
     >>> sorted(row["prompt"] for row in stream.take(3)), stream.state()
@@ -320,28 +320,28 @@ class PromptStream:
         self.dataset, self.seed, self.shuffle = dataset, seed, shuffle
         self.passes = self.position = 0
         self._rows: Iterator[dict[str, Any]] | None = None
-        # Pass, and the order of its rows.
+        # Epoch, and the order of its rows.
         self._ordered: tuple[int, list[int]] | None = None
 
     def take(self, count: int) -> list[dict[str, Any]]:
-        """The next ``count`` rows."""
+        """Return the next ``count`` rows."""
         return [self.next()[1] for _ in range(count)]
 
     def next(self) -> tuple[Origin, dict[str, Any]]:
-        """The next row, and where it stands."""
+        """Return the origin of the next row, and the row."""
         if self._rows is None:
             self._rows = self._rest_of_pass()
         row = next(self._rows, None)
         if row is None:
             if self.position == 0:
-                raise DataError("the dataset of prompts is empty: there is nothing to generate from.")
+                raise DataError("the dataset of prompts is empty, so there is nothing to generate from.")
             self.passes, self.position, self._rows = self.passes + 1, 0, None
             return self.next()
         self.position += 1
         return (self.passes, self.position - 1), row
 
     def at(self, origin: Origin) -> dict[str, Any]:
-        """The row of a map-style dataset that came, or comes, at this place."""
+        """Return the row of a map-style dataset at an origin."""
         passes, position = origin
         return self.dataset[self._order(passes)[position]]
 
@@ -363,9 +363,9 @@ class PromptStream:
         return self._ordered[1]
 
     def state(self) -> dict[str, int]:
-        """Where it stands."""
+        """Return the epoch and position of the next row."""
         return {"passes": self.passes, "position": self.position}
 
     def load(self, state: dict[str, int]) -> None:
-        """Undo `state`."""
+        """Restore a `state`."""
         self.passes, self.position, self._rows = state["passes"], state["position"], None

@@ -1,4 +1,4 @@
-"""Datasets of supervised fine-tuning: rows as ids and labels, rendered row by row and tokenised in two calls a batch."""
+"""Prepare datasets for supervised fine-tuning: render rows and tokenize them into ids and labels, in two calls per batch."""
 
 from __future__ import annotations
 
@@ -61,27 +61,27 @@ COUNTERS = (
     "_truncated", "_cut_tokens", "_diverged", "_half_lost", "_no_end", "_double_bos", "_nested_none", "_trained_tokens",
     "_tokens",
 )  # fmt: skip
-# Why a row trains nothing.
-CUT = "cut at max_length before their first trained token"
+# Reasons why a row trains nothing.
+CUT = "truncated at max_length before their first trained token"
 EMPTY = "empty"
 EMPTY_COMPLETION = "with an empty completion"
-NO_ASSISTANT = "without a turn of the assistant"
+NO_ASSISTANT = "without an assistant turn"
 MASKED = "without a trained token"
 
 
 @dataclass(frozen=True)
 class SupervisedOptions:
-    """How rows become ids and labels; hashable by value, so that the dataset's fingerprint is stable from run to run.
+    """Options for tokenizing SFT rows. Hashable by value, so that the dataset's fingerprint is stable between runs.
 
     Attributes:
         dataset_text_field: Column of plain text.
-        completion_only_loss: Train the completion alone; None where rows have one.
-        assistant_only_loss: Train what the assistant says.
-        max_length: Tokens a row may have; None never cuts.
+        completion_only_loss: Train only the completion. None: if rows have one.
+        assistant_only_loss: Train only assistant turns.
+        max_length: Maximum number of tokens per row. None: never truncate.
         truncation_mode: ``keep_start`` or ``keep_end``.
         packing: Strategy of `pack_dataset`, or None.
-        chat_template: Used for tokenising instead of the tokenizer's own: the same text, with the assistant's words marked.
-        allow_untrained_stop: Go on when ``assistant_only_loss`` trains no token that ends a turn.
+        chat_template: Template for tokenizing instead of the tokenizer's own. Renders the same text and marks assistant turns.
+        allow_untrained_stop: Allow ``assistant_only_loss`` to train no end-of-turn token.
     """
 
     dataset_text_field: str = "text"
@@ -95,13 +95,13 @@ class SupervisedOptions:
 
     @property
     def cut(self) -> int | None:
-        """Tokens to cut rows to; strategies that split long rows get them whole."""
+        """Number of tokens that rows are truncated to. None for packing strategies that split long rows."""
         return None if self.packing in ("bfd_split", "wrapped") else self.max_length
 
 
 @dataclass(slots=True)
 class _Plan:
-    """One row between rendering and tokenising."""
+    """Row between rendering and tokenizing."""
 
     text: str | None = None
     head: str | None = None
@@ -109,18 +109,18 @@ class _Plan:
     ids: list[int] | None = None
     mask: list[int] | None = None
     nested_none: bool = False
-    nothing: str = ""  # Why the row itself has nothing to train.
+    nothing: str = ""  # Why the row has nothing to train.
 
     @property
     def texts(self) -> list[str]:
-        """What is to be tokenised."""
+        """Texts to tokenize."""
         return [text for text in (self.text, self.head) if text is not None]
 
 
 def label_batch(
     batch: dict[str, list], indices: list[int], tokenizer: Tokenizer, options: SupervisedOptions
 ) -> dict[str, list]:
-    """``input_ids``, ``labels`` (the token, or -100 where it is not trained) and counters for the report."""
+    """Compute ``input_ids``, ``labels`` (the token id, or -100 if it is not trained) and counters for the report."""
     rows, plans = [], []
     for index, example in given_rows(batch, indices):
         none = sorted(set(batch) - {ROW, *example})
@@ -148,12 +148,12 @@ def _plan(row: dict[str, Any], tokenizer: Tokenizer, options: SupervisedOptions)
     text = row.get(options.dataset_text_field)
     if text is None:
         raise DataError(
-            f"found none of input_ids, messages, prompt with completion, or {options.dataset_text_field!r} (a string); its "
-            f"columns are {sorted(row)}. Set dataset_text_field, or rename the columns."
+            f"found none of input_ids, messages, prompt with completion, or {options.dataset_text_field!r} (a string). The "
+            f"row has columns {sorted(row)}. Fix: set dataset_text_field, or rename the columns."
         )
     if not isinstance(text, str):
         raise DataError(
-            f"column {options.dataset_text_field!r} must be a string, and it is {type(text).__name__}: {str(text)[:80]!r}."
+            f"column {options.dataset_text_field!r} must be a string, not {type(text).__name__}: {str(text)[:80]!r}."
         )
     return _Plan(text=text, plain=True, nothing="" if text else EMPTY)
 
@@ -171,8 +171,8 @@ def _given(row: dict[str, Any], options: SupervisedOptions, vocabulary: int) -> 
     wrong = next((i for i, label in enumerate(row.get("labels", ())) if label not in (IGNORED, ids[i])), None)
     if wrong is not None:
         raise DataError(
-            f"column 'labels' has {row['labels'][wrong]} at position {wrong}, where the token is {ids[wrong]}: a label is its "
-            f"token, or {IGNORED} where nothing is learnt. Labels are not shifted."
+            f"column 'labels' has {row['labels'][wrong]} at position {wrong}, where the token is {ids[wrong]}. A label equals "
+            f"its token, or {IGNORED} for tokens that are not trained. Labels are not shifted."
         )
     return _Plan(ids=ids, mask=mask, nothing="" if ids else EMPTY)
 
@@ -180,7 +180,7 @@ def _given(row: dict[str, Any], options: SupervisedOptions, vocabulary: int) -> 
 def _conversation(row: dict[str, Any], messages: Any, tokenizer: Tokenizer, options: SupervisedOptions) -> _Plan:
     if not is_messages(messages):
         raise DataError(
-            f"column 'messages' must be a list of messages with a role and content, and it is {str(messages)[:80]!r}."
+            f"column 'messages' must be a list of messages with a role and content, not {str(messages)[:80]!r}."
         )
     kwargs = template_arguments(row)
     spoken = any(isinstance(m, dict) and m.get("role") == "assistant" for m in messages)
@@ -199,13 +199,13 @@ def _prompt_completion(row: dict[str, Any], tokenizer: Tokenizer, options: Super
         return _Plan(ids=[], mask=[], nothing=EMPTY_COMPLETION)
     if prompt == []:
         raise DataError(
-            "column 'prompt' is an empty list: a completion of messages follows at least one. Fix: leave the row out, or "
-            "give the whole conversation as 'messages' with assistant_only_loss=True."
+            "column 'prompt' is an empty list, but a completion of messages needs at least one prompt message. Fix: remove the "
+            "row, or give the whole conversation as 'messages' with assistant_only_loss=True."
         )
     chat = is_messages(prompt)
     if not all(isinstance(value, list if chat else str) for value in (prompt, completion)):
         raise DataError(
-            "prompt and completion must both be strings or both be lists of messages, and they are "
+            "prompt and completion must both be strings or both be lists of messages, but they are "
             f"{type(prompt).__name__} and {type(completion).__name__}: {str(prompt)[:60]!r} and {str(completion)[:60]!r}."
         )
     if not chat:
@@ -224,7 +224,7 @@ def _labelled(
     options: SupervisedOptions,
     ends: set[int],
 ) -> dict[str, Any]:
-    """Columns of a tokenised row: one bos, one eos, the prompt masked where the tokens part, cut to length."""
+    """Build the columns of a tokenized row: one bos, one eos, the common prefix with the prompt masked, truncated."""
     ids, head, double_bos = plan.ids or [], [], False
     if plan.text is not None:
         ids, *texts = texts
@@ -238,7 +238,7 @@ def _labelled(
             open_end(head, plan.head or "", tokenizer),
         )
     mask = [1] * len(ids) if plan.mask is None else plan.mask
-    # A tokenizer may merge over the boundary, and a template may render the prompt differently.
+    # The tokenizer may merge tokens across the boundary, and the template may render the prompt differently.
     boundary = common_prefix(head, ids)
     if options.completion_only_loss is not False:
         mask = [0] * boundary + mask[boundary:]
@@ -251,7 +251,7 @@ def _labelled(
     trained = len(labels) - labels.count(IGNORED)
     ids, labels = (ids[kept], labels[kept]) if cut else (ids, labels)
     left = len(labels) - labels.count(IGNORED)
-    learnt = left - (labels[:1] not in ([], [IGNORED]))  # Nothing predicts a row's first token.
+    learnt = left - (labels[:1] not in ([], [IGNORED]))  # No token predicts a row's first token.
     counts = (cut, trained - left, diverged > 0, diverged > len(head) / 2, no_end, double_bos, plan.nested_none, learnt)
     return {
         "input_ids": ids,
@@ -263,26 +263,26 @@ def _labelled(
 
 
 DEFAULTS = SupervisedOptions()
-# More rows than this that lose half of their prompt at the boundary: the template is not understood.
+# Maximum share of rows that lose half of their prompt at the boundary. Above it, the boundary is not reliable.
 DIVERGED_MOST = 0.5
 
 
 LOSSES = ("PT-K116", "PT-K119", "PT-K111")
-PEEKED = 32  # Rows that the template is tried on.
-SHOWN = 200  # Characters of a row in a message.
+PEEKED = 32  # Number of rows on which the template is tested.
+SHOWN = 200  # Maximum number of characters of a row in a message.
 HINT = "Check completion_only_loss, assistant_only_loss, max_length and the masks; posttrain inspect shows the rows."
 
 
 def with_training_template(options: SupervisedOptions, tokenizer: Tokenizer) -> SupervisedOptions:
-    """Options that tokenise with a template that marks the assistant's words, where it is needed and the own one does not.
+    """Return options with a chat template that marks assistant turns, if it is needed and the tokenizer's own has no markers.
 
-    It is for tokenising alone: what is saved with the model stays its own template.
+    The template is used only for tokenizing. The tokenizer saved with the model keeps its own template.
     """
     if not options.assistant_only_loss or has_generation_markers(tokenizer.chat_template):
         return options
     with suppress(
         DataError
-    ):  # That a template refuses this message is no reason to; that it is no Jinja is told first.
+    ):  # Ignore that the template rejects this message, but raise first if it is not valid Jinja.
         render(tokenizer, [{"role": "user", "content": "q"}])
     return replace(options, chat_template=get_training_chat_template(tokenizer))
 
@@ -297,23 +297,23 @@ def prepare_sft_dataset(
     num_proc: int | None = None,
     seed: int = 42,
 ) -> tuple[Any, PreparationReport]:
-    """Tokenise a dataset for supervised fine-tuning and say what that did to it.
+    """Tokenize a dataset for supervised fine-tuning, and log what was truncated or dropped.
 
     Args:
-        dataset: ``Dataset`` or ``IterableDataset``; one that was packed before comes back as it is.
-        tokenizer: With a chat template where rows are conversational.
+        dataset: ``Dataset`` or ``IterableDataset``. A packed dataset is returned unchanged.
+        tokenizer: Tokenizer, with a chat template if rows are conversational.
         options: See `SupervisedOptions`.
-        name: Of the set, for messages.
-        formatting_func: Makes one text of a row; its other columns are dropped.
-        num_proc: Processes.
-        seed: Of the packed rows' order.
+        name: Name of the dataset in messages.
+        formatting_func: Turns a row into one text; the row's columns are dropped.
+        num_proc: Number of processes.
+        seed: Seed for shuffling packed rows.
 
     Returns:
         The dataset with columns ``input_ids`` and ``labels`` (and ``seq_lengths`` if packed), and a report (counted for
         map-style datasets).
 
     Raises:
-        DataError: A row that cannot be tokenised, options that contradict the rows, or no row left, with the reasons.
+        DataError: A row cannot be tokenized, options contradict the rows, or no row is left. The error lists the reasons.
     """
     first = first_row(dataset, name, images=formatting_func is not None)
     if LENGTHS in first:
@@ -330,7 +330,7 @@ def prepare_sft_dataset(
         dataset = dataset.map(_format, with_indices=True, remove_columns=columns, fn_kwargs=arguments, **extra)
         columns = [options.dataset_text_field]
     elif formatting_func is not None:
-        logger.warning("the %s rows are tokenised already: formatting_func is ignored.", name)
+        logger.warning("the %s rows are already tokenized, so formatting_func is ignored.", name)
     fixed = {"tokenizer": tokenizer, "options": options}
     about: dict[str, Any] = {"drop": columns, "counters": COUNTERS, "notes": ["_tail"], "num_proc": num_proc}
     mapped, counts, kept, report = tokenized(dataset, name, label_batch, fixed, hint=HINT, **about)
@@ -341,7 +341,7 @@ def prepare_sft_dataset(
         if options.packing == "bfd_split":
             kept = _split(kept, options.max_length, report, extra)
         kept = pack_dataset(kept, options.max_length, options.packing, map_kwargs=extra, seed=seed)
-        if options.packing == "wrapped":  # It cuts anywhere: a row may hold nothing but the middle of a prompt.
+        if options.packing == "wrapped":  # It splits at any position, so a row may contain only the middle of a prompt.
             kept = kept.filter(_trains_something, batched=True, input_columns=["labels"], **extra)
     return kept, report
 
@@ -349,27 +349,27 @@ def prepare_sft_dataset(
 def _tell_form(
     first: dict[str, Any], name: str, options: SupervisedOptions, formatting: Callable[[dict], str] | None
 ) -> None:
-    """Warn of rows that hold several forms of a text, of which `_plan` reads one."""
+    """Warn if rows contain several forms of a text, because `_plan` reads only one."""
     forms = [("input_ids",), ("messages",), ("prompt", "completion"), (options.dataset_text_field,)]
     if is_conversational_from_value(first):
         forms.insert(1, ("conversations",))
     used, *others = [form for form in forms if all(first.get(column) is not None for column in form)] or [()]
     if others and (used == ("input_ids",) or formatting is None):
         logger.warning(
-            "%s dataset: rows have %s and %s. Only %s is trained, the rest is not read. Fix: remove the other columns.",
+            "%s dataset: rows have %s and %s. Only %s is trained; the rest is ignored. Fix: remove the other columns.",
             name, " + ".join(used), ", ".join(" + ".join(form) for form in others), " + ".join(used),
         )  # fmt: skip
 
 
 def _split(kept: Any, size: int, report: PreparationReport, extra: dict[str, Any]) -> Any:
-    """Long documents in pieces, without those that train nothing; how many these are is told."""
+    """Split long documents into pieces, drop pieces without trained tokens, and log how many were dropped."""
     pieces = split_trained(kept, size, extra)
     if isinstance(kept, datasets.Dataset):
         lengths = pc.list_value_length(kept.select_columns("input_ids").with_format("arrow")[:]["input_ids"])
         report.untrained_pieces = int((-(-np.asarray(lengths) // size)).sum()) - len(pieces)
         if report.untrained_pieces:
             logger.info(
-                "%s dataset: %d pieces of split rows train no token and are left out.",
+                "%s dataset: %d pieces of split rows train no token and are dropped.",
                 report.name,
                 report.untrained_pieces,
             )
@@ -377,22 +377,22 @@ def _split(kept: Any, size: int, report: PreparationReport, extra: dict[str, Any
 
 
 def check_prepared(dataset: AnyDataset, name: str, vocabulary: int) -> None:
-    """Refuse rows that skipped preparation and would silently train on everything.
+    """Reject rows that skipped preparation and would silently train every token, or none.
 
     Args:
-        dataset: With ids and labels.
-        name: Of the set, for messages.
-        vocabulary: Tokens of the tokenizer.
+        dataset: Dataset with ids and labels.
+        name: Name of the dataset in messages.
+        vocabulary: Number of tokens in the tokenizer's vocabulary.
 
     Raises:
-        DataError: No ``input_ids``, mask columns without ``labels``, or ids that are none of this vocabulary.
+        DataError: There are no ``input_ids``, mask columns without ``labels``, ids outside the vocabulary, or no trained token.
     """
     first_row(dataset, name)
     columns = get_dataset_column_names(dataset)
     masks = sorted({"assistant_masks", "completion_mask"} & set(columns))
     if "input_ids" not in columns or (masks and "labels" not in columns):
         why = f"columns {masks} but no labels, so every token would be trained" if masks else f"columns {columns}"
-        raise DataError(f"skip_prepare_dataset is set and the {name} rows have {why}. Add input_ids and labels.")
+        raise DataError(f"skip_prepare_dataset is set, but the {name} rows have {why}. Fix: add input_ids and labels.")
     seen = []
     for index, row in enumerate(islice(dataset, PEEKED)):
         with naming(f"{name} row {index}"):
@@ -400,8 +400,8 @@ def check_prepared(dataset: AnyDataset, name: str, vocabulary: int) -> None:
         seen += _trains_something([row["labels"]]) if "labels" in columns else [True]
     if seen and not any(seen):
         raise DataError(
-            f"skip_prepare_dataset is set and none of the first {len(seen)} {name} rows trains a token: their labels are all "
-            f"{IGNORED}, so the loss would be 0. Labels are token ids at the positions to learn; they are not shifted."
+            f"skip_prepare_dataset is set, but none of the first {len(seen)} {name} rows trains a token: all labels are "
+            f"{IGNORED}, so the loss would be 0. Fix: set labels to the token ids at trained positions, without shifting them."
         )
 
 
@@ -415,21 +415,23 @@ def _format(example: dict[str, Any], index: int, function: Callable[[dict], str]
         text = function(example)
     except Exception as error:
         raise DataError(
-            f"row {index}: formatting_func raised {type(error).__name__}: {error}. The row's columns are {sorted(example)}."
+            f"row {index}: formatting_func raised {type(error).__name__}: {error}. The row has columns {sorted(example)}."
         ) from error
     if not isinstance(text, str):
-        raise DataError(f"row {index}: formatting_func must return one string a row, and it returned {text!r:.80}.")
+        raise DataError(f"row {index}: formatting_func must return one string per row, but it returned {text!r:.80}.")
     return {column: text}
 
 
 def _check_options(dataset: AnyDataset, first: dict, name: str, options: SupervisedOptions, formatting: Any) -> None:
     if options.completion_only_loss and formatting is not None:
-        raise DataError("completion_only_loss=True with formatting_func: formatted rows have no prompt. Leave one out.")
+        raise DataError(
+            "completion_only_loss=True does not work with formatting_func: formatted rows have no prompt. Fix: remove one."
+        )
     parted = ("prompt" in first and "completion" in first) or "completion_mask" in first or "labels" in first
     if options.completion_only_loss and not parted:
         raise DataError(
-            f"completion_only_loss=True, but the {name} rows have no completion (columns {sorted(first)}): everything would "
-            "be trained. Give prompt and completion columns, or a completion_mask."
+            f"completion_only_loss=True, but the {name} rows have no completion (columns {sorted(first)}), so every token would "
+            "be trained. Fix: give prompt and completion columns, or a completion_mask."
         )
     if "messages" in first and not first["messages"]:
         raise DataError(f"{name} row 0, column 'messages': it is empty. Every conversation needs at least one message.")
@@ -438,7 +440,7 @@ def _check_options(dataset: AnyDataset, first: dict, name: str, options: Supervi
         chat = describe_dataset(dataset)["format"] == "conversational"
     if options.assistant_only_loss and not chat:
         raise DataError(
-            f"assistant_only_loss=True needs conversational rows, and the {name} rows have columns {sorted(first)} without "
+            f"assistant_only_loss=True needs conversational rows, but the {name} rows have columns {sorted(first)} without "
             "messages."
         )
 
@@ -446,7 +448,7 @@ def _check_options(dataset: AnyDataset, first: dict, name: str, options: Supervi
 def _tell(
     report: PreparationReport, mapped: Any, counts: dict[str, Any], options: SupervisedOptions, tokenizer: Tokenizer
 ) -> None:
-    """One warning a kind, with numbers."""
+    """Log one warning per kind of problem, with counts."""
     name, n = report.name, report.rows_in
     logger.info(
         "%s dataset: %d of %d tokens are trained (%.1f %%).",
@@ -454,40 +456,40 @@ def _tell(
     )  # fmt: skip
     if report.truncated:
         logger.warning(
-            "%s dataset: %d of %d rows were cut at max_length=%s and lost %d trained tokens (%.1f %% of all).",
+            "%s dataset: %d of %d rows were truncated to max_length=%s and lost %d trained tokens (%.1f %% of all).",
             name, report.truncated, n, options.max_length, report.cut_tokens,
             100 * report.cut_tokens / max(1, counts["_trained_tokens"].sum() + report.cut_tokens),
         )  # fmt: skip
     if report.double_bos:
         row = int(counts["_double_bos"].argmax())
         logger.warning(
-            "%s dataset: %d of %d texts began with the bos token already; one was kept. Row %d is now %r.",
+            "%s dataset: %d of %d texts already began with the bos token; one was kept. Row %d is now %r.",
             name, report.double_bos, n, row, tokenizer.decode(mapped[row]["input_ids"])[:SHOWN],
         )  # fmt: skip
     if report.nested_none:
         logger.warning(
-            "%s dataset: %d of %d rows held None inside tool schemas, tool calls or content blocks, as Arrow fills in keys that "
-            "other rows have. They were left out, so that the chat template does not print them.",
+            "%s dataset: %d of %d rows had None inside tool schemas, tool calls or content blocks, because Arrow adds keys that "
+            "other rows have. They were removed, so that the chat template does not print them.",
             name, report.nested_none, n,
         )  # fmt: skip
     if report.diverged:
         tails = read_columns(mapped, ["_tail"])["_tail"]
         _tell_divergence(report, int(counts["_half_lost"].sum()), next(filter(None, tails)))
     if report.no_end == report.rows_out:
-        message = f"{name} dataset: no row trains a token that ends a turn, so the model would never learn to stop"
+        message = f"{name} dataset: no row trains an end-of-turn token, so the model would not learn to stop"
         if options.assistant_only_loss and not options.allow_untrained_stop:
             raise DataError(
-                f"{message}. The chat template ends the turn outside of what it marks as the assistant's; use another "
-                "(chat_template_path), or set allow_untrained_stop=True."
+                f"{message}. The chat template writes the end-of-turn token outside the part that it marks as the assistant's. "
+                "Fix: use another template (chat_template_path), or set allow_untrained_stop=True."
             )
         logger.warning("%s.", message)
 
 
 def _check_rendering(dataset: AnyDataset, tokenizer: Tokenizer, options: SupervisedOptions, name: str) -> None:
-    """Refuse what the chat template would leave out of the first rows, and what it would write twice."""
+    """Reject first rows if the chat template omits parts of them or writes bos twice."""
     template = options.chat_template or tokenizer.chat_template
     if not template:
-        return  # Conversational rows without a template are refused by number when they are rendered.
+        return  # Rendering raises an error for conversational rows without a template.
     rows = [strip_none(maybe_convert_to_chatml(row)) for row in first_rows(dataset, PEEKED)]
     report = check_template(with_template(tokenizer, template), rows, turns=False, limit=PEEKED)
     report.findings = [finding for finding in report.findings if finding.code in LOSSES]
@@ -500,29 +502,29 @@ def _check_rendering(dataset: AnyDataset, tokenizer: Tokenizer, options: Supervi
 def _tell_divergence(report: PreparationReport, lost: int, tail: str) -> None:
     if lost > DIVERGED_MOST * report.rows_in:
         raise DataError(
-            f"{report.name} dataset: in {lost} of {report.rows_in} rows more than half of the prompt tokenises differently once "
-            f"its completion follows (for example {tail[:200]!r}), so prompt and completion cannot be told apart. Give rows as "
-            "messages with assistant_only_loss=True, or another chat template."
+            f"{report.name} dataset: in {lost} of {report.rows_in} rows more than half of the prompt tokenizes differently when "
+            f"its completion follows (for example {tail[:200]!r}), so prompt and completion cannot be separated. Fix: give rows "
+            "as messages with assistant_only_loss=True, or use another chat template."
         )
     logger.warning(
-        "%s dataset: in %d of %d rows the end of the prompt (for example %r) tokenises differently once its completion "
-        "follows; the boundary is where the tokens part.",
+        "%s dataset: in %d of %d rows the end of the prompt (for example %r) tokenizes differently when its completion "
+        "follows. The prompt ends at the first token that differs.",
         report.name, report.diverged, report.rows_in, tail[-80:],
     )  # fmt: skip
 
 
 def document_rows(examples: Iterable[dict[str, Any]]) -> list[Row]:
-    """Tokenised examples as rows without a shared prompt; packed examples come apart into their documents.
+    """Convert tokenized examples to rows without a shared prompt. Packed examples are split into their documents.
 
     Raises:
-        DataError: A label that is neither its token nor -100, by the number of its example.
+        DataError: A label is neither its token nor -100. The error names the example.
     """
     rows = []
     for index, example in enumerate(examples):
         ids = example["input_ids"]
         labels = example.get("labels") or ids
         if any(label not in (IGNORED, token) for token, label in zip(ids, labels, strict=True)):
-            raise DataError(f"row {index}: a label is neither its token nor {IGNORED}; labels are not shifted.")
+            raise DataError(f"row {index}: a label is neither its token nor {IGNORED}. Labels are not shifted.")
         start = 0
         for length in example.get(LENGTHS) or [len(ids)]:
             mask = [int(label != IGNORED) for label in labels[start : start + length]]

@@ -1,4 +1,4 @@
-"""Chat templates for training: families known by what they render, a template's abilities, and what it does to rows."""
+"""Training chat templates: families recognized by their renderings, capabilities of a template, and its effects on rows."""
 
 from __future__ import annotations
 
@@ -40,17 +40,17 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, eq=False)
 class Probe:
-    """A conversation to render.
+    """Test conversation for a chat template.
 
     Attributes:
-        name: What it shows.
-        messages: The conversation.
-        ask: With the generation prompt.
-        tools: Offered tools.
+        name: Name of what the probe tests.
+        messages: Messages of the conversation.
+        ask: Render with the generation prompt.
+        tools: Tools passed to the template.
         kwargs: Further arguments of the template.
-        shown: What a rendering must contain; a template that drops it has nothing to compare.
-        history: An assistant turn precedes the last one.
-        required: A template that refuses this one cannot be recognised at all.
+        shown: Words that the rendering must contain. A template that omits them is not compared on this probe.
+        history: True if an assistant turn precedes the last one.
+        required: A template that rejects this probe cannot be recognized at all.
     """
 
     name: str
@@ -63,7 +63,7 @@ class Probe:
     required: bool = False
 
     def is_shown(self, text: str) -> bool:
-        """Whether a rendering contains what was said, as text and not as a printed list of blocks."""
+        """Return whether a rendering contains the expected words as text, not as a printed list of blocks."""
         as_text = '"type": "text"' not in text and "'type': 'text'" not in text
         return as_text and all(word in text for word in self.shown)
 
@@ -72,7 +72,7 @@ FOLDER = Path(__file__).parent / "chat_templates"
 PROBES = tuple(Probe(**probe) for probe in json.loads((FOLDER / "probes.json").read_text(encoding="utf-8")))
 TWO_TURNS = next(probe.messages for probe in PROBES if probe.name == "two turns")
 TOOL_CALL = next(i for i, probe in enumerate(PROBES) if probe.name == "a tool call")
-SENTINEL = "zq7 setting zq8"  # Stands for a setting while its place in the rendering is found.
+SENTINEL = "zq7 setting zq8"  # Placeholder that locates a setting in the rendering.
 THINK_BLOCK = re.compile(r"<think>\n.*?\n</think>\n\n", re.DOTALL)
 GLM_MARKERS = ("<|user|>", "<|observation|>")
 
@@ -82,27 +82,27 @@ def _exact(ours: str, theirs: str, history: bool) -> bool:
 
 
 def _qwen3(ours: str, theirs: str, history: bool) -> bool:
-    """The published template leaves the think block of earlier turns out; ours always writes it."""
+    """Compare without think blocks in earlier turns: the published template omits them, the training template keeps them."""
     return ours == theirs or (history and THINK_BLOCK.sub("", ours) == THINK_BLOCK.sub("", theirs))
 
 
 def _glm(ours: str, theirs: str, history: bool) -> bool:
-    """Ours closes a final assistant turn with the marker that opens the next one."""
+    """Compare up to a final marker: the training template closes the last assistant turn with the next turn's marker."""
     return ours == theirs or any(ours == theirs + marker for marker in GLM_MARKERS)
 
 
 @dataclass(frozen=True)
 class Family:
-    """A wire format with a training template of ours.
+    """Wire format with a training template in this package.
 
     Attributes:
-        name: As users know it.
-        file: The template, without its ending, in ``chat_templates``.
-        setting: A variable of the template whose value is the checkpoint's own (its default system text, the date it
-            states) and is read from the tokenizer's template.
-        fixed: Variables of the template that make this family out of a file that several share.
-        same: Whether our rendering and the published one say the same; the third argument tells that the conversation
-            has an assistant turn before its last.
+        name: Common name of the family.
+        file: File name of the template in ``chat_templates``, without extension.
+        setting: Template variable with a value of the checkpoint's own (its default system text, or the date it states), which
+            is read from the tokenizer's template.
+        fixed: Values of template variables that select this family in a file that several families share.
+        same: Whether the training rendering and the published rendering are equivalent. The third argument is True if an
+            assistant turn precedes the last one.
     """
 
     name: str
@@ -112,7 +112,7 @@ class Family:
     same: Callable[[str, str, bool], bool] = _exact
 
 
-# Simple formats first: one whose template ignores tools agrees with everything that ignores them in the same way.
+# Simple formats first, because a template that ignores tools matches every format that ignores them in the same way.
 FAMILIES = (
     Family("ChatML", "chatml", "default_system"),
     Family("Qwen2.5", "qwen2_5", "default_system"),
@@ -139,7 +139,7 @@ FAMILIES = (
 
 
 def training_template(family: Family, settings: dict[str, str] | None = None) -> str:
-    """The family's training template, with the checkpoint's own settings written into it."""
+    """Return the family's training template with the checkpoint's settings written into it."""
     text = (FOLDER / f"{family.file}.jinja").read_text(encoding="utf-8")
     lines = [
         f"{{%- if {name} is not defined -%}}{{%- set {name} = {json.dumps(value, ensure_ascii=False)} -%}}{{%- endif -%}}\n"
@@ -160,23 +160,23 @@ def _rendered(tokenizer: Tokenizer, template: str, probe: Probe, **settings: str
             **settings,
         )
     except Exception:
-        return None  # A template refuses what its format has no words for.
+        return None  # The template rejects something that its format cannot express.
 
 
 def _setting(family: Family, tokenizer: Tokenizer, theirs: list[str | None]) -> dict[str, str]:
-    """Read the checkpoint's own value of the family's setting out of the rendering of the first probe."""
+    """Extract the checkpoint's value of the family's setting from its rendering of the first probe."""
     text = training_template(family)
     if family.setting is None or theirs[0] is None or _rendered(tokenizer, text, PROBES[0]) == theirs[0]:
         return {}
     marked = _rendered(tokenizer, text, PROBES[0], **{family.setting: SENTINEL})
     before, _, after = (marked or "").partition(SENTINEL)
-    # What is read here from a template of another family is nonsense, and the probes that follow disagree.
+    # For a template of another family, the extracted value is meaningless and later probes differ.
     return {family.setting: theirs[0][len(before) : len(theirs[0]) - len(after)]}
 
 
 @dataclass(frozen=True)
 class Match:
-    """How well a family fits a template: how many probes agree, and the first that does not (ours, theirs)."""
+    """Result of comparing a family with a template: number of matching probes, and the first difference (ours, theirs)."""
 
     family: Family
     template: str
@@ -185,7 +185,7 @@ class Match:
 
     @property
     def exact(self) -> bool:
-        """Whether every probe that could be compared agrees."""
+        """True if every comparable probe matches."""
         return self.difference is None and self.agreed > 0
 
 
@@ -196,7 +196,7 @@ def _match(family: Family, tokenizer: Tokenizer, theirs: list[str | None]) -> Ma
         if said is None or not probe.is_shown(said):
             if probe.required:
                 return Match(family, template, agreed, (probe.name, "", said or "(refused)"))
-            continue  # What the published template drops or refuses cannot be compared.
+            continue  # Content that the published template omits or rejects cannot be compared.
         ours = _rendered(tokenizer, template, probe)
         if ours is not None and family.same(ours, said, probe.history):
             agreed += 1
@@ -206,9 +206,9 @@ def _match(family: Family, tokenizer: Tokenizer, theirs: list[str | None]) -> Ma
 
 
 def best_match(tokenizer: Tokenizer, template: str) -> Match:
-    """The first family that agrees on every probe, else the one that agrees on most."""
+    """Return the first family that matches on every probe, else the one that matches on most."""
     theirs = [_rendered(tokenizer, template, probe) for probe in PROBES]
-    if theirs[TOOL_CALL] is None:  # Templates that concatenate arguments take them as a JSON string.
+    if theirs[TOOL_CALL] is None:  # Templates that concatenate arguments expect them as a JSON string.
         theirs = [
             _rendered(tokenizer, template, replace(probe, messages=json_arguments(probe.messages))) for probe in PROBES
         ]
@@ -221,7 +221,7 @@ def best_match(tokenizer: Tokenizer, template: str) -> Match:
 
 
 def _trained(tokenizer: Tokenizer, messages: list[dict[str, Any]]) -> list[int]:
-    """Tokens that the assistant says; none where they cannot be found."""
+    """Return the assistant's tokens; an empty list if they cannot be located."""
     try:
         ids, mask = assistant_mask(tokenizer, messages)
     except Exception:
@@ -237,7 +237,7 @@ DIALOGUE = (
 
 
 def _structured(processing_class: Tokenizer, messages: list[dict[str, Any]], image: Any = None) -> list[dict[str, Any]]:
-    """Messages as a processor takes them: content as blocks; ``image`` opens the first."""
+    """Return messages in the processor's form, with content as blocks. ``image`` becomes the first block."""
     if inner_tokenizer(processing_class) is processing_class:
         return messages
     blocks = [message | {"content": [{"type": "text", "text": message["content"]}]} for message in messages]
@@ -247,18 +247,18 @@ def _structured(processing_class: Tokenizer, messages: list[dict[str, Any]], ima
 
 
 def _holds_for_dialogue(holds: Callable[[list[dict[str, Any]]], bool]) -> bool:
-    """Ask about `DIALOGUE`, with arguments as JSON text where a template concatenates strings; False where it refuses both."""
+    """Evaluate a predicate on `DIALOGUE`, with arguments as JSON text if the template needs that; False if it rejects both."""
     try:
         try:
             return holds(list(DIALOGUE))
         except TypeError:
             return holds(json_arguments(DIALOGUE))
     except Exception:
-        return False  # A template that refuses the conversation has no words for tools.
+        return False  # A template that rejects the conversation does not support tools.
 
 
 def supports_tool_calling(processing_class: Tokenizer) -> bool:
-    """Whether the chat template shows a tool call and its result: name, argument key, argument value and result."""
+    """Return whether the chat template renders a tool call (name, argument key and value) and its result."""
     template = template_text(processing_class)
     if not template:
         return False
@@ -272,10 +272,10 @@ def supports_tool_calling(processing_class: Tokenizer) -> bool:
 
 
 def is_chat_template_prefix_preserving(processing_class: Tokenizer) -> bool:
-    """Whether the tokens of a tool call stay the same once the tool's result follows.
+    """Return whether the tokens of a tool call stay the same when the tool's result follows.
 
-    Multi-turn training with tools builds its sequences by concatenation: what the model wrote must not change when the
-    conversation goes on.
+    Multi-turn training with tools builds its sequences by concatenation, so the tokens of earlier turns must not change when the
+    conversation continues.
     """
     template = template_text(processing_class)
     if not template:
@@ -299,13 +299,13 @@ def is_chat_template_prefix_preserving(processing_class: Tokenizer) -> bool:
 
 
 def is_chat_template_stop_token_trained(processing_class: Tokenizer, chat_template: str | None = None) -> bool:
-    """Whether the last thing trained in an assistant turn is a token of the added vocabulary, such as ``<|im_end|>``.
+    """Return whether the last trained token of an assistant turn is in the added vocabulary, such as ``<|im_end|>``.
 
-    A model trained on turns without it never learns to stop.
+    A model trained on turns without an end token does not learn to stop.
 
     Args:
-        processing_class: Tokenizer or processor; images are not probed.
-        chat_template: Looked at instead of the tokenizer's own.
+        processing_class: Tokenizer or processor. Images are not tested.
+        chat_template: Template to check instead of the tokenizer's own.
     """
     tokenizer = with_template(processing_class, chat_template or template_text(processing_class))
     trained = _trained(tokenizer, TWO_TURNS[:3])
@@ -317,26 +317,27 @@ def is_chat_template_stop_token_trained(processing_class: Tokenizer, chat_templa
 def get_training_chat_template(
     processing_class: Tokenizer | None = None, tokenizer: Tokenizer | None = None
 ) -> str | None:
-    """The chat template to train with, or None when the tokenizer's own needs no change.
+    """Return the chat template to train with, or None if the tokenizer's own template needs no change.
 
-    Nothing needs changing where the template marks what the assistant says and, if it knows tools, a conversation stays a
-    prefix of what follows it; or where it has no markers and belongs to no known family, but the assistant's words can be
-    found from rendered offsets (`posttrain.data.chat.assistant_mask` does that without touching the template).
+    No change is needed in two cases. Either the template marks assistant turns and, if it supports tools, a conversation stays a
+    prefix of its continuation. Or it has no markers and belongs to no known family, but assistant turns can be located from
+    rendered offsets (`posttrain.data.chat.assistant_mask` does that with the template unchanged).
 
-    A training template renders as the published one does, except that reasoning is never left out of earlier turns and
-    that the token which ends a turn always stands in the assistant's span.
+    A training template renders like the published one, with two exceptions: it never omits reasoning of earlier turns, and the
+    end-of-turn token is always inside the assistant's span.
 
     Args:
         processing_class: Tokenizer or processor.
-        tokenizer: Deprecated name of the same argument.
+        tokenizer: Deprecated name of ``processing_class``.
 
     Raises:
-        ArgumentTypeError: Neither or both arguments. ModelError: No template, or one that belongs to no known family and
-            whose assistant turns cannot be found; the nearest family and the first difference are named.
+        ArgumentTypeError: Neither or both arguments are given.
+        ModelError: There is no template, or it belongs to no known family and its assistant turns cannot be located. The error
+            names the nearest family and the first difference.
     """
     if (processing_class is None) == (tokenizer is None):
         raise ArgumentTypeError(
-            f"get_training_chat_template takes one tokenizer or processor as processing_class, and got "
+            f"get_training_chat_template takes one tokenizer or processor as processing_class, but got "
             f"{'neither argument' if tokenizer is None else 'processing_class and its old name tokenizer together'}."
         )
     if tokenizer is not None:
@@ -345,7 +346,7 @@ def get_training_chat_template(
     template = template_text(processing_class)
     if not template:
         raise ModelError(
-            "the tokenizer has no chat template, so none can be made ready for training. Set chat_template."
+            "the tokenizer has no chat template to derive a training template from. Fix: set chat_template."
         )
     marked = has_generation_markers(template)
     tools_fit = not supports_tool_calling(processing_class) or is_chat_template_prefix_preserving(processing_class)
@@ -356,9 +357,9 @@ def get_training_chat_template(
         return match.template
     shadow = with_template(processing_class, template)
     said = shadow.decode(_trained(shadow, TWO_TURNS)) if not marked and tools_fit else ""
-    # Offsets alone may find both assistant turns of a conversation, their ends included.
+    # Offsets alone may locate both assistant turns of a conversation, including their end tokens.
     if said and all((m["content"] in said) == (m["role"] == "assistant") for m in TWO_TURNS):
-        logger.info("chat template of no known family: what the assistant says is found from rendered offsets")
+        logger.info("chat template of no known family: assistant turns are located from rendered offsets")
         return None
     raise ModelError(_unknown(match, marked, tools_fit))
 
@@ -367,24 +368,24 @@ def _unknown(match: Match, marked: bool, tools_fit: bool) -> str:
     assert match.difference is not None
     probe, ours, theirs = match.difference
     at = common_prefix(ours, theirs)
-    lacks = [] if tools_fit else ["a conversation with a tool call changes once the tool's result follows"]
+    lacks = [] if tools_fit else ["the tokens of a tool call change when the tool's result follows"]
     if not marked:
-        lacks.append("it has no {% generation %} markers and its assistant turns cannot be found by rendering")
+        lacks.append("it has no {% generation %} markers and its assistant turns cannot be located by rendering")
     return (
-        f"the chat template cannot be trained with as it is: {'; '.join(lacks)}. It belongs to no family known here. "
-        f"Nearest is {match.family.name} ({match.agreed} of {len(PROBES)} probes agree); on {probe!r} it renders "
-        f"{theirs[max(0, at - 20) : at + 40]!r} where that family renders {ours[max(0, at - 20) : at + 40]!r}. Mark what the "
-        "assistant says with {% generation %} in the template, or give a template file (chat_template_path)."
+        f"the chat template cannot be used for training: {'; '.join(lacks)}. It belongs to no known family. The nearest "
+        f"is {match.family.name} ({match.agreed} of {len(PROBES)} probes match); for {probe!r} it renders "
+        f"{theirs[max(0, at - 20) : at + 40]!r} where that family renders {ours[max(0, at - 20) : at + 40]!r}. Fix: mark "
+        "assistant turns with {% generation %} in the template, or give a template file (chat_template_path)."
     )
 
 
 @dataclass
 class TemplateReport:
-    """What a chat template does to the first rows of a dataset.
+    """Effects of a chat template on the first rows of a dataset.
 
     Attributes:
-        rows: Conversational rows that were looked at.
-        findings: What is wrong, worst first.
+        rows: Number of conversational rows checked.
+        findings: Problems found, most severe first.
     """
 
     rows: int = 0
@@ -392,18 +393,18 @@ class TemplateReport:
 
     @property
     def fatal(self) -> list[Finding]:
-        """The findings that make training silently wrong."""
+        """Findings that make training silently wrong."""
         return [finding for finding in self.findings if finding.severity == "error"]
 
     def raise_fatal(self) -> None:
-        """Raise `ModelError` with every fatal finding, if there is one."""
+        """Raise `ModelError` with all fatal findings, if there are any."""
         if self.fatal:
-            raise ModelError("the chat template cannot be trained with:\n" + _listed(self.fatal))
+            raise ModelError("the chat template cannot be used for training:\n" + _listed(self.fatal))
 
     def __str__(self) -> str:
         if not self.findings:
-            return f"chat template: {self.rows} rows looked at, nothing found"
-        return f"chat template, {self.rows} rows looked at:\n" + _listed(self.findings)
+            return f"chat template: {self.rows} rows checked, no problems found"
+        return f"chat template, {self.rows} rows checked:\n" + _listed(self.findings)
 
 
 def _listed(findings: list[Finding]) -> str:
@@ -411,69 +412,69 @@ def _listed(findings: list[Finding]) -> str:
 
 
 Severity = Literal["info", "warning", "error"]
-# Code: how bad it is (where only what the assistant says is trained, else), what was seen, why it matters, how to fix it.
+# Code: severity with assistant-only loss, severity otherwise, what was found, why it matters, how to fix it.
 PROBLEMS: dict[str, tuple[Severity, Severity, str, str, str]] = {
     "PT-K111": (
         "error",
         "error",
         "rendered conversations begin with two bos tokens",
-        "A model has never seen two.",
-        "Take one out of the template.",
+        "Models are trained on texts with one bos token.",
+        "Remove one from the template.",
     ),
     "PT-K116": (
         "error",
         "error",
         "reasoning of trained turns is missing from the rendering",
-        "It would never be learnt.",
+        "It would not be trained.",
         "Use the template of get_training_chat_template, or name the field as the template does (reasoning_content).",
     ),
     "PT-K119": (
         "error",
         "error",
         "tool calls are missing from the rendering",
-        "The turns that call tools would be trained as if they said nothing.",
+        "The turns that call tools would be trained as empty turns.",
         "Use a chat template that renders tool calls (chat_template_path).",
     ),
     "PT-K114": (
         "error",
         "warning",
-        "what the assistant says cannot be found",
-        "Training on the assistant's turns alone would train nothing or the wrong tokens.",
+        "assistant turns cannot be located",
+        "With assistant-only loss, nothing or the wrong tokens would be trained.",
         "Use the template of get_training_chat_template, or mark the turns with {% generation %}.",
     ),
     "PT-K118": (
         "error",
         "warning",
-        "the token that ends an assistant turn is outside what is marked as the assistant's",
-        "Trained on the assistant's turns alone, the model would never learn to stop.",
+        "the end-of-turn token is outside the part that is marked as the assistant's",
+        "With assistant-only loss, the model would not learn to stop.",
         "Close {% generation %} after the end-of-turn token, or use the template of get_training_chat_template.",
     ),
     "PT-K117": (
         "warning",
         "info",
         "the first trained token is not the first token after the generation prompt",
-        "The model is trained to write what the prompt already holds, or not trained on how an answer begins.",
+        "The model is trained to write tokens that the prompt already contains, or not trained on the start of an answer.",
         "Put the role header before {% generation %} and everything after it inside.",
     ),
     "PT-K115": (
         "warning",
         "warning",
-        "the prompt's tokens change once the answer follows",
-        "What is trained differs from what the model sees when it generates.",
+        "the prompt's tokens change when the answer follows",
+        "The trained tokens differ from those that the model reads during generation.",
         "Use the template of get_training_chat_template, or one whose generation prompt opens every answer.",
     ),
     "PT-K112": (
         "warning",
         "warning",
-        "the tokenizer begins plain text with bos, and the template does not write it",
+        "the tokenizer begins plain text with bos, but the template does not write it",
         "Most models answer worse without it.",
         "Begin the template with {{ bos_token }}.",
     ),
     "PT-K113": (
         "warning",
         "warning",
-        "the tokenizer's eos token is not the one that ends an assistant turn",
-        "Generation would not stop where training ends.",
+        "the tokenizer's eos token is not the token that ends an assistant turn",
+        "Generation would not stop at the token that training ends with.",
         "Set eos_token to the end-of-turn token, or list both in generation_config.eos_token_id.",
     ),
 }
@@ -482,20 +483,20 @@ PROBLEMS: dict[str, tuple[Severity, Severity, str, str, str]] = {
 def check_template(
     processing_class: Tokenizer, rows: Iterable, *, assistant_only: bool = False, turns: bool = True, limit: int = 32
 ) -> TemplateReport:
-    """Look at what the chat template does to the first conversational rows: boundaries, marks, special tokens, losses.
+    """Check a chat template on the first conversational rows: boundaries, markers, special tokens, omitted content.
 
     Args:
         processing_class: Tokenizer or processor.
-        rows: Dataset rows with ``messages``, or ``prompt`` with ``completion`` or ``chosen``; others are passed over.
-        assistant_only: Only what the assistant says is trained, so marks that fail are fatal.
-        turns: Also where turns begin and end; False: only what the rendering lacks, and how it begins.
-        limit: How many rows are looked at.
+        rows: Dataset rows with ``messages``, or ``prompt`` with ``completion`` or ``chosen``; other rows are skipped.
+        assistant_only: Only assistant turns are trained, so markers that fail are fatal.
+        turns: Also check where turns begin and end. False: check only omitted content and how the rendering begins.
+        limit: Maximum number of rows to check.
 
     Returns:
-        The report; call `TemplateReport.raise_fatal` on it.
+        The report. Call `TemplateReport.raise_fatal` on it.
 
     Raises:
-        DataError: The template refuses a row; the message has its index.
+        DataError: The template rejects a row. The error names its index.
     """
     tokenizer = with_template(processing_class, template_text(processing_class))
     seen: dict[str, list[int]] = {}
@@ -522,7 +523,7 @@ def _finding(code: str, rows: list[int], assistant_only: bool) -> Finding:
 
 
 def _conversation(row: dict[str, Any]) -> tuple[list[dict[str, Any]], int, dict[str, Any]] | None:
-    """Messages of a row, where the trained ones begin, and arguments of the template."""
+    """Return the messages of a row, the index of the first trained message, and the template arguments."""
     answer = row.get("completion") or row.get("chosen") or []
     prompt = row.get("messages") or row.get("prompt") or []
     if not (is_messages(prompt or answer) and (not answer or is_messages(answer))):
@@ -536,7 +537,7 @@ def _row_problems(
     ids_of = cache(lambda text: encode(tokenizer, [text], special=False)[0])
 
     @cache
-    def begun(count: int, asks: bool) -> str:  # Boundaries are asked for more than once.
+    def begun(count: int, asks: bool) -> str:  # Cached, because boundaries are requested several times.
         return render(tokenizer, messages[:count], add_generation_prompt=asks, **kwargs)
 
     def rendered(part: list[dict[str, Any]], add_generation_prompt: bool = False, **_: object) -> str:
@@ -565,7 +566,7 @@ def _row_problems(
 
 
 def _losses(text: str, messages: list[dict[str, Any]]) -> set[str]:
-    """What trained turns hold and the rendering does not."""
+    """Return the codes of content in trained turns that the rendering omits."""
     codes = set()
     for message in messages:
         if message["role"] != "assistant":

@@ -1,8 +1,8 @@
-"""Tries of token sequences: what several sequences begin with is one run of tokens, at every depth.
+"""Prefix trees of token sequences: common prefixes are stored once, at every depth.
 
-A token is a completion's of at most one sequence. A prompt may run through another row's completion (the next turn of an
-episode begins with the turn before it), and prompts may share a beginning (a system prompt); two completions never share a
-token, because each trains it with numbers of its own, even where their ids agree.
+Each token belongs to the completion of at most one sequence. A prompt may run through another row's completion (the next turn
+of an episode begins with the previous turn), and prompts may share a prefix (a system prompt). Two completions never share a
+token, even if their ids agree, because each trains the token with its own values.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from typing import Any
 
 from posttrain.types import Row
 
-# Tokens that rows must at least have in common: for fewer, one more part of attention costs more than what is shared.
+# Minimum number of common tokens for joining rows. For fewer, an additional attention segment costs more than sharing saves.
 SHARED_LEAST = 16
-# Share of a long trie's tokens that may be its prompt again. Memory grows with the tokens of a pass, and so does time: at a
-# prompt of 400 and 8 answers of 1,024 tokens, three passes hold a third of the activations for 9 % more tokens.
+# Maximum share of a long tree's tokens that repeated prompts may add. Memory and time grow with the tokens of a pass. With a
+# prompt of 400 tokens and 8 answers of 1,024 tokens, three passes hold a third of the activations for 9 % more tokens.
 REPEATED_MOST = 0.1
 
 
 @dataclass(slots=True)
 class Member:
-    """A completion of a row.
+    """One completion of a row.
 
     Attributes:
-        row: Its row.
-        number: Of the row, among those that are collated.
-        index: Of the completion in its row.
+        row: Row of the completion.
+        number: Index of the row among the collated rows.
+        index: Index of the completion in its row.
         origin: Index in the flat list of completions.
     """
 
@@ -39,23 +39,23 @@ class Member:
 
     @property
     def ids(self) -> list[int]:
-        """Its tokens."""
+        """Token ids of the completion."""
         return self.row.completions[self.index]
 
 
 @dataclass(slots=True)
 class Node:
-    """A run of tokens of one prompt or one completion.
+    """Run of tokens from one prompt or one completion.
 
     Attributes:
-        ids: Its tokens.
-        row: The row whose prompt it is of.
-        member: The completion it is of; None: of the prompt.
-        start: Index of its first token in the prompt or completion.
-        children: What follows it; where a completion was cut by a prompt that runs through it, its own rest stands first, so
-            that its tokens stay side by side.
+        ids: Token ids of the run.
+        row: Row that the run belongs to.
+        member: Completion that the run belongs to. None: the run belongs to a prompt.
+        start: Index of the first token in the prompt or completion.
+        children: Nodes that continue the run. If a prompt split a completion, the rest of the completion is the first child,
+            so that its tokens stay adjacent.
         empty: Completions without tokens that end here.
-        trained: Whether it is a prompt that is trained too: once, with the row's first completion.
+        trained: True for a prompt that is trained. It is trained once, with the row's first completion.
     """
 
     ids: list[int]
@@ -67,20 +67,20 @@ class Node:
     trained: bool = False
 
     def cut(self, length: int) -> None:
-        """Keep the first ``length`` tokens; the others become a child that has the present children."""
+        """Keep the first ``length`` tokens and move the rest, with the current children, into a new child."""
         rest = Node(self.ids[length:], self.row, self.member, self.start + length, self.children, self.empty)
         self.ids, self.children, self.empty = self.ids[:length], [rest], []
 
 
 @dataclass(slots=True)
 class Tree:
-    """One trie: a root with all that follows it.
+    """Prefix tree: a root and its descendants.
 
     Attributes:
-        root: Its first run.
-        size: Tokens, each counted once.
-        longest: Tokens of its longest sequence.
-        members: The completions that it holds.
+        root: First run of tokens.
+        size: Number of tokens, each counted once.
+        longest: Number of tokens of the longest sequence.
+        members: Completions in the tree.
     """
 
     root: Node
@@ -90,21 +90,22 @@ class Tree:
 
 
 def grow(members: Sequence[Member], *, most: int, joined: int, comfortable: int = 0) -> list[Tree]:
-    """Tries of the completions of several rows.
+    """Build prefix trees of the completions of several rows.
 
     Args:
-        members: In the order of rows; those of a row side by side.
-        most: Tokens of a trie that one row may make; what is more becomes tries of its own, with the prompt repeated.
-        joined: Tokens up to which rows are put into one trie; 0: every row is alone.
-        comfortable: Tokens of a trie from which on it is split too where that is cheap, see `REPEATED_MOST`; 0: never.
+        members: Completions in the order of rows; the completions of a row are adjacent.
+        most: Maximum number of tokens of a tree from one row. The remaining completions get trees of their own, with the
+            prompt repeated.
+        joined: Maximum number of tokens of a tree that several rows share; 0: every row has its own trees.
+        comfortable: Number of tokens above which a tree is also split if that is cheap, see `REPEATED_MOST`; 0: never.
     """
     trees: list[Tree] = []
     beginnings: dict[tuple[int, ...], list[Tree]] = {}
-    # Short prompts first: one that runs through another row's completion finds it there.
+    # Short prompts first: a prompt that runs through another row's completion then finds it in a tree.
     for row in sorted(_by_row(members), key=lambda row: len(row[0].row.prompt_ids)):
         first = row[0].row
         begins = tuple(first.prompt_ids[:SHARED_LEAST])
-        # What trains its prompt, or comes with inputs that only its model understands, is computed by itself.
+        # Rows that train their prompt or carry model_kwargs get trees of their own.
         apart = not joined or len(begins) < SHARED_LEAST or first.prompt_mask is not None or bool(first.model_kwargs)
         if apart or not any(_join(tree, row, joined) for tree in beginnings.get(begins, ())):
             for part in _parts(row, min(most, _cheap_split(row, comfortable))):
@@ -115,7 +116,7 @@ def grow(members: Sequence[Member], *, most: int, joined: int, comfortable: int 
 
 
 def alone(members: Sequence[Member]) -> list[Tree]:
-    """One sequence a tree."""
+    """Build one tree per sequence."""
     return [_plant([member]) for member in members]
 
 
@@ -128,19 +129,22 @@ def _by_row(members: Sequence[Member]) -> Iterator[list[Member]]:
 
 
 def _cheap_split(row: list[Member], comfortable: int) -> int:
-    """Tokens of a trie if a row is split into as many as `REPEATED_MOST` allows, none below ``comfortable`` tokens."""
+    """Return the maximum tree size that splits a row into up to the number of trees that `REPEATED_MOST` allows.
+
+    Each tree has on average at least ``comfortable`` tokens of answers.
+    """
     prompt, answers = len(row[0].row.prompt_ids), [len(member.ids) for member in row]
     size = prompt + sum(answers)
     if not comfortable or size <= comfortable:
         return size
     repeats = int(REPEATED_MOST * size / max(prompt, 1))
     parts = min(repeats + 1, max(sum(answers) // comfortable, 1), len(row))
-    # Answers are not cut, so that even parts may be longer than their mean by an answer.
+    # Answers are not split, so the largest of even parts may exceed their mean by an answer.
     return size if parts == 1 else prompt + -(-sum(answers) // parts) + max(answers) // 2
 
 
 def _parts(row: list[Member], most: int) -> Iterator[list[Member]]:
-    """Completions of a row that make one trie each."""
+    """Yield groups of a row's completions, one tree each."""
     start, prompt = 0, len(row[0].row.prompt_ids)
     size = prompt + len(row[0].ids)
     for stop in range(1, len(row) + 1):
@@ -160,7 +164,7 @@ def _plant(members: list[Member]) -> Tree:
 
 
 def _hang(tree: Tree, node: Node, members: list[Member]) -> None:
-    """Completions below the last token of their prompt."""
+    """Attach completions below the last token of their prompt."""
     tree.members += members
     for member in members:
         if member.ids:
@@ -172,7 +176,7 @@ def _hang(tree: Tree, node: Node, members: list[Member]) -> None:
 
 
 def _join(tree: Tree, members: list[Member], most: int) -> bool:
-    """Let a row into a trie, where it shares enough and both fit ``most`` tokens."""
+    """Add a row to a tree if it shares enough tokens and the result has at most ``most`` tokens; return whether it was added."""
     row, answers = members[0].row, sum(len(member.ids) for member in members)
     prompt, depth, node = row.prompt_ids, 0, tree.root
     shared = _shared(node, row, 0)
@@ -201,7 +205,7 @@ def _join(tree: Tree, members: list[Member], most: int) -> bool:
 
 
 def _shared(node: Node, row: Row, depth: int) -> int:
-    """How many tokens of a node are those of a prompt from ``depth`` on."""
+    """Count the leading tokens of a node that match a prompt from ``depth`` on."""
     prompt, ids = row.prompt_ids, node.ids
     most = min(len(ids), len(prompt) - depth, *(_first_picture(one, row, depth) for one in (node, row)))
     if ids[:most] == prompt[depth : depth + most]:
@@ -210,7 +214,7 @@ def _shared(node: Node, row: Row, depth: int) -> int:
 
 
 def _first_picture(one: Node | Row, row: Row, depth: int) -> int:
-    """Tokens of a run before its first picture: what follows is shared by equal prompts alone, see `share_prompts`."""
+    """Return the number of tokens before a run's first image. Only equal prompts share later tokens, see `share_prompts`."""
     if isinstance(one, Row):
         starts = [picture.start - depth for picture in (one.pictures or [()])[0]]
     else:
@@ -220,7 +224,7 @@ def _first_picture(one: Node | Row, row: Row, depth: int) -> int:
 
 
 def pictures_of(node: Node) -> list[tuple[int, Any]]:
-    """Pictures that begin in a node, each with the index of its first placeholder in the node."""
+    """Return the images that begin in a node, each with the index of its first placeholder in the node."""
     if not node.row.pictures:
         return []
     placed = node.row.pictures[0 if node.member is None else node.member.index + 1]

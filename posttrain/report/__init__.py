@@ -1,1 +1,1 @@
-"""The run record on disk and what is made from it."""
+"""Run records on disk, and reports made from them."""

@@ -1,4 +1,4 @@
-"""The model card: a README that says what a model is, how it was trained, and how to use it."""
+"""Model card: a README that describes a model, its training and its use."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 PURPOSE = "the model card"
 
 TEMPLATE = TEMPLATES / "card.md.jinja"
-# Those with a quick start.
+# Tasks with a quick start.
 TASKS = ("text-generation", "text-classification")
 
 
@@ -54,29 +54,29 @@ def generate_model_card(
     task: str = "text-generation",
     chat: bool = True,
 ) -> ModelCard:
-    """Write the card of a trained model.
+    """Generate the card of a trained model.
 
     Args:
-        model_name: Its title.
-        trainer_name: The method: SFT, DPO, ...
-        base_model: Hub id it was trained from; None where that is not on the hub.
-        hub_model_id: Hub id under which it can be loaded; None: ``model_name`` stands in the quick start.
-        dataset_name: Hub ids or names of what it was trained on.
-        tags: Added to the metadata, after ``generated_from_trainer``.
-        wandb_url: Page of the run on Weights & Biases, where there is one.
-        trackio_url: The same on Trackio.
-        comet_url: The same on Comet.
-        paper_title: Of the paper that introduced the method.
-        paper_id: Its id on arXiv.
-        trainer_citation: BibTeX of that paper.
-        task: ``text-generation``, ``text-classification`` (a reward model).
-        chat: Whether the quick start of a generating model sends messages or plain text.
+        model_name: Title of the card.
+        trainer_name: Name of the method: SFT, DPO, ...
+        base_model: Hub id of the model that training started from; None if it is not on the Hub.
+        hub_model_id: Hub id of the trained model; None: the quick start uses ``model_name``.
+        dataset_name: Hub ids or names of the training datasets.
+        tags: Tags to add to the metadata, after ``generated_from_trainer``.
+        wandb_url: URL of the run on Weights & Biases, if there is one.
+        trackio_url: URL of the run on Trackio, if there is one.
+        comet_url: URL of the run on Comet, if there is one.
+        paper_title: Title of the paper that introduced the method.
+        paper_id: arXiv id of that paper.
+        trainer_citation: BibTeX entry of that paper.
+        task: ``text-generation``, or ``text-classification`` (a reward model).
+        chat: Whether the quick start of a generative model uses messages or plain text.
 
     Returns:
-        The card; ``str(card)`` is its text and ``card.save(path)`` writes it.
+        The card. ``str(card)`` is its text, and ``card.save(path)`` writes it.
 
     Raises:
-        ConfigError: An unknown ``task``.
+        ConfigError: The ``task`` is unknown.
     """
     from huggingface_hub import ModelCard, ModelCardData
 
@@ -113,16 +113,16 @@ def create_model_card(
     dataset_name: str | list[str] | None = None,
     tags: str | Iterable[str] | None = None,
 ) -> None:
-    """Write ``<output_dir>/README.md`` for a trainer's model; only the main process does.
+    """Write ``<output_dir>/README.md`` for a trainer's model, on the main process only.
 
-    The method's name, tags and paper are those of the trainer's class: ``_name``, ``_tag_names`` and ``_paper`` (a mapping
+    The method's name, tags and paper are attributes of the trainer's class: ``_name``, ``_tag_names`` and ``_paper`` (a mapping
     with ``title``, ``id`` and ``citation``, or empty).
 
     Args:
         trainer: Any trainer.
-        model_name: None is the last part of ``hub_model_id``, else of ``output_dir``.
-        dataset_name: What it was trained on.
-        tags: Added to those of the class.
+        model_name: Title of the card. None: the last part of ``hub_model_id``, else of ``output_dir``.
+        dataset_name: Hub ids or names of the training datasets.
+        tags: Tags to add to those of the class.
     """
     if not trainer.is_world_process_zero():
         return
@@ -152,11 +152,11 @@ def create_model_card(
         part.write_text(hide_secrets(str(card)), encoding="utf-8")
 
 
-# What a trainer knows --------------------------------------------------------------------------------------------
+# Facts from the trainer ------------------------------------------------------------------------------------------
 
 
 def _tags(tags: str | Iterable[str] | None, own: Iterable[str], config: Any, trackio_url: str | None) -> list[str]:
-    """The caller's, the class's, and those that say where and with what it ran; in a stable order."""
+    """Merge the caller's tags, the class's tags and tags about the environment, in a stable order."""
     all_tags = (
         [tags] if isinstance(tags, str) else sorted(tags) if isinstance(tags, set | frozenset) else list(tags or [])
     )
@@ -171,7 +171,7 @@ def _tags(tags: str | Iterable[str] | None, own: Iterable[str], config: Any, tra
 
 
 def _base_model(config: Any) -> str | None:
-    """The hub id a model came from; a folder of this machine means nothing to a reader."""
+    """Return the Hub id of the base model; None for a local folder, which readers cannot access."""
     identity = get_config_model_id(config)
     return identity if _is_hub_id(identity) and not Path(identity).is_dir() else None
 
@@ -186,7 +186,7 @@ def _task(model: nn.Module) -> str:
 
 
 def _live_url(package: str, run_of: Any) -> str | None:
-    """The page of a tracker's live run; a package that was never imported has none."""
+    """Return the URL of a tracker's active run; None if its package was not imported."""
     if package not in sys.modules:
         return None
     run = run_of(require(package, PURPOSE))

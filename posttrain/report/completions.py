@@ -1,4 +1,4 @@
-"""Tables of completions: those of a fixed set of prompts (`LogCompletionsCallback`), and those that training samples."""
+"""Tables of completions: of a fixed set of prompts (`LogCompletionsCallback`), and of those sampled in training."""
 
 from __future__ import annotations
 
@@ -49,9 +49,9 @@ FILE = "logged_completions.jsonl"
 COLUMNS = ["step", "prompt", "completion"]
 PROMPT_COLUMNS = ("prompt", "tools", "chat_template_kwargs")
 MAX_NEW_TOKENS = 256
-# What transformers fills in where a generation config that samples leaves them out.
+# transformers' default for a generation config that samples without top_k.
 TOP_K = 50
-# Fields of a generation config that are read, or that do not change which tokens are drawn.
+# Fields of a generation config that are used here, or that do not affect sampled tokens.
 KNOWN = (
     "bos_token_id", "cache_implementation", "do_sample", "eos_token_id", "max_new_tokens", "min_p", "output_attentions",
     "output_hidden_states", "pad_token_id", "repetition_penalty", "temperature", "top_k", "top_p", "transformers_version",
@@ -60,16 +60,16 @@ KNOWN = (
 
 
 def to_sampling(config: GenerationConfig | None, tokenizer: Tokenizer, model: nn.Module, *, seed: int) -> Sampling:
-    """Sampling settings of a transformers generation config; None takes the model's own, with at most 256 new tokens.
+    """Convert a transformers generation config. None uses the model's own, with up to 256 new tokens.
 
     Raises:
-        ConfigError: The config was given and asks for something an engine cannot do (beams, stop strings, ...).
+        ConfigError: The given config has a setting that engines do not support (beams, stop strings, ...).
     """
     own = generation_config_of(model)
     asked = {} if config is None else config.to_diff_dict()
     for name in [name for name in asked if name not in KNOWN and not name.startswith("_")]:
         raise ConfigError(
-            f"generation_config.{name}={asked[name]!r} is not supported here. Fix: leave it out"
+            f"generation_config.{name}={asked[name]!r} is not supported here. Fix: remove it"
             f"{', and set max_new_tokens' if name == 'max_length' else ''}."
         )
     used = config if config is not None else own
@@ -88,20 +88,20 @@ def to_sampling(config: GenerationConfig | None, tokenizer: Tokenizer, model: nn
 
 
 class EvalPrompts:
-    """Prompts of an evaluation set, tokenised once, and the completions of the model as it is now.
+    """Tokenized prompts of an evaluation set, completed with the current model.
 
-    Engines see token ids, run in eval mode without gradients, and leave the model as it was: dropout, gradient
-    checkpointing, the tokenizer's padding side and the random state of training are not touched.
+    Engines receive token ids and run in eval mode without gradients. Dropout, gradient checkpointing, the tokenizer's padding
+    side and training's random state are not changed.
 
     Args:
-        trainer: Any trainer with a tokenizer; its ``eval_dataset`` gives the prompts.
+        trainer: Trainer with a tokenizer. Its ``eval_dataset`` provides the prompts.
         generation_config: See `to_sampling`.
-        num_prompts: Only the first n rows; None is all.
-        dataset: Prompts from here instead.
+        num_prompts: Number of first rows to use; None: all rows.
+        dataset: Dataset to use instead of ``eval_dataset``.
 
     Raises:
-        ConfigError: No evaluation set, several, or a stream without ``num_prompts``.
-        DataError: Rows without a prompt, or with one that leaves no room for a completion.
+        ConfigError: There is no evaluation set, there are several, or it is a stream and ``num_prompts`` is None.
+        DataError: A row has no prompt, or its prompt leaves no room for a completion.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class EvalPrompts:
         rows = _rows(trainer.eval_dataset if dataset is None else dataset, name, num_prompts)
         check_prompts(rows, name, self.tokenizer)
         self.rows = [{key: row[key] for key in PROMPT_COLUMNS if row.get(key) is not None} for row in rows]
-        kwargs = getattr(trainer.args, "chat_template_kwargs", None)  # Of any trainer of transformers.
+        kwargs = getattr(trainer.args, "chat_template_kwargs", None)  # Any transformers trainer is allowed.
         self.ids = tokenize_prompts(
             self.rows, self.tokenizer, chat_template_kwargs=kwargs if isinstance(kwargs, dict) else None
         )
@@ -129,7 +129,7 @@ class EvalPrompts:
 
     @property
     def prompts(self) -> list[Any]:
-        """The prompts as the dataset has them."""
+        """Prompts in the form of the dataset."""
         return [row["prompt"] for row in self.rows]
 
     def _check_room(self, name: str) -> None:
@@ -138,12 +138,12 @@ class EvalPrompts:
         for index, ids in enumerate(self.ids):
             if context is not None and len(ids) + new > context:
                 raise DataError(
-                    f"{name} row {index}: a prompt of {len(ids)} tokens and max_new_tokens={new} do not fit the model's "
-                    f"context of {context}. Shorten the prompt, or set max_new_tokens in generation_config."
+                    f"{name} row {index}: a prompt of {len(ids)} tokens and max_new_tokens={new} exceed the model's "
+                    f"context of {context} tokens. Fix: shorten the prompt, or set max_new_tokens in generation_config."
                 )
 
     def complete(self) -> list[str]:
-        """One completion a prompt, in order, on every rank; every rank must call it."""
+        """Generate one completion per prompt; return them in order on every rank. Every rank must call this."""
         trainer = self.trainer
         accelerator, size = trainer.accelerator, trainer.args.per_device_eval_batch_size
         if self._engine is None:
@@ -152,7 +152,7 @@ class EvalPrompts:
             )
         share = -(-len(self.ids) // accelerator.num_processes)
         first = share * accelerator.process_index
-        mine = list(range(len(self.ids)))[first : first + share]  # May be empty: the gathering below is still met.
+        mine = list(range(len(self.ids)))[first : first + share]  # May be empty; the rank still joins the gather below.
         texts: list[str] = []
         with torch.no_grad(), accelerator.autocast(), parallel.whole_parameters(trainer.model_wrapped, accelerator):
             for start in range(0, len(mine), size):
@@ -160,7 +160,7 @@ class EvalPrompts:
         return parallel.all_gather_objects(texts, accelerator)
 
     def _batch(self, indices: list[int]) -> list[str]:
-        # A seed of its own for every batch, the same at every step: what changes between steps is the model alone.
+        # Each batch has its own seed, the same at every step, so that only the model differs between steps.
         sampling = replace(self.sampling, seed=(self.sampling.seed or 0) + indices[0])
         assert self._engine is not None
         rollouts = self._engine.generate([Request(self.ids[i]) for i in indices], sampling)
@@ -170,22 +170,22 @@ class EvalPrompts:
 def _rows(dataset: AnyDataset, name: str, num_prompts: int | None) -> datasets.Dataset:
     if dataset is None:
         raise ConfigError(
-            "completions are sampled from the prompts of eval_dataset, and the trainer has none. Give one."
+            "completions are sampled from the prompts of eval_dataset, but the trainer has none. Fix: pass one."
         )
     if num_prompts is not None and num_prompts < 1:
         raise ConfigError(f"num_prompts={num_prompts} must be at least 1, or None for all.")
     if isinstance(dataset, dict):
         raise ConfigError(
-            f"{name} holds several sets ({', '.join(map(str, dataset))}). Say which one: dataset=eval_dataset[name]."
+            f"{name} contains several datasets ({', '.join(map(str, dataset))}). Fix: pass dataset=eval_dataset[name]."
         )
     if isinstance(dataset, datasets.IterableDataset):
         if num_prompts is None:
-            raise ConfigError(f"{name} is a stream: set num_prompts, the number of rows to take from its start.")
+            raise ConfigError(f"{name} is a stream. Fix: set num_prompts, the number of rows to take from its start.")
         dataset = datasets.Dataset.from_list(list(itertools.islice(dataset, num_prompts)))
     columns = list(dataset.column_names)
     if "prompt" not in columns and len(dataset):
         raise DataError(
-            f"{name} has no 'prompt' column; its columns are {columns}. Tokenising and packing remove it: pass the raw rows "
+            f"{name} has no 'prompt' column; its columns are {columns}. Tokenizing and packing remove it. Fix: pass the raw rows "
             "with dataset=..., each with a prompt."
         )
     kept = dataset.select_columns([column for column in PROMPT_COLUMNS if column in columns])
@@ -193,19 +193,19 @@ def _rows(dataset: AnyDataset, name: str, num_prompts: int | None) -> datasets.D
 
 
 class LogCompletionsCallback(transformers.TrainerCallback):
-    """Completes the prompts of the evaluation set every ``freq`` steps and logs them as a growing table.
+    """Callback that completes the evaluation prompts every ``freq`` steps and logs them as a growing table.
 
-    Rows ``step, prompt, completion`` are appended to ``<output_dir>/logged_completions.jsonl``, and the whole table goes
-    to the trackers of ``report_to`` that hold tables (wandb, comet, trackio, mlflow). On resume the table goes on where
-    the checkpoint stood. Only the main process writes.
+    Rows ``step, prompt, completion`` are appended to ``<output_dir>/logged_completions.jsonl``. The whole table is sent to
+    trackers of ``report_to`` that support tables (wandb, comet, trackio, mlflow). A resumed run continues the table of its
+    checkpoint. Only the main process writes.
 
     Args:
-        trainer: The trainer it is added to.
-        generation_config: transformers settings (``max_new_tokens``, ``do_sample``, ``temperature``, ...); None takes the
-            model's own, with at most 256 new tokens.
-        num_prompts: Only the first n rows; None is all.
-        freq: Optimiser steps between two samples; None is the evaluation interval.
-        dataset: Prompts from here instead of ``trainer.eval_dataset``.
+        trainer: Trainer to which the callback is added.
+        generation_config: transformers settings (``max_new_tokens``, ``do_sample``, ``temperature``, ...). None: the model's
+            own, with up to 256 new tokens.
+        num_prompts: Number of first rows to use; None: all rows.
+        freq: Number of optimizer steps between two samples; None: the evaluation interval.
+        dataset: Dataset to use instead of ``trainer.eval_dataset``.
 
     Raises:
         ConfigError, DataError: See `EvalPrompts`.
@@ -223,7 +223,7 @@ class LogCompletionsCallback(transformers.TrainerCallback):
         dataset: AnyDataset | None = None,
     ) -> None:
         if freq is not None and freq < 1:
-            raise ConfigError(f"freq={freq} must be at least 1 (optimiser steps), or None for the evaluation interval.")
+            raise ConfigError(f"freq={freq} must be at least 1 (optimizer steps), or None for the evaluation interval.")
         self.source = EvalPrompts(trainer, generation_config, num_prompts, dataset=dataset)
         self.freq = freq
         self.table: list[dict[str, Any]] = []
@@ -231,7 +231,7 @@ class LogCompletionsCallback(transformers.TrainerCallback):
         self._attempts = _Attempts()
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Take up the table of a resumed run; move the one of an earlier run aside."""
+        """Load the table of a resumed run; move the table of an earlier run aside."""
         self.table, self._last_step = [], -1
         path = Path(args.output_dir or ".") / FILE
         if not (state.is_world_process_zero and path.is_file()):
@@ -240,14 +240,14 @@ class LogCompletionsCallback(transformers.TrainerCallback):
             numbers = itertools.count(1)
             os.replace(path, next(p for n in numbers if not (p := path.with_stem(f"{path.stem}-{n}")).exists()))
             return
-        # Not splitlines: a completion may hold other line ends.
+        # Not splitlines, because completions may contain other line separators.
         rows = filter(None, map(read_line, path.read_text(encoding="utf-8", errors="replace").split("\n")))
         self.table = [row for row in rows if row["step"] <= state.global_step]
         with whole_file(path) as part:
             part.write_text("".join(map(_line, self.table)), encoding="utf-8")
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Sample and log when it is due, once a step."""
+        """Sample and log at the interval, once per step."""
         step = state.global_step
         if step == self._last_step or step % (self.freq or state.eval_steps or 1) != 0:
             return
@@ -295,13 +295,13 @@ def _to_mlflow(name: str, columns: list[str], data: list[list[Any]]) -> None:
     mlflow: Any = require("mlflow", "report_to='mlflow'")
     if mlflow.active_run() is not None:
         columns, data = _without_images(columns, data)
-        # mlflow appends to the table it has.
+        # mlflow appends to its existing table.
         latest = [row for row in data if row[0] == data[-1][0]]
         mlflow.log_table(dict(zip(columns, map(list, zip(*latest, strict=True)), strict=True)), f"{name}.json")
 
 
 def _with_images(tracker: Any, columns: list[str], data: list[list[Any]]) -> list[list[Any]]:
-    """Data whose thumbnails are images of the tracker's own type, a list a row, empty where the row has none."""
+    """Replace thumbnails by lists of the tracker's image type, empty for rows without images."""
     if THUMBNAILS not in columns:
         return data
     from posttrain.pictures.picture import read_picture
@@ -314,7 +314,7 @@ def _with_images(tracker: Any, columns: list[str], data: list[list[Any]]) -> lis
 
 
 def _without_images(columns: list[str], data: list[list[Any]]) -> tuple[list[str], list[list[Any]]]:
-    """For trackers whose tables hold text alone."""
+    """Remove thumbnails, for trackers whose tables support only text."""
     kept = [i for i, name in enumerate(columns) if name != THUMBNAILS]
     return [columns[i] for i in kept], [[row[i] for i in kept] for row in data]
 
@@ -328,7 +328,7 @@ TRACKERS: dict[str, Callable[[str, list[str], list[list[Any]]], None]] = {
 
 
 class _Attempts:
-    """Runs actions that must never stop training; what failed once is warned of and left out from then on."""
+    """Runner of actions that must never stop training. After a failure, it warns and skips the destination."""
 
     def __init__(self) -> None:
         self.failed: set[str] = set()
@@ -344,16 +344,16 @@ class _Attempts:
             logger.warning("completions could not be shown on %s: %s: %s", where, type(error).__name__, error)
 
     def track(self, args: TrainingArguments, name: str, columns: list[str], data: list[list[Any]]) -> None:
-        """Send a table to the trackers of ``report_to`` that hold tables."""
+        """Send a table to the trackers of ``report_to`` that support tables."""
         for tracker in args.report_to or ():
             if tracker in TRACKERS:
                 self.run(tracker, functools.partial(TRACKERS[tracker], name, columns, data))
 
 
-MINUTES = 2  # Between two pushes to the hub.
-PER_TOKEN = ("tokens", "logps")  # For the report, not for tables.
-THUMBNAILS = "thumbnails"  # Column of `completion_rows` in trackers that show images.
-WIDE = 400  # Characters of a text in the table.
+MINUTES = 2  # Minutes between two pushes to the Hub.
+PER_TOKEN = ("tokens", "logps")  # Columns for the report page, not for tables.
+THUMBNAILS = "thumbnails"  # Column of `completion_rows` for trackers that show images.
+WIDE = 400  # Maximum number of characters of a text in the table.
 
 
 def print_prompt_completions_sample(
@@ -364,15 +364,15 @@ def print_prompt_completions_sample(
     step: int,
     num_samples: int | None = None,
 ) -> None:
-    """Show prompts, completions, each reward and the advantage as a table on the terminal.
+    """Print prompts, completions, rewards and advantages as a table.
 
     Args:
         prompts: Texts, or lists of messages.
-        completions: Likewise.
-        rewards: One list a function; None where it did not apply.
-        advantages: One a completion.
-        step: For the title.
-        num_samples: Rows, chosen at random; None shows all, 0 or less nothing.
+        completions: Texts, or lists of messages.
+        rewards: One list per function; None if the function did not apply.
+        advantages: One number per completion.
+        step: Step for the title.
+        num_samples: Number of random rows to print. None prints all rows; 0 or less prints nothing.
     """
     from rich.console import Console
     from rich.table import Table
@@ -382,7 +382,7 @@ def print_prompt_completions_sample(
         return
     order = list(range(len(prompts)))
     if num_samples is not None and num_samples < len(order):
-        order = sorted(random.Random(step).sample(order, num_samples))  # Not the run's own random numbers.
+        order = sorted(random.Random(step).sample(order, num_samples))  # Does not use the run's random state.
     table = Table(title=f"Step {step}", show_lines=True, expand=True)
     for name in ("prompt", "completion", *rewards, "advantage"):
         table.add_column(name, justify="left" if name in ("prompt", "completion") else "right")
@@ -405,14 +405,14 @@ def _number(value: float | None) -> str:
 
 
 class RolloutTableCallback(transformers.TrainerCallback):
-    """Shows the latest completions at each log, in training and in evaluation, each from rows of its own.
+    """Callback that shows the latest completions at each log, separately for training and evaluation.
 
     Args:
-        record: Hands over the rows of all ranks; only the main process gets any.
-        names: Reward functions.
-        rows: How many completions to remember, those of one generation.
-        shown: Rows of the terminal's table; None is all.
-        unique: Drop prompts that a tracker's table has already.
+        record: Provides the rows of all ranks, on the main process only.
+        names: Names of reward functions.
+        rows: Maximum number of completions to store: those of one generation.
+        shown: Number of rows printed on the terminal; None: all.
+        unique: Keep only one row per prompt in a tracker's table.
     """
 
     def __init__(
@@ -424,11 +424,11 @@ class RolloutTableCallback(transformers.TrainerCallback):
         record.listeners.append(self.add)
 
     def add(self, rows: list[dict[str, Any]], evaluation: bool) -> None:
-        """Remember rows until the next log."""
+        """Store rows until the next log."""
         self.rings["eval_" if evaluation else ""].extend(rows)
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Print and send what there is; a table must never stop training."""
+        """Print and send the stored rows. Errors do not stop training."""
         for prefix, ring in self.rings.items():
             rows = list(ring)
             ring.clear()
@@ -444,7 +444,7 @@ class RolloutTableCallback(transformers.TrainerCallback):
         print_prompt_completions_sample(own[0], own[1], rewards, [a or 0.0 for a in own[2]], step, self.shown)
 
     def table(self, rows: list[dict[str, Any]]) -> tuple[list[str], list[list[Any]]]:
-        """Columns, and rows with None where one lacks a column; one row a prompt where that is asked for."""
+        """Return columns and rows, with None for missing values. With ``unique``, keep the last row of each prompt."""
         if self.unique:
             rows = list({row.get("prompt"): row for row in reversed(rows)}.values())[::-1]
         columns = list(dict.fromkeys(key for row in rows for key in row if key not in PER_TOKEN))
@@ -456,17 +456,17 @@ def _plain(value: object) -> Any:
 
 
 def rollout_table(args: OnlineConfig, record: RunRecordCallback, names: list[str]) -> RolloutTableCallback:
-    """The table that ``log_completions`` asks for, of one generation's completions."""
+    """Create the table for ``log_completions``, which holds the completions of one generation."""
     rows = args.samples_per_step or args.generation_batch_size or 1
     options = {"shown": args.num_completions_to_print, "unique": args.log_unique_prompts}
     return RolloutTableCallback(record, names, rows=rows, **options)
 
 
 class CompletionsHubCallback(transformers.TrainerCallback):
-    """Pushes ``completions/*.parquet`` to a dataset repository every two minutes, and once more at the end.
+    """Callback that pushes ``completions/*.parquet`` to a dataset repository every two minutes and at the end.
 
     Args:
-        repo_id: Made when it does not exist, private if ``hub_private_repo`` says so.
+        repo_id: Repository. It is created if it does not exist, private if ``hub_private_repo`` is set.
     """
 
     def __init__(self, repo_id: str) -> None:
@@ -474,7 +474,7 @@ class CompletionsHubCallback(transformers.TrainerCallback):
         self._scheduler: Any = None
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Make the repository now, so that a missing right is known before the first step."""
+        """Create the repository, so that a missing permission raises before the first step."""
         if not state.is_world_process_zero:
             return
         from huggingface_hub import CommitScheduler
@@ -492,7 +492,7 @@ class CompletionsHubCallback(transformers.TrainerCallback):
         )
 
     def stop(self) -> None:
-        """Push what is left, however training ended."""
+        """Push remaining files. Called even if training fails."""
         if self._scheduler is not None:
             self._scheduler.trigger().result()
             self._scheduler.stop()

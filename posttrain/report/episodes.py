@@ -1,4 +1,4 @@
-"""An episode of a harness as its tree: turns, forks and tool calls, as data for the page and on a terminal."""
+"""Trees of harness episodes (turns, forks, tool calls), as data for the report page and for a terminal."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from posttrain.errors import DataError
 from posttrain.rollouts.episodes.session import Branch, CapturedCall, Recorded, Session, read_sessions
 from posttrain.values import visible
 
-# Characters of a message that are kept.
+# Maximum number of characters of a message.
 LONGEST = 600
 
 
 def episode_tree(session: Session) -> dict[str, Any]:
-    """What an episode asked, as plain data.
+    """Return the calls of an episode as plain data.
 
     Returns:
-        ``branches``, each with its turns and with the call that it forks from; ``unread``: calls that are in none; ``counts``;
-        tokens ``seen`` (every call with its prompt) and computed ``once``.
+        ``branches``, each with its turns and the call that it forks from; ``unread``: calls that belong to no branch; ``counts``;
+        the number of tokens ``seen`` (every call with its prompt) and computed ``once``.
     """
     branches = session.branches()
     unread = [{"call": call.number, "state": call.state} for call in session.calls if call.state != "answered"]
@@ -73,7 +73,7 @@ def _calls(answer: Mapping[str, Any]) -> Iterator[str]:
 
 
 def cut(text: str) -> str:
-    """A text without its middle where it is long."""
+    """Omit the middle of a long text."""
     half = LONGEST // 2
     return text if len(text) <= LONGEST else f"{text[:half]} [… {len(text) - 2 * half:,} characters …] {text[-half:]}"
 
@@ -82,12 +82,12 @@ def to_console(path: str | Path, *, show: int = 8, console: Console | None = Non
     """Show the recorded episodes of a replay file.
 
     Args:
-        path: Of ``harness_record``.
-        show: How many.
-        console: None: the terminal.
+        path: File written by ``harness_record``.
+        show: Number of episodes to show.
+        console: Console to print to; None: the terminal.
 
     Raises:
-        DataError: The file has none, or is none.
+        DataError: The file has no episodes, or is not a replay file.
     """
     episodes = list(read_sessions(path))
     if not episodes:
@@ -107,7 +107,7 @@ def to_console(path: str | Path, *, show: int = 8, console: Console | None = Non
 
 
 def as_tree(episode: Recorded, title: str) -> Tree:
-    """One episode: a node a branch, in it a node a turn."""
+    """Build the tree of an episode: one node per branch, and in it one node per turn."""
     episode_nodes = episode_tree(episode.session)
     end = (
         f"failed: {episode.error}"

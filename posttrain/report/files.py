@@ -1,4 +1,4 @@
-"""Files of a run: written whole or not at all, read line by line."""
+"""Files of a run: atomic writes and tolerant reads."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def whole_file(path: Path) -> Iterator[Path]:
-    """A draft that takes the file's place where nothing was raised, and else is removed; its folder is made."""
+    """Yield a temporary path that replaces ``path`` on success and is removed on errors. The folder is created."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
     try:
@@ -30,15 +30,15 @@ def whole_file(path: Path) -> Iterator[Path]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A file's mapping; empty where there is none, or it was cut off by a crash."""
+    """Read a JSON mapping; return an empty one if there is no file or a crash truncated it."""
     try:
         return read_line(path.read_text(encoding="utf-8")) or {}
-    except (OSError, ValueError):  # Bytes that are no text, too.
+    except (OSError, ValueError):  # ValueError includes bytes that are not valid text.
         return {}
 
 
 def read_line(line: str) -> dict[str, Any] | None:
-    """A line's mapping; None of another one, or where it was cut off by a crash."""
+    """Parse a line as a JSON mapping; return None for other content or a line that a crash truncated."""
     try:
         content = json.loads(line)
     except ValueError:
@@ -47,14 +47,14 @@ def read_line(line: str) -> dict[str, Any] | None:
 
 
 def read_rows(path: str | Path) -> list[dict[str, Any]]:
-    """The rows of one file."""
+    """Read the rows of one parquet file."""
     import pyarrow.parquet as pq
 
     return pq.read_table(path).to_pylist()
 
 
 def write_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Write rows; a column that only some rows have is padded with None, and NaN (not scored) is None."""
+    """Write rows to a parquet file. Missing columns become None, and NaN (not scored) becomes None."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -65,7 +65,7 @@ def write_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def merge_parquet(parts: Sequence[Path], target: Path) -> None:
-    """One file of many: columns that only some parts have are padded with None; one whose type changed becomes text."""
+    """Merge parquet files into one. Missing columns become None; a column whose type changed becomes text."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -88,6 +88,6 @@ def _column(values: list[Any]) -> pa.Array:
     try:
         return pa.array(plain)
     except (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError, OverflowError, UnicodeEncodeError):
-        # Half a character of a pair (a surrogate), which UTF-8 cannot hold, is written as its code.
+        # A lone surrogate, which UTF-8 cannot represent, is written as its code.
         texts = [None if v is None else str(v).encode("utf-8", "backslashreplace").decode() for v in plain]
         return pa.array(texts, pa.string())

@@ -1,4 +1,4 @@
-"""What the model will really see: rows summarised as numbers and coloured text, on a terminal or in one HTML file."""
+"""Summaries of rows as the model receives them: numbers and colored text, on a terminal or in one HTML file."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ if TYPE_CHECKING:
     from posttrain.types import Tokenizer
 
 BINS = 12
-TAIL = 3  # Lengths beyond this many times those of 99 in 100 rows would squeeze the others into one bin.
+TAIL = 3  # If the maximum length exceeds the 99th percentile by this factor, the longest sequences share one bin.
 ROLES = ("bos", "eos", "pad", "unk", "sep", "cls", "mask")
-SCREEN_TOKENS = 400  # Tokens of a row shown on a terminal before its middle is left out: about a screen.
-FILE_TOKENS = 2000  # The same in a file: some ten screens.
+SCREEN_TOKENS = 400  # Maximum number of tokens per row on a terminal (about one screen); the middle is omitted.
+FILE_TOKENS = 2000  # The same in a file (about ten screens).
 BAR = 40
 STYLES = {  # (trained, special)
     (True, False): "bold green",
@@ -41,13 +41,13 @@ SEVERITIES = {"error": "bold red", "warning": "bold yellow", "info": "bold blue"
 
 @dataclass(frozen=True)
 class Piece:
-    """Text that belongs to one token, or to the few that spell one character.
+    """Text of one token, or of the few tokens that encode one character.
 
     Attributes:
         text: Decoded text.
-        ids: Its tokens.
-        trained: Whether the loss sees it.
-        role: What a special token is (``"eos, pad"``, or ``"special"``); "" for words.
+        ids: Token ids.
+        trained: Whether the tokens have loss.
+        role: Role of a special token (``"eos, pad"``, or ``"special"``); "" for ordinary text.
     """
 
     text: str
@@ -58,16 +58,16 @@ class Piece:
 
 @dataclass(frozen=True)
 class Shown:
-    """One sequence (a prompt and one completion) to look at.
+    """One sequence to show: a prompt and one completion.
 
     Attributes:
-        row, completion: Which one, by its number; ``completion`` is None for a prompt alone.
-        completions: How many the row has.
-        pieces: The text.
-        tokens, trained: Counts.
-        bos, eos: How often each stands in it.
-        codes: Findings that it is an example of.
-        pictures: Its images, in reading order.
+        row, completion: Numbers of the row and the completion. ``completion`` is None for a prompt alone.
+        completions: Number of completions of the row.
+        pieces: Text of the sequence.
+        tokens, trained: Number of tokens, and of trained tokens.
+        bos, eos: Number of bos and eos tokens.
+        codes: Codes of the findings that this sequence illustrates.
+        pictures: Images of the sequence, in reading order.
     """
 
     row: int
@@ -84,12 +84,12 @@ class Shown:
 
 @dataclass(frozen=True)
 class SpecialToken:
-    """How often a special token stands in the rows.
+    """Number of occurrences of a special token in the rows.
 
     Attributes:
-        text, id, role: Which one.
-        total, trained: Occurrences over all sequences, and those the loss sees.
-        least, most: Occurrences in one sequence.
+        text, id, role: Text, id and role of the token.
+        total, trained: Occurrences over all sequences, and those with loss.
+        least, most: Minimum and maximum number of occurrences in a sequence.
     """
 
     text: str
@@ -103,7 +103,7 @@ class SpecialToken:
 
 @dataclass(frozen=True)
 class Bin:
-    """``count`` sequences of ``low`` to ``high`` tokens, both included."""
+    """Histogram bin: ``count`` sequences of ``low`` to ``high`` tokens, both inclusive."""
 
     low: int
     high: int
@@ -111,31 +111,31 @@ class Bin:
 
     @property
     def span(self) -> str:
-        """The lengths as text."""
+        """Range of lengths as text."""
         return f"{self.low}" if self.low == self.high else f"{self.low}–{self.high}"
 
 
 @dataclass(frozen=True)
 class Summary:
-    """What a list of rows looks like to a model.
+    """Summary of a list of rows as a model receives them.
 
     Attributes:
-        title: Which command and data.
-        rows: How many there are.
-        sequences: Prompts with one completion each, over all rows.
-        prompts_only: Whether no row has a completion yet (they are sampled during training).
-        tokens, trained_tokens: Over all sequences; a first token is never trained, nothing predicts it.
-        lengths: Tokens of a sequence: ``min``, ``median``, ``mean``, ``p95``, ``max``.
-        histogram: Lengths in equal steps, and a last one for the few that are far longer.
-        limit: Tokens at which sequences are cut, or None.
-        truncated: Sequences that were cut at the limit, or as long as it where that is not known.
-        duplicates: Rows that repeat an earlier one.
-        batch_size: Rows of the batch that ``padding_share`` speaks of.
+        title: Command and data.
+        rows: Number of rows.
+        sequences: Number of sequences (prompts with one completion each) over all rows.
+        prompts_only: True if no row has a completion yet, because they are sampled during training.
+        tokens, trained_tokens: Counts over all sequences. A first token is never trained, because no token predicts it.
+        lengths: Statistics of tokens per sequence: ``min``, ``median``, ``mean``, ``p95``, ``max``.
+        histogram: Histogram of lengths with bins of equal width, and a last bin for a few outliers.
+        limit: Number of tokens to which sequences are truncated, or None.
+        truncated: Number of truncated sequences. If unknown, number of sequences at least as long as the limit.
+        duplicates: Number of rows that repeat an earlier one.
+        batch_size: Number of rows per batch for ``padding_share``.
         padding_share: Share of padding in shuffled batches padded to their longest sequence, in [0, 1].
-        special: Special tokens that occur, the most frequent first.
+        special: Special tokens that occur, most frequent first.
         shown: A few sequences.
-        findings: What the checks found.
-        images: Their number and tokens; "" where rows are text.
+        findings: Findings of the checks.
+        images: Number and tokens of images as text; "" if rows are text.
     """
 
     title: str
@@ -158,12 +158,12 @@ class Summary:
 
     @property
     def trained_share(self) -> float:
-        """Trained tokens over tokens."""
+        """Share of trained tokens."""
         return self.trained_tokens / max(self.tokens, 1)
 
     @property
     def truncated_share(self) -> float:
-        """Truncated sequences over sequences."""
+        """Share of truncated sequences."""
         return self.truncated / self.sequences
 
 
@@ -180,25 +180,25 @@ def summarise(
     batch_size: int = 8,
     title: str = "rows",
 ) -> Summary:
-    """Look at tokenised rows of any method.
+    """Summarize tokenized rows of any method.
 
     Args:
-        rows: At least one row; not changed.
-        tokenizer: The tokenizer they were made with.
-        limit: Tokens at which sequences were cut, or None.
-        truncated: How many were, where that is known; None counts those as long as the limit.
-        findings: What the checks found.
-        show: How many rows to show as text, spread evenly over the list.
-        numbers: What to call each row; None: its index.
-        examples: A row of each finding, by code, to show as well.
-        batch_size: Rows of a batch, for the share of padding.
-        title: Heading.
+        rows: At least one row. Rows are not changed.
+        tokenizer: Tokenizer of the rows.
+        limit: Number of tokens to which sequences were truncated, or None.
+        truncated: Number of truncated sequences, if known. None counts sequences at least as long as the limit.
+        findings: Findings of the checks.
+        show: Number of rows to show as text, spread evenly over the list.
+        numbers: Number to show for each row; None: its index.
+        examples: Index of an example row for each finding, by code. These rows are shown as well.
+        batch_size: Number of rows per batch, for the share of padding.
+        title: Title of the summary.
 
     Raises:
         DataError: There are no rows.
     """
     if not rows:
-        raise DataError("there are no rows to look at: the list is empty.")
+        raise DataError("the list of rows is empty, so there is nothing to summarize.")
     flat = sequences_of(rows)
     sizes = [len(item.ids) for item in flat]
     roles = _roles(tokenizer)
@@ -241,13 +241,13 @@ def _images(rows: Sequence[Row]) -> str:
         return ""
     pictured, sizes = sum(any(row.pictures) for row in rows), quantiles(counts)
     return (
-        f"{len(counts):,} in {pictured:,} rows, {sizes['median']:,g} tokens each (median; 95 %: at most "
-        f"{sizes['p95']:,}; the largest: {sizes['max']:,}); each is encoded once for all answers of its row"
+        f"{len(counts):,} in {pictured:,} rows, {sizes['median']:,g} tokens each (median; 95 % have up to "
+        f"{sizes['p95']:,}; maximum {sizes['max']:,}); each is encoded once for all answers of its row"
     )
 
 
 def histogram(sizes: Sequence[int]) -> list[Bin]:
-    """Equal steps; where a few sequences are far longer than the rest, they share the last one.
+    """Count lengths in bins of equal width. If a few sequences are far longer than the rest, they share the last bin.
 
     >>> [(bin.span, bin.count) for bin in histogram([3, 3, 4])]
     [('3', 2), ('4', 1)]
@@ -264,7 +264,7 @@ def histogram(sizes: Sequence[int]) -> list[Bin]:
 
 
 def _padding_share(flat: list[TokenSequence], rows: int, batch_size: int) -> float:
-    """Over one epoch in a shuffled order, as training reads it."""
+    """Compute the share of padding over one epoch in a shuffled order, as in training."""
     sizes: dict[int, list[int]] = {}
     for item in flat:
         sizes.setdefault(item.row, []).append(len(item.ids))
@@ -282,7 +282,7 @@ def _padding_share(flat: list[TokenSequence], rows: int, batch_size: int) -> flo
 
 
 def _roles(tokenizer: Tokenizer) -> dict[int, str]:
-    """Id to what a special token is for; one token may have several uses."""
+    """Return the roles of special tokens by id. One token may have several roles."""
     added = tokenizer.added_tokens_decoder
     special = set(tokenizer.all_special_ids) | {i for i, token in added.items() if token.special}
     uses: dict[int, list[str]] = {i: [] for i in special}
@@ -297,7 +297,7 @@ def _special_tokens(flat: list[TokenSequence], tokenizer: Tokenizer, roles: dict
     counts = [Counter(i for i in item.ids if i in roles) for item in flat]
     trained = Counter(i for item in flat for i, flag in zip(item.ids, item.trained, strict=True) if flag)
     totals = sum(counts, Counter())
-    # Bos and eos are listed also when they are absent: that they are is what one wants to see.
+    # Always list bos and eos, because their absence is useful information.
     listed = set(totals) | {i for i in (tokenizer.bos_token_id, tokenizer.eos_token_id) if i is not None}
     tokens = [
         SpecialToken(
@@ -346,13 +346,13 @@ def _shown(
 
 
 def pieces_of(ids: list[int], trained: list[bool], tokenizer: Tokenizer, roles: dict[int, str]) -> Iterator[Piece]:
-    """Text token by token.
+    """Yield the text of each token.
 
-    A token's text depends on the one before it (a leading space) and may be part of a character: what a token adds is the
-    difference of two decodings, and tokens are held back until their characters are whole.
+    The text of a token depends on the previous token (a leading space) and may be part of a character. Each piece is therefore
+    the difference of two decodings, and tokens are buffered until their characters are complete.
     """
     size = len(tokenizer)
-    whole = [token in roles or not 0 <= token < size for token in ids]  # Tokens that stand for themselves.
+    whole = [token in roles or not 0 <= token < size for token in ids]  # Tokens that are pieces by themselves.
     before: list[int] = []
     pending: list[int] = []
     for position, (token, flag) in enumerate(zip(ids, trained, strict=True)):
@@ -377,9 +377,9 @@ def _named(token: int, trained: bool, tokenizer: Tokenizer, roles: dict[int, str
 
 
 def elide(pieces: list[Piece], most: int) -> tuple[list[Piece], int, list[Piece]]:
-    """Head, how many tokens are left out, tail; nothing is left out of up to ``most`` pieces.
+    """Return head, number of omitted tokens, and tail; nothing is omitted for up to ``most`` pieces.
 
-    The tail is the longer part of two: the end of a row is where things go wrong.
+    The tail is twice as long as the head, because problems are most often at the end of a row.
 
     >>> elide([Piece(c, (0,), False) for c in "abcdef"], 3)[1]
     3
@@ -392,11 +392,11 @@ def elide(pieces: list[Piece], most: int) -> tuple[list[Piece], int, list[Piece]
     return pieces[:head], sum(len(piece.ids) for piece in hidden), pieces[-tail:]
 
 
-# Words that both renderings share ----------------------------------------------------------------------------------------
+# Texts shared by both renderings -----------------------------------------------------------------------------------------
 
 
 def facts(summary: Summary) -> dict[str, str]:
-    """The numbers as label and text, shared by both renderings."""
+    """Return the numbers as labels and texts, for both renderings."""
     lengths = summary.lengths
     each = " (completions are sampled during training)" if summary.prompts_only else ""
     lines = {
@@ -404,21 +404,21 @@ def facts(summary: Summary) -> dict[str, str]:
         "tokens": f"{summary.tokens:,}{each}",
         "length": ", ".join(f"{name} {value:,.4g}" for name, value in lengths.items()),
         "padding": f"{summary.padding_share:.1%} of a shuffled batch of {summary.batch_size} rows, if it were padded",
-        "repeated": f"{summary.duplicates:,} of the rows",
+        "duplicates": f"{summary.duplicates:,} of the rows",
     }
     if summary.images:
         lines["images"] = summary.images
     if not summary.prompts_only:
         lines["trained"] = f"{summary.trained_tokens:,} tokens, {summary.trained_share:.1%}"
     if summary.limit is not None:
-        lines["cut"] = (
+        lines["truncated"] = (
             f"{summary.truncated:,} sequences ({summary.truncated_share:.1%}) at the limit of {summary.limit:,} tokens"
         )
     return lines
 
 
 def row_title(shown: Shown) -> str:
-    """Which sequence, and its counts."""
+    """Format which sequence is shown, and its counts."""
     which = f"row {shown.row}"
     if shown.completions > 1 and shown.completion is not None:
         which += f", completion {shown.completion + 1} of {shown.completions}"
@@ -431,7 +431,7 @@ def row_title(shown: Shown) -> str:
 
 
 def to_console(summary: Summary, console: Console | None = None) -> None:
-    """Print a summary; without colours, trained text stands in ``[[ ]]``."""
+    """Print a summary. Without colors, trained text is marked with ``[[ ]]``."""
     console = console if console is not None else Console()
     marked = console.color_system is None
     console.print(Text(visible(summary.title), style="bold"))
@@ -448,7 +448,7 @@ def _row(shown: Shown, marked: bool) -> Panel:
     head, hidden, tail = elide(shown.pieces, SCREEN_TOKENS)
     text = _text(head, marked)
     if hidden:
-        text.append(f"\n... {hidden:,} tokens left out ...\n", style="italic dim")
+        text.append(f"\n... {hidden:,} tokens omitted ...\n", style="italic dim")
         text.append_text(_text(tail, marked))
     return Panel(text, title=Text(row_title(shown)), title_align="left", border_style="dim")
 
@@ -466,7 +466,7 @@ def _text(pieces: list[Piece], marked: bool) -> Text:
 
 def _legend(marked: bool) -> Text:
     if marked:
-        return Text("[[trained text]]  everything else is context")
+        return Text("[[trained text]]  all other text is context")
     names = {(True, False): "trained", (False, False): "context"}
     names |= {(False, True): "special token", (True, True): "special token, trained"}
     return Text("  ").join(Text(name, style=STYLES[key]) for key, name in names.items())
@@ -494,9 +494,9 @@ def _facts_table(summary: Summary) -> Table:
 
 def _special(summary: Summary) -> Table:
     table = Table(title="special tokens", title_justify="left", title_style="bold", box=None, padding=(0, 2, 0, 1))
-    for column in ("token", "is"):
+    for column in ("token", "role"):
         table.add_column(column, header_style="dim")
-    for column in ("id", "in all", "trained", "a sequence"):
+    for column in ("id", "total", "trained", "per sequence"):
         table.add_column(column, justify="right", header_style="dim")
     for token in summary.special:
         span = str(token.least) if token.least == token.most else f"{token.least}-{token.most}"
@@ -507,7 +507,7 @@ def _special(summary: Summary) -> Table:
 
 def _findings(summary: Summary) -> Group:
     if not summary.findings:
-        return Group(Text("\nno finding: the checks saw nothing wrong with these rows", style="green"))
+        return Group(Text("\nno findings: the checks found no problems in these rows", style="green"))
     parts: list[Text] = [Text("\nfindings", style="bold")]
     for finding in summary.findings:
         head = Text.assemble(
@@ -520,7 +520,7 @@ def _findings(summary: Summary) -> Group:
 
 
 def to_html(summary: Summary) -> str:
-    """The whole page."""
+    """Render the whole page."""
     rows = [
         (row_title(shown), [image.thumbnail() for image in shown.pictures], *elide(shown.pieces, FILE_TOKENS))
         for shown in summary.shown

@@ -1,4 +1,4 @@
-"""The lock of a run's folder: one run writes it."""
+"""Lock of a run's folder, so that only one run writes to it."""
 
 from __future__ import annotations
 
@@ -20,60 +20,60 @@ from posttrain.report.files import read_json, whole_file
 logger = logging.getLogger(__name__)
 
 
-# Names the process for error texts.
+# Names the owning process, for error messages.
 LOCK = ".posttrain.lock"
 
 
-# What the system locks; it lets go when the process dies.
+# The file that is locked. The operating system releases the lock when the process ends.
 GUARD = f"{LOCK}.guard"
 
 
-# Seconds: another process that only asks whether the folder is free holds it for an instant.
+# Seconds to wait for the lock, because another process that checks the folder holds it for a moment.
 LOCK_WAIT = 1.0
 
 
 def check_writable(output_dir: str | None) -> None:
-    """Refuse an ``output_dir`` that cannot be written or is in use by another run, before anything is computed.
+    """Reject an ``output_dir`` that is not writable or is in use by another run, before anything is computed.
 
     Raises:
-        ConfigError: It is a file, or the system refuses to write there (its reason is given), or a live process
-            trains into it, or its name is not text in the encoding of the locale.
+        ConfigError: ``output_dir`` is empty, is a file, is not writable (with the system's reason), is in use by a live process,
+            or its name is not valid in the encoding of the locale.
     """
     if not output_dir:
-        raise ConfigError("output_dir is empty. Give a folder for checkpoints and the run record.")
+        raise ConfigError("output_dir is empty. Fix: set it to a folder for checkpoints and the run record.")
     folder = Path(output_dir).expanduser()
     try:
         os.fsencode(folder)
-        str(folder).encode("utf-8")  # Python keeps bytes that it cannot decode as surrogates.
+        str(folder).encode("utf-8")  # Python represents undecodable bytes as surrogates.
     except UnicodeEncodeError as error:
         raise ConfigError(
-            f"output_dir={output_dir!r} is not text in the encoding of this locale ({sys.getfilesystemencoding()}), so the first "
-            "checkpoint could not be written. Fix: run with a UTF-8 locale (LC_ALL=C.UTF-8) or PYTHONUTF8=1, or choose a folder "
-            "whose name is valid there."
+            f"output_dir={output_dir!r} is not valid in the encoding of this locale ({sys.getfilesystemencoding()}), so no "
+            "checkpoint could be written. Fix: use a UTF-8 locale (LC_ALL=C.UTF-8) or PYTHONUTF8=1, or choose a folder with "
+            "a valid name."
         ) from error
-    probe = folder / f".posttrain-write-test-{os.getpid()}"  # One a process: ranks check at the same time.
+    probe = folder / f".posttrain-write-test-{os.getpid()}"  # One per process, because ranks check at the same time.
     try:
         folder.mkdir(parents=True, exist_ok=True)
         probe.write_text("", encoding="utf-8")
         probe.unlink()
     except OSError as error:
         raise ConfigError(
-            f"output_dir={output_dir!r} cannot be written: {error.strerror or error}. Choose another folder, or change "
+            f"output_dir={output_dir!r} cannot be written: {error.strerror or error}. Fix: choose another folder, or change "
             "its permissions."
         ) from error
     FolderLock(folder).check()
 
 
 class FolderLock:
-    """The lock of a run's folder; trainers of one process, and ranks of one distributed run, share it.
+    """Lock of a run's folder, shared by trainers of one process and by ranks of one distributed run.
 
     Args:
-        folder: The run's folder.
+        folder: Folder of the run.
 
     Attributes:
-        path: The file that names the owner.
-        run: Id of the run, eight hexadecimal digits; a resumed run takes that of its checkpoint.
-        held: Whether this object has the folder.
+        path: File that names the owner.
+        run: Id of the run, eight hexadecimal digits. A resumed run takes the id of its checkpoint.
+        held: Whether this object holds the lock.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -81,14 +81,14 @@ class FolderLock:
         self.run = secrets.token_hex(4)
         self.held = False
         self._me = (os.getpid(), socket.gethostname())
-        # Where a file system has no locks, filelock falls back to a file that is removed once its process is gone.
+        # On file systems without locks, filelock uses a file that is removed when its process is gone.
         self._lock = filelock.FileLock(self.path.with_name(GUARD), thread_local=False, is_singleton=True)
 
     def check(self) -> None:
-        """Refuse a folder that a live process of another run holds.
+        """Raise if a live process of another run holds the folder.
 
         Raises:
-            ConfigError: Names the process, its machine, and since when.
+            ConfigError: The folder is in use. The error names the process, its machine and the start time.
         """
         owner = self._owner()
         # Ranks of one run share the folder.
@@ -97,41 +97,41 @@ class FolderLock:
             self._lock.release()
 
     def acquire(self) -> None:
-        """Take the folder; of several processes that try at the same moment, one gets it.
+        """Acquire the lock. If several processes try at the same time, one succeeds.
 
         Raises:
-            ConfigError: Another live run holds it.
+            ConfigError: Another live run holds the lock.
         """
         self._lock_system(timeout=LOCK_WAIT)
         owner = self._owner()
         if owner is not None and (owner["pid"], owner["host"]) != self._me:
             logger.warning(
-                "%s was held by process %s on %s, which is gone: taking it over.",
+                "%s was locked by process %s on %s, which no longer runs; this run takes the folder over.",
                 self.path.parent, owner["pid"], owner["host"],
             )  # fmt: skip
         owner = {"pid": self._me[0], "host": self._me[1], "since": time.strftime("%Y-%m-%d %H:%M:%S"), "run": self.run}
         with whole_file(self.path) as part:
             part.write_text(json.dumps(owner | {"launcher": _launcher()}), encoding="utf-8")
         if self.held:
-            self._lock.release()  # Counted once.
+            self._lock.release()  # filelock counts acquisitions; count only one.
         self.held = True
 
     def assert_held(self) -> None:
-        """Refuse to go on in a folder whose lock was removed by hand and taken by another run.
+        """Raise if the lock file was removed manually and another run has taken the folder.
 
         Raises:
-            CheckpointError: Names the run that has it now.
+            CheckpointError: Another run has the folder. The error names it.
         """
         owner = self._owner() if self.held else None
         if owner is not None and (owner["pid"], owner["host"]) != self._me:
             raise CheckpointError(
                 f"this run lost {str(self.path.parent)!r} to process {owner['pid']} on {owner['host']}, which took it over at "
-                f"{owner['since']}: the lock of this run was removed. It stops before anything is overwritten; its "
+                f"{owner['since']} after this run's lock was removed. This run stops before anything is overwritten; its "
                 "checkpoints are intact. Fix: resume in another output_dir."
             )
 
     def release(self) -> None:
-        """Give the folder back, if it is still ours; safe to call twice."""
+        """Release the lock if this process still owns it. Can be called twice."""
         if not self.held:
             return
         owner = self._owner()
@@ -148,18 +148,18 @@ class FolderLock:
             run = f" (run {owner['run']})" if owner.get("run") else ""
             raise ConfigError(
                 f"output_dir={str(self.path.parent)!r} is in use by process {owner['pid']} on {owner['host']} since "
-                f"{owner['since']}{run}. Two runs in one folder would overwrite each other. Choose another output_dir, or "
-                "stop it."
+                f"{owner['since']}{run}. Two runs in one folder would overwrite each other. Fix: choose another output_dir, or "
+                "stop that run."
             ) from error
 
     def _owner(self) -> dict[str, Any] | None:
-        """What the file says; None when there is none, or it was cut off by a crash."""
+        """Read the owner from the lock file; None if there is no file or a crash truncated it."""
         owner = read_json(self.path)
         return owner if {"pid", "host", "since"} <= set(owner) else None
 
 
 def _launcher() -> list[Any] | None:
-    """What the processes of one distributed run have in common; None for a run of one process."""
+    """Return what identifies a distributed run on all of its ranks; None for a run of one process."""
     if int(os.environ.get("WORLD_SIZE", "1")) <= 1:
         return None
     return [os.environ.get(name) for name in ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT")]

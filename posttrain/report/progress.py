@@ -1,4 +1,4 @@
-"""A run as it is watched: a line at each log and a bar on a terminal, a table in a notebook, and what it came to."""
+"""Live view of a run: log lines and a progress bar on a terminal, a table in a notebook, and a summary at the end."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ if TYPE_CHECKING:
     from transformers import TrainerControl, TrainerState, TrainingArguments
 
 
-# Shown in this order where the run logs them; what else it logs is in the page of `posttrain report`.
+# Metrics to show, in this order, if the run logs them. `posttrain report` shows all other metrics.
 MAIN: dict[str, str] = {
     "loss": "loss",
     "eval_loss": "held-out loss",
     "reward": "reward",
     "eval_reward": "held-out reward",
     "eval_accuracy": "held-out accuracy",
-    "reward_std": "reward spread",
-    "frac_reward_zero_std": "groups without spread",
+    "reward_std": "reward std",
+    "frac_reward_zero_std": "groups with equal rewards",
     "rewards/chosen": "reward of chosen",
     "rewards/rejected": "reward of rejected",
     "rewards/accuracies": "preference accuracy",
@@ -44,23 +44,23 @@ MAIN: dict[str, str] = {
     "objective/kl": "KL (nats)",
     "entropy": "entropy (nats)",
     "completions/mean_length": "mean length",
-    "completions/clipped_ratio": "cut at the limit",
+    "completions/clipped_ratio": "truncated",
     "clip_ratio/region_mean": "clipped tokens",
     "grad_norm": "gradient norm",
     "learning_rate": "learning rate",
     "rollouts/tokens_per_second": "tokens/s",
-    "step_time": "seconds a step",
+    "step_time": "seconds per step",
     "rewards/margins": "margin",
     "num_tokens": "tokens seen",
 }
-# Metrics of a line.
+# Maximum number of metrics per line.
 COLUMNS = 8
-SILENCE = 30.0  # Seconds after which a file or pipe is told the time left, though no log is due.
-ROWS = 40  # Of the table in a notebook: the newest.
+SILENCE = 30.0  # Without a terminal, the time left is printed after this many seconds without output.
+ROWS = 40  # Number of latest rows in a notebook's table.
 
 
 def duration(seconds: float) -> str:
-    """Time in words.
+    """Format a duration.
 
     >>> duration(42.4), duration(600), duration(9000)
     ('42 s', '10 min', '2.5 h')
@@ -75,7 +75,7 @@ def duration(seconds: float) -> str:
 
 
 def shell_command(*words: str) -> str:
-    """A `posttrain` command that can be pasted: by the path of the program where the shell would not find it."""
+    """Return a `posttrain` command to paste, with the program's path if the shell would not find it."""
     beside = Path(sys.executable).with_name("posttrain")
     on_path = shutil.which("posttrain")
     name = "posttrain" if on_path and Path(on_path).resolve() == beside.resolve() else str(beside)
@@ -85,7 +85,7 @@ def shell_command(*words: str) -> str:
 
 
 def resume_command() -> str:
-    """Return the command that resumes this process's run: its own with ``--resume_from_checkpoint true``, or a line of Python.
+    """Return the command that resumes this run: its own with ``--resume_from_checkpoint true``, or a line of Python.
 
     Secrets are hidden. A shell comment names the flags whose values must be filled in.
     """
@@ -104,16 +104,16 @@ def resume_command() -> str:
     return f"{command}  # Fill in {', '.join(hidden)}: secrets are hidden here." if hidden else command
 
 
-# Metrics that say whether a run learned; more of one is better, unless it is a loss.
+# Metrics that indicate whether a run learned. Higher is better, except for losses.
 JUDGED = ("reward", "eval_accuracy", "eval_reward", "rewards/accuracies", "loss", "eval_loss")
-NOISE = 1e-6  # Of float32, where a loss is zero.
+NOISE = 1e-6  # Rounding error of float32 for a loss near zero.
 
 
 def of_sets(labels: Mapping[str, str], logged: Iterable[str]) -> dict[str, str]:
-    """Labels of metrics, and behind each of an evaluation those of the sets that have names.
+    """Add the metrics of named evaluation sets after each evaluation metric.
 
     Args:
-        labels: By metric.
+        labels: Label of each metric.
         logged: Names of metrics; each evaluation logs its ``eval_NAME_runtime``.
 
     >>> of_sets({"loss": "loss", "eval_loss": "held-out loss"}, ["eval_a_loss", "eval_a_runtime", "eval_runtime"])
@@ -129,20 +129,21 @@ def of_sets(labels: Mapping[str, str], logged: Iterable[str]) -> dict[str, str]:
 
 
 def learned(history: Sequence[Mapping[str, Any]]) -> list[str]:
-    """From where to where each metric that says whether a run learned went, in the order of `JUDGED`.
+    """Return first and last values of the metrics in `JUDGED`, as lines of text in this order.
 
-    Means of the first and the last tenth of its points. The loss of a run that has a reward says nothing of it, and is left out.
+    The values are means over the first and last tenth of the points. If the run has a reward, the training loss is omitted,
+    because it then does not indicate progress.
 
     >>> learned([{"reward": 0.0, "frac_reward_zero_std": 1.0}] * 2)
-    ['reward 0 -> 0: all groups flat, so nothing was learned from it']
+    ['reward 0 -> 0: all groups had equal rewards, so nothing was learned from it']
     >>> learned([{"loss": 2.0}, {"loss": 1.5}])
     ['loss 2 -> 1.5']
     """
     lines, rewarded = [], any("reward" in line for line in history)
     if not any("reward" in line or "loss" in line for line in history):
-        # Its trainer ends with the mean of all steps, whatever was logged.
+        # Without logged losses, use the mean over all steps that trainers report at the end.
         means = [float(line["train_loss"]) for line in history if "train_loss" in line]
-        lines = [f"loss {mean:.3g}, the mean of all steps: none was logged (logging_steps)" for mean in means[-1:]]
+        lines = [f"loss {mean:.3g}, the mean of all steps: no step was logged (logging_steps)" for mean in means[-1:]]
     labels = of_sets({name: MAIN[name] for name in JUDGED}, dict.fromkeys(name for line in history for name in line))
     for name, label in labels.items():
         values = [float(line[name]) for line in history if name in line]
@@ -153,23 +154,23 @@ def learned(history: Sequence[Mapping[str, Any]]) -> list[str]:
         text, more_is_better = f"{label} {first:.3g} -> {last:.3g}", not name.endswith("loss")
         flat = [float(line["frac_reward_zero_std"]) for line in history if "frac_reward_zero_std" in line]
         if name == "reward" and flat and min(flat) >= 1:
-            text += ": all groups flat, so nothing was learned from it"
+            text += ": all groups had equal rewards, so nothing was learned from it"
         elif name == "reward" and (since := _unrewarded(history)) is not None:
-            text += f": since step {since} no reward said anything, so nothing was learned"
+            text += f": no reward applied since step {since}, so nothing was learned"
         elif math.isnan(last):
-            text += ": it is no number any more"
+            text += ": it is not a number anymore"
         elif (
             len(values) > 1
             and not math.isclose(first, last, rel_tol=1e-3, abs_tol=NOISE)
             and (last > first) != more_is_better
         ):
-            text += f": it got {'less' if more_is_better else 'more'}"
+            text += f": it {'decreased' if more_is_better else 'increased'}"
         lines.append(text)
     return lines
 
 
 def _unrewarded(history: Sequence[Mapping[str, Any]]) -> int | None:
-    """The step since which every reward of every completion was None or NaN, until the end; None: the last ones were numbers."""
+    """Return the step since which every reward was None or NaN; None if the last rewards were numbers."""
     since = None
     for line in history:
         shares = [float(v) for k, v in line.items() if k.startswith("rewards/") and k.endswith("/applicable")]
@@ -179,13 +180,13 @@ def _unrewarded(history: Sequence[Mapping[str, Any]]) -> int | None:
 
 
 def summary(args: TrainingArguments, state: TrainerState, *, seconds: float, interrupted: bool) -> list[str]:
-    """Lines at the end of a run: how it ended, what was learned, where things are, and the next command.
+    """Return the lines shown at the end of a run: how it ended, what was learned, file locations, and next commands.
 
     Args:
-        args: ``output_dir``.
-        state: Where the run stands, and what it logged.
-        seconds: That it took.
-        interrupted: Whether Ctrl-C or SIGTERM ended it.
+        args: Training arguments with ``output_dir``.
+        state: Trainer state with step and log history.
+        seconds: Duration of the run.
+        interrupted: Whether Ctrl-C or SIGTERM ended the run.
     """
     folder = str(args.output_dir)
     at = f"at step {state.global_step} of {state.max_steps}"
@@ -193,18 +194,18 @@ def summary(args: TrainingArguments, state: TrainerState, *, seconds: float, int
     lines = [f"{ended} after {duration(seconds)}.", *learned(state.log_history)]
     lines.append(f"{folder}: metrics.jsonl, manifest.json, checkpoints that from_pretrained loads.")
     if state.global_step < state.max_steps:
-        lines.append(f"Go on:  {resume_command()}")
-    return [*lines, f"Look:   {shell_command('report', folder)}"]
+        lines.append(f"To continue:  {resume_command()}")
+    return [*lines, f"To view:   {shell_command('report', folder)}"]
 
 
 class RichProgressCallback(transformers.TrainerCallback):
-    """Writes a line of the numbers that matter at each log; a terminal has a bar with the time left below them.
+    """Callback that prints a line of metrics at each log. On a terminal, a progress bar with the time left is shown below.
 
-    A notebook has a table in their place, which grows where it stands, with what was found folded below it.
+    In a notebook, a growing table replaces both, with findings in a collapsed section below it.
 
     Args:
-        headline: Metric names to show with their labels; None shows the first eight of `MAIN` that the run logs.
-        console: Where to write; None is the standard output.
+        headline: Names and labels of metrics to show. None: the first eight of `MAIN` that the run logs.
+        console: Console to write to; None: standard output.
     """
 
     def __init__(self, headline: dict[str, str] | None = None, console: Console | None = None) -> None:
@@ -212,7 +213,7 @@ class RichProgressCallback(transformers.TrainerCallback):
         accept_any_character()
         self.console = console or Console(file=sys.stdout)
         self.progress: Progress | None = None
-        # Whether Ctrl-C or SIGTERM ended the run; a trainer says so.
+        # Whether Ctrl-C or SIGTERM ended the run; the trainer replaces this function.
         self.interrupted: Callable[[], bool] = lambda: False
         self._table: Any = None
         self._rows: list[dict[str, str]] = []
@@ -224,7 +225,7 @@ class RichProgressCallback(transformers.TrainerCallback):
         self._started, self._first = time.perf_counter(), state.global_step
         self._said = self._started
         self._rows, self._table = [], None
-        # A step may take minutes: rich's own estimate forgets what is older than half a minute.
+        # A step may take minutes, but rich's own estimate ignores data older than half a minute.
         columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(), TimeElapsedColumn())
         left = TextColumn("left {task.fields[left]}")
         hidden = in_notebook() or not self.console.is_terminal
@@ -237,7 +238,7 @@ class RichProgressCallback(transformers.TrainerCallback):
         return duration((time.perf_counter() - self._started) / max(done, 1) * (total - done))
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Advance; where there is no bar, a line says how long it will take once nothing was said for `SILENCE`."""
+        """Advance the bar. Without a bar, print the time left after `SILENCE` seconds without output."""
         if self.progress is None:
             return
         self.progress.update(self.task, completed=state.global_step, left=self._left(state))
@@ -246,7 +247,7 @@ class RichProgressCallback(transformers.TrainerCallback):
             self._print(state, "")
 
     def _print(self, state: TrainerState, numbers: str) -> None:
-        """One line a step, however narrow the console is."""
+        """Print one line, regardless of the console's width."""
         self._said = time.perf_counter()
         step = f"step {state.global_step}/{state.max_steps}"
         self.console.print(
@@ -256,7 +257,7 @@ class RichProgressCallback(transformers.TrainerCallback):
     def on_log(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: dict | None = None, **_: Any
     ) -> None:
-        """Write the newest numbers."""
+        """Print the latest metrics."""
         logs = logs or {}
         if self.progress is None or "train_runtime" in logs:
             return
@@ -268,7 +269,7 @@ class RichProgressCallback(transformers.TrainerCallback):
         self._print(state, "  ".join(map(" ".join, numbers)))
 
     def _show(self, title: str, args: TrainingArguments) -> None:
-        """The table of a notebook, in the place where it began."""
+        """Update the notebook's table in place."""
         from IPython.display import HTML, display
 
         page = environment().get_template("notebook.html.jinja")
@@ -286,7 +287,7 @@ class RichProgressCallback(transformers.TrainerCallback):
             self._table.update(content)
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """End the display with what the run came to."""
+        """End the display and print the summary."""
         shown, interrupted = self.progress is not None, self.interrupted()
         self.stop()
         if shown:
@@ -298,7 +299,7 @@ class RichProgressCallback(transformers.TrainerCallback):
                 self.console.print("\n".join(lines), highlight=False, soft_wrap=True, markup=False)
 
     def stop(self) -> None:
-        """End the display; safe to call twice, and called also when training raises."""
+        """End the display. Can be called twice, and is also called if training raises."""
         if self.progress is not None:
             self.progress.stop()
         self.progress = None

@@ -1,4 +1,4 @@
-"""The run record: what a run did, on disk, readable while it runs and after a crash; and the lock of its folder."""
+"""Run record: files about a run that can be read while it runs and after a crash."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ PACKAGES = ("posttrain", "torch", "transformers", "accelerate", "datasets", "pef
 
 
 def describe_run() -> dict[str, Any]:
-    """When, where, with what and how this process was started."""
+    """Describe time, command, software and hardware of this process."""
     return {
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "command": _command(sys.argv),
@@ -75,9 +75,9 @@ def _hardware() -> dict[str, Any]:
     }
 
 
-@functools.cache  # Reading metadata is a tenth of a short run's time.
+@functools.cache  # Reading metadata would take a tenth of a short run's time.
 def versions() -> dict[str, str | None]:
-    """Of the packages that numbers depend on; None of one that is not installed."""
+    """Return the versions of packages that affect results; None for a package that is not installed."""
     installed: dict[str, str | None] = dict.fromkeys(PACKAGES)
     for name in PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -92,24 +92,24 @@ def _git_commit() -> str | None:
     return None
 
 
-# The lock of the folder ----------------------------------------------------------------------------------------------------
+# Files of a run ------------------------------------------------------------------------------------------------------------
 
 
 FILES = (
     "metrics.jsonl", "findings.jsonl", "manifest.json", "data.json", "completions.parquet", "eval_completions.parquet"
 )  # fmt: skip
-SUMMARY = "train_runtime"  # In the line that a trainer logs last.
-PREFIXES = ("", "eval_")  # Training and evaluation never share a file.
+SUMMARY = "train_runtime"  # Key in the last line that a trainer logs.
+PREFIXES = ("", "eval_")  # Training and evaluation use separate files.
 
 
 class RunRecord:
     """Files of one run: ``manifest.json``, ``metrics.jsonl``, ``completions/*.parquet``, ``completions.parquet``.
 
-    A line of metrics is on the disk before the next step; every other file is written whole or not at all. On resume,
-    lines and rows of steps that will be taken again are dropped; a fresh run moves the record of an older one aside.
+    A line of metrics is on disk before the next step. All other files are written atomically. On resume, lines and rows of steps
+    that will be repeated are removed. A new run moves the record of an earlier one aside.
 
     Args:
-        output_dir: The run's folder; it is made when something is written.
+        output_dir: Folder of the run. It is created when something is written.
     """
 
     def __init__(self, output_dir: str | Path) -> None:
@@ -119,7 +119,7 @@ class RunRecord:
         self._pending: dict[str, list[dict[str, Any]]] = {prefix: [] for prefix in PREFIXES}
         self._unmerged = False
         self._warned = False
-        # What an older run left here: an evaluation before training may add lines that are ours.
+        # Remember files of an earlier run: an evaluation before training may append lines of this run.
         self._remember_old()
 
     def _remember_old(self) -> None:
@@ -127,30 +127,30 @@ class RunRecord:
         self._old_parts = set(self._parts(*PREFIXES))
 
     def manifest(self, **content: Any) -> None:
-        """Write what identifies the run: versions, hardware, command, and whatever is given, without secrets."""
+        """Write what identifies the run: versions, hardware, command and ``content``, without secrets."""
         text = json.dumps(_plain(hide_secrets(describe_run() | content)), indent=2, default=str)
         _write_atomically(self.folder / "manifest.json", text + "\n")
 
     def metrics(self, step: int, values: Mapping[str, Any]) -> None:
-        """Append one line ``{"step", "time", ...}``, and wait until it is on the disk."""
+        """Append one line ``{"step", "time", ...}``, and wait until it is on disk."""
         _append(self.metrics_path, {"step": step, "time": round(time.time(), 3), **values})
 
     def finding(self, step: int, finding: Finding) -> None:
-        """Append what a check saw to ``findings.jsonl``, with its step."""
+        """Append a finding with its step to ``findings.jsonl``."""
         _append(
             self.folder / "findings.jsonl",
             {"step": step, "time": round(time.time(), 3), **dataclasses.asdict(finding)},
         )
 
     def data(self, content: Mapping[str, Any]) -> None:
-        """Write ``data.json``, the first step as the model saw it; a failure is logged."""
+        """Write ``data.json``, the first batch as the model received it. A failure is logged."""
         try:
             _write_atomically(self.folder / "data.json", json.dumps(content, ensure_ascii=False, default=str))
-        except (OSError, ValueError) as error:  # The report can do without it.
+        except (OSError, ValueError) as error:  # The report does not require this file.
             self._complain("the first batch", error)
 
     def begin(self, step: int) -> None:
-        """Make the folder ready for a run that stands after ``step``: 0 is a fresh one, more is a resumed one."""
+        """Prepare the folder for a run that starts after ``step``: 0 for a new run, more for a resumed one."""
         if step:
             self.rewind(step)
         else:
@@ -158,12 +158,12 @@ class RunRecord:
         self._remember_old()
 
     def rewind(self, step: int) -> None:
-        """Drop lines and completions of later steps, which a resumed run takes again."""
+        """Remove lines and completions of later steps, which a resumed run repeats."""
         for path in (self.metrics_path, self.folder / "findings.jsonl"):
             if path.is_file():
                 lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
                 rows = [(line, read_line(line) or {}) for line in lines]
-                # A run that goes on has not ended: the line of its end is dropped too.
+                # A resumed run has not ended, so its summary line is removed as well.
                 kept = [line for line, row in rows if row.get("step", math.inf) <= step and SUMMARY not in row]
                 _write_atomically(path, "".join(line + "\n" for line in kept))
         for path in self._parts(*PREFIXES):
@@ -172,7 +172,7 @@ class RunRecord:
                 self._unmerged = True
 
     def _set_aside(self) -> None:
-        """Move the record of an older run to ``record-1``, ``record-2``, ...: starting again must not erase it."""
+        """Move the record of an earlier run to ``record-1``, ``record-2``, ..., so that a new run does not erase it."""
         if not self._old_bytes and not self._old_parts and not (self.folder / "findings.jsonl").is_file():
             return
         number = 1
@@ -191,19 +191,19 @@ class RunRecord:
         for path in sorted(self._old_parts):
             (aside / "completions").mkdir(exist_ok=True)
             os.replace(path, aside / "completions" / path.name)
-        logger.warning("%s holds the record of an earlier run; it was moved to %s.", self.folder, aside)
+        logger.warning("%s contains the record of an earlier run, which was moved to %s.", self.folder, aside)
 
     def _parts(self, *prefixes: str) -> list[Path]:
-        """Files of completions in the order of their steps."""
+        """Return the files of completions in the order of their steps."""
         parts = [p for prefix in prefixes for p in self.completions_dir.glob(f"{prefix}completions_*.parquet")]
         return sorted(parts, key=lambda path: (path.name.startswith("eval_"), step_of_part(path)))
 
     def add_completions(self, rows: list[dict[str, Any]], *, evaluation: bool = False) -> None:
-        """Keep rows until the next `flush`; evaluation has files of its own."""
+        """Store rows until the next `flush`. Evaluation uses separate files."""
         self._pending["eval_" if evaluation else ""] += rows
 
     def flush(self, step: int) -> None:
-        """Write the kept rows to ``completions/[eval_]completions_<step>.parquet``; a failure is logged."""
+        """Write stored rows to ``completions/[eval_]completions_<step>.parquet``. A failure is logged."""
         for prefix, rows in self._pending.items():
             if not rows:
                 continue
@@ -211,14 +211,14 @@ class RunRecord:
             path = self.completions_dir / f"{prefix}completions_{step:05d}.parquet"
             try:
                 path.parent.mkdir(parents=True, exist_ok=True)
-                earlier = read_rows(path) if path.is_file() else []  # A second evaluation set at the same step.
+                earlier = read_rows(path) if path.is_file() else []  # From another evaluation set at the same step.
                 write_rows(path, earlier + rows)
                 self._unmerged = True
             except Exception as error:  # A table must never stop training.
                 self._complain(f"the completions of step {step}", error)
 
     def merge_completions(self) -> None:
-        """Make ``completions.parquet`` (and ``eval_completions.parquet``) of all parts; a failure is logged."""
+        """Merge all parts into ``completions.parquet`` (and ``eval_completions.parquet``). A failure is logged."""
         if not self._unmerged:
             return
         try:
@@ -235,14 +235,14 @@ class RunRecord:
 
 
 def _append(path: Path, values: Mapping[str, Any]) -> None:
-    """Add one line of JSON and wait until it is on the disk; a line that does not fit leaves no torn half behind."""
+    """Append one line of JSON and wait until it is on disk. A line that cannot be written completely is removed."""
     line = (json.dumps(_plain(values), default=str) + "\n").encode()
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("ab", buffering=0) as file:
         size = file.tell()
         try:
             written = file.write(line)
-            while written < len(line):  # A disk that fills up takes a part first, and refuses the rest.
+            while written < len(line):  # A disk that runs full writes a part first, and then raises.
                 written += file.write(line[written:])
             os.fsync(file.fileno())
         except OSError as error:
@@ -250,8 +250,8 @@ def _append(path: Path, values: Mapping[str, Any]) -> None:
                 os.ftruncate(file.fileno(), size)
             raise OSError(
                 error.errno,
-                f"a line of the run record could not be written: {error.strerror}. Free some space, then resume from the last "
-                "checkpoint; every earlier line is intact",
+                f"a line of the run record could not be written: {error.strerror}. All earlier lines are intact. Fix: free some "
+                "space, then resume from the last checkpoint",
                 str(path),
             ) from error
 
@@ -264,7 +264,7 @@ def _write_atomically(path: Path, text: str) -> None:
 
 
 def _plain(value: object) -> Any:
-    """Numbers of tensors as Python numbers; what JSON has no number for as the text ``NaN`` or ``Infinity``."""
+    """Convert tensors to Python numbers, and non-finite numbers to the text ``NaN`` or ``Infinity``."""
     if isinstance(value, Mapping):
         return {str(k): _plain(v) for k, v in value.items()}
     if isinstance(value, list | tuple):
@@ -277,43 +277,43 @@ def _plain(value: object) -> Any:
 
 
 def step_of_part(path: Path) -> int:
-    """The optimiser step in the name of a file of completions; 0 of another name."""
+    """Return the optimizer step in the name of a completions file; 0 for other names."""
     number = path.stem.rsplit("_", 1)[-1]
     return int(number) if number.isdigit() else 0
 
 
 class RunRecordCallback(transformers.TrainerCallback):
-    """Keeps the run record of a trainer; only the main process writes.
+    """Callback that writes the run record of a trainer, on the main process only.
 
     Args:
-        args: The trainer's; ``output_dir`` is the run's folder.
-        tokenizer: Its chat template is identified in the manifest.
+        args: Training arguments. ``output_dir`` is the run's folder.
+        tokenizer: Tokenizer. The manifest contains a hash of its chat template.
     """
 
     def __init__(self, args: TrainingArguments, tokenizer: Tokenizer | None = None) -> None:
         self.record = RunRecord(args.output_dir or ".")
         self.lock = FolderLock(self.record.folder)
         self.args, self.tokenizer = args, tokenizer
-        self.listeners: list[Callable[[list[dict[str, Any]], bool], None]] = []  # Who else wants rows of completions.
-        # Whether Ctrl-C or SIGTERM ended the run; a trainer says so.
+        self.listeners: list[Callable[[list[dict[str, Any]], bool], None]] = []  # Called with rows of completions.
+        # Whether Ctrl-C or SIGTERM ended the run; the trainer replaces this function.
         self.interrupted: Callable[[], bool] = lambda: False
         self._step = 0
-        self._findings: list[Finding] | None = []  # Told before the folder is ours; None from then on.
+        self._findings: list[Finding] | None = []  # Findings before the folder is locked; None afterwards.
 
     def add_completions(self, rows: list[dict[str, Any]], *, evaluation: bool = False) -> None:
-        """See `RunRecord.add_completions`."""
+        """Store rows of completions, see `RunRecord.add_completions`, and pass them to the listeners."""
         if self.args.process_index == 0:
             self.record.add_completions(rows, evaluation=evaluation)
             for listener in self.listeners:
                 listener(rows, evaluation)
 
     def add_data(self, describe: Callable[[], Mapping[str, Any]]) -> None:
-        """Write what ``describe`` gives as ``data.json``, in the main process alone."""
+        """Write the result of ``describe`` as ``data.json``, on the main process only."""
         if self.args.process_index == 0:
             self.record.data(describe())
 
     def add_findings(self, findings: Iterable[Finding]) -> None:
-        """Keep findings with their step; those of other ranks are the same and are not written."""
+        """Record findings with the current step. Other ranks have the same findings and write nothing."""
         for finding in findings if self.args.process_index == 0 else ():
             if self._findings is None:
                 self.record.finding(self._step, finding)
@@ -321,7 +321,7 @@ class RunRecordCallback(transformers.TrainerCallback):
                 self._findings.append(finding)
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Take the folder, drop or move aside what is not of this run, and write the manifest."""
+        """Lock the folder, remove or move aside files of other runs, and write the manifest."""
         if not state.is_world_process_zero:
             return
         if not self.lock.held:
@@ -341,25 +341,25 @@ class RunRecordCallback(transformers.TrainerCallback):
         self.record.manifest(chat_template_sha256=digest, **manifest)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Remember where the run stands."""
+        """Store the current step."""
         self._step = state.global_step
 
     def on_log(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: dict | None = None, **_: Any
     ) -> None:
-        """One line of metrics, one file of completions."""
+        """Write one line of metrics and one file of completions."""
         if state.is_world_process_zero:
             self.record.metrics(state.global_step, {"epoch": state.epoch, **(logs or {})})
             self.record.flush(state.global_step)
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Keep the merged table no older than the last checkpoint."""
+        """Update the merged table at each checkpoint."""
         if state.is_world_process_zero:
             self.record.flush(state.global_step)
             self.record.merge_completions()
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Leave everything on disk."""
+        """Write everything to disk, and record an interruption."""
         self._step = state.global_step
         if state.is_world_process_zero and self.interrupted():
             path = self.record.folder / "manifest.json"
@@ -367,7 +367,7 @@ class RunRecordCallback(transformers.TrainerCallback):
         self.stop()
 
     def stop(self) -> None:
-        """Leave everything on disk and give the folder back; safe to call twice, and also when training raises."""
+        """Write everything to disk and release the folder. Can be called twice, and is called if training raises."""
         if self.args.process_index == 0:
             self.record.flush(self._step)
             self.record.merge_completions()

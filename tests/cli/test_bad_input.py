@@ -24,7 +24,7 @@ CASES = {
     "a broken line of a stream": (
         "sft", lines(CHAT, CHAT, '{"messages": [{"role"'), ["--dataset_streaming", "true"], "rows.jsonl, line 3: it is not valid JSON",
     ),
-    "a line that is no object": ("sft", lines(CHAT, "[1]"), [], "line 2: a row must be a JSON object, and it is a list"),
+    "a line that is no object": ("sft", lines(CHAT, "[1]"), [], "line 2: a row must be a JSON object, not list"),
     "a lone surrogate": ("sft", lines({"text": "a"}, '{"text": "b \\ud800"}'), [], "line 2: text that is not valid Unicode"),
     "a lone surrogate of a stream": (
         "sft", lines({"text": "a"}, '{"text": "b \\ud800"}'), ["--dataset_streaming", "true"], "line 2: text that is not valid Unicode",
@@ -33,7 +33,7 @@ CASES = {
         "reward", lines('{"chosen": "a \\udc00", "rejected": "b"}'), [], "line 1: text that is not valid Unicode",
     ),
     "bytes that are no UTF-8": ("sft", b'{"text": "a"}\n{"text": "b \xff"}', [], "line 2: it is not valid UTF-8 (byte 12"),
-    "types that differ from row to row": ("sft", lines({"text": "a"}, {"text": 3}), [], "row 1: column 'text' must be a string, and it is int"),
+    "types that differ from row to row": ("sft", lines({"text": "a"}, {"text": 3}), [], "row 1: column 'text' must be a string, not int"),
     "a number in the place of a text": (
         "sft", lines({"prompt": "a", "completion": 0}), [], "row 0: prompt and completion must both be strings or both be lists of messages",
     ),
@@ -42,17 +42,17 @@ CASES = {
     ),
     "every row left out": (
         "sft", lines(*[{"prompt": LONG, "completion": "a"}] * 3), ["--max_length", "16"],
-        "no row of the train dataset is left: of 3, 3 cut at max_length before their first trained token",
+        "no row of the train dataset is left. Of 3: 3 truncated at max_length before their first trained token",
     ),
     "every row of a stream left out": (
         "sft", lines(*[{"prompt": LONG, "completion": "a"}] * 3), ["--max_length", "16", "--dataset_streaming", "true"],
-        "of its first 3, 3 cut at max_length before their first trained token",
+        "Of its first 3: 3 truncated at max_length before their first trained token",
     ),
     "every pair left out": (
         "reward", lines(PAIR, {"chosen": "a", "rejected": "a"}), ["--max_length", "16"],
         "of 2, 1 longer than max_length=16, 1 with two equal answers",
     ),
-    "columns of another method": ("reward", lines(CHAT), [], "the train rows need 'chosen' and 'rejected', and have columns ['messages']"),
+    "columns of another method": ("reward", lines(CHAT), [], "the train rows need 'chosen' and 'rejected', but have columns ['messages']"),
     "a split that is not there": ("sft", lines(CHAT), ["--eval_strategy", "steps"], "eval_strategy='steps' needs a split 'test'"),
     "a missing package": ("sft", lines(CHAT), ["--use_liger_kernel", "true"], "liger-kernel"),
     "offloading without a device": ("sft", lines(CHAT), ["--activation_offloading", "true"], "this run is on the CPU"),
@@ -93,8 +93,8 @@ MARKED = RAISES.replace("{{ m.content }}", "{% generation %}{{ m.content }}<|im_
 @pytest.mark.parametrize(
     ("template", "only", "said"),
     [
-        (RAISES, "false", "row 1: the chat template refused the messages"),
-        (MARKED, "true", "row 1: the chat template refused the messages"),
+        (RAISES, "false", "row 1: the chat template rejected the messages"),
+        (MARKED, "true", "row 1: the chat template rejected the messages"),
         ("{% for m in messages %}", "false", "the chat template is not valid Jinja (line 1: "),
         ("{% for m in messages %}", "true", "the chat template is not valid Jinja (line 1: "),
     ],
@@ -125,7 +125,7 @@ def test_a_row_of_two_hundred_thousand_tokens_is_cut_and_told_once(tiny_model_di
         lines(CHAT, {"text": None} | CHAT, {"messages": [{"role": "user", "content": "0 " * 100_000}]})
     )
     assert run(tmp_path, tiny_model_dir, "sft", tmp_path / "rows.jsonl", "--max_length", "64") == 0
-    assert "1 of 3 rows were cut at max_length=64" in caplog.text
+    assert "1 of 3 rows were truncated to max_length=64" in caplog.text
     assert "indexing errors" not in caplog.text + capsys.readouterr().err
 
 
@@ -137,8 +137,8 @@ def test_wrong_usage_is_short(capsys):
 
 
 CODE = {
-    "an import that ends with sys.exit": ("import sys\nsys.exit(0)\n", "fails while it is imported: SystemExit(0) ({file}:2)"),
-    "an import that fails": ("\n\n1 / 0\n", "fails while it is imported: ZeroDivisionError('division by zero') ({file}:3)"),
+    "an import that ends with sys.exit": ("import sys\nsys.exit(0)\n", "raised an error during import: SystemExit(0) ({file}:2)"),
+    "an import that fails": ("\n\n1 / 0\n", "raised an error during import: ZeroDivisionError('division by zero') ({file}:3)"),
     "sys.exit in a reward": (
         "import sys\ndef f(completions, **_):\n    sys.exit()\n", "reward function 'f' raised SystemExit at {file}:3",
     ),
@@ -201,7 +201,7 @@ WORDS = {
         "argument --num_processes/--num-processes: invalid int value: 'two'",
     ),
     "an option of the launcher without its value": (["--num_processes"], "--num-processes: invalid int value: ''"),
-    "no process": (["--num_processes", "0"], "num_processes=0: a run has at least 1 process"),
+    "no process": (["--num_processes", "0"], "num_processes=0: a run needs at least 1 process"),
 }
 
 

@@ -12,6 +12,6 @@ def test_the_block_is_one_key_a_line_with_versions_and_a_verdict(monkeypatch):
     assert rows["versions.posttrain"] == __version__
     assert rows["versions.vllm"] == "none" or re.match(r"\d", rows["versions.vllm"])
     assert int(rows["hardware.cpus"]) > 0
-    assert rows["compatibility"] in ("all installed packages fit", "")
+    assert rows["compatibility"] in ("all installed packages are compatible", "")
     monkeypatch.setattr(machine, "installed_version", lambda name: "0.33.0" if name == "vllm" else None)
     assert "\n  - PT-V003 (warning): use_vllm=True was tested with vllm>=0.27.0,<=0.32.0" in environment()

@@ -208,7 +208,7 @@ def test_a_checkpoint_that_was_saved_packed_is_counted_packed(config, tiny_model
 @pytest.mark.parametrize("given", ["-5", "0", "many"])
 def test_lengths_that_are_none_are_refused(given, capsys):
     assert main(["estimate", "sft", f"--prompt_tokens={given}"]) == 2
-    assert f"'{given}' is no number of tokens" in capsys.readouterr().err
+    assert f"'{given}' is not a positive number of tokens" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -245,7 +245,7 @@ def test_shifted_labels_are_refused_as_in_training(folder):
     write_jsonl(folder / "ids.jsonl", [{"input_ids": [50, 51, 2], "labels": [51, 2, -100]}])
     argv = ["--config", "sft.yaml", "--dataset_name", "ids.jsonl", "--assistant_only_loss", "False"]
     argv += ["--dataset_kwargs", '{"skip_prepare_dataset": true}']
-    with pytest.raises(DataError, match="labels are not shifted"):
+    with pytest.raises(DataError, match="Labels are not shifted"):
         summary_of("sft", argv)
 
 

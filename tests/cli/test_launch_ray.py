@@ -102,7 +102,7 @@ def test_resources_are_one_trainer_and_its_servers_with_gpus_only_where_there_ar
         ("sft", MODEL, "posttrain sft does not generate with rollout servers"),
         ("ppo", MODEL, "--rollout_servers 0"),
         ("grpo", [], "--model_name_or_path is missing"),
-        ("grpo", [*MODEL, "--vllm_server_base_url", "http://x:1"], "both say where rollouts come from"),
+        ("grpo", [*MODEL, "--vllm_server_base_url", "http://x:1"], "both define where rollouts are generated"),
         ("grpo", [*MODEL, "--rollout_servers", "-1"], "rollout_servers=-1 must be at least 0"),
         ("grpo", [*MODEL, "--ray_timeout", "0"], "ray_timeout=0.0 must be above 0"),
         ("grpo", [*MODEL, "--rollout_server_args", "--max_num_seqs 0"], "max_num_seqs=0 must be at least 1"),

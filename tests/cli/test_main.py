@@ -241,12 +241,12 @@ def test_tools_and_an_environment_are_named_like_rewards(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("command", "given", "match"),
     [
-        ("grpo", {"reward_funcs": "missing.py:f"}, "reward_funcs: there is no file 'missing.py'"),
+        ("grpo", {"reward_funcs": "missing.py:f"}, "reward_funcs: the file 'missing.py' does not exist"),
         ("grpo", {"reward_funcs": "bad.py:shrt"}, r"has no 'shrt' (did you mean 'short'?). It defines ['short']"),
         ("grpo", {"reward_funcs": "bad.shrt"}, r"has no 'shrt' (did you mean 'short'?). It defines ['short']"),
-        ("grpo", {"reward_funcs": "bad.py:LIMIT"}, "'bad.py:LIMIT' is a int, and a function or class is wanted"),
-        ("grpo", {"reward_funcs": "broken.py:f"}, "fails while it is imported: ZeroDivisionError"),
-        ("grpo", {"reward_funcs": "bad.py"}, "'bad.py' names no object. Give module.name, or file.py:name"),
+        ("grpo", {"reward_funcs": "bad.py:LIMIT"}, "'bad.py:LIMIT' is a int, but must be a function or class"),
+        ("grpo", {"reward_funcs": "broken.py:f"}, "raised an error during import: ZeroDivisionError"),
+        ("grpo", {"reward_funcs": "bad.py"}, "'bad.py' does not name an object. Fix: pass module.name, or file.py:name"),
         ("rloo", {"tools": "bad.py:short"}, "unknown argument '--tools'"),
         ("rloo", {"tool_timeout": "3"}, "unknown argument '--tool_timeout'"),
         ("grpo", {"tools": "nowhere.tool", "reward_funcs": "bad.py:short"}, "tools: 'nowhere.tool' cannot be imported"),
@@ -271,7 +271,7 @@ def test_too_few_addresses_are_told_at_once():
     command = [sys.executable, "-m", "posttrain", "env"]
     limit = lambda: resource.setrlimit(resource.RLIMIT_AS, least)  # noqa: E731
     done = subprocess.run(command, capture_output=True, text=True, check=False, preexec_fn=limit, timeout=60)
-    assert done.returncode == 1 and "1.12 GiB of addresses" in done.stderr and "ulimit -v unlimited" in done.stderr
+    assert done.returncode == 1 and "1.12 GiB of address space" in done.stderr and "ulimit -v unlimited" in done.stderr
 
 
 def test_the_short_help_shows_the_options_that_the_parser_knows_with_their_defaults(monkeypatch):
@@ -291,7 +291,7 @@ def test_the_short_help_shows_the_options_that_the_parser_knows_with_their_defau
     text = options.help_text("grpo")
     assert re.search(r"--num_generations +Completions per prompt[^-]*\(8\)", text) and "ModelConfig" not in text
     assert "..." not in text.partition("\n")[2] and all(len(line) <= 80 for line in text.splitlines())
-    assert "Rows of a micro-batch on each device, or auto (8)" in " ".join(text.split())
+    assert "Rows per micro-batch on each device, or auto (8)" in " ".join(text.split())
 
 
 @pytest.mark.parametrize("method", ["grpo", "sft", "gkd", "dpo", "sdpo", "async-distillation"])
@@ -300,7 +300,7 @@ def test_a_config_to_begin_with_is_valid_with_and_without_its_comment_signs(meth
 
     monkeypatch.chdir(tmp_path)
     assert main(["init", method, "-o", "c.yaml"]) == main(["init", method, "-o", "new/folder/c.yaml"]) == 0
-    assert main(["init", method, "-o", "c.yaml"]) == 1 and "is there already" in capsys.readouterr().err
+    assert main(["init", method, "-o", "c.yaml"]) == 1 and "already exists" in capsys.readouterr().err
     text = (tmp_path / "c.yaml").read_text()
     known = "|".join(parser_for(method).fields)
     whole, count = re.subn(rf"^# ((?:{known}): )", r"\1", text, flags=re.M)

@@ -173,7 +173,7 @@ def test_splits_are_packed_each_for_itself():
     [
         (dataset([[1]]), {"seq_length": 0}, ConfigError, "seq_length=0"),
         (dataset([[1]]), {"seq_length": 4, "strategy": "bdf"}, ConfigError, "did you mean 'bfd'"),
-        (datasets.Dataset.from_dict({"a": [1]}), {"seq_length": 4}, ArgumentTypeError, "'a' holds int64"),
+        (datasets.Dataset.from_dict({"a": [1]}), {"seq_length": 4}, ArgumentTypeError, "'a' has type int64"),
         (
             datasets.Dataset.from_dict({"a": [[1], [1, 2]], "b": [[1], [1]]}),
             {"seq_length": 4},

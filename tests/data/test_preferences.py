@@ -128,7 +128,7 @@ def test_p25_turns_of_others_within_an_answer_are_told_and_masked_where_asked(ti
     ]
     data, report = prepared(rows, tiny_tokenizer)
     assert report.inner == 1
-    assert "in 1 of 2 rows an answer holds turns of the user or of tools" in caplog.text
+    assert "in 1 of 2 rows an answer contains user or tool turns" in caplog.text
     assert "chosen_mask" not in data.column_names
     caplog.clear()
     data, _ = prepared(rows, tiny_tokenizer, mask_inner_turns=True)
@@ -157,11 +157,11 @@ def test_p25_the_mask_is_cut_as_the_answer_is(tiny_tokenizer, mode):
 @pytest.mark.parametrize(
     ("row", "match"),
     [
-        ({"prompt": "q", "chosen": "a"}, r"\['rejected'\] are not in"),
+        ({"prompt": "q", "chosen": "a"}, r"lack \['rejected'\]"),
         ({"prompt": U, "chosen": "a", "rejected": "b"}, "column 'chosen' is 'a'"),
         (
             {"prompt": U, "chosen": U, "rejected": say("b")},
-            "role 'user'; an answer's last message must be the assistant's",
+            "role 'user'. The last message of an answer must have role 'assistant'",
         ),
     ],
 )

@@ -335,7 +335,7 @@ def test_a_response_template_the_checkpoint_ships_is_used_and_survives_failure(t
     tiny_tokenizer.parse_response = lambda *args, **kwargs: None
     assert (
         parsed(tiny_tokenizer, "one")["parse_error"]
-        == "the tokenizer's response template gave NoneType instead of a message"
+        == "the tokenizer's response template returned NoneType instead of a message"
     )
 
 

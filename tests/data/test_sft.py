@@ -18,7 +18,7 @@ def test_a_row_of_two_hundred_thousand_tokens_is_cut_and_told(tiny_tokenizer, ca
     assert len(row["input_ids"]) == 64
     assert report.truncated == 1
     assert report.cut_tokens > 199_000
-    assert "1 of 2 rows were cut at max_length=64" in caplog.text
+    assert "1 of 2 rows were truncated to max_length=64" in caplog.text
     assert short["input_ids"][-1] == tiny_tokenizer.eos_token_id
 
 
@@ -54,9 +54,9 @@ def test_a_dataset_where_every_row_is_filtered_out_is_refused_with_the_counts_wh
     rows = [{"prompt": "word " * 60, "completion": "a"}] * 3 + [{"prompt": "q", "completion": ""}]
     data = datasets.Dataset.from_list(rows)
     data = data.to_iterable_dataset() if stream else data
-    of = "of its first 4" if stream else "of 4"
+    of = "Of its first 4" if stream else "Of 4"
     match = (
-        rf"no row of the train dataset is left: {of}, 3 cut at max_length before .*token, 1 with an empty completion"
+        rf"no row of the train dataset is left. {of}: 3 truncated at max_length before .*token, 1 with an empty completion"
     )
     with pytest.raises(DataError, match=match):
         prepare_sft_dataset(data, tiny_tokenizer, SupervisedOptions(max_length=16))
@@ -65,8 +65,8 @@ def test_a_dataset_where_every_row_is_filtered_out_is_refused_with_the_counts_wh
 def test_rows_are_dropped_by_reason(tiny_tokenizer, caplog):
     ask, answer = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
     _, report = prepare([{"messages": [ask]}, {"messages": [ask, answer]}], tiny_tokenizer, assistant_only_loss=True)
-    assert report.dropped == {"without a turn of the assistant": 1}
-    assert "dropped 1 of 2 rows (1 without a turn of the assistant)." in caplog.text
+    assert report.dropped == {"without an assistant turn": 1}
+    assert "dropped 1 of 2 rows (1 without an assistant turn)." in caplog.text
     assert prepare([{"text": ""}, {"text": "a"}], tiny_tokenizer)[1].dropped == {"empty": 1}
     given = [{"input_ids": [5, 6], "completion_mask": [1, 0]}, {"input_ids": [5, 6], "completion_mask": [0, 1]}]
     assert prepare(given, tiny_tokenizer)[1].dropped == {"without a trained token": 1}
@@ -75,7 +75,7 @@ def test_rows_are_dropped_by_reason(tiny_tokenizer, caplog):
 @pytest.mark.parametrize(
     ("row", "match"),
     [
-        ({"text": 3}, r"row 1: column 'text' must be a string, and it is int: '3'"),
+        ({"text": 3}, r"row 1: column 'text' must be a string, not int: '3'"),
         ({"text": None}, r"row 1: found none of .*Columns \['text'\] are None here"),
         ({"prompt": "q", "completion": [{"role": "assistant", "content": "a"}]}, "row 1: prompt and completion .*str and list"),
         ({"messages": [{"role": "user", "text": "q"}]}, r"row 1: message 0 \(role 'user'\) has no content; .*\['role', 'text'\]"),
@@ -84,10 +84,10 @@ def test_rows_are_dropped_by_reason(tiny_tokenizer, caplog):
         ({"messages": [{"role": "user", "content": "q"}, "a"]}, "row 1: message 1 must be a mapping with a role .* it is str"),
         ({"messages": [{"role": "user", "content": "q"}], "tools": "[{"}, "row 1: column 'tools' is text that is not valid JSON"),
         ({"messages": [{"role": "user", "content": "q"}], "chat_template_kwargs": "x"}, "row 1: .*must be a mapping .* str: 'x'"),
-        ({"input_ids": [5, 9999]}, r"row 1: column 'input_ids' holds the id 9999, and the tokenizer has ids from 0 to"),
-        ({"input_ids": [5, -3]}, r"row 1: column 'input_ids' holds the id -3"),
-        ({"input_ids": [5.0, 3.5]}, r"row 1: .*whole numbers\), and it holds '5.0'"),
-        ({"input_ids": [5, 6], "labels": [6, 7]}, "row 1: column 'labels' has 6 at position 0, where the token is 5: .*not shifted"),
+        ({"input_ids": [5, 9999]}, r"row 1: column 'input_ids' contains the id 9999, but the tokenizer has ids from 0 to"),
+        ({"input_ids": [5, -3]}, r"row 1: column 'input_ids' contains the id -3"),
+        ({"input_ids": [5.0, 3.5]}, r"row 1: .*integers\), but it contains '5.0'"),
+        ({"input_ids": [5, 6], "labels": [6, 7]}, "row 1: column 'labels' has 6 at position 0, where the token is 5. .*not shifted"),
     ],
 )  # fmt: skip
 def test_bad_rows_say_where_what_and_how_to_fix_it(tiny_tokenizer, row, match):
@@ -120,7 +120,7 @@ def test_formatting_that_fails_or_gives_no_text_is_told_by_row(tiny_tokenizer):
 
     with raises(DataError, "row 0", "formatting_func", "'a'"):
         formatted(lambda row: [row["x"]])
-    with raises(DataError, "row 0", "formatting_func", "'y'", "'s columns are ['"):
+    with raises(DataError, "row 0", "formatting_func", "'y'", "has columns ['"):
         formatted(lambda row: row["y"])
 
 
@@ -152,7 +152,7 @@ def test_t10_t29_packing_cuts_documents_first_so_that_none_without_a_trained_tok
     rows = [{"prompt": "word " * 60, "completion": "a"}, {"prompt": "q", "completion": " a b c"}]
     packed, report = prepare(rows, tiny_tokenizer, max_length=16, packing="bfd", truncation_mode=mode)
     assert report.truncated == 1
-    assert "1 of 2 rows were cut at max_length=16" in caplog.text
+    assert "1 of 2 rows were truncated to max_length=16" in caplog.text
     assert sum(map(len, packed["seq_lengths"])) == (1 if mode == "keep_start" else 2)
     assert all(any(label != -100 for label in row["labels"][1:]) for row in packed)
 
@@ -202,7 +202,7 @@ def test_of_rows_with_several_forms_a_warning_names_the_one_that_is_trained(tiny
         alone = {name: row[name] for name in ((form, "completion") if form == "prompt" else (form,))}
         assert prepared == prepare([alone], tiny_tokenizer)[0][0]
         assert trained is None or prepared["input_ids"] == trained
-        warned = [record.getMessage() for record in caplog.records if "is not read" in record.message]
+        warned = [record.getMessage() for record in caplog.records if "the rest is ignored" in record.message]
         others = [name for name in row if name != form and name not in alone]
         assert len(warned) == bool(others) and all(name in warned[0] for name in (form, *others) if others)
         row = {name: value for name, value in row.items() if name not in alone}

@@ -588,7 +588,7 @@ MARKED = (
 def test_a_sound_template_has_no_findings(tiny_tokenizer):
     report = check_template(tiny_tokenizer, [ROW, {"text": "plain"}, {"prompt": [USER], "completion": [SAID]}])
     assert (report.rows, report.findings) == (2, [])
-    assert "nothing found" in str(report)
+    assert "no problems found" in str(report)
     report.raise_fatal()
 
 

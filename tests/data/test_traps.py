@@ -165,7 +165,7 @@ def test_trap_9_rows_whose_labels_are_all_ignored_after_the_cut_never_train(tiny
     with caplog.at_level(logging.WARNING):
         data, report = prepare(rows, tiny_tokenizer, max_length=20)
     assert len(data) == 1
-    assert report.dropped == {"cut at max_length before their first trained token": 1}
+    assert report.dropped == {"truncated at max_length before their first trained token": 1}
     with raises(DataError):
         prepared(rows[:1], tiny_tokenizer, max_length=20)
 
@@ -203,7 +203,7 @@ def test_trap_10_t21_the_none_that_arrow_writes_reaches_no_template_and_is_count
     assert [text_of(row, tiny_tokenizer).count("null") for row in data] == [0, 0]
     assert 'f{"city": "Rome"}' in text_of(data[0], tiny_tokenizer)
     assert report.nested_none == 2
-    assert "2 of 2 rows held None inside tool schemas" in caplog.text
+    assert "2 of 2 rows had None inside tool schemas" in caplog.text
     (prompt, _) = datasets.Dataset.from_list([{"prompt": m} for m in calls({"city": "Rome"}, {"day": 3})])
     prompt["prompt"].append({"role": "user", "content": "more", "tool_calls": None})
     assert "null" not in tiny_tokenizer.decode(tokenize_prompts([prompt], tiny_tokenizer)[0])
@@ -275,7 +275,7 @@ def test_trap_16_sharegpt_speakers_become_roles_and_are_told_once(tiny_tokenizer
         data = prepared([{"conversations": turns}] * 3, tiny_tokenizer, assistant_only_loss=True)
     assert trained(data[0], tiny_tokenizer) == "A number.<|im_end|>"
     assert "human" not in text_of(data[0], tiny_tokenizer)
-    assert caplog.text.count("messages from 'human' are taken as role 'user'") == 1
+    assert caplog.text.count("messages from 'human' are read as role 'user'") == 1
 
 
 def test_trap_17_reasoning_that_the_template_leaves_out_is_refused(tiny_tokenizer):
@@ -292,7 +292,7 @@ def test_trap_17_reasoning_goes_under_the_name_that_the_template_reads(tiny_toke
     with caplog.at_level(logging.WARNING):
         (row,) = prepared([{"messages": [QUESTION, {**ANSWER, name: "two is even"}]}], tiny_tokenizer)
     assert "assistant\ntwo is even|A number." in text_of(row, tiny_tokenizer)
-    assert ("taken as 'reasoning_content'" in caplog.text) == (name != "reasoning_content")
+    assert ("renamed to 'reasoning_content'" in caplog.text) == (name != "reasoning_content")
 
 
 QWEN3_LIKE = (
@@ -352,7 +352,7 @@ def test_trap_20_t3_a_second_bos_is_told_with_the_row(caplog):
     tokenizer = ends_by_itself(build_tokenizer(), bos=True)
     with caplog.at_level(logging.WARNING):
         prepared([{"text": "plain"}, {"text": "<|im_start|>once"}], tokenizer)
-    assert "1 of 2 texts began with the bos token already; one was kept. Row 1 is now '<|im_start|>once" in caplog.text
+    assert "1 of 2 texts already began with the bos token; one was kept. Row 1 is now '<|im_start|>once" in caplog.text
 
 
 def test_trap_20_t3_a_rendered_conversation_gets_no_second_bos():
@@ -545,7 +545,7 @@ def test_t29_what_the_limit_cuts_is_told_in_rows_and_trained_tokens(tiny_tokeniz
     with caplog.at_level(logging.WARNING):
         prepared(rows, tiny_tokenizer, max_length=6)
     # Of 9 + 3 tokens that have a predecessor, 4 lie behind the limit.
-    assert "1 of 2 rows were cut at max_length=6 and lost 4 trained tokens (33.3 % of all)" in caplog.text
+    assert "1 of 2 rows were truncated to max_length=6 and lost 4 trained tokens (33.3 % of all)" in caplog.text
 
 
 def test_t40_a_batch_is_tokenised_in_one_call_and_a_second_preparation_is_read_from_the_cache(tiny_tokenizer, tmp_path):

@@ -62,7 +62,7 @@ def test_packed_rows_report_their_fill_and_dropped_rows_their_reasons(tiny_model
     filled = [len(ids) for ids in trainer.train_dataset["input_ids"]]
     assert report.packing_fill == pytest.approx(sum(filled) / len(filled) / 128)
     assert (report.rows_in, report.rows_out) == (21, 20)
-    assert report.dropped == {"without a turn of the assistant": 1}
+    assert report.dropped == {"without an assistant turn": 1}
 
 
 def test_the_report_is_logged_and_kept_when_training_begins(tiny_model, tiny_tokenizer, tmp_path, caplog):

@@ -65,7 +65,7 @@ def test_answers_that_are_equal_everywhere_are_refused(tiny_tokenizer, tmp_path,
     match = (
         r"PT-D026: .*\(100 %\)"
         if method in ("kto", "bco")
-        else r"no row of the train dataset is left: of 8, 8 with equal"
+        else r"no row of the train dataset is left. Of 8: 8 with equal"
     )
     with pytest.raises(ValueError, match=match):
         make(method, tiny_tokenizer, tmp_path, rows(rejected="a number"))
@@ -149,7 +149,7 @@ def test_p9_a_prompt_that_fills_max_length_leaves_no_answer_and_is_dropped_and_c
 def test_a_prompt_that_fills_max_length_on_the_command_line(tiny_model_dir, tmp_path, capsys):
     code, message = shell("dpo", tiny_model_dir, tmp_path, rows(), capsys, "--max_length", "2")
     assert code == 1
-    assert "no row of the train dataset is left: of 8, 8 whose prompt fills max_length" in message
+    assert "no row of the train dataset is left. Of 8: 8 whose prompt fills max_length" in message
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -288,7 +288,7 @@ def test_p22_answers_that_a_template_leaves_open_are_told(tiny_tokenizer, tmp_pa
 def test_p8_answers_cut_at_max_length_are_told_above_ten_percent(tiny_tokenizer, tmp_path, caplog):
     data = rows(9) + rows(3, chosen="a number " * 20)
     make("dpo", tiny_tokenizer, tmp_path, data, settings={"max_length": 30})
-    assert "3 of 12 rows have an answer cut at max_length=30" in caplog.text
+    assert "3 of 12 rows have an answer that was truncated to max_length=30" in caplog.text
 
 
 def test_p33_the_reference_has_the_policy_s_dtype(tiny_tokenizer, tmp_path):

@@ -176,7 +176,7 @@ def test_cuts_and_drops_are_told_with_numbers(tiny_tokenizer, caplog):
         data = prepared(rows, tiny_tokenizer, max_length=20)
     assert len(data) == 1
     assert "dropped 1 of 2 rows" in caplog.text
-    assert "2 of 2 rows were cut at max_length=20" in caplog.text
+    assert "2 of 2 rows were truncated to max_length=20" in caplog.text
     with raises(DataError, "1", "max_length"):
         prepared(rows[:1], tiny_tokenizer, max_length=20)
 
@@ -186,10 +186,10 @@ def test_cuts_and_drops_are_told_with_numbers(tiny_tokenizer, caplog):
     [
         ([{"messages": []}], {}, DataError, "row 0, column 'messages': it is"),
         ([{"other": "x"}], {}, DataError, r"row 0: found none of .*columns are \['other'\]"),
-        ([{"text": "x"}], {"completion_only_loss": True}, DataError, "everything would be trained"),
+        ([{"text": "x"}], {"completion_only_loss": True}, DataError, "every token would be trained"),
         ([{"text": "x"}], {"assistant_only_loss": True}, DataError, "needs conversational rows"),
         ([{"input_ids": [1, 2], "completion_mask": [1]}], {}, DataError, "has 1 entries for 2 input_ids"),
-        ([{"prompt": "a", "completion": ""}], {}, DataError, "of 1, 1 with an empty completion"),
+        ([{"prompt": "a", "completion": ""}], {}, DataError, "Of 1: 1 with an empty completion"),
     ],
 )
 def test_bad_rows_are_refused_by_index_and_column(tiny_tokenizer, rows, options, error, match):

@@ -502,7 +502,7 @@ def test_a_row_without_a_turn_of_the_assistant_is_left_out_and_one_that_is_no_co
     ]
     dataset = datasets.Dataset.from_list(found)
     trainer = sft(tmp_path, dataset, assistant_only_loss=True)
-    assert trainer.reports["train"].dropped == {"without a turn of the assistant": 1}
+    assert trainer.reports["train"].dropped == {"without an assistant turn": 1}
     with pytest.raises(DataError, match="row 0: assistant_only_loss=True needs conversations"):
         plain = [{"prompt": "<image>which?", "completion": "a", "images": [png(noise(8, 8))]}]
         sft(tmp_path, datasets.Dataset.from_list(plain), assistant_only_loss=True)
@@ -530,7 +530,7 @@ def test_images_of_a_row_that_is_too_long_are_made_smaller_until_it_fits(name, k
 
 
 def test_no_size_of_an_image_helps_a_row_whose_text_is_too_long(tmp_path):
-    with pytest.raises(DataError, match="no row of the train dataset is left: of 1, 1 longer than max_length"):
+    with pytest.raises(DataError, match="no row of the train dataset is left. Of 1: 1 longer than max_length"):
         held = [
             {
                 "prompt": user("which of these is it, please? " * 4, 1),

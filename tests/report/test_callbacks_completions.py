@@ -213,8 +213,8 @@ def test_the_mode_comes_back_when_generation_fails(tmp_path, tiny_tokenizer, mon
     ("evaluation", "text"),
     [
         (None, "the trainer has none"),
-        (ROWS, r"no 'prompt' column; its columns are \['input_ids', 'labels'\]. Tokenising and packing"),
-        (DatasetDict(easy=PROMPTS, hard=PROMPTS), "several sets \\(easy, hard\\)"),
+        (ROWS, r"no 'prompt' column; its columns are \['input_ids', 'labels'\]. Tokenizing and packing"),
+        (DatasetDict(easy=PROMPTS, hard=PROMPTS), "several datasets \\(easy, hard\\)"),
         (Dataset.from_list([{"prompt": "What"}, {"prompt": ""}]), "row 1, column 'prompt': it is empty"),
     ],
 )

@@ -78,7 +78,7 @@ def test_the_page_shows_the_tree_and_runs_nothing_of_it(session, tmp_path):
         and "add({&#34;a&#34;: 2})" in page
         and "call 3: cancelled, not trained" in page
     )
-    assert "8 tokens computed of 14 seen" in page and "<script>alert(1)" not in page
+    assert "8 tokens computed of 14 in all calls" in page and "<script>alert(1)" not in page
 
 
 def test_recorded_sessions_are_shown_on_a_terminal(session, tmp_path, capsys):

@@ -231,7 +231,7 @@ def test_the_terminal_shows_numbers_and_findings(tiny_tokenizer):
 
 def test_the_middle_of_a_long_row_is_left_out_and_said_so(tiny_tokenizer):
     text = printed(summarise([row_of(1000)], tiny_tokenizer))
-    assert "... 600 tokens left out ..." in text
+    assert "... 600 tokens omitted ..." in text
 
 
 # HTML -----------------------------------------------------------------------------------------------------------------
@@ -304,7 +304,7 @@ def test_the_page_shows_findings_with_their_severity_and_escapes_them(tiny_token
     text = Page(page).text
     for part in (FINDING.code, FINDING.what, FINDING.where, FINDING.why, FINDING.fix):
         assert part in text
-    assert "None: the checks saw nothing wrong" in Page(to_html(summarise([row_of(2)], tiny_tokenizer))).text
+    assert "No findings: the checks found no problems" in Page(to_html(summarise([row_of(2)], tiny_tokenizer))).text
 
 
 def test_bars_are_proportional_to_their_counts(tiny_tokenizer):
@@ -316,7 +316,7 @@ def test_bars_are_proportional_to_their_counts(tiny_tokenizer):
 def test_a_very_long_row_does_not_make_a_very_long_page(tiny_tokenizer):
     parsed = Page(to_html(summarise([row_of(5000)], tiny_tokenizer)))
     assert len(parsed.pieces) == FILE_TOKENS
-    assert "3,000 tokens left out" in parsed.text
+    assert "3,000 tokens omitted" in parsed.text
 
 
 def test_the_page_can_be_written_whatever_the_rows_hold(tiny_tokenizer, tmp_path, monkeypatch):

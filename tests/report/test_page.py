@@ -96,17 +96,17 @@ def test_a_broken_record_is_shown_with_notes_and_never_fails(tmp_path):
     run = read_run(break_record(grpo_record(tmp_path / "a")))
     assert run.series["loss"].steps[-1] == 41
     counted = {note.split(":")[0]: note for note in run.notes if "broken line" in note}
-    assert "3 broken lines left out, the last of them cut short" in counted["metrics.jsonl"], (
+    assert "3 broken lines ignored, including a truncated last line" in counted["metrics.jsonl"], (
         "a list, garbage, half a line"
     )
-    assert counted["findings.jsonl"].endswith("2 broken lines left out."), "null and 7 are no findings"
+    assert counted["findings.jsonl"].endswith("2 broken lines ignored."), "null and 7 are no findings"
     assert any("manifest.json cannot be read" in note for note in run.notes)
     assert any("completions_00001.parquet cannot be read" in note for note in run.notes)
     page = render([run])
     assert "broken line" in page
     (tmp_path / "b").mkdir()
     (tmp_path / "b" / "metrics.jsonl").write_text("")
-    assert "No metric was logged yet" in render([read_run(tmp_path / "b")])
+    assert "No metrics were logged yet" in render([read_run(tmp_path / "b")])
 
 
 RECORD = {
@@ -136,9 +136,9 @@ def test_files_of_any_json_are_shown_with_notes_and_never_fail(tmp_path):
             (folder / name).write_text(json.dumps(changed))
             assert render([read_run(folder)])
         (folder / name).write_text(json.dumps(whole))
-    assert not any("left out" in note for note in read_run(folder).notes)
+    assert not any("ignored" in note for note in read_run(folder).notes)
     (folder / "data.json").write_text(json.dumps(RECORD["data.json"] | {"lengths": ["x"]}))
-    assert any("data.json: lengths left out" in note for note in read_run(folder).notes)
+    assert any("data.json: lengths ignored" in note for note in read_run(folder).notes)
 
 
 def test_a_run_that_went_on_after_its_end_has_not_ended_yet(tmp_path):

@@ -82,7 +82,7 @@ def test_a_run_ends_with_what_it_came_to_and_an_interrupted_one_says_how_to_go_o
     view.on_step_begin = lambda *_, **__: setattr(trainer.interrupt, "requested", True)
     trainer.train()
     assert "Interrupted at step 1 of 3" in out.getvalue()
-    assert "Go on:  trainer.train(resume_from_checkpoint=True)" in out.getvalue()
+    assert "To continue:  trainer.train(resume_from_checkpoint=True)" in out.getvalue()
     assert (read_run(tmp_path / "again").end, read_run(tmp_path / "again").manifest["interrupted"]) == (
         "interrupted",
         1,
@@ -90,7 +90,7 @@ def test_a_run_ends_with_what_it_came_to_and_an_interrupted_one_says_how_to_go_o
 
 
 def test_a_run_shorter_than_a_logging_interval_says_its_mean_loss():
-    told = ["loss 3.02, the mean of all steps: none was logged (logging_steps)"]
+    told = ["loss 3.02, the mean of all steps: no step was logged (logging_steps)"]
     assert learned([{"step": 6, "train_loss": 3.023}]) == told
     assert learned([{"step": 4, "eval_loss": 2.0}, {"step": 6, "train_loss": 3.023}]) == [*told, "held-out loss 2 -> 2"]
     assert learned([{"reward": 1.0}, {"train_loss": 3.023}]) == ["reward 1 -> 1"]
@@ -113,12 +113,12 @@ def test_numbers_of_evaluation_sets_with_names_are_shown_on_the_line_and_at_the_
 def test_what_was_learned_is_judged_by_the_reward_where_there_is_one():
     steps = [{"reward": float(r), "loss": 1.0, "frac_reward_zero_std": 0.5} for r in range(20)]
     assert learned(steps) == ["reward 0.5 -> 18.5"]
-    assert learned(steps[::-1]) == ["reward 18.5 -> 0.5: it got less"]
-    assert "all groups flat" in learned([{"reward": 0.0, "frac_reward_zero_std": 1.0}])[0]
+    assert learned(steps[::-1]) == ["reward 18.5 -> 0.5: it decreased"]
+    assert "all groups had equal rewards" in learned([{"reward": 0.0, "frac_reward_zero_std": 1.0}])[0]
     lost = [line | {"step": n, "rewards/a/applicable": 1.0} for n, line in enumerate(steps)]
     lost += [{"loss": 0.0, "step": 20 + n, "rewards/a/applicable": 0.0} for n in range(4)]
-    assert "since step 20 no reward" in learned(lost)[0] and learned(lost[:20]) == ["reward 0.5 -> 18.5"]
-    assert learned([{"loss": 1.0}, {"loss": float("nan")}])[0].endswith("no number any more")
+    assert "no reward applied since step 20" in learned(lost)[0] and learned(lost[:20]) == ["reward 0.5 -> 18.5"]
+    assert learned([{"loss": 1.0}, {"loss": float("nan")}])[0].endswith("not a number anymore")
     noise = [{"loss": 1e-7}, {"loss": 3e-7}]
     assert learned(noise) == ["loss 1e-07 -> 3e-07"] and learned([{"loss": 2.0}, {"loss": 2.0001}]) == ["loss 2 -> 2"]
 

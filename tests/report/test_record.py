@@ -333,7 +333,7 @@ def test_a_folder_of_a_live_run_is_refused_and_taken_over_when_it_is_gone(tmp_pa
     check_writable(str(tmp_path))
     lock = FolderLock(tmp_path)
     lock.acquire()
-    assert "is gone: taking it over" in caplog.text
+    assert "no longer runs; this run takes the folder over" in caplog.text
     assert json.loads((tmp_path / LOCK).read_text())["pid"] == os.getpid()
     lock.release()
     assert not (tmp_path / LOCK).exists()

@@ -1,4 +1,4 @@
-"""What a run did as one HTML page: curves, findings, pathologies, completions, data, manifest, and runs side by side."""
+"""HTML report page: curves, findings, pathologies, completions, data and manifest of one or several runs."""
 
 from posttrain.report.page.build import render, write_page
 from posttrain.report.page.run import Run, read_run, read_runs

@@ -1,7 +1,7 @@
-"""The page: one HTML file that asks nothing of the network, and in which recorded text can run nothing.
+"""Build the report page: one HTML file that needs no network and cannot execute recorded text.
 
-Texts are escaped, data is JSON that cannot end its element, and a policy in the head names the hash of the only script
-that may run: a completion that holds HTML is shown as what it is.
+Texts are escaped, data is JSON that cannot close its element, and a content security policy allows only the script with the
+given hash. A completion that contains HTML is shown as text.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from posttrain.report.page.run import Run, Series, flat
 from posttrain.report.progress import MAIN, of_sets
 from posttrain.report.templates import TEMPLATES, environment
 
-LONGEST = 4000  # Characters of a completion before its middle is left out.
-TAIL = 0.1  # Share of the latest points whose mean is the final value.
+LONGEST = 4000  # Maximum number of characters of a completion; of longer ones, the middle is omitted.
+TAIL = 0.1  # The final value is the mean over this share of the latest points.
 ABSENT = "—"
 BESIDE_THE_POINT = ("config.output_dir", "config.logging_dir", "config.run_name", "started", "first_started")
 TITLES = {
     "findings": "Findings",
-    "pathologies": "What may be wrong",
+    "pathologies": "Possible problems",
     "curves": "Curves",
     "completions": "Completions",
     "data": "Data",
@@ -43,7 +43,7 @@ TITLES = {
 }
 
 
-MOST_POINTS = 1500  # Of one curve in the page.
+MOST_POINTS = 1500  # Maximum number of points per curve in the page.
 
 # Heading -> {title with its unit: pattern of metric names}, in the order of the page.
 LAYOUT: dict[str, dict[str, str]] = yaml.safe_load((TEMPLATES / "layout.yaml").read_text(encoding="utf-8"))
@@ -54,7 +54,7 @@ OTHER = "More"
 
 
 def number(value: float) -> str:
-    """Four digits, thousands apart.
+    """Format a number with four significant digits or thousands separators.
 
     >>> number(1234567.0), number(0.000012345), number(3.0)
     ('1,234,567', '1.234e-05', '3')
@@ -63,20 +63,20 @@ def number(value: float) -> str:
 
 
 def middle_out(value: str) -> str:
-    """A long text without its middle."""
+    """Omit the middle of a long text."""
     half = LONGEST // 2
     if len(value) <= LONGEST:
         return value
-    return f"{value[:half]}\n[… {len(value) - 2 * half:,} characters left out …]\n{value[-half:]}"
+    return f"{value[:half]}\n[… {len(value) - 2 * half:,} characters omitted …]\n{value[-half:]}"
 
 
 def shown(value: object) -> str:
-    """A setting as text."""
+    """Format a setting as text."""
     return value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False)
 
 
 def steps(spans: Sequence[tuple[int, int]]) -> str:
-    """Stretches of steps in words.
+    """Format ranges of steps.
 
     >>> steps([(3, 3)]), steps([(1, 4), (7, 7)])
     ('step 3', 'steps 1 to 4, 7')
@@ -94,15 +94,15 @@ environment().filters.update({f.__name__: f for f in (number, middle_out, shown,
 
 @dataclass
 class Panel:
-    """A few metrics with one axis.
+    """Chart of a few metrics with a common axis.
 
     Attributes:
-        key: Of its element.
-        group: Heading that it stands under.
-        title: With the unit.
-        metrics: Names.
-        signs: What may be wrong with them.
-        spoken: The curves in words, for those who do not see them.
+        key: Id of its element.
+        group: Heading above the panel.
+        title: Title with the unit.
+        metrics: Names of the metrics.
+        signs: Titles of possible problems in these metrics.
+        spoken: Description of the curves for screen readers.
     """
 
     key: str
@@ -114,7 +114,7 @@ class Panel:
 
 
 def panel_of(name: str) -> tuple[str, str]:
-    """Heading and title of the panel that a metric belongs to.
+    """Return the heading and title of the panel that a metric belongs to.
 
     >>> panel_of("eval_loss"), panel_of("rewards/accuracy/mean")
     (('Learning', 'loss'), ('Rewards', 'mean of each reward function'))
@@ -132,7 +132,7 @@ def panel_of(name: str) -> tuple[str, str]:
 
 
 def panels_of(runs: Sequence[Run]) -> list[Panel]:
-    """Panels with all metrics of all runs, in the order of the page."""
+    """Return panels with all metrics of all runs, in the order of the page."""
     by_panel: dict[tuple[str, str], list[str]] = {}
     for name in dict.fromkeys(name for run in runs for name in run.series):
         by_panel.setdefault(panel_of(name), []).append(name)
@@ -147,14 +147,14 @@ def panels_of(runs: Sequence[Run]) -> list[Panel]:
 
 
 def _rank(name: str) -> int:
-    """Means before the ends of a range, so that they have the first colours."""
+    """Rank means before the ends of a range, so that means get the first colors."""
     return 1 if re.search(r"(^|[/_])(min|max|low|high)", name) else 0
 
 
 def groups_of(
     panels: Sequence[Panel], runs: Sequence[Run], verdicts: Sequence[Sequence[Verdict]]
 ) -> dict[str, list[Panel]]:
-    """Panels under their headings, with what may be wrong and with their curves in words."""
+    """Group panels by heading, and set their possible problems and descriptions."""
     seen = [verdict for of_run in verdicts for verdict in of_run if verdict.status == "seen"]
     groups: dict[str, list[Panel]] = {}
     for panel in sorted(panels, key=lambda panel: panel.group == OTHER):
@@ -173,12 +173,12 @@ def _spoken(run: Run, name: str) -> str:
 
 
 def figures(panels: Sequence[Panel], runs: Sequence[Run], verdicts: Sequence[Sequence[Verdict]]) -> dict[str, Any]:
-    """What the page's script draws, as JSON: panels with their curves, findings and shaded spans.
+    """Return the data that the page's script draws, JSON-compatible: panels with curves, findings and shaded spans.
 
     Args:
         panels: See `panels_of`.
-        runs: Their order is that of the colours.
-        verdicts: Of each run.
+        runs: Runs in the order of the colors.
+        verdicts: Verdicts of each run.
     """
     of_metric = {name: panel for panel in panels for name in panel.metrics}
     marks: dict[str, list[dict[str, Any]]] = {panel.key: [] for panel in panels}
@@ -189,7 +189,7 @@ def figures(panels: Sequence[Panel], runs: Sequence[Run], verdicts: Sequence[Seq
             text = f"{finding.code}: {finding.what}"
             marks[key].append({"run": at, "step": mark.step, "severity": finding.severity, "text": text})
         for verdict in verdicts[at]:
-            # Two metrics of one panel shade it once.
+            # Shade a panel once, even if two of its metrics are affected.
             for key in {of_metric[name].key for name in verdict.rule.metrics if verdict.spans and name in of_metric}:
                 spans[key].append({"run": at, "text": verdict.title, "spans": verdict.spans})
     drawn = [
@@ -225,7 +225,7 @@ def _short(value: float) -> float | None:
 
 
 def thinned(series: Series, most: int = MOST_POINTS) -> Series:
-    """A long curve with the least and the most of every stretch: what sticks out stays.
+    """Thin out a long curve, keeping the minimum and maximum of every interval so that outliers remain.
 
     >>> short = thinned(Series(list(range(9999)), [0.0] * 5000 + [7.0] + [0.0] * 4998, [0.0] * 9999), 100)
     >>> len(short.steps) <= 104, max(short.values)
@@ -238,17 +238,17 @@ def thinned(series: Series, most: int = MOST_POINTS) -> Series:
     kept = {0, size - 1}
     for start in range(0, size, stretch):
         places = [at for at in range(start, min(start + stretch, size)) if math.isfinite(series.values[at])]
-        places = places or [start]  # A gap stays a gap.
+        places = places or [start]  # Preserve a gap.
         kept |= {min(places, key=series.values.__getitem__), max(places, key=series.values.__getitem__)}
     order = sorted(kept)
     return Series([series.steps[i] for i in order], [series.values[i] for i in order], [series.times[i] for i in order])
 
 
-# What stands in the sections -------------------------------------------------------------------------------------
+# Contents of the sections ----------------------------------------------------------------------------------------
 
 
 class Card(NamedTuple):
-    """One rule: the worst status and the heading of its verdicts, which stand beside the number of their run."""
+    """Rule with the worst status and the title of its verdicts. Each verdict is paired with the index of its run."""
 
     rule: Rule
     status: str
@@ -270,7 +270,7 @@ def _cards(verdicts: Sequence[Sequence[Verdict]]) -> list[Card]:
 
 
 def content(runs: Sequence[Run]) -> dict[str, Any]:
-    """What the page holds: ``sections``, HTML by name, and ``data``, what is drawn."""
+    """Return the content of the page: ``sections``, HTML by name, and ``data``, the data of the charts."""
     verdicts = [review(run.rows) for run in runs]
     panels = panels_of(runs)
     make: Any = environment().get_template("sections.html.jinja").module
@@ -288,7 +288,7 @@ def content(runs: Sequence[Run]) -> dict[str, Any]:
 
 
 def _settings(runs: Sequence[Run]) -> tuple[dict[str, list[str]], int]:
-    """Settings that differ, with the value of each run, and how many are the same."""
+    """Return the settings that differ, with the value of each run, and the number of equal settings."""
     manifests = [flat(run.manifest) for run in runs]
     differ, same = {}, 0
     for name in dict.fromkeys(name for manifest in manifests for name in manifest):
@@ -301,7 +301,7 @@ def _settings(runs: Sequence[Run]) -> tuple[dict[str, list[str]], int]:
 
 
 def final(run: Run, name: str) -> float | None:
-    """Mean of the last tenth of a curve: one noisy step decides nothing."""
+    """Return the mean of the last tenth of a curve, which a single noisy step hardly changes."""
     points = run.series[name].finite if name in run.series else []
     if not points:
         return None
@@ -309,7 +309,7 @@ def final(run: Run, name: str) -> float | None:
 
 
 def _finals(runs: Sequence[Run], panels: Sequence[Panel]) -> dict[str, list[tuple[str, str]]]:
-    """Cells ``(value, change)`` of every metric: final values of all runs; of one run also its first, least and most."""
+    """Return cells ``(value, change)`` of every metric: final values; for a single run also first, minimum and maximum."""
     rows = {}
     for name in (name for panel in panels for name in panel.metrics):
         values = [final(run, name) for run in runs]
@@ -336,7 +336,7 @@ def _change(first: float | None, value: float | None) -> str:
 
 
 def render(runs: Sequence[Run]) -> str:
-    """The whole page, of `posttrain.report.page.read_runs`."""
+    """Render the page of runs from `posttrain.report.page.read_runs`."""
     page = content(runs)
     script = (TEMPLATES / "page.js").read_text(encoding="utf-8")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
@@ -360,16 +360,16 @@ def render(runs: Sequence[Run]) -> str:
 
 
 def _json(value: object) -> str:
-    """JSON that cannot end the element it stands in."""
+    """Serialize JSON that cannot close the element that contains it."""
     dumped = json.dumps(value, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
     return dumped.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 
 
 def write_page(runs: Sequence[Run], path: str | Path) -> Path:
-    """Write the page; the file appears whole or not at all.
+    """Write the page atomically.
 
     Raises:
-        ConfigError: The system refuses to write there.
+        ConfigError: The file cannot be written.
     """
     target = Path(path).expanduser()
     page = render(runs)
@@ -378,6 +378,6 @@ def write_page(runs: Sequence[Run], path: str | Path) -> Path:
             part.write_text(page, encoding="utf-8")
     except OSError as error:
         raise ConfigError(
-            f"the page cannot be written to {str(path)!r}: {error.strerror or error}. Name another file with --out."
+            f"the page cannot be written to {str(path)!r}: {error.strerror or error}. Fix: name another file with --out."
         ) from error
     return target

@@ -1,4 +1,4 @@
-"""The record of a run, read from its folder without ever failing on what a crash or a running trainer left."""
+"""Reader of run records. It never fails on files that a crash or a running trainer left incomplete."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ NOT_CURVES = {"step", "time", "epoch"}
 FILES = ("manifest.json", "metrics.jsonl", "findings.jsonl", "preflight.json", "data.json", "completions.parquet")
 
 SEVERITIES = ("error", "warning", "info")
-SHADED = 4000  # Tokens of a completion.
-STEPS = 16  # Moments shown, evenly spread, the first and the last among them.
-GROUPS = 2  # Prompts of a moment.
-MEMBERS = 4  # Completions of a prompt: the best, the worst, and what lies between.
+SHADED = 4000  # Maximum number of tokens of a completion.
+STEPS = 16  # Maximum number of steps shown, evenly spaced, including the first and the last.
+GROUPS = 2  # Maximum number of prompts per step.
+MEMBERS = 4  # Maximum number of completions per prompt, evenly spread from best to worst.
 KNOWN = (
     "step", "prompt", "completion", "advantage", "tokens", "logps", "image_digests", "image_sizes", "thumbnails",
     "episode",
@@ -32,14 +32,14 @@ KNOWN = (
 
 @dataclass
 class Series:
-    """One metric over a run: optimiser steps, values (NaN and infinities included) and Unix times, all equally long."""
+    """Metric over a run: optimizer steps, values (including NaN and infinities) and Unix times, all of equal length."""
 
     steps: list[int] = field(default_factory=list)
     values: list[float] = field(default_factory=list)
     times: list[float] = field(default_factory=list)
 
     def add(self, step: int, value: float, time: float) -> None:
-        """Append a point; a step that was logged again replaces the earlier one."""
+        """Append a point. A step that was logged again replaces the previous point."""
         if self.steps and self.steps[-1] == step:
             self.values[-1], self.times[-1] = value, time
             return
@@ -49,13 +49,13 @@ class Series:
 
     @property
     def finite(self) -> list[tuple[int, float]]:
-        """Points that can be drawn."""
+        """Points with finite values."""
         return [(s, v) for s, v in zip(self.steps, self.values, strict=True) if math.isfinite(v)]
 
 
 @dataclass(frozen=True)
 class Mark:
-    """A finding, and the optimiser step at which it was found."""
+    """Finding, and the optimizer step at which it was found."""
 
     step: int
     finding: Finding
@@ -67,11 +67,11 @@ class Sample:
 
     Attributes:
         prompt, completion: Texts.
-        advantage: None where the table has none.
-        scores: The table's other columns: rewards by function, and whatever functions logged.
-        tokens, logps: Text and log-probability (nats) of each token; empty where they were not recorded.
-        pictures: Images of the prompt that were recorded: a ``data:`` address of the thumbnail; size and digest.
-        episode: The tree of an episode of a harness, see `posttrain.report.episodes.episode_tree`; empty where there is none.
+        advantage: Advantage; None if the table has none.
+        scores: Other columns of the table: rewards by function, and values that functions logged.
+        tokens, logps: Text and log-probability (nats) of each token; empty if they were not recorded.
+        pictures: Recorded images of the prompt: a ``data:`` URL of the thumbnail; size and digest.
+        episode: Tree of a harness episode, see `posttrain.report.episodes.episode_tree`; empty if there is none.
     """
 
     prompt: str
@@ -85,7 +85,7 @@ class Sample:
 
     @property
     def reward(self) -> float:
-        """Sum of the numeric columns that are rewards; what orders completions of one prompt."""
+        """Sum of the numeric columns. Orders completions of a prompt that have no advantage."""
         values = [v for v in self.scores.values() if isinstance(v, int | float) and not isinstance(v, bool)]
         return sum(v for v in values if math.isfinite(v))
 
@@ -103,31 +103,31 @@ class Sample:
 
     @property
     def shades(self) -> list[tuple[str, float, float | None]]:
-        """Tokens with their log-prob and how dark they are shaded (0 to 1); None where there is no log-prob."""
+        """Tokens with their log-prob and shade (0 to 1); the shade is None without a finite log-prob."""
         pairs = list(zip(self.tokens, self.logps, strict=True))[:SHADED]
         depths = [min(max(-logp / 4, 0.0), 1.0) if math.isfinite(logp) else None for _, logp in pairs]
         return [(token.replace("\n", "↵\n"), logp, d) for (token, logp), d in zip(pairs, depths, strict=True)]
 
 
-Moment = tuple[int, list[list[Sample]]]  # A step, and completions by prompt.
+Moment = tuple[int, list[list[Sample]]]  # A step, and completions grouped by prompt.
 
 
 @dataclass
 class Run:
-    """The record of one run, as a page or a terminal shows it.
+    """Record of one run, for a page or a terminal.
 
     Attributes:
-        name: Unique among the runs shown together.
-        folder: Its output_dir.
-        manifest: ``manifest.json``; empty when there is none.
-        series: Metrics by name, in the order in which they first appeared.
-        summary: The trainer's last line (``train_runtime`` and the like); empty while it runs.
+        name: Unique name among the runs shown together.
+        folder: Output_dir of the run.
+        manifest: Content of ``manifest.json``; empty if there is none.
+        series: Metrics by name, in order of first appearance.
+        summary: Last line of the trainer (``train_runtime`` etc.); empty while it runs.
         marks: Findings in the order of their steps.
-        samples: Completions of a few steps, in order: of each the prompts and completions that say most.
+        samples: Completions of a few steps, in order. Each step has its most informative prompts and completions.
         rows: Lines of ``metrics.jsonl``, numbers only.
-        seen: ``data.json``, the first batch as the model saw it; empty when it was not recorded.
+        seen: Content of ``data.json``, the first batch as the model received it; empty if it was not recorded.
         state: ``running``, ``finished``, ``interrupted`` (by Ctrl-C or SIGTERM) or ``stopped``.
-        notes: What could not be read, in sentences.
+        notes: Problems while reading, as sentences.
     """
 
     name: str
@@ -144,18 +144,18 @@ class Run:
 
     @property
     def step(self) -> int:
-        """The latest step that logged anything."""
+        """Latest logged step."""
         return max((s.steps[-1] for s in self.series.values()), default=0)
 
     @property
     def max_steps(self) -> int | None:
-        """Steps the run was to take; None where the manifest does not say."""
+        """Planned number of steps; None if the manifest does not contain it."""
         steps = self.manifest.get("max_steps")
         return steps if isinstance(steps, int) and steps > 0 else None
 
     @property
     def end(self) -> str:
-        """The state; a run without its last line that took all steps is finished."""
+        """State of the run. A run without a summary line that took all steps counts as finished."""
         whole = self.max_steps is not None and self.step >= self.max_steps
         if self.state == "finished" and "interrupted" in self.manifest:
             return "interrupted"
@@ -163,7 +163,7 @@ class Run:
 
     @property
     def duration(self) -> str:
-        """Between the first and the last log, in words; "" where it is not known."""
+        """Time between the first and the last log as text; "" if unknown."""
         times = [time for series in self.series.values() for time in series.times if math.isfinite(time)]
         minutes = (max(times) - min(times)) / 60 if len(times) > 1 else 0.0
         return "" if len(times) < 2 else f" · {minutes / 60:.1f} h" if minutes >= 90 else f" · {minutes:.1f} min"
@@ -178,16 +178,16 @@ class Run:
 
     @property
     def shaded(self) -> bool:
-        """Whether any completion has log-probs."""
+        """True if any completion has log-probs."""
         return any(sample.logps for _, groups in self.samples for group in groups for sample in group)
 
     def last(self, name: str) -> float | None:
-        """The latest value of a metric; NaN where that is what was logged."""
+        """Return the latest value of a metric, which may be NaN."""
         return self.series[name].values[-1] if name in self.series else None
 
 
 def flat(value: object, name: str = "") -> dict[str, Any]:
-    """Nested mappings with dotted names.
+    """Flatten nested mappings to dotted names.
 
     >>> flat({"a": {"b": 1}, "c": []})
     {'a.b': 1, 'c': []}
@@ -201,16 +201,16 @@ def flat(value: object, name: str = "") -> dict[str, Any]:
 
 
 def read_runs(folders: Sequence[str | Path]) -> list[Run]:
-    """Runs with names that tell them apart: as few of the last parts of their paths as that needs.
+    """Read runs and give them unique names, made of as few trailing path components as necessary.
 
     Raises:
-        DataError: A folder that is none, or holds no record.
-        ConfigError: The same folder twice.
+        DataError: A path is not a folder, or contains no record.
+        ConfigError: A folder is named twice.
     """
     paths = [Path(folder).expanduser().resolve() for folder in folders]
     twice = next((path for at, path in enumerate(paths) if path in paths[:at]), None)
     if twice is not None:
-        raise ConfigError(f"{str(twice)!r} is named twice. Runs are compared with other runs: name each folder once.")
+        raise ConfigError(f"{str(twice)!r} is named twice. Fix: name each folder once.")
     runs = [read_run(path) for path in paths]
     depth = 1
     while len({path.parts[-depth:] for path in paths}) < len(paths):
@@ -221,19 +221,19 @@ def read_runs(folders: Sequence[str | Path]) -> list[Run]:
 
 
 def read_run(folder: str | Path) -> Run:
-    """Read one run; a broken or missing part is a note, not an error.
+    """Read one run. A broken or missing part becomes a note, not an error.
 
     Raises:
-        DataError: There is no such folder, or it holds nothing of a record.
+        DataError: The folder does not exist, or contains no part of a record.
     """
     path = Path(folder).expanduser()
     if not path.is_dir():
-        raise DataError(f"{str(folder)!r} is not a folder. Give the output_dir of a run.")
+        raise DataError(f"{str(folder)!r} is not a folder. Fix: give the output_dir of a run.")
     run = Run(path.resolve().name, path)
     if not any((path / name).is_file() for name in FILES) and not (path / "completions").is_dir():
         inner = sorted(p.parent.name for p in path.glob("*/metrics.jsonl") if not p.parent.name.startswith("record-"))
         hint = f" Runs inside it: {', '.join(inner[:5])}." if inner else ""
-        raise DataError(f"{str(folder)!r} holds no record of a run (metrics.jsonl, manifest.json).{hint}")
+        raise DataError(f"{str(folder)!r} contains no record of a run (metrics.jsonl, manifest.json).{hint}")
     run.manifest = _json(path / "manifest.json", run.notes)
     run.seen = _json(path / "data.json", run.notes, optional=True)
     _read_metrics(run)
@@ -248,7 +248,7 @@ def _json(path: Path, notes: list[str], *, optional: bool = False) -> dict[str, 
         content = json.loads(path.read_text(encoding="utf-8", errors="replace"))
     except FileNotFoundError:
         if not optional:
-            notes.append(f"There is no {path.name}: what identifies the run is unknown.")
+            notes.append(f"{path.name} does not exist, so the settings of the run are unknown.")
         return {}
     except (OSError, ValueError) as error:
         notes.append(f"{path.name} cannot be read: {error}.")
@@ -260,11 +260,11 @@ def _json(path: Path, notes: list[str], *, optional: bool = False) -> dict[str, 
         name for name, shape in SHAPES.get(path.name, {}).items() if name in content and not _has(content[name], shape)
     ]
     if odd:
-        notes.append(f"{path.name}: {', '.join(odd)} left out, whose form is not that of a record.")
+        notes.append(f"{path.name}: {', '.join(odd)} ignored, because the format is not that of a record.")
     return {name: value for name, value in content.items() if name not in odd}
 
 
-# What the page reads of these files: a dict names keys, a list holds items of one kind, a tuple is a list of that length.
+# Formats that the page expects: a dict names keys, a list has items of one kind, a tuple is a list of that length.
 SHAPES: dict[str, dict[str, Any]] = {
     "manifest.json": {"command": [str], "config": {}},
     "data.json": {
@@ -274,7 +274,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def _has(value: object, shape: Any) -> bool:
-    """Return whether a value of a JSON file has the form that the page expects; see `SHAPES`."""
+    """Return whether a JSON value has the format that the page expects; see `SHAPES`."""
     if isinstance(shape, type):
         return isinstance(value, shape) and (shape is object or not isinstance(value, bool))
     if isinstance(shape, dict):
@@ -287,7 +287,7 @@ def _has(value: object, shape: Any) -> bool:
 
 
 def _lines(path: Path, notes: list[str]) -> Iterator[dict[str, Any]]:
-    """Lines of a file that is only ever appended to; those that cannot be read are counted, a cut last one too."""
+    """Yield the lines of an append-only file. Unreadable lines, including a truncated last one, are counted in a note."""
     try:
         content = path.read_text(encoding="utf-8", errors="replace")
     except FileNotFoundError:
@@ -304,12 +304,12 @@ def _lines(path: Path, notes: list[str]) -> Iterator[dict[str, Any]]:
         elif line.strip():
             broken, cut = broken + 1, place == len(lines)
     if broken:
-        which = ", the last of them cut short: its run was killed, or is still writing it" if cut else ""
-        notes.append(f"{path.name}: {broken} broken line{'s' if broken > 1 else ''} left out{which}.")
+        which = ", including a truncated last line: the run was killed, or is still writing" if cut else ""
+        notes.append(f"{path.name}: {broken} broken line{'s' if broken > 1 else ''} ignored{which}.")
 
 
 def number(value: object) -> float | None:
-    """A logged value as a number; NaN and infinities are written as text. None for what is no number."""
+    """Convert a logged value to a number; NaN and infinities are stored as text. Return None for other values."""
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         return None
     if isinstance(value, str) and value not in ("NaN", "Infinity", "-Infinity"):
@@ -359,7 +359,7 @@ def _state(run: Run) -> str:
         FolderLock(run.folder).check()
     except ConfigError:
         return "running"
-    except OSError:  # A reader who may not write there cannot ask for the lock.
+    except OSError:  # A reader without write permission cannot test the lock.
         return "running" if (run.folder / LOCK).exists() else "finished" if run.summary else "stopped"
     return "finished" if run.summary else "stopped"
 
@@ -368,11 +368,11 @@ def _state(run: Run) -> str:
 
 
 def read_samples(folder: Path, notes: list[str]) -> list[Moment]:
-    """Some of a run's completions; a file that cannot be read is a note.
+    """Read some of a run's completions. A file that cannot be read becomes a note.
 
     Args:
-        folder: Of the run.
-        notes: Takes what could not be read.
+        folder: Folder of the run.
+        notes: List to which problems are appended.
     """
     parts = sorted((folder / "completions").glob("completions_*.parquet"), key=step_of_part)
     if not parts and (folder / "completions.parquet").is_file():
@@ -381,7 +381,7 @@ def read_samples(folder: Path, notes: list[str]) -> list[Moment]:
     for part in _spread(parts, STEPS):
         try:
             rows = read_rows(part)
-        except Exception as error:  # A file of any kind of brokenness must not hide the others.
+        except Exception as error:  # A broken file of any kind must not hide the others.
             notes.append(f"{part.name} cannot be read: {type(error).__name__}.")
             continue
         for row in rows:
@@ -392,7 +392,7 @@ def read_samples(folder: Path, notes: list[str]) -> list[Moment]:
 
 
 def _spread(items: Sequence[Any], most: int) -> list[Any]:
-    """Up to ``most`` items, evenly spread, the ends among them.
+    """Return up to ``most`` evenly spaced items, including both ends.
 
     >>> _spread([1, 2, 3, 4, 5], 3)
     [1, 3, 5]
@@ -440,7 +440,7 @@ def _text(value: object) -> str:
 
 
 def _groups(samples: list[Sample]) -> list[list[Sample]]:
-    """Prompts with the widest spread of rewards first: there the run learns; each with its best and worst completions."""
+    """Group samples by prompt, widest spread of rewards first, because these train most. Keep best and worst completions."""
     by_prompt: dict[str, list[Sample]] = {}
     for sample in samples:
         by_prompt.setdefault(sample.prompt, []).append(sample)
@@ -450,7 +450,7 @@ def _groups(samples: list[Sample]) -> list[list[Sample]]:
 
 
 def _members(group: list[Sample]) -> list[Sample]:
-    """The best, the worst, what lies between, and one with shading where any has it."""
+    """Return completions spread from best to worst, at least one with log-probs if any has them."""
     chosen = _spread(group, MEMBERS)
     if not any(sample.logps for sample in chosen):
         shaded = next((sample for sample in group if sample.logps), None)

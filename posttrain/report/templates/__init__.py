@@ -1,4 +1,4 @@
-"""Templates of the model card, of the page of a run and of the inspected rows; every value is escaped."""
+"""Jinja templates of the model card, the report page and inspected rows. All values are escaped."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TEMPLATES = Path(__file__).parent
 
 @cache
 def environment() -> jinja2.Environment:
-    """Templates whose values are escaped, with characters that would not show written as their codes."""
+    """Return the environment, which escapes values and writes invisible characters as codes."""
 
     def escaped(value: object) -> Any:
         return value if isinstance(value, Markup) else visible(str(value))

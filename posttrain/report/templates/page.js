@@ -8,7 +8,7 @@
   const DASHES = ["", "7 4", "2 3", "7 3 2 3", "12 4"];
   const MARGIN = { left: 52, right: 12, top: 8, bottom: 24 }, HEIGHT = 220;
 
-  // What the record says stays text: nothing of it is ever read as markup.
+  // Recorded values stay text and are never parsed as markup.
   const plain = (value) => String(value).replace(/[&<>"']/g, (c) => `&#${c.charCodeAt(0)};`);
   const known = (value) => value !== null && Number.isFinite(value);
 
@@ -25,7 +25,7 @@
     return values.map((value) => {
       if (value === null) return null;
       mean = view.smooth * mean + (1 - view.smooth) * value;
-      weight = view.smooth * weight + (1 - view.smooth); // Without it the first values would lean to zero.
+      weight = view.smooth * weight + (1 - view.smooth); // Bias correction: otherwise the first values would tend to zero.
       return mean / weight;
     });
   }
@@ -36,7 +36,7 @@
     return best;
   }
 
-  // Curves of a panel: colours are runs where there are several, else metrics; dashes are the other of the two.
+  // Curves of a panel. Colors distinguish runs if there are several, else metrics; dashes then metrics, else evaluation.
   function curves(panel) {
     const metrics = [...new Set(panel.traces.map((trace) => trace.metric))], several = page.runs.length > 1;
     return panel.traces.filter((trace) => !view.hidden.has(trace.run)).map((trace) => {
@@ -47,7 +47,7 @@
     });
   }
 
-  // A scale from data to pixels with round ticks.
+  // Scale from data to pixels with round ticks.
   function scale(low, high, from, to, log) {
     const f = log ? Math.log10 : (v) => v, a = f(low), span = f(high) - a, ticks = [];
     const raw = span / Math.max(2, Math.abs(to - from) / (from < to ? 65 : 38)), power = 10 ** Math.floor(Math.log10(raw));
@@ -60,7 +60,7 @@
     let low = Infinity, high = -Infinity;
     for (const v of values) if (known(v)) { low = Math.min(low, v); high = Math.max(high, v); }
     if (low > high) return [0, 1];
-    const size = Math.max(Math.abs(low), Math.abs(high)), flat = high - low <= 1e-9 * size; // Smoothing leaves dust on a constant.
+    const size = Math.max(Math.abs(low), Math.abs(high)), flat = high - low <= 1e-9 * size; // Smoothing a constant leaves rounding errors.
     const room = flat ? (size || 1) * 0.05 : (high - low) * pad;
     return [low - room, high + room];
   }
@@ -78,7 +78,7 @@
   function path(xs, ys, { x, y }) {
     let pen = "M";
     return xs.map((at, i) => {
-      if (!known(at) || !known(ys[i])) { pen = "M"; return ""; } // A value that is no number is a gap.
+      if (!known(at) || !known(ys[i])) { pen = "M"; return ""; } // Leave a gap for a value that is not a number.
       const point = `${pen}${x.place(at).toFixed(1)} ${y.place(ys[i]).toFixed(1)}`;
       pen = "L";
       return point;
@@ -135,7 +135,7 @@
     return `<div class="legend">${lines.map(key).join("")}</div>`;
   }
 
-  // Values under the pointer; dragging chooses a stretch of the run, for all panels; a double click shows the whole run.
+  // Show values under the pointer. Dragging selects a range of steps for all panels; a double click shows the whole run.
   function pointer(element, panel, lines, { x }) {
     const svg = $("svg", element), tip = $(".tip", element), cursor = $(".cursor", element), brush = $(".brush", element);
     const left = (event) => event.clientX - svg.getBoundingClientRect().left;
