@@ -154,7 +154,7 @@ class Checkup:
         self.preflight = Preflight("warn" if config.preflight == "warn" else "error", config.silence_findings)
         device = str(config.device)
         batch = config.per_device_train_batch_size * config.gradient_accumulation_steps
-        return f"{type(config).__name__} on {device}: {batch} rows per step and process, learning rate {config.learning_rate:g}"
+        return f"{type(config).__name__} on {device}: {batch} rows/step per process, learning rate {config.learning_rate:g}"
 
     def _model(self) -> str:
         from posttrain.checks.machine import check_precision

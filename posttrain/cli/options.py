@@ -151,9 +151,7 @@ def help_text(command: str) -> str:
             default = f" ({option.default})" if option.default not in ("", "None") else ""
             text, head = option.text.split(". ")[0].rstrip(".") + default, f"  --{name:32}"
             lines += textwrap.wrap(text, width, initial_indent=head, subsequent_indent=" " * 36) or [head.rstrip()]
-    return "\n".join(
-        [*lines, "", f"All options, with those of transformers.TrainingArguments: posttrain {command} --help all", ""]
-    )
+    return "\n".join([*lines, "", f"Options of transformers.TrainingArguments: posttrain {command} --help all", ""])
 
 
 COMPLETION = """# posttrain: add `eval "$(posttrain completion {shell})"` to the shell's startup file.

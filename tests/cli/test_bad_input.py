@@ -50,7 +50,7 @@ CASES = {
     ),
     "every pair left out": (
         "reward", lines(PAIR, {"chosen": "a", "rejected": "a"}), ["--max_length", "16"],
-        "of 2, 1 longer than max_length=16, 1 with two equal answers",
+        "Of 2: 1 longer than max_length=16, 1 with two equal answers",
     ),
     "columns of another method": ("reward", lines(CHAT), [], "the train rows need 'chosen' and 'rejected', but have columns ['messages']"),
     "a split that is not there": ("sft", lines(CHAT), ["--eval_strategy", "steps"], "eval_strategy='steps' needs a split 'test'"),

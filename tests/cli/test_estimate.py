@@ -109,7 +109,7 @@ def test_the_screen_names_components_moments_and_the_batch(config, capsys):
     code = main(["estimate", "grpo", "--config", file, "--prompt_tokens", "20"])
     screen = capsys.readouterr().out
     assert code == 0
-    for part in ("weights", "optimizer states", "together", "largest batch that fits", "generation:"):
+    for part in ("weights", "optimizer states", "total", "largest batch that fits", "generation:"):
         assert part in screen, part
 
 

@@ -194,7 +194,7 @@ def test_findings_call_rows_by_their_place_in_the_dataset_and_one_of_each_is_sho
     summary = summary_of("sft", ["--config", "sft.yaml"], show=1)
     found = {finding.code: finding for finding in summary.findings}
     assert found["PT-D014"].where == "row 2"
-    assert "1 of 13 rows (7.69 %) were dropped during preparation: 1 without a turn" in found["PT-D014"].what
+    assert "1 of 13 rows (7.69 %) were dropped during preparation: 1 without an assistant turn" in found["PT-D014"].what
     assert found["PT-D006"].where == "row 9"
     assert found["PT-D007"].where == "row 12"
     assert {shown.row: shown.codes for shown in summary.shown} == {

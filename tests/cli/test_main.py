@@ -246,7 +246,11 @@ def test_tools_and_an_environment_are_named_like_rewards(tmp_path, monkeypatch):
         ("grpo", {"reward_funcs": "bad.shrt"}, r"has no 'shrt' (did you mean 'short'?). It defines ['short']"),
         ("grpo", {"reward_funcs": "bad.py:LIMIT"}, "'bad.py:LIMIT' is a int, but must be a function or class"),
         ("grpo", {"reward_funcs": "broken.py:f"}, "raised an error during import: ZeroDivisionError"),
-        ("grpo", {"reward_funcs": "bad.py"}, "'bad.py' does not name an object. Fix: pass module.name, or file.py:name"),
+        (
+            "grpo",
+            {"reward_funcs": "bad.py"},
+            "'bad.py' does not name an object. Fix: pass module.name, or file.py:name",
+        ),
         ("rloo", {"tools": "bad.py:short"}, "unknown argument '--tools'"),
         ("rloo", {"tool_timeout": "3"}, "unknown argument '--tool_timeout'"),
         ("grpo", {"tools": "nowhere.tool", "reward_funcs": "bad.py:short"}, "tools: 'nowhere.tool' cannot be imported"),

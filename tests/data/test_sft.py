@@ -55,9 +55,7 @@ def test_a_dataset_where_every_row_is_filtered_out_is_refused_with_the_counts_wh
     data = datasets.Dataset.from_list(rows)
     data = data.to_iterable_dataset() if stream else data
     of = "Of its first 4" if stream else "Of 4"
-    match = (
-        rf"no row of the train dataset is left. {of}: 3 truncated at max_length before .*token, 1 with an empty completion"
-    )
+    match = rf"no row of the train dataset is left. {of}: 3 truncated at max_length before .*token, 1 with an empty completion"
     with pytest.raises(DataError, match=match):
         prepare_sft_dataset(data, tiny_tokenizer, SupervisedOptions(max_length=16))
 
