@@ -354,7 +354,7 @@ class WeightSync:
         if finding is not None:
             self.run.checks.keep([finding])
             raise WeightSyncError(
-                f"{finding.code}: {finding.what} {finding.why} Do: {finding.fix}", phase="parity", version=version
+                f"{finding.code}: {finding.what} {finding.why} Fix: {finding.fix}", phase="parity", version=version
             )
 
     def _negative_control(self) -> None:
