@@ -246,14 +246,17 @@ def test_online_with_virtual_tokens_trains_against_the_bare_model(tiny_tokenizer
         own = dict(model.named_parameters())
         for name, parameter in trainer.model.named_parameters():
             parameter.copy_(own[name])
-    seen, attach = [], trainer.measured_logps
-    trainer.measured_logps = lambda generation, mode: (
-        attach(generation, mode) or seen.append((generation, snapshot(trainer)))
-    )
+    seen, original = [], trainer.measured_logps
+
+    def measured(generation, mode):
+        logps = original(generation, mode)
+        seen.append((generation, logps, snapshot(trainer)))
+        return logps
+
+    trainer.measured_logps = measured
     trainer.train()
-    generation, (current, bare) = seen[0]
+    generation, columns, (current, bare) = seen[0]
     for i, rollout in enumerate(generation.rollouts):
-        columns = generation.token_columns
         expected = said_alone(current, rollout)
         torch.testing.assert_close(torch.tensor(rollout.logp), expected, atol=1e-4, rtol=0)
         torch.testing.assert_close(torch.tensor(columns["old_logp"][i]), expected, atol=1e-4, rtol=0)

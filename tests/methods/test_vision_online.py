@@ -95,14 +95,14 @@ def test_sampled_and_trained_log_probs_are_those_of_each_row_alone(kind, name, e
     original = trainer.measured_logps
 
     def attach(generation, mode):
-        original(generation, mode)
+        logps = original(generation, mode)
         rows = generation.every_row()
         truth = [one for row in rows for one in sequence_logps(trainer.model.eval(), [row])]
-        for column in ("old_logp", "ref_logp"):
-            found = generation.token_columns.get(column, [[0.0]] * len(truth))
-            if column in generation.token_columns:
-                seen.append(max(float((t - torch.tensor(f)).abs().max()) for t, f in zip(truth, found, strict=True)))
+        for column in {"old_logp", "ref_logp"} & logps.keys():
+            found = zip(truth, logps[column], strict=True)
+            seen.append(max(float((t - torch.tensor(f)).abs().max()) for t, f in found))
         seen.append(gaps(trainer, generation))
+        return logps
 
     trainer.measured_logps = attach
     # The reference is the policy: nothing has moved.
@@ -411,10 +411,11 @@ def test_online_dpo_compares_completions_of_mixed_prompts_under_their_own_pictur
     original = trainer.measured_logps
 
     def attach(generation, mode):
-        original(generation, mode)
+        logps = original(generation, mode)
         truth = [one for row in generation.every_row() for one in sequence_logps(trainer.model.eval(), [row])]
-        found = generation.token_columns["ref_logp"]
-        seen.append(max(float((t - torch.tensor(f)).abs().max()) for t, f in zip(truth, found, strict=True)))
+        found = zip(truth, logps["ref_logp"], strict=True)
+        seen.append(max(float((t - torch.tensor(f)).abs().max()) for t, f in found))
+        return logps
 
     trainer.measured_logps = attach
     trainer.train()

@@ -122,18 +122,18 @@ def test_what_a_tool_shows_is_read_like_any_picture_and_not_trained(name, engine
     trainer = trainer_of(tmp_path, name, rollout_engine=engine, beta=0.1)
     token = picture_encoder(trainer.model).processor.token_id
     seen = []
-    attach = trainer.measured_logps
+    original = trainer.measured_logps
 
-    def attached(generation, mode):
-        attach(generation, mode)
-        seen.append(generation)
+    def measured(generation, mode):
+        seen.append((generation, original(generation, mode)))
+        return seen[-1][1]
 
-    trainer.measured_logps = attached
+    trainer.measured_logps = measured
     examples = [dict(trainer.train_dataset[i]) for i in range(4) for _ in range(2)]
     trainer.generate_and_score(examples, "train")
-    (generation,) = seen
+    ((generation, logps),) = seen
     trained = [one for row in generation.every_row() for one in sequence_logps(trainer.model.eval(), [row])]
-    rows = zip(generation.rollouts, trained, generation.token_columns["ref_logp"], strict=True)
+    rows = zip(generation.rollouts, trained, logps["ref_logp"], strict=True)
     for rollout, logp, reference in rows:
         assert len(rollout.shown) == 2 and rollout.tool_mask is not None
         own = torch.tensor(rollout.tool_mask, dtype=torch.bool)
