@@ -79,7 +79,7 @@ def test_one_stage_that_fails_does_not_hide_the_others(folder, capsys):
     stages = {stage["name"]: stage for stage in found["stages"]}
     assert code == 78 and "nowhere/at-all" in stages["model"]["error"] and not stages["data"]["error"]
     code, found = checked(capsys, "sft", "--config", "sft.yaml", "--silence_findings", '{"PT-X": "y"}')
-    assert code == 78 and "'PT-X' is neither code nor name" in found["stages"][0]["error"]
+    assert code == 78 and "'PT-X' is neither the code nor the name" in found["stages"][0]["error"]
 
 
 def test_a_training_command_that_is_refused_exits_with_78(folder, capsys):

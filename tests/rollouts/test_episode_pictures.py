@@ -141,7 +141,7 @@ def test_what_a_tool_shows_is_read_like_any_picture_and_not_trained(name, engine
         truth = plain_logps(trainer, rollout)
         for said in (logp, torch.tensor(reference), torch.tensor(rollout.logp)):
             assert float((said - truth)[own].abs().max()) < 1e-4
-    trainer.measured_logps = attach
+    trainer.measured_logps = original
     trainer.train()
 
 
