@@ -239,7 +239,9 @@ class Heard:
     def served(self, tokenizer, engine, sampling, context=512, **setup):
         """The loop of a worker with this engine, and its end."""
         recipe, rewards = EngineRecipe("custom", factory=lambda: engine), {"reward_funcs": count_a}
-        job = RolloutJob(recipe, tokenizer, sampling, context, EpisodeSetup(**setup), rewards, within_groups(), threads=1)
+        job = RolloutJob(
+            recipe, tokenizer, sampling, context, EpisodeSetup(**setup), rewards, within_groups(), threads=1
+        )
         loop = RolloutWorkerLoop(job, self, WorkerEngine(recipe))
         yield loop
         concurrent.futures.wait(loop._pending)

@@ -13,9 +13,8 @@ from posttrain import ScriptedEngine
 from posttrain.errors import ConfigError, DataError
 from posttrain.losses.distillation import divergence
 from posttrain.models import parallel
-from posttrain.rewards.runner import RewardTable
 from posttrain.rollouts.batch import RolloutBatch
-from posttrain.types import Rollout
+from posttrain.types import Advantages, Rollout
 from tests.conftest import build_model
 from tests.methods.helpers import count_a, losses, prompts
 from tests.methods.test_distillation import TEMPLATE, answers, dense_loss, make
@@ -266,13 +265,13 @@ def test_sdpo_shows_successes_of_the_same_prompt_whichever_process_sampled_them(
     prompt_of = lambda row: f"What is {row // 4}? "  # noqa: E731
     rollouts = [Rollout([5, 6], [7], [], "stop", text=f"answer {row}") for row in range(12)]
     mine = slice(6, 12)
-    generation = RolloutBatch([{"prompt": prompt_of(row)} for row in range(6, 12)], rollouts[mine], [])
-    trainer.totals = torch.zeros(12)
-    trainer.totals[[5, 8]] = 1.0
+    generation = RolloutBatch([{"prompt": prompt_of(row)} for row in range(6, 12)], rollouts[mine], [], group_size=4)
+    totals = torch.zeros(12)
+    totals[[5, 8]] = 1.0
     others = [rollout.text for rollout in rollouts[:6]]
     monkeypatch.setattr(parallel, "all_gather_objects", lambda items, _: [*others, *items])
-    shown = trainer.facts(generation, RewardTable(torch.zeros(12, 1), ["a"], torch.ones(1), start=6), "train")
-    assert generation.columns["active"] == [1.0, 1.0, 0.0, 1.0, 1.0, 1.0]
+    shown, found = trainer.facts(generation, Advantages(torch.zeros(12), totals, 6))
+    assert found.columns["active"] == [1.0, 1.0, 0.0, 1.0, 1.0, 1.0]
     for row, ids in zip(range(6, 12), shown, strict=True):
         text = tiny_tokenizer.decode(ids)
         assert row == 8 or (prompt_of(row) in text and f"answer {5 if row < 8 else 8}" in text)
