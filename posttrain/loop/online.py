@@ -365,8 +365,7 @@ class OnlineTrainer(PostTrainer):
             generation, table, metrics = self.dynamic_sampler.replace(generation, table)
             self.run.log(metrics)
         self.weight_sync.rest()
-        generation = dataclasses.replace(generation, token_columns=self.measured_logps(generation, mode))
-        found = self.advantages(generation, table, generation.token_columns)
+        found = self.advantages(generation, table, self.measured_logps(generation, mode))
         self.run.log(found.metrics, mode)
         if self.scores_rewards:
             self.reward_watch.log(generation, table, found, mode)

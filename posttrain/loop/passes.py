@@ -21,15 +21,15 @@ logger = logging.getLogger(__name__)
 MOST_HALVINGS = 3  # Of one step; a pass that does not fit in an eighth will not fit in a sixteenth.
 
 
-def divided(run: Run, batches: Sequence[Batch], most_tokens: int | None) -> list[Batch]:
-    """Halve passes until none has more than ``most_tokens`` tokens, padding included; None: there is no limit.
+def divided(run: Run, batches: Sequence[Batch], most_tokens: int) -> list[Batch]:
+    """Split batches until none has more than ``most_tokens`` tokens, padding included.
 
-    A pass stays whole where the objective compares its rows, and where it could not be taken back: with several processes, which
-    would wait for this one, and with FSDP and DeepSpeed, which keep gradients elsewhere.
+    A batch stays whole if the objective compares its rows, or if its gradient cannot be computed again: other processes would
+    wait for this one, and FSDP and DeepSpeed keep gradients elsewhere.
     """
     traits = run.method.traits
     alone = run.accelerator.num_processes == 1 and not parallel.is_prepared_late(run.accelerator)
-    if most_tokens is None or traits.single_pass or run.router_coefficient or not alone:
+    if traits.single_pass or run.router_coefficient or not alone:
         return list(batches)
     how = {"pad_token_id": run.pad_token_id, "layout": run.layout, "whole_rows": traits.whole_rows}
     parts: list[Batch] = []
@@ -42,10 +42,10 @@ def divided(run: Run, batches: Sequence[Batch], most_tokens: int | None) -> list
 def run_again(
     run: Run, model: nn.Module, micro_batches: Sequence[Sequence[Batch]], counts: Denominators, problem: Exception
 ) -> step.Loss:
-    """Compute the gradient of an optimizer step anew, in smaller passes, after its last micro-batch ran out of memory.
+    """Compute the gradient of an optimizer step again, in smaller passes, after its last micro-batch ran out of memory.
 
-    The loss is a sum over completions divided by counts of the whole step, so that halves add up to the gradient of the whole.
-    `Run.most_tokens` keeps the size of passes that fit.
+    The loss is a sum over completions divided by counts of the whole step, so the gradients of the parts add up to that of the
+    step. `Run.most_tokens` keeps the size of passes that fit.
 
     Args:
         run: Of the trainer.
@@ -61,7 +61,8 @@ def run_again(
         torch.OutOfMemoryError: No division helps.
     """
     for _ in range(MOST_HALVINGS):
-        before = divided(run, micro_batches[-1], run.most_tokens)
+        last = micro_batches[-1]
+        before = last if run.most_tokens is None else divided(run, last, run.most_tokens)
         size = max(batch.input_ids.numel() for batch in before)
         if len(divided(run, before, max(1, size // 2))) == len(before):
             raise problem

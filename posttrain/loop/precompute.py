@@ -241,7 +241,7 @@ class KeptSums(transformers.TrainerCallback):
         """Keep the sums of a batch with the reference's log-probs, by the names that its rows had on the host."""
         if batch.ref_logp is None or not names:
             return
-        sums = batch.grouped(self.run.method.sums(batch.ref_logp, batch), batch.num_sequences // len(names))
+        sums = batch.grouped(batch.columns["ref_logps"], batch.num_sequences // len(names))
         self.sums.update(zip(names, (row.tobytes() for row in sums.float().cpu().numpy()), strict=True))
         self._new += names
 

@@ -51,18 +51,17 @@ def commit(run: Run, found: Loss, mode: str = "train") -> None:
     run.sums = add_sums(run.sums, found.sums)
 
 
-def count(run: Run, micro_batches: Sequence[Sequence[Batch]], overlong: float) -> tuple[Denominators, float, float]:
+def count(run: Run, batches: Sequence[Batch], overlong: float) -> tuple[Denominators, float, float]:
     """Count tokens and sequences of the whole optimizer step, over micro-batches and ranks.
 
     Args:
         run: Of the trainer.
-        micro_batches: Of this rank.
+        batches: Of all micro-batches of this rank.
         overlong: A flag that is summed over ranks together with the counts.
 
     Returns:
         What terms are divided by, the tokens of all sequences (trained or not), and the sum of the flags.
     """
-    batches = [batch for micro in micro_batches for batch in micro]
     named = run.hooks.named_counts(batches)
     local = [
         sum(batch.num_loss_tokens for batch in batches),

@@ -428,13 +428,11 @@ class PostTrainer(transformers.Trainer):
         self._window_start = began
         micro_batches = [self.micro_batch(inputs, index) for index, inputs in enumerate(drawn)]
         batches = list(itertools.chain.from_iterable(micro_batches))
-        overlong = self.checks.has_overlong_sequence(batches)
-        self.denominators, seen, overlong = step.count(self.run, micro_batches, overlong)
-        counts = self.denominators
+        counts, seen, overlong = step.count(self.run, batches, self.checks.has_overlong_sequence(batches))
+        self.denominators = counts
         self.run.log(self.checks.step(batches, counts.tokens, counts.sequences, overlong, self.state))
-        if (
-            not self.method.traits.samples
-        ):  # Else they are counted as they are sampled, each prompt once per completion.
+        # Methods that sample count tokens when they are sampled, each prompt once per completion.
+        if not self.method.traits.samples:
             self.counters["num_tokens"] += seen
         self._passes, self.run.sums = [], None
         self.before_step(micro_batches)
@@ -457,7 +455,8 @@ class PostTrainer(transformers.Trainer):
         model.train()
         run, problem = self.run, None
         self._passes.append(inputs)
-        if len(passes := divided(run, inputs, run.most_tokens)) > len(inputs):
+        passes = inputs if run.most_tokens is None else divided(run, inputs, run.most_tokens)
+        if len(passes) > len(inputs):
             self.before_divided()
         try:
             found = step.forward_backward(run, model, passes, run.denominators)
@@ -470,7 +469,7 @@ class PostTrainer(transformers.Trainer):
         return found.value
 
     def before_divided(self) -> None:
-        """What a method does before the passes of a step are divided."""
+        """Prepare for a step whose passes are split. A method may compute what it would have taken from a whole pass."""
 
     def _clip_grad_norm(self, model: nn.Module) -> Any:
         """Clip; a gradient that is not finite does not reach the weights, and three in a row end the run."""

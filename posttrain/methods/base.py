@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
+import torch
 from torch import Tensor
 
 from posttrain.data.formats import TOKENIZED
@@ -100,6 +101,12 @@ def sampler_logp(outputs: ModelOutputs, batch: Batch) -> Tensor | None:
     """
     mass = batch.columns.get("log_mass", outputs.log_mass)
     return batch.rollout_logp if batch.rollout_logp is None or mass is None else batch.rollout_logp + mass
+
+
+def mismatch_sums(terms: LossTerms) -> Tensor:
+    """Return the sum and the count of the metric ``kl``, the mismatch of policy and sampler, as `Method.step_sums`."""
+    kl = terms.metrics["kl"]
+    return torch.tensor([float(kl.value), float(kl.weight)], dtype=torch.float64)
 
 
 class Method(ABC, Generic[Config]):

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
 from posttrain.losses.advantages import group_advantages, within_groups
@@ -19,7 +18,7 @@ from posttrain.losses.policy import (
 )
 from posttrain.losses.reduce import Denominators, spread
 from posttrain.methods.async_grpo.config import AsyncGRPOConfig
-from posttrain.methods.base import SAMPLES, Method, sampler_logp
+from posttrain.methods.base import SAMPLES, Method, mismatch_sums, sampler_logp
 from posttrain.metrics import Metric, maximum, mean
 from posttrain.types import Advantages, Batch, LossTerms, ModelOutputs, Ranks
 
@@ -100,9 +99,8 @@ class AsyncGRPO(Method[AsyncGRPOConfig]):
         return within_groups(stats, rewards.start, bound=how != "none", token_columns=logps)
 
     def step_sums(self, terms: LossTerms, outputs: ModelOutputs, counts: Denominators) -> Tensor | None:
-        """Return the sum and the count of ``kl``, the mismatch of policy and sampler."""
-        kl = terms.metrics["kl"]
-        return torch.tensor([float(kl.value), float(kl.weight)], dtype=torch.float64)
+        """See `mismatch_sums`."""
+        return mismatch_sums(terms)
 
     def objective(self, outputs: ModelOutputs, batch: Batch) -> LossTerms:
         """See `async_grpo_objective`."""

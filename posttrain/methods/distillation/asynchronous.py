@@ -13,6 +13,7 @@ from posttrain.fields import PositiveFloat, PositiveInt, option
 from posttrain.losses.policy import k3
 from posttrain.losses.reduce import Denominators
 from posttrain.methods.async_grpo.config import MEANINGLESS, AsyncGRPOConfig
+from posttrain.methods.base import mismatch_sums
 from posttrain.methods.distillation.config import OF_REWARDS, Axes, DistillationFields, preset
 from posttrain.methods.distillation.objective import Distillation
 from posttrain.metrics import mean
@@ -93,9 +94,8 @@ class AsyncDistillation(Distillation):
         return float(self.cfg.temperature)
 
     def step_sums(self, terms: LossTerms, outputs: ModelOutputs, counts: Denominators) -> Tensor | None:
-        """Return the sum and the count of ``kl``, the mismatch of policy and sampler."""
-        kl = terms.metrics["kl"]
-        return torch.tensor([float(kl.value), float(kl.weight)], dtype=torch.float64)
+        """See `mismatch_sums`."""
+        return mismatch_sums(terms)
 
     def objective(self, outputs: ModelOutputs, batch: Batch) -> LossTerms:
         """See `distillation_objective`; ``kl`` is the k3 estimate of how far the student is from what sampled, as in GRPO."""
