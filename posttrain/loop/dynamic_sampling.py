@@ -108,7 +108,7 @@ class DynamicSampler:
         judged: RewardTable,
         pairs: list[tuple[int, int]],
     ) -> tuple[RolloutBatch, RewardTable]:
-        """Group ``b`` of the fresh ones in the place of group ``a``, for every pair ``(a, b)``, on whichever ranks they are."""
+        """Replace group ``a`` by the fresh group ``b`` for every pair ``(a, b)``. Both may be on any rank."""
         if self.accelerator.num_processes > 1 and batch.environments is not None:
             raise ConfigError("dynamic_sampling cannot hand environments to another process. Set dynamic_sampling=0.")
         size = self.group_size

@@ -32,19 +32,19 @@ logger = logging.getLogger(__name__)
 
 # Groups this narrow against all rewards are noise; more than this share of them is reported.
 NARROW_SPREAD, NARROW_SHARE = 1e-3, 0.2
-# Groups before anything is said of their share, and the latest that it is a share of.
+# Minimum number of groups for a report, and the number of latest groups that the share is computed over.
 GROUPS_NEEDED, GROUPS_REMEMBERED = 5, 64
 
 
 class NoiseWatch:
-    """Warns once of groups that are narrow against all rewards so far: their noise is blown up to full-size updates.
+    """Watch that warns once if groups spread little compared with all rewards so far: division turns their noise into updates.
 
     Args:
         least: Groups that spread less have no advantage (``min_group_std``).
     """
 
     def __init__(self, least: float) -> None:
-        self.least, self._told, self._totals = least, False, RunningReward()
+        self.least, self._warned, self._totals = least, False, RunningReward()
         self._seen: deque[float] = deque(maxlen=GROUPS_REMEMBERED)
 
     def look(self, totals: Tensor, group_std: Tensor) -> None:
@@ -53,9 +53,9 @@ class NoiseWatch:
         self._seen.extend(group_std[~group_std.isnan()].tolist())
         known, whole = len(self._seen), self._totals.std
         narrow = sum(std > 0 and self.least <= std < NARROW_SPREAD * whole for std in self._seen)
-        if self._told or known < GROUPS_NEEDED or narrow <= NARROW_SHARE * known:
+        if self._warned or known < GROUPS_NEEDED or narrow <= NARROW_SHARE * known:
             return
-        self._told = True
+        self._warned = True
         logger.warning(
             "%d of the last %d groups spread less than a thousandth of the rewards' std so far (%.3g), and scale_rewards='group' "
             "blows that up to full-size updates. If it is noise, set min_group_std, or scale_rewards='batch'.",

@@ -337,7 +337,7 @@ class PPOTrainer(OnlineTrainer):
         return training_rows(generation, self.args.response_length, self.pad_token_id)
 
     def generate(self, examples: list[dict[str, Any]], mode: str) -> RolloutBatch:
-        """As every online trainer's; which responses ended is told by the tokens that end one."""
+        """Generate as every online trainer, and note which responses contain a token that ends one."""
         generation = self._with_prompts(super().generate(examples, mode))
         ended = [float(not self.end_ids.isdisjoint(rollout.token_ids)) for rollout in generation.rollouts]
         return dataclasses.replace(generation, columns={"ended": ended})

@@ -111,7 +111,7 @@ def draw(weights: Tensor, uniform: Tensor) -> Tensor:
     inner = torch.searchsorted(chosen.cumsum(-1), target - before, right=True).clamp_max(BLOCK - 1)
     # Rounding may point just past the last positive weight of the block: step back onto it.
     last = (BLOCK - 1) - (chosen.flip(-1) > 0).int().argmax(-1, keepdim=True)
-    # A row of NaN points anywhere; it is told of once its number is read.
+    # A row of NaN gets an arbitrary token. It is reported when its number is read.
     return (block * BLOCK + torch.minimum(inner, last)).squeeze(1).clamp_max(size - 1)
 
 
