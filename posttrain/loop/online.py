@@ -27,7 +27,7 @@ from posttrain.loop.prompts import (
     empty_prompts,
     without_workers,
 )
-from posttrain.loop.reward_watch import NoiseWatch, RewardWatch
+from posttrain.loop.reward_watch import RewardWatch
 from posttrain.loop.scoring import (
     Scorer,
     completion_lengths,
@@ -601,13 +601,11 @@ class OnlineTrainer(PostTrainer):
         """As every trainer's; reward models are placed and tried."""
         super().check_start()
         check_top_k(self.args.top_k or 0, causal_lm(self.model).config.get_text_config().vocab_size)
-        scale = str(getattr(self.args, "scale_rewards", "none"))
         self.reward_watch = RewardWatch(
             self.rewards,
             self.run,
-            scaled=scale != "none",
+            scaled=str(getattr(self.args, "scale_rewards", "none")) != "none",
             stop_after=self.args.stop_without_signal,
-            noise=NoiseWatch(self.args.min_group_std) if scale == "group" else None,
         )
         self.scorer = Scorer(self.rewards, self.processing_class, self.accelerator)
         self.reward_watch.start(self.args.device, self.args.max_completion_length)

@@ -71,7 +71,6 @@ class RewardWatch:
         run: Whose metrics and findings these are.
         scaled: Whether rewards are divided by their standard deviation.
         stop_after: Rollout batches without a signal, in a row, that end the run; None: it goes on.
-        noise: Looks at groups that are divided by their own spread; None: none are.
     """
 
     def __init__(
@@ -81,9 +80,8 @@ class RewardWatch:
         *,
         scaled: bool,
         stop_after: int | None = None,
-        noise: NoiseWatch | None = None,
     ) -> None:
-        self.noise = noise
+        self.noise: NoiseWatch | None = None  # Of a method that divides groups by their own spread.
         self.rewards, self.run, self.checks = rewards, run, run.checks
         self.stop_after, self.scaled = stop_after, scaled
         # Statistics of each reward function since the run began.

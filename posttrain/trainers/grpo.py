@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from posttrain.errors import ConfigError
 from posttrain.loop.online import OnlineTrainer
+from posttrain.loop.reward_watch import NoiseWatch
 from posttrain.loop.scoring import by_column
 from posttrain.loop.sync_reference import SyncRefModelCallback
 from posttrain.methods.grpo.config import GRPOConfig, check_correction
@@ -123,6 +124,8 @@ class GRPOTrainer(OnlineTrainer):
             preprocess_logits_for_metrics=preprocess_logits_for_metrics,
         )
         args = self.args
+        if args.scale_rewards == "group":
+            self.reward_watch.noise = NoiseWatch(args.min_group_std)
         if not self.engine_is_policy:
             check_correction(args)
         if args.sync_ref_model:

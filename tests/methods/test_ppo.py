@@ -31,7 +31,6 @@ from tests.wordings import raises
 # Read only in methods that PPO replaces, or of rollouts by a `rollout_func` or with images, which it does not take.
 UNREAD = {
     "truncation",
-    "min_group_std",
     "chat_template_path",
     "balance_ranks",
     "log_multimodal",
