@@ -104,7 +104,7 @@ def test_r30_a_punishment_that_no_completion_reaches_is_told_at_the_start(tiny_t
     assert said(caplog) == []
     grpo(tmp_path / "b", tiny_tokenizer, rewards=get_soft_overlong_punishment(20, 4))
     assert said(caplog) == ["PT-R021"]
-    assert "none of it is ever felt" in caplog.text
+    assert "no completion gets a penalty" in caplog.text
 
 
 @pytest.mark.parametrize("masked", ["truncated", "flat"])
