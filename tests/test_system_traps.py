@@ -53,7 +53,11 @@ def test_trap_s25_a_port_for_weights_that_another_run_holds_is_told_before_train
 def test_trap_s30_a_mask_that_leaves_completions_out_by_their_length_is_told():
     rows = [{"loss": 0.1, "step": i, "sampling/frac_masked": 0.4} for i in range(1, 11)]
     (found,) = [finding for finding in check_log(rows) if finding.code == "PT-R010"]
-    assert "40 % of the tokens" in found.what and "geometric" in found.fix and "masked only because of their length" in found.why
+    assert (
+        "40 % of the tokens" in found.what
+        and "geometric" in found.fix
+        and "masked only because of their length" in found.why
+    )
     healthy = [row | {"sampling/frac_masked": 0.01} for row in rows]
     assert "PT-R010" not in [finding.code for finding in check_log(healthy)]
 
