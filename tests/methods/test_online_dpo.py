@@ -591,7 +591,7 @@ def test_texts_beyond_the_reward_model_s_context_are_counted(tiny_tokenizer, cap
     reward = WholeTextReward(model, tiny_tokenizer)
     ids = reward._ids("What is 0? " * longest, "end")
     assert len(ids) == longest and tiny_tokenizer.decode(ids).endswith("end")
-    assert f"reads {longest} tokens: longer texts lose their beginning (1 so far)" in caplog.text
+    assert f"reads at most {longest} tokens: longer texts lose their beginning (1 so far)" in caplog.text
 
 
 def test_o16_the_end_of_a_text_may_be_kept_for_rewards(tiny_tokenizer, tmp_path):
