@@ -412,6 +412,7 @@ class LossTerms:
         extra: Further terms with their own reduction (an entropy bonus, a centring penalty), added after the main one.
         metrics: What to log.
         share: ``(S,)`` what a sequence counts among sequences, see `Batch.shares`; None: 1.
+        sums: Statistics that are added up over the passes of an optimizer step, for `Method.end_step`; None: none.
     """
 
     terms: Tensor
@@ -424,6 +425,7 @@ class LossTerms:
     extra: list[LossTerms] = field(default_factory=list)
     metrics: dict[str, Metric] = field(default_factory=dict)
     share: Tensor | None = None
+    sums: Tensor | None = None
 
 
 @dataclass(slots=True, frozen=True)
@@ -608,6 +610,23 @@ class Ranks:
 
 
 ALONE = Ranks()  # One process, and the group of a worker.
+
+
+@dataclass(slots=True, frozen=True)
+class State:
+    """Where a run stands: what an objective may read besides outputs and batch.
+
+    Attributes:
+        step: Number of optimizer steps that were made.
+        epoch: Number of epochs that were trained, with the part of the present one.
+        ranks: All processes of the run.
+        own: What the method keeps from step to step, see `posttrain.methods.base.Method.start`; None: nothing.
+    """
+
+    step: int = 0
+    epoch: float = 0.0
+    ranks: Ranks = ALONE
+    own: Any = None
 
 
 @dataclass(slots=True, frozen=True)

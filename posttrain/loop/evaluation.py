@@ -161,7 +161,7 @@ class _Evaluation:
         """The loss of one pass as sums by reduction; the user's own loss may add counts."""
         if self.hooks.own_loss:
             return _own_loss(self.context, self.model, batch, counts)
-        found = self.hooks.loss_of(self.context, self.model, batch, Denominators(1, 1, 1))
+        found = self.hooks.loss_of(self.context, self.model, batch, Denominators(1, 1, 1), self.context.now())
         for metrics in found.metrics:
             self.context.log(metrics, "eval")
         assert found.terms is not None
@@ -265,7 +265,7 @@ def _own_loss(run: Run, model: nn.Module, batch: Batch, counts: dict[str, float]
     run.reduced_by = None
     run.denominators = Denominators(counts["token"], counts["sequence"], 1, 1, run.hooks.named_counts([batch]))
     try:
-        found = run.hooks.loss_of(run, model, batch, run.denominators)
+        found = run.hooks.loss_of(run, model, batch, run.denominators, run.now())
     finally:
         run.denominators = before
     for metrics in found.metrics:

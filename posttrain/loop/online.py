@@ -382,7 +382,7 @@ class OnlineTrainer(PostTrainer):
             rewards: Of all ranks' completions; this rank's begin at ``rewards.start``.
             logps: What `measured_logps` returned.
         """
-        return self.method.advantages(rollouts, rewards, logps, self.method.ranks)
+        return self.method.advantages(rollouts, rewards, logps, self.run.ranks)
 
     @property
     def scores_rewards(self) -> bool:

@@ -79,7 +79,7 @@ def run_again(
             parameter.grad = None
         try:
             results = [
-                step.forward_backward(run, model, divided(run, micro, run.most_tokens), counts)
+                step.forward_backward(run, model, divided(run, micro, run.most_tokens), counts, run.now())
                 for micro in micro_batches
             ]
             return results[-1]

@@ -21,7 +21,7 @@ from posttrain.methods.config import PostTrainingConfig
 from posttrain.metrics import Metric, MetricBuffer
 from posttrain.models import parallel
 from posttrain.models.reference import Reference
-from posttrain.types import WHOLE, Batch, LossTerms, ModelOutputs, Row, Truncation
+from posttrain.types import ALONE, WHOLE, Batch, LossTerms, ModelOutputs, Ranks, Row, State, Truncation
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -34,10 +34,10 @@ class Hooks:
     """What a subclass of a trainer may replace of the loop: its own method where it has one, else what the loop does.
 
     Attributes:
-        objective: Outputs and batch to unreduced terms.
+        objective: Outputs and batch to unreduced terms; None: the method's.
         named_counts: Further counts of an optimiser step.
         comparison: What the output layer does instead of log-probs, see `TokenHead.compare`; None: nothing.
-        loss_of: Run, model, batch and counts to the loss of one pass.
+        loss_of: Run, model, batch, counts and state to the loss of one pass.
         observe: Batch, terms and outputs of a pass to further metrics; None: nothing looks at passes.
         eval_batches: What the evaluation loader yields, to batches.
         postprocess_metrics: The metrics of a window with those that follow from others.
@@ -45,10 +45,10 @@ class Hooks:
         own_loss: Whether the user's code says what the loss is.
     """
 
-    objective: Callable[[ModelOutputs, Batch], LossTerms]
+    objective: Callable[[ModelOutputs, Batch], LossTerms] | None
     named_counts: Callable[[Sequence[Batch]], dict[str, float]]
     comparison: Callable[[Batch], Any]
-    loss_of: Callable[[Run, nn.Module, Batch, Denominators], Loss]
+    loss_of: Callable[[Run, nn.Module, Batch, Denominators, State], Loss]
     eval_batches: Callable[[Any], list[Batch]]
     postprocess_metrics: Callable[[dict[str, float]], dict[str, float]]
     predictions: Callable[[nn.Module, list[Batch]], list[tuple[Any, Any]]]
@@ -74,6 +74,8 @@ class Run:
         wrapped: The same as the run wraps it.
         accelerator: Of the run.
         state: Steps, epochs and log lines so far.
+        ranks: All processes of the run, for methods.
+        own: What the method keeps from step to step, see `State.own`.
         pad_token_id: Fills rows of different lengths.
         fresh_adapter: Whether the adapter was made for this run, so that the model without it is where it began.
         router_coefficient: Weight of the load-balancing term of a mixture of experts; 0: it is not trained.
@@ -100,6 +102,8 @@ class Run:
     wrapped: nn.Module = field(init=False)
     accelerator: Accelerator = field(init=False)
     state: TrainerState = field(init=False)
+    ranks: Ranks = ALONE
+    own: Any = None
     pad_token_id: int = field(init=False)
     fresh_adapter: bool = False
     router_coefficient: float = 0.0
@@ -111,6 +115,10 @@ class Run:
     truncation: Truncation = WHOLE
     sums: Tensor | None = None
     most_tokens: int | None = None
+
+    def now(self) -> State:
+        """Return where the run stands, for the method."""
+        return State(self.state.global_step, float(self.state.epoch or 0.0), self.ranks, self.own)
 
     def log(self, metrics: Mapping[str, Metric], mode: str = "train") -> None:
         """Add metrics to the window of the log."""

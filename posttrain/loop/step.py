@@ -14,7 +14,7 @@ from posttrain.losses.reduce import Denominators, reduce
 from posttrain.metrics import Metric
 from posttrain.models import memory, parallel, token_split
 from posttrain.models.forward import forward, help_with, with_router_term
-from posttrain.types import Batch, LossTerms, ModelOutputs
+from posttrain.types import Batch, LossTerms, ModelOutputs, State
 
 if TYPE_CHECKING:
     from posttrain.loop.run import Run
@@ -76,7 +76,7 @@ def count(run: Run, batches: Sequence[Batch], overlong: float) -> tuple[Denomina
     return Denominators(tokens, sequences, passes, run.accelerator.num_processes, totals), seen, overlong
 
 
-def loss_of(run: Run, model: nn.Module, batch: Batch, counts: Denominators) -> Loss:
+def loss_of(run: Run, model: nn.Module, batch: Batch, counts: Denominators, state: State) -> Loss:
     """Compute the loss of one pass: forward, objective, reduce.
 
     A mixture of experts adds its load-balancing term, averaged over passes.
@@ -86,6 +86,7 @@ def loss_of(run: Run, model: nn.Module, batch: Batch, counts: Denominators) -> L
         model: As the run wraps it.
         batch: One forward pass.
         counts: Of the whole optimizer step, so that the losses of its passes add up.
+        state: Where the run stands; see `Run.now`.
     """
     hooks, method = run.hooks, run.method
     outputs = forward(
@@ -95,10 +96,11 @@ def loss_of(run: Run, model: nn.Module, batch: Batch, counts: Denominators) -> L
         temperature=method.temperature,
         truncation=run.truncation,
         chunk_size=run.args.logits_chunk_size,
-        expected_grad=expected_gradient(run, batch, counts) if model.training else None,
+        expected_grad=expected_gradient(run, batch, counts, state) if model.training else None,
         compare=hooks.comparison(batch),
     )
-    terms = hooks.objective(outputs, batch)
+    own = hooks.objective
+    terms = method.objective(outputs, batch, state) if own is None else own(outputs, batch)
     if batch.shares is not None:
         terms = replace(terms, share=batch.shares)
     sums = method.step_sums(terms, outputs, counts) if model.training else None
@@ -108,20 +110,20 @@ def loss_of(run: Run, model: nn.Module, batch: Batch, counts: Denominators) -> L
     return Loss(reduce(terms, counts), (metrics,), sums, terms, outputs)
 
 
-def expected_gradient(run: Run, batch: Batch, counts: Denominators) -> Tensor | None:
+def expected_gradient(run: Run, batch: Batch, counts: Denominators, state: State) -> Tensor | None:
     """Return the gradient of the loss with respect to the log-probs ``(B, T)``, where the method knows it before the pass.
 
     It is that of the objective itself, at the reference's log-probs or 0. A subclass's objective may have side effects, so it is
     called once only. For the output layer's use on a CPU, see `posttrain.models.logprob.token_logprobs`.
     """
-    own = run.hooks.objective != run.method.objective
-    if own or batch.input_ids.device.type != "cpu" or not run.method.knows_gradient(batch):
+    own = run.hooks.objective
+    if own is not None or batch.input_ids.device.type != "cpu" or not run.method.knows_gradient(batch):
         return None
     with torch.enable_grad():
         grid = torch.zeros(batch.input_ids.shape)
         logp = (grid if batch.ref_logp is None else batch.ref_logp).clone().requires_grad_()
         numbers = dict.fromkeys(run.method.traits.needs - {"logp"}, grid)
-        terms = run.method.objective(ModelOutputs(logp=logp, **numbers), batch)
+        terms = run.method.objective(ModelOutputs(logp=logp, **numbers), batch, state)
         return torch.autograd.grad(reduce(replace(terms, share=batch.shares), counts), logp)[0]
 
 
@@ -129,7 +131,7 @@ def no_comparison(batch: Batch) -> None:
     """Compare log-probs with nothing in the output layer."""
 
 
-def function_loss(run: Run, model: nn.Module, batch: Batch, counts: Denominators) -> Loss:
+def function_loss(run: Run, model: nn.Module, batch: Batch, counts: Denominators, state: State) -> Loss:
     """Compute the user's ``compute_loss_func(outputs, labels, num_items_in_batch)`` on full logits."""
     assert run.loss_function is not None
     output, labels = full_logits(model, batch)
@@ -137,7 +139,7 @@ def function_loss(run: Run, model: nn.Module, batch: Batch, counts: Denominators
     return Loss(value, (predicted_metrics(output.logits, labels),), outputs=output)
 
 
-def forward_backward(run: Run, model: nn.Module, batches: Sequence[Batch], counts: Denominators) -> Loss:
+def forward_backward(run: Run, model: nn.Module, batches: Sequence[Batch], counts: Denominators, state: State) -> Loss:
     """Compute the gradient of several passes; it is added to the parameters', and nothing else changes.
 
     Args:
@@ -145,6 +147,7 @@ def forward_backward(run: Run, model: nn.Module, batches: Sequence[Batch], count
         model: As the run wraps it, in training mode.
         batches: One forward pass each.
         counts: Of the whole optimizer step. Several calls with the same counts add up to its gradient.
+        state: Where the run stands; see `Run.now`.
 
     Returns:
         The summed loss without a graph, what to log, and the method's statistics.
@@ -162,7 +165,7 @@ def forward_backward(run: Run, model: nn.Module, batches: Sequence[Batch], count
                     if helped is not None:  # Columns of a pass of another process of the group.
                         parallel.backward(accelerator, help_with(model, helped, device))
                         continue
-                    found = run.hooks.loss_of(run, model, batch.to(device), counts)
+                    found = run.hooks.loss_of(run, model, batch.to(device), counts, state)
                     loss = found.value * weight
                     parallel.backward(accelerator, loss)
                     value = value + loss.detach()

@@ -55,7 +55,7 @@ from posttrain.models.vision import load_renamed
 from posttrain.report.card import create_model_card
 from posttrain.report.progress import in_notebook, use_rich_progress
 from posttrain.report.record import RunRecordCallback
-from posttrain.types import Batch, LossTerms, ModelOutputs, Row
+from posttrain.types import Batch, LossTerms, ModelOutputs, Row, State
 
 if TYPE_CHECKING:
     from peft import PeftConfig
@@ -100,6 +100,7 @@ class PostTrainer(transformers.Trainer):
     driver: Any = None
     no_rows: Any = ()  # What an evaluation batch without rows is collated to.
     _in_loop, _eval_rounds = False, 0
+    _passes: list[list[Batch]] = []  # noqa: RUF012 - Of the present step; replaced by each.
     _losses: list[step.Loss] | None = None  # Of ours, while the user's function computes the loss of a pass.
     _window_start: float | None = None
     _head: DatasetHead | None = None
@@ -181,7 +182,7 @@ class PostTrainer(transformers.Trainer):
         self.router_coefficient = router_coefficient(model, args)
         trainer_kwargs |= {"train_dataset": train_dataset, "eval_dataset": eval_dataset}
         super().__init__(model, args, self.collator(), processing_class=self.processing_class, **trainer_kwargs)
-        self.method.ranks = build.ranks_of(self.accelerator)
+        self.run.ranks, self.run.own = build.ranks_of(self.accelerator), self.method.start()
         self._begin()
 
     def _begin(self) -> None:
@@ -212,7 +213,7 @@ class PostTrainer(transformers.Trainer):
 
     def objective(self, outputs: ModelOutputs, batch: Batch) -> LossTerms:
         """The algorithm: unreduced loss terms and metrics of one batch."""
-        return self.method.objective(outputs, batch)
+        return self.method.objective(outputs, batch, self.run.now())
 
     def rows(self, examples: list[dict[str, Any]]) -> list[Row]:
         """Prepared dataset examples as rows."""
@@ -397,12 +398,12 @@ class PostTrainer(transformers.Trainer):
         """What a subclass, or a user on this very trainer, has put in the place of the loop's and the algorithm's own."""
         run, kind = self.run, type(self)
 
-        def own(name: str, default: Callable[..., Any]) -> Callable[..., Any]:
+        def own(name: str, default: Any) -> Any:
             replaced = name in vars(self) or inspect.getattr_static(kind, name) is not vars(PostTrainer)[name]
             return getattr(self, name) if replaced else default
 
         return Hooks(
-            objective=own("objective", run.method.objective),
+            objective=own("objective", None),
             named_counts=own("named_counts", run.method.counts),
             comparison=own("comparison", step.no_comparison),
             loss_of=self._users_loss if self.own_loss else step.loss_of,
@@ -459,7 +460,7 @@ class PostTrainer(transformers.Trainer):
         if len(passes) > len(inputs):
             self.before_divided()
         try:
-            found = step.forward_backward(run, model, passes, run.denominators)
+            found = step.forward_backward(run, model, passes, run.denominators, run.now())
         except torch.OutOfMemoryError as error:
             problem = error.with_traceback(None)  # The frames of the traceback hold the activations.
         if problem is not None:
@@ -498,7 +499,7 @@ class PostTrainer(transformers.Trainer):
         allowed = run.loss_function is not None or run.method.traits.takes_loss_func
         counts = run.denominators.over(num_items_in_batch, allowed=allowed)
         found = (step.loss_of if run.loss_function is None else step.function_loss)(
-            run, model, self.as_batch(inputs), counts
+            run, model, self.as_batch(inputs), counts, run.now()
         )
         run.reduced_by = "token" if found.terms is None else found.terms.count or found.terms.reduction
         if self._losses is None:
@@ -511,7 +512,7 @@ class PostTrainer(transformers.Trainer):
         """What ``compute_loss`` is given, as a batch."""
         return inputs
 
-    def _users_loss(self, run: Run, model: nn.Module, batch: Batch, counts: Denominators) -> step.Loss:
+    def _users_loss(self, run: Run, model: nn.Module, batch: Batch, counts: Denominators, state: State) -> step.Loss:
         """What the user's ``compute_loss`` or ``compute_loss_func`` says of a pass, with the metrics of ours that it calls."""
         with build.with_attributes(self, {"_losses": []}):
             value, losses = self.compute_loss(model, batch), self._losses or ()
@@ -542,7 +543,11 @@ class PostTrainer(transformers.Trainer):
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
         self.state.epoch = self.checkpoints.place.epoch(self.state.epoch)
-        self.run.log(self.method.end_step(self.state.global_step, self.run.sums))
+        run = self.run
+        if self._passes:  # Not again at the end of an epoch.
+            self._passes = []
+            run.own, metrics = self.method.end_step(run.now(), run.sums)
+            run.log(metrics)
         if self._window_start is not None:
             self.run.log({"step_time": mean(time.perf_counter() - self._window_start)})
             self._window_start = None
@@ -733,7 +738,7 @@ class PostTrainer(transformers.Trainer):
         seen = checkpoint.rows_fingerprint(self._raw)
         settings = checkpoint.settings(self.args, self.state.max_steps)
         return {
-            "counters": self.counters, "step_rows": rows, "rows": seen, "settings": settings, **self.method.state(),
+            "counters": self.counters, "step_rows": rows, "rows": seen, "settings": settings, **self.method.saved(self.run.own),
         }  # fmt: skip
 
     def load_saved_state(self, state: dict[str, Any]) -> None:
@@ -741,7 +746,7 @@ class PostTrainer(transformers.Trainer):
         skips = not self.args.ignore_data_skip
         checkpoint.refuse_other_rows(state, checkpoint.rows_fingerprint(self._raw), skips=skips)
         self.counters = state["counters"]
-        self.method.load_state(state)
+        self.run.own = self.method.restored(state)
         if self.accelerator.is_main_process:
             checkpoint.warn_of_other_settings(state, checkpoint.settings(self.args, self.state.max_steps))
             checkpoint.warn_of_other_rows(state, self.get_total_train_batch_size(self.args))

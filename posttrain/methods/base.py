@@ -14,7 +14,7 @@ from posttrain.data.formats import TOKENIZED
 from posttrain.losses.reduce import Denominators
 from posttrain.methods.config import PostTrainingConfig
 from posttrain.metrics import Metric
-from posttrain.types import ALONE, Advantages, Batch, LossTerms, ModelOutputs, Ranks, Row
+from posttrain.types import Advantages, Batch, LossTerms, ModelOutputs, Ranks, Row, State
 
 if TYPE_CHECKING:
     from posttrain.models.memory_estimate import Part
@@ -104,7 +104,7 @@ def sampler_logp(outputs: ModelOutputs, batch: Batch) -> Tensor | None:
 
 
 def mismatch_sums(terms: LossTerms) -> Tensor:
-    """Return the sum and the count of the metric ``kl``, the mismatch of policy and sampler, as `Method.step_sums`."""
+    """Return the sum and the count of the metric ``kl``, the mismatch of policy and sampler, as `LossTerms.sums`."""
     kl = terms.metrics["kl"]
     return torch.tensor([float(kl.value), float(kl.weight)], dtype=torch.float64)
 
@@ -112,7 +112,7 @@ def mismatch_sums(terms: LossTerms) -> Tensor:
 class Method(ABC, Generic[Config]):
     """An algorithm: rows of the dataset, and the loss terms of what the model makes of them.
 
-    It knows no trainer, no device and no file. What it keeps from step to step is in `state`.
+    It knows no trainer, no device and no file, and does not change. What it keeps from step to step is in `State.own`.
 
     Args:
         cfg: Its config.
@@ -134,15 +134,20 @@ class Method(ABC, Generic[Config]):
 
     def __init__(self, cfg: Config) -> None:
         self.cfg = cfg
-        self.ranks = ALONE
 
     def rows(self, examples: list[dict[str, Any]]) -> list[Row]:
         """Prepared examples of the dataset as rows; methods that sample have none before they have completions."""
         raise NotImplementedError(f"{type(self).__name__} must define rows(examples).")
 
     @abstractmethod
-    def objective(self, outputs: ModelOutputs, batch: Batch) -> LossTerms:
-        """Unreduced loss terms and metrics of one batch."""
+    def objective(self, outputs: ModelOutputs, batch: Batch, state: State) -> LossTerms:
+        """Return unreduced loss terms and metrics of one batch.
+
+        Args:
+            outputs: What the model made of the batch.
+            batch: One forward pass.
+            state: Where the run stands.
+        """
 
     def advantages(self, rollouts: RolloutBatch, rewards: RewardTable, logps: LogProbs, ranks: Ranks) -> Advantages:
         """What each completion is worth, for methods that sample; trainers and asynchronous workers call it.
@@ -175,16 +180,20 @@ class Method(ABC, Generic[Config]):
 
     def step_sums(self, terms: LossTerms, outputs: ModelOutputs, counts: Denominators) -> Tensor | None:
         """Return statistics of one training pass, which are added up over the passes of an optimizer step; None for none."""
+        return terms.sums
+
+    def start(self) -> Any:
+        """Return `State.own` of a run that begins; None for a method that keeps nothing."""
         return None
 
-    def end_step(self, step: int, sums: Tensor | None) -> dict[str, Metric]:
-        """Steer, and return what to log, after ``step`` optimizer steps; a second call with the same number does nothing.
+    def end_step(self, state: State, sums: Tensor | None) -> tuple[Any, dict[str, Metric]]:
+        """Return `State.own` of the next optimizer step, and what to log.
 
         Args:
-            step: Optimizer steps that were made.
-            sums: Of `step_sums`, over the passes of this rank.
+            state: After the step, with ``own`` as the step read it.
+            sums: Of `step_sums`, over the passes of this rank; None where there was no pass.
         """
-        return {}
+        return state.own, {}
 
     def derived_metrics(self, metrics: dict[str, float]) -> dict[str, float]:
         """The metrics of a log line with those that follow from others."""
@@ -199,9 +208,10 @@ class Method(ABC, Generic[Config]):
         """
         return []
 
-    def state(self) -> dict[str, Any]:
-        """What a checkpoint must hold, as JSON, for a resumed run to equal an uninterrupted one."""
+    def saved(self, own: Any) -> dict[str, Any]:
+        """Return `State.own` as JSON for a checkpoint."""
         return {}
 
-    def load_state(self, state: dict[str, Any]) -> None:
-        """Undo `state`."""
+    def restored(self, saved: Mapping[str, Any]) -> Any:
+        """Return `State.own` of a checkpoint that holds what `saved` returned."""
+        return self.start()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,7 @@ from posttrain.losses.reduce import row_terms
 from posttrain.losses.unpaired import BCO_LOSSES, Moments, update_moments
 from posttrain.methods.preference import JUDGED, AnswerMethod, ComparedConfig, judged_metrics, sequence_logp
 from posttrain.metrics import Metric, mean
-from posttrain.types import Batch, LossTerms, ModelOutputs, Row
+from posttrain.types import Batch, LossTerms, ModelOutputs, Ranks, Row, State
 
 if TYPE_CHECKING:
     from posttrain.types import Tokenizer
@@ -106,12 +106,37 @@ class BCOConfig(ComparedConfig):
             )
 
 
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """What `BCO` keeps from step to step.
+
+    Attributes:
+        moments: Moments of all rewards; those of the present step are included unless ``moves_in_pass``.
+        moves_in_pass: Whether the step has one training pass, which holds all its rewards and moves delta itself.
+    """
+
+    moments: Moments = field(default_factory=Moments)
+    moves_in_pass: bool = False
+
+    def moved(self, sums: Tensor, ranks: Ranks) -> Delta:
+        """Return delta with the rewards of an optimizer step, over all ranks; see `reward_sums`."""
+        total, squares, count = ranks.sum(sums.tolist())
+        if not count:
+            return Delta(self.moments)
+        average = total / count
+        return Delta(update_moments(self.moments, average, max(squares / count - average**2, 0.0), count))
+
+
+def reward_sums(rewards: Tensor) -> Tensor:
+    """Return sum, sum of squares and count of ``rewards (n,)``."""
+    values = rewards.detach().double().cpu()
+    return torch.stack([values.sum(), (values**2).sum(), torch.tensor(len(values), dtype=torch.float64)])
+
+
 class BCO(AnswerMethod[BCOConfig]):
     """Answers judged good or bad, by a classifier whose threshold delta is the running mean of all rewards so far.
 
-    Attributes:
-        moments: Of all rewards so far.
-        moves_in_pass: Whether the next training pass holds all rewards of its step, and moves delta itself.
+    `State.own` is a `Delta`.
 
     Reference: Binary classifier optimization, arXiv:2404.04656.
     """
@@ -124,43 +149,39 @@ class BCO(AnswerMethod[BCOConfig]):
     reference_columns = ("ref_logps",)
     keep = ("label",)
 
-    def __init__(self, cfg: BCOConfig) -> None:
-        super().__init__(cfg)
-        self.moments, self.moves_in_pass = Moments(), False
+    def start(self) -> Delta:
+        """Return moments of no rewards."""
+        return Delta()
 
     def rows(self, examples: list[dict[str, Any]]) -> list[Row]:
         """One completion a row, with its label and weight."""
         weights = [float(example.get("density_weight") or 1.0) for example in examples]
         return [row.with_columns(density_weight=[w]) for row, w in zip(super().rows(examples), weights, strict=True)]
 
-    def move(self, rewards: list[Tensor]) -> dict[str, Metric]:
-        """Update delta with the rewards of an optimiser step, over all ranks; what to log."""
-        values = torch.cat(rewards).detach().double().cpu() if rewards else torch.zeros(0, dtype=torch.float64)
-        total, squares, count = self.ranks.sum([float(values.sum()), float((values**2).sum()), float(len(values))])
-        if count:
-            average = total / count
-            self.moments = update_moments(self.moments, average, max(squares / count - average**2, 0.0), count)
-        return {"delta": mean(self.moments.mean)}
-
-    def objective(self, outputs: ModelOutputs, batch: Batch) -> LossTerms:
+    def objective(self, outputs: ModelOutputs, batch: Batch, state: State) -> LossTerms:
         """The classifier's loss of each answer, averaged over the answers of the whole optimiser step."""
         assert outputs.logp is not None
         logp, _ = sequence_logp(outputs.logp, batch)
         ratio, good = logp - self.reference_logp(batch), batch.columns["label"] > 0.5
-        moved: dict[str, Metric] = {}
-        if self.moves_in_pass and torch.is_grad_enabled():
-            self.moves_in_pass = False  # Once a step: checkpointing or a user's code may call again.
-            moved = self.move([self.cfg.beta * ratio])
-        delta = torch.tensor(self.moments.mean, device=ratio.device, dtype=ratio.dtype)
+        known, sums = state.own, None
+        if known.moves_in_pass and torch.is_grad_enabled():
+            sums = reward_sums(self.cfg.beta * ratio)
+            known = known.moved(sums, state.ranks)
+        delta = torch.tensor(known.moments.mean, device=ratio.device, dtype=ratio.dtype)
         values = {"log_ratio": ratio, "desirable": good, "shift": delta, "weight": batch.columns["density_weight"]}
         terms = BCO_LOSSES["bco"](values, beta=self.cfg.beta)
         metrics = judged_metrics(outputs, batch, self.cfg.beta * ratio, logp, good)
-        return row_terms(batch, terms, metrics=metrics | moved)
+        return replace(row_terms(batch, terms, metrics=metrics), sums=sums)
 
-    def state(self) -> dict[str, Any]:
-        """The running moments."""
-        return {"moments": asdict(self.moments)}
+    def end_step(self, state: State, sums: Tensor | None) -> tuple[Delta, dict[str, Metric]]:
+        """Keep delta with the rewards of the step."""
+        known = state.own if sums is None else state.own.moved(sums, state.ranks)
+        return known, {"delta": mean(known.moments.mean)}
 
-    def load_state(self, state: dict[str, Any]) -> None:
-        """The running moments."""
-        self.moments = Moments(**state["moments"])
+    def saved(self, own: Delta) -> dict[str, Any]:
+        """Return the running moments."""
+        return {"moments": asdict(own.moments)}
+
+    def restored(self, saved: Mapping[str, Any]) -> Delta:
+        """Return the running moments."""
+        return Delta(Moments(**saved["moments"]))

@@ -18,7 +18,7 @@ from posttrain.methods.preference import (
     likelihood_terms,
     reference_free_metrics,
 )
-from posttrain.types import Batch, LossTerms, ModelOutputs
+from posttrain.types import Batch, LossTerms, ModelOutputs, State
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +74,7 @@ class CPO(ReferenceFree[CPOConfig]):
 
     config_class = CPOConfig
 
-    def objective(self, outputs: ModelOutputs, batch: Batch) -> LossTerms:
+    def objective(self, outputs: ModelOutputs, batch: Batch, state: State) -> LossTerms:
         """The preference term and the likelihood of the chosen answers."""
         cfg = self.cfg
         formula = CPO_LOSSES[cfg.loss_type]

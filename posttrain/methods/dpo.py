@@ -25,7 +25,7 @@ from posttrain.methods.preference import (
     sequence_logp,
 )
 from posttrain.metrics import mean
-from posttrain.types import Batch, LossTerms, ModelOutputs
+from posttrain.types import Batch, LossTerms, ModelOutputs, State
 
 logger = logging.getLogger(__name__)
 
@@ -195,7 +195,7 @@ class DPO(AnswerMethod[DPOConfig]):
         plain = cfg.f_divergence_type == "reverse_kl" and not cfg.use_weighting
         return batch.num_sequences == 2 and of_margin and plain
 
-    def objective(self, outputs: ModelOutputs, batch: Batch) -> LossTerms:
+    def objective(self, outputs: ModelOutputs, batch: Batch, state: State) -> LossTerms:
         """See `dpo_objective`."""
         return dpo_objective(outputs, batch, self.reference_logp(batch), self.cfg)
 

@@ -21,7 +21,7 @@ from posttrain.methods.preference import (
     judged_metrics,
     sequence_logp,
 )
-from posttrain.types import Batch, LossTerms, ModelOutputs, Row
+from posttrain.types import Batch, LossTerms, ModelOutputs, Row, State
 
 logger = logging.getLogger(__name__)
 
@@ -93,9 +93,7 @@ def fixed_partners(prompts: Sequence[Sequence[int]], seed: int) -> list[int | No
 
 class KTO(AnswerMethod[KTOConfig]):
     """Answers judged good or bad, each against the mean log-ratio of answers to other prompts.
-
-    Attributes:
-        baseline: z0 of the optimiser step, a scalar without a gradient.
+    `State.own` is the baseline z0 of the optimizer step, a scalar without a gradient.
 
     Reference: KTO, arXiv:2402.01306.
     """
@@ -106,15 +104,18 @@ class KTO(AnswerMethod[KTOConfig]):
     branches = ("completion",)
     reference_columns = ("ref_logps",)
     keep = ("label", "KL_completion_ids", "ref_KL_logps")
-    baseline = torch.zeros(())
 
-    def objective(self, outputs: ModelOutputs, batch: Batch) -> LossTerms:
+    def start(self) -> torch.Tensor:
+        """Return 0, before there was a step."""
+        return torch.zeros(())
+
+    def objective(self, outputs: ModelOutputs, batch: Batch, state: State) -> LossTerms:
         """The weighted loss of each answer, averaged over the answers of the whole optimiser step."""
         cfg = self.cfg
         assert outputs.logp is not None
         logp, _ = sequence_logp(outputs.logp, batch)
         ratio, good = logp - self.reference_logp(batch), batch.columns["label"] > 0.5
-        values = {"log_ratio": ratio, "desirable": good, "baseline": self.baseline}
+        values = {"log_ratio": ratio, "desirable": good, "baseline": state.own}
         weights = {"desirable_weight": cfg.desirable_weight, "undesirable_weight": cfg.undesirable_weight}
         terms = KTO_LOSSES[cfg.loss_type](values, beta=cfg.beta, **weights)
         metrics = judged_metrics(outputs, batch, cfg.beta * ratio, logp, good)

@@ -20,7 +20,7 @@ from posttrain.methods.base import SAMPLES, Method
 from posttrain.methods.config import PictureConfig
 from posttrain.methods.online_config import OnlineConfig
 from posttrain.metrics import Metric, mean
-from posttrain.types import Advantages, Batch, LossTerms, ModelOutputs, Ranks
+from posttrain.types import Advantages, Batch, LossTerms, ModelOutputs, Ranks, State
 
 if TYPE_CHECKING:
     from posttrain.rewards.runner import RewardTable
@@ -218,11 +218,19 @@ def preferred(pairs: Tensor, known: Tensor, equal: Tensor, names: Sequence[str])
     return torch.stack([gap.sign(), -gap.sign()], 1).flatten(), metrics
 
 
+def policy_metrics(batch: Batch, logp: Tensor, ratio: Tensor, beta: float) -> dict[str, Metric]:
+    """Return how far the policy is from the reference, and the rewards of its completions with that charged."""
+    scored = batch.columns["compared"].bool()
+    return {
+        "objective/kl": mean(ratio),
+        "objective/entropy": mean(-logp),
+        "objective/non_score_reward": mean(-beta * ratio),
+        "objective/rlhf_reward": mean(batch.columns["scores"] - beta * ratio, scored),
+    }
+
+
 class OnlineDPO(Method[OnlineDPOConfig]):
     """The better of two completions of a prompt over the other, relative to a reference.
-
-    Attributes:
-        beta: ``cfg.beta`` in the present epoch.
 
     Reference: Direct language model alignment from online AI feedback, arXiv:2402.04792.
     """
@@ -236,10 +244,6 @@ class OnlineDPO(Method[OnlineDPOConfig]):
         whole_rows=True,
         compares_reference=True,
     )
-
-    def __init__(self, cfg: OnlineDPOConfig) -> None:
-        super().__init__(cfg)
-        self.beta = cfg.beta_at(0.0)
 
     def counts(self, batches: Sequence[Batch]) -> dict[str, float]:
         """Completions whose pair has a score on both sides: what the loss is a mean over."""
@@ -266,24 +270,15 @@ class OnlineDPO(Method[OnlineDPOConfig]):
         columns = {"compared": known[mine].float().tolist(), "scores": scores[mine].nan_to_num(0.0).tolist()}
         return Advantages(values, totals, rewards.start, columns=columns, token_columns=logps, metrics=metrics)
 
-    def objective(self, outputs: ModelOutputs, batch: Batch) -> LossTerms:
+    def objective(self, outputs: ModelOutputs, batch: Batch, state: State) -> LossTerms:
         """See `pair_terms`; in evaluation only what is logged of the policy."""
+        beta = self.cfg.beta_at(state.epoch)
         logp, ratio = sequence_sums(outputs, batch)
         compared = batch.columns["compared"].bool()
         if torch.is_grad_enabled():
-            pairs, metrics = pair_terms(batch, logp, ratio, beta=self.beta, loss_type=self.cfg.loss_type)
+            pairs, metrics = pair_terms(batch, logp, ratio, beta=beta, loss_type=self.cfg.loss_type)
             terms = batch.spread_rows(pairs, 2)
         else:
             terms, metrics = torch.zeros_like(logp), {}
-        metrics |= self.policy_metrics(batch, logp, ratio) | {"beta": mean(self.beta)}
+        metrics |= policy_metrics(batch, logp, ratio, beta) | {"beta": mean(beta)}
         return LossTerms(terms, compared, "token", num_sequences=batch.num_sequences, count="compared", metrics=metrics)
-
-    def policy_metrics(self, batch: Batch, logp: Tensor, ratio: Tensor) -> dict[str, Metric]:
-        """How far the policy is from the reference, and what its completions are worth with that charged."""
-        beta, scored = self.beta, batch.columns["compared"].bool()
-        return {
-            "objective/kl": mean(ratio),
-            "objective/entropy": mean(-logp),
-            "objective/non_score_reward": mean(-beta * ratio),
-            "objective/rlhf_reward": mean(batch.columns["scores"] - beta * ratio, scored),
-        }

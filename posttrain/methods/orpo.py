@@ -19,7 +19,7 @@ from posttrain.methods.preference import (
     reference_free_metrics,
 )
 from posttrain.metrics import mean
-from posttrain.types import Batch, LossTerms, ModelOutputs, Row
+from posttrain.types import Batch, LossTerms, ModelOutputs, Row, State
 
 
 @dataclass
@@ -50,7 +50,7 @@ class ORPO(ReferenceFree[ORPOConfig]):
             row.prompt_mask = [1] * len(row.prompt_ids)
         return rows
 
-    def objective(self, outputs: ModelOutputs, batch: Batch) -> LossTerms:
+    def objective(self, outputs: ModelOutputs, batch: Batch, state: State) -> LossTerms:
         """The odds-ratio term and the likelihood of prompts and chosen answers."""
         logp, length = branch_sums(outputs, batch, 2)
         means = mean_logp(logp, length)

@@ -15,7 +15,7 @@ from posttrain.losses.reduce import row_terms
 from posttrain.methods.base import Method, Traits
 from posttrain.methods.config import PostTrainingConfig
 from posttrain.metrics import maximum, mean, minimum
-from posttrain.types import Batch, LossTerms, ModelOutputs, Row
+from posttrain.types import Batch, LossTerms, ModelOutputs, Row, State
 
 logger = logging.getLogger(__name__)
 
@@ -76,6 +76,6 @@ class RewardModel(Method[RewardConfig]):
         """See `pair_rows`."""
         return pair_rows(examples)
 
-    def objective(self, outputs: ModelOutputs, batch: Batch) -> LossTerms:
+    def objective(self, outputs: ModelOutputs, batch: Batch, state: State) -> LossTerms:
         """See `reward_objective`."""
         return reward_objective(outputs, batch, center=self.cfg.center_rewards_coefficient)

@@ -18,7 +18,7 @@ from posttrain.methods.base import SAMPLES, Method, sampler_logp
 from posttrain.methods.config import PictureConfig
 from posttrain.methods.online_config import OnlineConfig, reject_reshaped_sampling
 from posttrain.metrics import maximum, mean
-from posttrain.types import Advantages, Batch, LossTerms, ModelOutputs, Ranks
+from posttrain.types import Advantages, Batch, LossTerms, ModelOutputs, Ranks, State
 
 if TYPE_CHECKING:
     from posttrain.rewards.runner import RewardTable
@@ -159,6 +159,6 @@ class RLOO(Method[RLOOConfig]):
             metrics=metrics,
         )
 
-    def objective(self, outputs: ModelOutputs, batch: Batch) -> LossTerms:
+    def objective(self, outputs: ModelOutputs, batch: Batch, state: State) -> LossTerms:
         """See `rloo_objective`."""
         return rloo_objective(outputs, batch, self.cfg)

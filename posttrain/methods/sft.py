@@ -19,7 +19,7 @@ from posttrain.losses.likelihood import dft, nll, uniform_nll
 from posttrain.methods.base import Method, Traits
 from posttrain.methods.config import PictureConfig, PostTrainingConfig, warn_keep_end
 from posttrain.metrics import mean
-from posttrain.types import Batch, LossTerms, ModelOutputs, Row
+from posttrain.types import Batch, LossTerms, ModelOutputs, Row, State
 
 LOSSES: dict[str, Callable] = {"nll": nll, "chunked_nll": nll, "dft": dft}
 
@@ -138,7 +138,7 @@ class SFT(Method[SFTConfig]):
         """Every token's term is its log-prob, but for DFT's weights."""
         return self.cfg.loss_type != "dft" and not self.cfg.label_smoothing_factor
 
-    def objective(self, outputs: ModelOutputs, batch: Batch) -> LossTerms:
+    def objective(self, outputs: ModelOutputs, batch: Batch, state: State) -> LossTerms:
         """See `sft_objective`."""
         smoothing = self.cfg.label_smoothing_factor
         return sft_objective(outputs, batch, loss_type=self.cfg.loss_type or "nll", smoothing=smoothing)

@@ -19,7 +19,7 @@ from posttrain.methods.preference import (
     reference_free_metrics,
 )
 from posttrain.metrics import mean
-from posttrain.types import Batch, LossTerms, ModelOutputs
+from posttrain.types import Batch, LossTerms, ModelOutputs, State
 
 
 @dataclass
@@ -60,7 +60,7 @@ class TPO(ReferenceFree[TPOConfig]):
         if not cfg.tpo_alpha:  # Gold answers would be computed for nothing.
             self.branches, self.traits = self.branches[:2], replace(self.traits, answers=2)
 
-    def objective(self, outputs: ModelOutputs, batch: Batch) -> LossTerms:
+    def objective(self, outputs: ModelOutputs, batch: Batch, state: State) -> LossTerms:
         """The preference term and the likelihood of the gold answers."""
         cfg, size = self.cfg, len(self.branches)
         given = size == 3 or not cfg.tpo_alpha

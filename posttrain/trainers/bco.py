@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import datasets
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 
 from posttrain.errors import ConfigError
 from posttrain.losses.unpaired import density_weight
-from posttrain.methods.bco import BCO, BCOConfig, PromptDensity, embed_prompts
+from posttrain.methods.bco import BCO, BCOConfig, PromptDensity, embed_prompts, reward_sums
 from posttrain.methods.preference import sequence_logp
 from posttrain.models import parallel
 from posttrain.models.forward import forward
@@ -119,22 +120,20 @@ class BCOTrainer(PreferenceTrainer):
         """Rewards of the whole step move delta before its first loss."""
         super().before_step(micro_batches)
         self._batches = [batch for micro in micro_batches for batch in micro]
-        passes = self.denominators.passes
-        self._moments = self.method.moments
-        self._in_pass = self.method.moves_in_pass = passes == self.accelerator.num_processes and len(micro_batches) == 1
-        if not self.method.moves_in_pass:
+        own, passes = self.run.own, self.denominators.passes
+        self.run.own = replace(own, moves_in_pass=passes == self.accelerator.num_processes and len(micro_batches) == 1)
+        if not self.run.own.moves_in_pass:
             self._move()
 
     def _move(self) -> None:
         ran = parallel.in_step(self._batches, self.accelerator, self.run.spare_batch)
         rewards = [(self._rewards(batch), counts) for batch, counts in ran]
-        self.method.moves_in_pass = False
-        self.run.log(self.method.move([values for values, counts in rewards if counts]))
+        known = torch.cat([torch.zeros(0), *(values.cpu() for values, counts in rewards if counts)])
+        self.run.own = self.run.own.moved(reward_sums(known), self.run.ranks)
 
     def before_divided(self) -> None:
         """Move delta by passes of its own: the pass that should have moved it had no room in memory."""
-        if self._in_pass:
-            self.method.moments, self._in_pass = self._moments, False
+        if self.run.own.moves_in_pass:
             self._move()
 
     def _rewards(self, batch: Batch) -> Tensor:

@@ -153,16 +153,17 @@ class GRPOTrainer(OnlineTrainer):
     @property
     def entropy_coef(self) -> float:
         """The coefficient of the entropy term, steered or not."""
-        return self.method.bonus.coefficient
+        return self.run.own.coefficient
 
     def _save_rng_state(self, output_dir: str) -> None:
         super()._save_rng_state(output_dir)
-        if self.args.should_save:
-            self.method.bonus.save(output_dir)
+        if self.args.should_save and self.args.use_adaptive_entropy:
+            self.run.own.save(output_dir)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
-        self.method.bonus.load(checkpoint, self.state.global_step)
+        if self.args.use_adaptive_entropy:
+            self.run.own = self.run.own.loaded(checkpoint)
 
     # Attributes that callbacks and reward functions read, by TRL's names ---------------------------------------------
 

@@ -34,7 +34,7 @@ from posttrain.trainers.arguments import (
     Tokenizer,
     TrainSet,
 )
-from posttrain.types import Batch, LossTerms, ModelOutputs, Rollout
+from posttrain.types import Rollout
 
 if TYPE_CHECKING:
     from posttrain.methods.config import PostTrainingConfig
@@ -192,11 +192,6 @@ class OnlineDPOTrainer(OnlineTrainer):
     def beta(self) -> float:
         """``args.beta`` in the present epoch."""
         return self.args.beta_at(self.state.epoch)
-
-    def objective(self, outputs: ModelOutputs, batch: Batch) -> LossTerms:
-        """See `OnlineDPO.objective`."""
-        self.method.beta = self.beta
-        return super().objective(outputs, batch)
 
     # Sampling ----------------------------------------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ import signal
 import threading
 import time
 from collections import deque
+from dataclasses import replace
 
 import peft
 import psutil
@@ -16,22 +17,25 @@ import pytest
 import torch
 from transformers import TrainerCallback
 
-from posttrain import HFEngine, NativeEngine, ScriptedEngine
+from posttrain import GRPOTrainer, HFEngine, NativeEngine, ScriptedEngine
 from posttrain.data.chat import tokenize_prompts, with_template
 from posttrain.data.templates import FAMILIES, training_template
 from posttrain.errors import WeightSyncError
 from posttrain.loop.scoring import reward_runner
+from posttrain.methods.async_grpo.objective import AsyncGRPO
+from posttrain.methods.grpo.objective import GRPO
 from posttrain.rewards.runner import RewardRunner
 from posttrain.rollouts.episodes.driver import EpisodeSetup
 from posttrain.rollouts.server.weight_sync import shared_root
 from posttrain.rollouts.workers.engine import EngineRecipe, WorkerEngine
 from posttrain.rollouts.workers.samples import GroupTask
+from posttrain.trainers.async_grpo.trainer import AsyncGRPOTrainer
 from posttrain.trainers.async_grpo.worker import RolloutJob, RolloutWorkerLoop, score_group
 from posttrain.types import Sampling
 from tests.conftest import build_model
 from tests.forks import PIPE, Forked
 from tests.methods.async_helpers import At, Evidence, assert_exact, generator_of, steps, trainer, within_groups
-from tests.methods.helpers import count_a, prompts, weights
+from tests.methods.helpers import count_a, grpo_args, prompts, scripted, weights
 from tests.wordings import raises
 
 pytestmark = pytest.mark.usefixtures("forked_workers")  # Those of `ENDLESS` are spawned.
@@ -53,6 +57,47 @@ if __name__ == "__main__":
     run.train()
     print("ended after step", run.state.global_step, flush=True)
 """
+
+
+class AllEqual:
+    """Every completion is worth the same."""
+
+    def advantages(self, rollouts, rewards, logps, ranks):
+        found = super().advantages(rollouts, rewards, logps, ranks)
+        return replace(found, values=torch.full_like(found.values, 0.25))
+
+
+class AllEqualGRPO(AllEqual, GRPO):
+    pass
+
+
+class AllEqualAsyncGRPO(AllEqual, AsyncGRPO):
+    pass
+
+
+def test_advantages_of_a_subclass_are_those_of_trainer_and_workers(tmp_path, tiny_tokenizer):
+    class Trainer(GRPOTrainer):
+        METHOD = AllEqualGRPO
+
+        def objective(self, outputs, batch):
+            trained.append(batch.advantages)
+            return super().objective(outputs, batch)
+
+    class AsyncTrainer(AsyncGRPOTrainer):
+        METHOD = AllEqualAsyncGRPO
+
+    trained = []
+    one = Trainer(
+        build_model(len(tiny_tokenizer)), count_a, grpo_args(tmp_path / "one", max_steps=1),
+        train_dataset=prompts(), processing_class=tiny_tokenizer, rollout_engine=scripted(),
+    )  # fmt: skip
+    one.train()
+    assert torch.cat(trained).tolist() == [0.25] * sum(map(len, trained)) != []
+    two = trainer(tmp_path / "two", tiny_tokenizer, cls=AsyncTrainer, max_steps=1)
+    evidence = Evidence(two)
+    two.add_callback(evidence)
+    two.train()
+    assert {sample.advantage for sample in evidence.samples} == {0.25}
 
 
 def test_an_adapter_that_workers_do_not_get_stops_the_run(tmp_path, tiny_tokenizer, monkeypatch):

@@ -4,6 +4,7 @@ import copy
 import json
 import logging
 import math
+from dataclasses import replace
 
 import datasets
 import pytest
@@ -269,12 +270,13 @@ def test_r43_the_bonus_moves_the_gradient(tiny_tokenizer, tmp_path):
 
 def test_the_controller_raises_below_its_target_and_lowers_above(tmp_path):
     steered = {"use_adaptive_entropy": True, "entropy_coef": 0.01, "entropy_target": 0.5, "entropy_coef_max": 0.012}
-    controller = EntropyBonus(grpo_args(tmp_path, **steered))
-    assert controller.applied == 0.0  # Nothing is known before the first window.
+    args = grpo_args(tmp_path, **steered)
+    bonus = EntropyBonus(args.entropy_coef)
+    assert bonus.applied(args) == 0.0  # Nothing is known before the first window.
     seen = []
     for entropy in (0.4, 0.5, 0.6, 0.6, 0.6, 0.6):
-        controller.update(entropy)
-        seen.append((round(controller.coefficient, 4), round(controller.applied, 4)))
+        bonus = bonus.after(entropy, args)
+        seen.append((round(bonus.coefficient, 4), round(bonus.applied(args), 4)))
     assert seen == [(0.012, 0.012), (0.012, 0.012), (0.007, 0.0), (0.002, 0.0), (0.0, 0.0), (0.0, 0.0)]
 
 
@@ -310,9 +312,9 @@ def test_a_controller_that_saw_nothing_is_saved_without_infinity(tiny_tokenizer,
     trainer._save_rng_state(str(tmp_path))
     text = (tmp_path / "entropy_ctrl_state.json").read_text()
     assert json.loads(text, parse_constant=pytest.fail)["last_world_entropy"] is None
-    trainer.method.bonus.last = 3.0
+    trainer.run.own = replace(trainer.run.own, last=3.0)
     trainer._load_optimizer_and_scheduler(str(tmp_path))
-    assert trainer.method.bonus.last == math.inf
+    assert trainer.run.own.last == math.inf
 
 
 def test_evaluation_does_not_steer(tiny_tokenizer, tmp_path):
@@ -325,7 +327,7 @@ def test_evaluation_does_not_steer(tiny_tokenizer, tmp_path):
         per_device_eval_batch_size=4,
     )
     trainer.evaluate()
-    assert trainer.method.bonus.last == math.inf
+    assert trainer.run.own.last == math.inf
     assert trainer.entropy_coef == 0.1
 
 

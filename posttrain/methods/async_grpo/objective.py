@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from torch import Tensor
-
 from posttrain.losses.advantages import group_advantages, within_groups
 from posttrain.losses.policy import (
     clip_metrics,
@@ -16,11 +14,11 @@ from posttrain.losses.policy import (
     rollout_correction,
     sequence_weight,
 )
-from posttrain.losses.reduce import Denominators, spread
+from posttrain.losses.reduce import spread
 from posttrain.methods.async_grpo.config import AsyncGRPOConfig
 from posttrain.methods.base import SAMPLES, Method, mismatch_sums, sampler_logp
 from posttrain.metrics import Metric, maximum, mean
-from posttrain.types import Advantages, Batch, LossTerms, ModelOutputs, Ranks
+from posttrain.types import Advantages, Batch, LossTerms, ModelOutputs, Ranks, State
 
 if TYPE_CHECKING:
     from posttrain.rewards.runner import RewardTable
@@ -98,10 +96,7 @@ class AsyncGRPO(Method[AsyncGRPOConfig]):
         stats = group_advantages(rewards.values, rewards.weights, rollouts.group_size, scale_rewards=how)
         return within_groups(stats, rewards.start, bound=how != "none", token_columns=logps)
 
-    def step_sums(self, terms: LossTerms, outputs: ModelOutputs, counts: Denominators) -> Tensor | None:
-        """See `mismatch_sums`."""
-        return mismatch_sums(terms)
-
-    def objective(self, outputs: ModelOutputs, batch: Batch) -> LossTerms:
+    def objective(self, outputs: ModelOutputs, batch: Batch, state: State) -> LossTerms:
         """See `async_grpo_objective`."""
-        return async_grpo_objective(outputs, batch, self.cfg)
+        terms = async_grpo_objective(outputs, batch, self.cfg)
+        return replace(terms, sums=mismatch_sums(terms))

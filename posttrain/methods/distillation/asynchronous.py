@@ -6,18 +6,16 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
 
 from posttrain.errors import ConfigError
 from posttrain.fields import PositiveFloat, PositiveInt, option
 from posttrain.losses.policy import k3
-from posttrain.losses.reduce import Denominators
 from posttrain.methods.async_grpo.config import MEANINGLESS, AsyncGRPOConfig
 from posttrain.methods.base import mismatch_sums
 from posttrain.methods.distillation.config import OF_REWARDS, Axes, DistillationFields, preset
 from posttrain.methods.distillation.objective import Distillation
 from posttrain.metrics import mean
-from posttrain.types import Batch, LossTerms, ModelOutputs
+from posttrain.types import Batch, LossTerms, ModelOutputs, State
 
 # Of the policy's loss, of rewards and of answers that nobody sampled.
 OF_ASYNC_GRPO: dict[str, tuple[Any, str]] = {
@@ -93,13 +91,10 @@ class AsyncDistillation(Distillation):
         """Of log-probs: the sampling's, which the samplers' are compared with."""
         return float(self.cfg.temperature)
 
-    def step_sums(self, terms: LossTerms, outputs: ModelOutputs, counts: Denominators) -> Tensor | None:
-        """See `mismatch_sums`."""
-        return mismatch_sums(terms)
-
-    def objective(self, outputs: ModelOutputs, batch: Batch) -> LossTerms:
+    def objective(self, outputs: ModelOutputs, batch: Batch, state: State) -> LossTerms:
         """See `distillation_objective`; ``kl`` is the k3 estimate of how far the student is from what sampled, as in GRPO."""
-        terms, mask = super().objective(outputs, batch), batch.loss_mask
+        terms, mask = super().objective(outputs, batch, state), batch.loss_mask
         known = outputs.logp is not None and batch.rollout_logp is not None and not self.cfg.truncation
         gap = k3(batch.rollout_logp, outputs.logp.detach()) if known else torch.zeros_like(terms.terms)
-        return replace(terms, metrics=terms.metrics | {"kl": mean(gap, mask & known)})
+        terms = replace(terms, metrics=terms.metrics | {"kl": mean(gap, mask & known)})
+        return replace(terms, sums=mismatch_sums(terms))

@@ -31,7 +31,7 @@ from posttrain.metrics import Metric, maximum, mean, minimum
 from posttrain.models.heads import Float32Linear, LogitRule, TokenHead, is_one_matrix
 from posttrain.models.logprob import chunked_rows, raw_logits
 from posttrain.models.memory_estimate import Part, named_dtype
-from posttrain.types import Advantages, Batch, LossTerms, ModelOutputs, Ranks
+from posttrain.types import Advantages, Batch, LossTerms, ModelOutputs, Ranks, State
 
 if TYPE_CHECKING:
     from posttrain.rewards.runner import RewardTable
@@ -541,7 +541,7 @@ class Distillation(Method[Any]):
         more = {"zero_std_share": stats.zero_std_share, "token_columns": logps}
         return Advantages(stats.advantages, stats.totals, rewards.start, **more)
 
-    def objective(self, outputs: ModelOutputs, batch: Batch) -> LossTerms:
+    def objective(self, outputs: ModelOutputs, batch: Batch, state: State) -> LossTerms:
         """See `distillation_objective`."""
         return distillation_objective(outputs, batch, self.axes)
 

@@ -18,7 +18,7 @@ from posttrain.methods.base import SAMPLES, Method
 from posttrain.methods.online_config import OnlineConfig
 from posttrain.metrics import mean
 from posttrain.rewards.runner import transform_names
-from posttrain.types import Advantages, Batch, LossTerms, ModelOutputs, Ranks
+from posttrain.types import Advantages, Batch, LossTerms, ModelOutputs, Ranks, State
 
 if TYPE_CHECKING:
     from posttrain.rewards.runner import RewardTable
@@ -126,7 +126,7 @@ class A2PO(Method[A2POConfig]):
             metrics={"v_star": mean(values, ~values.isnan())},
         )
 
-    def objective(self, outputs: ModelOutputs, batch: Batch) -> LossTerms:
+    def objective(self, outputs: ModelOutputs, batch: Batch, state: State) -> LossTerms:
         """See `a2po_objective`."""
         return a2po_objective(outputs, batch, self.cfg)
 

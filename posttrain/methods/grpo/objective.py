@@ -6,7 +6,7 @@ import json
 import logging
 import math
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -36,7 +36,7 @@ from posttrain.methods.base import SAMPLES, Method, sampler_logp
 from posttrain.methods.grpo.config import GRPOConfig
 from posttrain.metrics import Metric, maximum, mean, minimum
 from posttrain.rewards.runner import RewardTable
-from posttrain.types import Advantages, Batch, LossTerms, ModelOutputs, Ranks
+from posttrain.types import Advantages, Batch, LossTerms, ModelOutputs, Ranks, State
 
 if TYPE_CHECKING:
     from posttrain.methods.config import PostTrainingConfig
@@ -209,85 +209,59 @@ STATE_FILE = "entropy_ctrl_state.json"
 STEPS_UNTIL_WARNING = 50
 
 
+@dataclass(frozen=True, slots=True)
 class EntropyBonus:
     """The coefficient of the entropy term: fixed, or steered so that the entropy stays near its target.
 
-    Steered, it rises by a step after every optimiser step whose entropy was at or below the target and falls otherwise;
-    it is applied only while the last entropy was at or below the target, so not in the first step.
+    A steered coefficient rises by a step after every optimizer step whose entropy was at or below the target, and falls
+    otherwise. It is applied only while the last entropy was at or below the target, so not in the first step.
 
     Attributes:
         coefficient: Before the gate.
-        last: Entropy of the last optimiser step in nats; infinite before the first.
-
-    Args:
-        args: Of the trainer.
+        last: Entropy of the last optimizer step in nats; infinite before the first.
+        ever_applied: Whether any step had a bonus.
 
     Reference: Skywork-OR1, arXiv:2505.22312.
     """
 
-    def __init__(self, args: GRPOConfig) -> None:
-        self.args = args
-        self.active, self.steered = bool(args.entropy_coef or args.use_adaptive_entropy), args.use_adaptive_entropy
-        self.coefficient, self.last = float(args.entropy_coef), math.inf
-        self._ended_at, self._ever_applied = 0, False
+    coefficient: float
+    last: float = math.inf
+    ever_applied: bool = False
 
-    @property
-    def applied(self) -> float:
-        """What multiplies the entropy now."""
-        return self.coefficient if not self.steered or self.last <= self.args.entropy_target else 0.0
+    def applied(self, args: GRPOConfig) -> float:
+        """Return what multiplies the entropy in the present step."""
+        return self.coefficient if not args.use_adaptive_entropy or self.last <= args.entropy_target else 0.0
 
-    def update(self, entropy: float) -> None:
-        """Take in the entropy of a whole optimiser step."""
-        args, self.last = self.args, entropy
+    def after(self, entropy: float, args: GRPOConfig) -> EntropyBonus:
+        """Return the bonus after an optimizer step with this entropy."""
         step = args.entropy_coef_delta if entropy <= args.entropy_target else -args.entropy_coef_delta
-        self.coefficient = min(max(self.coefficient + step, args.entropy_coef_min), args.entropy_coef_max)
-        self._ever_applied = self._ever_applied or self.applied > 0
-
-    @staticmethod
-    @torch.no_grad()
-    def of_pass(terms: LossTerms, outputs: ModelOutputs, denominators: Denominators) -> Tensor:
-        """``(3,)`` entropy of the tokens it acts on, their count, policy loss of one forward pass of training."""
-        assert outputs.entropy is not None
-        mask = terms.extra[0].mask
-        policy = reduce(replace(terms, extra=[]), denominators) / denominators.world_size
-        return torch.stack([outputs.entropy[mask].sum(), mask.sum(), policy]).cpu().double()
-
-    def end_step(self, step: int, window: Tensor, total: Callable[[list[float]], list[float]]) -> dict[str, Metric]:
-        """Steer, from the entropy over all micro-batches and ranks of an optimiser step, and say what to log.
-
-        Args:
-            step: Optimiser steps that were made; a second call with the same number does nothing.
-            window: ``(3,)`` sum over the passes of the step, see `of_pass`.
-            total: Sums numbers over ranks.
-        """
-        if not self.active or step == self._ended_at:
-            return {}
-        self._ended_at = step
-        entropy, tokens, policy = total(window.tolist())
-        if self.steered:
-            self.update(entropy / max(tokens, 1.0))
-        if self.steered and step == STEPS_UNTIL_WARNING and not self._ever_applied:
-            logger.warning(
-                "after %d steps the entropy (%.2f nats) never was at or below entropy_target=%s, so there was no bonus yet. Set "
-                "the target near the entropy of the first steps.", STEPS_UNTIL_WARNING, self.last, self.args.entropy_target,
-            )  # fmt: skip
-        return {"policy_loss": mean(policy), "entropy_coef": mean(self.coefficient)}
+        coefficient = min(max(self.coefficient + step, args.entropy_coef_min), args.entropy_coef_max)
+        following = EntropyBonus(coefficient, entropy, self.ever_applied)
+        return replace(following, ever_applied=self.ever_applied or following.applied(args) > 0)
 
     def save(self, folder: str) -> None:
-        """Write what is steered into a checkpoint; JSON has no infinity."""
-        if self.steered:
-            last = self.last if math.isfinite(self.last) else None
-            state = {"entropy_coef": self.coefficient, "last_world_entropy": last}
-            Path(folder, STATE_FILE).write_text(json.dumps(state), encoding="utf-8")
+        """Write the bonus into a checkpoint. JSON has no infinity."""
+        last = self.last if math.isfinite(self.last) else None
+        state = {"entropy_coef": self.coefficient, "last_world_entropy": last}
+        Path(folder, STATE_FILE).write_text(json.dumps(state), encoding="utf-8")
 
-    def load(self, folder: str | None, step: int) -> None:
-        """Undo `save`, in a run that goes on after ``step`` optimiser steps."""
-        self._ended_at = step
+    def loaded(self, folder: str | None) -> EntropyBonus:
+        """Return the bonus that a checkpoint holds; this one where it holds none."""
         path = Path(folder or ".", STATE_FILE)
-        if self.steered and folder is not None and path.is_file():
-            state = json.loads(path.read_text(encoding="utf-8"))
-            last = state["last_world_entropy"]
-            self.coefficient, self.last = state["entropy_coef"], math.inf if last is None else last
+        if folder is None or not path.is_file():
+            return self
+        state = json.loads(path.read_text(encoding="utf-8"))
+        last = state["last_world_entropy"]
+        return replace(self, coefficient=state["entropy_coef"], last=math.inf if last is None else last)
+
+
+@torch.no_grad()
+def bonus_sums(terms: LossTerms, outputs: ModelOutputs, denominators: Denominators) -> Tensor:
+    """Return entropy of the tokens it acts on, their count and the policy loss of one training pass, ``(3,)``."""
+    assert outputs.entropy is not None
+    mask = terms.extra[0].mask
+    policy = reduce(replace(terms, extra=[]), denominators) / denominators.world_size
+    return torch.stack([outputs.entropy[mask].sum(), mask.sum(), policy]).cpu().double()
 
 
 def scored_groups(table: RewardTable, size: int, args: GRPOConfig) -> AdvantageStats:
@@ -311,8 +285,7 @@ def groups_without_signal(args: PostTrainingConfig, table: RewardTable, size: in
 class GRPO(Method[Config]):
     """Group-relative policy optimisation: no value model; a completion's baseline is its group's mean.
 
-    Attributes:
-        bonus: The coefficient of the entropy term, fixed or steered.
+    `State.own` is an `EntropyBonus`.
 
     Reference: DeepSeekMath, arXiv:2402.03300, equations 3 and 4.
     """
@@ -327,7 +300,7 @@ class GRPO(Method[Config]):
         # A threshold over the micro-batch, and a mean that is one of the micro-batch, want it in one pass.
         single = cfg.top_entropy_quantile < 1.0 or cfg.loss_type == "bnpo"
         self.traits = replace(self.traits, needs=grpo_needs(cfg), single_pass=single)
-        self.bonus = EntropyBonus(cfg)
+        self.has_bonus = bool(cfg.entropy_coef or cfg.use_adaptive_entropy)
 
     def advantages(self, rollouts: RolloutBatch, rewards: RewardTable, logps: LogProbs, ranks: Ranks) -> Advantages:
         """A completion's reward against its group's mean, divided by a spread; groups without a spread may be left out."""
@@ -349,20 +322,34 @@ class GRPO(Method[Config]):
 
     def knows_gradient(self, batch: Batch) -> bool:
         """On the policy's own samples every ratio is 1 and a term's gradient is its advantage, if nothing else is charged."""
-        others = self.cfg.beta or self.bonus.active or self.cfg.top_entropy_quantile < 1.0
+        others = self.cfg.beta or self.has_bonus or self.cfg.top_entropy_quantile < 1.0
         return batch.old_logp is None and batch.rollout_logp is None and not others
 
     def step_sums(self, terms: LossTerms, outputs: ModelOutputs, counts: Denominators) -> Tensor | None:
         """Return what steering and the log need of a pass."""
-        return self.bonus.of_pass(terms, outputs, counts) if self.bonus.active else None
+        return bonus_sums(terms, outputs, counts) if self.has_bonus else None
 
-    def end_step(self, step: int, sums: Tensor | None) -> dict[str, Metric]:
-        """Steer the coefficient of the entropy term."""
-        window = torch.zeros(3, dtype=torch.float64) if sums is None else sums
-        return self.bonus.end_step(step, window, self.ranks.sum)
+    def start(self) -> EntropyBonus:
+        """Return the coefficient of the config."""
+        return EntropyBonus(float(self.cfg.entropy_coef))
 
-    def objective(self, outputs: ModelOutputs, batch: Batch) -> LossTerms:
+    def end_step(self, state: State, sums: Tensor | None) -> tuple[EntropyBonus, dict[str, Metric]]:
+        """Steer the coefficient of the entropy term, by the entropy over all passes and ranks of the step."""
+        bonus, steered = state.own, self.cfg.use_adaptive_entropy
+        if not self.has_bonus:
+            return bonus, {}
+        entropy, tokens, policy = state.ranks.sum([0.0] * 3 if sums is None else sums.tolist())
+        if steered:
+            bonus = bonus.after(entropy / max(tokens, 1.0), self.cfg)
+        if steered and state.step == STEPS_UNTIL_WARNING and not bonus.ever_applied:
+            logger.warning(
+                "after %d steps the entropy (%.2f nats) never was at or below entropy_target=%s, so there was no bonus yet. Set "
+                "the target near the entropy of the first steps.", STEPS_UNTIL_WARNING, bonus.last, self.cfg.entropy_target,
+            )  # fmt: skip
+        return bonus, {"policy_loss": mean(policy), "entropy_coef": mean(bonus.coefficient)}
+
+    def objective(self, outputs: ModelOutputs, batch: Batch, state: State) -> LossTerms:
         """See `grpo_objective`."""
         # In evaluation passes are not equally many.
-        gather = self.ranks.join if self.ranks.size > 1 and torch.is_grad_enabled() else None
-        return grpo_objective(outputs, batch, self.cfg, entropy_coef=self.bonus.applied, gather=gather)
+        gather = state.ranks.join if state.ranks.size > 1 and torch.is_grad_enabled() else None
+        return grpo_objective(outputs, batch, self.cfg, entropy_coef=state.own.applied(self.cfg), gather=gather)

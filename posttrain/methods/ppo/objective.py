@@ -25,7 +25,7 @@ from posttrain.methods.base import SAMPLES, Method
 from posttrain.methods.ppo.config import PPOConfig
 from posttrain.metrics import Metric, mean
 from posttrain.rollouts.batch import RolloutBatch
-from posttrain.types import Advantages, Batch, LossTerms, ModelOutputs, Ranks, Row
+from posttrain.types import Advantages, Batch, LossTerms, ModelOutputs, Ranks, Row, State
 
 if TYPE_CHECKING:
     from posttrain.rewards.runner import RewardTable
@@ -218,7 +218,7 @@ class PPO(Method[PPOConfig]):
             metrics=found.metrics,
         )
 
-    def objective(self, outputs: ModelOutputs, batch: Batch) -> LossTerms:
+    def objective(self, outputs: ModelOutputs, batch: Batch, state: State) -> LossTerms:
         """See `ppo_objective`."""
         return ppo_objective(outputs, batch, self.cfg)
 
