@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -237,7 +237,7 @@ def make_checks(run: Run, rewards: RewardRunner | None = None, environments: Any
         command=run.name.removesuffix("Trainer").lower(),
         ignored_codes=traits.ignored_codes,
         log_area=traits.log_area,
-        log_codes=log_codes(traits.log_area, traits.other_moments),
+        log_codes=step_codes(traits),
         zero_gradient_is_normal=traits.still_steps,
         fills_prompts=environments is not None,
     )
@@ -245,6 +245,19 @@ def make_checks(run: Run, rewards: RewardRunner | None = None, environments: Any
     parts = {"run": run, "method": run.method, "vision": vision, "rewards": rewards, "processor": processor}
     checks.knows(tokenizer=run.tokenizer, parts=parts)
     return checks
+
+
+def step_codes(traits: Traits) -> tuple[str, ...]:
+    """Return the codes of the checks that a log line counts as made."""
+    of_steps = ("PT-T003",) if traits.still_steps else ("PT-T001", "PT-T003")
+    return (*log_codes(traits.log_area, traits.other_moments), *of_steps)
+
+
+def watchers(checks: Checks, accelerator: Accelerator) -> dict[str, list[Callable[..., bool | None]]]:
+    """Return `Run.watchers`."""
+    sharded = parallel.is_prepared_late(accelerator)  # A parameter's gradient is spread over ranks.
+    on_step = [checks.first_batch, checks.empty_steps, checks.economy]
+    return {"step": on_step, "gradient": [] if sharded else [checks.first_gradients]}
 
 
 # Methods of transformers' trainer whose overrides are written for dicts of padded tensors.

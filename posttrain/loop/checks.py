@@ -16,6 +16,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 import transformers
 from accelerate import PartialState
@@ -30,7 +31,6 @@ from posttrain.data.forest import Layout
 from posttrain.data.templates import PROBLEMS
 from posttrain.errors import PosttrainError, PreflightError
 from posttrain.loop.data_report import DatasetHead, describe_batches, refuse_data, row_codes, usable_rows
-from posttrain.metrics import Metric, mean
 from posttrain.models import parallel
 from posttrain.models.architecture import attention_name, config_of, context_length, text_of
 from posttrain.models.heads import picture_encoder
@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from peft import PeftConfig
     from transformers import TrainerControl, TrainerState, TrainingArguments
 
+    from posttrain.losses.reduce import Denominators
     from posttrain.methods.config import PostTrainingConfig
     from posttrain.types import AnyDataset, EvalSets, Tokenizer
 
@@ -96,12 +97,12 @@ class Checks(transformers.TrainerCallback):
         self.largest_seen = (0, 0)
         # Tokens of the longest sequence of the training set, once it was looked for.
         self.longest_of_data = 0
+        # Most tokens of a sequence that every model has positions for.
+        self.positions = math.inf
         # Tokens of this rank's sequences, and tokens computed, padding included.
-        self.tokens_seen = (0, 0)
-        self._trained: tuple[float, ...] = ()
-        self._steps = self._bad_steps = 0
-        self._first_gradients_checked = self._lengths_reported = self._written = self._pictured = False
-        self._overlong: list[Finding] = []
+        self._computed = np.zeros(2, dtype=int)
+        self._steps = self._empty = 0
+        self._written = False
         self._early: list[Finding] = []  # Until there is a record of the run.
 
     def saved_tokens(self, model: nn.Module, tokenizer: Tokenizer) -> None:
@@ -177,55 +178,43 @@ class Checks(transformers.TrainerCallback):
                 for finding in head.template_findings
             )
 
-    def step(
-        self, batches: Sequence[Batch], tokens: float, sequences: float, overlong: float, state: TrainerState
-    ) -> dict[str, Metric]:
-        """Third moment, at the first optimiser step, and what every one holds; ends a run that trains no token.
-
-        Online, steps whose completions are all masked are part of learning: the checks of rewards, lengths and gradients
-        tell of those that never end.
+    def first_batch(self, batches: Sequence[Batch], counts: Denominators, state: TrainerState) -> None:
+        """Third moment: look at the batches of the first optimizer step.
 
         Args:
             batches: Of this rank.
-            tokens: That carry loss, over all ranks.
-            sequences: Over all ranks.
-            overlong: Ranks with a sequence beyond the model's positions (`has_overlong_sequence`).
+            counts: Of the step, over all ranks.
             state: The trainer's.
-
-        Returns:
-            What to log of the step.
         """
-        widths = [
-            (batch.input_ids.numel(), int(batch.position_ids.max()) + 1) for batch in batches if batch.input_ids.numel()
-        ]
-        passes, lengths = zip(*widths, self.largest_seen, strict=True)
-        self.largest_seen = max(passes), max(lengths)
-        with self.preflight.record_check("log_step", ("PT-T003",)):
-            overlong_findings = parallel.all_gather_objects(self._overlong, PartialState()) if overlong else []
-            self.report(overlong_findings[:1])
-        self._pictured = any(batch.pictures for batch in batches)
-        if self._steps == 0:
-            self.keep(())
-            self.run_probes("first_batch", batches=batches)
-            ids = [int(batch.input_ids.max()) for batch in batches if batch.input_ids.numel()]
-            with self.preflight.record_check("first_batch", ("PT-K004",)):
-                self.report_from_main(lambda: [f for f in check_tokens(self.context, ids) if f.code == "PT-K004"])
-            self.write()
-            if self.record is not None and state.global_step == 0:
-                self.record.add_data(lambda: describe_batches(batches, self.context.tokenizer))
-        self._trained = (*self._trained, tokens)[-EMPTY_STEPS:]
-        if not self.zero_gradient_is_normal:
-            with self.preflight.record_check("log_step", ("PT-T001",)):
-                self.report([check_trained_tokens([int(count) for count in self._trained])])
-        real = sum(batch.num_tokens for batch in batches)
-        computed = sum(batch.input_ids.numel() for batch in batches)
-        self.tokens_seen = (self.tokens_seen[0] + real, self.tokens_seen[1] + computed)
-        self._check_economy(state)
-        return {
-            "documents": mean(sequences),
-            "trained_tokens": mean(tokens),
-            "padding_share": mean(1 - real / computed if computed else 0.0, weight=float(computed)),
-        }
+        self.keep(())
+        self.run_probes("first_batch", batches=batches)
+        ids = [int(batch.input_ids.max()) for batch in batches if batch.input_ids.numel()]
+        with self.preflight.record_check("first_batch", ("PT-K004",)):
+            self.report_from_main(lambda: [f for f in check_tokens(self.context, ids) if f.code == "PT-K004"])
+        self.write()
+        if self.record is not None and state.global_step == 0:
+            self.record.add_data(lambda: describe_batches(batches, self.context.tokenizer))
+
+    def empty_steps(self, batches: Sequence[Batch], counts: Denominators, state: TrainerState) -> bool:
+        """Count steps in a row without a trained token; the third one ends the run.
+
+        Online, steps whose completions are all masked are part of learning: the checks of rewards, lengths and gradients
+        find runs whose completions never end.
+        """
+        self._empty = 0 if counts.tokens else self._empty + 1
+        if self._empty >= EMPTY_STEPS and not self.zero_gradient_is_normal:
+            self.report([nothing_trained(self._empty)])
+        return True
+
+    def economy(self, batches: Sequence[Batch], counts: Denominators, state: TrainerState) -> bool:
+        """Look once, after a few steps, at the padding that was computed."""
+        self._steps += 1
+        self._computed += np.array([(batch.num_tokens, batch.input_ids.numel()) for batch in batches]).sum(0, dtype=int)
+        if self._steps < min(ECONOMY_STEPS + 1, max(int(state.max_steps or 1), 1)):
+            return True
+        with self.preflight.record_check("log_step", ("PT-T002",)):
+            self.report([check_padding(*self._computed.tolist())])
+        return False
 
     def on_log(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: Any = None, **_: Any
@@ -248,69 +237,38 @@ class Checks(transformers.TrainerCallback):
 
     # Steps and gradients -----------------------------------------------------------------------------------------
 
-    def has_overlong_sequence(self, batches: Sequence[Batch]) -> float:
-        """Return 1.0 if a local sequence exceeds max_position_embeddings, of the model or of a teacher beside it.
-
-        It is reported once, and all-reduced with the counts.
-        """
-        longest = max((int(batch.position_ids.max()) + 1 for batch in batches if batch.position_ids.numel()), default=0)
+    def measure_models(self) -> None:
+        """Find how long a sequence may be for the model, and for a teacher beside it."""
         teachers = [part for name, part in self.context.parts.items() if name.startswith("teacher_model")]
-        models = [] if self._lengths_reported else [self.context.model, *teachers]
-        texts = [text_of(config_of(model)) for model in models]
-        findings = [_positions_of(text, longest) for text in texts if text is not None]
-        self._overlong = [finding for finding in findings if finding is not None][:1]
-        self._lengths_reported = self._lengths_reported or bool(self._overlong)
-        return float(len(self._overlong))
+        self._texts = [text for model in (self.context.model, *teachers) if (text := text_of(config_of(model)))]
+        self.positions = min((known for text in self._texts if (known := context_length(text))), default=math.inf)
 
-    def _check_economy(self, state: Any) -> None:
-        """Once, after a few steps: padding that is computed."""
-        self._steps += 1
-        if self._steps != min(ECONOMY_STEPS + 1, max(int(state.max_steps or 1), 1)):
-            return
-        with self.preflight.record_check("log_step", ("PT-T002",)):
-            self.report([check_padding(*self.tokens_seen)])
+    def has_overlong_sequence(self, batches: Sequence[Batch]) -> float:
+        """Measure the passes of a step; return 1.0 if a sequence of this rank is longer than a model's positions."""
+        sizes = [(b.input_ids.numel(), int(b.position_ids.max()) + 1) for b in batches if b.input_ids.numel()]
+        passes, lengths = zip(*sizes, self.largest_seen, strict=True)
+        self.largest_seen = max(passes), max(lengths)
+        return float(max(lengths) > self.positions)
 
-    def gradient(self, norm: Any, model: nn.Module, *, scaled: bool, sharded: bool, step: int) -> bool:
-        """Whether a step's gradient is finite; of the first one, also whether every parameter has one.
+    def report_overlong(self) -> None:
+        """Report a sequence that is longer than a model's positions. Each rank reports once, and all call this together."""
+        longest, mine = self.largest_seen[1], []
+        if longest > self.positions:
+            mine = [finding for text in self._texts if (finding := _positions_of(text, longest)) is not None][:1]
+            self.positions = math.inf
+        self.report(parallel.all_gather_objects(mine, PartialState())[:1])
 
-        Args:
-            norm: Before clipping; None where it was not computed.
-            model: With the gradients.
-            scaled: Whether a float16 scaler skips steps that overflow.
-            sharded: Whether a parameter's gradient is spread over ranks.
-            step: The optimiser step, from 1.
-
-        Raises:
-            PosttrainError: The third gradient in a row is not finite.
-        """
-        finite = norm is None or bool(torch.isfinite(torch.as_tensor(norm)))
-        if finite or scaled:
-            self._bad_steps = 0
-            if finite and not sharded:  # A scaler finds its scale by overflows, from the first step on.
-                self._check_first_gradients(model)
+    def first_gradients(self, model: nn.Module, batches: Sequence[Batch]) -> bool:
+        """Check, in the first step with a finite gradient and a trained token, that parameters have gradients."""
+        if self._empty:  # A step without a trained token has no gradient, rightly; the next one will tell.
             return True
-        self._bad_steps += 1
-        logger.warning(
-            "step %d: the gradient norm is %s, so this step is skipped (%d in a row).", step, norm, self._bad_steps
-        )
-        if self._bad_steps == BAD_STEPS:
-            raise PosttrainError(
-                f"{BAD_STEPS} steps in a row had a gradient norm of {norm}. Fix: lower learning_rate or max_grad_norm, try "
-                "bf16=False, and look at the rows of these steps; the last checkpoint is intact."
-            )
-        return False
-
-    def _check_first_gradients(self, model: nn.Module) -> None:
-        # A step without a trained token has no gradient, rightly; the next one will tell.
-        if self._first_gradients_checked or not sum(self._trained):
-            return
-        self._first_gradients_checked = True
         norms = {n: _norm(p.grad) for n, p in model.named_parameters() if p.requires_grad}
         if self.zero_gradient_is_normal:
             norms = {name: None if norm is None else max(norm, 1.0) for name, norm in norms.items()}
         with self.preflight.record_check("first_batch", ("PT-B001", "PT-B002", "PT-B003", "PT-G012")):
-            silent = check_tower_gradients(norms, model) if self._pictured else None
-            self.report([check_first_gradients(norms), silent])
+            pictured = any(batch.pictures for batch in batches)
+            self.report([check_first_gradients(norms), check_tower_gradients(norms, model) if pictured else None])
+        return False
 
     def _nothing_trained(self) -> Iterator[Finding | None]:
         model = self.context.model
@@ -393,9 +351,6 @@ def model_config_of(model: nn.Module, args: PostTrainingConfig) -> Any:
         return None
 
 
-BAD_STEPS = 3  # Gradients in a row that are not finite, after which training has diverged.
-
-
 def _norm(gradient: torch.Tensor | None) -> float | None:
     return None if gradient is None else float(gradient.float().norm())
 
@@ -470,19 +425,12 @@ def check_tower_gradients(norms: Mapping[str, float | None], model: nn.Module) -
     )
 
 
-def check_trained_tokens(trained: Sequence[int]) -> Finding | None:
-    """Optimiser steps in a row without one trained token.
-
-    Args:
-        trained: Tokens (or sequences) that carried loss, of the latest steps, the newest last.
-    """
-    empty = next((index for index, count in enumerate(reversed(trained)) if count), len(trained))
-    if empty < EMPTY_STEPS:
-        return None
+def nothing_trained(steps: int) -> Finding:
+    """Return the finding of optimizer steps in a row without one trained token."""
     return Finding(
         "PT-T001",
         "error",
-        f"{empty} steps in a row held no trained token.",
+        f"{steps} steps in a row held no trained token.",
         "the latest steps",
         "their loss is 0 and nothing is learnt, while the log looks as if the run had converged.",
         "raise max_length, or check completion_mask, assistant_masks and labels: posttrain inspect shows them.",

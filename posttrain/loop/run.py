@@ -87,6 +87,9 @@ class Run:
         truncation: What the sampler leaves out, of which the objective wants the mass that is left.
         sums: Statistics of the method over the passes of the present optimizer step.
         most_tokens: Tokens of a pass, padding included, once memory has run out.
+        tokens_seen: Tokens of this rank's sequences that were trained, and tokens computed, padding included.
+        bad_steps: Steps in a row whose gradient was not finite.
+        watchers: What looks at a moment: ``step`` gets batches, counts and state; ``gradient`` the model and its batches.
     """
 
     args: PostTrainingConfig
@@ -115,10 +118,17 @@ class Run:
     truncation: Truncation = WHOLE
     sums: Tensor | None = None
     most_tokens: int | None = None
+    tokens_seen: tuple[int, int] = (0, 0)
+    bad_steps: int = 0
+    watchers: dict[str, list[Callable[..., bool | None]]] = field(default_factory=dict)
 
     def now(self) -> State:
         """Return where the run stands, for the method."""
         return State(self.state.global_step, float(self.state.epoch or 0.0), self.ranks, self.own)
+
+    def watch(self, moment: str, *values: Any) -> None:
+        """Show values to the watchers of a moment, which change nothing. A watcher that returns False is not called again."""
+        self.watchers[moment] = [watcher for watcher in self.watchers.get(moment, ()) if watcher(*values)]
 
     def log(self, metrics: Mapping[str, Metric], mode: str = "train") -> None:
         """Add metrics to the window of the log."""

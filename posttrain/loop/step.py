@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -9,15 +10,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from posttrain.errors import PosttrainError
 from posttrain.loop.evaluation import full_logits, predicted_metrics
 from posttrain.losses.reduce import Denominators, reduce
-from posttrain.metrics import Metric
+from posttrain.metrics import Metric, mean
 from posttrain.models import memory, parallel, token_split
 from posttrain.models.forward import forward, help_with, with_router_term
 from posttrain.types import Batch, LossTerms, ModelOutputs, State
 
 if TYPE_CHECKING:
     from posttrain.loop.run import Run
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +78,26 @@ def count(run: Run, batches: Sequence[Batch], overlong: float) -> tuple[Denomina
     tokens, sequences, seen, passes, overlong, *rest = parallel.all_reduce_sum(local, run.accelerator)
     totals = dict(zip(named, rest, strict=True))
     return Denominators(tokens, sequences, passes, run.accelerator.num_processes, totals), seen, overlong
+
+
+def count_tokens(run: Run, batches: Sequence[Batch], counts: Denominators) -> None:
+    """Log what an optimizer step holds.
+
+    Args:
+        run: Of the trainer.
+        batches: Of all micro-batches of this rank.
+        counts: Of all ranks.
+    """
+    real = sum(batch.num_tokens for batch in batches)
+    computed = sum(batch.input_ids.numel() for batch in batches)
+    run.tokens_seen = run.tokens_seen[0] + real, run.tokens_seen[1] + computed
+    run.log(
+        {
+            "documents": mean(counts.sequences),
+            "trained_tokens": mean(counts.tokens),
+            "padding_share": mean(1 - real / computed if computed else 0.0, weight=float(computed)),
+        }
+    )
 
 
 def loss_of(run: Run, model: nn.Module, batch: Batch, counts: Denominators, state: State) -> Loss:
@@ -173,3 +197,41 @@ def forward_backward(run: Run, model: nn.Module, batches: Sequence[Batch], count
                         metrics += found.metrics
                         sums = add_sums(sums, found.sums)
     return Loss(value, tuple(metrics), sums)
+
+
+BAD_STEPS = 3  # Gradients in a row that are not finite, after which training has diverged.
+
+
+def is_finite(run: Run, model: nn.Module, norm: Any) -> bool:
+    """Return whether the gradient of a step is finite. A gradient that is not does not reach the weights.
+
+    Args:
+        run: Of the trainer.
+        model: With the gradients.
+        norm: Before clipping; None where it was not computed.
+
+    Raises:
+        PosttrainError: The third gradient in a row is not finite.
+    """
+    if norm is None or bool(torch.isfinite(torch.as_tensor(norm))):
+        run.bad_steps = 0
+        return True
+    if run.accelerator.mixed_precision != "fp16":  # A scaler finds its scale by overflows, and skips such steps itself.
+        skip(run, model, norm)
+    return False
+
+
+def skip(run: Run, model: nn.Module, norm: Any) -> None:
+    """Remove the gradient of a step, and end the run after the third such step in a row."""
+    run.bad_steps += 1
+    logger.warning(
+        "step %d: the gradient norm is %s, so this step is skipped (%d in a row).",
+        run.state.global_step + 1, norm, run.bad_steps,
+    )  # fmt: skip
+    if run.bad_steps == BAD_STEPS:
+        raise PosttrainError(
+            f"{BAD_STEPS} steps in a row had a gradient norm of {norm}. Fix: lower learning_rate or max_grad_norm, try "
+            "bf16=False, and look at the rows of these steps; the last checkpoint is intact."
+        )
+    for parameter in model.parameters():
+        parameter.grad = None

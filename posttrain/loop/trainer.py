@@ -197,6 +197,7 @@ class PostTrainer(transformers.Trainer):
         self.checks.knows(model=self.model)
         self.check_start()
         args, self.run.hooks = self.args, self._hooks()
+        self.run.watchers = build.watchers(self.checks, self.accelerator)
         self.record, self.interrupt = RunRecordCallback(args, self.processing_class), checkpoint.GracefulInterrupt()
         size = lambda: checkpoint.checkpoint_bytes(self.model, args)  # noqa: E731
         self.checkpoints = checkpoint.Checkpointer(args, self.accelerator, self.record.lock, size)
@@ -365,6 +366,7 @@ class PostTrainer(transformers.Trainer):
             self.add_callback(MemoryProfile(self.run))
         self.run.hooks = self._hooks()  # A user may have put methods of their own on this trainer.
         fit_memory(self.run, self.head, self.optimizer)
+        self.checks.measure_models()
         self._train_batch_size = self.args.train_batch_size
         configured = self.args.resume_from_checkpoint
         if configured and resume_from_checkpoint is None:
@@ -431,7 +433,10 @@ class PostTrainer(transformers.Trainer):
         batches = list(itertools.chain.from_iterable(micro_batches))
         counts, seen, overlong = step.count(self.run, batches, self.checks.has_overlong_sequence(batches))
         self.denominators = counts
-        self.run.log(self.checks.step(batches, counts.tokens, counts.sequences, overlong, self.state))
+        if overlong:
+            self.checks.report_overlong()
+        step.count_tokens(self.run, batches, counts)
+        self.run.watch("step", batches, counts, self.state)
         # Methods that sample count tokens when they are sampled, each prompt once per completion.
         if not self.method.traits.samples:
             self.counters["num_tokens"] += seen
@@ -475,10 +480,8 @@ class PostTrainer(transformers.Trainer):
     def _clip_grad_norm(self, model: nn.Module) -> Any:
         """Clip; a gradient that is not finite does not reach the weights, and three in a row end the run."""
         norm = super()._clip_grad_norm(model)
-        scaled, sharded = self.accelerator.mixed_precision == "fp16", parallel.is_prepared_late(self.accelerator)
-        if not self.checks.gradient(norm, model, scaled=scaled, sharded=sharded, step=self.state.global_step + 1):
-            for parameter in model.parameters():
-                parameter.grad = None
+        if step.is_finite(self.run, model, norm):
+            self.run.watch("gradient", model, [batch for micro in self._passes for batch in micro])
         return norm
 
     def compute_loss(
