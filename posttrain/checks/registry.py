@@ -480,11 +480,19 @@ class Preflight:
                 result.seconds += spent / len(codes)
             self.changed = self.changed or new or moment != "log_step"
 
+    def has(self, moment: Moment, context: Context) -> bool:
+        """Return whether a probe concerns this run at a moment."""
+        return any(self._concerns(probe, moment, context) for probe in PROBES.values())
+
+    @staticmethod
+    def _concerns(probe: Probe, moment: Moment, context: Context) -> bool:
+        return probe.moment == moment and (probe.part is None or context.parts.get(probe.part) is not None)
+
     def run(self, moment: Moment, context: Context) -> list[Finding]:
         """Return the findings of all probes of a moment. A probe that raises is recorded and logged, and stops nothing."""
         findings: list[Finding] = []
         for probe in list(PROBES.values()) if self.active else ():
-            if probe.moment != moment or (probe.part is not None and context.parts.get(probe.part) is None):
+            if not self._concerns(probe, moment, context):
                 continue
             try:
                 with self.record_check(moment, probe.codes):

@@ -42,18 +42,15 @@ PATHS: dict[str, tuple[str, ...]] = {
     "reward_processing_classes": ("rewards.processing_classes",),
     "reward_weights": ("rewards.weights",),
 }
-# Parts of a run that trainers and transformers know by these names: read and set in `posttrain.loop.run.Run`.
-OF_RUN = {
-    **{name: name for name in (
-        "accelerator", "buffers", "checks", "counters", "denominators", "fresh_adapter", "layout", "method", "model",
-        "pad_token_id", "reduced_by", "reference", "router_coefficient", "state", "vision",
-    )},
-    "model_wrapped": "wrapped",
-    "_metrics": "buffers",
-}  # fmt: skip
 SET = SETTABLE | FIXED | set(PATHS)
-ELSEWHERE = SET | set(OF_RUN)
 OF_TRANSFORMERS = frozenset(transformers.TrainingArguments.__dataclass_fields__)
+
+
+def of_run(name: str) -> Any:
+    """Return a property of trainers that is read and set in `posttrain.loop.run.Run`."""
+    return property(
+        lambda trainer: getattr(trainer.run, name), lambda trainer, value: setattr(trainer.run, name, value)
+    )
 
 
 def paths_of(trainer: object, name: str) -> tuple[str, ...]:
@@ -75,8 +72,6 @@ def _at(holder: object, path: str) -> Any:
 
 def read(trainer: object, name: str) -> Any:
     """The value of an attribute that the trainer itself does not have."""
-    if (part := OF_RUN.get(name)) is not None and "run" in vars(trainer):
-        return getattr(vars(trainer)["run"], part)
     hidden = inspect.getattr_static(type(trainer), name, None)
     if isinstance(hidden, property | functools.cached_property):
         return hidden.__get__(trainer, type(trainer))  # It read what was not there: its own error comes out again.
@@ -91,13 +86,10 @@ def write(trainer: object, name: str, value: object) -> bool:
     Raises:
         AttributeError: The trainer has read it already.
     """
-    if (part := OF_RUN.get(name)) is not None:
-        setattr(vars(trainer)["run"], part, value)
-        return True
     own = inspect.getattr_static(type(trainer), name, None)
     if own is not None and not (isinstance(own, property) and own.fset is None):
         return False
-    if name not in SET or not (paths := paths_of(trainer, name)):
+    if not (paths := paths_of(trainer, name)):
         return False
     if name in FIXED:
         raise AttributeError(

@@ -237,7 +237,7 @@ def make_checks(run: Run, rewards: RewardRunner | None = None, environments: Any
         command=run.name.removesuffix("Trainer").lower(),
         ignored_codes=traits.ignored_codes,
         log_area=traits.log_area,
-        log_codes=step_codes(traits),
+        log_codes=log_codes(traits.log_area, traits.other_moments),
         zero_gradient_is_normal=traits.still_steps,
         fills_prompts=environments is not None,
     )
@@ -247,17 +247,12 @@ def make_checks(run: Run, rewards: RewardRunner | None = None, environments: Any
     return checks
 
 
-def step_codes(traits: Traits) -> tuple[str, ...]:
-    """Return the codes of the checks that a log line counts as made."""
-    of_steps = ("PT-T003",) if traits.still_steps else ("PT-T001", "PT-T003")
-    return (*log_codes(traits.log_area, traits.other_moments), *of_steps)
-
-
 def watchers(checks: Checks, accelerator: Accelerator) -> dict[str, list[Callable[..., bool | None]]]:
     """Return `Run.watchers`."""
     sharded = parallel.is_prepared_late(accelerator)  # A parameter's gradient is spread over ranks.
     on_step = [checks.first_batch, checks.empty_steps, checks.economy]
-    return {"step": on_step, "gradient": [] if sharded else [checks.first_gradients]}
+    on_log = [checks.log_line] if checks.reads_log else []
+    return {"step": on_step, "log": on_log, "gradient": [] if sharded else [checks.first_gradients]}
 
 
 # Methods of transformers' trainer whose overrides are written for dicts of padded tensors.

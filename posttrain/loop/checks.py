@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-import transformers
 from accelerate import PartialState
 from torch import nn
 
@@ -43,7 +42,7 @@ from posttrain.types import Batch, Finding
 
 if TYPE_CHECKING:
     from peft import PeftConfig
-    from transformers import TrainerControl, TrainerState, TrainingArguments
+    from transformers import TrainerState
 
     from posttrain.losses.reduce import Denominators
     from posttrain.methods.config import PostTrainingConfig
@@ -57,7 +56,7 @@ load()
 FILE = "preflight.json"
 
 
-class Checks(transformers.TrainerCallback):
+class Checks:
     """Everything that is checked of a run: its config, its data, its first batch, every step, every log line.
 
     The main process looks and all ranks get its findings, so that an error ends all of them. Every method must be called
@@ -91,6 +90,7 @@ class Checks(transformers.TrainerCallback):
             command, args, processes=PartialState().num_processes, parts={"ignored_codes": ignored_codes}
         )
         self.log_area, self.log_codes, self.zero_gradient_is_normal = log_area, log_codes, zero_gradient_is_normal
+        self.step_codes = ("PT-T003",) if zero_gradient_is_normal else ("PT-T001", "PT-T003")
         self.fills_prompts = fills_prompts
         self.record: Any = None
         # Tokens of the largest pass, and of the longest sequence, that were trained.
@@ -191,6 +191,8 @@ class Checks(transformers.TrainerCallback):
         ids = [int(batch.input_ids.max()) for batch in batches if batch.input_ids.numel()]
         with self.preflight.record_check("first_batch", ("PT-K004",)):
             self.report_from_main(lambda: [f for f in check_tokens(self.context, ids) if f.code == "PT-K004"])
+        with self.preflight.record_check("log_step", self.step_codes):  # They are looked for in every step from now on.
+            pass
         self.write()
         if self.record is not None and state.global_step == 0:
             self.record.add_data(lambda: describe_batches(batches, self.context.tokenizer))
@@ -216,24 +218,25 @@ class Checks(transformers.TrainerCallback):
             self.report([check_padding(*self._computed.tolist())])
         return False
 
-    def on_log(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: Any = None, **_: Any
-    ) -> None:
-        """Fourth moment: the line is written; look at the log that it ends."""
-        if not self.preflight.active:
-            return
+    def log_line(self, history: Sequence[Mapping[str, float]]) -> bool:
+        """Fourth moment: look at the log after each of its lines.
+
+        Args:
+            history: Lines of the log; the last one has just been written.
+        """
         with self.preflight.record_check("log_step", self.log_codes):
-            self.report_from_main(
-                lambda: [*self.log_findings(state.log_history), *self._probed("log_step", history=state.log_history)]
-            )
-        # From the first step on the folder is ours.
-        if self._written:
-            self.write()
+            self.report_from_main(lambda: [*self.log_findings(history), *self._probed("log_step", history=history)])
+        return True
 
     def log_findings(self, history: Sequence[Mapping[str, float]]) -> Iterator[Finding]:
         """What the rules of the method's area say of a log whose last line has just been written."""
         if self.log_area == "P" or (self.log_area and history and "loss" in history[-1]):
             yield from check_log(history, self.log_area, generations_per_step=self.args.generations_per_step)
+
+    @property
+    def reads_log(self) -> bool:
+        """Whether anything looks at the log of this run."""
+        return self.preflight.active and (bool(self.log_codes) or self.preflight.has("log_step", self.context))
 
     # Steps and gradients -----------------------------------------------------------------------------------------
 
@@ -298,6 +301,8 @@ class Checks(transformers.TrainerCallback):
             self.write(refused=True)
             raise
         self.keep(told)
+        if told and self._written:  # From the first step on the folder is the run's.
+            self.write()
 
     def report_from_main(self, look: Callable[[], Iterable[Finding | None]]) -> None:
         """Let the main process look and report to every rank; all ranks must call this."""

@@ -78,23 +78,25 @@ class PostTrainer(transformers.Trainer):
     # Names for the model card, as TRL's trainers have them; by the class that says METHOD where it says no others.
     _name: ClassVar[str] = "post-training"
     _tag_names: ClassVar[list[str]] = ["posttrain"]
-    # What a run is made of; by the names of `attributes.OF_RUN` a trainer has its parts too.
     run: Run
-    method: Method[Any]
-    vision: Vision
-    checks: Checks
-    buffers: dict[str, MetricBuffer]
-    counters: dict[str, float]
-    denominators: Denominators
-    model: Any
-    model_wrapped: Any
-    accelerator: Accelerator
-    state: TrainerState
-    pad_token_id: int
-    fresh_adapter: bool
-    router_coefficient: float
-    layout: Layout
-    reference: Reference | None
+    # Parts of the run, by the names that transformers and subclasses know.
+    accelerator: Accelerator = attributes.of_run("accelerator")
+    buffers: dict[str, MetricBuffer] = attributes.of_run("buffers")
+    _metrics: dict[str, MetricBuffer] = attributes.of_run("buffers")
+    checks: Checks = attributes.of_run("checks")
+    counters: dict[str, float] = attributes.of_run("counters")
+    denominators: Denominators = attributes.of_run("denominators")
+    fresh_adapter: bool = attributes.of_run("fresh_adapter")
+    layout: Layout = attributes.of_run("layout")
+    method: Method[Any] = attributes.of_run("method")
+    model: Any = attributes.of_run("model")
+    model_wrapped: Any = attributes.of_run("wrapped")
+    pad_token_id: int = attributes.of_run("pad_token_id")
+    reduced_by: str | None = attributes.of_run("reduced_by")
+    reference: Reference | None = attributes.of_run("reference")
+    router_coefficient: float = attributes.of_run("router_coefficient")
+    state: TrainerState = attributes.of_run("state")
+    vision: Vision = attributes.of_run("vision")
     # What trainers that prepare rows, or sample, put in their place.
     reports: Any = MappingProxyType({})
     driver: Any = None
@@ -131,7 +133,7 @@ class PostTrainer(transformers.Trainer):
 
     def __setattr__(self, name: str, value: object) -> None:
         # A part of the run, or a setting by TRL's name, is set where it stands.
-        if name not in attributes.ELSEWHERE or not attributes.write(self, name, value):
+        if name not in attributes.SET or not attributes.write(self, name, value):
             super().__setattr__(name, value)
 
     if not TYPE_CHECKING:  # Type checkers tell of names that do not exist.
@@ -204,7 +206,7 @@ class PostTrainer(transformers.Trainer):
         self.checks.record = self.record
         keepers = (memory.KeepLastActivations(), memory.KeepHostMemory())
         reports = (self.record, DataReportCallback(lambda: self.data_report()))
-        for callback in (self.interrupt, *reports, *keepers, self.checks):
+        for callback in (self.interrupt, *reports, *keepers):
             self.add_callback(callback)
         self.record.interrupted = lambda: self.interrupt.requested
         if in_notebook():
@@ -762,6 +764,7 @@ class PostTrainer(transformers.Trainer):
             logs.update(self.reduced_metrics("train"))
             logs["num_tokens"] = self.counters["num_tokens"]
         super().log(logs, start_time)
+        self.run.watch("log", self.state.log_history)
 
     # Evaluation --------------------------------------------------------------------------------------------------
 

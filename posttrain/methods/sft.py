@@ -96,22 +96,6 @@ class SFTConfig(PictureConfig, PostTrainingConfig):
         )
 
 
-def sft_objective(out: ModelOutputs, batch: Batch, *, loss_type: str, smoothing: float = 0.0) -> LossTerms:
-    """Negative log-likelihood of the trained tokens, averaged over the tokens of the whole optimiser step.
-
-    With ``smoothing`` e: ``(1 - e) nll + e u``, where u is the mean of ``-log p`` over the vocabulary.
-    """
-    metrics = {
-        "entropy": mean(out.entropy, batch.loss_mask),
-        "mean_token_accuracy": mean(out.correct.float(), batch.loss_mask),
-    }
-    terms = LOSSES[loss_type](out.logp)
-    if smoothing:
-        even = torch.zeros_like(terms).masked_scatter(batch.loss_mask, uniform_nll(out.logits))
-        terms = (1 - smoothing) * terms + smoothing * even
-    return LossTerms(terms, batch.loss_mask, "token", metrics=metrics)
-
-
 class SFT(Method[SFTConfig]):
     """The likelihood of the trained tokens of documents, conversations or completions."""
 
@@ -139,6 +123,16 @@ class SFT(Method[SFTConfig]):
         return self.cfg.loss_type != "dft" and not self.cfg.label_smoothing_factor
 
     def objective(self, outputs: ModelOutputs, batch: Batch, state: State) -> LossTerms:
-        """See `sft_objective`."""
-        smoothing = self.cfg.label_smoothing_factor
-        return sft_objective(outputs, batch, loss_type=self.cfg.loss_type or "nll", smoothing=smoothing)
+        """Return the negative log-likelihood of the trained tokens, averaged over the tokens of the whole optimizer step.
+
+        With ``label_smoothing_factor`` e: ``(1 - e) nll + e u``, where u is the mean of ``-log p`` over the vocabulary.
+        """
+        metrics = {
+            "entropy": mean(outputs.entropy, batch.loss_mask),
+            "mean_token_accuracy": mean(outputs.correct.float(), batch.loss_mask),
+        }
+        terms, smoothing = LOSSES[self.cfg.loss_type or "nll"](outputs.logp), self.cfg.label_smoothing_factor
+        if smoothing:
+            even = torch.zeros_like(terms).masked_scatter(batch.loss_mask, uniform_nll(outputs.logits))
+            terms = (1 - smoothing) * terms + smoothing * even
+        return LossTerms(terms, batch.loss_mask, "token", metrics=metrics)

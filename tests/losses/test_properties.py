@@ -1,6 +1,6 @@
 """The shared properties, for every objective there is."""
 
-from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,7 +8,8 @@ import torch
 from posttrain.losses.policy import LOSS_TYPES
 from posttrain.losses.reduce import Denominators, reduce
 from posttrain.methods.grpo import GRPOConfig, grpo_objective
-from posttrain.methods.sft import sft_objective
+from posttrain.methods.sft import SFT
+from posttrain.types import State
 from tests.losses.properties import (
     Case,
     assert_layouts_agree,
@@ -39,6 +40,11 @@ def grpo(loss_type, name="", **settings):
     return Case(name or loss_type, lambda out, batch: grpo_objective(out, batch, cfg), local=loss_type == "bnpo")
 
 
+def sft(loss_type):
+    method = SFT(SimpleNamespace(loss_type=loss_type, label_smoothing_factor=0.0))
+    return Case(f"sft-{loss_type}", lambda out, batch: method.objective(out, batch, State()), uses_advantages=False)
+
+
 CASES = [
     *[grpo(name) for name in TOKEN_LOSSES],
     grpo("grpo", "gspo", importance_sampling_level="sequence"),
@@ -46,8 +52,8 @@ CASES = [
     grpo("dapo", "dapo+kl", beta=0.1),
     grpo("grpo", "grpo+kl+delta", beta=0.1, delta=1.5, use_bias_correction_kl=True),
     grpo("dapo", "dapo+entropy", entropy_coef=0.01),
-    Case("sft-nll", partial(sft_objective, loss_type="nll"), uses_advantages=False),
-    Case("sft-dft", partial(sft_objective, loss_type="dft"), uses_advantages=False),
+    sft("nll"),
+    sft("dft"),
 ]
 every = pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
 
