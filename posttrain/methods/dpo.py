@@ -14,7 +14,7 @@ from posttrain.fields import PositiveFloat, Share, option
 from posttrain.losses.divergence import desensitized_sum, pair_values, wpo_weight
 from posttrain.losses.likelihood import nll
 from posttrain.losses.preference import DPO_LOSSES
-from posttrain.losses.reduce import row_terms, sequence_sum
+from posttrain.losses.reduce import row_terms, sequence_lengths, sequence_sum
 from posttrain.methods.config import PictureConfig, warn_keep_end
 from posttrain.methods.preference import (
     PAIRS,
@@ -200,10 +200,11 @@ class DPO(AnswerMethod[DPOConfig]):
         return dpo_objective(outputs, batch, self.reference_logp(batch), self.cfg)
 
     def sums(self, logp: Tensor, batch: Batch) -> Tensor:
-        """Summed log-probs, desensitised where ``ld_alpha`` says so."""
-        total, length = sequence_logp(logp, batch)
-        alpha = self.cfg.ld_alpha
-        return total if alpha is None else desensitize(logp, batch, length, alpha)
+        """Return the summed log-probs, desensitized where ``ld_alpha`` says so."""
+        place, alpha = (batch.loss_mask, batch.sequence, batch.num_sequences), self.cfg.ld_alpha
+        if alpha is None:
+            return sequence_sum(logp.float(), *place)
+        return desensitize(logp, batch, sequence_lengths(*place), alpha)
 
     def reference_key(self) -> dict[str, Any]:
         """Settings that move the reference's sums."""
