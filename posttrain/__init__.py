@@ -6,7 +6,7 @@ Every public name is importable from here, and is loaded when it is first used: 
 from __future__ import annotations
 
 import ast
-import importlib
+import importlib.abc
 import os
 import sys
 from pathlib import Path
@@ -48,15 +48,15 @@ def __dir__() -> list[str]:
     return sorted([*globals(), *_PUBLIC])
 
 
-class _TRLPaths:
-    """Asked for modules of this package that no file holds: `posttrain.compat.paths` knows those of TRL."""
+class _TRLPaths(importlib.abc.MetaPathFinder):
+    """Finder of TRL's module paths (``posttrain.trainer`` and similar), which have no files."""
 
-    def find_spec(self, fullname: str, target: Any = None) -> Any:
-        """Return the spec of ``posttrain.trainer`` and its like; None for every other name."""
-        return importlib.import_module("posttrain.compat.paths").Finder().find_spec(fullname)
+    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> Any:
+        """Return the spec of one of TRL's module paths. Return None for every other name."""
+        if not fullname.startswith("posttrain."):
+            return None
+        return importlib.import_module("posttrain.compat.paths").spec_of(fullname)
 
 
-# An entry of the package's search path that is no folder: Python asks its finder after all files, and for this package alone.
-_ENTRY = os.path.join(os.path.dirname(__file__), "compat", "paths.py")
-sys.path_importer_cache[_ENTRY] = _TRLPaths()  # type: ignore[assignment]
-__path__.append(_ENTRY)
+# Python asks it last: only for modules that no file holds.
+sys.meta_path.append(_TRLPaths())

@@ -1,8 +1,7 @@
 """TRL's module paths: ``from posttrain.trainer.utils import pad`` works as ``from trl.trainer.utils import pad`` did.
 
-No file stands behind these modules. This file's own path is an entry of the package's search path: Python asks
-`Finder` for a module that no file holds, and it answers for the paths in `MODULES`. A name read from such a module is the
-public name of ``posttrain``.
+These modules (`MODULES`) have no files. ``import posttrain`` puts one finder at the end of ``sys.meta_path``, and the finder asks
+`spec_of`. A name read from such a module is the public name of ``posttrain``.
 """
 
 from __future__ import annotations
@@ -87,16 +86,13 @@ def refuse(module: str, name: str) -> None:
         raise ImportError(text, name=name)
 
 
-class Finder(importlib.abc.Loader):
-    """Finds the modules of `MODULES`, and loads each as an empty package that asks `public_name` for its names."""
+def spec_of(fullname: str) -> importlib.machinery.ModuleSpec | None:
+    """Return the spec of one of TRL's module paths. Return None for every other name."""
+    return importlib.machinery.ModuleSpec(fullname, Loader(), is_package=True) if fullname in MODULES else None
 
-    def find_spec(self, fullname: str) -> importlib.machinery.ModuleSpec | None:
-        """Return a spec for one of TRL's module paths, None for any other."""
-        if fullname not in MODULES:
-            return None
-        spec = importlib.machinery.ModuleSpec(fullname, self, is_package=True)
-        spec.submodule_search_locations = [__file__]
-        return spec
+
+class Loader(importlib.abc.Loader):
+    """Load a module of `MODULES` as an empty package whose ``__getattr__`` is `public_name`."""
 
     def exec_module(self, module: ModuleType) -> None:
         """Give the empty module a ``__getattr__``."""

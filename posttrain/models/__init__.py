@@ -4,9 +4,6 @@ from typing import Any
 
 import posttrain
 
-# TRL's `models.utils` and its like: see `posttrain.compat.paths`.
-__path__.append(posttrain.__path__[-1])
-
 
 def __getattr__(name: str) -> Any:
     """TRL keeps public helpers in its package of this name: they are the public names of ``posttrain``."""

@@ -9,8 +9,6 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
-import posttrain
-
 # Module -> its names that users import from here.
 _PUBLIC = {
     "call": ("parallel",),
@@ -30,9 +28,6 @@ _PUBLIC = {
     "runner": ("RewardRunner", "RewardTable"),
 }
 _MODULES = {name: module for module, names in _PUBLIC.items() for name in names}
-
-# Makes TRL's `rewards.accuracy_rewards` and similar modules importable: see `posttrain.compat.paths`.
-__path__.append(posttrain.__path__[-1])
 
 __all__ = sorted(["REWARDS", *_MODULES])
 

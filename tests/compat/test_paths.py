@@ -1,6 +1,7 @@
 """TRL's module paths after changing the package's name."""
 
-import importlib
+import importlib.abc
+import importlib.util
 import os
 import re
 import subprocess
@@ -151,7 +152,14 @@ def test_an_unknown_name_or_module_is_an_import_error():
 
 def test_no_path_of_trl_hides_a_module_of_ours():
     for module in MODULES:
-        assert type(importlib.util.find_spec(module).loader).__name__ == "Finder", module
+        assert type(importlib.util.find_spec(module).loader).__name__ == "Loader", module
+
+
+def test_one_standard_finder_serves_all_paths():
+    finders = [finder for finder in sys.meta_path if type(finder).__module__ == "posttrain"]
+    assert len(finders) == 1 and isinstance(finders[0], importlib.abc.MetaPathFinder)
+    assert finders[0].find_spec("trl.trainer") is None
+    assert all(os.path.isdir(path) for package in (posttrain, posttrain.models) for path in package.__path__)
 
 
 def test_importing_the_package_imports_neither_torch_nor_compat():
