@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
+from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -77,18 +79,12 @@ class _RMSNorm(torch.autograd.Function):
         return grad_x.to(x.dtype), grad_weight, None
 
 
-def plain(module: nn.Module) -> bool:
-    """Whether calling the module runs its class's forward and nothing else."""
-    hooks = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
-    return not (hooks or "forward" in vars(module) or module._compiled_call_impl)
-
-
 class _LeanMLP:
-    """Before a feed-forward class of the Llama kind."""
+    """Forward of feed-forward layers of the Llama kind."""
 
     def forward(self: Any, x: Tensor) -> Tensor:
         if not torch.is_grad_enabled():
-            return super().forward(x)  # type: ignore[misc]
+            return type(self).forward(self, x)
         gate, up, down = self.gate_proj(x), self.up_proj(x), self.down_proj
         if type(down) is nn.Linear and plain(down):
             return _SwiGLUDown.apply(gate, up, down.weight, down.bias)
@@ -96,66 +92,73 @@ class _LeanMLP:
 
 
 class _LeanNorm:
-    """Before an RMSNorm class of the Llama kind."""
+    """Forward of RMSNorm layers of the Llama kind."""
 
     def forward(self: Any, hidden_states: Tensor) -> Tensor:
         if not torch.is_grad_enabled():
-            return super().forward(hidden_states)  # type: ignore[misc]
+            return type(self).forward(self, hidden_states)
         return _RMSNorm.apply(hidden_states, self.weight, self.variance_epsilon)
 
 
-def keep_inputs_only(model: nn.Module) -> int:
-    """Let feed-forward and norm layers of the Llama kind keep less for backward, and say how many do.
+def plain(module: nn.Module) -> bool:
+    """Return whether a call of the module computes its class's forward and nothing else."""
+    hooks = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    computes_it = _own_forward(module) in (None, _LeanMLP.forward, _LeanNorm.forward)
+    return computes_it and not (hooks or module._compiled_call_impl)
 
-    A layer of width H and inner width I keeps ``2 H + 2 I`` numbers a token less (of about ``13 H + 4 I``): they are computed
-    again from the inputs, elementwise, and no product is. Outputs are the same to the last bit. Every class is proven on
-    random numbers first: one that computes anything else stays as it is, and so does a layer whose forward somebody replaced.
-    A layer changes its class for a subclass of the same name, so that hooks and adapters work as before. Copied, or pickled whole
-    (`torch.save(model)`), it is of transformers' own class again.
+
+def _own_forward(module: nn.Module) -> Any:
+    """Return the function of a forward that was set on the module itself. Return None if its class's forward runs."""
+    forward = vars(module).get("forward")
+    function = getattr(forward, "__func__", forward)
+    return None if function is type(module).forward else function
+
+
+def keep_inputs_only(model: nn.Module) -> int:
+    """Let feed-forward and norm layers of the Llama kind keep less for backward. Return the number of changed layers.
+
+    A layer of width H and inner width I keeps ``2 H + 2 I`` fewer numbers per token (of about ``13 H + 4 I``). They are
+    recomputed from the inputs by elementwise operations; no product is recomputed. Outputs are bit-identical. Every class is
+    compared on random inputs first. A class with other outputs stays unchanged, and so does a layer whose forward was replaced.
+    A changed layer gets a ``forward`` of its own. Hooks, adapters and copies work as before. A layer that is pickled
+    (`torch.save(model)`) gets its class's forward again.
     """
     changed = 0
     for module in model.modules():
-        twin = None if "forward" in vars(module) else _twin(type(module), type(getattr(module, "act_fn", None)))
-        if twin is not None:
-            module.__class__ = twin
+        lean = _lean_forward(type(module), type(getattr(module, "act_fn", None)))
+        if lean is not None and _own_forward(module) is None:
+            module.forward = MethodType(lean, module)
             changed += 1
     return changed
 
 
 @functools.cache
-def _twin(kind: type, activation: type) -> type | None:
-    """The subclass that keeps less; None for a class that computes something else, and for one that is it already."""
-    if not kind.__module__.startswith("transformers.models.") or issubclass(kind, (_LeanMLP, _LeanNorm)):
+def _lean_forward(kind: type, activation: type) -> Callable | None:
+    """Return the forward that keeps less for layers of a class. Return None for classes that compute something else."""
+    lean = _LeanMLP if kind.__name__.endswith("MLP") else _LeanNorm if kind.__name__.endswith("RMSNorm") else None
+    if lean is None or not kind.__module__.startswith("transformers.models."):
         return None
-    base = _LeanMLP if kind.__name__.endswith("MLP") else _LeanNorm if kind.__name__.endswith("RMSNorm") else None
-    if base is None:
-        return None
-    made = {"__module__": kind.__module__, "__doc__": kind.__doc__}
-    # The module of its name holds the other class.
-    made["__reduce_ex__"] = lambda self, _: (object.__new__, (kind,), vars(self))
-    twin = type(kind.__name__, (base, kind), made)
     try:
-        # The run's own random numbers stay what they were, and the answer is one for good, wherever it is asked first.
+        # Do not advance the run's random numbers, and give one answer for all callers.
         with torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.inference_mode(False):
             torch.manual_seed(0)
             parts: dict[str, Any] = {"weight": nn.Parameter(torch.randn(6)), "variance_epsilon": 1e-5}
-            if base is _LeanMLP:
+            if lean is _LeanMLP:
                 parts = {name: nn.Linear(6, 6) for name in ("gate_proj", "up_proj", "down_proj")}
                 parts["act_fn"] = activation()
-            same = all(_agree(kind, twin, parts, dtype) for dtype in (torch.float32, torch.bfloat16))
+            same = all(_agree(kind, lean.forward, parts, dtype) for dtype in (torch.float32, torch.bfloat16))
     except Exception:  # It has other parts or takes other arguments: another kind of layer.
         return None
-    return twin if same else None
+    return lean.forward if same else None
 
 
-def _agree(kind: type, twin: type, parts: dict[str, Any], dtype: torch.dtype) -> bool:
-    """Whether small layers of both classes, made of the same parts, answer the same."""
-    x, answers = torch.randn(3, 6, dtype=dtype), []
-    for one in (kind, twin):
-        layer: Any = one.__new__(one)
-        nn.Module.__init__(layer)
-        for name, part in parts.items():
-            setattr(layer, name, part)
-        with torch.enable_grad():
-            answers.append(layer.to(dtype)(x.clone()))
-    return torch.equal(*answers)
+def _agree(kind: type, lean: Callable, parts: dict[str, Any], dtype: torch.dtype) -> bool:
+    """Return whether a small layer of a class computes the same with the lean forward."""
+    layer: Any = kind.__new__(kind)
+    nn.Module.__init__(layer)
+    for name, part in parts.items():
+        setattr(layer, name, part)
+    layer.to(dtype)
+    x = torch.randn(3, 6, dtype=dtype)
+    with torch.enable_grad():
+        return torch.equal(layer(x.clone()), lean(layer, x.clone()))

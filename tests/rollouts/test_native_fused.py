@@ -7,6 +7,7 @@ import torch
 from torch.nn import functional as F
 
 from posttrain.errors import RolloutError
+from posttrain.models.lean_layers import keep_inputs_only
 from posttrain.rollouts.native import layers as building
 from posttrain.rollouts.native import layers as fused
 from posttrain.rollouts.native.attention import Block, Group, Store, _decode
@@ -174,6 +175,7 @@ def test_only_untouched_layers_of_known_kinds_in_float32_are_fused():
     model = build_model(40)
     layer = model.model.layers[0]
     assert fused.fusable(layer)
+    assert keep_inputs_only(model) > 0 and fused.fusable(layer)  # Outputs of these layers are the same.
     handle = layer.mlp.register_forward_hook(lambda *_: None)
     assert not fused.fusable(layer)
     handle.remove()
