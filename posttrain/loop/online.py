@@ -49,7 +49,7 @@ from posttrain.models.heads import causal_lm
 from posttrain.models.reference import Reference
 from posttrain.report.completions import rollout_table
 from posttrain.rewards.runner import RewardRunner, RewardTable
-from posttrain.rollouts.base import RolloutEngine, check_top_k, require_engine
+from posttrain.rollouts.base import RolloutEngine, require_engine
 from posttrain.rollouts.batch import (
     RolloutBatch,
     RolloutWindow,
@@ -60,6 +60,7 @@ from posttrain.rollouts.batch import (
 )
 from posttrain.rollouts.episodes.driver import for_trainer
 from posttrain.rollouts.episodes.harness import take_harness
+from posttrain.rollouts.native.requests import check_top_k
 from posttrain.rollouts.sampling import configured_sampling, generation_fields
 from posttrain.types import (
     WHOLE,

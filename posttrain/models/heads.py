@@ -5,8 +5,8 @@ from __future__ import annotations
 import copy
 import functools
 import logging
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from types import MethodType
 from typing import TYPE_CHECKING, Any
@@ -210,6 +210,19 @@ def virtual_tokens(model: nn.Module) -> int:
         return 0
     config: Any = unwrapped(model).active_peft_config
     return 0 if config.peft_type in ("PREFIX_TUNING", "CARTRIDGE") else int(config.num_virtual_tokens)
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Run in eval mode without gradients, then restore each module's mode. Checkpointing is idle in eval mode."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module, training in modes:
+            module.training = training
 
 
 def trunk(inner: nn.Module) -> Any:

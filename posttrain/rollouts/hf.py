@@ -17,10 +17,11 @@ from posttrain.errors import ConfigError
 from posttrain.losses.truncation import truncate
 from posttrain.models.architecture import context_length
 from posttrain.models.attention import rope_limits
-from posttrain.models.heads import causal_lm, learns_prompts, picture_encoder, placeholder_of
+from posttrain.models.heads import causal_lm, evaluating, learns_prompts, picture_encoder, placeholder_of
 from posttrain.models.vision import prefill_inputs
-from posttrain.rollouts.base import Capabilities, RolloutEngine, check_followed, check_requests, evaluating
+from posttrain.rollouts.base import Capabilities, RolloutEngine, check_followed
 from posttrain.rollouts.native.draws import apply_rules, ends_with_string, has_rules, penalize_repetition
+from posttrain.rollouts.native.requests import check_requests
 from posttrain.types import Request, Rollout, Sampling
 
 if TYPE_CHECKING:

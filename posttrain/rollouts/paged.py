@@ -12,19 +12,17 @@ from torch import Tensor, nn
 
 from posttrain.errors import ConfigError, RolloutError, did_you_mean
 from posttrain.models.architecture import context_length
-from posttrain.models.heads import causal_lm
+from posttrain.models.heads import causal_lm, evaluating
 from posttrain.rollouts.base import (
     Capabilities,
     RolloutEngine,
     check_followed,
-    check_requests,
-    check_rope,
-    evaluating,
     refuse_pictures,
     refuse_virtual_tokens,
 )
 from posttrain.rollouts.hf import pinned_config
 from posttrain.rollouts.native.engine import own_precision
+from posttrain.rollouts.native.requests import check_requests, check_rope
 from posttrain.types import Request, Rollout, Sampling
 
 MEMORY_SHARE = 0.5  # Of the free memory of a GPU, at most, for keys and values; the rest is for training.

@@ -21,7 +21,8 @@ from posttrain.models.heads import causal_lm, picture_encoder
 from posttrain.models.vision import probe_rows
 from posttrain.redaction import hide_secrets
 from posttrain.rollouts.adapters import AdapterWeights, adapter_obstacle
-from posttrain.rollouts.base import Capabilities, RolloutEngine, check_followed, check_requests, refuse_virtual_tokens
+from posttrain.rollouts.base import Capabilities, RolloutEngine, check_followed, refuse_virtual_tokens
+from posttrain.rollouts.native.requests import check_requests
 from posttrain.rollouts.sampling import reshapes
 from posttrain.rollouts.server.replies import API_KEY_VARIABLE, LOOPBACK, check_token, derived_seed, sampling_body
 from posttrain.rollouts.server.tokens import write_token

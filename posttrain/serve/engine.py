@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from posttrain.errors import ModelError, WeightSyncError
-from posttrain.models.heads import LogitRule, causal_lm, placeholder_of, trunk
-from posttrain.rollouts.base import RolloutEngine, evaluating
+from posttrain.models.heads import LogitRule, causal_lm, evaluating, placeholder_of, trunk
+from posttrain.rollouts.base import RolloutEngine
 from posttrain.rollouts.server.replies import INCOMPLETE, shape_of
 from posttrain.types import Request as Prompt
 from posttrain.types import Rollout

@@ -28,8 +28,8 @@ from posttrain.models.load import create_model_from_path, load_tokenizer, resolv
 from posttrain.models.probe import probe_head
 from posttrain.pictures.picture import Placed, read_picture
 from posttrain.rollouts.adapters import TENSORS, read_adapter
-from posttrain.rollouts.base import check_requests
 from posttrain.rollouts.engines import create_engine
+from posttrain.rollouts.native.requests import check_requests
 from posttrain.rollouts.sampling import reshapes, structured_guide
 from posttrain.rollouts.server.bodies import first_errors, read_json
 from posttrain.rollouts.server.guard import guard_for

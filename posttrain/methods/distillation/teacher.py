@@ -30,11 +30,10 @@ from posttrain.methods.distillation.objective import HiddenTeacher, TeacherShare
 from posttrain.models import load
 from posttrain.models.architecture import get_config_model_id
 from posttrain.models.forward import forward, on_whole_rows
-from posttrain.models.heads import causal_lm, install_token_head
+from posttrain.models.heads import causal_lm, evaluating, install_token_head
 from posttrain.models.probe import probe_layout
 from posttrain.models.reference import Reference, hash_vocabulary
 from posttrain.report.files import whole_file
-from posttrain.rollouts.base import evaluating
 from posttrain.rollouts.engines import IN_WORKERS
 from posttrain.types import Batch, Rollout, Row
 

@@ -18,17 +18,10 @@ from posttrain.errors import ConfigError, RolloutError, RolloutInterrupted, chec
 from posttrain.models.architecture import context_length
 from posttrain.models.attention import coarsest_dtype
 from posttrain.models.forward import sequence_logps
-from posttrain.models.heads import LogitRule, causal_lm, picture_encoder, placeholder_of, trunk
+from posttrain.models.heads import LogitRule, causal_lm, evaluating, picture_encoder, placeholder_of, trunk
 from posttrain.models.probe import disagreement, probe_cases, probe_key, random_prompts
 from posttrain.models.vision import probe_rows
-from posttrain.rollouts.base import (
-    Capabilities,
-    RolloutEngine,
-    check_requests,
-    check_rope,
-    evaluating,
-    refuse_virtual_tokens,
-)
+from posttrain.rollouts.base import Capabilities, RolloutEngine, refuse_virtual_tokens
 from posttrain.rollouts.native.attention import plugged_in
 from posttrain.rollouts.native.layers import (
     Packed,
@@ -41,6 +34,7 @@ from posttrain.rollouts.native.layers import (
     worth_packing,
 )
 from posttrain.rollouts.native.prefix_cache import Kept, fingerprint
+from posttrain.rollouts.native.requests import check_requests, check_rope
 from posttrain.rollouts.native.sampler import SickRequests
 from posttrain.rollouts.native.scheduler import Run
 from posttrain.types import Request, Rollout, Row, Sampling
