@@ -149,7 +149,6 @@ from .data.formats import (
     is_conversational_from_value as is_conversational_from_value,
     maybe_convert_to_chatml as maybe_convert_to_chatml,
     remove_none_values as remove_none_values,
-    strip_none as strip_none,
 )
 from .data.mixture import (
     DatasetConfig as DatasetConfig,
@@ -289,6 +288,7 @@ from .types import (
     Row as Row,
     Sampling as Sampling,
 )
+from .values import strip_none as strip_none
 
 __version__: str
 __all__: list[str]

@@ -1,14 +1,17 @@
-"""Values that come from outside: numbers, truths and token ids of replies and of functions, read or refused."""
+"""Values that come from outside: numbers, truths and token ids of replies and of functions; messages of dataset rows."""
 
 from __future__ import annotations
 
 import io
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, SupportsFloat
 
 from posttrain.errors import ROUNDING, RolloutError
+
+# Columns of messages, tools and template arguments: lists and dicts, whose missing keys Arrow fills with None.
+NESTED_COLUMNS = ("messages", "prompt", "completion", "chosen", "rejected", "tools", "chat_template_kwargs")
 
 
 class BadValue(RolloutError, ValueError):
@@ -116,6 +119,33 @@ def token_logps(values: Sequence[Any], mask: Sequence[Any], where: str) -> list[
             raise BadValue(f"{at} is {logp}. Fix: give log-probs, which are at most 0.")
         checked.append(min(logp, 0.0))
     return checked
+
+
+def is_messages(value: object) -> bool:
+    """Return whether a value is a list of messages: dicts with a role."""
+    return isinstance(value, list) and bool(value) and isinstance(value[0], dict) and "role" in value[0]
+
+
+def without_none(value: object) -> Any:
+    """Remove mapping entries that are None, at any depth. None items of lists are kept."""
+    kind = type(value)  # Most values are text, and isinstance with Mapping is slower than all other checks.
+    if kind is str:
+        return value
+    if kind is list or isinstance(value, list):
+        return [without_none(item) for item in value]
+    if kind is dict or isinstance(value, Mapping):
+        return {
+            key: item if type(item) is str else without_none(item) for key, item in value.items() if item is not None
+        }
+    return value
+
+
+def strip_none(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Remove the ``None`` entries that Arrow adds to messages, tools and template arguments if rows have different keys."""
+    return {
+        name: without_none(value) if name in NESTED_COLUMNS and isinstance(value, list | dict) else value
+        for name, value in row.items()
+    }
 
 
 def gib(count: float) -> str:

@@ -13,11 +13,12 @@ from torch import Tensor
 
 from posttrain.compat.collators import IGNORED, Collator, Example, label_of, pad_ids
 from posttrain.compat.tensors import pad
-from posttrain.data.formats import naming, strip_none
+from posttrain.data.formats import naming
 from posttrain.errors import ConfigError, DataError
 from posttrain.pictures.picture import Picture, read_picture
 from posttrain.pictures.processors import PictureProcessor
 from posttrain.pictures.rows import row_segments, spoken_segments
+from posttrain.values import strip_none
 
 
 class VisionCollator(Collator):

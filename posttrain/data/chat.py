@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from jinja2 import TemplateSyntaxError
 
-from posttrain.data.formats import is_conversational, strip_none, warn_once
+from posttrain.data.formats import is_conversational, warn_once
 from posttrain.errors import ConfigError, DataError, ModelError
 from posttrain.types import Prompt
+from posttrain.values import is_messages, strip_none
 
 if TYPE_CHECKING:
     from posttrain.types import Tokenizer
@@ -587,7 +588,7 @@ def tokenize_prompts(
     Conversational prompts end with the generation prompt (or with an unfinished assistant message). Their special tokens come
     from the template alone; plain prompts get the tokenizer's own special tokens.
     """
-    chat = is_conversational({"prompt": rows[0]["prompt"]})
+    chat = is_messages(rows[0]["prompt"])
     alike = [list(group) for _, group in groupby(rows, key=lambda row: [row.get(name) for name in RENDERED])]
     kwargs = chat_template_kwargs or {}
     texts = [prompt_text(tokenizer, strip_none(row), kwargs) if chat else row["prompt"] for row, *_ in alike]

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 
 from posttrain.errors import ArgumentTypeError, DataError
 from posttrain.types import Row
+from posttrain.values import NESTED_COLUMNS, is_messages, without_none
 
 if TYPE_CHECKING:
     import datasets
@@ -29,7 +30,6 @@ MESSAGE_COLUMNS = (
     "completion",
     "messages",
 )  # A tuple, because the order must be fixed.
-NESTED_COLUMNS = ("messages", "prompt", "completion", "chosen", "rejected", "tools", "chat_template_kwargs")
 LOOK = 64  # Number of rows that determine the format of a dataset. Row 0 alone misleads on mixed data.
 PICTURE_COLUMNS = ("image", "images")
 # Columns of token ids, which take precedence over text columns.
@@ -68,11 +68,6 @@ TYPES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("prompt-only", ("prompt",)),
     ("language-modeling", ("text",)),
 )
-
-
-def is_messages(value: object) -> bool:
-    """Return whether a value is a list of messages: dicts with a role."""
-    return isinstance(value, list) and bool(value) and isinstance(value[0], dict) and "role" in value[0]
 
 
 def is_conversational(example: Mapping[str, Any]) -> bool:
@@ -159,28 +154,7 @@ def remove_none_values(value: object) -> Any:
     """
     if not isinstance(value, list | Mapping):
         raise ArgumentTypeError(f"remove_none_values takes a list or a mapping, not {type(value).__name__}.")
-    return _without_none(value)
-
-
-def _without_none(value: object) -> Any:
-    kind = type(value)  # Most values are text, and isinstance with Mapping is slower than all other checks.
-    if kind is str:
-        return value
-    if kind is list or isinstance(value, list):
-        return [_without_none(item) for item in value]
-    if kind is dict or isinstance(value, Mapping):
-        return {
-            key: item if type(item) is str else _without_none(item) for key, item in value.items() if item is not None
-        }
-    return value
-
-
-def strip_none(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Remove the ``None`` entries that Arrow adds to messages, tools and template arguments if rows have different keys."""
-    return {
-        name: _without_none(value) if name in NESTED_COLUMNS and isinstance(value, list | dict) else value
-        for name, value in row.items()
-    }
+    return without_none(value)
 
 
 def has_nested_none(row: Mapping[str, Any]) -> bool:

@@ -32,7 +32,6 @@ from posttrain.data.formats import (
     is_messages,
     naming,
     one_eos,
-    strip_none,
     tokenized,
     undecoded,
     united,
@@ -40,6 +39,7 @@ from posttrain.data.formats import (
 )
 from posttrain.errors import DataError
 from posttrain.types import Row
+from posttrain.values import strip_none
 
 if TYPE_CHECKING:
     from posttrain.types import AnyDataset, Tokenizer

@@ -42,13 +42,13 @@ from posttrain.data.formats import (
     naming,
     one_eos,
     read_columns,
-    strip_none,
     tokenized,
 )
 from posttrain.data.packing import LENGTHS, pack_dataset, split_trained
 from posttrain.data.templates import check_template, get_training_chat_template
 from posttrain.errors import DataError, ModelError
 from posttrain.types import Row
+from posttrain.values import strip_none
 
 if TYPE_CHECKING:
     from posttrain.types import AnyDataset, Tokenizer

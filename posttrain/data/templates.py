@@ -28,9 +28,10 @@ from posttrain.data.chat import (
     turn_end,
     with_template,
 )
-from posttrain.data.formats import is_messages, naming
+from posttrain.data.formats import naming
 from posttrain.errors import ArgumentTypeError, ModelError
 from posttrain.types import Finding
+from posttrain.values import is_messages
 
 if TYPE_CHECKING:
     from posttrain.types import Tokenizer

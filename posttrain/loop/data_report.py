@@ -51,13 +51,13 @@ from posttrain.data.formats import (
     read_columns,
     rows_at,
     shown_pieces,
-    strip_none,
     undecoded,
 )
 from posttrain.data.packing import LENGTHS
 from posttrain.data.templates import check_template
 from posttrain.errors import DataError, PosttrainError
 from posttrain.types import Batch, Finding, Row
+from posttrain.values import strip_none
 
 if TYPE_CHECKING:
     from transformers import TrainerControl, TrainerState, TrainingArguments

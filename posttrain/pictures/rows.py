@@ -20,7 +20,6 @@ from posttrain.data.formats import (
     naming,
     one_eos,
     pictures_of,
-    strip_none,
 )
 from posttrain.data.packing import LENGTHS, best_fit_decreasing
 from posttrain.data.preference import maybe_extract_prompt
@@ -28,6 +27,7 @@ from posttrain.data.sft import CUT, IGNORED, NO_ASSISTANT
 from posttrain.errors import DataError
 from posttrain.pictures.picture import Picture, conversation_pictures, filled, read_picture
 from posttrain.types import Prompt, Row
+from posttrain.values import strip_none
 
 if TYPE_CHECKING:
     from posttrain.pictures.processors import PictureProcessor

@@ -12,10 +12,10 @@ from posttrain.data.formats import (
     is_conversational_from_value,
     maybe_convert_to_chatml,
     remove_none_values,
-    strip_none,
     undecoded,
 )
 from posttrain.errors import ArgumentTypeError, DataError
+from posttrain.values import strip_none
 from tests.wordings import raises
 
 

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from posttrain.data.formats import strip_none, undecoded, united
+from posttrain.data.formats import undecoded, united
 from posttrain.data.preference import (
     extract_and_unpair,
     extract_prompt,
@@ -14,6 +14,7 @@ from posttrain.data.preference import (
     unpair_preference_dataset,
 )
 from posttrain.errors import DataError
+from posttrain.values import strip_none
 from tests.wordings import raises
 
 U, A = ({"role": "user", "content": "q"}, {"role": "assistant", "content": "a"})

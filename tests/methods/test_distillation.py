@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from posttrain import DistillationConfig, DistillationTrainer
-from posttrain.data.formats import strip_none
 from posttrain.errors import ConfigError
 from posttrain.methods.distillation.data import with_prompt_column, with_template_arguments
+from posttrain.values import strip_none
 from tests.conftest import build_masked_model, build_model
 from tests.methods.helpers import SHORT, losses, prompts, scripted
 

@@ -18,7 +18,6 @@ from posttrain.data.chat import (
     tokenize_prompts,
     with_template,
 )
-from posttrain.data.formats import strip_none
 from posttrain.data.responses import add_response_schema
 from posttrain.data.templates import (
     get_training_chat_template,
@@ -31,6 +30,7 @@ from posttrain.pictures.processors import PictureProcessor
 from posttrain.pictures.rows import picture_prompts
 from posttrain.rollouts.episodes.environments import Observed
 from posttrain.types import Prompt
+from posttrain.values import strip_none
 
 if TYPE_CHECKING:
     from posttrain.types import Tokenizer
