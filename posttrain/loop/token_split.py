@@ -17,7 +17,7 @@ from posttrain.data.forest import Layout, collate
 from posttrain.errors import ConfigError, ModelError
 from posttrain.methods.config import ASKED, parallel_sizes
 from posttrain.models import token_split
-from posttrain.models.architecture import query_heads
+from posttrain.models.architecture import attention_name, query_heads
 from posttrain.models.attention import MASKABLE, coarsest_dtype
 from posttrain.models.forward import forward
 from posttrain.models.heads import causal_lm
@@ -75,7 +75,7 @@ def check_heads(config: Any, size: int) -> None:
             f"sp_size={size} does not divide the {heads} attention heads of {text.model_type}: every process of a group computes "
             f"attention of as many heads. Fix: sp_size one of {fits or '(none)'}."
         )
-    backend = text._attn_implementation or "sdpa"
+    backend = attention_name(text) or "sdpa"
     if size > 1 and (backend not in MASKABLE or backend == "flex_attention"):
         raise ConfigError(
             f"sp_size={size} with attn_implementation={backend!r}: tokens are exchanged for heads around the calls of sdpa and "

@@ -7,6 +7,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
+# Names of tree attention in transformers' registry, and the backends that it runs for calls without a forest.
+OWN_NAMES = {"posttrain_sdpa": "sdpa", "posttrain_eager": "eager"}
+
 
 def config_of(model: object) -> Any:
     """The config that a model carries; None of what carries none (a network of the user's own, a name)."""
@@ -29,8 +32,9 @@ def text_of(config: PretrainedConfig | None) -> Any:
 
 
 def attention_name(text: PretrainedConfig | None) -> str | None:
-    """The implementation of attention that a model was built with; None of None."""
-    return getattr(text, "_attn_implementation", None)
+    """Return transformers' name of a model's attention backend, also where tree attention runs around it. None for None."""
+    name = getattr(text, "_attn_implementation", None)
+    return OWN_NAMES.get(name, name)
 
 
 def context_length(text: PretrainedConfig | None) -> int | None:

@@ -12,14 +12,13 @@ from torch import Tensor
 from posttrain.data.forest import Layout
 from posttrain.errors import ModelError
 from posttrain.models import tree_attention
-from posttrain.models.architecture import layer_kinds, sliding_window
+from posttrain.models.architecture import attention_name, config_of, layer_kinds, sliding_window, text_of
 from posttrain.models.heads import causal_lm, learns_prompts, picture_encoder, unwrapped
 from posttrain.models.token_split import TokenSplit
 from posttrain.types import Batch
 
 if TYPE_CHECKING:
     from torch.nn import Module
-    from transformers import PretrainedConfig
 
 
 logger = logging.getLogger(__name__)
@@ -36,7 +35,7 @@ KINDS = {"full_attention", "sliding_attention", "chunked_attention"}  # Layers w
 
 def attention_inputs(
     batch: Batch,
-    config: PretrainedConfig,
+    model: Module,
     dtype: torch.dtype,
     span: Tensor | None = None,
     split: TokenSplit | None = None,
@@ -52,15 +51,15 @@ def attention_inputs(
     Raises:
         DataError: Segments of the batch are not those of its rows.
     """
-    text = config.get_text_config()
+    text = text_of(config_of(model))
     batch.check()
     if split is None and span is None and batch.one_sequence_a_row:
         whole = batch.num_tokens == batch.input_ids.numel()
         return {"attention_mask": None if whole else batch.real.long()}
-    implementation = text._attn_implementation or "sdpa"
+    implementation = attention_name(text) or "sdpa"
     parts = implementation in tree_attention.BACKENDS and span is None and not batch.dense_mask
     if parts or split is not None:
-        tree_attention.install(implementation)
+        tree_attention.install(model)
 
     def build(window: int | None, chunk: int | None = None) -> Any:
         if parts and chunk is None:
@@ -131,8 +130,7 @@ def layout_for(
         device: ``cpu`` or ``cuda``: on which it trains; None: where it is now.
     """
     device = device or next(model.parameters()).device.type
-    config: Any = model.config
-    implementation = config.get_text_config()._attn_implementation or "sdpa"
+    implementation = attention_name(text_of(config_of(model))) or "sdpa"
     if implementation not in MASKABLE:
         return padded_layout(model)
     switch, end = rope_limits(model)

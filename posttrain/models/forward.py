@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from posttrain.data.forest import split_by_sequence
 from posttrain.errors import ConfigError, ModelError
 from posttrain.metrics import mean
-from posttrain.models import token_split
+from posttrain.models import token_split, tree_attention
 from posttrain.models.architecture import image_token
 from posttrain.models.attention import attention_inputs
 from posttrain.models.heads import (
@@ -321,7 +321,7 @@ def _attention(
     if learns_prompts(model):
         assert batch.one_sequence_a_row, "virtual tokens need one sequence a row"
         return {"attention_mask": batch.real.long()}
-    told = attention_inputs(batch, inner.config, next(inner.parameters()).dtype, seen.span, split)
+    told = attention_inputs(batch, inner, next(inner.parameters()).dtype, seen.span, split)
     return told | ({} if seen.position_ids is None else {"position_ids": seen.position_ids})
 
 
@@ -386,14 +386,15 @@ def sequence_logps(model: nn.Module, rows: Sequence[Row]) -> list[Tensor]:
     bare: Any = unwrapped(model)
     device, virtual = next(bare.parameters()).device, virtual_tokens(bare)
     result = []
-    for row in rows:
-        for index, (ids, mask) in enumerate(zip(row.completions, row.loss_masks, strict=True)):
-            sequence = torch.tensor([row.prompt_ids + ids], device=device)
-            inputs = plain_inputs(bare, sequence, row, index) if row.pictures else {}
-            logits = bare(input_ids=sequence, **inputs, use_cache=False).logits[0, virtual:].float()
-            logp = torch.log_softmax(logits[:-1], -1).gather(-1, sequence[0, 1:, None]).squeeze(-1)
-            tail = torch.cat([logp.new_zeros(1), logp])[len(row.prompt_ids) :]
-            result.append(tail * torch.tensor(mask, device=device))
+    with tree_attention.uninstalled(bare):
+        for row in rows:
+            for index, (ids, mask) in enumerate(zip(row.completions, row.loss_masks, strict=True)):
+                sequence = torch.tensor([row.prompt_ids + ids], device=device)
+                inputs = plain_inputs(bare, sequence, row, index) if row.pictures else {}
+                logits = bare(input_ids=sequence, **inputs, use_cache=False).logits[0, virtual:].float()
+                logp = torch.log_softmax(logits[:-1], -1).gather(-1, sequence[0, 1:, None]).squeeze(-1)
+                tail = torch.cat([logp.new_zeros(1), logp])[len(row.prompt_ids) :]
+                result.append(tail * torch.tensor(mask, device=device))
     return result
 
 
@@ -448,11 +449,12 @@ def sequence_scores(model: nn.Module, rows: Sequence[Row]) -> Tensor:
     scores = []
     config.pad_token_id = None  # Else a last token that is the pad id would not be the one that is read.
     try:
-        for row in rows:
-            for ids in row.completions:
-                sequence = torch.tensor([row.prompt_ids + ids], device=device)
-                logits = bare(input_ids=sequence, use_cache=False).logits.float()
-                scores.append(logits if logits.dim() == 2 else logits[:, -1])
+        with tree_attention.uninstalled(bare):
+            for row in rows:
+                for ids in row.completions:
+                    sequence = torch.tensor([row.prompt_ids + ids], device=device)
+                    logits = bare(input_ids=sequence, use_cache=False).logits.float()
+                    scores.append(logits if logits.dim() == 2 else logits[:, -1])
     finally:
         config.pad_token_id = pad
     return torch.cat(scores)

@@ -19,7 +19,7 @@ from posttrain.errors import ConfigError, ModelError
 from posttrain.losses.divergence import collision_logp
 from posttrain.losses.truncation import kept_log_mass
 from posttrain.models import parallel
-from posttrain.models.architecture import experts_per_token
+from posttrain.models.architecture import config_of, experts_per_token
 from posttrain.models.lean_layers import keep_inputs_only
 from posttrain.models.logprob import token_logprobs
 from posttrain.types import WHOLE, Truncation
@@ -487,6 +487,12 @@ def text_modules(model: nn.Module) -> list[nn.Module]:
         return list(named.values())
     # Whatever holds tower and text model answers for both, and gives them their features.
     return [m for name, m in named.items() if set(LANGUAGE) & set(name.split(".")) or _encodes_images(m)]
+
+
+def attention_configs(model: nn.Module) -> list[Any]:
+    """Return the configs in which the text layers of a model look up their attention backend."""
+    configs = {id(config): config for config in map(config_of, text_modules(model))}
+    return [config for config in configs.values() if hasattr(config, "_attn_implementation_internal")]
 
 
 def placeholder_of(model: nn.Module) -> int | None:

@@ -527,7 +527,7 @@ def trace_pass(
     model = shadow.model
     trained = [p for p in model.parameters() if p.requires_grad]
     config = _text_config(model)
-    told = attention_inputs(batch, config, shadow.part.dtype)
+    told = attention_inputs(batch, causal_lm(model), shadow.part.dtype)
     # Read before the fake mode begins, in which tensors have no values.
     counts = batch.num_loss_tokens, batch.num_sequences, int((batch.sequence >= 0).sum())
 

@@ -16,7 +16,14 @@ from transformers import PretrainedConfig
 from posttrain.data.forest import Layout, collate
 from posttrain.errors import ModelError
 from posttrain.models import tree_attention
-from posttrain.models.architecture import config_of, head_size, key_value_heads, layer_kinds, query_heads
+from posttrain.models.architecture import (
+    attention_name,
+    config_of,
+    head_size,
+    key_value_heads,
+    layer_kinds,
+    query_heads,
+)
 from posttrain.models.heads import adapters_of, causal_lm, learns_prompts, picture_encoder, unwrapped
 from posttrain.models.vision import for_tower, probe_pictures, probe_rows
 from posttrain.pictures.picture import Picture, read_picture
@@ -53,7 +60,7 @@ def probe_key(model: Module) -> str:
     adapters = {name: str(one) for name, one in adapters_of(model).items()}
     text = inner.config.get_text_config()
     return json.dumps([
-        type(inner).__module__, type(inner).__qualname__, inner.config.to_dict(), str(text._attn_implementation), adapters,
+        type(inner).__module__, type(inner).__qualname__, inner.config.to_dict(), str(attention_name(text)), adapters,
         str(getattr(unwrapped(model), "active_adapter", "")), learns_prompts(model),
         str(coarsest_dtype(model)), next(model.parameters()).device.type, picture_encoder(model) is not None,
     ], sort_keys=True, default=str)  # fmt: skip
@@ -145,8 +152,9 @@ def probe_layout(model: Module, autocast: torch.dtype | None = None, device: tor
     layout = layout_for(model, autocast=autocast, device=device.type)
     text = causal_lm(model).config.get_text_config()
     name = type(model).__name__ + " " + text.model_type
-    backend = str(text._attn_implementation)
+    backend = str(attention_name(text))
     if layout.kind == "tree" and not layout.dense_mask and (fault := _fault(model, layout, device, autocast)):
+        tree_attention.uninstall(causal_lm(model))
         dense = layout_for(model, dense_mask=True, device=device.type)
         layout = replace(dense, rope_switch=layout.rope_switch, rope_end=layout.rope_end)
         logger.warning(

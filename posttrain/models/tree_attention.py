@@ -20,6 +20,7 @@ pass of parts).
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -31,6 +32,8 @@ import torch
 from torch import Tensor, nn
 
 from posttrain.errors import ModelError
+from posttrain.models.architecture import OWN_NAMES
+from posttrain.models.heads import attention_configs
 from posttrain.models.token_split import TokenSplit
 from posttrain.types import Batch, Segment
 
@@ -39,7 +42,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-BACKENDS = ("sdpa", "eager")  # Backends of transformers whose calls `attention` answers where there are segments.
+BACKENDS = tuple(OWN_NAMES.values())  # Backends of transformers that calls without segments still run.
 # What a backend may be given and does not change numbers, or is computed here too.
 UNDERSTOOD = {
     "sliding_window",
@@ -529,30 +532,59 @@ def kernel_fault(device: torch.device, dtype: torch.dtype, heads: int, kv: int, 
     return ""
 
 
-_installed: set[str] = set()
+def _plain_attention(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+    return _written_out(type(module))(module, *args, **kwargs)
 
 
-def install(backend: str) -> None:
-    """Let transformers' backend of this name answer calls that come with a forest by parts; other calls stay its own.
+@cache
+def _written_out(kind: type) -> Callable[..., tuple[Tensor, Tensor | None]]:
+    """Return the plain attention of the file that defines a layer's forward. transformers registers it under no name."""
+    for base in kind.__mro__:
+        names = getattr(inspect.unwrap(vars(base).get("forward", nn.Module.forward)), "__globals__", {})
+        if "eager_attention_forward" in names:
+            return names["eager_attention_forward"]
+    raise ModelError(
+        f"attn_implementation='eager': the file of {kind.__name__} has no function eager_attention_forward, so calls without "
+        "segments have no attention to run. Fix: attn_implementation='sdpa'."
+    )
 
-    A config keeps the backend's name, which checkpoints, generation and users know.
+
+def install(model: nn.Module) -> None:
+    """Choose attention by parts in the configs of a model's text layers.
+
+    It has names of its own in transformers' registry. Calls without a forest run the backend that the config named before.
     """
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    if backend in _installed:
+    if model.config.get_text_config()._attn_implementation not in BACKENDS:
         return
-    _installed.add(backend)
-    if backend in ALL_ATTENTION_FUNCTIONS:
-        ALL_ATTENTION_FUNCTIONS.register(backend, _attention(ALL_ATTENTION_FUNCTIONS[backend]))
-        return
-    # Nothing is registered for plain attention: a layer says at each call which of the functions of its file is its own.
-    lookup = AttentionInterface.get_interface
+    for name, backend in OWN_NAMES.items():
+        ALL_ATTENTION_FUNCTIONS.register(name, _attention(ALL_ATTENTION_FUNCTIONS.get(backend, _plain_attention)))
+        ALL_MASK_ATTENTION_FUNCTIONS.register(name, ALL_MASK_ATTENTION_FUNCTIONS[backend])
+    for config in attention_configs(model):
+        if config._attn_implementation_internal in BACKENDS:
+            config._attn_implementation_internal = f"posttrain_{config._attn_implementation_internal}"
 
-    def get_interface(self: AttentionInterface, attn_implementation: str, default: Callable) -> Callable:
-        attention = lookup(self, attn_implementation, default)
-        return _attention(attention) if attn_implementation == backend else attention
 
-    AttentionInterface.get_interface = get_interface
+def uninstall(model: nn.Module) -> None:
+    """Restore the backends that `install` replaced in configs."""
+    for config in attention_configs(model):
+        config._attn_implementation_internal = OWN_NAMES.get(
+            config._attn_implementation_internal, config._attn_implementation_internal
+        )
+
+
+@contextmanager
+def uninstalled(model: nn.Module) -> Iterator[None]:
+    """Run a model with the backends of transformers alone, as it was given."""
+    configs = [(config, config._attn_implementation_internal) for config in attention_configs(model)]
+    uninstall(model)
+    try:
+        yield
+    finally:
+        for config, name in configs:
+            config._attn_implementation_internal = name
 
 
 def forest_mask(

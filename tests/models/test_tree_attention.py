@@ -8,10 +8,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
 from posttrain.data.forest import Layout, collate, split_by_sequence
-from posttrain.errors import DataError
+from posttrain.errors import DataError, ModelError
 from posttrain.models import attention, probe, tree_attention
+from posttrain.models.architecture import attention_name
 from posttrain.models.forward import forward, sequence_logps
 from posttrain.models.tree_attention import Forest, forest_mask, parts_of
 from posttrain.types import Batch, Row, Segment, check_segments
@@ -362,8 +364,51 @@ def test_blocks_below_the_diagonal_of_a_long_sequence_are_whole():
     assert blocks.kv_num_blocks.tolist() == [[[1, 1, 1, 1, 1, 6]]]
 
 
+@pytest.mark.parametrize("backend", ["sdpa", "eager"])
+def test_tree_attention_has_a_name_of_its_own_and_replaces_nothing(backend):
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
+
+    before = dict(ALL_ATTENTION_FUNCTIONS), AttentionInterface.get_interface
+    model, other = family("llama", backend).eval(), family("llama", backend).eval()
+    ids = torch.tensor([[5, 6, 7, 8]])
+    truth = model(input_ids=ids, attention_mask=torch.tensor([[0, 1, 1, 1]])).logits
+    (batch,) = collate([Row([5, 6, 7], [[8, 9], [10, 11, 12]], [[1] * 2, [1] * 3])], pad_token_id=0)
+    forward(model, batch)
+    assert model.config._attn_implementation == f"posttrain_{backend}" and attention_name(model.config) == backend
+    assert torch.equal(model(input_ids=ids, attention_mask=torch.tensor([[0, 1, 1, 1]])).logits, truth)
+    assert other.config._attn_implementation == backend
+    assert {name: ALL_ATTENTION_FUNCTIONS[name] for name in before[0]} == before[0]
+    assert AttentionInterface.get_interface is before[1]
+    with tree_attention.uninstalled(model):
+        assert model.config._attn_implementation == backend
+    model.set_attn_implementation("eager" if backend == "sdpa" else "sdpa")
+    assert not model.config._attn_implementation.startswith("posttrain")
+
+
+def test_a_checkpointed_layer_is_recomputed_by_parts():
+    """Backward calls the layers again, behind the forward pass."""
+    (batch,) = collate([Row([5, 6, 7], [[8, 9], [10, 11, 12]], [[1] * 2, [1] * 3])], pad_token_id=0)
+    gradients = []
+    for checkpointed in (False, True):
+        model = build_model(97).train()
+        if checkpointed:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        forward(model, batch).logp.sum().backward()
+        gradients.append([p.grad for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+
+
+def test_a_layer_that_takes_no_segments_gets_its_backend_back(monkeypatch):
+    monkeypatch.setattr(probe, "PROBED", {})
+    model = family("gemma2", "eager")  # Scores are capped.
+    assert probe.probe_layout(model).dense_mask and model.config._attn_implementation == "eager"
+    monkeypatch.setattr(tree_attention, "kernel_fault", lambda *_: "wrong")
+    model = build_model(97)
+    assert probe.probe_layout(model).dense_mask and model.config._attn_implementation == "sdpa"
+
+
 def test_plain_attention_of_other_models_stays_what_each_layer_says():
-    """Its function is of no one name: a subclass inherits it from another file, and a file may have several of them."""
+    """transformers registers it under no name: a subclass inherits it from another file."""
     from transformers.models.llama import modeling_llama
 
     plain, given = family("llama", "eager"), family("llama", "eager")
@@ -371,22 +416,22 @@ def test_plain_attention_of_other_models_stays_what_each_layer_says():
     class Own(modeling_llama.LlamaAttention):
         """Of a user's script."""
 
+        def forward(self, *args, **kwargs):
+            return super().forward(*args, **kwargs)
+
     for index, layer in enumerate(given.model.layers):
         weights, layer.self_attn = layer.self_attn.state_dict(), Own(given.config, index)
         layer.self_attn.load_state_dict(weights)
-    tree_attention.install("eager")
+    tree_attention.install(given)
     ids = torch.tensor([[5, 6, 7, 8]])
     assert torch.equal(given.eval()(input_ids=ids).logits, plain.eval()(input_ids=ids).logits)
     rows = [Row([5, 6, 7], [[8, 9], [10, 11, 12]], [[1] * 2, [1] * 3])]
     (batch,) = collate(rows, pad_token_id=0)
     for a, b in zip(split_by_sequence(forward(given, batch).logp, batch), sequence_logps(plain, rows), strict=True):
         assert torch.allclose(a, b, atol=1e-5)
-
-    def other(module, *_, **__):
-        return module, None
-
-    found = modeling_llama.ALL_ATTENTION_FUNCTIONS.get_interface("eager", other)
-    assert found("a layer", None, None, None, None) == ("a layer", None)
+    assert tree_attention._written_out(Own) is modeling_llama.eager_attention_forward
+    with raises(ModelError):
+        tree_attention._written_out(nn.Linear)
 
 
 def test_layers_may_be_compiled():

@@ -20,8 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from posttrain.models.architecture import config_of
-from posttrain.models.heads import text_modules
+from posttrain.models.heads import attention_configs
 
 
 @dataclass(slots=True)
@@ -426,12 +425,7 @@ def _by_all(x: Tensor, n: int) -> Tensor:
 def plugged_in(model: nn.Module, store: Store) -> Iterator[None]:
     """Route attention of the text layers of ``model`` to `native_attention` with ``store``; the former backend is restored."""
     ALL_ATTENTION_FUNCTIONS.register(NAME, native_attention)
-    configs_by_id: dict[int, Any] = {}
-    for module in text_modules(model):
-        config = config_of(module)
-        if hasattr(config, "_attn_implementation_internal"):
-            configs_by_id[id(config)] = config
-    configs = [(config, config._attn_implementation_internal) for config in configs_by_id.values()]
+    configs = [(config, config._attn_implementation_internal) for config in attention_configs(model)]
     previous, _running.store = _running.store, store
     try:
         for config, _ in configs:
