@@ -51,7 +51,7 @@ def __dir__() -> list[str]:
 class _TRLPaths(importlib.abc.MetaPathFinder):
     """Finder of TRL's module paths (``posttrain.trainer`` and similar), which have no files."""
 
-    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> Any:
+    def find_spec(self, fullname: str, path: object = None, target: object = None) -> Any:
         """Return the spec of one of TRL's module paths. Return None for every other name."""
         if not fullname.startswith("posttrain."):
             return None

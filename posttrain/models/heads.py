@@ -489,10 +489,25 @@ def text_modules(model: nn.Module) -> list[nn.Module]:
     return [m for name, m in named.items() if set(LANGUAGE) & set(name.split(".")) or _encodes_images(m)]
 
 
-def attention_configs(model: nn.Module) -> list[Any]:
-    """Return the configs in which the text layers of a model look up their attention backend."""
+def rename_attention(model: nn.Module, name: Callable[[str], str]) -> list[tuple[Any, str]]:
+    """Rename the attention backend in the configs of a model's text layers. Return each config with its former name."""
     configs = {id(config): config for config in map(config_of, text_modules(model))}
-    return [config for config in configs.values() if hasattr(config, "_attn_implementation_internal")]
+    named = [one for one in configs.values() if hasattr(one, "_attn_implementation_internal")]
+    former = [(config, config._attn_implementation_internal) for config in named]
+    for config, backend in former:
+        config._attn_implementation_internal = name(backend)
+    return former
+
+
+@contextmanager
+def attention_renamed(model: nn.Module, name: Callable[[str], str]) -> Iterator[None]:
+    """Rename the attention backend in the configs of a model's text layers, then restore the names."""
+    former = rename_attention(model, name)
+    try:
+        yield
+    finally:
+        for config, backend in former:
+            config._attn_implementation_internal = backend
 
 
 def placeholder_of(model: nn.Module) -> int | None:

@@ -110,7 +110,7 @@ def plain(module: nn.Module) -> bool:
 def _own_forward(module: nn.Module) -> Any:
     """Return the function of a forward that was set on the module itself. Return None if its class's forward runs."""
     forward = vars(module).get("forward")
-    function = getattr(forward, "__func__", forward)
+    function = forward.__func__ if isinstance(forward, MethodType) else forward
     return None if function is type(module).forward else function
 
 

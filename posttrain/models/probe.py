@@ -24,7 +24,7 @@ from posttrain.models.architecture import (
     layer_kinds,
     query_heads,
 )
-from posttrain.models.heads import adapters_of, causal_lm, learns_prompts, picture_encoder, unwrapped
+from posttrain.models.heads import adapters_of, causal_lm, evaluating, learns_prompts, picture_encoder, unwrapped
 from posttrain.models.vision import for_tower, probe_pictures, probe_rows
 from posttrain.pictures.picture import Picture, read_picture
 from posttrain.types import Row
@@ -154,7 +154,6 @@ def probe_layout(model: Module, autocast: torch.dtype | None = None, device: tor
     name = type(model).__name__ + " " + text.model_type
     backend = str(attention_name(text))
     if layout.kind == "tree" and not layout.dense_mask and (fault := _fault(model, layout, device, autocast)):
-        tree_attention.uninstall(causal_lm(model))
         dense = layout_for(model, dense_mask=True, device=device.type)
         layout = replace(dense, rope_switch=layout.rope_switch, rope_end=layout.rope_end)
         logger.warning(
@@ -281,17 +280,14 @@ def _fault(model: Module, layout: Layout, device: torch.device, autocast: torch.
     """Why a model cannot take this layout; empty where it can. Any failure means the same."""
     here = next(model.parameters()).device.type
     computed = nullcontext() if autocast is None or here == "cpu" else torch.autocast(here, dtype=autocast)
-    training = model.training
-    model.eval()
     try:
-        if layout.dense_mask:
-            return _forest_fault(model, layout)
-        with tree_attention.refusing(), computed:
-            return _kernel_fault(model, device, autocast) or _forest_fault(model, layout)
+        with evaluating(model), tree_attention.uninstalled(model):
+            if layout.dense_mask:
+                return _forest_fault(model, layout)
+            with tree_attention.refusing(), computed:
+                return _kernel_fault(model, device, autocast) or _forest_fault(model, layout)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
-    finally:
-        model.train(training)
 
 
 def _kernel_fault(model: Module, device: torch.device, autocast: torch.dtype | None) -> str:
@@ -342,10 +338,8 @@ def probe_head(model: Module) -> None:
     if score_layer(inner) is not None:
         return
     rows = [_probe_rows(model.config.get_text_config().vocab_size)[1]]
-    training = model.training
-    model.eval()
-    chunked, truth = _fast(model, rows, Layout("padded", row_tokens=512)), _truth(model, rows)
-    model.train(training)
+    with evaluating(model):
+        chunked, truth = _fast(model, rows, Layout("padded", row_tokens=512)), _truth(model, rows)
     fault = disagreement(chunked, truth, _share(model))
     if fault:
         inner.own_logits = True

@@ -23,7 +23,7 @@ import importlib.util
 import inspect
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -33,7 +33,7 @@ from torch import Tensor, nn
 
 from posttrain.errors import ModelError
 from posttrain.models.architecture import OWN_NAMES
-from posttrain.models.heads import attention_configs
+from posttrain.models.heads import attention_renamed, rename_attention
 from posttrain.models.token_split import TokenSplit
 from posttrain.types import Batch, Segment
 
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+PLAIN = "eager_attention_forward"  # The plain attention of a file of transformers.
 BACKENDS = tuple(OWN_NAMES.values())  # Backends of transformers that calls without segments still run.
 # What a backend may be given and does not change numbers, or is computed here too.
 UNDERSTOOD = {
@@ -532,27 +533,27 @@ def kernel_fault(device: torch.device, dtype: torch.dtype, heads: int, kv: int, 
     return ""
 
 
-def _plain_attention(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-    return _written_out(type(module))(module, *args, **kwargs)
+def _plain_attention(module: nn.Module, *tensors: Tensor | None, **rest: Any) -> tuple[Tensor, Tensor | None]:
+    return _written_out(type(module))(module, *tensors, **rest)
 
 
 @cache
 def _written_out(kind: type) -> Callable[..., tuple[Tensor, Tensor | None]]:
     """Return the plain attention of the file that defines a layer's forward. transformers registers it under no name."""
-    for base in kind.__mro__:
-        names = getattr(inspect.unwrap(vars(base).get("forward", nn.Module.forward)), "__globals__", {})
-        if "eager_attention_forward" in names:
-            return names["eager_attention_forward"]
+    files = (inspect.unwrap(vars(base)["forward"]).__globals__ for base in kind.__mro__ if "forward" in vars(base))
+    if found := next((names[PLAIN] for names in files if PLAIN in names), None):
+        return found
     raise ModelError(
-        f"attn_implementation='eager': the file of {kind.__name__} has no function eager_attention_forward, so calls without "
-        "segments have no attention to run. Fix: attn_implementation='sdpa'."
+        f"attn_implementation='eager': the file of {kind.__name__} has no function {PLAIN}, so calls without segments have no "
+        "attention to run. Fix: attn_implementation='sdpa'."
     )
 
 
 def install(model: nn.Module) -> None:
-    """Choose attention by parts in the configs of a model's text layers.
+    """Choose tree attention in the configs of a model's text layers, under its own names in transformers' registry.
 
-    It has names of its own in transformers' registry. Calls without a forest run the backend that the config named before.
+    The names stay, because a backward pass with checkpointing calls the layers again. Calls without a forest run the backend that
+    the config named before.
     """
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -562,29 +563,12 @@ def install(model: nn.Module) -> None:
     for name, backend in OWN_NAMES.items():
         ALL_ATTENTION_FUNCTIONS.register(name, _attention(ALL_ATTENTION_FUNCTIONS.get(backend, _plain_attention)))
         ALL_MASK_ATTENTION_FUNCTIONS.register(name, ALL_MASK_ATTENTION_FUNCTIONS[backend])
-    for config in attention_configs(model):
-        if config._attn_implementation_internal in BACKENDS:
-            config._attn_implementation_internal = f"posttrain_{config._attn_implementation_internal}"
+    rename_attention(model, lambda backend: f"posttrain_{backend}" if backend in BACKENDS else backend)
 
 
-def uninstall(model: nn.Module) -> None:
-    """Restore the backends that `install` replaced in configs."""
-    for config in attention_configs(model):
-        config._attn_implementation_internal = OWN_NAMES.get(
-            config._attn_implementation_internal, config._attn_implementation_internal
-        )
-
-
-@contextmanager
-def uninstalled(model: nn.Module) -> Iterator[None]:
-    """Run a model with the backends of transformers alone, as it was given."""
-    configs = [(config, config._attn_implementation_internal) for config in attention_configs(model)]
-    uninstall(model)
-    try:
-        yield
-    finally:
-        for config, name in configs:
-            config._attn_implementation_internal = name
+def uninstalled(model: nn.Module) -> AbstractContextManager[None]:
+    """Run a model with the backends of transformers alone, then restore the names of before."""
+    return attention_renamed(model, lambda name: OWN_NAMES.get(name, name))
 
 
 def forest_mask(

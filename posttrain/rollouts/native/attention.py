@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from posttrain.models.heads import attention_configs
+from posttrain.models.heads import attention_renamed
 
 
 @dataclass(slots=True)
@@ -425,13 +425,9 @@ def _by_all(x: Tensor, n: int) -> Tensor:
 def plugged_in(model: nn.Module, store: Store) -> Iterator[None]:
     """Route attention of the text layers of ``model`` to `native_attention` with ``store``; the former backend is restored."""
     ALL_ATTENTION_FUNCTIONS.register(NAME, native_attention)
-    configs = [(config, config._attn_implementation_internal) for config in attention_configs(model)]
     previous, _running.store = _running.store, store
     try:
-        for config, _ in configs:
-            config._attn_implementation_internal = NAME
-        yield
+        with attention_renamed(model, lambda _: NAME):
+            yield
     finally:
         _running.store = previous
-        for config, implementation in configs:
-            config._attn_implementation_internal = implementation

@@ -53,7 +53,12 @@ def check_requests(
                 f"request {index} has {len(request.pictures)} pictures, and this engine samples from text alone: it would answer "
                 "about pictures it never saw. Fix: rollout_engine='auto' or 'hf'."
             )
-        _check_placeholders(index, request, placeholder)
+        wanted = sum(picture.count for picture in request.pictures)
+        if placeholder is not None and (placeholders := list(request.prompt_ids).count(placeholder)) != wanted:
+            raise RolloutError(
+                f"PT-G011: request {index} has {placeholders} image placeholders, and its {len(request.pictures)} pictures have "
+                f"{wanted}."
+            )
         if length == 0:
             raise RolloutError(f"request {index} has an empty prompt; give it at least one token (a bos token, say).")
         if context is not None and length + most > context:
@@ -76,17 +81,6 @@ def check_requests(
                 f"request {index}: logit_bias (or stop_token_ids with min_new_tokens) names token ids {sorted(named)[:8]}, and "
                 f"the model has {vocabulary}. Fix: give ids in [0, {vocabulary})."
             )
-
-
-def _check_placeholders(index: int, request: Request, placeholder: int | None) -> None:
-    if placeholder is None:
-        return
-    placeholders, wanted = list(request.prompt_ids).count(placeholder), sum(p.count for p in request.pictures)
-    if placeholders != wanted:
-        raise RolloutError(
-            f"PT-G011: request {index} has {placeholders} image placeholders, and its {len(request.pictures)} pictures have "
-            f"{wanted}."
-        )
 
 
 def check_rope(requests: Sequence[Request], sampling: Sampling, model: nn.Module, engine: str) -> None:
