@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import inspect
 import math
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -13,6 +11,7 @@ from typing import Any
 
 from posttrain.checks.registry import Context, finding, probe
 from posttrain.data.formats import known_columns
+from posttrain.rewards.call import ROWS, TRAINERS_ARGUMENTS, parameters
 from posttrain.types import Finding
 
 FLAT_GENERATIONS = 20
@@ -138,19 +137,7 @@ def check_no_signal(flat: int, rewards: Sequence[float], *, limit: int = FLAT_GE
 
 SPREAD_RATIO = 20.0  # Ratio of two standard deviations.
 # Arguments that every reward function can have besides the dataset's columns.
-SUPPLIED = frozenset(
-    [
-        "prompts",
-        "prompt_ids",
-        "completions",
-        "completion_ids",
-        "trainer_state",
-        "log_extra",
-        "log_metric",
-        "environments",
-        "prompt_suffixes",
-    ]
-)
+SUPPLIED = frozenset([*ROWS, "prompt_ids", *TRAINERS_ARGUMENTS])
 
 
 @dataclass
@@ -247,18 +234,16 @@ def check_reward_columns(functions: Mapping[str, Callable], columns: Sequence[st
         columns: Columns of the training set.
     """
     for name, function in functions.items():
-        with contextlib.suppress(TypeError, ValueError):
-            for column, parameter in inspect.signature(function).parameters.items():
-                named = parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
-                if named and parameter.default is parameter.empty and column not in SUPPLIED and column not in columns:
-                    yield finding(
-                        "PT-R029",
-                        "error",
-                        f"reward function `{name}` needs column `{column}`; the dataset has {sorted(columns)}.",
-                        "reward_funcs",
-                        "the function would fail after the first generation, when data and model are already loaded.",
-                        f"add a column `{column}` or rename one to it (dataset.rename_column), or give the parameter a default.",
-                    )
+        for column, required in parameters(name, function)[0].items():
+            if required and column not in SUPPLIED and column not in columns:
+                yield finding(
+                    "PT-R029",
+                    "error",
+                    f"reward function `{name}` needs column `{column}`; the dataset has {sorted(columns)}.",
+                    "reward_funcs",
+                    "the function would fail after the first generation, when data and model are already loaded.",
+                    f"add a column `{column}` or rename one to it (dataset.rename_column), or give the parameter a default.",
+                )
 
 
 # Maximum share of rows whose reference is unreadable, and maximum number of rows that are read.

@@ -11,7 +11,7 @@ from typing import Any
 
 # Module -> its names that users import from here.
 _PUBLIC = {
-    "call": ("parallel",),
+    "call": ("RewardTable", "parallel"),
     "code": ("CodeTestsReward", "Limits", "get_code_tests_reward", "run_tests"),
     "format": (
         "get_cosine_scaled_reward",
@@ -25,7 +25,7 @@ _PUBLIC = {
         "reasoning_accuracy_reward",
     ),
     "model": ("ModelReward",),
-    "runner": ("RewardRunner", "RewardTable"),
+    "runner": ("RewardRunner",),
 }
 _MODULES = {name: module for module, names in _PUBLIC.items() for name in names}
 

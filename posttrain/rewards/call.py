@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 RESERVED = ("prompt", "completion", "completion_ids")
+# Arguments with one value per row that every reward function can have.
+ROWS = ("prompts", "completions", "completion_ids")
 # Arguments that the trainer passes, besides prompts, completions and dataset columns.
 TRAINERS_ARGUMENTS = ("trainer_state", "prompt_suffixes", "environments", "log_extra", "log_metric")
 TABLE_COLUMNS = ("step", "prompt", "completion", "advantage")
@@ -120,184 +122,271 @@ def head(value: object, limit: int = 120) -> str:
 # One call -------------------------------------------------------------------------------------------------------------
 
 
-@dataclass
-class RewardCall:
-    """Inputs and logged values of one call of the reward functions on one batch.
+@dataclass(slots=True, frozen=True)
+class RewardTable:
+    """Rewards of one batch of completions.
 
     Attributes:
-        prompts: n strings or lists of messages.
-        completions: n strings or lists of messages.
-        completion_ids: n lists of token ids, unpadded.
-        columns: Dataset columns, n values each.
-        always: Arguments that every function gets besides the rows (``trainer_state``, ``environments``).
-        strict: Whether NaN is an error too.
-        extra: Columns logged with ``log_extra``, by function and column.
-        logged: Values logged with ``log_metric``, by key.
-        metrics: Durations and counts measured by the runner.
+        values: ``(n, K)`` float32, NaN where a function returned None; transformed if a transform is set.
+        names: K unique names.
+        weights: ``(K,)`` float32.
+        extra_columns: Columns that functions logged with ``log_extra``, one value per row.
+        metrics: Seconds per function, values logged with ``log_metric``, counts of NaN.
+        seconds: Wall-clock seconds of each function, by name.
+        raw: ``(n, K)`` ``values`` before any transform.
+        start: Index in ``values`` of this process's first row.
     """
 
-    prompts: list[Any]
-    completions: list[Any]
-    completion_ids: list[list[int]]
-    columns: dict[str, list[Any]]
-    always: dict[str, Any]
-    strict: bool = False
-    extra: dict[str, dict[str, list[Any]]] = field(default_factory=dict)
-    logged: dict[str, list[float]] = field(default_factory=dict)
+    values: Tensor
+    names: list[str]
+    weights: Tensor
+    extra_columns: dict[str, list[Any]] = field(default_factory=dict)
     metrics: dict[str, Metric] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)
+    raw: Tensor | None = None
+    start: int = 0
 
-    def check_inputs(self) -> None:
-        """Raise if a column does not have one value per row, or has the name of an argument that every function gets."""
-        n = len(self.prompts)
-        rows = {"completions": self.completions, "completion_ids": self.completion_ids, **self.columns}
-        for name, values in rows.items():
-            if len(values) != n:
-                raise RewardError(
-                    f"{name!r} has {len(values)} values for {n} prompts. There must be one value per row."
-                )
-            if name in self.columns and name in ("prompts", "completions"):
-                raise RewardError(
-                    f"the dataset column {name!r} has the same name as an argument that every reward function gets. Fix: "
-                    "rename the column."
-                )
 
-    def run(self, name: str, function: Callable, timeout: float | None = None) -> Any:
-        """Call one function. The result may be an awaitable."""
-        call = functools.partial(function, **self._accepted(name, function, self._arguments(name)))
+@dataclass(frozen=True)
+class RewardFunction:
+    """A reward function with everything that its calls need. `reward_function` makes it.
+
+    Attributes:
+        name: Unique name, for metrics and errors.
+        call: Takes the accepted arguments as keywords. Returns the rewards, or an awaitable of them.
+        accepts: Whether an argument is required, by the name of each argument that the function names.
+        takes_all: Whether the function has ``**kwargs``, so that it gets every argument.
+        timeout: Maximum seconds of a call; None waits without limit.
+        concurrent: Whether ``call`` returns an awaitable. Such functions run at the same time, after all others.
+    """
+
+    name: str
+    call: Callable[..., Any]
+    accepts: Mapping[str, bool]
+    takes_all: bool = False
+    timeout: float | None = None
+    concurrent: bool = False
+
+    def reads(self) -> str:
+        """Return the dataset columns that the function names, or "any" if it takes all of them."""
+        named = [name for name in self.accepts if name not in (*ROWS, *TRAINERS_ARGUMENTS)]
+        return ", ".join(named) or ("any" if self.takes_all else "no column")
+
+
+def reward_function(name: str, function: Callable, timeout: float | None = None) -> RewardFunction:
+    """Read the signature of a function once, and wrap threads, asynchrony and the time limit into its call.
+
+    Raises:
+        RewardError: The function has positional-only parameters.
+    """
+    bare = _bare(function)
+    on_thread = getattr(bare, "runs_in_thread", False)
+    waits = on_thread or any(inspect.iscoroutinefunction(f) for f in (bare, type(bare).__call__))
+
+    def thread(arguments: dict[str, Any]) -> concurrent.futures.Future:
+        return _on_thread(functools.partial(function, **arguments))
+
+    async def awaited(**arguments: Any) -> Any:
+        return await (asyncio.wrap_future(thread(arguments)) if on_thread else function(**arguments))
+
+    def limited(**arguments: Any) -> Any:
+        return thread(arguments).result(timeout)
+
+    call = awaited if waits else function if timeout is None else limited
+    return RewardFunction(name, call, *parameters(name, function), timeout, waits)
+
+
+def parameters(name: str, function: Callable) -> tuple[dict[str, bool], bool]:
+    """Return whether each named parameter is required, and whether there is ``**kwargs`` (or no signature)."""
+    try:
+        found = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return {}, True
+    if any(p.kind is p.POSITIONAL_ONLY for p in found):
+        raise RewardError(
+            f"reward function {name!r} has positional-only parameters, but it is called with keywords. Fix: remove the '/'."
+        )
+    named = [p for p in found if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    return {p.name: p.default is p.empty for p in named}, any(p.kind is p.VAR_KEYWORD for p in found)
+
+
+def score(
+    functions: Sequence[RewardFunction],
+    weights: Tensor,
+    rows: Mapping[str, list[Any]],
+    always: Mapping[str, Any],
+    *,
+    strict: bool = False,
+) -> RewardTable:
+    """Call every function on one batch of completions, and check its rewards.
+
+    Args:
+        functions: K functions. Synchronous ones run in order on the calling thread, the others concurrently afterwards.
+        weights: ``(K,)``, for the table.
+        rows: ``prompts``, ``completions``, ``completion_ids`` and the dataset's columns, n values each.
+        always: Arguments that every function gets besides the rows (``trainer_state``, ``environments``).
+        strict: Whether NaN is an error too.
+
+    Raises:
+        RewardError: A column has another number of values, or a function failed. The error names the function and, if there is
+            one, the row.
+    """
+    prompts = rows["prompts"]
+    for name, column in rows.items():
+        if len(column) != len(prompts):
+            raise RewardError(
+                f"{name!r} has {len(column)} values for {len(prompts)} prompts. There must be one value per row."
+            )
+    logged: dict[str, list[float]] = {}
+    extra: dict[str, dict[str, list[Any]]] = {function.name: {} for function in functions}
+    always = {**always, "log_metric": lambda key, value: logged.setdefault(key, []).append(float(value))}
+    results, seconds = _results(functions, rows, always, extra)
+    columns, metrics = [], {}
+    for name in extra:
+        rewards = checked(name, results[name], prompts, strict)
+        columns.append([math.nan if reward is None else reward for reward in rewards])
+        if odd := sum(reward is not None and math.isnan(reward) for reward in rewards):
+            metrics[f"rewards/{name}/nan"] = total(float(odd))
+    metrics |= {f"rewards/{name}/seconds": mean(spent) for name, spent in seconds.items()}
+    finite = {key: [value for value in values if math.isfinite(value)] for key, values in logged.items()}
+    metrics |= {key: mean(sum(values) / len(values)) for key, values in finite.items() if values}
+    values = torch.tensor(columns, dtype=torch.float32).reshape(len(columns), len(prompts)).T.contiguous()  # (n, K)
+    return RewardTable(values, list(extra), weights, merged(extra), metrics, seconds)
+
+
+def _results(
+    functions: Sequence[RewardFunction],
+    rows: Mapping[str, list[Any]],
+    always: Mapping[str, Any],
+    extra: Mapping[str, dict[str, list[Any]]],
+) -> tuple[dict[str, Any], dict[str, float]]:
+    """Return the result of each function, and its seconds."""
+    count = len(rows["prompts"])
+    results: dict[str, Any] = {}
+    seconds: dict[str, float] = {}
+    later: dict[str, Callable[[], Awaitable]] = {}
+    for function in sorted(functions, key=lambda one: one.concurrent):
+        name = function.name
+        arguments = accepted(
+            function, rows, {**always, "log_extra": functools.partial(_log_extra, name, extra[name], count)}
+        )
+        if function.concurrent:
+            later[name] = functools.partial(function.call, **arguments)
+            continue
+        began = time.perf_counter()
         try:
-            return call() if timeout is None else _on_thread(call).result(timeout)
+            with still_running([name], count):
+                result = results[name] = function.call(**arguments)
         except (MissingDependencyError, KeyboardInterrupt):
             # The message of a missing dependency already says what to install.
             raise
         # CancelledError, GeneratorExit and SystemExit are not subclasses of Exception; they must end only this call.
         except BaseException as error:
-            raise self.failure(name, error, timeout) from error
+            raise failure(function, error, rows["prompts"]) from error
+        seconds[name] = time.perf_counter() - began
+        if inspect.isawaitable(result):
+            later[name] = lambda result=result: result
+    if later:
+        with still_running(list(later), count):
+            outcomes = run_concurrently(later, functions[0].timeout)
+        by_name = {function.name: function for function in functions}
+        for name, (outcome, spent) in outcomes.items():
+            if isinstance(outcome, MissingDependencyError):
+                raise outcome
+            if isinstance(outcome, BaseException):
+                raise failure(by_name[name], outcome, rows["prompts"]) from outcome
+            results[name], seconds[name] = outcome, seconds.get(name, 0.0) + spent
+    return results, seconds
 
-    def _arguments(self, name: str) -> dict[str, Any]:
-        """Copy the arguments for one function, so that its edits do not reach the next function."""
 
-        def log_extra(column: str, values: Sequence[Any]) -> None:
-            if len(values) != len(self.prompts):
-                raise RewardError(
-                    f"{name} logged {len(values)} values for column {column!r} and {len(self.prompts)} rows."
-                )
-            self.extra.setdefault(name, {})[column] = list(values)
-
-        return {
-            "prompts": [_copy(prompt) for prompt in self.prompts],
-            "completions": [_copy(completion) for completion in self.completions],
-            "completion_ids": [list(ids) for ids in self.completion_ids],
-            **{key: [_copy(value) for value in values] for key, values in self.columns.items()},
-            **self.always,
-            "log_extra": log_extra,
-            "log_metric": lambda key, value: self.logged.setdefault(key, []).append(float(value)),
-        }
-
-    def _accepted(self, name: str, function: Callable, arguments: dict[str, Any]) -> dict[str, Any]:
-        """Return the arguments that ``function`` names (all of them if it has ``**kwargs``)."""
-        try:
-            parameters = inspect.signature(function).parameters.values()
-        except (TypeError, ValueError):
-            return arguments
-        if any(p.kind is p.POSITIONAL_ONLY for p in parameters):
+def accepted(function: RewardFunction, rows: Mapping[str, list[Any]], always: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments that a function takes. Rows are copied, so that its edits do not reach the next function."""
+    for name, required in function.accepts.items():
+        if required and name not in rows and name not in always:
+            columns = [column for column in rows if column not in ROWS]
             raise RewardError(
-                f"reward function {name!r} has positional-only parameters, but it is called with keywords. Fix: remove the '/'."
+                f"reward function {function.name!r} needs the column {name!r}, which the dataset does not have"
+                f"{did_you_mean(name, columns)}. Its columns are {sorted(columns)} (and 'prompt')."
             )
-        named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-        for parameter in named:
-            if parameter.default is parameter.empty and parameter.name not in arguments:
-                raise RewardError(
-                    f"reward function {name!r} needs the column {parameter.name!r}, which the dataset does not have"
-                    f"{did_you_mean(parameter.name, self.columns)}. Its columns are {sorted(self.columns)} (and "
-                    "'prompt')."
-                )
-        if any(p.kind is p.VAR_KEYWORD for p in parameters):
-            return arguments
-        return {p.name: arguments[p.name] for p in named if p.name in arguments}
+    taken = {
+        name: value for name, value in {**rows, **always}.items() if function.takes_all or name in function.accepts
+    }
+    return {name: [_copy(one) for one in value] if name in rows else value for name, value in taken.items()}
 
-    def failure(self, name: str, error: BaseException, timeout: float | None = None) -> RewardError:
-        """Return an error that names the function and the reason of the failure."""
-        first = f"(first prompt: {head(self.prompts[0]) if self.prompts else 'none'})"
-        if timeout is not None and isinstance(error, TimeoutError) and not str(error):
-            return RewardError(
-                f"reward function {name!r} did not answer within reward_timeout={timeout} s for {len(self.prompts)} "
-                f"completions {first}. Fix: limit the waits inside the function, or raise reward_timeout."
-            )
-        if isinstance(error, RewardError):
-            return RewardError(f"reward function {name!r}: {str(error).rstrip('.')} {first}.")
-        place = raised_at(error, besides=__file__)
-        place = f" at {place}" if place else ""
-        # httpx, requests, aiohttp and openai have no common error class, but their class names share words.
-        network = isinstance(error, ConnectionError) or any(word in type(error).__name__ for word in NETWORK)
-        fix = (
-            "its server did not answer. Check the address and the network, and retry inside the function (e.g. with tenacity). "
-            "The training state is saved in the checkpoints"
-            if network
-            else "return a number, or None for 'does not apply', for every completion the model may write"
-        )
+
+def _log_extra(name: str, extra: dict[str, list[Any]], count: int, column: str, values: Sequence[Any]) -> None:
+    if len(values) != count:
+        raise RewardError(f"{name} logged {len(values)} values for column {column!r} and {count} rows.")
+    extra[column] = list(values)
+
+
+def merged(extra: Mapping[str, Mapping[str, list[Any]]]) -> dict[str, list[Any]]:
+    """Return the logged columns in the order of the functions. A name that is taken is prefixed with the function's name."""
+    columns: dict[str, list[Any]] = {}
+    for name, logged in extra.items():
+        for column, values in logged.items():
+            clash = column in columns or column in TABLE_COLUMNS or column in extra
+            columns[f"{name}/{column}" if clash else column] = values
+    return columns
+
+
+def failure(function: RewardFunction, error: BaseException, prompts: Sequence[Any]) -> RewardError:
+    """Return an error that names the function and the reason of the failure."""
+    name, timeout = function.name, function.timeout
+    first = f"(first prompt: {head(prompts[0]) if prompts else 'none'})"
+    if timeout is not None and isinstance(error, TimeoutError) and not str(error):
         return RewardError(
-            f"reward function {name!r} raised {type(error).__name__}{place}: {error} {first}. Fix: {fix}."
+            f"reward function {name!r} did not answer within reward_timeout={timeout} s for {len(prompts)} "
+            f"completions {first}. Fix: limit the waits inside the function, or raise reward_timeout."
         )
+    if isinstance(error, RewardError):
+        return RewardError(f"reward function {name!r}: {str(error).rstrip('.')} {first}.")
+    place = raised_at(error, besides=__file__)
+    place = f" at {place}" if place else ""
+    # httpx, requests, aiohttp and openai have no common error class, but their class names share words.
+    network = isinstance(error, ConnectionError) or any(word in type(error).__name__ for word in NETWORK)
+    fix = (
+        "its server did not answer. Check the address and the network, and retry inside the function (e.g. with tenacity). "
+        "The training state is saved in the checkpoints"
+        if network
+        else "return a number, or None for 'does not apply', for every completion the model may write"
+    )
+    return RewardError(f"reward function {name!r} raised {type(error).__name__}{place}: {error} {first}. Fix: {fix}.")
 
-    def check(self, name: str, result: Any) -> list[float]:
-        """Convert a result to one number per row, with NaN for None.
 
-        Raises:
-            RewardError: The result is not a sequence of n real finite numbers or Nones.
-        """
-        n = len(self.prompts)
-        if hasattr(result, "tolist"):
-            shape = tuple(getattr(result, "shape", ()))
-            if len(shape) > 1:
-                raise RewardError(
-                    f"reward function {name!r} returned shape {shape}. It must return one number per row, shape ({n},)."
-                )
-            result = result.tolist()
-        if not isinstance(result, Sequence) or isinstance(result, str | bytes):
-            raise RewardError(
-                f"reward function {name!r} returned {result!r} ({type(result).__name__}). It must return a list of {n} "
-                "numbers, one per completion."
-            )
-        if len(result) != n:
-            raise RewardError(
-                f"reward function {name!r} returned {len(result)} rewards for {n} completions. It must return one per completion."
-            )
-        numbers = [self._number(name, row, value) for row, value in enumerate(result)]
-        odd = sum(value is not None and math.isnan(number) for value, number in zip(result, numbers, strict=True))
-        if odd:
-            self.metrics[f"rewards/{name}/nan"] = total(float(odd))
-        return numbers
+def checked(name: str, result: Any, prompts: Sequence[Any], strict: bool) -> list[float | None]:
+    """Convert a result to one number or None per row.
 
-    def _number(self, name: str, row: int, value: object) -> float:
-        value = scalar(value)
-        if value is None:
-            return math.nan
-        if not is_number(value):
-            raise RewardError(
-                f"reward function {name!r} returned {value!r} ({type(value).__name__}) for row {row}. It must return a "
-                f"number or None. Prompt: {head(self.prompts[row])}"
-            )
-        number = float(value)
-        if abs(number) > LARGEST_REWARD or (self.strict and math.isnan(number)):
-            raise RewardError(
-                f"reward function {name!r} returned {number} for row {row}. It must return a finite number, or None "
-                f"for 'does not apply'. Prompt: {head(self.prompts[row])}"
-            )
+    Raises:
+        RewardError: The result is not a sequence of n real finite numbers or Nones.
+    """
+    n, shape = len(prompts), tuple(getattr(result, "shape", ()))
+    rewards = result.tolist() if hasattr(result, "tolist") else result
+    if len(shape) > 1:
+        odd, must = f"shape {shape}", f"one number per row, shape ({n},)"
+    elif not isinstance(rewards, Sequence) or isinstance(rewards, str | bytes):
+        odd, must = f"{rewards!r} ({type(rewards).__name__})", f"a list of {n} numbers, one per completion"
+    elif len(rewards) != n:
+        odd, must = f"{len(rewards)} rewards for {n} completions", "one per completion"
+    else:
+        return [_number(name, row, value, prompts, strict) for row, value in enumerate(rewards)]
+    raise RewardError(f"reward function {name!r} returned {odd}. It must return {must}.")
+
+
+def _number(name: str, row: int, value: object, prompts: Sequence[Any], strict: bool) -> float | None:
+    value = scalar(value)
+    if value is None:
+        return None
+    number = float(value) if is_number(value) else None
+    if number is None:
+        odd, must = f"{value!r} ({type(value).__name__})", "a number or None"
+    elif abs(number) > LARGEST_REWARD or (strict and math.isnan(number)):
+        odd, must = str(number), "a finite number, or None for 'does not apply'"
+    else:
         return number
-
-    def extra_columns(self, names: Sequence[str]) -> dict[str, list[Any]]:
-        """Return the logged columns in the order of the functions. A name that is taken is prefixed with the function's name."""
-        merged: dict[str, list[Any]] = {}
-        for name in names:
-            for column, values in self.extra.get(name, {}).items():
-                clash = column in merged or column in TABLE_COLUMNS or column in names
-                merged[f"{name}/{column}" if clash else column] = values
-        return merged
-
-    def all_metrics(self) -> dict[str, Metric]:
-        """Return the runner's metrics and, for each metric that functions logged, its mean over the calls."""
-        finite = {key: [value for value in values if math.isfinite(value)] for key, values in self.logged.items()}
-        return self.metrics | {key: mean(sum(values) / len(values)) for key, values in finite.items() if values}
+    raise RewardError(
+        f"reward function {name!r} returned {odd} for row {row}. It must return {must}. Prompt: {head(prompts[row])}"
+    )
 
 
 def _copy(value: object) -> Any:
@@ -311,21 +400,6 @@ def _copy(value: object) -> Any:
     return copied
 
 
-def columns_read(function: Callable) -> str:
-    """Return the dataset columns that a function names, or "any" if it takes all of them."""
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):
-        return "any"
-    supplied = ("prompts", "completions", "completion_ids", *TRAINERS_ARGUMENTS)
-    named = [
-        p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and p.name not in supplied
-    ]
-    if any(p.kind is p.VAR_KEYWORD for p in parameters) and not named:
-        return "any"
-    return ", ".join(named) or "no column"
-
-
 # How long a call takes ----------------------------------------------------------------------------------------------------
 
 SECONDS_UNTIL_TOLD = 60.0
@@ -333,7 +407,7 @@ NETWORK = ("Connect", "Timeout", "Network", "Protocol")  # Words in the names of
 
 
 @contextlib.contextmanager
-def told_of(names: Sequence[str], rows: int) -> Iterator[None]:
+def still_running(names: Sequence[str], rows: int) -> Iterator[None]:
     """Warn while functions are still running: after 1 minute, then after 2, 4, 8, ... minutes."""
     done = threading.Event()
 
@@ -372,26 +446,12 @@ def _on_thread(work: Callable[[], Any]) -> concurrent.futures.Future:
     return future
 
 
-def is_concurrent(function: Any) -> bool:
-    """Return whether a function is asynchronous (or its ``__call__`` is), or marked to run on a thread."""
-    bare = _bare(function)
-    asynchronous = any(inspect.iscoroutinefunction(f) for f in (bare, type(bare).__call__))
-    return asynchronous or getattr(bare, "runs_in_thread", False)
-
-
-async def awaited(call: RewardCall, name: str, function: Callable) -> Any:
-    """Return the result of one concurrent function."""
-    if getattr(_bare(function), "runs_in_thread", False):
-        return await asyncio.wrap_future(_on_thread(lambda: call.run(name, function)))
-    return await without_exit(call, name, call.run(name, function))
-
-
-async def without_exit(call: RewardCall, name: str, awaitable: Awaitable) -> Any:
-    """Await ``awaitable`` and convert SystemExit to an error. It would end the event loop's thread and hang the caller."""
+async def _contained(task: Callable[[], Awaitable]) -> Any:
+    """Await a task and return SystemExit. If it were raised, it would end the event loop's thread and hang the caller."""
     try:
-        return await awaitable
+        return await task()
     except SystemExit as error:
-        raise call.failure(name, error) from error
+        return error
 
 
 def run_concurrently(
@@ -414,7 +474,7 @@ def run_concurrently(
     async def timed(name: str) -> None:
         started = time.perf_counter()
         try:
-            outcome = await asyncio.wait_for(tasks[name](), timeout)
+            outcome = await asyncio.wait_for(_contained(tasks[name]), timeout)
         except (Exception, asyncio.CancelledError) as error:
             outcome = error
         outcomes[name] = outcome, time.perf_counter() - started

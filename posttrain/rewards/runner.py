@@ -2,39 +2,30 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import functools
-import inspect
 import itertools
 import logging
 import math
-import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 import transformers
 from torch import Tensor
 
-from posttrain.errors import ConfigError, MissingDependencyError, RewardError, did_you_mean
+from posttrain.errors import ConfigError, RewardError, did_you_mean
 from posttrain.metrics import Metric, mean
 from posttrain.rewards.call import (
     RESERVED,
-    TRAINERS_ARGUMENTS,
-    RewardCall,
+    RewardTable,
     as_callable,
-    awaited,
-    columns_read,
     head,
-    is_concurrent,
     one_each,
+    reward_function,
     reward_name,
-    run_concurrently,
-    told_of,
+    score,
     unique,
-    without_exit,
 )
 
 logger = logging.getLogger(__name__)
@@ -230,31 +221,6 @@ def describe_shares(names: Sequence[str], values: Tensor, weights: Tensor) -> st
 # All functions of a run -------------------------------------------------------------------------------------------------
 
 
-@dataclass(slots=True, frozen=True)
-class RewardTable:
-    """Rewards of one batch of completions.
-
-    Attributes:
-        values: ``(n, K)`` float32, NaN where a function returned None; transformed if a transform is set.
-        names: K unique names.
-        weights: ``(K,)`` float32.
-        extra_columns: Columns that functions logged with ``log_extra``, one value per row.
-        metrics: Seconds per function, values logged with ``log_metric``, counts of NaN.
-        seconds: Wall-clock seconds of each function, by name.
-        raw: ``(n, K)`` ``values`` before any transform.
-        start: Index in ``values`` of this process's first row.
-    """
-
-    values: Tensor
-    names: list[str]
-    weights: Tensor
-    extra_columns: dict[str, list[Any]] = field(default_factory=dict)
-    metrics: dict[str, Metric] = field(default_factory=dict)
-    seconds: dict[str, float] = field(default_factory=dict)
-    raw: Tensor | None = None
-    start: int = 0
-
-
 class RewardRunner:
     """Runner that calls reward functions and turns their mistakes into a `RewardError`.
 
@@ -313,12 +279,14 @@ class RewardRunner:
         functions += of_environments
         self.names = unique([reward_name(f) for f in functions])
         options = dict(model_options or {})
-        self.functions = [as_callable(f, t, options) for f, t in zip(functions, tokenizers, strict=True)]
+        self.functions = tuple(as_callable(f, t, options) for f, t in zip(functions, tokenizers, strict=True))
+        self._calls = [reward_function(n, f, timeout) for n, f in zip(self.names, self.functions, strict=True)]
         self.processing_classes = [getattr(f, "tokenizer", t) for f, t in zip(self.functions, tokenizers, strict=True)]
         self._weights = torch.tensor([1.0 if w is None else float(w) for w in weights])  # (K,)
         self.transforms = [parse_transform(spec) for spec in self._specs]
-        self.timeout, self.score_twice = timeout, score_twice
-        self._tables = self._calls = self._reports = self._mostly_unscored = self._unscored_batches = 0
+        self.score_twice = score_twice
+        self._hidden: set[str] = set()  # Columns that a warning named.
+        self._tables = self._reports = self._mostly_unscored = self._unscored_batches = 0
         self._ever_scored = False
         self._warnings: dict[str, int] = {}
 
@@ -346,10 +314,10 @@ class RewardRunner:
         for function in self.functions:
             if hasattr(function, "probe"):
                 function.to(device).probe()
-        rows = zip(self.names, self.functions, self.weights.tolist(), self._specs, strict=True)
-        for name, function, weight, spec in rows if len(self.names) > 1 else ():
-            reads = columns_read(function)
-            logger.info("reward %s: weight %g, transform %s, reads %s", name, weight, spec or "none", reads)
+        rows = zip(self._calls, self.weights.tolist(), self._specs, strict=True)
+        for function, weight, spec in rows if len(self.names) > 1 else ():
+            shown = function.name, weight, spec or "none", function.reads()
+            logger.info("reward %s: weight %g, transform %s, reads %s", *shown)
 
     def __call__(
         self,
@@ -363,7 +331,7 @@ class RewardRunner:
         environments: list[Any] | None = None,
         strict: bool = False,
     ) -> RewardTable:
-        """Score n completions of this process. `finish` transforms and checks the rewards of all processes.
+        """Score n completions of this process. `finish` transforms the rewards of all processes.
 
         Args:
             prompts: n strings, or lists of messages.
@@ -378,90 +346,62 @@ class RewardRunner:
         Raises:
             RewardError: A function failed. The error names the function and, if there is one, the row.
         """
-        kept = {name: values for name, values in (columns or {}).items() if name not in RESERVED}
-        always = {"trainer_state": trainer_state, "prompt_suffixes": prompt_suffixes, "environments": environments}
-        always = {k: v for k, v in always.items() if v is not None or k == "trainer_state"}
-        given = [name for name in TRAINERS_ARGUMENTS if name in always or name.startswith("log_")]
-        for name in (*RESERVED[1:], *given):
-            if name not in (columns or {}):
-                continue
-            kept.pop(name, None)
-            self._warn(
-                f"column {name}",
-                "the dataset column %r is not passed to reward functions, because the trainer passes its own %r. Fix: rename the "
-                "column if a function needs it.",
-                name,
-                "completions" if name == "completion" else name,
-            )
-        call = RewardCall(prompts, completions, completion_ids, kept, always, strict)
-        call.check_inputs()
-        results, seconds = self._run(call)
-        values = [call.check(name, result) for name, result in zip(self.names, results, strict=True)]
-        for name, spent in seconds.items():
-            call.metrics[f"rewards/{name}/seconds"] = mean(spent)
-        if not strict and self.score_twice and self._calls == 0 and "environments" not in always:
-            self._score_again(call, values)
-        self._calls += not strict
-        scores = torch.tensor(values, dtype=torch.float32).reshape(len(values), len(prompts)).T.contiguous()  # (n, K)
-        return RewardTable(
-            scores, list(self.names), self.weights, call.extra_columns(self.names), call.all_metrics(), seconds
-        )
+        optional = {"prompt_suffixes": prompt_suffixes, "environments": environments}
+        always = {"trainer_state": trainer_state} | {k: v for k, v in optional.items() if v is not None}
+        rows = {"prompts": prompts, "completions": completions, "completion_ids": completion_ids}
+        rows |= self._passed(columns or {}, always)
+        table = score(self._calls, self.weights, rows, always, strict=strict)
+        if self.score_twice and not strict:
+            self.score_twice = False
+            if environments is None:
+                self._compare_second(table, rows, always)
+        return table
+
+    def _passed(self, columns: Mapping[str, list[Any]], always: Mapping[str, Any]) -> dict[str, list[Any]]:
+        """Return the columns that functions get. Warn once about those with the name of an argument of the trainer."""
+        given = {*RESERVED[1:], *always, "log_extra", "log_metric"}
+        for name in columns:
+            if name in ("prompts", "completions"):
+                raise RewardError(
+                    f"the dataset column {name!r} has the same name as an argument that every reward function gets. Fix: "
+                    "rename the column."
+                )
+            if name in given - self._hidden:
+                self._hidden.add(name)
+                logger.warning(
+                    "the dataset column %r is not passed to reward functions, because the trainer passes its own %r. Fix: rename "
+                    "the column if a function needs it.",
+                    name, "completions" if name == "completion" else name,
+                )  # fmt: skip
+        return {name: column for name, column in columns.items() if name not in given and name not in RESERVED}
 
     def rows_again(self, count: int) -> list[int]:
         """Return which of ``count`` rows are scored a second time."""
         return list(range(min(ROWS_SCORED_TWICE, count)))
 
-    def _score_again(self, call: RewardCall, values: list[list[float]]) -> None:
+    def _compare_second(self, table: RewardTable, rows: dict[str, list[Any]], always: dict[str, Any]) -> None:
         """Score a few rows a second time, and warn about functions that return another reward."""
-        rows = self.rows_again(len(call.prompts))
-
-        def some(column: Any) -> Any:
-            return [column[i] for i in rows] if isinstance(column, list) else column
-
-        columns, always = ({k: some(v) for k, v in mapping.items()} for mapping in (call.columns, call.always))
-        again = RewardCall(some(call.prompts), some(call.completions), some(call.completion_ids), columns, always)
+        again = self.rows_again(len(table.values))
+        rows, always = (
+            {name: [one[i] for i in again] if isinstance(one, list) else one for name, one in mapping.items()}
+            for mapping in (rows, always)
+        )
         try:
-            results, _ = self._run(again)
-            second = [again.check(name, result) for name, result in zip(self.names, results, strict=True)]
+            second = score(self._calls, self.weights, rows, always).values
         except RewardError as error:
             logger.warning(
                 "the rewards of the first %d rows could not be computed a second time: %s", ROWS_SCORED_TWICE, error
             )
             return
-        for name, before, after in zip(self.names, values, second, strict=True):
+        for name, before, after in zip(self.names, table.values[again].T.tolist(), second.T.tolist(), strict=True):
             # Compare as text, because NaN (not scored) is not equal to itself.
-            pairs = [(a, b) for a, b in zip(some(before), after, strict=True) if str(a) != str(b)]
+            pairs = [(a, b) for a, b in zip(before, after, strict=True) if str(a) != str(b)]
             if pairs:
                 logger.warning(
                     "%s returned %g and then %g for the same completion (%d of %d rows differ): it is random, depends on the "
                     "time or on the other rows of a batch, or has state. Such rewards add noise to every advantage.",
                     name, *pairs[0], len(pairs), len(after),
                 )  # fmt: skip
-
-    def _run(self, call: RewardCall) -> tuple[list[Any], dict[str, float]]:
-        """Return the results of all functions in their order, and the seconds of each."""
-        results: dict[str, Any] = {}
-        seconds: dict[str, float] = {}
-        later: dict[str, Callable[[], Awaitable]] = {}
-        for name, function in zip(self.names, self.functions, strict=True):
-            if is_concurrent(function):
-                later[name] = functools.partial(awaited, call, name, function)
-                continue
-            started = time.perf_counter()
-            with told_of([name], len(call.prompts)):
-                results[name] = call.run(name, function, self.timeout)
-            seconds[name] = time.perf_counter() - started
-            if inspect.isawaitable(results[name]):
-                later[name] = functools.partial(without_exit, call, name, results[name])
-        with told_of(list(later), len(call.prompts)) if later else contextlib.nullcontext():
-            outcomes = run_concurrently(later, self.timeout) if later else {}
-        for name, (outcome, spent) in outcomes.items():
-            if isinstance(outcome, RewardError | MissingDependencyError):
-                raise outcome
-            if isinstance(outcome, BaseException):
-                raise call.failure(name, outcome, self.timeout) from outcome
-            results[name], seconds[name] = outcome, seconds.get(name, 0.0) + spent
-        return [results[name] for name in self.names], seconds
 
     def finish(
         self,

@@ -6,7 +6,7 @@ import pytest
 
 from posttrain import ConfigError, OnlineDPOConfig, RLOOConfig
 from posttrain.rollouts import sampling as guiding
-from tests.methods.helpers import grpo
+from tests.methods.helpers import count_a, grpo
 from tests.wordings import raises
 
 
@@ -24,18 +24,16 @@ def test_structured_outputs_reach_the_engine(tiny_tokenizer, tmp_path, given, gu
 
 def test_completions_of_a_run_match_their_guide(tiny_tokenizer, tmp_path):
     pytest.importorskip("xgrammar")
+    texts = []
     trainer = grpo(
         tmp_path,
         tiny_tokenizer,
         engine="native",
+        rewards=lambda completions, **_: texts.extend(completions) or count_a(completions),
         generation_kwargs={"structured_outputs": {"choice": ["a", "b"]}},
         max_steps=1,
     )
-    texts = []
-    score = trainer.rewards.functions[0]
-    trainer.rewards.functions[0] = lambda completions, **columns: (
-        texts.extend(completions) or score(completions, **columns)
-    )
+    texts.clear()  # The dry run's made-up completions.
     trainer.train()
     assert texts and {t if isinstance(t, str) else t[-1]["content"] for t in texts} <= {"a", "b"}
 
