@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import functools
+import logging
 import math
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
-from posttrain.checks.registry import Context, finding, probe
+from torch import Tensor
+
+from posttrain.checks.registry import Context, describe, finding, probe
 from posttrain.data.formats import known_columns
-from posttrain.rewards.call import ROWS, TRAINERS_ARGUMENTS, parameters
-from posttrain.types import Finding
+from posttrain.errors import RewardError
+from posttrain.losses.advantages import MOST_ADVANTAGE
+from posttrain.rewards.call import ROWS, TRAINERS_ARGUMENTS, RewardTable, head, parameters
+from posttrain.rewards.runner import describe_shares
+from posttrain.types import Advantages, Finding
 
 FLAT_GENERATIONS = 20
 OUTLIER_RATIO, LARGE_REWARD = 50.0, 100.0  # Multiple of the median; limit of the size if advantages are not scaled.
@@ -49,25 +55,22 @@ def check_reward_values(rewards: Mapping[str, Sequence[float]], *, scaled: bool)
             )
 
 
-def check_clipped(far: int, total: int, most: float, largest: float | None = None) -> Finding | None:
-    """Return a finding about standardized advantages that were clipped because they are very large, or None.
+def check_clipped(far: int, total: int, largest: float | None = None) -> Finding:
+    """Return a finding about standardized advantages that were clipped because they are very large.
 
     Args:
         far: Number of clipped advantages of a generation.
         total: Number of all advantages.
-        most: Limit at which they are clipped.
         largest: Largest absolute value before clipping, if known.
 
-    >>> check_clipped(1, 128, 10.0, 11.2).what
+    >>> check_clipped(1, 128, 11.2).what
     '1 of 128 advantages were beyond 10 standard deviations (up to 11.2) and were clipped.'
     """
-    if not far:
-        return None
     reach = "" if largest is None else f" (up to {largest:.3g})"
     return finding(
         "PT-R028",
         "warning",
-        f"{far} of {total} advantages were beyond {most:g} standard deviations{reach} and were clipped.",
+        f"{far} of {total} advantages were beyond {MOST_ADVANTAGE:g} standard deviations{reach} and were clipped.",
         "advantages/clipped_share",
         "rare rewards are far from all others: in a group of over 100, one completion alone would determine the step.",
         "set reward_transform to 'rank' or 'clip:a:b' for the reward function, or sample smaller groups.",
@@ -140,7 +143,7 @@ SPREAD_RATIO = 20.0  # Ratio of two standard deviations.
 SUPPLIED = frozenset([*ROWS, "prompt_ids", *TRAINERS_ARGUMENTS])
 
 
-@dataclass
+@dataclass(frozen=True)
 class RunningReward:
     """Range, mean and standard deviation of one function's rewards since the run began (Welford's algorithm).
 
@@ -149,8 +152,7 @@ class RunningReward:
         mean, squares: Mean of the rewards, and sum of squared deviations from it.
         low, high: Minimum and maximum.
 
-    >>> running = RunningReward()
-    >>> running.add([1.0, 3.0, float("nan")])
+    >>> running = RunningReward().add([1.0, 3.0, float("nan")])
     >>> running.mean, running.std, running.missing
     (2.0, 1.0, 1)
     """
@@ -162,17 +164,17 @@ class RunningReward:
     low: float = math.inf
     high: float = -math.inf
 
-    def add(self, values: Sequence[float]) -> None:
-        """Update the statistics with the rewards of a generation. NaN counts as missing."""
-        for value in values:
-            if math.isnan(value):
-                self.missing += 1
-                continue
-            self.count += 1
-            before = value - self.mean
-            self.mean += before / self.count
-            self.squares += before * (value - self.mean)
-            self.low, self.high = min(self.low, value), max(self.high, value)
+    def add(self, values: Sequence[float]) -> RunningReward:
+        """Return the statistics with the rewards of one more generation. NaN counts as missing."""
+        known = [value for value in values if not math.isnan(value)]
+        count, mean, squares = self.count, self.mean, self.squares
+        for value in known:
+            count += 1
+            before = value - mean
+            mean += before / count
+            squares += before * (value - mean)
+        low, high = min([self.low, *known]), max([self.high, *known])
+        return RunningReward(count, self.missing + len(values) - len(known), mean, squares, low, high)
 
     @property
     def std(self) -> float:
@@ -215,6 +217,183 @@ def check_reward_ranges(rewards: Mapping[str, RunningReward], weights: Mapping[s
         f"set reward_transform='{'log1p' if rewards[top].low >= 0 and large > 100 else 'zscore'}' (or 'rank') for it, or "
         f"set its reward_weights entry to {1 / scale:.2g}, which makes the standard deviations equal.",
     )
+
+
+# What the rewards of one generation show, together with those of earlier ones -----------------------------------------
+
+# Share of unscored rows, and number of consecutive batches with it, after which the run has no usable reward.
+UNSCORED_SHARE, UNSCORED_BATCHES = 0.5, 5
+# Generations after which each function's share of the variance is logged.
+GENERATIONS_REPORTED = (1, 10, 100)
+# Groups whose spread is below this share of the spread of all rewards are noise; reported above this share of such groups.
+NARROW_SPREAD, NARROW_SHARE = 1e-3, 0.2
+# Minimum number of groups for a report, and the number of latest groups that the share is computed over.
+GROUPS_NEEDED, GROUPS_REMEMBERED = 5, 64
+
+
+class Notice(NamedTuple):
+    """A message without a code. The first message of a key is logged, and then every hundredth."""
+
+    key: str
+    text: str
+    level: int = logging.WARNING
+
+
+@dataclass(frozen=True)
+class RewardHistory:
+    """Rewards of earlier training generations, as far as `findings` compares new ones with them.
+
+    Attributes:
+        generations: Number of generations.
+        unscored: Number of latest consecutive generations without any reward.
+        mostly_unscored: Number of latest consecutive generations with more than `UNSCORED_SHARE` unscored rows.
+        running: Statistics of each function's rewards.
+        flat: Number of latest consecutive generations in which all advantages were 0.
+        flat_rewards: Total rewards of the latest of them, at most `FLAT_GENERATIONS`.
+        totals: Statistics of the total rewards.
+        spreads: Standard deviations of the latest groups, at most `GROUPS_REMEMBERED`.
+    """
+
+    generations: int = 0
+    unscored: int = 0
+    mostly_unscored: int = 0
+    running: Mapping[str, RunningReward] = field(default_factory=dict)
+    flat: int = 0
+    flat_rewards: Sequence[list[float]] = ()
+    totals: RunningReward = RunningReward()
+    spreads: Sequence[float] = ()
+
+
+def extended(history: RewardHistory, table: RewardTable, made: Advantages) -> RewardHistory:
+    """Return the history with one more training generation: ``table`` and ``made`` are of all ranks."""
+    columns = zip(table.names, table.values.T.tolist(), strict=True)
+    running = {name: history.running.get(name, RunningReward()).add(column) for name, column in columns}
+    unscored = float(table.values.isnan().all(-1).float().mean()) if len(table.values) else 0.0
+    flat, totals = 0 if bool(made.values.any()) else history.flat + 1, made.totals.tolist()
+    spreads = [] if made.group_std is None else made.group_std[~made.group_std.isnan()].tolist()
+    return RewardHistory(
+        history.generations + 1,
+        history.unscored + 1 if unscored == 1.0 else 0,
+        history.mostly_unscored + 1 if unscored > UNSCORED_SHARE else 0,
+        {**history.running, **running},
+        flat,
+        [*history.flat_rewards, totals][-FLAT_GENERATIONS:] if flat else [],
+        history.totals.add(totals),
+        [*history.spreads, *spreads][-GROUPS_REMEMBERED:],
+    )
+
+
+def findings(
+    table: RewardTable,
+    history: RewardHistory,
+    *,
+    scaled: bool,
+    clipped: tuple[int, int, float | None] | None = None,
+    columns: Sequence[str] = (),
+    stop_after: int | None = None,
+    min_group_std: float | None = None,
+) -> Iterator[Finding | Notice | RewardError | None]:
+    """Find rewards of a training generation that cannot teach anything or teach the wrong thing.
+
+    Args:
+        table: Rewards of all ranks.
+        history: What `extended` returned for this generation.
+        scaled: Whether advantages are divided by a standard deviation.
+        clipped: Number of clipped advantages, of all advantages, and the largest absolute value before clipping, if known.
+        columns: Names of the dataset columns that functions got.
+        stop_after: Number of consecutive generations without a signal that end the run; None ends no run.
+        min_group_std: Spread below which a group has no advantage; None if groups are not divided by their own spread.
+    """
+    if history.mostly_unscored:
+        yield from _unscored_generations(table, history, columns)
+    if len(table.names) > 1 and history.generations in GENERATIONS_REPORTED:
+        shares = describe_shares(table.names, table.values, table.weights)
+        text = f"share of the rewards' variance at generation {history.generations}: {shares}"
+        yield Notice(f"shares {history.generations}", text, logging.INFO)
+    if clipped is not None and clipped[0]:
+        yield check_clipped(*clipped)
+    if len(table.names) > 1:
+        yield check_reward_ranges(history.running, dict(zip(table.names, table.weights.tolist(), strict=True)))
+    yield from check_reward_values(dict(zip(table.names, table.values.T.tolist(), strict=True)), scaled=scaled)
+    if history.flat:
+        rewards = [reward for generation in history.flat_rewards for reward in generation]
+        ends = stop_after is not None and history.flat >= stop_after
+        silent = check_no_signal(history.flat, rewards, limit=1 if ends else FLAT_GENERATIONS)
+        if silent is not None and ends:
+            yield replace(silent, severity="error")
+            yield RewardError(f"{describe(silent)} stop_without_signal={stop_after} ends the run here.")
+        yield silent
+    if min_group_std is not None:
+        yield _narrow_groups(history, min_group_std)
+
+
+def unscored_rows(
+    table: RewardTable, groups: Tensor, prompts: Sequence[Any], columns: Mapping[str, Sequence[Any]]
+) -> Iterator[Notice]:
+    """Find rows that no function scored, and groups that a function scored in part.
+
+    Args:
+        table: Rewards of all processes.
+        groups: ``(n,)`` group number of each row.
+        prompts: Prompts of this process, for the message.
+        columns: Dataset columns of this process, for the message.
+    """
+    missing = table.values.isnan()  # (n, K)
+    unscored = missing.all(-1)  # (n,)
+    if table.names and (rows := unscored.nonzero().flatten().tolist()):
+        own = rows[0] - table.start
+        mine = 0 <= own < len(prompts)
+        row = {name: values[own] for name, values in columns.items()} if mine else {}
+        prompt = head(prompts[own]) if mine else "(on another process)"
+        text = f"All reward functions returned None for row {rows[0]} (and {len(rows) - 1} more). Prompt: {prompt}."
+        yield Notice("none", f"{text} Its columns: {head(row, 300)}")
+    for name, lacks in zip(table.names, missing.unbind(1), strict=True):
+        # Totals within a group are not comparable if a function scored only some of its rows.
+        if partly := len(set(groups[~lacks].tolist()) & set(groups[lacks & ~unscored].tolist())):
+            yield Notice(
+                f"partial {name}",
+                f"{name} returned None for some completions of a prompt and a number for others, in {partly} groups: their "
+                "totals are not comparable. Fix: return 0.0 instead of None, or None for the whole group.",
+            )
+
+
+def _unscored_generations(
+    table: RewardTable, history: RewardHistory, columns: Sequence[str]
+) -> Iterator[Notice | RewardError]:
+    """Find consecutive generations that are mostly unscored, and the end of all rewards."""
+    names, count = ", ".join(table.names), history.mostly_unscored
+    if any(running.count for running in history.running.values()) and history.unscored >= 2 * UNSCORED_BATCHES:
+        yield RewardError(
+            f"no completion got a reward in {history.unscored} consecutive batches: {names} returned None or NaN for every row, "
+            "so the policy no longer learns. Fix: check the divisions in the function and the last completions (posttrain "
+            "report), then resume from the checkpoint before."
+        )
+    first = history.generations == history.unscored == 1
+    if first or count >= UNSCORED_BATCHES:
+        share = f"{float(table.values.isnan().all(-1).float().mean()):.0%} of the rows, in {count} consecutive batches"
+        which = "every row of the first batch" if first else share
+        yield Notice(
+            "unscored",
+            f"NO USABLE REWARD: all reward functions ({names}) returned None for {which}, so nothing can be learned. They got "
+            f"the columns {columns}. The usual cause is a value that never occurs in the data (a task called 'code' in the data "
+            "and 'coding' in the function, or a reference answer that cannot be parsed). stop_without_signal=N ends such a run.",
+        )
+
+
+def _narrow_groups(history: RewardHistory, least: float) -> Notice | None:
+    """Find groups that spread little compared with all rewards so far: division turns their noise into updates."""
+    known, whole = len(history.spreads), history.totals.std
+    narrow = sum(std > 0 and least <= std < NARROW_SPREAD * whole for std in history.spreads)
+    if known < GROUPS_NEEDED or narrow <= NARROW_SHARE * known:
+        return None
+    return Notice(
+        "narrow",
+        f"{narrow} of the last {known} groups spread less than a thousandth of the rewards' std so far ({whole:.3g}), and "
+        "scale_rewards='group' blows that up to full-size updates. If it is noise, set min_group_std, or scale_rewards='batch'.",
+    )
+
+
+# Columns that reward functions read -----------------------------------------------------------------------------------
 
 
 @probe("data", "PT-R029", part="rewards")

@@ -141,7 +141,7 @@ INTERRUPTED = 130
 SAVE_SECONDS = 15.0
 CONFIGS = Path(__file__).parent / "accelerate_configs"
 # Loggers whose INFO messages are shown on the terminal.
-LOGGERS_SHOWN = ("posttrain.loop.prompts", "posttrain.rewards.runner")
+LOGGERS_SHOWN = ("posttrain.loop.prompts", "posttrain.loop.reward_watch", "posttrain.rewards.runner")
 
 
 @dataclass

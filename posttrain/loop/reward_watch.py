@@ -1,171 +1,127 @@
-"""Rewards that teach nothing: flat groups, constant functions, advantages out of bounds."""
+"""The watch over the rewards of a run: it logs them, and logs or raises what `checks.rewards` finds in them."""
 
 from __future__ import annotations
 
-import dataclasses
 import logging
-from collections import deque
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
+import torch
 from torch import Tensor
 
-from posttrain.checks import rewards as reward_checks
-from posttrain.checks.registry import describe
-from posttrain.checks.rewards import FLAT_GENERATIONS, RunningReward, check_reward_ranges
+from posttrain.checks.rewards import Notice, RewardHistory, check_overlong, extended, findings, unscored_rows
 from posttrain.errors import RewardError
 from posttrain.loop.run import Run
-from posttrain.loop.scoring import completion_lengths, reward_metrics, reward_spread
+from posttrain.loop.scoring import completion_lengths, reward_metrics
 from posttrain.losses.advantages import MOST_ADVANTAGE
-from posttrain.methods.base import BATCH_CODES
-from posttrain.metrics import mean
+from posttrain.methods.base import WATCHED_CODES
 from posttrain.models import parallel
 from posttrain.rewards.format import SoftOverlongPunishment
 from posttrain.rewards.runner import RewardRunner, RewardTable
 from posttrain.rollouts.batch import RolloutBatch
-from posttrain.types import Advantages
-
-if TYPE_CHECKING:
-    import torch
-
+from posttrain.types import Advantages, Finding
 
 logger = logging.getLogger(__name__)
 
-# Groups this narrow against all rewards are noise; more than this share of them is reported.
-NARROW_SPREAD, NARROW_SHARE = 1e-3, 0.2
-# Minimum number of groups for a report, and the number of latest groups that the share is computed over.
-GROUPS_NEEDED, GROUPS_REMEMBERED = 5, 64
-
-
-class NoiseWatch:
-    """Watch that warns once if groups spread little compared with all rewards so far: division turns their noise into updates.
-
-    Args:
-        least: Groups that spread less have no advantage (``min_group_std``).
-    """
-
-    def __init__(self, least: float) -> None:
-        self.least, self._warned, self._totals = least, False, RunningReward()
-        self._seen: deque[float] = deque(maxlen=GROUPS_REMEMBERED)
-
-    def look(self, totals: Tensor, group_std: Tensor) -> None:
-        """Take in ``(n,)`` rewards and the ``(n / G,)`` spreads of their groups; a generation may hold a single group."""
-        self._totals.add(totals.tolist())
-        self._seen.extend(group_std[~group_std.isnan()].tolist())
-        known, whole = len(self._seen), self._totals.std
-        narrow = sum(std > 0 and self.least <= std < NARROW_SPREAD * whole for std in self._seen)
-        if self._warned or known < GROUPS_NEEDED or narrow <= NARROW_SHARE * known:
-            return
-        self._warned = True
-        logger.warning(
-            "%d of the last %d groups spread less than a thousandth of the rewards' std so far (%.3g), and scale_rewards='group' "
-            "blows that up to full-size updates. If it is noise, set min_group_std, or scale_rewards='batch'.",
-            narrow, known, whole,
-        )  # fmt: skip
-
 
 class RewardWatch:
-    """Logs the rewards of a run, and notices those that cannot teach anything or teach the wrong thing.
+    """Logs the rewards of a run, and what `checks.rewards` finds in them. It changes no rewards.
 
     Args:
-        rewards: The reward functions of the run.
-        run: Whose metrics and findings these are.
-        scaled: Whether rewards are divided by their standard deviation.
-        stop_after: Rollout batches without a signal, in a row, that end the run; None: it goes on.
+        rewards: Reward functions of the run.
+        run: Run whose metrics and findings these are.
+        scaled: Whether advantages are divided by a standard deviation.
+        stop_after: Number of consecutive rollout batches without a signal that end the run; None ends no run.
+
+    Attributes:
+        history: Rewards of the training batches so far.
+        min_group_std: Spread below which a group has no advantage; None if groups are not divided by their own spread.
     """
 
-    def __init__(
-        self,
-        rewards: RewardRunner,
-        run: Run,
-        *,
-        scaled: bool,
-        stop_after: int | None = None,
-    ) -> None:
-        self.noise: NoiseWatch | None = None  # Of a method that divides groups by their own spread.
-        self.rewards, self.run, self.checks = rewards, run, run.checks
-        self.stop_after, self.scaled = stop_after, scaled
-        # Statistics of each reward function since the run began.
-        self.running: dict[str, RunningReward] = {}
-        self._flat_batches = 0
-        self._flat_rewards: list[list[float]] = []
+    def __init__(self, rewards: RewardRunner, run: Run, *, scaled: bool, stop_after: int | None = None) -> None:
+        self.rewards, self.run, self.scaled, self.stop_after = rewards, run, scaled, stop_after
+        self.history, self.min_group_std = RewardHistory(), None
+        self._counts: dict[str, int] = {}
 
     def start(self, device: torch.device | str, longest: int | None) -> None:
         """Place and try reward models; check length punishments against the longest completion.
 
         Args:
             device: For reward models.
-            longest: Most tokens of a completion; None where there is no bound.
+            longest: Maximum number of tokens of a completion; None if there is no bound.
         """
         self.rewards.start(device)
         for function in self.rewards.functions if longest is not None else ():
             if isinstance(function, SoftOverlongPunishment):
-                with self.checks.preflight.record_check("config", ("PT-R021",)):
-                    self.checks.report([reward_checks.check_overlong(function.limit, function.cache, longest)])
+                with self.run.checks.preflight.record_check("config", ("PT-R021",)):
+                    self._log([check_overlong(function.limit, function.cache, longest)])
 
-    def log(self, batch: RolloutBatch, table: RewardTable, found: Advantages, mode: str) -> None:
-        """Log the rewards of all ranks' completions; in training, look at them too.
+    def log(self, batch: RolloutBatch, table: RewardTable, made: Advantages, mode: str) -> None:
+        """Log the rewards of all ranks' completions, and what is found in them.
 
         Args:
             batch: This rank's completions, with the loss masks that rewards saw.
             table: ``values (n, K)``.
-            found: What the method made of them.
+            made: Advantages that the method made of them.
             mode: ``train`` or ``eval``.
         """
-        if found.unbounded is not None:
-            self._log_bound(found.unbounded.abs(), mode)
         lengths = parallel.all_gather_objects(completion_lengths(batch), self.run.accelerator)
-        metrics = reward_metrics(table, found.totals, found.values, lengths)
-        if found.zero_std_share is not None:
-            metrics["reward_std"] = reward_spread(found.totals)
-            metrics["frac_reward_zero_std"] = mean(found.zero_std_share, weight=len(found.totals))
-        self.run.log(metrics, mode)
-        if mode == "train":
-            self.batch(table, found.totals, found.values)
-            if found.group_std is not None and self.noise is not None:
-                self.noise.look(found.totals, found.group_std)
+        self.run.log(reward_metrics(table, made, lengths), mode)
+        clipped = None
+        if made.unbounded is not None:
+            sizes = made.unbounded.abs()
+            far = int((sizes > MOST_ADVANTAGE).sum())
+            clipped = far, sizes.numel(), float(sizes.max()) if far else None
+        groups = torch.arange(len(table.values)) // batch.group_size
+        prompts = [example["prompt"] for example in batch.examples]
+        self.report(table, made, groups, clipped, prompts, batch.reward_columns(), training=mode == "train")
 
-    def _log_bound(self, sizes: Tensor, mode: str) -> None:
-        far = sizes > MOST_ADVANTAGE
-        self.run.log({"advantages/clipped_share": mean(far.float())}, mode)
-        if mode == "train":
-            self.clipped(int(far.sum()), far.numel(), float(sizes.max()) if far.any() else None)
-
-    def clipped(self, far: int, total: int, largest: float | None = None) -> None:
-        """Report that ``far`` of ``total`` advantages were clipped; ``largest`` is their greatest size, where it is known."""
-        with self.checks.preflight.record_check("log_step", ("PT-R028",)):
-            self.checks.report([reward_checks.check_clipped(far, total, MOST_ADVANTAGE, largest)])
-
-    def batch(self, table: RewardTable, totals: Tensor, advantages: Tensor) -> None:
-        """Look at the rewards of one rollout batch, of all ranks.
+    def report(
+        self,
+        table: RewardTable,
+        made: Advantages,
+        groups: Tensor,
+        clipped: tuple[int, int, float | None] | None,
+        prompts: Sequence[Any] = (),
+        columns: Mapping[str, Sequence[Any]] | None = None,
+        *,
+        training: bool = True,
+    ) -> None:
+        """Report what is found in the rewards of one rollout batch of all ranks.
 
         Args:
             table: ``values (n, K)``.
-            totals: ``(n,)`` weighted rewards, NaN where no function applied.
-            advantages: ``(n,)``.
+            made: Advantages that the method made of them.
+            groups: ``(n,)`` group number of each row.
+            clipped: See `checks.rewards.findings`; None if advantages are never clipped.
+            prompts: Prompts of this rank.
+            columns: Dataset columns of this rank.
+            training: Whether the batch is for training. Others do not change the history.
 
         Raises:
-            RewardError: As many rollout batches in a row as ``stop_without_signal`` says had no signal.
+            RewardError: The rewards have stopped, or `stop_after` consecutive batches had no signal.
         """
-        columns = {name: table.values[:, k].tolist() for k, name in enumerate(table.names)}
-        for name, column in columns.items():
-            self.running.setdefault(name, RunningReward()).add(column)
-        weights = dict(zip(table.names, table.weights.tolist(), strict=True))
-        self.checks.preflight.notes["rewards"] = {name: running.to_dict() for name, running in self.running.items()}
-        with self.checks.preflight.record_check("log_step", BATCH_CODES):
-            self.checks.report([check_reward_ranges(self.running, weights)])
-            self.checks.report(reward_checks.check_reward_values(columns, scaled=self.scaled))
-        self._check_signal(totals, advantages)
+        columns = columns or {}
+        if bool(table.values.isnan().any()):
+            self._log(unscored_rows(table, groups, prompts, columns))
+        if not training:
+            return
+        self.history = extended(self.history, table, made)
+        preflight = self.run.checks.preflight
+        preflight.notes["rewards"] = {name: running.to_dict() for name, running in self.history.running.items()}
+        settings = {"scaled": self.scaled, "stop_after": self.stop_after, "min_group_std": self.min_group_std}
+        with preflight.record_check("log_step", [c for c in WATCHED_CODES if clipped is not None or c != "PT-R028"]):
+            self._log(findings(table, self.history, clipped=clipped, columns=sorted(columns), **settings))
 
-    def _check_signal(self, totals: Tensor, advantages: Tensor) -> None:
-        self._flat_batches = 0 if bool(advantages.any()) else self._flat_batches + 1
-        self._flat_rewards = [*self._flat_rewards, totals.tolist()][-FLAT_GENERATIONS:] if self._flat_batches else []
-        rewards = [reward for batch in self._flat_rewards for reward in batch]
-        ends = self.stop_after is not None and self._flat_batches >= self.stop_after
-        with self.checks.preflight.record_check("log_step", ("PT-R022",)):
-            finding = reward_checks.check_no_signal(
-                self._flat_batches, rewards, **({"limit": self.stop_after} if ends else {})
-            )
-            if finding is not None and ends:
-                self.checks.preflight.add(dataclasses.replace(finding, severity="error"))
-                raise RewardError(f"{describe(finding)} stop_without_signal={self.stop_after} ends the run here.")
-            self.checks.report([finding])
+    def _log(self, found: Iterable[Finding | Notice | RewardError | None]) -> None:
+        for one in found:
+            if isinstance(one, RewardError):
+                raise one
+            if isinstance(one, Notice):
+                count = self._counts[one.key] = self._counts.get(one.key, 0) + 1
+                if count % 100 == 1:
+                    logger.log(one.level, "%s", one.text)
+            elif one is not None and one.severity == "error":
+                self.run.checks.preflight.add(one)  # The error that ends the run follows.
+            elif one is not None:
+                self.run.checks.report([one])

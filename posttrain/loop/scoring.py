@@ -1,4 +1,4 @@
-"""Rewards of a rollout batch over all ranks: metrics, the completions table, a watch over them, fresh groups for flat ones."""
+"""Rewards of a rollout batch over all ranks: the scorer, metrics, rows of the completions table."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from posttrain.data.formats import shown_prompt
+from posttrain.losses.advantages import MOST_ADVANTAGE
 from posttrain.metrics import Metric, maximum, mean, minimum
 from posttrain.models import parallel
 from posttrain.report.episodes import episode_tree
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from transformers import TrainerState
 
     from posttrain.methods.config import PostTrainingConfig
-    from posttrain.types import Tokenizer
+    from posttrain.types import Advantages, Tokenizer
 
 THUMBNAILED = 4  # Prompts of a generation whose images are kept for the report; about 2 kB an image.
 
@@ -83,18 +84,20 @@ def duplicates(batch: RolloutBatch) -> Metric:
     return mean(repeated / max(others, 1), weight=others)
 
 
-def reward_metrics(table: RewardTable, totals: Tensor, advantages: Tensor, lengths: Sequence[int]) -> dict[str, Metric]:
-    """Rewards of all ranks' completions.
+def reward_metrics(table: RewardTable, made: Advantages, lengths: Sequence[int]) -> dict[str, Metric]:
+    """Rewards of all ranks' completions, and what the method made of them.
 
     Every rank holds the whole matrix: each emits the same numbers, and the mean over ranks leaves them unchanged.
 
     Args:
         table: ``values (n, K)``.
-        totals: ``(n,)`` weighted rewards before any penalty, NaN where no function applied.
-        advantages: ``(n,)``.
+        made: Advantages, with the weighted rewards before any penalty.
         lengths: Tokens of each completion; of another number than n they are not compared with the rewards.
     """
-    metrics = {"reward": mean(totals, ~totals.isnan()), "advantages/abs_max": maximum(advantages.abs())}
+    totals, metrics = made.totals, {}
+    if made.unbounded is not None:
+        metrics["advantages/clipped_share"] = mean((made.unbounded.abs() > MOST_ADVANTAGE).float())
+    metrics |= {"reward": mean(totals, ~totals.isnan()), "advantages/abs_max": maximum(made.values.abs())}
     for k, name in enumerate(table.names):
         column = table.values[:, k]
         scored = column[~column.isnan()]
@@ -108,6 +111,9 @@ def reward_metrics(table: RewardTable, totals: Tensor, advantages: Tensor, lengt
     related = correlation(tokens, totals) if len(lengths) == len(totals) else None
     if related is not None:
         metrics["rewards/length_corr"] = mean(related)
+    if made.zero_std_share is not None:
+        metrics["reward_std"] = reward_spread(totals)
+        metrics["frac_reward_zero_std"] = mean(made.zero_std_share, weight=len(totals))
     return metrics
 
 
@@ -273,7 +279,5 @@ class Scorer:
         rows = parallel.all_gather_objects(table.values.tolist(), self.accelerator)
         values = torch.tensor(rows, dtype=torch.float32).reshape(len(rows), -1)  # (n, K)
         start = sum(counts[: self.accelerator.process_index])
-        groups = [row // group_size for row in range(len(rows))]
-        whole = dataclasses.replace(table, values=values, start=start)
-        shown = {"prompts": [example["prompt"] for example in batch.examples], "columns": batch.reward_columns()}
-        return self.rewards.finish(whole, groups=groups, training=training, **shown)
+        groups = torch.arange(len(rows)) // group_size
+        return self.rewards.finish(dataclasses.replace(table, values=values, start=start), groups, training=training)

@@ -1,4 +1,4 @@
-"""Run the reward functions of a training run: call them, transform their rewards, and check that the rewards are usable."""
+"""Run the reward functions of a training run: call them, and transform their rewards."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import itertools
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import astuple, dataclass, replace
 from typing import Any
 
 import torch
@@ -20,7 +20,6 @@ from posttrain.rewards.call import (
     RESERVED,
     RewardTable,
     as_callable,
-    head,
     one_each,
     reward_function,
     reward_name,
@@ -30,12 +29,8 @@ from posttrain.rewards.call import (
 
 logger = logging.getLogger(__name__)
 
-# Generations after which each function's share of the variance is logged.
-GENERATIONS_REPORTED = (1, 10, 100)
 # Correlation below which two rewards mostly cancel each other.
 OPPOSED_CORRELATION = -0.5
-# Share of unscored rows, and number of consecutive batches with it, after which the run has no usable reward.
-UNSCORED_SHARE, UNSCORED_BATCHES = 0.5, 5
 # Number of rows that are scored a second time.
 ROWS_SCORED_TWICE = 4
 
@@ -43,10 +38,6 @@ ROWS_SCORED_TWICE = 4
 # Transforms of one reward column ------------------------------------------------------------------------------------------
 
 Transform = Callable[[Tensor, Tensor], Tensor]
-# Name -> syntax with its numbers.
-TRANSFORMS = {
-    spec.partition(":")[0]: spec for spec in ("none", "clip:a:b", "log1p", "rank", "tanh:s", "zscore", "running")
-}
 
 
 def transform_names(specs: Sequence[str | None] | str | None) -> set[str]:
@@ -73,31 +64,21 @@ def parse_transform(spec: str | None) -> Transform | None:
     """
     name, *arguments = str(spec or "none").split(":")
     if name not in TRANSFORMS:
-        known = ", ".join(TRANSFORMS.values())
+        known = ", ".join(syntax for syntax, _ in TRANSFORMS.values())
         raise ConfigError(
             f"reward_transform={spec!r} is unknown{did_you_mean(name, TRANSFORMS)}. Fix: choose one of {known}."
         )
+    syntax, make = TRANSFORMS[name]
     try:
         numbers = [float(text) for text in arguments]
     except ValueError:
         numbers = [math.nan]
-    wanted = TRANSFORMS[name].count(":")
+    wanted = syntax.count(":")
     if len(arguments) != wanted or not all(map(math.isfinite, numbers)):
-        raise ConfigError(
-            f"reward_transform={spec!r} must have the form {TRANSFORMS[name]!r} with {wanted} finite numbers."
-        )
+        raise ConfigError(f"reward_transform={spec!r} must have the form {syntax!r} with {wanted} finite numbers.")
     if numbers != sorted(set(numbers)) or (name == "tanh" and numbers[0] <= 0):
         raise ConfigError(f"reward_transform={spec!r} is out of range: clip needs a < b, tanh needs s > 0.")
-    makers: dict[str, Callable[[], Transform | None]] = {
-        "none": lambda: None,
-        "clip": lambda: lambda r, groups: r.clamp(*numbers),
-        "log1p": lambda: lambda r, groups: r.sign() * r.abs().log1p(),
-        "rank": lambda: _rank,
-        "tanh": lambda: lambda r, groups: torch.tanh(r / numbers[0]),
-        "zscore": lambda: _zscore,
-        "running": RunningScale,
-    }
-    return makers[name]()
+    return make(*numbers)
 
 
 def _rank(rewards: Tensor, groups: Tensor) -> Tensor:
@@ -116,6 +97,7 @@ def _zscore(rewards: Tensor, groups: Tensor) -> Tensor:
     return (rewards - scored.mean()) / (scored.std() + 1e-4)
 
 
+@dataclass(frozen=True)
 class RunningScale:
     """Reward scaling ``r / std``, where std is the standard deviation of all rewards since the run began.
 
@@ -128,24 +110,23 @@ class RunningScale:
 
     Reference: Implementation matters in deep policy gradients, arXiv:2005.12729, section 3, reward scaling.
 
-    >>> scale = RunningScale()
-    >>> scale.add(torch.tensor([0.0, 200.0]))
+    >>> scale = RunningScale().add(torch.tensor([0.0, 200.0]))
     >>> scale(torch.tensor([100.0, 300.0]), torch.zeros(2)).tolist()
     [1.0, 3.0]
     """
 
-    def __init__(self) -> None:
-        self.count, self.mean, self.squares = 0, 0.0, 0.0
+    count: int = 0
+    mean: float = 0.0
+    squares: float = 0.0
 
-    def add(self, rewards: Tensor) -> None:
-        """Update the statistics with ``(n,)`` rewards; NaN is ignored."""
+    def add(self, rewards: Tensor) -> RunningScale:
+        """Return the scale with ``(n,)`` more rewards; NaN is ignored."""
         scored = rewards[~rewards.isnan()].double()
         if not len(scored):
-            return
+            return self
         count, gap = self.count + len(scored), float(scored.mean()) - self.mean
-        self.squares += float((scored - scored.mean()).square().sum()) + gap**2 * self.count * len(scored) / count
-        self.mean += gap * len(scored) / count
-        self.count = count
+        added = float((scored - scored.mean()).square().sum()) + gap**2 * self.count * len(scored) / count
+        return RunningScale(count, self.mean + gap * len(scored) / count, self.squares + added)
 
     def __call__(self, rewards: Tensor, groups: Tensor) -> Tensor:
         """Divide ``(n,)`` rewards by the current standard deviation."""
@@ -153,13 +134,17 @@ class RunningScale:
         # If rewards differ only by rounding, the standard deviation is not used.
         return rewards / std if std > 1e-6 * abs(self.mean) else rewards
 
-    def state(self) -> list[float]:
-        """Return the statistics in a JSON-serializable form."""
-        return [self.count, self.mean, self.squares]
 
-    def load(self, state: Sequence[float]) -> None:
-        """Restore the statistics from `state`."""
-        self.count, self.mean, self.squares = int(state[0]), *map(float, state[1:])
+# Name -> syntax with its numbers, and the function of these numbers that makes the transform.
+TRANSFORMS: dict[str, tuple[str, Callable[..., Transform | None]]] = {
+    "none": ("none", lambda: None),
+    "clip": ("clip:a:b", lambda a, b: lambda r, groups: r.clamp(a, b)),
+    "log1p": ("log1p", lambda: lambda r, groups: r.sign() * r.abs().log1p()),
+    "rank": ("rank", lambda: _rank),
+    "tanh": ("tanh:s", lambda s: lambda r, groups: torch.tanh(r / s)),
+    "zscore": ("zscore", lambda: _zscore),
+    "running": ("running", RunningScale),
+}
 
 
 # What each function contributes -------------------------------------------------------------------------------------------
@@ -216,6 +201,13 @@ def describe_shares(names: Sequence[str], values: Tensor, weights: Tensor) -> st
             f"; {', '.join(against)} cancel in their sum. multi_objective_aggregation='normalize_then_sum' keeps both"
         )
     return text
+
+
+def unscorable(values: Tensor) -> dict[str, Metric]:
+    """Return the number of rows of ``(n, K)`` rewards that no function scored, if there are any."""
+    count = int(values.isnan().all(-1).sum())
+    # Every process has the same number, so the mean over processes is right; a sum would multiply it.
+    return {"groups/unscorable": mean(float(count))} if count else {}
 
 
 # All functions of a run -------------------------------------------------------------------------------------------------
@@ -286,9 +278,6 @@ class RewardRunner:
         self.transforms = [parse_transform(spec) for spec in self._specs]
         self.score_twice = score_twice
         self._hidden: set[str] = set()  # Columns that a warning named.
-        self._tables = self._reports = self._mostly_unscored = self._unscored_batches = 0
-        self._ever_scored = False
-        self._warnings: dict[str, int] = {}
 
     @property
     def weights(self) -> Tensor:
@@ -403,90 +392,26 @@ class RewardRunner:
                     name, *pairs[0], len(pairs), len(after),
                 )  # fmt: skip
 
-    def finish(
-        self,
-        table: RewardTable,
-        *,
-        groups: Sequence[int],
-        prompts: Sequence[Any] = (),
-        columns: Mapping[str, Any] | None = None,
-        training: bool = True,
-    ) -> RewardTable:
-        """Transform the rewards of all processes' rows, and check that they are usable for training.
+    def finish(self, table: RewardTable, groups: Tensor, *, training: bool = True) -> RewardTable:
+        """Transform the rewards of all processes' rows.
 
         Args:
             table: Table whose ``values`` contain the rows of all processes.
             groups: ``(n,)`` group number of each row.
-            prompts: Prompts for the warning; may be only this process's.
-            columns: Columns for the warning; may be only this process's.
-            training: Whether this is a training generation. Shares of the variance are logged after generations 1, 10 and 100.
+            training: Whether this is a training generation, whose rewards running transforms count.
         """
-        numbers = torch.as_tensor(list(groups))
-        metrics = table.metrics | self.judge(table, numbers, prompts=prompts, columns=columns, training=training)
+        columns = list(zip(table.names, self.transforms, table.values.unbind(1), strict=True))
         if training:
-            for transform, column in zip(self.transforms, table.values.unbind(1), strict=True):
-                if isinstance(transform, RunningScale):
-                    transform.add(column)
-        values = self.transformed(table.values, numbers)
-        for name, transform, raw in zip(table.names, self.transforms, table.values.unbind(1), strict=True):
+            self.transforms = [t.add(raw) if isinstance(t, RunningScale) else t for _, t, raw in columns]
+        values = self.transformed(table.values, groups)
+        metrics = table.metrics | unscorable(table.values)
+        for name, transform, raw in columns:
             if transform is not None:
                 metrics[f"rewards/{name}/raw_mean"] = mean(raw.nan_to_num(0.0), ~raw.isnan())
         if len(table.names) > 1:
             for name, share in zip(table.names, variance_shares(values, table.weights).tolist(), strict=True):
                 metrics[f"rewards/{name}/variance_share"] = mean(share, weight=len(values))
-            self._reports += training
-            if training and self._reports in GENERATIONS_REPORTED:
-                shown = describe_shares(table.names, values, table.weights)
-                logger.info("share of the rewards' variance at generation %d: %s", self._reports, shown)
         return replace(table, values=values, raw=table.values, metrics=metrics)
-
-    def judge(
-        self,
-        table: RewardTable,
-        groups: Tensor,
-        *,
-        prompts: Sequence[Any] = (),
-        columns: Mapping[str, Any] | None = None,
-        training: bool = True,
-    ) -> dict[str, Metric]:
-        """Warn about rows that no function scored, especially if there are many, and about partly scored groups.
-
-        Args:
-            table: Rewards of all processes.
-            groups: ``(n,)`` group number of each row.
-            prompts: Prompts for the warning; may be only this process's.
-            columns: Columns for the warning; may be only this process's.
-            training: Whether the batch is for training. Evaluation batches do not count as consecutive unscored batches.
-
-        Returns:
-            ``groups/unscorable``, if there are such rows.
-        """
-        metrics: dict[str, Metric] = {}
-        unscored = table.values.isnan().all(-1)  # (n,)
-        if unscored.any():
-            rows = unscored.nonzero().flatten().tolist()
-            # Every process has the same number, so the mean over processes is right; a sum would multiply it.
-            metrics["groups/unscorable"] = mean(float(len(rows)))
-            row = {name: values[rows[0]] for name, values in (columns or {}).items() if rows[0] < len(values)}
-            self._warn(
-                "none",
-                "All reward functions returned None for row %d (and %d more). Prompt: %s. Its columns: %s",
-                rows[0], len(rows) - 1, head(prompts[rows[0]]) if rows[0] < len(prompts) else "(on another process)",
-                head(row, 300),
-            )  # fmt: skip
-        if training:
-            self._count_unscored(unscored, sorted(columns or {}))
-        for name, column in zip(table.names, table.values.unbind(1), strict=True):
-            # Totals within a group are not comparable if a function scored only some of its rows.
-            have, lack = (set(groups[rows].tolist()) for rows in (~column.isnan(), column.isnan() & ~unscored))
-            if have & lack:
-                self._warn(
-                    f"partial {name}",
-                    "%s returned None for some completions of a prompt and a number for others, in %d groups: their "
-                    "totals are not comparable. Fix: return 0.0 instead of None, or None for the whole group.",
-                    name, len(have & lack),
-                )  # fmt: skip
-        return metrics
 
     def transformed(self, values: Tensor, groups: Tensor) -> Tensor:
         """Apply each function's transform to ``(n, K)`` rewards and return a new tensor; ``groups (n,)`` are group numbers."""
@@ -495,48 +420,13 @@ class RewardRunner:
 
     def transforms_state(self) -> list[list[float] | None]:
         """Return the state of each transform for a checkpoint, in a JSON-serializable form."""
-        return [transform.state() if isinstance(transform, RunningScale) else None for transform in self.transforms]
+        return [list(astuple(one)) if isinstance(one, RunningScale) else None for one in self.transforms]
 
     def load_transforms(self, state: Sequence[Sequence[float] | None]) -> None:
         """Restore the transforms from `transforms_state`."""
-        for transform, saved in zip(self.transforms, state, strict=False):
-            if isinstance(transform, RunningScale) and saved is not None:
-                transform.load(saved)
-
-    def _count_unscored(self, unscored: Tensor, columns: list[str]) -> None:
-        """Warn about batches that are mostly unscored, and end a run whose rewards have stopped."""
-        self._unscored_batches = self._unscored_batches + 1 if bool(unscored.all()) else 0
-        self._ever_scored = self._ever_scored or not bool(unscored.all())
-        if (
-            self._ever_scored and self._unscored_batches >= 2 * UNSCORED_BATCHES
-        ):  # Every process gets the same result, because the rows are those of all processes.
-            raise RewardError(
-                f"no completion got a reward in {self._unscored_batches} consecutive batches: {', '.join(self.names)} returned "
-                "None or NaN for every row, so the policy no longer learns. Fix: check the divisions in the function and the "
-                "last completions (posttrain report), then resume from the checkpoint before."
-            )
-        share = float(unscored.float().mean()) if unscored.numel() else 0.0
-        self._mostly_unscored = self._mostly_unscored + 1 if share > UNSCORED_SHARE else 0
-        self._tables += 1
-        if self._tables == 1 and share == 1.0:
-            which = "every row of the first batch"
-        elif self._mostly_unscored >= UNSCORED_BATCHES:
-            which = f"{share:.0%} of the rows, in {self._mostly_unscored} consecutive batches"
-        else:
-            return
-        self._warn(
-            "unscored",
-            "NO USABLE REWARD: all reward functions (%s) returned None for %s, so nothing can be learned. They got the columns "
-            "%s. The usual cause is a value that never occurs in the data (a task called 'code' in the data and 'coding' in the "
-            "function, or a reference answer that cannot be parsed). stop_without_signal=N ends such a run.",
-            ", ".join(self.names), which, columns,
-        )  # fmt: skip
-
-    def _warn(self, key: str, message: str, *values: Any) -> None:
-        """Log the first warning of a key, and then every hundredth."""
-        count = self._warnings[key] = self._warnings.get(key, 0) + 1
-        if count % 100 == 1:
-            logger.warning(message, *values)
+        for k, saved in enumerate(state):
+            if isinstance(self.transforms[k], RunningScale) and saved is not None:
+                self.transforms[k] = RunningScale(int(saved[0]), *map(float, saved[1:]))
 
     def dry_run(self, examples: list[dict[str, Any]], *, conversational: bool) -> None:
         """Call every function once on made-up completions, before expensive components are loaded.

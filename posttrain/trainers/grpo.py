@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from posttrain.errors import ConfigError
 from posttrain.loop.online import OnlineTrainer
-from posttrain.loop.reward_watch import NoiseWatch
 from posttrain.loop.scoring import by_column
 from posttrain.loop.sync_reference import SyncRefModelCallback
 from posttrain.methods.grpo.config import GRPOConfig, check_correction
@@ -125,7 +124,7 @@ class GRPOTrainer(OnlineTrainer):
         )
         args = self.args
         if args.scale_rewards == "group":
-            self.reward_watch.noise = NoiseWatch(args.min_group_std)
+            self.reward_watch.min_group_std = args.min_group_std
         if not self.engine_is_policy:
             check_correction(args)
         if args.sync_ref_model:

@@ -13,7 +13,7 @@ from posttrain.checks.rewards import RunningReward, check_reward_columns, check_
 def running(*generations):
     made = RunningReward()
     for values in generations:
-        made.add(values)
+        made = made.add(values)
     return made
 
 

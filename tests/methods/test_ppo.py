@@ -237,7 +237,7 @@ def test_5_5_c_a_run_that_was_stopped_equals_one_that_was_not(tokenizer, tmp_pat
     assert whole.counters == part.counters
     assert whole.counters["episode"] == 3 * 8
     (scale,), (again,) = whole.rewards.transforms, part.rewards.transforms
-    assert scale.state() == again.state()
+    assert scale == again
     assert scale.count == 3 * 8  # Every reward once.
     first = {row["step"]: row["loss"] for row in whole.state.log_history if "loss" in row}
     again = {row["step"]: row["loss"] for row in part.state.log_history if "loss" in row}

@@ -7,14 +7,19 @@ import re
 import threading
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
+from posttrain.checks.registry import Preflight
+from posttrain.checks.rewards import unscored_rows
 from posttrain.errors import ConfigError, MissingDependencyError, RewardError
+from posttrain.loop.reward_watch import RewardWatch
 from posttrain.rewards.call import parallel
-from posttrain.rewards.runner import RewardRunner
+from posttrain.rewards.runner import RewardRunner, RewardTable
+from posttrain.types import Advantages
 from tests.wordings import raises
 
 TWO = {"prompts": ["p0", "p1"], "completions": ["a", "bb"], "completion_ids": [[1], [2, 3]]}
@@ -24,11 +29,25 @@ def run(*functions, **kwargs):
     return RewardRunner(list(functions), kwargs.pop("weights", None))(**(TWO | kwargs))
 
 
-def scored(runner, columns=None, **rows):
-    """One batch called and finished; rows of one prompt are a group."""
-    prompts = rows["prompts"]
-    groups = [prompts.index(prompt) for prompt in prompts]
-    return runner.finish(runner(**rows, columns=columns), groups=groups, prompts=prompts, columns=columns)
+def watch_of(runner):
+    checks = SimpleNamespace(preflight=Preflight("off"), report=list)
+    return RewardWatch(runner, SimpleNamespace(checks=checks), scaled=True)
+
+
+class Watched:
+    """Functions whose batches are called, finished and watched; rows of one prompt are a group."""
+
+    def __init__(self, *args, **kwargs):
+        self.runner = RewardRunner(*args, **kwargs)
+        self.watch = watch_of(self.runner)
+
+    def __call__(self, columns=None, training=True, **rows):
+        prompts = rows["prompts"]
+        groups = torch.tensor([prompts.index(prompt) for prompt in prompts])
+        table = self.runner.finish(self.runner(**rows, columns=columns), groups, training=training)
+        made = Advantages(torch.ones(len(groups)), table.values[:, 0])
+        self.watch.report(table, made, groups, None, prompts, columns, training=training)
+        return table
 
 
 def length(completions, **_):
@@ -161,38 +180,38 @@ def batch(*completions, prompts=None, **kwargs):
 
 
 def test_unscored_rows_are_warned_at_first_and_every_hundredth_time(caplog):
-    runner = RewardRunner(none_if("b"))
+    scored = Watched(none_if("b"))
     for _ in range(101):
-        table = scored(runner, **batch("a", "b", "c", columns={"task": [1, 2, 3]}))
+        table = scored(**batch("a", "b", "c", columns={"task": [1, 2, 3]}))
     assert caplog.text.count("All reward functions returned None for row 1") == 2
     assert "'task': 2" in caplog.text
     assert table.metrics["groups/unscorable"].value == 1.0
 
 
 def test_r16_a_first_batch_that_nobody_scores_is_told_loudly(caplog):
-    scored(RewardRunner(none_if("ab")), **batch("a", "b", columns={"task": ["code", "code"]}))
+    Watched(none_if("ab"))(**batch("a", "b", columns={"task": ["code", "code"]}))
     text = r"NO USABLE REWARD.*\(maybe\).*every row of the first batch.*\['task'\].*stop_without_signal"
     assert re.search(text, caplog.text)
 
 
 def test_r16_mostly_unscored_batches_are_told_at_the_fifth_in_a_row(caplog):
-    runner = RewardRunner(none_if("b"))
-    scored(runner, **batch("a", "a", "a"))
+    scored = Watched(none_if("b"))
+    scored(**batch("a", "a", "a"))
     for _ in range(4):
-        scored(runner, **batch("b", "b", "a"))
-    scored(runner, **batch("a", "b"))  # Half is not more than half: the count starts again.
+        scored(**batch("b", "b", "a"))
+    scored(**batch("a", "b"))  # Half is not more than half: the count starts again.
     for _ in range(4):
-        scored(runner, **batch("b", "b", "a"))
+        scored(**batch("b", "b", "a"))
     assert "NO USABLE REWARD" not in caplog.text
-    scored(runner, **batch("b", "b", "a"))
+    scored(**batch("b", "b", "a"))
     assert "67% of the rows, in 5 consecutive batches" in caplog.text
 
 
 def test_a_dry_run_does_not_count_as_the_first_batch(caplog):
-    runner = RewardRunner(none_if(["0", "The answer is 1.", "b"]))
-    runner.dry_run([{"prompt": "q"}], conversational=False)
+    scored = Watched(none_if(["0", "The answer is 1.", "b"]))
+    scored.runner.dry_run([{"prompt": "q"}], conversational=False)
     assert "first batch" not in caplog.text
-    scored(runner, **batch("b"))
+    scored(**batch("b"))
     assert "first batch" in caplog.text
 
 
@@ -208,19 +227,21 @@ def test_the_state_of_a_dry_run_is_one():
 
 
 def test_r16_a_group_scored_in_part_by_a_function_is_warned_with_its_name(caplog):
-    runner = RewardRunner([length, none_if("b")])
-    scored(runner, **batch("a", "b", "b", prompts=["p", "q", "q"]))
+    scored = Watched([length, none_if("b")])
+    scored(**batch("a", "b", "b", prompts=["p", "q", "q"]))
     assert "totals" not in caplog.text
-    scored(runner, **batch("a", "b", "b", prompts=["p", "p", "q"]))
+    scored(**batch("a", "b", "b", prompts=["p", "p", "q"]))
     assert "maybe returned None for some completions of a prompt" in caplog.text
     assert "in 1 groups" in caplog.text
 
 
-def test_rows_of_all_processes_can_be_judged_after_gathering():
-    runner = RewardRunner(none_if("b"))
-    table = runner(**batch("b", "b"))
-    table = replace(table, values=torch.cat([table.values, torch.ones(2, 1)]))
-    assert runner.finish(table, groups=[0, 0, 1, 1]).values.isnan().sum() == 2
+def test_an_unscored_row_is_shown_with_its_own_prompt_on_the_process_that_has_it():
+    table = RewardTable(torch.tensor([[1.0], [1.0], [1.0], [math.nan]]), ["r"], torch.ones(1), start=2)
+    groups, prompts, columns = torch.tensor([0, 0, 1, 1]), ["p2", "p3"], {"task": [2, 3]}
+    (notice,) = unscored_rows(table, groups, prompts, columns)
+    assert "for row 3 (and 0 more). Prompt: 'p3'. Its columns: \"{'task': 3}\"" in notice.text
+    (notice,) = unscored_rows(replace(table, start=0), groups, prompts, columns)
+    assert "(on another process)" in notice.text
 
 
 def test_extra_columns_and_metrics_are_logged_and_clashes_prefixed():
@@ -530,7 +551,7 @@ def test_suffixes_never_collide_with_a_real_name():
 
 
 def test_transforms_change_values_and_keep_the_raw_ones():
-    table = scored(RewardRunner([length, length], transforms=["clip:0:1.5", None]), **TWO)
+    table = Watched([length, length], transforms=["clip:0:1.5", None])(**TWO)
     assert table.values.tolist() == [[1.0, 1.0], [1.5, 2.0]]
     assert table.raw.tolist() == [[1.0, 1.0], [2.0, 2.0]]
     raw = table.metrics["rewards/length/raw_mean"]
@@ -571,27 +592,27 @@ def test_rewards_that_became_nan_end_the_run_after_ten_batches_and_one_scored_ba
     def turns(completions, **_):
         return [next_answer] * len(completions)
 
-    runner = RewardRunner(turns)
+    scored = Watched(turns)
     for number, next_answer in enumerate(answers):  # noqa: B007
         if number == 20:
             with raises(RewardError, "10", "turns"):
-                scored(runner, **TWO)
+                scored(**TWO)
             return
-        scored(runner, **TWO)
+        scored(**TWO)
 
 
 def test_an_evaluation_that_nobody_scores_ends_no_run_and_one_that_somebody_does_excuses_none(caplog):
     """Prompts without answers may be evaluated for their lengths and texts alone."""
-    runner, groups = RewardRunner(none_if("b")), [0, 1]
-    scored(runner, **batch("a", "a"))
+    scored = Watched(none_if("b"))
+    scored(**batch("a", "a"))
     for _ in range(12):
-        runner.finish(runner(**batch("b", "b")), groups=groups, training=False)
+        scored(**batch("b", "b"), training=False)
     assert "NO USABLE REWARD" not in caplog.text
     for _ in range(9):
-        scored(runner, **batch("b", "b"))
-        runner.finish(runner(**batch("a", "a")), groups=groups, training=False)
+        scored(**batch("b", "b"))
+        scored(**batch("a", "a"), training=False)
     with pytest.raises(RewardError, match="no completion got a reward in 10 consecutive batches: maybe"):
-        scored(runner, **batch("b", "b"))
+        scored(**batch("b", "b"))
 
 
 def test_a_column_that_the_trainer_gives_itself_is_named_once_in_a_warning(caplog):

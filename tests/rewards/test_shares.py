@@ -8,6 +8,8 @@ import torch
 
 from posttrain.errors import ConfigError
 from posttrain.rewards.runner import RewardRunner, correlation, describe_shares, variance_shares
+from posttrain.types import Advantages
+from tests.rewards.test_base import watch_of
 from tests.wordings import raises
 
 NAN = float("nan")
@@ -45,17 +47,21 @@ def test_correlation_by_hand():
     assert correlation(torch.tensor([NAN, 1.0]), torch.tensor([1.0, 2.0])) is None
 
 
-def run(runner, texts, **columns):
-    prompts = [f"p{i // 2}" for i in range(len(texts))]
-    table = runner(prompts=prompts, completions=texts, completion_ids=[[1]] * len(texts), columns=columns)
-    return runner.finish(table, groups=[i // 2 for i in range(len(texts))])
+def run(runner, texts, watch=None):
+    prompts, groups = [f"p{i // 2}" for i in range(len(texts))], torch.arange(len(texts)) // 2
+    table = runner(prompts=prompts, completions=texts, completion_ids=[[1]] * len(texts))
+    table = runner.finish(table, groups)
+    if watch is not None:
+        watch.report(table, Advantages(table.values[:, 0], table.values[:, 0]), groups, None)
+    return table
 
 
 def test_r19_the_share_report_comes_at_generations_1_10_and_100(caplog):
     caplog.set_level(logging.INFO)
     runner = RewardRunner([lambda completions, **_: [len(c) for c in completions], lambda **_: [0.0, 1.0]])
+    watch = watch_of(runner)
     for _ in range(100):
-        table = run(runner, ["a", "bbb"])
+        table = run(runner, ["a", "bbb"], watch)
     said = [r.getMessage() for r in caplog.records if "share of the rewards" in r.getMessage()]
     assert [m.split("generation ")[1].split(":")[0] for m in said] == ["1", "10", "100"]
     share = table.metrics["rewards/<lambda>/variance_share"]

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from posttrain.errors import ConfigError
-from posttrain.rewards.runner import TRANSFORMS, parse_transform
+from posttrain.rewards.runner import TRANSFORMS, RewardRunner, parse_transform
 
 ONE_GROUP = torch.zeros(4, dtype=torch.long)
 GAME = torch.tensor([4.0, 8.0, 16.0, 2048.0])
@@ -56,17 +56,17 @@ def test_running_divides_by_the_spread_of_all_rewards_so_far():
     """Of 10, 30 | 50, 70: the population standard deviations are 10 and, of all four, sqrt(500)."""
     scale = parse_transform("running")
     for batch, std in ((torch.tensor([10.0, 30.0]), 10.0), (torch.tensor([50.0, math.nan, 70.0]), math.sqrt(500))):
-        scale.add(batch)
+        scale = scale.add(batch)
         assert scale(torch.tensor([-20.0]), ONE_GROUP[:1]).item() == pytest.approx(-20 / std)
-    again = parse_transform("running")
-    again.load(json.loads(json.dumps(scale.state())))
-    again.add(torch.tensor([90.0]))
+    runners = [RewardRunner([lambda **_: [], lambda **_: []], transforms=["running", "rank"]) for _ in range(2)]
+    runners[0].transforms[0] = scale
+    runners[1].load_transforms(json.loads(json.dumps(runners[0].transforms_state())))
+    again = runners[1].transforms[0].add(torch.tensor([90.0]))
     assert again(torch.tensor([1.0]), ONE_GROUP[:1]).item() == pytest.approx(1 / math.sqrt(800))
 
 
 def test_running_leaves_rewards_that_never_differ_as_they_are():
-    scale = parse_transform("running")
-    scale.add(torch.full((4,), 0.1))
+    scale = parse_transform("running").add(torch.full((4,), 0.1))
     assert scale(torch.tensor([0.1, 0.3]), ONE_GROUP[:2]).tolist() == pytest.approx([0.1, 0.3])
 
 

@@ -33,7 +33,7 @@ from posttrain.metrics import Metric, maximum, mean, total
 from posttrain.models import parallel
 from posttrain.models.heads import causal_lm
 from posttrain.pictures.processors import PictureProcessor
-from posttrain.rewards.runner import RewardRunner, RewardTable
+from posttrain.rewards.runner import RewardRunner, RewardTable, unscorable
 from posttrain.rollouts.batch import (
     RolloutBatch,
     by_context,
@@ -49,7 +49,7 @@ from posttrain.rollouts.workers.samples import RolloutBuffer, RolloutSample, Tas
 from posttrain.rollouts.workers.shared_weights import SharedWeights, check_mergeable
 from posttrain.rollouts.workers.worker import ActiveClock
 from posttrain.trainers.async_grpo.worker import RolloutJob
-from posttrain.types import Sampling
+from posttrain.types import Advantages, Sampling
 
 if TYPE_CHECKING:
     from posttrain.types import Tokenizer
@@ -617,10 +617,8 @@ class AsyncRollouts:
         """As in synchronous training, of samples that bring their rewards."""
         if table.values.isnan().all():
             return {}
-        totals = torch.tensor([sample.metrics.get("reward", math.nan) for sample in first])
-        advantages = torch.tensor([sample.advantage for sample in first])
-        metrics = reward_metrics(table, totals, advantages, completion_lengths(batch))
-        return metrics | {"reward_std": reward_spread(totals)}
+        made = _advantages(first)
+        return reward_metrics(table, made, completion_lengths(batch)) | {"reward_std": reward_spread(made.totals)}
 
     def _table(self, samples: list[RolloutSample]) -> RewardTable:
         """Rewards as samples bring them, NaN where one does not."""
@@ -632,13 +630,18 @@ class AsyncRollouts:
         """Rewards that cannot teach anything end the run, as in synchronous training."""
         # A user's own worker may send no rewards but the advantage.
         known = [i for i, s in enumerate(first) if any(f"rewards/{name}" in s.metrics for name in table.names)]
-        if known:
-            judged = replace(table, values=table.values[known])
-            groups = torch.tensor([first[i].group_id for i in known])
-            self.sync.run.log(self.rewards.judge(judged, groups, prompts=[first[i].prompt for i in known]))
-        watch.clipped(int(sum(s.metrics.get("advantages/clipped_share", 0.0) for s in first)), len(first))
-        totals = torch.tensor([s.metrics.get("reward", math.nan) for s in first])
-        watch.batch(table, totals, torch.tensor([s.advantage for s in first]))
+        table = replace(table, values=table.values[known])
+        self.sync.run.log(unscorable(table.values))
+        groups = torch.tensor([first[i].group_id for i in known], dtype=torch.long)
+        far = int(sum(s.metrics.get("advantages/clipped_share", 0.0) for s in first))
+        prompts = [first[i].prompt for i in known]
+        watch.report(table, _advantages(first), groups, (far, len(first), None), prompts)
+
+
+def _advantages(first: list[RolloutSample]) -> Advantages:
+    """Advantages and total rewards as samples bring them."""
+    totals = torch.tensor([sample.metrics.get("reward", math.nan) for sample in first])
+    return Advantages(torch.tensor([sample.advantage for sample in first]), totals)
 
 
 def _sample_metrics(first: list[RolloutSample]) -> dict[str, Metric]:
