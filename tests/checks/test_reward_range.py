@@ -6,8 +6,19 @@ import functools
 import statistics
 
 import pytest
+import torch
 
-from posttrain.checks.rewards import RunningReward, check_reward_columns, check_reward_ranges
+from posttrain.checks.rewards import (
+    RewardHistory,
+    RunningReward,
+    check_reward_columns,
+    check_reward_ranges,
+    extended,
+    findings,
+)
+from posttrain.errors import RewardError
+from posttrain.rewards import RewardTable
+from posttrain.types import Advantages
 
 
 def running(*generations):
@@ -43,6 +54,19 @@ def test_weights_that_level_rewards_silence_it():
     assert (
         check_reward_ranges({"a": running([0.0, 10.0]), "b": running([1.0, 1.0])}, {}) is None
     )  # A constant is no scale.
+
+
+def test_findings_follow_from_the_table_and_the_history_and_change_neither():
+    table = RewardTable(torch.tensor([[1.0], [1.0]]), ["right"], torch.ones(1))
+    made = Advantages(torch.zeros(2), torch.ones(2))
+    start = RewardHistory()
+    first = extended(start, table, made)
+    second = extended(first, table, made)
+    assert (start, first.flat, first.flat_rewards) == (RewardHistory(), 1, [[1.0, 1.0]])
+    assert (second.flat, second.generations, second.running["right"].count) == (2, 2, 4)
+    one, two = ([*findings(table, history, scaled=True, stop_after=2)] for history in (first, second))
+    assert one == [None] and two[0].severity == "error"
+    assert isinstance(two[1], RewardError) and "stop_without_signal=2" in str(two[1])
 
 
 def test_a_reward_function_needs_its_columns():

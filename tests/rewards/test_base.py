@@ -235,6 +235,13 @@ def test_r16_a_group_scored_in_part_by_a_function_is_warned_with_its_name(caplog
     assert "in 1 groups" in caplog.text
 
 
+def test_rows_of_all_processes_can_be_judged_after_gathering():
+    runner = RewardRunner(none_if("b"))
+    table = runner(**batch("b", "b"))
+    table = replace(table, values=torch.cat([table.values, torch.ones(2, 1)]))
+    assert runner.finish(table, torch.tensor([0, 0, 1, 1])).values.isnan().sum() == 2
+
+
 def test_an_unscored_row_is_shown_with_its_own_prompt_on_the_process_that_has_it():
     table = RewardTable(torch.tensor([[1.0], [1.0], [1.0], [math.nan]]), ["r"], torch.ones(1), start=2)
     groups, prompts, columns = torch.tensor([0, 0, 1, 1]), ["p2", "p3"], {"task": [2, 3]}
