@@ -18,7 +18,7 @@ from torch import nn
 from posttrain.data.chat import inner_tokenizer
 from posttrain.errors import ConfigError, ModelError
 from posttrain.models.architecture import config_of, get_config_model_id
-from posttrain.models.heads import causal_lm, output_layer, unwrapped
+from posttrain.models.heads import adapter_kind, causal_lm, output_layer, unwrapped
 from posttrain.models.parallel import frozen_parameters, is_partitioned
 
 if TYPE_CHECKING:
@@ -187,8 +187,8 @@ class Reference:
     """Log-probs under the frozen start of training, by the cheapest way that is exact.
 
     A new adapter: the base model, adapters off; no second model in memory. A model that came with a trained adapter, or an
-    adapter that took parts of the base weights when it was made (PiSSA, OLoRA): a frozen copy of that adapter. Otherwise a
-    frozen copy of the **given** weights, which are not always the hub's.
+    adapter that took parts of the base weights when it was made (PiSSA, OLoRA): a frozen copy of that adapter. Otherwise, and
+    for a trained TRAINABLE_TOKENS adapter, a frozen copy of the **given** weights, which are not always the hub's.
 
     Args:
         model: The policy.
@@ -224,6 +224,9 @@ class Reference:
 
     def _freeze_adapter(self, model: nn.Module) -> None:
         active = model.active_adapter
+        if adapter_kind(model.active_peft_config) == "TRAINABLE_TOKENS":
+            self.copy = create_reference_model(model)  # With tied embeddings, peft fails to run a second such adapter.
+            return
         learns = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
         config = copy.deepcopy(model.peft_config[active])
         # To make this one must not change the base weights, nor repeat layers again.

@@ -90,15 +90,20 @@ def test_an_adapter_that_is_merged_is_refused_and_so_is_a_mixed_model(tiny_token
         sft(tmp_path, tiny_tokenizer, model=mixed)
 
 
-STARTS = [{}, {"init_lora_weights": "pissa"}, {"init_lora_weights": "olora"}, {"layer_replication": [(0, 2), (1, 2)]}]
+STARTS = {
+    "lora": {}, "pissa": {"init_lora_weights": "pissa"}, "olora": {"init_lora_weights": "olora"},
+    "layer_replication": {"layer_replication": [(0, 2), (1, 2)]},
+}  # fmt: skip
+TOKENS = peft.TrainableTokensConfig(token_indices=[5, 6], task_type="CAUSAL_LM")  # peft adapts a tied output layer too.
+CONFIGS = {name: peft.LoraConfig(r=4, **TARGETS, **start) for name, start in STARTS.items()} | {"tokens": TOKENS}
 
 
-@pytest.mark.parametrize("start", STARTS, ids=lambda s: next(iter(s.values()), "default"))
+@pytest.mark.parametrize("start", CONFIGS)
 @pytest.mark.parametrize("fresh", [True, False])
 def test_the_reference_is_where_training_began_whatever_the_start_of_the_adapter(start, fresh):
     """PiSSA and OLoRA move parts of the base weights into the adapter as it is made."""
     ids = torch.tensor([[5, 6, 7, 8, 9]])
-    model = peft.get_peft_model(build_model(37), peft.LoraConfig(r=4, **TARGETS, **start)).eval()
+    model = peft.get_peft_model(build_model(37), copy.deepcopy(CONFIGS[start])).eval()
     if not fresh:
         for parameter in (p for p in model.parameters() if p.requires_grad):
             parameter.data += 0.1 * torch.randn_like(parameter)
