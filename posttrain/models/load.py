@@ -441,6 +441,9 @@ NEEDS_MORE_WITH = {
     "use_asa": "a mask update after each optimizer step",
     "save_only_topk_weights": "weights that a checkpoint with save_only_topk_weights=True does not hold",
 }
+# Values of init_lora_weights that change the base weights in a way that peft cannot repeat where the adapter is loaded: by a
+# randomized decomposition of the weights, or by one of gradients.
+UNREPEATABLE_STARTS = ("pissa_niter_", "lora_ga")
 
 
 def _check_adapter(model: Any, activation_checkpointing: bool) -> None:
@@ -453,6 +456,12 @@ def _check_adapter(model: Any, activation_checkpointing: bool) -> None:
             needs[f"{kind} adapters with {name}={value!r} need"] = need
     for what, need in needs.items():
         raise ConfigError(f"{what} {need}. Training would leave that out. Fix: use LoRA, or another peft method.")
+    if (start := str(getattr(config, "init_lora_weights", ""))).startswith(UNREPEATABLE_STARTS):
+        raise ConfigError(
+            f"init_lora_weights={start!r} subtracts a random start of the adapter from the base weights. A saved adapter does "
+            "not hold that start, so a loaded one would be added to other base weights than those it was trained on. Fix: "
+            "init_lora_weights='pissa' or 'olora', which peft can compute again, or True."
+        )
     if any(getattr(module, "merged", False) is True for module in model.modules()):
         raise ModelError(
             "the model's adapter is merged into the base weights, where it cannot be trained. Fix: model.unmerge_adapter()."

@@ -69,6 +69,12 @@ def test_peft_methods_that_need_more_than_gradients_are_refused(tiny_tokenizer, 
         sft(tmp_path, tiny_tokenizer, peft_config=config)
 
 
+def test_a_start_that_peft_cannot_compute_again_is_refused(tiny_tokenizer, tmp_path):
+    """Loaded on the base model, the saved adapter would compute something else than the trained model."""
+    with raises(ConfigError, "init_lora_weights='pissa_niter_2'"):
+        sft(tmp_path, tiny_tokenizer, peft_config=peft.LoraConfig(init_lora_weights="pissa_niter_2", **TARGETS))
+
+
 @pytest.mark.parametrize("branch", ["fresh", "trained", "named"])
 def test_a_reference_that_shares_trained_base_weights_is_refused(branch):
     model = peft.get_peft_model(build_model(37), peft.LoraConfig(r=4, target_modules=["q_proj"]))
