@@ -14,6 +14,7 @@ import torch
 
 from posttrain.checks.registry import finding
 from posttrain.errors import WeightSyncError
+from posttrain.models.attention import rounds_to_tf32
 from posttrain.models.heads import causal_lm
 from posttrain.types import Finding, Sampling
 
@@ -229,20 +230,24 @@ def mean_gap(left: Logps, right: Logps) -> float:
     return statistics.fmean(abs(a - b) for x, y in zip(left, right, strict=True) for a, b in zip(x, y, strict=True))
 
 
+TF32_EPS = 2.0**-10  # TF32 has a mantissa of 10 bits.
+
+
 @contextmanager
 def rounded_otherwise(model: nn.Module) -> Iterator[None]:
-    """Change what the modules of a model return by as much as their dtype rounds it, until the context ends.
+    """Change what the modules of a model return by as much as their dtype, or TF32, rounds it, until the context ends.
 
     A new adapter is zero, and both sides round alike: the first gap has no noise of merged weights. This is a measure of it.
     """
-    generators = dict[torch.device, torch.Generator]()
+    generators, tf32 = dict[torch.device, torch.Generator](), rounds_to_tf32()
 
     def change(module: nn.Module, inputs: Any, output: Any) -> Any:
         if not isinstance(output, torch.Tensor) or not output.is_floating_point():
             return output
         generator = generators.setdefault(output.device, torch.Generator(output.device).manual_seed(0))
         share = torch.rand(output.shape, generator=generator, device=output.device) - 0.5
-        return (output * (1 + torch.finfo(output.dtype).eps * share)).to(output.dtype)
+        eps = TF32_EPS if tf32 and output.dtype == torch.float32 else torch.finfo(output.dtype).eps
+        return (output * (1 + eps * share)).to(output.dtype)
 
     handles = [m.register_forward_hook(change) for m in model.modules() if next(m.children(), None) is None]
     try:

@@ -189,3 +189,11 @@ def coarsest_dtype(model: Module) -> torch.dtype:
     """
     kinds = {parameter.dtype for parameter in model.parameters()}
     return max(kinds, key=lambda kind: torch.finfo(kind).eps if kind.is_floating_point else 1.0)
+
+
+def rounds_to_tf32() -> bool:
+    """Return whether products of float32 matrices on a GPU are computed in TF32.
+
+    torch refuses to read ``allow_tf32`` once its newer setting was written, as transformers does for ``tf32=True``.
+    """
+    return torch.backends.cuda.matmul.fp32_precision == "tf32"

@@ -183,6 +183,25 @@ def test_the_measured_rounding_noise_is_that_of_merged_weights(dtype):
     assert 0 < gap < 3 * noise and noise < 10 * gap
 
 
+def test_rounding_noise_is_that_of_tf32_where_float32_products_may_use_it():
+    model = build_model(37).eval()
+    sequences = probe_sequences(37, None)
+
+    def noise():
+        plain = plain_logps(model, sequences)
+        with rounded_otherwise(model):
+            return mean_gap(plain, plain_logps(model, sequences))
+
+    exact, before = noise(), torch.backends.cuda.matmul.fp32_precision
+    try:
+        torch.backends.cuda.matmul.fp32_precision = (
+            "tf32"  # transformers does so for tf32=True; allow_tf32 cannot be read then.
+        )
+        assert 100 * exact < noise() < 1e-2
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = before
+
+
 def test_a_small_part_of_an_update_that_is_lost_is_found():
     """A permuted matrix or one old layer is a fifth of the movement."""
     ours, later = [[-1.0, -2.0, -3.0]], [[-1.002, -1.999, -3.001]]

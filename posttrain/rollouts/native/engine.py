@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from posttrain.errors import ConfigError, RolloutError, RolloutInterrupted, check_choice
 from posttrain.models.architecture import context_length
-from posttrain.models.attention import coarsest_dtype
+from posttrain.models.attention import coarsest_dtype, rounds_to_tf32
 from posttrain.models.forward import sequence_logps
 from posttrain.models.heads import LogitRule, causal_lm, evaluating, picture_encoder, placeholder_of, trunk
 from posttrain.models.probe import disagreement, probe_cases, probe_key, random_prompts
@@ -161,7 +161,7 @@ class NativeEngine(RolloutEngine):
     def capabilities(self) -> Capabilities:
         """See `Capabilities`; log-probs match the training forward where everything is float32, which autocast decides anew."""
         kind = next(self.inner.parameters()).device.type
-        coarse = torch.is_autocast_enabled(kind) or (kind == "cuda" and torch.backends.cuda.matmul.allow_tf32)
+        coarse = torch.is_autocast_enabled(kind) or (kind == "cuda" and rounds_to_tf32())
         matches = self.shares_weights and coarsest_dtype(self.inner) == torch.float32 and not coarse
         return Capabilities(
             in_process=True,
