@@ -78,7 +78,7 @@ def check_fields(config: Any, *, beside: type) -> None:
 
     Args:
         config: A dataclass.
-        beside: A base class whose fields are not ours to check.
+        beside: A base class whose fields are not ours to check, but for those that are mappings or paths of files.
 
     Raises:
         ConfigError: Names the field, its value, what it must be, and what it is for.
@@ -90,6 +90,12 @@ def check_fields(config: Any, *, beside: type) -> None:
         if choices := _choices(kind):
             check_choice(name, value, choices)
         raise ConfigError(f"{name}={value!r} must be {_words(kind, value)}. Meaning: {text}")
+    for name in getattr(beside, "_VALID_DICT_FIELDS", ()):
+        # transformers opens such values as files: a whole number is a descriptor.
+        if isinstance(value := getattr(config, name), int | float | list | tuple | set):
+            raise ConfigError(
+                f"{name}={value!r} must be a mapping. Fix: give a dict, a JSON object, or the path of a JSON file."
+            )
 
 
 @cache
