@@ -512,11 +512,12 @@ def vllm_command(argv: Sequence[str], *, cpu: bool, pictures: bool = False) -> l
     ['--model', 'm', '--max-model-len', '512']
     """
     known = argparse.ArgumentParser(prog="posttrain vllm-serve", add_help=False, allow_abbrev=False)
-    for name in ("model", "host", "config", *CHECKED, "weight-transfer-config"):
+    for name in ("model", "host", "port", "config", *CHECKED, "weight-transfer-config"):
         known.add_argument(f"--{name}", f"--{name.replace('-', '_')}" if "-" in name else f"--{name}")
     known.add_argument("--lora-target-modules", "--lora_target_modules", nargs="+")
     known.add_argument("--enable-chunked-prefill", "--enable_chunked_prefill", action="store_true")
-    parsed, _ = known.parse_known_args(list(argv))
+    parsed, rest = known.parse_known_args(list(argv))
+    _refuse_abbreviations(rest, known)
     if parsed.config:
         raise ConfigError(
             f"--config {parsed.config}: options in a file are not checked, and the token would be for the port of the command "
@@ -537,6 +538,21 @@ def vllm_command(argv: Sequence[str], *, cpu: bool, pictures: bool = False) -> l
     # Called by its name: its module needs fastapi, which vLLM's environment has.
     guard = "LoopbackGuard" if (parsed.host or "127.0.0.1") in LOOPBACK else "Guard"
     return [*words, "--middleware", f"{GUARDS}.{guard}"]
+
+
+def _refuse_abbreviations(words: Sequence[str], known: argparse.ArgumentParser) -> None:
+    """Refuse the start of an option's name, which vLLM may complete and the checks here would not see.
+
+    Raises:
+        ConfigError: Names the option.
+    """
+    for word in words:
+        given = word.partition("=")[0]
+        whole = [name for name in known._option_string_actions if name.startswith(given)]
+        if given.startswith("--") and len(given) > 2 and whole:
+            raise ConfigError(
+                f"{given} is an abbreviation of {whole[0]}, and abbreviated options are not checked. Fix: {whole[0]}."
+            )
 
 
 def _set_token(words: Sequence[str]) -> None:

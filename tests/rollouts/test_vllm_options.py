@@ -73,6 +73,12 @@ def test_trap_s27_what_cannot_work_is_refused_before_the_start(more, words):
         vllm_command(more, cpu=True)
 
 
+@pytest.mark.parametrize("more", [["--po", "1"], ["--po=1"], ["--log", "raw_logprobs"], ["--ho", "0.0.0.0"]])
+def test_abbreviated_options_are_refused_because_nothing_here_reads_them(more):
+    with raises(ConfigError, more[0].partition("=")[0], "Fix: --"):
+        vllm_command([*BASE, *more], cpu=False)
+
+
 def test_options_in_a_file_are_refused_because_nothing_here_reads_them():
     for words in (["--config", "vllm.yaml"], ["--config=vllm.yaml"]):
         with raises(ConfigError, "--config vllm.yaml"):
