@@ -90,9 +90,9 @@ def check_fields(config: Any, *, beside: type) -> None:
         if choices := _choices(kind):
             check_choice(name, value, choices)
         raise ConfigError(f"{name}={value!r} must be {_words(kind, value)}. Meaning: {text}")
-    for name in getattr(beside, "_VALID_DICT_FIELDS", ()):
+    for name in vars(beside).get("_VALID_DICT_FIELDS", ()):
         # transformers opens such values as files: a whole number is a descriptor.
-        if isinstance(value := getattr(config, name), int | float | list | tuple | set):
+        if isinstance(value := vars(config)[name], int | float | list | tuple | set):
             raise ConfigError(
                 f"{name}={value!r} must be a mapping. Fix: give a dict, a JSON object, or the path of a JSON file."
             )

@@ -456,7 +456,7 @@ def _check_adapter(model: Any, activation_checkpointing: bool) -> None:
             needs[f"{kind} adapters with {name}={value!r} need"] = need
     for what, need in needs.items():
         raise ConfigError(f"{what} {need}. Training would leave that out. Fix: use LoRA, or another peft method.")
-    if (start := str(getattr(config, "init_lora_weights", ""))).startswith(UNREPEATABLE_STARTS):
+    if (start := str(vars(config).get("init_lora_weights"))).startswith(UNREPEATABLE_STARTS):
         raise ConfigError(
             f"init_lora_weights={start!r} subtracts a random start of the adapter from the base weights. A saved adapter does "
             "not hold that start, so a loaded one would be added to other base weights than those it was trained on. Fix: "
