@@ -46,7 +46,7 @@ from posttrain.losses.reduce import Denominators
 from posttrain.methods.base import Method
 from posttrain.methods.config import PostTrainingConfig
 from posttrain.metrics import Metric, MetricBuffer, mean
-from posttrain.models import load, memory, parallel, token_split
+from posttrain.models import load, memory, parallel, token_split, tree_attention
 from posttrain.models.architecture import config_of, get_config_model_id
 from posttrain.models.forward import noisy_embeddings, router_coefficient
 from posttrain.models.quantised import check_quantised
@@ -393,6 +393,7 @@ class PostTrainer(transformers.Trainer):
                 return super().train(resume, **kwargs)
         finally:
             self.neftune_noise_alpha, self.args.resume_from_checkpoint = alpha, configured
+            tree_attention.uninstall(self.model)
             self.interrupt.restore()
             for callback in self.callback_handler.callbacks:
                 if hasattr(callback, "stop"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,7 @@ from posttrain.models.heads import (
     PER_TOKEN,
     ScoreHead,
     TokenHead,
+    attention_renamed,
     causal_lm,
     install_token_head,
     learns_prompts,
@@ -67,16 +68,19 @@ def forward(
     install_token_head(model)
     asked = Pass(batch, needs, temperature, truncation, chunk_size, expected_grad, compare is not None)
     split = token_split.active()
-    if split is None or (torch.is_grad_enabled() and not split.in_turn):
-        result = _run(model, asked, compare)
-    elif not split.in_turn:
-        result = _in_turns(model, asked, compare, split)
-    elif torch.is_grad_enabled():
-        split.tell(asked.bare())
-        result = _run(model, asked, compare, split, split.rank)
-    else:
-        with on_whole_rows(model):
+    # Backward calls checkpointed layers again, so a pass with gradients leaves its name of attention in the config.
+    named = nullcontext() if torch.is_grad_enabled() else attention_renamed(model, lambda name: name)
+    with named:
+        if split is None or (torch.is_grad_enabled() and not split.in_turn):
             result = _run(model, asked, compare)
+        elif not split.in_turn:
+            result = _in_turns(model, asked, compare, split)
+        elif torch.is_grad_enabled():
+            split.tell(asked.bare())
+            result = _run(model, asked, compare, split, split.rank)
+        else:
+            with on_whole_rows(model):
+                result = _run(model, asked, compare)
     if "scores" in needs:
         return ModelOutputs(scores=result["scores"][:, 0])
     return ModelOutputs(

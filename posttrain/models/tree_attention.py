@@ -552,8 +552,8 @@ def _written_out(kind: type) -> Callable[..., tuple[Tensor, Tensor | None]]:
 def install(model: nn.Module) -> None:
     """Choose tree attention in the configs of a model's text layers, under its own names in transformers' registry.
 
-    The names stay, because a backward pass with checkpointing calls the layers again. Calls without a forest run the backend that
-    the config named before.
+    The names stay until `uninstall`, because a backward pass with checkpointing calls the layers again. Calls without a forest
+    run the backend that the config named before.
     """
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -566,9 +566,18 @@ def install(model: nn.Module) -> None:
     rename_attention(model, lambda backend: f"posttrain_{backend}" if backend in BACKENDS else backend)
 
 
+def uninstall(model: nn.Module) -> None:
+    """Give the configs of a model's text layers transformers' names again: its continuous batching compares names."""
+    rename_attention(model, _without_own)
+
+
+def _without_own(name: str) -> str:
+    return OWN_NAMES.get(name, name)
+
+
 def uninstalled(model: nn.Module) -> AbstractContextManager[None]:
     """Run a model with the backends of transformers alone, then restore the names of before."""
-    return attention_renamed(model, lambda name: OWN_NAMES.get(name, name))
+    return attention_renamed(model, _without_own)
 
 
 def forest_mask(

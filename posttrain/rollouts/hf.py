@@ -18,6 +18,7 @@ from posttrain.losses.truncation import truncate
 from posttrain.models.architecture import context_length
 from posttrain.models.attention import rope_limits
 from posttrain.models.heads import causal_lm, evaluating, learns_prompts, picture_encoder, placeholder_of
+from posttrain.models.tree_attention import uninstalled
 from posttrain.models.vision import prefill_inputs
 from posttrain.rollouts.base import Capabilities, RolloutEngine, check_followed
 from posttrain.rollouts.native.draws import apply_rules, ends_with_string, has_rules, penalize_repetition
@@ -172,7 +173,14 @@ class HFEngine(RolloutEngine):
             )
         self.interrupted.clear()
         rollouts: dict[int, list[Rollout]] = {}
-        with evaluating(self.model), without_own_settings(self.model), _seeded(sampling.seed, _device(self.model)):
+        # Some models compare the name of their attention as they generate.
+        plain = uninstalled(self.model)
+        with (
+            plain,
+            evaluating(self.model),
+            without_own_settings(self.model),
+            _seeded(sampling.seed, _device(self.model)),
+        ):
             for together in self._calls(requests, sampling):
                 alike = replace(sampling, max_new_tokens=_most(requests[together[0]], sampling))
                 rollouts |= self._call([(i, requests[i]) for i in together], alike)

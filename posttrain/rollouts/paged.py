@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from posttrain.errors import ConfigError, RolloutError, did_you_mean
 from posttrain.models.architecture import context_length
 from posttrain.models.heads import causal_lm, evaluating
+from posttrain.models.tree_attention import uninstalled
 from posttrain.rollouts.base import (
     Capabilities,
     RolloutEngine,
@@ -116,7 +117,12 @@ class PagedEngine(RolloutEngine):
         # Drawn from the run's own numbers: transformers would draw it from what is put back below, the same in every call.
         seed = sampling.seed if sampling.seed is not None else int(torch.randint(2**31, ()))
         devices = [inner.device] if inner.device.type == "cuda" else []
-        with evaluating(self.model), own_precision(self.model), torch.random.fork_rng(devices=devices):
+        with (
+            uninstalled(inner),
+            evaluating(self.model),
+            own_precision(self.model),
+            torch.random.fork_rng(devices=devices),
+        ):
             pages = self._pages(inner, work) | {"seed": seed}
             try:
                 results = self._run(inner, work, sampling, pages)

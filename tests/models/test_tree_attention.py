@@ -19,6 +19,7 @@ from posttrain.models.tree_attention import Forest, forest_mask, parts_of
 from posttrain.types import Batch, Row, Segment, check_segments
 from tests.conftest import build_model
 from tests.gpu import varlen
+from tests.methods.helpers import sft
 from tests.models.architectures import built
 from tests.models.test_forward import family
 from tests.wordings import raises
@@ -373,7 +374,10 @@ def test_tree_attention_has_a_name_of_its_own_and_replaces_nothing(backend):
     ids = torch.tensor([[5, 6, 7, 8]])
     truth = model(input_ids=ids, attention_mask=torch.tensor([[0, 1, 1, 1]])).logits
     (batch,) = collate([Row([5, 6, 7], [[8, 9], [10, 11, 12]], [[1] * 2, [1] * 3])], pad_token_id=0)
-    forward(model, batch)
+    with torch.no_grad():
+        forward(model, batch)
+    assert model.config._attn_implementation == backend
+    forward(model, batch)  # Its backward may call the layers again.
     assert model.config._attn_implementation == f"posttrain_{backend}" and attention_name(model.config) == backend
     assert torch.equal(model(input_ids=ids, attention_mask=torch.tensor([[0, 1, 1, 1]])).logits, truth)
     assert other.config._attn_implementation == backend
@@ -381,8 +385,19 @@ def test_tree_attention_has_a_name_of_its_own_and_replaces_nothing(backend):
     assert AttentionInterface.get_interface is before[1]
     with tree_attention.uninstalled(model):
         assert model.config._attn_implementation == backend
+    tree_attention.uninstall(model)
+    assert model.config._attn_implementation == backend
+    tree_attention.install(model)
     model.set_attn_implementation("eager" if backend == "sdpa" else "sdpa")
     assert not model.config._attn_implementation.startswith("posttrain")
+
+
+def test_after_training_the_config_names_the_backend_of_transformers(tmp_path, tiny_tokenizer):
+    trainer = sft(tmp_path, tiny_tokenizer, max_steps=1)
+    seen = []
+    trainer.model.register_forward_pre_hook(lambda *_: seen.append(trainer.model.config._attn_implementation))
+    trainer.train()
+    assert "posttrain_sdpa" in seen and trainer.model.config._attn_implementation == "sdpa"
 
 
 def test_a_checkpointed_layer_is_recomputed_by_parts():

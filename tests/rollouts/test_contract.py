@@ -7,6 +7,7 @@ import torch
 from scipy.stats import chisquare
 
 from posttrain.errors import ConfigError, RolloutError
+from posttrain.models import tree_attention
 from posttrain.models.forward import sequence_logps
 from posttrain.rollouts.base import Capabilities, RolloutEngine, ScriptedEngine, require_engine
 from posttrain.rollouts.hf import HFEngine
@@ -243,8 +244,11 @@ def test_repetition_penalty_makes_repeats_rarer(engine):
 def test_training_mode_and_attention_backend_are_restored(engine):
     engine.model.train()
     engine.model.model.layers[0].eval()
+    alone = engine.generate(requests(1), Sampling(2, seed=0))
+    if engine.name in ("hf", "paged", "native"):
+        tree_attention.install(engine.model)  # As training does.
     before = engine.model.config._attn_implementation
-    engine.generate(requests(1), Sampling(2, seed=0))
+    assert [r.token_ids for r in engine.generate(requests(1), Sampling(2, seed=0))] == [r.token_ids for r in alone]
     assert engine.model.training
     assert not engine.model.model.layers[0].training
     assert engine.model.model.layers[1].training
