@@ -98,7 +98,6 @@ class OnlineTrainer(PostTrainer):
     runner_class: ClassVar[type[RewardRunner]] = RewardRunner
     args: OnlineConfig
     driver: EpisodeDriver | None
-    _rows: list[dict[str, Any]] = []  # noqa: RUF012 - replaced, never changed
 
     def __init__(
         self,
@@ -326,8 +325,14 @@ class OnlineTrainer(PostTrainer):
 
     def micro_batch(self, inputs: list[dict[str, Any]], index: int) -> list[Batch]:
         """The next slice of the buffer; a new generation first, when the buffer is used up."""
+        if index == 0:
+            self.window.mark()
         if self.window.used_up:
-            generation = self.generate_and_score(inputs, "train")
+            try:
+                generation = self.generate_and_score(inputs, "train")
+            except RolloutServerError:  # A checkpoint is saved because of it.
+                self.window.rewind()
+                raise
             self.window.fill(self._slices(generation, self.args.steps_per_generation or 1), self.state.global_step)
         rows = self.window.take()
         self.run.log({"staleness/mean_updates": mean(float(self.state.global_step - self.window.born))})
@@ -611,18 +616,11 @@ class OnlineTrainer(PostTrainer):
         self.scorer = Scorer(self.rewards, self.processing_class, self.accelerator)
         self.reward_watch.start(self.args.device, self.args.max_completion_length)
 
-    def postprocess_metrics(self, metrics: dict[str, float]) -> dict[str, float]:
-        """Lengths of ended completions are 0 where none ended."""
-        if "completions/mean_length" in metrics:
-            for kind in ("mean", "min", "max"):
-                metrics.setdefault(f"completions/{kind}_terminated_length", 0.0)
-        return super().postprocess_metrics(metrics)
-
     def completion_rows(self, generation: RolloutBatch, table: RewardTable) -> list[dict[str, Any]]:
         """One row a completion of this rank: prompt, completion, each reward, extra columns, advantage."""
         step, images = self.state.global_step, self.vision.images and self.args.log_multimodal
-        self._rows = completion_rows(generation, table, self.processing_class, step, images=images)
-        return self._rows
+        self.run.shown = completion_rows(generation, table, self.processing_class, step, images=images)
+        return self.run.shown
 
     # The loop, checkpoints ---------------------------------------------------------------------------------------
 
@@ -647,11 +645,6 @@ class OnlineTrainer(PostTrainer):
                 self.environments.close()
             if self.harness is not None:
                 self.harness.close()
-
-    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
-        """As the parent's; a generation that fails leaves the position in the window as it was, for the checkpoint."""
-        with self.window.kept_on(RolloutServerError):
-            return super().get_batch_samples(*args, **kwargs)
 
     def _load_best_model(self) -> None:
         super()._load_best_model()

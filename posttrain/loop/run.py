@@ -89,6 +89,7 @@ class Run:
         most_tokens: Tokens of a pass, padding included, once memory has run out.
         tokens_seen: Tokens of this rank's sequences that were trained, and tokens computed, padding included.
         bad_steps: Steps in a row whose gradient was not finite.
+        shown: One row for each completion of this rank's last generation, as in the completions table.
         watchers: What looks at a moment: ``step`` gets batches, counts and state; ``gradient`` the model and its batches.
     """
 
@@ -120,6 +121,7 @@ class Run:
     most_tokens: int | None = None
     tokens_seen: tuple[int, int] = (0, 0)
     bad_steps: int = 0
+    shown: list[dict[str, Any]] = field(default_factory=list)
     watchers: dict[str, list[Callable[..., bool | None]]] = field(default_factory=dict)
 
     def now(self) -> State:

@@ -196,7 +196,13 @@ class Method(ABC, Generic[Config]):
         return state.own, {}
 
     def derived_metrics(self, metrics: dict[str, float]) -> dict[str, float]:
-        """The metrics of a log line with those that follow from others."""
+        """Return the metrics of a log line with those that follow from others.
+
+        Lengths of ended completions are 0 where none ended.
+        """
+        if "completions/mean_length" in metrics:
+            for kind in ("mean", "min", "max"):
+                metrics.setdefault(f"completions/{kind}_terminated_length", 0.0)
         return metrics
 
     def other_models(self, policy: Part, configs: Mapping[str, Any]) -> list[Part]:

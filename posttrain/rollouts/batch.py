@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -311,6 +310,7 @@ class RolloutWindow:
         self.passes = passes
         self.slices: Sequence[list[Row]] | None = None
         self.step = self.generations = self.born = 0
+        self.mark()
 
     @property
     def used_up(self) -> bool:
@@ -329,15 +329,13 @@ class RolloutWindow:
         self.step += 1
         return rows
 
-    @contextlib.contextmanager
-    def kept_on(self, error: type[Exception]) -> Iterator[None]:
-        """Inside, an error of this type leaves the place as it was, for the checkpoint that is saved because of it."""
-        before = dict(self.__dict__)
-        try:
-            yield
-        except error:
-            self.__dict__.update(before)
-            raise
+    def mark(self) -> None:
+        """Remember the place at the beginning of an optimizer step."""
+        self._marked = self.slices, self.step, self.generations, self.born
+
+    def rewind(self) -> None:
+        """Go back to where `mark` was called: a generation that failed is made again from there."""
+        self.slices, self.step, self.generations, self.born = self._marked
 
     def state(self) -> dict[str, Any]:
         """The place, with the scored rollouts that were not trained yet."""

@@ -168,7 +168,7 @@ class GRPOTrainer(OnlineTrainer):
 
     @property
     def _logs(self) -> dict[str, Any]:
-        return by_column(self._rows, self.rewards.names)
+        return by_column(self.run.shown, self.rewards.names)
 
     @property
     def _buffered_inputs(self) -> Any:

@@ -417,10 +417,6 @@ class PPOTrainer(OnlineTrainer):
 
     # One optimiser step ----------------------------------------------------------------------------------------------
 
-    def postprocess_metrics(self, metrics: dict[str, float]) -> dict[str, float]:
-        """Those of PPO; lengths of ended responses are not among them where none ended."""
-        return self.method.derived_metrics(metrics)
-
     def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> Any:
         """As transformers', with a rate that stands still during the steps of one rollout batch."""
         users_own = self.lr_scheduler is not None

@@ -583,6 +583,25 @@ def test_a_checkpoint_of_an_adapter_is_no_checkpoint_of_a_whole_model_or_another
     assert all(part in str(caught.value) for part in said)
 
 
+@pytest.mark.parametrize("kind", ["P_TUNING", "PREFIX_TUNING"])
+def test_a_checkpoint_without_the_encoder_of_virtual_tokens_is_refused(tmp_path, tiny_tokenizer, kind):
+    from peft import PrefixTuningConfig, PromptEncoderConfig
+
+    options = {"task_type": "CAUSAL_LM", "num_virtual_tokens": 3, "encoder_hidden_size": 8}
+    encoder = PromptEncoderConfig(**options)
+    adapter = encoder if kind == "P_TUNING" else PrefixTuningConfig(**options, prefix_projection=True)
+    settings = {
+        "max_steps": 2,
+        "save_strategy": "steps",
+        "save_steps": 1,
+        "peft_config": adapter,
+        "gradient_checkpointing": False,
+    }
+    sft(tmp_path, tiny_tokenizer, **settings).train()
+    with raises(CheckpointError, "checkpoint-1", "PROMPT_TUNING"):
+        sft(tmp_path, tiny_tokenizer, **settings).train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+
+
 @pytest.mark.parametrize(
     ("gone", "said"),
     [

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from posttrain.errors import ConfigError, ModelError
+from posttrain.losses.advantages import group_advantages
 from posttrain.losses.distillation import (
     divergence,
     hybrid_divergence,
@@ -26,7 +27,7 @@ from posttrain.losses.distillation import (
 from posttrain.losses.reduce import sequence_lengths, spread
 from posttrain.methods.base import SAMPLES, Method
 from posttrain.methods.distillation.config import Axes, DistillationConfig
-from posttrain.methods.grpo.objective import scored_groups
+from posttrain.methods.grpo.objective import group_options
 from posttrain.metrics import Metric, maximum, mean, minimum
 from posttrain.models.heads import Float32Linear, LogitRule, TokenHead, is_one_matrix
 from posttrain.models.logprob import chunked_rows, raw_logits
@@ -537,7 +538,8 @@ class Distillation(Method[Any]):
         if not rewards.names:
             values = torch.zeros(len(rollouts.rollouts))
             return Advantages(values, values, rewards.start, token_columns=logps)
-        stats = scored_groups(rewards, rollouts.group_size, self.cfg)
+        how = group_options(self.cfg)
+        stats = group_advantages(rewards.values, rewards.weights, rollouts.group_size, **how)
         more = {"zero_std_share": stats.zero_std_share, "token_columns": logps}
         return Advantages(stats.advantages, stats.totals, rewards.start, **more)
 

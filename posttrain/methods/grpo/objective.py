@@ -8,12 +8,12 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from posttrain.losses.advantages import AdvantageStats, flat_groups, group_advantages, within_groups
+from posttrain.losses.advantages import flat_groups, group_advantages, within_groups
 from posttrain.losses.policy import (
     LOSS_TYPES,
     cispo,
@@ -264,16 +264,13 @@ def bonus_sums(terms: LossTerms, outputs: ModelOutputs, denominators: Denominato
     return torch.stack([outputs.entropy[mask].sum(), mask.sum(), policy]).cpu().double()
 
 
-def scored_groups(table: RewardTable, size: int, args: GRPOConfig) -> AdvantageStats:
-    """Advantages of completions within their groups of ``size``."""
-    return group_advantages(
-        table.values,
-        table.weights,
-        size,
-        scale_rewards=str(args.scale_rewards),
-        aggregation=args.multi_objective_aggregation,
-        min_group_std=args.min_group_std,
-    )
+def group_options(args: GRPOConfig) -> dict[str, Any]:
+    """Return how a config scales rewards within groups, as keywords of `group_advantages`."""
+    return {
+        "scale_rewards": str(args.scale_rewards),
+        "aggregation": args.multi_objective_aggregation,
+        "min_group_std": args.min_group_std,
+    }
 
 
 def groups_without_signal(args: PostTrainingConfig, table: RewardTable, size: int) -> Tensor:
@@ -305,7 +302,7 @@ class GRPO(Method[Config]):
     def advantages(self, rollouts: RolloutBatch, rewards: RewardTable, logps: LogProbs, ranks: Ranks) -> Advantages:
         """A completion's reward against its group's mean, divided by a spread; groups without a spread may be left out."""
         cfg, size, metrics, left_out = self.cfg, rollouts.group_size, {}, frozenset()
-        stats = scored_groups(rewards, size, cfg)
+        stats = group_advantages(rewards.values, rewards.weights, size, **group_options(cfg))
         if cfg.mask_zero_variance_groups and size > 1:
             flat = groups_without_signal(cfg, rewards, size)  # Also where nothing was scored.
             mine = flat.repeat_interleave(size)[rewards.start : rewards.start + len(rollouts.rollouts)]
