@@ -33,7 +33,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from posttrain.errors import ConfigError, DataError
+from posttrain.errors import ConfigError
 from posttrain.redaction import hide_secrets
 
 if TYPE_CHECKING:
@@ -70,7 +70,6 @@ __all__ = [
     "Row",
     "Sampling",
     "Segment",
-    "check_segments",
 ]
 
 
@@ -163,51 +162,6 @@ class Leaf(NamedTuple):
     row: int
 
 
-def check_segments(segments: Sequence[Segment], width: int) -> None:
-    """Raise where segments are no tries in depth-first order.
-
-    Args:
-        segments: In the order of rows and columns.
-        width: Columns of a row.
-
-    Raises:
-        DataError: A segment is empty or ends beyond its row, its parent does not exist or does not hold it, it does not
-            begin where it must, or its position does not follow from its parent's.
-    """
-    for index, segment in enumerate(segments):
-        if segment.stop <= segment.start:
-            raise DataError(f"segment {index} is empty: columns {segment.start} to {segment.stop}. Fix: leave it out.")
-        if not segment.stop <= segment.end <= width:
-            raise DataError(
-                f"segment {index} has columns {segment.start} to {segment.stop} and ends with what is under it at "
-                f"{segment.end}, in a row of {width} columns. Fix: start < stop <= end <= {width}."
-            )
-        before = segments[index - 1] if index else None
-        column = before.stop if before is not None and before.row == segment.row else 0
-        if segment.start != column:
-            raise DataError(
-                f"segment {index} begins at column {segment.start} of row {segment.row}, and the one before ends at {column}. "
-                "Fix: list segments depth first, without gaps."
-            )
-        if segment.parent >= index or segment.parent < -1:
-            raise DataError(f"segment {index} continues segment {segment.parent}, which does not stand before it.")
-        if segment.parent < 0:
-            position = 0
-        else:
-            parent = segments[segment.parent]
-            if parent.row != segment.row or not parent.stop <= segment.start < segment.end <= parent.end:
-                raise DataError(
-                    f"segment {index} (row {segment.row}, columns {segment.start} to {segment.end}) continues segment "
-                    f"{segment.parent} (row {parent.row}), under which stand columns {parent.stop} to {parent.end}."
-                )
-            position = parent.position + parent.stop - parent.start
-        if segment.position != position:
-            raise DataError(
-                f"segment {index} begins at position {segment.position}, and its parent ends before position {position}. Fix: "
-                f"position={position}."
-            )
-
-
 @dataclass(slots=True)
 class Batch:
     """A token forest ready for the model: every row holds one or more tries, whose branches share what they begin with.
@@ -297,23 +251,6 @@ class Batch:
         out = values.new_zeros(self.num_sequences)
         out[order] = values.repeat_interleave(size)
         return out
-
-    def check(self) -> None:
-        """Raise where `segments` do not say who sees whom in every row; a model would take each row for one sequence.
-
-        Raises:
-            DataError: Segments are no tries (`check_segments`), a row with tokens has none, or a sequence ends in none.
-        """
-        rows, width = self.input_ids.shape
-        check_segments(self.segments, width)
-        known = {segment.row for segment in self.segments}
-        bare = [row for row in range(rows) if row not in known]
-        ends = max((leaf.segment for leaf in self.leaves), default=-1)
-        if not known <= set(range(rows)) or ends >= len(self.segments) or (bare and bool(self.seen_until[bare].any())):
-            raise DataError(
-                f"a Batch of {rows} rows has {len(self.segments)} segments, of rows {sorted(known)}, and a sequence ends in "
-                f"segment {ends}. Fix: lay rows out with collate (posttrain.data.forest)."
-            )
 
     @property
     def real(self) -> Tensor:

@@ -10,9 +10,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from posttrain.errors import DataError
 from posttrain.types import Row
+
+if TYPE_CHECKING:
+    from posttrain.types import Batch, Segment
 
 # Minimum number of common tokens for joining rows. For fewer, an additional attention segment costs more than sharing saves.
 SHARED_LEAST = 16
@@ -229,3 +233,66 @@ def pictures_of(node: Node) -> list[tuple[int, Any]]:
         return []
     placed = node.row.pictures[0 if node.member is None else node.member.index + 1]
     return [(image.start - node.start, image) for image in placed if 0 <= image.start - node.start < len(node.ids)]
+
+
+def check_segments(segments: Sequence[Segment], width: int) -> None:
+    """Check that segments are tries in depth-first order.
+
+    Args:
+        segments: In the order of rows and columns.
+        width: Columns of a row.
+
+    Raises:
+        DataError: A segment is empty or ends beyond its row, its parent does not exist or does not hold it, it does not
+            begin where it must, or its position does not follow from its parent's.
+    """
+    for index, segment in enumerate(segments):
+        if segment.stop <= segment.start:
+            raise DataError(f"segment {index} is empty: columns {segment.start} to {segment.stop}. Fix: leave it out.")
+        if not segment.stop <= segment.end <= width:
+            raise DataError(
+                f"segment {index} has columns {segment.start} to {segment.stop} and ends with what is under it at "
+                f"{segment.end}, in a row of {width} columns. Fix: start < stop <= end <= {width}."
+            )
+        before = segments[index - 1] if index else None
+        column = before.stop if before is not None and before.row == segment.row else 0
+        if segment.start != column:
+            raise DataError(
+                f"segment {index} begins at column {segment.start} of row {segment.row}, and the one before ends at {column}. "
+                "Fix: list segments depth first, without gaps."
+            )
+        if segment.parent >= index or segment.parent < -1:
+            raise DataError(f"segment {index} continues segment {segment.parent}, which does not stand before it.")
+        if segment.parent < 0:
+            position = 0
+        else:
+            parent = segments[segment.parent]
+            if parent.row != segment.row or not parent.stop <= segment.start < segment.end <= parent.end:
+                raise DataError(
+                    f"segment {index} (row {segment.row}, columns {segment.start} to {segment.end}) continues segment "
+                    f"{segment.parent} (row {parent.row}), under which stand columns {parent.stop} to {parent.end}."
+                )
+            position = parent.position + parent.stop - parent.start
+        if segment.position != position:
+            raise DataError(
+                f"segment {index} begins at position {segment.position}, and its parent ends before position {position}. Fix: "
+                f"position={position}."
+            )
+
+
+def check_batch(batch: Batch) -> None:
+    """Check that a batch's segments say who sees whom in every row. A model would take each row for one sequence otherwise.
+
+    Raises:
+        DataError: Segments are no tries (`check_segments`), a row with tokens has none, or a sequence ends in none.
+    """
+    rows, width = batch.input_ids.shape
+    check_segments(batch.segments, width)
+    known = {segment.row for segment in batch.segments}
+    bare = [row for row in range(rows) if row not in known]
+    ends = max((leaf.segment for leaf in batch.leaves), default=-1)
+    if not known <= set(range(rows)) or ends >= len(batch.segments) or (bare and bool(batch.seen_until[bare].any())):
+        raise DataError(
+            f"a Batch of {rows} rows has {len(batch.segments)} segments, of rows {sorted(known)}, and a sequence ends in "
+            f"segment {ends}. Fix: lay rows out with collate (posttrain.data.forest)."
+        )

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from posttrain.data.forest import Layout
+from posttrain.data.trie import check_batch
 from posttrain.errors import ModelError
 from posttrain.models import tree_attention
 from posttrain.models.architecture import attention_name, config_of, layer_kinds, sliding_window, text_of
@@ -52,7 +53,7 @@ def attention_inputs(
         DataError: Segments of the batch are not those of its rows.
     """
     text = text_of(config_of(model))
-    batch.check()
+    check_batch(batch)
     if split is None and span is None and batch.one_sequence_a_row:
         whole = batch.num_tokens == batch.input_ids.numel()
         return {"attention_mask": None if whole else batch.real.long()}

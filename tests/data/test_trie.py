@@ -7,8 +7,9 @@ from hypothesis import strategies as st
 
 from posttrain.data import trie
 from posttrain.data.forest import Layout, collate, sequences, split_by_sequence, to_rows
+from posttrain.data.trie import check_segments
 from posttrain.models.forward import forward, sequence_logps
-from posttrain.types import Row, check_segments
+from posttrain.types import Row
 from tests.conftest import build_model
 
 WIDE = Layout(row_tokens=4096)

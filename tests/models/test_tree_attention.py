@@ -11,12 +11,13 @@ from hypothesis import strategies as st
 from torch import nn
 
 from posttrain.data.forest import Layout, collate, split_by_sequence
+from posttrain.data.trie import check_segments
 from posttrain.errors import DataError, ModelError
 from posttrain.models import attention, probe, tree_attention
 from posttrain.models.architecture import attention_name
 from posttrain.models.forward import forward, sequence_logps
 from posttrain.models.tree_attention import Forest, forest_mask, parts_of
-from posttrain.types import Batch, Row, Segment, check_segments
+from posttrain.types import Batch, Row, Segment
 from tests.conftest import build_model
 from tests.gpu import varlen
 from tests.methods.helpers import sft
