@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -197,6 +198,27 @@ def forward_backward(run: Run, model: nn.Module, batches: Sequence[Batch], count
                         metrics += found.metrics
                         sums = add_sums(sums, found.sums)
     return Loss(value, tuple(metrics), sums)
+
+
+def optim_step(run: Run, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Metric]:
+    """Clip the gradient, take an optimizer step with it, and remove it; for loops other than transformers' own.
+
+    Args:
+        run: Of a trainer.
+        model: With the gradient of `forward_backward`.
+        optimizer: Of its parameters.
+
+    Returns:
+        ``grad_norm`` before clipping.
+
+    Raises:
+        PosttrainError: The third gradient in a row is not finite.
+    """
+    norm = run.accelerator.clip_grad_norm_(model.parameters(), run.args.max_grad_norm or math.inf)
+    is_finite(run, model, norm)
+    optimizer.step()
+    optimizer.zero_grad()
+    return {"grad_norm": mean(float(norm))}
 
 
 BAD_STEPS = 3  # Gradients in a row that are not finite, after which training has diverged.
