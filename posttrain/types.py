@@ -77,7 +77,7 @@ FinishReason = Literal["stop", "length", "abort"]
 Reduction = Literal["token", "sequence_token", "sequence", "constant", "local_token"]
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, frozen=True)
 class Row:
     """One tokenised example: a prompt and its completions (1 for SFT, 2 for a pair, G for a group).
 
@@ -162,7 +162,7 @@ class Leaf(NamedTuple):
     row: int
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, frozen=True)
 class Batch:
     """A token forest ready for the model: every row holds one or more tries, whose branches share what they begin with.
 
@@ -223,7 +223,9 @@ class Batch:
                 moved[item.name] = value.to(device)
         copy = replace(self, **moved)
         if self._counted is not None or not (self.loss_mask.is_cuda or self.loss_mask.is_meta):
-            copy._counted = self.num_loss_tokens, copy.loss_mask._version
+            object.__setattr__(
+                copy, "_counted", (self.num_loss_tokens, copy.loss_mask._version)
+            )  # Nobody else has it yet.
         return copy
 
     def __getitem__(self, name: Any) -> Any:
@@ -483,7 +485,7 @@ class Request:
     written: int = 0
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, frozen=True)
 class Rollout:
     """One sampled completion.
 

@@ -417,7 +417,7 @@ class OnlineTrainer(PostTrainer):
         examples = self.episodes.begin(examples, number=number, group_size=size)
         rollouts, completions = self.roll_out(examples, mode)
         self.window.generations += mode == "train"
-        masked, pictured = self.vision.look_at(rollouts, examples, self.model, self.pad_token_id)
+        rollouts, masked, pictured = self.vision.look_at(rollouts, examples, self.model, self.pad_token_id)
         examples = self.vision.opened(examples)
         generation = RolloutBatch(
             examples, rollouts, completions,

@@ -339,8 +339,8 @@ class Vision:
 
     def look_at(
         self, rollouts: Sequence[Rollout], examples: Sequence[Mapping[str, Any]], model: nn.Module, pad_token_id: int
-    ) -> tuple[set[int], dict[str, Metric]]:
-        """Completions in which an engine drew a placeholder all the same, overwritten with padding; and what to log.
+    ) -> tuple[list[Rollout], set[int], dict[str, Metric]]:
+        """Replace placeholders that an engine drew all the same by padding; return rollouts, those changed, and what to log.
 
         Logged: images a row and their tokens, pictures encoded and reused since the last call, seconds of that, and
         completions masked.
@@ -349,7 +349,7 @@ class Vision:
             ModelError: PT-G015: a rollout's pictures are not those of its row; one row of 64 is compared.
         """
         if self.reader is None:
-            return set(), {}
+            return list(rollouts), set(), {}
         for i in range(0, len(rollouts), ROLLOUTS_A_COMPARISON):
             pictures = conversation_of(examples[i])[1]
             wanted = [self.reader.fitted(read_picture(one, "column 'images' of a prompt")).digest for one in pictures]
@@ -358,29 +358,33 @@ class Vision:
                     f"PT-G015: rollout {i} was sampled under the pictures {[p.picture.digest[:8] for p in rollouts[i].pictures]} "
                     f"and its row has {[one[:8] for one in wanted]}. Fix: leave the order of prompts as it is in sample()."
                 )
-        token, odd = self.reader.token_id, set()
+        token, odd, clean = self.reader.token_id, set(), list(rollouts)
         for i, rollout in enumerate(rollouts):
             own = rollout.tool_mask or [1] * len(rollout.token_ids)
-            drawn = [t for t, one in enumerate(rollout.token_ids) if one == token and own[t]]
-            for t in drawn:
-                rollout.token_ids[t] = pad_token_id
-            odd |= {i} if drawn else set()
+            ids = [pad_token_id if t == token and mine else t for t, mine in zip(rollout.token_ids, own, strict=True)]
+            if ids != list(rollout.token_ids):
+                odd.add(i)
+                clean[i] = replace(rollout, token_ids=ids)
         encoder, counts = picture_encoder(model), [[p.count for p in (*r.pictures, *r.shown)] for r in rollouts]
         read, before = self.reader, self._counted
         self._counted = (encoder.encoded, encoder.reused, read.resized, read.sanitized, encoder.seconds)
         encoded, reused, resized, escaped, seconds = (
             now - then for now, then in zip(self._counted, before, strict=True)
         )
-        return odd, {
-            "images/per_row": mean(sum(map(len, counts)) / max(len(counts), 1), weight=len(counts)),
-            "images/tokens_mean": mean(sum(map(sum, counts)) / max(len(counts), 1), weight=len(counts)),
-            "images/resized": mean(float(resized)),
-            "images/escaped_strings": mean(float(escaped)),
-            "images/sampled_placeholders": mean(float(len(odd))),
-            "images/encoded": mean(float(encoded)),
-            "images/reused": mean(float(reused)),
-            "images/seconds": mean(seconds),
-        }
+        return (
+            clean,
+            odd,
+            {
+                "images/per_row": mean(sum(map(len, counts)) / max(len(counts), 1), weight=len(counts)),
+                "images/tokens_mean": mean(sum(map(sum, counts)) / max(len(counts), 1), weight=len(counts)),
+                "images/resized": mean(float(resized)),
+                "images/escaped_strings": mean(float(escaped)),
+                "images/sampled_placeholders": mean(float(len(odd))),
+                "images/encoded": mean(float(encoded)),
+                "images/reused": mean(float(reused)),
+                "images/seconds": mean(seconds),
+            },
+        )
 
     def control(
         self, examples: list[dict[str, Any]], size: int, roll_out: Callable[..., Any], score: Callable[..., Any]

@@ -76,7 +76,7 @@ def sampler_gap(rollouts: Sequence[Rollout], trained: Sequence[Sequence[float]])
     return engine_gap(logp, sampled, torch.ones_like(sampled, dtype=torch.bool))
 
 
-@dataclasses.dataclass(slots=True)
+@dataclasses.dataclass(slots=True, frozen=True)
 class RolloutBatch:
     """What one call to the engine produced on this rank, one entry a completion, groups consecutive.
 
@@ -214,9 +214,7 @@ class RolloutBatch:
                 row.sequence_columns.setdefault("share", []).append(self._shares(masks)[k])
             for name, column in self.token_columns.items():
                 row.token_columns.setdefault(name, []).append(column[place][kept])
-        for row in rows:
-            row.pictures = row.pictures if any(row.pictures) else []
-        return rows
+        return [row if any(row.pictures) else dataclasses.replace(row, pictures=[]) for row in rows]
 
     def _placed(self, indices: Sequence[int]) -> Iterator[tuple[int, int, int, Rollout]]:
         """The chosen completions, then their branches, so that equal prompts stay neighbours.

@@ -1,5 +1,7 @@
 """Tries of rows: what sequences begin with is computed once at any depth, and a trained token is never shared."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -118,9 +120,14 @@ def episodes(draw):
 @settings(max_examples=120, deadline=None)
 @given(episodes(), st.sampled_from([1, 30, 80, 4096]))
 def test_every_token_comes_back_whatever_was_folded(rows, budget):
-    for one in rows:
-        one.sequence_columns = {"advantages": [float(len(c)) for c in one.completions]}
-        one.token_columns = {"old_logp": [[float(t) for t in c] for c in one.completions]}
+    rows = [
+        replace(
+            one,
+            sequence_columns={"advantages": [float(len(c)) for c in one.completions]},
+            token_columns={"old_logp": [[float(t) for t in c] for c in one.completions]},
+        )
+        for one in rows
+    ]
     flat = [(one.prompt_ids, c) for one in rows for c in one.completions]
     found = {}
     for batch in collate(rows, pad_token_id=0, layout=Layout(row_tokens=budget)):

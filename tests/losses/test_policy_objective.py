@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -220,7 +221,7 @@ def test_a_weight_of_a_sequence_counts_once_in_its_mean(tmp_path, mode, expected
     """One token at ratio 3 and three at 1: the mean of the tokens is 6 / 4, that of the sequences (3 + 1) / 2."""
     given = {name: torch.full((3, 3), -1.0, dtype=torch.float64) for name in ("logp", "old", "ref", "entropy")}
     batch = batch_of(given, lengths=(1, 3, 0), advantages=(1.0, -1.0, 0.5))
-    batch.rollout_logp = given["old"].clone()
+    batch = replace(batch, rollout_logp=given["old"].clone())
     batch.rollout_logp[0, 0] -= math.log(3.0)
     out = ModelOutputs(logp=given["logp"], entropy=given["entropy"])
     bounds = {"vllm_importance_sampling_mode": mode, "vllm_importance_sampling_clip_max": 5.0}
@@ -246,7 +247,7 @@ def test_the_share_of_capped_ratios_does_not_look_at_a_cap_of_other_losses(tmp_p
 def test_a_token_without_the_engine_s_log_prob_does_not_silence_its_vespo_sequence(tmp_path):
     given = {name: torch.full((2, 3), -1.0, dtype=torch.float64) for name in ("logp", "old", "ref", "entropy")}
     batch = batch_of(given, lengths=(3, 3), advantages=(1.0, -1.0))
-    batch.rollout_logp = given["old"].clone()
+    batch = replace(batch, rollout_logp=given["old"].clone())
     batch.rollout_logp[0, 1] = math.nan
     out = ModelOutputs(logp=given["logp"], entropy=given["entropy"])
     terms = grpo_objective(out, batch, config(tmp_path, "vespo", vllm_importance_sampling_mode="token_truncate"))

@@ -263,7 +263,7 @@ def test_the_objective_equals_synchronous_grpo_s_on_the_same_samples(tmp_path):
     theirs = GRPOConfig(str(tmp_path), epsilon=0.1, epsilon_high=0.3, loss_type="dapo")
     batch = batch_of(SAMPLES)
     loss, grad = gradient(async_grpo_objective, batch, ours)
-    batch.old_logp, batch.rollout_logp = batch.rollout_logp, None
+    batch = replace(batch, old_logp=batch.rollout_logp, rollout_logp=None)
     same, wanted = gradient(grpo_objective, batch, theirs)
     assert loss == pytest.approx(same, abs=1e-7)
     assert torch.allclose(grad, wanted, atol=1e-7)

@@ -4,6 +4,8 @@ What stands where: the GRPO family in `tests/losses/test_properties.py`, GMPO in
 online preference methods in their test files. Each has padding, layout and split, two ranks, zero gradient, gradcheck.
 """
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -100,12 +102,10 @@ def test_a2po_of_two_ranks_averages_to_one_process():
 
 def at_the_reference(rows, advantage=None):
     """The rows with the policy as its own reference."""
-    batches = layouts(rows)["tree"]
-    for batch in batches:
-        batch.ref_logp = outputs(policy(), batch).logp.detach()
-        if advantage is not None:
-            batch.advantages = torch.full_like(batch.advantages, advantage)
-    return batches
+    batches = [replace(b, ref_logp=outputs(policy(), b).logp.detach()) for b in layouts(rows)["tree"]]
+    if advantage is None:
+        return batches
+    return [replace(batch, advantages=torch.full_like(batch.advantages, advantage)) for batch in batches]
 
 
 def test_a2po_at_its_reference_with_nothing_gained_has_no_gradient():
@@ -140,7 +140,7 @@ def pairs(advantages=(1.0, -1.0)):
         ),
     ]  # fmt: skip
     (batch,) = collate(rows, pad_token_id=0, layout=Layout("tree", row_tokens=10_000), whole_rows=True)
-    batch.ref_logp = outputs(policy(), batch).logp.detach()
+    batch = replace(batch, ref_logp=outputs(policy(), batch).logp.detach())
     return double(batch)
 
 

@@ -1,5 +1,7 @@
 """Online DPO: numbers by hand, the rows of the list of deviations, and small runs."""
 
+from dataclasses import replace
+
 import datasets
 import pytest
 import torch
@@ -128,7 +130,7 @@ def test_equal_models_start_at_ln_2_and_ipo_at_its_target():
     rows = pairs_batch()
     batch, theta = forward(rows), policy()
     out = outputs(theta, batch)
-    batch.ref_logp = out.logp.detach()
+    batch = replace(batch, ref_logp=out.logp.detach())
     both = sequence_sums(out, batch)
     assert pair_terms(batch, *both, beta=0.1, loss_type="sigmoid")[0].tolist() == pytest.approx(
         [0.693147] * 2, abs=1e-6
@@ -192,7 +194,7 @@ def test_a_tie_between_equal_models_has_no_gradient(case):
     for row in rows:
         row.sequence_columns["advantages"] = [0.0, 0.0]
     batch = forward(rows)
-    batch.ref_logp = same
+    batch = replace(batch, ref_logp=same)
     theta = policy()
     reduce(case.objective(outputs(theta, batch), batch), Denominators(0, 4, 1)).backward()
     assert theta.grad.abs().max() == 0
@@ -321,9 +323,10 @@ def test_o5_p40_the_penalty_looks_at_completions_alone(tiny_tokenizer, tmp_path)
         rewards=lambda completions, **_: [0.0] * len(completions),
     )  # fmt: skip
     generation = trainer.generate([row for row in prompts(4) for _ in range(2)], "train")
-    for i, rollout in enumerate(generation.rollouts):
-        rollout.finish_reason = "stop" if i % 3 else "length"
-        assert tiny_tokenizer.eos_token_id in rollout.prompt_ids
+    assert all(tiny_tokenizer.eos_token_id in rollout.prompt_ids for rollout in generation.rollouts)
+    reasons = ["stop" if i % 3 else "length" for i in range(8)]
+    ended = [replace(r, finish_reason=reason) for r, reason in zip(generation.rollouts, reasons, strict=True)]
+    generation = replace(generation, rollouts=ended)
     table = trainer.score(generation, "train")
     found = trainer.advantages(generation, table, {})
     assert found.columns["scores"] == [-5.0 if i % 3 == 0 else 0.0 for i in range(8)]

@@ -603,7 +603,7 @@ def test_the_on_policy_gradient_is_the_plain_policy_gradient():
     (batch,) = layouts(toy_rows())["packed"]
     batch = wide(batch)
     theta = policy()
-    batch.old_logp = outputs(theta, batch).logp.detach()
+    batch = replace(batch, old_logp=outputs(theta, batch).logp.detach())
     cfg = PPOConfig("unused", bf16=False, report_to="none", vf_coef=0.0)
     counts = Denominators(batch.num_loss_tokens, batch.num_sequences, 1, named={"states": 1.0})
     reduce(ppo_objective(measured(theta, batch), batch, cfg), counts).backward()

@@ -3,6 +3,7 @@
 import dataclasses
 import logging
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -63,7 +64,7 @@ def forest(logp, old, advantages, mask=None):
     grid = torch.arange(rows)[:, None].expand(rows, width)
     zeros = torch.zeros(rows, width, dtype=torch.long)
     batch = Batch(zeros, zeros, zeros + 1, zeros, kept, grid, rows)
-    batch.advantages, batch.old_logp = torch.tensor(advantages, dtype=torch.float64), old
+    batch = replace(batch, advantages=torch.tensor(advantages, dtype=torch.float64), old_logp=old)
     return ModelOutputs(logp=lp.requires_grad_(), entropy=torch.zeros_like(lp)), batch
 
 
@@ -137,7 +138,7 @@ def test_a_masked_sequence_has_ratio_one_and_a_constant_term():
 def test_another_engine_s_samples_are_weighed_by_sequence():
     """Trainer -1 -1, engine -1.2 -1.1: weight e^.3; a second sequence at e^4 is beyond 3.0 and masked."""
     out, batch = forest([[-1.0, -1.0], [-1.0, -1.0]], [[-1.0, -1.0], [-1.0, -1.0]], [1.0, 1.0])
-    batch.rollout_logp = torch.tensor([[-1.2, -1.1], [-3.0, -3.0]], dtype=torch.float64)
+    batch = replace(batch, rollout_logp=torch.tensor([[-1.2, -1.1], [-3.0, -3.0]], dtype=torch.float64))
     terms = rloo_objective(out, batch, config())
     assert terms.terms.tolist() == pytest.approx([-math.exp(0.3), 0.0])
     off = rloo_objective(out, batch, config(vllm_importance_sampling_correction=False))
@@ -149,7 +150,7 @@ def test_a_token_that_the_engine_gave_no_log_prob_takes_nothing_off_its_sequence
     logp = [[-1.0, -1.0]] * 3
     out, batch = forest(logp, logp, [1.0, 1.0, 1.0], [[1, 1], [1, 1], [0, 0]])
     nan = math.nan
-    batch.rollout_logp = torch.tensor([[-1.2, nan], [nan, nan], [-1.5, -1.5]], dtype=torch.float64)
+    batch = replace(batch, rollout_logp=torch.tensor([[-1.2, nan], [nan, nan], [-1.5, -1.5]], dtype=torch.float64))
     terms = rloo_objective(out, batch, config())
     assert terms.terms.tolist() == pytest.approx([-math.exp(0.2), 0.0, 0.0])
     ratio = terms.metrics["sampling/importance_sampling_ratio/mean"]

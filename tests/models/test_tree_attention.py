@@ -249,7 +249,9 @@ def test_a_batch_whose_rows_have_no_segments_is_refused(kept):
     """Else its packed sequences would be taken for one."""
     (batch,) = collate([Row([5, 6], [[7], [8, 9]], [[1], [1, 1]]), Row([3], [[4]], [[1]])], pad_token_id=0)
     moved = [one._replace(row=1) for one in batch.segments]
-    batch.segments = () if kept == () else tuple(moved if kept == "other rows" else batch.segments[kept])
+    batch = replace(
+        batch, segments=() if kept == () else tuple(moved if kept == "other rows" else batch.segments[kept])
+    )
     with raises(DataError, "a Batch of 1 rows", "Fix: lay rows out with collate"):
         forward(build_model(97), batch)
 

@@ -302,7 +302,7 @@ def test_lost_or_foreign_pictures_stop_the_pass(family):
     name, model, _, encoder = family
     rows, _ = rows_of(name, encoder)
     (batch,) = collate(rows, pad_token_id=256, layout=TREE, together=True)
-    batch.pictures = batch.pictures[:-1]
+    batch = replace(batch, pictures=batch.pictures[:-1])
     with pytest.raises(ModelError, match="PT-G011"):
         forward(model, batch)
 
@@ -340,8 +340,8 @@ def test_positions_of_three_rows_are_those_of_the_model(name):
     rows, _ = rows_of(name, encoder)
     for row in rows:
         sequence = torch.tensor([row.prompt_ids + row.completions[0]])
-        row.completions, row.loss_masks, row.pictures = row.completions[:1], row.loss_masks[:1], row.pictures[:2]
-        (batch,) = collate([row], pad_token_id=256, layout=TREE)
+        first = {name: getattr(row, name)[:1] for name in ("completions", "loss_masks")}
+        (batch,) = collate([replace(row, **first, pictures=row.pictures[:2])], pad_token_id=256, layout=TREE)
         grids = encoder.processor.join([encoder.processor.prepare(p.picture) for p in row.pictures[0]] or [{}])
         kinds = (sequence == encoder.processor.token_id).int()
         expected, _ = model.model.get_rope_index(sequence, kinds, grids.get("image_grid_thw"))

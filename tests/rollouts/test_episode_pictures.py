@@ -91,10 +91,11 @@ def short_turns(trainer, tokens=3):
         answers = ask(
             [(requests, replace(one, max_new_tokens=min(tokens, one.max_new_tokens))) for requests, one in batches]
         )
-        for rollout in (one for answer in answers for one in answer):
-            rollout.token_ids, rollout.logp = rollout.token_ids[:tokens], rollout.logp[:tokens]
-            rollout.finish_reason, rollout.processed_logp = "stop", None
-        return answers
+        ended = {"finish_reason": "stop", "processed_logp": None}
+        return [
+            [replace(one, token_ids=one.token_ids[:tokens], logp=one.logp[:tokens], **ended) for one in answer]
+            for answer in answers
+        ]
 
     trainer.weight_sync.ask = cut
     return trainer

@@ -492,10 +492,7 @@ def test_rollouts_with_much_smaller_budgets_get_calls_of_their_own(tokenizer):
 def test_an_engine_that_cannot_say_log_probs_gives_none_for_the_episode(tokenizer):
     class Silent(ScriptedEngine):
         def generate(self, requests, sampling):
-            rollouts = super().generate(requests, sampling)
-            for rollout in rollouts:
-                rollout.logp = []
-            return rollouts
+            return [replace(rollout, logp=[]) for rollout in super().generate(requests, sampling)]
 
     engine = Silent(Said(tokenizer, MUL, "It is 42.")._line)
     (episode,) = roll_out_with_tools(engine, tokenizer, [ask()], [multiply], Sampling(BUDGET))

@@ -1,6 +1,7 @@
 """The native engine with pictures in prompts: what it says of its tokens is what a plain forward of each row alone says."""
 
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -62,8 +63,8 @@ def test_mllama_is_sampled_by_hf():
     assert native_is_exact(model) is not None and choose_engine(model) == "hf"
     # Prompts with one, two, one and no picture in one call.
     rollouts = HFEngine(model, pad_token_id=256).generate(requests_of("mllama", encoder), never(encoder))
-    for rollout, request in zip(rollouts, [r for r in requests_of("mllama", encoder) for _ in range(2)], strict=True):
-        rollout.pictures = request.pictures
+    requests = [r for r in requests_of("mllama", encoder) for _ in range(2)]
+    rollouts = [replace(one, pictures=request.pictures) for one, request in zip(rollouts, requests, strict=True)]
     assert gap(model, rollouts) < 1e-4
 
 
@@ -118,9 +119,8 @@ def test_a_question_under_another_picture_finds_nothing_of_the_first(qwen, keep)
     else:
         rollouts = engine.generate(asked, never(encoder))
     assert gap(model, rollouts) < 1e-4
-    for rollout in rollouts[:2]:
-        rollout.pictures = asked[1].pictures
-    assert gap(model, rollouts) > 1e-2
+    foreign = [replace(rollout, pictures=asked[1].pictures) for rollout in rollouts[:2]]
+    assert gap(model, [*foreign, *rollouts[2:]]) > 1e-2
 
 
 @pytest.mark.parametrize("options", [{"prefill_tokens": 8}, {"max_slots": 1}])
