@@ -479,11 +479,9 @@ def _rows(batch: Batch, groups: Sequence[Sequence[int]]) -> list[Row]:
         b = batch.segments[leaf.segment].row if leaf.segment >= 0 else 0
         paths = [[column for run in batch.path(index) for column in run] for index in group]
         prompt = paths[0][: leaf.prompt]
-        row = Row([ids[b][column] for column in prompt], [], [])
         trained = [int(mask[b][c] and owner[b][c] < 0 and (b, c) not in told) for c in prompt]
-        if any(trained):
-            row.prompt_mask = trained
-            told.update((b, column) for column, kept in zip(prompt, trained, strict=True) if kept)
+        told.update((b, column) for column, kept in zip(prompt, trained, strict=True) if kept)
+        row = Row([ids[b][column] for column in prompt], [], [], prompt_mask=trained if any(trained) else None)
         parts = [prompt, *(path[leaf.prompt :] for path in paths)]
         for index, own in zip(group, parts[1:], strict=True):
             # Trees of one example row may be in different rows of the batch.
@@ -501,7 +499,7 @@ def _rows(batch: Batch, groups: Sequence[Sequence[int]]) -> list[Row]:
             pictures = [
                 [placed[where, column] for column in part if (where, column) in placed] for where, part in pairs
             ]
-            row.pictures = pictures if any(pictures) else []
+            row = dataclasses.replace(row, pictures=pictures if any(pictures) else [])
         rows.append(row)
     return rows
 

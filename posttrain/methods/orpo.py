@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch.nn import functional as F
@@ -45,10 +45,7 @@ class ORPO(ReferenceFree[ORPOConfig]):
 
     def rows(self, examples: list[dict[str, Any]]) -> list[Row]:
         """Pairs whose prompts are trained, once each."""
-        rows = super().rows(examples)
-        for row in rows:
-            row.prompt_mask = [1] * len(row.prompt_ids)
-        return rows
+        return [replace(row, prompt_mask=[1] * len(row.prompt_ids)) for row in super().rows(examples)]
 
     def objective(self, outputs: ModelOutputs, batch: Batch, state: State) -> LossTerms:
         """The odds-ratio term and the likelihood of prompts and chosen answers."""

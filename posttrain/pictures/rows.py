@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, groupby, islice, pairwise
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -332,6 +332,7 @@ def place_pictures(rows: list[Row], examples: Iterable[Mapping[str, Any]], reade
             none there.
     """
     rest = iter(rows)
+    done: list[Row] = []
     for example in examples:
         pictures = [
             read_picture(value, f"row {value.get('row')}", reader.background).resized(tuple(value["size"]))
@@ -339,27 +340,29 @@ def place_pictures(rows: list[Row], examples: Iterable[Mapping[str, Any]], reade
         ]
         for row in islice(rest, len(example.get(LENGTHS) or (0,))):
             if pictures and any(reader.token_id in ids for ids in (row.prompt_ids, *row.completions)):
-                _place(row, pictures, reader)
+                row = _placed(row, pictures, reader)
+            done.append(row)
         if pictures:
             raise DataError(f"PT-G011: {len(pictures)} images have no placeholders in their row.")
-    return rows
+    return [*done, *rest]
 
 
-def _place(row: Row, pictures: list[Picture], reader: PictureProcessor) -> None:
-    """Take the pictures of one row from the front of those of its example."""
+def _placed(row: Row, pictures: list[Picture], reader: PictureProcessor) -> Row:
+    """Return a row with its pictures, which are taken from the front of those of its example."""
     if not row.prompt_ids:
         (ids,), (mask,) = row.completions, row.loss_masks
         first = mask.index(1) if 1 in mask else 0
         # Line breaks between rows of tiles are trained: a prompt ends before or behind an image, never inside.
         ends = {0, *accumulate(reader.expansion(picture).count for picture in pictures)}
         first = first if ids[:first].count(reader.token_id) in ends else 0
-        row.prompt_ids, row.completions, row.loss_masks = ids[:first], [ids[first:]], [mask[first:]]
-    row.pictures = reader.place_all([row.prompt_ids, *row.completions], pictures)
+        row = replace(row, prompt_ids=ids[:first], completions=[ids[first:]], loss_masks=[mask[first:]])
+    row = replace(row, pictures=reader.place_all([row.prompt_ids, *row.completions], pictures))
     if reader.family.cross and any(row.pictures[1:]):
         raise DataError(
             "an answer holds images, and text before an image attends to it in this model: prompt and other answers would "
             "see it. Fix: images in prompts alone, or leave this row out."
         )
+    return row
 
 
 def stored(picture: Picture) -> dict[str, Any]:

@@ -317,11 +317,11 @@ class GOLDTrainer(DistillationTrainer):
             aligned, keys = row.token_columns["aligned"], row.sequence_columns["key"]
             for mask, places, key in zip(row.loss_masks, aligned, keys, strict=True):
                 fact = self._fact(int(key))
-                theirs = Row(fact["prompt"], [fact["ids"]], [[1] * len(fact["ids"])])
+                placed = []
                 if row.pictures:
                     pictures = [image.picture for image in row.pictures[0]]
-                    theirs.pictures = self.teacher_vision.reader.place_all([fact["prompt"], fact["ids"]], pictures)
-                rows.append(theirs)
+                    placed = self.teacher_vision.reader.place_all([fact["prompt"], fact["ids"]], pictures)
+                rows.append(Row(fact["prompt"], [fact["ids"]], [[1] * len(fact["ids"])], pictures=placed))
                 index += [offset + int(place) - 1 for place, kept in zip(places, mask, strict=True) if place and kept]
                 offset += len(fact["ids"])
         device = batch.input_ids.device

@@ -29,7 +29,7 @@ from posttrain.rollouts.episodes import harness
 from posttrain.rollouts.episodes.calls import Policy
 from posttrain.rollouts.episodes.harness import HarnessOptions, HarnessRunner
 from posttrain.rollouts.episodes.proxy import engine_sample
-from posttrain.types import LossTerms, Rollout, Sampling
+from posttrain.types import LossTerms, Rollout, Sampling, State
 from tests.rollouts.agents import ASK, asynchronous, forking, single, sometimes
 from tests.wordings import raises
 
@@ -101,7 +101,9 @@ def test_an_evaluation_counts_the_branches_of_an_episode_as_one_sequence_too(bat
         loss_of=lambda *_: Loss(terms.terms.sum(), terms=terms),
     )
     args = SimpleNamespace(device="cpu", batch_eval_metrics=False)
-    run = SimpleNamespace(args=args, accelerator=Accelerator(cpu=True), hooks=hooks, log=print, spare_batch=None)
+    run = SimpleNamespace(
+        args=args, accelerator=Accelerator(cpu=True), hooks=hooks, log=print, spare_batch=None, now=State
+    )
     evaluation = _Evaluation(run, None, None, keeps_predictions=False, after_batch=list)
     counts = Denominators(float(laid.num_loss_tokens), laid.num_episodes, 1)
     assert evaluation.run([[laid]]) == pytest.approx(float(reduce(terms, counts)), rel=1e-6)

@@ -15,7 +15,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Literal
@@ -588,19 +588,15 @@ def _rollout(episode: HarnessEpisode, harness: Harness) -> Rollout | None:
             )
     kept, rollouts = _kept(session, harness), []
     for branch, credit in zip(branches, credits, strict=True):
-        rollout = branch.episode.rollout()
-        rollout.credit = credit
+        rollout = replace(branch.episode.rollout(), credit=credit)
         if kept is not None:
-            rollout.tool_mask = _filtered(branch.calls, rollout, session, kept)
+            rollout = replace(rollout, tool_mask=_filtered(branch.calls, rollout, session, kept))
         if rollout.token_ids:
             rollouts.append(rollout)
     if not rollouts:
         return None
-    rollouts[0].branches = tuple(rollouts[1:])
-    rollouts[0].text = "\n\n".join(
-        session.calls[n].answers[c].get("content") or "" for b in branches for n, c in b.calls
-    )
-    return rollouts[0]
+    text = "\n\n".join(session.calls[n].answers[c].get("content") or "" for b in branches for n, c in b.calls)
+    return replace(rollouts[0], branches=tuple(rollouts[1:]), text=text)
 
 
 def _kept(session: Session, harness: Harness) -> set[int] | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -183,8 +183,7 @@ class Session:
         rollouts = [rollout for rollout in rollouts if rollout.token_ids]
         if not rollouts:
             return None
-        rollouts[0].branches = tuple(rollouts[1:])
-        return rollouts[0]
+        return replace(rollouts[0], branches=tuple(rollouts[1:]))
 
     def messages(self) -> list[dict[str, Any]]:
         """What reward functions see: from the first answer of the last call's branch on, tool results among them."""

@@ -202,8 +202,12 @@ class GroupGenerator:
             members = range(start, start + task.size)
             fine, start = [i for i in members if i in done], start + task.size
             lent = [] if environments is None else [environments[i] for i in members]
-            batch = RolloutBatch([rows[i] for i in fine], [done[i][0] for i in fine], [done[i][1] for i in fine])
-            batch.environments = None if environments is None else [environments[i] for i in fine]
+            batch = RolloutBatch(
+                [rows[i] for i in fine],
+                [done[i][0] for i in fine],
+                [done[i][1] for i in fine],
+                environments=None if environments is None else [environments[i] for i in fine],
+            )
             metrics = [_call_metrics(episodes[i]) for i in fine] if self.driver.calls_tools else []
             groups.append(
                 RolloutGroup(task, version, batch, [errors[i] for i in members if i in errors], metrics, lent)
