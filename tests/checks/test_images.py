@@ -2,6 +2,7 @@
 
 import io
 import types
+from dataclasses import replace
 
 import datasets
 import numpy as np
@@ -181,8 +182,7 @@ def test_a_reward_that_other_images_give_too_is_found():
 
 
 def test_nothing_is_generated_behind_an_answer_that_is_there():
-    rows = [pictured_row(0, (400,), 100)]
-    rows[0].completions, rows[0].loss_masks = [[1] * 12], [[1] * 12]
+    rows = [replace(pictured_row(0, (400,), 100), completions=[[1] * 12], loss_masks=[[1] * 12])]
     assert checks.check_image_fit(rows, 512, 512) is None
     assert "+ 0 to be" not in checks.check_image_fit(rows, 511, 512).what
 

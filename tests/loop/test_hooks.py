@@ -166,8 +166,8 @@ def test_overridden_rollouts_with_a_mask_and_columns_take_effect(tiny_tokenizer,
     class Mine(GRPOTrainer):
         def roll_out(self, examples, mode):
             rollouts, completions = super().roll_out(examples, mode)
-            for rollout in rollouts:  # Only the last token is the model's.
-                rollout.tool_mask = [0] * (len(rollout.token_ids) - 1) + [1]
+            # Only the last token is the model's.
+            rollouts = [replace(one, tool_mask=[0] * (len(one.token_ids) - 1) + [1]) for one in rollouts]
             self.episodes.extra = {"verdict": ["ok"] * len(rollouts)}
             return rollouts, completions
 

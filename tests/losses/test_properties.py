@@ -1,5 +1,6 @@
 """The shared properties, for every objective there is."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -129,9 +130,7 @@ def test_gradcheck_in_float64(case):
 
 @every
 def test_a_batch_without_loss_tokens_gives_zero_and_no_nan(case):
-    rows = toy_rows()
-    for row in rows:
-        row.loss_masks = [[0] * len(m) for m in row.loss_masks]
+    rows = [replace(row, loss_masks=[[0] * len(m) for m in row.loss_masks]) for row in toy_rows()]
     loss, gradient = step_gradient(case, layouts(rows)["tree"])
     assert loss == 0
     assert gradient.abs().max() == 0

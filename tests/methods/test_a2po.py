@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 
 import datasets
 import pytest
@@ -138,9 +139,7 @@ def test_gradcheck_in_float64():
 
 
 def test_a_completion_without_loss_tokens_counts_for_nothing():
-    rows = toy_rows()
-    for row in rows:
-        row.loss_masks = [[0] * len(m) for m in row.loss_masks]
+    rows = [replace(row, loss_masks=[[0] * len(m) for m in row.loss_masks]) for row in toy_rows()]
     loss, grad = gradient(layouts(rows)["tree"])
     assert (loss, float(grad.abs().max())) == (0.0, 0.0)
 

@@ -344,8 +344,8 @@ def test_log_probs_of_a_truncated_sample_are_of_what_was_left(tiny_tokenizer):
     group, score = finished([1.0, 3.0]), scorer(tiny_tokenizer, truncation=Truncation(top_p=0.9))
     with raises(RolloutError, "top_p=0.9", "processed_logp"):
         score(group)
-    for rollout in group.batch.rollouts:
-        rollout.processed_logp = [-0.25, -0.75]
+    drawn = [replace(rollout, processed_logp=[-0.25, -0.75]) for rollout in group.batch.rollouts]
+    group.batch = replace(group.batch, rollouts=drawn)
     assert score(group)[0].samples[0].old_log_probs == [0.0, 0.0, -0.25, -0.75]
     assert scorer(tiny_tokenizer)(group)[0].samples[0].old_log_probs == [0.0, 0.0, -0.5, -1.0]
 
@@ -396,7 +396,8 @@ def test_rewards_that_nobody_gives_end_an_asynchronous_run_as_they_end_a_synchro
         answers = [1.0, 0.0] if number // 4 < scored else [value] * 2
         group = finished(answers)
         group.task.group_id, group.version = number, version
-        group.batch.rollouts = [replace(rollout, version=version) for rollout in group.batch.rollouts]
+        written = [replace(rollout, version=version) for rollout in group.batch.rollouts]
+        group.batch = replace(group.batch, rollouts=written)
         judged = iter(scorer(tiny_tokenizer)(group))
         return next(judged)
 

@@ -1,5 +1,6 @@
 """Dynamic sampling, rows dealt by tokens, and the prompts of a run that was stopped."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import datasets
@@ -139,9 +140,7 @@ def test_completions_that_carry_no_loss_go_with_their_groups(tiny_tokenizer, tmp
         return {i for i, example in enumerate(examples) if i % 4 == example["answer"] % 4}
 
     def marked(examples, mode):
-        generation = generate(examples, mode)
-        generation.left_out = odd(examples)
-        return generation
+        return replace(generate(examples, mode), left_out=odd(examples))
 
     def spied(generation, count):
         found.append((set(generation.left_out), odd(generation.examples)))

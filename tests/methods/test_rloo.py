@@ -267,9 +267,7 @@ def test_gradcheck_in_float64(case):
 
 @every
 def test_a_batch_without_loss_tokens_gives_no_gradient_and_no_nan(case):
-    rows = near_rows()
-    for row in rows:
-        row.loss_masks = [[0] * len(m) for m in row.loss_masks]
+    rows = [replace(row, loss_masks=[[0] * len(m) for m in row.loss_masks]) for row in near_rows()]
     loss, gradient = step_gradient(case, layouts(rows)["tree"])
     advantages = [a for row in rows for a in row.sequence_columns["advantages"]]
     assert loss == pytest.approx(-sum(advantages) / len(advantages), abs=1e-6)

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -110,7 +111,8 @@ def test_an_evaluation_counts_the_branches_of_an_episode_as_one_sequence_too(bat
 
 
 def test_credit_scales_the_advantage_of_its_branch_alone(batch):
-    batch.rollouts[0].branches[1].credit = 0.5
+    first, (one, other, *rest) = batch.rollouts[0], batch.rollouts[0].branches
+    batch.rollouts[0] = replace(first, branches=(one, replace(other, credit=0.5), *rest))
     found = [v for row in batch.every_row() for v in row.sequence_columns["advantages"]]
     assert sorted(found) == [-2.0, 0.5, 1.0, 1.0]
 
@@ -451,8 +453,7 @@ def test_the_harness_own_number_is_read_in_every_form():
 ])  # fmt: skip
 def test_an_episode_is_cut_where_a_branch_was_and_masked_where_nothing_of_it_is_trained(reasons, clipped, masked):
     first, other = (Rollout([5], [6, 7], [-1.0, -1.0], reason) for reason in reasons)
-    first.branches = (other,)
-    batch = RolloutBatch([{}], [first], ["c"])
+    batch = RolloutBatch([{}], [replace(first, branches=(other,))], ["c"])
     found = completion_metrics(batch, masks_truncated=True)
     trained = sum(sum(mask) for row in batch.rows([0], skip_truncated=True) for mask in row.loss_masks)
     assert (float(found["completions/masked_ratio"].value), trained == 0) == (masked, bool(masked))

@@ -503,10 +503,7 @@ def test_an_engine_that_cannot_say_log_probs_gives_none_for_the_episode(tokenize
 def test_log_probs_of_the_drawn_from_distribution_go_along(tokenizer):
     class Truncating(ScriptedEngine):
         def generate(self, requests, sampling):
-            rollouts = super().generate(requests, sampling)
-            for rollout in rollouts:
-                rollout.processed_logp = [-0.1] * len(rollout.token_ids)
-            return rollouts
+            return [replace(r, processed_logp=[-0.1] * len(r.token_ids)) for r in super().generate(requests, sampling)]
 
     engine = Truncating(Said(tokenizer, MUL, "It is 42.")._line)
     (episode,) = roll_out_with_tools(engine, tokenizer, [ask()], [multiply], Sampling(BUDGET))
