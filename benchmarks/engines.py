@@ -18,7 +18,7 @@ from transformers import ContinuousBatchingConfig, GenerationConfig, LogitsProce
 
 from posttrain.errors import ConfigError, RolloutError, check_choice
 from posttrain.models.forward import causal_lm
-from posttrain.rollouts.base import evaluating
+from posttrain.models.heads import evaluating
 from posttrain.rollouts.native.engine import NativeEngine, logp_gaps
 from posttrain.rollouts.native.layers import can_pack, packs
 from posttrain.types import Request, Rollout, Sampling

@@ -17,7 +17,6 @@ from posttrain.data.formats import known_columns
 from posttrain.errors import RewardError
 from posttrain.losses.advantages import MOST_ADVANTAGE
 from posttrain.rewards.call import ROWS, TRAINERS_ARGUMENTS, RewardTable, head, parameters
-from posttrain.rewards.runner import describe_shares
 from posttrain.types import Advantages, Finding
 
 FLAT_GENERATIONS = 20
@@ -307,6 +306,8 @@ def findings(
     if history.mostly_unscored:
         yield from _unscored_generations(table, history, columns)
     if len(table.names) > 1 and history.generations in GENERATIONS_REPORTED:
+        from posttrain.rewards.runner import describe_shares
+
         shares = describe_shares(table.names, table.values, table.weights)
         text = f"share of the rewards' variance at generation {history.generations}: {shares}"
         yield Notice(f"shares {history.generations}", text, logging.INFO)
@@ -413,7 +414,7 @@ def check_reward_columns(functions: Mapping[str, Callable], columns: Sequence[st
         columns: Columns of the training set.
     """
     for name, function in functions.items():
-        for column, required in parameters(name, function)[0].items():
+        for column, required in parameters(function)[0].items():
             if required and column not in SUPPLIED and column not in columns:
                 yield finding(
                     "PT-R029",

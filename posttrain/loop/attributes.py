@@ -5,9 +5,22 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import transformers
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+    from transformers import TrainerState
+
+    from posttrain.data.forest import Layout
+    from posttrain.loop.checks import Checks
+    from posttrain.loop.pictures import Vision
+    from posttrain.loop.run import Run
+    from posttrain.losses.reduce import Denominators
+    from posttrain.methods.base import Method
+    from posttrain.metrics import MetricBuffer
+    from posttrain.models.reference import Reference
 
 # Read at every step, so that setting them takes effect; all are fields of the config.
 SETTABLE = frozenset({
@@ -109,3 +122,26 @@ def raise_absent(kind: type, name: str) -> NoReturn:
     if name.startswith("__"):
         raise AttributeError(f"{kind.__name__!r} object has no attribute {name!r}", name=name)
     raise importlib.import_module("posttrain.compat.overrides").missing(kind, name)
+
+
+class PartsOfRun:
+    """Parts of a trainer's run, by the names that transformers and subclasses know."""
+
+    run: Run
+    accelerator: Accelerator = of_run("accelerator")
+    buffers: dict[str, MetricBuffer] = of_run("buffers")
+    _metrics: dict[str, MetricBuffer] = of_run("buffers")
+    checks: Checks = of_run("checks")
+    counters: dict[str, float] = of_run("counters")
+    denominators: Denominators = of_run("denominators")
+    fresh_adapter: bool = of_run("fresh_adapter")
+    layout: Layout = of_run("layout")
+    method: Method[Any] = of_run("method")
+    model: Any = of_run("model")
+    model_wrapped: Any = of_run("wrapped")
+    pad_token_id: int = of_run("pad_token_id")
+    reduced_by: str | None = of_run("reduced_by")
+    reference: Reference | None = of_run("reference")
+    router_coefficient: float = of_run("router_coefficient")
+    state: TrainerState = of_run("state")
+    vision: Vision = of_run("vision")

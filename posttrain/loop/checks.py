@@ -216,6 +216,7 @@ class Checks:
             return True
         with self.preflight.record_check("log_step", ("PT-T002",)):
             self.report([check_padding(*self._computed.tolist())])
+        self.finish()
         return False
 
     def log_line(self, history: Sequence[Mapping[str, float]]) -> bool:
@@ -271,6 +272,7 @@ class Checks:
         with self.preflight.record_check("first_batch", ("PT-B001", "PT-B002", "PT-B003", "PT-G012")):
             pictured = any(batch.pictures for batch in batches)
             self.report([check_first_gradients(norms), check_tower_gradients(norms, model) if pictured else None])
+        self.finish()
         return False
 
     def _nothing_trained(self) -> Iterator[Finding | None]:
@@ -301,8 +303,8 @@ class Checks:
             self.write(refused=True)
             raise
         self.keep(told)
-        if told and self._written:  # From the first step on the folder is the run's.
-            self.write()
+        if told:
+            self.finish()
 
     def report_from_main(self, look: Callable[[], Iterable[Finding | None]]) -> None:
         """Let the main process look and report to every rank; all ranks must call this."""
@@ -317,6 +319,11 @@ class Checks:
         if self.record is not None:
             self.record.add_findings(self._early)
             self._early = []
+
+    def finish(self) -> None:
+        """Write what is known where the run has its folder: from the first step on."""
+        if self._written:
+            self.write()
 
     def write(self, *, refused: bool = False) -> None:
         """Write ``preflight.json`` into the run's folder where something new is known; the main process alone.

@@ -19,10 +19,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 import numpy as np
 import torch
 import transformers
-from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from transformers import TrainerState
 from transformers.trainer_utils import EvalLoopOutput, set_seed
 from transformers.utils import PushInProgress
 
@@ -33,7 +31,6 @@ from posttrain.data.samplers import Deal
 from posttrain.errors import ConfigError, did_you_mean, refuse_unknown_arguments
 from posttrain.integrations.hub import MODEL_FILES, upload
 from posttrain.loop import attributes, build, checkpoint, step
-from posttrain.loop.checks import Checks
 from posttrain.loop.data_report import DataReport, DataReportCallback, DatasetHead, prompt_rows, warnings_are_errors
 from posttrain.loop.dry_step import DryStep, dry_step, fit_memory
 from posttrain.loop.evaluation import count_rounds, evaluate, evaluation_loader, predicted_rows
@@ -45,12 +42,11 @@ from posttrain.loop.token_split import begin_split, refuse_predict, without_acce
 from posttrain.losses.reduce import Denominators
 from posttrain.methods.base import Method
 from posttrain.methods.config import PostTrainingConfig
-from posttrain.metrics import Metric, MetricBuffer, mean
+from posttrain.metrics import Metric, mean
 from posttrain.models import load, memory, parallel, token_split, tree_attention
 from posttrain.models.architecture import config_of, get_config_model_id
 from posttrain.models.forward import noisy_embeddings, router_coefficient
 from posttrain.models.quantised import check_quantised
-from posttrain.models.reference import Reference
 from posttrain.models.vision import load_renamed
 from posttrain.report.card import create_model_card
 from posttrain.report.progress import in_notebook, use_rich_progress
@@ -65,7 +61,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class PostTrainer(transformers.Trainer):
+class PostTrainer(attributes.PartsOfRun, transformers.Trainer):
     """Turns rows into batches, batches into loss terms, terms into one gradient, whatever the algorithm.
 
     What is particular to the algorithm is its ``METHOD``; everything else (loading, adapters, accumulation, ranks, metrics,
@@ -78,25 +74,6 @@ class PostTrainer(transformers.Trainer):
     # Names for the model card, as TRL's trainers have them; by the class that says METHOD where it says no others.
     _name: ClassVar[str] = "post-training"
     _tag_names: ClassVar[list[str]] = ["posttrain"]
-    run: Run
-    # Parts of the run, by the names that transformers and subclasses know.
-    accelerator: Accelerator = attributes.of_run("accelerator")
-    buffers: dict[str, MetricBuffer] = attributes.of_run("buffers")
-    _metrics: dict[str, MetricBuffer] = attributes.of_run("buffers")
-    checks: Checks = attributes.of_run("checks")
-    counters: dict[str, float] = attributes.of_run("counters")
-    denominators: Denominators = attributes.of_run("denominators")
-    fresh_adapter: bool = attributes.of_run("fresh_adapter")
-    layout: Layout = attributes.of_run("layout")
-    method: Method[Any] = attributes.of_run("method")
-    model: Any = attributes.of_run("model")
-    model_wrapped: Any = attributes.of_run("wrapped")
-    pad_token_id: int = attributes.of_run("pad_token_id")
-    reduced_by: str | None = attributes.of_run("reduced_by")
-    reference: Reference | None = attributes.of_run("reference")
-    router_coefficient: float = attributes.of_run("router_coefficient")
-    state: TrainerState = attributes.of_run("state")
-    vision: Vision = attributes.of_run("vision")
     # What trainers that prepare rows, or sample, put in their place.
     reports: Any = MappingProxyType({})
     driver: Any = None
@@ -394,6 +371,7 @@ class PostTrainer(transformers.Trainer):
         finally:
             self.neftune_noise_alpha, self.args.resume_from_checkpoint = alpha, configured
             tree_attention.uninstall(self.model)
+            self.checks.finish()
             self.interrupt.restore()
             for callback in self.callback_handler.callbacks:
                 if hasattr(callback, "stop"):

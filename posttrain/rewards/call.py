@@ -174,11 +174,7 @@ class RewardFunction:
 
 
 def reward_function(name: str, function: Callable, timeout: float | None = None) -> RewardFunction:
-    """Read the signature of a function once, and wrap threads, asynchrony and the time limit into its call.
-
-    Raises:
-        RewardError: The function has positional-only parameters.
-    """
+    """Read the signature of a function once, and wrap threads, asynchrony and the time limit into its call."""
     bare = _bare(function)
     on_thread = getattr(bare, "runs_in_thread", False)
     waits = on_thread or any(inspect.iscoroutinefunction(f) for f in (bare, type(bare).__call__))
@@ -193,19 +189,15 @@ def reward_function(name: str, function: Callable, timeout: float | None = None)
         return thread(arguments).result(timeout)
 
     call = awaited if waits else function if timeout is None else limited
-    return RewardFunction(name, call, *parameters(name, function), timeout, waits)
+    return RewardFunction(name, call, *parameters(function), timeout, waits)
 
 
-def parameters(name: str, function: Callable) -> tuple[dict[str, bool], bool]:
+def parameters(function: Callable) -> tuple[dict[str, bool], bool]:
     """Return whether each named parameter is required, and whether there is ``**kwargs`` (or no signature)."""
     try:
         found = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
         return {}, True
-    if any(p.kind is p.POSITIONAL_ONLY for p in found):
-        raise RewardError(
-            f"reward function {name!r} has positional-only parameters, but it is called with keywords. Fix: remove the '/'."
-        )
     named = [p for p in found if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     return {p.name: p.default is p.empty for p in named}, any(p.kind is p.VAR_KEYWORD for p in found)
 

@@ -62,7 +62,7 @@ class RLOOTrainer(OnlineTrainer):
 
     @property
     def _logs(self) -> dict[str, list]:
-        return by_column(self._rows, self.rewards.names)
+        return by_column(self.run.shown, self.rewards.names)
 
     def __init__(
         self,

@@ -8,7 +8,9 @@ import torch
 from posttrain.checks.machine import check_dense_masks, check_devices, check_launch, check_precision, smallest_update
 from posttrain.checks.registry import Context
 from posttrain.checks.tokenizers import check_special_tokens
+from posttrain.errors import PreflightError
 from posttrain.loop.checks import (
+    Checks,
     check_first_gradients,
     check_padding,
     check_reward_models,
@@ -17,7 +19,9 @@ from posttrain.loop.checks import (
     embedding_rows,
 )
 from posttrain.loop.step import is_finite
+from posttrain.losses.reduce import Denominators
 from tests.conftest import build_model
+from tests.wordings import raises
 
 
 def codes(found):
@@ -83,6 +87,17 @@ def test_trap_37_a_first_step_without_a_gradient_is_an_error_and_so_is_one_that_
     finding = check_first_gradients({"a": 1.0, "b": float("nan")})
     assert finding.code == "PT-B002"
     assert "'b'" in finding.what
+
+
+def test_trap_9_steps_in_a_row_without_a_trained_token_are_an_error(tmp_path):
+    args = types.SimpleNamespace(output_dir=str(tmp_path), preflight="error", silence_findings={})
+    checks, empty = Checks(args, command="sft"), Denominators(0, 4, 1)
+    assert [checks.empty_steps([], counts, None) for counts in (empty, empty, Denominators(5, 4, 1), empty, empty)] == [
+        True
+    ] * 5
+    with raises(PreflightError, "PT-T001", "3 steps in a row"):
+        checks.empty_steps([], empty, None)
+    assert Checks(args, command="grpo", zero_gradient_is_normal=True).empty_steps([], empty, None)
 
 
 def test_t51_a_batch_of_padding_is_told_above_forty_percent():
