@@ -22,7 +22,6 @@ from posttrain.methods.preference import (
     ComparedConfig,
     answer_mask,
     pair_metrics,
-    sequence_logp,
 )
 from posttrain.metrics import mean
 from posttrain.types import Batch, LossTerms, ModelOutputs, State
@@ -131,7 +130,8 @@ def dpo_objective(out: ModelOutputs, batch: Batch, reference: Tensor, cfg: DPOCo
         cfg: `DPOConfig`.
     """
     assert out.logp is not None
-    plain, length = sequence_logp(out.logp, batch)
+    place = (batch.loss_mask, batch.sequence, batch.num_sequences)
+    plain, length = sequence_sum(out.logp.float(), *place), sequence_lengths(*place)
     logp = plain if cfg.ld_alpha is None else desensitize(out.logp, batch, length, cfg.ld_alpha)
     pairs = [batch.grouped(x, 2).unbind(1) for x in (logp, reference, length, plain)]
     (policy_c, policy_r), (ref_c, ref_r), (length_c, length_r), (plain_c, _) = pairs
