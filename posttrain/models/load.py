@@ -1,4 +1,4 @@
-"""Loading models and tokenizers, and the command line's view of it (`ModelConfig`)."""
+"""Load and prepare models, tokenizers and adapters; `ModelConfig` holds the command line's model options."""
 
 from __future__ import annotations
 
@@ -47,36 +47,36 @@ TOKENIZER_FILES = {
     "vocab.txt",
     "spiece.model",
 }
-# Special tokens that nothing uses, by name, the best to pad with first.
+# Words in the names of unused special tokens, in order of preference as the pad token.
 UNUSED = ("pad", "reserved", "unused")
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
 @dataclass
 class ModelConfig:
-    """The model as the command line describes it."""
+    """Model, adapter and quantization options of the command line."""
 
     model_name_or_path: str | None = option(None, "Hub id or folder of the model.")
     model_revision: str = option("main", "Branch, tag or commit on the hub.")
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = option(
-        "float32", "Precision of the weights; 'auto' follows the checkpoint."
+        "float32", "Precision of the weights; 'auto' uses the checkpoint's dtype."
     )
-    attn_implementation: str | None = option(None, "Attention backend; None lets it choose.")
+    attn_implementation: str | None = option(None, "Attention backend; None selects it automatically.")
     use_peft: bool = option(False, "Train a LoRA adapter instead of all weights.")
     lora_r: PositiveInt = option(16, "Rank of the adapter.")
-    lora_alpha: PositiveInt = option(32, "Scale of the adapter, divided by its rank.")
+    lora_alpha: PositiveInt = option(32, "Adapter scale; the effective scale is lora_alpha / lora_r.")
     lora_dropout: Share = option(0.05, "Dropout on the adapter's input.")
     lora_target_modules: list[str] | None = option(None, "Module names that get an adapter.")
     lora_target_parameters: list[str] | None = option(None, "Parameter names that get an adapter (expert tensors).")
-    lora_modules_to_save: list[str] | None = option(None, "Modules trained and saved whole.")
-    lora_task_type: str = option("CAUSAL_LM", "SEQ_CLS for reward models.")
-    use_rslora: bool = option(False, "Scale by alpha / sqrt(r).")
-    use_dora: bool = option(False, "Train magnitude and direction apart.")
-    load_in_8bit: bool = option(False, "8-bit weights (bitsandbytes).")
-    load_in_4bit: bool = option(False, "4-bit weights (bitsandbytes).")
+    lora_modules_to_save: list[str] | None = option(None, "Modules that are trained and saved in full.")
+    lora_task_type: str = option("CAUSAL_LM", "Task type of the adapter; use SEQ_CLS for reward models.")
+    use_rslora: bool = option(False, "Scale the adapter by lora_alpha / sqrt(lora_r).")
+    use_dora: bool = option(False, "Train magnitude and direction of the weights separately (DoRA).")
+    load_in_8bit: bool = option(False, "Load the weights in 8 bits (bitsandbytes).")
+    load_in_4bit: bool = option(False, "Load the weights in 4 bits (bitsandbytes).")
     bnb_4bit_quant_type: Literal["fp4", "nf4"] = option("nf4", "4-bit data type.")
-    use_bnb_nested_quant: bool = option(False, "Quantise the quantisation constants too.")
-    bnb_4bit_quant_storage: str | None = option(None, "Storage dtype; None is uint8.")
+    use_bnb_nested_quant: bool = option(False, "Quantize the quantization constants too.")
+    bnb_4bit_quant_storage: str | None = option(None, "Storage dtype of 4-bit weights; None means uint8.")
 
     def __post_init__(self) -> None:
         check_fields(self, beside=object)
@@ -84,11 +84,11 @@ class ModelConfig:
             raise ConfigError("load_in_8bit=True and load_in_4bit=True contradict each other. Set one of them.")
         modules: Any = self.lora_target_modules
         if modules and len(modules) == 1 and (modules[0] == "all-linear" or set(modules[0]) & set("*+|^$(\\")):
-            # A pattern or the word must reach peft as a string; a plain name stays a list, or peft reads it as a regex.
+            # peft needs a regex or 'all-linear' as a string. A plain name stays in a list: peft reads a string as a regex.
             self.lora_target_modules = modules[0]
 
     def model_init_kwargs(self, trust_remote_code: bool = False) -> dict[str, Any]:
-        """Keywords for the loader."""
+        """Return the keyword arguments for `create_model_from_path`."""
         return {
             "revision": self.model_revision,
             "trust_remote_code": trust_remote_code,
@@ -101,7 +101,7 @@ ADAPTER_FIELDS = ("lora_", "use_rslora", "use_dora")
 
 
 def get_peft_config(model_args: ModelConfig) -> LoraConfig | None:
-    """The adapter that ``model_args`` describes, or None without ``use_peft``.
+    """Return the LoRA config that ``model_args`` describes, or None without ``use_peft``.
 
     Raises:
         MissingDependencyError: peft is not installed.
@@ -134,10 +134,10 @@ def get_peft_config(model_args: ModelConfig) -> LoraConfig | None:
 
 
 def get_quantization_config(model_args: ModelConfig) -> BitsAndBytesConfig | None:
-    """The bitsandbytes settings that ``model_args`` describes, or None.
+    """Return the bitsandbytes config that ``model_args`` describes, or None without quantization.
 
-    4-bit weights compute in bf16 unless ``dtype`` asks for another half precision: computing in the fp32 default would
-    cost the speed that quantising was meant to keep. Where bf16 is the slower of the two (`bf16_is_faster`) it is float32.
+    4-bit weights compute in float16 if ``dtype`` is float16. Otherwise they compute in bfloat16, or in float32 on hardware
+    where bfloat16 is slower (`bf16_is_faster`).
     """
     if not (model_args.load_in_4bit or model_args.load_in_8bit):
         return None
@@ -157,7 +157,7 @@ def get_quantization_config(model_args: ModelConfig) -> BitsAndBytesConfig | Non
 
 
 def check_model_source(model: str | Module, *, generative: bool = True) -> None:
-    """Refuse, before any weight is read, a model folder that cannot work.
+    """Raise before any weight is read if the model cannot be used.
 
     Raises:
         ModelError: A local path that does not exist or has no ``config.json``; a classifier given to a generative trainer.
@@ -189,7 +189,7 @@ def check_model_source(model: str | Module, *, generative: bool = True) -> None:
 
 def _refuse_headless(model_id: str, config: PretrainedConfig) -> None:
     name = (config.architectures or ["ForCausalLM"])[0]
-    # GPT-2's class with a head is called GPT2LMHeadModel.
+    # GPT-2's class with a language-model head is named GPT2LMHeadModel.
     if "Classification" in name or (name.endswith("Model") and "Head" not in name):
         raise _not_generative(repr(model_id), f"a {name}")
 
@@ -202,10 +202,10 @@ def _not_generative(what: str, name: str) -> ModelError:
 
 
 def with_dtype(init: Mapping[str, Any]) -> dict[str, Any]:
-    """Keywords of ``from_pretrained`` with ``torch_dtype``, the former name, as ``dtype``.
+    """Return ``init`` with the deprecated keyword ``torch_dtype`` renamed to ``dtype``.
 
     Raises:
-        ConfigError: Both are given and differ.
+        ConfigError: Both keywords are set and differ.
 
     >>> with_dtype({"torch_dtype": "bfloat16"})
     {'dtype': 'bfloat16'}
@@ -223,16 +223,16 @@ def with_dtype(init: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_distributed(distributed: Any) -> None:
-    """Refuse transformers' ``DistributedConfig``, of keywords or of a loaded model, where it divides the model.
+    """Raise if transformers' ``DistributedConfig`` shards the model at load time.
 
-    Weights that are sharded as they are loaded gather themselves in the forward pass of their own module. The output layer is
-    read here outside of that, a chunk of logits at a time, and its gradient would reach a process's own shard alone.
+    Weights sharded at load time are gathered in the forward pass of their own module. This library reads the output layer
+    outside that forward pass, one chunk of logits at a time. Its gradient would reach only the local shard.
 
     Args:
-        distributed: A ``DistributedConfig`` or its fields; None: there is none.
+        distributed: A ``DistributedConfig`` or a mapping of its fields, from keywords or from a loaded model. May be None.
 
     Raises:
-        ConfigError: A size is above 1: names it, and what it would need.
+        ConfigError: A size is above 1 or expert parallelism is on. The message names the setting and what it would need.
 
     >>> check_distributed({"fsdp_size": 1})
     """
@@ -256,16 +256,18 @@ def check_distributed(distributed: Any) -> None:
 
 
 def create_model_from_path(model_id: str, architecture: Any = None, **kwargs: Any) -> PreTrainedModel:
-    """Load a model by hub id or folder, in float32 unless ``dtype`` says otherwise.
+    """Load a model by hub id or folder, in float32 unless ``dtype`` is set.
 
     Args:
         model_id: Hub id or folder.
-        architecture: Class to load; None takes the one the checkpoint names, else ``AutoModelForCausalLM``.
-        **kwargs: For ``from_pretrained``; ``dtype`` (or ``torch_dtype``) may be a torch dtype or one of auto, bfloat16,
-            float16, float32.
+        architecture: Model class. None uses the class that the checkpoint names, or ``AutoModelForCausalLM`` if
+            transformers has no such class.
+        **kwargs: Keyword arguments of ``from_pretrained``. ``dtype`` (or ``torch_dtype``) is a torch dtype or one of "auto",
+            "bfloat16", "float16", "float32".
 
     Raises:
-        ModelError: The folder or its architecture cannot work. ConfigError: An unknown ``dtype``.
+        ModelError: The folder or its architecture cannot be used.
+        ConfigError: The ``dtype`` is unknown.
     """
     import transformers
 
@@ -282,7 +284,7 @@ def create_model_from_path(model_id: str, architecture: Any = None, **kwargs: An
     with explained("model", model_id):
         config = transformers.AutoConfig.from_pretrained(model_id, **shared)
     if architecture is None:
-        _refuse_headless(model_id, config)  # Not known before of a hub id: its class would be trained as it stands.
+        _refuse_headless(model_id, config)  # For a hub id the class is known only now.
         name = (config.architectures or [""])[0]
         architecture = getattr(transformers, name, transformers.AutoModelForCausalLM)
     with explained("model", model_id):
@@ -303,9 +305,10 @@ def _tell_size(model_id: str, model: nn.Module, stored: Any) -> None:
 
 
 def load_classifier(model_id: str, *, num_labels: int, **kwargs: Any) -> PreTrainedModel:
-    """Load a sequence classifier; its head is new (and seeded by torch's generator) unless the checkpoint has one.
+    """Load a sequence classifier.
 
-    The loader's report about the new head is silenced: it is what was asked for.
+    Without a head in the checkpoint, the head is initialized from torch's global generator. The loader's warning about a new
+    head is silenced, because a new head is expected here.
     """
     import transformers
     from transformers.utils import logging as transformers_logging
@@ -319,14 +322,14 @@ def load_classifier(model_id: str, *, num_labels: int, **kwargs: Any) -> PreTrai
 
 
 def model_id_of(model: nn.Module, needed_by: str) -> str:
-    """The name or folder that a model comes from, given as a string or as an object.
+    """Return the hub id or folder that a model was loaded from.
 
     Args:
-        model: Of a trainer.
-        needed_by: Name of the trainer, for the error.
+        model: The ``model`` argument of a trainer: a string or a module.
+        needed_by: Name of the trainer, for the error message.
 
     Raises:
-        ConfigError: There is none.
+        ConfigError: ``model`` is None.
     """
     if model is None:
         raise ConfigError(
@@ -362,9 +365,10 @@ def load_tokenizer(
 
 
 def resolve_pad_token(tokenizer: PreTrainedTokenizerBase, model: Module | None = None) -> int:
-    """Make sure the tokenizer has a pad token and the model's config knows it; masks stay positional either way.
+    """Set a pad token if the tokenizer has none, write its id into the model's config, and return the id.
 
-    A tokenizer without one gets a special token that nothing uses, and only where there is none its eos token.
+    A tokenizer without a pad token gets an unused special token. If there is none, it gets its eos token. Attention masks are
+    positional, so they do not depend on the pad token.
     """
     if tokenizer.pad_token_id is None:
         if tokenizer.eos_token_id is None:
@@ -372,7 +376,9 @@ def resolve_pad_token(tokenizer: PreTrainedTokenizerBase, model: Module | None =
                 "the tokenizer has neither a pad nor an eos token. Set tokenizer.pad_token before training."
             )
         tokenizer.pad_token = _unused_token(tokenizer, model) or tokenizer.eos_token
-        logger.info("the tokenizer has no pad token; %r serves, and padding is told by position.", tokenizer.pad_token)
+        logger.info(
+            "the tokenizer has no pad token; using %r. Padding is masked by position, not by id.", tokenizer.pad_token
+        )
     pad = int(tokenizer.pad_token_id)
     text = text_of(config_of(model))
     if text is not None:
@@ -394,10 +400,11 @@ def _unused_token(tokenizer: PreTrainedTokenizerBase, model: nn.Module) -> str |
 
 
 def wrap_with_peft(model: nn.Module, peft_config: PeftConfig | None, *, activation_checkpointing: bool) -> Any:
-    """Put an adapter on the model, and let gradients reach it through checkpointed layers.
+    """Add an adapter to the model, and enable gradients through checkpointed layers.
 
     Raises:
-        ArgumentTypeError: ``peft_config`` is not a peft config. ConfigError: the model already carries an adapter.
+        ArgumentTypeError: ``peft_config`` is not a peft config.
+        ConfigError: The model already has an adapter, or cannot train it here.
     """
     import peft
 
@@ -415,14 +422,14 @@ def wrap_with_peft(model: nn.Module, peft_config: PeftConfig | None, *, activati
     if isinstance(model, peft.PeftModel):
         _check_adapter(model, activation_checkpointing)
     if isinstance(model, peft.PeftModel) and activation_checkpointing:
-        # Frozen embeddings cut the graph before the first checkpointed layer: without this, adapters get no gradient.
+        # With frozen embeddings, the input of the first checkpointed layer needs no gradient, so adapters would get none.
         model.enable_input_require_grads()
     prepare_adapter(model)
     return model
 
 
-# peft methods whose training needs more than gradients of log-probs: what this library's steps and layouts leave out. First those
-# that add layers of their own, which no base weight can stand for.
+# peft methods whose training needs more than gradients of log-probs, with the part that this library does not implement. The
+# methods in ADDS_LAYERS add layers of their own, which cannot be merged into base weights.
 ADDS_LAYERS = {
     "ADAPTION_PROMPT": "prompts that peft inserts inside the attention layers, where rows hold several sequences here",
     "POLY": "task_ids in every forward pass",
@@ -435,19 +442,19 @@ NEEDS_MORE = ADDS_LAYERS | {
     "LILY": "routing weights averaged over all tokens of a row, which packed sequences share",
     "MULTITASK_PROMPT_TUNING": "task_ids in every forward pass",
 }
-# The same for options of methods that train otherwise.
+# Options of trainable peft methods that need a part which this library does not implement.
 NEEDS_MORE_WITH = {
     "alora_invocation_tokens": "the position of the invocation tokens in each row, and rows hold several sequences here",
     "use_asa": "a mask update after each optimizer step",
     "save_only_topk_weights": "weights that a checkpoint with save_only_topk_weights=True does not hold",
 }
-# Values of init_lora_weights that change the base weights in a way that peft cannot repeat where the adapter is loaded: by a
-# randomized decomposition of the weights, or by one of gradients.
+# Prefixes of init_lora_weights values that change the base weights in a way that peft cannot reproduce at load time. They use
+# a randomized decomposition of the weights, or a decomposition of gradients.
 UNREPEATABLE_STARTS = ("pissa_niter_", "lora_ga")
 
 
 def _check_adapter(model: Any, activation_checkpointing: bool) -> None:
-    """Refuse an adapter that would not train, silently or with an error from far inside."""
+    """Raise for an adapter that would silently not train, or would fail later with an unclear error."""
     config = model.active_peft_config
     kind = adapter_kind(config)
     needs = {f"{kind} adapters need": NEEDS_MORE[kind]} if kind in NEEDS_MORE else {}
@@ -482,16 +489,18 @@ TEMPLATE_FILES = (".jinja", ".j2")
 
 
 def changes_vocabulary(args: PostTrainingConfig) -> bool:
-    """Whether ``chat_template_path`` names a tokenizer to clone, not a file with a template's text."""
+    """Return whether ``chat_template_path`` names a tokenizer to clone rather than a template file."""
     path = args.chat_template_path
     return path is not None and not str(path).endswith(TEMPLATE_FILES)
 
 
 def check_saved_settings(tokenizer: Tokenizer) -> None:
-    """Refuse a tokenizer with a setting that ``save_pretrained`` cannot write as JSON, before a checkpoint fails.
+    """Raise if the tokenizer has a setting that ``save_pretrained`` cannot write as JSON.
+
+    Without this check the first checkpoint would fail.
 
     Raises:
-        ConfigError: Names the setting.
+        ConfigError: A setting cannot be written. The message names it.
     """
     for name, value in inner_tokenizer(tokenizer).init_kwargs.items():
         try:
@@ -504,11 +513,13 @@ def check_saved_settings(tokenizer: Tokenizer) -> None:
 
 
 def prepare_tokenizer(tokenizer: Tokenizer, args: PostTrainingConfig) -> None:
-    """Apply ``chat_template_path`` (a file), ``eos_token`` and ``pad_token`` to the tokenizer, before any row is tokenised.
+    """Apply ``chat_template_path`` (a file), ``eos_token`` and ``pad_token`` to the tokenizer.
+
+    Call this before any row is tokenized.
 
     Raises:
-        ArgumentTypeError: Neither a tokenizer nor a processor.
-        ConfigError: A template file that does not exist; an eos or pad token that is not in the vocabulary.
+        ArgumentTypeError: ``tokenizer`` is neither a tokenizer nor a processor.
+        ConfigError: The template file does not exist, or an eos or pad token is not in the vocabulary.
     """
     if not isinstance(tokenizer, PreTrainedTokenizerBase | ProcessorMixin):
         raise ArgumentTypeError(
@@ -533,9 +544,9 @@ def prepare_tokenizer(tokenizer: Tokenizer, args: PostTrainingConfig) -> None:
 
 
 def mirror_eos(tokenizer: Tokenizer, model: nn.Module, args: PostTrainingConfig) -> None:
-    """Let generation stop wherever training may end: at the tokenizer's eos and at the end of the template's turns.
+    """Add the tokenizer's eos token and the chat template's end-of-turn tokens to the generation config's stop tokens.
 
-    The generation config keeps the stops it has; the model's config changes only for an ``eos_token`` that was asked for.
+    The generation config keeps its existing stop tokens. The model's config changes only if ``args.eos_token`` is set.
     """
     if args.eos_token is not None:
         model.config.get_text_config().eos_token_id = tokenizer.eos_token_id
@@ -546,44 +557,47 @@ def mirror_eos(tokenizer: Tokenizer, model: nn.Module, args: PostTrainingConfig)
     known = [] if known is None else [known] if isinstance(known, int) else list(known)
     try:
         ends = terminal_token_ids(tokenizer)
-    except DataError:  # A template that refuses a question and an answer says nothing about the end of a turn.
+    except DataError:  # The end-of-turn token is unknown if the template rejects a question with an answer.
         ends = () if tokenizer.eos_token_id is None else (int(tokenizer.eos_token_id),)
     new = [token for token in ends if token not in known]
     if new:
-        logger.info("generation_config.eos_token_id: %s, and now also %s.", known, new)
+        logger.info("generation_config.eos_token_id was %s; added %s.", known, new)
         generation.eos_token_id = [*known, *new]
 
 
 SEED = 0
-SPREAD = 0.01  # Noise of a new row, as a share of the old rows' spread: rows differ, and no logit moves noticeably.
+SPREAD = 0.01  # Noise of a new row, as a fraction of the old rows' standard deviation; too small to affect logits.
 
 
 class VocabularyMismatchError(ModelError, RuntimeError):
-    """The tokenizer has ids that the model's embedding has no rows for, or the other way round."""
+    """Mismatch between the tokenizer's number of ids and the rows of the model's embedding."""
 
 
 def clone_chat_template(
     model: nn.Module, tokenizer: Tokenizer, source_tokenizer_path: str, resize_to_multiple_of: int | None = 64
 ) -> tuple[Any, Any, list[int]]:
-    """Give ``model`` and ``tokenizer`` the chat template of another tokenizer, with the tokens it is made of.
+    """Copy another tokenizer's chat template and its tokens to ``model`` and ``tokenizer``.
 
-    The source's added tokens that the tokenizer lacks are added and its eos becomes the tokenizer's and the model's, bos
-    and pad only where the tokenizer has none. The embedding grows to a multiple of ``resize_to_multiple_of`` and never
-    shrinks; ``<extra_id_0>, ..`` fill the vocabulary up to it. The rows of all added tokens start at the mean of the
-    vocabulary's rows, which keeps the distribution over the old tokens as it was.
+    Added tokens of the source that the tokenizer lacks are added. The source's eos token becomes the eos token of the
+    tokenizer and the model. The source's bos token is copied only if the tokenizer has none. Its pad token is copied if the
+    tokenizer has none, or if the tokenizer's pad token has become the eos token.
+
+    The embedding grows to a multiple of ``resize_to_multiple_of`` and never shrinks. Placeholder tokens ``<extra_id_0>, ..``
+    fill the vocabulary up to the embedding's size. The rows of all added tokens start at the mean of the existing rows (plus
+    small noise), which preserves the distribution over the existing tokens.
 
     Args:
-        model: Any transformers model with input embeddings; changed in place.
-        tokenizer: Changed in place.
-        source_tokenizer_path: Folder or hub name of the tokenizer to copy from.
-        resize_to_multiple_of: Rows of the embedding; None is exactly one row a token.
+        model: Any transformers model with input embeddings. Modified in place.
+        tokenizer: Tokenizer of the model. Modified in place.
+        source_tokenizer_path: Folder or hub id of the tokenizer to copy from.
+        resize_to_multiple_of: The embedding's number of rows becomes a multiple of this number. None means one row per token.
 
     Returns:
-        Model, tokenizer, and the ids of all tokens that were added.
+        The model, the tokenizer, and the ids of all added tokens.
 
     Raises:
-        ModelError: The source has no chat template, or the multiple is not positive. VocabularyMismatchError: Tokenizer
-            and embedding could not be brought to one size.
+        ModelError: The source has no chat template, or the multiple is not positive.
+        VocabularyMismatchError: Tokenizer and embedding could not be brought to the same size.
     """
     if resize_to_multiple_of is not None and resize_to_multiple_of < 1:
         raise ModelError(f"resize_to_multiple_of must be at least 1 or None, and it is {resize_to_multiple_of}.")
@@ -613,7 +627,7 @@ def clone_chat_template(
 
 
 def _size(tokenizer: Tokenizer) -> int:
-    """Rows an embedding needs: ids may have holes, so this is not always the number of tokens."""
+    """Return the number of embedding rows the tokenizer needs: its largest id plus 1. Ids can have gaps."""
     return max(tokenizer.get_vocab().values()) + 1
 
 
@@ -633,7 +647,7 @@ def _set_special_tokens(tokenizer: Tokenizer, source: Any) -> None:
     if tokenizer.bos_token is None and source.bos_token in vocabulary:
         tokenizer.bos_token = source.bos_token
     if old_pad is not None and (old_pad != tokenizer.eos_token or old_pad == old_eos):
-        return  # A pad that was the eos before is the user's own choice.
+        return  # A pad token that equaled the previous eos token is the user's choice.
     for candidate in (source.pad_token, old_eos):
         if candidate in vocabulary and candidate != tokenizer.eos_token:
             tokenizer.pad_token = candidate
@@ -647,7 +661,7 @@ def _set_special_tokens(tokenizer: Tokenizer, source: Any) -> None:
 
 
 def _mirror(model: nn.Module, tokenizer: Tokenizer) -> None:
-    """Write the special tokens' ids into the model's config, its text part and its generation config."""
+    """Write the special tokens' ids into the model's config, its text config and its generation config."""
     text_config = model.config.get_text_config()
     ids = {"eos_token_id": tokenizer.eos_token_id, "bos_token_id": tokenizer.bos_token_id}
     ids |= {"pad_token_id": tokenizer.pad_token_id}
@@ -664,12 +678,12 @@ def _mirror(model: nn.Module, tokenizer: Tokenizer) -> None:
             setattr(generation, name, ids[name])
     if ids["eos_token_id"] is not None:
         stops = generation.eos_token_id if isinstance(generation.eos_token_id, list) else []
-        joined = list(dict.fromkeys([*stops, ids["eos_token_id"]]))  # A list of stops stays: each ends a turn.
+        joined = list(dict.fromkeys([*stops, ids["eos_token_id"]]))  # Keep a list of stop tokens: each ends a turn.
         generation.eos_token_id = joined if stops else ids["eos_token_id"]
 
 
 def _fill(tokenizer: Tokenizer, rows: int) -> None:
-    """Add placeholder tokens until every row of the embedding has one."""
+    """Add placeholder tokens until every row of the embedding has a token."""
     vocabulary = tokenizer.get_vocab()
     free = (name for name in map("<extra_id_{}>".format, count()) if name not in vocabulary)
     names = list(islice(free, max(0, rows - _size(tokenizer))))
@@ -683,13 +697,13 @@ def _fill(tokenizer: Tokenizer, rows: int) -> None:
 
 @torch.no_grad()
 def _start_at_mean(model: nn.Module, added: list[int], known: int) -> None:
-    """Rows of added tokens: the mean of the first ``known`` rows, with a little seeded noise so that they differ."""
+    """Set the rows of added tokens to the mean of the first ``known`` rows plus small seeded noise, so that they differ."""
     if not added:
         return
     output = model.get_output_embeddings()
     weights = {id(w): w for w in [model.get_input_embeddings().weight, *([] if output is None else [output.weight])]}
     generator = torch.Generator().manual_seed(SEED)
-    for weight in weights.values():  # Tied: one weight, written once.
+    for weight in weights.values():  # Tied embeddings are one weight, written once.
         old = weight[:known].float()
         noise = torch.randn(len(added), weight.shape[1], generator=generator).to(weight.device)
         weight[added] = (old.mean(0) + SPREAD * old.std(0) * noise).to(weight.dtype)

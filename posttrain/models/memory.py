@@ -1,4 +1,4 @@
-"""Memory and work of a step: activations kept, recomputed or offloaded; what the device has; FLOPs."""
+"""Memory and FLOPs of a training step: activation checkpointing and offloading, available memory, MFU."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ logger = logging.getLogger(__name__)
 
 
 def layers_to_keep(model: nn.Module) -> int:
-    """How many layers' activations fit where full logits and their gradient would have been.
+    """Return how many layers' activations fit into the memory that chunked logits save.
 
-    ``k = floor(2 V / a)``, both sides in numbers a token: logits and their gradient are 2 V, which the chunked head never
-    holds; a layer without checkpointing keeps about twice what its linear layers put out, ``a = 2 sum(out_features)``
-    (outputs, and the normalised, activated and summed tensors between them).
+    ``k = floor(2 V / a)``, both in elements per token. Logits and their gradient would take 2 V elements; the chunked head
+    never holds them. A layer without checkpointing saves about twice the outputs of its linear layers,
+    ``a = 2 sum(out_features)``: the outputs, and the normalized, activated and summed tensors between them.
 
     Returns:
-        0 for a model without repeated layers, at most all of them.
+        Number of layers, at most all of them; 0 for a model without checkpointable layers or without a head.
     """
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     head = output_layer(model)
@@ -55,7 +55,7 @@ def layers_to_keep(model: nn.Module) -> int:
     return min(len(layers), 2 * head.weight.shape[0] // kept) if kept else 0
 
 
-# Kernels of scaled_dot_product_attention: not every build of torch has all of them.
+# Kernels of scaled_dot_product_attention. Some builds of torch lack some of them.
 ATTENTION = (
     "_scaled_dot_product_flash_attention",
     "_scaled_dot_product_efficient_attention",
@@ -66,20 +66,20 @@ ATTENTION_OPS = {getattr(torch.ops.aten, name).default for name in ATTENTION if 
 
 
 def keep_attention(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """What backward does about one operation: attention, which costs the square of the length, is not computed again."""
+    """Return the checkpoint policy of ``op``: save attention, whose cost is quadratic in the length; recompute the rest."""
     kept = op in ATTENTION_OPS or any(name in str(op) for name in ("flash_attn", "varlen_attn"))
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def recompute_activations(model: nn.Module, options: dict[str, Any] | None = None) -> None:
-    """Switch checkpointing on in all layers, by the name that this version of transformers gives it.
+    """Enable activation checkpointing in all layers, by the method name of the installed transformers.
 
     Args:
-        model: Of transformers.
-        options: As ``gradient_checkpointing_kwargs``; ``selective`` keeps what attention computed.
+        model: A transformers model.
+        options: Same as ``gradient_checkpointing_kwargs``. ``selective=True`` saves the outputs of attention.
 
     Raises:
-        ConfigError: ``selective`` with reentrant checkpointing, which cannot choose.
+        ConfigError: ``selective`` is combined with reentrant checkpointing, which supports no policy.
     """
     kwargs = dict(options or {"use_reentrant": False})
     if kwargs.pop("selective", False):
@@ -94,19 +94,19 @@ def recompute_activations(model: nn.Module, options: dict[str, Any] | None = Non
 
 
 def recomputes(args: TrainingArguments) -> bool:
-    """Whether activations are computed again in backward, by either name of the switch: transformers has two of late."""
+    """Return whether activation checkpointing is on. Recent transformers has two names for the option."""
     return bool(getattr(args, "activation_checkpointing", None) or args.gradient_checkpointing)
 
 
 def recompute_options(args: TrainingArguments) -> dict[str, Any]:
-    """What goes with the switch that `recomputes` reads, by either name."""
+    """Return the checkpointing options of ``args``, under either of the two names that transformers uses."""
     return dict(getattr(args, "activation_checkpointing_kwargs", None) or args.gradient_checkpointing_kwargs or {})
 
 
 def keep_last_activations(model: nn.Module, count: int | None = None) -> int:
-    """Switch checkpointing off in the last ``count`` layers (None: `layers_to_keep`) and say how many there were.
+    """Disable checkpointing in the last ``count`` layers (None: `layers_to_keep`) and return how many layers changed.
 
-    The last layers, because backward needs them first: what they keep is freed before the others are recomputed.
+    Backward reads the last layers first, so their activations are freed before earlier layers are recomputed.
     """
     bare = causal_lm(model)
     layers = [m for m in bare.modules() if isinstance(m, GradientCheckpointingLayer) and m.gradient_checkpointing]
@@ -117,9 +117,9 @@ def keep_last_activations(model: nn.Module, count: int | None = None) -> int:
 
 
 class KeepLastActivations(TrainerCallback):
-    """Runs `keep_last_activations` once the trainer has switched checkpointing on.
+    """Callback that runs `keep_last_activations` after the trainer has enabled checkpointing.
 
-    A pattern the user chose (``every_n_layers`` in ``gradient_checkpointing_kwargs``) is left as it is.
+    It does nothing if the user set ``every_n_layers`` in ``gradient_checkpointing_kwargs``.
     """
 
     def on_train_begin(
@@ -132,23 +132,23 @@ class KeepLastActivations(TrainerCallback):
     ) -> None:
         options = recompute_options(args)
         if "selective" in options and recomputes(args):
-            # The trainer passed it on as it is written, which torch does not know.
+            # The trainer passed the option on unchanged, and torch does not know it.
             recompute_activations(causal_lm(model), options)
         if "every_n_layers" not in options:
             keep_last_activations(model, args.kept_layers)
 
 
 class OffloadActivations(torch.autograd.graph.saved_tensors_hooks):
-    """Saved-tensor hooks: activations travel to pinned host memory when saved and come back when backward needs them.
+    """Saved-tensor hooks that copy activations to pinned host memory and back when backward needs them.
 
-    Both copies run on the current stream: a copy out is finished before the copy back that follows it in the same stream,
-    so no tensor can be read half-written. The host does not wait for either.
+    Both copies run on the current stream. The copy to the host finishes before the copy back starts, so no tensor is read
+    half-written. The host waits for neither copy.
 
     Args:
-        use_pin_memory: Page-locked memory, so that copies run beside the host.
-        min_offload_size: Bytes; smaller tensors stay.
-        device_type: Whose tensors travel; tests say ``cpu``.
-        kept: Storages that stay on the device (parameters), by address.
+        use_pin_memory: Use page-locked memory, so that copies run asynchronously to the host.
+        min_offload_size: Minimum size in bytes; smaller tensors stay on the device.
+        device_type: Device type whose tensors are offloaded; tests use ``cpu``.
+        kept: Addresses of storages that stay on the device (parameters).
 
     Raises:
         ConfigError: ``min_offload_size`` is negative.
@@ -174,12 +174,12 @@ class OffloadActivations(torch.autograd.graph.saved_tensors_hooks):
             tensor.device.type != self.device_type
             or tensor.nbytes < self.min_size
             or isinstance(tensor, nn.Parameter | nn.Buffer)
-            or type(tensor) is not Tensor  # Wrappers (fp8, sharded tensors) know how to be saved themselves.
+            or type(tensor) is not Tensor  # Tensor subclasses (fp8, sharded tensors) implement saving themselves.
             or tensor.untyped_storage().data_ptr() in self.kept
         )
 
     def _pack(self, tensor: Tensor) -> Any:
-        # What is expanded (one mask for all heads) travels once.
+        # Copy expanded tensors (one mask for all heads) only once.
         whole = tensor
         for axis, step in enumerate(tensor.stride()):
             tensor = tensor.narrow(axis, 0, 1) if step == 0 and tensor.shape[axis] > 1 else tensor
@@ -198,7 +198,7 @@ class OffloadActivations(torch.autograd.graph.saved_tensors_hooks):
 
 
 class NoOpManager(torch.autograd.graph.saved_tensors_hooks):
-    """Saved-tensor hooks that keep everything where it is: what is computed inside escapes an outer `OffloadActivations`.
+    """Saved-tensor hooks that do nothing, so that an outer `OffloadActivations` does not apply inside the block.
 
     >>> with NoOpManager():
     ...     y = torch.ones(2, requires_grad=True).exp()
@@ -209,10 +209,10 @@ class NoOpManager(torch.autograd.graph.saved_tensors_hooks):
 
 
 def check_offloading(args: PostTrainingConfig) -> None:
-    """Refuse ``activation_offloading`` where it cannot help, before the model loads.
+    """Raise before the model loads if ``activation_offloading`` cannot help.
 
     Raises:
-        ConfigError: There is no accelerator: the activations are in the host's memory already.
+        ConfigError: The run is on the CPU, so activations already are in host memory.
     """
     if args.activation_offloading and args.device.type == "cpu":
         raise ConfigError(
@@ -222,26 +222,25 @@ def check_offloading(args: PostTrainingConfig) -> None:
 
 
 def get_act_offloading_ctx_manager(model: nn.Module, *, enabled: bool = True, **options: Any) -> AbstractContextManager:
-    """A context for forward and backward of a training step."""
+    """Return the offloading context for forward and backward of a training step; a null context unless ``enabled``."""
     if not enabled:
         return nullcontext()
     kept = frozenset(local_part(p.detach()).untyped_storage().data_ptr() for p in model.parameters())
     return OffloadActivations(device_type=next(model.parameters()).device.type, kept=kept, **options)
 
 
-# The numbers of `mallopt` in glibc's malloc.h, and what glibc starts with.
+# Parameter numbers of `mallopt` in glibc's malloc.h. STANDARD holds glibc's defaults.
 TRIM_THRESHOLD, TOP_PAD, MMAP_MAX = -1, -2, -4
 KEPT = {MMAP_MAX: 0, TRIM_THRESHOLD: -1, TOP_PAD: 64 * 2**20}  # -1 is never, by mallopt(3).
 STANDARD = {MMAP_MAX: 65536, TRIM_THRESHOLD: 128 * 2**10, TOP_PAD: 128 * 2**10}
 
 
 class KeepHostMemory(transformers.TrainerCallback):
-    """Tells glibc's allocator to keep what is freed from the beginning of training on a CPU until its end.
+    """Callback that makes glibc's allocator keep freed memory during training on a CPU.
 
-    A training step takes and frees the same gigabytes each time. By default every tensor of more than 32 MB is mapped
-    anew and unmapped again, so that the kernel clears all its pages each step: a fifth of the processor's time in a
-    reward-model step of a 135M model. Peak memory is the same. Elsewhere (another allocator, another C library, an
-    accelerator) nothing is done.
+    Each training step allocates and frees the same gigabytes. By default, glibc maps and unmaps every tensor of more than
+    32 MB, so the kernel clears all its pages in each step. This took a fifth of the CPU time in a reward-model step of a 135M
+    model. Peak memory does not change. With another allocator, another C library or an accelerator, the callback does nothing.
     """
 
     _kept = False
@@ -249,14 +248,14 @@ class KeepHostMemory(transformers.TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Keep freed memory, where that is the memory that tensors lie in."""
+        """Make glibc keep freed memory if training runs on the CPU."""
         if args.device.type == "cpu":
             self._kept = _set(KEPT)
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Back to what glibc does by itself, and give back what is free."""
+        """Restore glibc's defaults and return free memory to the system."""
         if self._kept:
             self._kept = not _set(STANDARD)
             _glibc().malloc_trim(0)
@@ -264,16 +263,16 @@ class KeepHostMemory(transformers.TrainerCallback):
 
 @contextmanager
 def gradients_first(model: nn.Module, *, passes: int) -> Iterator[None]:
-    """Gradients that several passes on a CPU add up get their memory before the first of them, not in the middle of it.
+    """Allocate gradients on a CPU before the first of several passes that accumulate them.
 
-    Otherwise they settle in what the first pass frees, between what is freed later, and the activations of the next pass,
-    of the very same sizes, find no room there: a tenth of the memory of a GRPO step. A weight that no pass reaches has no
-    gradient afterwards, as ever, so that no optimiser moves it.
+    Otherwise they are allocated in memory that the first pass frees. This fragments the memory, so that the activations of
+    the next pass, which have the same sizes, do not fit: a tenth of the memory of a GRPO step. A weight that no pass reaches
+    has ``grad=None`` afterwards, so no optimizer updates it.
 
     Args:
-        model: Not wrapped by parallelism, which keeps gradients in memory of its own; one that is stays as it is, and so do
-            weights that are sharded in place (FSDP2), whose own count of changes stays 0 when their shard's gradient grows.
-        passes: Forward and backward passes inside; one alone adds nothing up.
+        model: The model. Nothing is done for models wrapped for parallelism, which manage gradient memory themselves, and for
+            weights that are sharded in place (FSDP2), whose ``_version`` stays 0 when the shard's gradient changes.
+        passes: Number of forward and backward passes in the block. With 1 pass nothing is done.
     """
     without_gradient = []
     if passes > 1 and unwrapped(model) is model:
@@ -295,15 +294,15 @@ def _glibc() -> Any:
 
 
 def _set(values: dict[int, int]) -> bool:
-    """Whether glibc took all of them."""
+    """Set `mallopt` values and return whether glibc accepted all of them."""
     try:
         library = _glibc()
-    except (OSError, TypeError):  # No C library to ask, as on Windows.
+    except (OSError, TypeError):  # No C library is available, e.g. on Windows.
         return False
     return library is not None and {library.mallopt(name, value) for name, value in values.items()} == {1}
 
 
-# Limit, use and statistics of a control group: of version 2, then of version 1.
+# Files with the limit, usage and statistics of a control group, for version 2 and then version 1.
 CGROUPS = (
     ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current", "/sys/fs/cgroup/memory.stat"),
     (
@@ -316,12 +315,12 @@ CGROUPS = (
 
 @dataclass(frozen=True)
 class Available:
-    """Bytes.
+    """Available memory in bytes.
 
     Attributes:
-        free: What this process can have, including what it holds already.
-        total: Of the device, or of the limit that applies.
-        where: The device or limit, for messages.
+        free: Bytes this process can use, including the bytes it already holds.
+        total: Total bytes of the device, or of the limit that applies.
+        where: Name of the device or limit, for messages.
     """
 
     free: int
@@ -330,14 +329,14 @@ class Available:
 
 
 def available_memory(device: torch.device | str, limit: int | None = None) -> Available:
-    """Free memory and what this process holds now; never more than ``limit``.
+    """Return the free memory plus the memory this process holds, at most ``limit``.
 
-    On a GPU what the driver calls free; on a CPU the memory that is available, or what a control group (a container) leaves
-    where that is less.
+    On a GPU, the driver reports free memory. On a CPU, it is the available memory of the machine, or the rest of the control
+    group's (container's) limit if that is less.
 
     Args:
         device: ``torch.device`` or its type.
-        limit: Bytes that the user allows; None: all.
+        limit: Maximum number of bytes that the user allows. None means no limit.
     """
     kind = torch.device(device).type
     if kind == "cuda":
@@ -356,7 +355,7 @@ def _of_host() -> Available:
     for limit, use, stat in CGROUPS:
         bound = _read(limit).strip()
         if bound.isdigit() and int(bound) < machine.total:
-            # File pages that the kernel would give back are not used.
+            # Inactive file pages can be reclaimed, so they do not count as used.
             pages = [line.split() for line in _read(stat).splitlines() if "inactive_file " in line]
             used = int(_read(use).strip() or 0) - (int(pages[0][1]) if pages else 0)
             inside = Available(max(int(bound) - used, 0) + mine, int(bound), "the control group of this process")
@@ -371,25 +370,25 @@ def _read(path: str) -> str:
 
 
 def in_use(device: torch.device | str) -> int:
-    """Bytes that this process holds now."""
+    """Return the bytes that this process currently holds."""
     if torch.device(device).type == "cuda":
         return torch.cuda.memory_allocated(device)
     return psutil.Process().memory_info().rss
 
 
 def peak_in_use(device: torch.device | str) -> int:
-    """Most bytes that this process held since `reset_peak`, or ever."""
+    """Return the peak bytes that this process held since `reset_peak`, or since its start."""
     if torch.device(device).type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     for line in _read("/proc/self/status").splitlines():
         if line.startswith("VmHWM:"):
             return 1024 * int(line.split()[1])
-    # Linux counts kilobytes here, macOS bytes.
+    # ru_maxrss is in kilobytes on Linux and in bytes on macOS.
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def reset_peak(device: torch.device | str) -> bool:
-    """Start a new peak; False where the system does not allow it (the peak is then that of the whole process)."""
+    """Reset the peak and return True. Return False if the system cannot reset it: the peak then covers the whole process."""
     if torch.device(device).type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         return True
@@ -400,14 +399,14 @@ def reset_peak(device: torch.device | str) -> bool:
     return True
 
 
-# Dense bf16 operations a second of an H100 SXM, from NVIDIA's data sheet.
+# Dense bf16 operations per second of an H100 SXM, from NVIDIA's data sheet.
 H100_BF16_PEAK = 989.5e12
 # A backward pass costs twice its forward pass.
 BACKWARD_FACTOR = 3
 
 
 def _number(config: PretrainedConfig, *names: str) -> int:
-    """The first of the named fields that is set to a number above 0."""
+    """Return the first of the named config fields that is set to a number above 0."""
     for name in names:
         value = getattr(config, name, None)
         if value:
@@ -435,11 +434,13 @@ def _text_config(config: PretrainedConfig) -> Any:
 
 @functools.lru_cache(maxsize=4)
 def _products(kind: Any, settings: str) -> int:
-    """Forward operations of all products with weights in the layers, for one token: two a weight, of experts those it goes to.
+    """Return the forward operations per token of all products with weights in the layers.
+
+    Each weight counts two operations. Of the experts, only those a token is routed to count.
 
     Args:
         kind: Class of the config.
-        settings: The config as JSON, so that what was counted is known again: every line of a log asks.
+        settings: The config as JSON, so that results can be cached: every log line calls this function.
 
     Raises:
         ModelError: The architecture cannot be built from its config.
@@ -457,40 +458,41 @@ def _products(kind: Any, settings: str) -> int:
     named = layers.named_parameters()
     weights = [p for name, p in named if p.dim() > 1 and p not in looked_up and not name.endswith("bias")]
     experts = experts_per_token(config)
-    # Weights of experts lie in one tensor (experts, ...).
+    # The weights of all experts are one tensor (experts, ...).
     return sum(2 * p.numel() if p.dim() == 2 else 2 * p.numel() // len(p) * experts for p in weights)
 
 
 def _scores(config: PretrainedConfig, seq_len: int) -> int:
-    """Forward operations of the attention scores and their product with the values, for one token."""
+    """Return the forward operations per token of the attention scores and their product with the values."""
     heads = _number(config, "num_attention_heads")
     return _number(config, "num_hidden_layers") * 4 * heads * head_size(config) * seq_len
 
 
 def compute_flops_per_token(config: PretrainedConfig, seq_len: int) -> int:
-    """Training operations per token of a decoder with grouped-query attention.
+    """Return the training operations per token of a decoder with grouped-query attention.
 
     Forward, with hidden size H, n query and k key-value heads of size d, MLP size I, vocabulary V and sequence length S::
 
         layer = 2H(nd + 2kd) + 2ndH + 4nd S + 6HI       (routed: top_k 6HI + 2H experts, and 6HI of shared experts)
         total = layers + 2VH (embedding) + 2VH (output layer, if not tied)
 
-    All but the scores are products with weights, two operations a weight: they are counted on the architecture itself, which is
-    built without memory.
+    All terms except the scores are products with weights, with two operations per weight. They are counted on the
+    architecture itself, which is built on the meta device.
 
-    Training costs three times that. Scores are counted over the whole sequence (`adjusted_mfu` takes the causal half off),
-    and the embedding as a product although it is a look-up: with tied weights the two embedding terms are one and right,
-    without them the count is 2VH too high.
+    Training costs three times the forward pass. Scores are counted over the whole sequence; `adjusted_mfu` subtracts the causal
+    half. The embedding is counted as a product although it is a lookup. With tied weights the two embedding terms are one, and
+    the count is right. Without tied weights the count is 2VH too high.
 
     Args:
-        config: Of transformers; of a multimodal model the text part is counted.
-        seq_len: Tokens of a sequence.
+        config: A transformers config. For a multimodal model, the text model is counted.
+        seq_len: Sequence length in tokens.
 
     Returns:
         Floating-point operations of forward and backward for one token.
 
     Raises:
-        ConfigError: ``seq_len`` below 1. ModelError: A model that the formula does not describe.
+        ConfigError: ``seq_len`` is below 1.
+        ModelError: The formula does not describe the model.
     """
     if seq_len < 1:
         raise ConfigError(f"seq_len={seq_len} must be at least 1.")
@@ -505,13 +507,15 @@ def compute_flops_per_token(config: PretrainedConfig, seq_len: int) -> int:
 def compute_mfu(
     flops_per_token: float, tokens_per_second: float, world_size: int = 1, peak_flops: float = H100_BF16_PEAK
 ) -> float:
-    """Model FLOPs utilisation in percent: ``100 * flops_per_token * tokens_per_second / (peak_flops * world_size)``.
+    """Return model FLOPs utilization (MFU) in percent.
+
+    ``100 * flops_per_token * tokens_per_second / (peak_flops * world_size)``
 
     Args:
         flops_per_token: From `compute_flops_per_token`.
-        tokens_per_second: Of all devices together.
-        world_size: Devices.
-        peak_flops: Operations a second that one device could do; the default is an H100's in bf16.
+        tokens_per_second: Throughput of all devices together.
+        world_size: Number of devices.
+        peak_flops: Peak operations per second of one device. The default is the dense bf16 peak of an H100.
 
     Raises:
         ConfigError: ``world_size`` or ``peak_flops`` is not above 0.
@@ -527,14 +531,14 @@ def compute_mfu(
 
 
 def adjusted_mfu(mfu: float, config: PretrainedConfig, seq_len: int) -> float:
-    """The utilisation with causal attention counted once: half of the score term is never needed.
+    """Return the utilization with half of the attention scores, because causal attention never needs the other half.
 
-    ``mfu * (F - scores / 2) / F`` with F of `compute_flops_per_token`.
+    ``mfu * (F - scores / 2) / F`` with F from `compute_flops_per_token`.
 
     Args:
         mfu: Percent, from `compute_mfu` with the same config and length.
-        config: As there.
-        seq_len: As there.
+        config: Same as in `compute_mfu`'s FLOP count.
+        seq_len: Same as in `compute_mfu`'s FLOP count.
 
     Returns:
         Percent.

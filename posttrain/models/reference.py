@@ -1,4 +1,4 @@
-"""The frozen reference policy: adapters switched off, a frozen adapter, or a frozen copy of the given weights."""
+"""Frozen reference policy: the base model with adapters disabled, a frozen adapter, or a frozen copy of the model."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ REF_ADAPTER = "ref"
 LAYERS = ("transformer.h.{layer}", "model.decoder.layers.{layer}", "gpt_neox.layers.{layer}", "model.layers.{layer}")
 
 
-# Initializations of LoRA that leave the base weights as they are; others (PiSSA, OLoRA, ...) move parts of them into the adapter.
+# LoRA initializations that keep the base weights. Others (PiSSA, OLoRA, ...) move parts of the weights into the adapter.
 PLAIN_STARTS = (True, False, "gaussian", "orthogonal", "eva")
 
 
 def moves_base(config: Any) -> bool:
-    """Return whether making an adapter with this peft config changes the base weights."""
+    """Return whether creating an adapter with this peft config changes the base weights."""
     return getattr(config, "init_lora_weights", True) not in PLAIN_STARTS
 
 
@@ -46,7 +46,10 @@ def _is_peft(model: nn.Module) -> bool:
 
 @contextmanager
 def use_adapter(model: nn.Module, name: str | None) -> Iterator[None]:
-    """Activate the adapter ``name`` (None: the bare base model) and restore the previous one, also on an exception."""
+    """Activate the adapter ``name`` and restore the previous one on exit, also after an exception.
+
+    With ``name=None`` all adapters are disabled.
+    """
     if not _is_peft(model):
         raise ModelError(f"use_adapter needs a peft model, not {type(model).__name__}.")
     previous, learns = model.active_adapter, [(parameter, parameter.requires_grad) for parameter in model.parameters()]
@@ -61,16 +64,17 @@ def use_adapter(model: nn.Module, name: str | None) -> Iterator[None]:
         finally:
             model.set_adapter(previous)
     finally:
-        # peft lets all of an adapter learn that it switches on, also what was frozen by hand.
+        # peft sets requires_grad on all parameters of an adapter that it activates, also on those the user froze.
         for parameter, learned in learns:
             if parameter.requires_grad != learned:
                 parameter.requires_grad_(learned)
 
 
 def disable_dropout_in_model(model: nn.Module) -> None:
-    """Set the probability of every dropout to 0: modules of any kind, and the rates that configs hand to functions.
+    """Set every dropout probability to 0, in dropout modules and in float attributes whose names contain "drop".
 
-    An adapter's own dropout stays: it was asked for where the adapter was configured.
+    The attributes are those of all modules and of the model's configs. ``lora_dropout`` is kept, because the user sets it
+    explicitly in the adapter's config.
     """
     holders: list[Any] = []
     for name, module in model.named_modules():
@@ -90,16 +94,20 @@ def disable_dropout_in_model(model: nn.Module) -> None:
 def create_reference_model(
     model: nn.Module, num_shared_layers: int | None = None, pattern: str | None = None
 ) -> nn.Module:
-    """A frozen deep copy in eval mode; the given model is left as it was unless layers are shared.
+    """Return a frozen deep copy of ``model`` in eval mode.
+
+    ``model`` itself does not change unless layers are shared.
 
     Args:
         model: The policy.
-        num_shared_layers: Share the embeddings and this many first layers instead of copying them: they are the same tensors,
-            and frozen in ``model`` too. None shares nothing.
-        pattern: Path of a layer's parameters with ``{layer}`` in it, where the model is of no family known here.
+        num_shared_layers: Share the embeddings and the first ``num_shared_layers`` layers instead of copying them. Shared
+            parameters are the same tensors, so they are frozen in ``model`` too. None (default) shares nothing.
+        pattern: Path of a layer's parameters, with ``{layer}`` for the layer's index. Needed for models whose paths are not in
+            `LAYERS`.
 
     Raises:
-        ModelError: No parameter lies in the first layer that is not shared, so everything would be frozen; sharded parameters.
+        ModelError: No parameter matches the first layer that is not shared, so the whole model would be frozen. Or the
+            parameters are sharded.
     """
     shared = [] if num_shared_layers is None else _first_parameters(model, num_shared_layers, pattern)
     reference = copy.deepcopy(model, {id(parameter): parameter for parameter in shared})
@@ -107,7 +115,10 @@ def create_reference_model(
 
 
 def check_reference(reference: object, model: nn.Module) -> None:
-    """Refuse, before any weight of the policy is read, a reference that is the policy itself or cannot score answers."""
+    """Raise if the reference is the policy itself or has no language-model head.
+
+    Runs before any weight of the policy is read.
+    """
     if reference is model:
         raise ConfigError(
             "ref_model is the model itself, so both would move together. Leave it out to take a frozen copy."
@@ -121,9 +132,9 @@ def check_reference(reference: object, model: nn.Module) -> None:
 
 
 def tell_own_checkpoint(model: nn.Module) -> None:
-    """Warn where a model that becomes its own reference was loaded from a checkpoint of a run."""
+    """Warn if a model that becomes its own reference was loaded from a training checkpoint."""
     path = Path(name := get_config_model_id(config_of(model)))
-    if name and (path / "trainer_state.json").is_file():  # A model that was built in memory has no name.
+    if name and (path / "trainer_state.json").is_file():  # Models built in memory have no name.
         logger.warning(
             "the model comes from %s, a training checkpoint, and without ref_model it becomes its own reference. To go on "
             "with that run, give its first model and train(resume_from_checkpoint=%r); else pass ref_model.", path, str(path),
@@ -140,7 +151,7 @@ def _check_vocabulary(model: nn.Module, reference: object) -> None:
 
 
 def _check_frozen_base(model: nn.Module) -> None:
-    """Refuse a reference that shares base weights with the policy when training moves them."""
+    """Raise if training would change base weights that the reference shares with the policy."""
     biased = [
         name for name, config in model.peft_config.items() if getattr(config, "bias", "none") not in ("none", None)
     ]
@@ -159,7 +170,7 @@ def _check_frozen_base(model: nn.Module) -> None:
 
 
 def _first_parameters(model: nn.Module, count: int, pattern: str | None) -> list[nn.Parameter]:
-    """Parameters before layer ``count``, in the order they are registered."""
+    """Return the parameters before layer ``count``, in registration order."""
     named = list(model.named_parameters())
     if any(is_partitioned(parameter) for _, parameter in named):
         raise ModelError(
@@ -184,17 +195,20 @@ def _first_parameters(model: nn.Module, count: int, pattern: str | None) -> list
 
 
 class Reference:
-    """Log-probs under the frozen start of training, by the cheapest way that is exact.
+    """Reference policy: the policy's weights at the start of training, or a model that the user passes.
 
-    A new adapter: the base model, adapters off; no second model in memory. A model that came with a trained adapter, or an
-    adapter that took parts of the base weights when it was made (PiSSA, OLoRA): a frozen copy of that adapter. Otherwise, and
-    for a trained TRAINABLE_TOKENS adapter, a frozen copy of the **given** weights, which are not always the hub's.
+    The class picks the cheapest exact implementation:
+
+    - For a new adapter, the reference is the base model with adapters disabled. This needs no second model in memory.
+    - For a trained adapter, or one whose creation changed the base weights (PiSSA, OLoRA), it is a frozen copy of the adapter.
+    - Otherwise, and for a trained TRAINABLE_TOKENS adapter, it is a frozen deep copy of ``model`` **as passed**. Its weights
+      can differ from the hub's.
 
     Args:
         model: The policy.
-        fresh_adapter: Whether its adapter is new, so that the base model is where training begins.
-        given: Another model that is the reference.
-        adapter: Name of the policy's adapter that is the reference.
+        fresh_adapter: True if the adapter is new, so that training starts at the base model.
+        given: Another model to use as the reference.
+        adapter: Name of an adapter of the policy to use as the reference.
     """
 
     def __init__(
@@ -207,7 +221,7 @@ class Reference:
     ) -> None:
         self.adapter = adapter if given is None else None
         self.copy: nn.Module | None = None
-        model = unwrapped(model)  # Behind DDP's wrapper an adapter would not be seen.
+        model = unwrapped(model)  # DDP's wrapper hides the adapter's attributes.
         self.policy: Any = model if _is_peft(model) else None
         if given is not None:
             _check_vocabulary(model, given)
@@ -225,11 +239,11 @@ class Reference:
     def _freeze_adapter(self, model: nn.Module) -> None:
         active = model.active_adapter
         if adapter_kind(model.active_peft_config) == "TRAINABLE_TOKENS":
-            self.copy = create_reference_model(model)  # With tied embeddings, peft fails to run a second such adapter.
+            self.copy = create_reference_model(model)  # With tied embeddings, peft cannot run a second one.
             return
         learns = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
         config = copy.deepcopy(model.peft_config[active])
-        # To make this one must not change the base weights, nor repeat layers again.
+        # Creating the copy must neither change the base weights nor replicate layers a second time.
         for name, neutral in (("init_lora_weights", True), ("layer_replication", None)):
             if hasattr(config, name):
                 setattr(config, name, neutral)
@@ -242,13 +256,13 @@ class Reference:
                     before, _, behind = name.rpartition(f".{REF_ADAPTER}")
                     parameter.copy_(parameters[f"{before}.{active}{behind}"])
                     learns[name] = False
-                # What was frozen by hand, too: peft lets all of an adapter learn that it switches on.
+                # Restore parameters that the user froze: peft sets requires_grad on the whole active adapter.
                 parameter.requires_grad_(learns[name])
         self.adapter = REF_ADAPTER
 
     @contextmanager
     def active(self, policy: nn.Module) -> Iterator[nn.Module]:
-        """The model to run while computing reference log-probs; ``policy`` may be wrapped (DDP)."""
+        """Yield the model that computes reference log-probs. ``policy`` may be wrapped (DDP)."""
         if self.copy is not None:
             yield self.copy
             return
@@ -257,15 +271,15 @@ class Reference:
 
 
 def hash_module(module: torch.nn.Module) -> str:
-    """SHA-256 over names, shapes, dtypes and bytes of all parameters and buffers, sorted by name."""
+    """Return the SHA-256 of the names, shapes, dtypes and bytes of all parameters and buffers, sorted by name."""
     return hash_tensors(module.state_dict())
 
 
-SUMMED = 1 << 14  # Few enough that a weight which has moved a little moves their sum in float32.
+SUMMED = 1 << 14  # Weights per sum: small enough that a small change of one weight changes the float32 sum.
 
 
 def hash_tensors(tensors: Mapping[str, torch.Tensor]) -> str:
-    """The same of any tensors with names."""
+    """Return the SHA-256 of the names, shapes, dtypes and bytes of named tensors, sorted by name."""
     digest = hashlib.sha256()
     for name, tensor in sorted(tensors.items()):
         value = tensor.detach().cpu()
@@ -275,15 +289,18 @@ def hash_tensors(tensors: Mapping[str, torch.Tensor]) -> str:
 
 
 def hash_frozen(module: nn.Module) -> str:
-    """The same of the sums of every `SUMMED` frozen weights, and of those of buffers: one look at all, where a pass does more."""
+    """Return the SHA-256 of the sums over blocks of `SUMMED` elements of all frozen parameters and buffers.
+
+    This reads every value once, which costs less than a forward pass.
+    """
     summed = [_sums(values) for _, values in (*frozen_parameters(module), *module.named_buffers())]
-    # Read in one go: a device is waited for once.
+    # One concatenated read needs one synchronization with the device.
     return hash_tensors({"sums": torch.cat([one.to(summed[0].device) for one in summed])} if summed else {})
 
 
 def _sums(values: torch.Tensor) -> torch.Tensor:
     flat = values.detach().reshape(-1)
-    if flat.element_size() == 1:  # Packed weights and 8-bit floats: their bytes.
+    if flat.element_size() == 1:  # Packed weights and 8-bit floats are summed as bytes.
         flat = flat.view(torch.uint8)
     whole = len(flat) // SUMMED * SUMMED
     parts = (flat[:whole].view(-1, SUMMED), flat[whole:].view(1, -1))
@@ -291,7 +308,7 @@ def _sums(values: torch.Tensor) -> torch.Tensor:
 
 
 def hash_vocabulary(tokenizer: Tokenizer) -> str | None:
-    """SHA-256 over the tokens and their ids, added ones included; None for what has no vocabulary."""
+    """Return the SHA-256 of all tokens and their ids, including added tokens, or None without a vocabulary."""
     tokenizer = inner_tokenizer(tokenizer)
     if not hasattr(tokenizer, "get_vocab"):
         return None
@@ -299,5 +316,5 @@ def hash_vocabulary(tokenizer: Tokenizer) -> str | None:
 
 
 def fingerprint(**settings: Any) -> str:
-    """One short name for all that numbers depend on."""
+    """Return a 32-character hash of ``settings``, the settings that results depend on."""
     return hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()[:32]

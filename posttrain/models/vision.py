@@ -1,4 +1,4 @@
-"""Pictures in the forward pass: each encoded once, rotary positions of three rows, and blocks that attend both ways."""
+"""Images in the forward pass: cached image features, three-axis rotary positions, and bidirectional attention blocks."""
 
 from __future__ import annotations
 
@@ -30,27 +30,29 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Parts of names of what is between tower and text model.
+# Components of module names between the vision tower and the text model.
 PROJECTOR = {
     "aligner", "connector", "deepstack_merger_list", "image_newline", "merger", "merger_list", "multi_modal_projector",
     "projector",
 }  # fmt: skip
-SAMPLES = 16  # Numbers of a trained weight that are compared.
-PROBED = ((56, 56), (112, 56), (84, 140))  # Width and height of pictures whose features are counted at the start.
+SAMPLES = 16  # Elements of a trained weight that are compared to detect a change.
+PROBED = ((56, 56), (112, 56), (84, 140))  # (width, height) of the probe images, in pixels.
 
 
 class PictureEncoder:
-    """Encodes pictures with a model's tower, each once a pass; features without gradient are kept for later passes.
+    """Image encoder that runs a model's vision tower once per image and pass.
+
+    Features without gradient are cached for later passes.
 
     Args:
-        processor: Prepares them.
-        cache_bytes: How much of the features is kept, least recently used first out.
+        processor: Converts images to pixel tensors.
+        cache_bytes: Capacity of the feature cache in bytes. The least recently used features are evicted first.
 
     Attributes:
-        encoded, reused: Pictures since the start.
-        seconds: That preparing and encoding took; on an accelerator, until its work was queued.
-        next: Encoder of another model that sees the same pictures in its next pass, and gets the pixels.
-        given: Pixels from such a model.
+        encoded, reused: Number of images encoded, and number read from the cache, since the start.
+        seconds: Time spent on preparing and encoding images. On an accelerator, time until the work was queued.
+        next: Encoder of another model whose next pass has the same images. It receives the prepared pixels.
+        given: Pixels received from such an encoder.
     """
 
     def __init__(self, processor: PictureProcessor, cache_bytes: int) -> None:
@@ -59,7 +61,7 @@ class PictureEncoder:
         self.given: dict[Picture, dict[str, Tensor]] = {}
         self.encoded = self.reused = 0
         self.seconds = 0.0
-        # Whether the model's forward wants features as a list of images or as one tensor.
+        # True if the model's forward takes features as a list of images, False for one tensor.
         self._listed = False
         self._kept: OrderedDict[Any, list[Tensor]] = OrderedDict()
         self._size = 0
@@ -68,22 +70,25 @@ class PictureEncoder:
         return PictureEncoder(self.processor, self.cache_bytes)
 
     def inputs(self, model: nn.Module, placed: Sequence[Placed], kept: Tensor | None = None) -> dict[str, Any]:
-        """``mm_encoder_outputs`` of pictures in canvas order; a picture that comes twice is encoded once.
+        """Return the model's keyword arguments with the features of images in canvas order.
+
+        These are ``mm_encoder_outputs``, or ``cross_attention_states`` and ``tiles`` for cross-attention families. An image that
+        occurs several times is encoded once.
 
         Args:
-            model: A transformers model; called inside of its wrappers.
-            placed: In the order of their placeholders on the canvas.
-            kept: Which features the pass reads, in that order; None: all.
+            model: A transformers model without wrappers.
+            placed: Images in the order of their placeholders on the canvas.
+            kept: Mask of the features that the pass reads, in the same order. None means all.
 
         Raises:
-            ModelError: The tower gives another number of features than there are placeholders.
+            ModelError: The number of features differs from the number of placeholders.
         """
         from peft.tuners.tuners_utils import BaseTunerLayer
 
         counts = {image.picture: image.count for image in placed}
         weights = tower_parameters(model).values()
-        # Features that are kept have no graph, so a pass that trains the tower must make its own. And a sharded tower is
-        # entered in every pass, since other processes may have to.
+        # Cached features have no autograd graph, so a pass that trains the tower must encode again. A sharded tower runs in
+        # every pass, because its collectives need all processes.
         trains = torch.is_grad_enabled() and any(weight.requires_grad for weight in weights)
         fresh = trains or gathers_in_forward(_tower(model))
         layers = (module for module in _tower(model) if isinstance(module, BaseTunerLayer))
@@ -94,7 +99,7 @@ class PictureEncoder:
         self.encoded, self.reused = self.encoded + len(missing), self.reused + len(counts) - len(missing)
         if missing:
             began = time.perf_counter()
-            # A frozen tower has no graph, whatever else asks for gradients of its inputs: other processes have none either.
+            # A frozen tower gets no graph, even if its inputs require gradients: other processes have no graph either.
             with torch.set_grad_enabled(trains):
                 encoded = self._encode(model, missing, counts)
             for picture, features in zip(missing, encoded, strict=True):
@@ -111,32 +116,32 @@ class PictureEncoder:
         return {"mm_encoder_outputs": {"image": self._output(levels)}}
 
     def whole(self, model: nn.Module, ids: Tensor, rows: Sequence[Sequence[Placed]]) -> dict[str, Any]:
-        """The processor's own tensors of the pictures of each row, for a model that takes no features."""
+        """Return the processor's tensors for the images of each row, for a model that does not accept features."""
         began, pictures = time.perf_counter(), [[one.picture for one in row] for row in rows]
         inputs = self.processor.plain_inputs(ids.cpu(), pictures)
         self.encoded, self.seconds = self.encoded + sum(map(len, rows)), self.seconds + time.perf_counter() - began
         return for_tower(model, inputs)
 
     def crossed(self, model: nn.Module, batch: Batch, placed: Sequence[Placed]) -> dict[str, Any]:
-        """Features beside the text of one tree, and which of them each token attends to."""
+        """Return cross-attention features for one tree and the mask of features that each token attends to."""
         inputs = self.inputs(model, placed)
         inputs["cross_attention_mask"] = self.processor.cross_mask(batch.input_ids, inputs.pop("tiles"))
         return inputs
 
     def _beside(self, model: nn.Module, joined: dict[str, Tensor]) -> list[list[Tensor]]:
-        """Features ``(tiles · tokens, H)`` of each picture, and ``(tiles,)`` 1 where it has a tile."""
+        """Return per image features ``(tiles · tokens, H)`` and a mask ``(tiles,)`` that is 1 where the image has a tile."""
         inner = model.model
         output = inner.vision_model(**joined).last_hidden_state  # (1, N, tiles, tokens, width)
         features = inner.multi_modal_projector(output)[0].flatten(1, 2)  # (N, tiles · tokens, H)
         return [list(pair) for pair in zip(features, joined["aspect_ratio_mask"][0], strict=True)]
 
     def idle(self, model: nn.Module) -> dict[str, Any]:
-        """Of a pass without pictures beside processes that may have some: what reads them has a gradient of zero instead of none.
+        """Give image parameters a zero gradient in a pass without images when other processes may have images.
 
-        That is the tower, and where features stand beside the text the layers that attend to them, which are skipped without
-        any. Processes add up gradients in the order in which they come: one that has none would stop the others, or send them
-        what belongs to another parameter. So a picture is encoded, and its features count zero times. A sharded tower is
-        entered without gradients too: its layers are gathered from all processes.
+        These parameters are the vision tower and, in cross-attention families, the layers that attend to image features.
+        Such layers are skipped without images. Processes reduce gradients in the order in which they arrive: a missing
+        gradient would block the other processes or pair different parameters. So a probe image is encoded and its features are
+        multiplied by zero. A sharded tower runs even without gradients, because its layers are gathered from all processes.
         """
         trained = [w for w in tower_parameters(model).values() if w.requires_grad and torch.is_grad_enabled()]
         beside = [w for w in self._crossing(model) if w.requires_grad and torch.is_grad_enabled()]
@@ -155,7 +160,7 @@ class PictureEncoder:
         return {}
 
     def _crossing(self, model: nn.Module) -> list[Tensor]:
-        """Parameters of the text model's layers that attend to features beside the text."""
+        """Return the parameters of the text model's cross-attention layers, or an empty list in other families."""
         if not self.processor.family.cross:
             return []
         layers = model.model.language_model.layers
@@ -164,13 +169,13 @@ class PictureEncoder:
         ]
 
     def _probe_sum(self, model: nn.Module) -> Tensor:
-        """The sum of a small picture's features."""
+        """Return the sum of a small probe image's features."""
         pictures = probe_pictures(self.processor)[:1]
         (levels,) = self._encode(model, pictures, {p: self.processor.expansion(p).count for p in pictures})
         return torch.stack([level.float().sum() for level in levels]).sum()
 
     def unreached(self, model: nn.Module) -> set[str]:
-        """Names of tower parameters that no feature depends on, e.g. the last layer under ``vision_feature_layer=-2``."""
+        """Return names of tower parameters that no feature depends on, e.g. the last layer with ``vision_feature_layer=-2``."""
         named = {name: one for name, one in tower_parameters(model).items() if one.requires_grad}
         if not named or self.processor.family.whole:
             return set()
@@ -179,7 +184,7 @@ class PictureEncoder:
         return {name for name, grad in zip(named, grads, strict=True) if grad is None}
 
     def _encode(self, model: nn.Module, pictures: list[Picture], counts: dict[Picture, int]) -> list[list[Tensor]]:
-        """Features ``(tokens, H)`` of each picture, and one such tensor more a level of deepstack."""
+        """Return features ``(tokens, H)`` of each image, and one more such tensor per deepstack level."""
         pixels = [self.given.get(picture) or self.processor.prepare(picture) for picture in pictures]
         self.given = {}
         if self.next is not None:
@@ -197,7 +202,7 @@ class PictureEncoder:
         return [list(parts) for parts in zip(*(level.split(sizes) for level in flat), strict=True)]
 
     def _output(self, levels: list[Tensor]) -> Any:
-        """All features of a canvas in the form that the model's forward reads."""
+        """Return all features of a canvas in the format that the model's forward accepts."""
         from transformers.modeling_outputs import BaseModelOutputWithPooling
 
         output: Any = BaseModelOutputWithPooling(pooler_output=[levels[0]] if self._listed else levels[0][None])
@@ -219,18 +224,21 @@ class PictureEncoder:
 
 
 def _shown(picture: Picture) -> tuple[str, str]:
-    """What the pixels that the model sees depend on, without the picture itself: what is kept must not keep its bytes."""
+    """Return what the pixels depend on: digest and background. A cache key must not hold the image's bytes."""
     return picture.digest, picture.background
 
 
 def _state(weight: Tensor) -> tuple[int, int, float]:
-    """Changes whenever a weight does: fused optimisers write to it without counting, so numbers of trained ones are read."""
+    """Return a value that changes whenever the weight changes.
+
+    Fused optimizers do not increase ``_version``, so elements of trained weights are read too.
+    """
     read = weight.detach().flatten()[:: max(1, weight.numel() // SAMPLES)] if weight.requires_grad else None
     return weight.data_ptr(), weight._version, 0.0 if read is None else float(read.double().sum())
 
 
 def image_features(model: nn.Module, joined: Mapping[str, Tensor]) -> tuple[bool, list[Tensor]]:
-    """Features ``(sum of tokens, H)`` of prepared pictures, one more a level of deepstack; and whether they come as a list."""
+    """Return whether the model's features are a list, and the features ``(sum of tokens, H)``, one more per deepstack level."""
     encode = getattr(model, "get_image_features", None) or model.model.get_image_features
     output = encode(**joined, return_dict=True)
     levels = [output.pooler_output, *(getattr(output, "deepstack_features", None) or ())]
@@ -238,12 +246,14 @@ def image_features(model: nn.Module, joined: Mapping[str, Tensor]) -> tuple[bool
 
 
 def traced_features(model: nn.Module, pixels: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
-    """Features of prepared images on fake tensors; of a tower that reads values, a tensor as large as what it keeps.
+    """Return features of prepared images, computed on fake tensors.
+
+    A tower that reads values cannot run on fake tensors. For such a tower, return a tensor as large as its saved activations.
 
     Args:
-        model: Of fake tensors.
-        pixels: As in `posttrain.models.memory_estimate.Workload`.
-        dtype: Of the tower.
+        model: Model with fake tensors as parameters.
+        pixels: Same as in `posttrain.models.memory_estimate.Workload`.
+        dtype: Dtype of the tower.
     """
     inputs = {
         name: torch.zeros(one.shape, dtype=dtype if one.is_floating_point() else one.dtype) if one.is_meta else one
@@ -256,10 +266,10 @@ def traced_features(model: nn.Module, pixels: Mapping[str, Tensor], dtype: torch
 
 
 def _tower_activations(model: nn.Module, pixels: Mapping[str, Tensor]) -> int:
-    """Numbers that the tower keeps of prepared pictures, counted from its config: patches x width x layers.
+    """Return the number of activation elements that the tower saves: patches x width x layers, from its config.
 
-    A layer that is recomputed keeps its input, one that is not about 8 widths and 2 inner widths a patch, one that is frozen
-    nothing; the layer that computes holds the latter in any case.
+    Per patch, a recomputed layer saves its input. Any other trained layer saves about 8 widths and 2 inner widths. A frozen
+    layer saves nothing. The layer that is being computed always holds 8 widths and 2 inner widths.
     """
     config, trained = model.config.vision_config, any(one.requires_grad for one in tower_parameters(model).values())
     width = getattr(config, "embed_dim", None) or config.hidden_size
@@ -275,19 +285,19 @@ def _tower_activations(model: nn.Module, pixels: Mapping[str, Tensor]) -> int:
 
 
 def _flat(features: Any) -> Tensor:
-    """``(tokens, H)`` of what a family gives: a list with an entry an image or row, or ``(N, tokens, H)``."""
+    """Flatten features to ``(tokens, H)``: a list with one entry per image or row, or a tensor ``(N, tokens, H)``."""
     if isinstance(features, Tensor):
         return features.flatten(0, -2)
     return torch.cat([one.flatten(0, -2) for one in features])
 
 
 def probe_pictures(processor: PictureProcessor) -> list[Picture]:
-    """Pictures of three sizes, every other one turned."""
+    """Return images of three sizes. The first and the third are rotated."""
     return [processor.shaded(size, turned=i % 2 == 0) for i, size in enumerate(PROBED)]
 
 
 def probe_rows(model: nn.Module) -> list[Row]:
-    """Two prompts with a picture each, of different size, and their branches; none without `install_pictures`."""
+    """Return two prompts with one image each, of different sizes, and their branches; empty without `install_pictures`."""
     encoder, rows = picture_encoder(model), []
     if encoder is not None:
         words = encoder.processor.tokenizer("which one is it, and where?", add_special_tokens=False)["input_ids"]
@@ -299,7 +309,7 @@ def probe_rows(model: nn.Module) -> list[Row]:
 
 
 def plain_inputs(model: nn.Module, sequence: Tensor, row: Row, index: int) -> dict[str, Tensor]:
-    """The processor's own keys for one sequence ``(1, T)``: the prompt of a row with its completion ``index``."""
+    """Return the processor's inputs for one sequence ``(1, T)``: a row's prompt and its completion ``index``."""
     encoder = picture_encoder(model)
     segments = [*row.pictures[:1], *row.pictures[index + 1 : index + 2]]
     pictures = [image.picture for segment in segments for image in segment]
@@ -309,15 +319,16 @@ def plain_inputs(model: nn.Module, sequence: Tensor, row: Row, index: int) -> di
 
 
 def prefill_inputs(model: nn.Module, ids: Tensor, placed: Sequence[Sequence[Placed]]) -> dict[str, Any]:
-    """What ``generate`` needs besides ids ``(B, T)``, padded on the left: features, and the family's types of tokens.
+    """Return the inputs that ``generate`` needs besides the ids: features and the family's token types.
 
     Args:
-        model: With `install_pictures`.
-        ids: Of all rows.
-        placed: Pictures of each row; one that comes several times is encoded once.
+        model: Model prepared with `install_pictures`.
+        ids: ``(B, T)`` token ids of all rows, padded on the left.
+        placed: Images of each row. An image that occurs several times is encoded once.
 
     Raises:
-        ModelError: The model was not prepared for pictures; or PT-G011, a row has other placeholders than its pictures.
+        ModelError: The model was not prepared for images. Or PT-G011: a row's number of placeholders differs from what its
+            images need.
     """
     encoder = picture_encoder(model)
     if encoder is None:
@@ -329,7 +340,7 @@ def prefill_inputs(model: nn.Module, ids: Tensor, placed: Sequence[Sequence[Plac
             f"PT-G011: prompts have {at_pictures.sum(1).tolist()} image placeholders and their pictures have {wanted}."
         )
     if processor.family.cross or processor.family.whole:
-        # The model encodes them by itself; in the first, rows of a call have equally many.
+        # The model encodes the images itself. In cross-attention families, all rows of a call have the same number of images.
         return encoder.whole(causal_lm(model), ids, placed)
     flat = [image for row in placed for image in row]
     inputs = encoder.inputs(causal_lm(model), flat) | processor.token_types(ids, ids.shape[1])
@@ -341,18 +352,18 @@ def prefill_inputs(model: nn.Module, ids: Tensor, placed: Sequence[Sequence[Plac
 
 
 def for_tower(model: nn.Module, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Inputs on the tower's device, pixels in its dtype."""
+    """Move inputs to the tower's device, and cast pixels to its dtype."""
     weight = next(iter(tower_parameters(model).values()))
     return {k: v.to(weight.device, weight.dtype if v.is_floating_point() else None) for k, v in inputs.items()}
 
 
 def tower_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Parameters of tower and projector by name: all that are not of the text model and its head."""
+    """Return the parameters of tower and projector by name: all parameters outside the text model and its head."""
     return {name: one for name, one in causal_lm(model).named_parameters() if not _of_text(name)}
 
 
 def _tower(model: nn.Module) -> Iterator[nn.Module]:
-    """Modules of tower and projector."""
+    """Return the modules of tower and projector."""
     return (module for name, module in causal_lm(model).named_modules() if name and not _of_text(name))
 
 
@@ -361,12 +372,14 @@ def _of_text(name: str) -> bool:
 
 
 def frozen_parameters(model: nn.Module, choice: Any, *, images: bool) -> dict[str, nn.Parameter]:
-    """Parameters of the tower and projector that are not trained: those that were chosen, and those that no loss reaches.
+    """Return the parameters of tower and projector that are frozen, by name.
+
+    These are the parameters that ``choice`` freezes and the parameters that no loss reaches.
 
     Args:
-        model: Inside of its wrappers.
-        choice: As ``freeze_vision``.
-        images: Whether rows have pictures.
+        model: Model without wrappers.
+        choice: Value of ``freeze_vision``.
+        images: True if rows have images.
     """
     tower = tower_parameters(model)
     if choice is True or (choice == "auto" and not images):
@@ -378,7 +391,10 @@ def frozen_parameters(model: nn.Module, choice: Any, *, images: bool) -> dict[st
 
 
 def adapter_of_text(model: nn.Module, config: PretrainedConfig, choice: Any) -> Any:
-    """The adapter's config with the paths of the text model's layers as targets, unless the tower may be adapted."""
+    """Return the adapter's config with its targets restricted to the text model's layers.
+
+    The config is unchanged if ``choice`` is False or its targets are a regex.
+    """
     if config is None or choice is False or not hasattr(config, "target_modules"):
         return config
     targets = config.target_modules
@@ -394,7 +410,7 @@ def adapter_of_text(model: nn.Module, config: PretrainedConfig, choice: Any) -> 
     narrowed = copy.deepcopy(config)
     narrowed.target_modules = kept
     logger.info(
-        "the adapter reaches %d layers of the text model and none of the vision tower; freeze_vision=False lets names reach it.",
+        "the adapter targets %d layers of the text model and none of the vision tower; set freeze_vision=False to include it.",
         len(kept),
     )
     return narrowed
@@ -402,17 +418,17 @@ def adapter_of_text(model: nn.Module, config: PretrainedConfig, choice: Any) -> 
 
 @torch.no_grad()
 def install_pictures(model: nn.Module, processor: ProcessorMixin, *, cache_bytes: int = 2**30) -> PictureEncoder:
-    """Let a model's passes hold pictures.
+    """Prepare a model for batches with images, and return its encoder.
 
     Args:
-        model: With a tower, wrapped or not.
-        processor: The processor of `transformers` that belongs to it.
+        model: Model with a vision tower, wrapped or not.
+        processor: The model's `transformers` processor.
         cache_bytes: See `PictureEncoder`.
 
     Raises:
-        ModelError: Processor and model do not belong together (PT-G004): another family, another placeholder, or another
-            number of features than of placeholders. Or the family is not known, and it was not shown to compute rows with
-            images as it computes what its processor gives.
+        ModelError: Processor and model do not match (PT-G004): their family, placeholder, or number of features per image
+            differs. Or the family is unknown, and its results on packed rows with images differ from its results on the
+            processor's own inputs.
     """
     inner: Any = causal_lm(model)
     installed = picture_encoder(inner)
@@ -440,15 +456,16 @@ def install_pictures(model: nn.Module, processor: ProcessorMixin, *, cache_bytes
 
 
 def load_renamed(model: nn.Module, folder: str, accelerator: Accelerator) -> None:
-    """Load a checkpoint whose names are those of the hub, not of the model's parameters.
+    """Load a checkpoint whose weights have the hub's names instead of the names of the model's parameters.
 
-    `transformers.Trainer` reads weights by the names in the file and passes over all that it does not know: most
-    vision-language models would go on with the weights they began with. Adapters and sharded weights keep their own names.
+    `transformers.Trainer` reads weights by the names in the file and skips unknown names. Most vision-language models would
+    therefore continue with their initial weights. Adapters and sharded weights use the parameters' names, so they are skipped
+    here.
 
     Args:
-        model: That is trained.
-        folder: The checkpoint.
-        accelerator: Of the run.
+        model: Model that is trained.
+        folder: Folder of the checkpoint.
+        accelerator: Accelerator of the run.
     """
     inner: Any = unwrapped(model)
     if adapters_of(inner) or shards_parameters(accelerator):
@@ -462,11 +479,11 @@ def load_renamed(model: nn.Module, folder: str, accelerator: Accelerator) -> Non
 
 
 def refuse_skipped_layers(model: nn.Module, accelerator: Accelerator) -> None:
-    """Refuse processes of which one would wait for what another, whose pass has no pictures, leaves out.
+    """Raise if processes could deadlock because one of them has a pass without images.
 
     Raises:
-        ModelError: Pictures stand beside the text (Mllama) and parameters are sharded: layers are skipped without pictures. Or
-            the model encodes them by itself, and its tower is sharded or trained.
+        ModelError: Images enter through cross-attention (Mllama) and parameters are sharded, so processes without images skip
+            layers that others gather. Or the model encodes images itself, and its tower is sharded or trained.
     """
     encoder = picture_encoder(model)
     if encoder is None or accelerator.num_processes == 1:
@@ -483,12 +500,12 @@ def refuse_skipped_layers(model: nn.Module, accelerator: Accelerator) -> None:
 
 @dataclass(frozen=True, slots=True)
 class VisionView:
-    """What pictures change in a pass.
+    """Inputs of a forward pass that depend on images.
 
     Attributes:
-        position_ids: ``(B, T)``, or ``(3, B, T)`` in families with positions of three rows; None: the model makes its own.
-        span: ``(B, T)`` number of the block that attends both ways, -1 outside of blocks; None: there is none.
-        inputs: The model inside of its wrappers to further arguments of its forward; None without pictures.
+        position_ids: ``(B, T)``, or ``(3, B, T)`` in families with three-axis positions. None: the model computes them.
+        span: ``(B, T)`` index of the token's bidirectional block, -1 outside of blocks. None: there are no such blocks.
+        inputs: Function from the model without wrappers to more keyword arguments of its forward. None without images.
     """
 
     position_ids: Tensor | None
@@ -497,16 +514,16 @@ class VisionView:
 
 
 def view(model: nn.Module, batch: Batch, columns: slice | None = None) -> VisionView:
-    """Positions, blocks and features of a batch; those of text where it has no pictures.
+    """Return positions, blocks and features of a batch. A batch without images gets text positions.
 
     Args:
-        model: With `install_pictures`, where there are pictures.
-        batch: Whole rows.
-        columns: What the pass reads the features of; positions and blocks are of whole rows. None: all.
+        model: Model prepared with `install_pictures` if the batch has images.
+        batch: Batch of whole rows.
+        columns: Columns whose features the pass reads. Positions and blocks always cover whole rows. None means all columns.
 
     Raises:
-        ModelError: PT-G011: the canvas has other placeholders than its pictures; or pictures come to a model that was not
-            prepared for them.
+        ModelError: PT-G011: the placeholders on the canvas do not match its images. Or the batch has images, and the model
+            was not prepared for images.
     """
     encoder, placed = picture_encoder(model), [one for *_, one in batch.pictures]
     if encoder is None:
@@ -551,7 +568,7 @@ def view(model: nn.Module, batch: Batch, columns: slice | None = None) -> Vision
     positions = grid_positions(batch) if family.positions == "grid" else batch.position_ids
     spans = block_spans(batch, at_pictures, family.block) if family.block != "none" else None
     kept = None
-    if columns is not None:  # Only then: to count on a device is to wait for it.
+    if columns is not None:  # nonzero() synchronizes with the device, so call it only if needed.
         where = at_pictures.nonzero()[:, 1]  # (sum of tokens,) in the order of the features
         kept = (where >= columns.start) & (where < columns.stop)
     return VisionView(positions, spans, lambda inner: encoder.inputs(inner, placed, kept))
@@ -560,13 +577,13 @@ def view(model: nn.Module, batch: Batch, columns: slice | None = None) -> Vision
 def prompt_view(
     model: nn.Module, ids: Tensor, lengths: Sequence[int], placed: Sequence[Sequence[Placed]]
 ) -> VisionView:
-    """What pictures change in a pass of prompts alone, one a row.
+    """Return the `VisionView` of a pass over prompts, one prompt per row.
 
     Args:
-        model: With `install_pictures`.
+        model: Model prepared with `install_pictures`.
         ids: ``(P, T)``, padded on the right.
-        lengths: Tokens of each prompt.
-        placed: Pictures of each prompt.
+        lengths: Number of tokens of each prompt.
+        placed: Images of each prompt.
     """
     columns = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
     real, none = columns < torch.tensor(lengths, device=ids.device)[:, None], torch.zeros_like(ids)
@@ -578,12 +595,14 @@ def prompt_view(
 
 
 def text_offset(placed: Sequence[Placed]) -> int:
-    """By how much positions of text behind these pictures differ from its index; images count by their longer side."""
+    """Return position minus index of a text token after these images. An image advances positions by its longer side."""
     return sum(max(image.grid[1:]) - image.count for image in placed if image.grid)
 
 
 def grid_positions(batch: Batch) -> Tensor:
-    """``(3, B, T)`` positions by time, height and width: an image counts on by its longer side, a branch from its prefix's end.
+    """Return positions ``(3, B, T)`` by time, height and width.
+
+    An image advances positions by its longer side. A branch continues from the end of its prefix.
 
     Reference: Qwen2-VL, arXiv:2409.12191, section 2.1.
     """
@@ -599,12 +618,12 @@ def grid_positions(batch: Batch) -> Tensor:
 
 
 def block_spans(batch: Batch, placeholders: Tensor, block: str) -> Tensor:
-    """``(B, T)`` number of the block that a token attends to both ways, -1 outside.
+    """Return ``(B, T)`` the index of each token's bidirectional block, -1 outside of blocks.
 
     Args:
-        batch: The canvas.
-        placeholders: ``(B, T)`` bool.
-        block: ``image``: every run of placeholders is one; ``prompt``: the prompt of every tree with a picture.
+        batch: Packed batch.
+        placeholders: ``(B, T)`` bool mask of image placeholders.
+        block: "image" makes each run of placeholders a block. "prompt" makes the prompt of each tree with an image a block.
     """
     if block == "prompt":
         number = torch.full_like(batch.sequence, -1)
